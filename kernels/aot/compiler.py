@@ -19,6 +19,7 @@ import contextlib
 import importlib
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -72,16 +73,17 @@ class Compiled:
     error: str = ""
 
 
-def compile_in_subprocess(target: str, specs: str = "all") -> list[Compiled]:
+def compile_in_subprocess(target: str, specs: str = "all", most: int = 0) -> list[Compiled]:
     """Compile specs in a process that is free of the interpreter.
 
     Args:
         target: one of :data:`GATES`, or another one by such a name.
         specs: as the option ``--specs``.
+        most: as the option ``--most``.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "gpubuf.kernels.aot", "--json", "--specs", specs, target],
+        [sys.executable, "-m", "gpubuf.kernels.aot", "--json", "--specs", specs, "--most", str(most), target],
         env=environment,
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -245,15 +247,35 @@ def _named_specs(name: str) -> list[AotSpec]:
     return found
 
 
+def demanding(specs: Sequence[AotSpec], most: int) -> list[AotSpec]:
+    """The ``most`` specs of each kernel that ask for most: large blocks for their warps, branches, float64."""
+
+    def asks(spec: AotSpec) -> float:
+        sizes = [value for value in spec.constexprs.values() if type(value) is int and value > 0]
+        flags = sum(value is True for value in spec.constexprs.values())
+        wide = sum(kind == "*fp64" for kind in spec.signature.values())
+        return math.log2(math.prod(sizes) / spec.num_warps) + flags + wide
+
+    by_kernel: dict[str, list[AotSpec]] = {}
+    for spec in specs:
+        by_kernel.setdefault(spec.kernel, []).append(spec)
+    return [spec for group in by_kernel.values() for spec in sorted(group, key=asks, reverse=True)[:most]]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m gpubuf.kernels.aot", description="compile every kernel, no GPU needed"
     )
     parser.add_argument("targets", nargs="*", default=GATES, help=f"default: {' '.join(GATES)}")
     parser.add_argument("--specs", default="all", help="one family, such as td, or a module with SPECS; default: all")
+    parser.add_argument(
+        "--most", type=int, default=0, help="only so many specs of each kernel, the most demanding ones"
+    )
     parser.add_argument("--json", action="store_true", help="print the results as one line of JSON")
     parser.add_argument("--markdown", action="store_true", help="print a table for the docs")
     options = parser.parse_args(arguments)
     specs = _named_specs(options.specs)
+    if options.most:
+        specs = demanding(specs, options.most)
     results = [result for target in options.targets for result in compile_specs(specs, target)]
     print(json.dumps([asdict(result) for result in results]) if options.json else report(results, options.markdown))

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import gpubuf.kernels
-from gpubuf.kernels.aot.compiler import GATES, compile_in_subprocess
-from gpubuf.kernels.aot.operations import all_specs
+from gpubuf.kernels.aot.compiler import GATES, TARGETS, Compiled, compile_in_subprocess, demanding
+from gpubuf.kernels.aot.operations import all_specs, specs_of
 
 triton = pytest.importorskip("triton")
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -43,9 +43,12 @@ def kernels_in_the_tree() -> set[str]:
 
 def test_every_kernel_has_a_spec():
     """No kernel escapes the gate, and no spec outlives its kernel."""
-    kernels = kernels_in_the_tree()
+    kernels, specs = kernels_in_the_tree(), all_specs()
     assert len(kernels) >= 1
-    assert kernels == {spec.kernel for spec in all_specs()}
+    assert kernels == {spec.kernel for spec in specs}
+    (most,) = (spec for spec in demanding(specs, 1) if "sum_tree_draw" in spec.kernel)
+    assert most.constexprs["HAS_ELIGIBLE"]
+    assert most.constexprs["STRATIFIED"]
 
 
 COUNTS = {"n", "count", "total", "n_rows", "n_others", "n_signals", "n_keys"}
@@ -66,15 +69,8 @@ def test_no_kernel_is_compiled_again_for_another_number_of_rows():
     assert seen >= len(kernels_in_the_tree())
 
 
-#: The others take minutes: CI compiles them. Kernels that fit one NVIDIA GPU fit the others, as a rule.
-QUICK = ("sm_90",)
-
-
-@pytest.mark.parametrize("target", [pytest.param(t, marks=() if t in QUICK else pytest.mark.slow) for t in GATES])
-def test_every_kernel_compiles(target: str):
-    """Each spec compiles; on NVIDIA no register is spilled, on AMD no loop is irreducible (Case 49)."""
-    results = compile_in_subprocess(target)
-    assert len(results) == len(all_specs())
+def check(results: list[Compiled], target: str) -> None:
+    """All compile; on NVIDIA no register is spilled, on AMD no loop is irreducible (Case 49)."""
     failed = [f"{r.spec}: {r.error}" for r in results if r.error]
     assert not failed, f"{target} refused:\n" + "\n".join(failed)
     assert all(r.registers > 0 for r in results)
@@ -87,15 +83,28 @@ def test_every_kernel_compiles(target: str):
 
 
 @pytest.mark.slow
-def test_loops_are_reducible_on_another_amd_gpu():
-    """Case 49: gfx1100 finds more of them. Only the trajectory index has loops as long as what it has read says."""
-    results = compile_in_subprocess("gfx1100", "trajectories")
-    assert results
-    assert not [f"{r.spec}: {r.error}" for r in results if r.error or r.irreducible]
+@pytest.mark.parametrize(("target", "most"), [(target, 2 if target == "sm_90" else 1) for target in TARGETS])
+def test_every_kernel_compiles(target: str, most: int):
+    """The most demanding specs of each. Kernels that fit one NVIDIA GPU fit the others, as a rule."""
+    results = compile_in_subprocess(target, most=most)
+    assert len(results) == len(demanding(all_specs(), most))
+    assert {r.spec.partition("(")[0] for r in results} == {kernel.partition(":")[2] for kernel in kernels_in_the_tree()}
+    check(results, target)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("target", [*GATES, "gfx1100"])
+def test_every_spec_compiles(target: str):
+    """Case 49: gfx1100 finds more loops. Only the trajectory index has some as long as what it has read says."""
+    specs = "trajectories" if target == "gfx1100" else "all"
+    results = compile_in_subprocess(target, specs)
+    assert len(results) == len(all_specs() if specs == "all" else specs_of(specs))
+    check(results, target)
+
+
+@pytest.mark.slow
 def test_the_gate_refuses_what_it_should():
-    """A spill is seen, and so are code that only the interpreter accepts and an irreducible loop."""
+    """A spill is seen, and so are code that only the interpreter accepts and an irreducible loop (Case 49)."""
     spilling, changing_type, _ = compile_in_subprocess("sm_80", "tests.support.faulty_kernels")
     assert not spilling.error
     assert spilling.spill_bytes > 0

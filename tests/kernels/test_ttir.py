@@ -26,7 +26,7 @@ def test_the_gate_itself(name, tmp_path):
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "all blocks"])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["quick", "all blocks"])
 @pytest.mark.parametrize("name", RUNS)
 def test_kernels(name, every, tmp_path):
     """Cases 47 and 48: what the compiler makes of a kernel computes what the tests expect, and nothing is found."""
