@@ -149,10 +149,11 @@ def check(name, sizes=(6, 10), **options):
     assert moved
 
 
-QUICK = ["CrossQLoss", "FlashSAC"]
+#: When to run a loss, if not with the slow tests. FlashSAC's takes a minute and a half, as with the compiler of C++ below.
+MARKS = {"CrossQLoss": (), "FlashSAC": pytest.mark.nightly}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in LOSSES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, pytest.mark.slow)) for n in LOSSES])
 def test_the_backward_reads_the_statistics_of_its_forward(name):
     with torch._inductor.config.patch(fallback_random=True):
         check(name, backend=as_inductor)
@@ -162,7 +163,7 @@ def test_the_backward_reads_the_statistics_of_its_forward(name):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 # PyTorch's own, of its lowering of `diagonal`.
 @pytest.mark.filterwarnings("ignore:.torch._prims_common.check. is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", [*QUICK, "SACLoss, value network"])
+@pytest.mark.parametrize("name", ["CrossQLoss", "FlashSAC", "SACLoss, value network"])
 def test_inductor(name):
     """With the compiler of C++, which takes most of a minute each: those whose lowering is special."""
     check(name, options={"fallback_random": True})
