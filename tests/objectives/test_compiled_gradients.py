@@ -149,7 +149,7 @@ def check(name, sizes=(6, 10), **options):
     assert moved
 
 
-#: When to run a loss, if not with the slow tests. FlashSAC's takes a minute and a half, as with the compiler of C++ below.
+#: When to run a loss, if not with the slow tests. FlashSAC's takes a minute and a half.
 MARKS = {"CrossQLoss": (), "FlashSAC": pytest.mark.nightly}
 
 
