@@ -352,7 +352,8 @@ def test_a_test_that_hangs_or_loses_the_gpu_fails_alone(tmp_path: Path, monkeypa
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     (tmp_path / "test_bad_day.py").write_text(BAD_DAY)
     plan = Plan(1, tmp_path)
-    step = plan._tests("tests", ["x"], 600, each=5, workers=2)
+    # Long enough for a worker that has lost its GPU to be replaced meanwhile, on a busy machine too.
+    step = plan._tests("tests", ["x"], 600, each=20, workers=2)
     command = [*step.command[:-1], "-o", "markers=gpu", f"--rootdir={tmp_path}", str(tmp_path / "test_bad_day.py")]
     stages.run_limited(command, step.seconds, plan.log, step.environment)
     found = stages.outcomes(plan.folder / "stage-1-tests.xml")
@@ -362,7 +363,7 @@ def test_a_test_that_hangs_or_loses_the_gpu_fails_alone(tmp_path: Path, monkeypa
     assert not failed["test_hangs"]
     assert re.fullmatch(r"\(beside \S*test_hangs, which hung: proves nothing\)", failed["test_fails_beside"])
     log = plan.log.read_text()
-    assert "Timeout (0:00:05)!" in log
+    assert "Timeout (0:00:20)!" in log
     assert re.search(r"test_loses_the_gpu has cost this worker its GPU:\n.*", log)
     assert "RuntimeError: CUDA error: an illegal memory access" in log
 
