@@ -71,7 +71,7 @@ def _td3(critics: str) -> LossContract:
         networks, further = sac_setup.CRITICS[critics]()
         return losses_setup.separated(losses_setup.make_td3(networks, **further, **options))
 
-    return LossContract(make, losses_setup.td3_by_hand, lacks=frozenset({"target_entropy", "skip_done_states"}))
+    return LossContract(make, losses_setup.td3_by_hand, lacks=frozenset({"target_entropy"}))
 
 
 def _redq_oracle(loss: Any, batch: TensorDict, seed: int, **further: Any) -> dict[str, Tensor]:
