@@ -210,6 +210,8 @@ class Model(TransitionList):
     def __init__(self, contract: BufferContract, seed: int = 0) -> None:
         super().__init__(STEPS, max(contract.envs, 1))
         self.contract, self.random, self.count = contract, random.Random(seed), 0
+        # (step, environment) of rows that keep a next observation of their own whatever comes to lie after them.
+        self.apart: set[tuple[int, int]] = set()
 
     @property
     def written_rows(self) -> int:
@@ -238,8 +240,14 @@ class Model(TransitionList):
     def overwrite(self, positions: list[int]) -> Any:
         """Other rows at these positions, as the buffer takes them."""
         rows = [self.new_row(None) for _ in positions]
+        places = [self.place(position) for position in positions]
+        before = [(step - 1, env) for step, env in places if step > self.oldest and (step - 1, env) not in places]
+        shared = [place for place in before if self.goes_on(*place)]
         for position, row in zip(positions, rows, strict=True):
             self.put(position, row)
+        if self.contract.share_next:
+            self.apart -= set(places)
+            self.apart |= {place for place in before if place not in shared or not self.goes_on(*place)}
         return self.contract.written(as_batch(rows, (len(rows),)))
 
     def renumber(self, position: int) -> int:
@@ -313,6 +321,11 @@ class Model(TransitionList):
             generations = info["index_generation"].reshape(-1).tolist()
             assert generations == [self.generation(position) for position in positions]
 
+    def goes_on(self, step: int, env: int) -> bool:
+        """Whether the next observation of a row is the observation of the row after it, and stored as that if shared."""
+        rows = self.of_env[env]
+        return (step, env) not in self.apart and rows[step].next_observation == rows[step + 1].observation
+
     def transition(self, position: int) -> tuple[Transition, int]:
         """The transition that begins with a row, and its number of steps."""
         step, env = self.place(position)
@@ -321,7 +334,7 @@ class Model(TransitionList):
             # A row whose observation does not go on ends its trajectory, and its flags say nothing of it.
             rows = self.of_env[env]
             for i in range(step, min(step + n, self.written) - 1):
-                if not rows[i].ends and rows[i].next_observation != rows[i + 1].observation:
+                if not rows[i].ends and not self.goes_on(i, env):
                     n = i - step + 1
                     break
         return self.n_step(position, n, GAMMA)
