@@ -322,7 +322,7 @@ class Model(TransitionList):
             assert generations == [self.generation(position) for position in positions]
 
     def goes_on(self, step: int, env: int) -> bool:
-        """Whether the next observation of a row is the observation of the row after it, and stored as that if shared."""
+        """Whether the next observation of a row is the observation of the row after it, and stored as such."""
         rows = self.of_env[env]
         return (step, env) not in self.apart and rows[step].next_observation == rows[step + 1].observation
 
