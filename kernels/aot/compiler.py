@@ -253,9 +253,8 @@ def demanding(specs: Sequence[AotSpec], most: int) -> list[AotSpec]:
     def asks(spec: AotSpec) -> float:
         sizes: list[int] = [value for value in spec.constexprs.values() if type(value) is int and value > 0]
         flags = sum(value is True for value in spec.constexprs.values())
-        wide = sum(kind == "*fp64" for kind in spec.signature.values())
-        lanes: float = math.prod(sizes) / spec.num_warps
-        return math.log2(lanes) + flags + wide
+        wide: int = sum(kind == "*fp64" for kind in spec.signature.values())
+        return math.log2(math.prod(sizes) / spec.num_warps) + flags + wide
 
     by_kernel: dict[str, list[AotSpec]] = {}
     for spec in specs:
