@@ -1,4 +1,4 @@
-"""Temporal-difference learning on the CPU, in plain PyTorch: a compiled loop saves 1 to 2 % of an update.
+"""Temporal-difference learning on the CPU, in plain PyTorch: see docs/decisions.md for what compiled loops would save.
 
 Rows are one dimension here, critics ``[N, n]``, and numbers of one element are read at once.
 """
@@ -23,51 +23,27 @@ from gpubuf.kernels.td import (
 )
 
 
-def flat(tensor: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+def _flat(tensor: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     """``[n]``, of ``dtype``."""
     # `to` and `reshape` take a microsecond each where there is nothing to do.
     tensor = tensor if tensor.dtype is dtype else tensor.to(dtype)
     return tensor if tensor.ndim == 1 else tensor.reshape(n)
 
 
-def as_given(grad: Tensor, given: Tensor) -> Tensor:
-    """A gradient with the shape and the dtype of its argument."""
-    grad = grad.reshape(given.shape)
-    return grad if grad.dtype is given.dtype else grad.to(given.dtype)
-
-
-def weights_of(
+def _weights_of(
     weight: Tensor | None, mask: Tensor | None, n: int, real: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
     """(weights with 0 in masked rows, which rows count), both ``[n]``; None where all are 1, and where all count."""
-    counts = None if mask is None else flat(mask, n, torch.bool)
+    counts = None if mask is None else _flat(mask, n, torch.bool)
     if weight is None:
         return (None if counts is None else counts.to(real)), counts
-    weight = flat(weight, n, real)
+    weight = _flat(weight, n, real)
     return (weight if counts is None else torch.where(counts, weight, 0.0)), counts
 
 
-def selected(rows: Tensor, counts: Tensor | None) -> Tensor:
+def _selected(rows: Tensor, counts: Tensor | None) -> Tensor:
     """``rows``, and 0 where a row does not count."""
     return rows if counts is None else torch.where(counts, rows, 0.0)
-
-
-def reduced(
-    rows: Tensor, weight: Tensor | None, mask: Tensor | None, shape: torch.Size, reduction: int
-) -> tuple[Tensor, Tensor]:
-    """(loss of ``rows`` ``[n]``, factor of the reduction)."""
-    w, counts = weights_of(weight, mask, rows.numel(), rows.dtype)
-    total = rows.numel() if w is None else w.sum().item()
-    norm = 1.0 if reduction != MEAN else 1 / total if total else 0.0
-    rows = selected(rows if w is None else w * rows, counts)
-    loss = rows.reshape(shape) if reduction == NONE else rows.sum().mul_(norm)
-    return loss, rows.new_full((), norm)
-
-
-def factors(grad: Tensor, norm: Tensor, w: Tensor | None, reduction: int, n: int) -> Tensor:
-    """What the derivatives of a loss's rows are multiplied by: ``[n]``, or ``[]`` where it is the same for all."""
-    factor = (grad.reshape(n) if reduction == NONE else grad).to(norm.dtype) * norm
-    return factor if w is None else factor * w
 
 
 def _next_value(
@@ -77,7 +53,7 @@ def _next_value(
     critics = (next_q if next_q.dtype is real else next_q.to(real)).reshape(next_q.shape[0], n)
     value = critics.sum(0).div_(critics.shape[0]) if combine == AVERAGE else critics.amin(0)
     if next_log_prob is not None and alpha is not None:
-        value.sub_(flat(next_log_prob, n, real), alpha=alpha.item())
+        value.sub_(_flat(next_log_prob, n, real), alpha=alpha.item())
     return value
 
 
@@ -95,8 +71,8 @@ def soft_td_target(
     rows = check_target(next_q, next_log_prob, alpha, reward, terminated, gamma, steps, combine)
     n, real = rows.numel(), computing_dtype(next_q)
     target = _next_value(next_q, next_log_prob, alpha, combine, n, real)
-    target.mul_(gamma.item() if steps is None else gamma.item() ** flat(steps, n, real))
-    return target.masked_fill_(flat(terminated, n, torch.bool), 0).add_(flat(reward, n, real)).reshape(rows)
+    target.mul_(gamma.item() if steps is None else gamma.item() ** _flat(steps, n, real))
+    return target.masked_fill_(_flat(terminated, n, torch.bool), 0).add_(_flat(reward, n, real)).reshape(rows)
 
 
 def soft_lambda_return(
@@ -126,14 +102,14 @@ def soft_lambda_return(
         return torch.empty(rows, dtype=real)
     shape, share = (-1, length, inner), lmbda.item()
     value = _next_value(next_q, next_log_prob, alpha, combine, n, real).reshape(shape)
-    discount: Tensor | float = gamma.item() if steps is None else gamma.item() ** flat(steps, n, real).reshape(shape)
-    follows = ~flat(done, n, torch.bool).reshape(shape)
+    discount: Tensor | float = gamma.item() if steps is None else gamma.item() ** _flat(steps, n, real).reshape(shape)
+    follows = ~_flat(done, n, torch.bool).reshape(shape)
     follows[:, -1] = False
     if mask is not None:
-        follows[:, :-1] &= flat(mask, n, torch.bool).reshape(shape)[:, 1:]
-    goes_on = ~flat(terminated, n, torch.bool).reshape(shape)
+        follows[:, :-1] &= _flat(mask, n, torch.bool).reshape(shape)[:, 1:]
+    goes_on = ~_flat(terminated, n, torch.bool).reshape(shape)
     bootstrap = torch.where(follows, (1 - share) * value, value) * discount
-    out = torch.where(goes_on, bootstrap, 0.0) + flat(reward, n, real).reshape(shape)
+    out = torch.where(goes_on, bootstrap, 0.0) + _flat(reward, n, real).reshape(shape)
     factor = torch.where(follows & goes_on, torch.full_like(value, share) * discount, 0.0)
     step = 1
     while step < length:
@@ -160,14 +136,19 @@ def td_loss(
         # As Huber's, with one pass less: the square of what is below 1, and the rest.
         near = distance.clamp(max=1)
         distance = near.mul(-0.5).add_(distance).mul_(near)
-    loss, norm = reduced(distance.sum(0), weight, mask, target.shape, reduction)
-    return loss, td_error, norm
+    rows = distance.sum(0)
+    w, counts = _weights_of(weight, mask, n, rows.dtype)
+    total = n if w is None else w.sum().item()
+    norm = 1.0 if reduction != MEAN else 1 / total if total else 0.0
+    rows = _selected(rows if w is None else w * rows, counts)
+    loss = rows.reshape(target.shape) if reduction == NONE else rows.sum().mul_(norm)
+    return loss, td_error, rows.new_full((), norm)
 
 
 def _differences(q: Tensor, target: Tensor, n: int) -> Tensor:
     """``[N, n]``, in memory of its own."""
     real = computing_dtype(q)
-    return (q if q.dtype is real else q.to(real)).reshape(q.shape[0], n) - flat(target, n, real)
+    return (q if q.dtype is real else q.to(real)).reshape(q.shape[0], n) - _flat(target, n, real)
 
 
 def td_loss_backward(
@@ -189,5 +170,7 @@ def td_loss_backward(
         slope = torch.where(slope.isnan(), slope, slope.sign())
     else:
         slope.clamp_(-1, 1)
-    w, counts = weights_of(weight, mask, n, slope.dtype)
-    return as_given(selected(slope.mul_(factors(grad, norm, w, reduction, n)), counts), q)
+    w, counts = _weights_of(weight, mask, n, slope.dtype)
+    factor = (grad.reshape(n) if reduction == NONE else grad).to(norm.dtype) * norm
+    by_q = _selected(slope.mul_(factor if w is None else factor * w), counts).reshape(q.shape)
+    return by_q if by_q.dtype is q.dtype else by_q.to(q.dtype)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubuf.kernels import _registry, _threads
+from tests.contracts import pairwise
 from tests.support.fake_cuda import fake_cuda
 from tests.support.precision import assert_no_worse
 
@@ -41,24 +42,6 @@ def numbers(*shape: int, seed: int = 0, size: float = 2.0) -> Tensor:
 
 def computing(dtype: torch.dtype) -> torch.dtype:
     return F64 if dtype is F64 else F32
-
-
-def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[Arguments]:
-    """Few combinations of the axes' values, in which every pair of values of two axes occurs."""
-    every = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    places = {name: {id(value): i for i, value in enumerate(values)} for name, values in axes.items()}
-
-    def pairs(case: Arguments) -> set[tuple[Any, ...]]:
-        return set(itertools.combinations(((name, places[name][id(case[name])]) for name in axes), 2))
-
-    found = [(case, pairs(case)) for case in every]
-    missing = set().union(*(each for _, each in found))
-    chosen = []
-    while missing:
-        case, covered = max(found, key=lambda each: len(each[1] & missing))
-        chosen.append(case)
-        missing -= covered
-    return chosen
 
 
 @dataclass(frozen=True)
@@ -103,7 +86,11 @@ class KernelContract:
 
     @functools.cached_property
     def cases(self) -> list[Arguments]:
-        return pairwise({**self.axes, "dtype": self.dtypes})
+        axes = {**self.axes, "dtype": self.dtypes}
+        # Values need not be hashable: places are.
+        places = itertools.product(*(range(len(values)) for values in axes.values()))
+        chosen = pairwise([*places], lambda case: [*enumerate(case)])
+        return [{name: axes[name][i] for name, i in zip(axes, case, strict=True)} for case in chosen]
 
     def arguments(self, dtype: torch.dtype = F32, **options: Any) -> Arguments:
         """Those of a case, in order of the schema."""

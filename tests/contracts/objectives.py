@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpubuf.objectives import CrossQLoss, REDQLoss
 from tests.support import distributional_setup, losses_setup, sac_setup
-from tests.support.loss_matrix import SEED, redq_by_hand
+from tests.support.loss_matrix import redq_by_hand
 from tests.support.sac_setup import ACTION, CELLS, OBSERVATION, make_actor, make_batch
 
 
@@ -74,11 +74,6 @@ def _td3(critics: str) -> LossContract:
     return LossContract(make, losses_setup.td3_by_hand, lacks=frozenset({"target_entropy"}))
 
 
-def _redq_oracle(loss: Any, batch: TensorDict, seed: int, **further: Any) -> dict[str, Tensor]:
-    assert seed == SEED
-    return redq_by_hand(loss, batch, **further)
-
-
 def _redq(**options: Any) -> Any:
     critics = sac_setup.make_sac_critic(OBSERVATION, ACTION, CELLS, num_nets=5, dtype=torch.float64)
     return losses_setup.separated(
@@ -93,7 +88,7 @@ CONTRACTS: dict[str, LossContract] = {
     "DiscreteSACLoss, categorical": _discrete("ensemble", "categorical"),
     **{f"DistributionalSACLoss, {choice}": _distributional(choice) for choice in distributional_setup.CHOICES},
     **{f"DistributionalSACLoss, {critics}": _distributional("min", critics) for critics in ("replicated", "list")},
-    "REDQLoss": LossContract(_redq, _redq_oracle),
+    "REDQLoss": LossContract(_redq, redq_by_hand),
     "CrossQLoss": LossContract(
         lambda **options: CrossQLoss(make_actor(), sac_setup.CRITICS["ensemble"]()[0], **options), sac_setup.by_hand
     ),

@@ -18,7 +18,7 @@ from tests.contracts.objectives import CLASSES, CONTRACTS
 from tests.support.fake_cuda import DataDependentOutputException, fake_cuda
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.loss_matrix import SEED
-from tests.support.losses_setup import assert_agrees, total
+from tests.support.losses_setup import assert_agrees, assert_values, total
 from tests.support.sac_setup import gradients, run_loss
 
 every = pytest.mark.parametrize("contract", CONTRACTS.values(), ids=list(CONTRACTS))
@@ -35,12 +35,6 @@ def flag(batch: TensorDict, **values: bool) -> TensorDict:
 def updater_of(loss: Any) -> SoftUpdate | None:
     """Of its targets, if it has some."""
     return None if isinstance(loss, CrossQLoss) else SoftUpdate(loss, tau=0.1)
-
-
-def assert_same(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
-    assert set(ours) == set(truth)
-    for name, value in truth.items():
-        torch.testing.assert_close(ours[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def with_extras(batch: TensorDict) -> TensorDict:
@@ -64,7 +58,7 @@ def test_truncated_rows_bootstrap(contract):
         loss = contract.loss(skip_done_states=skip)
         batch = flag(contract.batch(5), terminated=False, truncated=True, done=True)
         ours = run_loss(loss, batch, SEED)
-        assert_same(ours, contract.oracle(loss, batch, SEED))
+        assert_values(ours, contract.oracle(loss, batch, SEED))
         assert not torch.equal(run_loss(loss, flag(batch, terminated=True), SEED)["td_error"], ours["td_error"])
 
 
@@ -261,4 +255,4 @@ def test_discount_and_steps(contract):
     batch["steps_to_next_obs"] = steps
     loss = contract.loss()
     loss.make_value_estimator(gamma=0.9)
-    assert_same(run_loss(loss, batch, SEED), contract.oracle(loss, batch, SEED, gamma=0.9, steps=steps))
+    assert_values(run_loss(loss, batch, SEED), contract.oracle(loss, batch, SEED, gamma=0.9, steps=steps))

@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 
-from tests.support.loss_matrix import AXES, LOSSES, Shape, agreeing, every_shape, make_loss, pairwise, shapes_of
+from tests.support.loss_matrix import AXES, LOSSES, Shape, agreeing, every_shape, few_shapes, make_loss, shapes_of
 from tests.support.losses_setup import assert_agrees, discrete_batch, total
 from tests.support.sac_setup import make_batch, run_loss
 
@@ -38,7 +38,7 @@ def test_the_full_product(name, critics):
 @pytest.mark.parametrize("atoms", [False, True])
 def test_the_choice_covers_every_pair(atoms):
     everything = every_shape(atoms)
-    chosen = pairwise(everything)
+    chosen = few_shapes(everything)
     assert len(chosen) <= 16 < len(everything)
     for first, second in itertools.combinations(AXES, 2):
         pairs = [{(getattr(s, first), getattr(s, second)) for s in shapes} for shapes in (chosen, everything)]
