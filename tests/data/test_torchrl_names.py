@@ -337,7 +337,7 @@ def test_a_sampler_tells_the_capacity_of_a_buffer_without_a_storage():
     objects.extend(["an object"] * 7)
     assert (len(objects), objects.storage.max_size) == (5, 5)
     # A storage that is given counts, whatever the sampler was told.
-    other = ReplayBuffer(storage=LazyTensorStorage(9), sampler=PrioritizedSampler(5, 1.0, 1.0), batch_size=64)
+    other = ReplayBuffer(storage=LazyTensorStorage(9), sampler=PrioritizedSampler(5, 1.0, 1.0), batch_size=512)
     other.extend(torch.arange(9))
     assert set(other.sample().tolist()) > {5, 6, 7, 8}
 
