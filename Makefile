@@ -69,7 +69,7 @@ torchrl: $(PEERS)/torchrl/.ready
 	$(PEERS)/torchrl/bin/python -m pytest -n 0 tests/contracts/test_torchrl.py $(ARGS)
 
 bench: $(VENV)/.test $(READY)
-	$(VENV)/bin/python -m benchmarks.run --huge --curves $(INTO) $(ARGS)
+	$(VENV)/bin/python -m benchmarks --device cpu --huge --report $(or $(INTO),--out benchmarks/results) $(ARGS)
 
 # An interpreter named on the command line is used as it is, with whatever torch it has.
 ifeq ($(origin PYTHON),command line)

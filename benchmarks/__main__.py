@@ -17,7 +17,7 @@ import torch
 from benchmarks.measure.machine import result_path
 from benchmarks.report import curves
 from benchmarks.report.comparison import missing, names, placements, read, table
-from benchmarks.run import curves_path, run_benchmarks
+from benchmarks.run import compare_threads, curves_path, run_benchmarks
 from benchmarks.workloads.registry import REGISTRY, TITLES
 from benchmarks.workloads.sweeps import AXES
 from gpubuf.terminal import show
@@ -89,17 +89,15 @@ def drawn(paths: Sequence[Path], out: Path) -> int:
     return 0
 
 
-def run_name(kind: str) -> str:
-    """``bench-cpu-2026-11-21-101530``."""
-    return f"bench-{kind}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}"
-
-
 def measured(options: dict[str, Any]) -> int:
     """Measure the chosen workloads, print a table, and draw curves with --report."""
     kind = chosen_device(options["device"])
     given = arguments(options)
-    folder = Path(options["out"]) if options["out"] else Path("runs") / run_name(kind)
-    path = result_path(kind, folder=folder.absolute())
+    name = f"bench-{kind}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}"
+    folder = (Path(options["out"]) if options["out"] else Path("runs") / name).absolute()
+    if options["threads"]:
+        return 1 if compare_threads(options["threads"], folder, *given) else 0
+    path = result_path(kind, folder=folder)
     code = run_benchmarks(kind, path, *given)
     paths = [each for each in (path, curves_path(path)) if each.exists()]
     if not paths:
@@ -158,6 +156,9 @@ def parse(arguments: Sequence[str] | None) -> dict[str, Any]:
     parser.add_argument("--huge", action="store_true", help="also tables that take gigabytes and minutes")
     parser.add_argument(
         "--report", action="store_true", help="also measure latency over capacity, batch and row, and draw it as PNG"
+    )
+    parser.add_argument(
+        "--threads", type=int, nargs="+", metavar="N", help="compare these numbers of threads, on calls of many rows"
     )
     parser.add_argument("--draw", action="append", metavar="FILE", help="draw these files of results; measure nothing")
     parser.add_argument("--out", metavar="FOLDER", help="where the results go (default: runs/bench-DEVICE-TIME)")

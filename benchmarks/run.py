@@ -1,13 +1,10 @@
 """Runs the benchmarks: every library in its own environment, the results of all of them in one file.
 
-``python -m benchmarks.run`` is what ``make bench`` runs, on the CPU. Further arguments go to the benchmarks' pytest.
-With ``--threads 1 2`` it compares numbers of threads instead, on calls that move many rows.
-For a GPU there is :mod:`benchmarks.stages`.
+``python -m benchmarks`` is its command, which ``make bench`` runs. For a GPU there is :mod:`benchmarks.stages`.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import subprocess
@@ -22,7 +19,7 @@ import torch
 
 from benchmarks.measure import roofline
 from benchmarks.measure.elsewhere import PEER_ENVIRONMENTS, ROOT, peer_python
-from benchmarks.measure.machine import PACKAGES, RESULTS, describe, result_path
+from benchmarks.measure.machine import PACKAGES, describe, result_path
 from benchmarks.measure.results import write_results
 from benchmarks.workloads.registry import PEERS, REGISTRY, TITLES, environment
 
@@ -165,7 +162,7 @@ THREADED = (
 )
 
 
-def compare_threads(numbers: Sequence[int], out: Path | None, *arguments: str) -> int:
+def compare_threads(numbers: Sequence[int], folder: Path, *arguments: str) -> int:
     """Measure :data:`THREADED` with several numbers of threads, the same for every library, into one file of results.
 
     Returns:
@@ -180,31 +177,5 @@ def compare_threads(numbers: Sequence[int], out: Path | None, *arguments: str) -
         together = merged(parts, machine)
         machine, found[str(number)] = together["machine_info"], together["benchmarks"]
         code = code or first_failure(parts)
-    write_results("threads", found, machine, out and result_path("cpu", "threads", out))
+    write_results("threads", found, machine, result_path("cpu", "threads", folder))
     return code
-
-
-def draw(path: Path) -> None:
-    """Draw the curves that belong to a file of tables."""
-    from benchmarks.report import curves
-
-    for made in curves.write([path, curves_path(path)], curves_path(path).with_suffix("")):
-        print(f"report: {made}")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="the folder for everything; default: benchmarks/results")
-    parser.add_argument("--threads", type=int, nargs="+", metavar="N", help="compare these numbers of threads")
-    options, rest = parser.parse_known_args(arguments)
-    if options.threads:
-        return compare_threads(options.threads, options.out, *rest)
-    path = result_path("cpu", folder=options.out or RESULTS)
-    code = run_benchmarks("cpu", path, *rest)
-    if curves_path(path).exists():
-        draw(path)
-    return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -30,8 +30,9 @@ import torch
 from benchmarks.measure import roofline
 from benchmarks.measure.machine import RESULTS, describe
 from benchmarks.measure.results import Run, write_whole
+from benchmarks.report import curves
 from benchmarks.report.comparison import combined
-from benchmarks.run import ROOT, benchmark_options, curves_path, draw, of_curves
+from benchmarks.run import ROOT, benchmark_options, curves_path, of_curves
 from gpubuf.kernels._tuned import slug, user_folder
 
 #: Seconds of a stage. A step that would have less than ``LEAST`` is left out, and said.
@@ -375,8 +376,8 @@ def gather(folders: Sequence[Path], out: Path) -> list[Path]:
     machine["environments"] = {"gpubuf": machine["versions"]}
     path = out / f"{slug(machine['device']['name'])}-{data['datetime'][:10]}.json"
     written = []
-    for each, curves in ((path, False), (curves_path(path), True)):
-        chosen = of_curves(data, curves)
+    for each, points in ((path, False), (curves_path(path), True)):
+        chosen = of_curves(data, points)
         if chosen["benchmarks"]:
             each.parent.mkdir(parents=True, exist_ok=True)
             write_whole(each, chosen)
@@ -385,7 +386,7 @@ def gather(folders: Sequence[Path], out: Path) -> list[Path]:
         (out / "tuned").mkdir(parents=True, exist_ok=True)
         written.append(Path(shutil.copy(tuned, out / "tuned" / tuned.name)))
     if curves_path(path) in written:
-        draw(path)
+        curves.write([path, curves_path(path)], curves_path(path).with_suffix(""))
     return written
 
 

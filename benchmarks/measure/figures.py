@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from benchmarks.measure.results import Run
+from benchmarks.measure.results import Run, Runs
 
 #: Stands for a figure that no run has.
 OPEN = "open"
@@ -37,10 +37,29 @@ def described(run: Run) -> str:
     )
 
 
-def load_before(run: Run) -> str:
-    """How busy the machine was."""
+def conditions(run: Run) -> str:
+    """:func:`described`, and how busy the machine was."""
     machine = run.machine
-    return f"Load of the machine before the run: {machine['load_before']:.2f} on {machine['cores']} cores."
+    load = f"Load of the machine before the run: {machine['load_before']:.2f} on {machine['cores']} cores."
+    return f"{described(run)}\n\n{load}"
+
+
+def of_run(kind: str, what: str) -> Callable[[Callable[[Run], str]], Callable[[Runs], str]]:
+    """A section of the pages that is about the newest run of one kind; without one it says that there is none.
+
+    Args:
+        kind: see :func:`benchmarks.measure.results.kind_of`.
+        what: of what no run is committed then: ``of `python -m benchmarks.studies.speed```.
+    """
+
+    def decorate(section: Callable[[Run], str]) -> Callable[[Runs], str]:
+        def found(runs: Runs) -> str:
+            run = runs.get(kind)
+            return f"No run {what} is committed: {OPEN}." if run is None else section(run)
+
+        return found
+
+    return decorate
 
 
 def against(ours: float | None, theirs: float | None, missing: str = OPEN) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.measure.machine import RESULTS, result_path
 
 #: The studies: one of these stands in a file in place of pytest-benchmark's ``benchmarks``.
-SUBJECTS = ("checkpoints", "kernels", "host", "threads", "learning", "speed", "adapters", "batches", "losses")
+SUBJECTS = ("checkpoints", "kernels", "threads", "learning", "speed", "adapters", "batches", "losses")
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,16 @@ class Run:
     @property
     def machine(self) -> dict[str, Any]:
         """The machine of the run."""
-        return self.data["machine_info"]
+        machine: dict[str, Any] = self.data["machine_info"]
+        return machine
 
     def benchmark(self, workload: str, library: str) -> dict[str, Any] | None:
         """pytest-benchmark's entry for one library on one workload, or None."""
-        for benchmark in self.data["benchmarks"]:
-            extra = benchmark["extra_info"]
+        found: dict[str, Any]
+        for found in self.data["benchmarks"]:
+            extra = found["extra_info"]
             if (extra.get("workload"), extra.get("library")) == (workload, library):
-                return benchmark
+                return found
         return None
 
     def entry(self, workload: str, library: str) -> dict[str, Any] | None:
@@ -60,14 +62,6 @@ class Run:
         """Every ``workload`` or every ``library`` that was measured."""
         return {b["extra_info"][what] for b in self.data["benchmarks"] if what in b["extra_info"]}
 
-    def index_bytes(self, workload: str) -> float | None:
-        """Bytes of gpubuf's trajectory index for a row that there is room for, or None."""
-        for benchmark in self.data["benchmarks"]:
-            extra = benchmark["extra_info"]
-            if extra.get("workload") == workload and "index_bytes_per_row" in extra:
-                return extra["index_bytes_per_row"]
-        return None
-
 
 #: By kind, see :func:`kind_of`.
 Runs = dict[str, Run]
@@ -78,7 +72,7 @@ def kind_of(data: dict[str, Any]) -> str | None:
 
     None for a file of any other kind.
     """
-    device = data["machine_info"]["device"]["kind"]
+    device: str = data["machine_info"]["device"]["kind"]
     if "benchmarks" in data:
         return device
     subject = next((name for name in SUBJECTS if name in data), None)

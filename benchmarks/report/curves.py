@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from benchmarks.measure.figures import OPEN
 from benchmarks.measure.results import Run
+from benchmarks.report import pictures
 from benchmarks.report.comparison import OURS, libraries, names, read, roofline_of
 from benchmarks.workloads.registry import PEERS, TITLES
 from benchmarks.workloads.slices import SIZES, sized
@@ -101,20 +102,16 @@ def panels(run: Run, axis: Axis) -> list[Panel]:
     return found
 
 
-def picture(run: Run, axis: Axis) -> bytes:
-    """The pictures of an axis side by side, as one PNG; empty where nothing was measured."""
+def picture(run: Run, axis: Axis, path: Path) -> bool:
+    """The pictures of an axis side by side, as one PNG; whether anything was measured."""
     shown = [panel for panel in panels(run, axis) if any(curve.points for curve in panel.curves)]
     if not shown:
-        return b""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+        return False
     columns = min(len(shown), 3)
     rows = -(-len(shown) // columns)
-    figure = Figure(figsize=(4.6 * columns, 3.9 * rows + 0.9), layout="constrained")
-    FigureCanvasAgg(figure)
-    for i, panel in enumerate(shown):
-        draw(figure.add_subplot(rows, columns, i + 1), panel)
+    figure = pictures.new_figure(4.6 * columns, 3.9 * rows + 0.9)
+    for i, panel in enumerate(shown, 1):
+        draw(pictures.axes_of(figure, panel.title, panel.label, "median µs per call", rows, columns, i), panel)
     legend = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -124,12 +121,11 @@ def picture(run: Run, axis: Axis) -> bytes:
     labels = [label if len(h.get_xdata()) else f"{label}: not measured" for label, h in legend.items()]
     figure.legend(legend.values(), labels, loc="outside lower center", ncols=min(len(labels), 4))
     figure.suptitle(f"{run.machine['device']['name']}: {axis.fixed}", fontsize=11)
-    out = BytesIO()
-    figure.savefig(out, dpi=110, metadata={"Source": f"Drawn from {run.source} of {run.data['datetime']}."})
-    return out.getvalue()
+    pictures.save(figure, path, [run])
+    return True
 
 
-def draw(axes: object, panel: Panel) -> None:
+def draw(axes: Any, panel: Panel) -> None:
     """One operation, log-log. A library without a point keeps its place in the legend."""
     for curve in panel.curves:
         x = [value for value, _ in curve.points]
@@ -141,11 +137,7 @@ def draw(axes: object, panel: Panel) -> None:
             style = {"color": COLORS.get(curve.library, "0.6"), "marker": "o", "markersize": 4}
             style |= {"linewidth": 2.2 if curve.library == "gpubuf" else 1.3}
             label = TITLES[curve.library]
-        axes.loglog(x, y, label=label, **style)  # type: ignore[attr-defined]
-    axes.set_title(panel.title)  # type: ignore[attr-defined]
-    axes.set_xlabel(panel.label)  # type: ignore[attr-defined]
-    axes.set_ylabel("median µs per call")  # type: ignore[attr-defined]
-    axes.grid(alpha=0.3, which="both")  # type: ignore[attr-defined]
+        axes.loglog(x, y, label=label, **style)
 
 
 def write(paths: Sequence[Path], out: Path) -> list[Path]:
@@ -163,10 +155,5 @@ def write(paths: Sequence[Path], out: Path) -> list[Path]:
     """
     run = read(paths)
     out.parent.mkdir(parents=True, exist_ok=True)
-    written = []
-    for axis in AXES:
-        image = picture(run, axis)
-        if image:
-            written.append(out.with_name(f"{out.name}-{axis.name}.png"))
-            written[-1].write_bytes(image)
-    return written
+    drawn = {axis: out.with_name(f"{out.name}-{axis.name}.png") for axis in AXES}
+    return [path for axis, path in drawn.items() if picture(run, axis, path)]

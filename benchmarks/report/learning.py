@@ -6,8 +6,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.figures import OPEN, described, load_before, table
+from benchmarks.measure.figures import OPEN, conditions, described, of_run, table
 from benchmarks.measure.results import Run, Runs
+from benchmarks.report import pictures
 
 #: The picture, from the root of the project.
 LEARNING_PLOT = "docs/learning.png"
@@ -21,11 +22,9 @@ def by_curve(run: Run) -> dict[str, dict[str, list[dict[str, Any]]]]:
     return found
 
 
-def algorithms_section(runs: Runs) -> str:
+@of_run("learning", "of `python -m benchmarks.studies.learning`")
+def algorithms_section(run: Run) -> str:
     """docs/training.md: mean returns at the end by algorithm and seed, those on the way, minutes, and the picture."""
-    run = runs.get("learning")
-    if run is None:
-        return f"No run of `python -m benchmarks.studies.learning` is committed: {OPEN}."
     rows = []
     for env, curves in by_curve(run).items():
         for curve, ones in curves.items():
@@ -61,11 +60,9 @@ def training_table(runs: Runs) -> str:
     return "\n\n".join([table(head, rows), described(run)])
 
 
-def speed_section(runs: Runs) -> str:
+@of_run("speed", "of `python -m benchmarks.studies.speed`")
+def speed_section(run: Run) -> str:
     """docs/training.md: steps per second of several programs."""
-    run = runs.get("speed")
-    if run is None:
-        return f"No run of `python -m benchmarks.studies.speed` is committed: {OPEN}."
     found = run.data["speed"]
     rows = []
     for one in found:
@@ -73,35 +70,20 @@ def speed_section(runs: Runs) -> str:
         factor = found[0]["steps_per_second"] / one["steps_per_second"]
         rows.append([one["program"], f"{one['steps_per_second']:.0f}", rounds, f"{factor:.2f}x"])
     head = [f"SAC on {found[0]['env']}", "steps per second", "in the rounds", f"{found[0]['program']}, as fast"]
-    return "\n\n".join([table(head, rows), described(run), load_before(run)])
+    return f"{table(head, rows)}\n\n{conditions(run)}"
 
 
-def learning_plot_source(runs: Runs) -> str:
-    """Which run the picture shows; it says so itself, in its metadata. Empty where there is none."""
-    run = runs.get("learning")
-    return f"Drawn from {run.source} of {run.data['datetime']}." if run else ""
-
-
-def is_learning_plot_of(path: Path, runs: Runs) -> bool:
-    """Whether the picture at ``path`` was drawn from these runs. True where there is nothing to draw."""
-    source = learning_plot_source(runs)
-    return not source or (path.exists() and f"Source\0{source}".encode("latin-1") in path.read_bytes())
-
-
-def draw_learning(path: Path, runs: Runs) -> None:
+def draw_learning(path: Path, run: Run) -> None:
     """A panel for each environment: the mean return over the steps, in a band from the worst seed to the best."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     of_environments = {
         env: curves
-        for env, curves in by_curve(runs["learning"]).items()
+        for env, curves in by_curve(run).items()
         if all(one["points"] for ones in curves.values() for one in ones)
     }
-    figure = Figure(figsize=(6 * len(of_environments), 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(of_environments), squeeze=False)[0]
-    for axes, (env, curves) in zip(panels, of_environments.items(), strict=True):
+    figure = pictures.new_figure(6 * len(of_environments), 4)
+    for panel, (env, curves) in enumerate(of_environments.items(), 1):
+        labels = (env, "environment steps", "mean return of five episodes")
+        axes = pictures.axes_of(figure, *labels, 1, len(of_environments), panel)
         for number, (curve, ones) in enumerate(curves.items()):
             by_step: dict[int, list[float]] = {}
             for one in ones:
@@ -113,9 +95,5 @@ def draw_learning(path: Path, runs: Runs) -> None:
             axes.plot(steps, [statistics.fmean(by_step[step]) for step in steps], color=color, label=curve)
             lowest, highest = ([f(by_step[step]) for step in steps] for f in (min, max))
             axes.fill_between(steps, lowest, highest, color=color, alpha=0.15, linewidth=0)
-        axes.set_title(env)
-        axes.set_xlabel("environment steps")
-        axes.set_ylabel("mean return of five episodes")
-        axes.grid(alpha=0.3)
         axes.legend(loc="best")
-    figure.savefig(path, dpi=110, metadata={"Source": learning_plot_source(runs)})
+    pictures.save(figure, path, [run])

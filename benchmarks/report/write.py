@@ -13,19 +13,22 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.measure.figures import OPEN, against, described, digits, load_before, microseconds, or_open, table
+from benchmarks.measure.figures import (
+    OPEN,
+    against,
+    conditions,
+    described,
+    digits,
+    microseconds,
+    of_run,
+    or_open,
+    table,
+)
 from benchmarks.measure.machine import RESULTS
 from benchmarks.measure.results import Run, Runs, newest_runs
-from benchmarks.report.learning import (
-    LEARNING_PLOT,
-    algorithms_section,
-    draw_learning,
-    is_learning_plot_of,
-    speed_section,
-    training_table,
-)
+from benchmarks.report import pictures
+from benchmarks.report.learning import LEARNING_PLOT, algorithms_section, draw_learning, speed_section, training_table
 from benchmarks.report.memory import memory_tables
-from benchmarks.studies.host import host_section
 from benchmarks.studies.kernels import launches_table, resources_table
 from benchmarks.studies.predict import prediction_table
 from benchmarks.studies.side_by_side import TABLES, section
@@ -86,7 +89,7 @@ def comparison_table(runs: Runs, replay: bool) -> str:
     return table(head, rows)
 
 
-def conditions(runs: Runs) -> str:
+def machines(runs: Runs) -> str:
     """README: the machines and versions of the runs of benchmarks."""
     return "\n\n".join(described(runs[kind]) for kind in ("cpu", "cuda") if kind in runs) or f"{OPEN}."
 
@@ -115,23 +118,18 @@ def spreads(run: Run, names: Sequence[str]) -> str:
     return table(["µs per call", "library", "median", "interquartile range", "minimum"], rows)
 
 
-def spread_table(runs: Runs, kind: str) -> str:
+def spread_table(run: Run) -> str:
     """docs/performance.md: median, interquartile range and minimum of every library on one kind of device."""
-    run = runs.get(kind)
-    if run is None:
-        return f"No run on this kind of device is committed: {OPEN}."
-    parts = [spreads(run, workloads(run)), described(run), load_before(run)]
+    parts = [spreads(run, workloads(run)), conditions(run)]
     if "gpu_tests" in run.data:
         tests = run.data["gpu_tests"]
         parts.append(f"GPU tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped.")
     return "\n\n".join(parts)
 
 
-def threads_table(runs: Runs) -> str:
+@of_run("threads", "with several numbers of threads")
+def threads_table(run: Run) -> str:
     """docs/performance.md: the same calls with several numbers of threads."""
-    run = runs.get("threads")
-    if run is None:
-        return f"No run with several numbers of threads is committed: {OPEN}."
     each = {n: Run(run.source, {**run.data, "benchmarks": found}) for n, found in run.data["threads"].items()}
     (first, few), *_, (last, many) = each.items()
     rows = []
@@ -144,13 +142,7 @@ def threads_table(runs: Runs) -> str:
                     [REGISTRY[workload].title, TITLES[library], *numbers, f"{before['median'] / after['median']:.2f}x"]
                 )
     columns = [f"{name}, threads: {n}" for n in (first, last) for name in ("median", "minimum")]
-    return "\n\n".join([table(["µs per call", "library", *columns, "gain"], rows), described(run), load_before(run)])
-
-
-def incremental(run: Run) -> float:
-    """Per cent of a full save's bytes that are written when 1 % of the rows are new."""
-    written = {row["operation"]: row["bytes"] for row in run.data["checkpoints"]["results"]}
-    return written["save after 1 %"] / written["save"] * 100
+    return f"{table(['µs per call', 'library', *columns, 'gain'], rows)}\n\n{conditions(run)}"
 
 
 def checkpoints_table(run: Run) -> str:
@@ -166,12 +158,13 @@ def checkpoints_table(run: Run) -> str:
         ]
         for row in found["results"]
     ]
+    written = {row["operation"]: row["bytes"] for row in found["results"]}
     sentences = (
         f"{found['rows']:,} prioritized rows, median of {found['repeats']}. Where 1 % of the rows were replaced, the "
-        f"next save wrote {incremental(run):.1f} % of the bytes of a full one."
+        f"next save wrote {written['save after 1 %'] / written['save'] * 100:.1f} % of the bytes of a full one."
     )
     head = ["operation", "MB", "seconds", "least to most", "MB/s"]
-    return "\n\n".join([table(head, rows), sentences, described(run), load_before(run)])
+    return "\n\n".join([table(head, rows), sentences, conditions(run)])
 
 
 def checkpoints_section(runs: Runs) -> str:
@@ -196,7 +189,8 @@ def sizes_table(run: Run) -> str:
             row += [or_open(ours), against(ours, run.median(workload, "torchrl"))]
             if "torchrl-uncached" in SLICES[workload].variants:
                 row.append(against(ours, run.median(workload, "torchrl-uncached")))
-        index_bytes = run.index_bytes(sized(stored, capacity, "sample"))
+        found_here = run.benchmark(sized(stored, capacity, "sample"), "gpubuf") or {"extra_info": {}}
+        index_bytes = found_here["extra_info"].get("index_bytes_per_row")
         rows.append([*row, OPEN if index_bytes is None else f"{index_bytes:.3f}"])
     head = ["rows stored, in room for", "sample", "TorchRL, cached", "TorchRL, uncached"]
     head += ["write a row and sample", "TorchRL, cached", "bytes of index a row"]
@@ -237,27 +231,15 @@ def slices_section(runs: Runs, spread: bool = True) -> str:
     return "\n\n".join(parts)
 
 
-def plot_source(runs: Runs) -> str:
-    """Which runs the plot shows; it says so itself, in its metadata. Empty where none has slices."""
-    shown = [run for kind, run in sorted(runs.items()) if kind in KINDS and slice_workloads(run)]
-    named = ", ".join(f"{run.source} of {run.data['datetime']}" for run in shown)
-    return f"Drawn from {named}." if named else ""
-
-
-def is_plot_of(path: Path, runs: Runs) -> bool:
-    """Whether the plot at ``path`` was drawn from these runs. True where there is nothing to draw."""
-    source = plot_source(runs)
-    return not source or (path.exists() and f"Source\0{source}".encode("latin-1") in path.read_bytes())
+def sliced(runs: Runs) -> list[Run]:
+    """The runs that :func:`draw_plot` shows."""
+    return [run for kind, run in sorted(runs.items()) if kind in KINDS and slice_workloads(run)]
 
 
 def draw_plot(path: Path, runs: Runs) -> None:
     """Time to write a row and draw a batch of slices over the rows stored, by library and device, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure = pictures.new_figure(7, 4)
+    axes = pictures.axes_of(figure, "write a row, then sample 256 slices of 4", "rows stored", "µs")
     for kind, style in (("cpu", "-"), ("cuda", "--")):
         for library, color in (("gpubuf", "tab:blue"), ("torchrl", "tab:orange")):
             points = []
@@ -268,12 +250,8 @@ def draw_plot(path: Path, runs: Runs) -> None:
             if points:
                 title = f"{TITLES[library]}, {KINDS[kind]}"
                 axes.loglog(*zip(*points, strict=True), style, color=color, marker="o", label=title)
-    axes.set_title("write a row, then sample 256 slices of 4")
-    axes.set_xlabel("rows stored")
-    axes.set_ylabel("µs")
-    axes.grid(alpha=0.3, which="both")
     axes.legend(loc="best")
-    figure.savefig(path, dpi=120, metadata={"Source": plot_source(runs)})
+    pictures.save(figure, path, sliced(runs), 120)
 
 
 def curves_section(runs: Runs, folder: Path = RESULTS / "curves") -> str:
@@ -297,11 +275,10 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "loss": lambda runs: comparison_table(runs, replay=False),
     "status": status,
     "threads": threads_table,
-    "conditions": conditions,
-    "cpu": lambda runs: spread_table(runs, "cpu"),
-    "gpu": lambda runs: spread_table(runs, "cuda"),
+    "conditions": machines,
+    "cpu": of_run("cpu", "on this kind of device")(spread_table),
+    "gpu": of_run("cuda", "on this kind of device")(spread_table),
     "training": training_table,
-    "host": host_section,
     "speed": speed_section,
     "algorithms": algorithms_section,
     "memory": memory_tables,
@@ -356,11 +333,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stale.append(name)
             if not options.check:
                 path.write_text(new)
-    plots = ((PLOT, is_plot_of, draw_plot), (LEARNING_PLOT, is_learning_plot_of, draw_learning))
-    for name, is_of, draw in plots:
-        if not is_of(ROOT / name, runs):
+    learned = [runs["learning"]] if "learning" in runs else []
+    plots: dict[str, tuple[list[Run], Callable[[Path], None]]] = {
+        PLOT: (sliced(runs), lambda path: draw_plot(path, runs)),
+        LEARNING_PLOT: (learned, lambda path: draw_learning(path, *learned)),
+    }
+    for name, (shown, draw) in plots.items():
+        if not pictures.is_of(ROOT / name, shown):
             stale.append(name)
             if not options.check:
-                draw(ROOT / name, runs)
+                draw(ROOT / name)
     print(f"{'out of date' if options.check else 'rewritten'}: {', '.join(stale) or 'none'}")
     return 1 if options.check and stale else 0

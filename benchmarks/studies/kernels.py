@@ -24,9 +24,9 @@ from unittest import mock
 import torch
 
 from benchmarks.measure.elsewhere import ROOT
-from benchmarks.measure.figures import OPEN, described, table
+from benchmarks.measure.figures import described, of_run, table
 from benchmarks.measure.machine import describe
-from benchmarks.measure.results import Runs, write_results
+from benchmarks.measure.results import Run, write_results
 from benchmarks.studies.checkpoints import rows as transitions
 
 CAPACITY, STORED = 1_000_000, 20_000
@@ -95,16 +95,22 @@ def calls(kind: str, sizes: Sequence[int]) -> Iterator[tuple[str, Callable[[], o
 
 def other_calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """Statistics of a normalised write, and the pieces of a SAC loss."""
-    from benchmarks.studies.host import BATCH, sac_calls
-    from gpubuf.kernels import moments
+    from gpubuf.kernels import moments, sac, tanh_normal, td
 
     for n, elements in ((256, 48), (4096, 48)):
         state, mean, factor, tickets = moments.new_state(elements, "cpu")
         rule = torch.tensor(moments.Rule(1e-8), dtype=torch.float64)
         update = functools.partial(moments.update, state, torch.randn(n, elements), mean, factor, rule, tickets)
         yield f"statistics of {elements} elements, {n}", update
-    for name, call in sac_calls().items():
-        yield f"{name}, {BATCH}", call
+    n = 256
+    q, column, zero = torch.zeros(2, n), torch.zeros(n), torch.zeros(())
+    flag = torch.zeros(n, dtype=torch.bool)
+    loc, scale, noise = torch.zeros(n, 6), torch.ones(n, 6), torch.zeros(n, 6)
+    yield f"tanh-normal sample, {n}", lambda: tanh_normal.sample(loc, scale, noise, None, None, -1.0, 1.0, 1)
+    yield f"soft TD target, {n}", lambda: td.soft_td_target(q, column, zero, column, flag, zero, None)
+    yield f"TD loss, {n}", lambda: td.td_loss(q, column, None, None, 1, 1)
+    yield f"actor loss, {n}", lambda: sac.actor_loss(q, column, zero, None, None, 1)
+    yield f"temperature loss, {n}", lambda: sac.temperature_loss(zero, column, zero, None, None, 1)
 
 
 def resources() -> list[dict[str, Any]]:
@@ -138,11 +144,13 @@ def counted_in_subprocess(*options: str) -> list[dict[str, Any]]:
     return found
 
 
-def launches_table(runs: Runs) -> str:
+#: The newest run of this study, for a page.
+of_counts = of_run("kernels", "of `python -m benchmarks.studies.kernels`")
+
+
+@of_counts
+def launches_table(run: Run) -> str:
     """docs/performance.md: the kernels that every call launches."""
-    run = runs.get("kernels")
-    if run is None:
-        return f"No run of `python -m benchmarks.studies.kernels` is committed: {OPEN}."
     rows = [
         [each["call"], str(each["total"]), ", ".join(f"`{name}`" for name in each["kernels"])]
         for each in run.data["kernels"]["launches"]
@@ -150,11 +158,9 @@ def launches_table(runs: Runs) -> str:
     return "\n\n".join([table(["call", "launches", "kernels"], rows), described(run)])
 
 
-def resources_table(runs: Runs) -> str:
+@of_counts
+def resources_table(run: Run) -> str:
     """docs/performance.md: registers, shared memory and spills of every kernel."""
-    run = runs.get("kernels")
-    if run is None:
-        return f"No run of `python -m benchmarks.studies.kernels` is committed: {OPEN}."
     found = run.data["kernels"]["resources"]
     targets = list(found[0]["targets"])
 

@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.measure.figures import OPEN, digits, table
-from benchmarks.measure.results import Runs, newest_runs
+from benchmarks.measure.figures import digits, table
+from benchmarks.measure.results import Run, newest_runs
+from benchmarks.studies.kernels import of_counts
 
 LAUNCH = 2.0
 """Microseconds of an empty kernel in a replayed graph, from the one before to the one after; eager ones take 5."""
@@ -55,11 +56,9 @@ def microseconds(launch: Mapping[str, Any]) -> float:
     return LAUNCH + trips + max(moved, issued)
 
 
-def prediction_table(runs: Runs) -> str:
+@of_counts
+def prediction_table(run: Run) -> str:
     """docs/performance.md: the prediction of every call, part by part."""
-    run = runs.get("kernels")
-    if run is None:
-        return f"No run of `python -m benchmarks.studies.kernels` is committed: {OPEN}."
     lines = []
     for call in run.data["kernels"]["launches"]:
         launches = call["launches"]
