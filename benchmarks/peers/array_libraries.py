@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from benchmarks.peers.libraries import ALPHA, BETA, Library, UnavailableError
+from benchmarks.peers.libraries import ALPHA, BETA, Library, UnavailableError, needing
 from benchmarks.peers.sources import TINY
 
 
@@ -30,11 +30,9 @@ class Flashbax(Library):
     exact_sums = False
 
     def load(self) -> None:
-        try:
+        with needing("flashbax"):
             import flashbax
             import jax
-        except ImportError as error:
-            raise UnavailableError(f"flashbax is not installed here: {error}") from error
         self.library, self.jax = flashbax, jax
         kind = "gpu" if self.device == "cuda" else "cpu"
         try:
@@ -141,11 +139,9 @@ class StableBaselines(Library):
     def load(self) -> None:
         if self.prioritized:
             raise UnavailableError("Stable-Baselines3 has no prioritized buffer")
-        try:
+        with needing("Stable-Baselines3"):
             from gymnasium import spaces
             from stable_baselines3.common.buffers import ReplayBuffer
-        except ImportError as error:
-            raise UnavailableError(f"Stable-Baselines3 is not installed here: {error}") from error
         self.spaces, self.buffer_class = spaces, ReplayBuffer
         self.envs = math.gcd(len(self.source), 256)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,6 +25,22 @@ CHUNK_BYTES, CHUNK_ROWS = 1 << 25, 1_000_000
 
 class UnavailableError(Exception):
     """The library is not installed, or cannot do this; the message says why."""
+
+
+@contextmanager
+def needing(library: str) -> Iterator[None]:
+    """Within it a library is imported or made, without its warnings; that it is not there is an UnavailableError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except ImportError as error:
+        raise UnavailableError(f"{library} is not installed here: {error}") from error
+    except RuntimeError as error:
+        # TorchRL's trees are compiled for one version of torch, and are missing under any other.
+        if "SegmentTree" not in str(error):
+            raise
+        raise UnavailableError(f"TorchRL's prioritized sampler does not load here: {error}") from error
 
 
 class Library(ABC):
@@ -235,7 +252,7 @@ class GpubufGraph(Gpubuf):
 
 
 class TorchRL(TorchRLInterface):
-    """TorchRL from PyPI. Its trees are compiled for one version of torch, and are missing under any other."""
+    """TorchRL from PyPI."""
 
     name = "torchrl"
     title = "TorchRL"
@@ -243,21 +260,13 @@ class TorchRL(TorchRLInterface):
     exact_sums = False
 
     def classes(self) -> tuple[Any, Any, Any]:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
-        except ImportError as error:
-            raise UnavailableError(f"TorchRL is not installed here: {error}") from error
+        with needing("TorchRL"):
+            from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
         return TensorDictReplayBuffer, TensorDictPrioritizedReplayBuffer, LazyTensorStorage
 
     def open(self) -> None:
-        try:
+        with needing("TorchRL"):
             super().open()
-        except RuntimeError as error:
-            if "SegmentTree" not in str(error):
-                raise
-            raise UnavailableError(f"TorchRL's prioritized sampler does not load here: {error}") from error
 
 
 class Cpprb(Library):
@@ -271,10 +280,8 @@ class Cpprb(Library):
     def load(self) -> None:
         if self.device != "cpu":
             raise UnavailableError(f"cpprb has no buffer on {self.device}")
-        try:
+        with needing("cpprb"):
             import cpprb
-        except ImportError as error:
-            raise UnavailableError(f"cpprb is not installed here: {error}") from error
         self.library = cpprb
 
     def open(self) -> None:

@@ -82,8 +82,8 @@ def forget(folder: Path) -> None:
 def measure(n: int, device: str, folder: Path, repeats: int) -> list[dict[str, Any]]:
     """One row per operation: its name, bytes, median, least and most seconds, MB/s at the median."""
     buffer, other = new_buffer(n, device), new_buffer(n, device)
-    for start in range(0, n, 100_000):
-        buffer.extend(rows(min(100_000, n - start)))
+    for stored in range(0, n, 100_000):
+        buffer.extend(rows(min(100_000, n - stored)))
     ours, raw = folder / "checkpoint", folder / "raw"
     raw.mkdir()
     times: dict[str, list[float]] = {}

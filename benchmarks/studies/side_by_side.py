@@ -21,15 +21,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.measure.elsewhere import found_by, peer_python
-from benchmarks.measure.figures import OPEN, described, digits, load_before, table
+from benchmarks.measure.figures import OPEN, conditions, digits, table
 from benchmarks.measure.in_turn import Contender, Found, in_turn
 from benchmarks.measure.machine import describe
 from benchmarks.measure.results import Runs, write_results
-from benchmarks.workloads import computed_batches, lerobot_buffers, losses, ring_buffers, stable_buffers
+from benchmarks.workloads import adapters, computed_batches, losses
 
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
@@ -52,31 +53,36 @@ class Table:
     make: Callable[[], dict[str, Contender]]
 
 
+def _of_stable(title: str, *arguments: Any, page: str = "adapters_sb3", **options: Any) -> Table:
+    return Table(page, title, "sb3", functools.partial(adapters.stable, *arguments, **options))
+
+
+_ONE = "one environment, 17 + 6 + 17 numbers, 1 M rows"
+_N_STEP = "n-step returns, n = 3, one environment"
+_WITHOUT_TIMEOUTS: dict[str, Any] = {"once": False, "program": "cleanrl", "handle_timeout_termination": False}
 #: By what is compared and by name.
 TABLES: dict[str, dict[str, Table]] = {
     "adapters": {
-        "sb3": Table("adapters_sb3", "one environment, 17 + 6 + 17 numbers, 1 M rows", "sb3", stable_buffers.one),
-        "sb3_envs": Table("adapters_sb3", "eight environments, 1 M rows", "sb3", stable_buffers.eight),
-        "sb3_n_step": Table("adapters_sb3", "n-step returns, n = 3, one environment", "sb3", stable_buffers.n_step),
-        "sb3_images": Table("adapters_sb3", "images of 4 x 84 x 84 bytes, 10 000 rows", "sb3", stable_buffers.images),
-        "sb3_dicts": Table("adapters_sb3", "dicts of two observations, 1 M rows", "sb3", stable_buffers.dicts),
-        "cleanrl": Table(
-            "adapters_cleanrl", "one environment, 17 + 6 + 17 numbers, 1 M rows", "sb3", stable_buffers.cleanrl
+        "sb3": _of_stable(_ONE, "ReplayBuffer", adapters.BOX),
+        "sb3_envs": _of_stable("eight environments, 1 M rows", "ReplayBuffer", adapters.BOX, envs=8),
+        "sb3_n_step": _of_stable(_N_STEP, "NStepReplayBuffer", adapters.BOX, once=False),
+        "sb3_images": _of_stable(
+            "images of 4 x 84 x 84 bytes, 10 000 rows", "ReplayBuffer", adapters.IMAGE, rows=10_000
         ),
+        "sb3_dicts": _of_stable("dicts of two observations, 1 M rows", "DictReplayBuffer", adapters.DICT),
+        "cleanrl": _of_stable(_ONE, "ReplayBuffer", adapters.BOX, page="adapters_cleanrl", **_WITHOUT_TIMEOUTS),
         **{
             f"fasttd3_{envs}": Table(
                 "adapters_fasttd3",
                 f"{envs} environments, n = 3, 65 536 rows",
                 "holosoma",
-                functools.partial(ring_buffers.rings, envs),
+                functools.partial(adapters.rings, envs),
             )
             for envs in (16, 128, 1024, 4096)
         },
-        "flashsac": Table(
-            "adapters_flashsac", "1024 environments, n = 3, 262 144 rows", "flashsac", ring_buffers.flashsac
-        ),
+        "flashsac": Table("adapters_flashsac", "1024 environments, n = 3, 262 144 rows", "flashsac", adapters.flashsac),
         "lerobot": Table(
-            "adapters_lerobot", "one camera of 3 x 64 x 64 pixels, 1000 transitions", "lerobot", lerobot_buffers.camera
+            "adapters_lerobot", "one camera of 3 x 64 x 64 pixels, 1000 transitions", "lerobot", adapters.camera
         ),
     },
     "batches": {
@@ -127,7 +133,7 @@ def section(page: str, runs: Runs) -> str:
     if run is None or not names:
         return f"No run of `python -m benchmarks.studies.side_by_side {subject}` with these is committed: {OPEN}."
     tables = [as_table(TABLES[subject][name].title, found[name]) for name in names]
-    return "\n\n".join([*tables, described(run), load_before(run)])
+    return "\n\n".join([*tables, conditions(run)])
 
 
 def measured(subject: str, name: str, rounds: int) -> Found | None:

@@ -1,6 +1,6 @@
 """Every loss by gpubuf, by hand in plain PyTorch and by TorchRL, on the same parameters: forward and backward.
 
-They are made by :func:`calls`, which asserts before that their losses and gradients agree.
+They are made by :func:`made`, which asserts that their losses and gradients agree with those by hand.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from benchmarks.measure.in_turn import Call, Contender
-from benchmarks.peers.libraries import UnavailableError
+from benchmarks.peers.libraries import UnavailableError, needing
 from benchmarks.workloads import plain_losses as plain
-from benchmarks.workloads.plain_sac import ACTION, LOWEST_SCALE, OBSERVATION, PlainSAC, make_batch
-from benchmarks.workloads.program_losses import as_its_program
+from benchmarks.workloads.plain_losses import ACTION, OBSERVATION, PlainLoss, make_batch
+from benchmarks.workloads.program_losses import ProgramFastSAC, ProgramFlashSAC
 
 #: Losses that are compiled at every size of a batch.
 COMPILED_WIDE = ("sac", "fastsac", "flashsac")
 LOSSES = ("loss_actor", "loss_qvalue", "loss_alpha")
-#: Contenders: a loss by hand, and one as its program writes it.
-BY_HAND, PROGRAM = "plain PyTorch", "PyTorch, as the program writes it"
+#: Contenders: a loss by hand, one as its program writes it, ours and TorchRL's.
+BY_HAND, PROGRAM, OURS, TORCHRL = "plain PyTorch", "PyTorch, as the program writes it", "gpubuf", "TorchRL"
 
 
-def wave(shape: Sequence[int]) -> Tensor:
+def wave(shape: Sequence[int], device: Any = None) -> Tensor:
     """Numbers that look like normal ones, by a formula: the same for every batch of the last two dimensions."""
     last = torch.Size(shape[-2:])
-    noise = 1.4 * torch.sin(0.3 + 1.7 * torch.arange(last.numel(), dtype=torch.float32)).reshape(last)
+    noise = 1.4 * torch.sin(0.3 + 1.7 * torch.arange(last.numel(), dtype=torch.float32, device=device)).reshape(last)
     return noise.expand(shape).clone()
 
 
@@ -43,26 +43,17 @@ def wave(shape: Sequence[int]) -> Tensor:
 def without_chance() -> Iterator[None]:
     """Within it PyTorch's random numbers follow a formula, in whatever order libraries ask for them."""
 
-    def shaped(*shape: Any, **_: Any) -> Tensor:
-        return wave(shape[0] if isinstance(shape[0], (tuple, list)) else shape)
+    def shaped(*shape: Any, device: Any = None, **_: Any) -> Tensor:
+        return wave(shape[0] if isinstance(shape[0], (tuple, list)) else shape, device)
 
     with (
         mock.patch.object(torch, "randn", shaped),
-        mock.patch.object(torch, "randn_like", lambda x, **_: wave(x.shape)),
-        mock.patch.object(torch, "normal", lambda mean, std: mean + std * wave(mean.shape)),
-        mock.patch.object(torch.distributions.normal, "_standard_normal", lambda shape, **_: shaped(shape)),
-        mock.patch.object(torch, "randperm", lambda n, **_: torch.arange(n)),
+        mock.patch.object(torch, "randn_like", lambda x, **_: wave(x.shape, x.device)),
+        mock.patch.object(torch, "normal", lambda mean, std: mean + std * wave(mean.shape, mean.device)),
+        mock.patch.object(torch.distributions.normal, "_standard_normal", lambda shape, **more: shaped(shape, **more)),
+        mock.patch.object(torch, "randperm", lambda n, device=None, **_: torch.arange(n, device=device)),
     ):
         yield
-
-
-def transitions(rows: int, discrete: bool) -> TensorDict:
-    """A batch of which one row in ten is terminated."""
-    batch = make_batch(rows)
-    batch["next", "terminated"] = batch["next", "done"] = torch.rand(rows, 1) < 0.1
-    if discrete:
-        batch["action"] = torch.randint(plain.ACTIONS, (rows,))
-    return batch
 
 
 def with_own_parameters(module: nn.Module) -> list[nn.Module]:
@@ -93,17 +84,25 @@ class Workload:
         networks: makes gpubuf's (actor, critics).
         ours: makes gpubuf's loss of these networks.
         torchrl: TorchRL's name of the loss and its options, or None.
+        program: makes it as its program writes it, of the one by hand; or None.
         same: the losses in which TorchRL's agrees.
         discrete: actions are indices.
     """
 
     title: str
-    plain: Callable[[], PlainSAC]
+    plain: Callable[[], PlainLoss]
     networks: Callable[[], tuple[Any, Any]]
     ours: Callable[[Any, Any], Any]
     torchrl: tuple[str, dict[str, Any]] | None = None
+    program: Callable[[Any], nn.Module] | None = None
     same: tuple[str, ...] = LOSSES
     discrete: bool = False
+
+    @property
+    def contenders(self) -> list[str]:
+        """Who can do it, the one that the others are compared with first."""
+        there = {PROGRAM: self.program, BY_HAND: self.plain, OURS: self.ours, TORCHRL: self.torchrl}
+        return [who for who, made in there.items() if made is not None]
 
 
 def gaussian_and_values(nets: int, **critic_options: Any) -> tuple[Any, Any]:
@@ -181,7 +180,7 @@ DISCRETE = {"action_space": "categorical", "num_actions": plain.ACTIONS}
 BOUNDS = {"bounds": (-1.0, 1.0)}
 WORKLOADS = {
     "sac": Workload(
-        "SACLoss", PlainSAC, lambda: gaussian_and_values(2), objective("SACLoss", **ENTROPY), ("SACLoss", ENTROPY)
+        "SACLoss", plain.PlainSAC, lambda: gaussian_and_values(2), objective("SACLoss", **ENTROPY), ("SACLoss", ENTROPY)
     ),
     "redq": Workload(
         "REDQLoss, ten critics",
@@ -220,12 +219,14 @@ WORKLOADS = {
         plain.PlainFastSAC,
         fastsac_networks,
         objective("DistributionalSACLoss.fastsac"),
+        program=ProgramFastSAC,
     ),
     "flashsac": Workload(
         "DistributionalSACLoss.flashsac",
         plain.PlainFlashSAC,
         flashsac_networks,
         objective("DistributionalSACLoss.flashsac"),
+        program=ProgramFlashSAC,
     ),
 }
 
@@ -257,18 +258,13 @@ def for_torchrl(network: nn.Module) -> nn.Module:
     return nn.Sequential(*parts)
 
 
-def torchrls(workload: Workload, by_hand: PlainSAC) -> nn.Module:
+def torchrls(workload: Workload, by_hand: PlainLoss) -> nn.Module:
     """TorchRL's loss, on copies of the networks of ``by_hand``."""
     assert workload.torchrl is not None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from tensordict.nn import TensorDictModule
-            from torchrl import objectives
-            from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal
-    except ImportError as error:
-        raise UnavailableError(f"TorchRL is not installed here: {error}") from error
-
+    with needing("TorchRL"):
+        from tensordict.nn import TensorDictModule
+        from torchrl import objectives
+        from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal
     name, options = workload.torchrl
     network: nn.Module = copy.deepcopy(by_hand.actor)
     if name == "DiscreteSACLoss":
@@ -276,7 +272,7 @@ def torchrls(workload: Workload, by_hand: PlainSAC) -> nn.Module:
     elif name == "TD3Loss":
         actor = TensorDictModule(network, ["observation"], ["action"])
     else:
-        extract = NormalParamExtractor(scale_mapping="biased_softplus_1.0", scale_lb=LOWEST_SCALE)
+        extract = NormalParamExtractor(scale_mapping="biased_softplus_1.0", scale_lb=plain.LOWEST_SCALE)
         head = TensorDictModule(nn.Sequential(network, extract), ["observation"], ["loc", "scale"])
         actor = ProbabilisticActor(
             head, in_keys=["loc", "scale"], distribution_class=TanhNormal, return_log_prob=name == "REDQLoss"
@@ -287,8 +283,7 @@ def torchrls(workload: Workload, by_hand: PlainSAC) -> nn.Module:
     )  # fmt: skip
     critics = [TensorDictModule(Pair(for_torchrl(critic)), *keys) for critic in by_hand.critics]
     bounds = {"bounds": options["bounds"]} if name == "TD3Loss" else options
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with needing("TorchRL"):
         loss = getattr(objectives, name)(actor, critics, **{"num_qvalue_nets": len(critics), **bounds})
         loss.make_value_estimator(gamma=by_hand.gamma)
         if "Target" not in name and any("target_qvalue" in key for key in loss._modules):
@@ -302,20 +297,15 @@ def summed(out: Any) -> Tensor:
     return total + out["loss_alpha"] if "loss_alpha" in out else total
 
 
-def named(where: str) -> Callable[[str], str]:
-    """For ``torch.testing.assert_close``: the message, after what it is about."""
-    return lambda message: f"{where}: {message}"
-
-
-def agree(workload: Workload, name: str, loss: Any, by_hand: PlainSAC, batch: TensorDict) -> None:
+def agree(workload: Workload, name: str, loss: Any, by_hand: PlainLoss, batch: TensorDict) -> None:
     """Assert that a loss, and the gradient that the actor's last layer gets from it, are those of the loss by hand."""
     by_hand = copy.deepcopy(by_hand)  # whose running statistics move with each call
     with without_chance():
         found, expected = loss(batch.clone()), by_hand(batch)
-    keys = workload.same if name == "TorchRL" else [key for key in LOSSES if key in expected]
+    keys = workload.same if name == TORCHRL else [key for key in LOSSES if key in expected]
     # TorchRL keeps actions away from the ends of their range, which shows in the fourth digit. The programs with
     # categorical critics add 1e-6 below the logarithm, which shows in the third where tanh saturates.
-    rtol = 1e-2 if workload.title.startswith("Distributional") else 2e-3 if name == "TorchRL" else 1e-4
+    rtol = 1e-2 if workload.title.startswith("Distributional") else 2e-3 if name == TORCHRL else 1e-4
     for key in keys:
         text = f"{key} of {name}'s {workload.title}"
         torch.testing.assert_close(
@@ -342,17 +332,23 @@ def forward_backward(loss: Callable[[TensorDict], Any], parameters: list[Tensor]
     return call
 
 
-def calls(name: str, rows: int, compiled: bool) -> dict[str, Call]:
-    """The calls of one loss by contender: forward, and backward of the sum of the losses.
+def made(name: str, who: str, rows: int, device: str = "cpu") -> tuple[Any, TensorDict]:
+    """One loss, which agrees with the one by hand, and a batch; the same parameters and rows whoever is asked.
 
     Args:
         name: one of :data:`WORKLOADS`.
+        who: one of its contenders.
         rows: the batch.
-        compiled: also ours and the one by hand under ``torch.compile``.
+        device: where it is computed.
+
+    Raises:
+        UnavailableError: TorchRL is missing.
     """
     workload = WORKLOADS[name]
     torch.manual_seed(0)
-    batch = transitions(rows, workload.discrete)
+    batch = make_batch(rows).to(device)
+    if workload.discrete:
+        batch["action"] = torch.randint(plain.ACTIONS, (rows,), device=device)
     by_hand = workload.plain()
     actor, critics = workload.networks()
     copy_parameters(actor, [by_hand.actor])
@@ -360,27 +356,38 @@ def calls(name: str, rows: int, compiled: bool) -> dict[str, Call]:
     by_hand.targets.load_state_dict(by_hand.critics.state_dict())
     if isinstance(by_hand, plain.PlainTD3):
         by_hand.target_actor.load_state_dict(by_hand.actor.state_dict())
-    program = as_its_program(by_hand)
-    losses: dict[str, Any] = {} if program is None else {PROGRAM: program}
-    losses[BY_HAND] = by_hand
+    by_hand.to(device)
+    if who == BY_HAND:
+        return by_hand, batch
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        losses["gpubuf"] = workload.ours(actor, critics)
-    if workload.torchrl is not None:
+        if who == OURS:
+            loss = workload.ours(actor, critics).to(device)
+        elif who == PROGRAM:
+            loss = workload.program(by_hand)  # type: ignore[misc]
+        else:
+            loss = torchrls(workload, by_hand)
+        agree(workload, who, loss, by_hand, batch)
+    return loss, batch
+
+
+def prepare(name: str, who: str, rows: int, device: str) -> Call:
+    """Check a loss against the one by hand, and return the call to time: forward, and backward of the sum."""
+    loss, batch = made(name, who, rows, device)
+    return forward_backward(loss, list(loss.parameters()), batch)
+
+
+def calls(name: str, rows: int, compiled: bool) -> dict[str, Call]:
+    """The calls of one loss by contender; ``compiled``: also ours and the one by hand under ``torch.compile``."""
+    found = {}
+    for who in WORKLOADS[name].contenders:
         try:
-            losses["TorchRL"] = torchrls(workload, by_hand)
+            found[who] = prepare(name, who, rows, "cpu")
         except UnavailableError as error:
             print(f"{name}: {error}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for who, loss in losses.items():
-            if loss is not by_hand:
-                agree(workload, who, loss, by_hand, batch)
-    made = {who: forward_backward(loss, list(loss.parameters()), batch) for who, loss in losses.items()}
     if compiled:
-        for who in (BY_HAND, "gpubuf"):
-            made[f"{who}, compiled"] = compiled_call(losses[who], batch)
-    return made
+        found |= {f"{who}, compiled": compiled_call(*made(name, who, rows)) for who in (BY_HAND, OURS)}
+    return found
 
 
 def contenders(name: str, batches: Sequence[int] = (256, 8192)) -> dict[str, Contender]:

@@ -1,7 +1,7 @@
-"""The losses beside SAC's as one would write them by hand in plain PyTorch: what gpubuf's are compared with.
+"""Losses as one would write them by hand in plain PyTorch: what gpubuf's are compared with.
 
-Each has two separate networks (REDQ ten), one after the other, no TensorDict within, and the losses of
-:mod:`benchmarks.workloads.plain_sac`. Those with categorical critics follow their programs: FastSAC adds the mass of
+Each has two separate networks (REDQ ten), one after the other, the tanh-normal density in the usual softplus form, and
+no TensorDict within. Those with categorical critics follow their programs: FastSAC adds the mass of
 moved atoms with ``index_add_``, one critic at a time; FlashSAC with ``scatter_add_``, for the critic of the smaller
 mean. Both draw with ``torch.distributions.Normal``.
 """
@@ -18,12 +18,32 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.nn import functional
 
-from benchmarks.workloads.plain_sac import ACTION, OBSERVATION, PlainSAC, perceptron
+OBSERVATION, ACTION = 17, 6
+LOG_2 = math.log(2)
+LOWEST_SCALE = 1e-4
+SHIFT = math.log(math.expm1(1 - LOWEST_SCALE))
+HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)
 
 ATOMS, ACTIONS = 101, 6
 #: Hidden layers of FastSAC's networks, and widths of FlashSAC's residual blocks (actor, critics): sizes for a CPU.
 FASTSAC_CELLS, FLASHSAC_WIDTHS = (256, 256), (64, 128)
 SIGMA = 0.15
+
+
+def make_batch(rows: int) -> TensorDict:
+    """A batch of random transitions of which one in ten is terminated."""
+    terminated = torch.rand(rows, 1) < 0.1
+    after = {"observation": torch.randn(rows, OBSERVATION), "reward": torch.randn(rows, 1)}
+    after |= {"done": terminated, "terminated": terminated.clone()}
+    action = torch.rand(rows, ACTION) * 2 - 1
+    return TensorDict({"observation": torch.randn(rows, OBSERVATION), "action": action, "next": after}, [rows])
+
+
+def perceptron(inputs: int, outputs: int, width: int = 256) -> nn.Sequential:
+    """Two hidden layers."""
+    return nn.Sequential(
+        nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs)
+    )
 
 
 def layer_normed(inputs: int, outputs: int, cells: Sequence[int]) -> nn.Sequential:
@@ -90,14 +110,27 @@ def residual(inputs: int, outputs: int, width: int) -> Layers:
     return Layers(BatchNorm(inputs), nn.Linear(inputs, width, bias=False), block(), block(), *head)
 
 
-class PlainLoss(PlainSAC):
+class PlainLoss(nn.Module):
     """Base class: networks with targets, a temperature, SAC's way to draw."""
+
+    gamma = 0.99
 
     def __init__(self, actor: nn.Module, critics: Sequence[nn.Module], alpha: float = 1.0) -> None:
         super().__init__()
-        self.actor, self.critics = actor, nn.ModuleList(critics)  # type: ignore[assignment]
+        self.actor, self.critics = actor, nn.ModuleList(critics)
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(alpha)))
+        self.target_entropy = -float(ACTION)
+
+    def draw(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """(action, log-density) for every row."""
+        loc, raw = self.actor(observation).chunk(2, -1)
+        scale = functional.softplus(raw + SHIFT) + LOWEST_SCALE
+        noise = torch.randn_like(loc)
+        x = loc + scale * noise
+        log_det = 2 * (LOG_2 - x - functional.softplus(-2 * x))
+        log_prob = (-0.5 * noise.square() - scale.log() - HALF_LOG_2_PI - log_det).sum(-1)
+        return torch.tanh(x), log_prob
 
     def without_gradient(self, evaluate: Callable[[], Tensor]) -> Tensor:
         """Values of the critics that reach the actor, and no parameter of theirs."""
@@ -111,6 +144,11 @@ class PlainLoss(PlainSAC):
         value = torch.where(following["terminated"].squeeze(-1), 0.0, value)
         return following["reward"].squeeze(-1) + self.gamma * value
 
+    def temperature_loss(self, log_prob: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The temperature's loss; ``weight`` stands for the logarithm of the temperature."""
+        weight = self.log_alpha if weight is None else weight
+        return -(weight * (log_prob.detach() + self.target_entropy)).mean()
+
 
 def td_losses(values: Sequence[Tensor], target: Tensor) -> tuple[Tensor, Tensor]:
     """(the sum of the critics' losses, the largest error of each row)."""
@@ -120,32 +158,61 @@ def td_losses(values: Sequence[Tensor], target: Tensor) -> tuple[Tensor, Tensor]
     return torch.stack(losses).sum(), error
 
 
-class PlainREDQ(PlainLoss):
-    """Ten critics; a target takes the minimum of two of them, the actor learns from the mean of all."""
+class PlainSAC(PlainLoss):
+    """Two critics, of whose values the smaller counts."""
+
+    nets = 2
 
     def __init__(self) -> None:
-        critics = [perceptron(OBSERVATION + ACTION, 1, 256) for _ in range(10)]
-        super().__init__(perceptron(OBSERVATION, 2 * ACTION, 256), critics)
+        critics = [perceptron(OBSERVATION + ACTION, 1) for _ in range(self.nets)]
+        super().__init__(perceptron(OBSERVATION, 2 * ACTION), critics)
+
+    def next_value(self, pair: Tensor) -> Tensor:
+        """By the targets, ``[B, 1]``."""
+        return torch.minimum(self.targets[0](pair), self.targets[1](pair))
+
+    def value(self, pair: Tensor) -> Tensor:
+        """For the actor, ``[B, 1]``."""
+        return torch.minimum(self.critics[0](pair), self.critics[1](pair))
 
     def forward(self, batch: TensorDict) -> dict[str, Tensor]:
+        """The losses of a batch, and |td_error| of every row, in ``"td_error"``."""
         following, alpha = batch["next"], self.log_alpha.detach().exp()
         with torch.no_grad():
             action, log_prob = self.draw(following["observation"])
-            pair = torch.cat([following["observation"], action], -1)
-            first, second = torch.randperm(10)[:2].tolist()
-            value = torch.minimum(self.targets[first](pair), self.targets[second](pair)).squeeze(-1)
+            value = self.next_value(torch.cat([following["observation"], action], -1)).squeeze(-1)
             target = self.bootstrapped(following, value - alpha * log_prob)
         pair = torch.cat([batch["observation"], batch["action"]], -1)
         loss, error = td_losses([critic(pair).squeeze(-1) for critic in self.critics], target)
         action, log_prob = self.draw(batch["observation"])
         pair = torch.cat([batch["observation"], action], -1)
-        value = self.without_gradient(lambda: torch.stack([critic(pair) for critic in self.critics]).mean(0))
+        value = self.without_gradient(lambda: self.value(pair)).squeeze(-1)
         return {
-            "loss_actor": (alpha * log_prob - value.squeeze(-1)).mean(),
-            "loss_qvalue": loss / 10,
-            "loss_alpha": -(self.log_alpha.exp() * (log_prob.detach() + self.target_entropy)).mean(),
+            "loss_actor": (alpha * log_prob - value).mean(),
+            "loss_qvalue": loss,
+            "loss_alpha": self.temperature_loss(log_prob),
             "td_error": error,
         }
+
+
+class PlainREDQ(PlainSAC):
+    """Ten critics; a target takes the minimum of two of them, the actor learns from the mean of all."""
+
+    nets = 10
+
+    def next_value(self, pair: Tensor) -> Tensor:
+        first, second = torch.randperm(10)[:2].tolist()
+        return torch.minimum(self.targets[first](pair), self.targets[second](pair))
+
+    def value(self, pair: Tensor) -> Tensor:
+        return torch.stack([critic(pair) for critic in self.critics]).mean(0)
+
+    def temperature_loss(self, log_prob: Tensor, weight: Tensor | None = None) -> Tensor:
+        return super().temperature_loss(log_prob, self.log_alpha.exp())
+
+    def forward(self, batch: TensorDict) -> dict[str, Tensor]:
+        out = super().forward(batch)
+        return {**out, "loss_qvalue": out["loss_qvalue"] / 10}
 
 
 class PlainCrossQ(PlainLoss):
@@ -153,7 +220,7 @@ class PlainCrossQ(PlainLoss):
 
     def __init__(self) -> None:
         critics = [batch_normed(OBSERVATION + ACTION, 1, 256) for _ in range(2)]
-        super().__init__(perceptron(OBSERVATION, 2 * ACTION, 256), critics)
+        super().__init__(perceptron(OBSERVATION, 2 * ACTION), critics)
 
     def forward(self, batch: TensorDict) -> dict[str, Tensor]:
         observation, following, alpha = batch["observation"], batch["next"], self.log_alpha.detach().exp()
@@ -171,7 +238,7 @@ class PlainCrossQ(PlainLoss):
         return {
             "loss_actor": (alpha * log_prob - value.squeeze(-1)).mean(),
             "loss_qvalue": loss,
-            "loss_alpha": -(self.log_alpha * (log_prob.detach() + self.target_entropy)).mean(),
+            "loss_alpha": self.temperature_loss(log_prob),
             "td_error": error,
         }
 
@@ -180,8 +247,8 @@ class PlainDiscreteSAC(PlainLoss):
     """Values of every action, and expectations over the policy."""
 
     def __init__(self) -> None:
-        critics = [perceptron(OBSERVATION, ACTIONS, 256) for _ in range(2)]
-        super().__init__(perceptron(OBSERVATION, ACTIONS, 256), critics)
+        critics = [perceptron(OBSERVATION, ACTIONS) for _ in range(2)]
+        super().__init__(perceptron(OBSERVATION, ACTIONS), critics)
         self.target_entropy = 0.98 * math.log(ACTIONS)
 
     def forward(self, batch: TensorDict) -> dict[str, Tensor]:
@@ -200,7 +267,7 @@ class PlainDiscreteSAC(PlainLoss):
         return {
             "loss_actor": (p * (alpha * log_p - value)).sum(-1).mean(),
             "loss_qvalue": loss,
-            "loss_alpha": -(self.log_alpha * (log_prob.detach() + self.target_entropy)).mean(),
+            "loss_alpha": self.temperature_loss(log_prob),
             "td_error": error,
         }
 
@@ -209,8 +276,8 @@ class PlainTD3(PlainLoss):
     """A deterministic policy, and targets smoothed by clipped noise."""
 
     def __init__(self) -> None:
-        critics = [perceptron(OBSERVATION + ACTION, 1, 256) for _ in range(2)]
-        super().__init__(nn.Sequential(perceptron(OBSERVATION, ACTION, 256), nn.Tanh()), critics)
+        critics = [perceptron(OBSERVATION + ACTION, 1) for _ in range(2)]
+        super().__init__(nn.Sequential(perceptron(OBSERVATION, ACTION), nn.Tanh()), critics)
         self.target_actor = copy.deepcopy(self.actor).requires_grad_(False)
 
     def forward(self, batch: TensorDict) -> dict[str, Tensor]:
@@ -328,7 +395,7 @@ class PlainFastSAC(PlainLoss):
         return {
             "loss_actor": (alpha * log_prob - expected(logits_here, self.support).mean(0)).mean(),
             "loss_qvalue": loss,
-            "loss_alpha": -(self.log_alpha.exp() * (next_log_prob + self.target_entropy)).mean(),
+            "loss_alpha": self.temperature_loss(next_log_prob, self.log_alpha.exp()),
         }
 
 
@@ -360,5 +427,5 @@ class PlainFlashSAC(PlainLoss):
         return {
             "loss_actor": (alpha * log_prob - expected(values, self.support).amin(0)).mean(),
             "loss_qvalue": loss,
-            "loss_alpha": -(self.log_alpha.exp() * (log_prob.detach() + self.target_entropy)).mean(),
+            "loss_alpha": self.temperature_loss(log_prob, self.log_alpha.exp()),
         }

@@ -29,7 +29,6 @@ from benchmarks.workloads.plain_losses import (
     Layers,
     PlainFastSAC,
     PlainFlashSAC,
-    PlainLoss,
     moved_atoms,
     projected_by_index_add,
 )
@@ -243,10 +242,3 @@ class ProgramFlashSAC(nn.Module):
             "loss_qvalue": loss,
             "loss_alpha": -(self.log_alpha.exp() * (log_prob.detach() + self.target_entropy)).mean(),
         }
-
-
-def as_its_program(plain: PlainLoss) -> nn.Module | None:
-    """The loss as its program writes it, where ``plain`` has one; on copies of its parameters."""
-    if isinstance(plain, PlainFastSAC):
-        return ProgramFastSAC(plain)
-    return ProgramFlashSAC(plain) if isinstance(plain, PlainFlashSAC) else None

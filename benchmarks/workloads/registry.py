@@ -12,7 +12,7 @@ from benchmarks.measure.roofline import Traffic
 from benchmarks.peers.array_libraries import Flashbax, StableBaselines
 from benchmarks.peers.libraries import Cpprb, Gpubuf, GpubufGraph, Library, TorchRL, UnavailableError
 from benchmarks.peers.sources import TRANSITIONS, transitions_layout
-from benchmarks.workloads import sac
+from benchmarks.workloads import losses, sac
 from benchmarks.workloads.placements import OVER_THE_BUS, PLACEMENTS
 from benchmarks.workloads.replay import (
     PRIORITIZED_SAMPLE,
@@ -179,6 +179,13 @@ def _placement(batch: int) -> Entry:
 
 # Soft actor-critic
 
+#: How the contenders of the study of losses are called here.
+_SAC = {"gpubuf": losses.OURS, "torchrl": losses.TORCHRL, "plain": losses.BY_HAND}
+
+
+def _sac_loss(library: str, rows: int, device: str) -> Callable[[], object]:
+    return losses.prepare("sac", _SAC[library], rows, device)
+
 
 def _sac(name: str, title: str, prepare: Callable[..., Any], libraries: tuple[str, ...], rows: int) -> Entry:
     return Entry(
@@ -242,10 +249,7 @@ def _slices(workload: SliceWorkload) -> Entry:
 
 _ENTRIES: tuple[Entry, ...] = (
     *(_replay(workload, _libraries(workload.operation)) for workload in WORKLOADS.values()),
-    *(
-        _sac("SAC-loss-and-backward", "SAC loss and backward", sac.prepare_loss, ("gpubuf", "torchrl", "plain"), rows)
-        for rows in (256, 1024)
-    ),
+    *(_sac("SAC-loss-and-backward", "SAC loss and backward", _sac_loss, tuple(_SAC), rows) for rows in (256, 1024)),
     _sac("SAC-update", "SAC update", sac.prepare_update, ("gpubuf", "gpubuf-graph", "torchrl"), 256),
     *(_slices(workload) for workload in SLICES.values()),
     *(_placement(batch) for batch in (256, 4096)),

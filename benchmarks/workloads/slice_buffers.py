@@ -7,7 +7,6 @@ They store a :class:`Stream`: endless rows whose place in the order of writing f
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from benchmarks.peers.libraries import ALPHA, BETA, EPS, UnavailableError
+from benchmarks.peers.libraries import ALPHA, BETA, EPS, needing
 from benchmarks.peers.sources import transitions
 
 END_KEY = ("next", "done")
@@ -159,13 +158,9 @@ class SliceBuffer:
 
     def __init__(self, variant: str, scene: Scene, device: str) -> None:
         self.variant, self.scene, self.device = VARIANTS[variant], scene, device
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                library = importlib.import_module(self.variant.module)
-        except ImportError as error:
-            raise UnavailableError(f"{self.variant.module} is not installed here: {error}") from error
-        self.library: Any = library
+        with needing(self.variant.module):
+            self.library: Any = importlib.import_module(self.variant.module)
+        library = self.library
         self.stream = scene.stream()
         envs = self.stream.envs
         storage = library.LazyTensorStorage(scene.capacity * envs, ndim=1 if envs == 1 else 2, device=device)
@@ -181,12 +176,8 @@ class SliceBuffer:
         options = {"slice_len": self.scene.slice_len, "end_key": END_KEY, **variant.options}
         if not self.scene.prioritized:
             return self.library.SliceSampler(**options)
-        try:
+        with needing("TorchRL"):
             return self.library.PrioritizedSliceSampler(self.scene.capacity, ALPHA, BETA, EPS, **options)
-        except RuntimeError as error:
-            if "SegmentTree" not in str(error):
-                raise
-            raise UnavailableError(f"TorchRL's prioritized sampler does not load here: {error}") from error
 
     def use(self, variant: str) -> None:
         """Sample the same rows in another way."""

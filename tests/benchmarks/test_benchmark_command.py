@@ -42,18 +42,24 @@ def test_command_measures_and_prints(measured: list[Any], tmp_path: Path, capsys
     assert not list(tmp_path.rglob("*.png"))
 
 
-def test_command_draws(measured: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_command_draws(
+    measured: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """A picture for each axis that was measured, which says which run it shows."""
     assert command.main(["--report", "--out", str(tmp_path)]) == 0
     assert measured == [("cpu", "--curves")]
-    made = list(tmp_path.glob("curves/*.png"))
-    assert len(made) == 3
+    made = sorted(tmp_path.glob("curves/*.png"))
+    assert [path.stem.rpartition("-")[2] for path in made] == ["batch", "capacity", "row"]
+    assert all(b"Drawn from " in path.read_bytes() for path in made)
     shown = capsys.readouterr().out
     assert all(f"report: {path}" in shown for path in made)
+    drawn: list[Any] = []
+    monkeypatch.setattr(command.curves, "write", lambda paths, out: drawn.append((paths, out)) or [])
     files = [*tmp_path.glob("*.json"), *tmp_path.glob("curves/*.json")]
     again = [word for path in files for word in ("--draw", str(path))]
     assert command.main([*again, "--out", str(tmp_path / "again")]) == 0
+    assert drawn == [(files, tmp_path / "again" / files[0].stem)]
     assert len(measured) == 1
-    assert len(list((tmp_path / "again").iterdir())) == 3
 
 
 def test_command_lists(capsys: pytest.CaptureFixture[str]):

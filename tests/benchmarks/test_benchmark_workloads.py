@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -10,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
+import gpubuf
 from benchmarks.peers.libraries import Gpubuf, GpubufGraph, Library, UnavailableError
 from benchmarks.peers.sources import TINY, TRANSITIONS, Source, transitions_layout
-from benchmarks.workloads import sac, sweeps
+from benchmarks.workloads import losses, sac, sweeps
 from benchmarks.workloads.placements import PLACEMENTS, Placed
 from benchmarks.workloads.registry import LIBRARIES, PEERS, REGISTRY, TITLES, LastFilled, environment, in_order
 from benchmarks.workloads.replay import (
@@ -109,143 +111,76 @@ def test_writes_are_checked_wherever_the_cursor_is():
 # What the oracles are for
 
 
-class MixesRows(Gpubuf):
-    """Returns every reward one row off."""
-
-    def columns(self, batch: Any) -> Any:
-        columns = super().columns(batch)
-        columns["next.reward"] = columns["next.reward"][::-1]
-        return columns
+Fault = Callable[[Any], Any]
 
 
-class IgnoresUpdates(Gpubuf):
-    """Forgets all priorities but the first ones."""
+def spoilt(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Fault:
+    """Changes one column of every batch, or (empty) all of them."""
 
-    def open(self) -> None:
-        super().open()
-        update, calls = self.update, []
-        self.update = lambda *given: calls or calls.append(update(*given))
-
-
-class IgnoresSteps(Gpubuf):
-    """Takes priorities, but not those of the rows of a batch."""
-
-    def open(self) -> None:
-        super().open()
-        self.buffer.update_tensordict_priority = lambda batch: None
-
-
-class DropsWrites(Gpubuf):
-    """Forgets all rows but those of a new buffer."""
-
-    def fill(self) -> None:
-        super().fill()
-        self.extend = lambda rows: None
-
-
-class WritesElsewhere(Gpubuf):
-    """Writes one row past the cursor."""
-
-    def fill(self) -> None:
-        super().fill()
-        extend = self.extend
-        extend(self.rows(self.source.rows(0, 1)))
-
-
-class IgnoresWeights(Gpubuf):
-    """Importance weights of one throughout."""
-
-    def columns(self, batch: Any) -> Any:
-        columns = super().columns(batch)
-        if "weight" in columns:
-            columns["weight"] = columns["weight"] * 0 + 1
-        return columns
-
-
-class RepeatsOneRow(Gpubuf):
-    """Draws the same few rows all over."""
-
-    def columns(self, batch: Any) -> Any:
-        return {
-            name: np.concatenate([column[:4]] * (len(column) // 4)) for name, column in super().columns(batch).items()
+    def fault(library: Any) -> None:
+        columns = library.columns
+        library.columns = lambda batch: {
+            key: change(column) if key == name or not name else column for key, column in columns(batch).items()
         }
 
+    return fault
 
-class InventsRows(Gpubuf):
-    """Draws rows that were never written."""
 
-    def columns(self, batch: Any) -> Any:
-        columns = super().columns(batch)
-        columns["action"] = columns["action"] + len(self.source)
-        return columns
+def without(method: str) -> Fault:
+    """The library's buffer has a method that does nothing."""
+    return lambda library: setattr(library.buffer, method, lambda *_: None)
+
+
+def reversed_rows(column: np.ndarray) -> np.ndarray:
+    return column[::-1]
+
+
+def few_rows(column: np.ndarray) -> np.ndarray:
+    return np.concatenate([column[:4]] * (len(column) // 4))
 
 
 @pytest.mark.parametrize(
-    ("faulty", "workload"),
+    ("workload", "fault"),
     [
-        (MixesRows, "uniform-sample-256"),
-        (RepeatsOneRow, "uniform-sample-256"),
-        (InventsRows, "uniform-sample-256"),
-        (MixesRows, "prioritized-sample-256"),
-        (IgnoresWeights, "prioritized-sample-256"),
-        (IgnoresUpdates, "priority-update-256"),
-        (IgnoresUpdates, "sample-and-update-256"),
-        (IgnoresSteps, "sample-and-update-256"),
-        (DropsWrites, "extend-256"),
-        (WritesElsewhere, "extend-256"),
-        (MixesRows, "prioritized-extend-256"),
+        ("uniform-sample-256", spoilt("next.reward", reversed_rows)),
+        ("uniform-sample-256", spoilt("", few_rows)),
+        ("uniform-sample-256", spoilt("action", lambda column: column + CAPACITY)),
+        ("prioritized-sample-256", spoilt("next.reward", reversed_rows)),
+        ("prioritized-sample-256", spoilt("weight", np.ones_like)),
+        ("priority-update-256", lambda library: setattr(library, "update", lambda *_: None)),
+        ("sample-and-update-256", lambda library: setattr(library, "update", lambda *_: None)),
+        ("sample-and-update-256", without("update_tensordict_priority")),
+        ("extend-256", lambda library: setattr(library, "extend", lambda rows: None)),
+        ("extend-256", lambda library: library.extend(library.rows(library.source.rows(0, 1)))),
+        ("prioritized-extend-256", spoilt("next.reward", reversed_rows)),
     ],
 )
-def test_oracle_refuses_a_faulty_library(faulty: type[Gpubuf], workload: str):
+def test_oracle_refuses_a_faulty_library(workload: str, fault: Fault):
     chosen = replace(WORKLOADS[workload], capacity=CAPACITY)
-    library = filled(chosen, faulty)
+    library = filled(chosen)
+    fault(library)
     with pytest.raises(AssertionError):
         chosen.prepare(library)
 
 
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["SAC-loss-and-backward-256", "SAC-update-256"])
+def test_losses_and_whole_updates_are_checked(name: str, monkeypatch: pytest.MonkeyPatch):
+    """A loss with another temperature is refused, and an update without one of its parts."""
     monkeypatch.setattr(sac, "STORED", 2_000)
-
-
-@pytest.mark.parametrize("library", ["gpubuf", "plain", "torchrl"])
-def test_losses_agree_with_each_other(library: str):
-    try:
-        call = sac.prepare_loss(library, 32, "cpu")
-    except UnavailableError as reason:
-        pytest.skip(str(reason))
-    call()
-
-
-@pytest.mark.parametrize("library", ["gpubuf", "gpubuf-graph", "torchrl"])
-def test_a_whole_update_is_checked(library: str, few: None):
-    try:
-        call = sac.prepare_update(library, 32, "cpu")
-    except UnavailableError as reason:
-        pytest.skip(str(reason))
-    call()
-
-
-def test_a_wrong_loss_is_refused(monkeypatch: pytest.MonkeyPatch):
-    def wrong(plain: Any, device: str) -> nn.Module:
-        loss = sac.fused(plain, device)
-        loss.gamma = 0.9
-        loss.make_value_estimator(gamma=0.9)
-        return loss
-
-    monkeypatch.setitem(sac.LOSS_MAKERS, "gpubuf", wrong)
-    with pytest.raises(AssertionError):
-        sac.prepare_loss("gpubuf", 32, "cpu")
-
-
-@pytest.mark.parametrize("dropped", ["update_tensordict_priority", "step"])
-def test_an_update_that_leaves_something_out_is_refused(dropped: str, few: None, monkeypatch: pytest.MonkeyPatch):
-    import gpubuf
-
-    owner = gpubuf.SoftUpdate if dropped == "step" else gpubuf.TensorDictPrioritizedReplayBuffer
-    monkeypatch.setattr(owner, dropped, lambda self, *given: None)
-    with pytest.raises(AssertionError):
-        sac.prepare_update("gpubuf", 32, "cpu")
+    entry = REGISTRY[name]
+    for library in entry.libraries:
+        with contextlib.suppress(UnavailableError):
+            entry.prepare(None, library, "cpu")()
+    wrong = losses.objective("SACLoss", alpha_init=0.5, **losses.ENTROPY)
+    parts = [(gpubuf.SoftUpdate, "step"), (gpubuf.TensorDictPrioritizedReplayBuffer, "update_tensordict_priority")]
+    for owner, part in parts if "update" in name else [(losses.WORKLOADS["sac"], "")]:
+        with monkeypatch.context() as patched:
+            if part:
+                patched.setattr(owner, part, lambda self, *_: None)
+            else:
+                patched.setitem(losses.WORKLOADS, "sac", replace(owner, ours=wrong))
+            with pytest.raises(AssertionError):
+                entry.prepare(None, "gpubuf", "cpu")
 
 
 # The registry

@@ -118,11 +118,6 @@ def test_a_sanitizer_has_to_see_a_planted_fault(sanitizer: str, code: int):
     assert main(["sh", "-c", sanitizer]) == code
 
 
-def test_inductor_compiles_in_the_process_that_tests():
-    """Workers beside each other, each with processes that compile for it, would starve."""
-    assert planned(1)["tests"].environment["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
-
-
 def test_a_bare_machine_has_all_that_tests_and_benchmarks_import():
     """Beside what fetch.sh brings: neither matplotlib nor rich, neither hypothesis nor the linters."""
     brought = (ROOT / "benchmarks" / "wheels" / "packages.txt").read_text()
@@ -224,6 +219,7 @@ def test_the_tuned_file_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (plan.folder / "tuned" / "some-gpu.json").read_text() == "{}"
 
 
+@pytest.mark.slow
 def test_a_stage_is_rehearsed_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The commands themselves: the machine is described, a benchmark is written down, tests are there and skip."""
     # pytest-benchmark would take the process for one of those that share the tests of this run.
@@ -247,16 +243,6 @@ def test_a_stage_is_rehearsed_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monke
     log = plan.log.read_text()
     assert "this machine: copies at" in log
     assert re.search(r"extend, 256 +gpubuf +[\d.]+ µs", log)
-
-
-def test_results_grow_with_every_benchmark(tmp_path: Path):
-    """What is killed keeps them: the file is whole after each, and goes on with what it had."""
-    from benchmarks.measure.results import write_whole
-
-    path = tmp_path / "stage-1.json"
-    write_whole(path, {"machine_info": {}, "steps": [1]})
-    assert json.loads(path.read_text())["steps"] == [1]
-    assert [each.name for each in tmp_path.iterdir()] == ["stage-1.json"]
 
 
 # At home
@@ -291,9 +277,7 @@ def test_stages_become_files_for_the_report(tmp_path: Path):
     assert run.data["skipped"] == []
     assert run.data["gpu_tests"] == {"passed": 4, "failed": 1, "skipped": 1, "failures": ["t::bad"]}
     assert [step["stage"] for step in run.data["steps"]] == [1, 2, 3]
-
-
-def test_of_a_cut_stage_there_may_be_nothing_to_report(tmp_path: Path):
+    # Of a stage that was cut there may be nothing to report.
     (tmp_path / "stage-1.json").write_text(json.dumps({"stage": 1, "steps": [], "benchmarks": []}))
     with pytest.raises(ValueError, match="no results"):
         stages.gather([tmp_path], tmp_path)
@@ -311,6 +295,12 @@ def test_outcomes_are_read_from_the_report(tmp_path: Path):
     assert stages.outcomes(report) == expected
     report.write_text("<testsuites><testsuite>")
     assert stages.outcomes(report)["failures"] == ["report left no report"]
+    # pytest enters a test into its report when it begins: what is cut short has not passed.
+    cases = '<testcase classname="t" name="a" time="0.012"/><testcase classname="t" name="b" time="0.000"/>'
+    report.write_text(f"<testsuite>{cases}</testsuite>")
+    assert stages.outcomes(report)["passed"] == 2
+    cut = {"passed": 1, "failed": 1, "skipped": 0, "failures": ["t::b (had not ended)"]}
+    assert stages.outcomes(report, cut=True) == cut
 
 
 BAD_DAY = """
@@ -366,16 +356,6 @@ def test_a_test_that_hangs_or_loses_the_gpu_fails_alone(tmp_path: Path, monkeypa
     assert "Timeout (0:00:20)!" in log
     assert re.search(r"test_loses_the_gpu has cost this worker its GPU:\n.*", log)
     assert "RuntimeError: CUDA error: an illegal memory access" in log
-
-
-def test_what_is_cut_short_has_not_passed(tmp_path: Path):
-    """pytest enters a test into its report when it begins."""
-    report = tmp_path / "report.xml"
-    cases = '<testcase classname="t" name="a" time="0.012"/><testcase classname="t" name="b" time="0.000"/>'
-    report.write_text(f"<testsuite>{cases}</testsuite>")
-    assert stages.outcomes(report)["passed"] == 2
-    cut = {"passed": 1, "failed": 1, "skipped": 0, "failures": ["t::b (had not ended)"]}
-    assert stages.outcomes(report, cut=True) == cut
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

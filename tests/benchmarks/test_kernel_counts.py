@@ -14,7 +14,7 @@ from gpubuf.kernels.aot.compiler import Compiled
 from gpubuf.kernels.aot.operations import all_specs
 from gpubuf.kernels.config import tree_fan_out
 from gpubuf.kernels.sum_tree import level_sizes
-from tests.support.report_runs import a_run, block, line
+from tests.support.benchmark_results import block, line, run_of
 
 
 def tree_depth() -> int:
@@ -41,6 +41,7 @@ def counted() -> dict[str, dict[str, int]]:
     return {each["call"]: each["kernels"] for each in recounted("--small")}
 
 
+@pytest.mark.slow
 def test_launches_of_a_sample(counted: dict[str, dict[str, int]]):
     """All keys of a batch: one launch, two with priorities or slices."""
     assert counted["uniform: sample, 256"] == {"rows_sample_kernel": 1}
@@ -49,6 +50,7 @@ def test_launches_of_a_sample(counted: dict[str, dict[str, int]]):
     assert sum(counted["prioritized slices: sample, 256"].values()) <= 3
 
 
+@pytest.mark.slow
 def test_launches_of_a_priority_update(counted: dict[str, dict[str, int]]):
     """At most one a level of the tree, and one for the leaves."""
     assert tree_depth() == 3
@@ -56,6 +58,7 @@ def test_launches_of_a_priority_update(counted: dict[str, dict[str, int]]):
         assert 1 <= sum(counted[f"{kind}: priority update, 256"].values()) <= tree_depth() + 1
 
 
+@pytest.mark.slow
 def test_launches_of_a_write(counted: dict[str, dict[str, int]]):
     """One for the rows of all keys; what the sampler knows is brought up to date by at most four more."""
     writes = {call: launched for call, launched in counted.items() if "extend" in call}
@@ -87,6 +90,7 @@ def same_compiler() -> None:
         pytest.skip(f"counted with triton {version}, whose code differs from that of {triton.__version__}")
 
 
+@pytest.mark.slow
 def test_the_committed_counts_are_those_of_the_kernels():
     same_compiler()
     check_counts(recounted("--small"))
@@ -157,6 +161,6 @@ def test_report():
         "gfx942": {"registers": 12, "spill_bytes": 4, "shared_bytes": 16},
     }
     resources = [{"kernel": "a_kernel", "specialisations": 2, "targets": targets}]
-    found: dict[str, Run] = {"kernels": a_run(kernels={"launches": launches, "resources": resources})}
+    found: dict[str, Run] = {"kernels": run_of(kernels={"launches": launches, "resources": resources})}
     assert line(block("launches", found), "uniform: sample, 256") == ["3", "`a_kernel`, `b_kernel`"]
     assert line(block("resources", found), "`a_kernel`") == ["2", "30 / 12", "8 / 16", "0 / 4"]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from benchmarks.studies import predict
+from tests.support.benchmark_results import block, line, run_of
 from tests.support.ptx.parse import parse
 from tests.support.ptx.trips import Trips
-from tests.support.report_runs import a_run, block, line
 
 
 def launch(**counted: Any) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def test_programs_share_the_multiprocessors():
 def test_the_table_adds_the_launches_of_a_call():
     assert "committed: open" in block("prediction", {})
     launches = [launch(trips=1, programs=3, warps=4, most_instructions=1700), launch(trips=2)]
-    found = {"kernels": a_run(kernels={"launches": [{"call": "a call", "launches": launches}]})}
+    found = {"kernels": run_of(kernels={"launches": [{"call": "a call", "launches": launches}]})}
     cells = line(block("prediction", found), "a call")
     assert cells[:3] == ["3 x 4 + 1 x 1", "1,700 + 0", "1 + 2"]
     assert float(cells[-1]) == pytest.approx(sum(map(predict.microseconds, launches)), rel=0.01)

@@ -10,9 +10,9 @@ import torch
 from benchmarks.measure import in_turn as timing
 from benchmarks.measure.in_turn import Contender, in_turn, operations
 from benchmarks.studies import side_by_side as study
-from benchmarks.workloads import computed_batches, losses, program_losses, stable_buffers
+from benchmarks.workloads import adapters, computed_batches, losses, program_losses
 from gpubuf.integrations import cleanrl
-from tests.support.report_runs import a_run, block, line
+from tests.support.benchmark_results import block, line, run_of
 
 #: Losses that are compared with their programs' code, too.
 PROGRAMS = ("fastsac", "flashsac")
@@ -56,9 +56,10 @@ def test_computed_batches(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_full_buffer_is_timed():
-    space, action = stable_buffers.BOX, stable_buffers.ACTION
-    steps = stable_buffers.steps_of(space, 2, 20)
-    made = stable_buffers.contender(cleanrl.ReplayBuffer(600, space, action, "cpu", 2), steps)
+    steps = adapters.stable_steps(adapters.BOX, 2, 20)
+    buffer = cleanrl.ReplayBuffer(600, adapters.BOX, adapters.ACTION, "cpu", 2)
+    made = adapters.stable_contender(buffer, steps)
+    assert buffer.full
     for call in made.calls.values():
         call()
     assert made.n_bytes is not None
@@ -88,12 +89,12 @@ LOSSES = {
 
 def test_tables():
     """What was not measured stays empty."""
-    text = block("adapters_sb3", {"adapters": a_run(adapters={"sb3": FOUND})})
+    text = block("adapters_sb3", {"adapters": run_of(adapters={"sb3": FOUND})})
     assert "numbers, 1 M rows | add, µs | sample 256, µs | memory |" in text
     assert line(text, "theirs") == ["10.0", "100", "3.00 MiB"]
     assert line(text, "gpubuf") == ["5.00 (0.50x)", "", "700 bytes"]
-    assert "is committed: open" in block("adapters_cleanrl", {"adapters": a_run(adapters={"sb3": FOUND})})
-    text = block("losses", {"losses": a_run(losses={"sac": LOSSES})})
+    assert "is committed: open" in block("adapters_cleanrl", {"adapters": run_of(adapters={"sb3": FOUND})})
+    text = block("losses", {"losses": run_of(losses={"sac": LOSSES})})
     assert line(text, "plain PyTorch") == ["6000", "300"]
     assert line(text, "gpubuf, compiled") == ["4500 (0.75x)", ""]
     assert "is committed: open" in block("losses", {})

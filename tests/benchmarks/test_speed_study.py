@@ -5,15 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.measure.results import Run, kind_of
-from benchmarks.report.learning import speed_section
+from benchmarks.measure.results import Run
 from benchmarks.studies import speed
-
-
-def runs_of(path: Path, kind: str) -> dict[str, Run]:
-    data = json.loads(path.read_text())
-    assert kind_of(data) == kind
-    return {kind: Run("benchmarks/results/x.json", data)}
+from tests.support.benchmark_results import block
 
 
 def test_speed_is_the_steps_between_two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
@@ -36,10 +30,10 @@ def test_speed_is_the_steps_between_two_runs(tmp_path: Path, monkeypatch: pytest
     found = {one["program"]: one["steps_per_second"] for one in json.loads(out.read_text())["speed"]}
     assert found == {"gpubuf, uniform": 100, "gpubuf, prioritized": 50, "Stable-Baselines3": 50, "CleanRL": 50}
     assert {words[words.index("--learning-starts") + 1] for words in commands} == {"1000"}
-    text = speed_section(runs_of(out, "speed"))
+    text = block("speed", {"speed": Run("benchmarks/results/x.json", json.loads(out.read_text()))})
     assert "| gpubuf, uniform | 100 | 100 to 100 | 1.00x |" in text
     assert "| CleanRL | 50 | 50 to 50 | 2.00x |" in text
-    assert "committed: open" in speed_section({})
+    assert "committed: open" in block("speed", {})
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.workloads.plain_sac import make_batch
+from benchmarks.workloads.plain_losses import make_batch
 from gpubuf.modules import make_sac_actor, make_sac_critic
 from gpubuf.objectives import SACLoss
 from tests.support.dispatched import Count

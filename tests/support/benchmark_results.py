@@ -1,10 +1,11 @@
-"""Files of results of runs that never took place."""
+"""Files of results of runs that never took place, and what the report makes of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from benchmarks.measure.results import Run
+from benchmarks.report.write import rewritten
 from benchmarks.workloads.registry import REGISTRY
 
 ROOFLINE = {"copy_bytes_per_second": 1e10, "launch_seconds": 2e-6}
@@ -12,6 +13,7 @@ GPU_ROOFLINE = {**ROOFLINE, "bus_bytes_per_second": 5e10, "graph_launch_seconds"
 
 
 def entry(workload: str, library: str, seconds: float) -> dict[str, Any]:
+    """What ten calls of so many seconds each give, with a tenth of that as spread, and the half as minimum."""
     known = REGISTRY[workload]
     extra: dict[str, Any] = {"workload": workload, "library": library, "calls": 10, "title": known.title}
     extra["batch"] = known.sizes.batch
@@ -19,12 +21,11 @@ def entry(workload: str, library: str, seconds: float) -> dict[str, Any]:
     if known.traffic is not None:
         traffic = known.traffic(library, "cpu")
         extra |= {"bytes": traffic.bytes, "launches": traffic.launches, "bus": traffic.bus}
-    stats = {"median": 10 * seconds, "iqr": seconds, "min": 9 * seconds}
-    return {"extra_info": extra, "stats": stats}
+    return {"extra_info": extra, "stats": {"median": 10 * seconds, "iqr": seconds, "min": 5 * seconds}}
 
 
-def a_run(benchmarks: list[dict[str, Any]], skipped: list[dict[str, str]], kind: str = "cpu") -> Run:
-    machine = {
+def machine(kind: str = "cpu") -> dict[str, Any]:
+    return {
         "device": {"kind": kind, "name": f"some {kind}"},
         "versions": {"torch": "2.13.0", "numpy": "2.4.6"},
         "environments": {
@@ -37,8 +38,18 @@ def a_run(benchmarks: list[dict[str, Any]], skipped: list[dict[str, str]], kind:
         "load_before": 0.25,
         "roofline": GPU_ROOFLINE if kind == "cuda" else ROOFLINE,
     }
-    data = {"machine_info": machine, "datetime": "2026-11-21T10:20:30", "benchmarks": benchmarks, "skipped": skipped}
-    return Run("x.json", data)
+
+
+def run_of(kind: str = "cpu", **subject: Any) -> Run:
+    """A run about any subject."""
+    return Run(
+        "benchmarks/results/x.json", {"datetime": "2026-11-21T10:20:30", "machine_info": machine(kind), **subject}
+    )
+
+
+def a_run(benchmarks: list[dict[str, Any]], skipped: list[dict[str, str]] | None = None, kind: str = "cpu") -> Run:
+    """A run of benchmarks."""
+    return run_of(kind, benchmarks=benchmarks, skipped=skipped or [])
 
 
 def a_full_run(without: str = "", reason: str = "not today") -> Run:
@@ -53,3 +64,14 @@ def a_full_run(without: str = "", reason: str = "not today") -> Run:
             else:
                 benchmarks.append(entry(name, library, 20e-6 * (i + 1)))
     return a_run(benchmarks, skipped)
+
+
+def block(name: str, found: dict[str, Run]) -> str:
+    """A page of nothing but these figures."""
+    return rewritten(f"<!-- figures: {name} -->\n<!-- end of figures -->", found, "../")
+
+
+def line(text: str, start: str) -> list[str]:
+    """The cells after the first one, in the only line of a table that starts so."""
+    (found,) = [row for row in text.splitlines() if row.startswith(f"| {start} |")]
+    return [cell.strip() for cell in found.strip("|").split("|")][1:]
