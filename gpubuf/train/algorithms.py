@@ -1,15 +1,15 @@
 """The algorithms of ``gpubuf train``: networks, loss, optimiser and schedule of an agent, and saved policies.
 
-To add one: write a subclass of `Agent`, name it in `AGENTS`, and give its settings defaults in `gpubuf.train.config`.
+To add one: enter it into `ALGORITHMS`, and give its settings defaults in `gpubuf.train.config`.
 """
 
 from __future__ import annotations
 
-import abc
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -88,10 +88,126 @@ LOSS_NAMES = ("loss_qvalue", "loss_actor", "loss_alpha", "alpha", "entropy")
 _Losses = Callable[[TensorDict], tuple[Tensor, Tensor]]
 
 
-class Agent(abc.ABC):
-    """A policy, its critics, and how they learn from a batch.
+@dataclass(frozen=True)
+class Algorithm:
+    """What sets an algorithm apart.
 
-    An algorithm says what its networks and its loss are, and what is special about its optimiser.
+    Attributes:
+        title: Its name, for people.
+        actor: Makes the policy, of (`O`, `A`, hidden widths, device). `load_actor` has these from the file of a model.
+        critics: Makes the critics, of (the run's settings, `O`, `A`, device).
+        loss: Makes the loss, of (policy, critics, ``num_qvalue_nets``, options).
+        options: Those of the loss, of (the run's settings, `A`).
+        betas: Of the optimiser.
+        weight_decay: Of the optimiser, for everything but the temperature.
+        unit_rows: Whether the optimiser keeps the weights of all networks at unit rows.
+    """
+
+    title: str
+    actor: Callable[..., TanhNormalActor]
+    critics: Callable[[TrainConfig, int, int, torch.device], TensorDictModule]
+    loss: Callable[..., SoftActorCriticLoss]
+    options: Callable[[TrainConfig, int], dict[str, Any]]
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    unit_rows: bool = False
+
+
+def _sac_critics(config: TrainConfig, observation: int, action: int, device: torch.device) -> TensorDictModule:
+    return make_sac_critic(observation, action, config.hidden, num_nets=config.critics, device=device)
+
+
+def _td_options(config: TrainConfig, action: int) -> dict[str, Any]:
+    return {"loss_function": "l2", "target_entropy": -float(action)}
+
+
+# Critics whose minimum makes a target of REDQ.
+_SUBSET = 2
+
+
+def _redq_options(config: TrainConfig, action: int) -> dict[str, Any]:
+    subset = {"sub_sample_len": min(_SUBSET, config.critics), "min_alpha": None, "max_alpha": None}
+    return {**_td_options(config, action), **subset}
+
+
+#: CrossQ has a batch norm before every layer.
+_BATCH_NORM: dict[str, Any] = {"norm": "batch", "norm_place": "before"}
+
+
+def _crossq_actor(
+    observation: int, action: int, hidden: Sequence[int], *, device: torch.device | str
+) -> TanhNormalActor:
+    network = MLP(observation, 2 * action, hidden, **_BATCH_NORM, device=device)
+    return tanh_normal_actor(nn.Sequential(network, GaussianParameters()), action, device=device)
+
+
+def _crossq_critics(config: TrainConfig, observation: int, action: int, device: torch.device) -> TensorDictModule:
+    network = EnsembleMLP(config.critics, observation + action, 1, config.hidden, **_BATCH_NORM, device=device)
+    return TensorDictModule(network, ["observation", "action"], ["state_action_value"])
+
+
+def _fastsac_critics(config: TrainConfig, observation: int, action: int, device: torch.device) -> TensorDictModule:
+    nets: Any = {"num_atoms": config.atoms, "num_nets": config.critics}
+    return make_fastsac_critic(observation, action, config.hidden, **nets, device=device)
+
+
+def _support(config: TrainConfig) -> dict[str, Any]:
+    return {"v_min": config.v_min, "v_max": config.v_max, "num_atoms": config.atoms}
+
+
+# Features within a residual block of FlashSAC, as a multiple of its width.
+_EXPANSION = 2
+
+# FlashSAC's first temperature: rewards are scaled so that returns are around 1.
+_TEMPERATURE = 0.01
+
+
+def _flashsac_actor(
+    observation: int, action: int, hidden: Sequence[int], *, device: torch.device | str
+) -> TanhNormalActor:
+    """``hidden`` has the width of each residual block of a critic. Those of the policy are half as wide."""
+    width, blocks = max(hidden[0] // 2, 1), len(hidden)
+    return make_flashsac_actor(observation, action, width, num_blocks=blocks, expansion=_EXPANSION, device=device)
+
+
+def _flashsac_critics(config: TrainConfig, observation: int, action: int, device: torch.device) -> TensorDictModule:
+    blocks: Any = {"num_blocks": len(config.hidden), "expansion": _EXPANSION}
+    nets: Any = {"num_atoms": config.atoms, "num_nets": config.critics}
+    return make_flashsac_critic(observation, action, config.hidden[0], **blocks, **nets, device=device)
+
+
+#: By the name that ``--algo`` takes.
+ALGORITHMS: dict[str, Algorithm] = {
+    # Haarnoja et al. 2018, arXiv:1812.05905, with a learnt temperature.
+    "sac": Algorithm("SAC", make_sac_actor, _sac_critics, SACLoss, _td_options),
+    # Seo et al., arXiv:2512.01996; holosoma fc600e7, ``agents/fast_sac``; in a size for a CPU.
+    "fastsac": Algorithm(
+        "FastSAC",
+        make_fastsac_actor,
+        _fastsac_critics,
+        DistributionalSACLoss.fastsac,
+        lambda config, action: {**_support(config), "target_entropy": 0.0},
+        betas=(0.9, 0.95),
+        weight_decay=0.001,
+    ),
+    # Its program at 87edc90, ``agents/flashSAC``; in a size for a CPU.
+    "flashsac": Algorithm(
+        "FlashSAC",
+        _flashsac_actor,
+        _flashsac_critics,
+        DistributionalSACLoss.flashsac,
+        lambda config, action: {**_support(config), "alpha_init": _TEMPERATURE},
+        unit_rows=True,
+    ),
+    # Randomized ensembled double Q-learning: Chen et al. 2021, arXiv:2101.05982.
+    "redq": Algorithm("REDQ", make_sac_actor, _sac_critics, REDQLoss, _redq_options),
+    # Bhatt et al. 2024, arXiv:1902.05605.
+    "crossq": Algorithm("CrossQ", _crossq_actor, _crossq_critics, CrossQLoss, _td_options, betas=(0.5, 0.999)),
+}
+
+
+class Agent:
+    """A policy, its critics, and how they learn from a batch.
 
     Args:
         config: The run's settings.
@@ -101,14 +217,6 @@ class Agent(abc.ABC):
         compiled: Whether to compile the losses and their gradients with `torch.compile`. None: try it, and warn and
             go on without if the compiler fails.
     """
-
-    #: The algorithm's name, for people.
-    title: ClassVar[str]
-    #: Of the optimiser.
-    betas: ClassVar[tuple[float, float]] = (0.9, 0.999)
-    weight_decay: ClassVar[float] = 0.0
-    #: Networks whose weights the optimiser keeps at unit rows.
-    unit_rows: Sequence[nn.Module] = ()
 
     def __init__(
         self,
@@ -126,12 +234,17 @@ class Agent(abc.ABC):
             "action_size": action_size,
             "hidden": list(config.hidden),
         }
-        self.actor = self.make_actor(observation_size, action_size, config.hidden, device)
-        self.loss = self.make_loss(config, observation_size, action_size)
+        algorithm = ALGORITHMS[config.algo]
+        self.title = algorithm.title
+        self.actor = algorithm.actor(observation_size, action_size, config.hidden, device=device)
+        critics = algorithm.critics(config, observation_size, action_size, device)
+        options = algorithm.options(config, action_size)
+        self.loss = algorithm.loss(self.actor, critics, num_qvalue_nets=config.critics, **options)
         self.loss.make_value_estimator(gamma=config.gamma)
         # The run stops at NaN, and is the one that says so.
         self.loss.nan_named = True
-        self._optimizer = self._make_optimizer(config)
+        unit_rows = (self.actor, critics) if algorithm.unit_rows else ()
+        self._optimizer = self._make_optimizer(config, algorithm, unit_rows)
         #: Normalises observations as the buffer does those of its batches.
         self.normalize: Normalize | None = None
         self._noise: StickyNoise | None = None
@@ -145,35 +258,14 @@ class Agent(abc.ABC):
             self._losses = torch.compile(self._eager_losses, fullgraph=True)
             self._critic_losses = torch.compile(self._eager_critic_losses, fullgraph=True)
 
-    # The algorithm
-
-    @staticmethod
-    @abc.abstractmethod
-    def make_actor(
-        observation_size: int, action_size: int, hidden: Sequence[int], device: torch.device | str
-    ) -> TanhNormalActor:
-        """The policy. `load_actor` calls it with what the file of a model says."""
-
-    @abc.abstractmethod
-    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SoftActorCriticLoss:
-        """The loss, with the critics, of ``self.actor``."""
-
-    def _make_optimizer(self, config: TrainConfig) -> AdamW:
+    def _make_optimizer(self, config: TrainConfig, algorithm: Algorithm, unit_rows: Sequence[nn.Module]) -> AdamW:
         """The optimiser of `parameters`, which moves the targets as well."""
         temperature = [p for p in self.parameters() if p is self.loss.log_alpha]
         networks = [p for p in self.parameters() if p is not self.loss.log_alpha]
         groups = [{"params": networks}, {"params": temperature, "weight_decay": 0.0}]
         targets: dict[str, Any] = {} if config.tau is None else {"targets": self.loss, "tau": config.tau}
-        return AdamW(
-            groups,
-            config.learning_rate,
-            self.betas,
-            weight_decay=self.weight_decay,
-            unit_rows=self.unit_rows,
-            **targets,
-        )
-
-    # Common to all algorithms
+        options: dict[str, Any] = {"weight_decay": algorithm.weight_decay, "unit_rows": unit_rows, **targets}
+        return AdamW(groups, config.learning_rate, algorithm.betas, **options)
 
     def parameters(self) -> list[Tensor]:
         """Those of policy, critics and temperature that learn."""
@@ -288,183 +380,7 @@ class Agent(abc.ABC):
         save(path, model)
 
 
-class SACAgent(Agent):
-    """Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905) with a learnt temperature."""
-
-    title = "SAC"
-
-    @staticmethod
-    def make_actor(
-        observation_size: int, action_size: int, hidden: Sequence[int], device: torch.device | str
-    ) -> TanhNormalActor:
-        return make_sac_actor(observation_size, action_size, hidden, device=device)
-
-    def make_critic(self, config: TrainConfig, observation_size: int, action_size: int) -> TensorDictModule:
-        """The ensemble of ``config.critics``."""
-        return make_sac_critic(
-            observation_size, action_size, config.hidden, num_nets=config.critics, device=self.device
-        )
-
-    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SoftActorCriticLoss:
-        return SACLoss(
-            self.actor,
-            self.make_critic(config, observation_size, action_size),
-            num_qvalue_nets=config.critics,
-            loss_function="l2",
-            target_entropy=-float(action_size),
-        )
-
-
-# Critics whose minimum makes a target.
-_SUBSET = 2
-
-
-class REDQAgent(SACAgent):
-    """Randomized ensembled double Q-learning (Chen et al. 2021, arXiv:2101.05982)."""
-
-    title = "REDQ"
-
-    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SoftActorCriticLoss:
-        return REDQLoss(
-            self.actor,
-            self.make_critic(config, observation_size, action_size),
-            num_qvalue_nets=config.critics,
-            sub_sample_len=min(_SUBSET, config.critics),
-            loss_function="l2",
-            min_alpha=None,
-            max_alpha=None,
-            target_entropy=-float(action_size),
-        )
-
-
-class CrossQAgent(Agent):
-    """CrossQ (Bhatt et al. 2024, arXiv:1902.05605): policy and critics have a batch norm before every layer."""
-
-    title = "CrossQ"
-    betas = (0.5, 0.999)
-
-    @staticmethod
-    def make_actor(
-        observation_size: int, action_size: int, hidden: Sequence[int], device: torch.device | str
-    ) -> TanhNormalActor:
-        network = nn.Sequential(
-            MLP(observation_size, 2 * action_size, hidden, norm="batch", norm_place="before", device=device),
-            GaussianParameters(),
-        )
-        return tanh_normal_actor(network, action_size, device=device)
-
-    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SoftActorCriticLoss:
-        network = EnsembleMLP(
-            config.critics,
-            observation_size + action_size,
-            1,
-            config.hidden,
-            norm="batch",
-            norm_place="before",
-            device=self.device,
-        )
-        critic = TensorDictModule(network, ["observation", "action"], ["state_action_value"])
-        return CrossQLoss(
-            self.actor,
-            critic,
-            num_qvalue_nets=config.critics,
-            loss_function="l2",
-            target_entropy=-float(action_size),
-        )
-
-
-class FastSACAgent(Agent):
-    """FastSAC (Seo et al., arXiv:2512.01996; holosoma fc600e7, ``agents/fast_sac``), in a size for a CPU."""
-
-    title = "FastSAC"
-    betas = (0.9, 0.95)
-    weight_decay = 0.001
-
-    @staticmethod
-    def make_actor(
-        observation_size: int, action_size: int, hidden: Sequence[int], device: torch.device | str
-    ) -> TanhNormalActor:
-        return make_fastsac_actor(observation_size, action_size, hidden, device=device)
-
-    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SoftActorCriticLoss:
-        assert config.atoms is not None
-        critic = make_fastsac_critic(
-            observation_size,
-            action_size,
-            config.hidden,
-            num_atoms=config.atoms,
-            num_nets=config.critics,
-            device=self.device,
-        )
-        return DistributionalSACLoss.fastsac(
-            self.actor,
-            critic,
-            num_qvalue_nets=config.critics,
-            v_min=config.v_min,
-            v_max=config.v_max,
-            num_atoms=config.atoms,
-            target_entropy=0.0,
-        )
-
-
-# Features within a residual block, as a multiple of its width.
-_EXPANSION = 2
-
-# FlashSAC's first temperature: rewards are scaled so that returns are around 1.
-_TEMPERATURE = 0.01
-
-
-class FlashSACAgent(Agent):
-    """FlashSAC (its program at 87edc90, ``agents/flashSAC``), in a size for a CPU.
-
-    ``config.hidden`` has the width of each residual block of a critic. Those of the policy are half as wide.
-    """
-
-    title = "FlashSAC"
-
-    @staticmethod
-    def make_actor(
-        observation_size: int, action_size: int, hidden: Sequence[int], device: torch.device | str
-    ) -> TanhNormalActor:
-        width = max(hidden[0] // 2, 1)
-        return make_flashsac_actor(
-            observation_size, action_size, width, num_blocks=len(hidden), expansion=_EXPANSION, device=device
-        )
-
-    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SoftActorCriticLoss:
-        assert config.atoms is not None
-        critic = make_flashsac_critic(
-            observation_size,
-            action_size,
-            config.hidden[0],
-            num_blocks=len(config.hidden),
-            expansion=_EXPANSION,
-            num_atoms=config.atoms,
-            num_nets=config.critics,
-            device=self.device,
-        )
-        self.unit_rows = (self.actor, critic)
-        return DistributionalSACLoss.flashsac(
-            self.actor,
-            critic,
-            num_qvalue_nets=config.critics,
-            v_min=config.v_min,
-            v_max=config.v_max,
-            num_atoms=config.atoms,
-            alpha_init=_TEMPERATURE,
-        )
-
-
 MODEL_FILE = "model.safetensors"
-
-#: By the name that ``--algo`` takes.
-AGENTS: dict[str, type[Agent]] = {
-    "sac": SACAgent,
-    "fastsac": FastSACAgent,
-    "flashsac": FlashSACAgent,
-    "redq": REDQAgent,
-    "crossq": CrossQAgent,
-}
 
 
 class _Normalized(nn.Module):
@@ -482,18 +398,6 @@ class _Normalized(nn.Module):
         return (x - self.mean) * self.factor
 
 
-def make_agent(
-    config: TrainConfig,
-    observation_size: int,
-    action_size: int,
-    device: torch.device,
-    *,
-    compiled: bool | None = False,
-) -> Agent:
-    """The agent of ``config.algo``; see `Agent` for the arguments."""
-    return AGENTS[config.algo](config, observation_size, action_size, device, compiled=compiled)
-
-
 def load_actor(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> ProbabilisticTensorDictSequential:
     """The trained policy in ``path``: it reads ``"observation"`` `[*, O]` and writes ``"action"`` `[*, A]` in [-1, 1].
 
@@ -507,8 +411,8 @@ def load_actor(path: str | os.PathLike[str], device: torch.device | str = "cpu")
     try:
         hidden: Sequence[int] = model["hidden"]
         # Files of versions with one algorithm do not name it.
-        agent = AGENTS[model.get("algo", "sac")]
-        actor = agent.make_actor(model["observation_size"], model["action_size"], hidden, device)
+        algorithm = ALGORITHMS[model.get("algo", "sac")]
+        actor = algorithm.actor(model["observation_size"], model["action_size"], hidden, device=device)
         actor.load_state_dict(model["actor"])
         if "normalize" in model:
             statistics = model["normalize"]

@@ -20,7 +20,7 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
 )
 from gpubuf.data.storage.layout import Leaf, as_key
-from gpubuf.train.algorithms import LOSS_NAMES, make_agent
+from gpubuf.train.algorithms import LOSS_NAMES, Agent
 from gpubuf.train.config import TORCH_PREFIX, TrainConfig, UsageError
 from gpubuf.train.environments import Environments, Evaluation, NotFiniteError
 from gpubuf.train.progress import Status
@@ -84,7 +84,7 @@ class Trainer:
         self._curve: Evaluation | None = None
         torch.manual_seed(config.seed)
         sizes = self._environments.observation_size, self._environments.action_size
-        self.agent = make_agent(config, *sizes, device, compiled=compiled)
+        self.agent = Agent(config, *sizes, device, compiled=compiled)
         self.agent.normalize = _make_normalize(config, sizes[0], device)
         self.buffer = _make_buffer(config, device, self.agent.normalize)
         # Written in place, for graphs read it where it is.

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from gpubuf.graphs import Captured
 from gpubuf.train import TrainConfig, UsageError, resume, train
-from gpubuf.train.algorithms import SACAgent
+from gpubuf.train.algorithms import Agent
 from gpubuf.train.metrics import read
 from gpubuf.train.run import CHECKPOINT_FILE
 from gpubuf.train.torch_environments import Pendulum
@@ -198,7 +198,7 @@ def test_graphs_are_refused_where_there_are_none_and_used_by_default_where_there
 def update_twice(compiled):
     torch.manual_seed(0)
     trainer = Trainer(tiny(), CPU, print)
-    trainer.agent = SACAgent(tiny(), 3, 1, CPU, compiled=compiled)
+    trainer.agent = Agent(tiny(), 3, 1, CPU, compiled=compiled)
     for _ in range(7):
         trainer.advance()
     assert trainer._updates == 4
@@ -252,7 +252,7 @@ def test_long_runs_on_cuda_are_compiled_by_default(monkeypatch, device, setting,
         asked.append(compiled)
         raise Stopped
 
-    monkeypatch.setattr("gpubuf.train.trainer.make_agent", agent)
+    monkeypatch.setattr("gpubuf.train.trainer.Agent", agent)
     with fake_cuda(), pytest.raises(Stopped):
         Trainer(tiny(compile=setting, total_steps=steps), torch.device(device), print)
     assert asked == [expected]
