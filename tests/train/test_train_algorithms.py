@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpubuf.cli import main
 from gpubuf.serialization import load
-from gpubuf.train import TrainConfig, UsageError, load_actor, resume, train
+from gpubuf.train import TrainConfig, load_actor, resume, train
 from gpubuf.train.algorithms import StickyNoise
 from gpubuf.train.config import ALGORITHM_DEFAULTS
 from gpubuf.train.torch_environments import Pendulum
@@ -101,21 +101,6 @@ def _batch(observation):
     return TensorDict({"observation": observation}, observation.shape[:1])
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"algo": "sarsa"}, "algo must be one of sac"),
-        ({"atoms": 51}, "sac has no atoms, got 51"),
-        ({"v_max": 3.0}, "sac has no v_max, got 3.0"),
-        ({"policy_every": 0}, "policy_every must be at least 1"),
-        ({"noise_hold": 0}, "noise_hold must be at least 1"),
-    ],
-)
-def test_nonsense_is_refused(values, message):
-    with pytest.raises(UsageError, match=message):
-        TrainConfig(**values)
-
-
 def test_a_stored_run_without_an_algorithm_is_sac_s():
     values = json.loads(TrainConfig().to_json())
     assert values.pop("algo") == "sac"
@@ -123,35 +108,17 @@ def test_a_stored_run_without_an_algorithm_is_sac_s():
 
 
 def test_options_of_the_command(tmp_path, capsys):
-    options = [
-        "--total-steps",
-        "24",
-        "--num-envs",
-        "4",
-        "--learning-starts",
-        "16",
-        "--hidden",
-        "8",
-        "--batch-size",
-        "8",
-    ]
-    command = ["train", "--env", "torch/Pendulum", "--noise-hold", "5", "--scale-rewards", "--policy-every", "3"]
-    assert main([*command, *options, "--eval-episodes", "1", "--out", str(tmp_path / "run"), "--quiet"]) == 0
+    sizes = "--total-steps 24 --num-envs 4 --learning-starts 16 --hidden 8 --batch-size 8 --eval-episodes 1"
+    chosen = "--env torch/Pendulum --noise-hold 5 --scale-rewards --policy-every 3"
+    assert main(["train", *chosen.split(), *sizes.split(), "--out", str(tmp_path / "run"), "--quiet"]) == 0
     stored = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert (stored["algo"], stored["noise_hold"], stored["scale_rewards"], stored["policy_every"]) == (
-        "sac",
-        5,
-        True,
-        3,
-    )
+    assert {"algo": "sac", "noise_hold": 5, "scale_rewards": True, "policy_every": 3}.items() <= stored.items()
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for algo in ALGORITHMS:
-        assert algo in text
-    for option in ("--algo", "--policy-every", "--atoms", "--v-min", "--v-max", "--no-scale-rewards", "--noise-hold"):
-        assert option in text
+    options = ("--algo", "--policy-every", "--atoms", "--v-min", "--v-max", "--no-scale-rewards", "--noise-hold")
+    assert [word for word in (*ALGORITHMS, *options) if word not in text] == []
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -189,8 +156,12 @@ def test_graphs_do_what_the_trainer_does(algo, changes, monkeypatch):
     assert machine.log.count("replay") == (10 - 3) + 2 * (20 - 3)
 
 
+#: Networks without a norm, and those with the most.
+QUICK = [pytest.param(algo, marks=() if algo in ("sac", "flashsac") else pytest.mark.slow) for algo in ALGORITHMS]
+
+
 # On a CPU the first rows of windows are read, to see whether they continue: so none with several steps here.
-@pytest.mark.parametrize("algo", ALGORITHMS)
+@pytest.mark.parametrize("algo", QUICK)
 def test_an_iteration_reads_no_value(algo):
     """Act, step, write, draw, both kinds of updates, priorities: on fake tensors, whose values nobody can read."""
     with FakeTensorMode():

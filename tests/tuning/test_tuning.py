@@ -247,6 +247,7 @@ class TestSearch:
         assert asked
 
 
+@pytest.mark.slow
 def test_what_is_timed_compiles_as_it_is_launched():
     """For sm_90, through the launchers and Triton's JIT, with the types and alignments of real arguments.
 

@@ -218,6 +218,7 @@ class TestCommand:
 
     OPTIONS = ("--capacity=300", "--batch-size=8", "--envs=2", "--slice-len=2", *SPECS)
 
+    @pytest.mark.slow
     def test_a_whole_tuning(self, gpu, capsys, tmp_path, monkeypatch):
         """Every operation, every quick candidate, the file that comes of it, and the table."""
         results = []
