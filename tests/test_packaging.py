@@ -186,24 +186,14 @@ def packages_of_extras() -> set[str]:
     return names - {"setuptools"}
 
 
-# Without its folder of compiled kernels everything is compiled anew: half a minute.
-@pytest.mark.slow
-def test_buffers_need_no_extra(tree: Path, tmp_path: Path):
-    """`pip install gpubuf` without extras: write, sample, priorities, slices, files, checkpoints and a plan."""
-    (wheel,) = (tree / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
-    missing = packages_of_extras()
-    assert {"gymnasium", "rich", "matplotlib", "minari", "pytest"} <= missing
-    program = WITHOUT_EXTRAS.format(missing=missing)
-    run = run_away(sys.executable, program, tmp_path, {**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith(str(tmp_path / "gpubuf"))
-
-
 @pytest.mark.slow
 def test_the_wheel_installs_into_a_fresh_environment(tree: Path, tmp_path: Path):
-    """pip, the library and its command. The environment sees the packages installed here, so nothing is downloaded."""
+    """pip, the command, and the buffers without an extra: writes, priorities, slices, files, checkpoints and a plan.
+
+    The environment sees the packages installed here, so that nothing is downloaded.
+    """
+    missing = packages_of_extras()
+    assert {"gymnasium", "rich", "matplotlib", "minari", "pytest"} <= missing
     (wheel,) = (tree / "dist").glob("*.whl")
     environment = tmp_path / "fresh"
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
@@ -214,7 +204,7 @@ def test_the_wheel_installs_into_a_fresh_environment(tree: Path, tmp_path: Path)
     # A plain path: what is installed here as a link to a checkout stays out.
     own = sysconfig.get_path("purelib", vars={"base": str(environment)})
     Path(own, "shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    program = WITHOUT_EXTRAS.format(missing=packages_of_extras())
+    program = WITHOUT_EXTRAS.format(missing=missing)
     run = run_away(python, program, tmp_path, away)
     assert run.returncode == 0, run.stderr
     file, version, *_ = run.stdout.split()

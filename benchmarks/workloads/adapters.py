@@ -16,7 +16,8 @@ from tensordict import TensorDict
 
 from benchmarks.measure.in_turn import Contender
 from benchmarks.peers.lerobot_buffer import lerobot_buffer
-from gpubuf import Codec, ReplayBuffer
+from gpubuf import Codec
+from gpubuf.data.buffer import ReplayBuffer
 
 
 def held(buffer: Any) -> int:

@@ -16,9 +16,9 @@ class JsonLines:
     """A file of JSON objects, one per line. New lines are appended.
 
     Args:
-        path: The file; its folder exists. keep: How many of its lines stay. A run that resumes keeps those from before
-        its checkpoint, and writes the later
-            ones again.
+        path: The file; its folder exists.
+        keep: How many of its lines stay. A run that resumes keeps those from before its checkpoint, and writes the
+            later ones again.
 
     Raises:
         ValueError: The file has fewer lines than that; it stays unchanged. See `check_lines`.
@@ -75,7 +75,6 @@ def draw_curve(records: Iterable[dict[str, Any]], title: str, path: Path) -> Non
     Episodes of the training have random actions; a record may be the mean of many that ended together. Evaluations are
     deterministic.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     episodes: list[tuple[int, float]] = []
@@ -92,7 +91,6 @@ def draw_curve(records: Iterable[dict[str, Any]], title: str, path: Path) -> Non
             final = record["step"], record["mean_return"]
 
     figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if episodes:
         steps = [step for step, _ in episodes]
