@@ -238,37 +238,3 @@ def test_the_kernels_are_reached_through_a_relative_link():
     if not (ROOT / "kernels").exists():
         pytest.skip("not a checkout: an sdist has no kernels/ at the top")
     assert os.readlink(ROOT / "gpubuf" / "kernels") == os.path.join("..", "kernels")
-
-
-STAND_IN = """#!/bin/sh
-echo "$@" >> calls
-case "$*" in
-  "-m venv "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
-esac
-"""
-
-
-def made(folder: Path, target: str) -> list[str]:
-    """What `make target` has the interpreter do."""
-    (folder / "calls").unlink(missing_ok=True)
-    command = ["make", "-s", target, "PYTHON=./stand-in", "ARGS=--seed 1"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    calls = (folder / "calls").read_text().splitlines()
-    return [call for call in calls if not call.startswith("-c")]
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_sets_up_once(tmp_path: Path):
-    """`make train` installs at the first call, not at the second, and again when the constraints change."""
-    folder = tmp_path / "a clone"
-    folder.mkdir()
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, folder / name)
-    (folder / "stand-in").write_text(STAND_IN)
-    (folder / "stand-in").chmod(0o755)
-    train, install = "-m gpubuf train --seed 1", "-m pip install -q -e .[train]"
-    assert made(folder, "train") == ["-m venv --clear .venv", install, train]
-    assert made(folder, "train") == [train]
-    later = (folder / ".venv" / ".train").stat().st_mtime + 10
-    os.utime(folder / "constraints.txt", (later, later))
-    assert made(folder, "train") == [install, train]

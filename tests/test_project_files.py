@@ -79,18 +79,45 @@ esac
 """
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_the_check_runs_on_the_interpreter_named(tmp_path: Path):
-    """.ci/run makes the environment with PYTHON, and tests in it."""
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """The files that decide about set-up, in a folder with a blank, and an interpreter that notes its calls."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    folder = tmp_path / "a clone"
+    shutil.copytree(ROOT / ".ci", folder / ".ci")
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
-    (tmp_path / "stand-in").write_text(STAND_IN)
-    (tmp_path / "stand-in").chmod(0o755)
-    subprocess.run([tmp_path / ".ci" / "run"], env={**os.environ, "PYTHON": "./stand-in"}, check=True)
-    calls = (tmp_path / "calls").read_text().splitlines()
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "stand-in").write_text(STAND_IN)
+    (folder / "stand-in").chmod(0o755)
+    return folder
+
+
+def calls_of(clone: Path, *command: str) -> list[str]:
+    """What a command has the interpreter do."""
+    (clone / "calls").unlink(missing_ok=True)
+    environment = {**os.environ, "PYTHON": "./stand-in", "ARGS": "--seed 1"}
+    subprocess.run(command, cwd=clone, env=environment, check=True, capture_output=True)
+    calls = (clone / "calls").read_text().splitlines()
+    return [call for call in calls if not call.startswith("-c")]
+
+
+def test_the_check_runs_on_the_interpreter_named(clone: Path):
+    """.ci/run makes the environment with PYTHON, and tests in it."""
+    calls = calls_of(clone, ".ci/run")
     assert "-m venv --clear .venv" in calls
     assert any(call.startswith("-m pytest") for call in calls)
+
+
+def test_make_sets_up_once(clone: Path):
+    """`make train` installs at the first call, not at the second, and again when the constraints change."""
+    train, install = "-m gpubuf train --seed 1", "-m pip install -q -e .[train]"
+    make = ("make", "-s", "train", "PYTHON=./stand-in", "ARGS=--seed 1")
+    assert calls_of(clone, *make) == ["-m venv --clear .venv", install, train]
+    assert calls_of(clone, *make) == [train]
+    later = (clone / ".venv" / ".train").stat().st_mtime + 10
+    os.utime(clone / "constraints.txt", (later, later))
+    assert calls_of(clone, *make) == [install, train]
 
 
 def test_readme_is_ready_but_for_the_address():

@@ -41,14 +41,6 @@ PLOT = "docs/slices.png"
 KINDS = {"cpu": "CPU", "cuda": "GPU"}
 
 
-def label(workload: str) -> str:
-    """``uniform-sample-256`` as ``uniform sample, 256``."""
-    if workload in SLICES:
-        return SLICES[workload].title
-    title, _, batch = workload.rpartition("-")
-    return f"{title.replace('-', ' ')}, {batch}"
-
-
 def libraries(run: Run) -> list[str]:
     """Which libraries were measured, gpubuf first."""
     measured = run.measured("library")
@@ -83,7 +75,7 @@ def comparison_table(runs: Runs, replay: bool) -> str:
         on_gpu = gpu.median(workload, "gpubuf") if gpu else None
         replayed = gpu.median(workload, "gpubuf-graph") if gpu else None
         in_graph = [] if gpu is None else ["" if replayed is None else microseconds(replayed)]
-        rows.append([label(workload), or_open(ours), *compared, or_open(on_gpu), *in_graph])
+        rows.append([REGISTRY[workload].title, or_open(ours), *compared, or_open(on_gpu), *in_graph])
     head = ["median µs per call", "gpubuf", *(TITLES[name] for name in peers), "gpubuf on a GPU"]
     head += [] if gpu is None else ["in a graph there"]
     return table(head, rows)
@@ -114,7 +106,7 @@ def spreads(run: Run, names: Sequence[str]) -> str:
             entry = run.entry(workload, library)
             if entry:
                 numbers = [microseconds(entry[name]) for name in ("median", "iqr", "min")]
-                rows.append([label(workload), TITLES[library], *numbers])
+                rows.append([REGISTRY[workload].title, TITLES[library], *numbers])
     return table(["µs per call", "library", "median", "interquartile range", "minimum"], rows)
 
 
@@ -214,7 +206,7 @@ def other_slices_table(run: Run) -> str:
         ours, without = run.median(name, "gpubuf"), run.median(name, "gpubuf-random")
         plain = f"{microseconds(without)} (index: {(ours / without - 1) * 100:+.0f} %)" if ours and without else ""
         theirs = run.median(name, "torchrl")
-        rows.append([label(name), or_open(ours), plain, against(ours, theirs)])
+        rows.append([REGISTRY[name].title, or_open(ours), plain, against(ours, theirs)])
     return table(["median µs per call", "gpubuf", TITLES["gpubuf-random"], "TorchRL"], rows)
 
 

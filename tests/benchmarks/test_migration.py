@@ -16,7 +16,6 @@ from tensordict import TensorDict
 
 import gpubuf.data as G
 from benchmarks.report.migration import page
-from benchmarks.report.migration.signatures import arguments, constructor, public_members
 from tests.support import torchrl_stand_in
 
 RENDER = "python -m benchmarks.report.migration"
@@ -231,60 +230,3 @@ def test_every_difference_is_checked():
     introduction = page.PAGE.read_text().partition("## Every name")[0]
     table = re.findall(r"^\| (.+?) \| .+ \| .+ \| .*\|$", introduction, re.MULTILINE)
     assert table == ["task", "---", *CHECKS]
-
-
-# Comparing
-
-
-class Base:
-    def __init__(self, a: int, b: float = 1.5, **named: Any) -> None: ...
-
-    def same(self, x: int) -> None: ...
-
-    @property
-    def value(self) -> int:
-        return 0
-
-
-class Derived(Base):
-    def __init__(self, c: str = "c", *args: Any, **named: Any) -> None: ...
-
-    def own(self, *, x: type = int) -> None: ...
-
-    def _private(self) -> None: ...
-
-
-def test_arguments_and_members():
-    assert arguments(Base.same) == {"x": "required"}
-    assert constructor(Derived) == {"c": "'c'", "a": "required", "b": "1.5"}
-    found = public_members(Derived, __name__.partition(".")[0])
-    assert found == {
-        "own": {"kind": "method", "args": {"x": "int"}},
-        "same": {"kind": "method", "args": {"x": "required"}},
-        "value": {"kind": "property"},
-    }
-
-
-#: As TorchRL's, for the class above.
-THEIRS: page.Name = {
-    "kind": "class",
-    "area": "storages",
-    "bases": [],
-    "args": {"a": "required", "b": "2", "gone": "None"},
-    "members": {
-        "same": {"kind": "method", "args": {"y": "required"}},
-        "value": {"kind": "property"},
-        "lost": {"kind": "method", "args": {"x": "1"}},
-    },
-}
-
-
-def test_a_class_item_by_item():
-    written = {"Base.lost": page.Reason("missing", "Not needed.")}
-    found = page.compared("Base", THEIRS, Base, written)
-    assert found.state == "different"
-    assert "(a)" in found.same
-    assert {".same", ".value"} <= set(found.same)
-    assert found.others[".lost"].why == "Not needed."
-    assert found.others["(gone)"].state == "missing"
-    assert ".lost(x)" not in found.others

@@ -18,37 +18,26 @@ def launch(**counted: Any) -> dict[str, Any]:
     return {"kernel": "a_kernel", "programs": 1, "warps": 1, **nothing, **counted}
 
 
-def test_an_empty_kernel_takes_its_launch():
+def test_the_parts_of_a_launch():
+    """An empty one; trips to memory and the cache; the longer of bytes and instructions."""
     assert predict.microseconds(launch()) == predict.LAUNCH
-
-
-def test_one_trip_goes_to_memory_and_the_others_to_the_cache():
     assert predict.parts(launch(trips=1))[0] == predict.MEMORY
     assert predict.parts(launch(trips=4))[0] == pytest.approx(predict.MEMORY + 3 * predict.CACHE)
-
-
-def test_the_longer_of_bytes_and_instructions_counts():
     work = launch(bytes_loaded=int(3 * predict.BANDWIDTH), bytes_stored=int(predict.BANDWIDTH), instructions=1)
     assert predict.microseconds(work) == pytest.approx(predict.LAUNCH + 4)
     assert predict.microseconds({**work, "bytes_loaded": 0}) == pytest.approx(predict.LAUNCH + 1)
 
 
-def test_a_lone_warp_waits_for_each_instruction():
-    """Many warps hide it, up to what a multiprocessor issues."""
-    alone = predict.parts(launch(most_instructions=1000, instructions=1000))[2]
+def test_warps_and_programs_hide_each_others_waits():
+    """A lone warp waits for each instruction; many hide it, up to what a multiprocessor issues."""
+    alone, shared, full = (
+        predict.parts(launch(most_instructions=1000, instructions=1000, warps=warps))[2] for warps in (1, 8, 32)
+    )
     assert alone == pytest.approx(1000 * predict.MACHINE_CODE * 4 / predict.CLOCK)
-    shared = predict.parts(launch(most_instructions=1000, instructions=1000, warps=8))[2]
-    assert shared == pytest.approx(alone / 8)
-    full = predict.parts(launch(most_instructions=1000, instructions=1000, warps=32))[2]
-    assert full == pytest.approx(alone / 10)
-
-
-def test_programs_share_the_multiprocessors():
-    """Twice as many programs as multiprocessors take no longer than one each while they hide each other's waits."""
+    assert [shared, full] == pytest.approx([alone / 8, alone / 10])
+    # Twice as many programs as multiprocessors take no longer than one each.
     one = launch(programs=132, most_instructions=1000, instructions=132_000)
-    two = {**one, "programs": 264, "instructions": 264_000}
-    many = {**one, "programs": 13_200, "instructions": 13_200_000}
-    times = [predict.parts(each)[2] for each in (one, two, many)]
+    times = [predict.parts({**one, "programs": 132 * n, "instructions": 132_000 * n})[2] for n in (1, 2, 100)]
     assert times == pytest.approx([times[0], times[0], times[0] * 100 / 10])
 
 
