@@ -76,7 +76,7 @@ def test_tests_that_need_a_gpu_are_known():
     assert needs_a_gpu("kernels/test_rows_gpu.py::test_no_sync_and_graph_capture")
     assert needs_a_gpu("data/test_threads.py::test_two_streams_on_a_gpu")
     assert not needs_a_gpu("data/test_threads.py::test_streams_wait_for_each_other")
-    assert not needs_a_gpu("data/test_slice_model.py")
+    assert not needs_a_gpu("data/test_sampler_contract.py")
 
 
 if __name__ == "__main__":

@@ -10,16 +10,12 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.processing.base import Process
-from gpubuf.data.recording import current_recording
 from gpubuf.data.samplers.base import Drawn, RandomState
+from gpubuf.data.samplers.trajectory_index import TrajectoryBounds
 from gpubuf.data.storage.layout import Data, Key, Leaf, RowLayout, as_key, as_written
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import NEXT_KEY, Schema
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.kernels import trajectories
-from gpubuf.kernels._registry import without_dispatch
-
-_bounds = without_dispatch(trajectories.bounds, given=("row",))
 
 STRATEGIES = ("future", "final", "episode")
 RELABELLED = "relabelled"
@@ -28,7 +24,7 @@ _TRUNCATED: Key = ("next", "truncated")
 _DONE: Key = ("next", "done")
 
 
-class Hindsight:
+class Hindsight(TrajectoryBounds):
     """Gives a share of the rows of a batch another goal: what was achieved at a later step of their trajectory.
 
     Give it to a buffer, ``ReplayBuffer(..., relabel=Hindsight(...))``; any sampler will do. A trajectory ends with its
@@ -63,9 +59,6 @@ class Hindsight:
         ValueError: the strategy is none of these, or ``ratio`` is a number outside [0, 1].
     """
 
-    #: Storages keep the ends of trajectories for it.
-    needs_ends = True
-
     def __init__(
         self,
         reward: Callable[[Tensor, Tensor, Data], Tensor],
@@ -86,7 +79,7 @@ class Hindsight:
         self.reward, self.terminated = reward, terminated
         self.goal_key, self.achieved_key, self.reward_key = as_key(goal_key), as_key(achieved_key), as_key(reward_key)
         self.strategy, self.ratio = strategy, ratio
-        self.recipe = Recipe.of(end_keys=end_keys, traj_key=traj_key)
+        super().__init__(Recipe.of(end_keys=end_keys, traj_key=traj_key))
 
     # What it needs
 
@@ -106,7 +99,7 @@ class Hindsight:
                     f"{achieved.name} becomes the goal {leaf.name}, but is {achieved.dtype} of shape {achieved.shape}, "
                     f"and the goal {leaf.dtype} of shape {leaf.shape}"
                 )
-        self.recipe.ends(schema)
+        super().check_rows(schema)
 
     def check_recipe(self, recipe: Recipe, processing: Iterable[Process]) -> None:
         """Raise if batches made by ``recipe``, with this processing, can't be relabelled.
@@ -126,9 +119,6 @@ class Hindsight:
                     raise ValueError(
                         f"{as_written(key)!r} is relabelled in hindsight, and can't be processed by {step!r}"
                     )
-
-    def follow(self) -> None:
-        """The storage was allocated, moved or freed: nothing is kept of it here."""
 
     def _goals(self, layout: RowLayout) -> list[Leaf]:
         goal = self._leaf(layout, self.goal_key)
@@ -168,13 +158,8 @@ class Hindsight:
         self, storage: TensorStorage, rows: Tensor, relabelled: Tensor, uniform: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Which rows are relabelled, and the row whose achievement is the goal of each."""
-        ends = storage.end_bits
-        assert ends is not None
-        recording = current_recording()
-        if recording is not None:
-            recording.holds(ends, "words")
         steps, envs = storage.shape[0], math.prod(storage.shape[1:])
-        first, last, length = _bounds(ends.words, storage.ring, rows, steps, envs)
+        first, last, length = self.bounds(storage, rows)
         # A GPU gives rows that are not stored no trajectory.
         relabelled = relabelled & (length > 0)
         target = last

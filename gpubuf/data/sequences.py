@@ -9,19 +9,14 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count, describe_type
-from gpubuf.data.recording import current_recording
 from gpubuf.data.samplers.base import Drawn, Rows, Sampler
 from gpubuf.data.samplers.slices import SliceSampler
+from gpubuf.data.samplers.trajectory_index import TrajectoryBounds
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import as_key
 from gpubuf.data.storage.plan import Recipe
-from gpubuf.data.storage.schema import Schema
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.kernels import trajectories
-from gpubuf.kernels._registry import without_dispatch
 from gpubuf.kernels.rows import OFF, SIZE, WRITTEN
-
-_bounds = without_dispatch(trajectories.bounds, given=("row",))
 
 BOUNDARIES = ("pad", "stop", "include_reset")
 
@@ -73,7 +68,7 @@ class Transition(SampleUnit):
         return index, info
 
 
-class Sequence(SampleUnit):
+class Sequence(SampleUnit, TrajectoryBounds):
     """Every drawn row, the anchor, becomes a window of ``burn_in + length + bootstrap`` rows. No host sync.
 
     The window has ``burn_in`` rows before the anchor, ``length`` from the anchor on, and ``bootstrap`` behind these.
@@ -124,26 +119,12 @@ class Sequence(SampleUnit):
         self.length, self.burn_in, self.bootstrap, self.dilation = length, burn_in, bootstrap, dilation
         self.episode_boundary = episode_boundary
         self.done_key = None if done_key is None else as_key(done_key)
-        self.recipe = Recipe.of(end_keys=None if self.done_key is None else [self.done_key])
-
-    # As a follower of the storage
+        super().__init__(Recipe.of(end_keys=None if self.done_key is None else [self.done_key]))
 
     @property
     def needs_ends(self) -> bool:
         """Whether windows stop where trajectories end."""
         return self.episode_boundary != "include_reset" and self.done_key is not None
-
-    def check_rows(self, schema: Schema) -> None:
-        """Raise if rows of ``schema`` don't tell where trajectories end.
-
-        Raises:
-            KeyError: the flag is not stored.
-        """
-        if self.needs_ends:
-            self.recipe.ends(schema)
-
-    def follow(self) -> None:
-        """The storage was allocated, moved or freed: nothing is kept of it here."""
 
     def bind(self, storage: TensorStorage) -> None:
         storage.followed_by(self)
@@ -191,14 +172,7 @@ class Sequence(SampleUnit):
             newest = storage.ring[WRITTEN].div(envs, rounding_mode="floor") - 1
             ahead = (newest - time).remainder(steps)
             return storage.ring[SIZE].div(envs, rounding_mode="floor") - 1 - ahead, ahead
-        if storage.end_bits is None:
-            self.bind(storage)
-        ends = storage.end_bits
-        assert ends is not None
-        recording = current_recording()
-        if recording is not None:
-            recording.holds(ends, "words")
-        _, last, length = _bounds(ends.words, storage.ring, rows, steps, envs)
+        _, last, length = self.bounds(storage, rows)
         # A GPU gives rows that are not stored no trajectory.
         ahead = (last.div(envs, rounding_mode="floor") - time).remainder(steps)
         ahead = torch.where(length > 0, ahead, 0)

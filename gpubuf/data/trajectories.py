@@ -17,7 +17,23 @@ from gpubuf.data.storage.storage import TensorStorage
 Keys = frozenset[Any] | None
 
 
-class TrajectoryPredicate:
+class _OfTrajectory:
+    """Something that is computed of a trajectory.
+
+    Args:
+        fn: takes a :class:`Trajectory`.
+        description: for its ``repr``.
+        keys: the keys that ``fn`` reads; None: not known.
+    """
+
+    def __init__(self, fn: Callable[[Any], Any], description: str = "predicate", keys: Keys = None) -> None:
+        self._fn, self._description, self._keys = fn, description, keys
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._description})"
+
+
+class TrajectoryPredicate(_OfTrajectory):
     """A condition on a trajectory. Join several with ``&`` and ``|``, and negate one with ``~``.
 
     Args:
@@ -25,9 +41,6 @@ class TrajectoryPredicate:
         description: for its ``repr``.
         keys: the keys that ``fn`` reads; None: not known.
     """
-
-    def __init__(self, fn: Callable[[Any], Any], description: str = "predicate", keys: Keys = None) -> None:
-        self._fn, self._description, self._keys = fn, description, keys
 
     def required_keys(self) -> Keys:
         """The keys that the condition reads; None: not known."""
@@ -50,15 +63,9 @@ class TrajectoryPredicate:
         text = f"({self._description} {sign} {other._description})"
         return TrajectoryPredicate(lambda trajectory: join(self(trajectory), other(trajectory)), text, keys)
 
-    def __repr__(self) -> str:
-        return f"TrajectoryPredicate({self._description})"
 
-
-class ElementwisePredicate:
+class ElementwisePredicate(_OfTrajectory):
     """A comparison of every step, which ``any()`` or ``all()`` make a condition of."""
-
-    def __init__(self, fn: Callable[[Any], Any], description: str, keys: Keys) -> None:
-        self._fn, self._description, self._keys = fn, description, keys
 
     def any(self) -> TrajectoryPredicate:
         """It holds for one step, or more."""
@@ -71,17 +78,11 @@ class ElementwisePredicate:
     def __call__(self, trajectory: Any = None) -> bool:
         raise TypeError(f"{self._description} compares every step: add .any() or .all() to make one condition of it")
 
-    def __repr__(self) -> str:
-        return f"ElementwisePredicate({self._description})"
 
-
-class _Compared:
+class _Compared(_OfTrajectory):
     """A quantity of a trajectory that can be compared with a number."""
 
     _condition: type
-
-    def __init__(self, fn: Callable[[Any], Any], description: str, keys: Keys) -> None:
-        self._fn, self._description, self._keys = fn, description, keys
 
     def _compare(self, compare: Callable[[Any, Any], Any], other: Any, sign: str) -> Any:
         text = f"({self._description} {sign} {other!r})"

@@ -244,7 +244,7 @@ class SamplerWithoutReplacement(Sampler, uniform.SamplerWithoutReplacement):
     @property
     def _sample_list(self) -> Tensor | None:
         """The rest of the epoch, as programs for TorchRL read it."""
-        return self._remaining
+        return self._left
 
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
         """Restore :meth:`state_dict`, or TorchRL's, which has no random stream."""
@@ -256,7 +256,7 @@ class SamplerWithoutReplacement(Sampler, uniform.SamplerWithoutReplacement):
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Write the epoch into a folder, as TorchRL does. Synchronises."""
         with self.lock:
-            write_epoch(Path(path), self._remaining, self._size, self.drop_last, self.ran_out)
+            write_epoch(Path(path), self._left, self._of, self.drop_last, self.ran_out)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
         """Restore what :meth:`dumps` or TorchRL has written. Synchronises.
@@ -387,7 +387,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, slices.SliceSamplerWithoutRep
             # Go on with the epoch if there are as many trajectories as then.
             index.use(self._rule(length))
             same = int(index.total.item()) == self._restored
-            self._epoch, self._restored = (storage.written, index.rule) if same else None, None
+            self._of, self._restored = [storage.written, *index.rule] if same else None, None
         return super()._choose_slices(storage, index, n, length)
 
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
@@ -403,14 +403,14 @@ class SliceSamplerWithoutReplacement(SliceSampler, slices.SliceSamplerWithoutRep
         left, self.drop_last = epoch["remaining"], bool(state["drop_last"])
         begun = left is not None and left.numel() > 0 and order is None
         super().load_state_dict({"ranks": None, "epoch": None, "ran_out": epoch["ran_out"]}, order)
-        self._ranks = left.to(self.storage.device) if begun else None
+        self._left = left.to(self.storage.device) if begun else None
         self._restored = epoch["size"] if begun else None
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Write the epoch into a folder, as TorchRL does. Synchronises."""
         with self.lock:
-            total = 0 if self._ranks is None or self._index is None else int(self._index.total.item())
-            write_epoch(Path(path), self._ranks, total, self.drop_last, self.ran_out)
+            total = 0 if self._left is None or self._index is None else int(self._index.total.item())
+            write_epoch(Path(path), self._left, total, self.drop_last, self.ran_out)
 
     loads = SamplerWithoutReplacement.loads
 
@@ -564,10 +564,10 @@ def write_epoch(folder: Path, left: Tensor | None, size: int, drop_last: bool, r
         size: how many there are in all.
         drop_last, ran_out: the sampler's.
     """
-    epoch: dict[str, Any] = {"len_storage": 0, "_sample_list": torch.zeros(0, dtype=torch.int64), "_ran_out": False}
-    if left is not None:
-        epoch = {"len_storage": size, "_sample_list": left.cpu().contiguous(), "_ran_out": ran_out}
-    TensorDict({**epoch, "drop_last": drop_last}).memmap(folder)
+    begun = left is not None
+    rest = left.cpu().contiguous() if left is not None else torch.zeros(0, dtype=torch.int64)
+    epoch = {"len_storage": size if begun else 0, "_sample_list": rest, "_ran_out": ran_out, "drop_last": drop_last}
+    TensorDict(epoch).memmap(folder)
 
 
 def read_epoch(folder: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -16,15 +15,13 @@ from gpubuf.data import (
     LazyTensorStorage,
     ListStorage,
     ReplayBuffer,
-    RoundRobinWriter,
-    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
 from tests.support.torchrl_buffers import consuming
 from tests.support.torchrl_buffers.consuming import rows
 
 
-def test_all_is_as_with_torchrl(backend):
+def test_all_is_as_with_torchrl():
     assert json.loads(json.dumps(consuming.story(gpubuf_data))) == json.loads(consuming.FILE.read_text())
 
 
@@ -80,25 +77,6 @@ def test_a_model_follows(capacity, count, operations, seed):
                 buffer.sample(n)
 
 
-def test_the_state_goes_on(tmp_path):
-    buffer = buffer_of(8, 2)
-    buffer.extend(rows(7))
-    buffer.sample(5)
-    buffer.sample(3)
-    buffer.save(tmp_path / "made")
-    for capacity in (12, 8):
-        # First into a larger one.
-        other = buffer_of(capacity, 2)
-        other.load(tmp_path / "made")
-        assert len(other) == len(buffer)
-        if capacity == 12:
-            continue
-        for size in (4, 2):
-            batch = buffer.sample(size)
-            assert (other.sample(size) == batch).all()
-            assert torch.equal(other.extend(rows(3, 50)), buffer.extend(rows(3, 50)))
-
-
 def test_columns_and_single_rows_take_the_places_too():
     buffer = buffer_of(4)
     buffer.extend(rows(3))
@@ -120,20 +98,3 @@ def test_objects_of_any_shape_take_the_places_of_those_consumed(shape):
     assert set(buffer.sample(9).reshape(-1).tolist()) == {0, 1, 2, 3, 4, 5} - first
     buffer.add(torch.full(shape, 6))
     assert buffer.sample(1).reshape(-1).tolist() == [6]
-
-
-def test_what_does_not_fit_is_refused():
-    for options, text in (
-        ({"storage": LazyTensorStorage(4, ndim=2)}, "1-dimensional storages"),
-        ({"writer": TensorDictMaxValueWriter()}, "TensorDictMaxValueWriter"),
-        ({"prefetch": 2, "batch_size": 2}, "Prefetching is not supported"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            ReplayBuffer(**{"storage": LazyTensorStorage(4), "sampler": ConsumingSampler(), **options})
-    fixed = type("Fixed", (RoundRobinWriter,), {"write_at": None})()
-    with pytest.raises(TypeError, match="requires a writer with a callable"):
-        ReplayBuffer(storage=LazyTensorStorage(4), writer=fixed, sampler=ConsumingSampler())
-    wrong: Any
-    for wrong, kind in ((0, ValueError), (True, TypeError), (1.5, TypeError)):
-        with pytest.raises(kind, match="max_sample_count"):
-            ConsumingSampler(wrong)

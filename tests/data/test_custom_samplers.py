@@ -161,14 +161,6 @@ def test_one_for_torchrl_in_several_dimensions_and_with_a_generator():
     assert sampler.heard[-1] == ("extend", [[0, 0], [0, 1], [1, 0], [1, 1], [2, 0], [2, 1]])
 
 
-def test_one_for_torchrl_works_without_a_buffer():
-    storage, sampler = LazyTensorStorage(10), Newest(2)
-    storage.append(numbers(0, 10))
-    index, info = sampler.sample(storage, 4)
-    assert (index >= 8).all()
-    assert info["age"].shape == (4,)
-
-
 def test_one_in_our_form_may_hear_of_writes_by_extend():
     sampler = Chooses()
     buffer = new(sampler)

@@ -78,7 +78,7 @@ def from_zero(told: Any) -> Any:
     return [from_zero(each) for each in told] if isinstance(told, list) else told
 
 
-def test_all_is_as_with_torchrl(backend):
+def test_all_is_as_with_torchrl():
     due = json.loads(ensembles.FILE.read_text())
     told = from_zero(json.loads(json.dumps(ensembles.story(gpubuf_data))))
     # Of gpubuf's storages: whether they are allocated.
@@ -86,7 +86,7 @@ def test_all_is_as_with_torchrl(backend):
     assert told == due
 
 
-def test_shares_by_the_rows_that_are_stored(backend):
+def test_shares_by_the_rows_that_are_stored():
     sized = ensemble(gpubuf_data, routing_key="task", p="sampleable")
     assert not sized.can_sample()
     sized.extend(rows(5).set("task", torch.tensor([0, 1, 1, 1, 1])))
@@ -100,7 +100,7 @@ def test_shares_by_the_rows_that_are_stored(backend):
         ReplayBufferEnsemble(slices, p="sampleable")
 
 
-def test_rows_are_transformed_on_their_way_in_and_out(backend):
+def test_rows_are_transformed_on_their_way_in_and_out():
     found = ensemble(
         gpubuf_data, routing_key="task", transform_factory=lambda: lambda batch: batch.set("b", batch["a"])
     )
@@ -117,7 +117,7 @@ def test_rows_are_transformed_on_their_way_in_and_out(backend):
     assert len(found) == 6
 
 
-def test_rows_of_two_dimensional_storages_are_marked_and_updated(backend):
+def test_rows_of_two_dimensional_storages_are_marked_and_updated():
     parts = [
         TensorDictReplayBuffer(
             storage=LazyTensorStorage(12, ndim=2),
@@ -153,7 +153,7 @@ def test_rows_of_two_dimensional_storages_are_marked_and_updated(backend):
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
-def test_rows_that_are_gone_at_once_have_no_handle(ndim, backend):
+def test_rows_that_are_gone_at_once_have_no_handle(ndim):
     """Of a routed write larger than its buffer: nothing that is done by such a handle touches the rows that stayed."""
     parts = [
         TensorDictReplayBuffer(
@@ -200,7 +200,7 @@ def test_rows_that_are_gone_at_once_have_no_handle(ndim, backend):
     assert not late.updated.any()
 
 
-def test_queries_hooks_and_errors(tmp_path, backend):
+def test_queries_hooks_and_errors(tmp_path):
     found = ensemble(gpubuf_data, routing_key="task")
     found.register_save_hook(lambda data, path: data.set("a", data["a"] * 2))
     found.register_load_hook(lambda data, out: data.to_tensordict().apply_(lambda value: value // 2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf import Hindsight, MixedReplayBuffer, capture
+from gpubuf import Hindsight
 from gpubuf.data import (
     LazyTensorStorage,
     Normalize,
@@ -21,8 +20,6 @@ from gpubuf.data import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
-from tests.support.fake_cuda import fake_cuda, no_blocking_copies
-from tests.support.graph_recorder import RecordedCuda
 from tests.support.placements import Machine
 
 STEPS = 12
@@ -71,60 +68,7 @@ def fill(buffer: ReplayBuffer, total: int, ends: list[set[int]], at_a_time: int 
         buffer.extend(of_envs[0] if len(ends) == 1 else torch.stack(of_envs))
 
 
-def later(step: int, total: int, ends: set[int], strategy: str) -> list[int]:
-    """The model: which steps a row of this step may have its goal from."""
-    oldest = max(total - STEPS, 0)
-    last = min((end for end in ends if end >= step and end < total), default=total - 1)
-    first = max((end + 1 for end in ends if end < step), default=0)
-    return {
-        "future": list(range(step, last + 1)),
-        "final": [last],
-        "episode": list(range(max(first, oldest), last + 1)),
-    }[strategy]
-
-
 ENDS = [{3, 4, 9, 14, 22}, {0, 7, 11, 12, 19}, set()]
-
-
-@pytest.mark.parametrize("strategy", ["future", "final", "episode"])
-@pytest.mark.parametrize("envs", [1, 3])
-def test_goals_are_of_the_same_trajectory(backend, envs, strategy):
-    """Wrapped rings and others, trajectories in progress, [T, E]: not over ends, the cursor or environments."""
-    for total in (5, 12, 16, 25):
-        buffer = buffer_of(envs, strategy=strategy, ratio=0.7)
-        fill(buffer, total, ENDS[:envs])
-        batch, info = buffer.sample(64 if backend == "triton" else 400, return_info=True)
-        numbers, goals = batch["next", "achieved_goal"].long(), batch["desired_goal"]
-        for i, relabelled in enumerate(info["relabelled"].tolist()):
-            step, env = numbers[i].tolist()
-            if not relabelled:
-                assert torch.equal(goals[i], -numbers[i].float() - 1)
-                assert batch["next", "reward"][i] == 7
-                continue
-            goal_step, goal_env = goals[i].long().tolist()
-            assert goal_env == env
-            assert goal_step in later(step, total, ENDS[env], strategy)
-            assert batch["next", "reward"][i] == (0 if goal_step == step else -1)
-        assert torch.equal(batch["next", "desired_goal"], goals)
-        assert torch.equal(batch["observation"], numbers.float() + 0.5)
-        assert 0.45 < info["relabelled"].float().mean() < 0.95
-
-
-@pytest.mark.parametrize("strategy", ["future", "episode"])
-def test_every_later_step_is_as_likely(strategy):
-    """Chi-square for each row: the probability to exceed 40 with up to 8 degrees of freedom is below 1e-5."""
-    buffer, total, ends = buffer_of(strategy=strategy, ratio=0.8), 16, {8}
-    fill(buffer, total, [ends])
-    batch, info = buffer.sample(20_000, return_info=True)
-    relabelled = info["relabelled"]
-    assert abs(float(relabelled.float().mean()) - 0.8) < 0.02
-    step, goal = batch["next", "achieved_goal"][relabelled, 0].long(), batch["desired_goal"][relabelled, 0].long()
-    for own in range(4, 16):
-        due = later(own, total, ends, strategy)
-        found = torch.bincount(goal[step == own], minlength=total)[due].double()
-        assert found.sum() == (step == own).sum()
-        expected = found.sum() / len(due)
-        assert ((found - expected) ** 2 / expected).sum() < 40
 
 
 def samplers() -> dict[str, Any]:
@@ -219,24 +163,6 @@ def test_flags_that_are_written_back_count():
     assert torch.equal(batch["desired_goal"][:, 0], torch.where(step <= 6, 6.0, 9.0))
 
 
-def test_copies_checkpoints_and_prefetch(tmp_path):
-    """All of them go on with the same batches: the random numbers are the sampler's."""
-    buffer = buffer_of()
-    fill(buffer, 16, [{8}])
-    buffer.sample(8)
-    buffer.save(tmp_path)
-    copied, loaded = copy.deepcopy(buffer), buffer_of()
-    loaded.load(tmp_path)
-    ahead = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(STEPS), relabel=Hindsight(reward), batch_size=8, prefetch=2
-    )
-    ahead.load(tmp_path)
-    for _ in range(3):
-        batch = buffer.sample(8)
-        for other in (copied.sample(8), loaded.sample(8), ahead.sample(8)):
-            assert all(torch.equal(batch[key], other[key]) for key in batch.keys(True, True))
-
-
 def test_other_storages_and_places(monkeypatch):
     """The ends follow the rows: to other memory, to a storage that replaces the first, and after a new allocation."""
     Machine(device=10_000).install(monkeypatch, work_on_cpu=True)
@@ -260,66 +186,6 @@ def test_other_storages_and_places(monkeypatch):
     buffer.empty()
     fill(buffer, 6, [{3}])
     assert_goals(6, 3)
-
-
-def test_a_part_of_a_mix():
-    buffers = [buffer_of(ratio=1.0, strategy="final"), TensorDictReplayBuffer(storage=LazyTensorStorage(STEPS))]
-    for buffer in buffers:
-        fill(buffer, 10, [{4}])
-    batch = MixedReplayBuffer(buffers).sample(20)
-    assert ((batch["desired_goal"][:, 0] >= 0) == (batch["buffer"] == 0)).all()
-
-
-@pytest.mark.parametrize("name", ["uniform", "prioritized"])
-def test_captured_and_compiled(name, monkeypatch):
-    """A ratio that changes between replays; every replay draws other goals."""
-    for way in ("capture", "compile"):
-        results = []
-        for captures in (False, True):
-            ratio = torch.tensor(0.5)
-            buffer = buffer_of(sampler=samplers()[name], ratio=ratio)
-            fill(buffer, 9, [{8}])
-            buffer.sampler.random_state("cpu").manual_seed(5)
-
-            def step(data: TensorDict, buffer: TensorDictReplayBuffer = buffer) -> TensorDict:
-                buffer.extend(data)
-                return buffer.sample(16)
-
-            run: Any = step
-            if captures and way == "capture":
-                machine = RecordedCuda().install(monkeypatch)
-                machine.memory = buffer.storage.row_tensors
-                run = capture(step, warmup=2)
-            elif captures:
-                torch._dynamo.reset()
-                run = torch.compile(step, fullgraph=True, backend="aot_eager")
-            found = []
-            for turn in range(6):
-                found.append(run(rows(range(9 + 3 * turn, 12 + 3 * turn), {13, 20})).clone())
-                ratio.copy_(torch.tensor(turn / 5))
-            results.append(found)
-        for eager, other in zip(*results, strict=True):
-            assert all(torch.equal(eager[key], other[key]) for key in eager.keys(True, True))
-        assert results[0][-1]["relabelled"].float().mean() > 0.5
-        monkeypatch.undo()
-
-
-def test_no_sync():
-    with fake_cuda(), no_blocking_copies():
-        buffer = buffer_of(storage=LazyTensorStorage(STEPS, device="cuda"))
-        data = TensorDict(
-            {
-                "desired_goal": torch.zeros(6, 2, device="cuda"),
-                "next": {
-                    "achieved_goal": torch.zeros(6, 2, device="cuda"),
-                    "reward": torch.zeros(6, 1, device="cuda"),
-                    "done": torch.zeros(6, 1, dtype=torch.bool, device="cuda"),
-                },
-            },
-            [6],
-        )
-        buffer.extend(data)
-        assert buffer.sample(4)["desired_goal"].shape == (4, 2)
 
 
 def test_refused():

@@ -168,7 +168,7 @@ def buffer_of(capacity: int, sampler: Any = None, batch_size: int = 4, **storage
 
 @pytest.mark.parametrize("capacity", [1, 7])
 @pytest.mark.parametrize("dtypes", [None, {"wide": torch.float16}])
-def test_a_buffer_keeps_the_best_rows(backend, kind, capacity, dtypes):
+def test_a_buffer_keeps_the_best_rows(kind, capacity, dtypes):
     generator = torch.Generator().manual_seed(capacity)
     buffer, model = buffer_of(capacity, dtypes=dtypes), Model(capacity)
     for n in (3, 1, 0, 20, 2, 7, 1, 1, 30):
@@ -192,7 +192,7 @@ def test_it_keeps_what_torchrl_keeps(kind):
     assert json.loads(json.dumps(recorded.story(gpubuf_data))) == json.loads(recorded.FILE.read_text())
 
 
-def test_priorities_of_new_rows_and_late_ones(backend, kind):
+def test_priorities_of_new_rows_and_late_ones(kind):
     """Rows that are not kept change no priority, and one that was replaced takes no late one (CASES 46)."""
     buffer = buffer_of(4, PrioritizedSampler(4, alpha=1.0, beta=1.0), 64)
     index = buffer.extend(rows([5, 1, 3, 4]))
@@ -240,7 +240,7 @@ def test_ranks_without_an_order_are_the_lowest(kind):
     assert buffer.extend(rows([nan, inf, 2.0])).tolist() == [-1, 0, -1]
 
 
-def test_the_state_goes_on(backend, kind, tmp_path):
+def test_the_state_goes_on(kind, tmp_path):
     generator = torch.Generator().manual_seed(2)
     buffer = buffer_of(8, PrioritizedSampler(8, 0.6, 0.4))
     for _ in range(5):

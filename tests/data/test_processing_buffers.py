@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -49,53 +47,8 @@ def same(a: TensorDict, b: TensorDict) -> bool:
     return bool((a == b).all())
 
 
-def go_on(buffer: ReplayBuffer) -> list[TensorDict]:
-    """What it does from here on."""
-    found = [buffer.sample()]
-    for seed in range(3):
-        buffer.extend(steps(9, seed=100 + seed))
-        found.append(buffer.sample())
-    return found
-
-
 def state_of(buffer: ReplayBuffer) -> list[Tensor]:
     return [tensor.clone() for step in buffer._pipeline.steps for tensor in step.tensors()]
-
-
-@pytest.mark.parametrize("how", ["save", "state_dict", "deepcopy", "pickle"])
-@pytest.mark.parametrize("used", [False, True], ids=["into a new buffer", "into a used one"])
-def test_copies_go_on_with_the_same_batches(how, used, tmp_path: Path):
-    buffer = new()
-    buffer.extend(steps(30))
-    buffer.sample()
-    if how in ("save", "state_dict"):
-        other = new()
-        if used:
-            other.extend(steps(50, seed=9))
-            other.sample()
-        if how == "save":
-            buffer.save(tmp_path)
-            other.load(tmp_path)
-        else:
-            other.load_state_dict(buffer.state_dict())
-    else:
-        other = copy.deepcopy(buffer) if how == "deepcopy" else pickle.loads(pickle.dumps(buffer))
-    for a, b in zip(go_on(buffer), go_on(other), strict=True):
-        assert same(a, b)
-    for a, b in zip(state_of(buffer), state_of(other), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_a_copy_learns_by_itself():
-    normalize = Normalize("observation")
-    buffer = new(normalize)
-    buffer.extend(steps(30))
-    other = copy.deepcopy(buffer)
-    other.extend(steps(5))
-    assert normalize.count().tolist() == [30] * 3
-    assert other._pipeline.steps[0].count().tolist() == [35] * 3
-    # What the user holds is what the buffer has.
-    assert buffer._pipeline.steps[0] is normalize
 
 
 def test_frozen_statistics_are_frozen_in_a_checkpoint(tmp_path: Path):
@@ -177,22 +130,6 @@ def test_refused_writes_teach_nothing():
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(
-    ("process", "text"),
-    [
-        (Normalize("nowhere"), "nowhere"),
-        (RandomShift("observation"), "images"),
-        (Mirror({"action": ([0, 2, 1], 1)}), "3 elements"),
-        (RewardScale(0.9, end_keys="ended"), "end_keys"),
-    ],
-)
-def test_what_does_not_fit_is_refused_before_the_first_write(process, text):
-    buffer = new(process)
-    with pytest.raises(ValueError, match=text):
-        buffer.extend(steps(3))
-    assert not buffer.initialized
-
-
 def test_a_single_object_will_do_and_others_are_refused():
     assert new(process=Clip("action", -1, 1))._pipeline.steps[0].high == 1
     with pytest.raises(TypeError, match="process takes"):
@@ -238,25 +175,6 @@ def test_a_batch_has_the_statistics_of_its_draw():
         close(batch["observation"].double(), normalised(plain, due.double()), 2e-5)
 
 
-def test_other_storages_and_samplers():
-    normalize = Normalize("observation")
-    buffer = new(normalize)
-    buffer.extend(steps(20))
-    buffer.set_storage(LazyTensorStorage(32))
-    buffer.extend(steps(10, seed=2))
-    rows = torch.cat((steps(20), steps(10, seed=2)))["observation"].double()
-    batch = buffer.sample()
-    close(batch["observation"].double(), normalised(steps(10, seed=2)["observation"][batch["index"]], rows), 2e-5)
-
-
-def test_memory_is_reported():
-    buffer, plain = new(), TensorDictReplayBuffer(storage=LazyTensorStorage(64))
-    for each in (buffer, plain):
-        each.extend(steps(5))
-    assert buffer._pipeline.nbytes > 0
-    assert buffer.memory().counters >= plain.memory().counters + buffer._pipeline.nbytes
-
-
 # Graphs, compiled code, and nothing that waits
 
 
@@ -295,29 +213,9 @@ def test_replays_learn_on(monkeypatch: pytest.MonkeyPatch):
     assert all(torch.equal(a, b) for a, b in zip(learnt, learnt_too, strict=True))
 
 
-def test_compiled_code_learns_too():
-    """One graph, compiled once."""
-    torch._dynamo.reset()
-    found = []
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for compile_it in (False, True):
-            buffer = new()
-            buffer.extend(steps(30))
-            buffer.sample()
-            step: Any = lambda data, buffer=buffer: cycle(buffer, data)  # noqa: E731
-            if compile_it:
-                step = torch.compile(step, fullgraph=True, backend="aot_eager")
-            found.append(([step(steps(5, seed=number)).clone() for number in range(5)], state_of(buffer)))
-    torch._dynamo.reset()
-    (eager, learnt), (compiled, learnt_too) = found
-    assert all(same(a, b) for a, b in zip(eager, compiled, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(learnt, learnt_too, strict=True))
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_nothing_waits_for_the_gpu(by_hand):
+def test_nothing_waits_for_the_gpu():
     with fake_cuda():
-        process = [*objects()[1:], Normalize("observation", update="manual" if by_hand else "write")]
+        process = [*objects()[1:], Normalize("observation", update="manual")]
         buffer = TensorDictReplayBuffer(
             storage=LazyTensorStorage(64, device="cuda"), batch_size=8, process=process, n_steps=2
         )
@@ -328,8 +226,7 @@ def test_nothing_waits_for_the_gpu(by_hand):
             for _ in range(3):
                 buffer.extend(data)
                 batch = buffer.sample()
-            if by_hand:
-                process[-1].update(data)
+            process[-1].update(data)
             process[-1].eval()(batch)
             process[0].reset()
             process[-1].mean()
@@ -362,7 +259,7 @@ def test_the_state_follows_the_rows_to_another_device():
         assert pipeline.noise.device.type == "cuda"
 
 
-def test_rows_that_are_not_kept_do_not_count(backend):
+def test_rows_that_are_not_kept_do_not_count():
     """A writer that keeps the best rows rejects the others; those are in no batch."""
     processing = Normalize("observation")
     buffer = TensorDictReplayBuffer(

@@ -1,7 +1,6 @@
 """Running statistics and normalisation, against plain torch, without a buffer."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -100,16 +99,6 @@ def test_frozen_statistics_stay_and_still_apply():
     assert normalize.count().tolist() == [20] * 3
 
 
-def test_normalize_by_hand():
-    normalize = Normalize("observation", update="manual")
-    pipeline = bound(normalize)
-    pipeline.on_write(steps(10), 1)
-    assert normalize.count().tolist() == [0] * 3
-    normalize.update(steps(4))
-    normalize.update(torch.randn(2, 5, 3, generator=generator()))
-    assert normalize.count().tolist() == [14] * 3
-
-
 def test_until():
     normalize = Normalize("observation", until=10)
     pipeline = bound(normalize)
@@ -145,26 +134,6 @@ def test_merge_of_two_ranks():
     close(fresh.mean(), ranks[1].mean())
     with pytest.raises(ValueError, match="keys"):
         ranks[0].merge(Normalize("action"))
-
-
-def test_states_copies_and_pickles_go_on_alike():
-    objects = [Normalize("observation"), RewardScale(0.9)]
-    pipeline = bound(*objects)
-    pipeline.on_write(steps(10), 1)
-    objects[0].eval()
-    others = [copy.deepcopy(pipeline), pickle.loads(pickle.dumps(pipeline))]
-    loaded = Pipeline([Normalize("observation"), RewardScale(0.9)])
-    loaded.load_state_dict(pipeline.state_dict())
-    loaded.bind(RowLayout(steps(1), 1).leaves, 1, CPU)
-    for other in (*others, loaded):
-        other.on_write(steps(7, seed=3), 1)
-    pipeline.on_write(steps(7, seed=3), 1)
-    for other in (*others, loaded):
-        for a, b in zip(pipeline.steps, other.steps, strict=True):
-            assert a.training == b.training
-            for x, y in zip(a.tensors(), b.tensors(), strict=True):
-                assert torch.equal(x, y)
-                assert x.data_ptr() != y.data_ptr()
 
 
 def test_states_that_can_not_be_loaded():

@@ -14,12 +14,12 @@ from tests.support.torchrl_buffers import queries
 from tests.support.torchrl_buffers.queries import rows
 
 
-def test_all_is_as_with_torchrl(backend):
+def test_all_is_as_with_torchrl():
     assert json.loads(json.dumps(queries.story(gpubuf_data))) == json.loads(queries.FILE.read_text())
 
 
 @pytest.mark.parametrize("storage", [{"dtypes": {"a": torch.int32}}, {"share_next": ["a"]}, {}])
-def test_rows_in_other_forms(storage, backend):
+def test_rows_in_other_forms(storage):
     buffer = ReplayBuffer(storage=LazyTensorStorage(12, **storage))
     for start in (0, 6, 12):
         data = rows(6, start)

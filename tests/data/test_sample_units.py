@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from typing import Any
 
@@ -23,7 +22,6 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     Transition,
 )
-from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.torchrl_buffers import sequences
 
 KEYS = {"validity_mask", "learning_mask", "anchor_index", "sequence_id", "step_in_sequence", "index"}
@@ -57,24 +55,7 @@ def buffer_of(
     )
 
 
-def test_batches_are_windows_one_after_the_other(backend):
-    buffer = buffer_of(Sequence(3, burn_in=1))
-    buffer.extend(rows(17, ends=(4, 9, 14)))
-    for _ in range(5):
-        batch = buffer.sample()
-        assert batch.shape == (16,)
-        assert set(batch.keys()) == {"number", "next", *KEYS}
-        windows = batch["number"].view(4, 4)
-        steps = windows.diff(dim=1)
-        assert ((steps == 0) | (steps == 1)).all()
-        assert torch.equal(buffer[batch["index"]]["number"], batch["number"])
-        assert torch.equal(batch["anchor_index"].view(4, 4)[:, 1], batch["index"].view(4, 4)[:, 1])
-        # A step that goes on to the next trajectory is never in the window.
-        assert not (batch["next", "done"].view(4, 4)[:, :-1] & (steps == 1)).any()
-        assert torch.equal(batch["sequence_id"], torch.arange(4).repeat_interleave(4))
-
-
-def test_the_index_follows_writes_and_edits(backend):
+def test_the_index_follows_writes_and_edits():
     buffer = buffer_of(Sequence(12), SamplerWithoutReplacement(shuffle=False), capacity=8)
     buffer.extend(rows(8, ends=(5,)))
     real = buffer.sample()["validity_mask"].view(4, 12).sum(1)
@@ -88,7 +69,7 @@ def test_the_index_follows_writes_and_edits(backend):
     assert batch["number"].view(-1, 12)[0].tolist() == [50, 51] + [52] * 10
 
 
-def test_priorities_are_those_of_anchors(backend):
+def test_priorities_are_those_of_anchors():
     sampler = PrioritizedSampler(12, alpha=1.0, beta=1.0)
     buffer = buffer_of(Sequence(3, burn_in=1), sampler)
     index = buffer.extend(rows(12, ends=(3,)))
@@ -109,51 +90,6 @@ def test_priorities_are_those_of_anchors(backend):
     buffer.extend(rows(12, 20))
     buffer.update_tensordict_priority(late.set("td_error", torch.full((16, 1), 70.0)))
     assert float(sampler.tree.max_priority) < 70
-
-
-def test_two_dimensions(backend):
-    buffer = buffer_of(Sequence(2, "stop"), PrioritizedSampler(12, 1.0, 1.0), ndim=2)
-    buffer.extend(rows(10, ends=(4,)).view(2, 5))
-    batch = buffer.sample()
-    assert batch["index"].shape == batch["anchor_index"].shape == (8, 2)
-    assert torch.equal(buffer[batch["index"]]["number"], batch["number"])
-    assert (batch["number"].view(4, 2).diff(dim=1) == 1).all()
-    buffer.update_tensordict_priority(batch.set("td_error", torch.full((8, 1), 5.0)))
-    drawn = batch["anchor_index"][:, 0] * 2 + batch["anchor_index"][:, 1]
-    assert (buffer.sampler.tree.leaves[drawn] == 5.0).all()
-
-
-def test_prefetched_batches():
-    """On the CPU backend alone: Triton's interpreter runs in one thread."""
-    ahead = [buffer_of(Sequence(3), prefetch=n) for n in (0, 2)]
-    for one in ahead:
-        one.extend(rows(12, ends=(6,)))
-    for _ in range(4):
-        first, second = (one.sample() for one in ahead)
-        assert (first == second).all()
-
-
-def test_several_batches_at_once(backend):
-    buffer = buffer_of(Sequence(3))
-    buffer.extend(rows(12))
-    several = buffer.sample(batches=3)
-    assert several.shape == (3, 12)
-    assert several["sequence_id"].max() == 3
-    assert torch.equal(several["number"], several["index"])
-
-
-def test_the_state_goes_on(tmp_path):
-    buffer = buffer_of(Sequence(3, burn_in=2), PrioritizedSampler(12, 0.6, 0.4))
-    buffer.extend(rows(15, ends=(4, 9)))
-    buffer.sample()
-    buffer.save(tmp_path / "made")
-    other = buffer_of(Sequence(3, burn_in=2), PrioritizedSampler(12, 0.6, 0.4))
-    other.load(tmp_path / "made")
-    copied = copy.deepcopy(buffer)
-    for _ in range(3):
-        batch = buffer.sample()
-        assert (other.sample() == batch).all()
-        assert (copied.sample() == batch).all()
 
 
 def test_a_unit_of_your_own():
@@ -203,29 +139,3 @@ def test_what_does_not_fit_is_refused():
         one.extend(rows(4))
     with pytest.raises(ValueError, match="sample_unit"):
         MixedReplayBuffer(units, batch_size=4).sample()
-
-
-@pytest.mark.parametrize("boundary", ["pad", "stop", "include_reset"])
-def test_no_host_sync(boundary):
-    with fake_cuda():
-        sampler = PrioritizedSampler(100, 0.6, 0.4)
-        unit = Sequence(4, boundary, burn_in=1, bootstrap=1, dilation=2)
-        buffer = TensorDictReplayBuffer(
-            storage=LazyTensorStorage(100, device="cuda"), sampler=sampler, sample_unit=unit, batch_size=16
-        )
-        data = TensorDict(
-            {
-                "number": torch.empty(40, device="cuda"),
-                "next": {"done": torch.empty(40, 1, dtype=torch.bool, device="cuda")},
-            },
-            [40],
-        )
-        buffer.extend(data)
-        buffer.sample()
-        with no_blocking_copies():
-            for _ in range(4):
-                buffer.extend(data)
-                batch = buffer.sample()
-                assert batch.shape == (96,)
-                batch["td_error"] = torch.empty(96, device="cuda")
-                buffer.update_tensordict_priority(batch)

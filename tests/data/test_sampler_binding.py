@@ -71,18 +71,6 @@ def test_a_sampler_that_returns_takes_all_rows_for_new():
     assert float(sampler.tree.total) == pytest.approx(15.0)
 
 
-def test_without_a_storage():
-    sampler = RandomSampler()
-    for call in (lambda: sampler.storage, lambda: sampler.draw(3), lambda: sampler.choose(3)):
-        with pytest.raises(RuntimeError, match="belongs to no buffer"):
-            call()
-    with pytest.raises(TypeError, match="TensorStorage"):
-        sampler.bind(object())
-    storage = LazyTensorStorage(10)
-    with pytest.raises(RuntimeError, match="empty"):
-        sampler.sample(storage, 3)
-
-
 class Newest(Sampler):
     """Draws among the newest rows."""
 
@@ -167,9 +155,3 @@ def test_a_sampler_of_ones_own_with_priorities():
     batch["td_error"] = torch.full((5, 2), 7.0)
     buffer.update_tensordict_priority(batch)
     assert buffer.sampler.priorities[batch["index"]].tolist() == [7.0] * 5
-
-
-def test_neither_choice_is_an_error():
-    buffer = filled(Sampler())
-    with pytest.raises(NotImplementedError, match="overrides neither"):
-        buffer.sample()

@@ -16,7 +16,6 @@ from tensordict import TensorDict
 import gpubuf.data
 from gpubuf.data import (
     LazyTensorStorage,
-    PrioritizedReplayBuffer,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
@@ -66,25 +65,6 @@ class TestArguments:
         other.extend(TensorDict({("next", "done"): torch.zeros(6, 1, dtype=torch.bool)}, [6]))
         assert other.sample().batch_size == (4,)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_dtype_and_device_are_told(self, dtype):
-        sampler = PrioritizedSampler(8, 1.0, 1.0, dtype=dtype, device="cpu")
-        assert sampler.dtype is dtype
-        assert sampler.device == torch.device("cpu")
-        new(sampler)
-        assert sampler.device == torch.device("cpu")
-
-    @pytest.mark.parametrize("span", [[False, 2], [1, True], (1, 2), 2, True])
-    def test_a_span_may_be_a_list(self, span):
-        kind = SliceSampler(slice_len=4, end_key="done", span=span)
-        assert kind.span == (tuple(span) if isinstance(span, list | tuple) else (span, span))
-        with pytest.raises(ValueError, match="a pair of numbers"):
-            SliceSampler(slice_len=4, span=[1, 2, 3])
-
-    def test_a_span_of_prioritized_slices_may_be_a_list(self):
-        sampler = PrioritizedSliceSampler(8, 1.0, 1.0, slice_len=4, span=[False, 2])
-        assert sampler.span == (False, 2)
-
     def test_without_replacement_is_another_class(self):
         sampler = RandomSampler(replacement=False, drop_last=True)
         assert type(sampler) is SamplerWithoutReplacement
@@ -107,36 +87,8 @@ class TestArguments:
         assert type(PrioritizedSampler(4, 1.0, 1.0, replacement=True)) is PrioritizedSampler
         assert PrioritizedSliceSampler(4, 1.0, 1.0, slice_len=2, replacement=True).slice_len == 2
 
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda: PrioritizedSampler(4, 1.0, 1.0, replacement=False),
-            lambda: PrioritizedSliceSampler(4, 1.0, 1.0, slice_len=2, replacement=False),
-        ],
-        ids=["rows", "slices"],
-    )
-    def test_prioritized_ones_draw_with_replacement_only(self, make):
-        with pytest.raises(TypeError, match="has no without-replacement variant"):
-            make()
 
-
-@pytest.mark.usefixtures("backend")
 class TestExponents:
-    @pytest.mark.parametrize("value", [math.inf, math.nan, -1.0])
-    @pytest.mark.parametrize("name", ["alpha", "beta", "eps"])
-    def test_exponents_are_checked_by_the_constructor(self, name, value):
-        """Case 53. Negative ones in TorchRL's words."""
-        wrong = NEGATIVE.get(name) if value < 0 else None
-        arguments = {"alpha": 1.0, "beta": 1.0, name: value}
-        for make in (
-            lambda: PrioritizedSampler(4, **arguments),
-            lambda: PrioritizedReplayBuffer(storage=LazyTensorStorage(4), **arguments),
-            lambda: TensorDictPrioritizedReplayBuffer(storage=LazyTensorStorage(4), **arguments),
-            lambda: PrioritizedSliceSampler(4, slice_len=2, **arguments),
-        ):
-            with pytest.raises(ValueError, match=wrong or f"{name} must be finite and not negative, but is {value}"):
-                make()
-
     @pytest.mark.parametrize("value", [math.inf, math.nan, -1.0, torch.tensor(math.inf), torch.ones(2)])
     @pytest.mark.parametrize("written", [0, 3])
     def test_exponents_are_checked_by_the_setters(self, value, written):

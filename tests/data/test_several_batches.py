@@ -39,7 +39,7 @@ def new(sampler=None, capacity: int = 50, n: int = 40, ndim: int = 1, **options)
 @pytest.mark.parametrize(
     "sampler", [RandomSampler, lambda: PrioritizedSampler(50, 0.6, 0.4)], ids=["uniform", "prioritized"]
 )
-def test_they_are_one_large_batch_cut_into_parts(backend, sampler, ndim):
+def test_they_are_one_large_batch_cut_into_parts(sampler, ndim):
     """The same rows, and the same random numbers, as a batch of K times the size."""
     several, large = (new(sampler(), ndim=ndim, batch_size=size) for size in (8, 24))
     batch, due = several.sample(batches=3), large.sample()
@@ -79,7 +79,7 @@ def test_none_at_all(batches):
 
 @pytest.mark.parametrize("ndim", [1, 2])
 @pytest.mark.parametrize("way", ["all at once", "by index", "one part after the other"])
-def test_priorities_come_back_for_all_parts(backend, way, ndim):
+def test_priorities_come_back_for_all_parts(way, ndim):
     """Case 42: in one update; of a row in several parts the last priority counts."""
     buffer = TensorDictPrioritizedReplayBuffer(
         alpha=1.0, beta=0.5, eps=0.0, storage=LazyTensorStorage(20, ndim=ndim), batch_size=8
@@ -157,7 +157,7 @@ SLICES = {
 @pytest.mark.parametrize("stack", [False, True])
 @pytest.mark.parametrize("size", [{"slice_len": 2}, {"num_slices": 4}])
 @pytest.mark.parametrize("kind", SLICES)
-def test_slices(backend, kind, size, stack):
+def test_slices(kind, size, stack):
     buffer = new(SLICES[kind](stack=stack, **size), n=40)
     batch = buffer.sample(batches=2)
     assert batch.batch_size == ((2, 4, 2) if stack else (2, 8))
@@ -170,19 +170,6 @@ def test_slices(backend, kind, size, stack):
     if kind == "in turn":
         ends = (steps[..., 0] + 4) // 5
         assert len(set(ends.flatten().tolist())) == 8
-
-
-def test_slices_of_unequal_lengths():
-    """Padded ones have equal sizes."""
-    buffer = new(SliceSampler(slice_len=4, strict_length=False), n=40)
-    with pytest.raises(ValueError, match="set pad_output=True"):
-        buffer.sample(batches=2)
-    buffer = new(SliceSampler(slice_len=4, strict_length=False, pad_output=True), n=40)
-    batch = buffer.sample(batches=2)
-    assert batch["collector", "mask"].shape == (2, 8)
-    buffer = new(SliceSamplerWithoutReplacement(slice_len=4), n=40)
-    with pytest.raises(ValueError, match="need drop_last=True"):
-        buffer.sample(batches=2)
 
 
 def test_beside_batches_that_are_prepared_ahead():

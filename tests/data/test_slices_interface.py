@@ -237,111 +237,6 @@ def test_signatures():
         assert set(found) - set(defaults) <= {"weighting", "stack", "replacement"}
 
 
-def test_arguments_that_make_no_sense():
-    for options in ({}, {"num_slices": 2, "slice_len": 2}):
-        with pytest.raises(TypeError, match="either num_slices or slice_len"):
-            SliceSampler(**options)
-    for options in (
-        {"end_key": "done", "end_keys": ["done"]},
-        {"ends": torch.zeros(3), "trajectories": torch.zeros(3)},
-        {"ends": torch.zeros(3), "end_key": "done"},
-        {"trajectories": torch.zeros(3), "traj_key": "episode"},
-    ):
-        with pytest.raises(RuntimeError, match="exclude each other"):
-            SliceSampler(slice_len=2, **options)
-    for options in (
-        {"pad_output": True},
-        {"weighting": "row"},
-        {"span": 2},
-        {"span": (0, -1)},
-        {"slice_len": 0},
-    ):
-        with pytest.raises(ValueError, match=r"pad_output|weighting|span|at least 1"):
-            SliceSampler(**{"slice_len": 2, **options})
-    with pytest.raises(NotImplementedError, match="ndim=2"):
-        SliceSampler(slice_len=2, fragmented=True)
-    with pytest.warns(UserWarning, match="left span"):
-        PrioritizedSliceSampler(10, 1.0, 1.0, slice_len=2, span=True)
-    buffer, _ = filled(SliceSampler(slice_len=4), episodes(6))
-    with pytest.raises(RuntimeError, match="divisible by slice_len"):
-        buffer.sample(6)
-    buffer, _ = filled(SliceSampler(num_slices=4), episodes(6))
-    with pytest.raises(RuntimeError, match="divisible by num_slices"):
-        buffer.sample(6)
-    with pytest.raises(ValueError, match="entry for every row"):
-        filled(SliceSampler(slice_len=4, ends=torch.zeros(3)), episodes(6))
-    with pytest.raises(RuntimeError, match="before the first write"):
-        SliceSampler(slice_len=2).trajectories()
-
-
-def test_number_of_slices():
-    """The length follows from the batch size, and may change from one sample to the next."""
-    for sampler in (SliceSampler(num_slices=3), PrioritizedSliceSampler(1000, 1.0, 1.0, num_slices=3)):
-        buffer, model = filled(sampler, episodes(9, 4, 6, 0))
-        for length in (4, 2, 7, 2):
-            due = set(model.slices(length))
-            for _ in range(10):
-                slices = split(buffer.sample(3 * length))
-                assert len(slices) == 3
-                assert set(slices) <= due
-
-
-def test_epochs():
-    """Each trajectory once, in another order every time; a shorter batch ends the epoch."""
-    torch.manual_seed(0)
-    sampler = SliceSamplerWithoutReplacement(slice_len=3)
-    buffer, model = filled(sampler, episodes(*[5, 2, 4] * 5))
-    owner = {row.number: i for i, t in enumerate(model.trajectories()) for row in t}
-    orders = []
-    for _ in range(6):
-        epoch = [split(buffer.sample(12)) for _ in range(3)]
-        assert [len(batch) for batch in epoch] == [4, 4, 2]
-        assert sampler.ran_out
-        orders.append([owner[one[0]] for batch in epoch for one in batch])
-        assert sorted(orders[-1]) == [i for i in range(15) if i % 3 != 1]
-    assert len({tuple(order) for order in orders}) > 1
-    buffer = TensorDictReplayBuffer(storage=buffer.storage, sampler=sampler, batch_size=12)
-    assert [batch.batch_size[0] for batch in buffer] == [12, 12, 6]
-    sampler = SliceSamplerWithoutReplacement(slice_len=3, shuffle=False, drop_last=True)
-    buffer, model = filled(sampler, episodes(*[5, 2, 4] * 5))
-    for _ in range(2):
-        assert [owner[one[0]] for one in split(buffer.sample(12))] == [0, 2, 3, 5]
-        assert not sampler.ran_out
-        assert [owner[one[0]] for one in split(buffer.sample(12))] == [6, 8, 9, 11]
-        assert sampler.ran_out
-    with pytest.raises(ValueError, match="drop_last"):
-        buffer.sample(60)
-    buffer.extend(model.write(episodes(3)))
-    assert [owner[one[0]] for one in split(buffer.sample(12))] == [0, 2, 3, 5]
-
-
-@pytest.mark.parametrize("kind", ["with replacement", "without replacement", "prioritized"])
-def test_a_restored_buffer_goes_on_with_the_same_batches(kind):
-    def new() -> TensorDictReplayBuffer:
-        sampler = {
-            "with replacement": lambda: SliceSampler(slice_len=3),
-            "without replacement": lambda: SliceSamplerWithoutReplacement(slice_len=3),
-            "prioritized": lambda: PrioritizedSliceSampler(60, 0.7, 0.5, slice_len=3),
-        }[kind]()
-        return TensorDictReplayBuffer(storage=LazyTensorStorage(60), sampler=sampler)
-
-    buffer, model = new(), SliceModel(60, 1)
-    buffer.extend(model.write(episodes(*[5, 2, 4] * 7)))
-    batch = buffer.sample(12)
-    if kind == "prioritized":
-        buffer.update_priority(batch["index"], torch.rand(12))
-    other = new()
-    other.load_state_dict(buffer.state_dict())
-    for _ in range(4):
-        assert torch.equal(buffer.sample(12)["index"], other.sample(12)["index"])
-    more = model.write(episodes(7, 3))
-    for one in (buffer, other):
-        one.extend(more)
-    for _ in range(4):
-        assert torch.equal(buffer.sample(12)["index"], other.sample(12)["index"])
-    assert split(other.sample(12))[0] in model.slices(3)
-
-
 def test_the_sampler_alone():
     """``sampler.sample(storage, n)``, as TorchRL calls it: a tuple of indices, one a dimension, and the info."""
     for envs in (1, 2):
@@ -353,22 +248,6 @@ def test_the_sampler_alone():
         assert all(i.shape == (8,) for i in index)
         assert info["next", "truncated"].shape == (8, 1)
         assert buffer.storage[index[0] if envs == 1 else index].batch_size == (8,)
-
-
-def test_index_in_inspection():
-    sampler = SliceSampler(slice_len=2)
-    _, model = filled(sampler, episodes(4, 3, 5, 0), capacity=10)
-    found = sampler.trajectories()
-    assert len(found) == len(model.trajectories())
-    assert found.longest == 5
-    assert "3 trajectories" in repr(found)
-    index = sampler.trajectory_index
-    first, last, length = index.bounds(torch.arange(10))
-    assert sorted(set(zip(first.tolist(), last.tolist(), length.tolist(), strict=True))) == sorted(
-        zip(found.first.tolist(), found.last.tolist(), found.length.tolist(), strict=True)
-    )
-    assert index.nbytes > 0
-    assert "SliceSampler" in repr(sampler)
 
 
 @pytest.mark.parametrize("kind", [SliceSampler, SliceSamplerWithoutReplacement])

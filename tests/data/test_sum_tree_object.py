@@ -9,7 +9,6 @@ import torch
 
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
-from tests.support.fake_cuda import fake_cuda
 from tests.support.sum_tree_checks import assert_consistent
 
 
@@ -38,21 +37,13 @@ class TestArguments:
         ],
         ids=["int64", "uint8", "float64", "float16", "[B, 1]", "strided", "requires grad"],
     )
-    def test_priorities_of_any_kind(self, backend, priority):
+    def test_priorities_of_any_kind(self, priority):
         """CASES 9: integer or float64 priorities, priorities shaped [B, 1]; index -1 is ignored."""
         tree = SumTree(4)
         tree.update(torch.tensor([2, -1, 0]), priority)
         assert weights_of(tree) == [3, 0, 1, 0]
 
-    @pytest.mark.parametrize("priority", [2, 2.0, torch.tensor(2.0), torch.tensor([2]), torch.tensor([[2.0]])])
-    def test_one_priority_for_all(self, backend, priority):
-        """CASES 9: a scalar for all."""
-        tree = SumTree(4)
-        tree.update(torch.tensor([2, -1, 0]), priority)
-        tree.update(torch.tensor([3]), priority)
-        assert weights_of(tree) == [2, 0, 2, 2]
-
-    def test_indices_of_any_kind(self, backend):
+    def test_indices_of_any_kind(self):
         tree = SumTree(6)
         tree.update(torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         tree.mark(torch.tensor([4, 9, 5, 9])[::2])
@@ -68,12 +59,6 @@ class TestArguments:
         with pytest.raises(ValueError, match="'generations': 1"):
             tree.update(torch.arange(3), torch.ones(3), generation=torch.ones(1, dtype=torch.int64))
         assert weights_of(tree)[:3] == [1, 2, 3]
-
-    @pytest.mark.parametrize("name", ["alpha", "beta", "eps"])
-    @pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf])
-    def test_exponents(self, name, value):
-        with pytest.raises(ValueError, match=f"{name} must be finite and not negative, but is {value}"):
-            SumTree(3, **{name: value})
 
     def test_shape(self):
         with pytest.raises(ValueError, match="capacity must be at least 1, but is 0"):
@@ -91,15 +76,7 @@ class TestArguments:
 
 
 class TestProperties:
-    def test_what_the_root_says(self, backend):
-        tree = filled()
-        assert (tree.total.item(), tree.minimum.item(), tree.maximum.item()) == (15, 1, 5)
-        assert tree.max_priority.item() == 5
-        assert tree.refused.item() == 0
-        for value in (tree.total, tree.minimum, tree.maximum, tree.max_priority, tree.refused, tree.beta):
-            assert (value.shape, value.dtype) == ((), torch.float64)
-
-    def test_generations_of_a_standalone_tree(self, backend):
+    def test_generations_of_a_standalone_tree(self):
         """Without a ring every row counts as written once."""
         tree = SumTree(3)
         tree.update(torch.arange(3), torch.ones(3), generation=torch.tensor([1, 2, 0]))
@@ -107,7 +84,7 @@ class TestProperties:
 
 
 class TestAlpha:
-    def test_change(self, backend):
+    def test_change(self):
         """CASES 14: alpha changed later: the weights are those of a tree that had it from the start."""
         tree = filled(alpha=0.5, eps=0.25)
         tree.set_alpha(1.5)
@@ -132,13 +109,6 @@ class TestAlpha:
         assert weights_of(tree)[0] == 9
         assert_consistent(tree)
 
-    def test_in_pieces(self, monkeypatch):
-        """A tree of any size is transformed without a copy of it in float64."""
-        monkeypatch.setattr("gpubuf.data.samplers.sum_tree.CHUNK", 4)
-        tree = filled()
-        tree.set_alpha(2.0)
-        assert weights_of(tree)[:5] == [1, 4, 9, 16, 25]
-
     def test_beyond_float32(self):
         tree = SumTree(2)
         tree.update(torch.tensor([0, 1]), torch.tensor([1e30, 1e-30]))
@@ -146,19 +116,13 @@ class TestAlpha:
             tree.set_alpha(2.0)
         assert weights_of(tree) == [torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny]
 
-    def test_out_of_range_is_said_once(self, backend):
+    def test_out_of_range_is_said_once(self):
         tree = SumTree(4, alpha=3.0)
         tree.update(torch.arange(2), torch.tensor([1e-12, 1e12]))
         with pytest.warns(UserWarning, match="alpha = 3 and eps = 0 .* out of float32's range"):
             tree.update(torch.arange(2), torch.tensor([1.0, 1e-13]))
         tree.update(torch.arange(2), torch.tensor([1e13, 1e-14]))
         tree.mark(torch.arange(4))
-
-    def test_out_of_range_does_not_synchronise(self):
-        with fake_cuda():
-            tree = SumTree(4, alpha=3.0, device="cuda")
-            tree.update(torch.arange(2, device="cuda"), torch.ones(2, device="cuda"))
-            tree.mark(torch.arange(2, device="cuda"))
 
     def test_refused(self):
         tree = filled()
@@ -174,7 +138,7 @@ class TestAlpha:
 
 class TestState:
     @pytest.mark.parametrize("fan_out", [2, 16, 64])
-    def test_round_trip(self, backend, fan_out):
+    def test_round_trip(self, fan_out):
         """CASES 10: the maximum priority is part of the state; the fan-out is not."""
         tree = SumTree(70, alpha=0.6, beta=0.4, eps=1e-3)
         tree.update(torch.arange(60), torch.rand(60, generator=torch.Generator().manual_seed(0)) * 9)
@@ -224,54 +188,3 @@ class TestState:
         tree = SumTree(4)
         tree.load_state_dict(tree.state_dict() | {"leaves": torch.tensor([-0.0, 1, 2, -0.0])})
         assert_consistent(tree)
-
-    def test_clear(self, backend):
-        tree = filled(alpha=0.5)
-        tree.clear()
-        assert (tree.total.item(), tree.minimum.item(), tree.maximum.item()) == (0, math.inf, 0)
-        assert_consistent(tree)
-        assert tree.max_priority.item() == 5
-        tree.clear(reset=True)
-        assert tree.max_priority.item() == 1
-        assert (tree.alpha, tree.scalars[0].item()) == (0.5, 0.5)
-
-
-def test_no_sync():
-    """On fake CUDA tensors, where reading a value on the host raises."""
-    with fake_cuda():
-        tree = SumTree(1000, alpha=0.6, beta=0.4, eps=1e-6, device="cuda")
-        rng = RandomState(device="cuda")
-        index = torch.zeros(64, dtype=torch.int64, device="cuda")
-        for priority in (
-            torch.ones(64, device="cuda"),
-            torch.ones(64, 1, dtype=torch.float64, device="cuda"),
-            torch.ones((), device="cuda"),
-            2.0,
-        ):
-            tree.update(index, priority)
-        tree.update(index, 1.0, ring=torch.zeros(4, dtype=torch.int64, device="cuda"), generation=index)
-        for within_buffer in (False, True):
-            tree.mark(index, within_buffer)
-        for stratified in (False, True):
-            drawn, weight = tree.draw(32, rng, stratified)
-            assert (drawn.device.type, drawn.dtype, drawn.shape) == ("cuda", torch.int64, (32,))
-            assert (weight.device.type, weight.dtype, weight.shape) == ("cuda", torch.float32, (32,))
-        tree.set_beta(0.5)
-        tree.set_beta(torch.ones((), device="cuda"))
-        tree.set_alpha(0.7)
-        tree.rebuild()
-        eligible = torch.zeros(16, dtype=torch.int64, device="cuda")
-        tree.restrict(eligible)
-        for rows in (index, torch.zeros(2000, dtype=torch.int32, device="cuda")):
-            tree.refresh(rows)
-            tree.mark(rows)
-            tree.update(rows, 1.0)
-        assert tree.draw(32, rng)[0].shape == (32,)
-        tree.rebuild()
-        tree.restrict(None)
-        tree.refresh(index)
-        tree.clear(reset=True)
-        tree.state_dict()
-        for value in (tree.total, tree.minimum, tree.maximum, tree.max_priority, tree.refused):
-            assert value.device.type == "cuda"
-        assert tree.fan_out == 32

@@ -13,11 +13,9 @@ from gpubuf.data import (
     LazyTensorStorage,
     MixedReplayBuffer,
     PrioritizedSampler,
-    SliceSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.torchrl_samples import whole_trajectories
 from tests.support.torchrl_samples.whole_trajectories import KINDS, REDUCTIONS, reads, rows, update
 
@@ -98,16 +96,6 @@ def test_priorities_of_a_written_batch_are_reduced():
     assert sampler.tree.leaves[:3].tolist() == [3.0, 0.5, 0.0]
 
 
-def test_stacked_slices_keep_an_index_of_every_step():
-    sampler = SliceSampler(slice_len=3, end_key=("next", "done"), stack=True)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(12), sampler=sampler, batch_size=6)
-    done = torch.zeros(12, 1, dtype=torch.bool)
-    buffer.extend(TensorDict({"number": torch.arange(12), ("next", "done"): done}, [12]))
-    batch = buffer.sample()
-    assert batch.batch_size == (2, 3)
-    assert torch.equal(batch["index"], batch["number"])
-
-
 def test_a_transform_may_give_the_batch_another_shape():
     """Slices in a batch are flat; a transform may give each of them a row."""
     buffer = TensorDictPrioritizedReplayBuffer(
@@ -131,17 +119,3 @@ def test_batches_of_several_buffers_are_valid_too():
     buffers = [new("prioritized"), new("uniform")]
     batch = MixedReplayBuffer(buffers, [0.5, 0.5], batch_size=6).sample()
     assert batch.batch_size == batch["index"].shape == batch["buffer"].shape == (6, 4)
-
-
-def test_nothing_waits_for_the_gpu():
-    with fake_cuda(), no_blocking_copies():
-        sampler = PrioritizedSampler(20, 0.6, 0.4)
-        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20, device="cuda"), sampler=sampler, batch_size=6)
-        for n in (5, 20):
-            buffer.extend(rows(n, 4, device="cuda"))
-        batch = buffer.sample()
-        assert batch["index"].device.type == "cuda"
-        assert batch["priority_weight"].shape == (6, 4)
-        batch["td_error"] = torch.empty(6, 4, 1, device="cuda")
-        buffer.update_tensordict_priority(batch)
-        assert buffer[:].batch_size == (20, 4)

@@ -30,7 +30,12 @@ ROOT = Path(__file__).parents[2]
 AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sum tree": (
         ("kernels/sum_tree/_cpu*.py", "kernels/sum_tree/_launch.py", "gpubuf/data/samplers/sum_tree.py"),
-        ("tests/kernels/test_sum_tree*.py", "tests/data/test_sum_tree*.py", "tests/data/test_prioritized*.py"),
+        (
+            "tests/kernels/test_sum_tree*.py",
+            "tests/data/test_sum_tree*.py",
+            "tests/data/test_prioritized*.py",
+            "tests/data/test_sampler_contract.py",
+        ),
     ),
     "ring": (
         ("gpubuf/data/storage/ring.py", "gpubuf/data/storage/storage.py", "gpubuf/data/storage/indexing.py"),
@@ -46,7 +51,24 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "slices": (
         ("gpubuf/data/samplers/slices*.py", "kernels/trajectories/_cpu*.py"),
-        ("tests/data/test_slice*.py", "tests/kernels/test_trajector*.py"),
+        ("tests/data/test_slice*.py", "tests/data/test_sampler_contract.py", "tests/kernels/test_trajector*.py"),
+    ),
+    "samplers": (
+        (
+            "gpubuf/data/samplers/uniform.py",
+            "gpubuf/data/samplers/prioritized.py",
+            "gpubuf/data/samplers/slices.py",
+            "gpubuf/data/samplers/trajectory_index.py",
+            "gpubuf/data/hindsight.py",
+            "gpubuf/data/sequences.py",
+        ),
+        (
+            "tests/data/test_slice*.py",
+            "tests/data/test_sampler*.py",
+            "tests/data/test_prioritized.py",
+            "tests/data/test_hindsight.py",
+            "tests/data/test_sample_units.py",
+        ),
     ),
     "checkpoints": (("gpubuf/data/checkpoints/*.py",), ("tests/data/test_checkpoint*.py",)),
     "losses": (("gpubuf/objectives/*.py",), ("tests/objectives/test_*.py",)),

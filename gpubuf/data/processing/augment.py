@@ -33,16 +33,14 @@ class Clip(Process):
     def __init__(self, keys: Any, low: float = -math.inf, high: float = math.inf) -> None:
         self.keys = as_keys(keys)
         self.low, self.high = check_bounds(low, high)
-        self._served = self.serves()
 
-    def check(self, leaves: Sequence[Leaf]) -> None:
-        """Raise unless the batch has these keys, as numbers."""
-        for leaf, _ in self.served_leaves(leaves):
-            require_numbers("Clip", leaf)
+    def check_leaf(self, leaf: Leaf, origin: Key) -> None:
+        """Raise unless the batch has numbers there."""
+        require_numbers("Clip", leaf)
 
-    def options(self, key: Key) -> dict[str, Any]:
+    def options_of(self, leaf: Leaf, origin: Key) -> dict[str, Any]:
         """The bounds."""
-        return {"low": self.low, "high": self.high} if key in self._served else {}
+        return {"low": self.low, "high": self.high}
 
     def __repr__(self) -> str:
         return f"Clip({list(self.keys)}, low={self.low}, high={self.high})"
@@ -82,33 +80,29 @@ class Mirror(Process):
         self.keys = tuple(self._images)
         if not self.keys:
             raise ValueError("Mirror needs a key to mirror")
-        self._served = self.serves()
 
     @property
     def mirror(self) -> int:
         """The mirroring of a batch, for the kernels."""
         return DOUBLED if self.mode == "double" else BY_CHANCE
 
-    def check(self, leaves: Sequence[Leaf]) -> None:
-        """Raise unless the batch has these keys, as numbers, with as many elements per row."""
-        for leaf, origin in self.served_leaves(leaves):
-            require_numbers("Mirror", leaf)
-            permutation, _ = self._images[origin.key]
-            if permutation.numel() != leaf.n_elements:
-                raise ValueError(
-                    f"Mirror has a permutation of {permutation.numel()} elements for {origin.name}, whose rows have "
-                    f"{leaf.n_elements}"
-                )
+    def check_leaf(self, leaf: Leaf, origin: Key) -> None:
+        """Raise unless the batch has numbers there, as many per row as the permutation."""
+        require_numbers("Mirror", leaf)
+        permutation, _ = self._images[origin]
+        if permutation.numel() != leaf.n_elements:
+            raise ValueError(
+                f"Mirror has a permutation of {permutation.numel()} elements for {as_written(origin)!r}, whose rows "
+                f"have {leaf.n_elements}"
+            )
 
     def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device) -> None:
         """Have permutations and signs on the device."""
         self._images = {key: (p.to(device), s.to(device)) for key, (p, s) in self._images.items()}
 
-    def options(self, key: Key) -> dict[str, Any]:
+    def options_of(self, leaf: Leaf, origin: Key) -> dict[str, Any]:
         """The permutation and the signs."""
-        if key not in self._served:
-            return {}
-        permutation, sign = self._images[self._served[key]]
+        permutation, sign = self._images[origin]
         return {"permutation": address(permutation), "sign": address(sign)}
 
     def tensors(self) -> list[Tensor]:
@@ -157,28 +151,17 @@ class RandomShift(Process):
         if not 1 <= pad <= MAX_PAD or pad != int(pad):
             raise ValueError(f"pad must be a whole number of 1 to {MAX_PAD}, got {pad}")
         self.pad = int(pad)
-        self._sizes: dict[Key, tuple[int, int]] = {}
 
-    def check(self, leaves: Sequence[Leaf]) -> None:
-        """Raise unless the batch has these keys, with rows of two dimensions or more, of elements of up to 8 bytes."""
-        for leaf, _ in self.served_leaves(leaves):
-            if len(leaf.shape) < 2:
-                raise ValueError(f"RandomShift needs images [..., H, W], but rows of {leaf.name} are of {leaf.shape}")
-            if leaf.dtype.itemsize > 8:
-                raise ValueError(
-                    f"RandomShift moves elements of up to 8 bytes, but those of {leaf.name} are {leaf.dtype}"
-                )
+    def check_leaf(self, leaf: Leaf, origin: Key) -> None:
+        """Raise unless the rows have two dimensions or more, of elements of up to 8 bytes."""
+        if len(leaf.shape) < 2:
+            raise ValueError(f"RandomShift needs images [..., H, W], but rows of {leaf.name} are of {leaf.shape}")
+        if leaf.dtype.itemsize > 8:
+            raise ValueError(f"RandomShift moves elements of up to 8 bytes, but those of {leaf.name} are {leaf.dtype}")
 
-    def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device) -> None:
-        """Note the sizes of the images."""
-        self._sizes = {leaf.key: (leaf.shape[-2], leaf.shape[-1]) for leaf, _ in self.served_leaves(leaves)}
-
-    def options(self, key: Key) -> dict[str, Any]:
+    def options_of(self, leaf: Leaf, origin: Key) -> dict[str, Any]:
         """The largest shift and the size of an image."""
-        if key not in self._sizes:
-            return {}
-        height, width = self._sizes[key]
-        return {"pad": self.pad, "height": height, "width": width}
+        return {"pad": self.pad, "height": leaf.shape[-2], "width": leaf.shape[-1]}
 
     def __repr__(self) -> str:
         return f"RandomShift({list(self.keys)}, pad={self.pad})"

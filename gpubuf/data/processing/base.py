@@ -108,7 +108,11 @@ class Process:
 
     def check(self, leaves: Sequence[Leaf]) -> None:
         """Raise a ValueError unless it can serve batches of these leaves, whose dtypes are those of the batch."""
-        self.served_leaves(leaves)
+        for leaf, origin in self.served_leaves(leaves):
+            self.check_leaf(leaf, origin.key)
+
+    def check_leaf(self, leaf: Leaf, origin: Key) -> None:
+        """Raise a ValueError unless it can serve this leaf of the batch, for which the key ``origin`` stands."""
 
     def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device) -> None:
         """Have all state for rows of these leaves, of ``envs`` environments, on ``device``. State that is there stays.
@@ -116,8 +120,13 @@ class Process:
         Called again after the rows have moved to another device. May synchronise.
         """
 
-    def options(self, key: Key) -> dict[str, Any]:
-        """Attributes of :class:`gpubuf.kernels.rows.Field` for a key of the batch, after :meth:`bind`."""
+    def options(self, leaf: Leaf) -> dict[str, Any]:
+        """Attributes of :class:`gpubuf.kernels.rows.Field` for a leaf of the batch, after :meth:`bind`."""
+        origin = self.serves().get(leaf.key)
+        return {} if origin is None else self.options_of(leaf, origin)
+
+    def options_of(self, leaf: Leaf, origin: Key) -> dict[str, Any]:
+        """Those of a leaf that it serves, for which the key ``origin`` stands."""
         return {}
 
     def check_write(self, data: Data, ndim: int) -> None:

@@ -94,7 +94,7 @@ class Pipeline:
     def _merged(self, leaf: Leaf) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for step in self.steps:
-            for name, value in step.options(leaf.key).items():
+            for name, value in step.options(leaf).items():
                 tighter = {"low": max, "high": min}.get(name)
                 found[name] = value if tighter is None or name not in found else tighter(value, found[name])
         if found.get("low", 0.0) > found.get("high", found.get("low", 0.0)):

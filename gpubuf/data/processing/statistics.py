@@ -177,15 +177,15 @@ class RunningStatistics(Process):
 
     # Binding
 
-    def check(self, leaves: Sequence[Leaf]) -> None:
-        """Raise unless the rows have these keys, with as many elements as the statistics that are there."""
-        for leaf, _ in self.served_leaves(leaves):
-            known = self._moments.get(self._served[leaf.key])
-            if known is not None and known.elements != leaf.n_elements:
-                raise ValueError(
-                    f"{type(self).__name__} has statistics of {known.elements} elements for {leaf.name}, whose rows "
-                    f"have {leaf.n_elements}"
-                )
+    def check_leaf(self, leaf: Leaf, origin: Key) -> None:
+        """Raise unless the batch has fractions there, as many per row as there are statistics of."""
+        known = self._moments.get(origin)
+        if known is not None and known.elements != leaf.n_elements:
+            raise ValueError(
+                f"{type(self).__name__} has statistics of {known.elements} elements for {leaf.name}, whose rows "
+                f"have {leaf.n_elements}"
+            )
+        require_floating(type(self).__name__, leaf)
 
     def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device) -> None:
         """Have statistics on the device. Those that are there go on."""
@@ -194,11 +194,9 @@ class RunningStatistics(Process):
             self._moments[key] = self._of(key, leaf.n_elements).to(device)
             self._shapes[key] = leaf.shape
 
-    def options(self, key: Key) -> dict[str, Any]:
+    def options_of(self, leaf: Leaf, origin: Key) -> dict[str, Any]:
         """The addresses of mean and factor."""
-        if key not in self._served:
-            return {}
-        moments = self._moments[self._served[key]]
+        moments = self._moments[origin]
         return {"mean": address(moments.mean), "factor": address(moments.factor)}
 
     def tensors(self) -> list[Tensor]:
@@ -395,16 +393,9 @@ class Normalize(RunningStatistics):
         clip = math.inf if clip is None else clip
         self.low, self.high = check_bounds(*(clip if isinstance(clip, tuple) else (-clip, clip)))
 
-    def check(self, leaves: Sequence[Leaf]) -> None:
-        """Raise unless the batch has these keys, as floating-point numbers."""
-        super().check(leaves)
-        for leaf, _ in self.served_leaves(leaves):
-            require_floating("Normalize", leaf)
-
-    def options(self, key: Key) -> dict[str, Any]:
+    def options_of(self, leaf: Leaf, origin: Key) -> dict[str, Any]:
         """The addresses of mean and factor, and the bounds."""
-        own = super().options(key)
-        return {**own, "low": self.low, "high": self.high} if own else own
+        return {**super().options_of(leaf, origin), "low": self.low, "high": self.high}
 
     def update(self, data: Data) -> None:
         """Learn from a batch of any shape: a TensorDict, or a tensor if there is one key. No host sync.
@@ -530,8 +521,6 @@ class RewardScale(RunningStatistics):
     def check(self, leaves: Sequence[Leaf]) -> None:
         """Raise unless the rows have these keys, and flags that say where trajectories end."""
         super().check(leaves)
-        for leaf, _ in self.served_leaves(leaves):
-            require_floating("RewardScale", leaf)
         self._ends_among(leaves)
 
     def _ends_among(self, leaves: Sequence[Leaf]) -> tuple[Key, ...]:

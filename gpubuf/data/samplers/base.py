@@ -202,6 +202,8 @@ class Sampler:
     has_priorities: ClassVar[bool] = False
     consumes: ClassVar[bool] = False
     ran_out: bool = False
+    #: Attributes that hold a tensor about the rows, or None.
+    row_tensors: ClassVar[tuple[str, ...]] = ()
     #: The class that ``replacement=False`` stands for.
     without_replacement: ClassVar[type[Sampler] | None] = None
     lock: AbstractContextManager[Any] = nullcontext()
@@ -299,6 +301,8 @@ class Sampler:
 
     def forget_storage(self) -> None:
         """Called when another storage replaces the one so far, and by :meth:`free`: release all data about its rows."""
+        for name in self.row_tensors:
+            setattr(self, name, None)
 
     def check_rows(self, layout: RowLayout, ndim: int) -> None:
         """Called before the first rows are written: raise if they lack what the sampler needs."""
@@ -439,8 +443,10 @@ class Sampler:
 
     def move(self) -> None:
         """Follow the storage to another device: called after its rows are in their new place. May synchronise."""
-        if self._random is not None:
-            self._random = self._random.to(self.storage.device)
+        device = self.storage.device
+        for name in ("_random", *self.row_tensors):
+            if getattr(self, name) is not None:
+                setattr(self, name, getattr(self, name).to(device))
 
     # Memory
 
@@ -459,7 +465,9 @@ class Sampler:
 
     def memory(self) -> IndexBytes:
         """Bytes that the sampler takes now."""
-        return IndexBytes()
+        tensors = [getattr(self, name) for name in self.row_tensors]
+        # A tensor may be a view of the rest of a larger one.
+        return IndexBytes(index=sum(each.untyped_storage().nbytes() for each in tensors if each is not None))
 
     @property
     def random_bytes(self) -> int:

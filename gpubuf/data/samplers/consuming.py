@@ -37,6 +37,7 @@ class ConsumingSampler(Sampler):
     """
 
     consumes = True
+    row_tensors = ("_drawn",)
 
     def __init__(self, max_sample_count: int = 1) -> None:
         super().__init__()
@@ -168,7 +169,7 @@ class ConsumingSampler(Sampler):
 
     def forget_storage(self) -> None:
         super().forget_storage()
-        self._drawn, self._draws, self._cursor = None, 0, 0
+        self._draws = self._cursor = 0
 
     def empty(self) -> None:
         super().empty()
@@ -176,14 +177,6 @@ class ConsumingSampler(Sampler):
 
     def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
         return IndexBytes(index=16 * math.prod(shape))
-
-    def memory(self) -> IndexBytes:
-        return IndexBytes(index=0 if self._drawn is None else self._drawn.nbytes)
-
-    def move(self) -> None:
-        super().move()
-        if self._drawn is not None:
-            self._drawn = self._drawn.to(self.storage.device)
 
     def state_dict(self) -> dict[str, Any]:
         drawn = None if self._drawn is None else self._drawn[:, : len(self.storage)].clone()

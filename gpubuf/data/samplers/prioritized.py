@@ -12,7 +12,7 @@ from torch import Tensor
 from gpubuf.data.arguments import check_count
 from gpubuf.data.lock import operation
 from gpubuf.data.recording import DERIVED, current, current_recording, refuse_in_capture, traced_property
-from gpubuf.data.samplers.base import Sampler, demand, is_tensor
+from gpubuf.data.samplers.base import Sampler, demand
 from gpubuf.data.samplers.sum_tree import SumTree, check_beta, exponent, refuse_negative, rows_at
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.placement import IndexBytes
@@ -385,16 +385,11 @@ class PrioritizedSampler(Sampler):
         tree = state["tree"]
         if tree is None:
             return
-        demand(isinstance(tree, dict), "the checkpoint's tree is damaged")
-        leaves = tree["leaves"]
-        demand(
-            tree["capacity"] == capacity and is_tensor(leaves, torch.float32, (capacity,)),
-            f"the checkpoint's priorities are not those of {capacity} rows",
-        )
-        usable = bool(((leaves >= 0) & leaves.isfinite()).all())
-        demand(usable, "the checkpoint's priorities must be finite and not negative")
-        # Its exponents are checked by a tree; one that has refused priorities is never saved.
-        SumTree(1).load_state_dict({"capacity": 1, "leaves": torch.zeros(1), "hyper": tree["hyper"]})
+        try:
+            SumTree.check_state(tree, capacity)
+        except (TypeError, LookupError, AttributeError) as error:
+            raise ValueError("the checkpoint's tree is damaged") from error
+        # One that has refused priorities is never saved.
         demand(float(tree["hyper"][REFUSED]) == 0, "the checkpoint's tree has refused priorities")
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpubuf.data.arguments import check_count
 from gpubuf.data.recording import DERIVED, current_recording, refuse_in_capture
-from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, demand, is_count, positions_below
+from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.trajectory_index import (
     Signal,
@@ -24,6 +24,7 @@ from gpubuf.data.samplers.trajectory_index import (
     signal_keys,
     stored_signal,
 )
+from gpubuf.data.samplers.uniform import EpochSampler
 from gpubuf.data.storage.end_bits import bitmap_bytes
 from gpubuf.data.storage.layout import Key, RowLayout, as_key, as_written
 from gpubuf.data.storage.placement import IndexBytes
@@ -277,24 +278,15 @@ class SliceSampler(Sampler):
     @property
     def trajectory_index(self) -> TrajectoryIndex:
         """The index of the storage's trajectories; made at the first use, with all rows that are there by then."""
-        return self._index_made()
-
-    def _index_made(self) -> TrajectoryIndex:
         if self._index is None:
             refuse_in_capture("the first write or sample makes the index: do it before")
             storage = self.storage
+            self._flags = SliceFlags(storage.batch_layout, self.truncated_key, self.init_key)
             self._index = TrajectoryIndex(storage, self._signal(storage), self._rule(self.slice_len or 1))
         recording = current_recording()
         if recording is not None:
             recording.holds(self, "_index")
         return self._index
-
-    def _flags_of(self, storage: TensorStorage) -> SliceFlags:
-        if torch.compiler.is_compiling():
-            return SliceFlags(storage.batch_layout, self.truncated_key, self.init_key)
-        if self._flags is None:
-            self._flags = SliceFlags(storage.batch_layout, self.truncated_key, self.init_key)
-        return self._flags
 
     def _signal(self, storage: TensorStorage) -> Signal:
         if self.ends is not None:
@@ -348,7 +340,7 @@ class SliceSampler(Sampler):
 
     def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
         """Index the steps of one write."""
-        trajectories = self._index_made()
+        trajectories = self.trajectory_index
         trajectories.write(positions.numel() // trajectories.envs)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
@@ -448,7 +440,7 @@ class SliceSampler(Sampler):
             raise RuntimeError(UNBOUND)
         n, length = partition(batch_size, self.num_slices, self.slice_len)
         n *= batches
-        index = self._index_made()
+        index = self.trajectory_index
         # On the CPU alone, for it reads rows; and only where the number of rows may be looked at.
         if (
             not torch.compiler.is_compiling()
@@ -496,10 +488,11 @@ class SliceSampler(Sampler):
                     raise RuntimeError(self._nothing_eligible(index))
                 rows, last = rows[kept], last[kept]
                 info = {key: value[kept] for key, value in info.items()}
-        reader = self.reader
+        reader, flags = self.reader, self._flags
         assert reader is not None
+        assert flags is not None
         tensors, generation = reader.gather(rows)
-        info |= self._flags_of(storage).entries(tensors, last, length, kept)
+        info |= flags.entries(tensors, last, length, kept)
         if not self.stack:
             return Drawn(tensors, rows, generation, info)
         shape = (n, length)
@@ -512,7 +505,7 @@ class SliceSampler(Sampler):
         _, length = partition(batch_size, self.num_slices, self.slice_len)
         if not super().can_sample(storage, batch_size):
             return False
-        index = self._index_made()
+        index = self.trajectory_index
         index.use(self._rule(length))
         return int(index.total) > 0
 
@@ -521,10 +514,7 @@ class SliceSampler(Sampler):
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
         """Restore the random stream. The index is derived from the rows: it is made anew."""
         super().load_state_dict(state, order)
-        storage = self.storage
-        if storage.initialized:
-            self._index_made()
-            self.rebuild()
+        self.rebuild()
 
     def __repr__(self) -> str:
         return (
@@ -533,7 +523,7 @@ class SliceSampler(Sampler):
         )
 
 
-class SliceSamplerWithoutReplacement(SliceSampler):
+class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
     """Every eligible trajectory once an epoch, one slice of it, which starts anywhere in it with equal probability.
 
     A batch has fewer slices than asked for if no more trajectories are left; then ``ran_out`` is set, and the next
@@ -547,6 +537,8 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             compile, use_gpu, stack: as for :class:`SliceSampler`.
         replacement: accepted for compatibility.
     """
+
+    _saved_as = ("ranks", "epoch")
 
     def __init__(
         self,
@@ -568,7 +560,8 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         stack: bool = False,
         replacement: bool = False,
     ) -> None:
-        super().__init__(
+        SliceSampler.__init__(
+            self,
             num_slices=num_slices,
             slice_len=slice_len,
             end_key=end_key,
@@ -581,9 +574,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             strict_length=strict_length,
             stack=stack,
         )
-        self.drop_last, self.shuffle = drop_last, shuffle
-        self._ranks: Tensor | None = None
-        self._epoch: tuple[int, Rule] | None = None
+        EpochSampler.__init__(self, drop_last, shuffle)
 
     def _choose_slices(
         self, storage: TensorStorage, index: TrajectoryIndex, n: int, length: int
@@ -593,81 +584,25 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         )
         rule = self._rule(length)
         index.use(rule)
-        rng = self.random_state(storage.device)
-        if self._ranks is None or self._epoch != (storage.written, rule):
-            self._begin(storage, index)
-        assert self._ranks is not None
-        if self.drop_last and self._ranks.numel() < n:
-            raise ValueError(
-                f"a batch takes {n} trajectories, {self._ranks.numel()} are eligible, and drop_last=True forbids less"
-            )
-        ranks, left = self._ranks[:n], self._ranks[n:]
-        chosen = index.draw(ranks.numel(), rng, ranks)
-        ran_out = left.numel() < (n if self.drop_last else 1)
-        # In one step: an interrupt may come at any call.
-        self._ranks, self.ran_out = None if ran_out else left, ran_out
-        return *chosen, {}
+        ranks = self._next(n, [storage.written, *rule], lambda: self._count(index))
+        return *index.draw(ranks.numel(), self.random_state(storage.device), ranks), {}
+
+    def _count(self, index: TrajectoryIndex) -> int:
+        """How many trajectories an epoch has. Synchronises."""
+        total = int(index.total.item())
+        if total == 0:
+            raise RuntimeError(index.nothing_eligible())
+        return total
 
     def draw_batches(self, n: int, batches: int) -> Drawn:
         if not self.drop_last:
             raise ValueError("the last batch of an epoch may be shorter than the others: several need drop_last=True")
         return super().draw_batches(n, batches)
 
-    def _begin(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
-        """Begin an epoch. Synchronises."""
-        total = int(index.total.item())
-        if total == 0:
-            raise RuntimeError(index.nothing_eligible())
-        self._ranks = self.order_of(total, storage.device, self.shuffle)
-        self._epoch = (storage.written, index.rule)
-
     def rebuild(self) -> None:
         with self.lock:
             super().rebuild()
-            self._ranks = None
-
-    def empty(self) -> None:
-        super().empty()
-        self._ranks = None
-
-    def forget_storage(self) -> None:
-        super().forget_storage()
-        self._ranks = self._epoch = None
-
-    def memory(self) -> IndexBytes:
-        order = 0 if self._ranks is None else self._ranks.untyped_storage().nbytes()
-        return IndexBytes(index=order) + super().memory()
-
-    def move(self) -> None:
-        super().move()
-        if self._ranks is not None:
-            self._ranks = self._ranks.to(self.storage.device)
-
-    def state_dict(self) -> dict[str, Any]:
-        # What was restored of TorchRL's has no epoch until a batch is drawn.
-        left = None if self._ranks is None or self._epoch is None else self._ranks.clone()
-        epoch = None if self._epoch is None else [self._epoch[0], *self._epoch[1]]
-        return {**super().state_dict(), "ranks": left, "epoch": epoch, "ran_out": self.ran_out}
-
-    def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
-        super().load_state_dict(state, order)
-        ranks, epoch, self.ran_out = state["ranks"], state["epoch"], state["ran_out"]
-        if ranks is None or order is not None:
-            # Rows that lie elsewhere now begin a new epoch.
-            self._ranks = self._epoch = None
-        else:
-            written, *rule = epoch
-            self._ranks, self._epoch = ranks.to(self.storage.device, copy=True), (written, Rule(*rule))
-
-    def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
-        super().check_state(state, capacity, size)
-        ranks, epoch = state["ranks"], state["epoch"]
-        demand(type(state["ran_out"]) is bool, "the checkpoint's epoch is damaged")
-        if ranks is not None:
-            # At most one trajectory a row.
-            demand(positions_below(ranks, size), "the checkpoint's epoch is damaged")
-            is_epoch = len(epoch) == 1 + len(Rule._fields) and all(is_count(int(n)) for n in epoch)
-            demand(is_epoch, "its rule is damaged")
+            self._left = None
 
 
 SliceSampler.without_replacement = SliceSamplerWithoutReplacement
@@ -804,7 +739,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
         """Index the steps of one write, and give them their priority, in one tree update."""
-        trajectories, storage = self._index_made(), self.storage
+        trajectories, storage = self.trajectory_index, self.storage
         n = positions.numel() // trajectories.envs
         self._note_need(storage, trajectories)
         trajectories.write(n)

@@ -588,6 +588,28 @@ class SumTree:
         leaves = self.leaves[: self.capacity].clone()
         return {"capacity": self.capacity, "leaves": leaves, "hyper": self.scalars.clone()}
 
+    @staticmethod
+    def check_state(state: dict[str, Any], capacity: int) -> None:
+        """Raise unless a tree of ``capacity`` rows can load ``state``. Synchronises. Errors: see the next method."""
+        leaves, scalars = state["leaves"], state["hyper"]
+        if state["capacity"] != capacity:
+            raise ValueError(f"the state is of a tree of {state['capacity']} rows, this tree has {capacity}")
+        for name, tensor, dtype, length in (
+            ("leaves", leaves, torch.float32, capacity),
+            ("hyper", scalars, torch.float64, _SCALARS),
+        ):
+            if tensor.dtype != dtype:
+                raise TypeError(f"{name} must be {dtype}, not {tensor.dtype}")
+            if list(tensor.shape) != [length]:
+                raise ValueError(f"{name} must have shape {[length]}, not {list(tensor.shape)}")
+        if not bool(((leaves >= 0) & leaves.isfinite()).all()):
+            raise ValueError("leaves must be finite and not negative")
+        numbers = scalars.tolist()
+        for name, position in (("alpha", ALPHA), ("beta", BETA), ("eps", EPS), ("the number refused", REFUSED)):
+            exponent(name, numbers[position])
+        if not math.isfinite(numbers[MAX_PRIORITY]):
+            raise ValueError(f"the largest priority must be finite, but is {numbers[MAX_PRIORITY]}")
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`, in place, under the present :attr:`eligible`. Synchronises.
 
@@ -596,21 +618,9 @@ class SumTree:
             TypeError: a tensor has another dtype.
             ValueError: the capacity differs, or a shape or a value is impossible. Nothing has changed.
         """
+        self.check_state(state, self.capacity)
         leaves, scalars = state["leaves"], state["hyper"]
-        if state["capacity"] != self.capacity:
-            raise ValueError(f"the state is of a tree of {state['capacity']} rows, this tree has {self.capacity}")
-        for name, tensor, like in (("leaves", leaves, self.leaves[: self.capacity]), ("hyper", scalars, self.scalars)):
-            if tensor.dtype != like.dtype:
-                raise TypeError(f"{name} must be {like.dtype}, not {tensor.dtype}")
-            if tensor.shape != like.shape:
-                raise ValueError(f"{name} must have shape {list(like.shape)}, not {list(tensor.shape)}")
-        if not bool(((leaves >= 0) & leaves.isfinite()).all()):
-            raise ValueError("leaves must be finite and not negative")
         numbers = scalars.tolist()
-        for name, position in (("alpha", ALPHA), ("beta", BETA), ("eps", EPS), ("the number refused", REFUSED)):
-            exponent(name, numbers[position])
-        if not math.isfinite(numbers[MAX_PRIORITY]):
-            raise ValueError(f"the largest priority must be finite, but is {numbers[MAX_PRIORITY]}")
         self._transformed_by(numbers[ALPHA], numbers[EPS])
         # abs: of -0.0, which the kernels would take for a tag.
         self.leaves[: self.capacity].copy_(leaves.abs())

@@ -18,7 +18,7 @@ from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.storage.layout import Key, RowLayout, address, as_key, inside
 from gpubuf.data.storage.placement import device_name
 from gpubuf.data.storage.plan import Recipe
-from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, check_tells_ends
+from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, Schema, check_tells_ends
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels import config, trajectories
 from gpubuf.kernels._registry import without_dispatch
@@ -477,6 +477,50 @@ class TrajectoryIndex:
             f"{type(self).__name__}(steps={self.steps}, envs={self.envs}, {self.rule}, fan_out={self.fan_out}, "
             f"nbytes={self.nbytes})"
         )
+
+
+class TrajectoryBounds:
+    """Finds the trajectories of rows in the bitmap of ends that a storage keeps for it: base class of what needs that.
+
+    Args:
+        recipe: says which keys tell where trajectories end.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    # As a follower of the storage
+
+    @property
+    def needs_ends(self) -> bool:
+        """Whether the storage has to keep the bitmap."""
+        return True
+
+    def check_rows(self, schema: Schema) -> None:
+        """Raise if rows of ``schema`` don't tell where trajectories end.
+
+        Raises:
+            KeyError: a key is not stored.
+        """
+        if self.needs_ends:
+            self.recipe.ends(schema)
+
+    def follow(self) -> None:
+        """The storage was allocated, moved or freed: nothing is kept of it here."""
+
+    def bounds(self, storage: TensorStorage, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """First row, last row and length of the trajectories of rows. A GPU gives rows that are not stored length 0."""
+        if storage.end_bits is None:
+            storage.followed_by(self)
+        ends = storage.end_bits
+        assert ends is not None
+        recording = current_recording()
+        if recording is not None:
+            recording.holds(ends, "words")
+        found: tuple[Tensor, Tensor, Tensor] = _bounds(
+            ends.words, storage.ring, row, storage.shape[0], math.prod(storage.shape[1:])
+        )
+        return found
 
 
 # The first rows tell. They are looked at whenever their number has doubled, up to so many.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,10 +16,83 @@ from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels.rows import SIZE
 
 
-class SamplerWithoutReplacement(Sampler):
+class EpochSampler(Sampler):
+    """Base class of samplers without replacement: each of so many things once an epoch, then all of them again.
+
+    Args:
+        drop_last, shuffle: as for :class:`SamplerWithoutReplacement`.
+    """
+
+    row_tensors = ("_left",)
+    # The names in a state of what is left, and of what it is an epoch of.
+    _saved_as: ClassVar[tuple[str, str]] = ("remaining", "size")
+
+    def __init__(self, drop_last: bool, shuffle: bool) -> None:
+        Sampler.__init__(self)
+        self.drop_last, self.shuffle = drop_last, shuffle
+        # What is left of the epoch, int64; and what it is an epoch of: another one begins when that changes.
+        self._left: Tensor | None = None
+        self._of: Any = None
+
+    def _next(self, n: int, of: Any, count: Callable[[], int]) -> Tensor:
+        """The next ``n`` numbers of the epoch of ``of``, or what is left of it. No host sync, but in ``count``.
+
+        Args:
+            n: how many.
+            of: what the epoch is of.
+            count: how many numbers there are; called where an epoch begins.
+
+        Raises:
+            ValueError: ``drop_last`` is set and there are fewer than ``n``.
+        """
+        left = self._left
+        if left is None or self._of != of or (self.drop_last and left.numel() < n):
+            left, self._of = self.order_of(count(), self.storage.device, self.shuffle), of
+        if self.drop_last and left.numel() < n:
+            raise ValueError(
+                f"The batch size ({n}) is greater than the storage capacity in use, {left.numel()} rows or "
+                "trajectories that can be drawn, and drop_last=True forbids repeats"
+            )
+        ran_out = left.numel() - n < (n if self.drop_last else 1)
+        # In one step: an interrupt may come at any call.
+        self._left, self.ran_out = None if ran_out else left[n:], ran_out
+        return left[:n]
+
+    def forget_storage(self) -> None:
+        super().forget_storage()
+        self._of = None
+
+    def empty(self) -> None:
+        super().empty()
+        self._left = self._of = None
+
+    def state_dict(self) -> dict[str, Any]:
+        # What was restored of TorchRL's is an epoch of nothing until a batch is drawn.
+        left = None if self._left is None or self._of is None else self._left.clone()
+        epoch = dict(zip(self._saved_as, (left, self._of), strict=True))
+        return {**super().state_dict(), **epoch, "ran_out": self.ran_out}
+
+    def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
+        super().load_state_dict(state, order)
+        left, of = (state[name] for name in self._saved_as)
+        self.ran_out = state["ran_out"]
+        # Rows that lie elsewhere now begin a new epoch.
+        there = left is not None and order is None
+        self._left, self._of = (left.to(self.storage.device, copy=True), of) if there else (None, None)
+
+    def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
+        super().check_state(state, capacity, size)
+        left, of = (state[name] for name in self._saved_as)
+        counts = of if isinstance(of, list) else [0 if of is None else of]
+        usable = type(state["ran_out"]) is bool and all(is_count(int(count)) for count in counts)
+        # Of trajectories there is at most one a row.
+        demand(usable and (left is None or positions_below(left, size)), "the checkpoint's epoch is damaged")
+
+
+class SamplerWithoutReplacement(EpochSampler):
     """Every row once an epoch.
 
-    A permutation is used up batch by batch, and a new one drawn when it ends (which sets ``ran_out``) or when the
+    A permutation is used up batch by batch, and a new one drawn when it has ended (which sets ``ran_out``) or when the
     number of stored rows changes.
 
     Args:
@@ -29,17 +103,10 @@ class SamplerWithoutReplacement(Sampler):
     """
 
     def __init__(self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False) -> None:
-        super().__init__()
-        self.drop_last = drop_last
-        self.shuffle = shuffle
-        self._remaining: Tensor | None = None
-        self._size = 0
+        super().__init__(drop_last, shuffle)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
-
-    def _permutation(self, storage: TensorStorage) -> Tensor:
-        return self.order_of(len(storage), storage.device, self.shuffle)
 
     def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """The next rows of the epoch. No host sync.
@@ -47,25 +114,11 @@ class SamplerWithoutReplacement(Sampler):
         Raises:
             ValueError: ``drop_last`` is set and fewer than ``n`` rows are stored.
         """
-        storage = self.storage
         refuse_in_capture(
             "the host decides which rows of an epoch come next: sample without replacement outside of the step"
         )
-        if self.drop_last and len(storage) < n:
-            raise ValueError(
-                f"The batch size ({n}) is greater than the storage capacity in use, {len(storage)} rows, and "
-                "drop_last=True forbids repeats"
-            )
-        if self._remaining is None or self._size != len(storage):
-            self._remaining, self._size = self._permutation(storage), len(storage)
-        flat, remaining = self._remaining[:n], self._remaining[n:]
-        left = remaining.numel()
-        ran_out = left == 0 or (self.drop_last and left < n)
-        if ran_out:
-            remaining = self._permutation(storage)
-        # In one step: an interrupt may come at any call.
-        self._remaining, self.ran_out = remaining, ran_out
-        return flat, {}
+        size = len(self.storage)
+        return self._next(n, size, lambda: size), {}
 
     def choose_batches(self, n: int, batches: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """The next rows. A batch that an epoch can't fill goes on with the next one; with ``drop_last`` it is left out.
@@ -84,44 +137,8 @@ class SamplerWithoutReplacement(Sampler):
     def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:
         return len(storage) >= (batch_size if self.drop_last else 1)
 
-    def forget_storage(self) -> None:
-        super().forget_storage()
-        self._remaining, self._size = None, 0
-
-    def empty(self) -> None:
-        super().empty()
-        self.forget_storage()
-
     def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
         return IndexBytes(index=8 * math.prod(shape))
-
-    def memory(self) -> IndexBytes:
-        # The rest of an epoch is a view of the whole.
-        return IndexBytes(index=0 if self._remaining is None else self._remaining.untyped_storage().nbytes())
-
-    def move(self) -> None:
-        super().move()
-        if self._remaining is not None:
-            self._remaining = self._remaining.to(self.storage.device)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "remaining": self._remaining, "size": self._size, "ran_out": self.ran_out}
-
-    def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
-        super().load_state_dict(state, order)
-        remaining = state["remaining"]
-        if order is not None or remaining is None:
-            # The rows lie elsewhere now: begin a new epoch.
-            self._remaining, self._size = None, 0
-        else:
-            self._remaining, self._size = remaining.to(self.storage.device, copy=True), state["size"]
-        self.ran_out = state["ran_out"]
-
-    def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
-        super().check_state(state, capacity, size)
-        remaining = state["remaining"]
-        demand(is_count(state["size"]) and type(state["ran_out"]) is bool, "the checkpoint's epoch is damaged")
-        demand(remaining is None or positions_below(remaining, size), "the checkpoint's epoch is damaged")
 
 
 class RandomSampler(Sampler):
