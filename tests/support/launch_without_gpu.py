@@ -18,6 +18,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 
 import gpubuf
+from benchmarks.measure.no_gpu import install
 from gpubuf.kernels import _launching
 from gpubuf.kernels._launching import _options, launch
 from gpubuf.kernels.categorical import _launch as categorical
@@ -30,7 +31,6 @@ from gpubuf.kernels.sum_tree import _launch as sum_tree
 from gpubuf.kernels.tanh_normal import _launch as tanh_normal
 from gpubuf.kernels.td import _launch as td
 from gpubuf.kernels.trajectories import _launch as trajectories
-from tests.support.no_gpu import install
 
 FAMILIES = (categorical, norms, philox, rows, sac, sum_tree, tanh_normal, td, trajectories)
 
