@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import sys
 import time
 from dataclasses import dataclass
@@ -12,8 +13,6 @@ from gpubuf.terminal import make_progress
 _PLAIN_LINES = 10
 _PLAIN_SECONDS = 60.0
 _REFRESH_SECONDS = 0.1
-# A step that takes longer is a pause, in which something is compiled, unless the one before took as long.
-_PAUSE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -50,46 +49,6 @@ class Reporter:
         """Training is over, or was interrupted."""
 
 
-class Speed:
-    """Steps per second over the last few seconds, so that the remaining time is right after the random warm-up, too.
-
-    What is compiled at the first steps takes up to minutes, and says nothing about those that follow: no rate is known
-    from such a pause until more steps have been counted.
-    """
-
-    def __init__(self, step: int, total: int, span: float = 5.0) -> None:
-        self._total = total
-        self._span = span
-        self._paused = False
-        self._last = time.monotonic()
-        self._marks = [(self._last, step)]
-
-    def count(self, step: int, now: float) -> None:
-        """Note the time at which ``step`` was done. Called after every step."""
-        pause = now - self._last > _PAUSE_SECONDS
-        if pause and not self._paused:
-            self._marks = [(now, step)]
-        self._paused, self._last = pause, now
-
-    def update(self, step: int) -> float:
-        """Note the time of ``step``. Returns steps per second, 0 while unknown."""
-        now = time.monotonic()
-        self._marks.append((now, step))
-        while len(self._marks) > 2 and self._marks[1][0] < now - self._span:
-            self._marks.pop(0)
-        then, first = self._marks[0]
-        return (step - first) / (now - then) if now > then else 0.0
-
-    def left(self, step: int, rate: float) -> str:
-        """The time for the remaining steps at ``rate``, as text."""
-        if rate <= 0:
-            return "-:--"
-        seconds = round(max(0, self._total - step) / rate)
-        hours, rest = divmod(seconds, 3600)
-        minutes, seconds = divmod(rest, 60)
-        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
 def describe(status: Status) -> str:
     """Return and losses as text, with dashes for unknown numbers."""
     return (
@@ -98,9 +57,9 @@ def describe(status: Status) -> str:
     )
 
 
-def _speed(rate: float, left: str) -> str:
-    """Rate and remaining time as text, with dashes while they are unknown."""
-    return f"{f'{rate:.0f}' if rate >= 10 else f'{rate:.2g}' if rate > 0 else '-'} steps/s  {left} left"
+def _speed(rate: float | None) -> str:
+    """Steps per second as text, with a dash while they are unknown."""
+    return f"{'-' if not rate else f'{rate:.0f}' if rate >= 10 else f'{rate:.2g}'} steps/s"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -108,37 +67,35 @@ def _number(value: float | None, form: str) -> str:
 
 
 class PlainReporter(Reporter):
-    """Ten lines per run, or one per minute if that is more, without control sequences: for logs."""
+    """Ten lines per run, or one per minute if that is more, without control sequences: for logs.
+
+    The speed is that since the line before.
+    """
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file
         self._total = 0
         self._due = 0
-        self._shown = 0.0
-        self._speed = Speed(0, 0)
+        # Step and time of the last line.
+        self._shown = 0, 0.0
 
     def start(self, step: int, total: int) -> None:
         self._total = total
-        self._due = self._next(step)
-        self._shown = time.monotonic()
-        self._speed = Speed(step, total, span=float("inf"))
+        self._next(step, time.monotonic())
+
+    def _next(self, step: int, now: float) -> None:
+        self._shown = step, now
+        self._due = min(step + max(1, self._total // _PLAIN_LINES), self._total)
 
     def update(self, status: Status) -> None:
-        now = time.monotonic()
-        self._speed.count(status.step, now)
-        if status.step < self._due and now < self._shown + _PLAIN_SECONDS:
+        now, (step, before) = time.monotonic(), self._shown
+        if status.step < self._due and now < before + _PLAIN_SECONDS:
             return
-        self._shown = now
-        rate = self._speed.update(status.step)
-        self._due = self._next(status.step)
-        self.message(
-            f"step {status.step:,}/{self._total:,}  {describe(status)}  "
-            f"{_speed(rate, self._speed.left(status.step, rate))}"
-        )
-        self._speed = Speed(status.step, self._total, span=float("inf"))
-
-    def _next(self, step: int) -> int:
-        return min(step + max(1, self._total // _PLAIN_LINES), self._total)
+        rate = (status.step - step) / max(now - before, 1e-9)
+        left = datetime.timedelta(seconds=round((self._total - status.step) / rate)) if rate else "-"
+        text = f"{describe(status)}  {_speed(rate)}  {left} left"
+        self.message(f"step {status.step:,}/{self._total:,}  {text}")
+        self._next(status.step, now)
 
     def message(self, text: str) -> None:
         print(text, file=self._file or sys.stdout, flush=True)
@@ -151,16 +108,15 @@ class BarReporter(Reporter):
         self._progress = make_progress(
             "short bar",
             "{task.completed:,.0f}/{task.total:,.0f}",
-            "[cyan]{task.fields[description_]}",
+            "[cyan]{task.description}",
             "{task.fields[speed]}",
+            "remaining",
         )
-        self._speed = Speed(0, 0)
         self._shown = 0.0
         self._latest: Status | None = None
-        self._task = self._progress.add_task("", total=None, start=False, description_="", speed="")
+        self._task = self._progress.add_task("", total=None, start=False, speed="")
 
     def start(self, step: int, total: int) -> None:
-        self._speed = Speed(step, total)
         self._progress.update(self._task, completed=step, total=total)
         self._progress.start_task(self._task)
         self._progress.start()
@@ -168,19 +124,13 @@ class BarReporter(Reporter):
     def update(self, status: Status) -> None:
         self._latest = status
         now = time.monotonic()
-        self._speed.count(status.step, now)
         if now - self._shown >= _REFRESH_SECONDS:
             self._shown = now
             self._show(status)
 
     def _show(self, status: Status) -> None:
-        rate = self._speed.update(status.step)
-        self._progress.update(
-            self._task,
-            completed=status.step,
-            description_=describe(status),
-            speed=_speed(rate, self._speed.left(status.step, rate)),
-        )
+        speed = _speed(self._progress.tasks[0].speed)
+        self._progress.update(self._task, completed=status.step, description=describe(status), speed=speed)
 
     def message(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
