@@ -1,6 +1,7 @@
 """Every case of docs/cases.md has a test that names it. ``python -m tests.test_cases`` prints which."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -20,11 +21,16 @@ def numbers(text: str) -> set[int]:
     return found
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def covering_tests() -> dict[int, list[str]]:
     """``file::test`` of every test by the case that its docstring, or its module's, names."""
     found: dict[int, list[str]] = {}
     for path in sorted(HERE.rglob("test_*.py")):
-        module, file = ast.parse(path.read_text()), path.relative_to(HERE).as_posix()
+        module, file = parsed(path), path.relative_to(HERE).as_posix()
         tests = [n for n in ast.walk(module) if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
         for node, name in [(module, file), *((test, f"{file}::{test.name}") for test in tests)]:
             for number in numbers(ast.get_docstring(node) or ""):
@@ -35,7 +41,7 @@ def covering_tests() -> dict[int, list[str]]:
 def needs_a_gpu(name: str) -> bool:
     """Whether ``file::test`` runs on a GPU only."""
     file, _, test = name.partition("::")
-    module = ast.parse((HERE / file).read_text())
+    module = parsed(HERE / file)
 
     def marked(decorators: list[ast.expr]) -> bool:
         return any(re.search(r"\bgpu\b", ast.unparse(each)) for each in decorators)
