@@ -29,32 +29,24 @@ def folders(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not NO_GPU, reason="there is a GPU")
-class TestWithoutGpu:
-    def test_it_says_why(self):
-        found = info()
-        assert found.devices == ()
-        assert found.no_gpu == why_no_gpu()
-        assert f"torch {torch.__version__}" in found.no_gpu
-        for check in found.checks:
-            assert (check.works, check.why) == (None, found.no_gpu)
-
-    def test_table(self, capsys):
-        assert main(["info"]) == 0
-        said = capsys.readouterr().out
-        for text in (f"torch               {torch.__version__}", "no GPU", "not tried", "none in ", "GiB", "Numba"):
-            assert text in said
-
-    def test_json(self, capsys, folders):
-        assert main(["info", "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["versions"]["torch"] == torch.__version__
-        assert found["devices"] == []
-        assert found["folders"] == [str(folder) for folder in folders]
-        assert 0 < found["host"][0] <= found["host"][1]
-        assert {check["name"] for check in found["checks"]} == {"CUDA graphs", "gathers from pinned memory"}
-        assert {check["name"] for check in found["needs"]} == {"a C compiler", "Python.h"}
-        assert set(found["caches"]) == {"Numba", "Triton"}
-        assert not any(text.startswith("unknown") for text in found["caches"].values())
+def test_without_a_gpu(capsys, folders):
+    """The table says why nothing was tried, and the JSON has the same."""
+    assert main(["info"]) == 0
+    said = capsys.readouterr().out
+    for text in (f"torch               {torch.__version__}", "no GPU", "not tried", "none in ", "GiB", "Numba"):
+        assert text in said
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["no_gpu"] == why_no_gpu()
+    assert f"torch {torch.__version__}" in found["no_gpu"]
+    assert (found["devices"], found["folders"]) == ([], [str(folder) for folder in folders])
+    assert 0 < found["host"][0] <= found["host"][1]
+    tried = {check["name"]: (check["works"], check["why"]) for check in found["checks"]}
+    assert tried == dict.fromkeys(["CUDA graphs", "gathers from pinned memory"], (None, found["no_gpu"]))
+    assert {check["name"] for check in found["needs"]} == {"a C compiler", "Python.h"}
+    assert set(found["caches"]) == {"Numba", "Triton"}
+    assert not any(text.startswith("unknown") for text in found["caches"].values())
 
 
 class TestWhatTheFirstLaunchNeeds:
@@ -159,53 +151,50 @@ class TestWithGpu:
         assert "2026-11-21  1       yes" in capsys.readouterr().out
 
 
-class TestTunedFiles:
-    POINTS = {"sum_tree_draw": [draw(2)]}  # noqa: RUF012
+POINTS = {"sum_tree_draw": [draw(2)]}
 
-    def states(self) -> list[str]:
-        return [file.state for file in tuned_files({DEVICE})]
 
-    def test_none(self):
-        assert tuned_files({DEVICE}) == ()
+def states(devices=(DEVICE,)) -> list[str]:
+    return [file.state for file in tuned_files(set(devices))]
 
-    def test_the_users_comes_first(self, folders):
-        for folder in folders:
-            write_file(folder, self.POINTS)
-        assert [file.path.parent for file in tuned_files({DEVICE})] == list(folders)
-        assert self.states() == ["yes", "where the file above has no point"]
 
-    def test_one_that_says_nothing_does_not_come_first(self, folders):
-        write_file(folders[0], {})
-        write_file(folders[1], self.POINTS)
-        assert self.states() == ["no: it has no points", "yes"]
+def test_the_users_tuned_file_comes_first(folders):
+    assert states() == []
+    for folder in folders:
+        write_file(folder, POINTS)
+    assert [file.path.parent for file in tuned_files({DEVICE})] == list(folders)
+    assert states() == ["yes", "where the file above has no point"]
+    assert states([]) == ["no: for a device that is not here"] * 2
+    write_file(folders[0], {})
+    assert states() == ["no: it has no points", "yes"]
 
-    def test_for_another_device(self, folders):
-        write_file(folders[0], self.POINTS)
-        assert [file.state for file in tuned_files(set())] == ["no: for a device that is not here"]
 
-    def test_stale(self, folders):
-        write_file(folders[0], self.POINTS, format=0)
-        assert "no: it is stale" in self.states()[0]
-        write_file(folders[0], self.POINTS, kernels={})
-        assert "no: sum_tree_draw: stale" in self.states()[0]
+@pytest.mark.parametrize(
+    ("points", "more", "state"),
+    [
+        (POINTS, {"format": 0}, "no: it is stale"),
+        (POINTS, {"kernels": {}}, "no: sum_tree_draw: stale"),
+        ({"sum_tree_draw": [draw(2), draw(3)]}, {}, "yes; ignored: sum_tree_draw: of a point"),
+    ],
+    ids=["another format", "other kernels", "a point that can't be"],
+)
+def test_tuned_files_that_are_not_used_as_they_are(folders, points, more, state):
+    write_file(folders[0], points, **more)
+    (found,) = states()
+    assert found.startswith(state)
+    assert ("power of two, not 3" in found) == (not more)
 
-    def test_partly_damaged(self, folders):
-        write_file(folders[0], {"sum_tree_draw": [draw(2), draw(3)]})
-        (state,) = self.states()
-        assert state.startswith("yes; ignored: sum_tree_draw: of a point")
-        assert "power of two, not 3" in state
 
-    def test_damaged(self, folders):
-        folders[0].mkdir(parents=True)
-        (folders[0] / "broken.json").write_text("{")
-        (file,) = tuned_files({DEVICE})
-        assert file.state.startswith("no: it can't be read")
-        assert file.device == file.date == ""
-
-    def test_under_another_name(self, folders):
-        folders[0].mkdir(parents=True)
-        (folders[0] / "other.json").write_text(json.dumps(content(self.POINTS)))
-        assert self.states() == ["no: it is not named after its device"]
+@pytest.mark.parametrize(
+    ("name", "text", "state"),
+    [("broken", "{", "no: it can't be read"), ("other", json.dumps(content(POINTS)), "no: it is not named after its")],
+)
+def test_files_that_are_no_tuned_files(folders, name, text, state):
+    folders[0].mkdir(parents=True)
+    (folders[0] / f"{name}.json").write_text(text)
+    (file,) = tuned_files({DEVICE})
+    assert file.state.startswith(state)
+    assert (file.device == "") == (name == "broken")
 
 
 @pytest.mark.gpu

@@ -93,6 +93,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
     "adapters": (("gpubuf/integrations/*.py",), ("tests/integrations/test_*.py",)),
+    "training": (("gpubuf/train/*.py",), ("tests/train/test_*.py", "tests/test_cli.py")),
 }
 
 TURNED: dict[type[ast.AST], str] = {
