@@ -16,8 +16,6 @@ from tensordict import TensorDict
 from gpubuf.data import (
     LazyTensorStorage,
     PrioritizedSampler,
-    PrioritizedSliceSampler,
-    SliceSampler,
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
@@ -66,38 +64,6 @@ def test_the_method_detects_a_copy_that_is_waited_for(no_copies, non_blocking):
     y = torch.zeros(3, device="cuda")
     with contextlib.nullcontext() if non_blocking else pytest.raises(AssertionError, match="waits for the GPU"):
         y.copy_(x, non_blocking=non_blocking)
-
-
-SLICES = {
-    "uniform": lambda: SliceSampler(slice_len=4),
-    "by transition": lambda: SliceSampler(num_slices=16, weighting="transition", init_key=None),
-    "padded": lambda: SliceSampler(slice_len=4, strict_length=False, pad_output=True, span=1),
-    "by identifier": lambda: SliceSampler(slice_len=4, traj_key=("next", "reward"), stack=True),
-    "fixed": lambda: SliceSampler(slice_len=4, ends=torch.empty(1000, dtype=torch.bool, device="cuda")),
-    "prioritized": lambda: PrioritizedSliceSampler(1000, 0.6, 0.4, slice_len=4),
-}
-
-
-@pytest.mark.parametrize(("kind", "envs"), [*((kind, 10) for kind in SLICES), ("prioritized", 1)])
-def test_slices(kind, envs, no_copies):
-    """The index is kept up to date, and slices are drawn, without the host."""
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(1000, device="cuda", ndim=1 if envs == 1 else 2),
-        sampler=SLICES[kind](),
-        batch_size=64,
-    )
-    for n in (10, 250, 2000):
-        data = batch(n)
-        buffer.extend(data if envs == 1 else data.view(envs, n // envs))
-        sample = buffer.sample()
-        assert all(value.device.type == "cuda" for value in sample.values(True, True))
-        assert sample["next", "truncated"].shape == (*sample.batch_size, 1)
-        assert sample.numel() == 64
-    buffer.sampler.rebuild()
-    if kind == "prioritized":
-        buffer.update_tensordict_priority(sample.set("td_error", torch.empty(64, 1, device="cuda")))
-        buffer.mark_update(sample["index"])
-    buffer.empty()
 
 
 def test_an_epoch_of_slices_synchronises_once():

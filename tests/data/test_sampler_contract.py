@@ -404,4 +404,7 @@ def test_nothing_waits_for_the_gpu(contract):
                     batch["td_error"] = torch.empty(batch.shape, device="cuda")
                     buffer.update_tensordict_priority(batch)
                     buffer.mark_update(torch.zeros(3, dtype=torch.int64, device="cuda"))
+            if contract.slices:
+                buffer.sampler.rebuild()
+            buffer.empty()
         assert all(leaf.device.type == "cuda" for leaf in batch.values(True, True))

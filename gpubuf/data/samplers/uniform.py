@@ -45,17 +45,17 @@ class EpochSampler(Sampler):
         Raises:
             ValueError: ``drop_last`` is set and there are fewer than ``n``.
         """
-        left = self._left
-        if left is None or self._of != of or (self.drop_last and left.numel() < n):
-            left, self._of = self.order_of(count(), self.storage.device, self.shuffle), of
+        left = self._left if self._of == of else None
+        if left is None or (self.drop_last and left.numel() < n):
+            left = self.order_of(count(), self.storage.device, self.shuffle)
         if self.drop_last and left.numel() < n:
             raise ValueError(
                 f"The batch size ({n}) is greater than the storage capacity in use, {left.numel()} rows or "
                 "trajectories that can be drawn, and drop_last=True forbids repeats"
             )
         ran_out = left.numel() - n < (n if self.drop_last else 1)
-        # In one step: an interrupt may come at any call.
-        self._left, self.ran_out = None if ran_out else left[n:], ran_out
+        # At the end, in one step: an interrupt may come at any call.
+        self._left, self._of, self.ran_out = None if ran_out else left[n:], of, ran_out
         return left[:n]
 
     def forget_storage(self) -> None:
