@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpubuf.data.processing.augment import Mirror
 from gpubuf.data.processing.base import Process
-from gpubuf.data.samplers.base import RandomState
+from gpubuf.data.samplers.base import RandomState, demand, is_tensor
 from gpubuf.data.storage.layout import Data, Key, Leaf, as_written
 from gpubuf.kernels.rows import BY_CHANCE, OFF
 
@@ -178,7 +178,5 @@ class Pipeline:
         for number, step in enumerate(self.steps):
             step.check_state(state["steps"][str(number)])
         random = state["random"]
-        if random is not None:
-            saved = random["state"]
-            if not isinstance(saved, Tensor) or saved.dtype is not torch.int64 or tuple(saved.shape) != (3,):
-                raise ValueError("the random state of the processing is not int64 [3]")
+        usable = random is None or is_tensor(random["state"], torch.int64, (3,))
+        demand(usable, "the random state of the processing is not int64 [3]")

@@ -31,6 +31,7 @@ from gpubuf.kernels.sum_tree import (
     SMALLEST,
     SUM,
 )
+from gpubuf.kernels.sum_tree._check import check_eligible
 
 
 class CountError(RuntimeError, ValueError):
@@ -467,14 +468,7 @@ class SumTree:
                 no memory, or is on another device. Nothing has changed.
         """
         if eligible is not None:
-            if eligible.dtype is not torch.int64:
-                raise TypeError(f"eligible must be torch.int64, not {eligible.dtype}")
-            shape = [sum_tree.eligible_words(self.capacity)]
-            if list(eligible.shape) != shape or not eligible.is_contiguous():
-                raise ValueError(
-                    f"eligible must be contiguous and have shape {shape}, not {list(eligible.shape)} "
-                    f"with strides {list(eligible.stride())}"
-                )
+            check_eligible(eligible, self.capacity)
             if is_lazy(eligible):
                 raise ValueError("eligible must hold its bits in memory: it is negated lazily or a zero without memory")
             if eligible.device != self.device:
