@@ -28,9 +28,6 @@ from gpubuf.data.storage.schema import host_can_read
 from gpubuf.data.transforms import Compose
 from gpubuf.data.updates import ConditionalUpdateResult
 
-# Of states that were taken by an earlier release.
-_UNSEEDED = {"host": None, "device": None}
-
 
 class MixedReplayBuffer:
     """Draws every batch from several buffers, a share of its rows from each.
@@ -352,26 +349,18 @@ class MixedReplayBuffer:
             raise ValueError(f"the state is that of {len(states)} buffers, here are {len(self._buffers)}")
         under(self._locks, lambda: self._restore(states, state))
 
-    def _restore(self, states: Sequence[dict[str, Any]], own: dict[str, Any] | None) -> None:
-        """Restore the states of the buffers and ``own``, that of the mix; None: an earlier release saved none."""
+    def _restore(self, states: Sequence[dict[str, Any]], own: dict[str, Any]) -> None:
+        """Restore the states of the buffers and ``own``, that of the mix."""
         transform, offsets = self._transform, self._mixture.offsets
-        if own is None and transform.state_dict():
-            raise ValueError(
-                "the checkpoint is of an earlier release, which did not save the state of the transforms of a mix: "
-                "load it into a mix without them, and append them then"
-            )
-        if own is not None:
-            restore.check_transforms(transform, own["_transforms"])
-            offsets.check_state(own.get("_rounding", _UNSEEDED))
+        restore.check_transforms(transform, own["_transforms"])
+        offsets.check_state(own["_rounding"])
         for buffer, state in zip(self._buffers, states, strict=True):
             restore.check(buffer, state)
         with restore.together(transform) as group:
-            if own is not None:
-                transform.load_state_dict(own["_transforms"])
+            transform.load_state_dict(own["_transforms"])
             for buffer, state in zip(self._buffers, states, strict=True):
                 buffer.load_state_dict({**state, restore.TOGETHER: group})
-        if own is not None:
-            offsets.load_state_dict(own.get("_rounding", _UNSEEDED))
+        offsets.load_state_dict(own["_rounding"])
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> list[Saved]:
         """Save all the buffers, and what the mix has of its own, as of one moment; see :meth:`ReplayBuffer.save`.
@@ -389,8 +378,6 @@ class MixedReplayBuffer:
 
     def load(self, path: str | os.PathLike[str], **options: Any) -> None:
         """Restore what :meth:`save` wrote into all the buffers, or into none; see :meth:`ReplayBuffer.load`.
-
-        Checkpoints of earlier releases, which had no manifest for all the buffers, are read too.
 
         Raises:
             FileNotFoundError: there is no checkpoint.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import math
 import os
@@ -81,7 +80,7 @@ def load(buffer: Checkpointed, path: str | os.PathLike[str], *, progress: bool |
 def load_mix(
     buffers: Sequence[Checkpointed],
     path: str | os.PathLike[str],
-    restore: Callable[[list[dict[str, Any]], dict[str, Any] | None], None],
+    restore: Callable[[list[dict[str, Any]], dict[str, Any]], None],
     *,
     progress: bool | None = None,
 ) -> None:
@@ -91,23 +90,17 @@ def load_mix(
         buffers: the buffers.
         path: the folder of all.
         restore: restores the states of the buffers, and what they share. Called with all locks held, after everything
-            was verified that can be. What they share is None for a checkpoint of an earlier release, which has none,
-            and no manifest of all.
+            was verified that can be.
         progress: as for :func:`load`.
 
     Raises as :func:`load`; ValueError also for a checkpoint of another number of buffers.
     """
     folder = _existing(path)
     with files.FolderLock(folder, exclusive=False):
-        shared: dict[str, Any] | None = None
-        if (folder / files.MANIFEST).exists() or not (part_folder(folder, 0) / files.MANIFEST).exists():
-            mix = files.read_mix(folder)
-            manifests, shared = list(mix.parts), files.open_file(folder, mix.state)
-            need(isinstance(shared.get("_transforms"), dict), f"{folder} has no state of the transforms of the mix")
-        else:
-            # Of an earlier release.
-            folders = map(functools.partial(part_folder, folder), itertools.count())
-            manifests = [files.read_manifest(part) for part in itertools.takewhile(Path.is_dir, folders)]
+        mix = files.read_mix(folder)
+        manifests, shared = mix.parts, files.open_file(folder, mix.state)
+        for name in ("_transforms", "_rounding"):
+            need(isinstance(shared.get(name), dict), f"{folder} has no {name} of the mix")
         if len(manifests) != len(buffers):
             raise ValueError(f"the checkpoint at {folder} is of {len(manifests)} buffers, here are {len(buffers)}")
         parts = [_existing(part_folder(folder, number)) for number in range(len(buffers))]
