@@ -41,6 +41,22 @@ from gpubuf.objectives.networks import (
 from gpubuf.objectives.values import TDLossModule
 
 
+def leaf_of(spec: Any, key: NestedKey) -> tuple[Any, int]:
+    """(what ``spec`` says of the entry at ``key``, number of dimensions of the containers that hold it).
+
+    Args:
+        spec: a space or spec, of the entry itself or a composite one.
+        key: of the entry.
+    """
+    container = 0
+    for name in key if isinstance(key, tuple) else (key,):
+        if isinstance(spec, str) or not hasattr(spec, "keys"):
+            break
+        container = len(getattr(spec, "shape", None) or ())
+        spec = spec[name]
+    return spec, container
+
+
 @dataclass(frozen=True)
 class ActorCriticOptions:
     """The keyword arguments that losses of an actor and N critics share; :class:`~gpubuf.objectives.SACLoss` has their

@@ -6,7 +6,7 @@ import copy
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,18 +16,10 @@ from tensordict.nn import TensorDictModuleBase, TensorDictParams
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from gpubuf.objectives.batch import (
-    HAS_TARGET,
-    importance_weight,
-    joint_mask,
-    mask_keys,
-    masks_in,
-    none_in,
-    without_masked,
-)
+from gpubuf.objectives.batch import AUTO_LOSS_MASK_KEYS, HAS_TARGET, joint_mask, maybe, none_in, per_row, without_masked
 
 
-def one_of(choices: tuple[Any, ...], value: Any, argument: str) -> Any:
+def one_of(choices: Collection[Any], value: Any, argument: str) -> Any:
     """``value``; ValueError if it is none of ``choices``."""
     # By type too: 1 is equal to True.
     if not any(type(value) is type(choice) and value == choice for choice in choices):
@@ -174,24 +166,34 @@ class LossModule(TensorDictModuleBase):
             tensordict: the batch.
             shape: of the loss.
             target: whether the loss compares with what was made of the next states: rows without a target do not count.
+
+        Raises:
+            KeyError: weights are demanded, and the batch has none.
         """
-        key, masks = self._tensor_keys.priority_weight, mask_keys(self.loss_mask_key)  # type: ignore[attr-defined]
+        key, masks = self._tensor_keys.priority_weight, self._mask_keys  # type: ignore[attr-defined]
         if target:
             masks = (*masks, HAS_TARGET)
         if self.use_prioritized_weights is not True and none_in(tensordict, (key, *masks)):
             return None, None
-        weight = importance_weight(tensordict, key, self.use_prioritized_weights, shape)
+        weight = maybe(tensordict, key) if self.use_prioritized_weights else None
+        if weight is not None:
+            weight = per_row(weight, shape, str(key))
+        elif self.use_prioritized_weights is True:
+            raise KeyError(f"use_prioritized_weights=True, but the batch has no {key!r}")
         return weight, joint_mask(tensordict, masks, shape)
+
+    @property
+    def _mask_keys(self) -> tuple[NestedKey, ...]:
+        """Where the batch may have masks."""
+        chosen = self.loss_mask_key
+        return AUTO_LOSS_MASK_KEYS if chosen == "auto" else () if chosen is None else (chosen,)
 
     def without_masked(self, tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBase:
         """The batch with finite numbers in masked rows, in the entries at ``keys``; the batch itself if it has no mask.
 
         The gradient of a masked row is 0, but 0 times NaN reaches the parameters of a network that has seen NaN.
         """
-        if none_in(tensordict, mask_keys(self.loss_mask_key)):
-            return tensordict
-        masks = masks_in(tensordict, mask_keys(self.loss_mask_key))
-        return without_masked(tensordict, masks, keys) if masks else tensordict
+        return without_masked(tensordict, self._mask_keys, keys)
 
 
 def pairs_of(loss: nn.Module) -> list[tuple[Tensor, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -96,11 +96,6 @@ HAS_TARGET = "_has_target"
 COUNTS = "_counts"
 
 
-def mask_keys(chosen: NestedKey | None) -> tuple[NestedKey, ...]:
-    """The keys of masks: :data:`AUTO_LOSS_MASK_KEYS` for "auto", none for None, otherwise ``chosen``."""
-    return AUTO_LOSS_MASK_KEYS if chosen == "auto" else () if chosen is None else (chosen,)
-
-
 def maybe(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
     """The tensor at ``key``, or None. That a batch has none costs a fifth of what ``get`` takes to find out."""
     root = key if isinstance(key, str) else key[0]
@@ -117,30 +112,6 @@ def none_in(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> bool:
     return True
 
 
-def importance_weight(
-    tensordict: TensorDictBase, key: NestedKey, wanted: bool | str, shape: torch.Size
-) -> Tensor | None:
-    """The weights of a loss of ``shape``, one element per row, or None.
-
-    Args:
-        tensordict: the batch.
-        key: of the weights.
-        wanted: True, False, or "auto": where the batch has them.
-        shape: of the loss.
-
-    Raises:
-        KeyError: weights are wanted, and the batch has none.
-    """
-    if wanted not in (True, "auto"):
-        return None
-    weight = maybe(tensordict, key)
-    if weight is not None:
-        return per_row(weight, shape, str(key))
-    if wanted is True:
-        raise KeyError(f"use_prioritized_weights=True, but the batch has no {key!r}")
-    return None
-
-
 def joint_mask(tensordict: TensorDictBase, keys: Iterable[NestedKey], shape: torch.Size) -> Tensor | None:
     """True for the rows that every mask at ``keys`` lets count, one element per row; None if there is no mask."""
     mask = None
@@ -150,11 +121,6 @@ def joint_mask(tensordict: TensorDictBase, keys: Iterable[NestedKey], shape: tor
             each = per_row(each, shape, str(key))
             mask = each if mask is None else mask.reshape(shape) & each.reshape(shape)
     return mask
-
-
-def masks_in(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> list[Tensor]:
-    """The masks that the batch has at ``keys``, as they are."""
-    return [mask for mask in (maybe(tensordict, key) for key in keys) if mask is not None]
 
 
 def leaf_keys(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> list[NestedKey]:
@@ -183,7 +149,9 @@ def counting_rows(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> Tens
     return flags if like.ndim < 2 else flags.expand(*like.shape[:-1], 1).squeeze(-1)
 
 
-def without_masked(tensordict: TensorDictBase, masks: Sequence[Tensor], keys: Iterable[NestedKey]) -> TensorDictBase:
+def without_masked(
+    tensordict: TensorDictBase, mask_keys: Iterable[NestedKey], keys: Iterable[NestedKey]
+) -> TensorDictBase:
     """The batch as networks and targets see it: in masked rows, no NaN and nothing infinite.
 
     The gradient of such a row is 0, but 0 times NaN reaches the parameters. These elements are taken from the first row
@@ -192,13 +160,15 @@ def without_masked(tensordict: TensorDictBase, masks: Sequence[Tensor], keys: It
 
     Args:
         tensordict: the batch.
-        masks: what :func:`masks_in` found.
+        mask_keys: where masks may be.
         keys: entries that networks or targets read.
 
     Returns:
-        A shallow copy, in which the entries at ``keys`` are new, with :data:`COUNTS`.
+        A shallow copy, in which the entries at ``keys`` are new, with :data:`COUNTS`; the batch itself without a mask.
     """
-    given = [trimmed(mask.bool()) for mask in masks]
+    given = [trimmed(mask.bool()) for key in mask_keys if (mask := maybe(tensordict, key)) is not None]
+    if not given:
+        return tensordict
     dims = max(mask.ndim for mask in given)
     aligned = (mask.reshape(mask.shape + (1,) * (dims - mask.ndim)) for mask in given)
     every = functools.reduce(torch.logical_and, aligned)
@@ -273,13 +243,6 @@ def halves(rows: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
 REDUCTIONS = {"none": td.NONE, "mean": td.MEAN, "sum": td.SUM}
 COMBINATIONS = {"min": td.SMALLEST, "mean": td.AVERAGE}
 LOSS_FUNCTIONS = {"l1": td.L1, "l2": td.L2, "smooth_l1": td.SMOOTH_L1, "huber": td.SMOOTH_L1}
-
-
-def lookup(table: dict[str, int], name: str, argument: str) -> int:
-    """The code of ``name``; ValueError if there is none."""
-    if name not in table:
-        raise ValueError(f"{argument} must be one of {sorted(table)}, got {name!r}")
-    return table[name]
 
 
 def reduced(rows: Tensor, weight: Tensor | None, mask: Tensor | None, reduction: str) -> Tensor:

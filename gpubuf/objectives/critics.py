@@ -148,8 +148,10 @@ class Critics(abc.ABC):
         self._shared = shared
         self._tensors: list[Tensor] = []
         self._target_tensors: list[Tensor] | None = None
+        self._online: SwappableCopy
         self._detached: SwappableCopy
         self._target: SwappableCopy
+        self._subset: SwappableCopy | None = None
 
     def refresh(self, target_params: TensorDictBase | None, owners: Owners) -> None:
         """Look the tensors up again, after they were moved to another device or replaced."""
@@ -171,21 +173,23 @@ class Critics(abc.ABC):
         """Draw the parameters anew, in place."""
         redraw(self.network)
 
-    @abc.abstractmethod
     def online(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         """Values with gradients to parameters and inputs."""
+        return self._run(self._online, self._tensors, inputs, key)
 
-    @abc.abstractmethod
     def detached(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         """Values with gradients to the inputs only."""
+        return self._run(self._detached, constants(self._tensors), inputs, key)
 
     def detached_first(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         """:meth:`detached`, for a loss that has gradients to the values of the first network only."""
         return self.detached(inputs, key)
 
-    @abc.abstractmethod
     def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         """Values with the target parameters, or, without target parameters, with the detached ones."""
+        if self._target_tensors is None:
+            return self.detached(inputs, key)
+        return self._run(self._target, self._target_tensors, inputs, key)
 
     def expect_subsets(self, count: int) -> None:  # noqa: B027 (an ensemble need not prepare)
         """Prepare for :meth:`target_subset` of so many networks."""
@@ -195,7 +199,14 @@ class Critics(abc.ABC):
 
         Where it can be done, the others are not run at all.
         """
-        return self.target(inputs, key).index_select(0, subset)
+        if self._subset is None:
+            return self.target(inputs, key).index_select(0, subset)
+        every = constants(self._tensors) if self._target_tensors is None else self._target_tensors
+        return self._run(self._subset, [tensor.index_select(0, subset) for tensor in every], inputs, key)
+
+    @abc.abstractmethod
+    def _run(self, copy: SwappableCopy, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        """The values of ``copy`` on ``tensors``."""
 
     def expect_joint_batches(self) -> None:
         """From now on present and next rows come together, in one batch, to :meth:`online` and to :meth:`target`.
@@ -212,11 +223,6 @@ class Critics(abc.ABC):
         set_statistics(copy.module, "running")
         return copy
 
-    def _target_subset(self, subset: Tensor) -> list[Tensor]:
-        """The parameters of the networks at ``subset``, of the targets where there are any."""
-        tensors = constants(self._tensors) if self._target_tensors is None else self._target_tensors
-        return [tensor.index_select(0, subset) for tensor in tensors]
-
     @property
     def vmap_randomness(self) -> str:
         """How random operations behave among stacked networks: as set, else "different" where there is dropout."""
@@ -232,38 +238,22 @@ class BatchedCritics(Critics):
     def __init__(self, network: Any, size: int, shared: dict[int, Path]) -> None:
         params, owners = own_parameters(network, shared)
         super().__init__(size, network, params, owners)
-        where = paths(self.params)
-        self._detached, self._target = (self._running_copy() for _ in range(2))
         # Without shared parameters the network itself runs, with its hooks.
-        self._own_places = ParameterPlaces(network, where)
-        self._online = SwappableCopy(network, where) if owners else None
-        self._subset: SwappableCopy | None = None
+        self._online = SwappableCopy(network, paths(self.params), copied=bool(owners))
+        self._detached, self._target = (self._running_copy() for _ in range(2))
 
     def refresh(self, target_params: TensorDictBase | None, owners: Owners) -> None:
         super().refresh(target_params, owners)
-        (self._own_places if self._online is None else self._online.places).fill(self._tensors)
+        self._online.places.fill(self._tensors)
         self._detached.places.fill(constants(self._tensors))
         if self._target_tensors is not None:
             self._target.places.fill(self._target_tensors)
 
-    def online(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
-        if self._online is None:
-            return self._run(self.network, inputs, key)
-        self._online.follow_mode()
-        return self._run(self._online.module, inputs, key)
-
     def detached(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
-        self._detached.follow_mode()
         if not torch.compiler.is_compiling():
             # A parameter may have other memory by now: somebody has replaced its `.data`.
             self._detached.places.fill(constants(self._tensors))
-        return self._run(self._detached.module, inputs, key)
-
-    def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
-        if self._target_tensors is None:
-            return self.detached(inputs, key)
-        self._target.follow_mode()
-        return self._run(self._target.module, inputs, key)
+        return super().detached(inputs, key)
 
     def expect_subsets(self, count: int) -> None:
         core = getattr(self.network, "module", None)
@@ -274,14 +264,11 @@ class BatchedCritics(Critics):
             copied.ensemble_size = count
 
     def target_subset(self, inputs: TensorDictBase, key: NestedKey, subset: Tensor) -> Tensor:
-        if self._subset is None:
-            return super().target_subset(inputs, key, subset)
-        self._subset.follow_mode()
-        self._subset.places.fill(self._target_subset(subset))
         try:
-            return self._run(self._subset.module, inputs, key, len(subset))
+            return super().target_subset(inputs, key, subset)
         finally:
-            self._subset.places.clear()
+            if self._subset is not None:
+                self._subset.places.clear()
 
     def detached_first(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         core = getattr(self.network, "module", None)
@@ -295,8 +282,12 @@ class BatchedCritics(Critics):
         linear = list(detached.module.layers)[::2]
         return perceptron(entries, [each.weight for each in linear], [each.bias for each in linear], 1)
 
-    def _run(self, module: Any, inputs: TensorDictBase, key: NestedKey, size: int | None = None) -> Tensor:
+    def _run(self, copy: SwappableCopy, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey) -> Tensor:
         entries = [entry(inputs, name) for name in self.network.in_keys]
+        module, size = copy.ready(), self.size
+        if copy is self._subset:
+            copy.places.fill(tensors)
+            size = module.module.ensemble_size
 
         def run() -> Tensor:
             if is_plain(module):
@@ -309,7 +300,6 @@ class BatchedCritics(Critics):
             return value
 
         value = run_counting(module, counting_rows(inputs, self.network.in_keys), run)
-        size = self.size if size is None else size
         if value.shape[:1] != (size,):
             raise ValueError(
                 f"an ensemble of {size} networks must return them along the first dimension, got {key!r} of shape "
@@ -330,42 +320,28 @@ class StackedCritics(Critics):
         super().__init__(len(members), members[0], stacked_parameters(members, shared), owners)
         self._use_vmap = use_vmap
         where = paths(self.params)
-        self._copy = self._detached = self._target = SwappableCopy(self.network, where)
+        self._online = self._detached = self._target = SwappableCopy(self.network, where)
         if batch_norms(self.network):
             self._detached, self._target = (self._running_copy() for _ in range(2))
+        else:
+            self._subset = self._target
         self._stack: LinearStack | None = linear_stack(self.network, where)
 
     def redraw(self) -> None:
         for own in zip(*(tensor.detach().unbind(0) for tensor in self._tensors), strict=True):
-            self._copy.places.fill(own)
-            redraw(self._copy.module)
-        self._copy.places.clear()
+            self._online.places.fill(own)
+            redraw(self._online.module)
+        self._online.places.clear()
 
-    def online(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
-        return self._run(self._tensors, inputs, key, self._copy)
-
-    def detached(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
-        return self._run(constants(self._tensors), inputs, key, self._detached)
-
-    def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
-        if self._target_tensors is None:
-            return self.detached(inputs, key)
-        return self._run(self._target_tensors, inputs, key, self._target)
-
-    def target_subset(self, inputs: TensorDictBase, key: NestedKey, subset: Tensor) -> Tensor:
-        if batch_norms(self.network):
-            return super().target_subset(inputs, key, subset)
-        return self._run(self._target_subset(subset), inputs, key, self._target)
-
-    def _run(self, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey, copy: SwappableCopy) -> Tensor:
+    def _run(self, copy: SwappableCopy, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey) -> Tensor:
         if self._stack is not None:
             return self._stack(tensors, [entry(inputs, name) for name in self.network.in_keys])
-        copy.follow_mode()
+        module = copy.ready()
 
         def single(*own: Tensor) -> Tensor:
             copy.places.fill(own)
             with _decided():
-                output: Tensor = copy.module(inputs.copy()).get(key)
+                output: Tensor = module(inputs.copy()).get(key)
             return output
 
         def run() -> Tensor:
@@ -375,7 +351,7 @@ class StackedCritics(Critics):
             return torch.stack([single(*own) for own in zip(*(t.unbind(0) for t in tensors), strict=True)])
 
         try:
-            return run_counting(copy.module, counting_rows(inputs, self.network.in_keys), run)
+            return run_counting(module, counting_rows(inputs, self.network.in_keys), run)
         finally:
             copy.places.clear()
 

@@ -23,6 +23,7 @@ from torch.distributions import Categorical, OneHotCategorical
 from gpubuf.kernels import discrete_sac
 from gpubuf.kernels._differentiable import direct
 from gpubuf.modules.fast_call import entry
+from gpubuf.objectives.actor_critic import leaf_of
 from gpubuf.objectives.base import warn
 from gpubuf.objectives.batch import REDUCTIONS, counting_rows
 from gpubuf.objectives.networks import run_counting
@@ -42,15 +43,6 @@ _SPACES = {
     "DiscreteTensorSpec": CATEGORICAL,
     "Discrete": CATEGORICAL,
 }
-
-
-def leaf_space(space: Any, key: NestedKey) -> Any:
-    """The space of the action at ``key`` in a composite one; any other space as it is."""
-    for name in key if isinstance(key, tuple) else (key,):
-        if isinstance(space, str) or not hasattr(space, "keys"):
-            break
-        space = space[name]
-    return space
 
 
 def action_space_name(space: Any) -> str:
@@ -259,7 +251,7 @@ class DiscreteSACLoss(SoftActorCriticLoss):
                 "warning, or 'categorical' if they are indices."
             )
             action_space = "one-hot"
-        space = leaf_space(action_space, self.tensor_keys.action)
+        space, _ = leaf_of(action_space, self.tensor_keys.action)
         self.action_space = action_space_name(space)
         if target_entropy == "auto":
             num_actions = number_of_actions(space) if num_actions is None else num_actions
@@ -274,21 +266,14 @@ class DiscreteSACLoss(SoftActorCriticLoss):
         alpha = self.alpha
         seen = self._seen(tensordict)
         with set_interaction_type(InteractionType.RANDOM):
-            loss_qvalue, td_error, q = self._value_loss(seen, alpha)
-            loss_actor, log_prob, entropy = self._policy_loss(seen, alpha, q)
+            loss_qvalue, td_error, q = self._critic_loss(seen, alpha)
+            loss_actor, log_prob, entropy = self._actor_loss(seen, alpha, q)
         losses = {"loss_actor": loss_actor, "loss_qvalue": loss_qvalue}
         losses["loss_alpha"] = self._temperature_loss(seen, log_prob.detach())
         self._set_priority(tensordict, seen, td_error)
         return self._output(tensordict, losses, {"alpha": alpha, "entropy": entropy})
 
     def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        loss, priority, _ = self._value_loss(tensordict, alpha)
-        return loss, priority, None
-
-    def _actor_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._policy_loss(tensordict, alpha, None)
-
-    def _value_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(reduced loss of all critics, priority of each row S, values of all actions ``[N, *S, A]``)."""
         keys, target = self.tensor_keys, self._target(tensordict, alpha)
         q = self._critics.online(tensordict, keys.action_value)
@@ -311,8 +296,8 @@ class DiscreteSACLoss(SoftActorCriticLoss):
         value = _soft_value(next_q, self._checked_logits(logits, next_q), alpha)
         return self.td_target(value.unsqueeze(0), tensordict, value.shape)
 
-    def _policy_loss(
-        self, tensordict: TensorDictBase, alpha: Tensor, q: Tensor | None
+    def _actor_loss(
+        self, tensordict: TensorDictBase, alpha: Tensor, q: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(reduced loss of the actor, its mean log-probabilities S, mean entropy ``[]``).
 

@@ -16,7 +16,7 @@ from gpubuf.kernels import categorical
 from gpubuf.kernels._differentiable import direct
 from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.base import one_of
-from gpubuf.objectives.batch import REDUCTIONS, halves, joined, lookup
+from gpubuf.objectives.batch import REDUCTIONS, halves, joined
 from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
 from gpubuf.objectives.values import ValueEstimators
 
@@ -61,8 +61,8 @@ class DistributionalOptions(SACOptions):
             raise ValueError(f"reward_scale must be finite, got {self.reward_scale}")
         if not 0 <= self.cloning_weight < math.inf:
             raise ValueError(f"cloning_weight must be finite and not negative, got {self.cloning_weight}")
-        lookup(TARGETS, self.target, "target")
-        lookup(PRIORITIES, self.priority, "priority")
+        one_of(TARGETS, self.target, "target")
+        one_of(PRIORITIES, self.priority, "priority")
         one_of(("mean", "min"), self.actor_value, "actor_value")
         one_of(("current", "next"), self.temperature_from, "temperature_from")
         one_of(("log_alpha", "alpha"), self.temperature_loss, "temperature_loss")

@@ -103,20 +103,26 @@ class SwappableCopy:
     """A copy of a module's structure. It shares the tensors of the module until you put others in their places.
 
     The module itself never changes, so that it can act in another thread meanwhile.
+
+    Args:
+        module: the original.
+        where: the paths of its parameters and buffers.
+        copied: False to run the original itself, with its hooks.
     """
 
-    def __init__(self, module: nn.Module, where: Iterable[Path]) -> None:
+    def __init__(self, module: nn.Module, where: Iterable[Path], copied: bool = True) -> None:
         shared: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
-        self.module = copy.deepcopy(module, shared)
+        self.module = copy.deepcopy(module, shared) if copied else module
         self.places = ParameterPlaces(self.module, where)
-        self._modes = list(zip(module.modules(), self.module.modules(), strict=True))
+        self._modes = list(zip(module.modules(), self.module.modules(), strict=True)) if copied else []
 
-    def follow_mode(self) -> None:
-        """Set ``training`` of every part to that of the original."""
+    def ready(self) -> Any:
+        """The module, with ``training`` of every part set to that of the original."""
         for original, part in self._modes:
             # An assignment to an attribute of a module costs ten times the comparison.
             if part.training is not original.training:
                 part.training = original.training
+        return self.module
 
     def keep_running_statistics(self) -> None:
         """From now on batch norms normalise by their running statistics, and leave these alone, in either mode."""
@@ -275,16 +281,15 @@ class SingleNetwork:
     def __init__(self, network: Any, shared: Mapping[int, Path], delayed: bool) -> None:
         self.network = network
         self.params, self._shared = own_parameters(network, shared)
-        self._where = where = paths(self.params)
-        self._places = ParameterPlaces(network, where)
-        self._copy = SwappableCopy(network, where) if self._shared else None
-        self._target = SwappableCopy(network, where) if delayed else None
+        self._where = paths(self.params)
+        self._online = SwappableCopy(network, self._where, copied=bool(self._shared))
+        self._target = SwappableCopy(network, self._where) if delayed else None
 
     def refresh(self, params: TensorDictBase, target_params: TensorDictBase | None, owners: Owners) -> None:
         """Run on these parameters from now on."""
         for path, owner in self._shared.items():
             params.get(path).data = shared_tensor(owners, owner)
-        (self._places if self._copy is None else self._copy.places).fill(leaves(params))
+        self._online.places.fill(leaves(params))
         if self._target is not None:
             self._target.places.fill(leaves(params if target_params is None else target_params))
 
@@ -298,16 +303,11 @@ class SingleNetwork:
 
     def online(self) -> Any:
         """The module that runs on the network's own parameters."""
-        return self.network if self._copy is None else _ready(self._copy)
+        return self._online.ready()
 
     def target(self) -> Any:
         """The module that runs on the target parameters; the online one where there are none."""
-        return self.online() if self._target is None else _ready(self._target)
-
-
-def _ready(copy: SwappableCopy) -> Any:
-    copy.follow_mode()
-    return copy.module
+        return (self._online if self._target is None else self._target).ready()
 
 
 class ParametersByName:

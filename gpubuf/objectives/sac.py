@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpubuf.kernels import sac, td
 from gpubuf.kernels._differentiable import direct
 from gpubuf.modules.fast_call import entry
-from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions
+from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of
 from gpubuf.objectives.batch import HAS_TARGET, REDUCTIONS, checked_values, counting_rows, halves, joined
 from gpubuf.objectives.networks import run_counting
 
@@ -94,7 +94,7 @@ class SoftActorCriticLoss(ActorCriticLossModule):
             self.target_entropy = options.target_entropy
         else:
             spec = getattr(actor_network, "spec", None) if options.action_spec is None else options.action_spec
-            size = _action_size(spec, self.tensor_keys.action)
+            size = _components(*leaf_of(spec, unravel_key(self.tensor_keys.action)))
             if size is not None:
                 self.target_entropy = self._automatic_entropy(size)
         self.make_value_estimator()
@@ -532,18 +532,6 @@ class SACLoss(SoftActorCriticLoss):
         # This target is of the present state: every row has one.
         loss, _ = self.td_loss(value.unsqueeze(0), target, tensordict.exclude(HAS_TARGET))
         return loss
-
-
-def _action_size(spec: Any, key: NestedKey) -> int | None:
-    """Components of one action in ``spec``, without the dimensions of the containers that hold it; None if unknown."""
-    path = unravel_key(key)
-    container = 0
-    for name in path if isinstance(path, tuple) else (path,):
-        if not hasattr(spec, "keys"):
-            break
-        container = len(getattr(spec, "shape", None) or ())
-        spec = spec[name]
-    return _components(spec, container)
 
 
 def _components(spec: Any, batch_dims: int) -> int | None:

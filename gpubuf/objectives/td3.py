@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from gpubuf.modules.fast_call import entry, is_plain
-from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions
+from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of
 from gpubuf.objectives.batch import counting_rows, reduced
 from gpubuf.objectives.networks import run_counting
 from gpubuf.objectives.values import TDLossModule
@@ -30,12 +30,7 @@ def action_bounds(spec: Any, key: NestedKey) -> tuple[Any, Any]:
     Raises:
         ValueError: the spec has no bounds.
     """
-    container = 0
-    for name in key if isinstance(key, tuple) else (key,):
-        if not hasattr(spec, "keys"):
-            break
-        container = len(getattr(spec, "shape", None) or ())
-        spec = spec[name]
+    spec, container = leaf_of(spec, key)
     space = getattr(spec, "space", spec)
     low, high = getattr(space, "low", None), getattr(space, "high", None)
     if low is None or high is None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from gpubuf.kernels import td
 from gpubuf.kernels._registry import without_dispatch
 from gpubuf.modules.fast_call import entry
-from gpubuf.objectives.base import LossModule
-from gpubuf.objectives.batch import COMBINATIONS, LOSS_FUNCTIONS, REDUCTIONS, lookup, maybe, next_key, per_row
+from gpubuf.objectives.base import LossModule, one_of
+from gpubuf.objectives.batch import COMBINATIONS, LOSS_FUNCTIONS, REDUCTIONS, maybe, next_key, per_row
 
 
 class ValueEstimators(Enum):
@@ -88,19 +88,6 @@ class TD0Estimator(nn.Module):
             self._buffers[name] = tensor.to(moved.device)
         return self
 
-    def soft_target(
-        self,
-        next_q: Tensor,
-        next_log_prob: Tensor | None,
-        alpha: Tensor | None,
-        reward: Tensor,
-        terminated: Tensor,
-        steps: Tensor | None,
-        combine: int = td.SMALLEST,
-    ) -> Tensor:
-        """See :data:`gpubuf.kernels.td.soft_td_target`."""
-        return _soft_td_target(next_q, next_log_prob, alpha, reward, terminated, self.gamma, steps, combine)  # type: ignore[no-any-return]
-
 
 class TDLambdaEstimator(TD0Estimator):
     """Lambda returns of sequences (Sutton and Barto, 2018, section 12.1).
@@ -130,24 +117,6 @@ class TDLambdaEstimator(TD0Estimator):
     ) -> None:
         super().__init__(gamma, device)
         self._set("lmbda", lmbda, device)
-
-    def soft_return(
-        self,
-        next_q: Tensor,
-        next_log_prob: Tensor | None,
-        alpha: Tensor | None,
-        reward: Tensor,
-        terminated: Tensor,
-        done: Tensor,
-        mask: Tensor | None,
-        steps: Tensor | None,
-        length: int,
-        inner: int,
-        combine: int = td.SMALLEST,
-    ) -> Tensor:
-        """See :data:`gpubuf.kernels.td.soft_lambda_return`."""
-        rows = reward, terminated, done, mask, self.gamma, self.lmbda, steps
-        return td.soft_lambda_return(next_q, next_log_prob, alpha, *rows, length, inner, combine)  # type: ignore[no-any-return]
 
 
 class TD1Estimator(TDLambdaEstimator):
@@ -179,21 +148,6 @@ class EstimatorKeys:
     done: NestedKey
     terminated: NestedKey
     value: NestedKey | None
-
-
-def make_estimator(kind: ValueEstimators, device: torch.device | str, hyperparameters: dict[str, Any]) -> TD0Estimator:
-    """The estimator of ``kind`` with these hyperparameters.
-
-    Raises:
-        TypeError: it has no such hyperparameter.
-        ValueError: one is out of range.
-    """
-    estimator = ESTIMATORS[kind]
-    known = estimator.hyperparameters
-    if set(hyperparameters) - set(known):
-        count = "one hyperparameter" if len(known) == 1 else f"{len(known)} hyperparameters"
-        raise TypeError(f"{kind.name} has {count}, {' and '.join(known)}, got {sorted(hyperparameters)}")
-    return estimator(**hyperparameters, device=device)
 
 
 def steps_of(tensordict: TensorDictBase, shape: torch.Size) -> tuple[int, int]:
@@ -243,9 +197,8 @@ class TDLossModule(LossModule):
 
     def __init__(self, *, loss_function: str = "smooth_l1", reduction: str = "mean") -> None:
         super().__init__()
-        lookup(REDUCTIONS, reduction, "reduction")
-        lookup(LOSS_FUNCTIONS, loss_function, "loss_function")
-        self.reduction, self.loss_function = reduction, loss_function
+        self.reduction = one_of(REDUCTIONS, reduction, "reduction")
+        self.loss_function = one_of(LOSS_FUNCTIONS, loss_function, "loss_function")
 
     def make_value_estimator(
         self, value_type: Any = None, *, device: torch.device | str | None = None, **hyperparams: Any
@@ -270,7 +223,12 @@ class TDLossModule(LossModule):
         if kind not in self.SUPPORTED_VALUE_ESTIMATORS:
             names = ", ".join(each.name for each in self.SUPPORTED_VALUE_ESTIMATORS)
             raise NotImplementedError(f"{type(self).__name__} bootstraps with {names} only, got {value_type=}")
-        self._value_estimator = make_estimator(kind, self.device if device is None else device, hyperparams)
+        estimator = ESTIMATORS[kind]
+        known = estimator.hyperparameters
+        if set(hyperparams) - set(known):
+            count = "one hyperparameter" if len(known) == 1 else f"{len(known)} hyperparameters"
+            raise TypeError(f"{kind.name} has {count}, {' and '.join(known)}, got {sorted(hyperparams)}")
+        self._value_estimator = estimator(**hyperparams, device=self.device if device is None else device)
         return self
 
     @property
@@ -339,14 +297,17 @@ class TDLossModule(LossModule):
         if next_log_prob is None:
             # Without log-densities the target has the shape of the reward.
             reward = reward.reshape(shape)
-        soft, code = (next_q, next_log_prob, alpha), COMBINATIONS[combine]
+        rows, code = (next_q, next_log_prob, alpha, reward, terminated), COMBINATIONS[combine]
         estimator = self._value_estimator
+        target: Tensor
         if not isinstance(estimator, TDLambdaEstimator):
-            return estimator.soft_target(*soft, reward, terminated, steps, code)
-        done = per_row(self.done(tensordict), shape, str(self.tensor_keys.done))
-        _, mask = self.row_weights(tensordict, shape, target=True)
-        times = steps_of(tensordict, shape)
-        return estimator.soft_return(*soft, reward, terminated, done, mask, steps, *times, code)
+            target = _soft_td_target(*rows, estimator.gamma, steps, code)
+        else:
+            done = per_row(self.done(tensordict), shape, str(self.tensor_keys.done))
+            _, mask = self.row_weights(tensordict, shape, target=True)
+            settings = estimator.gamma, estimator.lmbda, steps, *steps_of(tensordict, shape), code
+            target = td.soft_lambda_return(*rows, done, mask, *settings)
+        return target
 
     def td_loss(self, q: Tensor, target: Tensor, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """(loss, ``max_k |q[k] - target|`` of each row) of N critics, summed over them.

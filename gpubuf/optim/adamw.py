@@ -34,8 +34,6 @@ class Hyperparameters:
         for row, sent in zip(rows, self._sent, strict=True):
             for column, value in enumerate(_columns(sent)):
                 row[column] = 0.0 if value is None else value
-        # Of groups without tensors: the same as in `_sent`, in a form that is quickly compared.
-        self._numbers: list[tuple[Any, ...] | None] = [None] * len(rows)
         # Not waited for: CUDA has read memory that is not pinned when the call returns.
         self.values = torch.tensor(rows, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
 
@@ -51,14 +49,6 @@ class Hyperparameters:
     def send(self, groups: Sequence[dict[str, Any]], max_norm: float | None) -> None:
         """Send what has changed on the host."""
         for row, group in enumerate(groups):
-            lr, tau = group["lr"], group["tau"]
-            if type(lr) is float and type(tau) is float:
-                numbers = lr, tau, group["betas"], group["eps"], group["weight_decay"], max_norm
-                if numbers == self._numbers[row]:
-                    continue
-                self._numbers[row] = numbers
-            else:
-                self._numbers[row] = None
             found, sent = self._on_host(group, max_norm), self._sent[row]
             if found != sent:
                 for column, (new, old) in enumerate(zip(_columns(found), _columns(sent), strict=True)):

@@ -48,7 +48,7 @@ def world(sampler: str, envs: int, learn: str | None = None, n_steps: int = 1) -
 
 @pytest.mark.parametrize(
     ("sampler", "envs", "n_steps"),
-    [*((name, 1, 1) for name in SAMPLERS), ("prioritized slices", 2, 1), ("prioritized", 2, 3)],
+    [("prioritized within the buffer", 1, 1), ("padded slices", 1, 1), ("prioritized slices", 2, 1), ("uniform", 2, 3)],
 )
 def test_no_break_and_no_recompilation(sampler, envs, n_steps):
     """While the buffer fills, wraps, is emptied, and is used in between by code that is not compiled."""

@@ -32,7 +32,11 @@ def captured(world: World, machine: RecordedCuda, step: Callable[..., object] | 
     return capture(world.step if step is None else step, warmup=WARMUP)
 
 
-@pytest.mark.parametrize("name", WORLDS)
+#: What the contract of buffers has not: learning, an annealed beta with computed rows, several environments.
+OWN = [name for name in WORLDS if name.startswith("soft") or "environments" in name or "bytes" in name]
+
+
+@pytest.mark.parametrize("name", OWN)
 def test_replays_are_steps(name, machine):
     """CASES 14, 33: cursor, random numbers, priorities, running maximum and an annealed beta go on at each replay."""
     eager = WORLDS[name]("cpu")

@@ -12,11 +12,12 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from gpubuf.kernels.categorical import DIVERGENCE, MIN, reference, reference_loss
-from gpubuf.kernels.tanh_normal.reference import tanh_normal
 from gpubuf.kernels.td import reference as td
-from gpubuf.modules import MLP, BatchNorm, EnsembleMLP, GaussianParameters, tanh_normal_actor
-from gpubuf.modules.norms import count_rows
+from gpubuf.modules import MLP, BatchNorm, EnsembleMLP
+from gpubuf.modules.norms import count_rows, set_statistics
 from gpubuf.objectives import CrossQLoss, DistributionalSACLoss, SACLoss, SoftUpdate, TD3Loss
+from tests.contracts.objectives import NORMALISED, norms
+from tests.contracts.objectives import normalised_actor as our_actor
 from tests.support.distributional_setup import SUPPORT
 from tests.support.graph_recorder import recorded
 from tests.support.sac_setup import (
@@ -25,38 +26,21 @@ from tests.support.sac_setup import (
     KEYS,
     OBSERVATION,
     VALUE,
+    draw_by_hand,
     gradients,
     make_actor,
     make_batch,
     run_loss,
     total,
+    values_by_hand,
 )
 from tests.support.torchrl_losses import fixed_noise as theirs
 from tests.support.torchrl_losses import redq_crossq
 
-
-class WithBatchNorm(nn.Module):
-    """One critic around PyTorch's batch norm."""
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8, momentum=0.3, dtype=torch.float64)
-        self.before = nn.Linear(OBSERVATION + ACTION, 8, dtype=torch.float64)
-        self.head = nn.Linear(8, outputs, dtype=torch.float64)
-
-    def forward(self, observation, action):
-        return self.head(self.norm(self.before(torch.cat([observation, action], -1))).tanh())
-
-
-def ours_batched(outputs):
-    options = {"norm": "batch", "norm_kwargs": {"momentum": 0.3}, "dtype": torch.float64}
-    return TensorDictModule(EnsembleMLP(2, OBSERVATION + ACTION, outputs, CELLS, **options), KEYS, VALUE)
-
-
 CRITICS = {
-    "ensemble": (ours_batched, {}),
-    "vmap": (lambda n: [TensorDictModule(WithBatchNorm(n), KEYS, VALUE) for _ in range(2)], {}),
-    "loop": (lambda n: [TensorDictModule(WithBatchNorm(n), KEYS, VALUE) for _ in range(2)], {"deactivate_vmap": True}),
+    "ensemble": (NORMALISED["ensemble"], {}),
+    "vmap": (NORMALISED["vmap"], {}),
+    "loop": (NORMALISED["vmap"], {"deactivate_vmap": True}),
 }
 
 
@@ -65,35 +49,6 @@ def normalised_actor():
     actor = make_actor()
     actor[0].module[0].insert(0, nn.BatchNorm1d(OBSERVATION, momentum=0.3, dtype=torch.float64))
     return actor
-
-
-class Net:
-    """All critics on given parameters: their own copies of the module, with statistics of their own."""
-
-    def __init__(self, loss, params):
-        self.loss, self.params = loss, params
-        self.batched = loss.num_qvalue_nets == getattr(
-            next((m for m in loss.qvalue_network.modules() if hasattr(m, "ensemble_size")), None), "ensemble_size", 0
-        )
-
-    def __call__(self, observation, action, training):
-        flat = {".".join(k if isinstance(k, tuple) else (k,)): v for k, v in self.params.items(True, True)}
-        network = copy.deepcopy(self.loss.qvalue_network).train(training)
-        data = TensorDict({"observation": observation, "action": action}, [])
-        if self.batched:
-            return torch.func.functional_call(network, flat, (data,))["state_action_value"]
-        each = [{name: tensor[k] for name, tensor in flat.items()} for k in range(self.loss.num_qvalue_nets)]
-        return torch.stack(
-            [torch.func.functional_call(network, own, (data.clone(),))["state_action_value"] for own in each]
-        )
-
-
-def draw(actor, observation, training):
-    """As the actor draws, in a given mode; a copy, whose statistics are thrown away."""
-    module = copy.deepcopy(actor[0].module).train(training)
-    loc, scale = torch.func.functional_call(module, dict(actor[0].module.named_parameters()), (observation,))
-    bounds = actor[1].distribution_kwargs
-    return tanh_normal(loc, scale, torch.randn(loc.shape, dtype=loc.dtype), bounds["low"], bounds["high"])
 
 
 def formulas(loss, batch, seed, joint_actor=False):
@@ -108,24 +63,19 @@ def formulas(loss, batch, seed, joint_actor=False):
         {k: v.clone() if not isinstance(v, nn.Parameter) else v for k, v in online.items(True, True)}, []
     )
     with torch.no_grad():
-        next_action, next_log_prob = draw(actor, following["observation"], False)
+        next_action, next_log_prob = draw_by_hand(actor, following["observation"], training=False)
     observations = torch.cat([batch["observation"], following["observation"]])
     actions = torch.cat([batch["action"], next_action])
     reward, ended = (following[name].reshape(rows) for name in ("reward", "terminated"))
-    both = Net(loss, params)(observations, actions, training)
+    both = values_by_hand(loss, params, observations, actions, training)
     out = {}
     if isinstance(loss, DistributionalSACLoss):
         limits = loss.v_min, loss.v_max
         with torch.no_grad():
             targets = loss.target_qvalue_network_params.clone()
-            if training:
-                for part in loss.qvalue_network.modules():
-                    if isinstance(part, BatchNorm):
-                        part.statistics = "batch"
-            next_logits = Net(loss, targets)(observations, actions, training)[:, rows:]
-            for part in loss.qvalue_network.modules():
-                if isinstance(part, BatchNorm):
-                    part.statistics = "update"
+            set_statistics(loss.qvalue_network, "batch")
+            next_logits = values_by_hand(loss, targets, observations, actions, training)[:, rows:]
+            set_statistics(loss.qvalue_network, "update")
             m = reference.categorical_target(
                 next_logits, next_log_prob, alpha, reward, ended, 0.99, None, 1.0, *limits, MIN
             )
@@ -139,9 +89,9 @@ def formulas(loss, batch, seed, joint_actor=False):
         out["td_error"] = (q - y).abs().amax(0)
     out["td_error"] = out["td_error"].detach()
     seen = observations if joint_actor else batch["observation"]
-    action, log_prob = (part[:rows] for part in draw(actor, seen, training))
+    action, log_prob = (part[:rows] for part in draw_by_hand(actor, seen, training=training))
     detached = TensorDict({k: v.detach() for k, v in params.items(True, True)}, [])
-    value = Net(loss, detached)(batch["observation"], action, False)
+    value = values_by_hand(loss, detached, batch["observation"], action, training=False)
     value = reference_loss.expected_value(value, *limits) if value.shape[-1] > 1 else value[..., 0]
     out["loss_actor"] = (alpha * log_prob - value.min(0).values).mean()
     factor = loss.log_alpha if loss.temperature_loss == "log_alpha" else loss.log_alpha.exp()
@@ -190,7 +140,7 @@ def test_joint_batches_of_distributions(critics, joint):
 def test_joint_batches_without_target_networks():
     """One pass makes both: as in CrossQ."""
     options = {**SUPPORT, "joint_batch": "critics", "delay_qvalue": False, "target_entropy": -2.0}
-    loss = DistributionalSACLoss(make_actor(), ours_batched(SUPPORT["num_atoms"]), **options)
+    loss = DistributionalSACLoss(make_actor(), CRITICS["ensemble"][0](SUPPORT["num_atoms"]), **options)
     norm = next(part for part in loss.qvalue_network.modules() if isinstance(part, BatchNorm))
     before = norm.running_mean.clone()
     out = run_loss(loss, make_batch(6), 0)
@@ -199,37 +149,16 @@ def test_joint_batches_without_target_networks():
 
 
 def test_there_are_no_target_networks(backend):
-    loss = CrossQLoss(make_actor(), ours_batched(1))
+    loss = CrossQLoss(make_actor(), CRITICS["ensemble"][0](1))
     assert not [name for name, _ in loss.named_buffers() if name.startswith("target_")]
     with pytest.raises(RuntimeError, match="Did not find any target parameters"):
         SoftUpdate(loss, tau=0.1)
-    agree(CrossQLoss(make_actor(), ours_batched(1), target_entropy=-2.0), make_batch(5))
-
-
-def test_without_norms_it_is_sac_without_targets(backend):
-    """Several batch dimensions, weights, masks and agents come with SACLoss's parts."""
-    from tests.support.sac_setup import CRITICS as PLAIN
-
-    for shape in ((6,), (3, 2)):
-        networks, _ = PLAIN["ensemble"]()
-        actor = make_actor()
-        losses = [
-            kind(actor, networks, **options) for kind, options in ((CrossQLoss, {}), (SACLoss, {"delay_qvalue": False}))
-        ]
-        batch = make_batch(*shape).set("priority_weight", torch.rand(shape) + 0.1)
-        batch.set("shifted_valid", torch.rand(shape) < 0.8)
-        one, other = (run_loss(loss, batch, 4) for loss in losses)
-        for name, value in other.items():
-            torch.testing.assert_close(one[name], value)
-        for a, b in zip(
-            gradients(losses[0], total(one)).values(), gradients(losses[1], total(other)).values(), strict=True
-        ):
-            torch.testing.assert_close(a, b)
+    agree(CrossQLoss(make_actor(), CRITICS["ensemble"][0](1), target_entropy=-2.0), make_batch(5))
 
 
 def test_nan_in_terminal_observations():
     """CASES 29: a batch norm would carry it into every row."""
-    loss, batch = CrossQLoss(make_actor(), ours_batched(1), skip_done_states=True), make_batch(9)
+    loss, batch = CrossQLoss(make_actor(), CRITICS["ensemble"][0](1), skip_done_states=True), make_batch(9)
     batch["next", "observation"][batch["next", "terminated"].squeeze(-1)] = float("nan")
     out = run_loss(loss, batch, 0)
     assert all(value.isfinite().all() for value in out.values())
@@ -239,7 +168,7 @@ def test_nan_in_terminal_observations():
 
 def test_replays_of_a_graph_read_the_statistics_of_now():
     """CASES 33: running statistics, temperature and discount are no constants of a captured graph."""
-    loss, batch = CrossQLoss(make_actor(), ours_batched(1), target_entropy=-2.0), make_batch(6)
+    loss, batch = CrossQLoss(make_actor(), CRITICS["ensemble"][0](1), target_entropy=-2.0), make_batch(6)
     with torch.enable_grad(), recorded() as graph:
         out = loss(batch)
     values = {name: out[name].detach() for name in ("loss_qvalue", "loss_actor", "loss_alpha")}
@@ -255,23 +184,6 @@ def test_replays_of_a_graph_read_the_statistics_of_now():
             torch.testing.assert_close(value, truth[name].detach())
         for one, two in zip(loss.buffers(), other.buffers(), strict=True):
             torch.testing.assert_close(one, two)
-
-
-@pytest.mark.parametrize("critics", CRITICS)
-def test_traced_as_one_graph(critics):
-    """Also compiled once: modes are set and restored within the call."""
-    torch._dynamo.reset()
-    make, options = CRITICS[critics]
-    loss = CrossQLoss(normalised_actor(), make(1), target_entropy=-2.0, **options)
-    other, batch = copy.deepcopy(loss), make_batch(6)
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(2):
-            torch.manual_seed(seed)
-            ours = compiled(batch.clone())
-            truth = run_loss(other, batch, seed)
-            for name in ("loss_qvalue", "loss_actor", "loss_alpha"):
-                torch.testing.assert_close(ours[name], truth[name])
 
 
 @pytest.mark.parametrize("name", ["plain", "batch norm"])
@@ -297,30 +209,21 @@ def filled(batch, value):
     return batch
 
 
-def norms_everywhere(**options):
-    return {"norm": "batch", "norm_kwargs": {"momentum": 0.5, **options}, "dtype": torch.float64}
-
-
-def our_actor(kind="batch", **options):
-    network = nn.Sequential(
-        MLP(OBSERVATION, 2 * ACTION, CELLS, **{**norms_everywhere(**options), "norm": kind}), GaussianParameters()
-    )
-    return tanh_normal_actor(network, ACTION, dtype=torch.float64)
-
-
-def our_critics(outputs=1, kind="batch", **options):
-    network = EnsembleMLP(2, OBSERVATION + ACTION, outputs, CELLS, **{**norms_everywhere(**options), "norm": kind})
+def our_critics(outputs=1, **options):
+    network = EnsembleMLP(2, OBSERVATION + ACTION, outputs, CELLS, **(options or norms()))
     return TensorDictModule(network, KEYS, VALUE)
 
 
 MASKED = {
     "CrossQLoss": lambda: CrossQLoss(our_actor(), our_critics(), target_entropy=-2.0),
     "CrossQLoss, batch renorm": lambda: CrossQLoss(
-        our_actor("batch_renorm", renorm_warmup=1), our_critics(1, "batch_renorm", renorm_warmup=1), target_entropy=-2.0
+        our_actor(**norms("batch_renorm", renorm_warmup=1)),
+        our_critics(**norms("batch_renorm", renorm_warmup=1)),
+        target_entropy=-2.0,
     ),
     "CrossQLoss, vmap": lambda: CrossQLoss(
         our_actor(),
-        TensorDictModule(MLP(OBSERVATION + ACTION, 1, CELLS, **norms_everywhere()), KEYS, VALUE),
+        TensorDictModule(MLP(OBSERVATION + ACTION, 1, CELLS, **norms()), KEYS, VALUE),
         target_entropy=-2.0,
     ),
     "DistributionalSACLoss": lambda: DistributionalSACLoss(
@@ -328,7 +231,7 @@ MASKED = {
     ),
     "SACLoss": lambda: SACLoss(our_actor(), our_critics(), target_entropy=-2.0),
     "TD3Loss": lambda: TD3Loss(
-        TensorDictModule(MLP(OBSERVATION, ACTION, CELLS, **norms_everywhere()), ["observation"], ["action"]),
+        TensorDictModule(MLP(OBSERVATION, ACTION, CELLS, **norms()), ["observation"], ["action"]),
         our_critics(),
         bounds=(-1.0, 1.0),
         policy_noise=0.0,
@@ -387,20 +290,6 @@ def test_all_rows_masked(name):
     found = after(loss, batch)
     assert all(value.isfinite().all() for value in found.values())
     assert all(torch.equal(found[key], value) for key, value in before.items() if "running" in key)
-
-
-def test_masked_rows_in_compiled_code():
-    torch._dynamo.reset()
-    loss, batch = MASKED["CrossQLoss, vmap"](), filled(make_batch(7), 1e3)
-    other = copy.deepcopy(loss)
-    due = after(loss, batch)
-    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
-    torch.manual_seed(3)
-    out = compiled(batch.clone())
-    for key in ("loss_actor", "loss_qvalue", "loss_alpha"):
-        torch.testing.assert_close(out[key], due[key])
-    for key, buffer in other.named_buffers():
-        torch.testing.assert_close(buffer, due[key])
 
 
 def test_flags_of_rows_have_to_fit():

@@ -15,47 +15,34 @@ from gpubuf.data import Sequence
 from gpubuf.modules import MLP, make_sac_actor, make_sac_critic
 from gpubuf.objectives import SACLoss
 from gpubuf.objectives.batch import HAS_TARGET, without_ended
-from tests.support.fake_cuda import fake_cuda
-from tests.support.loss_matrix import LOSSES, Shape, make_loss
-from tests.support.losses_setup import discrete_batch, total
+from tests.contracts.objectives import CLASSES, state_value
+from tests.support.losses_setup import total
 from tests.support.sac_setup import CELLS, OBSERVATION, gradients, make_batch, run_loss
 from tests.support.sac_setup import make_loss as make_sac
 
 NAN = float("nan")
-PLAIN = Shape(0, "same", False, False, "mean", 2, 51)
-
-
-def value_network() -> TensorDictModule:
-    return TensorDictModule(MLP(OBSERVATION, 1, CELLS, dtype=torch.float64), ["observation"], ["state_value"])
-
-
 #: Every loss, and what they do in settings of their own: a value network, lambda returns, presets.
 VARIANTS = {
-    **{name: (name, {}, None) for name in LOSSES},
+    **{name: (name, {}, None) for name in CLASSES},
     "next temperature": ("DistributionalSACLoss", {"temperature_from": "next"}, None),
     "joint batch": ("DistributionalSACLoss", {"joint_batch": "all", "cloning_weight": 0.5}, None),
     "lambda returns": ("SACLoss", {}, "TDLambda"),
     "sums of rewards": ("DiscreteSACLoss", {}, "TD1"),
-    "value network": ("SACLoss", {"value_network": value_network}, None),
+    "value network": ("SACLoss", {"value_network": state_value}, None),
 }
 
 
 def variant(name: str, **kwargs):
     kind, options, estimator = VARIANTS[name]
     options = {key: value() if callable(value) else value for key, value in options.items()}
-    kwargs = {"skip_done_states": True, **options, **kwargs}
-    if kind != "TD3Loss":
-        kwargs.setdefault("target_entropy", 0.5)
-    else:
-        kwargs.setdefault("policy_noise", 0.0)
-    loss = make_loss(kind, PLAIN, **kwargs)
+    noise = {"policy_noise": 0.0} if kind == "TD3Loss" else {"target_entropy": 0.5}
+    loss = CLASSES[kind].loss(skip_done_states=True, **{**noise, **options, **kwargs})
     return loss.make_value_estimator(estimator) if estimator else loss
 
 
 def ended_batch(name: str, *shape: int) -> TensorDict:
     """Rows of which some terminate, some are truncated and have no next state, and some are truncated and have one."""
-    kind = VARIANTS[name][0]
-    batch = discrete_batch(*shape, space="categorical") if kind == "DiscreteSACLoss" else make_batch(*shape)
+    batch = CLASSES[VARIANTS[name][0]].batch(*shape)
     flat = batch.flatten() if len(shape) > 1 else batch
     kinds = torch.arange(len(flat)) % 5
     terminated, truncated = (kinds == 1), (kinds == 2) | (kinds == 3)
@@ -100,37 +87,6 @@ def test_rows_without_a_target_are_masked_for_the_critics_alone(name):
     torch.testing.assert_close(ours["td_error"][~lost], truth["td_error"][~lost])
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_in_one_graph(name):
-    """Compiled code says the same, without a break."""
-    torch._dynamo.reset()
-    loss, batch = variant(name), ended_batch(name, 4, 5)
-    eager = run_loss(loss, batch, 1)
-    step = torch.compile(lambda data: dict(loss(data).items()), backend="eager", fullgraph=True)
-    torch.manual_seed(1)
-    data = batch.copy()
-    for key, value in step(data).items():
-        torch.testing.assert_close(value, eager[key])
-    assert not data["td_error_mask"].all()
-    torch.testing.assert_close(data["td_error"], eager["td_error"])
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_no_host_sync(name, device):
-    """Nothing reads a value, on fake tensors of either device."""
-    with fake_cuda(), torch.device(device), torch.no_grad():
-        loss, flag = variant(name), torch.zeros(4, 5, 1, dtype=torch.bool)
-        actions = (
-            torch.zeros(4, 5, dtype=torch.int64) if VARIANTS[name][0] == "DiscreteSACLoss" else torch.zeros(4, 5, 3)
-        )
-        after = {"observation": torch.zeros(4, 5, 5), "reward": torch.zeros(4, 5, 1), "done": flag, "terminated": flag}
-        own = {"observation": torch.zeros(4, 5, 5), "action": actions, "next": TensorDict(after, [4, 5])}
-        batch = TensorDict(own, [4, 5]).apply(lambda t: t.double() if t.is_floating_point() else t)
-        out = loss(batch)
-        assert out["loss_qvalue"].device.type == batch["td_error_mask"].device.type == device
-
-
 class Refuses(nn.Module):
     """Raises where a row is not finite, as a Cholesky factorisation does, or 0 throughout."""
 
@@ -161,7 +117,7 @@ def test_networks_see_whole_sound_states():
         assert all((states[row] == own[row]).all() or (states[row] == after[row]).all() for row in rows)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", CLASSES)
 def test_flags_that_are_numbers_and_nan(name):
     """A NaN among the flags stands for true: of ``terminated``, that nothing is bootstrapped."""
     loss, batch = variant(name), ended_batch(name, 10)
@@ -282,7 +238,7 @@ def test_an_update_leaves_the_old_priority(kind):
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_nan_without_the_flag_is_named_once(flat):
-    loss, batch = variant("SACLoss", skip_done_states=False), ended_batch("SACLoss", 10)
+    loss, batch = CLASSES["SACLoss"].loss(), ended_batch("SACLoss", 10)
     if flat:
         for key in ("done", "terminated"):
             batch["next", key] = batch["next", key].squeeze(-1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -15,13 +14,11 @@ from gpubuf.modules import (
     MLP,
     SquashedGaussianParameters,
     TanhNormal,
-    UnitLinear,
     make_fastsac_actor,
     make_fastsac_critic,
     make_flashsac_actor,
     make_flashsac_critic,
     make_sac_actor,
-    normalize_weights,
     unit_weights,
 )
 from gpubuf.objectives import SACLoss, SoftUpdate
@@ -163,56 +160,6 @@ def test_copied_networks(options, vmap):
     with torch.no_grad():
         loss(batch(6))
     assert all(torch.equal(value, after[key]) for key, value in running(loss).items())
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_copied_saved_and_compiled_losses(name):
-    """A copy, a loss that has loaded the state, and the compiled loss give the same numbers."""
-    actor, critic = ACTORS[name](5, 3, **SMALL[name]), CRITICS[name](5, 3, num_atoms=1, **SMALL[name])
-    loss, data = SACLoss(actor, critic, num_qvalue_nets=2), batch(6)
-    for _ in range(2):
-        total(loss(data))
-    other = SACLoss(ACTORS[name](5, 3, **SMALL[name]), CRITICS[name](5, 3, num_atoms=1, **SMALL[name]))
-    other.load_state_dict(loss.state_dict())
-    compiled = torch.compile(copy.deepcopy(loss), fullgraph=True, backend="eager")
-    results = []
-    for each in (copy.deepcopy(loss), other, compiled, loss):
-        torch.manual_seed(1)
-        results.append(each(data.clone()))
-    for result in results[:-1]:
-        torch.testing.assert_close(result["loss_qvalue"], results[-1]["loss_qvalue"])
-        torch.testing.assert_close(result["loss_actor"], results[-1]["loss_actor"])
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_autocast(name):
-    """bfloat16 products: losses are float32, near those of float32, and gradients finite."""
-    actor, critic = ACTORS[name](5, 3, **SMALL[name]), CRITICS[name](5, 3, num_atoms=1, **SMALL[name])
-    loss, data = SACLoss(actor, critic, num_qvalue_nets=2), batch(64)
-    truth = loss(data)["loss_qvalue"]
-    with torch.autocast("cpu", torch.bfloat16):
-        out = loss(data)
-    assert out["loss_qvalue"].dtype is torch.float32
-    torch.testing.assert_close(out["loss_qvalue"], truth, rtol=0.1, atol=0.1)
-    total(out).backward()
-    assert all(p.grad.isfinite().all() for p in loss.parameters())
-
-
-def test_rows_of_a_loss_stay_of_unit_length():
-    """The parameters of a loss are those of the networks that it was given."""
-    actor, critic = make_flashsac_actor(5, 3, 6), make_flashsac_critic(5, 3, 6, num_atoms=1)
-    loss = SACLoss(actor, critic, num_qvalue_nets=2)
-    optimizer = torch.optim.SGD(loss.parameters(), 0.1)
-    for _ in range(2):
-        total(loss(batch(6))).backward()
-        optimizer.step()
-        for network in (actor, critic):
-            normalize_weights(network)
-    params = loss.qvalue_network_params
-    for unit in unit_weights(critic):
-        lengths = params.get(unit.path).norm(dim=unit.dim)
-        torch.testing.assert_close(lengths, torch.full_like(lengths, unit.norm))
-    assert isinstance(actor[0].module[0][-1], UnitLinear)
 
 
 def test_first_policies_and_weights_of_the_programs():

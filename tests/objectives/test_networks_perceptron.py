@@ -34,9 +34,9 @@ def grouped(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("grouped")
-@pytest.mark.parametrize("nets", [None, 1, 3])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("out", [1, 2])
+@pytest.mark.parametrize(
+    ("nets", "bias", "out"), [(None, True, 1), (None, False, 2), (1, True, 2), (3, True, 1), (3, False, 2)]
+)
 def test_gradients(nets, bias, out):
     inputs, weights, biases = parts(nets, bias, out)
     learn = [t.requires_grad_() for t in (*inputs, *weights, *biases) if t is not None]

@@ -1,9 +1,8 @@
-"""REDQLoss against the formulas and against TorchRL's: many critics, subsets, the mean in the actor's objective."""
+"""REDQLoss: subsets of critics, DroQ, and TorchRL's loss."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import json
 from unittest import mock
 
@@ -11,18 +10,16 @@ import pytest
 import torch
 from tensordict.nn import TensorDictModule
 
-from gpubuf.kernels.td import reference as td
 from gpubuf.modules import EnsembleMLP, make_sac_critic
 from gpubuf.objectives import REDQLoss, SACLoss
-from tests.support.graph_recorder import recorded
+from tests.contracts.objectives import CLASSES
+from tests.support.losses_setup import agree
 from tests.support.sac_setup import (
     ACTION,
     CELLS,
     KEYS,
     OBSERVATION,
     VALUE,
-    critics_of,
-    draw_by_hand,
     gradients,
     linear_critic,
     make_actor,
@@ -41,63 +38,13 @@ CRITICS = {
 }
 
 
-def make_loss(critics="ensemble", nets=5, subset=2, **kwargs):
-    loss = REDQLoss(make_actor(), CRITICS[critics](nets), num_qvalue_nets=nets, sub_sample_len=subset, **kwargs)
-    with torch.no_grad():
-        for target in loss.target_qvalue_network_params.values(True, True):
-            target.mul_(0.8)
-    return loss
-
-
 def permutation(order):
     return mock.patch.object(torch, "randperm", return_value=torch.tensor(order))
 
 
-def formulas(loss, batch, seed, subset, reduction="mean", weight=None, mask=None):
-    """The losses written out, on the loss's own parameters, with the noise drawn after a seed."""
-    torch.manual_seed(seed)
-    actor, following, alpha = loss.actor_network, batch["next"], loss.log_alpha.detach().exp()
-
-    draw = functools.partial(draw_by_hand, actor)
-
-    def values(params, observation, action):
-        return torch.stack([critic(observation, action).squeeze(-1) for critic in critics_of(loss, params)])
-
-    with torch.no_grad():
-        action, log_prob = draw(following["observation"])
-        next_q = values(loss.target_qvalue_network_params, following["observation"], action)[subset]
-        shape = log_prob.shape
-        reward, ended = following["reward"].reshape(shape), following["terminated"].reshape(shape)
-        y = td.soft_td_target(next_q, log_prob, alpha, reward, ended, 0.99)
-    q = values(loss.qvalue_network_params, batch["observation"], batch["action"])
-    rows = td.distance(q, y.expand_as(q), loss.loss_function).mean(0)
-    action, log_prob = draw(batch["observation"])
-    detached = loss.qvalue_network_params.apply(lambda t: t.detach())
-    value = values(detached, batch["observation"], action).mean(0)
-    gap = log_prob.detach() + float(loss.target_entropy)
-    return {
-        "loss_qvalue": td.reduce(rows, weight, mask, reduction),
-        "loss_actor": td.reduce(alpha * log_prob - value, weight, mask, reduction),
-        "loss_alpha": td.reduce(-loss.log_alpha.exp() * gap, weight, mask, reduction),
-        "td_error": (q - y).abs().amax(0).detach(),
-    }
-
-
-def agree(loss, batch, subset, order, **kwargs):
-    with permutation(order):
-        ours = run_loss(loss, batch, 3)
-    truth = formulas(loss, batch, 3, subset, **kwargs)
-    for name, value in truth.items():
-        torch.testing.assert_close(ours[name], value, msg=lambda text, name=name: f"{name}: {text}")
-    found, wanted = gradients(loss, total(ours)), gradients(loss, total(truth))
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
-        assert gradient.abs().max() > 0, name
-
-
 def test_subsets_are_drawn_anew_and_uniformly():
     """Each critic is the smallest of its subset as often as the draw says: every subset of two of four, equally."""
-    loss, batch = make_loss(nets=4), make_batch(2)
+    loss, batch = CLASSES["REDQLoss"].loss(nets=4), make_batch(2)
     state = batch["next"].clone().set("action", batch["action"])
     every = SACLoss._next_values(loss, state, torch.Size([2])).squeeze(-1)
     torch.manual_seed(0)
@@ -131,22 +78,6 @@ def test_only_the_subset_is_run(shape, delayed):
     run_loss(copy.deepcopy(loss), batch, 0)
 
 
-def test_each_replay_of_a_graph_draws_another_subset():
-    """CASES 33: the subset, temperature and discount are no constants of a captured graph."""
-    loss, batch = make_loss(target_entropy=-2.0), make_batch(6)
-    with torch.no_grad(), recorded() as graph:
-        out = loss(batch)
-    for seed in range(4):
-        loss.log_alpha.data.fill_(-0.1 * seed)
-        loss.value_estimator.gamma.fill_(0.9 + 0.02 * seed)
-        torch.manual_seed(seed)
-        graph.replay()
-        truth = run_loss(loss, batch, seed)
-        for name in ("loss_qvalue", "loss_actor", "loss_alpha"):
-            torch.testing.assert_close(out[name], truth[name].detach())
-        assert torch.equal(batch["td_error"], truth["td_error"])
-
-
 def test_droq():
     """Dropout and layer norm: each network and each pass its own noise, and none in evaluation mode."""
     torch.manual_seed(0)
@@ -159,7 +90,7 @@ def test_droq():
     found = gradients(loss, total(out))
     assert all(gradient.isfinite().all() and gradient.abs().max() > 0 for gradient in found.values())
     network.eval()
-    agree(loss, batch, [0, 1], [0, 1])
+    agree(loss, batch)
 
     optimizer = torch.optim.Adam(loss.qvalue_network_params.parameters(), lr=3e-3)
     network.train()
@@ -171,21 +102,6 @@ def test_droq():
         optimizer.step()
         values.append(float(value.detach()))
     assert sum(values[-10:]) < 0.6 * sum(values[:10])
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"sub_sample_len": 0}, ValueError, "sub_sample_len must be in"),
-        ({"sub_sample_len": 11}, ValueError, "got 11 of 10 critics"),
-        ({"gSDE": True}, NotImplementedError, "gSDE"),
-        ({"gamma": 0.9}, TypeError, "make_value_estimator"),
-        ({"priority_key": "p"}, RuntimeError, "set_keys"),
-    ],
-)
-def test_arguments_out_of_range(options, error, text):
-    with pytest.raises(error, match=text):
-        REDQLoss(make_actor(), linear_critic(), **options)
 
 
 class TestAgainstTorchRL:

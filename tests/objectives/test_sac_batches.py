@@ -18,19 +18,17 @@ from torch import nn
 from torch.distributions import Independent, Normal
 
 from gpubuf.data import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
-from gpubuf.modules import TanhNormal, make_sac_critic
+from gpubuf.modules import TanhNormal
 from gpubuf.objectives import SACLoss
 from gpubuf.objectives.batch import rows_of
 from tests.support.sac_setup import (
     ACTION,
-    CELLS,
     OBSERVATION,
     gradients,
     linear_critic,
     make_actor,
     make_batch,
     make_loss,
-    normalised_critic,
     run_loss,
     total,
 )
@@ -104,129 +102,8 @@ def test_a_key_that_backward_reads_is_guarded(key):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def foreign_actor(distribution, **kwargs):
-    """An actor built of TensorDict's own parts, as TorchRL's examples do."""
-    network = nn.Sequential(
-        nn.Linear(OBSERVATION, 8, dtype=F64),
-        nn.Tanh(),
-        nn.Linear(8, 2 * ACTION, dtype=F64),
-        NormalParamExtractor(),
-    )
-    return ProbabilisticTensorDictSequential(
-        TensorDictModule(network, ["observation"], ["loc", "scale"]),
-        ProbabilisticTensorDictModule(
-            ["loc", "scale"], ["action"], distribution_class=distribution, distribution_kwargs=kwargs
-        ),
-    )
-
-
 def independent_normal(loc, scale):
     return Independent(Normal(loc, scale), 1)
-
-
-def squashed(loc, scale, noise):
-    """(action in [-2, 1], log-density), in the naive form, which float64 bears for small arguments."""
-    unit = torch.tanh(loc + scale * noise)
-    normal = Normal(loc, scale).log_prob(loc + scale * noise)
-    return 1.5 * unit - 0.5, (normal - torch.log(1.5 * (1 - unit**2))).sum(-1)
-
-
-def unsquashed(loc, scale, noise):
-    return loc + scale * noise, Normal(loc, scale).log_prob(loc + scale * noise).sum(-1)
-
-
-@pytest.mark.parametrize("kind", ["TanhNormal", "Independent(Normal)"])
-def test_an_actor_of_tensordicts_own_parts(backend, kind):
-    """Losses, priorities and gradients by formulas that call neither the library's networks nor its distributions."""
-    if kind == "TanhNormal":
-        actor, draw = foreign_actor(TanhNormal, low=-2.0, high=1.0), squashed
-    else:
-        actor, draw = foreign_actor(independent_normal), unsquashed
-    critics = [linear_critic(), linear_critic()]
-    loss = SACLoss(actor, critics, alpha_init=0.3, target_entropy=-1.25, loss_function="l2")
-    batch, rows = make_batch(6), 6
-    ours = run_loss(loss, batch, 4)
-
-    first, _, second, _ = actor[0].module
-    flat = loss.qvalue_network_params.flatten_keys(".")
-    layers = [(flat[f"module.{i}.weight"], flat[f"module.{i}.bias"]) for i in (0, 2, 4)]
-
-    def policy(x):
-        mean, raw = (torch.tanh(x @ first.weight.T + first.bias) @ second.weight.T + second.bias).chunk(2, -1)
-        # NormalParamExtractor: at least 0.01, and 1 for a raw 0.
-        return mean, (1 + torch.exp(raw) * (math.exp(0.99) - 1)).log() + 0.01
-
-    def values(x, a, parameters):
-        x = torch.cat([x, a], -1).expand(2, -1, -1)
-        for i, (weight, bias) in enumerate(parameters):
-            x = torch.einsum("nbi,noi->nbo", x, weight) + bias[:, None]
-            x = x.clamp_min(0) if i < 2 else x
-        return x.squeeze(-1)
-
-    detached = [(w.detach(), b.detach()) for w, b in layers]
-    torch.manual_seed(4)
-    noises = [torch.randn(rows, ACTION, dtype=F64) for _ in range(2)]
-    following = batch["next"]
-    with torch.no_grad():
-        action, log_prob = draw(*policy(following["observation"]), noises[0])
-        value = values(following["observation"], action, detached).amin(0) - 0.3 * log_prob
-        y = following["reward"][:, 0] + 0.99 * (1 - following["terminated"][:, 0].double()) * value
-    error = values(batch["observation"], batch["action"], layers) - y
-    action, log_prob = draw(*policy(batch["observation"]), noises[1])
-    truth = {
-        "loss_qvalue": error.square().sum(0).mean(),
-        "loss_actor": (0.3 * log_prob - values(batch["observation"], action, detached).amin(0)).mean(),
-        "loss_alpha": (-loss.log_alpha * (log_prob.detach() - 1.25)).mean(),
-        "alpha": torch.tensor(0.3, dtype=F64),
-        "entropy": -log_prob.mean().detach(),
-        "td_error": error.abs().amax(0).detach(),
-    }
-    assert set(ours) == set(truth)
-    for name, expected in truth.items():
-        torch.testing.assert_close(ours[name], expected, msg=lambda text, name=name: f"{name}: {text}")
-    found, expected = gradients(loss, total(ours)), gradients(loss, total(truth))
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def same_networks():
-    """The same two critics as a batched ensemble, as a list, and as copies of one network."""
-    members = [linear_critic(), linear_critic()]
-    ensemble = make_sac_critic(OBSERVATION, ACTION, CELLS, dtype=F64)
-    with torch.no_grad():
-        for i in (0, 2, 4):
-            layer = ensemble.module.layers[i]
-            layer.weight.copy_(torch.stack([member.module[i].weight.T for member in members]))
-            layer.bias.copy_(torch.stack([member.module[i].bias for member in members]).unsqueeze(1))
-    return {"ensemble": ensemble, "list": members, "replicated": linear_critic()}
-
-
-def test_the_same_critics_in_every_form(backend):
-    """Batched, listed and replicated critics with equal parameters have equal losses and gradients."""
-    actor, batch = make_actor(), make_batch(7)
-    losses = {name: SACLoss(actor, networks) for name, networks in same_networks().items()}
-    with torch.no_grad():
-        for name in ("qvalue_network_params", "target_qvalue_network_params"):
-            getattr(losses["replicated"], name).data.update_(getattr(losses["list"], name).data)
-    outs = {name: run_loss(loss, batch, 2) for name, loss in losses.items()}
-    for name in ("list", "replicated"):
-        torch.testing.assert_close(outs[name], outs["ensemble"])
-    grads = {name: gradients(loss, total(outs[name])) for name, loss in losses.items()}
-    for i in (0, 2, 4):
-        for part in ("weight", "bias"):
-            one = grads["list"][f"qvalue_network_params.module.{i}.{part}"]
-            other = grads["ensemble"][f"qvalue_network_params.module.layers.{i}.{part}"]
-            torch.testing.assert_close(one, other.transpose(1, 2) if part == "weight" else other.squeeze(1))
-            torch.testing.assert_close(grads["replicated"][f"qvalue_network_params.module.{i}.{part}"], one)
-
-
-def test_vmap_and_loop_agree():
-    """deactivate_vmap changes how the critics run, not what they say."""
-    actor, members, batch = make_actor(), [normalised_critic(), normalised_critic()], make_batch(3, 2)
-    looped, mapped = (SACLoss(actor, members, deactivate_vmap=flag) for flag in (True, False))
-    one, other = run_loss(looped, batch, 2), run_loss(mapped, batch, 2)
-    torch.testing.assert_close(one, other)
-    torch.testing.assert_close(gradients(looped, total(one)), gradients(mapped, total(other)))
 
 
 def test_a_latent_inside_the_actor_is_drawn_at_random():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import gymnasium
 import numpy as np
 import pytest
@@ -11,11 +9,10 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import (
     TensorDictModule,
-    TensorDictSequential,
 )
 from torch import nn
 
-from gpubuf.modules import MLP, EnsembleMLP, make_sac_actor, make_sac_critic
+from gpubuf.modules import EnsembleMLP, make_sac_actor, make_sac_critic
 from gpubuf.objectives import SACLoss
 from tests.support.sac_setup import (
     ACTION,
@@ -28,59 +25,6 @@ from tests.support.sac_setup import (
     run_loss,
     total,
 )
-
-NAN = float("nan")
-
-
-def rows(batch, flag):
-    return batch["next", flag].squeeze(-1)
-
-
-class Refuses(nn.Module):
-    """Raises on a NaN, as a Cholesky factorisation does."""
-
-    def forward(self, x):
-        if x.isnan().any():
-            raise RuntimeError("NaN reached a network")
-        return x
-
-
-def test_the_networks_see_no_nan():
-    """Neither actor nor critics: without the flag the same batch fails."""
-    actor = make_actor()
-    actor[0].module[0].insert(0, Refuses())
-    body = MLP(OBSERVATION + ACTION, 1, CELLS, dtype=torch.float64)
-    critic = TensorDictSequential(
-        TensorDictModule(Refuses(), ["observation"], ["checked"]),
-        TensorDictModule(body, ["checked", "action"], ["state_action_value"]),
-    )
-    batch = make_batch(9)
-    batch["next", "observation"][rows(batch, "terminated")] = NAN
-    kwargs = {"deactivate_vmap": True}
-    assert SACLoss(actor, critic, skip_done_states=True, **kwargs)(batch)["loss_qvalue"].isfinite()
-    with pytest.raises(RuntimeError, match="NaN reached"):
-        SACLoss(actor, critic, **kwargs)(batch)
-
-
-def test_without_the_flag_a_nan_ends_in_the_masked_value(backend):
-    """An MLP does not mind a NaN, and the value of a terminated row is selected away, not multiplied by 0."""
-    batch = make_batch(9)
-    clean = batch.clone()
-    batch["next", "observation"][rows(batch, "terminated")] = NAN
-    loss = make_loss()
-    ours, truth = run_loss(loss, batch, 1), run_loss(loss, clean, 1)
-    for name in truth:
-        torch.testing.assert_close(ours[name], truth[name])
-
-
-def test_the_flag_changes_nothing_where_observations_are_sound():
-    batch = make_batch(9)
-    loss, flagged = make_loss(), None
-    flagged = copy.deepcopy(loss)
-    flagged.skip_done_states = True
-    ours, truth = run_loss(flagged, batch, 1), run_loss(loss, batch, 1)
-    for name in truth:
-        torch.testing.assert_close(ours[name], truth[name])
 
 
 def agents_loss(**kwargs):
@@ -131,7 +75,7 @@ def test_agents(done_shape, reward_shape, skip):
     loss = agents_loss(skip_done_states=skip)
     batch, flat = agents_batch(done_shape, reward_shape)
     if skip:
-        batch["next", "agents", "obs"][[0, 2]] = NAN
+        batch["next", "agents", "obs"][[0, 2]] = float("nan")
         flat["next", "observation"][[0, 2]] = flat["observation"][[0, 2]]
     ours = run_loss(loss, batch, 2)
     plain = make_loss()
@@ -146,21 +90,6 @@ def test_agents(done_shape, reward_shape, skip):
     found, expected = gradients(loss, total(ours)), gradients(plain, total(truth))
     for one, other in zip(found.values(), expected.values(), strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_weights_and_masks_per_environment_hold_for_its_agents():
-    loss = agents_loss()
-    batch, flat = agents_batch((4, 1), (4, 3, 1))
-    weight, mask = torch.rand(4) + 0.1, torch.tensor([True, True, False, True])
-    plain = make_loss()
-    for name in ("actor_network_params", "qvalue_network_params", "target_qvalue_network_params"):
-        getattr(plain, name).data.update_(getattr(loss, name).data)
-    flat.set("priority_weight", weight.unsqueeze(-1).expand(4, 3))
-    flat.set(("collector", "mask"), mask.reshape(4, 1, 1).expand(4, 3, 1))
-    batch.set("priority_weight", weight).set(("collector", "mask"), mask.unsqueeze(-1))
-    ours, truth = run_loss(loss, batch, 2), run_loss(plain, flat, 2)
-    for name in truth:
-        torch.testing.assert_close(ours[name], truth[name])
 
 
 def test_an_agent_too_many_is_refused():
@@ -212,18 +141,6 @@ def test_target_entropy_from_a_spec(spec, expected):
     assert loss.target_entropy == expected
     loss(make_batch(3))
     assert loss.target_entropy == expected
-
-
-def test_target_entropy_without_the_agents_of_a_spec():
-    class Composite(dict):
-        def __init__(self, shape, **entries):
-            super().__init__(**entries)
-            self.shape = torch.Size(shape)
-
-    spec = Composite((), agents=Composite((3,), action=torch.zeros(3, 2)))
-    actor = make_sac_actor(OBSERVATION, 2, CELLS, in_keys=[("agents", "obs")], action_key=("agents", "action"))
-    critic = make_sac_critic(OBSERVATION, 2, CELLS, in_keys=[("agents", "obs"), ("agents", "action")])
-    assert SACLoss(actor, critic, action_spec=spec).target_entropy == -2.0
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (ACTION,), (OBSERVATION, ACTION)], ids=str)

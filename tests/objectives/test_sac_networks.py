@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -16,8 +15,7 @@ from tensordict.nn import (
 )
 from torch import nn
 
-from gpubuf.modules import MLP, EnsembleMLP, make_sac_actor
-from gpubuf.objectives import SACLoss
+from gpubuf.modules import MLP
 from tests.support.sac_setup import (
     ACTION,
     CELLS,
@@ -30,60 +28,6 @@ from tests.support.sac_setup import (
     run_loss,
     total,
 )
-
-
-class Encoded(nn.Module):
-    """A critic on an encoder that the actor shares."""
-
-    def __init__(self, encoder, ensemble):
-        super().__init__()
-        self.encoder = encoder
-        size = 8 + ACTION
-        self.head = (
-            EnsembleMLP(2, size, 1, CELLS, dtype=torch.float64)
-            if ensemble
-            else MLP(size, 1, CELLS, dtype=torch.float64)
-        )
-
-    def forward(self, observation, action):
-        return self.head(self.encoder(observation), action)
-
-
-def shared_networks(ensemble):
-    encoder = nn.Linear(OBSERVATION, 8, dtype=torch.float64)
-    actor = make_sac_actor(8, ACTION, CELLS, dtype=torch.float64)
-    actor[0].module = nn.Sequential(encoder, *actor[0].module)
-    critic = TensorDictModule(Encoded(encoder, ensemble), ["observation", "action"], ["state_action_value"])
-    return encoder, actor, critic
-
-
-@pytest.mark.parametrize("ensemble", [False, True])
-def test_separate_losses(ensemble):
-    """Shared parameters learn from the actor's loss only, and the critics see every change of them."""
-    encoder, actor, critic = shared_networks(ensemble)
-    loss = SACLoss(actor, critic, separate_losses=True, deactivate_vmap=not ensemble)
-    batch = make_batch(6)
-    for moved in (loss, copy.deepcopy(loss), copy.deepcopy(loss).to(torch.float32)):
-        dtype = moved.log_alpha.dtype
-        batch = batch.apply(lambda t, dtype=dtype: t.to(dtype) if t.is_floating_point() else t)
-        mine = moved.actor_network[0].module[0].weight
-        out = run_loss(moved, batch, 0)
-        assert torch.autograd.grad(out["loss_qvalue"], mine, allow_unused=True, retain_graph=True)[0] is None
-        assert torch.autograd.grad(out["loss_actor"], mine, allow_unused=True)[0].abs().max() > 0
-        before = moved._critics.online(batch, "state_action_value")
-        with torch.no_grad():
-            mine.add_(1.0)
-        assert not torch.equal(before, moved._critics.online(batch, "state_action_value"))
-        assert sum(parameter is mine for parameter in moved.parameters()) == 1
-    assert encoder.weight is loss.actor_network[0].module[0].weight
-
-
-def test_shared_parameters_learn_from_both_by_default():
-    encoder, actor, critic = shared_networks(ensemble=True)
-    loss = SACLoss(actor, critic)
-    out = run_loss(loss, make_batch(6), 0)
-    for part in ("loss_qvalue", "loss_actor"):
-        assert torch.autograd.grad(out[part], encoder.weight, retain_graph=True)[0].abs().max() > 0
 
 
 def independent_normal(loc, scale):
@@ -126,25 +70,6 @@ def test_actions_are_drawn_whatever_the_surrounding_mode():
     plain = run_loss(loss, batch, 0)
     with set_interaction_type(InteractionType.DETERMINISTIC):
         torch.testing.assert_close(run_loss(loss, batch, 0), plain)
-
-
-@pytest.mark.parametrize("critics", CRITICS)
-def test_copies_stand_on_their_own(critics):
-    """A deep copy and a pickle give the same losses, share nothing, and follow their own parameters."""
-    loss, batch = make_loss(critics, delay_actor=True), make_batch(5)
-    truth = run_loss(loss, batch, 0)
-    copies = [copy.deepcopy(loss)]
-    if critics not in ("ensemble in a sequence",):  # its lambda can't be pickled
-        copies.append(pickle.loads(pickle.dumps(loss)))
-    for other in copies:
-        torch.testing.assert_close(run_loss(other, batch, 0), truth)
-        total(run_loss(other, batch, 0)).backward()
-        with torch.no_grad():
-            for parameter in other.parameters():
-                assert parameter.grad is not None
-                parameter.sub_(parameter.grad)
-        assert not torch.equal(run_loss(other, batch, 0)["loss_actor"], truth["loss_actor"])
-        torch.testing.assert_close(run_loss(loss, batch, 0), truth)
 
 
 @pytest.mark.parametrize("critics", CRITICS)
@@ -210,11 +135,12 @@ def test_without_delayed_critics_the_present_ones_are_the_target():
 @pytest.mark.parametrize(
     "options",
     [
+        {},
         {"delay_actor": True},
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"critics": "replicated", "separate_losses": True}, marks=pytest.mark.slow),
+        {"critics": "replicated", "separate_losses": True},
     ],
 )
+@pytest.mark.slow
 # The compiler of torch 2.11 asks for that attribute, and warns.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_functional_call_within_compiled_code(options):

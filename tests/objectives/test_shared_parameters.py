@@ -182,3 +182,22 @@ def test_the_state_of_separate_losses_is_loaded(form):
         loss.actor_network[0].module.encoder.weight.add_(1.0)
     seen = [t for k, t in loss.qvalue_network_params.items(True, True) if k[-2:] == ("encoder", "weight")]
     assert all((t == loss.actor_network[0].module.encoder.weight).all() for t in seen)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("form", ["ensemble", "list", "replicated"])
+def test_whose_loss_trains_what_is_shared(form, separate):
+    """The critics' too, or with ``separate_losses`` the actor's only; the critics see every change, also in copies."""
+    loss = make_loss(form, separate)
+    for moved in (loss, copy.deepcopy(loss), copy.deepcopy(loss).to(torch.float32)):
+        batch = make_batch(6, dtype=moved.log_alpha.dtype)
+        mine, out = moved.actor_network[0].module.encoder.weight, run_loss(moved, batch, 0)
+        slope = torch.autograd.grad(out["loss_qvalue"], mine, allow_unused=True, retain_graph=True)[0]
+        # One network that is copied gets an encoder for each copy, unless that is the actor's to train.
+        assert (slope is not None) == (not separate and form != "replicated")
+        assert torch.autograd.grad(out["loss_actor"], mine)[0].abs().max() > 0
+        if separate:
+            with torch.no_grad():
+                mine.add_(1.0)
+            assert not torch.equal(run_loss(moved, batch, 0)["td_error"], out["td_error"])
+        assert sum(parameter is mine for parameter in moved.parameters()) == 1

@@ -26,26 +26,20 @@ from gpubuf import SoftUpdate
 from gpubuf.modules import MLP, TanhNormal
 from gpubuf.objectives import CrossQLoss, REDQLoss, SACLoss, TD3Loss, ValueEstimators
 from gpubuf.objectives.networks import SideBySide
-from tests.support.loss_matrix import LOSSES, Shape
-from tests.support.loss_matrix import make_loss as any_loss
-from tests.support.losses_setup import discrete_batch, make_td3
-from tests.support.sac_setup import ACTION, CELLS, OBSERVATION, gradients, make_actor, make_batch, make_loss, run_loss
-
-PLAIN = Shape(0, "same", False, False, "mean", 2, 51)
+from tests.contracts.objectives import CLASSES
+from tests.support.losses_setup import make_td3
+from tests.support.sac_setup import ACTION, CELLS, OBSERVATION, make_actor, make_batch, make_loss, run_loss
 
 
 def loss_and_batch(name: str, *shape: int, **kwargs):
-    discrete = name == "DiscreteSACLoss"
-    batch = discrete_batch(*shape, space="categorical") if discrete else make_batch(*shape)
-    if name != "TD3Loss":
-        kwargs.setdefault("target_entropy", 0.5)
-    return any_loss(name, PLAIN, **kwargs), batch
+    contract = CLASSES[name]
+    return contract.loss(**{"target_entropy": 0.5, **kwargs}), contract.batch(*shape)
 
 
 # --- the parts of a loss ---
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("skip", [False, True])
 def test_parts_are_those_of_the_whole(name, skip):
     """Critics first and then the actor, as the scripts of CrossQ and TD3 call them: with the noise of one call."""
@@ -73,17 +67,6 @@ def test_parts_are_those_of_the_whole(name, skip):
     assert not further["log_prob"].requires_grad
     if name != "REDQLoss":
         torch.testing.assert_close(rows.mean(), whole["loss_alpha"])
-
-
-def test_the_part_of_the_state_value():
-    value = TensorDictModule(MLP(OBSERVATION, 1, CELLS, dtype=torch.float64), ["observation"], ["state_value"])
-    loss, batch = make_loss(value_network=value), make_batch(6)
-    torch.manual_seed(0)
-    found, further = loss.value_loss(batch)
-    assert further == {}
-    assert set(gradients(loss, found + sum(p.sum() * 0 for p in loss.parameters())))
-    with pytest.raises(RuntimeError, match="needs a value_network"):
-        make_loss().value_loss(batch)
 
 
 def test_weights_and_masks_of_a_part():
@@ -217,7 +200,7 @@ def make_plain(actor):
     )
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", CLASSES)
 def test_chosen_outputs(name):
     """Of a call with a TensorDict, and in the order given of one with arguments."""
     loss, batch = loss_and_batch(name, 6)
@@ -250,14 +233,11 @@ def test_the_order_of_arguments():
     torch.testing.assert_close(found[0], run_loss(loss, batch, 0)["loss_actor"])
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("kind", ["TD0", "TD1", "TDLambda"])
-def test_keys_of_the_estimator(name, kind):
+@pytest.mark.parametrize("name", CLASSES)
+def test_keys_of_the_estimator(name):
     loss, _ = loss_and_batch(name, 6)
-    if name == "DistributionalSACLoss" and kind != "TD0":
-        pytest.skip("it bootstraps in one way")
     loss.set_keys(reward="gain")
-    loss.make_value_estimator(kind)
+    loss.make_value_estimator("TD0" if name == "DistributionalSACLoss" else "TDLambda")
     loss.set_keys(done=("over", "all"), terminated=("over", "stopped"))
     keys = loss.value_estimator.tensor_keys
     assert (keys.reward, keys.done, keys.terminated) == ("gain", ("over", "all"), ("over", "stopped"))
@@ -285,16 +265,10 @@ def test_keys_that_the_actor_knows():
     assert TD3Loss(actor, critic, bounds=(-1.0, 1.0)).tensor_keys.action == "action"
 
 
-@pytest.mark.parametrize("given", [{}, {"action_spec": 0, "bounds": (-1.0, 1.0)}])
-def test_words_of_bounds(given):
-    with pytest.raises(ValueError, match="but not both"):
-        TD3Loss(None, None, **given)
-
-
 # --- parameters ---
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", CLASSES)
 def test_parameters_drawn_anew(name):
     """Every one of them, in place, so that optimisers keep them; the targets follow."""
     loss, batch = loss_and_batch(name, 6)

@@ -12,10 +12,20 @@ from torch.distributions import OneHotCategorical
 
 from gpubuf.kernels.discrete_sac import reference as discrete
 from gpubuf.kernels.td import reference as td
-from gpubuf.kernels.td.reference_returns import soft_lambda_return
 from gpubuf.modules import MLP, EnsembleMLP, make_sac_critic
 from gpubuf.objectives import DiscreteSACLoss, TD3Loss
-from tests.support.sac_setup import ACTION, CELLS, OBSERVATION, critics_of, make_batch
+from tests.support.sac_setup import (
+    ACTION,
+    CELLS,
+    OBSERVATION,
+    by_hand,
+    flat,
+    make_batch,
+    run_loss,
+    target_by_hand,
+    total,
+    values_by_hand,
+)
 
 ACTIONS = 4
 F64 = torch.float64
@@ -85,63 +95,10 @@ def make_td3(critics: Any = None, actor: Any = None, num: int = 2, **kwargs: Any
     return TD3Loss(deterministic_actor() if actor is None else actor, critics, num_qvalue_nets=num, **kwargs)
 
 
-def separated(loss: Any) -> Any:
-    """``loss`` with targets that differ from its networks."""
-    with torch.no_grad():
-        for name, params in loss.named_children():
-            if name.startswith("target_") and name.endswith("_params"):
-                for key in params.keys(True, True):
-                    params.get(key).mul_(0.8)
-    return loss
-
-
-def values_by_hand(loss: Any, params: Any, observation: Tensor, action: Tensor) -> Tensor:
-    """Values of all critics, ``[N, *S, width]``."""
-    network = loss.qvalue_network
-    if any(isinstance(part, EnsembleMLP) for part in network.modules()):
-        name = network.out_keys[-1]
-        flat = {".".join(key if isinstance(key, tuple) else (key,)): params.get(key) for key in params.keys(True, True)}
-        data = TensorDict({"observation": observation, "action": action}, [])
-        return torch.func.functional_call(network, flat, (data,))[name]
-    return torch.stack([each(observation, action) for each in members_of(loss, params)])
-
-
-def members_of(loss: Any, params: Any) -> list[Any]:
-    """Each critic of a stack as a function of (observation, action)."""
-    if loss.qvalue_network.out_keys == ["state_action_value"]:
-        return critics_of(loss, params)
-    flat = {".".join(key if isinstance(key, tuple) else (key,)): params.get(key) for key in params.keys(True, True)}
-
-    def run(k: int, observation: Tensor) -> Tensor:
-        own = {name: tensor[k] for name, tensor in flat.items()}
-        data = TensorDict({"observation": observation}, [])
-        return torch.func.functional_call(loss.qvalue_network, own, (data,))["action_value"]
-
-    return [lambda o, _, k=k: run(k, o) for k in range(loss.num_qvalue_nets)]
-
-
-def target_by_hand(
-    values: Tensor, batch: TensorDict, gamma: float, steps: Tensor | None, lmbda: float | None
-) -> Tensor:
-    """``r + gamma^steps V`` with V of shape S, which the flags and rewards have too; TD(lambda) of sequences [B, T]."""
-    following = batch["next"]
-    if lmbda is not None:
-        rows = (following[name].reshape(*values.shape, 1) for name in ("reward", "terminated", "done"))
-        return soft_lambda_return(values[None, ..., None], 0.0, 0.0, *rows, None, gamma, lmbda).squeeze(-1)
-    return td.soft_td_target(
-        values.unsqueeze(0),
-        0.0,
-        0.0,
-        following["reward"].reshape(values.shape),
-        following["terminated"].reshape(values.shape),
-        gamma,
-        None if steps is None else steps.reshape(values.shape),
-    )
-
-
 def discrete_by_hand(
     loss: DiscreteSACLoss,
     batch: TensorDict,
+    seed: int = 0,
     *,
     gamma: float = 0.99,
     reduction: str = "mean",
@@ -149,9 +106,8 @@ def discrete_by_hand(
     mask: Tensor | None = None,
     steps: Tensor | None = None,
     lmbda: float | None = None,
-    next_observation: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """DiscreteSACLoss by the formulas."""
+    """DiscreteSACLoss by the formulas. It draws nothing."""
     alpha = loss.log_alpha.detach().exp()
     network = loss.actor_network[0].module
 
@@ -159,9 +115,9 @@ def discrete_by_hand(
         return network(observation)
 
     state, action = batch["observation"], batch["action"]
-    following = batch["next", "observation"] if next_observation is None else next_observation
+    following = batch["next", "observation"]
     with torch.no_grad():
-        target = getattr(loss, "target_qvalue_network_params")  # noqa: B009
+        target = loss.target_qvalue_network_params
         next_q = values_by_hand(loss, target, following, action)
         y = target_by_hand(discrete.soft_value(next_q, logits(following), alpha), batch, gamma, steps, lmbda)
     q = values_by_hand(loss, loss.qvalue_network_params, state, action)
@@ -196,15 +152,11 @@ def td3_by_hand(
 ) -> dict[str, Tensor]:
     """TD3Loss by the formulas, with the noise that it draws after ``torch.manual_seed(seed)``."""
     actor, following, state = loss.actor_network, batch["next"], batch["observation"]
-    flat = {
-        ".".join(key): loss.target_actor_network_params.get(key)
-        for key in loss.target_actor_network_params.keys(True, True)
-    }
     detached = loss.qvalue_network_params.apply(lambda t: t.detach())
     actor_values = values_by_hand(loss, detached, state, actor.module(state)).squeeze(-1)
     with torch.no_grad():
         data = TensorDict({"observation": following["observation"]}, [])
-        action = torch.func.functional_call(actor, flat, (data,))["action"]
+        action = torch.func.functional_call(actor, flat(loss.target_actor_network_params), (data,))["action"]
         torch.manual_seed(seed)
         noise = (torch.randn(action.shape, dtype=action.dtype) * loss.policy_noise).clamp(
             -float(loss.noise_clip), float(loss.noise_clip)
@@ -229,11 +181,6 @@ def td3_by_hand(
     }
 
 
-def total(out: Any) -> Tensor:
-    """The sum of all losses in ``out``."""
-    return sum((out[name].sum() for name in sorted(out.keys()) if name.startswith("loss_")), torch.zeros(()))
-
-
 def assert_values(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
     """Values are those of the formulas, and none is missing."""
     assert set(ours) == set(truth)
@@ -249,3 +196,8 @@ def assert_agrees(loss: Any, ours: dict[str, Tensor], truth: dict[str, Tensor]) 
     for name, one, other in zip(named, found, expected, strict=True):
         torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
         assert other.abs().max() > 0, name
+
+
+def agree(loss: Any, batch: TensorDict, oracle: Any = by_hand, **further: Any) -> None:
+    """The loss says what the formulas say, with the same noise."""
+    assert_agrees(loss, run_loss(loss, batch, 3), oracle(loss, batch, 3, **further))
