@@ -16,7 +16,7 @@ from gpubuf.kernels import categorical
 from gpubuf.kernels._differentiable import direct
 from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.base import one_of
-from gpubuf.objectives.batch import REDUCTIONS, halves, joined
+from gpubuf.objectives.batch import REDUCTIONS, halves, joined, reduced
 from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
 from gpubuf.objectives.values import ValueEstimators
 
@@ -274,10 +274,6 @@ class DistributionalSACLoss(SoftActorCriticLoss):
         constant = values.detach()
         sizes = (constant.mean(0) if self.actor_value == "mean" else constant.amin(0)).abs()
         _, mask = self.row_weights(tensordict, sizes.shape)
-        if mask is None:
-            size = sizes.mean()
-        else:
-            counts = mask.reshape(sizes.shape).bool()
-            size = torch.where(counts, sizes, 0.0).sum() / counts.sum().clamp(min=1)
+        size = reduced(sizes, None, mask, "mean")
         # The same amount for every critic moves their minimum, and their mean, by that amount.
         return values - self.cloning_weight * size * cost

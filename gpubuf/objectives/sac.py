@@ -17,7 +17,7 @@ from gpubuf.kernels import sac, td
 from gpubuf.kernels._differentiable import direct
 from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of
-from gpubuf.objectives.batch import HAS_TARGET, REDUCTIONS, checked_values, counting_rows, halves, joined
+from gpubuf.objectives.batch import HAS_TARGET, REDUCTIONS, checked_values, counting_rows, halves, joined, reduced
 from gpubuf.objectives.networks import run_counting
 
 _temperature_slope = direct(sac.temperature_loss)
@@ -277,13 +277,11 @@ class SoftActorCriticLoss(ActorCriticLossModule):
                 next_q = self._next_values(state, shape)
             return critics.online(tensordict, key), next_q
         rows = joined(tensordict, state, self.qvalue_network.in_keys)
-        if not self.delay_qvalue:
-            q, next_q = halves(critics.online(rows, key), 1)
-            return q, self._checked(next_q.detach(), shape)
-        with torch.no_grad():
-            _, next_q = halves(critics.target(rows, key), 1)
-        q, _ = halves(critics.online(rows, key), 1)
-        return q, self._checked(next_q, shape)
+        q, next_q = halves(critics.online(rows, key), 1)
+        if self.delay_qvalue:
+            with torch.no_grad():
+                _, next_q = halves(critics.target(rows, key), 1)
+        return q, self._checked(next_q.detach(), shape)
 
     def _next_values(self, state: TensorDictBase, shape: torch.Size) -> Tensor:
         """Values ``[N, *S]`` of the next states and actions by the target critics. The target takes their minimum."""
@@ -312,8 +310,7 @@ class SoftActorCriticLoss(ActorCriticLossModule):
         combine = td.AVERAGE if self.actor_value == "mean" else td.SMALLEST
         loss, entropy, _ = sac.actor_loss_direct(q, log_prob, alpha, weight, mask, REDUCTIONS[self.reduction], combine)
         if mask is not None:
-            counts = mask.reshape(shape).bool()
-            entropy = -torch.where(counts, log_prob.detach(), 0.0).sum() / counts.sum().clamp(min=1)
+            entropy = -reduced(log_prob.detach(), None, mask, "mean")
         return loss, log_prob, entropy
 
     def _policy_action(self, state: TensorDictBase) -> tuple[Tensor, Tensor]:

@@ -27,69 +27,33 @@ from tests.support.sac_setup import (
 )
 
 
-def agents_loss(**kwargs):
-    """Two networks for all agents, with every key nested."""
-    actor = make_sac_actor(
-        OBSERVATION, ACTION, CELLS, in_keys=[("agents", "obs")], action_key=("agents", "action"), dtype=torch.float64
-    )
-    critic = make_sac_critic(
-        OBSERVATION,
-        ACTION,
-        CELLS,
-        in_keys=[("agents", "obs"), ("agents", "action")],
-        out_key=("agents", "q"),
-        dtype=torch.float64,
-    )
-    loss = SACLoss(actor, critic, **kwargs)
+@pytest.mark.parametrize("skip", [False, True])
+def test_agents(skip):
+    """CASES 29 (TorchRL 2612): two networks for all agents, every key nested, done flags of their environment."""
+    keys = {"in_keys": [("agents", "obs")], "action_key": ("agents", "action")}
+    actor = make_sac_actor(OBSERVATION, ACTION, CELLS, **keys, dtype=torch.float64)
+    keys = {"in_keys": [("agents", "obs"), ("agents", "action")], "out_key": ("agents", "q")}
+    critic = make_sac_critic(OBSERVATION, ACTION, CELLS, **keys, dtype=torch.float64)
+    loss = SACLoss(actor, critic, skip_done_states=skip)
     loss.set_keys(
         state_action_value=("agents", "q"), reward=("agents", "reward"), priority=("agents", "td_error"), done="done"
     )
-    return loss
-
-
-def agents_batch(done_shape, reward_shape, b=4, n=3):
-    """[b] environments of [b, n] agents; whether the environment ended is a flag of ``done_shape``."""
-    flat = make_batch(b, n)
-    ended = torch.tensor([True, False, True, False][:b])
-    done = ended.reshape(b, *[1] * (len(done_shape) - 1)).expand(done_shape).clone()
-    reward = flat["next", "reward"][:, :1].expand(b, n, 1) if reward_shape[1:] in ((), (1,)) else flat["next", "reward"]
-    flat["next", "reward"].copy_(reward)
-    flat["next", "terminated"].copy_(ended.reshape(b, 1, 1).expand(b, n, 1))
-    given = reward[:, 0].reshape(reward_shape) if reward_shape[1:] in ((), (1,)) else reward.reshape(reward_shape)
-    following = {
-        "agents": TensorDict({"obs": flat["next", "observation"], "reward": given}, [b, n])
-        if len(reward_shape) > 1 and reward_shape[1] == n
-        else {"obs": flat["next", "observation"], "reward": given},
-        "done": done,
-        "terminated": done,
-    }
-    own = {"obs": flat["observation"], "action": flat["action"]}
-    return TensorDict({"agents": TensorDict(own, [b, n]), "next": following}, [b]), flat
-
-
-@pytest.mark.parametrize("done_shape", [(4,), (4, 1), (4, 3), (4, 3, 1), (4, 1, 1)], ids=str)
-@pytest.mark.parametrize("reward_shape", [(4, 3, 1), (4, 3), (4, 1), (4,)], ids=str)
-@pytest.mark.parametrize("skip", [False, True])
-def test_agents(done_shape, reward_shape, skip):
-    """CASES 29 (TorchRL 2612): done flags and rewards of fewer and of more dimensions than the loss."""
-    loss = agents_loss(skip_done_states=skip)
-    batch, flat = agents_batch(done_shape, reward_shape)
+    plain, flat = make_loss(), make_batch(4, 3)
+    for name in ("actor_network_params", "qvalue_network_params", "target_qvalue_network_params"):
+        getattr(plain, name).data.update_(getattr(loss, name).data)
+    ended = torch.tensor([[True], [False], [True], [False]])
+    flat["next", "terminated"].copy_(ended.unsqueeze(-1).expand(4, 3, 1))
+    own = TensorDict({"obs": flat["observation"], "action": flat["action"]}, [4, 3])
+    after = TensorDict({"obs": flat["next", "observation"].clone(), "reward": flat["next", "reward"]}, [4, 3])
+    batch = TensorDict({"agents": own, "next": {"agents": after, "done": ended, "terminated": ended}}, [4])
     if skip:
-        batch["next", "agents", "obs"][[0, 2]] = float("nan")
-        flat["next", "observation"][[0, 2]] = flat["observation"][[0, 2]]
-    ours = run_loss(loss, batch, 2)
-    plain = make_loss()
-    plain.actor_network_params.data.update_(loss.actor_network_params.data)
-    plain.qvalue_network_params.data.update_(loss.qvalue_network_params.data)
-    plain.target_qvalue_network_params.data.update_(loss.target_qvalue_network_params.data)
-    truth = run_loss(plain, flat, 2)
+        after["obs"][[0, 2]] = float("nan")
+    ours, truth = run_loss(loss, batch, 2), run_loss(plain, flat, 2)
     assert loss.target_entropy == -ACTION
     assert ours["td_error"].shape == (4, 3)
-    for name in truth:
-        torch.testing.assert_close(ours[name], truth[name])
+    torch.testing.assert_close(ours, truth)
     found, expected = gradients(loss, total(ours)), gradients(plain, total(truth))
-    for one, other in zip(found.values(), expected.values(), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(list(found.values()), list(expected.values()))
 
 
 def test_an_agent_too_many_is_refused():

@@ -22,7 +22,6 @@ from tensordict.nn import (
 )
 from torch import nn
 
-from gpubuf import SoftUpdate
 from gpubuf.modules import MLP, TanhNormal
 from gpubuf.objectives import CrossQLoss, REDQLoss, SACLoss, TD3Loss, ValueEstimators
 from gpubuf.objectives.networks import SideBySide
@@ -79,63 +78,16 @@ def test_weights_and_masks_of_a_part():
     torch.testing.assert_close(loss.alpha_loss(log_prob=log_prob), rows.mean())
 
 
-def update_whole(loss, optimizer, batch):
-    """SAC's and DiscreteSAC's scripts: the sum of three losses."""
-    found = loss(batch)
-    optimizer.zero_grad(set_to_none=True)
-    (found["loss_actor"] + found["loss_qvalue"] + found["loss_alpha"]).backward()
-    optimizer.step()
-    return found["loss_qvalue"]
-
-
-def update_crossq(loss, optimizer, batch):
-    optimizer.zero_grad(set_to_none=True)
-    of_critics, further = loss.qvalue_loss(batch)
-    batch.set(loss.tensor_keys.priority, further["td_error"])
-    of_actor, further = loss.actor_loss(batch)
-    of_alpha = loss.alpha_loss(log_prob=further["log_prob"].detach()).mean()
-    (of_critics.mean() + of_actor.mean() + of_alpha).backward()
-    optimizer.step()
-    return of_critics
-
-
-def update_td3(loss, optimizer, batch):
-    of_critics, *_ = loss.value_loss(batch)
-    of_critics.sum().backward()
-    of_actor, *_ = loss.actor_loss(batch)
-    of_actor.sum().backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return of_critics
-
-
-@pytest.mark.parametrize(
-    ("name", "update"),
-    [
-        ("SACLoss", update_whole),
-        ("DiscreteSACLoss", update_whole),
-        ("CrossQLoss", update_crossq),
-        ("TD3Loss", update_td3),
-    ],
-)
-def test_updates_of_the_scripts(name, update):
-    """Their optimisers take the parameters by the names of the networks; the critics learn a batch."""
-    loss, batch = loss_and_batch(name, 32)
-    assert loss.make_value_estimator(gamma=0.5, device=torch.device("cpu")) is loss
+@pytest.mark.parametrize("name", CLASSES)
+def test_parameters_by_the_names_of_the_networks(name):
+    """As the optimisers of the scripts take them."""
+    loss, _ = loss_and_batch(name, 6)
     groups = [list(loss.qvalue_network_params.flatten_keys().values())]
     groups += [list(loss.actor_network_params.flatten_keys().values())]
     if name != "TD3Loss":
         groups.append([loss.log_alpha])
     assert {id(p) for group in groups for p in group} == {id(p) for p in loss.parameters()}
-    optimizer = torch.optim.Adam([p for group in groups for p in group], lr=3e-3)
-    updater = None if name == "CrossQLoss" else SoftUpdate(loss, eps=0.995)
-    values = []
-    for _ in range(60):
-        values.append(float(update(loss, optimizer, batch).detach()))
-        if updater is not None:
-            updater.step()
-    assert values[-1] < 0.7 * values[0]
-    assert batch["td_error"].shape == (32,)
+    assert loss.make_value_estimator(gamma=0.5, device=torch.device("cpu")) is loss
 
 
 # --- keys and outputs ---
