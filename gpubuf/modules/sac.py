@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -140,17 +141,7 @@ def make_sac_actor(
         MLP(obs_dim, 2 * action_dim, num_cells, activation, device=device, dtype=dtype),
         GaussianParameters(scale_lb),
     )
-    return tanh_normal_actor(
-        network,
-        action_dim,
-        low=low,
-        high=high,
-        in_keys=in_keys,
-        action_key=action_key,
-        return_log_prob=return_log_prob,
-        device=device,
-        dtype=dtype,
-    )
+    return _actor(network, locals())
 
 
 def tanh_normal_actor(
@@ -192,6 +183,12 @@ def tanh_normal_actor(
         tensors = [torch.tensor(bound.tolist(), dtype=dtype_, device=device) for bound in (lows, highs)]
         head = TanhNormalHead(*tensors, **head_kwargs)
     return TanhNormalActor(TensorDictModule(network, list(in_keys), params), head)
+
+
+def _actor(network: nn.Module, arguments: Mapping[str, Any]) -> TanhNormalActor:
+    """:func:`tanh_normal_actor` with its arguments among those of a builder."""
+    names = inspect.signature(tanh_normal_actor).parameters.keys() - {"network"}
+    return tanh_normal_actor(network, **{name: arguments[name] for name in names})
 
 
 def make_sac_critic(
@@ -296,10 +293,7 @@ def make_fastsac_actor(
     for parameter in body[-1].parameters():
         nn.init.zeros_(parameter)
     network = nn.Sequential(body, SquashedGaussianParameters(log_std_min, log_std_max))
-    return tanh_normal_actor(
-        network, action_dim, low=low, high=high, in_keys=in_keys, action_key=action_key,
-        return_log_prob=return_log_prob, **new,
-    )  # fmt: skip
+    return _actor(network, locals())
 
 
 def make_fastsac_critic(
@@ -408,10 +402,7 @@ def make_flashsac_actor(
         for head in cast(Tensor, body[-1].weight).chunk(2):
             draw_rows(head, -1)
     network = nn.Sequential(body, SquashedGaussianParameters(log_std_min, log_std_max))
-    return tanh_normal_actor(
-        network, action_dim, low=low, high=high, in_keys=in_keys, action_key=action_key,
-        return_log_prob=return_log_prob, **new,
-    )  # fmt: skip
+    return _actor(network, locals())
 
 
 def make_flashsac_critic(

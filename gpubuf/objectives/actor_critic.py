@@ -235,10 +235,8 @@ class ActorCriticLossModule(TDLossModule):
     def _run_on(self, params: dict[str, Any]) -> None:
         """Put ``params``, by the names that this loss has for them, into the networks."""
         owners = {name: params[f"{name}_params"] for name in self._networks}
-        for name, single in self._networks.items():
-            single.refresh(owners[name], params.get(f"target_{name}_params"), owners)
-        self._critics.params = params["qvalue_network_params"]
-        self._critics.refresh(params.get("target_qvalue_network_params"), owners)
+        for name, network in (*self._networks.items(), ("qvalue_network", self._critics)):
+            network.refresh(params[f"{name}_params"], params.get(f"target_{name}_params"), owners)
 
     def _given_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Within it the networks run on the parameters that ``functional_call`` gives for a while, if it does."""

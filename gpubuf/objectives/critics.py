@@ -20,7 +20,6 @@ from gpubuf.modules.norms import set_statistics
 from gpubuf.objectives.batch import counting_rows
 from gpubuf.objectives.networks import (
     Owners,
-    ParameterPlaces,
     Path,
     SideBySide,
     SwappableCopy,
@@ -28,6 +27,7 @@ from gpubuf.objectives.networks import (
     constants,
     distinct,
     ensemble_size,
+    follow_owners,
     leaves,
     own_parameters,
     paths,
@@ -36,7 +36,6 @@ from gpubuf.objectives.networks import (
     run_counting,
     share_parameters,
     shared_paths,
-    shared_tensor,
     stacked_parameters,
 )
 
@@ -68,34 +67,29 @@ class Linear:
     bias: int | None
 
 
-@dataclass(frozen=True)
-class LinearStack:
-    """Layers of N networks, a linear one first, applied in order to inputs that the networks share."""
+def run_linear(layers: Sequence[Linear | nn.Module], tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
+    """``[N, *batch, out]`` of N networks on inputs ``[*batch, in_i]`` that they share, joined along the last dimension.
 
-    layers: tuple[Linear | nn.Module, ...]
-
-    def __call__(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
-        """``[N, *batch, out]`` of inputs ``[*batch, in_i]``, joined along the last dimension.
-
-        Args:
-            tensors: stacked parameters, weights ``[N, out, in]`` and biases ``[N, out]``.
-            inputs: as above.
-        """
-        x: Tensor | None = None
-        for layer in self.layers:
-            if not isinstance(layer, Linear):
-                x = layer(x)
-                continue
-            weight = tensors[layer.weight].transpose(1, 2)
-            bias = None if layer.bias is None else tensors[layer.bias].unsqueeze(1)
-            x = ensemble_input_layer(inputs, weight, bias) if x is None else ensemble_product(x, weight, bias)
-        assert x is not None
-        batch = inputs[0].shape[:-1]
-        return x if len(batch) == 1 else x.reshape(x.shape[0], *batch, -1)
+    Args:
+        layers: of each network, a linear one first.
+        tensors: stacked parameters, weights ``[N, out, in]`` and biases ``[N, out]``.
+        inputs: as above.
+    """
+    x: Tensor | None = None
+    for layer in layers:
+        if not isinstance(layer, Linear):
+            x = layer(x)
+            continue
+        weight = tensors[layer.weight].transpose(1, 2)
+        bias = None if layer.bias is None else tensors[layer.bias].unsqueeze(1)
+        x = ensemble_input_layer(inputs, weight, bias) if x is None else ensemble_product(x, weight, bias)
+    assert x is not None
+    batch = inputs[0].shape[:-1]
+    return x if len(batch) == 1 else x.reshape(x.shape[0], *batch, -1)
 
 
-def linear_stack(network: Any, where: Sequence[tuple[str, ...]]) -> LinearStack | None:
-    """``network`` as a :class:`LinearStack` over the parameters at ``where``; None if it is anything more.
+def linear_layers(network: Any, where: Sequence[tuple[str, ...]]) -> list[Linear | nn.Module] | None:
+    """The layers of ``network`` for :func:`run_linear`, on the parameters at ``where``; None if it is anything more.
 
     It must be a plain TensorDictModule with one output around an ``nn.Sequential`` (nested ones too) or an
     :class:`~gpubuf.modules.MLP` of ``nn.Linear`` layers and elementwise activations, without hooks; of these very
@@ -121,7 +115,7 @@ def linear_stack(network: Any, where: Sequence[tuple[str, ...]]) -> LinearStack 
             layers.append(part)
         else:
             return None
-    return LinearStack(tuple(layers)) if layers and isinstance(layers[0], Linear) else None
+    return layers if layers and isinstance(layers[0], Linear) else None
 
 
 _RANDOM_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -153,12 +147,11 @@ class Critics(abc.ABC):
         self._target: SwappableCopy
         self._subset: SwappableCopy | None = None
 
-    def refresh(self, target_params: TensorDictBase | None, owners: Owners) -> None:
-        """Look the tensors up again, after they were moved to another device or replaced."""
-        for path, owner in self._shared.items():
-            entry, alias = self.params.get(path), shared_tensor(owners, owner)
-            entry.data = alias if entry.shape == alias.shape else alias.expand(entry.shape)
-        self._tensors = leaves(self.params)
+    def refresh(self, params: Any, target_params: TensorDictBase | None, owners: Owners) -> None:
+        """Run on these parameters from now on. Call it too after they were moved to another device or replaced."""
+        self.params = params
+        follow_owners(params, self._shared, owners)
+        self._tensors = leaves(params)
         self._target_tensors = None
         if target_params is not None:
             self._target_tensors = [target_params.get(path) for path in paths(self.params)]
@@ -242,8 +235,8 @@ class BatchedCritics(Critics):
         self._online = SwappableCopy(network, paths(self.params), copied=bool(owners))
         self._detached, self._target = (self._running_copy() for _ in range(2))
 
-    def refresh(self, target_params: TensorDictBase | None, owners: Owners) -> None:
-        super().refresh(target_params, owners)
+    def refresh(self, params: Any, target_params: TensorDictBase | None, owners: Owners) -> None:
+        super().refresh(params, target_params, owners)
         self._online.places.fill(self._tensors)
         self._detached.places.fill(constants(self._tensors))
         if self._target_tensors is not None:
@@ -325,7 +318,7 @@ class StackedCritics(Critics):
             self._detached, self._target = (self._running_copy() for _ in range(2))
         else:
             self._subset = self._target
-        self._stack: LinearStack | None = linear_stack(self.network, where)
+        self._layers = linear_layers(self.network, where)
 
     def redraw(self) -> None:
         for own in zip(*(tensor.detach().unbind(0) for tensor in self._tensors), strict=True):
@@ -334,8 +327,8 @@ class StackedCritics(Critics):
         self._online.places.clear()
 
     def _run(self, copy: SwappableCopy, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey) -> Tensor:
-        if self._stack is not None:
-            return self._stack(tensors, [entry(inputs, name) for name in self.network.in_keys])
+        if self._layers is not None:
+            return run_linear(self._layers, tensors, [entry(inputs, name) for name in self.network.in_keys])
         module = copy.ready()
 
         def single(*own: Tensor) -> Tensor:

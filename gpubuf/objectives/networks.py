@@ -259,10 +259,11 @@ def own_parameters(network: nn.Module, shared: Mapping[int, Path]) -> tuple[Tens
     return TensorDictParams(own, no_convert=True), owners
 
 
-def shared_tensor(owners: Owners, owner: Path) -> Tensor:
-    """The parameter of ``owner``, without gradient."""
-    tensor: Tensor = owners[owner[0]].get(owner[1:])
-    return tensor.detach()
+def follow_owners(params: TensorDictBase, shared: Mapping[Path, Path], owners: Owners) -> None:
+    """Let the parameters at the paths ``shared`` have the memory of their owners', without gradient."""
+    for path, (name, *where) in shared.items():
+        own = params.get(path)
+        own.data = owners[name].get(tuple(where)).detach().expand(own.shape)
 
 
 class SingleNetwork:
@@ -287,8 +288,7 @@ class SingleNetwork:
 
     def refresh(self, params: TensorDictBase, target_params: TensorDictBase | None, owners: Owners) -> None:
         """Run on these parameters from now on."""
-        for path, owner in self._shared.items():
-            params.get(path).data = shared_tensor(owners, owner)
+        follow_owners(params, self._shared, owners)
         self._online.places.fill(leaves(params))
         if self._target is not None:
             self._target.places.fill(leaves(params if target_params is None else target_params))

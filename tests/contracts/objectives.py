@@ -71,7 +71,7 @@ def _distributional(choice: str, critics: str = "ensemble") -> LossContract:
         return distributional_setup.make_distributional(critics, **{**distributional_setup.CHOICES[choice], **options})
 
     lacks = {"target_entropy"} if "target_sigma" in distributional_setup.CHOICES[choice] else set()
-    return LossContract(make, lacks=frozenset(lacks))
+    return LossContract(make, lacks=frozenset({"loss_function", *lacks}))
 
 
 def _discrete(critics: str, space: str = "one-hot") -> LossContract:
