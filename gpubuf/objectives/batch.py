@@ -166,7 +166,8 @@ def without_masked(
     Returns:
         A shallow copy, in which the entries at ``keys`` are new, with :data:`COUNTS`; the batch itself without a mask.
     """
-    given = [trimmed(mask.bool()) for key in mask_keys if (mask := maybe(tensordict, key)) is not None]
+    found = (maybe(tensordict, key) for key in mask_keys)
+    given = [trimmed(mask.bool()) for mask in found if mask is not None]
     if not given:
         return tensordict
     dims = max(mask.ndim for mask in given)
