@@ -11,6 +11,7 @@ import torch
 
 from gpubuf.objectives import DiscreteSACLoss, SACLoss, TD3Loss
 from tests.contracts.objectives import CLASSES
+from tests.support.losses_setup import Bounded
 from tests.support.sac_setup import make_loss
 
 NAN, INF = math.nan, math.inf
@@ -108,13 +109,6 @@ def test_refused_by_every_loss(options, error, message):
             with pytest.raises(error, match=message):
                 contract.make(**options)
     assert checked >= 4
-
-
-class Bounded:
-    """A spec with the attributes of TorchRL's."""
-
-    def __init__(self, low: torch.Tensor, high: torch.Tensor) -> None:
-        self.space, self.shape = type("space", (), {"low": low, "high": high}), low.shape
 
 
 ONE = Bounded(-torch.ones(3), torch.ones(3))

@@ -12,8 +12,7 @@ from tensordict.nn import TensorDictModule
 from gpubuf.kernels import sac
 from gpubuf.modules import MLP
 from gpubuf.objectives.batch import REDUCTIONS, reduced
-from tests.objectives.test_arguments import Bounded
-from tests.support.losses_setup import F64, agree, deterministic_actor, make_td3, td3_by_hand
+from tests.support.losses_setup import F64, Bounded, agree, deterministic_actor, make_td3, td3_by_hand
 from tests.support.sac_setup import ACTION, CELLS, OBSERVATION, make_batch, separated
 
 LOW, HIGH = torch.tensor([-1.0, -0.5, -2.0]), torch.tensor([1.0, 0.25, 2.0])

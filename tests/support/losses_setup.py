@@ -87,6 +87,13 @@ def deterministic_actor() -> TensorDictModule:
     return TensorDictModule(network, ["observation"], ["action"])
 
 
+class Bounded:
+    """A spec with the attributes of TorchRL's."""
+
+    def __init__(self, low: Tensor, high: Tensor) -> None:
+        self.space, self.shape = type("space", (), {"low": low, "high": high}), low.shape
+
+
 def make_td3(critics: Any = None, actor: Any = None, num: int = 2, **kwargs: Any) -> TD3Loss:
     if critics is None:
         critics = make_sac_critic(OBSERVATION, ACTION, CELLS, num_nets=num, dtype=F64)
