@@ -143,17 +143,21 @@ def test_a_batch_without_rows_that_count(contract):
         assert all((p.grad == 0).all() for p in loss.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("name", [*CONTRACTS, "CrossQLoss, batch norms, ensemble"])
-def test_no_host_sync(name, monkeypatch):
+#: Each class, and each kind of critics. PyTorch's own batch norms can't run on fake CUDA tensors.
+WAITING = {name: contract for name, contract in COMPILED.items() if name != "CrossQLoss, batch norms, vmap"}
+WAITING |= {name: CONTRACTS[name] for name in CONTRACTS if name.startswith("SACLoss, ")}
+
+
+@pytest.mark.parametrize("contract", WAITING.values(), ids=list(WAITING))
+def test_no_host_sync(contract, monkeypatch):
     """Nothing reads a value: construction, forward, backward, target update on fake tensors.
 
     A CPU build of torch aborts when autograd records an operation on a (fake) CUDA tensor, since it asks for its
     stream. So the backward runs on fake CPU tensors, which refuse to be read just as well.
     """
-    contract = {**CONTRACTS, **COMPILED}[name]
     # Nor can fake CUDA tensors draw random numbers in place there.
-    for initialiser in ("kaiming_uniform_", "uniform_"):
-        monkeypatch.setattr(nn.init, initialiser, lambda tensor, *_, **__: tensor)
+    for name in ("kaiming_uniform_", "uniform_"):
+        monkeypatch.setattr(nn.init, name, lambda tensor, *_, **__: tensor)
     real = with_extras(contract.batch(6))
     for device in ("cuda", "cpu"):
         with fake_cuda(), torch.device(device), torch.set_grad_enabled(device == "cpu"):
