@@ -84,11 +84,11 @@ def make_batch(root: tuple[str, ...] = ("action",), *shape: int) -> TensorDict:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("root", [("action",), ()], ids=["nested", "flat"])
-@pytest.mark.parametrize("aggregate", [False, True])
-def test_composite_actions(backend, root, aggregate):
+@pytest.mark.parametrize(("aggregate", "distribution"), [(False, normal), (True, normal), (False, Normal)])
+def test_composite_actions(backend, root, aggregate, distribution):
     """One log-density, the sum of both parts', and the losses and gradients of the formulas."""
     with set_composite_lp_aggregate(aggregate):
-        loss, batch = composite_loss(root), make_batch(root, 2, 3)
+        loss, batch = composite_loss(root, distribution), make_batch(root, 2, 3)
         before = batch.clone()
         ours = run_loss(loss, batch, 0)
         assert (batch == before).all()
