@@ -323,12 +323,8 @@ class ActorCriticLossModule(TDLossModule):
         self._out_keys = chosen
 
     def _every_out_key(self) -> list[NestedKey]:
-        scalars = () if self._scalars_left_out else self.scalar_names
-        return [*self.loss_names, *scalars, *self.further_loss_names]
-
-    @property
-    def _scalars_left_out(self) -> bool:
-        return self.reduction == "none" and self.scalar_output_mode != "non_tensor"
+        left_out = self.reduction == "none" and self.scalar_output_mode != "non_tensor"
+        return [*self.loss_names, *(() if left_out else self.scalar_names), *self.further_loss_names]
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # type: ignore[override]
