@@ -32,8 +32,9 @@ from benchmarks.measure.machine import describe
 from benchmarks.measure.no_gpu import install
 from benchmarks.measure.results import Run, write_results
 from benchmarks.peers.sources import transitions
+from benchmarks.studies.kernels import BATCH, sac_calls
 
-CAPACITY, BATCH, SLICE = 1_000_000, 256, 8
+CAPACITY, SLICE = 1_000_000, 8
 NUMBER = 100
 """Calls that are timed together."""
 
@@ -75,22 +76,6 @@ def calls() -> dict[str, Call]:
         "extend with an index of trajectories": lambda: slices.extend(rows),
     }
     return {**found, **sac_calls(), **parts(uniform)}
-
-
-def sac_calls() -> dict[str, Call]:
-    """The fused pieces of a SAC loss, without their gradients."""
-    from gpubuf.kernels import sac, tanh_normal, td
-
-    q, column, zero = torch.zeros(2, BATCH), torch.zeros(BATCH), torch.zeros(())
-    flag = torch.zeros(BATCH, dtype=torch.bool)
-    loc, scale, noise = torch.zeros(BATCH, 6), torch.ones(BATCH, 6), torch.zeros(BATCH, 6)
-    return {
-        "tanh-normal sample": lambda: tanh_normal.sample(loc, scale, noise, None, None, -1.0, 1.0, 1),
-        "soft TD target": lambda: td.soft_td_target(q, column, zero, column, flag, zero, None),
-        "TD loss": lambda: td.td_loss(q, column, None, None, 1, 1),
-        "actor loss": lambda: sac.actor_loss(q, column, zero, None, None, 1),
-        "temperature loss": lambda: sac.temperature_loss(zero, column, zero, None, None, 1),
-    }
 
 
 def parts(buffer: Any) -> dict[str, Call]:

@@ -40,6 +40,9 @@ SIZES = {
 
 SLICE = 8
 
+BATCH = 256
+"""Rows of the pieces of a SAC loss."""
+
 
 @contextlib.contextmanager
 def shaped_as_on_a_gpu() -> Iterator[None]:
@@ -93,24 +96,33 @@ def calls(kind: str, sizes: Sequence[int]) -> Iterator[tuple[str, Callable[[], o
             yield f"{kind}: priority update, {n}", functools.partial(buffer.update_priority, index, priority)
 
 
+def sac_calls() -> dict[str, Callable[[], object]]:
+    """The fused pieces of a SAC loss, without their gradients."""
+    from gpubuf.kernels import sac, tanh_normal, td
+
+    q, column, zero = torch.zeros(2, BATCH), torch.zeros(BATCH), torch.zeros(())
+    flag = torch.zeros(BATCH, dtype=torch.bool)
+    loc, scale, noise = torch.zeros(BATCH, 6), torch.ones(BATCH, 6), torch.zeros(BATCH, 6)
+    return {
+        "tanh-normal sample": lambda: tanh_normal.sample(loc, scale, noise, None, None, -1.0, 1.0, 1),
+        "soft TD target": lambda: td.soft_td_target(q, column, zero, column, flag, zero, None),
+        "TD loss": lambda: td.td_loss(q, column, None, None, 1, 1),
+        "actor loss": lambda: sac.actor_loss(q, column, zero, None, None, 1),
+        "temperature loss": lambda: sac.temperature_loss(zero, column, zero, None, None, 1),
+    }
+
+
 def other_calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """Statistics of a normalised write, and the pieces of a SAC loss."""
-    from gpubuf.kernels import moments, sac, tanh_normal, td
+    from gpubuf.kernels import moments
 
     for n, elements in ((256, 48), (4096, 48)):
         state, mean, factor, tickets = moments.new_state(elements, "cpu")
         rule = torch.tensor(moments.Rule(1e-8), dtype=torch.float64)
         update = functools.partial(moments.update, state, torch.randn(n, elements), mean, factor, rule, tickets)
         yield f"statistics of {elements} elements, {n}", update
-    n = 256
-    q, column, zero = torch.zeros(2, n), torch.zeros(n), torch.zeros(())
-    flag = torch.zeros(n, dtype=torch.bool)
-    loc, scale, noise = torch.zeros(n, 6), torch.ones(n, 6), torch.zeros(n, 6)
-    yield f"tanh-normal sample, {n}", lambda: tanh_normal.sample(loc, scale, noise, None, None, -1.0, 1.0, 1)
-    yield f"soft TD target, {n}", lambda: td.soft_td_target(q, column, zero, column, flag, zero, None)
-    yield f"TD loss, {n}", lambda: td.td_loss(q, column, None, None, 1, 1)
-    yield f"actor loss, {n}", lambda: sac.actor_loss(q, column, zero, None, None, 1)
-    yield f"temperature loss, {n}", lambda: sac.temperature_loss(zero, column, zero, None, None, 1)
+    for name, call in sac_calls().items():
+        yield f"{name}, {BATCH}", call
 
 
 def resources() -> list[dict[str, Any]]:
