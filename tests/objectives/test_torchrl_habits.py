@@ -78,18 +78,6 @@ def test_weights_and_masks_of_a_part():
     torch.testing.assert_close(loss.alpha_loss(log_prob=log_prob), rows.mean())
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_parameters_by_the_names_of_the_networks(name):
-    """As the optimisers of the scripts take them."""
-    loss, _ = loss_and_batch(name, 6)
-    groups = [list(loss.qvalue_network_params.flatten_keys().values())]
-    groups += [list(loss.actor_network_params.flatten_keys().values())]
-    if name != "TD3Loss":
-        groups.append([loss.log_alpha])
-    assert {id(p) for group in groups for p in group} == {id(p) for p in loss.parameters()}
-    assert loss.make_value_estimator(gamma=0.5, device=torch.device("cpu")) is loss
-
-
 # --- keys and outputs ---
 
 

@@ -1,0 +1,667 @@
+"""The main loops of programs, in short: TorchRL's training scripts, LeRobot's learner, and TD-MPC2.
+
+TorchRL's run with gpubuf's networks and a collector of a few lines. Where TorchRL is installed (``make torchrl``), they
+run with its environments, collector and networks too: once with its buffers and losses, and once with gpubuf's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from queue import Queue
+from typing import Any
+
+import gymnasium as gym
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import (
+    InteractionType,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictSequential,
+)
+from torch import Tensor, nn
+from torch.distributions import OneHotCategorical
+
+import gpubuf.data
+import gpubuf.objectives
+from gpubuf.integrations import lerobot
+from gpubuf.modules import MLP, make_sac_actor
+from tests.contracts.torchrl_programs import torchrls
+from tests.support.lerobot_buffer.transitions import Frames
+
+FRAMES, TOTAL, RANDOM, UPDATES, BATCH, LIMIT = 40, 240, 80, 8, 32, 15
+
+# TorchRL's scripts: agents and collectors
+
+
+@dataclass
+class Agent:
+    """What a script makes of its environment.
+
+    Attributes:
+        actor, critic: networks.
+        policy: acts in the environment: the actor, perhaps with noise.
+        batches: what the collector gives, ``[environments, steps]``.
+        actions: arguments of the loss that say which actions there are.
+    """
+
+    actor: Any
+    critic: Any
+    policy: Any
+    batches: Iterator[TensorDict]
+    actions: dict[str, Any] = field(default_factory=dict)
+
+
+def own_agent(script: str) -> Agent:
+    discrete = script == "discrete_sac"
+    width = {"norm": "batch_renorm", "norm_kwargs": {"renorm_warmup": 10}} if script == "crossq" else {}
+    inputs, n = (4, 2) if discrete else (3, 1)
+    if discrete:
+        draw = ProbabilisticTensorDictModule(
+            ["logits"],
+            ["action"],
+            distribution_class=OneHotCategorical,
+            default_interaction_type=InteractionType.RANDOM,
+        )
+        body = TensorDictModule(MLP(inputs, n, (32, 32)), ["observation"], ["logits"])
+        actor: Any = ProbabilisticTensorDictSequential(body, draw)
+        critic = TensorDictModule(MLP(inputs, n, (32, 32)), ["observation"], ["action_value"])
+    else:
+        actor = make_sac_actor(inputs, n, (32, 32), low=-2.0, high=2.0)
+        if script == "td3":
+            body = nn.Sequential(MLP(inputs, n, (32, 32)), nn.Tanh())
+            actor = TensorDictModule(lambda observation: 2 * body(observation), ["observation"], ["action"])
+            actor.body = body
+        critic = TensorDictModule(
+            MLP(inputs + n, 1, (32, 32), **width), ["action", "observation"], ["state_action_value"]
+        )
+    noisy = TensorDictModule(lambda action: action + 0.1 * torch.randn_like(action), ["action"], ["action"])
+    noisy.step = lambda frames: None
+    policy = TensorDictSequential(actor, noisy) if script == "td3" else actor
+    actions = {"td3": {"bounds": (-2.0, 2.0)}, "discrete_sac": {"num_actions": n, "action_space": "one-hot"}}.get(
+        script, {}
+    )
+    return Agent(actor, critic, policy, collect("CartPole-v1" if discrete else "Pendulum-v1", policy), actions)
+
+
+def collect(name: str, policy: Callable[[TensorDict], Any]) -> Iterator[TensorDict]:
+    """Steps of two environments, with the keys that TorchRL's collector and its transforms give."""
+    envs = [gym.make(name, max_episode_steps=LIMIT) for _ in range(2)]
+
+    def begin(env: gym.Env[Any, Any], seed: int | None = None) -> TensorDict:
+        return state(torch.as_tensor(env.reset(seed=seed)[0]), 0, 0.0, False, False)
+
+    def state(seen: Tensor, count: int, total: float, terminated: bool, truncated: bool) -> TensorDict:
+        flags = {"terminated": terminated, "truncated": truncated, "done": terminated or truncated}
+        rest = {**flags, "is_init": count == 0, "step_count": count, "episode_reward": total}
+        return TensorDict({"observation": seen.float(), **{key: torch.tensor([value]) for key, value in rest.items()}})
+
+    def step(env: gym.Env[Any, Any], row: TensorDict) -> TensorDict:
+        action = row["action"].numpy() if name == "Pendulum-v1" else int(row["action"].argmax())
+        seen, reward, *ended, _ = env.step(action)
+        total = float(row["episode_reward"]) + float(reward)
+        made = state(torch.as_tensor(seen), int(row["step_count"]) + 1, total, *map(bool, ended))
+        return made.set("reward", torch.tensor([float(reward)]))
+
+    now = [begin(env, seed) for seed, env in enumerate(envs)]
+    for _ in range(TOTAL // FRAMES):
+        rows = []
+        for _ in range(FRAMES // 2):
+            row = torch.stack(now)
+            with torch.no_grad():
+                policy(row)
+            row["next"] = torch.stack([step(env, row[i]) for i, env in enumerate(envs)])
+            ended = row["next", "done"].flatten().tolist()
+            now = [begin(env) if ended[i] else row["next"][i].exclude("reward") for i, env in enumerate(envs)]
+            rows.append(row)
+        yield torch.stack(rows, 1)
+
+
+def torchrl_agent(script: str) -> Agent:
+    from torchrl import envs, modules
+    from torchrl.collectors import Collector
+    from torchrl.data import Composite
+
+    discrete = script == "discrete_sac"
+    name = "CartPole-v1" if discrete else "Pendulum-v1"
+    made = envs.SerialEnv(2, lambda: envs.GymEnv(name))
+    env = envs.TransformedEnv(
+        made, envs.Compose(envs.InitTracker(), envs.StepCounter(LIMIT), envs.DoubleToFloat(), envs.RewardSum())
+    )
+    env.set_seed(0)
+    spec = env.action_spec_unbatched
+    n = spec.shape[-1]
+    norm = {
+        "norm_class": modules.BatchRenorm1d,
+        "norm_kwargs": {"momentum": 0.01, "num_features": 32, "warmup_steps": 10},
+    }
+    cells = {"num_cells": [32, 32], "activation_class": nn.ReLU, **(norm if script == "crossq" else {})}
+    critic: Any = modules.ValueOperator(modules.MLP(out_features=1, **cells), in_keys=["action", "observation"])
+    actions: dict[str, Any] = {}
+    if discrete:
+        actor: Any = modules.ProbabilisticActor(
+            spec=Composite(action=env.action_spec),
+            module=modules.SafeModule(
+                modules.MLP(out_features=n, **cells), in_keys=["observation"], out_keys=["logits"]
+            ),
+            in_keys=["logits"],
+            out_keys=["action"],
+            distribution_class=modules.OneHotCategorical,
+            default_interaction_type=InteractionType.RANDOM,
+        )
+        critic = TensorDictModule(modules.MLP(out_features=n, **cells), ["observation"], ["action_value"])
+        actions = {"num_actions": actor.spec["action"].space.n}
+    elif script == "td3":
+        actor = modules.SafeSequential(
+            modules.SafeModule(modules.MLP(out_features=n, **cells), in_keys=["observation"], out_keys=["param"]),
+            modules.TanhModule(in_keys=["param"], out_keys=["action"], spec=spec),
+        )
+        actions = {"action_spec": actor[1].spec}
+    else:
+        layers = nn.Sequential(
+            modules.MLP(out_features=2 * n, **cells), modules.NormalParamExtractor("biased_softplus_1.0")
+        )
+        actor = modules.ProbabilisticActor(
+            spec=spec,
+            in_keys=["loc", "scale"],
+            module=TensorDictModule(layers, ["observation"], ["loc", "scale"]),
+            distribution_class=modules.TanhNormal,
+            distribution_kwargs={"low": spec.space.low, "high": spec.space.high, "tanh_loc": False},
+            default_interaction_type=InteractionType.RANDOM,
+        )
+    with torch.no_grad():
+        example = env.fake_tensordict().reshape(-1)
+        for network in (actor, critic):
+            network.eval()
+            network(example)
+            network.train()
+    policy = actor
+    if script == "td3":
+        policy = TensorDictSequential(
+            actor, modules.AdditiveGaussianModule(spec=spec, sigma_init=1, sigma_end=1, std=0.1)
+        )
+    collector = Collector(env, policy, frames_per_batch=FRAMES, total_frames=TOTAL, init_random_frames=RANDOM)
+    return Agent(actor, critic, policy, iter(collector), actions)
+
+
+# TorchRL's scripts: buffers, losses and updates
+
+
+def make_buffer(lib: Any, script: str, prioritized: bool) -> Any:
+    """``td3`` and ``discrete_sac`` name a temporary folder that is gone when the first row is written."""
+    with tempfile.TemporaryDirectory() as folder:
+        storage = {
+            "sac": lambda: lib.LazyTensorStorage(1_000, device="cpu"),
+            "crossq": lambda: lib.LazyMemmapStorage(1_000, scratch_dir=None),
+        }.get(script, lambda: lib.LazyMemmapStorage(1_000, scratch_dir=folder, device="cpu"))()
+        kind = lib.TensorDictPrioritizedReplayBuffer if prioritized else lib.TensorDictReplayBuffer
+        shared = {"shared": False} if script == "sac" else {}
+        priorities = {"alpha": 0.7, "beta": 0.5} if prioritized else {}
+        made = kind(**priorities, pin_memory=False, prefetch=3, storage=storage, batch_size=BATCH, **shared)
+    if script in ("td3", "crossq"):
+        made.append_transform(lambda rows: rows.to("cpu", non_blocking=True))
+    return made
+
+
+def optimizers(loss: Any) -> list[torch.optim.Adam]:
+    critics = list(loss.qvalue_network_params.flatten_keys().values())
+    actor = list(loss.actor_network_params.flatten_keys().values())
+    alpha = [loss.log_alpha] if hasattr(loss, "log_alpha") else []
+    return [torch.optim.Adam(group, lr=1e-3, eps=1e-8) for group in (actor, critics, alpha) if group]
+
+
+def together(parts: list[torch.optim.Adam]) -> torch.optim.Adam:
+    return torch.optim.Adam([group for part in parts for group in part.param_groups])
+
+
+Update = Callable[[TensorDictBase, int], TensorDictBase]
+
+
+def sac(lib: Any, agent: Agent) -> tuple[Any, Update]:
+    loss = lib.SACLoss(
+        actor_network=agent.actor,
+        qvalue_network=agent.critic,
+        num_qvalue_nets=2,
+        loss_function="l2",
+        delay_actor=False,
+        delay_qvalue=True,
+        alpha_init=1.0,
+        **({} if hasattr(agent.actor, "spec") else {"target_entropy": -1.0}),
+    )
+    loss.make_value_estimator(gamma=0.99)
+    targets, optimizer = lib.SoftUpdate(loss, eps=0.9), together(optimizers(loss))
+
+    def update(batch: TensorDictBase, number: int) -> TensorDictBase:
+        found = loss(batch)
+        (found["loss_actor"] + found["loss_qvalue"] + found["loss_alpha"]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        targets.step()
+        assert found["alpha"].isfinite()
+        assert found["entropy"].isfinite()
+        return found.detach().select("loss_actor", "loss_qvalue", "loss_alpha")
+
+    return loss, update
+
+
+def td3(lib: Any, agent: Agent) -> tuple[Any, Update]:
+    loss = lib.TD3Loss(
+        actor_network=agent.actor,
+        qvalue_network=agent.critic,
+        num_qvalue_nets=2,
+        loss_function="l2",
+        delay_actor=True,
+        delay_qvalue=True,
+        policy_noise=0.2,
+        noise_clip=0.5,
+        **agent.actions,
+    )
+    loss.make_value_estimator(gamma=0.99)
+    targets, (of_actor, of_critics) = lib.SoftUpdate(loss, eps=0.9), optimizers(loss)
+
+    def update(batch: TensorDictBase, number: int) -> TensorDictBase:
+        value, *_ = loss.value_loss(batch)
+        of_critics.zero_grad()
+        value.backward()
+        of_critics.step()
+        found = {"loss_qvalue": value}
+        if number % 2:
+            found["loss_actor"], *_ = loss.actor_loss(batch)
+            of_actor.zero_grad()
+            found["loss_actor"].backward()
+            of_actor.step()
+            targets.step()
+        return TensorDict({key: entry.detach() for key, entry in found.items()})
+
+    return loss, update
+
+
+def crossq(lib: Any, agent: Agent) -> tuple[Any, Update]:
+    loss = lib.CrossQLoss(
+        actor_network=agent.actor,
+        qvalue_network=agent.critic,
+        num_qvalue_nets=2,
+        loss_function="l2",
+        alpha_init=1.0,
+        **({} if hasattr(agent.actor, "spec") else {"target_entropy": -1.0}),
+    )
+    loss.make_value_estimator(gamma=0.99)
+    optimizer = together(optimizers(loss))
+
+    def update(batch: TensorDictBase, number: int) -> TensorDictBase:
+        optimizer.zero_grad(set_to_none=True)
+        value, further = loss.qvalue_loss(batch)
+        batch.set(loss.tensor_keys.priority, further["td_error"])
+        found = {"loss_qvalue": value.mean()}
+        if number % 2:
+            of_actor, further = loss.actor_loss(batch)
+            found["loss_actor"] = of_actor.mean()
+            found["loss_alpha"] = loss.alpha_loss(log_prob=further["log_prob"].detach()).mean()
+        sum(found.values()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        return TensorDict(found, device="cpu").detach()
+
+    return loss, update
+
+
+def discrete_sac(lib: Any, agent: Agent) -> tuple[Any, Update]:
+    loss = lib.DiscreteSACLoss(
+        actor_network=agent.actor,
+        qvalue_network=agent.critic,
+        num_qvalue_nets=2,
+        loss_function="l2",
+        target_entropy_weight=0.2,
+        delay_qvalue=True,
+        **agent.actions,
+    )
+    loss.make_value_estimator(gamma=0.99)
+    targets, parts = lib.SoftUpdate(loss, eps=0.9), optimizers(loss)
+    names = ("loss_actor", "loss_qvalue", "loss_alpha")
+
+    def update(batch: TensorDictBase, number: int) -> TensorDictBase:
+        found = loss(batch)
+        for optimizer, name in zip(parts, names, strict=True):
+            optimizer.zero_grad()
+            found[name].backward()
+            optimizer.step()
+        targets.step()
+        return found.detach().select(*names)
+
+    return loss, update
+
+
+SCRIPTS = {"sac": sac, "td3": td3, "crossq": crossq, "discrete_sac": discrete_sac}
+
+
+def train(lib: Any, agent: Agent, script: str, prioritized: bool) -> dict[str, Any]:
+    """A script's main loop. Returns which keys a batch has, with shapes and dtypes, and those of the losses."""
+    buffer = make_buffer(lib, script, prioritized)
+    loss, update = SCRIPTS[script](lib, agent)
+    # The scripts pass a batch to update_priority(), which TorchRL's buffers take no more.
+    ours = lib.SACLoss is gpubuf.objectives.SACLoss
+    update_priority = buffer.update_priority if ours else buffer.update_tensordict_priority
+    before = {key: value.detach().clone() for key, value in loss.state_dict().items()}
+    batch, losses, collected, number = TensorDict(), TensorDict(), 0, 0
+    for rows in agent.batches:
+        if script == "td3":
+            agent.policy[1].step(rows.numel())
+        collected += rows.numel()
+        buffer.extend(rows.reshape(-1))
+        losses = TensorDict(batch_size=[UPDATES])
+        for i in range(UPDATES if collected >= RANDOM else 0):
+            batch = buffer.sample().clone()
+            number += 1
+            found = update(batch, number).clone()
+            assert all(value.isfinite().all() for value in found.values())
+            losses[i] = found
+            if prioritized:
+                update_priority(batch)
+        ends = rows["next", "done"]
+        assert rows["next", "episode_reward"][ends].shape == rows["next", "step_count"][ends].shape
+    assert len(buffer) == collected == TOTAL
+    moved = {key for key, value in loss.state_dict().items() if not torch.equal(value, before[key])}
+    parameters = {key for key, _ in loss.named_parameters()}
+    assert parameters <= moved, parameters - moved
+    # The values of TorchRL's TD3Loss.value_loss are not in its batch.
+    if prioritized and ours:
+        assert len({*buffer.sample()["priority_weight"].tolist()}) > 1
+
+    def form(data: TensorDictBase) -> dict[str, Any]:
+        return {str(key): (tuple(value.shape), value.dtype) for key, value in data.items(True, True)}
+
+    kept = batch.exclude("index_generation", "td_error")
+    return {
+        "batch": form(kept),
+        "losses": form(losses[0]),
+        "parameters": sorted(value.shape for value in loss.parameters()),
+    }
+
+
+def library() -> Any:
+    names = {name: getattr(gpubuf.data, name) for name in gpubuf.data.__all__}
+    return types.SimpleNamespace(
+        **names, **{name: getattr(gpubuf.objectives, name) for name in gpubuf.objectives.__all__}
+    )
+
+
+def torchrl_library() -> Any:
+    import torchrl.objectives
+
+    return types.SimpleNamespace(**{**vars(torchrl.objectives), **vars(torchrls())})
+
+
+needs_torchrl = pytest.mark.skipif(
+    importlib.util.find_spec("torchrl") is None, reason="TorchRL is not installed: make torchrl"
+)
+
+
+@pytest.mark.parametrize("prioritized", [False, True], ids=["uniform", "prioritized"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_torchrls_script(script: str, prioritized: bool):
+    torch.manual_seed(0)
+    found = train(library(), own_agent(script), script, prioritized)
+    assert {"('next', 'observation')", "('next', 'reward')", "action", "index"} <= set(found["batch"])
+
+
+@needs_torchrl
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("prioritized", [False, True], ids=["uniform", "prioritized"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_torchrls_script_with_its_networks(script: str, prioritized: bool):
+    """The same keys, shapes and dtypes of batches, losses and parameters, before the change of imports and after it."""
+    found = []
+    for lib in (torchrl_library(), library()):
+        torch.manual_seed(0)
+        found.append(train(lib, torchrl_agent(script), script, prioritized))
+    assert found[0] == found[1]
+
+
+# TD-MPC2: episodes as slices
+
+HORIZON = 3
+
+
+class Episodes:
+    """TD-MPC2's buffer. An episode's first row has its first observation only: action and reward are NaN there."""
+
+    def __init__(self, lib: Any, capacity: int, batch_size: int, device: str) -> None:
+        self.batch_size, self.count = batch_size, 0
+        options = {"end_key": None, "traj_key": "episode", "truncated_key": None, "strict_length": True}
+        self.buffer = lib.ReplayBuffer(
+            storage=lib.LazyTensorStorage(capacity, device=device),
+            sampler=lib.SliceSampler(num_slices=batch_size, **options),
+            pin_memory=False,
+            prefetch=0,
+            batch_size=batch_size * (HORIZON + 1),
+        )
+
+    def add(self, rows: TensorDict) -> int:
+        rows["episode"] = torch.full_like(rows["reward"], self.count, dtype=torch.int64)
+        self.buffer.extend(rows)
+        self.count += 1
+        return self.count
+
+    def load(self, episodes: TensorDict) -> None:
+        """Several at once, ``[episodes, steps]``, as offline data comes."""
+        n, length = episodes.shape
+        episodes["episode"] = (self.count + torch.arange(n)).unsqueeze(-1).expand(n, length).clone()
+        self.buffer.extend(episodes.reshape(-1))
+        self.count += n
+
+    def sample(self) -> tuple[Any, Tensor, Tensor, Tensor | None]:
+        rows = self.buffer.sample().view(-1, HORIZON + 1).permute(1, 0)
+        rows = rows.select("obs", "action", "reward", "task", strict=False).to("cpu", non_blocking=True)
+        task = rows.get("task", None)
+        rest = rows.get("action")[1:].contiguous(), rows.get("reward")[1:].unsqueeze(-1).contiguous()
+        return rows.get("obs").contiguous(), *rest, None if task is None else task[0].contiguous()
+
+
+def step_row(obs: Any, action: Tensor | None = None, reward: Tensor | None = None) -> TensorDict:
+    obs = TensorDict(obs, []).unsqueeze(0) if isinstance(obs, dict) else obs.unsqueeze(0)
+    action = torch.full((2,), torch.nan) if action is None else action
+    reward = torch.tensor(torch.nan) if reward is None else reward
+    return TensorDict({"obs": obs, "action": action.unsqueeze(0), "reward": reward.unsqueeze(0)}, [1])
+
+
+def plan(lib: Any, device: str, images: bool, offline: bool) -> dict[str, Any]:
+    """TD-MPC2's loop: an episode is written when it is over, and every step draws a batch."""
+    capacity, length = 60, 13
+    buffer = Episodes(lib, capacity, 16, device)
+
+    def seen(episode: int, step: int) -> Any:
+        at = torch.tensor([float(episode), float(step)])
+        return {"rgb": torch.full((3, 4, 4), 20 * episode + step, dtype=torch.uint8), "state": at} if images else at
+
+    def episode_rows(episode: int) -> TensorDict:
+        steps = [step_row(seen(episode, 0))]
+        for step in range(1, length):
+            told = torch.tensor([float(episode), float(step)])
+            steps.append(step_row(seen(episode, step), told, told.sum()))
+        return torch.cat(steps)
+
+    if offline:
+        episodes = torch.stack([episode_rows(number) for number in range(3)])
+        episodes["task"] = torch.arange(3).unsqueeze(-1).expand(3, length).clone()
+        buffer.load(episodes)
+    drawn = set[tuple[int, int]]()
+    obs: Any = None
+    for _ in range(3 if offline else 9):
+        if not offline:
+            assert buffer.add(episode_rows(buffer.count)) == buffer.count
+        for _ in range(length):
+            obs, action, reward, task = buffer.sample()
+            at = obs["state"] if images else obs
+            assert at.shape == (HORIZON + 1, 16, 2)
+            assert (at[:, :, 0] == at[:1, :, 0]).all()
+            assert (at[1:, :, 1] == at[:-1, :, 1] + 1).all()
+            torch.testing.assert_close(action, at[1:])
+            torch.testing.assert_close(reward, at[1:].sum(-1, keepdim=True))
+            assert task is None or torch.equal(task, at[0, :, 0].long())
+            if images:
+                assert torch.equal(obs["rgb"][:, :, 0, 0, 0], (20 * at[..., 0] + at[..., 1]).to(torch.uint8))
+            drawn |= {(int(a), int(b)) for a, b in at[0].tolist()}
+    episodes_drawn = {episode for episode, _ in drawn}
+    assert episodes_drawn == set(range(buffer.count))
+    assert {step for _, step in drawn} == set(range(length - HORIZON))
+    keys = obs.keys() if images else ()
+    return {"rows": len(buffer.buffer), "obs": obs.dtype if not images else [obs[key].dtype for key in sorted(keys)]}
+
+
+PLANS = {"online": (False, False), "images": (True, False), "offline": (False, True)}
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_tdmpc2(kind: str):
+    torch.manual_seed(0)
+    plan(library(), "cpu", *PLANS[kind])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("device", ["cuda", "pinned"])
+@pytest.mark.parametrize("kind", PLANS)
+def test_tdmpc2_on_a_gpu(kind: str, device: str):
+    torch.manual_seed(0)
+    plan(library(), device, *PLANS[kind])
+
+
+@needs_torchrl
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", PLANS)
+def test_tdmpc2_before_and_after(kind: str):
+    torch.manual_seed(0)
+    assert plan(torchrl_library(), "cpu", *PLANS[kind]) == plan(library(), "cpu", *PLANS[kind])
+
+
+# LeRobot: a learner with a buffer of what the robot does, and one of demonstrations
+
+IMAGE, STATE = "observation.images.front", "observation.state"
+
+
+def place(number: float, online: bool) -> dict[str, Tensor]:
+    image = torch.full((1, 3, 8, 8), number / 1_000)
+    return {STATE: torch.tensor([[number, float(online), 0.0]]), IMAGE: image}
+
+
+def ends(number: int) -> tuple[bool, bool]:
+    return number % 7 == 4, number % 7 == 6
+
+
+def transition(number: int, online: bool = True) -> dict[str, Any]:
+    done, truncated = ends(number)
+    return {
+        "state": place(number, online),
+        "action": torch.full((1, 2), float(number)),
+        "reward": float(number),
+        # The last state of an episode is not the first of the next one.
+        "next_state": place(number + (0.5 if done or truncated else 1.0), online),
+        "done": done,
+        "truncated": truncated,
+        "complementary_info": {"discrete_penalty": torch.tensor([-1.0]), "is_intervention": number % 5 == 0},
+    }
+
+
+def demonstrations() -> Frames:
+    frames = []
+    for number in range(20):
+        frame = {key: value.squeeze(0) for key, value in place(number, False).items()}
+        frame |= {"action": torch.full((2,), float(number)), "next.reward": torch.tensor(float(number))}
+        frame |= {"next.done": torch.tensor(number % 10 == 9), "episode_index": torch.tensor(number // 10)}
+        frames.append(frame | {"complementary_info.discrete_penalty": torch.tensor(-1.0)})
+    return Frames(frames)
+
+
+def joined(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
+    """Two batches as one. Information that only one of them has is left out."""
+
+    def both(one: Any, other: Any) -> Any:
+        if isinstance(one, dict):
+            return {key: both(one[key], other[key]) for key in one if key in other}
+        return torch.cat([one, other])
+
+    return {key: both(value, right[key]) for key, value in left.items()}
+
+
+def learn(kind: Any, prefetch: bool) -> tuple[Any, Any]:
+    """The learner's loop: it takes transitions that have come, then updates critics twice and the actor once."""
+    features = {STATE: 3, IMAGE: 3}
+    options: dict[str, Any] = {"device": "cpu", "state_keys": features.keys(), "optimize_memory": True}
+    online = kind(capacity=40, storage_device="cpu", **options)
+    offline = kind.from_lerobot_dataset(demonstrations(), storage_device="cpu", capacity=50, **options)
+    critic, target, actor = (
+        nn.Sequential(nn.Linear(n, 16), nn.ReLU(), nn.Linear(16, m)) for n, m in ((5, 1), (5, 1), (3, 2))
+    )
+    target.load_state_dict(critic.state_dict())
+    optimizers = {name: torch.optim.Adam(net.parameters()) for name, net in (("critic", critic), ("actor", actor))}
+    queue: Queue[list[dict[str, Any]]] = Queue()
+    iterators: list[Any] = []
+
+    def update_critic(batch: dict[str, Any]) -> Tensor:
+        states, coming = batch["state"][STATE] / 100, batch["next_state"][STATE] / 100
+        with torch.no_grad():
+            value = target(torch.cat([coming, actor(coming)], -1)).squeeze(-1)
+            due = batch["reward"] / 100 + 0.9 * (1 - batch["done"]) * value
+        loss = (critic(torch.cat([states, batch["action"] / 100], -1)).squeeze(-1) - due).square().mean()
+        optimizers["critic"].zero_grad()
+        loss.backward()
+        optimizers["critic"].step()
+        return loss.detach()
+
+    def next_batch() -> dict[str, Any]:
+        batch = joined(*(next(iterator) for iterator in iterators))
+        for part in (batch["state"], batch["next_state"]):
+            assert part[IMAGE].shape == (16, 3, 8, 8)
+            assert part[STATE].shape == (16, 3)
+            assert part[STATE][:, 1].tolist()[:8] == [1.0] * 8
+        moved = batch["next_state"][STATE][:, 0] - batch["state"][STATE][:, 0]
+        ended = (batch["done"] + batch["truncated"]).bool()
+        if kind is lerobot.ReplayBuffer:
+            # LeRobot's gives the first state of another episode at an end.
+            assert set(moved[ended].tolist()) <= {0.0, 0.5}
+            assert set(moved[~ended].tolist()) <= {1.0}
+        assert set(batch["complementary_info"]) >= {"discrete_penalty"}
+        return batch
+
+    losses = []
+    for number in range(0, 90, 6):
+        queue.put([transition(number + step) for step in range(6)])
+        while not queue.empty():
+            for told in queue.get():
+                online.add(**told)
+                if told["complementary_info"]["is_intervention"]:
+                    offline.add(**told)
+        if len(online) < 12:
+            continue
+        if not iterators:
+            iterators += [buffer.get_iterator(8, async_prefetch=prefetch, queue_size=2) for buffer in (online, offline)]
+        losses.append(update_critic(next_batch()))
+        batch = next_batch()
+        losses.append(update_critic(batch))
+        states = batch["state"][STATE] / 100
+        loss = -critic(torch.cat([states, actor(states)], -1)).mean()
+        optimizers["actor"].zero_grad()
+        loss.backward()
+        optimizers["actor"].step()
+        with torch.no_grad():
+            for slow, fast in zip(target.parameters(), critic.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+    assert torch.stack(losses).isfinite().all()
+    assert (len(online), len(offline)) == (40, 20 + 90 // 5)
+    return online, offline
+
+
+@pytest.mark.parametrize("prefetch", [False, True], ids=["one thread", "prefetch"])
+def test_lerobots_learner(prefetch: bool, monkeypatch: pytest.MonkeyPatch):
+    """It runs, and saves both buffers as data sets."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(lerobot, "new_dataset", lambda repo_id, fps, root, features: Frames())
+    for buffer in learn(lerobot.ReplayBuffer, prefetch):
+        calls = [call[0] for call in buffer.to_lerobot_dataset("someone/something", fps=10).calls]
+        assert calls.count("add_frame") == len(buffer)
+        assert calls.count("save_episode") > 3
