@@ -25,6 +25,10 @@ class REDQLoss(SoftActorCriticLoss):
     * ``loss_actor`` takes the mean of all critics: ``alpha log pi(a|s) - mean_k Q_k(s, a)``;
     * ``loss_alpha`` is ``-alpha (log pi(a|s) + target_entropy)``, on alpha.
 
+    Besides the losses it returns, without gradient and of each row whatever the reduction: ``state_action_value_actor``
+    (Q_k(s, a) of the actor's actions, ``[N, *S]``), ``action_log_prob_actor`` (their log-densities, S),
+    ``next.state_value`` (what the target bootstraps from, S) and ``target_value`` (y, S).
+
     The values are TorchRL's, except that it squares ``"td_error"``, and that its entropy and ``loss_alpha`` mix in the
     actions of the next states; the actions of the present ones are those that the actor learns from.
 
@@ -53,7 +57,7 @@ class REDQLoss(SoftActorCriticLoss):
     _keys_of_actors = (*SoftActorCriticLoss._keys_of_actors, ("sample_log_prob", "log_prob_keys"))
     actor_value = "mean"
     temperature_loss = "alpha"
-    average_critics = True
+    row_names = ("state_action_value_actor", "action_log_prob_actor", "next.state_value", "target_value")
 
     def __init__(
         self,
@@ -91,9 +95,41 @@ class REDQLoss(SoftActorCriticLoss):
         self.sub_sample_len = sub_sample_len
         super().__init__(actor_network, qvalue_network, SACOptions.of(locals()))
         self._critics.expect_subsets(sub_sample_len)
+        #: What the call in progress has to say of each row, by :attr:`row_names`.
+        self._told: dict[str, Tensor] = {}
+
+    def _every_out_key(self) -> list[NestedKey]:
+        return [*super()._every_out_key(), *self.row_names]
 
     def _next_values(self, state: TensorDictBase, shape: torch.Size) -> Tensor:
         if self.sub_sample_len == self.num_qvalue_nets:
             return super()._next_values(state, shape)
         subset = torch.randperm(self.num_qvalue_nets, device=self.device).narrow(0, 0, self.sub_sample_len)
         return self._checked(self._critics.target_subset(state, self.tensor_keys.state_action_value, subset), shape)
+
+    def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
+        found = super()._losses(tensordict)
+        told, self._told = self._told, {}
+        values = told["state_action_value_actor"].reshape(self.num_qvalue_nets, *told["target_value"].shape)
+        # No batch size would fit values of all critics and rows alike.
+        found.batch_size = []
+        return found.update({name: told[name] for name in self.row_names} | {"state_action_value_actor": values})
+
+    def _critic_distance(
+        self, q: Tensor, next_q: Tensor, next_log_prob: Tensor, alpha: Tensor, tensordict: TensorDictBase
+    ) -> tuple[Tensor, Tensor]:
+        shape = next_log_prob.shape
+        target = self.td_target(next_q, tensordict, shape, next_log_prob, alpha)
+        loss, td_error = self.td_loss(q, target, tensordict)
+        value = next_q.reshape(len(next_q), *shape).amin(0) - alpha * next_log_prob
+        self._told |= {"next.state_value": value, "target_value": target}
+        return loss / self.num_qvalue_nets, td_error
+
+    def _policy_values(self, state: TensorDictBase, tensordict: TensorDictBase) -> Tensor:
+        q = super()._policy_values(state, tensordict)
+        self._told["state_action_value_actor"] = q.detach()
+        return q
+
+    def _temperature_loss(self, tensordict: TensorDictBase, log_prob: Tensor) -> Tensor:
+        self._told["action_log_prob_actor"] = log_prob
+        return super()._temperature_loss(tensordict, log_prob)

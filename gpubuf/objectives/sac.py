@@ -73,8 +73,6 @@ class SoftActorCriticLoss(ActorCriticLossModule):
     temperature_from = "current"
     #: The factor of ``log pi + target_entropy`` in the temperature's loss: "log_alpha" or "alpha".
     temperature_loss = "log_alpha"
-    #: Whether the critics' loss is the mean over them, not the sum.
-    average_critics = False
     #: Which networks see present and next rows as one batch: False, "critics", or "all", the actor too.
     joint_batch: bool | str = False
 
@@ -292,8 +290,7 @@ class SoftActorCriticLoss(ActorCriticLossModule):
     ) -> tuple[Tensor, Tensor]:
         """(reduced loss of all critics, priority of each row S) between ``q`` and the target of ``next_q``."""
         target = self.td_target(next_q, tensordict, next_log_prob.shape, next_log_prob, alpha)
-        loss, td_error = self.td_loss(q, target, tensordict)
-        return (loss / self.num_qvalue_nets if self.average_critics else loss), td_error
+        return self.td_loss(q, target, tensordict)
 
     # --- the actor ---
 

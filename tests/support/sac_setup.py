@@ -17,7 +17,7 @@ from gpubuf.kernels.tanh_normal.reference import tanh_normal
 from gpubuf.kernels.td import reference as td
 from gpubuf.kernels.td.reference_returns import soft_lambda_return
 from gpubuf.modules import MLP, EnsembleMLP, make_sac_actor, make_sac_critic
-from gpubuf.objectives import SACLoss
+from gpubuf.objectives import REDQLoss, SACLoss
 from gpubuf.objectives.distributional import PRIORITIES, TARGETS, DistributionalSACLoss
 
 OBSERVATION, ACTION, CELLS = 5, 3, (8, 8)
@@ -226,7 +226,9 @@ def by_hand(
             next_value = said.squeeze(-1).amin(0) - alpha * next_log_prob
             y, q = target_by_hand(next_value, batch, gamma, steps, lmbda, mask), q.squeeze(-1)
             rows, out["td_error"] = distance(q, y.expand_as(q)).sum(0), (q - y).abs().amax(0).detach()
-            rows = rows / n if loss.average_critics else rows
+            if isinstance(loss, REDQLoss):
+                rows = rows / n
+                out |= {"next.state_value": next_value, "target_value": y}
         else:
             reward, terminated = (following[name].reshape(shape) for name in ("reward", "terminated"))
             span = None if steps is None else steps.reshape(shape)
@@ -239,6 +241,8 @@ def by_hand(
         out["loss_qvalue"] = td.reduce(rows, weight, mask, reduction)
     action, log_prob = draw_by_hand(actor, state)
     value = values(detached, state, action)
+    if isinstance(loss, REDQLoss):
+        out |= {"state_action_value_actor": value.detach(), "action_log_prob_actor": log_prob.detach()}
     value = value.mean(0) if loss.actor_value == "mean" else value.amin(0)
     rows = alpha * log_prob - value
     if getattr(loss, "cloning_weight", 0):
