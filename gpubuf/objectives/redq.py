@@ -112,7 +112,7 @@ class REDQLoss(SoftActorCriticLoss):
         told, self._told = self._told, {}
         values = told["state_action_value_actor"].reshape(self.num_qvalue_nets, *told["target_value"].shape)
         # No batch size would fit values of all critics and rows alike.
-        found.batch_size = []
+        found.batch_size = torch.Size([])
         return found.update({name: told[name] for name in self.row_names} | {"state_action_value_actor": values})
 
     def _critic_distance(
