@@ -95,8 +95,8 @@ class REDQLoss(SoftActorCriticLoss):
         self.sub_sample_len = sub_sample_len
         super().__init__(actor_network, qvalue_network, SACOptions.of(locals()))
         self._critics.expect_subsets(sub_sample_len)
-        #: What the call in progress has to say of each row, by :attr:`row_names`.
-        self._told: dict[str, Tensor] = {}
+        #: Outputs of the call in progress, by the names in :attr:`row_names`.
+        self._row_outputs: dict[str, Tensor] = {}
 
     def _every_out_key(self) -> list[NestedKey]:
         return [*super()._every_out_key(), *self.row_names]
@@ -109,11 +109,11 @@ class REDQLoss(SoftActorCriticLoss):
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         found = super()._losses(tensordict)
-        told, self._told = self._told, {}
-        values = told["state_action_value_actor"].reshape(self.num_qvalue_nets, *told["target_value"].shape)
+        rows, self._row_outputs = self._row_outputs, {}
+        values = rows["state_action_value_actor"].reshape(self.num_qvalue_nets, *rows["target_value"].shape)
         # No batch size would fit values of all critics and rows alike.
         found.batch_size = torch.Size([])
-        return found.update({name: told[name] for name in self.row_names} | {"state_action_value_actor": values})
+        return found.update({name: rows[name] for name in self.row_names} | {"state_action_value_actor": values})
 
     def _critic_distance(
         self, q: Tensor, next_q: Tensor, next_log_prob: Tensor, alpha: Tensor, tensordict: TensorDictBase
@@ -122,14 +122,14 @@ class REDQLoss(SoftActorCriticLoss):
         target = self.td_target(next_q, tensordict, shape, next_log_prob, alpha)
         loss, td_error = self.td_loss(q, target, tensordict)
         value = next_q.reshape(len(next_q), *shape).amin(0) - alpha * next_log_prob
-        self._told |= {"next.state_value": value, "target_value": target}
+        self._row_outputs |= {"next.state_value": value, "target_value": target}
         return loss / self.num_qvalue_nets, td_error
 
     def _policy_values(self, state: TensorDictBase, tensordict: TensorDictBase) -> Tensor:
         q = super()._policy_values(state, tensordict)
-        self._told["state_action_value_actor"] = q.detach()
+        self._row_outputs["state_action_value_actor"] = q.detach()
         return q
 
     def _temperature_loss(self, tensordict: TensorDictBase, log_prob: Tensor) -> Tensor:
-        self._told["action_log_prob_actor"] = log_prob
+        self._row_outputs["action_log_prob_actor"] = log_prob
         return super()._temperature_loss(tensordict, log_prob)
