@@ -179,12 +179,16 @@ def _is_entry(entry: Any) -> bool:
         isinstance(pair, (list, tuple)) and len(pair) == 2 and _is_key(pair[0]) and isinstance(pair[1], Tensor)
         for pair in info
     )
+    if not pairs or "index" not in (key for key, _ in info):
+        return False
     flags = isinstance(entry["ran_out"], bool) and isinstance(entry["claimed"], bool)
-    return pairs and flags and (device is None or device == "storage" or _is_device(device))
+    return flags and (device is None or device == "storage" or _is_device(device))
 
 
 def _is_key(key: Any) -> bool:
-    return isinstance(key, str) or (isinstance(key, (list, tuple)) and all(isinstance(name, str) for name in key))
+    return isinstance(key, str) or (
+        isinstance(key, (list, tuple)) and len(key) > 0 and all(isinstance(name, str) for name in key)
+    )
 
 
 def _is_device(name: Any) -> bool:

@@ -296,15 +296,35 @@ def test_links_versions_and_formats(tmp_path: Path):
     assert "is damaged" in target.refused()
 
 
-def test_a_tensor_where_a_dtype_is_due(tmp_path: Path):
-    """It was a RuntimeError: such a thing can't be compared."""
-    target = Target(tmp_path / "c", BufferContract(narrow=True))
+def test_rows_that_are_not_described(tmp_path: Path):
+    """They were a RuntimeError and TypeErrors."""
+    target = Target(tmp_path / "c", BufferContract(share_next=True, narrow=True))
 
-    def change(state: Any) -> None:
-        state["_storage"]["form"][0]["stored"] = torch.arange(3)
+    def refused(change: Callable[[Any], Any]) -> str:
+        def replace(state: Any) -> None:
+            state["_storage"]["form"] = change(state["_storage"]["form"])
 
-    change_meaning(target, target.manifest["content"]["state"]["name"], change)
-    assert "tensors where it describes the rows" in target.refused()
+        change_meaning(target, target.manifest["content"]["state"]["name"], replace)
+        text = target.refused()
+        target.put_back(loaded=False)
+        return text
+
+    assert "tensors where it describes the rows" in refused(lambda form: [{**form[0], "stored": torch.arange(3)}])
+    for part in (None, {"follows": None}, {"column": None}):
+        changed = refused(lambda form, part=part: [*form[:-1], part and {**form[-1], **part}])
+        assert "does not say what was written" in changed
+    assert "does not say what was written" in refused(lambda form: None)
+
+
+@pytest.mark.parametrize("info", [[], [["index", torch.zeros(1)], [[], torch.zeros(1)]]])
+def test_a_prepared_batch_without_an_index_or_a_key(info: list[Any]):
+    """The next sample raised KeyError."""
+    buffer, _ = BufferContract(prefetch=2).filled()
+    buffer.sample()
+    state = buffer.state_dict()
+    state["_prefetch"][0]["info"] = info
+    with pytest.raises(ValueError, match="prefetched batches of a state"):
+        buffer.load_state_dict(state)
 
 
 def test_a_batch_size_that_no_buffer_could_have():

@@ -34,7 +34,7 @@ from gpubuf.data.prefetch import copied, tensors_of
 from gpubuf.data.samplers.base import is_count
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import Data, Pieces, RowLayout
-from gpubuf.data.storage.schema import NEXT_KEY, Schema
+from gpubuf.data.storage.schema import NEXT_KEY, Schema, written_leaves
 from gpubuf.data.storage.share_next import Repeated, SharedState
 from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.kernels.rows import LOST
@@ -228,6 +228,8 @@ def _check_storage(storage: TensorStorage, manifest: Manifest, state: dict[str, 
     if rows is None:
         return
     need(not any(True for _ in tensors_of(state.get("form"))), "the checkpoint has tensors where it describes the rows")
+    if "form" in state or state.get("sharing") is not None:
+        written_leaves(state.get("form"))
     written, size, capacity, shape = state["written"], state["size"], state["max_size"], tuple(state["shape"])
     need(all(is_count(n) for n in (written, size, *shape)), f"the checkpoint's counters are {written!r} and {size!r}")
     need(

@@ -496,19 +496,18 @@ def written_leaves(saved: Any) -> list[Leaf]:
         ValueError: it is something else.
     """
     try:
-        leaves = [
-            Leaf(
-                tuple(map(_text, entry["key"])),
-                _DTYPES[entry["written"]],
-                tuple(map(_length, entry["shape"])),
-            )
-            for entry in saved
-        ]
+        leaves = [_leaf_of(entry) for entry in saved]
     except (KeyError, TypeError) as error:
         raise ValueError(f"the state does not say what was written: {error!r}") from None
     if not _in_order([leaf.key for leaf in leaves]):
         raise ValueError("the state does not say what was written: its keys contradict each other")
     return leaves
+
+
+def _leaf_of(entry: Any) -> Leaf:
+    if not (isinstance(entry["column"], list) and type(entry["follows"]) is bool):
+        raise TypeError(f"expected a column, got {entry['column']!r}")
+    return Leaf(tuple(map(_text, entry["key"])), _DTYPES[entry["written"]], tuple(map(_length, entry["shape"])))
 
 
 def _in_order(keys: Sequence[Key]) -> bool:
