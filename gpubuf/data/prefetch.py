@@ -133,9 +133,8 @@ def clear_traceback(error: BaseException) -> None:
 _STATE_KEYS = ("data", "info", "ran_out", "device", "claimed")
 
 
-#: The tasks of every worker, and whether it is there. No ``threading.Thread``: an interrupt while that starts may keep
-#: the new thread waiting for ever.
-_workers: list[tuple[SimpleQueue[Any], weakref.ref[Any]]] = []
+#: The tasks of every worker that runs. It says so itself: whoever starts it can be interrupted before and after.
+_workers = set[SimpleQueue[Any]]()
 
 
 def _work(tasks: SimpleQueue[Any], threads: int, token: object) -> None:
@@ -144,6 +143,7 @@ def _work(tasks: SimpleQueue[Any], threads: int, token: object) -> None:
     Torch uses as many threads in it as in the consumer, and gpubuf's kernels one.
     """
     try:
+        _workers.add(tasks)
         torch.set_num_threads(threads)
         stay_alone()
         while (task := tasks.get()) is not None:
@@ -152,17 +152,31 @@ def _work(tasks: SimpleQueue[Any], threads: int, token: object) -> None:
                 task()
             del task
     finally:
+        _workers.discard(tasks)
         # The traceback of a batch that failed leads here.
         del token
 
 
+def _started(owner: Prefetcher) -> tuple[SimpleQueue[Any], Callable[[], object]]:
+    """A worker that ends with its owner: its tasks, and whether it is there.
+
+    A function of its own: no traceback that leads through the caller holds the token. And no ``threading.Thread``: an
+    interrupt while that starts may keep the new thread waiting for ever.
+    """
+    tasks, token = SimpleQueue[Any](), threading.Lock()
+    weakref.finalize(owner, tasks.put, None).atexit = False
+    # OpenMP and MKL keep a number of threads for every thread that calls them: this one's is the caller's.
+    _thread.start_new_thread(_work, (tasks, torch.get_num_threads(), token))
+    return tasks, weakref.ref(token)
+
+
 def _end_workers() -> None:
     """Before the interpreter takes itself apart."""
-    for tasks, _ in _workers:
-        tasks.put(None)
-    for _, worker in _workers:
-        while worker() is not None:
-            time.sleep(0.001)
+    while _workers:
+        # One that has just been started may come last.
+        for tasks in [*_workers]:
+            tasks.put(None)
+        time.sleep(0.001)
 
 
 atexit.register(_end_workers)
@@ -466,13 +480,7 @@ class Prefetcher:
     def _running(self) -> tuple[SimpleQueue[Any], Callable[[], object]]:
         """The tasks of the worker, which is started if there is none, and whether it is there."""
         if self._worker is None or self._worker[1]() is None:
-            tasks, token = SimpleQueue[Any](), threading.Lock()
-            worker = tasks, weakref.ref(token)
-            _workers[:] = [other for other in _workers if other[1]() is not None] + [worker]
-            weakref.finalize(self, tasks.put, None).atexit = False
-            # OpenMP and MKL keep a number of threads for every thread that calls them: this one's is the caller's.
-            _thread.start_new_thread(_work, (tasks, torch.get_num_threads(), token))
-            self._worker = worker
+            self._worker = _started(self)
         return self._worker
 
     def _prepare(self, slot: _Asked) -> None:

@@ -233,3 +233,21 @@ assert buffer.sample()["x"].shape == (4,)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_interpreter_exits_after_an_interrupt_that_somebody_keeps():
+    """Wherever it struck while the worker was started: its traceback held what told that the worker was there."""
+    program = """
+import torch
+from tensordict import TensorDict
+from gpubuf import LazyTensorStorage, TensorDictReplayBuffer
+from tests.support.interrupts import interrupted
+kept, rows = [], TensorDict({"x": torch.arange(8)}, [8])
+while not kept or kept[-1] is not None:
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=4, prefetch=2)
+    buffer.extend(rows)
+    kept.append(interrupted(buffer._prefetcher._running, len(kept), lines=True))
+assert len(kept) > 5
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
