@@ -1293,7 +1293,8 @@ class LazyTensorStorage(TensorStorage):
             (``logging.getLogger("gpubuf")``, level INFO, or WARNING where rows are on the host).
         ndim: number of batch dimensions: 1, or 2 for time-first ``[T, E]`` storage.
         dtypes: how keys are stored, by key: a dtype, or a :class:`Codec`. Numbers are converted as ``to()`` of tensors
-            does; integers out of range raise ValueError at the write (on a GPU they are cut, and count as faults).
+            does, but to the nearest integer, half to even. Integers out of range raise ValueError at the write (on a
+            GPU they are cut, and count as faults).
         batch_dtypes: dtypes that keys have in batches, by key; of others it is the dtype that is written.
             ``storage[i]`` always has that one.
         prefixes: keys that hold the first elements of others, such as ``{"observation": "critic_observation"}``. They
