@@ -984,7 +984,8 @@ class ReplayBuffer:
     def state_dict(self) -> dict[str, Any]:
         """Everything that is needed to go on with the same batches. Row tensors are views. Synchronises.
 
-        Waits until the batches in preparation are finished; they are part of the state.
+        Waits until the batches in preparation are finished; they are part of the state. A random stream that has no
+        seed yet, before the first draw of a buffer without ``generator``, has none after a load either.
         """
         return save.state_of(self)
 
