@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpubuf.modules import make_flashsac_actor, make_flashsac_critic, normalize_weights
-from gpubuf.objectives import DistributionalSACLoss, SoftUpdate
+from gpubuf.objectives import SoftUpdate
 from gpubuf.optim import AdamW
 from tests.support.optim_setup import backward, network
 from tests.support.sac_setup import make_loss
@@ -112,29 +111,6 @@ def test_unit_rows():
             plain[1].copy_(functional.normalize(plain[1], dim=-2))
     assert largest_difference(net, plain[0]) < 1e-6
     torch.testing.assert_close(free, plain[1])
-
-
-def test_networks_of_flashsac():
-    """The builders' networks in their loss: beside Adam, normalize_weights and SoftUpdate, one after the other."""
-    worlds = []
-    for fused in (True, False):
-        torch.manual_seed(0)
-        networks = make_flashsac_actor(3, 2, 8), make_flashsac_critic(3, 2, 8, num_atoms=11)
-        loss = DistributionalSACLoss(*networks, v_min=-5, v_max=5, num_atoms=11)
-        params = [param for param in loss.parameters() if param.requires_grad]
-        if fused:
-            optimizer = AdamW(params, 1e-2, weight_decay=0.0, unit_rows=networks, targets=loss, tau=0.1)
-        else:
-            optimizer, updater = torch.optim.Adam(params, 1e-2), SoftUpdate(loss, tau=0.1)
-        for seed in range(3):
-            random_gradients(loss, torch.Generator().manual_seed(seed))
-            optimizer.step()
-            if not fused:
-                for network in networks:
-                    normalize_weights(network)
-                updater.step()
-        worlds.append([tensor.detach() for pair in loss.target_pairs() for tensor in pair] + params)
-    torch.testing.assert_close(*worlds, rtol=1e-5, atol=1e-6)
 
 
 def skip_a_gradient(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
