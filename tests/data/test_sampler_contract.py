@@ -135,6 +135,7 @@ class History:
         model, buffer, contract = self.model, self.buffer, self.contract
         if not buffer.initialized:
             return
+        assert buffer.storage.unfinished is None
         if contract.prioritized:
             due = [model.q(row.number) for row in model.stored]
             assert buffer.sampler.tree.leaves[: len(due)].tolist() == pytest.approx(due, rel=1e-6)
@@ -325,6 +326,13 @@ def test_an_empty_buffer(contract):
         drawn(contract, buffer, model)
         buffer.empty()
         model.empty()
+
+
+@pytest.mark.parametrize("contract", samplers(lambda contract: contract.kind != "slices without replacement"), ids=str)
+def test_memory_is_as_planned(contract):
+    buffer, _ = contract.filled()
+    buffer.sample()
+    assert buffer.sampler.memory() == buffer.sampler.index_bytes(buffer.storage.shape, "cpu")
 
 
 @pytest.mark.parametrize(("call", "error", "text"), REFUSED)
