@@ -144,10 +144,6 @@ class SamplerContract:
         """Rows of a batch for each unit."""
         return SLICE if self.slices else 1
 
-    @property
-    def capacity(self) -> int:
-        return STEPS * self.envs
-
     def told(self, value: Any) -> Any:
         """An argument of :data:`ENDS`. Tensors have an entry per row."""
         return torch.tensor([each for each in value for _ in range(self.envs)]) if "fixed" in self.ends else value
@@ -155,7 +151,6 @@ class SamplerContract:
     def sampler(self, capacity: int) -> Any:
         options = {**SLICES.get(self.form, {}), **{name: self.told(value) for name, value in ENDS[self.ends].items()}}
         priorities = {"max_capacity": capacity, "alpha": ALPHA, "beta": BETA, "eps": 0.0}
-        within = {"max_priority_within_buffer": self.form == "largest within"}
         match self.kind:
             case "without replacement":
                 return SamplerWithoutReplacement(drop_last=self.form == "drop last", shuffle=self.form != "in order")
@@ -171,7 +166,10 @@ class SamplerContract:
                 after = {"span": (0, True)} if self.form == "span" else {}
                 return PrioritizedSliceSampler(**priorities, **{**options, **after})
             case kind if kind.startswith("prioritized"):
-                return PrioritizedSampler(**priorities, **within, stratified=self.form == "stratified")
+                within = self.form == "largest within"
+                return PrioritizedSampler(
+                    **priorities, max_priority_within_buffer=within, stratified=self.form == "stratified"
+                )
         return RandomSampler()
 
     def new(self, *, seed: int = 3, device: str = "cpu", steps: int = STEPS, **options: Any) -> TensorDictReplayBuffer:

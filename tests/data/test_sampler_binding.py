@@ -1,7 +1,5 @@
 """A sampler serves the storage that it is bound to; samplers of one's own."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -71,23 +69,6 @@ def test_a_sampler_that_returns_takes_all_rows_for_new():
     assert float(sampler.tree.total) == pytest.approx(15.0)
 
 
-class Newest(Sampler):
-    """Draws among the newest rows."""
-
-    def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
-        storage = self.storage
-        age = (self.random_state(storage.device).uniform(n) * min(len(storage), 5)).to(torch.int64)
-        return (storage.cursor - 1 - age) % storage.max_size, {"age": age}
-
-
-class NewestOfTorchRL(Sampler):
-    """As TorchRL's samplers are written."""
-
-    def sample(self, storage, batch_size):
-        index = torch.arange(len(storage) - batch_size, len(storage))
-        return index, {"age": len(storage) - 1 - index}
-
-
 class EvenRandom(RandomSampler):
     """Overrides a sampler that chooses and gathers in one launch, and uses its choice."""
 
@@ -104,21 +85,15 @@ class EvenChosen(RandomSampler):
         return positions // 2 * 2, info
 
 
-@pytest.mark.parametrize("kind", [Newest, NewestOfTorchRL, EvenRandom, EvenChosen])
-def test_a_sampler_of_ones_own(kind, tmp_path):
+@pytest.mark.parametrize("kind", [EvenRandom, EvenChosen])
+def test_a_sampler_derived_from_one_of_ours(kind, tmp_path):
     """Through extend, sample, update and a checkpoint."""
-    torch.manual_seed(0)
     buffer = filled(kind(), 13)
     batch = buffer.sample(5)
-    if issubclass(kind, RandomSampler):
-        assert not (batch["index"] % 2).any()
-    else:
-        assert (batch["index"] == 12 - batch["age"]).all()
-        assert batch["age"].max() < 5
+    assert not (batch["index"] % 2).any()
     assert torch.equal(batch["observation"], buffer[batch["index"]]["observation"])
     index, info = buffer.sampler.sample(buffer.storage, 5)
-    assert index.shape == (5,)
-    assert set(info) <= {"age"}
+    assert (index.shape, info) == ((5,), {})
     buffer.update_tensordict_priority(batch.set("td_error", torch.ones(5)))
     with pytest.warns(UserWarning, match="has no priorities"):
         buffer.update_priority(index, 1.0)
@@ -128,7 +103,7 @@ def test_a_sampler_of_ones_own(kind, tmp_path):
     assert torch.equal(buffer.sample(5)["index"], other.sample()["index"])
 
 
-class Counting(Newest):
+class Counting(EvenChosen):
     """Declares that it has a use for priorities, and keeps them."""
 
     has_priorities = True

@@ -205,16 +205,22 @@ class History:
             self.buffer = self.model.random.choice(list(COPIES.values()))(self, self.buffer)
 
     def overwrite(self) -> None:
-        """A flag is changed past the buffer, and announced."""
+        """A flag is changed through the buffer, or past it and announced."""
         if self.contract.ends != "done" or not self.model.stored:
             return
         row = self.model.random.choice(self.model.stored)
         row.done = not row.done
         index = self.model.index(torch.tensor([row.position]))
-        self.buffer.set_at_(("next", "done"), torch.tensor([[row.done]]), index)
-        self.buffer.set_at_(("next", "terminated"), torch.tensor([[row.done and row.number % 2 == 0]]), index)
-        self.buffer.mark_update(index)
-        self.model.priority[row.number] = self.model.new_priority
+        flags = {"done": row.done, "terminated": row.done and row.number % 2 == 0}
+        past = self.contract.slices and self.model.random.random() < 0.5
+        for name, flag in flags.items():
+            if past:
+                self.buffer.storage[:]["next", name].view(-1)[row.position] = flag
+            else:
+                self.buffer.set_at_(("next", name), torch.tensor([[flag]]), index)
+        if past:
+            self.buffer.mark_update(index)
+            self.model.priority[row.number] = self.model.new_priority
 
 
 @pytest.mark.parametrize("contract", samplers(in_order), ids=str)
