@@ -501,11 +501,12 @@ class SliceSampler(Sampler):
         return Drawn(tensors, rows, generation, info, shape)
 
     def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:
-        """Whether a trajectory is long enough. Synchronises. Raises RuntimeError if the batch size doesn't fit."""
+        """Whether a slice can be drawn. Synchronises. Raises RuntimeError if the batch size doesn't fit."""
         _, length = partition(batch_size, self.num_slices, self.slice_len)
-        if not super().can_sample(storage, batch_size):
-            return False
-        index = self.trajectory_index
+        return super().can_sample(storage, batch_size) and self._can_draw(self.trajectory_index, length)
+
+    def _can_draw(self, index: TrajectoryIndex, length: int) -> bool:
+        """Whether there is a slice of ``length`` steps. Synchronises."""
         index.use(self._rule(length))
         return int(index.total) > 0
 
@@ -730,6 +731,10 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         except RuntimeError as error:
             raise RuntimeError(self._nothing_eligible(index)) from error
         return *index.slices(start, length), info
+
+    def _can_draw(self, index: TrajectoryIndex, length: int) -> bool:
+        self._require(index.storage, index, self._steps_needed(length))
+        return float(self._tree_made().total) > 0
 
     def _nothing_eligible(self, index: TrajectoryIndex) -> str:
         return (
