@@ -291,7 +291,7 @@ def crossq(lib: Any, agent: Agent) -> tuple[Any, Update]:
         alpha_init=1.0,
         **({} if hasattr(agent.actor, "spec") else {"target_entropy": -1.0}),
     )
-    loss.make_value_estimator(gamma=0.99)
+    loss.make_value_estimator(gamma=0.99, device=torch.device("cpu"))
     optimizer = together(optimizers(loss))
 
     def update(batch: TensorDictBase, number: int) -> TensorDictBase:
