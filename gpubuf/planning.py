@@ -259,7 +259,9 @@ class _Row:
         leaves = [replace(leaf, dtype=source.stored) for leaf, source in zip(written, found, strict=True)]
         owned = [source.owner == position for position, source in enumerate(found)]
         follows = [source.follows and source.whole is None for source in found]
-        tables = 8 * ENTRY * sum(owned) + 8 * FIELD * sum(follows)
+        tables = 8 * ENTRY * sum(owned)
+        if any(follows):
+            tables += 8 * FIELD * (sum(owned) + sum(follows))
         if options:
             as_written = all(source.batch is leaf.dtype for source, leaf in zip(found, written, strict=True))
             tables += 8 * FIELD * len(leaves) * (1 if as_written else 2)

@@ -105,7 +105,7 @@ def parts(buffer: Any) -> dict[str, Call]:
         ".launcher": lambda: _launch.sample(*arguments),
         ".allocation": allocate,
         ".views": lambda: layout.cut(arena, BATCH),
-        ".batch": lambda: storage.assemble(tensors, info),
+        ".batch": lambda: storage.plans.batch.assemble(tensors, info),
         ".turn": turn,
     }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,20 +19,152 @@ from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.trajectory_index import RowOrder
 from gpubuf.data.storage.layout import Key, Leaf, as_key, as_written
 from gpubuf.data.storage.schema import as_numbers, stored_as
-from gpubuf.data.storage.staged_rows import PLACED_BYTES, Columns, PlacedRows, StagedRows
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import RoundRobinWriter, Writer
 from gpubuf.kernels._registry import eager, past_dispatcher
 
-# Numbers of rows, other than one step, for which memory is kept.
+#: An array per key, by key (``"reward"``, ``("next", "reward")``) or in the order of the storage's keys.
+Columns = Mapping[Any, Any] | Sequence[Any]
+
+PREPARED_BYTES = 1 << 20
+"""Writes of up to so many bytes are prepared: in larger ones the checks take no time beside the copy."""
+
+READ_IN_PLACE = 1 << 12
+"""An array of so many bytes is read where it is. To find out where it is takes longer than to copy smaller ones."""
+
+# Numbers of rows, other than one step, for which launches are kept.
 _SIZES = 8
 
+_array = np.ndarray
+# The address of an array, in a tenth of the time of `array.ctypes.data`.
+_first_byte: Callable[[Any], Any] = ctypes.c_char.from_buffer
+_address_of = ctypes.addressof
 
+
+class PreparedRows:
+    """The launch of writes of ``n`` rows on the CPU, which reads columns at addresses that it knows.
+
+    Small arrays are copied into memory of its own. Tensors and large arrays are read where they are: they must not
+    change before the launch.
+
+    Args:
+        storage: where rows are written to. Its memory stays where it is as long as this is used.
+        lead: batch dimensions of a column.
+        keeps_index: whether somebody needs the positions of the rows after the next write.
+
+    Attributes:
+        n: number of rows.
+        launch: writes the rows, and returns their index, or None if they are refused.
+        values: what :meth:`put` has set: the memory of each column, or an array in its place.
+    """
+
+    def __init__(self, storage: TensorStorage, lead: tuple[int, ...], *, keeps_index: bool) -> None:
+        layout = storage.written_layout
+        self.n = math.prod(lead)
+        memory = layout.cut(torch.zeros(layout.arena(self.n).n_bytes, dtype=torch.uint8), self.n)
+        self.launch: Any = storage.plans.written.prepared_extend(memory, self.n, keeps_index)
+        self._keys = [as_written(leaf.key) for leaf in layout.leaves]
+        # Whether small columns are read elsewhere than in the memory.
+        self._moved = False
+        # The memory as NumPy sees it, None of dtypes that it lacks; dtype and shape of a column; its dtype as a tensor,
+        # None if its numbers may differ from what is in memory; whether it is large; and the memory's address.
+        self._columns: list[tuple[Any, Any, tuple[int, ...], torch.dtype | None, bool, int]] = []
+        for leaf, source in zip(layout.leaves, memory, strict=True):
+            shape = (*lead, *leaf.shape)
+            try:
+                array = source.numpy().reshape(shape)
+            except TypeError:
+                array = None
+            dtype, tensor_dtype = getattr(array, "dtype", None), None if leaf.dtype.is_complex else leaf.dtype
+            large = source.nbytes >= READ_IN_PLACE
+            self._columns.append((array, dtype, shape, tensor_dtype, large, source.data_ptr()))
+        self.values: list[Any] = [array for array, *_ in self._columns]
+
+    @staticmethod
+    def of(storage: TensorStorage, lead: tuple[int, ...], *, keeps_index: bool) -> PreparedRows | None:
+        """For columns with these batch dimensions; None where they are written in another way."""
+        table, n_bytes = storage.table, math.prod(lead) * storage.written_layout.row_bytes
+        # Fake tensors, and modes that change what a function does, take the general way. Prefixes are compared.
+        if not (table.is_cpu and eager(table)) or storage.schema.prefixes or not 0 < n_bytes <= PREPARED_BYTES:
+            return None
+        return PreparedRows(storage, lead, keeps_index=keeps_index)
+
+    def put(self, place: int, value: Any) -> None:
+        """Set one column of the next launch; numbers of other dtypes are converted, as NumPy does.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        array, dtype, shape, _, large, _ = self._columns[place]
+        fits = large and type(value) is _array and value.dtype == dtype and value.shape == shape
+        if fits and self._placed(place, value):
+            self.values[place] = value
+            return
+        array[...] = value
+        if large:
+            self._at_home(place)
+            self.values[place] = array
+
+    def fill(self, columns: Columns) -> bool:
+        """Set all columns; False if some of them are anything but arrays and tensors of the right shape and dtype."""
+        if self._moved:
+            for place in range(len(self._columns)):
+                self._at_home(place)
+            self._moved = False
+        if type(columns) is dict:
+            values: Sequence[Any] = [columns.get(key) for key in self._keys]
+        elif type(columns) is list or type(columns) is tuple:
+            values = columns
+        else:
+            return False
+        if len(columns) != len(self._columns):
+            return False
+        place = -1
+        for value, (array, dtype, shape, tensor_dtype, large, _) in zip(values, self._columns, strict=True):
+            place += 1
+            if type(value) is _array:
+                if value.dtype != dtype or value.shape != shape or array is None:
+                    return False
+                if large:
+                    if self._placed(place, value):
+                        continue
+                    self._at_home(place)
+                array[...] = value
+            elif (
+                type(value) is Tensor
+                and value.dtype is tensor_dtype
+                and value.shape == shape
+                and value.is_cpu
+                and value.is_contiguous()
+                and not value.is_neg()
+                # Tensors of zeros may have no memory.
+                and (address := value.data_ptr())
+            ):
+                self.launch.described[3 * place] = address
+                self._moved = True
+            else:
+                return False
+        return True
+
+    def _placed(self, place: int, value: np.ndarray) -> bool:
+        """Have an array read where it is; False if it is not contiguous, or can't be written to."""
+        try:
+            self.launch.described[3 * place] = _address_of(_first_byte(value))
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    def _at_home(self, place: int) -> None:
+        """Have a column read in the memory."""
+        self.launch.described[3 * place] = self._columns[place][-1]
+
+
+@dataclass(eq=False)
 class ArrayWrites:
     """Writes rows that come as one array per key, with the buffer's lock held.
 
-    Args:
+    Attributes:
         storage: where they are written to.
         writer: moves the cursor.
         sampler: is notified of the write.
@@ -41,41 +175,38 @@ class ArrayWrites:
         priority_key: where rows carry their priorities; ``()``: nowhere.
     """
 
-    def __init__(
-        self,
-        storage: TensorStorage,
-        writer: Writer,
-        sampler: Sampler,
-        transform: Compose,
-        pipeline: Pipeline | None,
-        row_order: RowOrder | None,
-        *,
-        dim_extend: int,
-        priority_key: Any,
-    ) -> None:
-        self._storage, self._writer, self._sampler, self._transform = storage, writer, sampler, transform
-        self._pipeline, self._row_order = pipeline, row_order
-        self._dim_extend, self._priority_key = dim_extend, priority_key
-        self._plan: _Plan | None = None
+    storage: TensorStorage
+    writer: Writer
+    sampler: Sampler
+    transform: Compose
+    pipeline: Pipeline | None
+    row_order: RowOrder | None
+    dim_extend: int
+    priority_key: Any
+    _plan: _Plan | None = None
 
     @property
     def keys(self) -> list[Any]:
         """The keys of a row in the order of its columns."""
-        return [as_written(leaf.key) for leaf in self._storage.written_layout.leaves]
+        return [as_written(leaf.key) for leaf in self.storage.written_layout.leaves]
 
-    def staged_step(self) -> StagedRows | None:
-        """Memory that the columns of one step can be put into; None: there is none."""
-        if self._plan is None and self._storage.initialized:
-            self._plan = self._new_plan()
-        staged = None if self._plan is None else self._plan.one_step
-        return None if staged is None or staged.launch is None else staged
+    def step_by_column(self) -> PreparedRows | None:
+        """A step whose columns can be put one by one; None: there is none."""
+        plan = self._plan
+        if plan is None or self.storage._schema is not plan.form or self.storage.table is not plan.table:
+            plan = self._plan = self._new_plan()
+        if plan is None or not plan.direct:
+            return None
+        if plan.by_column is None:
+            plan.by_column = PreparedRows.of(self.storage, plan.step, keeps_index=plan.tells)
+        return plan.by_column
 
-    def write(self, columns: Columns | StagedRows, one_step: bool) -> bool:
+    def write(self, columns: Columns | PreparedRows, one_step: bool) -> bool:
         """Write rows, in eager mode. False: they take the general way, as :meth:`as_batch`, and nothing has changed."""
-        storage, plan = self._storage, self._plan
+        storage, plan = self.storage, self._plan
         if plan is None or storage._schema is not plan.form or storage.table is not plan.table:
-            plan = self._plan = self._new_plan() if storage.initialized else None
-        if plan is None or not plan.direct or len(self._transform) or current.recording is not None:
+            plan = self._plan = self._new_plan()
+        if plan is None or not plan.direct or len(self.transform) or current.recording is not None:
             return False
         index, n = None, 0
         if past_dispatcher(plan.table):
@@ -84,7 +215,7 @@ class ArrayWrites:
                 n = ready.n
                 index = storage.append_prepared(ready.launch, n)
         if index is None:
-            sources, n = plan.sources(_values_of(columns), one_step, self._dim_extend)
+            sources, n = plan.sources(_values_of(columns), one_step, self.dim_extend)
             if n == 0:
                 return True
             index = storage.append_columns(sources, n)
@@ -92,19 +223,19 @@ class ArrayWrites:
             # Of more rows than the capacity only the newest are there.
             index = index[-storage.max_size :]
         if plan.tells:
-            self._sampler.on_write(index, None)
+            self.sampler.on_write(index, None)
         storage.unfinished = None
-        if self._row_order is not None:
-            self._row_order.look(storage)
+        if self.row_order is not None:
+            self.row_order.look(storage)
         return True
 
-    def as_batch(self, columns: Columns | StagedRows, one_step: bool) -> TensorDict:
+    def as_batch(self, columns: Columns | PreparedRows, one_step: bool) -> TensorDict:
         """Columns as a TensorDict, which the buffer can transform and write.
 
         Raises:
             ValueError: there are none, they have different batch dimensions, or their keys are not known yet.
         """
-        columns, storage = _values_of(columns), self._storage
+        columns, storage = _values_of(columns), self.storage
         lead = storage.ndim - 1 if one_step else storage.ndim
         if not isinstance(columns, Mapping):
             if not storage.initialized:
@@ -116,13 +247,18 @@ class ArrayWrites:
         leaves = storage.written_layout.leaves if storage.initialized else []
         return _tensordict_of(columns, lead, {leaf.key: leaf.dtype for leaf in leaves})
 
-    def _new_plan(self) -> _Plan:
-        storage, sampler, pipeline = self._storage, self._sampler, self._pipeline
+    def _new_plan(self) -> _Plan | None:
+        """How columns are written now; None before the first write."""
+        storage = self.storage
+        if not storage.initialized:
+            return None
+        sampler, pipeline = self.sampler, self.pipeline
         # Priorities that come with the rows, statistics and other writers need the batch as a whole.
-        given = sampler.has_priorities and storage.written_layout.position(as_key(self._priority_key)) is not None
+        given = sampler.has_priorities and storage.written_layout.position(as_key(self.priority_key)) is not None
         learns = pipeline is not None and pipeline.learns
-        plain = type(self._writer).extend is RoundRobinWriter.extend and not sampler.consumes
-        return _Plan(storage, sampler, direct=plain and storage.host is None and not (given or learns))
+        plain = type(self.writer).extend is RoundRobinWriter.extend and not sampler.consumes
+        direct = plain and storage.host is None and not (given or learns)
+        return _Plan(storage, sampler, direct=direct)
 
 
 def _tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, torch.dtype]) -> TensorDict:
@@ -150,8 +286,8 @@ def _tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, t
     return out
 
 
-def _values_of(columns: Columns | StagedRows) -> Columns:
-    return columns.values if isinstance(columns, StagedRows) else columns
+def _values_of(columns: Columns | PreparedRows) -> Columns:
+    return columns.values if isinstance(columns, PreparedRows) else columns
 
 
 def _readable(array: np.ndarray) -> np.ndarray:
@@ -168,64 +304,41 @@ class _Plan:
         direct: whether columns can be written at all; if not, they become a TensorDict.
         form, table: what the plan was made for.
         tells: whether the sampler is notified of writes.
+        step: batch dimensions of one step.
+        by_column: a step whose columns are put one by one; None: nobody does.
     """
 
     def __init__(self, storage: TensorStorage, sampler: Sampler, *, direct: bool) -> None:
         self.direct = direct
         self.form, self.table = storage.schema, storage.table
         self.tells = type(sampler).on_write is not Sampler.on_write
+        self.step = tuple(storage.shape[1:])
+        self.by_column: PreparedRows | None = None
         self._storage = storage
         self._layout = storage.written_layout
         self._keys = [as_written(leaf.key) for leaf in self._layout.leaves]
-        self._step = tuple(storage.shape[1:])
-        self._expected = [(leaf.dtype, torch.Size((*self._step, *leaf.shape))) for leaf in self._layout.leaves]
-        self._staged: dict[int, StagedRows | None] = {}
-        self._placed_rows: dict[int, PlacedRows | None] = {}
-        # For writes of one step: memory for arrays, and the way of tensors.
-        self.one_step = self._new_staged(self._step)
-        self._placed = PlacedRows.of(storage, self._step, keeps_index=self.tells) if eager(self.table) else None
+        self._one_step = PreparedRows.of(storage, self.step, keeps_index=self.tells)
+        self._of_size: dict[int, PreparedRows | None] = {}
 
-    def prepared(self, columns: Columns | StagedRows, one_step: bool) -> PlacedRows | StagedRows | None:
+    def prepared(self, columns: Columns | PreparedRows, one_step: bool) -> PreparedRows | None:
         """The write of these columns on the CPU, ready to launch; None if it takes the general way."""
-        if isinstance(columns, StagedRows):
+        if isinstance(columns, PreparedRows):
             # Perhaps of another plan.
-            return columns if columns is self.one_step and columns.launch is not None else None
-        if type(columns) is list and columns and type(columns[0]) is Tensor:
-            placed = self._placed if one_step else self._placed_for(columns[0])
-            return placed if placed is not None and placed.place(columns) else None
-        staged = self.one_step if one_step else self._staged_for(columns)
-        return staged if staged is not None and staged.launch is not None and staged.fill(columns) else None
+            return columns if columns is self.by_column else None
+        ready = self._one_step if one_step else self._sized(columns)
+        return ready if ready is not None and ready.fill(columns) else None
 
-    def _placed_for(self, column: Tensor) -> PlacedRows | None:
-        """The way of as many rows as a column has, into a storage of one dimension."""
-        n = column.shape[0] if column.ndim and not self._step else 0
-        if n == 0 or n * self._layout.row_bytes > PLACED_BYTES:
+    def _sized(self, columns: Columns) -> PreparedRows | None:
+        """The write of as many rows as the first of ``columns`` has, to a storage of one dimension."""
+        first: Any = next(iter(columns.values() if isinstance(columns, Mapping) else columns), None)
+        if self.step or not isinstance(first, (_array, Tensor)) or first.ndim == 0:
             return None
-        if n not in self._placed_rows:
-            if len(self._placed_rows) >= _SIZES:
-                self._placed_rows.clear()
-            self._placed_rows[n] = PlacedRows.of(self._storage, (n,), keeps_index=self.tells)
-        return self._placed_rows[n]
-
-    def _staged_for(self, columns: Columns) -> StagedRows | None:
-        """Memory for a write of as many rows as the first of ``columns`` has, of a storage of one dimension."""
-        if len(self._step) > 0:
-            return None
-        value = next(iter(columns.values() if isinstance(columns, Mapping) else columns), None)
-        if type(value) is not np.ndarray or value.ndim == 0:
-            return None
-        n = value.shape[0]
-        if n not in self._staged:
-            if len(self._staged) >= _SIZES:
-                self._staged.clear()
-            self._staged[n] = self._new_staged((n,))
-        return self._staged[n]
-
-    def _new_staged(self, lead: tuple[int, ...]) -> StagedRows | None:
-        # Fake tensors, and modes that change what a function does, take the general way.
-        if not eager(self.table):
-            return None
-        return StagedRows.of(self._storage, lead, keeps_index=self.tells)
+        n = first.shape[0]
+        if n not in self._of_size:
+            if len(self._of_size) >= _SIZES:
+                self._of_size.clear()
+            self._of_size[n] = PreparedRows.of(self._storage, (n,), keeps_index=self.tells)
+        return self._of_size[n]
 
     def sources(self, columns: Columns, one_step: bool, dim_extend: int) -> tuple[list[Tensor], int]:
         """Columns as tensors ``[n, ...]``, and the number of rows.
@@ -233,58 +346,14 @@ class _Plan:
         Raises:
             ValueError: a key is missing or unknown, or has another shape or dtype.
         """
-        staged = self.one_step if one_step else self._staged_for(columns)
-        if staged is not None and staged.launch is None and eager(self.table) and staged.fill(columns):
-            found = staged.on_device(self.table.device)
-            if found is not None:
-                return found, staged.n
-        if one_step and len(self._step) == 1:
-            found = self._tensors(columns)
-            if found is not None:
-                return found, self._step[0]
-        elif not one_step and not self._step and type(columns) is list and len(columns) == len(self._keys):
-            n = self._rows_of(columns)
-            if n:
-                return columns, n
-        return self._read(columns, one_step, dim_extend)
-
-    def _rows_of(self, columns: list[Any]) -> int:
-        """The number of rows of columns of a storage of one dimension, if all are plain tensors that fit; or else 0."""
-        n = len(columns[0]) if type(columns[0]) is Tensor and columns[0].ndim else 0
-        for value, (dtype, shape) in zip(columns, self._expected, strict=True):
-            if type(value) is not Tensor or value.dtype is not dtype or value.shape != (n, *shape):
-                return 0
-        return n
-
-    def _tensors(self, columns: Columns) -> list[Tensor] | None:
-        """The columns of one step, ``[E, ...]``, if they are plain tensors and arrays of the right shape and dtype."""
-        values: list[Any]
-        if type(columns) is dict and len(columns) == len(self._keys):
-            values = [columns.get(key) for key in self._keys]
-        elif type(columns) is list and len(columns) == len(self._keys):
-            values = columns
-        else:
-            return None
-        found: list[Tensor] = []
-        for value, (dtype, shape) in zip(values, self._expected, strict=True):
-            if type(value) is np.ndarray and value.flags.carray and value.dtype.isnative and value.dtype.kind != "O":
-                value = torch.from_numpy(value)
-            if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape:
-                return None
-            found.append(value)
-        return found
-
-    # Read where they are: tensors, and large arrays
-
-    def _read(self, columns: Columns, one_step: bool, dim_extend: int) -> tuple[list[Tensor], int]:
         ndim = self._storage.ndim
-        lead = self._step if one_step else None
+        lead = self.step if one_step else None
         sources: list[Tensor] = []
         for leaf, value in zip(self._layout.leaves, self._values(columns), strict=True):
             tensor = value if isinstance(value, Tensor) else _as_tensor(value, leaf)
             if lead is None:
                 lead = tuple(tensor.shape[:ndim])
-            if tensor.dtype is not leaf.dtype or tensor.shape != (*lead, *leaf.shape) or len(lead) < len(self._step):
+            if tensor.dtype is not leaf.dtype or tensor.shape != (*lead, *leaf.shape) or len(lead) < len(self.step):
                 raise ValueError(
                     f"key {leaf.name}: the storage holds rows of shape {leaf.shape} and {leaf.dtype}, so that a column "
                     f"of this write has shape {(*lead, *leaf.shape)}; it has {tuple(tensor.shape)} and {tensor.dtype}"
@@ -299,7 +368,7 @@ class _Plan:
         if dim_extend != 0:
             sources = [t.transpose(0, dim_extend) for t in sources]
             lead = (lead[dim_extend], *lead[1:dim_extend], lead[0], *lead[dim_extend + 1 :])
-        if lead[1:] != self._step:
+        if lead[1:] != self.step:
             raise ValueError(
                 f"the storage's shape is {tuple(self._storage.shape)}, the batch's {lead}: all but the first must agree"
             )
@@ -307,6 +376,8 @@ class _Plan:
 
     def _values(self, columns: Columns) -> list[Any]:
         if isinstance(columns, Mapping):
+            if columns.keys() == set(self._keys):
+                return [columns[key] for key in self._keys]
             ignored = self._layout.ignored
             by_key = {as_key(key): value for key, value in columns.items()}
             given = {key: value for key, value in by_key.items() if not (len(key) == 1 and key[0] in ignored)}

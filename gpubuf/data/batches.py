@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.lock import NO_LOCK, BufferLock
 from gpubuf.data.prefetch import Batch, Prefetcher, pin
 from gpubuf.data.recording import refuse_in_capture
-from gpubuf.data.samplers.base import Drawn, Rows, Sampler, require_rows
+from gpubuf.data.samplers.base import Drawn, Sampler, require_rows
 from gpubuf.data.sequences import SampleUnit
 from gpubuf.data.storage.indexing import expanded
 from gpubuf.data.storage.layout import Data
-from gpubuf.data.storage.reader import Reader
+from gpubuf.data.storage.plan import RowPlan
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import Writer
@@ -30,12 +30,13 @@ from gpubuf.kernels.rows import DOUBLED
 _compiling = torch.compiler.is_compiling
 
 
+@dataclass(eq=False)
 class Batches:
     """Makes the batches of a buffer. The buffer makes a new instance when it replaces one of its parts.
 
-    Args:
+    Attributes:
         storage: holds the rows.
-        reader: makes batches of them: the storage itself where they are copies of rows.
+        reader: makes batches of them.
         sampler: chooses among them.
         writer: knows whether uniform samples are to have generations.
         transform: the transforms.
@@ -48,37 +49,24 @@ class Batches:
         unit: makes windows of drawn rows.
     """
 
-    def __init__(
-        self,
-        storage: TensorStorage,
-        reader: Rows,
-        sampler: Sampler,
-        writer: Writer,
-        transform: Compose,
-        lock: BufferLock,
-        prefetcher: Prefetcher,
-        *,
-        collate_fn: Callable[[Data], Data] | None,
-        pin_memory: bool,
-        batch_size: int | None,
-        relabel: Hindsight | None,
-        unit: SampleUnit | None,
-    ) -> None:
-        self._storage = storage
-        self._reader = reader
-        self._sampler = sampler
-        self._writer = writer
-        self._transform = transform
-        self._lock = lock
-        self._prefetcher = prefetcher
-        self._collate_fn = collate_fn
-        self._pin_memory = pin_memory
-        self._batch_size = batch_size
-        processing = reader.recipe.processing if isinstance(reader, Reader) else None
-        self._doubled = processing is not None and processing.mirror == DOUBLED
-        self._relabel = relabel
-        self._unit = unit
-        self._warned = False
+    storage: TensorStorage
+    reader: RowPlan
+    sampler: Sampler
+    writer: Writer
+    transform: Compose
+    lock: BufferLock
+    prefetcher: Prefetcher
+    collate_fn: Callable[[Data], Data] | None
+    pin_memory: bool
+    batch_size: int | None
+    relabel: Hindsight | None
+    unit: SampleUnit | None
+    _warned: bool = False
+
+    @property
+    def _doubled(self) -> bool:
+        processing = self.reader.recipe.processing
+        return processing is not None and processing.mirror == DOUBLED
 
     def next(self, batch_size: int | None, include_info: bool, batches: int | None = None) -> Batch:
         """The next batch: from the queue if there is one, with its info in it if that is wanted.
@@ -89,32 +77,32 @@ class Batches:
             RuntimeError: no batch size is known, or the storage is empty.
             ValueError: the batch size, or the number of batches, is below 1.
         """
-        n = self._batch_size
+        n = self.batch_size
         if n is None or batch_size is not None:
             n = self._checked(batch_size)
         if batches is not None:
             check_batch_size(batches, "batches")
         if batches is not None and self._doubled:
             raise ValueError("Mirror(mode='double') makes one batch at a time: sample() without batches")
-        batch, ahead = None, self._prefetcher
+        batch, ahead = None, self.prefetcher
         if ahead.depth or ahead.queue:
             refuse_in_capture("batches are prepared ahead: use a buffer without prefetch")
             # The queue holds batches without their info, so that it serves those who want it and those who don't.
-            take = ahead.take if n == self._batch_size and batches is None else ahead.take_other
+            take = ahead.take if n == self.batch_size and batches is None else ahead.take_other
             # Not a lambda: the traceback of a failed draw would keep its closure, and with it the buffer.
             batch = take(functools.partial(self._draw, n, False, batches), self.finish)
         if batch is None:
             batch = self.finish(self._draw(n, include_info, batches))
         if include_info and not batch.has_info and hasattr(batch.data, "set"):
-            attach_info(batch.data, batch.info, self._storage.ndim)
+            attach_info(batch.data, batch.info, self.storage.ndim)
         return batch
 
     @property
     def plain(self) -> bool:
         """Whether batches are copies of rows as they are stored, and nothing else."""
-        copied = self._reader is self._storage and not self._storage.computed and self._relabel is None
-        copied = copied and self._storage.host is None and self._unit is None
-        return copied and self._collate_fn is None and not self._pin_memory and not len(self._transform)
+        copied = self.reader.recipe.is_plain and not self.storage.computed and self.relabel is None
+        copied = copied and self.storage.host is None and self.unit is None
+        return copied and self.collate_fn is None and not self.pin_memory and not len(self.transform)
 
     def part(self, n: int, batches: int | None = None) -> Batch:
         """``n`` rows of a batch (of each of ``batches``) that other buffers have a part in, drawn now.
@@ -124,16 +112,16 @@ class Batches:
         Raises:
             ValueError: rows are doubled.
         """
-        if self._storage.host is not None:
+        if self.storage.host is not None:
             raise ValueError("a buffer of data that are not tensors can't have a part in batches of several buffers")
-        if self._unit is not None:
+        if self.unit is not None:
             raise ValueError("a buffer with a sample_unit can't have a part in batches of several buffers")
         if self._doubled:
             raise ValueError("a buffer with Mirror(mode='double') can't have a part in batches of several buffers")
         return self._draw(n, False, batches, whole=False)
 
     def _checked(self, batch_size: int | None) -> int:
-        own = self._batch_size
+        own = self.batch_size
         if batch_size is None:
             raise RuntimeError("batch_size not specified: give it to sample() or to the constructor")
         check_batch_size(batch_size)
@@ -147,28 +135,23 @@ class Batches:
 
         ``whole`` is False for a part of a batch that other buffers have a part in.
         """
-        sampler, storage, reader = self._sampler, self._storage, self._reader
-        with NO_LOCK if _compiling() else self._lock:
+        sampler, storage, reader = self.sampler, self.storage, self.reader
+        with NO_LOCK if _compiling() else self.lock:
             if sampler.ran_out:
                 sampler.ran_out = False
             # Past `len`, which is a call. Compiled code may not depend on the number of rows.
             if not _compiling() and (storage._ring is None or not storage._ring.size):
                 require_rows(storage)
-            if self._unit is not None:
-                drawn = self._unit.draw(sampler, reader, n, batches, storage)
+            if self.unit is not None:
+                drawn = self.unit.draw(sampler, reader, n, batches, storage)
             else:
                 drawn = sampler.draw(n) if batches is None else sampler.draw_batches(n, batches)
             if self._doubled:
                 drawn = drawn.doubled()
-            if self._relabel is not None:
-                drawn = self._relabel.apply(drawn, storage, sampler.random_state(storage.device))
+            if self.relabel is not None:
+                drawn = self.relabel.apply(drawn, storage, sampler.random_state(storage.device))
             info = self._info(drawn, whole)
-            direct = (
-                include_info
-                and self._collate_fn is None
-                and not len(self._transform)
-                and reader.batch_layout.takes_info
-            )
+            direct = include_info and self.collate_fn is None and not len(self.transform) and reader.layout.takes_info
             extra, host = info if direct else None, storage.host
             if host is None:
                 data = reader.assemble(drawn.tensors, extra, drawn.batch_size)
@@ -178,25 +161,25 @@ class Batches:
 
     def _info(self, drawn: Drawn, whole: bool) -> dict[Any, Tensor]:
         index, generation, shape = drawn.positions, drawn.generation, drawn.batch_size
-        ring = self._storage._ring
+        ring = self.storage._ring
         if ring is not None and ring.rewritten is not None:
             generation = ring.with_rewrites(index, generation)
-        if whole:
-            index = self._storage.unravel(index)
+        if whole and self.storage.ndim > 1:
+            index = self.storage.unravel(index)
         if shape is not None:
             index, generation = index.view(*shape, *index.shape[1:]), generation.view(shape)
         info = {"index": index, **drawn.info}
-        if not whole or self._sampler.has_priorities or getattr(self._writer, "track_generations", False):
+        if not whole or self.sampler.has_priorities or getattr(self.writer, "track_generations", False):
             info["index_generation"] = generation
         return info
 
     def finish(self, batch: Batch) -> Batch:
         """Relabel, collate, transform and pin."""
-        if self._relabel is not None:
-            self._relabel.finish(batch.data, batch.info)
-        if self._collate_fn is None and not self._pin_memory and not len(self._transform):
+        if self.relabel is not None:
+            self.relabel.finish(batch.data, batch.info)
+        if self.collate_fn is None and not self.pin_memory and not len(self.transform):
             return batch
-        return finished(batch, self._collate_fn, self._transform, self._pin_memory)
+        return finished(batch, self.collate_fn, self.transform, self.pin_memory)
 
 
 def finished(batch: Batch, collate_fn: Callable[[Data], Data] | None, transform: Compose, pin_memory: bool) -> Batch:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpubuf.data import moving
 from gpubuf.data.arguments import check_sizes, component
-from gpubuf.data.array_writes import ArrayWrites
+from gpubuf.data.array_writes import ArrayWrites, Columns, PreparedRows
 from gpubuf.data.batches import Batches
 from gpubuf.data.checkpoints import restore, save
 from gpubuf.data.checkpoints.save import Saved
@@ -47,9 +47,7 @@ from gpubuf.data.storage.layout import (
 )
 from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.placement import MemoryReport
-from gpubuf.data.storage.plan import Recipe
-from gpubuf.data.storage.reader import Reader
-from gpubuf.data.storage.staged_rows import Columns, StagedRows
+from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import LazyTensorStorage, Storage, TensorStorage
 from gpubuf.data.trajectories import Predicate, Trajectory, stored_trajectories
 from gpubuf.data.transforms import Compose, without_multi_steps
@@ -161,7 +159,6 @@ class ReplayBuffer:
             self._transform.append(transform)
         self._relabel = relabel
         self._unit = checked_unit(sample_unit)
-        self._reader: TensorStorage | Reader = self._storage
         # The priorities of the write that is under way.
         self._given: Tensor | None = None
         self._connect(prefetch or 0)
@@ -267,15 +264,11 @@ class ReplayBuffer:
         self._updates = Updates(storage, sampler, writer, self._recipe)
         self._rows = RowAccess(storage, sampler, self.dim_extend)
 
-    def _reader_of(self, storage: TensorStorage) -> TensorStorage | Reader:
-        """Reads ``storage`` by the buffer's recipe: itself where batches are copies of rows."""
-        recipe, reader = self._recipe, self._reader
-        if recipe.is_plain:
-            return storage
-        if isinstance(reader, Reader) and reader.storage is storage and reader.recipe == recipe:
-            return reader
-        self._sampler.check_recipe(recipe)
-        return Reader(storage, recipe)
+    def _reader_of(self, storage: TensorStorage) -> RowPlan:
+        """Reads ``storage`` by the buffer's recipe."""
+        if not self._recipe.is_plain:
+            self._sampler.check_recipe(self._recipe)
+        return storage.reader(self._recipe)
 
     @property
     def storage(self) -> TensorStorage:
@@ -441,12 +434,13 @@ class ReplayBuffer:
             data = self._transform.inv(shallow(data))
             if data is None:
                 return _no_rows(storage)
-        if not storage.initialized and storage.holds_nothing(data):
+        first_write = storage._layout is None
+        if first_write and storage.holds_nothing(data):
             return _no_rows(storage)
         if storage.ndim > 1 and self.dim_extend != 0:
             data = mapped(data, lambda value: value.transpose(0, self.dim_extend))
         given = priority(data) if priority is not None else None
-        if not storage.initialized:
+        if first_write:
             refuse_in_capture("the first write allocates the storage: write before")
             self._sampler.check_rows(layout_of(data, storage.ndim, storage.ignored_keys), storage.ndim)
             full = storage.full_shape(batch_shape(data, storage.ndim))
@@ -545,18 +539,18 @@ class ReplayBuffer:
             if not self._arrays.write(columns, True):
                 self.add(self._arrays.as_batch(columns, True))
 
-    def _staged_step(self) -> StagedRows | None:
-        """Memory that the columns of one step can be put into, for :meth:`_add_staged`; None: there is none."""
+    def _step_by_column(self) -> PreparedRows | None:
+        """A step whose columns can be put one by one, for :meth:`_add_prepared`; None: there is none."""
         with self._lock:
-            return self._arrays.staged_step()
+            return self._arrays.step_by_column()
 
-    def _add_staged(self, staged: StagedRows) -> bool:
+    def _add_prepared(self, step: PreparedRows) -> bool:
         """:meth:`add_columns` of what was put there, in eager mode. Returns whether the next step may go there too."""
         with self._lock:
             self._given = None
-            if not self._arrays.write(staged, True):
-                self.add(self._arrays.as_batch(staged, True))
-            return self._arrays.staged_step() is staged
+            if not self._arrays.write(step, True):
+                self.add(self._arrays.as_batch(step, True))
+            return self._arrays.step_by_column() is step
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget every row, priority and prefetched batch, in O(1) for the rows; memory stays allocated.

@@ -442,7 +442,7 @@ class Mixture:
         index = merge([chosen[0]["index"], chosen[1]["index"] + joint.first.max_size])
         shape = tuple(index.shape)
         tensors = [tensor.view(*shape, *tensor.shape[1:]) for tensor in joint.gather(index.reshape(-1))]
-        return self._batch(joint.first.assemble(tensors, None, shape), dict(enumerate(chosen)), merge)
+        return self._batch(joint.first.plans.batch.assemble(tensors, None, shape), dict(enumerate(chosen)), merge)
 
     @property
     def _with_priorities(self) -> bool:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import host_memory
-from gpubuf.data.storage.column import Column, new_columns, records
+from gpubuf.data.storage.column import new_record
 from gpubuf.data.storage.placement import AUTO, DISK, SPLIT, IndexBytes, MemoryReport, Placement, place, readable
 from gpubuf.data.storage.share_next import Sharing
 from gpubuf.data.storage.storage import TensorStorage
@@ -72,32 +70,34 @@ def _move(
 
 
 class _Rows:
-    """The rows of a storage, record by record, and where each record is."""
+    """The rows of a storage, and where each record is."""
 
     def __init__(self, storage: TensorStorage, placement: Placement) -> None:
-        self._columns, self._leaves, self._shape = storage.columns, storage.layout.leaves, tuple(storage.shape)
-        self._records = records(self._leaves)
-        self._steps = len(storage) // math.prod(storage.shape[1:])
-        self._places = [placement] * len(self._records)
-        self._sharing = storage.sharing
-        self._side_places = [placement] * (0 if self._sharing is None else len(self._sharing.sides))
+        self._storage = storage
+        self._places = [placement] * len(storage.records)
+        self._side_places = [placement] * (0 if storage.sharing is None else len(storage.sharing.sides))
         self.n_bytes = len(storage) * storage.layout.row_bytes
 
     def to(self, target: Placement, advance: Advance) -> None:
         """Move every record that is not there yet, and release its memory before the next is allocated."""
-        for number, record in enumerate(self._records):
-            if self._places[number] is target:
-                continue
-            copies = new_columns([self._leaves[key] for key in record], self._shape, target)
-            for key, copy in zip(record, copies, strict=True):
-                self._copy(self._columns[key], copy, advance)
-            # All at once: a record that was copied in part is still where it was.
-            for key, copy in zip(record, copies, strict=True):
-                self._columns[key] = copy
-            self._places[number] = target
-            del copies, copy
-        if self._sharing is not None:
-            self._move_sides(self._sharing, target)
+        for number, at in enumerate(self._places):
+            if at is not target:
+                self._move(number, target, advance)
+        if self._storage.sharing is not None:
+            self._move_sides(self._storage.sharing, target)
+
+    def _move(self, number: int, target: Placement, advance: Advance) -> None:
+        storage = self._storage
+        keys, memory = storage.records[number]
+        copy = new_record([storage.layout.leaves[key] for key in keys], tuple(storage.shape), target)
+        step_bytes = memory.nbytes // len(memory)
+        steps = max(CHUNK_BYTES // max(step_bytes, 1), 1)
+        for start in range(0, storage.steps_stored, steps):
+            stop = min(start + steps, storage.steps_stored)
+            copy.write(start, memory[start:stop])
+            advance((stop - start) * step_bytes)
+        storage.replace_record(number, copy)
+        self._places[number] = target
 
     def _move_sides(self, sharing: Sharing, target: Placement) -> None:
         for number, leaf in enumerate(sharing.leaves.values()):
@@ -105,14 +105,6 @@ class _Rows:
                 side = sharing.new_side(leaf, target)
                 side.copy_(sharing.sides[number])
                 sharing.sides[number], self._side_places[number] = side, target
-
-    def _copy(self, column: Column, copy: Column, advance: Advance) -> None:
-        step_bytes = column.nbytes // len(column)
-        steps = max(CHUNK_BYTES // max(step_bytes, 1), 1)
-        for start in range(0, self._steps, steps):
-            stop = min(start + steps, self._steps)
-            copy.write(start, column[start:stop])
-            advance((stop - start) * step_bytes)
 
 
 def report(storage: TensorStorage, sampler: Sampler, processing: int) -> MemoryReport:

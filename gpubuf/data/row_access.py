@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -21,25 +22,27 @@ from gpubuf.data.updates import stored_keys, update_keys
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True)
 class RowAccess:
     """Reads and changes the rows of a buffer, with the buffer's lock held. No cursor, priority or generation moves.
 
     Of a storage of two dimensions, ints, slices and keys see the rows as they were written: ``[E, T]``, or ``[T, E]``
     with ``dim_extend=0``. Tensors, sequences and tuples of tensors are positions as samples carry them.
 
-    Args:
+    Attributes:
         storage: holds the rows.
         sampler: is notified of keys that it has derived data from. A sampler of slices indexes all rows anew, which is
             O(capacity).
         dim_extend: the dimension of a written batch along which time runs.
     """
 
-    def __init__(self, storage: TensorStorage, sampler: Sampler, dim_extend: int) -> None:
-        self._storage, self._sampler, self._dim_extend = storage, sampler, dim_extend
+    storage: TensorStorage
+    sampler: Sampler
+    dim_extend: int
 
     def read(self, index: Any) -> Data:
         """The rows at ``index``: views for ints and slices where the storage gives views, and copies otherwise."""
-        storage = self._storage
+        storage = self.storage
         if storage.ndim == 1 or not storage.initialized or not is_plain(index):
             return storage[index]
         if storage.gives_views:
@@ -50,7 +53,7 @@ class RowAccess:
 
     def write(self, index: Any, data: Data) -> None:
         """Overwrite the rows at ``index``."""
-        storage = self._storage
+        storage = self.storage
         index = plain_index(index)
         before = storage.begin(DERIVED)
         if storage.ndim > 1 and storage.initialized and is_plain(index):
@@ -68,7 +71,7 @@ class RowAccess:
 
     def write_first(self, data: Data, end: int | None) -> None:
         """Overwrite the first rows, as many as ``data`` has; raises as :meth:`ReplayBuffer.write_all`."""
-        storage = self._storage
+        storage = self.storage
         shape, held = batch_shape(data, storage.ndim), self._written_shape()
         if shape[0] > held[0] or (end is not None and shape[0] != min(end, held[0])):
             wanted = f"{held[0]} are stored" if end is None else f"{min(end, held[0])} are addressed"
@@ -97,7 +100,7 @@ class RowAccess:
             index: as for ``buffer[index]``.
             whole: whether the index is that of all rows; a value then has all of them, or is one number.
         """
-        storage = self._storage
+        storage = self.storage
         leaves = storage.written_layout.leaves
         positions, batch = storage.located(index)
         found: dict[Key, Tensor] = {}
@@ -110,33 +113,33 @@ class RowAccess:
         keys, sources = stored_keys(storage, found, positions.numel())
         if keys:
             generation = storage.counters.without_rewrites(positions, storage.generations(positions))
-            update_keys(storage, self._sampler, positions, keys, sources, generation)
+            update_keys(storage, self.sampler, positions, keys, sources, generation)
 
     def in_written_order(self, value: Any) -> Any:
         """``[T, E, ...]`` with the dimensions that a written batch has."""
-        return value.transpose(0, self._dim_extend) if self._dim_extend else value
+        return value.transpose(0, self.dim_extend) if self.dim_extend else value
 
     def _rows_changed(self) -> None:
         """The sampler finds anew where trajectories end, if it keeps that."""
-        storage = self._storage
-        if storage.initialized and self._sampler.depends_on(range(len(storage.layout.leaves))):
-            self._sampler.rows_changed()
+        storage = self.storage
+        if storage.initialized and self.sampler.depends_on(range(len(storage.layout.leaves))):
+            self.sampler.rows_changed()
 
     def _coordinates(self, index: Any) -> Tensor:
         """The positions of ``read(index)``: int64 of that data's batch shape (``[..., ndim]`` if above 1)."""
-        storage = self._storage
+        storage = self.storage
         if storage.ndim == 1 or not is_plain(index):
             return storage.coordinates(index)
         # Of those asked for alone: a list of all positions would take longer, and more memory than the rows.
         parts = chosen(index, self._written_shape())
         spans = [torch.arange(*_limits(part), device=storage.device) for part in parts]
-        places = torch.stack(swapped(torch.meshgrid(*spans, indexing="ij"), self._dim_extend), -1)
+        places = torch.stack(swapped(torch.meshgrid(*spans, indexing="ij"), self.dim_extend), -1)
         return places.reshape(*(len(part) for part in parts if isinstance(part, range)), storage.ndim)
 
     def _written_shape(self) -> tuple[int, ...]:
         """The sizes of all rows, as they were written."""
-        storage = self._storage
-        return swapped((storage.steps_stored, *storage.shape[1:]), self._dim_extend)
+        storage = self.storage
+        return swapped((storage.steps_stored, *storage.shape[1:]), self.dim_extend)
 
 
 def swapped(values: Sequence[_T], dim: int) -> tuple[_T, ...]:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count, describe_type
-from gpubuf.data.samplers.base import Drawn, Rows, Sampler
+from gpubuf.data.samplers.base import Drawn, Sampler
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.trajectory_index import TrajectoryBounds
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import as_key
-from gpubuf.data.storage.plan import Recipe
+from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels.rows import OFF, SIZE, WRITTEN
 
@@ -43,7 +43,7 @@ class SampleUnit:
         """
         raise NotImplementedError
 
-    def draw(self, sampler: Sampler, reader: Rows, n: int, batches: int | None, storage: TensorStorage) -> Drawn:
+    def draw(self, sampler: Sampler, reader: RowPlan, n: int, batches: int | None, storage: TensorStorage) -> Drawn:
         """Draw ``n`` anchors (for each of ``batches``), expand them, and gather the rows. Called by the buffer."""
         anchors, info = sampler.choose(n) if batches is None else sampler.choose_batches(n, batches)
         if sampler.has_priorities:

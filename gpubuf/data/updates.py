@@ -136,18 +136,21 @@ def _comparable(version: Tensor) -> Tensor:
 _OF_THE_DRAW = frozenset({("index",), ("index_generation",), ("priority_weight",), ("relabelled",)})
 
 
+@dataclass(frozen=True)
 class Updates:
     """Writes keys of drawn rows back, with the buffer's lock held.
 
-    Args:
+    Attributes:
         storage: holds the rows.
         sampler: is notified of keys that it has derived data from.
         writer: may refuse writes.
         recipe: that of the buffer's batches.
     """
 
-    def __init__(self, storage: TensorStorage, sampler: Sampler, writer: Writer, recipe: Recipe) -> None:
-        self._storage, self._sampler, self._writer, self._recipe = storage, sampler, writer, recipe
+    storage: TensorStorage
+    sampler: Sampler
+    writer: Writer
+    recipe: Recipe
 
     def prepare(
         self,
@@ -165,8 +168,8 @@ class Updates:
             raise TypeError("update_if_present needs the values to write, as data or as patch, not both")
         if (version_key is None) != (version is None):
             raise ValueError("version_key and version belong together")
-        self._writer.check_writable()
-        storage = self._storage
+        self.writer.check_writable()
+        storage = self.storage
         if isinstance(storage, ListStorage):
             raise NotImplementedError("a ListStorage has no conditional updates: its objects have no keys")
         found = entries(data) if patch is None else _of_patch(patch)
@@ -185,7 +188,7 @@ class Updates:
                 raise ValueError(f"version_key {as_written(key)!r} may not appear in patch: version is written")
             incoming = found[key] = versions(storage, key, version, n, positions)
         keys, sources = stored_keys(storage, found, n)
-        _check_of_drawn_row(storage.schema, self._recipe, keys)
+        _check_of_drawn_row(storage.schema, self.recipe, keys)
         generation = vector(generation, torch.int64, positions)
         if patch is not None or incoming is not None:
             if generation.numel() != n:
@@ -198,7 +201,7 @@ class Updates:
             if keys:
                 update_keys(
                     storage,
-                    self._sampler,
+                    self.sampler,
                     positions,
                     keys,
                     sources,

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpubuf.data.array_writes import PreparedRows
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.samplers.base import Sampler
@@ -21,7 +22,6 @@ from gpubuf.data.storage.end_bits import CONTINUITY
 from gpubuf.data.storage.layout import Key
 from gpubuf.data.storage.plan import STEPS_KEY
 from gpubuf.data.storage.schema import Codec
-from gpubuf.data.storage.staged_rows import StagedRows
 from gpubuf.data.storage.storage import LazyTensorStorage
 from gpubuf.integrations.environment_steps import rows_at, stored_values
 from gpubuf.torchrl.samplers import RandomSampler
@@ -217,7 +217,7 @@ class StableBuffer:
         # Large steps don't wait: their arrays are read where they are. The columns of one, in order.
         self._direct = [column[0] for column in self._columns.values()] if self._most == 1 else None
         # Where they are put instead, once the buffer has memory for that.
-        self._staged: StagedRows | None = None
+        self._staged: PreparedRows | None = None
         # Name in a dict, a shape where the environment gives none, and memory of observation and next one.
         self._observed = [
             (
@@ -304,7 +304,7 @@ class StableBuffer:
             self._waiting = at + 1
         elif staged is None:
             self._add_direct(direct)
-        elif not self.buffer._add_staged(staged):
+        elif not self.buffer._add_prepared(staged):
             self._stage()
 
     def _of_vector_environments(
@@ -343,7 +343,7 @@ class StableBuffer:
 
     def _stage(self) -> None:
         """Put the next steps where the buffer needs no copy of them, if it can."""
-        self._staged = self.buffer._staged_step()
+        self._staged = self.buffer._step_by_column()
         staged = None if self._staged is None else [value[None] for value in self._staged.values]
         self._write_into(self._columns if staged is None else dict(zip(self._columns, staged, strict=True)))
 

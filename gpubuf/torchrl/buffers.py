@@ -320,43 +320,22 @@ def given_transform(transform: Any, factory: Callable[[], Any] | None) -> Any:
 # Buffers whose parts are made at their first use
 
 
-def _part(name: str) -> property:
-    """A part, which the class of the buffer itself has an attribute for: Python would find that."""
-
-    def read(self: Any) -> Any:
-        return getattr(_built(self), name)
-
-    def assign(self: Any, part: Any) -> None:
-        setattr(_built(self), name, part)
-
-    return property(read, assign)
-
-
 class _Delayed:
-    """The class of a buffer without parts, before its own."""
+    """The class of a buffer without parts, before its own: who asks for more than is there makes them."""
 
-    _storage, _sampler, _writer = _part("_storage"), _part("_sampler"), _part("_writer")
-    priority_key = _part("priority_key")
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__(self, "__dict__")
+        if name in ("__class__", "__dict__"):
+            return object.__getattribute__(self, name)
+        if name == "initialized":
+            return False
+        # What the constructors of subclasses have set is there.
+        return own[name] if name in own else getattr(_built(self), name)
 
-    @property
-    def initialized(self) -> bool:
-        """Whether the storage has been allocated: not before it is there."""
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            # Python looks for methods of many protocols, which no part has.
-            raise AttributeError(name)
-        return getattr(_built(self), name)
-
-    def __getstate__(self) -> Any:
-        return _built(self).__getstate__()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _built(self).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _built(self).__deepcopy__(memo)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("_storage", "_sampler", "_writer", "priority_key"):
+            _built(self)
+        object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(delayed_init=True)"

@@ -97,8 +97,8 @@ def load_torchrl(
     Args:
         path: the folder that was given to ``dumps``.
         storage: an empty storage, or a function that returns one. Default: a :class:`LazyTensorStorage` on the CPU. One
-            of another capacity, or with other dtypes than the dump, takes the rows oldest first. Give it where the rows
-            themselves have dimensions (``[max_size, agents]``) that could be taken for those of the storage.
+            of another capacity takes the rows oldest first. Give it where the rows themselves have dimensions
+            (``[max_size, agents]``) that could be taken for those of the storage.
         sampler: a sampler, or a function that returns one. Default: uniform, or prioritized where the dump is.
         **kwargs: further arguments of :class:`TensorDictReplayBuffer` (of :class:`ReplayBuffer`, where the rows are
             single tensors).
@@ -133,8 +133,7 @@ def load_torchrl(
 def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
     """Replace all that a buffer holds, with its lock held."""
     storage, sampler, per_step = buffer._storage, buffer._sampler, math.prod(found.shape[1:])
-    # A storage that converts rows is written to, oldest first.
-    room = storage.max_size if storage.converts else -(-storage.max_size // per_step) * per_step
+    room = -(-storage.max_size // per_step) * per_step
     if found.size > room:
         raise ValueError(f"the dump holds {found.size} rows, the storage has room for {room}")
     if storage.initialized:
@@ -150,10 +149,10 @@ def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
         replacement.begin()
         storage.empty()
         sampler.empty()
-        if storage.converts:
-            order: Tensor | None = _append(storage, found)
-        else:
-            order = storage.load_state_dict(rows_state(found.data, len(found.shape), found.size, found.written))
+        state = rows_state(found.data, len(found.shape), found.size, found.written)
+        order = storage.load_state_dict({**state, "as_written": True})
+        # The sampler has not looked at the storage yet.
+        storage.end(None)
         if found.size:
             sampler.on_write(torch.arange(found.size, device=storage.device), None)
         if found.priorities is not None and getattr(sampler, "torchrl_form", None) == "priorities":
@@ -162,21 +161,6 @@ def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
         storage.rebuild()
         sampler.mend()
         whole.last.append(functools.partial(replacement.take, [], batch_size))
-
-
-def _append(storage: TensorStorage, found: Dump) -> Tensor:
-    """Write the rows, oldest first, to a storage that converts them. The old position of each."""
-    capacity, per_step = math.prod(found.shape), math.prod(found.shape[1:])
-    first = found.written % capacity if found.size == capacity else 0
-    steps, oldest = found.size // per_step, first // per_step
-    row_bytes = RowLayout(found.data, len(found.shape), storage.ignored_keys).row_bytes
-    at_once = max(1, _COPY_BYTES // max(1, row_bytes * per_step))
-    for start, stop in ((oldest, steps), (0, oldest)):
-        for step in range(start, stop, at_once):
-            storage.append(found.data[step : min(step + at_once, stop)])
-    # The sampler has not looked at the storage yet.
-    storage.end(None)
-    return (torch.arange(found.size) + first) % capacity
 
 
 def _read(folder: Path, ndim: int | None, rows: tuple[Data, int] | None = None, *, stacklevel: int) -> Dump:

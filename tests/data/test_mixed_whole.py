@@ -190,7 +190,7 @@ def test_a_part_of_the_users_that_fails_puts_all_back(what, by, tmp_path: Path):
     with pytest.raises(ArithmeticError, match="not this one"):
         other.load(tmp_path) if by == "files" else other.load_state_dict(saved.state_dict())
     assert told(other) == before
-    assert [buffer.batch_size for buffer in other.buffers] == [buffer._batches._batch_size for buffer in other.buffers]
+    assert [buffer.batch_size for buffer in other.buffers] == [buffer._batches.batch_size for buffer in other.buffers]
 
 
 def test_cut_short_before_every_step(tmp_path: Path, monkeypatch):

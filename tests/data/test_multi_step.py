@@ -18,7 +18,6 @@ from gpubuf import (
     SamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.storage.reader import Reader
 from tests.support.n_step_model import Model, agents_rows, new
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +37,7 @@ def test_a_buffer_takes_it_for_n_steps(given):
     model.check(batch, 3, 0.9)
     assert sorted(batch["observation"][:, 0].tolist()) == model.stored()
     assert len(buffer.transform) == 0
-    assert isinstance(buffer._reader, Reader)
+    assert buffer.sampler.reader.recipe.n_steps == 3
     assert "steps_to_next_obs" not in buffer[:].keys()
 
 

@@ -119,13 +119,13 @@ def test_records_are_released_one_by_one(machine, monkeypatch):
     sizes = [sum(of_keys[key] for key in record) for record in records(buffer.storage.layout.leaves)]
     assert len(sizes) < len(of_keys)
     assert sum(machine.pinned.values()) == sum(sizes)
-    allocate, left = moving.new_columns, []
+    allocate, left = moving.new_record, []
 
     def watched(*arguments):
         left.append(sum(machine.pinned.values()))
         return allocate(*arguments)
 
-    monkeypatch.setattr(moving, "new_columns", watched)
+    monkeypatch.setattr(moving, "new_record", watched)
     buffer.to("cpu")
     assert left == [sum(sizes[key:]) for key in range(len(sizes))]
     assert machine.pinned == {}
@@ -158,7 +158,7 @@ def test_a_move_that_fails_leaves_everything_where_it_was(machine, monkeypatch, 
     stays, moves = twin(kind), twin(kind)
     for buffer in (stays, moves):
         write(buffer, 75, 0)
-    allocate, calls = moving.new_columns, []
+    allocate, calls = moving.new_record, []
     move = type(moves.sampler).move
 
     def scarce(*arguments):
@@ -172,7 +172,7 @@ def test_a_move_that_fails_leaves_everything_where_it_was(machine, monkeypatch, 
         if moves.storage.placement.kind == "pinned" and where == "sampler":
             raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(moving, "new_columns", scarce)
+    monkeypatch.setattr(moving, "new_record", scarce)
     monkeypatch.setattr(type(moves.sampler), "move", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         moves.to("pinned")

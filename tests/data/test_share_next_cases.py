@@ -46,7 +46,7 @@ def test_every_small_ring(capacity):
                 storage.append(rows[written : written + size])
                 written = min(written + size, total)
                 n = min(written, capacity)
-                found = storage.assemble(storage.gather(index[:n])[0])
+                found = storage.plans.batch.assemble(storage.gather(index[:n])[0])
                 due = rows[written - 1 - (written - 1 - index[:n]) % capacity]
                 assert torch.equal(found["observation"], due["observation"])
                 assert torch.equal(found["next", "observation"], due["next", "observation"])

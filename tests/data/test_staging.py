@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
-from gpubuf.data.storage import staging
+from gpubuf.data.storage import host_memory
 from tests.support.late_gpu import GPU, LateGpu
 from tests.support.transitions import same, transitions
 
@@ -30,11 +30,11 @@ def stored(storage: LazyTensorStorage, n: int) -> TensorDict:
     return storage[:n]
 
 
-@pytest.mark.parametrize("limit", [0, staging.STAGED_BYTES], ids=["one by one", "packed"])
+@pytest.mark.parametrize("limit", [0, host_memory.STAGED_BYTES], ids=["one by one", "packed"])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_source_is_reused_before_the_gpu_has_read_it(gpu, monkeypatch, pinned, limit):
     """Case 51: the loop that fills the same pinned tensors again as soon as `extend` returns."""
-    monkeypatch.setattr(staging, "STAGED_BYTES", limit)
+    monkeypatch.setattr(host_memory, "STAGED_BYTES", limit)
     source = transitions(10).contiguous().apply(gpu.pin if pinned else torch.clone)
     storage = storage_on(source, 40)
     for step in range(4):
@@ -62,7 +62,7 @@ def test_a_batch_is_one_copy(gpu):
 def test_pinned_parts_of_a_batch_that_is_elsewhere_are_waited_for(gpu):
     there = torch.zeros(3, device="meta")  # stands for any other device
     here = gpu.pin(torch.ones(3))
-    arrived = staging.to_device([here, there], torch.device("meta", 1))
+    arrived = host_memory.to_device([here, there], torch.device("meta", 1))
     assert [t.device.type for t in arrived] == ["meta"] * 2
     assert not gpu.queue
 
@@ -72,7 +72,7 @@ def test_gradients_end_where_a_batch_is_packed(gpu):
     with torch.inference_mode():
         inferred = torch.arange(3)
     sources = [torch.ones(3, requires_grad=True), inferred, torch.ones(1, 2).expand(3, 2), torch.zeros(3, 0)]
-    arrived = staging.to_device(sources, GPU)
+    arrived = host_memory.to_device(sources, GPU)
     gpu.synchronize()
     assert not any(t.requires_grad for t in arrived)
     assert all(torch.equal(a, b) for a, b in zip(arrived, sources, strict=True))
@@ -80,16 +80,16 @@ def test_gradients_end_where_a_batch_is_packed(gpu):
 
 def test_what_is_there_already_is_left_alone(gpu):
     sources = [torch.ones(3), torch.zeros(2)]
-    assert staging.to_device(sources, torch.device("cpu")) is sources
+    assert host_memory.to_device(sources, torch.device("cpu")) is sources
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("limit", [0, staging.STAGED_BYTES], ids=["one by one", "packed"])
+@pytest.mark.parametrize("limit", [0, host_memory.STAGED_BYTES], ids=["one by one", "packed"])
 @pytest.mark.parametrize("place", ["cuda", "pinned"])
 def test_a_pinned_source_is_reused_on_a_gpu(monkeypatch, place, limit):
     """Case 51, for real: with the GPU far behind, and memory that PyTorch gives out again."""
-    monkeypatch.setattr(staging, "STAGED_BYTES", limit)
+    monkeypatch.setattr(host_memory, "STAGED_BYTES", limit)
     storage = LazyTensorStorage(4000, device=place)
     buffer = TensorDictReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=8)
     source = transitions(100).apply(lambda t: t.contiguous().pin_memory())

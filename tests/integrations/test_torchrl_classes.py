@@ -79,12 +79,12 @@ def test_no_call_of_the_fast_path_is_added():
         assert getattr(JOINED.TensorDictReplayBuffer, name) is getattr(gpubuf.data.TensorDictReplayBuffer, name)
     for name in ("draw", "update_priority", "on_write"):
         assert getattr(JOINED.PrioritizedSampler, name) is getattr(gpubuf.data.PrioritizedSampler, name)
-    for name in ("append", "gather", "sample_uniform", "assemble"):
+    for name in ("append", "gather", "sample_uniform"):
         assert getattr(JOINED.LazyTensorStorage, name) is getattr(gpubuf.data.LazyTensorStorage, name)
     buffer = buffer_of("TensorDictReplayBuffer")
     # TorchRL's ensemble finds one to call, and batches are made without.
     assert buffer._collate_fn("rows") == "rows"
-    assert buffer._batches._collate_fn is None
+    assert buffer._batches.collate_fn is None
 
 
 def test_the_parts_that_a_buffer_makes_later_have_torchrls_types():

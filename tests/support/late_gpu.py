@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpubuf.data.storage import host_memory, plan, staging
+from gpubuf.data.storage import host_memory, plan
 
 GPU = torch.device("cuda", 0)
 
@@ -52,7 +52,7 @@ class LateGpu:
         monkeypatch.setattr(plan, "_extend", launched)
         monkeypatch.setattr(host_memory, "staging", staged)
         monkeypatch.setattr(host_memory, "cuda_present", lambda: True)
-        monkeypatch.setattr(staging, "capturing", lambda: False)
+        monkeypatch.setattr(host_memory, "capturing", lambda: False)
 
     def pin(self, tensor: Tensor) -> Tensor:
         self.pinned.add(tensor.untyped_storage().data_ptr())

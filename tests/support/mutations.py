@@ -42,7 +42,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("tests/data/test_storage*.py", "tests/data/test_ring*.py", "tests/data/test_indexing*.py"),
     ),
     "n-step": (
-        ("kernels/rows/_cpu*.py", "gpubuf/data/storage/plan.py", "gpubuf/data/storage/reader.py"),
+        ("kernels/rows/_cpu*.py", "gpubuf/data/storage/plan.py"),
         ("tests/kernels/test_rows*.py", "tests/kernels/test_transitions*.py", "tests/data/test_n_step*.py"),
     ),
     "share_next": (

@@ -1,6 +1,6 @@
 """Counts the Python calls of gpubuf between a call of a buffer and its first launch, and the files they are in.
 
-``python -m tests.support.trace_calls`` prints them for a sample and a priority update of a prioritized buffer.
+``python -m tests.support.trace_calls`` prints them for a prioritized buffer.
 """
 
 import sys
@@ -66,13 +66,19 @@ def until_launch(call: Callable[[], Any]) -> list[Step]:
 
 
 def traces() -> dict[str, list[Step]]:
-    """The calls of a sample and of a priority update, of a prioritized buffer on the CPU that has been used before."""
-    storage = LazyTensorStorage(1000)
-    buffer = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=storage, batch_size=BATCH)
-    buffer.extend(TensorDict({"observation": torch.zeros(500, 4)}, [500]))
+    """The calls of operations of a prioritized buffer on the CPU, but for the first write all used before."""
+    rows = TensorDict({"observation": torch.zeros(500, 4)}, [500])
+
+    def new() -> TensorDictPrioritizedReplayBuffer:
+        return TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(1000), batch_size=BATCH)
+
+    buffer, unused = new(), new()
+    buffer.extend(rows)
     batch = buffer.sample().set("td_error", torch.ones(BATCH))
     buffer.update_tensordict_priority(batch)
     return {
+        "first extend": until_launch(lambda: unused.extend(rows)),
+        "extend": until_launch(lambda: buffer.extend(rows)),
         "sample": until_launch(buffer.sample),
         "update_tensordict_priority": until_launch(lambda: buffer.update_tensordict_priority(batch)),
     }

@@ -177,9 +177,9 @@ def check(buffer: Checkpointed, state: dict[str, Any]) -> dict[str, Any]:
     rows = dict(state["_storage"])
     if rows["initialized"]:
         rows["rows"] = Pieces.of(rows["rows"], storage.ndim)
+        schema = storage.schema_for(rows)
         if not storage.initialized:
-            expect_rows(buffer, storage.schema_for(rows), tuple(rows["shape"]), "state")
-        storage.check_state(rows)
+            expect_rows(buffer, schema, tuple(rows["shape"]), "state")
     return rows
 
 
@@ -442,12 +442,11 @@ class Replacement:
         self._storage, self._sampler, self._prefetcher = buffer._storage, buffer._sampler, buffer._prefetcher
         self._fresh = not self._storage.initialized
         self._kept = None if self._fresh else _kept(self._storage)
-        self._counters = (0, 0) if self._fresh else (self._storage.written, len(self._storage))
-        self._skipped = self._storage.written - self._storage.rows_written
         self._laps, self._unfinished = self._storage._laps, self._storage.unfinished
         self._queue = list(self._prefetcher.queue)
         self._around = Before(*(part for part in (buffer._transform, buffer._pipeline) if part is not None))
-        self._before = Before(self._sampler, buffer._writer)
+        ring = [] if self._fresh else [self._storage.counters]
+        self._before = Before(self._sampler, buffer._writer, *ring)
         self.begun = False
 
     def take(self, slots: list[Any], batch_size: int | None) -> None:
@@ -487,16 +486,13 @@ class Replacement:
                 storage._laps = self._laps
             else:
                 storage.empty()
-        elif not self.begun:
-            storage.counters.set(*self._counters)
-            storage.counters.skipped = self._skipped
-        elif self._kept is not None:
+        elif self.begun and self._kept is not None:
             try:
                 storage.load_state_dict(self._kept)
             except BaseException as another:
                 self._forget(another)
                 raise
-        else:
+        elif self.begun:
             self._forget(error)
         if self._fresh or not self.begun or self._kept is not None:
             self._before.put_back()

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gpubuf.data.lock import operation
 from gpubuf.data.processing.base import Process, as_keys, check_bounds, require_floating, tensor_at
+from gpubuf.data.storage.host_memory import to_device
 from gpubuf.data.storage.layout import Data, Key, Leaf, address, as_key, as_written, batch_shape
-from gpubuf.data.storage.staging import to_device
 from gpubuf.kernels import moments as kernels
 from gpubuf.kernels._registry import without_dispatch
 from gpubuf.kernels.moments import ACTIVE, COUNT, M2, MEAN, PEAK, Rule

@@ -18,8 +18,7 @@ from gpubuf.data.recording import current, refuse_in_capture
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import Data, RowLayout
 from gpubuf.data.storage.placement import IndexBytes, depends_on_room
-from gpubuf.data.storage.plan import Recipe
-from gpubuf.data.storage.reader import Reader
+from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.kernels import philox
 from gpubuf.kernels._registry import without_dispatch
@@ -138,9 +137,6 @@ def positions_below(value: Any, bound: int) -> bool:
 
 _compiling = torch.compiler.is_compiling
 
-Rows = TensorStorage | Reader
-"""What batches are read from."""
-
 UNBOUND = "the sampler belongs to no buffer yet: give it to one, or call bind(storage)"
 
 
@@ -195,8 +191,7 @@ class Sampler:
         consumes: declares that rows leave when they were drawn, and that the sampler says where new ones go.
         ran_out: whether an epoch has ended with the last batch; iteration over the buffer stops there.
         lock: the lock of the sampler's buffer, for methods that users call on the sampler itself.
-        reader: what :meth:`draw` reads rows from: the storage, or the :class:`Reader` of a buffer whose batches are
-            more than copies of rows.
+        reader: what :meth:`draw` reads rows from: a plan of the storage, which knows how batches are made of rows.
     """
 
     has_priorities: ClassVar[bool] = False
@@ -207,7 +202,7 @@ class Sampler:
     #: The class that ``replacement=False`` stands for.
     without_replacement: ClassVar[type[Sampler] | None] = None
     lock: AbstractContextManager[Any] = nullcontext()
-    reader: Rows | None = None
+    reader: RowPlan | None = None
     # For samplers whose constructor does not call that of this class.
     _storage: TensorStorage | None = None
     _random: RandomState | None = None
@@ -281,7 +276,7 @@ class Sampler:
         if other:
             self.forget_storage()
         if other or self.reader is None:
-            self.reader = storage
+            self.reader = storage.reader(Recipe())
         self._storage = storage
         self.lock = nullcontext() if lock is None else lock
 
@@ -289,7 +284,7 @@ class Sampler:
         """Serve no buffer any more. Rows that are there when it is bound again count as new."""
         self._storage, self.reader, self.lock = None, None, nullcontext()
 
-    def read_from(self, reader: Rows) -> None:
+    def read_from(self, reader: RowPlan) -> None:
         """Called by the buffer: read rows from ``reader``, which reads the storage, from now on."""
         self.reader = reader
 

@@ -505,9 +505,6 @@ class TrajectoryBounds:
         if self.needs_ends:
             self.recipe.ends(schema)
 
-    def follow(self) -> None:
-        """The storage was allocated, moved or freed: nothing is kept of it here."""
-
     def bounds(self, storage: TensorStorage, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """First row, last row and length of the trajectories of rows. A GPU gives rows that are not stored length 0."""
         if storage.end_bits is None:

@@ -8,8 +8,8 @@ Small keys of one dtype (done and terminated, say) therefore share one place. Ke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,49 +116,47 @@ def new_column(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement)
     )
 
 
-def new_columns(leaves: Sequence[Leaf], shape: tuple[int, ...], placement: Placement) -> list[Column]:
-    """Uninitialised memory for keys that share a record: a column for each.
+class Record(NamedTuple):
+    """The memory of the keys of one record, by their positions among those of a row: ``[*shape, elements]``.
+
+    That of a key that shares no record is its column.
+    """
+
+    keys: tuple[int, ...]
+    memory: Column
+
+
+def new_record(leaves: Sequence[Leaf], shape: tuple[int, ...], placement: Placement) -> Column:
+    """Uninitialised memory for keys that share a record, or for one key.
 
     Args:
         leaves: the keys, of one dtype.
         shape: of the storage.
         placement: where the memory is to be.
     """
-    if len(leaves) == 1:
-        return [new_column((*shape, *leaves[0].shape), leaves[0].dtype, placement)]
-    n_elements = sum(leaf.n_elements for leaf in leaves)
-    return columns_of(new_column((*shape, n_elements), leaves[0].dtype, placement), leaves)
+    own = leaves[0].shape if len(leaves) == 1 else (sum(leaf.n_elements for leaf in leaves),)
+    return new_column((*shape, *own), leaves[0].dtype, placement)
 
 
-def columns_of(record: Column, leaves: Sequence[Leaf]) -> list[Column]:
-    """Views of a record's memory ``[*shape, elements]``, a column for each of its keys."""
-    columns, offset = [], 0
-    for leaf in leaves:
-        columns.append(
-            Column(
-                *(
-                    # Not a slice: views leave the strides of a dimension of length 1 open.
-                    part[..., offset:].as_strided((*part.shape[:-1], *leaf.shape), (*part.stride()[:-1], *leaf.strides))
-                    for part in record.parts
-                )
-            )
-        )
-        offset += leaf.n_elements
-    return columns
+def columns_of(found: Sequence[Record], leaves: Sequence[Leaf]) -> list[Column]:
+    """The columns of a row's keys, ``leaves``: views of the memory of records."""
+    columns: dict[int, Column] = {}
+    for keys, memory in found:
+        offset = 0
+        for key in keys:
+            columns[key] = memory if len(keys) == 1 else Column(*(_cut(p, offset, leaves[key]) for p in memory.parts))
+            offset += leaves[key].n_elements
+    return [columns[key] for key in range(len(leaves))]
 
 
-def record_of(columns: Sequence[Column], leaves: Sequence[Leaf], ndim: int) -> Column | None:
-    """The memory that :func:`columns_of` cut into ``columns``, in ``ndim`` dimensions; None if they share none."""
-    n_elements, parts = sum(leaf.n_elements for leaf in leaves), list[Tensor]()
-    for first, *others in zip(*(column.parts for column in columns), strict=True):
-        memory, offset = first.untyped_storage().data_ptr(), first.storage_offset()
-        for leaf, part in zip(leaves, (first, *others), strict=True):
-            of_record = part.untyped_storage().data_ptr() == memory and part.storage_offset() == offset
-            if not of_record or part.stride(ndim - 1) != n_elements:
-                return None
-            offset += leaf.n_elements
-        parts.append(first.as_strided((*first.shape[:ndim], n_elements), (*first.stride()[:ndim], 1)))
-    return Column(*parts)
+def separate(columns: Sequence[Column]) -> list[Record]:
+    """Columns that share no memory, each as a record of its own."""
+    return [Record((key,), column) for key, column in enumerate(columns)]
+
+
+def _cut(part: Tensor, offset: int, leaf: Leaf) -> Tensor:
+    # Not a slice: views leave the strides of a dimension of length 1 open.
+    return part[..., offset:].as_strided((*part.shape[:-1], *leaf.shape), (*part.stride()[:-1], *leaf.strides))
 
 
 def owned_column(tensor: Tensor, placement: Placement) -> Column:
@@ -169,8 +167,6 @@ def owned_column(tensor: Tensor, placement: Placement) -> Column:
         return column
     return Column(in_memory(tensor.to(placement.device)).contiguous())
 
-
-T = TypeVar("T")
 
 SMALL = 16
 """Bytes of a row up to which a key is small."""
@@ -193,9 +189,3 @@ def records(leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
         if small:
             of_dtype[leaf.dtype] = record
     return [tuple(record) for record in found]
-
-
-def by_key(parts: Iterable[tuple[Sequence[int], Sequence[T]]]) -> list[T]:
-    """One entry a key, in the order of the keys: from the keys of each record, and an entry for each of them."""
-    found = {key: entry for keys, entries in parts for key, entry in zip(keys, entries, strict=True)}
-    return [found[key] for key in range(len(found))]

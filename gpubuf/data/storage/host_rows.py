@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase, is_non_tensor, is_tensorclass
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpubuf.data.recording import refuse_in_capture
 from gpubuf.data.storage.layout import Data, Key, as_written
+from gpubuf.data.storage.plan import RowPlan
 
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
@@ -24,12 +25,6 @@ class _Pending(NamedTuple):
 
     written: int
     rows: dict[Key, list[Any]]
-
-
-class _Assembles(Protocol):
-    def assemble(
-        self, tensors: list[Tensor], extra: dict[Any, Any] | None = None, batch_size: tuple[int, ...] | None = None
-    ) -> Data: ...
 
 
 class HostRows:
@@ -136,7 +131,7 @@ class HostRows:
 
     def assembled(
         self,
-        reader: _Assembles,
+        reader: RowPlan,
         tensors: list[Tensor],
         index: Tensor,
         batch_size: tuple[int, ...] | None,

@@ -560,11 +560,11 @@ class RowLayout:
         Large batches are views of one allocation (:meth:`cut`). The C library gives memory of that size back to the
         system and asks for it anew, page by page, unless it comes and goes in one piece.
         """
-        n_bytes = self.arena(n).n_bytes
-        if n_bytes >= _LARGE_BATCH:
-            return self.cut(torch.empty(n_bytes, dtype=torch.uint8), n)
         models = self._models.get(n)
         if models is None:
+            n_bytes = self.arena(n).n_bytes
+            if n_bytes >= _LARGE_BATCH:
+                return self.cut(torch.empty(n_bytes, dtype=torch.uint8), n)
             if len(self._models) >= 64:
                 self._models.clear()
             models = self._models[n] = [torch.empty((n, *leaf.shape), dtype=leaf.dtype) for leaf in self.leaves]

@@ -12,6 +12,7 @@ from torch import Tensor
 from gpubuf.data.storage.host_rows import HostRows
 from gpubuf.data.storage.layout import Data, RowLayout, is_container, is_data, mapped, stacked
 from gpubuf.data.storage.placement import Placement
+from gpubuf.data.storage.plan import RowPlan
 from gpubuf.data.storage.storage import TensorStorage
 
 UNLIMITED = 1 << 40
@@ -33,7 +34,7 @@ class Objects(HostRows):
 
     def assembled(
         self,
-        reader: Any,
+        reader: RowPlan,
         tensors: list[Tensor],
         index: Tensor,
         batch_size: tuple[int, ...] | None,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.storage import memmap_files as files
-from gpubuf.data.storage.column import Column
+from gpubuf.data.storage.column import Column, Record, separate
 from gpubuf.data.storage.end_bits import FLAGS
 from gpubuf.data.storage.layout import Data, RowLayout, batch_shape, saved_tree, with_tree
 from gpubuf.data.storage.memmap_files import COUNTERS_FILE, GPUBUF_FILE, Journal
@@ -154,8 +154,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         if not 0 <= size <= min(written, math.prod(shape)):
             raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
         self._mapped_counters, self._journal = counters, journal
-        columns = list(map(Column, tensors))
-        self._adopt(self.schema_like(layout), columns, shape, Placement("cpu", torch.device("cpu")))
+        found = separate(list(map(Column, tensors)))
+        self._adopt(self.schema_like(layout), found, shape, Placement("cpu", torch.device("cpu")))
         self.counters.set(written, size)
         self.rebuild()
 
@@ -167,7 +167,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._tree = saved_tree(schema.written)
         super()._establish(schema, shape, data_device)
 
-    def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
+    def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Record]:
         files.check_names(layout)
         if self.scratch_dir is None:
             if self.auto_cleanup:
@@ -207,7 +207,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             for path in created:
                 path.unlink(missing_ok=True)
             raise
-        return columns
+        return separate(columns)
 
     def _create(self, path: Path, dtype: torch.dtype, shape: tuple[int, ...], created: list[Path]) -> Tensor:
         assert self.scratch_dir is not None
@@ -224,8 +224,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         created.append(path)
         return tensor
 
-    def _adopt(self, schema: Schema, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
-        super()._adopt(schema, columns, shape, placement)
+    def _adopt(self, schema: Schema, found: list[Record], shape: tuple[int, ...], placement: Placement) -> None:
+        super()._adopt(schema, found, shape, placement)
         self._remove_with_self()
 
     def _remove_with_self(self) -> None:

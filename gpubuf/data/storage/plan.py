@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from gpubuf.data.storage.column import Column
-from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, as_written, rows_in
+from gpubuf.data.storage.layout import Data, Key, Leaf, RowLayout, as_key, as_written, layout_of, rows_in
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, Schema, check_tells_ends
 from gpubuf.kernels import rows
@@ -24,8 +24,11 @@ from gpubuf.kernels.rows import (
     DRAWN,
     DTYPES,
     FIELD,
+    LAST,
     MAX_STEPS,
     NEXT,
+    STEPS,
+    SUM,
     Field,
     Reading,
     arena_offsets,
@@ -52,24 +55,39 @@ class RowPlan:
     Rows are copied as they are stored, or computed on the way: other dtypes, codecs, observations that are stored once,
     transitions of several steps, processing.
 
+    Args:
+        recipe: says how batches are made of rows; None: they are copies. A storage sets the table, and sets it anew
+            when it is allocated, moved or freed.
+
     Attributes:
+        recipe: as given.
         table: int64, an entry for each key: ``[K, 5]`` of columns that are copied, or ``[F, FIELD]`` of fields; see
             :mod:`gpubuf.kernels.rows`. None: nothing is allocated. Captured graphs read it: as long as it stays on one
             device, it changes in place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recipe: Recipe | None = None) -> None:
+        self.recipe = Recipe() if recipe is None else recipe
         self.forget()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without addresses."""
-        return type(self), ()
+        return type(self), (self.recipe,)
+
+    @property
+    def needs_ends(self) -> bool:
+        """Whether batches depend on where trajectories end."""
+        return self.recipe.n_steps > 1
+
+    def check_rows(self, schema: Schema) -> None:
+        """Raise if rows of ``schema`` lack what the recipe needs. See :meth:`Recipe.check_rows`."""
+        self.recipe.check_rows(schema)
 
     def forget(self) -> None:
         """The rows are gone."""
-        self._layout: RowLayout | None = None
         self.table: Tensor | None = None
-        # A Ring, as soon as there is a table.
+        # A RowLayout and a Ring, as soon as there is a table.
+        self._layout: Any = None
         self._ring: Any = None
         self._capacity = 0
         self._links: tuple[Any, ...] = ()
@@ -105,10 +123,6 @@ class RowPlan:
         else:
             self.table = table
 
-    def _ready(self) -> Tensor:
-        """The table of a plan that has none yet."""
-        raise RuntimeError(NOT_INITIALIZED)
-
     @property
     def layout(self) -> RowLayout:
         """The keys, shapes and dtypes of a row.
@@ -118,7 +132,15 @@ class RowPlan:
         """
         if self._layout is None:
             raise RuntimeError(NOT_INITIALIZED)
-        return self._layout
+        layout: RowLayout = self._layout
+        return layout
+
+    @property
+    def device(self) -> torch.device:
+        """The device that batches come out on. Raises as :attr:`layout`."""
+        if self.table is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        return self.table.device
 
     # Reading
 
@@ -134,8 +156,8 @@ class RowPlan:
         """
         table, n = self.table, index.numel() * self._copies
         if table is None:
-            table = self._ready()
-        layout, ring = self.layout, self._ring.counters
+            raise RuntimeError(NOT_INITIALIZED)
+        layout, ring = self._layout, self._ring.counters
         if past_dispatcher(table):
             tensors = layout.allocate(n)
             return tensors, _gather_into(table, ring, in_memory(index), self._capacity, tensors, *self._reading)
@@ -146,8 +168,8 @@ class RowPlan:
     def gather_key(self, key: int, index: Tensor) -> Tensor:
         """Copies of one key of rows, ``[n, ...]``; ``key`` is its position in ``layout``. One launch, no host sync."""
         leaf, n = self.layout.leaves[key], index.numel()
-        table, ring = self._ready() if self.table is None else self.table, self._ring.counters
-        table = table[key : key + 1]
+        assert self.table is not None
+        table, ring = self.table[key : key + 1], self._ring.counters
         if past_dispatcher(table):
             found = torch.empty((n, *leaf.shape), dtype=leaf.dtype)
             _gather_into(table, ring, in_memory(index), self._capacity, [found], *self._reading)
@@ -168,14 +190,33 @@ class RowPlan:
         """
         table, rows_out = self.table, n * self._copies
         if table is None:
-            table = self._ready()
-        layout, ring = self.layout, self._ring.counters
+            raise RuntimeError(NOT_INITIALIZED)
+        layout, ring = self._layout, self._ring.counters
         if past_dispatcher(table):
             tensors = layout.allocate(rows_out)
             return tensors, *_sample_into(table, ring, rng, n, self._capacity, tensors, *self._reading)
         n_bytes = layout.arena(rows_out).n_bytes
         arena, index, generation = _sample(table, ring, rng, n, self._capacity, n_bytes, *self._reading)
         return layout.cut(arena, rows_out), index, generation
+
+    def assemble(
+        self, tensors: list[Tensor], extra: dict[Any, Tensor] | None = None, batch_size: tuple[int, ...] | None = None
+    ) -> Data:
+        """A batch from the result of :meth:`gather`, with ``extra`` entries.
+
+        ``batch_size`` is the shape of the batch dimensions of ``tensors``; None: the length of the first dimension.
+
+        Raises:
+            RuntimeError: the tensors are those of another plan.
+        """
+        layout, table = self._layout, self.table
+        if table is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        if len(tensors) != len(layout.leaves):
+            raise RuntimeError("the sampler's draw() reads rows from its storage: let it read them from its reader")
+        if batch_size is None:
+            batch_size = (tensors[0].shape[0] if tensors else 0,)
+        return layout.assemble(tensors, batch_size, table.device, extra)
 
     # Writing: sources are tensors ``[n, ...]`` for each key of the layout, on the device of the table
 
@@ -297,6 +338,15 @@ def fields_of(
     return found
 
 
+def as_stored(fields: Sequence[Field]) -> list[Field]:
+    """The fields of keys that have memory, or share that of others, which read and write them as they are stored."""
+    return [
+        replace(field, written=field.stored, batch=field.stored, scale=1.0, offset=0.0)
+        for field in fields
+        if field.writes
+    ]
+
+
 def field_table(fields: Sequence[Field], device: torch.device) -> Tensor:
     """The kernels' table of fields, int64 ``[F, FIELD]`` on ``device``."""
     table = torch.tensor([field.encoded() for field in fields], dtype=torch.int64).reshape(-1, FIELD)
@@ -308,6 +358,8 @@ def field_table(fields: Sequence[Field], device: torch.device) -> Tensor:
 
 REWARD_KEYS: tuple[Key, ...] = (("next", "reward"),)
 STEPS_KEY: Key = ("steps_to_next_obs",)
+_INT64 = dtype_code(torch.int64)
+_STEPS_FIELD = Field(0, 8, 0, 0, 8, STEPS, _INT64, _INT64, _INT64, 1, writes=0)
 
 
 class Processing(Protocol):
@@ -393,12 +445,16 @@ class Recipe:
 
         Raises:
             KeyError: a key is not stored.
-            ValueError: the rows are batches themselves, or n-step transitions already; or a reward is no float.
+            ValueError: the rows are batches themselves, or n-step transitions already; a reward is no float; or the
+                last row of a transition would lack data that are not tensors.
         """
         if self.processing is not None:
             self.processing.check(schema.batch.leaves)
         if self.n_steps == 1:
             return
+        late = [as_written(key) for key in schema.written.host if key[:1] == (NEXT_KEY,)]
+        if late:
+            raise ValueError(f"{late} are not tensors, and can't be those of a later row: n-step batches lack them")
         layout = schema.written
         if layout.nested_batch:
             raise ValueError(
@@ -429,6 +485,32 @@ class Recipe:
             return frozenset()
         keys = REWARD_KEYS if self.reward_keys is None else self.reward_keys
         return frozenset(_position(schema.written, key, f"n_steps={self.n_steps} sums the reward") for key in keys)
+
+    def fields(self, schema: Schema, fields: list[Field]) -> list[Field]:
+        """The fields of a batch, from those of single rows: each with the row that it reads, and what happens to it."""
+        if self.processing is not None:
+            leaves = schema.batch.leaves
+            options = [self.processing.options(leaf.key) for leaf in leaves]
+            fields = [replace(field, **own) for field, own in zip(fields, options, strict=True)]
+        if self.n_steps == 1:
+            return fields
+        rewards, chosen = self.rewards(schema), []
+        for position, (leaf, field) in enumerate(zip(schema.batch.leaves, fields, strict=True)):
+            if position in rewards:
+                field = replace(field, row=SUM)
+            elif leaf.key[0] == NEXT_KEY and field.row != NEXT:
+                field = replace(field, row=LAST)
+            chosen.append(field)
+        return [*chosen, _STEPS_FIELD]
+
+    def layout(self, layout: RowLayout) -> RowLayout:
+        """The layout of a batch, from that of single rows: with the number of steps where there are several."""
+        if self.n_steps == 1:
+            return layout
+        # One element each, whatever the shape.
+        example = [torch.empty((), dtype=leaf.dtype).expand(1, *leaf.shape) for leaf in layout.leaves]
+        steps = {STEPS_KEY: torch.empty((1, 1), dtype=torch.int64)}
+        return layout_of(layout.assemble(example, (1,), None, steps), 1)
 
     def ends(self, schema: Schema) -> tuple[tuple[int, ...], bool]:
         """Which keys tell the ends of trajectories: their positions in ``schema``, and whether they are identifiers.

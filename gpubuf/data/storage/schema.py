@@ -424,6 +424,13 @@ class Schema:
         return {number: self.stored.leaves[number] for number in sorted(found)}
 
     @functools.cached_property
+    def full(self) -> RowLayout:
+        """A row as it is stored, with the next observations that are stored once."""
+        leaves = zip(self.written.leaves, self.sources or (), strict=True)
+        stored = [replace(leaf, dtype=source.stored) for leaf, source in leaves if source.whole is None]
+        return self.written.plain.with_leaves(stored)
+
+    @functools.cached_property
     def prefixes(self) -> list[tuple[int, int]]:
         """Leaves that are the first elements of others, and these, by their positions."""
         return [] if self.sources is None else [(i, s.whole) for i, s in enumerate(self.sources) if s.whole is not None]
@@ -524,7 +531,7 @@ def _in_order(keys: Sequence[Key]) -> bool:
 
 
 def check_same(schema: Schema, saved: Any) -> None:
-    """Check that rows are stored in the same way.
+    """Check that rows are stored in the same way, but for observations that are stored once.
 
     Args:
         schema: of a storage.
@@ -534,13 +541,21 @@ def check_same(schema: Schema, saved: Any) -> None:
         ValueError: they are not; the text names the first key that differs, and both ways.
     """
     written_leaves(saved)
-    own, other = ({tuple(entry["key"]): entry for entry in entries} for entries in (described(schema), saved))
+    own, other = ({tuple(e["key"]): _unshared(e) for e in entries} for entries in (described(schema), saved))
     for key in [*own, *(key for key in other if key not in own)]:
         if own.get(key) != other.get(key):
             raise ValueError(
                 f"the rows are stored in another way: {as_written(key)!r} {_told(other.get(key))} there, "
                 f"{_told(own.get(key))} in this storage. Give the storage the same dtypes and prefixes"
             )
+
+
+def _unshared(entry: dict[str, Any]) -> dict[str, Any]:
+    """The description of a key, if no column were shared."""
+    column = entry.get("column")
+    if entry.get("follows") is not True or not isinstance(column, list):
+        return entry
+    return {**entry, "column": [NEXT_KEY, *column], "follows": False}
 
 
 def _told(entry: dict[str, Any] | None) -> str:

@@ -11,24 +11,21 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count
 from gpubuf.data.recording import capturing
-from gpubuf.data.storage.column import Column
-from gpubuf.data.storage.layout import Data, Key, Leaf, Pieces, RowLayout, address, as_written
+from gpubuf.data.storage.layout import Data, Key, Leaf, Pieces, address, as_written
 from gpubuf.data.storage.placement import Placement, allocate
-from gpubuf.data.storage.plan import RowPlan, field_table
+from gpubuf.data.storage.plan import RowPlan
 from gpubuf.data.storage.ring import Ring
-from gpubuf.data.storage.schema import NEXT_KEY, Options, Schema, described
+from gpubuf.data.storage.schema import NEXT_KEY, Schema
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import past_dispatcher
-from gpubuf.kernels.rows import IN_SUCCESSOR, LOST, SIZE, WRITTEN, Field, NoRoomError, Reading, dtype_code
+from gpubuf.kernels.rows import IN_SUCCESSOR, LOST, SIZE, WRITTEN, NoRoomError
 
 _compiling = torch.compiler.is_compiling
 
@@ -89,14 +86,13 @@ class Sharing:
         slots: as given.
         links, owners: see :mod:`gpubuf.kernels.rows`.
         sides: for each of ``leaves`` its entries, and after them what is pending: ``[slots + envs, ...]``.
-        raw: reads and links next observations as they are stored.
-        plan: writes rows; set by the storage.
+        raw: reads, writes and links rows as they are stored, with all their next observations.
+        plan: writes rows. The storage sets both.
     """
 
     def __init__(self, schema: Schema, slots: int, shape: tuple[int, ...], placement: Placement, ring: Ring) -> None:
         self.leaves, self.slots, self._ring = schema.shared, slots, ring
         self._ndim, self._capacity, self._envs = len(shape), math.prod(shape), math.prod(shape[1:])
-        self._layout = schema.stored.with_leaves(list(self.leaves.values()))
         self.links, self.owners = rows.new_links(self._capacity, slots, placement.device)
         self.sides = [self.new_side(leaf, placement) for leaf in self.leaves.values()]
         self.raw, self.plan = RowPlan(), RowPlan()
@@ -148,21 +144,10 @@ class Sharing:
             found[number] = first, first + self.slots * leaf.row_bytes if first else 0, leaf.row_bytes
         return found
 
-    def locate(self, columns: Sequence[Column], device: torch.device) -> None:
-        """Bring the links to the device that does the work, and read and write the memory of now."""
+    def to(self, device: torch.device) -> None:
+        """Bring the links to the device that does the work."""
         if self.links.device != device:
             self.links, self.owners = self.links.to(device), self.owners.to(device)
-        fields, aside = [], self.aside
-        for number, leaf in self.leaves.items():
-            code, place = dtype_code(leaf.dtype), columns[number].entry(leaf.row_bytes, self._envs)
-            entries, pending, stride = aside[number]
-            device_rows, row_bytes, split, host_rows, stride_of_rows = place
-            kind = rows.NEXT, code, code, code, leaf.n_elements
-            field = Field(device_rows, row_bytes, split, host_rows, stride_of_rows, *kind)
-            fields.append(replace(field, entries=entries, pending=pending, side_stride=stride))
-        reading = Reading(links=self.links, envs=self._envs)
-        table = field_table(fields, device)
-        self.raw.set(self._layout, table, self._ring, self._capacity, self.of_plans, reading)
 
     def renew(self, placement: Placement) -> None:
         """Copy the next observations into memory of a placement."""
@@ -292,34 +277,11 @@ class Sharing:
             side[: len(first)] = first
             side[self.slots :] = last
 
-    def link(self, state: dict[str, Any]) -> None:
-        """Give all rows the next observations that the full rows of a state have, the oldest ones first."""
+    def clear(self) -> None:
+        """Forget all next observations that lie aside."""
         self.links.zero_()
         self.owners[:-1] = -1
         self.owners[-1] = 0
-        span = Span.of(state)
-        oldest = (state["written"] // span.envs) % span.steps if state["size"] == state["max_size"] else 0
-        # Rows of another capacity lie from position 0 on, the oldest first.
-        turn = 0 if self._capacity == state["max_size"] else oldest
-        row_bytes = sum(leaf.row_bytes for leaf in self.leaves.values())
-        chunk = max(1, CHUNK_BYTES // (row_bytes * span.envs))
-        parts = Pieces.of(state["rows"], self._ndim).parts
-        for low, high in ((oldest, span.steps), (0, oldest)):
-            for start, part in parts:
-                first, last = max(start, low), min(start + part.shape[0], high)
-                for at in range(first, last, chunk):
-                    until = min(at + chunk, last)
-                    self._link_steps(part[at - start : until - start], (at - turn) % span.steps)
-
-    def _link_steps(self, part: Data, step: int) -> None:
-        n, device = part.shape[0] * self._envs, self.links.device
-        sources = [value_of(part, (NEXT_KEY, *key)) for key in self.keys]
-        local = [t.reshape(n, *t.shape[self._ndim :]).to(device).contiguous() for t in sources]
-        index = (step * self._envs + torch.arange(n, device=device)) % self._capacity
-        try:
-            self.raw.relink(local, index)
-        except NoRoomError as error:
-            raise self._advised(error) from None
 
     def __repr__(self) -> str:
         return f"Sharing({', '.join(str(as_written(key)) for key in self.keys)}, room for {self.slots} aside)"
@@ -398,6 +360,18 @@ class Span(NamedTuple):
         return cls(envs, steps, (state["written"] // envs - 1) % steps if state["size"] else -1)
 
 
+def oldest_first(state: dict[str, Any], ndim: int, chunk: int) -> Iterator[Data]:
+    """The rows of a state in the order of time, ``chunk`` steps or fewer at once."""
+    span = Span.of(state)
+    full = state["size"] == state["max_size"]
+    oldest = state["written"] // span.envs % span.steps if full else 0
+    for low, high in ((oldest, span.steps), (0, oldest)):
+        for start, part in Pieces.of(state["rows"], ndim).parts:
+            first, last = max(start, low), min(start + part.shape[0], high)
+            for at in range(first, last, chunk):
+                yield part[at - start : min(at + chunk, last) - start]
+
+
 # From shared rows to full ones
 
 
@@ -418,13 +392,7 @@ def full_state(state: dict[str, Any], ndim: int) -> dict[str, Any]:
 
     none = [value_of(pieces.example, key)[:0] for key in shared.keys]
     rows = Pieces(_completed(pieces.example[:0], none, shared.keys), Repeated(each))
-    full = {name: value for name, value in state.items() if name != "sharing"} | {"rows": rows}
-    return {**full, "form": [_with_own_column(entry) for entry in state["form"]]}
-
-
-def _with_own_column(entry: dict[str, Any]) -> dict[str, Any]:
-    """The description of a key, if no column were shared."""
-    return {**entry, "column": [NEXT_KEY, *entry["column"]], "follows": False} if entry["follows"] else entry
+    return {name: value for name, value in state.items() if name != "sharing"} | {"rows": rows}
 
 
 def value_of(data: Data, key: Key) -> Tensor:
@@ -492,53 +460,3 @@ def _completed(part: Data, values: list[Tensor], keys: Sequence[Key]) -> Data:
     for key, value in zip(keys, values, strict=True):
         full.set((NEXT_KEY, *key), value)
     return full
-
-
-# From full rows to shared ones
-
-
-def shared_state(state: dict[str, Any], keys: Sequence[Key], ndim: int, ignored: frozenset[str]) -> dict[str, Any]:
-    """A state of full rows without the next observations of ``keys``; ``ignored`` root keys are not stored."""
-    pieces = Pieces.of(state["rows"], ndim)
-
-    def each() -> Iterator[tuple[int, Data]]:
-        for start, part in pieces.parts:
-            yield start, _without(part, keys)
-
-    saved = state.get("form") or described(Schema.of(RowLayout(pieces.example, ndim, ignored), Options()))
-    shared = {(NEXT_KEY, *key) for key in keys}
-    form = [
-        {**entry, "column": entry["column"][1:], "follows": True} if tuple(entry["column"]) in shared else entry
-        for entry in saved
-    ]
-    return {**state, "rows": Pieces(_without(pieces.example, keys), Repeated(each)), "form": form}
-
-
-def _without(part: Data, keys: Sequence[Key]) -> Data:
-    if isinstance(part, Tensor):
-        return part
-    full = part if isinstance(part, TensorDict) else part.to_tensordict()
-    return full.exclude(*((NEXT_KEY, *key) for key in keys))
-
-
-def not_continued(pieces: Pieces, keys: Sequence[Key], span: Span) -> int:
-    """How many full rows have next observations that are not those of the next row, told apart by bytes.
-
-    The newest step is left out: its next observations are pending.
-    """
-    count = 0
-    for start, part, following in with_successors(pieces.parts, keys):
-        differ = torch.zeros(following[0].shape[0] * span.envs, dtype=torch.bool)
-        for key, later in zip(keys, following, strict=True):
-            coming = value_of(part, (NEXT_KEY, *key))
-            differ |= (as_bytes(coming, len(differ)) != as_bytes(later, len(differ))).any(1).cpu()
-        newest = span.newest - start
-        if newest >= 0:
-            differ[newest * span.envs : (newest + 1) * span.envs] = False
-        count += int(differ.sum())
-    return count
-
-
-def as_bytes(tensor: Tensor, n: int) -> Tensor:
-    """A tensor as uint8 ``[n, bytes]``."""
-    return tensor.reshape(n, -1).contiguous().view(torch.uint8)

@@ -22,20 +22,19 @@ from gpubuf.data.recording import DERIVED, Unfinished
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.column import (
     Column,
+    Record,
     address_table,
-    by_key,
     columns_of,
-    new_columns,
+    new_record,
     owned_column,
-    record_of,
     records,
+    separate,
 )
 from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS, Breaks, EndBits, bitmap_bytes, check_ends, compared_keys
 from gpubuf.data.storage.host_rows import HostRows, saved_host
 from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, stored_positions, unravel
 from gpubuf.data.storage.layout import (
     Data,
-    Key,
     Pieces,
     RowLayout,
     TreeLayout,
@@ -59,10 +58,9 @@ from gpubuf.data.storage.placement import (
     readable,
     working_device,
 )
-from gpubuf.data.storage.plan import NOT_INITIALIZED, Recipe, RowPlan, field_table, fields_of
+from gpubuf.data.storage.plan import NOT_INITIALIZED, Recipe, RowPlan, as_stored, field_table, fields_of
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import (
-    NEXT_KEY,
     Codec,
     Options,
     Schema,
@@ -73,18 +71,15 @@ from gpubuf.data.storage.schema import (
     written_leaves,
 )
 from gpubuf.data.storage.share_next import (
+    CHUNK_BYTES,
     SharedState,
     Sharing,
-    Span,
     entries_of,
     full_state,
-    not_continued,
-    shared_state,
+    oldest_first,
     side_bytes,
-    value_of,
 )
-from gpubuf.data.storage.staging import to_device
-from gpubuf.kernels.rows import Field, NoRoomError, Reading
+from gpubuf.kernels.rows import OFF, Field, NoRoomError, Reading
 
 _compiling = torch.compiler.is_compiling
 
@@ -100,7 +95,7 @@ class Storage:
 
 
 class Follower(Protocol):
-    """Reads a storage by address: see :class:`gpubuf.data.storage.reader.Reader`."""
+    """Needs to know something of the rows of a storage, such as where trajectories end."""
 
     recipe: Recipe
 
@@ -110,9 +105,6 @@ class Follower(Protocol):
 
     def check_rows(self, schema: Schema) -> None:
         """Raise if rows of ``schema`` lack what it needs."""
-
-    def follow(self) -> None:
-        """The storage was allocated, moved or freed."""
 
 
 class CustomRows(Protocol):
@@ -216,7 +208,7 @@ class TensorStorage(Storage):
         requested = device_of(storage) if device == AUTO else device
         placement = place(requested, self.max_size * layout.row_bytes, IndexBytes(), shape, device_of(storage))
         columns = [owned_column(t.detach(), placement) for t in layout.collect(storage, ndim)]
-        self._adopt(self.schema_like(layout), columns, shape, placement)
+        self._adopt(self.schema_like(layout), separate(columns), shape, placement)
         self.counters.set(self.max_size, self.max_size)
         if self.host is not None:
             self.host.announce(storage, shape, 0)
@@ -242,6 +234,8 @@ class TensorStorage(Storage):
         self.options = options
         self._layout: RowLayout | None = None
         self._schema: Schema | None = None
+        #: The memory of the rows: see :mod:`~.column`. :attr:`columns` are views of it.
+        self.records: list[Record] = []
         self._columns: list[Column] = []
         self._ring: Ring | None = None
         self._placement: Placement | None = None
@@ -268,27 +262,23 @@ class TensorStorage(Storage):
         self.unfinished: Unfinished | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but addresses. A record goes as a whole: pickle would write its memory once for each of its keys."""
-        return {**vars(self), "table": None, "_plans": None, "_followers": None, "_columns": self._by_record()}
+        """All but addresses, and views of records: pickle would write their memory once for each key."""
+        return {**vars(self), "table": None, "_plans": None, "_followers": None, "_columns": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._followers = WeakSet()
         if self._layout is None or self._placement is None:
             return
-        leaves = self._layout.leaves
-        self._columns = by_key(
-            (record, columns_of(column, [leaves[key] for key in record]) if len(record) > 1 else [column])
-            for record, column in state["_columns"]
-        )
         # Copies of pinned and of mapped memory are neither.
         if self._placement.rows_on_host or not self.relocatable:
-            copies, self._columns = self._columns, self._allocate(self._layout, tuple(self._shape), self._placement)
-            for column, copied in zip(self._columns, copies, strict=True):
-                for start, part in copied.pieces():
-                    column.write(start, part)
+            copies, self.records = self.records, self._allocate(self._layout, tuple(self._shape), self._placement)
+            for record, copied in zip(self.records, copies, strict=True):
+                for start, part in copied.memory.pieces():
+                    record.memory.write(start, part)
             if self.sharing is not None:
                 self.sharing.renew(self._placement)
+        self._columns = columns_of(self.records, self._layout.leaves)
         self._make_plans(self._addresses(self._layout, self._device), self.counters)
         self._readdress(self.table)
 
@@ -316,23 +306,17 @@ class TensorStorage(Storage):
 
         Raises as :attr:`schema`.
         """
-        if self._layout is None:
-            raise RuntimeError(NOT_INITIALIZED)
-        return self._layout
+        return self.schema.stored
 
     @property
     def written_layout(self) -> RowLayout:
         """The keys, shapes and dtypes of a row that is written. Raises as :attr:`schema`."""
-        if self._schema is None:
-            raise RuntimeError(NOT_INITIALIZED)
-        return self._schema.written
+        return self.schema.written
 
     @property
     def batch_layout(self) -> RowLayout:
         """The keys, shapes and dtypes of a row of a batch. Raises as :attr:`schema`."""
-        if self._schema is None:
-            raise RuntimeError(NOT_INITIALIZED)
-        return self._schema.batch
+        return self.schema.batch
 
     @property
     def plans(self) -> Plans:
@@ -345,19 +329,6 @@ class TensorStorage(Storage):
     def computed(self) -> bool:
         """Whether rows are computed while they are written and read: see :class:`~.plan.RowPlan`."""
         return bool(self.options)
-
-    @property
-    def converts(self) -> bool:
-        """Whether keys are stored in another form than they are written in."""
-        return bool(self.options.dtypes or self.options.batch_dtypes or self.options.prefixes)
-
-    @property
-    def fields(self) -> list[Field]:
-        """How batches are computed: a field for each leaf of :attr:`batch_layout`, with the addresses of now.
-
-        Raises as :attr:`schema`.
-        """
-        return self._fields_of(self.batch_layout)
 
     @property
     def device(self) -> torch.device:
@@ -502,11 +473,11 @@ class TensorStorage(Storage):
         self.check_rows(schema)
         self._placement = placement = self._place(data_device, schema, shape)
         try:
-            columns = self._allocate(schema.stored, shape, placement)
+            found = self._allocate(schema.stored, shape, placement)
         except BaseException:
             self._placement = None
             raise
-        self._adopt(schema, columns, shape, placement)
+        self._adopt(schema, found, shape, placement)
 
     def _place(self, data_device: torch.device, schema: Schema, shape: tuple[int, ...]) -> Placement:
         """The placement of rows of ``shape``, whose first batch is on ``data_device``."""
@@ -528,15 +499,16 @@ class TensorStorage(Storage):
             index += self.sharing.link_bytes
         return IndexBytes(index=index)
 
-    def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
-        """Uninitialised row memory for each key. Storages elsewhere override it."""
+    def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Record]:
+        """Uninitialised row memory. Storages elsewhere override it."""
         leaves = layout.leaves
-        return by_key(
-            (record, new_columns([leaves[key] for key in record], shape, placement)) for record in records(leaves)
-        )
+        return [Record(keys, new_record([leaves[key] for key in keys], shape, placement)) for keys in records(leaves)]
 
-    def _adopt(self, schema: Schema, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
-        self._columns, self._placement, self._device = columns, placement, placement.device
+    def _adopt(self, schema: Schema, found: list[Record], shape: tuple[int, ...], placement: Placement) -> None:
+        # What an interrupt has left of rows that never were.
+        self._forget_plans()
+        self._placement, self._device = placement, placement.device
+        self.records, self._columns = found, columns_of(found, schema.stored.leaves)
         self._shape = torch.Size(shape)
         self.max_size = math.prod(shape)
         ring = self._new_ring(placement.device)
@@ -551,9 +523,9 @@ class TensorStorage(Storage):
         if schema.written.host:
             self.host = HostRows(schema.written.host, self.max_size)
         self._allocate_ends()
+        self._set_readers(ring)
         # In one step: from here on the storage is initialised.
         self._ring, self._layout = ring, schema.stored
-        self._tell_followers()
 
     def _new_ring(self, device: torch.device) -> Ring:
         return Ring(self.max_size, device)
@@ -573,40 +545,37 @@ class TensorStorage(Storage):
         """Write and read rows where they are now, by a ``table`` of addresses. Tables stay where they are."""
         schema, sharing, capacity = self.schema, self.sharing, self.max_size
         stored, written, batch = self._own_plans
-        stored.set(schema.stored, table, ring, capacity)
+        # Without options it makes batches, too, which have the containers that were written.
+        stored.set(schema.stored if self.options else schema.batch, table, ring, capacity)
         assert stored.table is not None
         self.table = stored.table
         if not self.options:
             self._plans = Plans(stored, stored, stored)
             return
         if sharing is not None:
-            sharing.locate(self._columns, table.device)
+            sharing.to(table.device)
         links = () if sharing is None else sharing.of_plans
         reading = Reading(links=None if sharing is None else sharing.links, envs=self._envs)
         fields = field_table(self._fields_of(schema.batch), table.device)
         batch.set(schema.batch, fields, ring, capacity, links, reading)
+        of_written = self._fields_of(schema.written)
         if schema.batch.leaves == schema.written.leaves:
             written = batch
         else:
-            fields = field_table(self._fields_of(schema.written), table.device)
-            written.set(schema.written, fields, ring, capacity, links, reading)
+            written.set(schema.written, field_table(of_written, table.device), ring, capacity, links, reading)
         if sharing is not None:
             sharing.plan = written
+            fields = field_table(as_stored(of_written), table.device)
+            sharing.raw.set(schema.full, fields, ring, capacity, links, reading)
         self._plans = Plans(stored, written, batch)
 
-    def _by_record(self) -> list[tuple[tuple[int, ...], Column]]:
-        """The columns, those of a record as one: the keys of each, and its memory."""
-        if self._layout is None:
-            return []
-        leaves, found = self._layout.leaves, list[tuple[tuple[int, ...], Column]]()
-        for record in records(leaves):
-            columns = [self._columns[key] for key in record]
-            whole = record_of(columns, [leaves[key] for key in record], len(self._shape)) if len(record) > 1 else None
-            found += [((key,), self._columns[key]) for key in record] if whole is None else [(record, whole)]
-        return found
+    def replace_record(self, number: int, memory: Column) -> None:
+        """Keep the rows of one record in other memory, which holds them. See :meth:`relocated`."""
+        self.records[number] = Record(self.records[number].keys, memory)
+        self._columns = columns_of(self.records, self.layout.leaves)
 
     def relocated(self, placement: Placement) -> None:
-        """Adopt ``placement`` after copies there have replaced all of :attr:`columns`."""
+        """Adopt ``placement`` after copies there have replaced all of :attr:`records`."""
         table = self._addresses(self.layout, placement.device)
         if placement.device == self._device:
             self._make_plans(table, self.counters)
@@ -619,7 +588,7 @@ class TensorStorage(Storage):
             self._allocate_ends()
             self.rebuild()
         self._placement = placement
-        self._tell_followers()
+        self._set_readers(self.counters)
 
     def empty(self, recount: bool = False) -> None:
         """Forget every row, in O(1); memory stays allocated. No host sync. ``recount``: as for :meth:`Ring.empty`."""
@@ -644,10 +613,10 @@ class TensorStorage(Storage):
         finally:
             rewritten = self.counters.rewritten
             self._laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
-            self._layout, self._columns, self._ring, self._placement, self.host = None, [], None, None, None
+            self._layout, self._ring, self._placement, self.host = None, None, None, None
+            self.records, self._columns = [], []
             self._schema = self._plans = self.sharing = None
-            for plan in self._own_plans:
-                plan.forget()
+            self._forget_plans()
             self.max_size = self.requested_size
             self.overwrites += 1
             del self.table
@@ -655,7 +624,6 @@ class TensorStorage(Storage):
                 self.breaks.free()
             if self.end_bits is not None:
                 self.end_bits.free()
-            self._tell_followers()
 
     def refresh(self) -> None:
         """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
@@ -682,10 +650,57 @@ class TensorStorage(Storage):
         if self.sharing is not None:
             self.sharing.redo()
 
-    # Followers, and where trajectories end
+    # Readers, and where trajectories end
+
+    def reader(self, recipe: Recipe) -> RowPlan:
+        """Reads rows as a recipe says. It follows the storage, which may be allocated later, moved and freed.
+
+        Raises:
+            KeyError: the stored rows lack a key that the recipe needs.
+            ValueError: the rows can't be summed, or another reader tells ends by other keys.
+        """
+        if recipe.is_plain:
+            return self._own_plans.batch if self.options else self._own_plans.stored
+        for plan in self._readers:
+            if plan.recipe == recipe:
+                return plan
+        plan = RowPlan(recipe)
+        self.followed_by(plan)
+        if self._ring is not None:
+            self._set_reader(plan, self._ring)
+        return plan
+
+    @property
+    def _readers(self) -> list[RowPlan]:
+        return [follower for follower in self._followers if isinstance(follower, RowPlan)]
+
+    def _forget_plans(self) -> None:
+        for plan in (*self._own_plans, *self._readers):
+            plan.forget()
+
+    def _set_readers(self, ring: Ring) -> None:
+        for plan in self._readers:
+            self._set_reader(plan, ring)
+
+    def _set_reader(self, plan: RowPlan, ring: Ring) -> None:
+        schema, recipe, processing = self.schema, plan.recipe, plan.recipe.processing
+        mirror, draws, noise = OFF, 0, None
+        if processing is not None:
+            processing.bind(schema.batch.leaves, self._envs, self._device)
+            mirror, draws, noise = processing.mirror, processing.draws, processing.noise
+        fields = recipe.fields(schema, self._fields_of(schema.batch))
+        ends = self.end_bits.words if self.end_bits is not None and recipe.n_steps > 1 else None
+        links = None if self.sharing is None else self.sharing.links
+        plan.set(
+            plan._layout or recipe.layout(schema.batch),
+            field_table(fields, self._device),
+            ring,
+            self.max_size,
+            reading=Reading(ends, links, noise, self._envs, recipe.n_steps, recipe.gamma, mirror, draws),
+        )
 
     def followed_by(self, follower: Follower) -> None:
-        """Tell ``follower``, for as long as it exists, whenever the rows have got other addresses.
+        """Serve ``follower`` for as long as it exists: rows that lack what it needs are refused.
 
         Raises:
             ValueError: another one knows the ends of trajectories by other keys.
@@ -696,11 +711,6 @@ class TensorStorage(Storage):
         if follower.needs_ends:
             self._keep_ends(follower.recipe)
         self._followers.add(follower)
-        follower.follow()
-
-    def _tell_followers(self) -> None:
-        for follower in self._followers:
-            follower.follow()
 
     def _keep_ends(self, recipe: Recipe) -> None:
         if self.end_bits is not None and self.end_bits.serves(recipe):
@@ -782,7 +792,7 @@ class TensorStorage(Storage):
         Raises:
             ValueError: a key, shape or dtype differs from the storage's; nothing is written.
 
-        No host sync, but for large batches in pinned memory; see :func:`gpubuf.data.storage.staging.to_device`.
+        No host sync, but for large batches in pinned memory; see :func:`gpubuf.data.storage.host_memory.to_device`.
         """
         shape = batch_shape(data, self.ndim)
         n = math.prod(shape)
@@ -791,10 +801,12 @@ class TensorStorage(Storage):
             return torch.empty(0, dtype=torch.int64, device=device)
         if self._layout is None:
             self.initialize(data)
-        sources = self.written_layout.collect(data, self.ndim)
+        # Past properties, here and below: every write comes here.
+        schema: Any = self._schema
+        sources = schema.written.collect(data, self.ndim)
         if self.ndim > 1 and shape[1:] != self._shape[1:]:
             raise ValueError(f"the storage's shape is {self._shape}, the batch's {shape}: all but the first must agree")
-        if self.schema.prefixes:
+        if schema.prefixes:
             sources = self._without_prefixes(sources, self.ndim)
         local, host = self._local(sources, self.ndim), self.host
         if host is None:
@@ -808,7 +820,7 @@ class TensorStorage(Storage):
         """:meth:`append` of ``n >= 1`` rows, ``[n, ...]`` for each of ``written_layout.leaves``: nothing is checked."""
         if self.schema.prefixes:
             sources = self._without_prefixes(sources, 1)
-        return self._append(to_device(sources, self._device), n)
+        return self._append(host_memory.to_device(sources, self._device), n)
 
     def append_prepared(self, launch: Callable[[], Tensor | None], n: int) -> Tensor | None:
         """:meth:`append` of ``n`` rows by a prepared launch, in eager mode on the CPU; None: it has refused them."""
@@ -825,16 +837,18 @@ class TensorStorage(Storage):
         return index
 
     def _append(self, local: list[Tensor], n: int) -> Tensor:
+        ring, plans, sharing = self._ring, self._plans, self.sharing
+        assert ring is not None
+        assert plans is not None
         if not _compiling():
             # Until the buffer has told its sampler, too.
-            self.unfinished = Unfinished(self.written)
-        sharing = self.sharing
-        index = self.plans.written.extend(local, n) if sharing is None else sharing.extend(local, n)
-        self.counters.count(n)
+            self.unfinished = Unfinished(ring.written)
+        index = plans.written.extend(local, n) if sharing is None else sharing.extend(local, n)
+        ring.count(n)
         if self.breaks is not None:
-            self.breaks.write(self.ring, n // self._envs, index)
+            self.breaks.write(ring.counters, n // self._envs, index)
         if self.end_bits is not None:
-            self.end_bits.write(self.ring, n)
+            self.end_bits.write(ring.counters, n)
         return index
 
     def holds_nothing(self, data: Data) -> bool:
@@ -914,7 +928,7 @@ class TensorStorage(Storage):
 
     def _local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
         """The sources on the storage's device, with the batch dimensions flattened."""
-        local = to_device(sources, self._device)
+        local = host_memory.to_device(sources, self._device)
         # The empty source of a key without a column of its own has one dimension.
         return local if ndim == 1 else [t.flatten(0, ndim - 1) if t.ndim >= ndim else t for t in local]
 
@@ -985,17 +999,6 @@ class TensorStorage(Storage):
             One tensor ``[n, ...]`` per key, the flat positions and the write generations, int64 ``[n]`` each.
         """
         return self.plans.batch.sample_uniform(rng, n)
-
-    def assemble(
-        self, tensors: list[Tensor], extra: dict[Any, Tensor] | None = None, batch_size: tuple[int, ...] | None = None
-    ) -> Data:
-        """A batch like those that were written, from the result of :meth:`gather`, with ``extra`` entries.
-
-        ``batch_size`` is the shape of the batch dimensions of ``tensors``; None: the length of the first dimension.
-        """
-        if batch_size is None:
-            batch_size = (tensors[0].shape[0] if tensors else 0,)
-        return self.batch_layout.assemble(tensors, batch_size, self._device, extra)
 
     def get(self, index: Any) -> Data:
         """Rows by index, as ``storage[index]``: an int, a slice, a sequence, a tensor, or a tuple of tensors.
@@ -1119,7 +1122,8 @@ class TensorStorage(Storage):
 
         A storage of the same capacity continues exactly. One with more room takes the rows oldest first. Rows of
         storages that share other keys, or none, or have room for more or fewer next observations, are taken too.
-        ``state["rows"]`` may be one batch, batches that follow each other, or :class:`Pieces`.
+        ``state["rows"]`` may be one batch, batches that follow each other, or :class:`Pieces`. With
+        ``state["as_written"]`` they are rows as they are written, not as a storage with options stores them.
 
         Returns:
             None, or, where the capacity differs, int64 ``[size]`` on the CPU: the old position of every row, in
@@ -1127,82 +1131,95 @@ class TensorStorage(Storage):
 
         Raises:
             ValueError: the rows have other keys, shapes or dtypes than this storage's, or are stored in another way,
-                or don't fit, or there is no room for so many next observations that are not in the next row.
+                or don't fit; or there is no room for so many next observations that are not in the next row: the
+                storage is then empty.
         """
         if not state["initialized"]:
             self.empty()
             return None
-        self.check_state(state)
-        order = self._load_rows(self._translated(state))
-        if self.sharing is not None:
-            saved = SharedState.of(state)
-            if saved is not None and self._continues(state):
-                self.sharing.restore(saved)
-            else:
-                self.sharing.link(full_state(state, self.ndim))
-        self.rebuild()
-        return order
-
-    def _load_rows(self, state: dict[str, Any]) -> Tensor | None:
+        schema = self.schema_for(state)
+        shared = SharedState.of(state) if self._continues(state, schema) else None
+        if shared is None:
+            state = full_state(state, self.ndim)
+        as_written = bool(state.get("as_written")) and self.computed
+        anew = as_written or (bool(schema.shared) and shared is None)
         pieces = Pieces.of(state["rows"], self.ndim)
-        data, size, old_max = pieces.example, state["size"], state["max_size"]
-        shape = tuple(state["shape"])
-        fresh = self._layout is None
-        schema = self._schema_of(data, state)
-        schema.stored.collect(data, self.ndim)
-        own = self._shape[1:] if not fresh else shape[1:]
+        size, old_max, shape = state["size"], state["max_size"], tuple(state["shape"])
+        layout = schema.written if as_written else schema.full if anew else schema.stored
+        layout.collect(pieces.example, self.ndim)
+        own = shape[1:] if self._layout is None else self._shape[1:]
         if own != shape[1:]:
             raise ValueError(f"the checkpoint's rows have shape {shape}, the storage's {self._shape}")
         per_step = math.prod(shape[1:])
         room = -(-self.max_size // per_step) * per_step
         if size > room:
             raise ValueError(f"the checkpoint holds {size} rows, the storage has room for {room}")
-        if fresh:
-            self._establish(schema, self.full_shape(shape), device_of(data))
+        if self._layout is None:
+            self._establish(schema, self.full_shape(shape), device_of(pieces.example))
         order, first = None, 0
-        if self.max_size == old_max:
-            self.counters.set(state["written"], size)
-            # Older checkpoints have none.
-            self.counters.skipped = state.get("skipped", 0)
-            rewritten = state.get("rewritten")
-            self.counters.rewritten = None if rewritten is None else rewritten.to(self._device, copy=True)
-        else:
+        if self.max_size != old_max:
             first = state["written"] % old_max if size == old_max else 0
             order = (torch.arange(size) + first) % old_max
-            self.counters.set(size, size)
         if self._placement is not None and self._placement.rows_on_host:
             # The host is about to write where the GPU may still be reading.
             host_memory.synchronize(self._device)
+        if anew:
+            self._write_anew({**state, "rows": pieces}, layout, state["written"] - size if order is None else 0)
+        self._set_counters(state, order)
         if self.host is not None:
             self.host.load(state["host"], order)
-        for start, part in pieces.parts:
+        for start, part in () if anew else pieces.parts:
             # The oldest step comes to lie first: all others turn with it.
             at = (start - first // per_step) % (old_max // per_step)
-            for column, source in zip(self._columns, schema.stored.collect(part, self.ndim), strict=True):
+            for column, source in zip(self._columns, layout.collect(part, self.ndim), strict=True):
                 before_seam = min(source.shape[0], old_max // per_step - at)
                 column.write(at, source[:before_seam])
                 column.write(0, source[before_seam:])
+        if self.sharing is not None and shared is not None:
+            self.sharing.restore(shared)
+        self.rebuild()
         return order
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Check that there is room for the next observations of a state that are not in the next row.
+    def _set_counters(self, state: dict[str, Any], order: Tensor | None) -> None:
+        if order is not None:
+            self.counters.set(state["size"], state["size"])
+            return
+        self.counters.set(state["written"], state["size"])
+        # Older checkpoints have none.
+        self.counters.skipped = state.get("skipped", 0)
+        rewritten = state.get("rewritten")
+        self.counters.rewritten = None if rewritten is None else rewritten.to(self._device, copy=True)
+
+    def _write_anew(self, state: dict[str, Any], layout: RowLayout, written: int) -> None:
+        """Write the rows of a state, the oldest ones first: those that are not continued keep what comes next.
+
+        Args:
+            state: of rows with all their next observations.
+            layout: of these rows.
+            written: how many rows were ever written before them.
 
         Raises:
-            ValueError: there is none, or a key is missing.
+            ValueError: there is no room for so many next observations. The storage is empty then.
         """
-        if not self.options.share_next or self._continues(state):
-            return
-        full, keys = full_state(state, self.ndim), self._keys_for(state)
-        pieces = Pieces.of(full["rows"], self.ndim)
-        for key in keys:
-            if value_of(pieces.example, key) is None or value_of(pieces.example, (NEXT_KEY, *key)) is None:
-                raise ValueError(f"the rows of the state don't have {key!r} both at the root and under 'next'")
-        count, room = not_continued(pieces, keys, Span.of(full)), self._slots_for(state)
-        if count > room:
-            raise ValueError(
-                f"{count} of the {state['size']} rows of the state need a next observation of their own; next_capacity "
-                f"is {room}: raise it"
-            )
+        sharing, ndim, begun = self.sharing, self.ndim, False
+        chunk = max(1, CHUNK_BYTES // max(1, layout.row_bytes * self._envs))
+        try:
+            for rows in oldest_first(state, ndim, chunk):
+                if not begun:
+                    if sharing is not None:
+                        sharing.clear()
+                    self.counters.set(written, 0)
+                    begun = True
+                if state.get("as_written"):
+                    self.append(rows)
+                else:
+                    assert sharing is not None
+                    sharing.raw.extend(self._local(layout.collect(rows, ndim), ndim), rows.shape[0] * self._envs)
+            # A GPU has counted what it found no room for.
+            self.refresh()
+        except (NoRoomError, IndexError) as error:
+            self.empty()
+            raise ValueError(f"{error} (next_capacity={self.options.next_capacity})") from None
 
     def schema_for(self, state: dict[str, Any]) -> Schema:
         """The schema of the rows of a state: that of this storage.
@@ -1214,56 +1231,29 @@ class TensorStorage(Storage):
         Raises:
             ValueError: this storage has, or would have, another one.
         """
-        state = self._translated(state)
-        return self._schema_of(Pieces.of(state["rows"], self.ndim).example, state)
-
-    def _schema_of(self, data: Data, state: dict[str, Any]) -> Schema:
         saved, host, schema = state.get("form"), saved_host(state), self._schema
         if schema is not None and schema.written.host != host:
             own = list(schema.written.host)
             raise ValueError(f"the state has the keys {list(host)} that are not tensors, the storage has {own}")
-        if schema is not None and not self.computed and saved is None:
+        if schema is not None and (state.get("as_written") or (not self.computed and saved is None)):
             return schema
-        stored = RowLayout(data, self.ndim, self.ignored_keys)
+        stored = RowLayout(Pieces.of(state["rows"], self.ndim).example, self.ndim, self.ignored_keys)
         if schema is None:
             written = stored if saved is None else stored.with_leaves(written_leaves(saved))
             written.host = host
             schema = self.schema_like(with_tree(written, state.get("tree")))
-        if self.computed or saved is not None:
+        if not state.get("as_written") and (self.computed or saved is not None):
             check_same(schema, described(Schema.of(stored, Options())) if saved is None else saved)
         return schema
 
-    def _translated(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state with the rows as this storage stores them."""
-        if self._continues(state):
-            return state
-        full = full_state(state, self.ndim)
-        if not self.options.share_next:
-            return full
-        return shared_state(full, self._keys_for(state), self.ndim, self.ignored_keys)
-
-    def _continues(self, state: dict[str, Any]) -> bool:
+    def _continues(self, state: dict[str, Any], schema: Schema) -> bool:
         """Whether links and entries of a state can be taken over as they are."""
         shared = SharedState.of(state)
-        if shared is None or not self.options.share_next or self._keys_for(state) != shared.keys:
+        if shared is None or tuple(leaf.key for leaf in schema.shared.values()) != shared.keys:
             return False
-        return (self._shape_for(state), self._slots_for(state)) == (tuple(state["shape"]), shared.slots)
-
-    def _shape_for(self, state: dict[str, Any]) -> tuple[int, ...]:
-        return tuple(self._shape) if self.initialized else self.full_shape(tuple(state["shape"]))
-
-    def _slots_for(self, state: dict[str, Any]) -> int:
-        shape = self._shape_for(state)
-        return entries_of(math.prod(shape), math.prod(shape[1:]), self.options.next_capacity)
-
-    def _keys_for(self, state: dict[str, Any]) -> tuple[Key, ...]:
-        """The keys that this storage shares, or would share if it took the rows of a state."""
-        if self.sharing is not None:
-            return self.sharing.keys
-        state = full_state(state, self.ndim)
-        layout = RowLayout(Pieces.of(state["rows"], self.ndim).example, self.ndim, self.ignored_keys)
-        written = layout.with_leaves(written_leaves(state["form"])) if "form" in state else layout
-        return tuple(leaf.key for leaf in self.schema_like(written).shared.values())
+        shape = tuple(self._shape) if self.initialized else self.full_shape(tuple(state["shape"]))
+        slots = entries_of(math.prod(shape), math.prod(shape[1:]), self.options.next_capacity)
+        return (shape, slots) == (tuple(state["shape"]), shared.slots)
 
     def __repr__(self) -> str:
         device: Any = self.requested_device

@@ -52,7 +52,7 @@ class BufferOfTorchRL(Joined, metaclass=_Plain):
     def _assemble(self) -> None:
         super()._assemble()  # type: ignore[misc]
         # gpubuf's batches take a shorter way without one.
-        self._batches._collate_fn = vars(self)["_collate_fn"]  # type: ignore[attr-defined]
+        self._batches.collate_fn = vars(self)["_collate_fn"]  # type: ignore[attr-defined]
 
     @property
     def _sample_unit(self: Any) -> Any:
