@@ -25,9 +25,9 @@ from gpubuf.data import (
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import philox
 from gpubuf.kernels._registry import triton_on_cpu
+from tests.contracts.rows import Spec, Store
 from tests.support.counted_launches import counted_launches
 from tests.support.fake_cuda import fake_cuda
-from tests.support.rows_setup import Store
 from tests.support.transitions import same, transitions
 
 SAMPLERS: dict[str, Callable[[int], Any]] = {
@@ -58,7 +58,7 @@ class TestFineDraws:
 
     def test_rows(self, backend: str):
         """CASES 2, drawing uniformly."""
-        store = Store([(torch.uint8, (1,))], self.ROWS, written=self.ROWS)
+        store = Store([Spec(1, stored=torch.uint8)], self.ROWS, written=self.ROWS, copied=True)
         _, index, _ = store.sample(philox.new_state(5, "cpu"), 4096 if backend == "numba" else 128)
         self.assert_fine(index)
 

@@ -1,16 +1,47 @@
-"""Rows operations through both backends, against plain torch indexing, byte by byte."""
+"""The rows operations through both backends against their definition: copies, windows, processing; draws and writes."""
 
 from __future__ import annotations
 
+import itertools
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from gpubuf.kernels import philox, rows
-from tests.support.rows_setup import ROWS, Store, assert_gathered, assert_same, random_rows
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
 
-FLOAT = (torch.float32, (3,))
+from gpubuf.kernels import _threads, config, philox, rows
+from gpubuf.kernels.config import RowsConfig
+from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, DRAWN, LAST, MAX_PAD, NEXT, OFF, STEPS, SUM, _launch
+from gpubuf.kernels.rows._cpu import gather_into, sample_into
+from gpubuf.kernels.rows._triton_tiles import quotient, rows_and_columns, unit_shift
+from tests.contracts.rows import (
+    COPIED,
+    SHARED,
+    TRANSITION,
+    Spec,
+    Store,
+    assert_same,
+    assert_store,
+    every_row,
+    expected_batch,
+)
+from tests.support.fake_cuda import DataDependentOutputException, fake_cuda
+
+ID = Spec(1, stored=torch.int64)
+NUMBERED = (ID, Spec(1, LAST, torch.int64, of=0, writes=False), Spec(1, SUM), TRANSITION[-1])
+
+
+def byte_rows(*widths: int) -> list[Spec]:
+    return [Spec(width, stored=torch.uint8) for width in widths]
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(autouse=True)
@@ -25,244 +56,725 @@ def test_the_poison_works():
     assert torch.empty(3, dtype=torch.uint8).tolist() == [255] * 3
 
 
-class TestGather:
-    @pytest.mark.parametrize("n", [0, 1, 7, 256])
-    def test_every_dtype(self, backend, n):
-        store = Store(ROWS if n < 256 else ROWS[:4], capacity=50, written=50)
-        index = torch.randint(-50, 50, (n,), generator=torch.Generator().manual_seed(n))
-        found, generation = store.gather(index)
-        assert_gathered(store, found, index)
-        assert generation.tolist() == [1] * n
-        assert store.counters == [50, 50, 0, 0]
-
-    @pytest.mark.parametrize("width", [1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 127, 128, 129, 255, 300])
-    def test_every_way_to_copy_a_row(self, backend, width):
-        store = Store([(torch.uint8, (width,))] * 2, capacity=9, written=9)
-        index = torch.tensor([3, 0, 8, -1, 3, -9])
-        assert_gathered(store, store.gather(index)[0], index)
-
-    @pytest.mark.parametrize(("width", "n"), [(4097, 5), (4096, 3), (2**20, 2)])
-    def test_large_rows(self, backend, width, n):
-        """Rows longer than a span, and, above 1 MiB, the configuration of large batches."""
-        store = Store([(torch.bool, ()), (torch.uint8, (width,))], capacity=4, written=4)
-        index = torch.arange(n) * 3 % 4
-        assert_gathered(store, store.gather(index)[0], index)
-
-    @pytest.mark.parametrize("shift", [1, 2, 4, 8, 16])
-    def test_addresses_of_any_alignment(self, backend, shift):
-        """A width that allows wide copies, at an address that does not."""
-        store = Store([(torch.uint8, (32,))], capacity=6, written=6)
-        memory = torch.zeros(6 * 32 + 64, dtype=torch.uint8)
-        start = -memory.data_ptr() % 32 + shift
-        store.tensors = [memory[start : start + 6 * 32].view(6, 32).copy_(store.tensors[0])]
-        store.attach("cpu")
-        index = torch.tensor([5, 0, 2])
-        assert_gathered(store, store.gather(index)[0], index)
-        source = random_rows(7, (torch.uint8, (32,)), 3)[1:3]
-        store.write([source], torch.tensor([4, 0]))
-        assert_same(store.tensors[0][[4, 0]], source)
-
-    @pytest.mark.parametrize("n_keys", [0, 1, 2, 33, 40])
-    def test_any_number_of_keys(self, backend, n_keys):
-        store = Store([ROWS[k % 4] for k in range(n_keys)], capacity=11, written=25)
-        index = torch.tensor([10, 0, 3])
-        found, generation = store.gather(index)
-        assert_gathered(store, found, index)
-        assert generation.tolist() == [2, 3, 2]
-
-    def test_many_rows_of_a_byte(self, backend):
-        """One key over several programs, one program over several keys' worth of rounding."""
-        store = Store([(torch.bool, ())] * 3, capacity=700, written=700)
-        index = torch.randperm(700, generator=torch.Generator().manual_seed(1))
-        assert_gathered(store, store.gather(index)[0], index)
-
-    @pytest.mark.parametrize("index", [[0, 5, 1], [0, -6, 1], [2**40, 0, 0]])
-    def test_out_of_range(self, backend, index):
-        store = Store(ROWS, capacity=5, written=5)
-        index = torch.tensor(index)
-        if backend == "numba":
-            with pytest.raises(IndexError, match=r"index\[\d\] is -?\d+, outside \[-5, 5\)"):
-                store.gather(index)
-            assert store.counters == [5, 5, 0, 0]
-            return
-        found, generation = store.gather(index)
-        bad = (index < -5) | (index >= 5)
-        expected = [t[index.where(~bad, 0)] for t in store.tensors]
-        for rows_of_key in expected:
-            rows_of_key[bad] = 0
-        assert_same(found, expected)
-        assert generation.tolist() == [-1 if b else 1 for b in bad.tolist()]
-        assert store.counters == [5, 5, 0, 1]
-
-    @pytest.mark.parametrize("written", [0, 1, 4, 5, 6, 23, 25])
-    def test_generation_counts_the_writes(self, backend, written):
-        """CASES 12: the generation of a row is the number of times that its position was written."""
-        store = Store([FLOAT], capacity=5, written=written)
-        _, generation = store.gather(torch.arange(5))
-        assert generation.tolist() == store.reference().gather(list(range(5)))[1]
-
-    @pytest.mark.parametrize("written", [2**31 - 1, 2**31 + 3, 2**40 + 1])
-    def test_generation_of_large_counts(self, backend, written):
-        """CASES 15."""
-        store = Store([FLOAT], capacity=5, written=written)
-        _, generation = store.gather(torch.arange(-5, 0))
-        assert generation.tolist() == [(written - position + 4) // 5 for position in range(5)]
+# The contract
 
 
-class TestSample:
-    @pytest.mark.parametrize(("n", "size"), [(1, 1), (7, 3), (256, 50), (300, 50)])
-    def test_draws_are_the_documented_formula(self, backend, n, size):
-        """Bit for bit from the Philox uniforms; only rows that have been written, in a partly filled ring."""
-        store = Store(ROWS[:5], capacity=50, written=size)
-        rng = philox.new_state(7, "cpu")
+CONVERTED = (
+    Spec(3, DRAWN, torch.bfloat16, torch.float32),
+    Spec(2, DRAWN, torch.uint8, torch.float32, scale=2.0),
+    Spec(1, LAST, torch.bool, torch.int64),
+)
+
+STORES: dict[str, dict[str, Any]] = {
+    "copied": {"specs": COPIED, "capacity": 11, "copied": True},
+    "copied, split": {"specs": COPIED, "capacity": 9, "copied": True, "layout": "split"},
+    "copied, records": {"specs": COPIED, "capacity": 5, "copied": True, "layout": "record"},
+    "fields": {"specs": (*COPIED[:9], *TRANSITION, *CONVERTED), "capacity": 21, "envs": 3},
+    "fields, split": {"specs": TRANSITION, "capacity": 10, "envs": 2, "layout": "split"},
+    "shared": {"specs": SHARED, "capacity": 13, "slots": 13},
+    "shared, records": {"specs": SHARED, "capacity": 21, "envs": 3, "slots": 40, "layout": "record"},
+}
+
+
+def written_often(store: Store, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a storage, some more than once and some counted from the end, and generations, some of them stale."""
+    index = torch.randint(-store.capacity, store.capacity, (7,), generator=seeded(seed))
+    current = torch.tensor([store.reference().generation(int(i)) for i in index], dtype=torch.int64)
+    return index, current - torch.randint(0, 2, (7,), generator=seeded(seed))
+
+
+def check_reads(store: Store, seed: int, n_steps: int) -> None:
+    """A gather and a sample."""
+    ring, rng = store.reference(), philox.new_state(seed, "cpu")
+    store.ends = set(torch.randint(store.capacity, (4,), generator=seeded(seed)).tolist())
+    index = torch.randint(int(store.ring[1]), (9,), generator=seeded(seed))
+    index = torch.where(index % 3 == 0, index - store.capacity, index)
+    found, generation = store.gather(index, n_steps)
+    assert_same(found, expected_batch(store, index.tolist(), n_steps), store.copied)
+    assert generation.tolist() == [ring.generation(row) for row in index.tolist()]
+    uniform = philox.uniform(rng.clone(), 6)
+    found, index, generation = store.sample(rng, 6, n_steps)
+    assert index.tolist() == ring.sample(uniform.tolist())
+    assert_same(found, expected_batch(store, index.tolist(), n_steps), store.copied)
+    assert generation.tolist() == [ring.generation(row) for row in index.tolist()]
+    assert rng.tolist() == [seed, 6, 0]
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("name", STORES)
+def test_histories(backend, name):
+    """CASES 11, 15, 36, 37, 39, 46: writes of every length, in place and stale ones, and reads of what is there."""
+    store = Store(**STORES[name])
+    steps = store.capacity // store.envs
+    lengths = [3, steps - 3, 2, steps + 1, 0, 1, steps, 2 * steps + 3, 1, steps - 1, 5, 2]
+    for seed, length in enumerate(lengths if backend == "numba" else lengths[1:4:2]):
+        ring, n = store.reference(), length * store.envs
+        sources = store.batch(n, seed)
+        assert store.extend(sources, n).tolist() == ring.extend(sources, n)
+        assert_store(store, ring)
+        sources = store.batch(7, 50 + seed)
+        index, generation = written_often(store, seed)
+        given = generation if seed % 2 else None
+        store.write(sources, index, given)
+        ring.write(sources, index.tolist(), None if given is None else given.tolist())
+        assert_store(store, ring)
+        if store.links is not None:
+            index = torch.randint(int(store.ring[1]), (4,), generator=seeded(seed))
+            sources = store.batch(4, 90 + seed)
+            store.relink(sources, index)
+            ring.relink(sources, index.tolist())
+            assert_store(store, ring)
+        check_reads(store, seed, (1, 3, 64)[seed % 3])
+    before = store.reference()
+    nothing, empty = store.batch(0, 1), torch.empty(0, dtype=torch.int64)
+    store.write(nothing, empty)
+    assert all(len(part) == 0 for part in (*store.gather(empty)[0], *store.sample(philox.new_state(1, "cpu"), 0)[0]))
+    assert_store(store, before)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 5])
+def test_every_wrap(backend, capacity):
+    """CASES 15, 16 and 5: from every cursor, every length up to two rounds: none, to the seam exactly, beyond, full."""
+    for start in range(capacity) if backend == "numba" else (capacity - 1,):
+        for n in range(2 * capacity + 2):
+            store = Store((ID, *byte_rows(3)), capacity, written=capacity + start, copied=True)
+            ring, sources = store.reference(), store.batch(n, n)
+            assert store.extend(sources, n).tolist() == ring.extend(sources, n)
+            assert_store(store, ring)
+
+
+def test_thousands_of_wraps():
+    """CASES 15."""
+    store = Store([ID], 4, copied=True)
+    for done in range(0, 9000, 3):
+        store.extend([torch.arange(done, done + 3).view(3, 1)], 3)
+    assert sorted(store.columns[0].whole[:, 0].tolist()) == list(range(8996, 9000))
+    assert store.counters == [9000, 4, 0, 0]
+
+
+@pytest.mark.parametrize("written", [2**31 - 2, 2**32 - 1, 3 * (2**40 + 1)])
+def test_counters_beyond_32_bits(backend, written):
+    """CASES 15, also of steps of several environments."""
+    envs = 3 if written % 3 == 0 else 1
+    store = Store(TRANSITION, 6, envs, written=written)
+    ring, sources = store.reference(), store.batch(3, 1)
+    assert store.extend(sources, 3).tolist() == ring.extend(sources, 3)
+    assert_store(store, ring)
+    check_reads(store, 1, 5)
+
+
+def test_an_emptied_ring_goes_on(backend):
+    """Emptied at a multiple of the capacity: generations go on, positions start anew."""
+    store = Store([ID], 4, written=8, copied=True)
+    store.ring[rows.SIZE] = 0
+    assert store.extend(store.batch(2, 0), 2).tolist() == [0, 1]
+    assert store.counters == [10, 2, 0, 0]
+    assert store.gather(torch.arange(4))[1].tolist() == [3, 3, 2, 2]
+
+
+# Copies
+
+
+@pytest.mark.gate
+def test_every_way_to_copy_a_row(backend):
+    """Rows of any width; larger ones than a span; one key over several programs; more keys than one launch writes."""
+    narrow = byte_rows(1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 127, 128, 129, 255, 300, 4096, 4097)
+    stores = [(narrow, 9), (byte_rows(1) * 130, 4), ([], 5), (byte_rows(1, 1), 700), (byte_rows(2**20), 2)]
+    for specs, capacity in stores if backend == "numba" else stores[:3]:
+        store = Store(specs, capacity, written=capacity, copied=True)
+        index = torch.arange(capacity).flip(0) - 1
+        assert_same(store.gather(index)[0], expected_batch(store, index.tolist()))
+        ring, sources = store.reference(), store.batch(2, 1)
+        store.extend(sources, 2)
+        ring.extend(sources, 2)
+        store.write(sources, torch.tensor([1, 0]))
+        ring.write(sources, [1, 0])
+        assert_store(store, ring)
+
+
+@pytest.mark.parametrize("shift", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("stride", [32, 40, 36, 33])
+def test_addresses_of_any_alignment(backend, shift, stride):
+    """A width that allows wide copies, at an address and with a stride that do not."""
+    if backend == "triton" and (shift, stride) not in {(1, 32), (2, 40), (16, 36), (8, 33), (4, 32)}:
+        pytest.skip("the interpreter is slow")
+    memory = torch.arange(400, dtype=torch.int64).to(torch.uint8)
+    view = memory[-memory.data_ptr() % 32 + shift :].as_strided((6, 32), (stride, 1))
+    table = torch.tensor([rows.table_entry(view.data_ptr(), 32, stride=stride)])
+    ring, index = torch.tensor([6, 6, 0, 0]), torch.tensor([5, 0, 2])
+    arena, _ = rows.gather(table, ring, index, 6, 128)
+    assert torch.equal(arena[:96].view(3, 32), view[index])
+    source, expected = torch.arange(100, 164, dtype=torch.uint8).view(2, 32), memory.clone()
+    expected[-memory.data_ptr() % 32 + shift :].as_strided((6, 32), (stride, 1))[[4, 0]] = source
+    rows.write(table, [source], ring, torch.tensor([4, 0]), 6)
+    assert torch.equal(memory, expected)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("copied", [True, False])
+def test_sources_that_are_not_contiguous(backend, copied):
+    """Strided rows and one expanded row are read in place, rows with gaps inside are copied first."""
+    stored = torch.float32 if copied else torch.bfloat16
+    specs = [Spec(3, DRAWN, stored, torch.float32) for _ in range(3)]
+    store = Store([*specs, Spec(2, stored=torch.complex64), Spec(6, stored=torch.uint8)], 6, copied=copied)
+    wide = torch.arange(20.0).view(4, 5)
+    sources = [
+        wide[:, 1:4],
+        torch.tensor([[1.0, 2.0, 3.0]]).expand(4, 3),
+        torch.arange(12.0).view(3, 4).t(),
+        torch.view_as_complex(torch.arange(16.0).view(4, 2, 2)).conj(),
+        torch.arange(48, dtype=torch.uint8).view(4, 2, 6)[:, :, ::2],
+    ]
+    plain = [source.clone().resolve_conj().reshape(4, -1) for source in sources]
+    for n in (4, 4):
+        ring = store.reference()
+        store.extend(sources, n)
+        ring.extend(plain, n)
+        store.write(sources, torch.tensor([5, 0, 2, 3]))
+        ring.write(plain, [5, 0, 2, 3])
+        assert_store(store, ring)
+
+
+def test_offsets_are_aligned():
+    offsets, size = rows.arena_offsets([68, 1, 0, 64], 3)
+    assert offsets == [0, 256, 320, 320]
+    assert size == 512
+    assert rows.arena_offsets([], 9) == ([], 0)
+
+
+# Windows
+
+
+@pytest.mark.parametrize("capacity", range(1, 8))
+def test_every_window_of_small_rings(backend, capacity):
+    """Case 36, 37: all patterns of ends, cursors, and n to 4: nothing from beyond the cursor, and the steps taken."""
+    patterns = list(itertools.product([0, 1], repeat=capacity))
+    cursors = range(1, 2 * capacity + 1)
+    if backend == "triton":
+        if capacity not in (1, 4):
+            pytest.skip("the interpreter is slow")
+        patterns, cursors = patterns[:: max(len(patterns) // 2, 1)], (capacity, capacity + 1)
+    store = Store(NUMBERED, capacity)
+    store.columns[0].parts[0].view(torch.int64)[:, 0] = torch.arange(capacity)
+    store.columns[2].parts[0].view(torch.float32)[:, 0] = 2.0 ** torch.arange(capacity)
+    for written, pattern in itertools.product(cursors, patterns):
+        store.ring[0], store.ring[1] = written, min(written, capacity)
+        store.ends = {row for row, end in enumerate(pattern) if end}
+        ring, index = store.reference(), every_row(store)
+        for n_steps in range(1, 5):
+            found, _ = store.gather(index, n_steps, 0.5)
+            windows = [ring.window(row, n_steps) for row in index.tolist()]
+            assert found[1][:, 0].tolist() == [window[-1] for window in windows]
+            assert found[3][:, 0].tolist() == [len(window) for window in windows]
+            sums = [sum(0.5**j * 2.0**row for j, row in enumerate(window)) for window in windows]
+            assert found[2][:, 0].tolist() == sums
+
+
+@pytest.mark.parametrize(
+    ("n_steps", "envs", "layout"),
+    [(1, 3, "plain"), (2, 1, "split"), (3, 3, "record"), (8, 1, "plain"), (63, 3, "split"), (64, 1, "record")],
+)
+def test_windows_over_words(backend, n_steps, envs, layout):
+    """Case 36, 37: a full ring whose steps are no multiple of 64, and windows over its seam and over words."""
+    store = Store(TRANSITION, 131 * envs, envs, written=(131 + 70) * envs, layout=layout)
+    store.ends = set(torch.randperm(store.capacity, generator=seeded(n_steps))[: 2 * envs].tolist())
+    n = 2 * store.capacity if backend == "numba" else 24
+    index = torch.randint(-store.capacity, store.capacity, (n,), generator=seeded(n_steps))
+    found, generation = store.gather(index, n_steps, 0.97)
+    assert_same(found, expected_batch(store, index.tolist(), n_steps, 0.97))
+    assert generation.tolist() == [2 if row % store.capacity < 70 * envs else 1 for row in index.tolist()]
+
+
+@pytest.mark.parametrize("elements", [1, 3, 310])
+def test_sums(backend, elements):
+    """Reward vectors of any dtype, summed in float64, the drawn row first."""
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.bool)
+    wide = (torch.float32, torch.float64)
+    specs = [Spec(elements, SUM, stored, batch=batch) for stored in dtypes for batch in wide]
+    specs += [Spec(elements, SUM, torch.int16), Spec(elements, SUM, torch.uint8, batch=torch.float32, scale=0.3)]
+    store = Store(specs, 20, written=33)
+    store.ends = {2, 13}
+    for n_steps in (1, 3, 8) if backend == "numba" else (3,):
+        index = range(20) if backend == "numba" else (0, 11, 12)
+        found, _ = store.gather(torch.tensor(index), n_steps, 0.99)
+        assert_same(found, expected_batch(store, index, n_steps, 0.99))
+
+
+# Draws
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("mirror", [OFF, DOUBLED])
+@pytest.mark.parametrize(("n", "size"), [(1, 1), (7, 3), (256, 50)])
+def test_the_law_of_a_sample(backend, n, size, mirror):
+    """Case 38: bit for bit from the Philox uniforms; the newest rows as all others; copied rows draw alike."""
+    rngs = [philox.new_state(7, "cpu") for _ in range(3)]
+    for rng in rngs:
         rng[philox.OFFSET] = 2**33 + 5
-        uniform = philox.uniform(rng.clone(), n)
-        found, index, generation = store.sample(rng, n)
-        assert index.tolist() == store.reference().sample(uniform.tolist())
-        assert_gathered(store, found, index)
-        assert generation.tolist() == [1] * n
-        assert rng.tolist() == [7, 2**33 + 5 + n, 0]
-        assert store.counters == [size, size, 0, 0]
+    store, copied = Store(TRANSITION, 50, written=size), Store([ID], 50, written=size, copied=True)
+    drawn = store.reference().sample(philox.uniform(rngs[0], n).tolist())
+    found, index, generation = store.sample(rngs[1], n, 3, mirror=mirror)
+    assert index.tolist() == drawn * (2 if mirror == DOUBLED else 1)
+    assert generation.tolist() == [1] * len(index)
+    assert_same(found, expected_batch(store, drawn, 3, mirror=mirror))
+    assert copied.sample(rngs[2], n)[1].tolist() == drawn
+    assert all(rng.tolist() == [7, 2**33 + 5 + n, 0] for rng in rngs)
+    assert store.counters == [size, size, 0, 0]
 
-    def test_a_draw_of_every_row(self):
-        """CASES 2: a float32 uniform would leave gaps; here the largest and the smallest uniform hit the ends."""
-        store = Store([FLOAT], capacity=7, written=7)
-        _, index, _ = store.sample(philox.new_state(1, "cpu"), 500)
-        assert sorted(set(index.tolist())) == list(range(7))
 
-    def test_chi_square(self):
-        """70 000 draws over 100 of 128 rows: 99 degrees of freedom, the 99.9 % point is 148."""
-        store = Store([(torch.bool, ())], capacity=128, written=100)
-        _, index, _ = store.sample(philox.new_state(11, "cpu"), 70_000)
-        counts = torch.bincount(index, minlength=128).double()
-        assert counts[100:].sum() == 0
-        assert ((counts[:100] - 700) ** 2 / 700).sum() < 148
+def test_chi_square():
+    """CASES 2: 70 000 draws over 100 of 128 rows: 99 degrees of freedom, the 99.9 % point is 148."""
+    store = Store(byte_rows(1), 128, written=100, copied=True)
+    counts = torch.bincount(store.sample(philox.new_state(11, "cpu"), 70_000)[1], minlength=128).double()
+    assert counts[100:].sum() == 0
+    assert ((counts[:100] - 700) ** 2 / 700).sum() < 148
 
-    def test_both_backends_go_on_alike(self, backend):
-        rng = philox.new_state(3, "cpu")
-        store = Store([FLOAT], capacity=100, written=100)
-        whole = philox.uniform(rng.clone(), 9)
-        parts = torch.cat([store.sample(rng, n)[1] for n in (4, 0, 5)])
-        assert parts.tolist() == (whole * 100).long().tolist()
 
-    def test_no_rows_asked_for(self, backend):
-        rng = philox.new_state(3, "cpu")
-        store = Store(ROWS, capacity=5)
-        found, index, generation = store.sample(rng, 0)
-        assert [t.shape[0] for t in (*found, index, generation)] == [0] * (len(ROWS) + 2)
+@pytest.mark.parametrize("copied", [True, False])
+def test_an_empty_ring(backend, copied):
+    """CASES 25: never row 0 instead."""
+    store, rng = Store(COPIED, 5, copied=copied), philox.new_state(3, "cpu")
+    if backend == "numba":
+        with pytest.raises(RuntimeError, match="empty"):
+            store.sample(rng, 4)
         assert rng.tolist() == [3, 0, 0]
-
-    def test_no_keys(self, backend):
-        rng = philox.new_state(3, "cpu")
-        store = Store([], capacity=5, written=9)
-        found, index, generation = store.sample(rng, 6)
-        assert found == []
-        assert index.tolist() == (philox.uniform(philox.new_state(3, "cpu"), 6) * 5).long().tolist()
-        assert generation.tolist() == [[2, 2, 2, 2, 1][i] for i in index.tolist()]
-        assert rng.tolist() == [3, 6, 0]
-
-    def test_an_empty_ring(self, backend):
-        """CASES 25: never row 0 instead."""
-        store = Store(ROWS, capacity=5)
-        rng = philox.new_state(3, "cpu")
-        if backend == "numba":
-            with pytest.raises(RuntimeError, match="empty"):
-                store.sample(rng, 4)
-            assert rng.tolist() == [3, 0, 0]
-            return
-        found, index, generation = store.sample(rng, 4)
-        assert_same(found, [torch.zeros(4, *shape, dtype=dtype) for dtype, shape in ROWS])
-        assert index.tolist() == generation.tolist() == [-1] * 4
-        assert store.counters == [0, 0, 0, 4]
+        return
+    found, index, generation = store.sample(rng, 4)
+    assert not any(field.view(torch.uint8).any() for field in found if field.numel())
+    assert index.tolist() == generation.tolist() == [-1] * 4
+    assert store.counters == [0, 0, 0, 4]
 
 
-class TestWrite:
-    @pytest.mark.parametrize("n", [0, 1, 7, 64])
-    def test_every_dtype(self, backend, n):
-        store = Store(ROWS, capacity=50, written=120)
-        index = torch.randperm(50, generator=torch.Generator().manual_seed(n)).repeat(2)[:n] - 25
-        index = index[torch.randperm(n, generator=torch.Generator().manual_seed(n))]
-        sources, expected = store.batch(n, 5), store.reference()
-        expected.write(sources, index.tolist())
-        store.write(sources, index)
-        assert_same(store.tensors, expected.keys)
-        assert store.counters == [120, 50, 0, 0]
-
-    def test_the_last_duplicate_wins(self, backend):
-        """CASES 11: also where it is named from the other end; in 20 runs alike."""
-        for run in range(20):
-            store = Store(ROWS[:2], capacity=6)
-            sources = store.batch(8, run)
-            store.write(sources, torch.tensor([4, 1, -2, 4, 1, 0, -2, 4]))
-            for tensor, source in zip(store.tensors, sources, strict=True):
-                assert_same([tensor[[4, 1, 0]]], [source[[7, 4, 5]]])
-
-    @pytest.mark.parametrize("n", [0, 1, 7, 200])
-    def test_rows_written_since_are_skipped(self, backend, n):
-        """CASES 46: a stale entry is no rival of a fresh one of the same row, on whichever side it is."""
-        store = Store(ROWS, capacity=50, written=120)
-        generator = torch.Generator().manual_seed(n)
-        index = torch.randint(-50, 50, (n,), generator=generator)
-        current = torch.tensor([store.reference().generation(int(i)) for i in index], dtype=torch.int64)
-        generation = current - torch.randint(0, 2, (n,), generator=generator)
-        sources, expected = store.batch(n, 5), store.reference()
-        expected.write(sources, index.tolist(), generation.tolist())
-        store.write(sources, index, generation)
-        assert_same(store.tensors, expected.keys)
-        assert store.counters == [120, 50, 0, 0]
-
-    def test_wrong_generations(self, backend):
-        store = Store(ROWS[:2], capacity=6, written=6)
-        for wrong in (torch.ones(2, dtype=torch.int64), torch.ones(3, dtype=torch.int32)):
-            with pytest.raises((TypeError, ValueError), match="generation"):
-                store.write(store.batch(3, 1), torch.tensor([0, 1, 2]), wrong)
-
-    @pytest.mark.parametrize("bad", [5, -6, -(2**40)])
-    def test_out_of_range(self, backend, bad):
-        store = Store(ROWS, capacity=5, written=5)
-        sources, expected = store.batch(3, 2), store.snapshot()
-        index = torch.tensor([1, bad, -1])
-        if backend == "numba":
+@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("bad", [5, -6, 2**40])
+def test_out_of_range(backend, bad, copied):
+    store, index = Store(COPIED, 5, written=5, copied=copied), torch.tensor([1, bad, -1])
+    sources, ring = store.batch(3, 2), store.reference()
+    if backend == "numba":
+        for refused in (lambda: store.gather(index), lambda: store.write(sources, index)):
             with pytest.raises(IndexError, match=rf"index\[1\] is {bad}, outside \[-5, 5\)"):
-                store.write(sources, index)
-        else:
-            store.write(sources, index)
-            for tensor, source in zip(expected, sources, strict=True):
-                tensor[1], tensor[4] = source[0], source[2]
-        assert_same(store.tensors, expected)
-        assert store.counters == [5, 5, 0, int(backend == "triton")]
+                refused()
+        assert_store(store, ring)
+        return
+    found, generation = store.gather(index)
+    expected = expected_batch(store, [1, 0, -1])
+    for field in expected:
+        field[1] = 0
+    assert_same(found, expected, copied)
+    assert generation.tolist() == [1, -1, 1]
+    store.write(sources, index)
+    ring.write([source[[0, 2]] for source in sources], [1, -1])
+    ring.faults = 2
+    assert_store(store, ring)
 
-    def test_sources_that_are_not_contiguous(self, backend):
-        """Strided rows and one expanded row are read in place, rows with gaps inside are copied first."""
-        store = Store([FLOAT, FLOAT, FLOAT, (torch.complex64, (2,)), (torch.uint8, (2, 3))], capacity=6)
-        wide = torch.arange(20.0).view(4, 5)
-        complex_rows = random_rows(4, (torch.complex64, (2,)), 1).nan_to_num()
-        sources = [
-            wide[:, 1:4],
-            torch.tensor([[1.0, 2.0, 3.0]]).expand(4, 3),
-            torch.arange(12.0).view(3, 4).t(),
-            complex_rows.conj(),
-            torch.arange(48, dtype=torch.uint8).view(4, 2, 6)[:, :, ::2],
-        ]
-        index = torch.tensor([5, 0, 2, 3])
+
+# Processing
+
+#: Fields that are mirrored, normalised, clipped and shifted, and plain ones beside them.
+PROCESSED = (
+    Spec(17, normalised=True, low=-2.0, high=1.5),
+    Spec(6, mirrored=True),
+    Spec(17, LAST, mirrored=True, normalised=True, high=2.0),
+    Spec(1, SUM, normalised=True, low=-1.0),
+    Spec(5, DRAWN, torch.bfloat16, batch=torch.float32, mirrored=True, low=-1.0, high=1.0),
+    Spec(4, DRAWN, torch.float64, normalised=True, mirrored=True),
+    Spec(3, DRAWN, torch.int64, mirrored=True),
+    Spec(2 * 5 * 4, DRAWN, torch.uint8, pad=2, height=5, width=4),
+    Spec(5 * 4, LAST, torch.uint8, batch=torch.float32, scale=1 / 255, pad=3, height=5, width=4, pair=1),
+    Spec(9, LAST, normalised=True, mirrored=True, pad=1, height=3, width=3, pair=2),
+    Spec(3, DRAWN, torch.float16),
+)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("mirror", [OFF, BY_CHANCE, DOUBLED])
+def test_processing(backend, mirror):
+    store = Store(PROCESSED, 23, written=40, layout="plain" if mirror == OFF else "record")
+    store.ends, store.noise = {3, 9, 10}, philox.new_state(11, "cpu")
+    store.noise[philox.OFFSET] = 2**32 + 1
+    index = torch.arange(-5, 18 if backend == "numba" else 2)
+    expected = expected_batch(store, index.tolist(), 3, 0.9, mirror)
+    found, generation = store.gather(index, 3, 0.9, mirror)
+    assert_same(found, expected)
+    doubled = 2 if mirror == DOUBLED else 1
+    assert store.noise.tolist() == [11, 2**32 + 1 + doubled * len(index) * store.draws, 0]
+    assert generation.tolist() == [2 if row % 23 < 17 else 1 for row in index.tolist()] * doubled
+
+
+def test_chances_of_mirroring_and_shifts():
+    """Half of the rows are mirrored. Every offset comes alike: an image of one bright pixel, whose place tells."""
+    specs = [Spec(2, mirrored=True), Spec(49, DRAWN, torch.uint8, pad=2, height=7, width=7)]
+    store = Store(specs, 1, written=1)
+    store.columns[0].parts[0].view(torch.float32)[:] = 1.0
+    store.memory[0]["sign"][:] = -1.0
+    store.columns[1].parts[0][:] = 0
+    store.columns[1].parts[0][0, 24] = 1
+    store.noise = philox.new_state(3, "cpu")
+    found, _ = store.gather(torch.zeros(5000, dtype=torch.int64), mirror=BY_CHANCE)
+    assert 2350 < int((found[0][:, 0] < 0).sum()) < 2650
+    counts = found[1].sum(0, dtype=torch.int64).view(7, 7)
+    assert counts[1:6, 1:6].sum() == 5000
+    # 24 degrees of freedom: the 99.9 % point of chi-square is 51
+    assert ((counts[1:6, 1:6] - 200.0) ** 2 / 200).sum() < 51
+
+
+def test_the_largest_shift(backend):
+    """Images far smaller than it: a pixel in the middle is hardly ever seen."""
+    store = Store([Spec(3, DRAWN, torch.uint8, pad=MAX_PAD, height=1, width=3)], 4, written=4)
+    store.noise = philox.new_state(3, "cpu")
+    index = torch.arange(4).repeat(4)
+    expected = expected_batch(store, index.tolist())
+    assert_same(store.gather(index)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16, torch.float8_e4m3fn], ids=str)
+def test_rows_of_an_unknown_dtype_are_copied(backend, dtype):
+    """As bytes: drawn, last, next and shifted ones."""
+    specs = [Spec(6, row, dtype) for row in (DRAWN, LAST)]
+    specs += [Spec(6, NEXT, dtype, of=0), Spec(6, DRAWN, dtype, pad=1, height=2, width=3)]
+    specs += [Spec(6, DRAWN, dtype, pad=2, height=1, width=3, pair=1)]
+    store = Store(specs, 9, slots=12, layout="record")
+    store.noise = philox.new_state(3, "cpu")
+    for seed, n in enumerate((6, 4)):
+        store.extend(store.batch(n, seed), n)
+    index = torch.arange(9)
+    expected = expected_batch(store, index.tolist(), 2)
+    assert_same(store.gather(index, 2)[0], expected, exact=True)
+
+
+# What is refused
+
+#: Every kind of field.
+FIELDS = (
+    Spec(3),
+    Spec(3, NEXT, of=0),
+    Spec(2, LAST, torch.bfloat16, torch.float32),
+    Spec(1, SUM, torch.float64),
+    Spec(1, SUM),
+    Spec(4, DRAWN, mirrored=True, normalised=True),
+    Spec(9, DRAWN, torch.uint8, pad=1, height=3, width=3),
+    Spec(1, STEPS, torch.int64),
+)
+
+
+def filled(capacity: int = 12) -> Store:
+    store = Store(FIELDS, capacity, 2, slots=capacity)
+    for seed in range(4):
+        store.extend(store.batch(4, seed), 4)
+    store.ends, store.noise = {3}, philox.new_state(5, "cpu")
+    return store
+
+
+def gather_with(store: Store, **changed: object) -> object:
+    arguments = {"table": store.table, "ring": store.ring, "index": torch.tensor([0, 1]), "capacity": store.capacity}
+    arguments["arena_bytes"] = store.arena_bytes(2)
+    arguments |= zip(rows.Reading._fields, store.reading(3), strict=True)
+    return rows.gather(*{**arguments, **changed}.values())
+
+
+BAD_READS = [
+    ({"n_steps": 0}, ValueError, "1 to 64 steps, not 0"),
+    ({"n_steps": 65}, ValueError, "1 to 64 steps, not 65"),
+    ({"capacity": 0}, ValueError, "at least 1, but is 0"),
+    ({"envs": 5}, ValueError, "not a whole number of steps"),
+    ({"envs": 0}, ValueError, "not a whole number of steps"),
+    ({"mirror": 3}, ValueError, "mirror must be"),
+    ({"noise": None}, ValueError, "random numbers"),
+    ({"noise": None, "draws": 0, "mirror": BY_CHANCE}, ValueError, "random numbers"),
+    ({"noise": torch.zeros(2, dtype=torch.int64)}, ValueError, "shape"),
+    ({"index": torch.tensor([0.0, 1.0])}, TypeError, "index must be int64, not torch.float32"),
+    ({"index": torch.tensor([[0, 1]])}, ValueError, r"shape \[2\], not \[1, 2\]"),
+    ({"index": torch.zeros(8, dtype=torch.int64)[::2]}, ValueError, "contiguous"),
+    ({"ends": torch.zeros(1, dtype=torch.int64)}, ValueError, "at least 2 words"),
+    ({"ends": torch.zeros(2)}, TypeError, "ends must be int64"),
+    ({"links": torch.zeros(3, dtype=torch.int32)}, ValueError, "links must be contiguous"),
+    ({"links": torch.zeros(12)}, TypeError, "links must be int32"),
+    ({"ring": torch.zeros(4)}, TypeError, "ring must be int64, not torch.float32"),
+    ({"ring": torch.zeros(3, dtype=torch.int64)}, ValueError, r"ring must have shape \[4\], not \[3\]"),
+    ({"ring": torch.zeros(8, dtype=torch.int64)[::2]}, ValueError, "contiguous"),
+    ({"table": torch.zeros(8, 6, dtype=torch.int64)}, ValueError, "table must have shape"),
+    ({"table": torch.zeros(8, 5)}, TypeError, "table must be int64, not torch.float32"),
+    ({"table": torch.zeros(5, 8, dtype=torch.int64).t()}, ValueError, "contiguous"),
+]
+
+
+def test_reads_that_are_refused(backend):
+    store = filled()
+    before = store.reference()
+    for changed, error, text in BAD_READS:
+        with pytest.raises(error, match=text):
+            gather_with(store, **changed)
+    for n, rng, error, text in (
+        (-2, philox.new_state(0, "cpu"), ValueError, "negative, but is -2"),
+        (1, torch.zeros(3), TypeError, "random state"),
+    ):
+        with pytest.raises(error, match=text):
+            store.sample(rng, n)
+    assert_store(store, before)
+
+
+def test_writes_that_are_refused(backend):
+    store, sources, index = filled(), filled().batch(4, 1), torch.arange(4)
+    before = store.reference()
+    shapes = [sources[0][:3], sources[0][:0], sources[0][0, 0], sources[0][0].expand(5, 3)]
+    for change, error, text in (
+        (lambda: store.extend(sources[1:], 4), ValueError, "8 keys, but there are 7 sources"),
+        (lambda: store.extend([], 0), ValueError, "8 keys, but there are 0 sources"),
+        (lambda: store.extend(sources, -2), ValueError, "negative, but is -2"),
+        (lambda: store.extend(store.batch(3, 1), 3), ValueError, "3 rows are not a whole number of steps of 2"),
+        (lambda: rows.extend(store.table, sources, store.ring, 4, 12, 2, store.links), ValueError, "go together"),
+        (lambda: store.write([*sources, index], index), ValueError, "8 keys, but there are 9 sources"),
+        (lambda: store.write(sources, index.int()), TypeError, "index must be int64"),
+        (lambda: store.write(sources, index, index[1:].clone()), ValueError, "generation must have shape"),
+        (lambda: store.write(sources, index, index.int()), TypeError, "generation must be int64"),
+        (lambda: store.relink(sources[1:], index), ValueError, "8 keys, but there are 7 sources"),
+    ):
+        with pytest.raises(error, match=text):
+            change()
+    for wrong in shapes:
+        if wrong.numel() or wrong.dim() == 0:
+            with pytest.raises(ValueError, match=r"rows"):
+                store.extend([wrong, *sources[1:]], 4)
+    assert_store(store, before)
+
+
+def test_what_only_the_cpu_can_check():
+    """On a GPU the table's values are out of the host's reach."""
+    store, sources, index = filled(), filled().batch(4, 1), torch.arange(4)
+    before, plain = store.reference(), Store([Spec(3), Spec(1, stored=torch.bool)], 5, written=3, copied=True)
+    wide = [torch.zeros(2, 4), torch.zeros(2, 1, dtype=torch.bool)]
+    narrow = [*sources[:2], sources[2][:, :1].contiguous(), *sources[3:]]
+    unlinked = Store([Spec(2), Spec(2, NEXT, of=0)], 4, slots=2)
+    unlinked.specs[0].writes = False
+    unlinked.attach()
+    opaque = Store([Spec(2), Spec(2, DRAWN, torch.complex64, mirrored=True)], 4, written=4)
+    for change, error, text in (
+        (lambda: gather_with(store, arena_bytes=64), ValueError, "an arena of 64 bytes does not fit 2 rows"),
+        (lambda: rows.gather(plain.table, plain.ring, index, 5, 64), ValueError, r"4 rows of \[12, 1\] bytes"),
+        (lambda: rows.sample(plain.table, plain.ring, philox.new_state(0, "cpu"), 2, 5, 192), ValueError, "192 bytes"),
+        (lambda: plain.extend(wide, 2), ValueError, r"key 0: expected 2 rows of 12 bytes, .* \[2, 4\] and 32 bytes"),
+        (lambda: plain.write(wide, index[:2]), ValueError, "key 0: expected 2 rows of 12 bytes"),
+        (lambda: gather_with(store, links=None), ValueError, "field 1 can't be read: next observations need links"),
+        (lambda: opaque.gather(index, mirror=DOUBLED), ValueError, "field 1 can't be read"),
+        (lambda: store.extend(narrow, 4), ValueError, "field 2: expected 4 rows of 2 elements"),
+        (lambda: store.write(narrow, index), ValueError, "field 2: expected 4 rows of 2 elements"),
+        (lambda: rows.extend(store.table, sources, store.ring, 4, 12, 2), ValueError, "field 1 can't be written"),
+        (lambda: unlinked.extend([torch.empty(0), torch.zeros(1, 2)], 1), ValueError, "a field of the same column"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=text):
+            change()
+    assert_store(store, before)
+    assert opaque.gather(index)[0][1].dtype is torch.complex64
+
+
+def test_rows_too_large_for_32_bits():
+    with pytest.raises(ValueError, match="at most, but takes 1073741825"):
+        _launch.check_row_bytes(2**30 * 3 + 3, 3)
+    _launch.check_row_bytes(2**30 * 3, 3)
+
+
+# Around the kernels
+
+
+def test_opcheck():
+    """torch.library.opcheck: schema, fake implementation, torch.compile with dynamic shapes."""
+    rng, index, check = philox.new_state(3, "cpu"), torch.tensor([0, 2, 5]), torch.library.opcheck
+    # opcheck compares whole arenas, and their padding is not defined
+    plain = Store([Spec(16), Spec(64, stored=torch.uint8)], 12, written=7, copied=True)
+    read = (plain.table, plain.ring)
+    check(rows.gather, (*read, index - 1, 12, plain.arena_bytes(3)))
+    check(rows.sample, (*read, rng, 6, 12, plain.arena_bytes(6)))
+    check(rows.extend, (plain.table, plain.batch(3, 1), plain.ring, 3, 12))
+    check(rows.write, (plain.table, plain.batch(3, 1), plain.ring, index, 12, torch.tensor([1, 1, 2])))
+    specs = [Spec(64, NEXT if f == 1 else DRAWN, torch.uint8, of=0 if f == 1 else None) for f in range(2)]
+    store = Store(specs, 12, 2, slots=12)
+    store.extend(store.batch(8, 1), 8)
+    store.noise = philox.new_state(5, "cpu")
+    read, reading = (store.table, store.ring), (store.end_bits, store.links, store.noise, 2, 3, 0.9, DOUBLED, 1)
+    check(rows.gather, (*read, index, 12, store.arena_bytes(6), *reading))
+    check(rows.sample, (*read, rng, 3, 12, store.arena_bytes(6), *reading))
+    sources, shared = store.batch(4, 7), (2, store.links, store.owners)
+    check(rows.extend, (store.table, sources, store.ring, 4, 12, *shared))
+    check(rows.relink, (store.table, sources, store.ring, torch.arange(4), 12, *shared))
+
+
+def storage_on_a_gpu(n_keys: int) -> dict[str, torch.Tensor]:
+    """Tensors of a storage of 12 rows of two environments."""
+    links, owners = rows.new_links(12, 4, "cuda")
+    state = torch.zeros(3, dtype=torch.int64, device="cuda")
+    fields, table = (torch.zeros(n_keys, n, dtype=torch.int64, device="cuda") for n in (rows.FIELD, rows.ENTRY))
+    ends = torch.zeros(2, dtype=torch.int64, device="cuda")
+    return {"fields": fields, "table": table, "ring": rows.new_ring("cuda"), "ends": ends, "links": links,
+            "owners": owners, "state": state}  # fmt: skip
+
+
+def every_operation(module: Any, of: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """What all operations return, first of copied rows, then of fields, then of shared ones."""
+    fields, table, ring, shared = of["fields"], of["table"], of["ring"], (2, of["links"], of["owners"])
+
+    def sources(n: int) -> list[torch.Tensor]:
+        whole = [torch.zeros(n, 3, device="cuda"), torch.zeros(3, device="cuda").expand(n, 3)]
+        return (whole * 65)[: len(table)]
+
+    index = module.extend(table, sources(4), ring, 4, 12)
+    module.write(table, sources(4), ring, index, 12)
+    copied = [index, *module.gather(table, ring, index, 12, 192), *module.sample(table, ring, of["state"], 6, 12, 256)]
+    plain = module.extend(fields, sources(5), ring, 5, 12)
+    index = module.extend(fields, sources(4), ring, 4, 12, *shared)
+    module.write(fields, sources(4), ring, index, 12, index)
+    module.relink(fields, sources(4), ring, index, 12, *shared)
+    reading = (of["ends"], of["links"], of["state"], 2, 3, 0.9)
+    batch = module.gather(fields, ring, index, 12, 256, *reading, rows.BY_CHANCE, 3)
+    drawn = module.sample(fields, ring, of["state"], 6, 12, 512, *reading, rows.DOUBLED, 3)
+    return [*copied, plain, index, *batch, *drawn]
+
+
+@pytest.mark.parametrize("n_keys", [3, 130])
+def test_nothing_waits_for_a_gpu(monkeypatch, n_keys):
+    """On fake CUDA tensors, where reading a value on the host raises: the operations, and what launches their kernels.
+
+    A batch is one launch, and so is a write of up to 128 keys, but for shared observations: four, and three to give
+    them again. The counters move in the last one.
+    """
+    shapes = [(4,), (192,), (4,), (256,), (6,), (6,), (5,), (4,), (256,), (4,), (512,), (12,), (12,)]
+    launched: list[str] = []
+    moved: list[int] = []
+
+    def record(kernel: Any, _: int, *arguments: Any, **constexprs: Any) -> None:
+        launched.append(kernel.__name__.removeprefix("rows_").removesuffix("_kernel"))
+        if launched[-1] == "extend":
+            moved.append(arguments[-2])
+
+    monkeypatch.setattr(_launch, "launch", record)
+    with fake_cuda():
+        found = every_operation(rows, storage_on_a_gpu(n_keys))
+        assert [(*x.shape,) for x in found] == shapes
+        assert {x.device.type for x in found} == {"cuda"}
+        # A fake tensor has no address, and an absent device no name.
+        monkeypatch.setattr(torch.Tensor, "data_ptr", lambda _: 4096)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "none")
+        of = storage_on_a_gpu(n_keys)
+        assert [(*x.shape,) for x in every_operation(_launch, of)] == shapes
+        with pytest.raises(DataDependentOutputException):
+            of["ring"][0].item()
+        with pytest.raises(ValueError, match="must be on one device, not on"):
+            _launch.check_devices(of["ring"], SimpleNamespace(device=torch.device("cpu")))
+    if n_keys == 3:
+        again = ["compare", "assign", "aside"]
+        copies = ["extend", "write", "gather", "sample"]
+        assert launched == [*copies, "extend", "extend", *again, "write", *again, "compute", "compute"]
+        assert moved == [4, 5, 0]
+    else:
+        again = ["compare"] * 2 + ["assign"] + ["aside"] * 2
+        copies = ["extend", "extend", "write", "write", "gather", "sample"]
+        assert launched == [*copies, *["extend"] * 4, *again, "write", "write", *again, "compute", "compute"]
+        assert moved == [0, 4, 0, 5, 0, 0]
+
+
+@pytest.mark.parametrize("n", [1, 64, 256, 4096, 65536])
+def test_grids(n):
+    """Rows of 68, 24, 68, 4, 1 and 1 bytes, read in elements of 4, 8, 4, 4, 1 and 1, and images: one tile a program."""
+    widths, units = (68, 24, 68, 4, 1, 1), (4, 8, 4, 4, 1, 1)
+    n_bytes = rows.arena_offsets(widths, n)[1]
+    tile = config.rows_copy(n_bytes).tile
+    tiles = sum(-(-n * width // unit // tile) for width, unit in zip(widths, units, strict=True))
+    assert tiles <= _launch.copying_programs(6, n, n_bytes, tile) <= 1.05 * tiles + 7
+    n_bytes = rows.arena_offsets((28224, 28224, 8, 1), n)[1]
+    tile = config.rows_copy(n_bytes).tile
+    tiles = 2 * -(-n * 28224 // 16 // tile) + 2 * -(-n // tile)
+    programs = _launch.copying_programs(4, n, n_bytes, tile)
+    assert min(tiles, _launch.MAX_COPYING) - 2 <= programs <= 1.05 * tiles + 4
+    assert [_launch.padded_keys(n) for n in (0, 1, 32, 33, 500)] == [32, 32, 32, 64, 512]
+    device = torch.device("cpu")
+    for tile, warps in (
+        *(tiles(n_bytes, device) for tiles in (_launch.batch_tile, _launch.write_tile, _launch.assign_tile)),
+        *(_launch.sample_tile(n_bytes, device, links, noise=False) for links in (False, True)),
+    ):
+        # More would not fit the registers of some GPUs.
+        assert 1 <= tile // (32 * warps) <= 2
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("programs", [1, 7])
+def test_fewer_programs_than_tiles_copy_all(programs, monkeypatch):
+    """The number of programs is a guess: any will do. Wide and narrow keys, aligned and not."""
+    store = Store([*COPIED, *byte_rows(200), Spec(40, stored=torch.int64)], 50, written=50, copied=True)
+    index = torch.randint(-50, 50, (40,), generator=seeded(1))
+    monkeypatch.setattr(_launch, "copying_programs", lambda *_: programs)
+    with config.using(rows_copy=RowsConfig(64, 4)):
+        assert_same(store.gather(index)[0], expected_batch(store, index.tolist()), exact=True)
+        ring, sources = store.reference(), store.batch(40, 7)
+        store.extend(sources, 40)
+        ring.extend(sources, 40)
         store.write(sources, index)
-        assert_same([t[index] for t in store.tensors], [s.clone().resolve_conj() for s in sources])
+        ring.write(sources, index.tolist())
+        assert_store(store, ring)
 
-    @pytest.mark.parametrize("n_keys", [0, 1, 5, 129])
-    def test_any_number_of_keys(self, backend, n_keys):
-        store = Store([(torch.int16, ())] * n_keys, capacity=4)
-        sources, expected = store.batch(2, 1), store.snapshot()
-        for tensor, source in zip(expected, sources, strict=True):
-            tensor[[3, 1]] = source
-        store.write(sources, torch.tensor([3, 1]))
-        assert_same(store.tensors, expected)
 
-    @pytest.mark.parametrize("width", [4097, 2**20])
-    def test_large_rows(self, backend, width):
-        store = Store([(torch.uint8, (width,))], capacity=3)
-        sources = store.batch(2, 4)
-        store.write(sources, torch.tensor([2, 0]))
-        assert_same(store.tensors[0][[2, 0]], sources[0])
+def test_arguments_give_triton_nothing_to_specialise_on():
+    """Case 48: an address or a stride of 0, of an empty tensor or a broadcast one, is no 1 either."""
+    values = [0, 8, 16, 2**47, 68]
+    encoded = _launch.encode_arguments(values)
+    assert [(e - 3) >> 1 for e in encoded] == [*values, 68, 68, 68]
+    assert all(e % 16 and e != 1 for e in encoded)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_duplicates_are_resolved_by_sorting(monkeypatch):
+    """CASES 11: the interpreter's order would let the last one win anyway; so another entry is told to."""
+    index = torch.tensor([4, 1, -2, 9, 1, 0, 4, -1, -7])
+    # -2 is 4 and -1 is 5; 9 and -7 are out of range, equal to no other
+    assert _launch.last_of_duplicates(index, 6).tolist() == [False, False, False, True, True, True, True, True, True]
+    monkeypatch.setattr(_launch, "last_of_duplicates", lambda index, capacity: torch.tensor([False, True, False]))
+    store = Store([ID], 5, copied=True)
+    ring, sources = store.reference(), store.batch(3, 1)
+    store.write(sources, torch.tensor([2, 2, 2]))
+    ring.write([source[1:2] for source in sources], [2])
+    assert_store(store, ring)
+
+
+@triton.jit
+def rows_and_columns_kernel(row_ptr, column_ptr, first, words, span, tile: tl.constexpr):
+    element = tl.arange(0, tile)
+    row, column = rows_and_columns(element, first, words, span)
+    tl.store(row_ptr + element, row)
+    tl.store(column_ptr + element, column)
+
+
+@triton.jit
+def scalars_kernel(out_ptr, a_ptr, b_ptr, n: tl.constexpr):
+    for i in range(n):
+        a = tl.load(a_ptr + i)
+        tl.store(out_ptr + 2 * i, quotient(a, tl.load(b_ptr + i)))
+        tl.store(out_ptr + 2 * i + 1, unit_shift(a).to(tl.int64))
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("tile", [16, 512, 8192])
+def test_division_by_a_reciprocal_is_exact(tile):
+    """For rows narrower and wider than a tile, from any column: tiles begin in the middle of rows."""
+    element = torch.arange(tile, dtype=torch.int32)
+    row, column = torch.empty_like(element), torch.empty_like(element)
+    wide = (tile - 1, tile, tile + 1, 3 * tile, 2**30 - 7)
+    for words in (1, 2, 3, 7, 8, 17, 127, 128, 129, *wide):
+        for first in {0, words // 2, words - 1}:
+            rows_and_columns_kernel[(1,)](row, column, first, words, tile, tile=tile)
+            assert torch.equal(row, (first + element) // words), (words, first)
+            assert torch.equal(column, (first + element) % words), (words, first)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_quotients_of_any_width():
+    pairs = list(itertools.product([0, 1, 6, 7, 2**31 - 1, 2**31, 2**40 + 12], [1, 7, 2**31 - 1, 2**31, 2**35]))
+    a, b = torch.tensor(pairs).t().contiguous()
+    out = torch.empty(len(pairs), 2, dtype=torch.int64)
+    scalars_kernel[(1,)](out, a, b, n=len(pairs))
+    assert torch.equal(out[:, 0], a // b)
+    widest = [next(shift for shift in (4, 3, 2, 1, 0) if number % (1 << shift) == 0) for number, _ in pairs]
+    assert out[:, 1].tolist() == widest
+
+
+# Threads
 
 
 def test_threads_write_and_sample_at_the_same_time():
@@ -271,13 +783,13 @@ def test_threads_write_and_sample_at_the_same_time():
 
     def work(seed: int) -> None:
         try:
-            store, rng = Store(ROWS, capacity=64, seed=seed), philox.new_state(seed, "cpu")
-            for turn in range(200):
+            store, rng = Store(COPIED, 64, copied=True, seed=seed), philox.new_state(seed, "cpu")
+            for turn in range(100):
                 sources = store.batch(5, seed + turn)
                 index = store.extend(sources, 5)
-                assert_same([t[index] for t in store.tensors], sources)
+                assert_same([column.whole[index] for column in store.columns], sources, exact=True)
                 found, index, _ = store.sample(rng, 16)
-                assert_gathered(store, found, index)
+                assert_same(found, [column.whole[index] for column in store.columns], exact=True)
         except BaseException as error:
             failures.append(error)
 
@@ -289,8 +801,56 @@ def test_threads_write_and_sample_at_the_same_time():
     assert not failures
 
 
-def test_offsets_are_aligned():
-    offsets, size = rows.arena_offsets([68, 1, 0, 64], 3)
-    assert offsets == [0, 256, 320, 320]
-    assert size == 512
-    assert rows.arena_offsets([], 9) == ([], 0)
+@pytest.fixture
+def threads():
+    """``torch.set_num_threads``, undone."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("n", "mirror"),
+    [(2 * _threads.ROWS_A_THREAD - 1, OFF), (2 * _threads.ROWS_A_THREAD, DOUBLED), (9000, BY_CHANCE)],
+)
+def test_any_number_of_threads_gives_the_same_bits(threads, n, mirror):
+    """Rows, index, generations, and what is left of both random streams; eager forms give the same as operations."""
+    store, n_out = Store(FIELDS, 600, 2, slots=600), n * (2 if mirror == DOUBLED else 1)
+    for seed in range(10):
+        store.extend(store.batch(80, seed), 80)
+    store.ends = set(range(0, 600, 7))
+
+    def results(count: int) -> list[torch.Tensor]:
+        threads(count)
+        store.noise, rng = philox.new_state(5, "cpu"), philox.new_state(7, "cpu")
+        drawn = store.sample(rng, n, 5, mirror=mirror)
+        gathered = store.gather(drawn[1][:n].clone(), 5, mirror=mirror)
+        return [*drawn[0], *drawn[1:], *gathered[0], gathered[1], store.noise, rng]
+
+    def eager() -> list[torch.Tensor]:
+        store.noise, rng = philox.new_state(5, "cpu"), philox.new_state(7, "cpu")
+        reading = store.reading(5, mirror=mirror)
+        fields = [
+            [torch.empty(n_out, s.elements, dtype=store.dtypes(f)[2]) for f, s in enumerate(FIELDS)] for _ in "ab"
+        ]
+        index, generation = sample_into(store.table, store.ring, rng, n, 600, fields[0], *reading)
+        again = gather_into(store.table, store.ring, index[:n].clone(), 600, fields[1], *reading)
+        return [*fields[0], index, generation, *fields[1], again, store.noise, rng]
+
+    one = results(1)
+    assert_same(results(3), one)
+    assert_same(eager(), one)
+    assert one[-1].tolist() == [7, n, 0]
+    assert one[-2].tolist() == [5, 2 * n_out * store.draws, 0]
+
+
+def test_an_error_in_any_part_is_found(threads):
+    store, index = filled(), torch.zeros(2 * _threads.ROWS_A_THREAD, dtype=torch.int64)
+    threads(2)
+    index[-1] = 12
+    with pytest.raises(IndexError, match=rf"index\[{len(index) - 1}\] is 12"):
+        store.gather(index, 3)
+    index[-1] = 6
+    store.links[6] = rows.LOST
+    with pytest.raises(IndexError, match=rf"number {len(index) - 1} of the batch"):
+        store.gather(index, 1)

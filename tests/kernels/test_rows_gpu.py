@@ -6,8 +6,8 @@ import pytest
 import torch
 import triton
 
-from gpubuf.kernels import philox
-from tests.support.rows_setup import ROWS, Store, assert_gathered, assert_same, random_rows
+from gpubuf.kernels import philox, rows
+from tests.contracts.rows import COPIED, Spec, Store, assert_same
 from tests.support.waiting import no_waiting
 
 pytestmark = [
@@ -16,18 +16,20 @@ pytestmark = [
 ]
 
 
-def stores(capacity: int, row_types=ROWS):
+def stores(capacity: int, specs=COPIED):
     """The same storage in device memory, and in pinned host memory with table and ring on the device."""
-    for pinned in (False, True):
-        store = Store(row_types, capacity, written=3 * capacity + 1, device="cuda")
-        if pinned:
-            store.tensors = [t.cpu().pin_memory() for t in store.tensors]
-            store.attach("cuda")
-        yield store
+    for device in ("cuda", "pinned"):
+        yield Store(specs, capacity, written=3 * capacity + 1, copied=True, device=device)
 
 
-def indexed(store: Store, index: torch.Tensor) -> list[torch.Tensor]:
-    return [t[index.to(t.device)].cuda() for t in store.tensors]
+def wholes(store: Store) -> list[torch.Tensor]:
+    """The rows of all keys, on the host."""
+    torch.cuda.synchronize()
+    return [column.whole.cpu() for column in store.columns]
+
+
+def assert_gathered(store: Store, found: list[torch.Tensor], index: torch.Tensor) -> None:
+    assert_same(found, [rows_of_key[index.cpu()] for rows_of_key in wholes(store)], exact=True)
 
 
 @pytest.mark.parametrize("n", [1, 256, 50_000])
@@ -35,41 +37,37 @@ def test_gather(n):
     for store in stores(10_000):
         index = torch.randint(-10_000, 10_000, (n,), device="cuda")
         found, generation = store.gather(index)
-        torch.cuda.synchronize()
-        assert_same(found, indexed(store, index))
+        assert_gathered(store, found, index)
         assert torch.equal(generation, 3 + (index % 10_000 < 1).long())
 
 
 @pytest.mark.parametrize("width", [3, 4097, 2**20])
 def test_large_rows(width):
-    for store in stores(7, [(torch.uint8, (width,)), (torch.float32, (1,))]):
+    for store in stores(7, [Spec(width, stored=torch.uint8), Spec(1)]):
         index = torch.tensor([6, 0, 3, 6], device="cuda")
         found, _ = store.gather(index)
-        torch.cuda.synchronize()
-        assert_same(found, indexed(store, index))
+        assert_gathered(store, found, index)
 
 
 def test_sample_draws_what_the_cpu_draws():
     for store in stores(1000):
         rng = philox.new_state(5, "cuda")
         found, index, _ = store.sample(rng, 5000)
-        torch.cuda.synchronize()
         uniform = philox.uniform(philox.new_state(5, "cpu"), 5000)
         assert index.tolist() == (uniform * 1000).long().tolist()
         assert rng.tolist() == [5, 5000, 0]
-        assert_same(found, indexed(store, index))
+        assert_gathered(store, found, index)
 
 
 @pytest.mark.parametrize("n", [1, 300, 4000])
 def test_extend_and_write(n):
     for store in stores(1000):
-        sources, expected = store.batch(n, 1), [t.clone() for t in store.tensors]
+        sources, expected = store.batch(n, 1), wholes(store)
         index = store.extend(sources, n)
         kept = min(n, 1000)
         for tensor, source in zip(expected, sources, strict=True):
-            tensor[index[-kept:].to(tensor.device)] = source[-kept:].to(tensor.device)
-        torch.cuda.synchronize()
-        assert_same([t.cpu() for t in store.tensors], [t.cpu() for t in expected])
+            tensor[index[-kept:].cpu()] = source[-kept:].cpu()
+        assert_same(wholes(store), expected, exact=True)
         assert index.tolist() == [(1 + i) % 1000 for i in range(n)]
         assert store.counters == [3001 + n, 1000, 0, 0]
 
@@ -77,33 +75,32 @@ def test_extend_and_write(n):
         store.write(sources, index)
         for i, position in enumerate(index.tolist()):
             for tensor, source in zip(expected, sources, strict=True):
-                tensor[position] = source[i]
-        torch.cuda.synchronize()
-        assert_same([t.cpu() for t in store.tensors], [t.cpu() for t in expected])
+                tensor[position] = source[i].cpu()
+        assert_same(wholes(store), expected, exact=True)
 
 
 def test_out_of_range_is_counted():
-    store = Store(ROWS, 5, written=5, device="cuda")
-    before = store.snapshot()
+    store = Store(COPIED, 5, written=5, copied=True, device="cuda")
+    before = wholes(store)
     found, generation = store.gather(torch.tensor([1, 5, -6], device="cuda"))
     assert generation.tolist() == [1, -1, -1]
-    assert not any(t[1:].bool().any() for t in found if t.numel())
+    assert not any(t[1:].contiguous().view(torch.uint8).any() for t in found if t.numel())
     store.write(store.batch(2, 1), torch.tensor([7, -9], device="cuda"))
-    assert_same(store.tensors, before)
+    assert_same(wholes(store), before, exact=True)
     assert store.counters == [5, 5, 0, 4]
 
 
 def test_sources_that_are_not_contiguous():
-    store = Store([(torch.float32, (3,)), (torch.float32, (3,))], 6, device="cuda")
+    store = Store([Spec(3), Spec(3)], 6, copied=True, device="cuda")
     wide = torch.arange(20.0, device="cuda").view(4, 5)
     sources = [wide[:, 1:4], torch.tensor([[1.0, 2.0, 3.0]], device="cuda").expand(4, 3)]
     index = store.extend(sources, 4)
-    assert_same([t[index] for t in store.tensors], sources)
+    assert_gathered(store, sources, index)
 
 
 def test_no_sync_and_graph_capture():
     """CASES 33: counters and draws move on at every replay of a captured graph."""
-    store = Store(ROWS, 100, device="cuda")
+    store = Store(COPIED, 100, copied=True, device="cuda")
     rng = philox.new_state(1, "cuda")
     sources = store.batch(30, 1)
     store.extend(sources, 30)
@@ -126,19 +123,19 @@ def test_no_sync_and_graph_capture():
 
 
 def test_misaligned_addresses():
-    memory = random_rows(1, (torch.uint8, (4096,)), 1, "cuda")[0]
+    memory = torch.randint(256, (4096,), dtype=torch.uint8, device="cuda")
+    ring, index = torch.tensor([6, 6, 0, 0], device="cuda"), torch.tensor([5, 0, 2], device="cuda")
     for shift in (1, 2, 4, 8):
-        store = Store([(torch.uint8, (32,))], 6, written=6, device="cuda")
-        store.tensors = [memory[shift : shift + 6 * 32].view(6, 32)]
-        store.attach("cuda")
-        index = torch.tensor([5, 0, 2], device="cuda")
-        assert_gathered(store, store.gather(index)[0], index)
+        view = memory[shift : shift + 6 * 32].view(6, 32)
+        table = torch.tensor([rows.table_entry(view.data_ptr(), 32)], device="cuda")
+        arena, _ = rows.gather(table, ring, index, 6, 128)
+        assert torch.equal(arena[:96].view(3, 32), view[index])
 
 
 def test_no_variant_is_compiled_for_an_alignment(monkeypatch):
     """Sources of any alignment and stride, and any number of rows, share one compiled kernel."""
     compiled = []
-    store = Store([(torch.uint8, (16,))] * 2, 6, device="cuda")
+    store = Store([Spec(16, stored=torch.uint8)] * 2, 6, copied=True, device="cuda")
     memory = torch.zeros(200, dtype=torch.uint8, device="cuda")
     store.extend(store.batch(1, 1), 1)
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **about: compiled.append(about))

@@ -1,17 +1,35 @@
-"""Every kernel, executed from what the compiler makes of it: see tests/support/ttir and docs/kernels.md.
+"""Every kernel, executed from the TTIR and the PTX that the compiler makes of it: see docs/kernels.md.
 
 Each test here runs tests of kernels in a process of their own, which has no interpreter.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("triton")
 
+from tests.support.ptx.launch import ORDERS
 from tests.support.ttir.declared import declarations, stale, unexplained
-from tests.support.ttir.report import read
+from tests.support.ttir.report import Finding, read
 from tests.support.ttir.runs import KERNELS, RUNS, kernels_of, run_pytest
+
+
+def executed(path: Path, *arguments: str) -> tuple[dict[str, list[int]], list[Finding]]:
+    """The kernels that tests launch, and what is found. Fails where the tests do, and where a fault is unexplained."""
+    done = run_pytest(*arguments, report=path)
+    assert path.exists(), done.stdout[-8000:] + done.stderr[-8000:]
+    kernels, findings = read(path)
+    faults = unexplained(findings, declarations(KERNELS))
+    assert not faults, "\n".join(map(str, faults))
+    assert done.returncode == 0, done.stdout[-8000:]
+    return kernels, findings
+
+
+def kernels_in(name: str) -> dict[str, str]:
+    return {kernel: doc for family in RUNS[name].families for kernel, doc in kernels_of(family).items()}
 
 
 def test_every_kernel_belongs_to_a_run():
@@ -19,29 +37,37 @@ def test_every_kernel_belongs_to_a_run():
     assert sorted(family for run in RUNS.values() for family in run.families) == families
 
 
-@pytest.mark.parametrize("name", ["executor", "faults"])
-def test_the_gate_itself(name, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("checks", ["ttir_checks/executor", "ttir_checks/faults", "ptx_checks/executor"])
+def test_the_gates_themselves(checks, tmp_path):
     """Case 47: a name that enters a loop as another one. Case 48: an integer that is 1 in a tuple."""
-    done = run_pytest(f"tests/kernels/ttir_checks/{name}.py", report=tmp_path / "report.json")
+    done = run_pytest(f"tests/kernels/{checks}.py", report=tmp_path / "report.json")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["quick", "all blocks"])
+@pytest.mark.parametrize(
+    "every", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("name", RUNS)
-def test_kernels(name, every, tmp_path):
+def test_ttir(name, every, tmp_path):
     """Cases 47 and 48: what the compiler makes of a kernel computes what the tests expect, and nothing is found."""
-    run, path = RUNS[name], tmp_path / "report.json"
-    chosen = run.arguments(run.blocks) if every else [*run.arguments([run.quick]), "-m", "not slow"]
-    done = run_pytest(*chosen, report=path)
-    assert path.exists(), done.stdout[-8000:] + done.stderr[-8000:]
-    executed, findings = read(path)
-    declared = declarations(KERNELS)
-    assert not unexplained(findings, declared), "\n".join(map(str, unexplained(findings, declared)))
-    assert done.returncode == 0, done.stdout[-8000:]
+    arguments = RUNS[name].arguments(RUNS[name].blocks, every=every)
+    found, findings = executed(tmp_path / "report.json", *arguments, "-m", "not slow")
+    kernels = kernels_in(name)
+    assert not kernels.keys() - found.keys(), "not executed"
+    several = {kernel for kernel, (_, of_several, _) in found.items() if of_several}
+    assert not {kernel for kernel, doc in kernels.items() if "Grid: (1,)" not in doc} - several, "in one program only"
+    if every:
+        assert not stale(findings, [d for d in declarations(KERNELS) if d.kernel in kernels])
 
-    kernels = {name: doc for family in run.families for name, doc in kernels_of(family).items()}
-    assert not kernels.keys() - executed.keys(), "not executed"
-    several = {name for name, (_, of_several, _) in executed.items() if of_several}
-    assert not {name for name, doc in kernels.items() if "Grid: (1,)" not in doc} - several, "in one program only"
-    if every:  # Some of what is declared shows with small blocks only.
-        assert not stale(findings, [d for d in declared if d.kernel in kernels])
+
+@pytest.mark.parametrize(
+    "every", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.nightly)]
+)
+@pytest.mark.parametrize("name", RUNS)
+def test_ptx(name, every, tmp_path):
+    """The PTX for sm_90, with warps in random order; all tests in both orders."""
+    arguments = RUNS[name].arguments([RUNS[name].ptx_blocks], every=every)
+    orders = ORDERS if every else ["warps"]
+    found, _ = executed(tmp_path / "report.json", *arguments, "--ptx", *orders, "-m", "not slow")
+    assert not kernels_in(name).keys() - found.keys(), "not executed"

@@ -12,9 +12,9 @@ import triton.language as tl
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels._registry import triton_on_cpu
+from tests.contracts.rows import COPIED, Store
 from tests.support.ptx.launch import ORDERS, Executor
 from tests.support.ptx.machine import PtxFaultError
-from tests.support.rows_setup import ROWS, Store
 
 
 class Edited(Executor):
@@ -36,7 +36,7 @@ def executor(request):
 
 
 def gather_of_rows() -> list[torch.Tensor]:
-    return Store(ROWS, 400, written=400).gather(torch.arange(390))
+    return Store(COPIED, 400, written=400, copied=True).gather(torch.arange(390))
 
 
 def draws_of_a_tree() -> list[torch.Tensor]:

@@ -42,10 +42,6 @@ class Executor:
         self._backend = make_backend(TARGET)
         self._lock = threading.RLock()
         self._random = np.random.default_rng(seed)
-        self.forget()
-
-    def forget(self) -> None:
-        """Compile everything again."""
         self._binders: dict[JITFunction, Any] = {}
         self._keys: dict[JITFunction, dict[Any, Any]] = {}
         self._compiled: dict[tuple[JITFunction, str], Compiled] = {}
@@ -78,7 +74,8 @@ class Executor:
             binder = create_function_from_signature(function.signature, function.params, self._backend)
             self._binders[function], self._keys[function] = binder, {}
         bound, specialisation, parsed = self._binders[function](*args, **options)
-        key = function, compute_cache_key(self._keys[function], specialisation, parsed)
+        # The source, of the kernel and of all that it calls, may have changed since: tests plant faults in it.
+        key = function, f"{function.cache_key} {compute_cache_key(self._keys[function], specialisation, parsed)}"
         if key not in self._compiled:
             parsed, signature, constants, attributes = function._pack_args(
                 self._backend, options, bound, specialisation, parsed

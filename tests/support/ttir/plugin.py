@@ -27,6 +27,7 @@ from tests.support.ptx.launch import Executor as PtxExecutor
 from tests.support.ttir.blocks import BLOCKS, blocks
 from tests.support.ttir.launch import Executor
 from tests.support.ttir.machine import POISON
+from tests.support.ttir.runs import is_of_the_gates
 
 EXECUTOR = pytest.StashKey[Executor]()
 
@@ -36,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--ttir-seed", type=int, default=0, help="of the order of programs and lanes")
     group.addoption("--ptx", choices=ORDERS, nargs="+", default=[], help="execute PTX, warps in these orders")
     group.addoption("--ttir-report", type=Path, default=None, help="JSON of what was executed and found")
+    group.addoption("--gate", action="store_true", help="only the tests of the gates")
     group.addoption("--ttir-blocks", choices=BLOCKS, nargs="+", default=["default"], help="sizes of programs")
 
 
@@ -88,12 +90,20 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.empty, torch.empty_like = _poisoned(torch.empty), _poisoned(torch.empty_like)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--gate"):
+        config.hook.pytest_deselected(items=[item for item in items if not is_of_the_gates(item)])
+        items[:] = filter(is_of_the_gates, items)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     session.config.stash[EXECUTOR].storages.settle()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    chosen = metafunc.config.getoption("--ttir-blocks")
+    # Environments make a difference to the index of trajectories alone.
+    of_envs = metafunc.module.__name__.endswith("test_trajectories")
+    chosen = [name for name in metafunc.config.getoption("--ttir-blocks") if name != "envs" or of_envs]
     if chosen != ["default"]:
         metafunc.parametrize("ttir_blocks", chosen, indirect=True, scope="session")
     if metafunc.config.getoption("--ptx"):

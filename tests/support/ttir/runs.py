@@ -10,62 +10,95 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.support.ttir.blocks import BLOCKS
 
 ROOT = Path(__file__).parents[3]
 KERNELS = ROOT / "kernels"
 
-LEFT_OUT = (
-    "numba opcheck gradcheck reachable million distribution thousands_of_wraps large_rows random_histories drift "
-    "run_of_steps sync test_launches plan_covers blocked_sums threads"
-)
-"""Words in names of tests that reach nothing that the others don't, and are slow, or count what is launched."""
-
 
 @dataclass(frozen=True)
 class Run:
-    """Tests that are run together.
+    """Tests that are run together, in a process of their own.
 
     Attributes:
         tests: names of files, without ``test_``.
         families: folders of kernels/, all of whose kernels these tests launch.
-        blocks: sizes of programs that the tests are run with, see :mod:`tests.support.ttir.blocks`.
-        quick: one of them, with which every kernel is executed, in several programs where its grid can have them.
-        room: the folder of tests/ that has the files.
-        only: an expression that names of tests match.
+        blocks: sizes of programs that the tests are run with on TTIR, see :mod:`tests.support.ttir.blocks`.
+        ptx_blocks: those on PTX.
     """
 
     tests: str
-    families: tuple[str, ...] = ()
-    blocks: Sequence[str] = ("default", "stages")
-    quick: str = "default"
-    room: str = "kernels"
-    only: str = ""
+    families: tuple[str, ...]
+    blocks: Sequence[str]
+    ptx_blocks: str
 
-    def arguments(self, blocks: Sequence[str]) -> list[str]:
+    def arguments(self, blocks: Sequence[str], *, every: bool) -> list[str]:
+        """What pytest is told. ``every``: all tests, not only those of the gates."""
+        files = [f"tests/kernels/test_{name}.py" for name in self.tests.split()]
         left_out = " and ".join(f"not {word}" for word in LEFT_OUT.split())
-        files = [f"tests/{self.room}/test_{name}.py" for name in self.tests.split()]
-        chosen = f"({self.only}) and {left_out}" if self.only else left_out
-        return [*files, "-k", chosen, "--ttir-blocks", *blocks]
+        return [*files, "-k", left_out, "--ttir-blocks", *blocks, *([] if every else ["--gate"])]
 
 
 RUNS = {
-    "rows": Run("philox rows rows_ring rows_split", ("philox",)),
-    "sum_tree": Run("sum_tree sum_tree_draw sum_tree_eligible", ("sum_tree",)),
-    "trajectories": Run("trajectories trajectories_launch", ("trajectories",), BLOCKS, "stages"),
-    "fields": Run("rows transitions transitions_convert transitions_sharing transitions_checks", ("rows",)),
-    "losses": Run(
-        "losses losses_edges tanh_normal",
-        ("sac", "td", "tanh_normal", "discrete_sac"),
-        quick="stages",
-        only="not categorical and not expected_value and not norm_ and not batch_",
+    "storage": Run(
+        "philox rows rows_convert rows_sharing sum_tree trajectories",
+        ("philox", "rows", "sum_tree", "trajectories"),
+        BLOCKS,
+        "default",
     ),
-    "categorical": Run("losses categorical", ("categorical",), ("default",), only="categorical or expected_value"),
-    "moments": Run("moments", ("moments",), ("default",)),
-    "norms": Run("losses norms", ("norms",), ("default",), only="norm or batch_moments"),
-    "optim": Run("optim", ("optim",), ("default",)),
-    "buffers": Run("buffers prioritized slices slice_model", room="data"),
+    "learning": Run(
+        "losses losses_edges tanh_normal categorical moments norms optim",
+        ("tanh_normal", "sac", "td", "categorical", "discrete_sac", "moments", "norms", "optim"),
+        ("default", "stages"),
+        "stages",
+    ),
 }
+
+LEFT_OUT = (
+    "numba opcheck gradcheck reachable million distribution thousands_of_wraps drift run_of_steps host_sync "
+    "waits_for_a_gpu test_launches plan_covers blocked_sums threads in_the_order"
+)
+"""Words in names of tests that reach nothing that the others don't, and are slow, or count what is launched."""
+
+UNMARKED = """
+    philox::test_uniforms_are_those_of_the_contract
+    categorical::TestChoice
+    categorical::TestCase43OfTheLoss
+    losses::test_mixed_dtypes[expected_value]
+    losses::test_mixed_dtypes[norm_activation]
+    losses::test_masked_rows_reach_nothing[td_loss]
+    losses::test_masked_rows_reach_nothing[sac_actor_loss]
+    losses::test_masked_rows_reach_nothing[temperature_loss]
+    losses_edges::test_which_critic_is_taken
+    losses_edges::test_nan_is_seen
+    losses_edges::test_against_the_forward_view
+    losses_edges::test_impossible_actions_take_no_part
+    moments::test_strided_rows
+    moments::test_rows_of_several_programs
+    moments::test_returns_of_other_dtypes_go_on
+    norms::test_a_row_of_one_value
+    norms::test_a_column_of_one_value
+    norms::test_moments
+    norms::test_batch_nan
+    optim::test_clipped_gradients
+    tanh_normal::test_one_output_may_go_unused
+    tanh_normal::test_odd_and_even
+"""
+"""Tests of the gates besides those with the mark ``gate``: few specialisations, and the last parameter of some."""
+
+
+def is_of_the_gates(item: pytest.Item) -> bool:
+    """Whether a test launches kernels for the gates: some for each kernel and branch of its configuration."""
+    if item.get_closest_marker("gate") is not None:
+        return True
+    for name in UNMARKED.split():
+        file, _, test = name.partition("::")
+        test, _, parameter = test.partition("[")
+        if item.nodeid.startswith(f"tests/kernels/test_{file}.py::{test}") and item.nodeid.endswith(parameter):
+            return True
+    return False
 
 
 def run_pytest(*arguments: str, report: Path) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Storages of plain tensors for the transitions operations, beside the reference that they must agree with."""
+"""Storages of plain tensors for the rows operations, beside the definition that they must agree with."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from gpubuf.kernels import philox, rows
 from gpubuf.kernels._registry import triton_on_cpu_enabled
 from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, DRAWN, LAST, NEXT, OFF, STEPS, SUM, Field, dtype_code
+from gpubuf.kernels.rows.reference import Ring
 from gpubuf.kernels.rows.reference_elements import ABSENT, Key
-from gpubuf.kernels.rows.reference_windows import Ring
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
@@ -43,9 +42,45 @@ class Spec:
     writes: bool = True
 
 
-def shared(elements: int, **others: Any) -> list[Spec]:
-    """An observation that is stored once."""
-    return [Spec(elements, **others), Spec(elements, NEXT, of=0, **others)]
+#: Rows of every dtype, and of 1, 3, 7, 8, 24, 30 and 68 bytes.
+COPIED = (
+    Spec(17),
+    Spec(1, stored=torch.bool),
+    Spec(3, stored=torch.uint8),
+    Spec(7, stored=torch.uint8),
+    Spec(4, stored=torch.float16),
+    Spec(15, stored=torch.bfloat16),
+    Spec(2, stored=torch.float64),
+    Spec(1, stored=torch.complex64),
+    Spec(3, stored=torch.int64),
+    Spec(6),
+    Spec(1, stored=torch.int16),
+    Spec(0),
+)
+
+#: Observation, action, next observation, reward and two flags, and the steps of the window.
+TRANSITION = (
+    Spec(17),
+    Spec(6),
+    Spec(17, LAST),
+    Spec(1, SUM),
+    Spec(1, LAST, torch.bool),
+    Spec(1, LAST, torch.bool),
+    Spec(1, STEPS, torch.int64),
+)
+
+#: Two shared keys, of which one has a prefix, and others beside them.
+SHARED = (
+    Spec(5),
+    Spec(5, NEXT, of=0),
+    Spec(2, DRAWN, of=0, writes=False),
+    Spec(2, NEXT, of=0, writes=False),
+    Spec(1, SUM),
+    Spec(3, DRAWN, torch.uint8),
+    Spec(3, NEXT, torch.uint8, of=5),
+    Spec(1, LAST, torch.bool),
+    Spec(1, STEPS, torch.int64),
+)
 
 
 def random_elements(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
@@ -56,7 +91,7 @@ def random_elements(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tens
         return torch.empty(*shape, dtype=dtype)
     if dtype is torch.bool:
         return torch.randint(2, tuple(shape), generator=generator).bool()
-    if not dtype.is_floating_point:
+    if not dtype.is_floating_point or dtype.itemsize == 1:
         return (
             torch.randint(256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
             .view(dtype)
@@ -69,27 +104,47 @@ def random_elements(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tens
     return found.to(dtype).view(*shape)
 
 
-class Columns:
-    """The rows of one column, in one memory, split into two, or in records that are wider."""
+LAYOUTS = ("plain", "split", "record")
 
-    def __init__(self, whole: Tensor, layout: str) -> None:
+
+class Columns:
+    """The rows of one column, in one memory, split into two, or in records that are wider.
+
+    In split and record ones, memory that is nobody's lies around the rows: :meth:`check_gaps`.
+    """
+
+    def __init__(self, whole: Tensor, layout: str, device: str = "cpu") -> None:
         capacity, n_bytes = whole.shape[0], whole[0].nbytes
-        self.split, self.stride, self.dtype = 2**62, n_bytes, whole.dtype
-        rows_of_bytes = whole.view(torch.uint8)
+        self.split, self.stride, self.dtype, self.shape = 2**62, n_bytes, whole.dtype, whole.shape
+        gap, lead, ends = (13, 5, [capacity]) if layout == "record" else (0, 0, [capacity])
         if layout == "split":
-            self.split = capacity // 2
-            self.parts = [rows_of_bytes[: self.split].clone(), rows_of_bytes[self.split :].clone()]
-        elif layout == "record":
-            self.stride = n_bytes + 13
-            record = torch.full((capacity, self.stride), 205, dtype=torch.uint8)
-            record[:, 5 : 5 + n_bytes] = rows_of_bytes
-            self.parts = [record[:, 5 : 5 + n_bytes]]
-        else:
-            self.parts = [rows_of_bytes.clone()]
+            self.split, ends = capacity // 2, [capacity // 2, capacity]
+        self.stride += gap
+        self.guarded, self.parts, begin = [], [], 0
+        for end in ends:
+            # A row of nobody's before and after.
+            memory = torch.full((end - begin + 2, self.stride), 205, dtype=torch.uint8)
+            part = memory[1:-1, lead : lead + n_bytes]
+            part.copy_(whole[begin:end].reshape(end - begin, -1).view(torch.uint8))
+            if layout == "plain":
+                memory = part = part.clone().pin_memory() if device == "pinned" else part.clone().to(device)
+            self.guarded.append((memory, lead, n_bytes))
+            self.parts.append(part)
+            begin = end
+
+    def check_gaps(self) -> None:
+        """What is nobody's has not been written."""
+        for memory, lead, n_bytes in self.guarded:
+            if memory.shape[1] != n_bytes or len(self.guarded) > 1:
+                assert (memory[[0, -1]] == 205).all()
+                assert (memory[:, :lead] == 205).all()
+                assert (memory[:, lead + n_bytes :] == 205).all()
 
     @property
     def whole(self) -> Tensor:
-        return torch.cat([part.clone() for part in self.parts]).view(self.dtype)
+        if not self.shape[1:].numel():
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.cat([part.contiguous() for part in self.parts]).view(self.dtype).clone()
 
     def place(self) -> dict[str, int]:
         """What a field says of it."""
@@ -98,14 +153,16 @@ class Columns:
         return {"device_rows": first, "split": self.split, "host_rows": host, "row_stride": self.stride}
 
 
-class TransitionStore:
-    """A storage with fields, ring, ends, links and entries, filled with random rows as if ``written`` were written.
+class Store:
+    """A storage with its table, ring, ends, links and entries, filled with random rows as if ``written`` were written.
 
     Args:
         specs: its fields.
         capacity, envs: rows, and how many of them a step has.
         slots: entries aside; None: nothing is shared.
-        layout: of its columns: "plain", "split" or "record".
+        layout: of its columns, one of :data:`LAYOUTS`.
+        copied: the table has columns alone, whose rows are copied as bytes, instead of fields.
+        device: of the columns; "pinned": host memory, with everything else on a GPU.
     """
 
     def __init__(
@@ -117,17 +174,20 @@ class TransitionStore:
         written: int = 0,
         slots: int | None = None,
         layout: str = "plain",
+        copied: bool = False,
+        device: str = "cpu",
         seed: int = 0,
     ) -> None:
-        self.specs, self.capacity, self.envs = list(specs), capacity, envs
+        self.specs, self.capacity, self.envs, self.copied = list(specs), capacity, envs, copied
+        self.device = "cuda" if device == "pinned" else device
         self.columns: list[Columns | None] = []
         self.memory: list[dict[str, Tensor]] = []
         for f, spec in enumerate(self.specs):
             whole = random_elements((capacity, spec.elements), spec.stored, seed + f)
             owns = spec.of is None and spec.row != STEPS
-            self.columns.append(Columns(whole, layout) if owns else None)
+            self.columns.append(Columns(whole, layout, device) if owns else None)
             self.memory.append(self._memory(spec, slots or 0, seed + 100 + f))
-        self.ring = rows.new_ring("cpu")
+        self.ring = rows.new_ring(self.device)
         self.ring[0], self.ring[1] = written, min(written, capacity)
         self.links: Tensor | None = None
         self.owners: Tensor | None = None
@@ -175,7 +235,8 @@ class TransitionStore:
         """Make the fields anew from the tensors."""
         self.keys_of = [self._field(f) for f in range(len(self.specs))]
         encoded = [field.encoded() for field in self.keys_of]
-        self.fields = torch.tensor(encoded, dtype=torch.int64).reshape(-1, rows.FIELD)
+        table = torch.tensor(encoded, dtype=torch.int64).reshape(-1, rows.FIELD)
+        self.table = (table[:, : rows.ENTRY].contiguous() if self.copied else table).to(self.device)
 
     def _field(self, f: int) -> Field:
         spec, aside, column = self.specs[f], self.aside(f), self.columns[self.root(f)]
@@ -243,14 +304,23 @@ class TransitionStore:
 
     # The operations
 
-    def _batch(self, n: int) -> tuple[list[int], int]:
-        widths = [spec.elements * self.dtypes(f)[2].itemsize for f, spec in enumerate(self.specs)]
-        return rows.arena_offsets(widths, n)
+    @property
+    def counters(self) -> list[int]:
+        """written, size, ticket, faults"""
+        return self.ring.tolist()
+
+    @property
+    def widths(self) -> list[int]:
+        """Bytes of a row of each field of a batch."""
+        return [spec.elements * self.dtypes(f)[2].itemsize for f, spec in enumerate(self.specs)]
+
+    def arena_bytes(self, n: int) -> int:
+        return rows.arena_offsets(self.widths, n)[1]
 
     def cut(self, arena: Tensor, n: int) -> list[Tensor]:
         """The fields of a batch, ``[n, elements]``."""
-        offsets, size = self._batch(n)
-        assert arena.shape == (size,)
+        offsets, size = rows.arena_offsets(self.widths, n)
+        assert (arena.dtype, arena.shape, arena.device.type) == (torch.uint8, (size,), self.device)
         found = []
         for f, (spec, offset) in enumerate(zip(self.specs, offsets, strict=True)):
             dtype = self.dtypes(f)[2]
@@ -262,39 +332,44 @@ class TransitionStore:
         self, index: Tensor, n_steps: int = 1, gamma: float = 0.9, mirror: int = OFF
     ) -> tuple[list[Tensor], Tensor]:
         n = index.numel() * (2 if mirror == DOUBLED else 1)
+        reading = self.reading(n_steps, gamma, mirror)
+        arena, generation = rows.gather(self.table, self.ring, index, self.capacity, self.arena_bytes(n), *reading)
+        return self.cut(arena, n), generation
+
+    def reading(self, n_steps: int = 1, gamma: float = 0.9, mirror: int = OFF) -> tuple[Any, ...]:
+        """The last arguments of a read."""
+        if self.copied:
+            return ()
         draws = 0 if self.noise is None else self.draws
         ends = self.end_bits if self.ends else None
-        reading = (ends, self.links, self.noise, self.envs, n_steps, gamma, mirror, draws)
-        arena, generation = rows.gather(self.fields, self.ring, index, self.capacity, self._batch(n)[1], *reading)
-        return self.cut(arena, n), generation
+        return ends, self.links, self.noise, self.envs, n_steps, gamma, mirror, draws
 
     def sample(
         self, rng: Tensor, n: int, n_steps: int = 1, gamma: float = 0.9, mirror: int = OFF
     ) -> tuple[list[Tensor], Tensor, Tensor]:
         out = n * (2 if mirror == DOUBLED else 1)
-        draws = 0 if self.noise is None else self.draws
-        ends = self.end_bits if self.ends else None
-        reading = (ends, self.links, self.noise, self.envs, n_steps, gamma, mirror, draws)
-        found = rows.sample(self.fields, self.ring, rng, n, self.capacity, self._batch(out)[1], *reading)
+        reading = self.reading(n_steps, gamma, mirror)
+        found = rows.sample(self.table, self.ring, rng, n, self.capacity, self.arena_bytes(out), *reading)
         return self.cut(found[0], out), found[1], found[2]
 
     def extend(self, sources: list[Tensor], n: int) -> Tensor:
-        shared_memory = (self.links, self.owners)
-        return rows.extend(self.fields, sources, self.ring, n, self.capacity, self.envs, *shared_memory)
+        return rows.extend(self.table, sources, self.ring, n, self.capacity, self.envs, self.links, self.owners)
 
     def write(self, sources: list[Tensor], index: Tensor, generation: Tensor | None = None) -> None:
-        rows.write(self.fields, sources, self.ring, index, self.capacity, generation)
+        rows.write(self.table, sources, self.ring, index, self.capacity, generation)
 
     def relink(self, sources: list[Tensor], index: Tensor) -> None:
         assert self.links is not None
         assert self.owners is not None
-        shared_memory = (self.links, self.owners)
-        rows.relink(self.fields, sources, self.ring, index, self.capacity, self.envs, *shared_memory)
+        rows.relink(self.table, sources, self.ring, index, self.capacity, self.envs, self.links, self.owners)
 
     def batch(self, n: int, seed: int) -> list[Tensor]:
-        """``n`` random rows to write, of numbers that every dtype has."""
+        """``n`` random rows to write, of numbers that every dtype has; of rows that are copied, of any bytes."""
         found = []
         for f, spec in enumerate(self.specs):
+            if self.copied:
+                found.append(random_elements((n, spec.elements), spec.stored, 1000 * seed + f).to(self.device))
+                continue
             generator = torch.Generator().manual_seed(1000 * seed + f)
             numbers = torch.randint(4, (n, spec.elements), generator=generator)
             skipped = spec.row == STEPS or not spec.writes
@@ -303,7 +378,7 @@ class TransitionStore:
 
 
 def expected_batch(
-    store: TransitionStore, index: Iterable[int], n_steps: int = 1, gamma: float = 0.9, mirror: int = OFF
+    store: Store, index: Iterable[int], n_steps: int = 1, gamma: float = 0.9, mirror: int = OFF
 ) -> list[Tensor]:
     """What the definition gives for rows ``index``, with the random numbers that the store's noise has next."""
     ring, index = store.reference(), [row % store.capacity for row in index]
@@ -326,39 +401,38 @@ def expected_batch(
     return [torch.stack(rows_of_key) for rows_of_key in batch]
 
 
-def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Bitwise equality, field by field, but for the bits of NaNs: those are the processor's."""
+def every_row(store: Store) -> Tensor:
+    return torch.arange(int(store.ring[1]))
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """The bytes of a tensor; of floats without the bits of NaNs: those are the processor's where it computes."""
+    x = x.cpu()
+    if x.dtype.is_floating_point and x.dtype.itemsize > 1:
+        x = torch.where(x.isnan(), torch.nan, x)
+    return x.contiguous().reshape(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], exact: bool = False) -> None:
+    """Bitwise equality, field by field; of NaNs too if ``exact``."""
     assert len(found) == len(expected)
     for f, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert (a.shape, a.dtype) == (b.shape, b.dtype), f"field {f}"
-        if a.dtype.is_floating_point:
-            assert torch.equal(a.isnan(), b.isnan()), f"field {f}: NaN"
-            a, b = a.nan_to_num(0.0, float("inf"), -float("inf")), b.nan_to_num(0.0, float("inf"), -float("inf"))
-        bits = [x.contiguous().reshape(-1).view(torch.uint8) if x.numel() else x.reshape(-1) for x in (a, b)]
-        assert torch.equal(*bits), f"field {f}: {a} instead of {b}"
+        if exact and a.numel():
+            a, b = (x.cpu().contiguous().view(torch.uint8) for x in (a, b))
+        assert torch.equal(bytes_of(a), bytes_of(b)), f"field {f}: {a} instead of {b}"
 
 
-def assert_store(store: TransitionStore, ring: Ring) -> None:
+def assert_store(store: Store, ring: Ring) -> None:
     """The storage holds what the definition says: rows, next observations, links, owners and counters."""
-    columns = [column for column in store.columns if column is not None]
-    wholes = [key.column for f, key in enumerate(ring.keys) if store.columns[f] is not None]
-    assert_same([column.whole for column in columns], wholes)
-    for f, spec in enumerate(store.specs):
+    for column, key in zip(store.columns, ring.keys, strict=True):
+        if column is not None:
+            assert_same([column.whole], [key.column], store.copied)
+            column.check_gaps()
+    for spec, memory, key in zip(store.specs, store.memory, ring.keys, strict=True):
         if spec.row == NEXT and spec.writes:
-            assert_same([store.memory[f]["pending"]], [ring.keys[f].pending])
-            assert_same([store.memory[f]["entries"]], [ring.keys[f].entries])
-    assert store.ring.tolist() == [ring.written, ring.size, 0, ring.faults]
+            assert_same([memory["pending"], memory["entries"]], [key.pending, key.entries])
+    assert store.counters == [ring.written, ring.size, 0, ring.faults]
     if store.links is not None and store.owners is not None:
         assert store.links.tolist() == ring.links
         assert store.owners.tolist() == ring.owners
-
-
-@pytest.fixture
-def transitions_backend(backend: str) -> str:
-    """As ``backend``, of the backends that this family has."""
-    if backend == "triton":
-        pytest.importorskip("gpubuf.kernels.rows._launch", reason="transitions have no Triton kernels yet")
-    return backend
-
-
-__all__ = ["BY_CHANCE", "DOUBLED", "DRAWN", "LAST", "NEXT", "OFF", "STEPS", "SUM"]

@@ -9,30 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpubuf.kernels.rows import DRAWN, LAST, LOST, NEXT, STEPS, SUM
-from tests.support.transitions_setup import (
-    Spec,
-    TransitionStore,
-    assert_same,
-    assert_store,
-    expected_batch,
-    transitions_backend,
-)
-
-__all__ = ["transitions_backend"]
-
-#: Two shared keys, of which one has a prefix, and others beside them.
-SHARED = (
-    Spec(5),
-    Spec(5, NEXT, of=0),
-    Spec(2, DRAWN, of=0, writes=False),
-    Spec(2, NEXT, of=0, writes=False),
-    Spec(1, SUM),
-    Spec(3, DRAWN, torch.uint8),
-    Spec(3, NEXT, torch.uint8, of=5),
-    Spec(1, LAST, torch.bool),
-    Spec(1, STEPS, torch.int64),
-)
+from gpubuf.kernels.rows import DRAWN, LOST, NEXT
+from tests.contracts.rows import SHARED, Spec, Store, assert_same, assert_store, expected_batch
 
 ONE = (Spec(1, DRAWN, torch.int64), Spec(1, NEXT, torch.int64, of=0))
 
@@ -40,7 +18,7 @@ ONE = (Spec(1, DRAWN, torch.int64), Spec(1, NEXT, torch.int64, of=0))
 class Model:
     """Every row ever written, with its own next observation: what must come back of those that are stored."""
 
-    def __init__(self, store: TransitionStore) -> None:
+    def __init__(self, store: Store) -> None:
         self.store, self.rows = store, []
 
     def extend(self, seed: int, steps: int, broken: float) -> bool:
@@ -86,29 +64,28 @@ class Model:
                 assert_same([found[f]], [torch.stack([self.rows[number][f] for number in numbers])])
 
 
-@pytest.mark.parametrize("envs", [1, 2])
-@pytest.mark.parametrize("steps", range(1, 6))
-def test_every_history_of_small_rings(transitions_backend, steps, envs):
+@pytest.mark.parametrize(("steps", "envs"), [(1, 1), (2, 2), (3, 1), (5, 2)])
+def test_every_history_of_small_rings(backend, steps, envs):
     """Case 39: writes of one to three steps, of which any follow each other: all rows come back, whatever is aside."""
-    histories = list(itertools.product([1, 2, 3, 7], repeat=3 if transitions_backend == "numba" else 1))
-    for number, history in enumerate(histories):
-        store = TransitionStore(ONE, steps * envs, envs, slots=steps * envs)
+    histories = list(itertools.product([1, 2, 3, 7], repeat=3 if backend == "numba" else 1))
+    for number, history in enumerate(histories if backend == "numba" else histories[1::2]):
+        store = Store(ONE, steps * envs, envs, slots=steps * envs)
         model = Model(store)
         for turn, length in enumerate(history * 2):
             assert model.extend(31 * number + turn, length, (0.0, 0.3, 1.0)[number % 3])
             model.check()
 
 
-@pytest.mark.parametrize("capacity", range(1, 6))
-def test_every_pattern_of_observations(transitions_backend, capacity):
+@pytest.mark.parametrize("capacity", [1, 2, 4])
+def test_every_pattern_of_observations(backend, capacity):
     """Case 39, 40: observations of two values, so that a successor is right or wrong by chance, one or two rows a
     write, and one or two entries: writes are refused exactly if the definition says so.
     """
     patterns = list(itertools.product(range(4), repeat=4))
-    if transitions_backend == "triton":
-        patterns = patterns[::128]
+    if backend == "triton":
+        patterns = patterns[70:71]
     for number, pattern in enumerate(patterns):
-        store = TransitionStore(ONE, capacity, slots=1 + number % 2 if transitions_backend == "numba" else capacity)
+        store = Store(ONE, capacity, slots=1 + number % 2 if backend == "numba" else capacity)
         model = Model(store)
         for turn, value in enumerate(pattern + pattern[::-1]):
             n = 1 + (number + turn) % 2
@@ -118,13 +95,13 @@ def test_every_pattern_of_observations(transitions_backend, capacity):
             model.check()
 
 
-@pytest.mark.parametrize("layout", ["plain", "split", "record"])
-@pytest.mark.parametrize("envs", [1, 3])
-def test_random_histories(transitions_backend, layout, envs):
+@pytest.mark.gate
+@pytest.mark.parametrize(("layout", "envs"), [("plain", 3), ("split", 1), ("record", 3)])
+def test_random_histories(backend, layout, envs):
     """Case 39: several keys, a prefix, n-step windows over trajectories with true final observations."""
-    store = TransitionStore(SHARED, 13 * envs, envs, slots=13 * envs, layout=layout)
+    store = Store(SHARED, 13 * envs, envs, slots=13 * envs, layout=layout)
     model, generator = Model(store), torch.Generator().manual_seed(envs)
-    for seed in range(40 if transitions_backend == "numba" else 4):
+    for seed in range(20 if backend == "numba" else 2):
         assert model.extend(seed, int(torch.randint(1, 6, (), generator=generator)), 0.25)
         model.check()
         size = int(store.ring[1])
@@ -135,28 +112,26 @@ def test_random_histories(transitions_backend, layout, envs):
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.uint8])
-def test_stored_bytes_decide(transitions_backend, stored):
+def test_stored_bytes_decide(backend, stored):
     """Observations that differ, but are stored alike, need no entry."""
-    store = TransitionStore(
-        [Spec(1, DRAWN, stored, torch.float32), Spec(1, NEXT, stored, torch.float32, of=0)], 6, slots=0
-    )
+    store = Store([Spec(1, DRAWN, stored, torch.float32), Spec(1, NEXT, stored, torch.float32, of=0)], 6, slots=0)
     observations = torch.arange(5.0).view(5, 1)
     store.extend([observations, observations + 1 + 2**-10], 5)
     assert store.links.tolist() == [0] * 6
     assert store.gather(torch.arange(5))[0][1][:, 0].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_not_a_number_follows_itself(transitions_backend):
+def test_not_a_number_follows_itself(backend):
     """Bytes are compared: NaN equals NaN, and zero is not minus zero."""
-    store = TransitionStore([Spec(1), Spec(1, NEXT, of=0)], 6, slots=2)
+    store = Store([Spec(1), Spec(1, NEXT, of=0)], 6, slots=2)
     store.extend([torch.tensor([[1.0], [torch.nan], [0.0]]), torch.tensor([[torch.nan], [-0.0], [3.0]])], 3)
     assert store.links.tolist() == [0, 1, 0, 0, 0, 0]
     assert torch.signbit(store.gather(torch.tensor([1]))[0][1]).item()
 
 
-def test_a_truncated_row_has_its_own_final_observation(transitions_backend):
+def test_a_truncated_row_has_its_own_final_observation(backend):
     """Case 39: not the reset's: in a batch, over two writes, at the seam, and of the newest row."""
-    store = TransitionStore(ONE, 4, slots=4)
+    store = Store(ONE, 4, slots=4)
 
     def written(*rows: tuple[int, int]) -> None:
         store.extend([torch.tensor([[row[k]] for row in rows]) for k in (0, 1)], len(rows))
@@ -176,12 +151,12 @@ def test_a_truncated_row_has_its_own_final_observation(transitions_backend):
     assert following() == [71, 72, 73, 98]
 
 
-def test_a_full_side_ring(transitions_backend):
+def test_a_full_side_ring(backend):
     """Case 40: refused on the CPU, counted on a GPU, which cannot say so; never silent."""
-    store = TransitionStore(ONE, 6, slots=1)
+    store = Store(ONE, 6, slots=1)
     broken = [torch.tensor([[i] for i in range(4)]), torch.tensor([[i + 50] for i in range(4)])]
     before = store.reference()
-    if transitions_backend == "numba":
+    if backend == "numba":
         with pytest.raises(RuntimeError, match=r"^3 .*no room aside"):
             store.extend(broken, 4)
         assert_store(store, before)
@@ -197,7 +172,7 @@ def test_a_full_side_ring(transitions_backend):
 
 def test_a_lost_row_is_refused_on_the_cpu():
     """Case 40: as a storage has it that came from a GPU. Windows that end elsewhere are read."""
-    store = TransitionStore(ONE, 6, slots=1)
+    store = Store(ONE, 6, slots=1)
     store.extend([torch.arange(4).view(4, 1), torch.arange(1, 5).view(4, 1)], 4)
     store.links[1] = LOST
     assert store.gather(torch.tensor([0, 2, 3]))[0][1][:, 0].tolist() == [1, 3, 4]
@@ -206,9 +181,9 @@ def test_a_lost_row_is_refused_on_the_cpu():
         store.gather(torch.tensor([0, 1]))
 
 
-def test_entries_are_free_once_their_rows_are_overwritten(transitions_backend):
+def test_entries_are_free_once_their_rows_are_overwritten(backend):
     """Case 40: by the same write, too."""
-    store = TransitionStore(ONE, 4, slots=4)
+    store = Store(ONE, 4, slots=4)
     model = Model(store)
     for seed in range(12):
         assert model.extend(seed, 1 + seed % 6, 1.0)
@@ -216,9 +191,9 @@ def test_entries_are_free_once_their_rows_are_overwritten(transitions_backend):
     assert int(store.owners[-1]) > 15
 
 
-def test_an_empty_ring_has_nothing_pending(transitions_backend):
+def test_an_empty_ring_has_nothing_pending(backend):
     """After rows were dropped, what was pending is not compared with what comes."""
-    store = TransitionStore(ONE, 4, slots=1)
+    store = Store(ONE, 4, slots=1)
     model = Model(store)
     assert model.write([torch.tensor([[1]]), torch.tensor([[7]])], 1)
     store.ring[:2] = 0
@@ -229,11 +204,11 @@ def test_an_empty_ring_has_nothing_pending(transitions_backend):
 
 class TestRelink:
     @pytest.mark.parametrize("envs", [1, 2])
-    def test_random_rows(self, transitions_backend, envs):
+    def test_random_rows(self, backend, envs):
         """Rows get other next observations: any row, the newest too, of duplicates the last."""
-        store = TransitionStore(SHARED, 7 * envs, envs, slots=40 * envs)
+        store = Store(SHARED, 7 * envs, envs, slots=40 * envs)
         model, generator = Model(store), torch.Generator().manual_seed(3)
-        for seed in range(30 if transitions_backend == "numba" else 4):
+        for seed in range(20 if backend == "numba" else 3):
             assert model.extend(seed, 1 + seed % 3, 0.3)
             index = torch.randint(int(store.ring[1]), (4,), generator=generator)
             index[1] -= store.capacity if int(store.ring[1]) == store.capacity else 0
@@ -247,9 +222,9 @@ class TestRelink:
                     model.rows[number][f] = sources[f][i]
             model.check()
 
-    def test_an_overwritten_row_frees_its_entry(self, transitions_backend):
+    def test_an_overwritten_row_frees_its_entry(self, backend):
         """Case 40: a row that was written in place, and follows again: entries are taken in turn."""
-        store = TransitionStore(ONE, 6, slots=2)
+        store = Store(ONE, 6, slots=2)
         store.extend([torch.tensor([[0], [1], [2]]), torch.tensor([[90], [2], [3]])], 3)
         assert store.owners.tolist() == [0, -1, 1]
         store.relink([torch.empty(0), torch.tensor([[1]])], torch.tensor([0]))
@@ -260,18 +235,18 @@ class TestRelink:
         assert store.owners.tolist() == [1, 0, 3]
         assert store.gather(torch.arange(3))[0][1][:, 0].tolist() == [80, 81, 3]
 
-    def test_a_row_keeps_its_entry_number_at_most_once(self, transitions_backend):
+    def test_a_row_keeps_its_entry_number_at_most_once(self, backend):
         """Relinked again and again, a row takes one entry after the other and frees the last."""
-        store = TransitionStore(ONE, 6, slots=2)
+        store = Store(ONE, 6, slots=2)
         store.extend([torch.tensor([[0], [1]]), torch.tensor([[1], [2]])], 2)
         for turn in range(5):
             store.relink([torch.empty(0), torch.tensor([[50 + turn]])], torch.tensor([-6]))
             assert store.gather(torch.tensor([0]))[0][1].item() == 50 + turn
             assert sorted(store.owners.tolist()[:2]) == [-1, 0]
 
-    def test_free_entries_behind_taken_ones(self, transitions_backend):
+    def test_free_entries_behind_taken_ones(self, backend):
         """Case 40: rows keep their entries for many turns, and others find what is free between them."""
-        store = TransitionStore(ONE, 12, slots=5)
+        store = Store(ONE, 12, slots=5)
         pairs = [(0, 90), (1, 2), (2, 91), (3, 4), (4, 92), (5, 6), (6, 7)]
         store.extend([torch.tensor([[pair[k]] for pair in pairs]) for k in (0, 1)], 7)
         for turn in range(1, 7):
@@ -285,10 +260,10 @@ class TestRelink:
         assert found == [90, 600, 602, 601, 92, 6, 7]
         assert int(store.ring[3]) == 0
 
-    def test_a_search_over_many_entries(self, transitions_backend):
+    def test_a_search_over_many_entries(self, backend):
         """More entries, and more of them taken in a row, than a program looks at together."""
         n = 1400
-        store = TransitionStore(ONE, n, slots=n, written=n)
+        store = Store(ONE, n, slots=n, written=n)
         # All are taken but the last, and every seventh of the first. The turn is behind those.
         store.owners.copy_(torch.cat([torch.arange(n - 1), torch.tensor([-1, n + 401])]))
         store.links.copy_(torch.cat([torch.arange(1, n), torch.tensor([0])]))
@@ -301,13 +276,13 @@ class TestRelink:
         assert_store(store, ring)
         assert store.links[index].tolist() == [n, *range(1, 400, 7)][: len(index)]
 
-    def test_too_few_free_entries_between_taken_ones(self, transitions_backend):
+    def test_too_few_free_entries_between_taken_ones(self, backend):
         """Case 40: a GPU gives those that there are to the first rows; a CPU refuses."""
-        store = TransitionStore(ONE, 12, slots=5)
+        store = Store(ONE, 12, slots=5)
         store.extend([torch.arange(8).view(8, 1), torch.tensor([[90], [2], [91], [4], [92], [6], [93], [8]])], 8)
         index, before = torch.tensor([5, 2, 3]), store.reference()
         sources = [torch.empty(0), torch.tensor([[70], [71], [72]])]
-        if transitions_backend == "numba":
+        if backend == "numba":
             with pytest.raises(RuntimeError, match=r"^3 .*no room aside"):
                 store.relink(sources, index)
             assert_store(store, before)
@@ -319,7 +294,7 @@ class TestRelink:
 
     def test_no_room(self):
         """Case 40: nothing changes."""
-        store = TransitionStore(ONE, 6, slots=2)
+        store = Store(ONE, 6, slots=2)
         store.extend([torch.tensor([[0], [1], [2], [3]]), torch.tensor([[1], [90], [3], [4]])], 4)
         before = store.reference()
         with pytest.raises(RuntimeError, match=r"^3 .*no room aside"):
@@ -332,16 +307,16 @@ class TestRelink:
         ("index", "text"), [([0, 3], r"index\[1\] is 3, but this row is not stored"), ([6], "outside")]
     )
     def test_rows_that_are_not_stored(self, index, text):
-        store = TransitionStore(ONE, 6, slots=2)
+        store = Store(ONE, 6, slots=2)
         store.extend([torch.tensor([[0], [1], [2]]), torch.tensor([[1], [2], [3]])], 3)
         before = store.reference()
         with pytest.raises(IndexError, match=text):
             store.relink([torch.empty(0), torch.full((len(index), 1), 7)], torch.tensor(index))
         assert_store(store, before)
 
-    def test_rows_written_in_place(self, transitions_backend):
+    def test_rows_written_in_place(self, backend):
         """The rows before them get their old next observations back, and then the rows their own."""
-        store = TransitionStore(ONE, 6, slots=20)
+        store = Store(ONE, 6, slots=20)
         model = Model(store)
         assert model.extend(1, 6, 0.2)
         assert model.extend(2, 4, 0.2)
@@ -356,7 +331,7 @@ class TestRelink:
             model.check()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     st.integers(1, 5),
     st.integers(1, 2),
@@ -365,7 +340,7 @@ class TestRelink:
 )
 def test_any_history(steps, envs, slots, history):
     """Cases 39, 40: whatever is written, and however few entries there are: refused, or all rows come back."""
-    store = TransitionStore(SHARED, steps * envs, envs, slots=slots)
+    store = Store(SHARED, steps * envs, envs, slots=slots)
     model = Model(store)
     for seed, length, broken in history:
         model.extend(seed, length, broken)
