@@ -21,7 +21,6 @@ torch.set_num_threads(1)
 LONGEST = (
     "kernels/test_aot.py",
     "kernels/test_ttir.py",
-    "kernels/test_ptx.py",
     "benchmarks/test_gpu_stages.py",
     "graphs/test_compile.py",
     "benchmarks/test_kernel_counts.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from unittest import mock
 
 BLOCKS = ("default", "stages", "envs")
 """What to launch with: the rules of the library; small blocks, with an update of a trajectory index in a launch a
@@ -21,10 +22,12 @@ def blocks(which: str) -> Iterator[None]:
     if which == "default":
         yield
         return
-    before, _launch.ELIGIBLE_WORDS = _launch.ELIGIBLE_WORDS, 1
-    top_before, sum_tree_launch.TOP_NODES = sum_tree_launch.TOP_NODES, 2
-    try:
-        with config.using(
+    with (
+        mock.patch.object(_launch, "ELIGIBLE_WORDS", 1),
+        mock.patch.object(_launch, "BLOCK_ROWS", 8),
+        mock.patch.object(sum_tree_launch, "TOP_NODES", 2),
+        mock.patch.object(config, "index_slices", return_value=SliceConfig(8, 8, 1)),
+        config.using(
             rows_copy=RowsConfig(16, 1),
             sum_tree_update=UpdateConfig(single_program=False, block_entries=8, block_nodes=1, num_warps=1),
             sum_tree_draw=DrawConfig(4, 1),
@@ -32,8 +35,6 @@ def blocks(which: str) -> Iterator[None]:
             trajectories_draw=SliceConfig(8, 8, 1),
             loss_rows=BlockConfig(32, 1),
             tanh_normal_backward=BlockConfig(32, 1),
-        ):
-            yield
-    finally:
-        _launch.ELIGIBLE_WORDS = before
-        sum_tree_launch.TOP_NODES = top_before
+        ),
+    ):
+        yield

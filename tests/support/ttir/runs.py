@@ -25,7 +25,8 @@ class Run:
     Attributes:
         tests: names of files, without ``test_``.
         families: folders of kernels/, all of whose kernels these tests launch.
-        blocks: sizes of programs that the tests are run with on TTIR, see :mod:`tests.support.ttir.blocks`.
+        blocks: sizes of programs that all tests are run with on TTIR, see :mod:`tests.support.ttir.blocks`. Those of
+            the gates have small ones.
         ptx_blocks: those on PTX.
     """
 
