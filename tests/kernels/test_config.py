@@ -1,14 +1,17 @@
-"""The choice of launch configurations: explicit, then tuned, then a rule; pure functions."""
+"""The choice of launch configurations: explicit, then tuned, then a rule. Nothing in a tuned file leads to an error."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
+from typing import Any
 
 import pytest
 
 from gpubuf.kernels import _tuned, config
-from gpubuf.kernels.config import BlockConfig, DrawConfig, IndexConfig, RowsConfig, SliceConfig, UpdateConfig
-from tests.support.tuned_files import DEVICE, draw, point, write_file
+from gpubuf.kernels.config import SPACES, BlockConfig, DrawConfig, IndexConfig, RowsConfig, SliceConfig, UpdateConfig
+from tests.support.tuned_files import DEVICE, FILE, draw, point, write_file
 
 
 @pytest.fixture(autouse=True)
@@ -256,3 +259,217 @@ class TestUsing:
         with pytest.raises(RuntimeError), config.using(loss_rows=BlockConfig(32, 1)):
             raise RuntimeError
         assert config.loss_rows(300) != BlockConfig(32, 1)
+
+
+# Tuned files: where they are looked for, and what in them is ignored
+
+
+class TestFolders:
+    def test_the_users_own_file_comes_first(self, tmp_path, monkeypatch, write):
+        """Point by point: where the user's file has none that is near, the shipped one counts."""
+        shipped = write({"sum_tree_draw": [draw(2), draw(64, 8, n=65536)]})
+        monkeypatch.setattr(_tuned, "TUNED", shipped)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        assert config.tree_draw(32, 256, DEVICE) == DrawConfig(2, 1)
+        own = tmp_path / "cache" / "gpubuf" / "tuned"
+        write_file(own, {"sum_tree_draw": [draw(4, 2)]})
+        assert config.tree_draw(32, 256, DEVICE) == DrawConfig(4, 2)
+        assert config.tree_draw(32, 65536, DEVICE) == DrawConfig(64, 8)
+
+    @pytest.mark.parametrize("cache", ["", "relative/folder"])
+    def test_below_the_home_folder_without_a_cache_folder(self, monkeypatch, cache, tmp_path):
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert _tuned.user_folder() == tmp_path / ".cache" / "gpubuf" / "tuned"
+
+    def test_no_home(self, monkeypatch):
+        def none():
+            raise RuntimeError("no home")
+
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(_tuned.Path, "home", none)
+        assert _tuned.folders() == [_tuned.TUNED]
+        assert config.tree_draw(32, 256, "no such device") == config.tree_draw(32, 256)
+
+
+GOOD = {"sum_tree_draw": [draw(2)]}
+LARGEST: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "sum_tree": ({"capacity": 100}, {"fan_out": 1024}),
+    "sum_tree_update": (
+        {"fan_out": 32, "n": 256},
+        {"single_program": True, "block_entries": 256, "block_nodes": 512, "num_warps": 16},
+    ),
+    "trajectories_update": (
+        {"fan_out": 32, "n": 1, "envs": 1, "by_id": 0},
+        {"block_envs": 4, "block_bytes": 16, "block_weights": 64, "block_nodes": 16, "num_warps": 1},
+    ),
+    "trajectories_draw": (
+        {"fan_out": 32, "n": 1, "slice_len": 4},
+        {"block_slices": 8, "block_steps": 2048, "num_warps": 1},
+    ),
+    "loss_rows": ({"n": 256}, {"block": 16384, "num_warps": 1}),
+}
+"""Per operation: sizes, and the largest configuration."""
+
+
+class TestIgnored:
+    """What can't be used is ignored with one message, and the rule counts."""
+
+    def refused(self, folder, caplog) -> str:
+        """The one message."""
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="gpubuf"):
+            for n in (256, 300, 256):
+                assert config.tree_draw(32, n, DEVICE, folder) == config.tree_draw(32, n)
+            assert config.tree_update(32, 256, DEVICE, folder) == config.tree_update(32, 256)
+        assert len(caplog.records) == 1
+        assert FILE in caplog.text
+        return caplog.text
+
+    def test_nothing_is_said_of_no_file_and_a_good_one_is_read_once(self, tmp_path, write, caplog):
+        assert config.tree_draw(32, 256, DEVICE, tmp_path / "nowhere") == config.tree_draw(32, 256)
+        folder = write({"sum_tree_draw": [draw(2)]})
+        assert config.tree_draw(32, 256, DEVICE, folder) == DrawConfig(2, 1)
+        (folder / FILE).write_text("")
+        assert config.tree_draw(32, 200, DEVICE, folder) == DrawConfig(2, 1)
+        assert not caplog.records
+
+    @pytest.mark.parametrize(
+        "text",
+        [b"", b"{", b"[]", b"3", b"null", b'{"device": 3}', b"\0", b"[" * 100_000, b'{"format": 1, "points": {}}',
+         b"\xff\xfe\x00"],
+        ids=lambda text: repr(text[:9]),
+    )  # fmt: skip
+    def test_damaged(self, tmp_path, caplog, text):
+        (tmp_path / FILE).write_bytes(text)
+        assert "can't be read" in (said := self.refused(tmp_path, caplog)) or "names no device" in said
+
+    def test_no_file(self, tmp_path, caplog):
+        (tmp_path / FILE).mkdir()
+        assert "can't be read" in self.refused(tmp_path, caplog)
+
+    @pytest.mark.parametrize(
+        ("points", "changes", "said"),
+        [
+            *((points, {}, "no points") for points in (None, [], 3, "points")),
+            *(({"sum_tree_draw": points}, {}, "sum_tree_draw") for points in (None, {}, 3, [[]])),
+            (
+                GOOD,
+                {"device": "NVIDIA H100-80GB HBM3"},
+                "is for 'NVIDIA H100-80GB HBM3', not for 'NVIDIA H100 80GB HBM3'",
+            ),
+            *((GOOD, {"format": number}, "stale") for number in (0, 2, None, "1", [])),
+            *((GOOD, {"kernels": of}, "sum_tree_draw: stale") for of in ({}, {"sum_tree": "0" * 12}, {"sum_tree": 0})),
+            ({"transmogrify": [draw(2)]}, {}, "no such operation"),
+        ],
+    )
+    def test_points_that_do_not_count(self, write, caplog, points, changes, said):
+        assert said in self.refused(write(points, **changes), caplog)
+
+    def test_only_the_kernels_that_changed_are_stale(self, write, caplog):
+        stamps = {"sum_tree": _tuned.stamp("sum_tree"), "rows": "another"}
+        rows = point({"tile": 128, "num_warps": 2}, n_bytes=1024)
+        folder = write({"rows_copy": [rows], "sum_tree_draw": [draw(2)]}, kernels=stamps)
+        assert config.tree_draw(32, 256, DEVICE, folder) == DrawConfig(2, 1)
+        assert config.rows_copy(1024, DEVICE, folder) == config.rows_copy(1024)
+        assert len(caplog.records) == 1
+
+    @pytest.mark.parametrize("changed", ["td", "sac", "discrete_sac"])
+    def test_losses_are_stale_after_a_change_of_any_family(self, write, caplog, changed):
+        """The kernels of all three are launched by `loss_rows`."""
+        points = {"loss_rows": [point({"block": 128, "num_warps": 2}, n=256)]}
+        stamps = {family: _tuned.stamp(family) for family in ("td", "sac", "discrete_sac")}
+        assert config.loss_rows(256, DEVICE, write(points, kernels=stamps)) == BlockConfig(128, 2)
+        changed_stamps = stamps | {changed: "another"}
+        assert config.loss_rows(256, DEVICE, write(points, kernels=changed_stamps)) == config.loss_rows(256)
+        assert "loss_rows: stale" in caplog.text
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            *(None, [], {}, {"sizes": {}, "config": {}}),
+            *map(draw, (3, 0, -4, 2.0, True, "2", None, 1024, 2**80)),
+            *(draw(2, 32), draw(2, 3), draw(2, fan_out=0), draw(2, fan_out=-32)),
+            *(draw(2, n=2**70), draw(2, n=True), draw(2, n=0.5)),  # type: ignore[arg-type]
+            point({"block_draws": 2}, fan_out=32, n=256),
+            point({"block_draws": 2, "num_warps": 1, "more": 1}, fan_out=32, n=256),
+            point({"block_draws": 2, "num_warps": 1}, n=256),
+        ],
+        ids=str,
+    )
+    def test_points_that_no_kernel_can_run(self, write, caplog, wrong):
+        self.refused(write({"sum_tree_draw": [wrong]}), caplog)
+        folder = write({"sum_tree_draw": [wrong, draw(2)]})
+        assert config.tree_draw(32, 256, DEVICE, folder) == DrawConfig(2, 1), "the other points count"
+
+    def test_tiles_of_rows(self, write, caplog):
+        """The narrowest that the kernels can run, and one that they can't."""
+        for tile in (8, 16):
+            folder = write({"rows_copy": [point({"tile": tile, "num_warps": 2}, n_bytes=1024)]})
+            config.forget()
+            chosen = config.rows_copy(1024, DEVICE, folder)
+            assert chosen == (RowsConfig(16, 2) if tile == 16 else config.rows_copy(1024))
+        assert "a tile has at least 16 elements, not 8" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("operation", "wrong"),
+        [
+            ("sum_tree", {"fan_out": 2048}),
+            ("sum_tree", {"fan_out": 1}),
+            ("sum_tree_update", {"single_program": 1}),
+            ("sum_tree_update", {"block_nodes": 1024}),
+            ("trajectories_update", {"block_envs": 3}),
+            ("trajectories_update", {"block_envs": -4}),
+            ("trajectories_update", {"block_bytes": 4096}),
+            ("trajectories_draw", {"block_steps": 4096}),
+            ("loss_rows", {"block": 32768}),
+        ],
+    )
+    def test_limits(self, operation, wrong):
+        """Just inside, and just outside."""
+        sizes, good = LARGEST[operation]
+        assert _tuned.invalid(SPACES[operation], sizes, good) == ""
+        assert _tuned.invalid(SPACES[operation], sizes, good | wrong) != ""
+
+
+def test_the_stamp_is_that_of_the_kernels_arguments(tmp_path, monkeypatch):
+    """Another compile-time argument or kernel changes it; comments and helpers don't."""
+
+    def stamp(text: str) -> str:
+        (tmp_path / "family" / "_triton.py").write_text(text)
+        _tuned.stamp.cache_clear()
+        return _tuned.stamp("family")
+
+    (tmp_path / "family").mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(_tuned, "__file__", str(tmp_path / "_tuned.py"))
+        kernel = "def copy_kernel(\n    x_ptr,\n    BLOCK: tl.constexpr,\n):\n    pass\n"
+        first = stamp(kernel)
+        assert stamp('"""Comment."""\n' + kernel.replace("pass", "x = 1")) == first
+        assert stamp("def helper(\n    WIDE: tl.constexpr,\n):\n    pass\n" + kernel) == first
+        assert stamp(kernel.replace("BLOCK", "TILE")) != first
+        assert stamp(kernel.replace("copy", "move")) != first
+        assert stamp(kernel.replace("):", "    MORE: tl.constexpr,\n):")) != first
+    _tuned.stamp.cache_clear()
+
+
+@pytest.mark.parametrize("family", sorted({family for space in SPACES.values() for family in space.families}))
+def test_every_family_has_kernels(family):
+    """The stamp of none is that of an empty text."""
+    assert _tuned.stamp(family) != _tuned.stamp("no such family")
+
+
+@pytest.mark.parametrize("operation", SPACES)
+def test_spaces_are_well_formed(operation):
+    space = SPACES[operation]
+    fields = {field.name for field in dataclasses.fields(space.config)}
+    assert set(space.exact) <= set(space.sizes)
+    assert set(space.free) <= fields
+
+
+def test_every_tuned_file_that_ships_is_usable():
+    for path in _tuned.TUNED.glob("*.json"):
+        found = _tuned.read(path, SPACES)
+        assert path.stem == _tuned.slug(found.device)
+        assert found.n_points
+        assert not found.problems

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,15 +140,6 @@ def test_every_wrap(backend, capacity):
             ring, sources = store.reference(), store.batch(n, n)
             assert store.extend(sources, n).tolist() == ring.extend(sources, n)
             assert_store(store, ring)
-
-
-def test_thousands_of_wraps():
-    """CASES 15."""
-    store = Store([ID], 4, copied=True)
-    for done in range(0, 9000, 3):
-        store.extend([torch.arange(done, done + 3).view(3, 1)], 3)
-    assert sorted(store.columns[0].whole[:, 0].tolist()) == list(range(8996, 9000))
-    assert store.counters == [9000, 4, 0, 0]
 
 
 @pytest.mark.parametrize("written", [2**31 - 2, 2**32 - 1, 3 * (2**40 + 1)])
@@ -775,30 +765,6 @@ def test_quotients_of_any_width():
 
 
 # Threads
-
-
-def test_threads_write_and_sample_at_the_same_time():
-    """CASES 32: operations keep no state of their own, so that two threads on two storages don't meet."""
-    failures: list[BaseException] = []
-
-    def work(seed: int) -> None:
-        try:
-            store, rng = Store(COPIED, 64, copied=True, seed=seed), philox.new_state(seed, "cpu")
-            for turn in range(100):
-                sources = store.batch(5, seed + turn)
-                index = store.extend(sources, 5)
-                assert_same([column.whole[index] for column in store.columns], sources, exact=True)
-                found, index, _ = store.sample(rng, 16)
-                assert_same(found, [column.whole[index] for column in store.columns], exact=True)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in (100, 900)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
 
 
 @pytest.fixture

@@ -17,9 +17,8 @@ from gpubuf.kernels import config, philox, rows, trajectories
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.trajectories import Rule, _launch, reference
 from gpubuf.kernels.trajectories._cpu import update_ends
-from gpubuf.kernels.trajectories._triton import count_bits, lowest_bit, nearest_bit, nodes_of, words_of
+from gpubuf.kernels.trajectories._triton import nodes_of, words_of
 from gpubuf.kernels.trajectories._triton_stages import run_above, run_of_bytes, run_of_steps
-from tests.support.fake_cuda import fake_cuda
 from tests.support.trajectory_setup import Index
 
 # The contract
@@ -370,15 +369,6 @@ def test_flags_beside_identifiers(backend):
 
 
 @triton.jit
-def bits_kernel(words_ptr, lowest_ptr, highest_ptr, count_ptr, BLOCK: tl.constexpr):  # noqa: N803
-    i = tl.arange(0, BLOCK)
-    word = tl.load(words_ptr + i)
-    tl.store(count_ptr + i, count_bits(word))
-    tl.store(lowest_ptr + i, lowest_bit(word))
-    tl.store(highest_ptr + i, nearest_bit(word, False))
-
-
-@triton.jit
 def runs_kernel(cursor_ptr, n, words_ptr, run_ptr, steps, levels, BLOCK: tl.constexpr):  # noqa: N803
     """Per cursor and level: (first, last, number) of the run's words, (first, number, of how many) of its bytes."""
     i = tl.arange(0, BLOCK)
@@ -404,24 +394,6 @@ def sizes_kernel(size_ptr, n_words, levels, SHIFT: tl.constexpr):  # noqa: N803
     for level in range(levels):
         tl.store(size_ptr + 2 * level, words_of(n_words * 64, level))
         tl.store(size_ptr + 2 * level + 1, nodes_of(n_words, level, SHIFT))
-
-
-def test_positions_and_numbers_of_bits():
-    """Each single bit, the sign bit, and words whose bits round up to the next power of two in a float."""
-    words = [1 << k for k in range(64)] + [(1 << k) - 1 for k in range(1, 65)]
-    words += [((1 << 64) - 1) ^ ((1 << k) - 1) for k in range(64)] + [0b1011 << k for k in range(60)]
-    words += [3 << k for k in range(63)] + [0x5555555555555555, 0xAAAAAAAAAAAAAAAA, (1 << 63) | 1]
-    words += [1] * (512 - len(words))
-    signed = torch.tensor([w - 2**64 if w >> 63 else w for w in words])
-    lowest, highest, count = (torch.full_like(signed, -7) for _ in range(3))
-    with triton_on_cpu():
-        bits_kernel[(1,)](signed, lowest, highest, count, BLOCK=512)
-    assert lowest.tolist() == [(w & -w).bit_length() - 1 for w in words]
-    assert highest.tolist() == [w.bit_length() - 1 for w in words]
-    assert count.tolist() == [w.bit_count() for w in words]
-    with triton_on_cpu():
-        bits_kernel[(1,)](torch.zeros(512, dtype=torch.int64), lowest, highest, count, BLOCK=512)
-    assert not count.any()
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -526,36 +498,6 @@ def test_launches(monkeypatch):
     assert launches(10**6, 6 * 10**8, 1) <= 10
     assert launches(6 * 10**8, 6 * 10**8, 1) <= 12
     assert launches(0, 100, 1) == 0
-
-
-def test_no_host_sync(monkeypatch):
-    """The launchers on fake CUDA tensors, where reading a value raises; the kernels themselves are left out."""
-
-    class Nothing:
-        def __getitem__(self, grid):
-            return lambda *args, **kwargs: None
-
-    for module in (_launch.readers, _launch.writers):
-        for name in dir(module):
-            if name.startswith("trajectories_") and name.endswith("_kernel"):
-                monkeypatch.setattr(module, name, Nothing())
-    monkeypatch.setattr(_launch, "device_name", lambda device: None)
-    with fake_cuda():
-        for steps, envs, n in ((1000, 1, 1), (1000, 4096, 1), (10**6, 1, 10**6), (100, 3, 0)):
-            ends, sums = trajectories.new_index(steps, envs, 32, "cuda")
-            ring, rng = rows.new_ring("cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
-            signals = torch.zeros(1, 5, dtype=torch.int64, device="cuda")
-            rule = Rule(4)
-            _launch.update(ends, sums, ring, signals, True, n, steps, envs, 32, *rule)
-            _launch.resum(ends, sums, ring, steps, envs, 32, *rule)
-            index, length, last = _launch.draw(ends, sums, ring, rng, None, 8, steps, envs, 32, *rule)
-            assert (index.shape, length.shape, last.shape, last.dtype) == ((32,), (8,), (32,), torch.bool)
-            assert index.device.type == "cuda"
-            assert _launch.slices(ends, ring, index, 5, steps, envs)[0].shape == (160,)
-            assert _launch.bounds(ends, ring, index, steps, envs).shape == (3, 32)
-            eligible = torch.zeros(trajectories.eligible_words(steps * envs), dtype=torch.int64, device="cuda")
-            touched = _launch.update_eligible(eligible, ends, ring, n, 4, True, steps, envs)
-            assert touched.shape == (trajectories.touched_rows(n, 4, steps, envs),)
 
 
 def test_refusals_of_a_gpu():

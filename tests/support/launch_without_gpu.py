@@ -8,31 +8,20 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 import triton.language as tl
-from tensordict import TensorDict
 from triton import knobs
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 
-import gpubuf
 from benchmarks.measure.no_gpu import install
 from gpubuf.kernels import _launching
 from gpubuf.kernels._launching import _options, launch
-from gpubuf.kernels.categorical import _launch as categorical
-from gpubuf.kernels.norms import _launch as norms
-from gpubuf.kernels.philox import _launch as philox
-from gpubuf.kernels.philox import new_state
-from gpubuf.kernels.rows import _launch as rows
-from gpubuf.kernels.sac import _launch as sac
-from gpubuf.kernels.sum_tree import _launch as sum_tree
-from gpubuf.kernels.tanh_normal import _launch as tanh_normal
-from gpubuf.kernels.td import _launch as td
-from gpubuf.kernels.trajectories import _launch as trajectories
-
-FAMILIES = (categorical, norms, philox, rows, sac, sum_tree, tanh_normal, td, trajectories)
+from gpubuf.kernels.aot.operations import FAMILIES
+from gpubuf.kernels.aot.recorder import Recorder
 
 
 @triton.jit
@@ -92,61 +81,42 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, (int, float, bytes, str)) else None
 
 
-def every_operation(watch: Watch) -> dict[str, Any]:
-    """Kernels of every family: launched by Triton's path and directly, with the same arguments."""
-    differing, slow, kernels = [], [], set()
+class Twice(Recorder):
+    """Launches every kernel by Triton's path and directly, with the arguments of its first ahead-of-time call."""
 
-    def both(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-        kernels.add(kernel.__name__)
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+        self.kernels: set[str] = set()
+        self.differing: list[str] = []
+        self.slow: list[str] = []
+
+    def _note(self, kernel: Any, programs: int, *args: Any, **options: Any) -> None:
+        if kernel.__name__ in self.kernels:
+            return
+        self.kernels.add(kernel.__name__)
         # Triton would compile once more for the same options in another order, or left out.
         options.setdefault("num_warps", 4)
         given = {**_options(options["num_warps"], options.get("maxnreg")), **options}
-        expected, _ = watch.of(lambda: kernel[(programs,)](*args, **given))
-        # The first of a configuration goes by Triton.
-        launch(kernel, programs, *args, **options)
-        direct, by_triton = watch.of(lambda: launch(kernel, programs, *args, **options))
+        # Every tensor at an address of its own.
+        with mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: 2**46 + id(tensor)):
+            expected, _ = self.watch.of(lambda: kernel[(programs,)](*args, **given))
+            # The first of a configuration goes by Triton.
+            launch(kernel, programs, *args, **options)
+            direct, by_triton = self.watch.of(lambda: launch(kernel, programs, *args, **options))
         if direct != expected:
-            differing.append(f"{kernel.__name__}: {expected} {direct}")
+            self.differing.append(f"{kernel.__name__}: {expected} {direct}")
         if by_triton:
-            slow.append(kernel.__name__)
+            self.slow.append(kernel.__name__)
 
-    for family in FAMILIES:
-        family.launch = both
-    batch = TensorDict(
-        {"observation": torch.randn(300, 3), "reward": torch.randn(300, 1), "next": {"done": torch.ones(300, 1) > 0}},
-        [300],
-    )
-    storage = gpubuf.LazyTensorStorage(5000)
-    buffer = gpubuf.TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=storage, batch_size=64)
-    buffer.extend(batch)
-    # Kernels write nothing, so that no index that they return means anything.
-    buffer[torch.arange(300)] = batch
-    sampled = buffer.sample()
-    sampled["td_error"] = torch.rand(64)
-    buffer.update_tensordict_priority(sampled)
-    buffer.update_priority(torch.arange(2000), torch.rand(2000))
-    uniform = gpubuf.ReplayBuffer(storage=gpubuf.LazyTensorStorage(5000), batch_size=64)
-    uniform.extend(batch)
-    uniform.sample()
-    slices = gpubuf.SliceSampler(slice_len=4, end_key=("next", "done"))
-    episodes = gpubuf.ReplayBuffer(storage=gpubuf.LazyTensorStorage(5000), sampler=slices, batch_size=64)
-    episodes.extend(batch)
-    episodes.sample()
-    torch.ops.gpubuf.philox_uniform(new_state(1, "cpu"), 100)
-    loc, scale, noise = (torch.rand(64, 2, requires_grad=i < 2) for i in range(3))
-    action, log_prob = torch.ops.gpubuf.tanh_normal_sample(loc, scale, noise, None, None, -1.0, 1.0, 1)
-    (action.sum() + log_prob.sum()).backward()
-    # A bound of 0 as a float could not be looked up.
-    logits, rows = torch.rand(2, 64, 51, requires_grad=True), torch.rand(64)
-    one = torch.ones(())
-    mass = torch.ops.gpubuf.categorical_target(logits.detach(), rows, one, rows, rows, one, None, None, 0.0, 10.0, 0)
-    torch.ops.gpubuf.categorical_loss(logits, mass, None, None, 0.0, 10.0, 0, False, 1)[0].backward()
-    torch.ops.gpubuf.categorical_expected_value(logits, -10.0, 0.0).sum().backward()
-    x, weight = torch.rand(2, 9, 5, requires_grad=True), torch.rand(2, 1, 5)
-    torch.ops.gpubuf.norm_activation(x, weight, None, 1e-5, 0, 2)[0].sum().backward()
-    mean, var = torch.ops.gpubuf.norm_batch_moments(x.detach(), weight)
-    torch.ops.gpubuf.batch_norm_activation(x, weight, weight, mean, var, 1e-5, 1, True).sum().backward()
-    return {"differing": differing, "slow": slow, "kernels": sorted(kernels)}
+
+def every_operation(watch: Watch) -> dict[str, Any]:
+    """Kernels of families that differ in their arguments."""
+    twice = Twice(watch)
+    with torch.device("meta"):
+        for family in ("categorical", "norms", "philox", "rows", "sum_tree", "tanh_normal", "td", "trajectories"):
+            FAMILIES[family](twice)
+    return {"differing": twice.differing, "slow": twice.slow, "kernels": sorted(twice.kernels)}
 
 
 def fallbacks(watch: Watch) -> dict[str, Any]:

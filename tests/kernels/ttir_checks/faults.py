@@ -204,15 +204,6 @@ FAULTS = {
     "ticket without order": Fault(
         "philox._triton:take_ticket", 'sem="release"', 'sem="relaxed"', "race", philox_draws
     ),
-    "last ticket without order": Fault(
-        "philox._triton:is_last", 'sem="acquire"', 'sem="relaxed"', "race", philox_draws
-    ),
-    "every program advances": Fault(
-        "philox._triton:is_last", "tl.num_programs(0) - 1", "ticket", "race", philox_draws
-    ),
-    "mask one too long": Fault(
-        "philox._triton:philox_uniform_kernel", "i < n", "i <= n", "out-of-bounds", philox_draws
-    ),
     "no mask": Fault("trajectories._triton:store_slices", ", mask=i < n)", ")", "out-of-bounds", index_used),
     "offset of a level": Fault(
         "sum_tree._triton_stages:stage_refresh", "tl.multiple_of(below, 1 << columns)", "below + 4",
@@ -223,19 +214,6 @@ FAULTS = {
     ),
     "losers write too": Fault(
         "rows._triton_write:rows_write_kernel", "mask & valid & winner", "mask & valid", "duplicate", rows_written
-    ),
-    "store in the place of an atomic": Fault(
-        "sum_tree._triton_stages:stage_claim",
-        'tl.atomic_max(bits_ptr + row, i.to(tl.uint32) | TAG, mask=claims, sem="relaxed")',
-        "tl.store(bits_ptr + row, i.to(tl.uint32) | TAG, mask=claims)", "duplicate", tree_used,
-    ),
-    "weights of a mark differ": Fault(
-        "sum_tree._triton_stages:stage_mark", "leaves_ptr + row, weight,", "leaves_ptr + (row >> 1), weight + i,",
-        "duplicate", tree_used,
-    ),
-    "another's word": Fault(
-        "trajectories._triton_stages:stage_weights", "sums_ptr + other, weight",
-        "sums_ptr + other // 2, weight + env", "duplicate", index_used,
     ),
     "scratch left out": Fault(
         "trajectories._triton_stages:stage_weights", "mask=active & (j == run_words)", "mask=active & (j > run_words)",

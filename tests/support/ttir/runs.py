@@ -58,8 +58,7 @@ RUNS = {
 }
 
 LEFT_OUT = (
-    "numba opcheck gradcheck reachable million distribution thousands_of_wraps drift run_of_steps host_sync "
-    "waits_for_a_gpu test_launches plan_covers blocked_sums threads in_the_order"
+    "numba opcheck gradcheck reachable distribution drift run_of_steps waits_for test_launches plan_covers threads"
 )
 """Words in names of tests that reach nothing that the others don't, and are slow, or count what is launched."""
 
