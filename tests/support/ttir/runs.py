@@ -57,9 +57,7 @@ RUNS = {
     ),
 }
 
-LEFT_OUT = (
-    "numba opcheck gradcheck reachable distribution drift run_of_steps waits_for test_launches plan_covers threads"
-)
+LEFT_OUT = "numba opcheck gradcheck reachable distribution drift run_of_steps test_launches plan_covers threads"
 """Words in names of tests that reach nothing that the others don't, and are slow, or count what is launched."""
 
 UNMARKED = """
