@@ -19,7 +19,7 @@ from gpubuf.kernels.trajectories import Rule, _launch, reference
 from gpubuf.kernels.trajectories._cpu import update_ends
 from gpubuf.kernels.trajectories._triton import nodes_of, words_of
 from gpubuf.kernels.trajectories._triton_stages import run_above, run_of_bytes, run_of_steps
-from tests.support.trajectory_setup import Index
+from tests.contracts.trajectories import Index
 
 # The contract
 

@@ -23,8 +23,8 @@ from gpubuf.kernels.rows import NEXT
 from gpubuf.kernels.rows import _launch as rows_launch
 from gpubuf.kernels.trajectories import Rule
 from tests.contracts.rows import COPIED, Spec, Store
+from tests.contracts.trajectories import Index
 from tests.support.optim_setup import Form, Step
-from tests.support.trajectory_setup import Index
 from tests.support.ttir.blocks import blocks
 from tests.support.ttir.declared import declarations, unexplained
 from tests.support.ttir.launch import Executor
