@@ -25,12 +25,6 @@ DTYPES: dict[str, np.dtype] = {
 }
 
 
-class Undefined:
-    """What is told about undefined behaviour: set for a launch to a function of a message."""
-
-    note: Callable[[str], None] = staticmethod(lambda message: None)
-
-
 def dtype_of(elem: str) -> np.dtype:
     return DTYPES["i64"] if elem.startswith("ptr:") else DTYPES[elem]
 
@@ -56,10 +50,7 @@ def _amount(a: Any, b: Any) -> tuple[Any, Any]:
     """(distance of a shift of ``a``, where ``b`` is a legal one)."""
     bits = 8 * a.dtype.itemsize
     legal = (b >= 0) & (b < bits)
-    if not legal.all():
-        Undefined.note("shift by the width or more")
-        b = np.where(legal, b, bits - 1).astype(b.dtype)[()]
-    return b, legal
+    return b if legal.all() else np.where(legal, b, bits - 1).astype(b.dtype)[()], legal
 
 
 def shl(a: Any, b: Any) -> Any:
@@ -77,10 +68,7 @@ def shru(a: Any, b: Any) -> Any:
 
 
 def _divisor(b: Any) -> Any:
-    if b.all():
-        return b
-    Undefined.note("division by zero")
-    return np.where(b == 0, 1, b).astype(b.dtype)[()]
+    return b if b.all() else np.where(b == 0, 1, b).astype(b.dtype)[()]
 
 
 def divs(a: Any, b: Any) -> Any:
@@ -129,8 +117,6 @@ def fptosi(x: Any, dtype: np.dtype) -> Any:
     info = np.iinfo(dtype)
     top = x.dtype.type(-float(info.min))
     good = (x >= -top) & (x < top)
-    if not good.all():
-        Undefined.note("float to integer: NaN or out of range")
     out = np.where(good, x, x.dtype.type(0)).astype(dtype)
     return np.where(x >= top, info.max, np.where(x < -top, info.min, out)).astype(dtype)[()]
 

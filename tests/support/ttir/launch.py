@@ -136,7 +136,6 @@ class Executor:
         name, count = program.name, grid[0] * grid[1] * grid[2]
         self.report.launched(name, count)
         order = self._random.permutation(count).tolist()
-        arithmetic.Undefined.note = lambda message: self.report.add("undefined", name, message)
         machine = Machine(program, grid, bounds, self.storages, self.report, self._random)
         with np.errstate(all="ignore"):
             machine.run(arguments, order)

@@ -34,7 +34,6 @@ LOW = {
     "duplicate-equal": "lanes of one store give a place one value",
     "beyond-view": "outside the tensor passed, within its storage",
     "hint": "a pointer is no multiple of what tl.multiple_of says",
-    "undefined": "division by zero, shift by the width, float out of an integer's range",
     "truncated": "more places in conflict than are looked at",
 }
 """Kinds of findings that a reader may want to know."""
