@@ -38,10 +38,10 @@ def test_every_kernel_belongs_to_a_run():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checks", ["ttir_checks/executor", "ttir_checks/faults", "ptx_checks/executor"])
+@pytest.mark.parametrize("checks", ["ttir", "faults", "ptx"])
 def test_the_gates_themselves(checks, tmp_path):
     """Case 47: a name that enters a loop as another one. Case 48: an integer that is 1 in a tuple."""
-    done = run_pytest(f"tests/kernels/{checks}.py", report=tmp_path / "report.json")
+    done = run_pytest(f"tests/kernels/gate_checks/{checks}.py", report=tmp_path / "report.json")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
 
 
