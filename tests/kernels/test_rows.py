@@ -72,6 +72,7 @@ STORES: dict[str, dict[str, Any]] = {
     "shared": {"specs": SHARED, "capacity": 13, "slots": 13},
     "shared, records": {"specs": SHARED, "capacity": 21, "envs": 3, "slots": 40, "layout": "record"},
 }
+OF_THE_GATES = ("copied", "copied, split", "shared, records")
 
 
 def written_often(store: Store, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,8 +99,9 @@ def check_reads(store: Store, seed: int, n_steps: int) -> None:
     assert rng.tolist() == [seed, 6, 0]
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("name", STORES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.gate] * (name in OF_THE_GATES)) for name in STORES]
+)
 def test_histories(backend, name):
     """CASES 11, 15, 36, 37, 39, 46: writes of every length, in place and stale ones, and reads of what is there."""
     store = Store(**STORES[name])
