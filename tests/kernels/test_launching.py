@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,65 +100,53 @@ def test_the_interpreter_launches_by_itself(monkeypatch):
     assert called == [((3,), (1, 2), {"num_warps": 8, "enable_fp_fusion": True, "BLOCK": 4})] * 2
 
 
-@pytest.fixture(scope="module")
-def without_gpu():
-    """What came of ``tests.support.launch_without_gpu``."""
+def launched(what: str) -> dict[str, Any]:
+    """What came of ``python -m tests.support.launch_without_gpu``."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     del environment["TRITON_INTERPRET"]
-    command = [sys.executable, "-m", "tests.support.launch_without_gpu"]
+    command = [sys.executable, "-m", "tests.support.launch_without_gpu", what]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_a_direct_launch_passes_what_triton_passes(without_gpu):
-    operations = without_gpu["operations"]
-    assert operations["differing"] == []
-    assert len(operations["kernels"]) > 30
-
-
-def test_every_kernel_is_launched_directly_the_second_time(without_gpu):
-    assert without_gpu["operations"]["slow"] == []
-
-
-def test_what_is_recorded_reaches_the_driver(without_gpu):
-    at_driver, at_launcher = without_gpu["launches"]
+    found = json.loads(done.stdout.splitlines()[-1])
+    at_driver, at_launcher = found["launches"]
     assert at_driver == at_launcher > 0
+    return found
+
+
+@pytest.mark.slow
+def test_every_kernel_is_launched_as_triton_does():
+    """Directly the second time, with the same arguments at the launcher."""
+    found = launched("kernels")
+    assert found["differing"] == found["slow"] == []
+    assert len(found["kernels"]) > 50
+
+
+@pytest.fixture(scope="module")
+def fallbacks():
+    return launched("fallbacks")
 
 
 @pytest.mark.parametrize(
     "name", ["misaligned", "dtype", "one", "not divisible", "integer factor", "bool factor", "warps", "constexpr"]
 )
-def test_another_specialisation_is_another_function(without_gpu, name):
-    fallbacks = without_gpu["fallbacks"]
+def test_another_specialisation_is_another_function(fallbacks, name):
     assert fallbacks["first"] == [1, 0, 0]
     assert fallbacks[name] == [1, 0, 1]
     functions = fallbacks["functions"]
     assert [other for other, function in functions.items() if function == functions[name]] == [name]
 
 
-def test_constexprs_that_are_equal_and_differ_go_by_triton(without_gpu):
-    assert without_gpu["fallbacks"]["zero"] == without_gpu["fallbacks"]["nan"] == [1, 1]
-
-
-def test_constexprs_in_another_order_go_by_triton(without_gpu):
-    assert without_gpu["fallbacks"]["order of constexprs"] == 1
-
-
-def test_hooks_hear_of_every_launch(without_gpu):
-    fallbacks = without_gpu["fallbacks"]
+def test_what_goes_by_triton(fallbacks):
+    """Constexprs that are equal and differ, or come in another order; launches that hooks hear; a replaced ``run``."""
+    assert fallbacks["zero"] == fallbacks["nan"] == [1, 1]
+    assert fallbacks["order of constexprs"] == 1
     assert fallbacks["hooks"] == [1, 1, 1]
     assert fallbacks["heard"] == 3
+    assert fallbacks["replaced run"] == "run"
+
+
+def test_what_is_launched_directly(fallbacks):
+    """After all of that; parameters and subclasses of tensors, too. Only so many configurations are kept."""
     assert fallbacks["after all"] == 0
-
-
-def test_who_replaces_triton_s_run_gets_every_launch(without_gpu):
-    assert without_gpu["fallbacks"]["replaced run"] == "run"
-
-
-def test_no_more_configurations_are_kept_than_that(without_gpu):
-    assert 0 < without_gpu["fallbacks"]["kept"] <= 4
-
-
-def test_parameters_and_subclasses_of_tensors_are_launched_directly(without_gpu):
-    assert without_gpu["fallbacks"]["parameter"] == without_gpu["fallbacks"]["subclass"] == [1, 0]
+    assert fallbacks["parameter"] == fallbacks["subclass"] == [1, 0]
+    assert 0 < fallbacks["kept"] <= 4

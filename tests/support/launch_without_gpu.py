@@ -1,12 +1,13 @@
 """Launches kernels twice, by Triton's own path and by ``gpubuf.kernels._launching``, over a driver that does nothing.
 
-Run as ``python -m tests.support.launch_without_gpu``, in a process without the interpreter. It prints one line of JSON:
-what came of each check, by name.
+Run as ``python -m tests.support.launch_without_gpu kernels`` or ``fallbacks``, in a process without the interpreter. It
+prints one line of JSON: what came of each check, by name.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 from unittest import mock
 
@@ -110,12 +111,11 @@ class Twice(Recorder):
             self.slow.append(kernel.__name__)
 
 
-def every_operation(watch: Watch) -> dict[str, Any]:
-    """Kernels of families that differ in their arguments."""
+def every_kernel(watch: Watch) -> dict[str, Any]:
     twice = Twice(watch)
     with torch.device("meta"):
-        for family in ("categorical", "norms", "philox", "rows", "sum_tree", "tanh_normal", "td", "trajectories"):
-            FAMILIES[family](twice)
+        for family in FAMILIES.values():
+            family(twice)
     return {"differing": twice.differing, "slow": twice.slow, "kernels": sorted(twice.kernels)}
 
 
@@ -189,9 +189,8 @@ def fallbacks(watch: Watch) -> dict[str, Any]:
 def main() -> None:
     stub = install()
     watch = Watch()
-    found = {"operations": every_operation(watch), "fallbacks": fallbacks(watch)}
-    found["launches"] = [stub.launches(), len(watch.calls)]
-    print(json.dumps(found))
+    found = {"kernels": every_kernel, "fallbacks": fallbacks}[sys.argv[1]](watch)
+    print(json.dumps({**found, "launches": [stub.launches(), len(watch.calls)]}))
 
 
 if __name__ == "__main__":
