@@ -205,11 +205,12 @@ def update(
         if not single:
             _launch_sums(sums, ring, others, n, runs[0] * envs, n_others, steps, envs, shape, chosen)
         return
-    bits: dict[str, Any] = {"BY_ID": by_id, "BLOCK_BYTES": chosen.block_bytes, "num_warps": chosen.num_warps}
+    sizes: dict[str, Any] = {"BLOCK_BYTES": chosen.block_bytes, "num_warps": chosen.num_warps}
     lowest, *above = [cdiv(count * envs, chosen.block_bytes) for count in run_bytes(n + by_id, steps, shape.slots)]
-    launch(writers.trajectories_bits_kernel, lowest, ends, ring, signals, n_signals, n, steps, envs, SPAN=span, **bits)
+    arguments = (ends, ring, signals, n_signals, n, steps, envs)
+    launch(writers.trajectories_bits_kernel, lowest, *arguments, BY_ID=by_id, SPAN=span, **sizes)
     for level, grid in enumerate(above, 1):
-        launch(writers.trajectories_bits_above_kernel, grid, ends, ring, n, level, steps, envs, **bits)
+        launch(writers.trajectories_bits_above_kernel, grid, ends, ring, n, level, steps, envs, BY_ID=by_id, **sizes)
     _launch_weights(ends, sums, ring, others, n, runs[0], n_others, steps, envs, rule, shape, chosen)
 
 

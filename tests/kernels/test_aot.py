@@ -1,6 +1,8 @@
 """Every kernel compiles to machine code for four targets, within the register file of NVIDIA's, aligned or not."""
 
 import ast
+import importlib
+import inspect
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,14 @@ def test_every_kernel_has_a_spec():
     (most,) = (spec for spec in demanding(specs, 1) if "sum_tree_draw" in spec.kernel)
     assert most.constexprs["HAS_ELIGIBLE"]
     assert most.constexprs["STRATIFIED"]
+
+
+def test_constexprs_are_passed_in_the_order_of_the_kernel():
+    """In another one, every launch takes Triton's own path, which is slower."""
+    for spec in all_specs():
+        module, _, name = spec.kernel.partition(":")
+        parameters = list(inspect.signature(getattr(importlib.import_module(module), name).fn).parameters)
+        assert parameters == [*spec.signature, *spec.constexprs], spec.kernel
 
 
 COUNTS = {"n", "count", "total", "n_rows", "n_others", "n_signals", "n_keys"}
