@@ -28,12 +28,14 @@ class Run:
         blocks: sizes of programs that all tests are run with on TTIR, see :mod:`tests.support.ttir.blocks`. Those of
             the gates have small ones.
         ptx_blocks: those on PTX.
+        marked: whether the tests of the gates reach every kernel with several programs. Else the gate on TTIR runs all.
     """
 
     tests: str
     families: tuple[str, ...]
     blocks: Sequence[str]
     ptx_blocks: str
+    marked: bool
 
     def arguments(self, blocks: Sequence[str], *, every: bool) -> list[str]:
         """What pytest is told. ``every``: all tests, not only those of the gates."""
@@ -48,12 +50,14 @@ RUNS = {
         ("philox", "rows", "sum_tree", "trajectories"),
         BLOCKS,
         "default",
+        marked=True,
     ),
     "learning": Run(
         "losses losses_edges tanh_normal categorical moments norms optim",
         ("tanh_normal", "sac", "td", "categorical", "discrete_sac", "moments", "norms", "optim"),
         ("default", "stages"),
         "stages",
+        marked=False,
     ),
 }
 
