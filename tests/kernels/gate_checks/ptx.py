@@ -105,7 +105,7 @@ def test_faults(executor, fault):
     assert executor.report.kinds() == {fault}
     (found,) = executor.report.findings.values()
     assert found.kernel == "sum_kernel"
-    assert re.search(r"(executor|standard)\.py:\d+$", found.places[0])
+    assert re.search(r"(ptx|standard)\.py:\d+$", found.places[0])
 
 
 @pytest.mark.parametrize("removed", [False, True])
