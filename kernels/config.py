@@ -173,11 +173,7 @@ def _rows_tile(name: str) -> Callable[[Mapping[str, int], BlockConfig], int]:
 
 SPACES: dict[str, Space] = {
     "rows_copy": Space(
-        ("rows",),
-        ("n_bytes",),
-        RowsConfig,
-        tile=lambda sizes, config: config.tile,
-        refusal=_rows_refusal,
+        ("rows",), ("n_bytes",), RowsConfig, tile=lambda sizes, config: config.tile, refusal=_rows_refusal
     ),
     "sum_tree": Space(
         ("sum_tree",), ("capacity",), FanOut, tile=lambda sizes, config: config.fan_out, refusal=_fan_out_refusal
@@ -217,10 +213,7 @@ SPACES: dict[str, Space] = {
     "atom_rows": Space(("categorical",), ("n", "atoms"), BlockConfig, tile=_rows_tile("atoms")),
     "norm_rows": Space(("norms",), ("n", "width"), BlockConfig, tile=_rows_tile("width")),
     "norm_columns": Space(
-        ("norms",),
-        ("n", "width"),
-        TileConfig,
-        tile=lambda sizes, config: config.block_rows * config.block_columns,
+        ("norms",), ("n", "width"), TileConfig, tile=lambda sizes, config: config.block_rows * config.block_columns
     ),
 }
 """Every operation that can be tuned, by its name in tuned files."""
@@ -306,20 +299,19 @@ def forget() -> None:
     _forget_choices()
 
 
-def tuned(operation: str, device_name: str | None, directory: Path | None = None, **sizes: int) -> Any:
+def tuned(operation: str, device_name: str | None, **sizes: int) -> Any:
     """The configuration of an operation that :func:`using` or a tuned file gives, or None.
 
     Args:
         operation: a name of :data:`SPACES`.
         device_name: as ``torch.cuda.get_device_name`` gives it; None for the CPU and the interpreter.
-        directory: where the tuned files are; None: see :func:`gpubuf.kernels._tuned.folders`.
         sizes: those that the configuration depends on.
     """
     if operation in _explicit:
         return _explicit[operation]
     if device_name is None or not _use_files:
         return None
-    for folder in folders() if directory is None else [directory]:
+    for folder in folders():
         points = _load(folder / f"{slug(device_name)}.json", device_name).points.get(operation, ())
         point = nearest(points, sizes, SPACES[operation].exact)
         if point is not None:
@@ -339,7 +331,7 @@ def _choice(operation: str) -> Callable[[_Choice], _Choice]:
             given.apply_defaults()
             values = given.arguments
             sizes = {name: int(values[name]) for name in SPACES[operation].sizes}
-            found = tuned(operation, values["device_name"], values["directory"], **sizes)
+            found = tuned(operation, values["device_name"], **sizes)
             return rule(*args, **named) if found is None else found
 
         return _remembered(cast(_Choice, chosen))
@@ -351,7 +343,7 @@ def _choice(operation: str) -> Callable[[_Choice], _Choice]:
 
 
 @_choice("rows_copy")
-def rows_copy(n_bytes: int, device_name: str | None = None, directory: Path | None = None) -> RowsConfig:
+def rows_copy(n_bytes: int, device_name: str | None = None) -> RowsConfig:
     """Launch configuration of a copy of ``n_bytes`` bytes.
 
     The rule: two elements a thread up to 1 MiB, four beyond, eight from 4 MiB on. A small copy takes as long as a few
@@ -382,13 +374,7 @@ def _fan_out(count: int, device_type: str, explicit: int | None, found: FanOut |
 
 
 @_remembered
-def tree_fan_out(
-    capacity: int,
-    device_type: str,
-    device_name: str | None = None,
-    explicit: int | None = None,
-    directory: Path | None = None,
-) -> int:
+def tree_fan_out(capacity: int, device_type: str, device_name: str | None = None, explicit: int | None = None) -> int:
     """Fan-out of a sum tree: children per node, a power of two.
 
     The rule: 16 on a CPU, one cache line of leaves. On a GPU a level costs a round trip to memory and a wide node costs
@@ -397,11 +383,11 @@ def tree_fan_out(
     Raises:
         ValueError: ``explicit`` is not a power of two of at least 2.
     """
-    return _fan_out(capacity, device_type, explicit, tuned("sum_tree", device_name, directory, capacity=capacity))
+    return _fan_out(capacity, device_type, explicit, tuned("sum_tree", device_name, capacity=capacity))
 
 
 @_choice("sum_tree_update")
-def tree_update(fan_out: int, n: int, device_name: str | None = None, directory: Path | None = None) -> UpdateConfig:
+def tree_update(fan_out: int, n: int, device_name: str | None = None) -> UpdateConfig:
     """Launch configuration of an update or a mark of ``n`` rows.
 
     The rule: up to 1024 entries take one launch of one program, which beats one launch for each level. Eight warps keep
@@ -417,7 +403,7 @@ def tree_update(fan_out: int, n: int, device_name: str | None = None, directory:
 
 
 @_choice("sum_tree_draw")
-def tree_draw(fan_out: int, n: int, device_name: str | None = None, directory: Path | None = None) -> DrawConfig:
+def tree_draw(fan_out: int, n: int, device_name: str | None = None) -> DrawConfig:
     """Launch configuration of ``n`` draws.
 
     The rule: many small programs while they fit the processor side by side, then programs of up to 512 children. These
@@ -434,12 +420,7 @@ def index_words(steps: int, envs: int) -> int:
 
 @_remembered
 def index_fan_out(
-    steps: int,
-    envs: int,
-    device_type: str,
-    device_name: str | None = None,
-    explicit: int | None = None,
-    directory: Path | None = None,
+    steps: int, envs: int, device_type: str, device_name: str | None = None, explicit: int | None = None
 ) -> int:
     """Fan-out of the sums of a trajectory index, over its words; see :func:`tree_fan_out`.
 
@@ -447,7 +428,7 @@ def index_fan_out(
         ValueError: ``explicit`` is not a power of two of at least 2.
     """
     words = index_words(steps, envs)
-    return _fan_out(words, device_type, explicit, tuned("trajectories", device_name, directory, words=words))
+    return _fan_out(words, device_type, explicit, tuned("trajectories", device_name, words=words))
 
 
 def _floor_power(number: int) -> int:
@@ -466,13 +447,7 @@ def index_span(n: int, by_id: bool) -> int:
 
 @_choice("trajectories_update")
 def index_update(
-    fan_out: int,
-    n: int,
-    run_words: int,
-    envs: int,
-    by_id: bool = False,
-    device_name: str | None = None,
-    directory: Path | None = None,
+    fan_out: int, n: int, run_words: int, envs: int, by_id: bool = False, device_name: str | None = None
 ) -> IndexConfig:
     """Launch configuration of an update of ``n`` steps, which lie in ``run_words`` words of each environment.
 
@@ -490,9 +465,7 @@ def index_update(
 
 
 @_choice("trajectories_draw")
-def index_draw(
-    fan_out: int, n: int, slice_len: int, device_name: str | None = None, directory: Path | None = None
-) -> SliceConfig:
+def index_draw(fan_out: int, n: int, slice_len: int, device_name: str | None = None) -> SliceConfig:
     """Launch configuration of ``n`` drawn slices.
 
     The rule: a slice a program while they all fit the processor side by side, since a warp that draws several takes
@@ -514,9 +487,7 @@ def index_slices(n: int, slice_len: int) -> SliceConfig:
 
 
 @_choice("tanh_normal_sample")
-def tanh_normal_sample(
-    n: int, width: int, device_name: str | None = None, directory: Path | None = None
-) -> BlockConfig:
+def tanh_normal_sample(n: int, width: int, device_name: str | None = None) -> BlockConfig:
     """Launch configuration of ``n`` samples of ``width`` numbers. The rule: no more elements than there are."""
     row = ceil_power(width)
     block = row * min(max(TANH_NORMAL_BLOCK // row, 1), ceil_power(n))
@@ -524,20 +495,20 @@ def tanh_normal_sample(
 
 
 @_choice("tanh_normal_backward")
-def tanh_normal_backward(n: int, device_name: str | None = None, directory: Path | None = None) -> BlockConfig:
+def tanh_normal_backward(n: int, device_name: str | None = None) -> BlockConfig:
     """Launch configuration of the gradients of ``n`` elements."""
     return BlockConfig(TANH_NORMAL_BLOCK, 4)
 
 
 @_choice("loss_rows")
-def loss_rows(n: int, device_name: str | None = None, directory: Path | None = None) -> BlockConfig:
+def loss_rows(n: int, device_name: str | None = None) -> BlockConfig:
     """Launch configuration of a kernel of a loss over ``n`` rows. The rule: one program while it can."""
     block = min(max(ceil_power(n), 32), LOSS_BLOCK)
     return BlockConfig(block, min(max(block // 64, 1), 16))
 
 
 @_choice("atom_rows")
-def atom_rows(n: int, atoms: int, device_name: str | None = None, directory: Path | None = None) -> BlockConfig:
+def atom_rows(n: int, atoms: int, device_name: str | None = None) -> BlockConfig:
     """Launch configuration of ``n`` rows of atoms. The rule: up to 1024 numbers and 32 rows, no more than there are."""
     width = ceil_power(atoms)
     block = max(min(MATRIX_TILE // width, 32, ceil_power(n)), 1)
@@ -553,7 +524,7 @@ def moments_tile(n: int, elements: int) -> TileConfig:
 
 
 @_choice("norm_rows")
-def norm_rows(n: int, width: int, device_name: str | None = None, directory: Path | None = None) -> BlockConfig:
+def norm_rows(n: int, width: int, device_name: str | None = None) -> BlockConfig:
     """Launch configuration of layer norm or RMS norm of ``n`` rows of a net. The rule: up to 1024 numbers at a time."""
     row = ceil_power(width)
     block = min(max(MATRIX_TILE // row, 1), ceil_power(n))
@@ -561,7 +532,7 @@ def norm_rows(n: int, width: int, device_name: str | None = None, directory: Pat
 
 
 @_choice("norm_columns")
-def norm_columns(n: int, width: int, device_name: str | None = None, directory: Path | None = None) -> TileConfig:
+def norm_columns(n: int, width: int, device_name: str | None = None) -> TileConfig:
     """Launch configuration of batch norm of ``n`` rows of a net.
 
     The rule: columns of a whole line of the cache in float32, and up to 1024 numbers at a time.

@@ -22,16 +22,16 @@ def no_files_remembered():
 
 
 @pytest.fixture
-def write(tmp_path):
-    """Writes the tuned file of a folder."""
+def write(tmp_path, monkeypatch):
+    """Writes the only tuned file."""
+    monkeypatch.setattr(config, "folders", lambda: [tmp_path])
     return functools.partial(write_file, tmp_path)
 
 
 @pytest.fixture
-def directory(write):
-    """A folder with one tuned file."""
+def tuned_file(write):
     update = {"single_program": False, "block_entries": 128, "block_nodes": 8, "num_warps": 2}
-    return write(
+    write(
         {
             "rows_copy": [point({"tile": 2 ** (n // 5 + 5), "num_warps": 2}, n_bytes=2**n) for n in (10, 30)],
             "sum_tree": [point({"fan_out": 16}, capacity=1_000), point({"fan_out": 128}, capacity=1_000_000)],
@@ -77,19 +77,19 @@ class TestNearest:
 
 
 class TestFanOut:
-    def test_explicit(self, directory):
+    def test_explicit(self, tuned_file):
         for device_type in ("cpu", "cuda"):
-            assert config.tree_fan_out(1_000_000, device_type, DEVICE, 8, directory) == 8
+            assert config.tree_fan_out(1_000_000, device_type, DEVICE, 8) == 8
         for wrong in (0, 1, 3, 48):
             with pytest.raises(ValueError, match=f"power of two of at least 2, but is {wrong}"):
                 config.tree_fan_out(10, "cpu", explicit=wrong)
 
-    def test_tuned(self, directory):
-        assert config.tree_fan_out(900_000, "cuda", DEVICE, directory=directory) == 128
-        assert config.tree_fan_out(400, "cuda", DEVICE, directory=directory) == 16
-        assert config.tree_fan_out(10**9, "cuda", DEVICE, directory=directory) == 64, "out of reach"
-        assert config.tree_fan_out(900_000, "cuda", "another device", directory=directory) == 32
-        assert config.tree_fan_out(900_000, "cpu", DEVICE, directory=directory) == 16
+    def test_tuned(self, tuned_file):
+        assert config.tree_fan_out(900_000, "cuda", DEVICE) == 128
+        assert config.tree_fan_out(400, "cuda", DEVICE) == 16
+        assert config.tree_fan_out(10**9, "cuda", DEVICE) == 64, "out of reach"
+        assert config.tree_fan_out(900_000, "cuda", "another device") == 32
+        assert config.tree_fan_out(900_000, "cpu", DEVICE) == 16
 
     @pytest.mark.parametrize(
         ("capacity", "due"), [(1, 16), (16, 16), (17, 32), (33, 64), (65, 16), (10**6, 32), (6 * 10**8, 64)]
@@ -110,27 +110,27 @@ class TestFanOut:
 
 
 class TestLaunches:
-    def test_tuned_draw(self, directory):
-        assert config.tree_draw(32, 300, DEVICE, directory) == DrawConfig(2, 1)
-        assert config.tree_draw(32, 10**6, DEVICE, directory) == DrawConfig(64, 8)
-        assert config.tree_draw(32, 10**7, DEVICE, directory) == config.tree_draw(32, 10**7), "out of reach"
+    def test_tuned_draw(self, tuned_file):
+        assert config.tree_draw(32, 300, DEVICE) == DrawConfig(2, 1)
+        assert config.tree_draw(32, 10**6, DEVICE) == DrawConfig(64, 8)
+        assert config.tree_draw(32, 10**7, DEVICE) == config.tree_draw(32, 10**7), "out of reach"
 
-    def test_points_of_another_fan_out_do_not_count(self, directory):
-        assert config.tree_draw(64, 300, DEVICE, directory) == config.tree_draw(64, 300)
-        assert config.tree_update(32, 512, DEVICE, directory) == config.tree_update(32, 512)
+    def test_points_of_another_fan_out_do_not_count(self, tuned_file):
+        assert config.tree_draw(64, 300, DEVICE) == config.tree_draw(64, 300)
+        assert config.tree_update(32, 512, DEVICE) == config.tree_update(32, 512)
 
-    def test_tuned_update(self, directory):
-        assert config.tree_update(64, 5_000, DEVICE, directory) == UpdateConfig(False, 128, 8, 2)
+    def test_tuned_update(self, tuned_file):
+        assert config.tree_update(64, 5_000, DEVICE) == UpdateConfig(False, 128, 8, 2)
 
-    def test_tuned_rows(self, directory):
-        assert config.rows_copy(1500, DEVICE, directory) == RowsConfig(128, 2)
-        assert config.rows_copy(2**28, DEVICE, directory) == RowsConfig(2048, 2)
-        assert config.rows_copy(1500, "another", directory) == config.rows_copy(1500)
+    def test_tuned_rows(self, tuned_file):
+        assert config.rows_copy(1500, DEVICE) == RowsConfig(128, 2)
+        assert config.rows_copy(2**28, DEVICE) == RowsConfig(2048, 2)
+        assert config.rows_copy(1500, "another") == config.rows_copy(1500)
 
-    def test_tuned_blocks(self, directory):
-        assert config.tanh_normal_sample(256, 6, DEVICE, directory) == BlockConfig(64, 2)
-        assert config.tanh_normal_backward(1000, DEVICE, directory) == BlockConfig(128, 2)
-        assert config.loss_rows(300, DEVICE, directory) == BlockConfig(256, 8)
+    def test_tuned_blocks(self, tuned_file):
+        assert config.tanh_normal_sample(256, 6, DEVICE) == BlockConfig(64, 2)
+        assert config.tanh_normal_backward(1000, DEVICE) == BlockConfig(128, 2)
+        assert config.loss_rows(300, DEVICE) == BlockConfig(256, 8)
         assert config.loss_rows(300) == BlockConfig(512, 8)
 
     @pytest.mark.parametrize(
@@ -170,30 +170,30 @@ class TestIndex:
             config.index_fan_out(10, 1, "cuda", explicit=5)
 
     def test_fan_out_has_its_own_tuned_points(self, write):
-        folder = write({"trajectories": [point({"fan_out": 128}, words=100)]})
-        assert config.index_fan_out(6400, 1, "cuda", DEVICE, directory=folder) == 128
-        assert config.tree_fan_out(100, "cuda", DEVICE, directory=folder) == 16
+        write({"trajectories": [point({"fan_out": 128}, words=100)]})
+        assert config.index_fan_out(6400, 1, "cuda", DEVICE) == 128
+        assert config.tree_fan_out(100, "cuda", DEVICE) == 16
 
     def test_tuned_launches(self, write):
         update = {"block_envs": 0, "block_bytes": 2, "block_weights": 8, "block_nodes": 1, "num_warps": 1}
         draw = {"block_slices": 2, "block_steps": 8, "num_warps": 1}
-        folder = write(
+        write(
             {
                 "trajectories_update": [point(update, fan_out=32, n=1, envs=9, by_id=0)],
                 "trajectories_draw": [point(draw, fan_out=32, n=64, slice_len=4)],
             }
         )
-        assert config.index_update(32, 2, 1, 8, False, DEVICE, folder) == IndexConfig(0, 2, 8, 1, 1)
-        assert config.index_update(32, 2, 1, 8, True, DEVICE, folder) == config.index_update(32, 2, 1, 8, True)
-        assert config.index_draw(32, 100, 5, DEVICE, folder) == SliceConfig(2, 8, 1)
-        assert config.index_draw(64, 100, 5, DEVICE, folder) == config.index_draw(64, 100, 5)
+        assert config.index_update(32, 2, 1, 8, False, DEVICE) == IndexConfig(0, 2, 8, 1, 1)
+        assert config.index_update(32, 2, 1, 8, True, DEVICE) == config.index_update(32, 2, 1, 8, True)
+        assert config.index_draw(32, 100, 5, DEVICE) == SliceConfig(2, 8, 1)
+        assert config.index_draw(64, 100, 5, DEVICE) == config.index_draw(64, 100, 5)
 
     def test_a_rebuild_is_out_of_reach_of_single_steps(self, write):
         """A configuration for one step makes one program do all: for millions of steps that would take seconds."""
         update = {"block_envs": 1, "block_bytes": 16, "block_weights": 16, "block_nodes": 1, "num_warps": 1}
-        folder = write({"trajectories_update": [point(update, fan_out=32, n=1, envs=1, by_id=0)]})
-        assert config.index_update(32, 1, 1, 1, False, DEVICE, folder).block_envs == 1
-        assert config.index_update(32, 10**8, 10**8 // 64, 1, False, DEVICE, folder).block_envs == 0
+        write({"trajectories_update": [point(update, fan_out=32, n=1, envs=1, by_id=0)]})
+        assert config.index_update(32, 1, 1, 1, False, DEVICE).block_envs == 1
+        assert config.index_update(32, 10**8, 10**8 // 64, 1, False, DEVICE).block_envs == 0
 
     def test_span(self):
         """A lane reads a byte of flags, but the one flag of a single step; identifiers tell that of the step before."""
@@ -233,27 +233,27 @@ class TestIndex:
 
 
 class TestUsing:
-    def test_before_files_and_rules_until_left(self, directory):
+    def test_before_files_and_rules_until_left(self, tuned_file):
         forced, rule = DrawConfig(8, 4), config.tree_draw(32, 256)
         with config.using(sum_tree_draw=forced):
-            assert config.tree_draw(32, 256) == config.tree_draw(32, 256, DEVICE, directory) == forced
+            assert config.tree_draw(32, 256) == config.tree_draw(32, 256, DEVICE) == forced
             with config.using(sum_tree_draw=DrawConfig(1, 1), loss_rows=BlockConfig(32, 1)):
                 assert config.tree_draw(32, 256) == DrawConfig(1, 1)
             assert config.tree_draw(32, 256) == forced
             assert config.loss_rows(300) != BlockConfig(32, 1)
         assert config.tree_draw(32, 256) == rule
 
-    def test_by_rule(self, directory):
+    def test_by_rule(self, tuned_file):
         """Neither files nor what is in force around it; but what is said inside."""
         rule = config.tree_draw(32, 256)
         with config.using(sum_tree_draw=DrawConfig(8, 4)):
             with config.by_rule():
-                assert config.tree_draw(32, 256, DEVICE, directory) == rule
+                assert config.tree_draw(32, 256, DEVICE) == rule
                 with config.using(sum_tree_draw=DrawConfig(1, 2)):
-                    assert config.tree_draw(32, 256, DEVICE, directory) == DrawConfig(1, 2)
-                assert config.tree_draw(32, 256, DEVICE, directory) == rule
+                    assert config.tree_draw(32, 256, DEVICE) == DrawConfig(1, 2)
+                assert config.tree_draw(32, 256, DEVICE) == rule
             assert config.tree_draw(32, 256) == DrawConfig(8, 4)
-        assert config.tree_draw(32, 256, DEVICE, directory) == DrawConfig(2, 1)
+        assert config.tree_draw(32, 256, DEVICE) == DrawConfig(2, 1)
 
     def test_left_by_an_error(self):
         with pytest.raises(RuntimeError), config.using(loss_rows=BlockConfig(32, 1)):
@@ -265,9 +265,9 @@ class TestUsing:
 
 
 class TestFolders:
-    def test_the_users_own_file_comes_first(self, tmp_path, monkeypatch, write):
+    def test_the_users_own_file_comes_first(self, tmp_path, monkeypatch):
         """Point by point: where the user's file has none that is near, the shipped one counts."""
-        shipped = write({"sum_tree_draw": [draw(2), draw(64, 8, n=65536)]})
+        shipped = write_file(tmp_path / "shipped", {"sum_tree_draw": [draw(2), draw(64, 8, n=65536)]})
         monkeypatch.setattr(_tuned, "TUNED", shipped)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         assert config.tree_draw(32, 256, DEVICE) == DrawConfig(2, 1)
@@ -315,23 +315,27 @@ LARGEST: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 class TestIgnored:
     """What can't be used is ignored with one message, and the rule counts."""
 
-    def refused(self, folder, caplog) -> str:
+    @pytest.fixture(autouse=True)
+    def only_folder(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(config, "folders", lambda: [tmp_path])
+
+    def refused(self, caplog) -> str:
         """The one message."""
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="gpubuf"):
             for n in (256, 300, 256):
-                assert config.tree_draw(32, n, DEVICE, folder) == config.tree_draw(32, n)
-            assert config.tree_update(32, 256, DEVICE, folder) == config.tree_update(32, 256)
+                assert config.tree_draw(32, n, DEVICE) == config.tree_draw(32, n)
+            assert config.tree_update(32, 256, DEVICE) == config.tree_update(32, 256)
         assert len(caplog.records) == 1
         assert FILE in caplog.text
         return caplog.text
 
-    def test_nothing_is_said_of_no_file_and_a_good_one_is_read_once(self, tmp_path, write, caplog):
-        assert config.tree_draw(32, 256, DEVICE, tmp_path / "nowhere") == config.tree_draw(32, 256)
+    def test_nothing_is_said_of_no_file_and_a_good_one_is_read_once(self, write, caplog):
+        assert config.tree_draw(32, 256, DEVICE) == config.tree_draw(32, 256)
         folder = write({"sum_tree_draw": [draw(2)]})
-        assert config.tree_draw(32, 256, DEVICE, folder) == DrawConfig(2, 1)
+        assert config.tree_draw(32, 256, DEVICE) == DrawConfig(2, 1)
         (folder / FILE).write_text("")
-        assert config.tree_draw(32, 200, DEVICE, folder) == DrawConfig(2, 1)
+        assert config.tree_draw(32, 200, DEVICE) == DrawConfig(2, 1)
         assert not caplog.records
 
     @pytest.mark.parametrize(
@@ -342,11 +346,11 @@ class TestIgnored:
     )  # fmt: skip
     def test_damaged(self, tmp_path, caplog, text):
         (tmp_path / FILE).write_bytes(text)
-        assert "can't be read" in (said := self.refused(tmp_path, caplog)) or "names no device" in said
+        assert "can't be read" in (said := self.refused(caplog)) or "names no device" in said
 
     def test_no_file(self, tmp_path, caplog):
         (tmp_path / FILE).mkdir()
-        assert "can't be read" in self.refused(tmp_path, caplog)
+        assert "can't be read" in self.refused(caplog)
 
     @pytest.mark.parametrize(
         ("points", "changes", "said"),
@@ -364,14 +368,15 @@ class TestIgnored:
         ],
     )
     def test_points_that_do_not_count(self, write, caplog, points, changes, said):
-        assert said in self.refused(write(points, **changes), caplog)
+        write(points, **changes)
+        assert said in self.refused(caplog)
 
     def test_only_the_kernels_that_changed_are_stale(self, write, caplog):
         stamps = {"sum_tree": _tuned.stamp("sum_tree"), "rows": "another"}
         rows = point({"tile": 128, "num_warps": 2}, n_bytes=1024)
-        folder = write({"rows_copy": [rows], "sum_tree_draw": [draw(2)]}, kernels=stamps)
-        assert config.tree_draw(32, 256, DEVICE, folder) == DrawConfig(2, 1)
-        assert config.rows_copy(1024, DEVICE, folder) == config.rows_copy(1024)
+        write({"rows_copy": [rows], "sum_tree_draw": [draw(2)]}, kernels=stamps)
+        assert config.tree_draw(32, 256, DEVICE) == DrawConfig(2, 1)
+        assert config.rows_copy(1024, DEVICE) == config.rows_copy(1024)
         assert len(caplog.records) == 1
 
     @pytest.mark.parametrize("changed", ["td", "sac", "discrete_sac"])
@@ -379,9 +384,10 @@ class TestIgnored:
         """The kernels of all three are launched by `loss_rows`."""
         points = {"loss_rows": [point({"block": 128, "num_warps": 2}, n=256)]}
         stamps = {family: _tuned.stamp(family) for family in ("td", "sac", "discrete_sac")}
-        assert config.loss_rows(256, DEVICE, write(points, kernels=stamps)) == BlockConfig(128, 2)
-        changed_stamps = stamps | {changed: "another"}
-        assert config.loss_rows(256, DEVICE, write(points, kernels=changed_stamps)) == config.loss_rows(256)
+        write(points, kernels=stamps)
+        assert config.loss_rows(256, DEVICE) == BlockConfig(128, 2)
+        write(points, kernels=stamps | {changed: "another"})
+        assert config.loss_rows(256, DEVICE) == config.loss_rows(256)
         assert "loss_rows: stale" in caplog.text
 
     @pytest.mark.parametrize(
@@ -398,16 +404,17 @@ class TestIgnored:
         ids=str,
     )
     def test_points_that_no_kernel_can_run(self, write, caplog, wrong):
-        self.refused(write({"sum_tree_draw": [wrong]}), caplog)
-        folder = write({"sum_tree_draw": [wrong, draw(2)]})
-        assert config.tree_draw(32, 256, DEVICE, folder) == DrawConfig(2, 1), "the other points count"
+        write({"sum_tree_draw": [wrong]})
+        self.refused(caplog)
+        write({"sum_tree_draw": [wrong, draw(2)]})
+        assert config.tree_draw(32, 256, DEVICE) == DrawConfig(2, 1), "the other points count"
 
     def test_tiles_of_rows(self, write, caplog):
         """The narrowest that the kernels can run, and one that they can't."""
         for tile in (8, 16):
-            folder = write({"rows_copy": [point({"tile": tile, "num_warps": 2}, n_bytes=1024)]})
+            write({"rows_copy": [point({"tile": tile, "num_warps": 2}, n_bytes=1024)]})
             config.forget()
-            chosen = config.rows_copy(1024, DEVICE, folder)
+            chosen = config.rows_copy(1024, DEVICE)
             assert chosen == (RowsConfig(16, 2) if tile == 16 else config.rows_copy(1024))
         assert "a tile has at least 16 elements, not 8" in caplog.text
 
