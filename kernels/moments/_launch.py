@@ -70,27 +70,12 @@ def update(state: Tensor, source: Tensor, mean: Tensor | None, factor: Tensor, r
     check_devices(state, tickets)
     demand_int64("tickets", tickets, (n_tickets(elements),))
     several = plan.parts > 1
-    launch(
-        moments_update_kernel,
-        plan.blocks * plan.parts,
-        _read(source),
-        state,
-        factor if mean is None else mean,
-        factor,
-        rule,
-        torch.empty((plan.parts, *state.shape), dtype=state.dtype, device=state.device) if several else state,
-        tickets,
-        n,
-        elements,
-        plan.blocks,
-        plan.parts,
-        plan.part_rows,
-        HAS_MEAN=mean is not None,
-        BLOCK_ROWS=plan.block_rows,
-        BLOCK_WIDTH=plan.block_width,
-        BLOCK_PARTS=ceil_power(plan.parts),
-        num_warps=plan.num_warps,
-    )
+    parts = torch.empty((plan.parts, *state.shape), dtype=state.dtype, device=state.device) if several else state
+    tensors = (_read(source), state, factor if mean is None else mean, factor, rule, parts, tickets)
+    blocks = {"BLOCK_ROWS": plan.block_rows, "BLOCK_WIDTH": plan.block_width, "BLOCK_PARTS": ceil_power(plan.parts)}
+    how = {"HAS_MEAN": mean is not None, **blocks, "num_warps": plan.num_warps}
+    sizes = (n, elements, plan.blocks, plan.parts, plan.part_rows)
+    launch(moments_update_kernel, plan.blocks * plan.parts, *tensors, *sizes, **how)
 
 
 def returns(before: Tensor, rewards: Tensor, ends: Tensor, rule: Tensor) -> Tensor:
@@ -102,18 +87,6 @@ def returns(before: Tensor, rewards: Tensor, ends: Tensor, rule: Tensor) -> Tens
     if not out.numel():
         return out
     block = min(_LANES, ceil_power(lanes))
-    launch(
-        moments_returns_kernel,
-        cdiv(lanes, block),
-        _read(rewards),
-        _read(ends),
-        before,
-        rule,
-        out,
-        steps,
-        lanes,
-        elements,
-        BLOCK=block,
-        num_warps=max(block // 32, 1),
-    )
+    arguments = (_read(rewards), _read(ends), before, rule, out, steps, lanes, elements)
+    launch(moments_returns_kernel, cdiv(lanes, block), *arguments, BLOCK=block, num_warps=max(block // 32, 1))
     return out

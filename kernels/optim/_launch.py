@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton.language as tl
@@ -17,26 +16,6 @@ from gpubuf.kernels.optim._triton import optim_adamw_kernel
 
 _DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16}
 _REALS = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.float32}
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """The compile-time arguments of a step.
-
-    Attributes:
-        dtype: of the parameters.
-        real: of moments and arithmetic.
-        num_warps: warps of a program.
-    """
-
-    dtype: tl.dtype
-    real: tl.dtype
-    num_warps: int
-
-
-def plan_step(dtype: torch.dtype) -> StepPlan:
-    """Eight elements a thread, and four where they are float64."""
-    return StepPlan(_DTYPES[dtype], _REALS[dtype], 8 if dtype is torch.float64 else 4)
 
 
 def adamw(
@@ -60,30 +39,14 @@ def adamw(
     if not trusted:
         check_step(table, hyper, grads, averages, steps, params)
         check_devices(table, tiles, hyper, norm, steps, ticket, params[0])
-    plan = plan_step(params[0].dtype)
+    dtype = params[0].dtype
     codes = gradient_codes(grads, averages)
     # The lowest bit says whether a target moves, and the code of an empty tensor is 2: neither is an address.
     fits = aligned and not any(code & 14 for code in codes if code > 3)
-    launch(
-        optim_adamw_kernel,
-        tiles.shape[0],
-        table,
-        tiles,
-        hyper,
-        encode_arguments(codes),
-        hyper if norm is None else norm,
-        steps,
-        ticket,
-        len(params),
-        DTYPE=plan.dtype,
-        REAL=plan.real,
-        HAS_NORM=norm is not None,
-        HAS_ROWS=unit_rows,
-        ALIGNED=fits,
-        TILE=TILE,
-        ROWS=ROW_TILE[0],
-        COLUMNS=ROW_TILE[1],
-        LINES=STRIDED_TILE[0],
-        WIDTH=STRIDED_TILE[1],
-        num_warps=plan.num_warps,
-    )
+    tensors = (table, tiles, hyper, encode_arguments(codes), hyper if norm is None else norm, steps, ticket)
+    flags = {"HAS_NORM": norm is not None, "HAS_ROWS": unit_rows, "ALIGNED": fits}
+    blocks = {"TILE": TILE, "ROWS": ROW_TILE[0], "COLUMNS": ROW_TILE[1], "LINES": STRIDED_TILE[0]}
+    how = {"DTYPE": _DTYPES[dtype], "REAL": _REALS[dtype], **flags, **blocks, "WIDTH": STRIDED_TILE[1]}
+    # Eight elements a thread, and four where they are float64.
+    num_warps = 8 if dtype is torch.float64 else 4
+    launch(optim_adamw_kernel, tiles.shape[0], *tensors, len(params), **how, num_warps=num_warps)

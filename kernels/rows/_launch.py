@@ -176,19 +176,9 @@ def _copy(kernel: Any, tensors: tuple[Tensor, ...], arena_bytes: int, n: int, ca
     check_row_bytes(arena_bytes, n)
     tile, num_warps = copy_tile(arena_bytes, table.device)
     n_keys, row_programs = table.shape[0], cdiv(n, tile)
-    launch(
-        kernel,
-        row_programs + copying_programs(n_keys, n, arena_bytes, tile),
-        *tensors,
-        n_keys,
-        n,
-        capacity,
-        row_programs,
-        KEYS=padded_keys(n_keys),
-        TILE=tile,
-        ALIGNMENT=ALIGNMENT,
-        num_warps=num_warps,
-    )
+    programs, sizes = copying_programs(n_keys, n, arena_bytes, tile), (n_keys, n, capacity, row_programs)
+    how = {"KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT, "num_warps": num_warps}
+    launch(kernel, row_programs + programs, *tensors, *sizes, **how)
 
 
 def _compute(
@@ -213,37 +203,19 @@ def _compute(
     row_programs = cdiv(rows, tile)
     # A window of one step ends there, whatever the flags say.
     has_ends = ends is not None and n_steps > 1
-    launch(
-        rows_compute_kernel,
-        row_programs + copying_programs(n_keys, rows, arena_bytes, tile),
-        fields,
-        ring,
-        ends if has_ends else ring,
-        ring if links is None else links,
-        ring if noise is None else noise,
-        ring if rng is None else rng,
-        index,
-        arena,
-        generation,
-        n_keys,
-        n,
-        rows,
-        capacity // envs,
-        envs,
-        n_steps,
-        float_bits(gamma),
-        mirror,
-        draws,
-        row_programs,
-        HAS_ENDS=has_ends,
-        HAS_LINKS=links is not None,
-        HAS_NOISE=noise is not None,
-        SAMPLE=rng is not None,
-        KEYS=padded_keys(n_keys),
-        TILE=tile,
-        ALIGNMENT=ALIGNMENT,
-        num_warps=num_warps,
+    absent = ring
+    tensors = (
+        ends if has_ends else absent,
+        absent if links is None else links,
+        absent if noise is None else noise,
+        absent if rng is None else rng,
     )
+    sizes = (n_keys, n, rows, capacity // envs, envs, n_steps, float_bits(gamma), mirror, draws, row_programs)
+    flags = {"HAS_ENDS": has_ends, "HAS_LINKS": links is not None, "HAS_NOISE": noise is not None}
+    constants = {"SAMPLE": rng is not None, "KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT}
+    programs = row_programs + copying_programs(n_keys, rows, arena_bytes, tile)
+    memory = (fields, ring, *tensors, index, arena, generation)
+    launch(rows_compute_kernel, programs, *memory, *sizes, **flags, **constants, num_warps=num_warps)
 
 
 # Writing
@@ -411,26 +383,12 @@ def _share(
     given, sizes = ring if winner is None else winner, (n, skipped, capacity, envs)
     for part in parts:
         columns = min(COMPARED_COLUMNS, part.tile)
-        launch(
-            rows_compare_kernel,
-            cdiv(candidates, part.tile // columns),
-            part.table,
-            part.addresses,
-            part.strides,
-            len(part.sources),
-            ring,
-            index,
-            given,
-            differs,
-            *sizes,
-            0 if part is parts[0] else 1,
-            RELINK=again,
-            KEYS=padded_keys(len(part.sources)),
-            BLOCK_ROWS=part.tile // columns,
-            BLOCK_COLUMNS=columns,
-            num_warps=part.num_warps,
-            maxnreg=all_registers(part.num_warps),
-        )
+        block, n_keys, begun = part.tile // columns, len(part.sources), 0 if part is parts[0] else 1
+        keys = (part.table, part.addresses, part.strides, n_keys)
+        blocks = {"KEYS": padded_keys(n_keys), "BLOCK_ROWS": block, "BLOCK_COLUMNS": columns}
+        how = {"RELINK": again, **blocks, "num_warps": part.num_warps, "maxnreg": all_registers(part.num_warps)}
+        programs = cdiv(candidates, block)
+        launch(rows_compare_kernel, programs, *keys, ring, index, given, differs, *sizes, begun, **how)
     tile, num_warps = assign_tile(sum(part.n_bytes for part in parts), index.device)
     tensors = (ring, links, owners, index, given, differs, free)
     slots = owners.numel() - 1

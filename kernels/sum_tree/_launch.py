@@ -74,45 +74,19 @@ def _refresh(
     Where leaves hold tags, ``weight`` has the weights of the entries.
     """
     _, n_nodes, depth = tree_shape(capacity, fan_out)
-    block, shift = chosen.block_nodes, _shift(fan_out)
-    common = {"SHIFT": shift, "BLOCK_NODES": block, "num_warps": chosen.num_warps}
-    launch(
-        kernels.sum_tree_refresh_leaves_kernel,
-        cdiv(min(n, cdiv(capacity, fan_out)), block),
-        leaves,
-        nodes,
-        _or(eligible, index),
-        leaves if weight is None else weight,
-        index,
-        n,
-        capacity,
-        n_nodes,
-        HAS_ELIGIBLE=eligible is not None,
-        HAS_TAGS=weight is not None,
-        **common,
-    )
+    block, sizes = chosen.block_nodes, (n, capacity, n_nodes)
+    tensors = (leaves, nodes, _or(eligible, index), leaves if weight is None else weight, index)
+    flags = {"HAS_ELIGIBLE": eligible is not None, "HAS_TAGS": weight is not None}
+    common = {"SHIFT": _shift(fan_out), "BLOCK_NODES": block, "num_warps": chosen.num_warps}
+    programs = cdiv(min(n, cdiv(capacity, fan_out)), block)
+    launch(kernels.sum_tree_refresh_leaves_kernel, programs, *tensors, *sizes, **flags, **common)
     for level in range(2, depth + 1):
         needed = min(n, cdiv(capacity, fan_out**level))
         if needed <= TOP_NODES:
-            launch(
-                kernels.sum_tree_top_kernel,
-                1,
-                nodes,
-                index,
-                n,
-                capacity,
-                n_nodes,
-                level,
-                depth,
-                SHIFT=shift,
-                BLOCK_NODES=top_block(fan_out),
-                num_warps=TOP_WARPS,
-                maxnreg=all_registers(TOP_WARPS),
-            )
+            common |= {"BLOCK_NODES": top_block(fan_out), "num_warps": TOP_WARPS, "maxnreg": all_registers(TOP_WARPS)}
+            launch(kernels.sum_tree_top_kernel, 1, nodes, index, *sizes, level, depth, **common)
             return
-        launch(
-            kernels.sum_tree_refresh_kernel, cdiv(needed, block), nodes, index, n, capacity, n_nodes, level, **common
-        )
+        launch(kernels.sum_tree_refresh_kernel, cdiv(needed, block), nodes, index, *sizes, level, **common)
 
 
 def build(leaves: Tensor, nodes: Tensor, fan_out: int, eligible: Tensor | None = None) -> None:
@@ -198,26 +172,17 @@ def update(
     if n >= 2**31:
         raise ValueError(f"an update takes fewer than 2**31 entries, but got {n}")
     _, n_nodes, depth = tree_shape(capacity, fan_out)
-    shift = _shift(fan_out)
     chosen = config.tree_update(fan_out, n, device_name(leaves.device))
-    has_generation = generation is not None
-    entries = (ring, index, priority, _or(generation, index))
+    entries, has_generation = (ring, index, priority, _or(generation, index)), generation is not None
     if chosen.single_program:
+        arguments = (leaves, nodes, _or(eligible, index), scalars, *entries, n, capacity, n_nodes, depth)
         launch(
             kernels.sum_tree_update_small_kernel,
             1,
-            leaves,
-            nodes,
-            _or(eligible, index),
-            scalars,
-            *entries,
-            n,
-            capacity,
-            n_nodes,
-            depth,
+            *arguments,
             HAS_ELIGIBLE=eligible is not None,
             HAS_GENERATION=has_generation,
-            SHIFT=shift,
+            SHIFT=_shift(fan_out),
             BLOCK_ENTRIES=chosen.block_entries,
             BLOCK_NODES=chosen.block_nodes,
             num_warps=chosen.num_warps,
@@ -286,20 +251,10 @@ def mark(
             num_warps=chosen.num_warps,
         )
         return
-    launch(
-        kernels.sum_tree_mark_kernel,
-        cdiv(n, chosen.block_entries),
-        leaves,
-        nodes,
-        scalars,
-        index,
-        n,
-        capacity,
-        n_nodes,
-        WITHIN_BUFFER=within_buffer,
-        BLOCK_ENTRIES=chosen.block_entries,
-        num_warps=chosen.num_warps,
-    )
+    entries = chosen.block_entries
+    how = {"WITHIN_BUFFER": within_buffer, "BLOCK_ENTRIES": entries, "num_warps": chosen.num_warps}
+    tensors, sizes = (leaves, nodes, scalars, index), (n, capacity, n_nodes)
+    launch(kernels.sum_tree_mark_kernel, cdiv(n, entries), *tensors, *sizes, **how)
     _refresh(leaves, nodes, eligible, None, index, n, capacity, fan_out, chosen)
 
 

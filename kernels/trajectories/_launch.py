@@ -93,54 +93,34 @@ def run_bytes(n: int, steps: int, slots: tuple[int, ...]) -> list[int]:
     return bounds
 
 
-def _launch_sums(
-    sums: Tensor,
-    ring: Tensor,
-    others: Tensor,
-    n: int,
-    run: int,
-    n_others: int,
-    steps: int,
-    envs: int,
-    shape: Shape,
-    chosen: IndexConfig,
-) -> None:
+class Run(NamedTuple):
+    """What an update recomputes: the words of the steps that were written, and some others.
+
+    Attributes:
+        n: steps.
+        words: of an environment, at most, in which these steps lie.
+        others: words beside these, one for each environment; not read if there are none.
+        n_others: how many.
+        steps, envs: shape of the ring.
+    """
+
+    n: int
+    words: int
+    others: Tensor
+    n_others: int
+    steps: int
+    envs: int
+
+
+def _launch_sums(sums: Tensor, ring: Tensor, run: Run, shape: Shape, chosen: IndexConfig) -> None:
     """Recompute the sums above the weights: a launch for each wide level, one for all the others."""
-    constants = {"SHIFT": shape.shift, "BLOCK_NODES": chosen.block_nodes, "num_warps": SUMS_WARPS}
-    level = 1
-    while level < shape.depth and (entries := shape.entries(level, run, n_others)) > TOP_ENTRIES:
-        launch(
-            writers.trajectories_sums_kernel,
-            cdiv(entries, chosen.block_nodes),
-            sums,
-            ring,
-            others,
-            n,
-            run,
-            n_others,
-            level,
-            shape.words,
-            steps,
-            envs,
-            **constants,
-        )
+    how = {"SHIFT": shape.shift, "BLOCK_NODES": chosen.block_nodes, "num_warps": SUMS_WARPS}
+    words, level = run.words * run.envs, 1
+    before, after = (sums, ring, run.others, run.n, words, run.n_others), (shape.words, run.steps, run.envs)
+    while level < shape.depth and (entries := shape.entries(level, words, run.n_others)) > TOP_ENTRIES:
+        launch(writers.trajectories_sums_kernel, cdiv(entries, chosen.block_nodes), *before, level, *after, **how)
         level += 1
-    launch(
-        writers.trajectories_top_kernel,
-        1,
-        sums,
-        ring,
-        others,
-        n,
-        run,
-        n_others,
-        level,
-        shape.depth,
-        shape.words,
-        steps,
-        envs,
-        **constants,
-    )
+    launch(writers.trajectories_top_kernel, 1, *before, level, shape.depth, *after, **how)
 
 
 def update(
@@ -164,32 +144,21 @@ def update(
         return
     n = min(n, steps)
     shape = shape_of(steps, envs, fan_out)
-    runs = run_bounds(n, shape.slots)
+    words = run_bounds(n, shape.slots)[0]
     # If all words are in the run there are no others.
-    n_others = 0 if n == steps else envs
     others = ring if n == steps else torch.empty(envs, dtype=torch.int64, device=ends.device)
-    chosen = config.index_update(fan_out, n, runs[0], envs, by_id, device_name(ends.device))
+    n_others = 0 if n == steps else envs
+    chosen = config.index_update(fan_out, n, words, envs, by_id, device_name(ends.device))
     span = config.index_span(n, by_id)
     if chosen.block_envs:
         single = envs <= chosen.block_envs
+        tensors, counts = (ends, sums, ring, signals, others), (n_signals, n, words, n_others)
         launch(
             writers.trajectories_update_envs_kernel,
             cdiv(envs, chosen.block_envs),
-            ends,
-            sums,
-            ring,
-            signals,
-            others,
-            n_signals,
-            n,
-            runs[0],
-            n_others,
-            shape.words,
-            shape.depth,
-            steps,
-            envs,
-            len(shape.slots),
-            *rule[:4],
+            *tensors,
+            *counts,
+            *(shape.words, shape.depth, steps, envs, len(shape.slots), *rule[:4]),
             BY_ID=by_id,
             BY_TRANSITION=rule[4],
             SUMS=single,
@@ -203,7 +172,7 @@ def update(
             maxnreg=UPDATE_REGISTERS,
         )
         if not single:
-            _launch_sums(sums, ring, others, n, runs[0] * envs, n_others, steps, envs, shape, chosen)
+            _launch_sums(sums, ring, Run(n, words, others, n_others, steps, envs), shape, chosen)
         return
     sizes: dict[str, Any] = {"BLOCK_BYTES": chosen.block_bytes, "num_warps": chosen.num_warps}
     lowest, *above = [cdiv(count * envs, chosen.block_bytes) for count in run_bytes(n + by_id, steps, shape.slots)]
@@ -211,44 +180,18 @@ def update(
     launch(writers.trajectories_bits_kernel, lowest, *arguments, BY_ID=by_id, SPAN=span, **sizes)
     for level, grid in enumerate(above, 1):
         launch(writers.trajectories_bits_above_kernel, grid, ends, ring, n, level, steps, envs, BY_ID=by_id, **sizes)
-    _launch_weights(ends, sums, ring, others, n, runs[0], n_others, steps, envs, rule, shape, chosen)
+    _launch_weights(ends, sums, ring, Run(n, words, others, n_others, steps, envs), rule, shape, chosen)
 
 
 def _launch_weights(
-    ends: Tensor,
-    sums: Tensor,
-    ring: Tensor,
-    others: Tensor,
-    n: int,
-    run_words: int,
-    n_others: int,
-    steps: int,
-    envs: int,
-    rule: tuple[int, ...],
-    shape: Shape,
-    chosen: IndexConfig,
+    ends: Tensor, sums: Tensor, ring: Tensor, run: Run, rule: tuple[int, ...], shape: Shape, chosen: IndexConfig
 ) -> None:
     """Recompute weights, and the sums above them."""
-    run = run_words * envs
-    launch(
-        writers.trajectories_weights_kernel,
-        cdiv(run + n_others, chosen.block_weights),
-        ends,
-        sums,
-        ring,
-        others,
-        n,
-        run_words,
-        n_others,
-        steps,
-        envs,
-        len(shape.slots),
-        *rule[:4],
-        BY_TRANSITION=rule[4],
-        BLOCK_WEIGHTS=chosen.block_weights,
-        num_warps=chosen.num_warps,
-    )
-    _launch_sums(sums, ring, others, n, run, n_others, steps, envs, shape, chosen)
+    how = {"BY_TRANSITION": rule[4], "BLOCK_WEIGHTS": chosen.block_weights, "num_warps": chosen.num_warps}
+    counts, sizes = (run.n, run.words, run.n_others), (run.steps, run.envs, len(shape.slots), *rule[:4])
+    programs = cdiv(run.words * run.envs + run.n_others, chosen.block_weights)
+    launch(writers.trajectories_weights_kernel, programs, ends, sums, ring, run.others, *counts, *sizes, **how)
+    _launch_sums(sums, ring, run, shape, chosen)
 
 
 COMPARED = {"BLOCK_ROWS": 4, "BLOCK_COLUMNS": 256, "num_warps": 4}
@@ -261,31 +204,12 @@ def compare(breaks: Tensor, ring: Tensor, pairs: Tensor, index: Tensor | None, n
     check_devices(breaks, ring, pairs, index)
     count = min(n + 1, steps) * envs if index is None else 2 * index.numel()
     if count:
-        launch(
-            writers.trajectories_compare_kernel,
-            cdiv(count, COMPARED["BLOCK_ROWS"]),
-            breaks,
-            ring,
-            pairs,
-            ring if index is None else index,
-            n_pairs,
-            count,
-            steps,
-            envs,
-            HAS_INDEX=index is not None,
-            **COMPARED,
-        )
+        arguments = (breaks, ring, pairs, ring if index is None else index, n_pairs, count, steps, envs)
+        programs, has_index = cdiv(count, COMPARED["BLOCK_ROWS"]), index is not None
+        launch(writers.trajectories_compare_kernel, programs, *arguments, HAS_INDEX=has_index, **COMPARED)
 
 
-def resum(
-    ends: Tensor,
-    sums: Tensor,
-    ring: Tensor,
-    steps: int,
-    envs: int,
-    fan_out: int,
-    *rule: int,
-) -> None:
+def resum(ends: Tensor, sums: Tensor, ring: Tensor, steps: int, envs: int, fan_out: int, *rule: int) -> None:
     """See :data:`gpubuf.kernels.trajectories.resum`."""
     check_index(ends, sums, ring, steps, envs, fan_out)
     check_rule(*rule)
@@ -294,7 +218,7 @@ def resum(
     run_words = shape.slots[0]
     chosen = config.index_update(fan_out, steps, run_words, envs, False, device_name(ends.device))
     # The run is everything. `ring` stands for the list of other words, which is not read.
-    _launch_weights(ends, sums, ring, ring, steps, run_words, 0, steps, envs, rule, shape, chosen)
+    _launch_weights(ends, sums, ring, Run(steps, run_words, ring, 0, steps, envs), rule, shape, chosen)
 
 
 def draw(
@@ -320,24 +244,13 @@ def draw(
         return outputs
     shape = shape_of(steps, envs, fan_out)
     chosen = config.index_draw(fan_out, n, slice_len, device_name(ends.device))
+    tensors = (ends, sums, ring, rng, ring if rank is None else rank, *outputs)
+    sizes = (n, shape.words, shape.root, shape.depth, steps, envs, len(shape.slots), slice_len, *others)
     launch(
         readers.trajectories_draw_kernel,
         cdiv(n, chosen.block_slices),
-        ends,
-        sums,
-        ring,
-        rng,
-        ring if rank is None else rank,
-        *outputs,
-        n,
-        shape.words,
-        shape.root,
-        shape.depth,
-        steps,
-        envs,
-        len(shape.slots),
-        slice_len,
-        *others,
+        *tensors,
+        *sizes,
         HAS_RANK=rank is not None,
         BY_TRANSITION=by_transition,
         SHIFT=shape.shift,
@@ -359,21 +272,10 @@ def slices(
     outputs = new_slices(ends, n, slice_len)
     if n:
         chosen = config.index_slices(n, slice_len)
+        sizes = (n, slice_len, steps, envs, len(bit_levels(steps, envs)))
+        how = {"BLOCK_SLICES": chosen.block_slices, "BLOCK_STEPS": chosen.block_steps, "num_warps": chosen.num_warps}
         launch(
-            readers.trajectories_slices_kernel,
-            cdiv(n, chosen.block_slices),
-            ends,
-            ring,
-            start,
-            *outputs,
-            n,
-            slice_len,
-            steps,
-            envs,
-            len(bit_levels(steps, envs)),
-            BLOCK_SLICES=chosen.block_slices,
-            BLOCK_STEPS=chosen.block_steps,
-            num_warps=chosen.num_warps,
+            readers.trajectories_slices_kernel, cdiv(n, chosen.block_slices), ends, ring, start, *outputs, *sizes, **how
         )
     return outputs
 
@@ -388,20 +290,9 @@ def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Te
     check_devices(ends, ring, row)
     out = torch.empty((3, n), dtype=torch.int64, device=ends.device)
     if n:
-        launch(
-            readers.trajectories_bounds_kernel,
-            cdiv(n, BLOCK_ROWS),
-            ends,
-            ring,
-            row,
-            out,
-            n,
-            steps,
-            envs,
-            len(bit_levels(steps, envs)),
-            BLOCK_ROWS=BLOCK_ROWS,
-            maxnreg=all_registers(4),
-        )
+        arguments = (ends, ring, row, out, n, steps, envs, len(bit_levels(steps, envs)))
+        how = {"BLOCK_ROWS": BLOCK_ROWS, "maxnreg": all_registers(4)}
+        launch(readers.trajectories_bounds_kernel, cdiv(n, BLOCK_ROWS), *arguments, **how)
     return out
 
 
@@ -420,21 +311,7 @@ def update_eligible(
     rows = torch.empty(n_rows, dtype=torch.int64, device=eligible.device)
     # Partial at both ends, and before the seam.
     run = min((n_rows - 1) // 64 + 3, eligible_words(steps * envs))
-    launch(
-        writers.trajectories_update_eligible_kernel,
-        cdiv(run, ELIGIBLE_WORDS),
-        eligible,
-        ends,
-        ring,
-        rows,
-        n_rows,
-        n_rows // envs,
-        need,
-        run,
-        steps,
-        envs,
-        len(bit_levels(steps, envs)),
-        STARTS_TOO=starts_too,
-        BLOCK_WORDS=ELIGIBLE_WORDS,
-    )
+    sizes = (n_rows, n_rows // envs, need, run, steps, envs, len(bit_levels(steps, envs)))
+    how, programs = {"STARTS_TOO": starts_too, "BLOCK_WORDS": ELIGIBLE_WORDS}, cdiv(run, ELIGIBLE_WORDS)
+    launch(writers.trajectories_update_eligible_kernel, programs, eligible, ends, ring, rows, *sizes, **how)
     return rows
