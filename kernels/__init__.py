@@ -2,9 +2,9 @@
 
 Each family of operations is a package of the same files, which share one vocabulary:
 
-* ``__init__.py``: the schema of every operation, its documentation and its fake (meta) implementation;
+* ``__init__.py``: the schema of every operation, its documentation, and its fake (meta) implementation;
 * ``reference.py``: the definition of the operations in a page of plain Python, which the tests use. Read it first;
-* ``_launch.py``: validates, allocates, picks the grid and launches the Triton kernels;
+* ``_launch.py``: plans how Triton kernels cut their work up, and launches them;
 * ``_triton.py``, ``_triton_*.py``: ``@triton.jit`` functions only;
 * ``_cpu.py``, ``_cpu_*.py``: the CPU backend, compiled by Numba;
 * ``_check.py``, where there is one: checks of arguments, for both backends.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._registry import eager, library, without_dispatch
+from gpubuf.kernels._registry import eager, is_tensor, library, pick, without_dispatch
 
 
 def computing_dtype(*tensors: Tensor) -> torch.dtype:
@@ -71,6 +71,8 @@ def register_autograd(
         ``op``, called past PyTorch's dispatcher where that has nothing to decide: in eager mode, for plain tensors.
     """
     straight = direct(op)
+    names = [argument.name for argument in op._schema.arguments]
+    tensors = pick(names, [a.name for a in op._schema.arguments if is_tensor(a)])
     backward = backward if twice else _once(op.name(), backward)
 
     def forward(ctx: Any, *args: Any) -> Any:
@@ -87,8 +89,19 @@ def register_autograd(
 
     apply = past_functorch(gradient)
 
+    def needed(args: tuple[Any, ...]) -> bool:
+        if torch.is_grad_enabled():
+            for tensor in tensors(args):
+                if tensor is not None and tensor.requires_grad:
+                    return True
+        return False
+
+    defaults = tuple(argument.default_value for argument in op._schema.arguments)
+
     def differentiable(*args: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        # The dispatcher leaves out what has its default value.
+        args += defaults[len(args) :]
+        if needed(args):
             return gradient.apply(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
@@ -98,11 +111,79 @@ def register_autograd(
     def call(*args: Any) -> Any:
         if not eager(args[0]) or torch._C._are_functorch_transforms_active():
             return op(*args)
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        if needed(args):
             return apply(*args)
         return straight(*args)
 
     return call
+
+
+def differentiable(op: Any, backward: Any, composed: Callable[..., Tensor] | None = None) -> Callable[..., Any]:
+    """Register the gradient of ``op`` by its first result, or by several, as the schemas say it.
+
+    Args:
+        op: the overload of an operation whose results have names.
+        backward: that of its gradient. An argument ``grad`` is the gradient of the first result, ``grad_x`` that of
+            result x. All others are arguments or results of ``op``, or are called ``with_x`` and say whether the
+            gradient of x is needed. Its results are called ``grad_x``, after an argument of ``op``. Other results of
+            ``op`` have no gradient.
+        composed: takes the arguments of ``op``, and returns its first result, made of PyTorch's operations. They give
+            the gradient while gradients are enabled, so that it can be differentiated. None: that raises RuntimeError.
+
+    Returns:
+        ``op``, called past PyTorch's dispatcher where that has nothing to decide. Give all arguments, by position.
+    """
+    inputs = [argument.name for argument in op._schema.arguments]
+    outputs = [result.name for result in op._schema.returns]
+    taken = [argument.name for argument in backward._schema.arguments]
+    grads = ["grad" if "grad" in taken and i == 0 else f"grad_{name}" for i, name in enumerate(outputs)]
+    constant = [i for i, grad in enumerate(grads) if grad not in taken]
+    flags = [name for name in taken if name.startswith("with_")]
+    # A context keeps tensors apart from other arguments.
+    numbers = [a.name for a in op._schema.arguments if not is_tensor(a)]
+    tensors = [name for name in inputs if name not in numbers]
+    kept = [name for name in outputs if name in taken]
+    names = [*tensors, *kept, *numbers]
+    save = pick([*inputs, *(f"{name} out" for name in outputs)], [*tensors, *(f"{name} out" for name in kept)])
+    rest, given = pick(inputs, numbers), pick(names, inputs)
+    order = pick([*names, *grads, *flags], taken)
+    asked = [inputs.index(name.removeprefix("with_")) for name in flags]
+    places = [inputs.index(result.name.removeprefix("grad_")) for result in backward._schema.returns]
+    gradient, nothing = direct(backward), (None,) * len(inputs)
+
+    def setup(ctx: Any, args: tuple[Any, ...], output: Any) -> None:
+        results = output if type(output) is tuple else (output,)
+        ctx.save_for_backward(*save((*args, *results)))
+        ctx.constants = rest(args)
+        if constant:
+            ctx.mark_non_differentiable(*[results[i] for i in constant])
+        ctx.set_materialize_grads(False)
+
+    def by_arguments(ctx: Any, *given_grads: Tensor | None) -> Any:
+        for grad in given_grads:
+            if grad is not None:
+                break
+        else:
+            return nothing
+        needs, values = ctx.needs_input_grad, (*ctx.saved_tensors, *ctx.constants)
+        if composed is not None and torch.is_grad_enabled():
+            arguments = given(values)
+            return _composed_gradient(composed(*arguments), given_grads[0], arguments)
+        made = gradient(*order((*values, *given_grads, *[needs[place] for place in asked])))
+        by = list(nothing)
+        for place, result in zip(places, made if type(made) is tuple else (made,), strict=True):
+            by[place] = result if needs[place] else None
+        return tuple(by)
+
+    return register_autograd(op, setup, by_arguments, twice=composed is not None)
+
+
+def _composed_gradient(y: Tensor, grad: Tensor | None, arguments: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """Gradients of ``y`` that have gradients themselves; None for arguments that need none."""
+    needed = [isinstance(a, Tensor) and a.requires_grad for a in arguments]
+    given = [argument for argument, need in zip(arguments, needed, strict=True) if need]
+    found = iter(torch.autograd.grad(y, given, grad, create_graph=True))
+    return tuple(next(found) if need else None for need in needed)
 
 
 library.define("snapshot(Tensor x) -> Tensor")

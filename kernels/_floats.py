@@ -7,17 +7,13 @@ in the first cache, and each loop over a buffer is vectorised.
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from numba import carray
-from torch import Tensor
+from numba import carray, types
+from numba.extending import overload
 
-from gpubuf.kernels._differentiable import dense
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._pointers import as_f32, as_f64
-from gpubuf.kernels._threads import call_in_parts
 
 
 @jit(forceinline=True)
@@ -72,39 +68,12 @@ def total_of(buffer, count):  # type: ignore[no-untyped-def]
     return total
 
 
-def flags(tensor: Tensor | None) -> Tensor | None:
-    """A mask of any dtype, or what ends rows, as kernels read it."""
-    return None if tensor is None else tensor.bool()
+def view(address: Any, count: Any, like: Any) -> Any:
+    """The array of the first numbers at an address, float32 or float64 as another number is, for compiled kernels."""
 
 
-def _readable(argument: Any, real: torch.dtype) -> Any:
-    if not isinstance(argument, Tensor):
-        return 0 if argument is None else argument
-    return dense(argument, None if argument.dtype is torch.bool else real)
-
-
-def _addresses(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(each.data_ptr() if isinstance(each, Tensor) else each for each in arguments)
-
-
-def call(kernel: Callable[..., None], real: torch.dtype, *arguments: Any) -> None:
-    """Call ``kernel`` with addresses in the place of tensors, 0 for None.
-
-    Results are dense and of their dtype. Other numbers are read as ``real``, and flags as they are.
-    """
-    # Copies must outlive the call, hence the name.
-    readable = [_readable(argument, real) for argument in arguments]
-    kernel(*_addresses(readable))
-
-
-def call_parts(
-    kernel: Callable[..., None],
-    real: torch.dtype,
-    arguments: Sequence[Any],
-    n: int,
-    results: Sequence[Tensor],
-    work: int,
-) -> None:
-    """The same for a kernel that takes the first row and the number of rows of a part before its results."""
-    readable = [_readable(argument, real) for argument in arguments]
-    call_in_parts(kernel, _addresses(readable), n, _addresses(results), work)
+@overload(view, jit_options={"forceinline": True})
+def _view_of_dtype(address, count, like):  # type: ignore[no-untyped-def]
+    if like == types.float32:
+        return lambda address, count, like: carray(as_f32(address), count)
+    return lambda address, count, like: carray(as_f64(address), count)

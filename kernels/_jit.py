@@ -16,9 +16,6 @@ from numba.core.compiler_lock import global_compiler_lock
 
 logger = logging.getLogger("gpubuf.kernels")
 
-#: What every kernel with a signature is compiled with: it releases the GIL, and divides as NumPy does.
-OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-
 # Seconds that a process compiles before it says so.
 _SILENCE = 2.0
 
@@ -36,52 +33,52 @@ def source_stamp() -> tuple[Any, ...]:
     return tuple((str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files))
 
 
-def jit(signature: Any = None, **options: Any) -> Any:
+def kernel(function: Any = None, **options: Any) -> Any:
     """``numba.njit``, compiled at the first call, from the signature and not from the arguments of that call.
+
+    The parameters say the signature: a float or a bool is annotated so, an address or a count, which are int64, is not.
+    The kernel releases the GIL, and divides as NumPy does.
 
     A process compiles only the kernels that it uses, each in half a second to several seconds. Machine code on disk is
     used while no source of a CPU kernel has changed. Numba itself looks at the file of the function alone, and would go
     on with the old code of a helper in another file.
-
-    Without a signature the function is a helper of other kernels, and asks LLVM to inline it (``forceinline``). Numba's
-    own ``inline="always"`` copies a helper into its callers before types are known, and infers the types in each of
-    them: that takes longer than everything else.
     """
-    if callable(signature):
-        return _helper(signature, options)
-    if signature is None:
-        return functools.partial(_helper, options=options)
+    if function is None:
+        return functools.partial(kernel, **options)
+    kinds, found = {float: numba.float64, bool: numba.boolean, int: numba.int64}, function.__annotations__
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    signature = tuple(kinds[found.get(name, int)] for name in names)
+    dispatcher = numba.njit(nogil=True, error_model="numpy", **options)(function)
+    _keep_on_disk(dispatcher)
 
-    def kernel(function: Any) -> Any:
-        dispatcher = numba.njit(**options)(function)
-        _keep_on_disk(dispatcher)
+    def entry_point(*args: Any) -> Any:
+        with global_compiler_lock:
+            if not dispatcher.overloads:
+                _compile(dispatcher, signature)
+                dispatcher.disable_compile()
+            return next(iter(dispatcher.overloads.values())).entry_point
 
-        def entry_point(*args: Any) -> Any:
-            with global_compiler_lock:
-                if not dispatcher.overloads:
-                    _compile(dispatcher, signature)
-                    dispatcher.disable_compile()
-                return next(iter(dispatcher.overloads.values())).entry_point
+    template = dispatcher.get_call_template
 
-        template = dispatcher.get_call_template
+    def call_template(args: Any, keywords: Any) -> Any:
+        entry_point()
+        return template(args, keywords)
 
-        def call_template(args: Any, keywords: Any) -> Any:
-            entry_point()
-            return template(args, keywords)
-
-        # Numba uses the first at a call from Python, the second at a call from another kernel.
-        dispatcher._compile_for_args = entry_point
-        dispatcher.get_call_template = call_template
-        return dispatcher
-
-    return kernel
+    # Numba uses the first at a call from Python, the second at a call from another kernel.
+    dispatcher._compile_for_args = entry_point
+    dispatcher.get_call_template = call_template
+    return dispatcher
 
 
-def _helper(function: Any, options: dict[str, Any]) -> Any:
-    """A function for other kernels, compiled once for its types and without the code that a call from Python needs.
+def jit(function: Any = None, **options: Any) -> Any:
+    """A helper of kernels, compiled once for its types and without the code that a call from Python needs.
 
-    Numba would compile it anew for each constant that is passed to it. LLVM finds the constants where it inlines it.
+    Numba would compile it anew for each constant that is passed to it. LLVM finds the constants where it inlines it,
+    which ``forceinline`` asks for. Numba's own ``inline="always"`` copies a helper into its callers before types are
+    known, and infers the types in each of them: that takes longer than everything else.
     """
+    if function is None:
+        return functools.partial(jit, **options)
     unwrapped: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     helper: Any = numba.njit(**options, **unwrapped)(function)
     template = helper.get_call_template

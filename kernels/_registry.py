@@ -2,10 +2,10 @@
 
 An operation is defined once, with a schema and three implementations:
 
->>> op = define("twice(Tensor x) -> Tensor", cpu="gpubuf.kernels.x._cpu:twice", ...)  # doctest: +SKIP
+>>> op = define("twice(Tensor x) -> Tensor", "gpubuf.kernels.x", fake=...)  # doctest: +SKIP
 
-Implementations are named ``"module:function"`` and imported at the first call. Importing gpubuf therefore compiles
-nothing and probes no device, and loads Numba or Triton only when an operation needs it.
+The implementations are functions of ``x._cpu`` and ``x._launch``, imported at the first call. Importing gpubuf
+therefore compiles nothing and probes no device, and loads Numba or Triton only when an operation needs it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -141,23 +142,26 @@ def _on_its_device(target: str, trusted: bool = False) -> Callable[..., Any]:
     return call
 
 
-def define(schema: str, *, cpu: str, cuda: str, fake: Callable[..., Any]) -> Any:
+def define(schema: str, family: str = "", *, cpu: str = "", cuda: str = "", fake: Callable[..., Any]) -> Any:
     """Define ``gpubuf::<name>`` and return its overload, ready to be called.
 
     Args:
         schema: a ``torch.library`` schema without the namespace; mutated arguments are annotated.
-        cpu: ``"module:function"`` of the Numba twin.
-        cuda: ``"module:function"`` of the Triton launcher. Also serves ROCm, and CPU tensors under
-            :func:`triton_on_cpu`.
+        family: ``__name__`` of the package that has the backends. Their functions are called as the operation, without
+            the name of the family: ``rows_gather`` is ``gather`` of ``rows/_cpu.py``, and of ``rows/_launch.py``, which
+            serves CUDA, ROCm, and CPU tensors under :func:`triton_on_cpu`.
+        cpu, cuda: these functions, as ``"module:function"``, where they are elsewhere.
         fake: shape-only implementation, for ``FakeTensorMode`` and ``torch.compile``.
 
     ``Library.impl`` takes 1.5 µs a call, ``torch.library.custom_op`` 10 µs.
     """
     name = schema.partition("(")[0]
+    function = name.removeprefix(f"{family.rpartition('.')[2]}_")
+    cpu, cuda = cpu or f"{family}._cpu:{function}", cuda or f"{family}._launch:{function}"
     on_gpu = _on_its_device(cuda)
     on_cpu: Callable[..., Any] | None = None
 
-    # `lazy` spelled out, which saves a call: the whole operation takes a few microseconds.
+    # One call less than a function that forwards: the whole operation takes a few microseconds.
     def cpu_or_interpreter(*args: Any) -> Any:
         nonlocal on_cpu
         if _triton_on_cpu:
@@ -209,12 +213,18 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format) if is_lazy(tensor) else tensor
 
 
-def _is_tensor(operation: Any, name: str) -> bool:
-    """Whether the argument called ``name`` is a tensor, or a tensor or None."""
-    kind = next(argument.type for argument in operation._schema.arguments if argument.name == name)
-    if isinstance(kind, torch.OptionalType):
-        kind = kind.getElementType()
-    return isinstance(kind, torch.TensorType)
+def is_tensor(argument: Any) -> bool:
+    """Whether an argument of a schema is a tensor, or a tensor or None."""
+    kind = argument.type
+    return isinstance(kind.getElementType() if isinstance(kind, torch.OptionalType) else kind, torch.TensorType)
+
+
+def pick(names: Sequence[str], wanted: Sequence[str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that takes those wanted from the values of ``names``."""
+    places = [names.index(name) for name in wanted]
+    if len(places) == 1:
+        return lambda values: (values[places[0]],)
+    return itemgetter(*places) if places else lambda values: ()
 
 
 def without_dispatch(operation: Any, *, given: Sequence[str] | None = (), trusted: bool = False) -> Callable[..., Any]:
@@ -236,7 +246,7 @@ def without_dispatch(operation: Any, *, given: Sequence[str] | None = (), truste
     positions = {argument.name: i - 1 for i, argument in enumerate(operation._schema.arguments)}
     first_too = given is None
     if given is None:
-        given = [name for name, position in positions.items() if position >= 0 and _is_tensor(operation, name)]
+        given = [argument.name for argument in operation._schema.arguments[1:] if is_tensor(argument)]
     lists = {argument.name for argument in operation._schema.arguments if isinstance(argument.type, torch.ListType)}
     rows = [positions[name] for name in given if name in lists]
     vectors = [positions[name] for name in given if name not in lists]

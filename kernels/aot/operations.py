@@ -204,21 +204,8 @@ def run_optim(record: Recorder) -> None:
         some = [floats(1024, dtype=given)] * entries
         table, tiles, hyper = ints(entries, optim.ENTRY), ints(entries, 2), floats(1, optim.HYPER, dtype=F64)
         norm, steps, ticket = floats() if clipped else None, floats(entries), ints(1)
-        bucket: tuple[Any, ...] = (
-            table,
-            tiles,
-            hyper,
-            some,
-            [False] * entries,
-            norm,
-            steps,
-            ticket,
-            some,
-            [],
-            [],
-            aligned,
-            rows,
-        )
+        none: list[Tensor] = []
+        bucket = (table, tiles, hyper, some, [False] * entries, norm, steps, ticket, some, none, none, aligned, rows)
         record.run(optim.adamw, *bucket)
 
     step(F32, 13)
@@ -293,17 +280,8 @@ def run_rows(record: Recorder) -> None:
         record.run(rows.extend, table, given, ring, 256, capacity)
         record.run(rows.extend, table, given, ring, 256, capacity, 1, links, owners)
         record.run(rows.write, table, given, ring, index, capacity)
-    record.run(
-        rows.relink,
-        ints(8, rows.FIELD),
-        keys(256, 8, 2**16),
-        ring,
-        index,
-        stored,
-        1,
-        ints(stored, dtype=torch.int32),
-        owners,
-    )
+    links = ints(stored, dtype=torch.int32)
+    record.run(rows.relink, ints(8, rows.FIELD), keys(256, 8, 2**16), ring, index, stored, 1, links, owners)
 
 
 def run_sum_tree(record: Recorder) -> None:

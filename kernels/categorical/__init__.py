@@ -14,13 +14,11 @@ each critic, with an entropy term); Palenicek et al., "XQC", arXiv 2509.25174 (o
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, direct, register_autograd
-from gpubuf.kernels._registry import define
-from gpubuf.kernels.td import check_rows, loss_shape
+from gpubuf.kernels._differentiable import computing_dtype, differentiable
+from gpubuf.kernels._operations import declare
+from gpubuf.kernels.td import NONE, check_rows
 
 OWN, MIN, MIXTURE = range(3)
 """Which distribution of the next state a critic learns from: its own target's, that of the critic with the smallest
@@ -31,31 +29,26 @@ DIVERGENCE, VALUE_ERROR = range(2)
 all critics."""
 
 
-def check_logits(logits: Tensor, n: int) -> tuple[int, int]:
-    """``(N, A)``; ValueError unless ``logits`` are those of N critics for ``n`` rows, with two atoms or more."""
+def _check_logits(logits: Tensor, n: int) -> None:
+    """ValueError unless ``logits`` are those of N critics for ``n`` rows, with two atoms or more."""
     nets, atoms = logits.shape[0] if logits.ndim > 1 else 0, logits.shape[-1] if logits.ndim > 1 else 0
     if not nets or atoms < 2 or logits.numel() != nets * n * atoms:
         raise ValueError(
             f"logits must be [N, *batch, atoms] with N > 0, {n} rows each and two atoms or more, got shape "
             f"{list(logits.shape)}"
         )
-    return nets, atoms
 
 
-def check_loss(
-    logits: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, v_min: float, v_max: float
-) -> tuple[int, int, int]:
-    """``(n, N, A)``; ValueError unless the arguments of :data:`categorical_loss` fit each other."""
+def _check_loss(logits: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None) -> None:
     n = logits.shape[1:-1].numel()
-    nets, atoms = check_logits(logits, n)
+    _check_logits(logits, n)
+    nets, atoms = logits.shape[0], logits.shape[-1]
     if target.ndim < 2 or target.shape[-1] != atoms or target.numel() not in (n * atoms, nets * n * atoms):
         raise ValueError(
             f"the target of logits of shape {list(logits.shape)} must have that shape, or 1 in place of {nets}, got "
             f"shape {list(target.shape)}"
         )
     check_rows(n, weight=weight, mask=mask)
-    check_support(v_min, v_max)
-    return n, nets, atoms
 
 
 def check_support(v_min: float, v_max: float) -> None:
@@ -64,7 +57,7 @@ def check_support(v_min: float, v_max: float) -> None:
         raise ValueError(f"the support needs finite v_min < v_max, got {v_min} and {v_max}")
 
 
-def check_categorical_target(
+def _check_target(
     next_logits: Tensor,
     next_log_prob: Tensor | None,
     alpha: Tensor | None,
@@ -73,36 +66,39 @@ def check_categorical_target(
     gamma: Tensor,
     steps: Tensor | None,
     reward_scale: Tensor | None,
-    v_min: float,
-    v_max: float,
     target: int,
-) -> tuple[int, int]:
-    """``(N, A)``; ValueError unless the arguments of :data:`categorical_target` fit each other."""
+) -> None:
     if (next_log_prob is None) != (alpha is None):
         raise ValueError("next_log_prob and alpha go together: give both, or neither")
     n = reward.numel()
     check_rows(n, next_log_prob=next_log_prob, terminated=terminated, steps=steps)
     check_rows(1, alpha=alpha, gamma=gamma, reward_scale=reward_scale)
-    check_support(v_min, v_max)
     if target not in (OWN, MIN, MIXTURE):
         raise ValueError(f"target must be OWN, MIN or MIXTURE, got {target}")
-    return check_logits(next_logits, n)
+    _check_logits(next_logits, n)
 
 
 # --- target -----------------------------------------------------------------------------------------------------------
 
 
-def _target_fake(next_logits: Tensor, *rest: Any) -> Tensor:
-    nets = next_logits.shape[0] if rest[-1] == OWN else 1
+def _target_sizes(next_logits: Tensor, reward: Tensor, target: int) -> dict[str, int]:
+    nets = next_logits.shape[0]
+    return {"n": reward.numel(), "nets": nets, "atoms": next_logits.shape[-1], "targets": nets if target == OWN else 1}
+
+
+def _target_results(next_logits: Tensor, target: int) -> Tensor:
+    nets = next_logits.shape[0] if target == OWN else 1
     return next_logits.new_empty((nets, *next_logits.shape[1:]), dtype=computing_dtype(next_logits))
 
 
-categorical_target = define(
+categorical_target = declare(
     "categorical_target(Tensor next_logits, Tensor? next_log_prob, Tensor? alpha, Tensor reward, Tensor terminated,"
-    " Tensor gamma, Tensor? steps, Tensor? reward_scale, float v_min, float v_max, int target) -> Tensor",
-    cpu="gpubuf.kernels.categorical._cpu:categorical_target",
-    cuda="gpubuf.kernels.categorical._launch:categorical_target",
-    fake=_target_fake,
+    " Tensor gamma, Tensor? steps, Tensor? reward_scale, float v_min, float v_max, int target) -> Tensor target",
+    __name__,
+    checks=[_check_target, check_support],
+    sizes=_target_sizes,
+    results=_target_results,
+    real="next_logits",
 )
 """The mass m that critics learn, ``[N, *S, A]`` where each has its own target, else ``[1, *S, A]``.
 
@@ -123,23 +119,25 @@ Not differentiable.
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-def _loss_fake(
-    logits: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, rows = computing_dtype(logits), logits.new_empty(logits.shape[1:-1], device="meta")
-    return (
-        logits.new_empty(loss_shape(rows, rest[-1]), dtype=dtype),
-        logits.new_empty(rows.shape, dtype=dtype),
-        logits.new_empty((), dtype=dtype),
-    )
+def _loss_sizes(logits: Tensor, target: Tensor) -> dict[str, int]:
+    n, nets, atoms = logits.shape[1:-1].numel(), logits.shape[0], logits.shape[-1]
+    return {"n": n, "nets": nets, "atoms": atoms, "shared": target.numel() == n * atoms}
 
 
-categorical_loss = define(
+def _loss_results(logits: Tensor, reduction: int) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, rows = computing_dtype(logits), logits.shape[1:-1]
+    loss = logits.new_empty(rows if reduction == NONE else (), dtype=dtype)
+    return loss, logits.new_empty(rows, dtype=dtype), logits.new_empty((), dtype=dtype)
+
+
+categorical_loss = declare(
     "categorical_loss(Tensor logits, Tensor target, Tensor? weight, Tensor? mask, float v_min, float v_max,"
-    " int priority, bool average, int reduction) -> (Tensor, Tensor, Tensor)",
-    cpu="gpubuf.kernels.categorical._cpu_loss:categorical_loss",
-    cuda="gpubuf.kernels.categorical._launch:categorical_loss",
-    fake=_loss_fake,
+    " int priority, bool average, int reduction) -> (Tensor loss, Tensor priority, Tensor norm)",
+    __name__,
+    checks=[_check_loss, check_support],
+    sizes=_loss_sizes,
+    results=_loss_results,
+    real="logits",
 )
 """``(loss, priority, norm)``: ``l_i = sum_k -sum_j target[k, i, j] log softmax(logits[k, i])_j``.
 
@@ -152,72 +150,51 @@ An atom without target mass adds nothing, even where its logit is -inf. The dive
 rounding would make it so.
 """
 
-categorical_loss_backward = define(
+categorical_loss_backward = declare(
     "categorical_loss_backward(Tensor grad, Tensor logits, Tensor target, Tensor? weight, Tensor? mask, Tensor norm,"
-    " bool average, int reduction) -> Tensor",
-    cpu="gpubuf.kernels.categorical._cpu_loss:categorical_loss_backward",
-    cuda="gpubuf.kernels.categorical._launch:categorical_loss_backward",
-    fake=lambda grad, logits, *_: logits.new_empty(logits.shape),
+    " bool average, int reduction) -> Tensor grad_logits",
+    __name__,
+    sizes=_loss_sizes,
+    results=lambda logits: logits.new_empty(logits.shape),
+    real="logits",
 )
 """Gradient of :data:`categorical_loss` by ``logits``: grad * norm * w_i * (softmax(logits[k, i]) - target[k, i]).
 
 That is so because the target's mass sums to one; ``average`` divides by N.
 """
 
-
-_loss_gradient = direct(categorical_loss_backward)
-
-
-def _loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    logits, target, weight, mask, _, _, _, ctx.average, ctx.reduction = inputs
-    _, priority, norm = output
-    ctx.save_for_backward(logits, target, weight, mask, norm)
-    ctx.mark_non_differentiable(priority, norm)
-    ctx.set_materialize_grads(False)
-
-
-def _loss_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    by_logits = None
-    if grad is not None:
-        by_logits = _loss_gradient(grad, *ctx.saved_tensors, ctx.average, ctx.reduction)
-    return by_logits, None, None, None, None, None, None, None, None
-
-
-categorical_loss_direct = register_autograd(categorical_loss, _loss_setup, _loss_backward)
+categorical_loss_direct = differentiable(categorical_loss, categorical_loss_backward)
 
 
 # --- expected value ---------------------------------------------------------------------------------------------------
 
 
-expected_value = define(
-    "categorical_expected_value(Tensor logits, float v_min, float v_max) -> Tensor",
-    cpu="gpubuf.kernels.categorical._cpu:expected_value",
-    cuda="gpubuf.kernels.categorical._launch:expected_value",
-    fake=lambda logits, *_: logits.new_empty(logits.shape[:-1], dtype=computing_dtype(logits)),
+def _check_values(logits: Tensor) -> None:
+    _check_logits(logits, logits.shape[1:-1].numel())
+
+
+def _value_sizes(logits: Tensor) -> dict[str, int]:
+    return {"n": logits.shape[:-1].numel(), "atoms": logits.shape[-1]}
+
+
+expected_value = declare(
+    "categorical_expected_value(Tensor logits, float v_min, float v_max) -> Tensor value",
+    __name__,
+    checks=[_check_values, check_support],
+    sizes=_value_sizes,
+    results=lambda logits: logits.new_empty(logits.shape[:-1], dtype=computing_dtype(logits)),
+    real="logits",
 )
 """``sum_j softmax(logits)_j z_j``, ``[N, *S]``. Differentiable in ``logits``."""
 
-expected_value_backward = define(
-    "categorical_expected_value_backward(Tensor grad, Tensor logits, Tensor value, float v_min, float v_max) -> Tensor",
-    cpu="gpubuf.kernels.categorical._cpu:expected_value_backward",
-    cuda="gpubuf.kernels.categorical._launch:expected_value_backward",
-    fake=lambda grad, logits, *_: logits.new_empty(logits.shape),
+expected_value_backward = declare(
+    "categorical_expected_value_backward(Tensor grad, Tensor logits, Tensor value, float v_min, float v_max)"
+    " -> Tensor grad_logits",
+    __name__,
+    sizes=_value_sizes,
+    results=lambda logits: logits.new_empty(logits.shape),
+    real="logits",
 )
 """Gradient of :data:`expected_value`: grad[k, i] * softmax(logits[k, i])_j * (z_j - value[k, i])."""
 
-
-_value_gradient = direct(expected_value_backward)
-
-
-def _value_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    logits, *ctx.support = inputs
-    ctx.save_for_backward(logits, output)
-    ctx.set_materialize_grads(False)
-
-
-def _value_backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-    by_logits = None if grad is None else _value_gradient(grad, *ctx.saved_tensors, *ctx.support)
-    return by_logits, None, None
-
-
-expected_value_direct = register_autograd(expected_value, _value_setup, _value_backward)
+expected_value_direct = differentiable(expected_value, expected_value_backward)

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import carray, types
+from numba import types
 from numba.extending import overload
 
 from gpubuf.kernels._elementary import (
@@ -26,8 +26,8 @@ from gpubuf.kernels._elementary import (
     log_of_normal,
     log_of_normal_f32,
 )
+from gpubuf.kernels._floats import view
 from gpubuf.kernels._jit import jit
-from gpubuf.kernels._pointers import as_f32, as_f64
 
 #: Numbers of a vector, or of several.
 BLOCK = 16
@@ -41,10 +41,6 @@ def _exp(x: Any) -> Any:
 
 def _x_log_x(x: Any) -> Any:
     """x log(x), 0 where x is not a positive normal number: below those it is next to nothing."""
-
-
-def _view(address: Any, count: Any, like: Any) -> Any:
-    """The array of the first numbers at an address, of the dtype of another array."""
 
 
 def _order(x: Any) -> Any:
@@ -79,13 +75,6 @@ def _x_log_x_of_dtype(x):  # type: ignore[no-untyped-def]
     if x == types.float32:
         return lambda x: x * log_of_normal_f32(x) if is_positive_normal_f32(x) else np.float32(0)
     return lambda x: x * log_of_normal(x) if is_positive_normal(x) else 0.0
-
-
-@overload(_view, jit_options=_INLINED)
-def _view_of_dtype(address, count, like):  # type: ignore[no-untyped-def]
-    if like.dtype == types.float32:
-        return lambda address, count, like: carray(as_f32(address), count)
-    return lambda address, count, like: carray(as_f64(address), count)
 
 
 _NOT_THE_SIGN_32, _SIGN_32 = np.int32(0x7FFFFFFF), np.int32(31)
@@ -127,7 +116,7 @@ def copy(source, target):  # type: ignore[no-untyped-def]
 def load_row(address, start, atoms, buffer, behind):  # type: ignore[no-untyped-def]
     """Copy the ``atoms`` numbers from ``start`` on, and put ``behind`` behind them."""
     # An index that is a sum might be negative, as far as the compiler knows, and would not be vectorised.
-    source = _view(address + start * buffer.itemsize, atoms, buffer)
+    source = view(address + start * buffer.itemsize, atoms, buffer[0])
     fill(buffer, behind)
     for j in range(atoms):
         buffer[j] = source[j]
@@ -136,7 +125,7 @@ def load_row(address, start, atoms, buffer, behind):  # type: ignore[no-untyped-
 @jit(forceinline=True)
 def store_row(address, start, atoms, buffer):  # type: ignore[no-untyped-def]
     """Write the first ``atoms`` numbers of ``buffer`` from ``start`` on."""
-    target = _view(address + start * buffer.itemsize, atoms, buffer)
+    target = view(address + start * buffer.itemsize, atoms, buffer[0])
     for j in range(atoms):
         target[j] = buffer[j]
 

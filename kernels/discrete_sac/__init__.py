@@ -16,18 +16,14 @@ Reference: Christodoulou, "Soft Actor-Critic for Discrete Action Settings", arXi
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, direct, register_autograd
-from gpubuf.kernels._registry import define
+from gpubuf.kernels._differentiable import computing_dtype, differentiable
+from gpubuf.kernels._operations import declare
 from gpubuf.kernels.td import NONE, check_rows
 
 
-def check_values(q: Tensor, logits: Tensor) -> int:
-    """The number of rows of ``logits``; ValueError unless they are ``[*S, A]`` and ``q`` N times as many."""
+def _check_values(q: Tensor, logits: Tensor, alpha: Tensor) -> None:
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must be [*batch, A] with A > 0, got shape {list(logits.shape)}")
     if q.ndim == 0 or q.shape[0] == 0 or q.shape[-1] != logits.shape[-1] or q.numel() != q.shape[0] * logits.numel():
@@ -35,27 +31,30 @@ def check_values(q: Tensor, logits: Tensor) -> int:
             f"critic values must be [N, *batch, A] with N > 0, to go with logits of shape {list(logits.shape)}, got "
             f"shape {list(q.shape)}"
         )
-    return logits.numel() // logits.shape[-1]
-
-
-def check_actor(q: Tensor, logits: Tensor, alpha: Tensor, weight: Tensor | None, mask: Tensor | None) -> int:
-    """The number of rows; ValueError unless the arguments of :data:`actor_loss` fit each other."""
-    n = check_values(q, logits)
-    check_rows(n, weight=weight, mask=mask)
     check_rows(1, alpha=alpha)
-    return n
+
+
+def _check_weighting(logits: Tensor, weight: Tensor | None, mask: Tensor | None) -> None:
+    check_rows(logits.shape[:-1].numel(), weight=weight, mask=mask)
+
+
+def _sizes(q: Tensor, logits: Tensor) -> dict[str, int]:
+    n_actions, n_elements = logits.shape[-1], logits.numel()
+    return {"n": n_elements // n_actions, "n_actions": n_actions, "n_elements": n_elements, "nets": q.shape[0]}
 
 
 # --- value ------------------------------------------------------------------------------------------------------------
 
 
-soft_value = define(
-    "discrete_soft_value(Tensor next_q, Tensor logits, Tensor alpha) -> Tensor",
-    cpu="gpubuf.kernels.discrete_sac._cpu:soft_value",
-    cuda="gpubuf.kernels.discrete_sac._launch:soft_value",
-    fake=lambda next_q, logits, alpha: next_q.new_empty(logits.shape[:-1], dtype=computing_dtype(next_q, logits)),
+soft_value = declare(
+    "discrete_soft_value(Tensor q, Tensor logits, Tensor alpha) -> Tensor value",
+    __name__,
+    checks=[_check_values],
+    sizes=_sizes,
+    results=lambda q, logits: q.new_empty(logits.shape[:-1], dtype=computing_dtype(q, logits)),
+    real="q logits",
 )
-"""``V[i] = sum_a p[i, a] * (min_k next_q[k, i, a] - alpha * log p[i, a])``, S, in the computing dtype.
+"""``V[i] = sum_a p[i, a] * (min_k q[k, i, a] - alpha * log p[i, a])``, S, in the computing dtype.
 
 ``alpha`` has one element and is read on the device. A NaN critic is the smallest, so that it is seen. Not
 differentiable. Pass the value on to :data:`gpubuf.kernels.td.soft_td_target`, as one critic without an entropy term.
@@ -65,17 +64,20 @@ differentiable. Pass the value on to :data:`gpubuf.kernels.td.soft_td_target`, a
 # --- actor objective --------------------------------------------------------------------------------------------------
 
 
-def _actor_loss_fake(q: Tensor, logits: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    new, rows = functools.partial(q.new_empty, dtype=computing_dtype(q, logits)), logits.shape[:-1]
-    return new(rows if options[-1] == NONE else ()), new(rows), new(()), new(())
+def _actor_results(q: Tensor, logits: Tensor, reduction: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype, rows = computing_dtype(q, logits), logits.shape[:-1]
+    loss = q.new_empty(rows if reduction == NONE else (), dtype=dtype)
+    return loss, q.new_empty(rows, dtype=dtype), q.new_empty((), dtype=dtype), q.new_empty((), dtype=dtype)
 
 
-actor_loss = define(
+actor_loss = declare(
     "discrete_actor_loss(Tensor q, Tensor logits, Tensor alpha, Tensor? weight, Tensor? mask, int reduction)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    cpu="gpubuf.kernels.discrete_sac._cpu:actor_loss",
-    cuda="gpubuf.kernels.discrete_sac._launch:actor_loss",
-    fake=_actor_loss_fake,
+    " -> (Tensor loss, Tensor log_prob, Tensor entropy, Tensor norm)",
+    __name__,
+    checks=[_check_values, _check_weighting],
+    sizes=_sizes,
+    results=_actor_results,
+    real="q logits",
 )
 """``(loss, log_prob, entropy, norm)``: ``l_i = sum_a p[i, a] * (alpha * log p[i, a] - min_k q[k, i, a])``.
 
@@ -85,16 +87,13 @@ that attains the minimum), through ``loss``; ``alpha`` is a constant.
 """
 
 
-def _actor_loss_backward_fake(grad: Tensor, q: Tensor, logits: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return logits.new_empty(logits.shape), q.new_empty(q.shape if others[-1] else (0,))
-
-
-actor_loss_backward = define(
+actor_loss_backward = declare(
     "discrete_actor_loss_backward(Tensor grad, Tensor q, Tensor logits, Tensor alpha, Tensor? weight, Tensor? mask,"
-    " Tensor norm, int reduction, bool with_q) -> (Tensor, Tensor)",
-    cpu="gpubuf.kernels.discrete_sac._cpu:actor_loss_backward",
-    cuda="gpubuf.kernels.discrete_sac._launch:actor_loss_backward",
-    fake=_actor_loss_backward_fake,
+    " Tensor norm, int reduction, bool with_q) -> (Tensor grad_logits, Tensor grad_q)",
+    __name__,
+    sizes=_sizes,
+    results=lambda q, logits, with_q: (logits.new_empty(logits.shape), q.new_empty(q.shape if with_q else (0,))),
+    real="q logits",
 )
 """Gradients of :data:`actor_loss` by ``logits`` and ``q``; the latter is empty, ``[0]``, without ``with_q``.
 
@@ -102,25 +101,4 @@ With ``f_i = grad * norm * w_i`` and ``m = min_k q[k, i, a]``: by the logit of `
 and ``-f_i p`` by the critic that attains the minimum.
 """
 
-
-_actor_loss_gradient = direct(actor_loss_backward)
-
-
-def _actor_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, logits, alpha, weight, mask, ctx.reduction = inputs
-    _, log_prob, entropy, norm = output
-    ctx.save_for_backward(q, logits, alpha, weight, mask, norm)
-    ctx.mark_non_differentiable(log_prob, entropy, norm)
-    ctx.set_materialize_grads(False)
-
-
-def _actor_loss_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    by_q = by_logits = None
-    if grad is not None:
-        with_q = ctx.needs_input_grad[0]
-        by_logits, by_q = _actor_loss_gradient(grad, *ctx.saved_tensors, ctx.reduction, with_q)
-        by_q = by_q if with_q else None
-    return by_q, by_logits, None, None, None, None
-
-
-actor_loss_direct = register_autograd(actor_loss, _actor_loss_setup, _actor_loss_backward)
+actor_loss_direct = differentiable(actor_loss, actor_loss_backward)

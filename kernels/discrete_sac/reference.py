@@ -17,9 +17,9 @@ def expectation(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return (p * log_p).sum(-1), (p * values).sum(-1)
 
 
-def soft_value(next_q: Tensor, logits: Tensor, alpha: Tensor | float) -> Tensor:
-    """The value of each row of ``next_q`` [N, *S, A]."""
-    log_prob, value = expectation(logits, next_q.min(0).values)
+def soft_value(q: Tensor, logits: Tensor, alpha: Tensor | float) -> Tensor:
+    """The value of each row of ``q`` [N, *S, A]."""
+    log_prob, value = expectation(logits, q.min(0).values)
     return value - alpha * log_prob
 
 

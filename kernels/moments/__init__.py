@@ -103,8 +103,7 @@ def check_returns(before: Tensor, rewards: Tensor, ends: Tensor, rule: Tensor) -
 update = define(
     "moments_update(Tensor(a!) state, Tensor source, Tensor(b!)? mean, Tensor(c!) factor, Tensor rule,"
     " Tensor(d!) tickets) -> ()",
-    cpu="gpubuf.kernels.moments._cpu:update",
-    cuda="gpubuf.kernels.moments._launch:update",
+    __name__,
     fake=lambda state, source, mean, factor, rule, tickets: None,
 )
 """``update(state, source, mean, factor, rule, tickets)``: take in ``source``, ``[n, elements]`` of any real dtype.
@@ -122,8 +121,7 @@ Raises:
 
 returns = define(
     "moments_returns(Tensor(a!) before, Tensor rewards, Tensor ends, Tensor rule) -> Tensor",
-    cpu="gpubuf.kernels.moments._cpu:returns",
-    cuda="gpubuf.kernels.moments._launch:returns",
+    __name__,
     fake=lambda before, rewards, ends, rule: rewards.new_empty(rewards.shape, dtype=torch.float64),
 )
 """``returns(before, rewards, ends, rule)``: ``G_t = reward_t + gamma * G_(t-1)``, float64 ``[T, E, elements]``.

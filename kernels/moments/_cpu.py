@@ -9,7 +9,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._jit import jit, kernel
 from gpubuf.kernels._pointers import as_f32, as_f64, as_u8
 from gpubuf.kernels.moments import (
     ACTIVE,
@@ -91,8 +91,8 @@ def _moments(source, n, elements, first, width, count, mean, m2, peak):  # type:
     _deviate(source, n, elements, first, width, mean, m2)
 
 
-@jit("void(int64, boolean, int64, int64, int64, int64, int64, int64)", **OPTIONS)
-def _update(source, wide, n, elements, state_address, mean_address, factor_address, rule_address):  # type: ignore[no-untyped-def]
+@kernel
+def _update(source, wide: bool, n, elements, state_address, mean_address, factor_address, rule_address):  # type: ignore[no-untyped-def]
     state = carray(as_f64(state_address), (4, elements))
     rule = carray(as_f64(rule_address), _RULE)
     factor = carray(as_f32(factor_address), elements)
@@ -139,7 +139,7 @@ def update(state: Tensor, source: Tensor, mean: Tensor | None, factor: Tensor, r
     )  # fmt: skip
 
 
-@jit("void(int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+@kernel
 def _returns(rewards_address, ends_address, before_address, rule_address, out_address, steps, envs, elements):  # type: ignore[no-untyped-def]
     per_step = envs * elements
     rewards, out = carray(as_f64(rewards_address), steps * per_step), carray(as_f64(out_address), steps * per_step)

@@ -15,14 +15,12 @@ Normalization", arXiv 1910.07467; Ioffe and Szegedy, "Batch Normalization", arXi
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gpubuf.kernels._differentiable import computing_dtype, direct, register_autograd
-from gpubuf.kernels._registry import define
+from gpubuf.kernels._differentiable import computing_dtype, differentiable, direct
+from gpubuf.kernels._operations import declare
 
 LAYER, RMS = range(2)
 """Norms: of what is left of a row without its mean, and of the row as it is."""
@@ -58,8 +56,7 @@ def composed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: i
     return activated(y, activation).to(x.dtype)
 
 
-def check_arguments(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[int, int, int]:
-    """(nets, rows of a net, D) of the arguments; ValueError unless they fit each other."""
+def _check_shapes(x: Tensor, weight: Tensor) -> None:
     width = x.shape[-1] if x.ndim else 0
     if not width:
         raise ValueError(f"rows must have at least one element, got x of shape {list(x.shape)}")
@@ -74,35 +71,41 @@ def check_arguments(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[int
             "the weight must be [D] or [N, 1, D] for x of [*batch, D] or [N, *batch, D], got "
             f"{list(weight.shape)} for x of shape {list(x.shape)}"
         )
-    if bias is not None and bias.shape != weight.shape:
-        raise ValueError(f"the bias must have the shape {list(weight.shape)} of the weight, got {list(bias.shape)}")
-    return nets, x.numel() // (nets * width), width
 
 
-def check_width(width: int) -> None:
-    """Raise ValueError if a program can't hold a row of ``width`` elements."""
-    if width > MAX_WIDTH:
-        raise ValueError(f"rows must have 1 to {MAX_WIDTH} elements, got {width}")
+def _sizes(x: Tensor, weight: Tensor) -> dict[str, int]:
+    nets, width = 1 if weight.ndim == 1 else weight.shape[0], x.shape[-1]
+    total = x.numel() // width
+    return {"rows": total // nets, "nets": nets, "width": width, "total": total}
+
+
+def _check_vectors(weight: Tensor, **vectors: Tensor | None) -> None:
+    for name, vector in vectors.items():
+        if vector is not None and vector.shape != weight.shape:
+            raise ValueError(f"{name} must have the shape {list(weight.shape)} of the weight, got {list(vector.shape)}")
 
 
 # --- layer norm and RMS norm ------------------------------------------------------------------------------------------
 
 
-def _forward_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: int, activation: int
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty((2, *x.shape[:-1]), dtype=computing_dtype(x))
+def _check_norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    _check_vectors(weight, bias=bias)
+    if x.shape[-1] > MAX_WIDTH:
+        raise ValueError(f"rows must have 1 to {MAX_WIDTH} elements, got {x.shape[-1]}")
 
 
-def _backward_fake(grad: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape)
 
 
-norm_activation = define(
-    "norm_activation(Tensor x, Tensor weight, Tensor? bias, float eps, int norm, int activation) -> (Tensor, Tensor)",
-    cpu="gpubuf.kernels.norms._cpu:norm_activation",
-    cuda="gpubuf.kernels.norms._launch:norm_activation",
-    fake=_forward_fake,
+norm_activation = declare(
+    "norm_activation(Tensor x, Tensor weight, Tensor? bias, float eps, int norm, int activation)"
+    " -> (Tensor y, Tensor statistics)",
+    __name__,
+    checks=[_check_shapes, _check_norm],
+    sizes=_sizes,
+    results=lambda x: (x.new_empty(x.shape), x.new_empty((2, *x.shape[:-1]), dtype=computing_dtype(x))),
+    real="x",
 )
 """``(y, statistics)``: y = activation(h * weight + bias), h = (x - mean) * rstd for each row.
 
@@ -111,12 +114,14 @@ For LAYER, mean is that of the row and rstd = 1 / sqrt(mean((x - mean)^2) + eps)
 ``bias``, through ``y``.
 """
 
-norm_activation_backward = define(
+norm_activation_backward = declare(
     "norm_activation_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor statistics, int norm,"
-    " int activation) -> (Tensor, Tensor, Tensor)",
-    cpu="gpubuf.kernels.norms._cpu:norm_activation_backward",
-    cuda="gpubuf.kernels.norms._launch:norm_activation_backward",
-    fake=_backward_fake,
+    " int activation) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    __name__,
+    checks=[_check_shapes, _check_norm],
+    sizes=_sizes,
+    results=_gradients,
+    real="x",
 )
 """Gradients of :data:`norm_activation` by ``x``, ``weight`` and ``bias``; the last one also where there is no bias.
 
@@ -126,45 +131,10 @@ The derivative of ReLU at 0 is 0.
 """
 
 
-def _composed_gradient(y: Tensor, grad: Tensor, *arguments: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of ``y`` that have gradients themselves; None for arguments that need none."""
-    given = [t for t in arguments if t is not None and t.requires_grad]
-    found = iter(torch.autograd.grad(y, given, grad, create_graph=True))
-    return tuple(next(found) if t is not None and t.requires_grad else None for t in arguments)
-
-
-_backward = direct(norm_activation_backward)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, bias, ctx.eps, ctx.norm, ctx.activation = inputs
-    ctx.save_for_backward(x, weight, bias, output[1])
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
-    if grad is None:
-        return None, None, None, None, None, None
-    x, weight, bias, statistics = ctx.saved_tensors
-    if torch.is_grad_enabled():  # Somebody wants a gradient of the gradient.
-        y = composed(x, weight, bias, ctx.eps, ctx.norm, ctx.activation)
-        return *_composed_gradient(y, grad, x, weight, bias), None, None, None
-    by_x, by_weight, by_bias = _backward(grad, x, weight, bias, statistics, ctx.norm, ctx.activation)
-    return by_x, by_weight, None if bias is None else by_bias, None, None, None
-
-
-norm_activation_direct = register_autograd(norm_activation, _setup, _gradient, twice=True)
+norm_activation_direct = differentiable(norm_activation, norm_activation_backward, composed)
 
 
 # --- batch norm -------------------------------------------------------------------------------------------------------
-
-
-def check_vectors(weight: Tensor, **vectors: Tensor) -> None:
-    """Raise ValueError unless all vectors have the shape of the weight."""
-    for name, vector in vectors.items():
-        if vector.shape != weight.shape:
-            raise ValueError(f"{name} must have the shape {list(weight.shape)} of the weight, got {list(vector.shape)}")
 
 
 def composed_batch(
@@ -181,16 +151,18 @@ def composed_batch(
     return activated(torch.addcmul(b, (computed - m) * (v + eps).rsqrt(), w), activation).to(x.dtype)
 
 
-def _moments_fake(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _new_moments(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     dtype = computing_dtype(x)
     return x.new_empty(weight.shape, dtype=dtype), x.new_empty(weight.shape, dtype=dtype)
 
 
-batch_moments = define(
-    "norm_batch_moments(Tensor x, Tensor weight) -> (Tensor, Tensor)",
-    cpu="gpubuf.kernels.norms._cpu_batch:batch_moments",
-    cuda="gpubuf.kernels.norms._launch:batch_moments",
-    fake=_moments_fake,
+batch_moments = declare(
+    "norm_batch_moments(Tensor x, Tensor weight) -> (Tensor mean, Tensor var)",
+    __name__,
+    checks=[_check_shapes],
+    sizes=_sizes,
+    results=_new_moments,
+    real="x",
 )
 """``(mean, var)`` of every element of a row over the rows of a net, shaped as ``weight``, in the computing dtype.
 
@@ -198,12 +170,19 @@ batch_moments = define(
 :data:`batch_norm_activation` knows where they come from. Without rows they are NaN. ``weight`` gives the shape.
 """
 
-batch_norm_activation = define(
+
+def _check_batch(weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> None:
+    _check_vectors(weight, bias=bias, mean=mean, var=var)
+
+
+batch_norm_activation = declare(
     "batch_norm_activation(Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor var, float eps, int activation,"
-    " bool own) -> Tensor",
-    cpu="gpubuf.kernels.norms._cpu_batch:batch_norm_activation",
-    cuda="gpubuf.kernels.norms._launch:batch_norm_activation",
-    fake=lambda x, *_: x.new_empty(x.shape),
+    " bool own) -> Tensor y",
+    __name__,
+    checks=[_check_shapes, _check_batch],
+    sizes=_sizes,
+    results=lambda x: x.new_empty(x.shape),
+    real="x",
 )
 """activation(h * weight + bias), h = (x - mean) / sqrt(var + eps). Differentiable in ``x``, ``weight`` and ``bias``.
 
@@ -211,12 +190,14 @@ batch_norm_activation = define(
 that they change with it. Otherwise they are constants. All vectors have the shape of ``weight``.
 """
 
-batch_norm_activation_backward = define(
+batch_norm_activation_backward = declare(
     "batch_norm_activation_backward(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor var,"
-    " float eps, int activation, bool own) -> (Tensor, Tensor, Tensor)",
-    cpu="gpubuf.kernels.norms._cpu_batch:batch_norm_activation_backward",
-    cuda="gpubuf.kernels.norms._launch:batch_norm_activation_backward",
-    fake=_backward_fake,
+    " float eps, int activation, bool own) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    __name__,
+    checks=[_check_shapes, _check_batch],
+    sizes=_sizes,
+    results=_gradients,
+    real="x",
 )
 """Gradients of :data:`batch_norm_activation` by ``x``, ``weight`` and ``bias``.
 
@@ -225,26 +206,5 @@ and by x, weight / sqrt(var + eps) * (g - mean(g) - h * mean(g * h)) with means 
 ``own``.
 """
 
-
 batch_moments_direct = direct(batch_moments)
-_batch_backward = direct(batch_norm_activation_backward)
-
-
-def _batch_setup(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
-    *tensors, ctx.eps, ctx.activation, ctx.own = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _batch_gradient(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-    none = (None,) * 5
-    if grad is None:
-        return None, None, None, *none
-    x, weight, bias, mean, var = ctx.saved_tensors
-    options = (ctx.eps, ctx.activation, ctx.own)
-    if torch.is_grad_enabled():
-        return *_composed_gradient(composed_batch(x, weight, bias, mean, var, *options), grad, x, weight, bias), *none
-    return *_batch_backward(grad, x, weight, bias, mean, var, *options), *none
-
-
-batch_norm_activation_direct = register_autograd(batch_norm_activation, _batch_setup, _batch_gradient, twice=True)
+batch_norm_activation_direct = differentiable(batch_norm_activation, batch_norm_activation_backward, composed_batch)

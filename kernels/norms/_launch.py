@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from gpubuf.kernels import config
-from gpubuf.kernels._check import device_name
-from gpubuf.kernels._differentiable import computing_dtype, dense
-from gpubuf.kernels._launching import cdiv, launch
-from gpubuf.kernels.norms import check_arguments, check_vectors, check_width
-from gpubuf.kernels.norms._triton import (
-    finish_norm_gradients_kernel,
-    norm_activation_backward_kernel,
-    norm_activation_kernel,
-)
-from gpubuf.kernels.norms._triton_batch import (
-    apply_batch_norm_gradients_kernel,
-    batch_moments_kernel,
-    batch_norm_activation_backward_kernel,
-    batch_norm_activation_kernel,
-    finish_batch_moments_kernel,
-)
-
-REAL = {torch.float32: tl.float32, torch.float64: tl.float64}
+from gpubuf.kernels import config, norms
+from gpubuf.kernels._launchers import Call, launcher, launches
+from gpubuf.kernels._launching import cdiv
+from gpubuf.kernels.norms import _triton as kernels
+from gpubuf.kernels.norms import _triton_batch as batch_kernels
 
 #: Programs of the backward, about: enough for every multiprocessor to have some, and few sums to add at the end.
 PROGRAMS = 512
@@ -62,13 +46,13 @@ class NormPlan:
     num_warps: int
 
 
-def plan_norm(nets: int, n_rows: int, width: int, device_name: str | None = None) -> NormPlan:
+def plan_norm(nets: int, rows: int, width: int, device_name: str | None = None) -> NormPlan:
     """Whole rows; a program of the backward has as many as leave :data:`PROGRAMS` programs, at least a few."""
-    block_width, chosen = config.ceil_power(width), config.norm_rows(n_rows, width, device_name)
+    block_width, chosen = config.ceil_power(width), config.norm_rows(rows, width, device_name)
     block_rows = chosen.block
-    part_rows = max(cdiv(n_rows * nets, PROGRAMS), min(PART_ROWS, n_rows), block_rows)
+    part_rows = max(cdiv(rows * nets, PROGRAMS), min(PART_ROWS, rows), block_rows)
     part_rows = cdiv(part_rows, block_rows) * block_rows
-    blocks, parts = cdiv(n_rows, block_rows), cdiv(n_rows, part_rows)
+    blocks, parts = cdiv(rows, block_rows), cdiv(rows, part_rows)
     return NormPlan(block_rows, block_width, blocks, parts, part_rows, chosen.num_warps)
 
 
@@ -99,247 +83,101 @@ class BatchPlan:
     sum_warps: int
 
 
-def plan_batch(n_rows: int, width: int, device_name: str | None = None) -> BatchPlan:
+def plan_batch(rows: int, width: int, device_name: str | None = None) -> BatchPlan:
     """Columns and rows of a program as configured. Where sums are needed, up to twice the rows and the warps."""
-    chosen = config.norm_columns(n_rows, width, device_name)
-    rows, columns = chosen.block_rows, chosen.block_columns
-    sum_rows = min(2 * rows, config.ceil_power(n_rows)) if chosen.num_warps < 8 else rows
-    part_rows = max(cdiv(n_rows, BATCH_PARTS), BATCH_ROWS) if n_rows > 2 * BATCH_ROWS else n_rows
+    chosen = config.norm_columns(rows, width, device_name)
+    block_rows, columns = chosen.block_rows, chosen.block_columns
+    sum_rows = min(2 * block_rows, config.ceil_power(rows)) if chosen.num_warps < 8 else block_rows
+    part_rows = max(cdiv(rows, BATCH_PARTS), BATCH_ROWS) if rows > 2 * BATCH_ROWS else rows
     part_rows = cdiv(part_rows, sum_rows) * sum_rows
     return BatchPlan(
-        rows, columns, cdiv(width, columns), cdiv(n_rows, rows), chosen.num_warps,
-        sum_rows, cdiv(n_rows, part_rows), part_rows, chosen.num_warps * sum_rows // rows,
+        block_rows, columns, cdiv(width, columns), cdiv(rows, block_rows), chosen.num_warps,
+        sum_rows, cdiv(rows, part_rows), part_rows, chosen.num_warps * sum_rows // block_rows,
     )  # fmt: skip
 
 
-def norm_activation(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: int, activation: int
-) -> tuple[Tensor, Tensor]:
-    """See :data:`gpubuf.kernels.norms.norm_activation`."""
-    nets, rows, width = check_arguments(x, weight, bias)
-    check_width(width)
-    real = computing_dtype(x)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    statistics = torch.empty((2, *x.shape[:-1]), dtype=real, device=x.device)
-    if not rows:
-        return y, statistics
-    plan = plan_norm(nets, rows, width, device_name(x.device))
-    launch(
-        norm_activation_kernel,
-        nets * plan.blocks,
-        dense(x),
-        dense(weight),
-        x if bias is None else dense(bias),
-        y,
-        statistics,
-        rows,
-        width,
-        plan.blocks,
-        nets * rows,
-        REAL=REAL[real],
-        EPS=eps,
-        NORM=norm,
-        ACTIVATION=activation,
-        HAS_BIAS=bias is not None,
-        BLOCK_ROWS=plan.block_rows,
-        BLOCK_WIDTH=plan.block_width,
-        num_warps=plan.num_warps,
-    )
-    return y, statistics
+norm_activation = launcher(
+    norms.norm_activation, kernels.norm_activation_kernel, plan_norm, programs=lambda nets, blocks: nets * blocks
+)
 
 
-def norm_activation_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor, norm: int, activation: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :data:`gpubuf.kernels.norms.norm_activation_backward`."""
-    nets, rows, width = check_arguments(x, weight, bias)
-    check_width(width)
-    real = computing_dtype(x)
-    by_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    new: dict[str, Any] = {"dtype": weight.dtype, "device": x.device}
-    if not rows:
-        return by_x, torch.zeros(weight.shape, **new), torch.zeros(weight.shape, **new)
-    by_weight, by_bias = torch.empty(weight.shape, **new), torch.empty(weight.shape, **new)
-    plan = plan_norm(nets, rows, width, device_name(x.device))
-    partial = torch.empty((2, nets * plan.parts, width), dtype=real, device=x.device)
-    launch(
-        norm_activation_backward_kernel,
-        nets * plan.parts,
-        dense(grad),
-        dense(x),
-        dense(weight),
-        x if bias is None else dense(bias),
-        dense(statistics),
-        by_x,
-        partial,
-        rows,
-        width,
-        plan.parts,
-        plan.part_rows,
-        nets * rows,
-        REAL=REAL[real],
-        NORM=norm,
-        ACTIVATION=activation,
-        HAS_BIAS=bias is not None,
-        BLOCK_ROWS=plan.block_rows,
-        BLOCK_WIDTH=plan.block_width,
-        num_warps=plan.num_warps,
-    )
-    finish_gradients(partial, by_weight, by_bias, nets, plan.parts)
-    return by_x, by_weight, by_bias
+@launches(norms.norm_activation_backward, plan_norm)
+def norm_activation_backward(call: Call, plan: NormPlan, results: tuple[Tensor, ...]) -> None:
+    programs = call.values["nets"] * plan.parts
+    call.values["partial_ptr"] = _partial(call, programs)
+    call.launch(kernels.norm_activation_backward_kernel, programs, plan.num_warps)
+    _finish_gradients(call)
 
 
-def finish_gradients(partial: Tensor, by_weight: Tensor, by_bias: Tensor, nets: int, parts: int) -> None:
-    """Add the sums ``[2, nets * parts, width]`` of all parts."""
-    width = partial.shape[-1]
-    blocks = cdiv(width, FINISH_BLOCK)
-    launch(
-        finish_norm_gradients_kernel,
-        nets * blocks,
-        partial,
-        by_weight,
-        by_bias,
-        nets,
-        width,
-        parts,
-        blocks,
-        REAL=REAL[partial.dtype],
+def _partial(call: Call, parts: int) -> Tensor:
+    """Room for two numbers of each column of each part."""
+    x = call.values["x_ptr"]
+    return torch.empty((2, parts, call.values["width"]), dtype=call.values["dtype"], device=x.device)
+
+
+def _finish_gradients(call: Call) -> None:
+    """Add the sums of all parts."""
+    blocks = cdiv(call.values["width"], FINISH_BLOCK)
+    call.launch(
+        kernels.finish_norm_gradients_kernel,
+        call.values["nets"] * blocks,
+        4,
+        n_blocks=blocks,
         BLOCK_PARTS=FINISH_PARTS,
         BLOCK=FINISH_BLOCK,
-        num_warps=4,
     )
 
 
-def _partial(nets: int, plan: BatchPlan, width: int, x: Tensor, real: torch.dtype) -> Tensor:
-    """Room for two numbers of each column of each part."""
-    return torch.empty((2, nets * plan.parts, width), dtype=real, device=x.device)
-
-
-def batch_moments(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """See :data:`gpubuf.kernels.norms.batch_moments`."""
-    nets, rows, width = check_arguments(x, weight, None)
-    real = computing_dtype(x)
-    mean, var = (torch.empty(weight.shape, dtype=real, device=x.device) for _ in range(2))
-    if not rows:
-        return mean.fill_(math.nan), var.fill_(math.nan)
-    plan = plan_batch(rows, width, device_name(x.device))
-    sizes = (rows, width, plan.blocks, plan.parts, plan.part_rows)
-    several = plan.parts > 1
-    found: Any = _partial(nets, plan, width, x, real) if several else (mean, var)
-    launch(
-        batch_moments_kernel,
-        nets * plan.blocks * plan.parts,
-        dense(x),
-        *found,
-        *sizes,
-        REAL=REAL[real],
-        BLOCK_ROWS=plan.sum_rows,
-        BLOCK=plan.block,
-        num_warps=plan.sum_warps,
+@launches(norms.batch_moments, plan_batch, without_rows=math.nan)
+def norm_batch_moments(call: Call, plan: BatchPlan, results: tuple[Tensor, ...]) -> None:
+    blocks = call.values["nets"] * plan.blocks
+    call.values["BLOCK_ROWS"] = plan.sum_rows
+    if plan.parts == 1:
+        call.launch(batch_kernels.batch_moments_kernel, blocks, plan.sum_warps)
+        return
+    means, variances = _partial(call, call.values["nets"] * plan.parts)
+    call.launch(
+        batch_kernels.batch_moments_kernel, blocks * plan.parts, plan.sum_warps, mean_ptr=means, var_ptr=variances
     )
-    if several:
-        launch(
-            finish_batch_moments_kernel,
-            nets * plan.blocks,
-            *found,
-            mean,
-            var,
-            *sizes,
-            REAL=REAL[real],
-            BLOCK_PARTS=config.ceil_power(plan.parts),
-            BLOCK=plan.block,
-            num_warps=plan.sum_warps,
-        )
-    return mean, var
-
-
-def batch_norm_activation(
-    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float, activation: int, own: bool
-) -> Tensor:
-    """See :data:`gpubuf.kernels.norms.batch_norm_activation`."""
-    nets, rows, width = check_arguments(x, weight, bias)
-    check_vectors(weight, mean=mean, var=var)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if not rows:
-        return y
-    plan = plan_batch(rows, width, device_name(x.device))
-    launch(
-        batch_norm_activation_kernel,
-        nets * plan.blocks * plan.row_blocks,
-        dense(x),
-        dense(weight),
-        dense(bias),
-        dense(mean),
-        dense(var),
-        y,
-        rows,
-        width,
-        plan.blocks,
-        plan.row_blocks,
-        REAL=REAL[computing_dtype(x)],
-        EPS=eps,
-        ACTIVATION=activation,
-        BLOCK_ROWS=plan.block_rows,
-        BLOCK=plan.block,
-        num_warps=plan.num_warps,
+    call.launch(
+        batch_kernels.finish_batch_moments_kernel,
+        blocks,
+        plan.sum_warps,
+        means_ptr=means,
+        vars_ptr=variances,
+        BLOCK_PARTS=config.ceil_power(plan.parts),
     )
-    return y
 
 
-def batch_norm_activation_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    eps: float,
-    activation: int,
-    own: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :data:`gpubuf.kernels.norms.batch_norm_activation_backward`."""
-    nets, rows, width = check_arguments(x, weight, bias)
-    check_vectors(weight, mean=mean, var=var)
-    by_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    by_weight, by_bias = (torch.empty(weight.shape, dtype=weight.dtype, device=x.device) for _ in range(2))
-    if not rows:
-        return by_x, by_weight.zero_(), by_bias.zero_()
-    plan, real = plan_batch(rows, width, device_name(x.device)), computing_dtype(x)
-    several = plan.parts > 1
-    arguments = [dense(tensor) for tensor in (grad, x, weight, bias, mean, var)]
-    sizes = (rows, width, plan.blocks, plan.parts, plan.part_rows)
-    constants: dict[str, Any] = {"REAL": REAL[real], "EPS": eps, "ACTIVATION": activation}
-    sums: Any = _partial(nets, plan, width, x, real) if several else (by_weight, by_bias)
-    launch(
-        batch_norm_activation_backward_kernel,
-        nets * plan.blocks * plan.parts,
-        *arguments,
-        by_x,
-        *sums,
-        *sizes,
-        **constants,
-        OWN=own,
-        PARTS=several,
-        BLOCK_ROWS=plan.sum_rows,
-        BLOCK=plan.block,
-        num_warps=plan.sum_warps,
+batch_norm_activation = launcher(
+    norms.batch_norm_activation,
+    batch_kernels.batch_norm_activation_kernel,
+    plan_batch,
+    programs=lambda nets, blocks, row_blocks: nets * blocks * row_blocks,
+    names={"n_parts": "row_blocks"},
+)
+
+
+@launches(norms.batch_norm_activation_backward, plan_batch)
+def batch_norm_activation_backward(call: Call, plan: BatchPlan, results: tuple[Tensor, ...]) -> None:
+    programs = call.values["nets"] * plan.blocks * plan.parts
+    call.values["BLOCK_ROWS"], call.values["PARTS"] = plan.sum_rows, plan.parts > 1
+    kernel = batch_kernels.batch_norm_activation_backward_kernel
+    if plan.parts == 1:
+        call.launch(kernel, programs, plan.sum_warps)
+        return
+    partial = _partial(call, call.values["nets"] * plan.parts)
+    by_weight, by_bias = partial
+    call.launch(kernel, programs, plan.sum_warps, grad_weight_ptr=by_weight, grad_bias_ptr=by_bias)
+    if not call.values["own"]:
+        call.values["partial_ptr"] = partial
+        _finish_gradients(call)
+        return
+    call.launch(
+        batch_kernels.apply_batch_norm_gradients_kernel,
+        programs,
+        plan.sum_warps,
+        by_weight_ptr=by_weight,
+        by_bias_ptr=by_bias,
+        BLOCK_PARTS=config.ceil_power(plan.parts),
     )
-    if several and own:
-        launch(
-            apply_batch_norm_gradients_kernel,
-            nets * plan.blocks * plan.parts,
-            *arguments,
-            *sums,
-            by_x,
-            by_weight,
-            by_bias,
-            *sizes,
-            **constants,
-            BLOCK_PARTS=config.ceil_power(plan.parts),
-            BLOCK_ROWS=plan.sum_rows,
-            BLOCK=plan.block,
-            num_warps=plan.sum_warps,
-        )
-    elif several:
-        finish_gradients(sums, by_weight, by_bias, nets, plan.parts)
-    return by_x, by_weight, by_bias

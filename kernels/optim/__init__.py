@@ -117,8 +117,7 @@ adamw = define(
     "optim_adamw(Tensor table, Tensor tiles, Tensor hyper, Tensor?[] grads, bool[] averages, Tensor? norm,"
     " Tensor(a!) steps, Tensor(b!) ticket, Tensor(c!)[] params, Tensor(d!)[] moments, Tensor(e!)[] targets,"
     " bool aligned, bool unit_rows) -> ()",
-    cpu="gpubuf.kernels.optim._cpu:adamw",
-    cuda="gpubuf.kernels.optim._launch:adamw",
+    __name__,
     fake=lambda *_: None,
 )
 """One step for a bucket. For every entry with a gradient g, with t the entry's step, counted from 1::

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpubuf.kernels._differentiable import dense
 from gpubuf.kernels._elementary import float_of_bits
-from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._jit import jit, kernel
 from gpubuf.kernels._pointers import as_f32, as_f64, as_i64
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.optim import (
@@ -42,11 +42,9 @@ from gpubuf.kernels.optim import (
 )
 from gpubuf.kernels.optim._check import check_step, gradient_codes
 from gpubuf.kernels.optim._cpu_numbers import (
-    double,
     in_place,
     kept,
     narrowed,
-    single,
     view_bf16,
     view_f32,
     view_f64,
@@ -198,8 +196,12 @@ def _width(table, n_entries):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def _step(view, view_moments, real, load, store, scratch, table, hyper, grads, clip_norm, steps, begin, end):  # type: ignore[no-untyped-def]
-    """The step on the elements ``begin`` to ``end`` of all entries, one after the other, and on whole rows only."""
+def _step(view, view_moments, real, load, store, table, hyper, grads, clip_norm, steps, n_entries, first, count):  # type: ignore[no-untyped-def]
+    """The step on a part of all entries' elements, one after the other, and on whole rows only."""
+    table = carray(as_i64(table), (n_entries, ENTRY))
+    grads, steps = carray(as_i64(grads), n_entries), carray(as_f32(steps), n_entries)
+    scratch = np.empty((3, _width(table, n_entries)), real)
+    begin, end = first * _UNIT, (first + count) * _UNIT
     at = 0
     for e in range(table.shape[0]):
         numel, length, inner = table[e, NUMEL], table[e, LENGTH], table[e, INNER]
@@ -219,14 +221,14 @@ def _step(view, view_moments, real, load, store, scratch, table, hyper, grads, c
         if updates and length > 0:
             # Those slabs of whole rows that begin in this part.
             slab, row_norm = length * inner, float_of_bits(table[e, NORM])
-            for first in range((a + slab - 1) // slab * slab, (b + slab - 1) // slab * slab, slab):
+            for start in range((a + slab - 1) // slab * slab, (b + slab - 1) // slab * slab, slab):
                 _step_rows(
                     p,
                     g,
                     m,
                     v,
                     t,
-                    first,
+                    start,
                     inner,
                     length,
                     row_norm,
@@ -242,37 +244,24 @@ def _step(view, view_moments, real, load, store, scratch, table, hyper, grads, c
             _step_elements(p, g, m, v, t, a, b, updates, averages, coefficients, tau, load, store, scratch)
 
 
-_SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
+@kernel
+def _step_f32(table, hyper, grads, norm, steps, n_entries, first, length):  # type: ignore[no-untyped-def]
+    _step(view_f32, view_f32, np.float32, in_place, kept, table, hyper, grads, norm, steps, n_entries, first, length)
 
 
-@jit(_SIGNATURE, **OPTIONS)
-def _step_f32(table_address, hyper, grads_address, norm, steps_address, n_entries, first, length):  # type: ignore[no-untyped-def]
-    table = carray(as_i64(table_address), (n_entries, ENTRY))
-    grads, steps = carray(as_i64(grads_address), n_entries), carray(as_f32(steps_address), n_entries)
-    scratch = np.empty((3, _width(table, n_entries)), np.float32)
-    begin, end = first * _UNIT, (first + length) * _UNIT
-    _step(view_f32, view_f32, single, in_place, kept, scratch, table, hyper, grads, norm, steps, begin, end)
+@kernel
+def _step_f64(table, hyper, grads, norm, steps, n_entries, first, length):  # type: ignore[no-untyped-def]
+    _step(view_f64, view_f64, np.float64, in_place, kept, table, hyper, grads, norm, steps, n_entries, first, length)
 
 
-@jit(_SIGNATURE, **OPTIONS)
-def _step_f64(table_address, hyper, grads_address, norm, steps_address, n_entries, first, length):  # type: ignore[no-untyped-def]
-    table = carray(as_i64(table_address), (n_entries, ENTRY))
-    grads, steps = carray(as_i64(grads_address), n_entries), carray(as_f32(steps_address), n_entries)
-    scratch = np.empty((3, _width(table, n_entries)), np.float64)
-    begin, end = first * _UNIT, (first + length) * _UNIT
-    _step(view_f64, view_f64, double, in_place, kept, scratch, table, hyper, grads, norm, steps, begin, end)
+@kernel
+def _step_bf16(table, hyper, grads, norm, steps, n_entries, first, length):  # type: ignore[no-untyped-def]
+    _step(
+        view_bf16, view_f32, np.float32, widened, narrowed, table, hyper, grads, norm, steps, n_entries, first, length
+    )
 
 
-@jit(_SIGNATURE, **OPTIONS)
-def _step_bf16(table_address, hyper, grads_address, norm, steps_address, n_entries, first, length):  # type: ignore[no-untyped-def]
-    table = carray(as_i64(table_address), (n_entries, ENTRY))
-    grads, steps = carray(as_i64(grads_address), n_entries), carray(as_f32(steps_address), n_entries)
-    scratch = np.empty((3, _width(table, n_entries)), np.float32)
-    begin, end = first * _UNIT, (first + length) * _UNIT
-    _step(view_bf16, view_f32, single, widened, narrowed, scratch, table, hyper, grads, norm, steps, begin, end)
-
-
-@jit("void(int64, int64, int64)", **OPTIONS)
+@kernel
 def _count(steps_address, grads_address, n_entries):  # type: ignore[no-untyped-def]
     steps, grads = carray(as_f32(steps_address), n_entries), carray(as_i64(grads_address), n_entries)
     for e in range(n_entries):

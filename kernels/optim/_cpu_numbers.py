@@ -15,18 +15,6 @@ from gpubuf.kernels._pointers import as_f32, as_f64, as_u16
 
 
 @jit(forceinline=True)
-def single(x):  # type: ignore[no-untyped-def]
-    """``x`` as float32."""
-    return np.float32(x)
-
-
-@jit(forceinline=True)
-def double(x):  # type: ignore[no-untyped-def]
-    """``x`` as float64."""
-    return np.float64(x)
-
-
-@jit(forceinline=True)
 def view_f32(address, n):  # type: ignore[no-untyped-def]
     """float32 ``[n]`` at an address."""
     return carray(as_f32(address), n)

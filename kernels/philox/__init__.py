@@ -51,10 +51,5 @@ def _uniform_fake(rng: Tensor, n: int) -> Tensor:
     return rng.new_empty(n, dtype=torch.float64)
 
 
-uniform = define(
-    "philox_uniform(Tensor(a!) rng, int n) -> Tensor",
-    cpu="gpubuf.kernels.philox._cpu:uniform",
-    cuda="gpubuf.kernels.philox._launch:uniform",
-    fake=_uniform_fake,
-)
+uniform = define("philox_uniform(Tensor(a!) rng, int n) -> Tensor", __name__, fake=_uniform_fake)
 """``uniform(rng, n)``: ``n`` float64 uniforms in [0, 1), ``[n]``; advances ``rng`` by ``n``. No host sync."""

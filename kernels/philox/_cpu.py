@@ -7,7 +7,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._jit import jit, kernel
 from gpubuf.kernels._pointers import as_f64, as_i64
 from gpubuf.kernels.philox import OFFSET, RESOLUTION, SEED, check_request
 
@@ -47,7 +47,7 @@ def philox_uniform_f64(seed, counter):  # type: ignore[no-untyped-def]
     return np.float64(np.int64(((word_0 << _WORD) | word_1) >> _DROPPED)) * RESOLUTION
 
 
-@jit("void(int64, int64, int64)", **OPTIONS)
+@kernel
 def _uniform(rng_address, n, out_address):  # type: ignore[no-untyped-def]
     rng = carray(as_i64(rng_address), 3)
     out = carray(as_f64(out_address), n)

@@ -336,8 +336,7 @@ def _gather_fake(
 gather = define(
     f"rows_gather(Tensor table, Tensor(a!) ring, Tensor index, int capacity, int arena_bytes, {_READING})"
     " -> (Tensor, Tensor)",
-    cpu="gpubuf.kernels.rows._cpu:gather",
-    cuda="gpubuf.kernels.rows._launch:gather",
+    __name__,
     fake=_gather_fake,
 )
 """``gather(table, ring, index, capacity, arena_bytes, *reading) -> (arena, generation)``: the batch of rows ``index``.
@@ -370,8 +369,7 @@ def _sample_fake(
 sample = define(
     "rows_sample(Tensor table, Tensor(a!) ring, Tensor(c!) rng, int n, int capacity, int arena_bytes,"
     f" {_READING}) -> (Tensor, Tensor, Tensor)",
-    cpu="gpubuf.kernels.rows._cpu:sample",
-    cuda="gpubuf.kernels.rows._launch:sample",
+    __name__,
     fake=_sample_fake,
 )
 """``sample(table, ring, rng, n, capacity, arena_bytes, *reading) -> (arena, index, generation)``: ``n`` rows uniformly.
@@ -386,8 +384,7 @@ batch. No host sync.
 extend = define(
     "rows_extend(Tensor table, Tensor[] sources, Tensor(a!) ring, int n, int capacity, int envs=1,"
     " Tensor(b!)? links=None, Tensor(c!)? owners=None) -> Tensor",
-    cpu="gpubuf.kernels.rows._cpu:extend",
-    cuda="gpubuf.kernels.rows._launch:extend",
+    __name__,
     fake=lambda table, sources, ring, n, capacity, envs=1, links=None, owners=None: ring.new_empty(n),
 )
 """``extend(table, sources, ring, n, capacity, envs=1, links=None, owners=None) -> index``: write ``n`` rows at the
@@ -419,8 +416,7 @@ Raises:
 write = define(
     "rows_write(Tensor table, Tensor[] sources, Tensor(a!) ring, Tensor index, int capacity,"
     " Tensor? generation=None) -> ()",
-    cpu="gpubuf.kernels.rows._cpu:write",
-    cuda="gpubuf.kernels.rows._launch:write",
+    __name__,
     fake=lambda table, sources, ring, index, capacity, generation=None: None,
 )
 """``write(table, sources, ring, index, capacity, generation=None)``: overwrite the rows at ``index`` in place.
@@ -438,8 +434,7 @@ Raises:
 relink = define(
     "rows_relink(Tensor table, Tensor[] sources, Tensor(a!) ring, Tensor index, int capacity, int envs,"
     " Tensor(b!) links, Tensor(c!) owners) -> ()",
-    cpu="gpubuf.kernels.rows._cpu:relink",
-    cuda="gpubuf.kernels.rows._launch:relink",
+    __name__,
     fake=lambda table, sources, ring, index, capacity, envs, links, owners: None,
 )
 """``relink(table, sources, ring, index, capacity, envs, links, owners)``: give stored rows their next observations.

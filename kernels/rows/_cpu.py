@@ -41,15 +41,7 @@ from gpubuf.kernels.rows._check import (
 )
 from gpubuf.kernels.rows._cpu_compute import compute_narrow, compute_wide
 from gpubuf.kernels.rows._cpu_copy import describe_sources
-from gpubuf.kernels.rows._cpu_read import (
-    DONE,
-    EMPTY,
-    NEEDS_NARROW,
-    NEEDS_WIDE,
-    gather_rows,
-    read_rows,
-    sample_rows,
-)
+from gpubuf.kernels.rows._cpu_read import DONE, EMPTY, NEEDS_NARROW, NEEDS_WIDE, gather_rows, read_rows, sample_rows
 from gpubuf.kernels.rows._cpu_write import (
     EVERY,
     INVALID,
@@ -384,12 +376,7 @@ def _converted_bytes(fields: Tensor) -> int:
 
 
 def write(
-    table: Tensor,
-    sources: list[Tensor],
-    ring: Tensor,
-    index: Tensor,
-    capacity: int,
-    generation: Tensor | None = None,
+    table: Tensor, sources: list[Tensor], ring: Tensor, index: Tensor, capacity: int, generation: Tensor | None = None
 ) -> None:
     """See :data:`gpubuf.kernels.rows.write`."""
     n_keys, n = check_storage(table, ring, capacity), check_index(index)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numba import carray
 
-from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._jit import jit, kernel
 from gpubuf.kernels._pointers import as_f32, as_i64, prefetch_l2
 from gpubuf.kernels.philox import OFFSET, SEED
 from gpubuf.kernels.philox._cpu import philox_uniform_f64
@@ -268,13 +268,10 @@ def _compute(field, rows, length, n, how, number_type, target, numbers):  # type
     return n
 
 
-_SIGNATURE = "int64(int64, int64, int64, int64, int64, int64, float64, int64, int64, int64, int64, int64)"
-
-
 # Two kernels, of which most storages need one at most.
-@jit(_SIGNATURE, no_cfunc_wrapper=False, **OPTIONS)
+@kernel(no_cfunc_wrapper=False)  # type: ignore[untyped-decorator]
 def compute_narrow(  # type: ignore[no-untyped-def]
-    field_address, rows_address, length_address, n, capacity, envs, gamma, mirroring, noise, ahead, draws, target
+    field_address, rows_address, length_address, n, capacity, envs, gamma: float, mirroring, noise, ahead, draws, target
 ):
     """Compute ``n`` rows of a field, in float32 or between integers.
 
@@ -292,9 +289,9 @@ def compute_narrow(  # type: ignore[no-untyped-def]
     return _compute(field, rows, length, n, how, np.float32, target, numbers)
 
 
-@jit(_SIGNATURE, no_cfunc_wrapper=False, **OPTIONS)
+@kernel(no_cfunc_wrapper=False)  # type: ignore[untyped-decorator]
 def compute_wide(  # type: ignore[no-untyped-def]
-    field_address, rows_address, length_address, n, capacity, envs, gamma, mirroring, noise, ahead, draws, target
+    field_address, rows_address, length_address, n, capacity, envs, gamma: float, mirroring, noise, ahead, draws, target
 ):
     """As :func:`compute_narrow`, in float64."""
     field = carray(as_i64(field_address), FIELD)

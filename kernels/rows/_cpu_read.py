@@ -12,7 +12,7 @@ import math
 import numpy as np
 from numba import carray
 
-from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._jit import jit, kernel
 from gpubuf.kernels._pointers import as_i64, call, copy_bytes, load_i64, prefetch_l2
 from gpubuf.kernels.philox import OFFSET, SEED
 from gpubuf.kernels.philox._cpu import philox_uniform_f64
@@ -93,7 +93,7 @@ def _gather_split_key(target, entry, position, n):  # type: ignore[no-untyped-de
         copy_row(target + i * row_bytes, row_address(entry, position[i]), row_bytes)
 
 
-@jit("void(int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+@kernel
 def _gather_keys(table_address, n_keys, position_address, first, n, capacity, targets_address):  # type: ignore[no-untyped-def]
     """Copy ``n`` rows of all keys to where row ``first`` of a batch and the next ones go.
 
@@ -121,7 +121,7 @@ def _gather_keys(table_address, n_keys, position_address, first, n, capacity, ta
             _gather_key(target, table[k], row_bytes, position, n, following)
 
 
-@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+@kernel
 def gather_rows(  # type: ignore[no-untyped-def]
     table_address, n_keys, ring_address, index_address, first, n, capacity, targets_address, generation_address
 ):
@@ -140,7 +140,7 @@ def gather_rows(  # type: ignore[no-untyped-def]
     return DONE
 
 
-@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+@kernel
 def sample_rows(  # type: ignore[no-untyped-def]
     table_address,
     n_keys,
@@ -353,7 +353,7 @@ def _first_wrong(fields, n_fields, has_links, mirror):  # type: ignore[no-untype
     return -1
 
 
-@jit(f"int64({'int64, ' * 16}float64{', int64' * 4})", **OPTIONS)
+@kernel
 def read_rows(  # type: ignore[no-untyped-def]
     narrow,
     wide,
@@ -371,7 +371,7 @@ def read_rows(  # type: ignore[no-untyped-def]
     capacity,
     envs,
     n_steps,
-    gamma,
+    gamma: float,
     mirror,
     draws,
     targets_address,

@@ -9,7 +9,7 @@ are staged before that: in memory of their own, as they will be stored.
 import numpy as np
 from numba import carray
 
-from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._jit import jit, kernel
 from gpubuf.kernels._pointers import as_i64
 from gpubuf.kernels.rows import (
     CODEC_OFFSET,
@@ -150,7 +150,7 @@ def find_sources(fields, n_fields, sources, which, n, skipped, staged):  # type:
     return problem(NEEDS_STAGING, needed) if needed else DONE
 
 
-@jit(f"int64(int64{', int64' * 8})", **OPTIONS)
+@kernel
 def stage(fields_address, n_fields, width, sources_address, which, n, skipped, scratch, staged_address):  # type: ignore[no-untyped-def]
     """As :func:`find_sources`, where rows must be converted: into ``scratch``, which is large enough.
 
@@ -173,7 +173,7 @@ def stage(fields_address, n_fields, width, sources_address, which, n, skipped, s
 # Columns
 
 
-@jit("int64(int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+@kernel
 def append_rows(table_address, n_keys, sources_address, ring_address, n, capacity, index_address):  # type: ignore[no-untyped-def]
     """Write ``n`` rows of columns at the cursor."""
     table = carray(as_i64(table_address), (n_keys, ENTRY))
@@ -201,7 +201,7 @@ def append_rows(table_address, n_keys, sources_address, ring_address, n, capacit
     return DONE
 
 
-@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+@kernel
 def keep_rows(table_address, keys_address, n_keys, ring_address, index_address, n, capacity, journal_address):  # type: ignore[no-untyped-def]
     """``index_address`` is 0 for the rows from the cursor on."""
     keys, ring = carray(as_i64(keys_address), n_keys), carray(as_i64(ring_address), 4)
@@ -327,7 +327,7 @@ def _find_separate(fields, n_fields, staged, envs, kept, pending, separate):  # 
     return need
 
 
-@jit(f"int64(int64{', int64' * 13})", **OPTIONS)
+@kernel
 def extend_rows(  # type: ignore[no-untyped-def]
     fields_address,
     n_fields,
@@ -423,7 +423,7 @@ def _set_links(  # type: ignore[no-untyped-def]
         row = row + 1 if row + 1 < capacity else 0
 
 
-@jit(f"int64(int64{', int64' * 10})", **OPTIONS)
+@kernel
 def write_rows(  # type: ignore[no-untyped-def]
     fields_address,
     n_fields,
@@ -484,7 +484,7 @@ def _mark_winners(links, rows, n, before):  # type: ignore[no-untyped-def]
             write_32(links, rows[i], before[i])
 
 
-@jit(f"int64(int64{', int64' * 13})", **OPTIONS)
+@kernel
 def relink_rows(  # type: ignore[no-untyped-def]
     fields_address,
     n_fields,

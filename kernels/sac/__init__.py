@@ -7,31 +7,44 @@ Reference: Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", arX
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, direct, register_autograd
-from gpubuf.kernels._registry import define
-from gpubuf.kernels.td import loss_shape
+from gpubuf.kernels._differentiable import computing_dtype, differentiable, register_autograd
+from gpubuf.kernels._operations import declare
+from gpubuf.kernels.td import check_critics, check_rows, loss_shape
 
 # --- actor objective --------------------------------------------------------------------------------------------------
 
 
-def _actor_loss_fake(
-    q: Tensor, log_prob: Tensor, alpha: Tensor, weight: Tensor | None, mask: Tensor | None, reduction: int, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    new = functools.partial(q.new_empty, dtype=computing_dtype(q))
-    return new(loss_shape(log_prob, reduction)), new(()), new(())
+def _check_actor(
+    q: Tensor, log_prob: Tensor, alpha: Tensor, weight: Tensor | None, mask: Tensor | None, combine: int
+) -> None:
+    n = log_prob.numel()
+    check_critics(q, n, combine)
+    check_rows(n, weight=weight, mask=mask)
+    check_rows(1, alpha=alpha)
 
 
-actor_loss = define(
+def _actor_sizes(q: Tensor, log_prob: Tensor) -> dict[str, int]:
+    return {"n": log_prob.numel(), "nets": q.shape[0]}
+
+
+def _actor_results(q: Tensor, log_prob: Tensor, reduction: int) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = computing_dtype(q)
+    loss = q.new_empty(loss_shape(log_prob, reduction), dtype=dtype)
+    return loss, q.new_empty((), dtype=dtype), q.new_empty((), dtype=dtype)
+
+
+actor_loss = declare(
     "sac_actor_loss(Tensor q, Tensor log_prob, Tensor alpha, Tensor? weight, Tensor? mask, int reduction,"
-    " int combine=0) -> (Tensor, Tensor, Tensor)",
-    cpu="gpubuf.kernels.sac._cpu:actor_loss",
-    cuda="gpubuf.kernels.sac._launch:actor_loss",
-    fake=_actor_loss_fake,
+    " int combine=0) -> (Tensor loss, Tensor entropy, Tensor norm)",
+    __name__,
+    checks=[_check_actor],
+    sizes=_actor_sizes,
+    results=_actor_results,
+    real="q",
 )
 """``(loss, entropy, norm)``: ``l_i = alpha * log_prob[i] - min_k q[k, i]``.
 
@@ -41,52 +54,42 @@ With ``combine`` AVERAGE (see :mod:`gpubuf.kernels.td`) the mean over k takes th
 that attains the minimum, or all of them alike) and ``log_prob``, through ``loss``; ``alpha`` is a constant.
 """
 
-actor_loss_backward = define(
+actor_loss_backward = declare(
     "sac_actor_loss_backward(Tensor grad, Tensor q, Tensor log_prob, Tensor alpha, Tensor? weight, Tensor? mask,"
-    " Tensor norm, int reduction, int combine=0) -> (Tensor, Tensor)",
-    cpu="gpubuf.kernels.sac._cpu:actor_loss_backward",
-    cuda="gpubuf.kernels.sac._launch:actor_loss_backward",
-    fake=lambda grad, q, log_prob, *_: (q.new_empty(q.shape), log_prob.new_empty(log_prob.shape)),
+    " Tensor norm, int reduction, int combine=0) -> (Tensor grad_q, Tensor grad_log_prob)",
+    __name__,
+    sizes=_actor_sizes,
+    results=lambda q, log_prob: (q.new_empty(q.shape), log_prob.new_empty(log_prob.shape)),
+    real="q",
 )
 """Gradients of :data:`actor_loss` by ``q`` and ``log_prob``."""
 
-
-_backward = direct(actor_loss_backward)
-
-
-def _actor_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, log_prob, alpha, weight, mask, *ctx.constants = inputs
-    _, entropy, norm = output
-    ctx.save_for_backward(q, log_prob, alpha, weight, mask, norm)
-    ctx.mark_non_differentiable(entropy, norm)
-    ctx.set_materialize_grads(False)
-
-
-def _actor_loss_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    by_q = by_log_prob = None
-    if grad is not None:
-        by_q, by_log_prob = _backward(grad, *ctx.saved_tensors, *ctx.constants)
-    return by_q, by_log_prob, None, None, None, *(None for _ in ctx.constants)
-
-
-actor_loss_direct = register_autograd(actor_loss, _actor_loss_setup, _actor_loss_backward)
-""":data:`actor_loss`, past PyTorch's dispatcher in eager mode. Give all arguments, by position."""
+actor_loss_direct = differentiable(actor_loss, actor_loss_backward)
 
 
 # --- temperature ------------------------------------------------------------------------------------------------------
 
 
-def _temperature_loss_fake(log_alpha: Tensor, log_prob: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    new = functools.partial(log_prob.new_empty, loss_shape(log_prob, options[-1]), dtype=computing_dtype(log_prob))
-    return new(), new()
+def _check_temperature(
+    log_alpha: Tensor, log_prob: Tensor, target_entropy: Tensor, weight: Tensor | None, mask: Tensor | None
+) -> None:
+    check_rows(log_prob.numel(), weight=weight, mask=mask)
+    check_rows(1, log_alpha=log_alpha, target_entropy=target_entropy)
 
 
-temperature_loss = define(
+def _temperature_results(log_prob: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    shape, dtype = loss_shape(log_prob, reduction), computing_dtype(log_prob)
+    return log_prob.new_empty(shape, dtype=dtype), log_prob.new_empty(shape, dtype=dtype)
+
+
+temperature_loss = declare(
     "sac_temperature_loss(Tensor log_alpha, Tensor log_prob, Tensor target_entropy, Tensor? weight, Tensor? mask,"
-    " int reduction) -> (Tensor, Tensor)",
-    cpu="gpubuf.kernels.sac._cpu:temperature_loss",
-    cuda="gpubuf.kernels.sac._launch:temperature_loss",
-    fake=_temperature_loss_fake,
+    " int reduction) -> (Tensor loss, Tensor slope)",
+    __name__,
+    checks=[_check_temperature],
+    sizes=lambda log_prob: {"n": log_prob.numel()},
+    results=_temperature_results,
+    real="log_prob",
 )
 """``(loss, slope)``: ``l_i = -log_alpha * (log_prob[i] + target_entropy)``; slope is the derivative by log_alpha.
 
@@ -111,4 +114,4 @@ def _temperature_loss_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[
     return by_log_alpha, None, None, None, None, None
 
 
-temperature_loss_direct = register_autograd(temperature_loss, _temperature_loss_setup, _temperature_loss_backward)
+register_autograd(temperature_loss, _temperature_loss_setup, _temperature_loss_backward)

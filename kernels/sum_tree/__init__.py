@@ -146,8 +146,7 @@ def new_tree(capacity: int, fan_out: int, device: torch.device | str) -> tuple[T
 
 build = define(
     "sum_tree_build(Tensor leaves, Tensor(a!) nodes, int fan_out, Tensor? eligible=None) -> ()",
-    cpu="gpubuf.kernels.sum_tree._cpu:build",
-    cuda="gpubuf.kernels.sum_tree._launch:build",
+    __name__,
     fake=lambda *_: None,
 )
 """``build(leaves, nodes, fan_out, eligible=None)``: recompute every inner node from the leaves. No host sync."""
@@ -156,8 +155,7 @@ build = define(
 refresh = define(
     "sum_tree_refresh(Tensor leaves, Tensor(a!) nodes, Tensor index, int capacity, int fan_out, Tensor? eligible=None)"
     " -> ()",
-    cpu="gpubuf.kernels.sum_tree._cpu:refresh",
-    cuda="gpubuf.kernels.sum_tree._launch:refresh",
+    __name__,
     fake=lambda *_: None,
 )
 """Recompute the nodes above rows ``index`` (int64 ``[n]``), after leaves or bits of ``eligible`` were changed there.
@@ -171,8 +169,7 @@ sync.
 update = define(
     "sum_tree_update(Tensor(a!) leaves, Tensor(b!) nodes, Tensor(c!) scalars, Tensor ring, Tensor index,"
     " Tensor priority, Tensor? generation, int capacity, int fan_out, Tensor? eligible=None) -> ()",
-    cpu="gpubuf.kernels.sum_tree._cpu:update",
-    cuda="gpubuf.kernels.sum_tree._launch:update",
+    __name__,
     fake=lambda *_: None,
 )
 """Set the weight of rows ``index`` to ``(priority + eps) ** alpha`` and recompute the nodes above them.
@@ -198,8 +195,7 @@ IndexError on CPU and is refused on a GPU. No host sync.
 mark = define(
     "sum_tree_mark(Tensor(a!) leaves, Tensor(b!) nodes, Tensor scalars, Tensor index, int capacity, int fan_out,"
     " bool within_buffer, Tensor? eligible=None) -> ()",
-    cpu="gpubuf.kernels.sum_tree._cpu:mark",
-    cuda="gpubuf.kernels.sum_tree._launch:mark",
+    __name__,
     fake=lambda *_: None,
 )
 """Give rows ``index`` (int64 ``[B]``) the weight of a new row.
@@ -228,8 +224,7 @@ def _draw_fake(
 draw = define(
     "sum_tree_draw(Tensor leaves, Tensor nodes, Tensor scalars, Tensor(a!) rng, int n, int capacity, int fan_out,"
     " bool stratified, Tensor? eligible=None) -> (Tensor, Tensor)",
-    cpu="gpubuf.kernels.sum_tree._cpu:draw",
-    cuda="gpubuf.kernels.sum_tree._launch:draw",
+    __name__,
     fake=_draw_fake,
 )
 """``draw(...) -> (index, weight)``: ``n`` eligible rows in proportion to their weights, with their importance weights.

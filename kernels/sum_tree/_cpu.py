@@ -10,7 +10,7 @@ from numba import carray
 from torch import Tensor
 
 from gpubuf.kernels._elementary import exp_below_700, f32_of_bits, is_positive_normal, log_of_normal
-from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._jit import jit, kernel
 from gpubuf.kernels._pointers import as_f32, as_f64, as_i64, as_u32, prefetch
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET, SEED, check_request
@@ -78,12 +78,12 @@ def _outside(index, n, capacity):  # type: ignore[no-untyped-def]
     return 0
 
 
-@jit("void(int64, int64, int64, int64, int64, int64)", **OPTIONS)
+@kernel
 def _build(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes):  # type: ignore[no-untyped-def]
     refresh_all(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes)
 
 
-@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+@kernel
 def _refresh(  # type: ignore[no-untyped-def]
     leaves_address, nodes_address, eligible_address, index_address, n, capacity, fan_out, n_nodes
 ):
@@ -95,10 +95,7 @@ def _refresh(  # type: ignore[no-untyped-def]
     return outside
 
 
-@jit(
-    "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)",
-    **OPTIONS,
-)
+@kernel
 def _update(  # type: ignore[no-untyped-def]
     leaves_address,
     nodes_address,
@@ -165,7 +162,7 @@ def _update(  # type: ignore[no-untyped-def]
     return 0
 
 
-@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean)", **OPTIONS)
+@kernel
 def _mark(  # type: ignore[no-untyped-def]
     leaves_address,
     nodes_address,
@@ -176,7 +173,7 @@ def _mark(  # type: ignore[no-untyped-def]
     capacity,
     fan_out,
     n_nodes,
-    within_buffer,
+    within_buffer: bool,
 ):
     """0, or minus (position + 1) of the first index out of range."""
     leaves = carray(as_f32(leaves_address), capacity)
@@ -198,10 +195,7 @@ def _mark(  # type: ignore[no-untyped-def]
     return 0
 
 
-@jit(
-    "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean)",
-    **OPTIONS,
-)
+@kernel
 def _draw(  # type: ignore[no-untyped-def]
     leaves_address,
     nodes_address,
@@ -216,7 +210,7 @@ def _draw(  # type: ignore[no-untyped-def]
     capacity,
     fan_out,
     n_nodes,
-    stratified,
+    stratified: bool,
 ):
     """0, or 1 where there is nothing to draw from.
 

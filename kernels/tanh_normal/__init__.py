@@ -10,22 +10,18 @@ Reference: Haarnoja et al., "Soft Actor-Critic", ICML 2018, appendix C.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, direct, register_autograd
-from gpubuf.kernels._registry import define
+from gpubuf.kernels._differentiable import computing_dtype, differentiable
+from gpubuf.kernels._operations import declare
 
 LOG_2 = math.log(2)
 HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)
 
 
-def check_arguments(
-    loc: Tensor, scale: Tensor, noise: Tensor, low: Tensor | None, high: Tensor | None, event_dims: int
-) -> int:
-    """Raise ValueError unless the shapes fit; return how many components have their own bounds."""
+def _check(loc: Tensor, scale: Tensor, noise: Tensor, low: Tensor | None, high: Tensor | None, event_dims: int) -> None:
     if not loc.shape == scale.shape == noise.shape:
         raise ValueError(
             f"loc, scale and noise must have the same shape, got {list(loc.shape)}, {list(scale.shape)} and "
@@ -36,31 +32,34 @@ def check_arguments(
     if low is None or high is None:
         if low is not high:
             raise ValueError("low and high must both be tensors, or both None")
-        return 1
+        return
     last = loc.shape[-1] if loc.ndim else 1
     if low.shape != (last,) or high.shape != (last,):
         raise ValueError(
             f"bounds must have the shape [{last}] of the last dimension of loc, got {list(low.shape)} and "
             f"{list(high.shape)}"
         )
-    return last
 
 
-def _sample_fake(loc: Tensor, scale: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _sizes(loc: Tensor, low: Tensor | None, event_dims: int) -> dict[str, int]:
+    """``last`` is how many components have their own bounds."""
+    split, last = loc.ndim - event_dims, 1 if low is None else low.numel()
+    return {"n": loc.shape[:split].numel(), "width": loc.shape[split:].numel(), "last": last, "total": loc.numel()}
+
+
+def _sample_results(loc: Tensor, scale: Tensor, event_dims: int) -> tuple[Tensor, Tensor]:
     action = loc.new_empty(loc.shape, dtype=torch.promote_types(loc.dtype, scale.dtype))
-    return action, loc.new_empty(loc.shape[: loc.ndim - options[-1]], dtype=computing_dtype(loc, scale))
+    return action, loc.new_empty(loc.shape[: loc.ndim - event_dims], dtype=computing_dtype(loc, scale))
 
 
-def _sample_backward_fake(loc: Tensor, scale: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return loc.new_empty(loc.shape), scale.new_empty(scale.shape)
-
-
-sample = define(
+sample = declare(
     "tanh_normal_sample(Tensor loc, Tensor scale, Tensor noise, Tensor? low, Tensor? high, float low_value,"
-    " float high_value, int event_dims) -> (Tensor, Tensor)",
-    cpu="gpubuf.kernels.tanh_normal._cpu:sample",
-    cuda="gpubuf.kernels.tanh_normal._launch:sample",
-    fake=_sample_fake,
+    " float high_value, int event_dims) -> (Tensor action, Tensor log_prob)",
+    __name__,
+    checks=[_check],
+    sizes=_sizes,
+    results=_sample_results,
+    real="loc scale",
 )
 """``(action, log_prob)`` of a normal squashed by tanh: x = loc + scale * noise, action = centre + half * tanh(x).
 
@@ -74,13 +73,15 @@ dimensions:
 whose last term is log(1 - tanh(x)^2) without overflow or cancellation. Differentiable in ``loc`` and ``scale``.
 """
 
-sample_backward = define(
+sample_backward = declare(
     "tanh_normal_sample_backward(Tensor loc, Tensor scale, Tensor noise, Tensor? low, Tensor? high,"
     " Tensor? grad_action, Tensor? grad_log_prob, float low_value, float high_value, int event_dims)"
-    " -> (Tensor, Tensor)",
-    cpu="gpubuf.kernels.tanh_normal._cpu:sample_backward",
-    cuda="gpubuf.kernels.tanh_normal._launch:sample_backward",
-    fake=_sample_backward_fake,
+    " -> (Tensor grad_loc, Tensor grad_scale)",
+    __name__,
+    checks=[_check],
+    sizes=_sizes,
+    results=lambda loc, scale: (loc.new_empty(loc.shape), scale.new_empty(scale.shape)),
+    real="loc scale",
 )
 """Gradients of :data:`sample` by ``loc`` and ``scale``; a gradient that is None counts as zero.
 
@@ -88,22 +89,4 @@ By x: grad_action * half * sech(x)^2 + grad_log_prob * 2 tanh(x), with sech(x)^2
 which keeps its relative precision where 1 - tanh(x)^2 would round to zero.
 """
 
-
-_backward = direct(sample_backward)
-
-
-def _sample_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    loc, scale, noise, low, high, *ctx.constants = inputs
-    ctx.save_for_backward(loc, scale, noise, low, high)
-    ctx.set_materialize_grads(False)
-
-
-def _sample_gradient(ctx: Any, grad_action: Tensor | None, grad_log_prob: Tensor | None) -> tuple[Any, ...]:
-    by_loc = by_scale = None
-    if grad_action is not None or grad_log_prob is not None:
-        by_loc, by_scale = _backward(*ctx.saved_tensors, grad_action, grad_log_prob, *ctx.constants)
-    return by_loc, by_scale, None, None, None, None, None, None
-
-
-sample_direct = register_autograd(sample, _sample_setup, _sample_gradient)
-""":data:`sample`, past PyTorch's dispatcher in eager mode. Give all arguments, by position."""
+sample_direct = differentiable(sample, sample_backward)

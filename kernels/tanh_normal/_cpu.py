@@ -9,21 +9,33 @@ is float64 either way.
 import math
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype
+from gpubuf.kernels import tanh_normal
 from gpubuf.kernels._elementary import exp_below_700, is_positive_normal, log1p_of_fraction, log_of_normal
-from gpubuf.kernels._floats import call, load, read, store, write
-from gpubuf.kernels._jit import OPTIONS, jit
-from gpubuf.kernels.tanh_normal import HALF_LOG_2_PI, LOG_2, check_arguments
+from gpubuf.kernels._floats import load, read, store, write
+from gpubuf.kernels._loops import loop
+from gpubuf.kernels.tanh_normal import HALF_LOG_2_PI, LOG_2
 
 #: Elements that are worked on at a time, in buffers that stay in the first cache.
 _CHUNK = 256
 
 
-@jit("void(int64, int64, int64, int64, int64, float64, float64, int64, int64, int64, boolean, int64, int64)", **OPTIONS)
-def _sample(loc, scale, noise, low, high, low_value, high_value, n, width, last, wide, action, log_prob):  # type: ignore[no-untyped-def]
+@loop(tanh_normal.sample)
+def sample(  # type: ignore[no-untyped-def]
+    loc,
+    scale,
+    noise,
+    low,
+    high,
+    low_value: float,
+    high_value: float,
+    n,
+    width,
+    last,
+    wide: bool,
+    action_out,
+    log_prob_out,
+):
     lows, highs, constants = np.empty(last), np.empty(last), np.empty(last)
     for i in range(last):
         lows[i] = read(low, wide, i) if low else low_value
@@ -56,24 +68,35 @@ def _sample(loc, scale, noise, low, high, low_value, high_value, n, width, last,
                 bound = 0
             column += 1
             if column == width:
-                write(log_prob, wide, row, total)
+                write(log_prob_out, wide, row, total)
                 total, column, row = 0.0, 0, row + 1
-        store(tanh, action, wide, start, count)
+        store(tanh, action_out, wide, start, count)
     if not width:
         for i in range(n):
-            write(log_prob, wide, i, 0.0)
+            write(log_prob_out, wide, i, 0.0)
 
 
-@jit(
-    "void(int64, int64, int64, int64, int64, int64, int64, float64, int64, int64, int64, boolean, int64, int64)",
-    **OPTIONS,
-)
-def _sample_backward(  # type: ignore[no-untyped-def]
-    grad_action, grad_log_prob, loc, scale, noise, low, high, half, n, width, last, wide, by_loc, by_scale
+@loop(tanh_normal.sample_backward)
+def sample_backward(  # type: ignore[no-untyped-def]
+    loc,
+    scale,
+    noise,
+    low,
+    high,
+    grad_action,
+    grad_log_prob,
+    low_value: float,
+    high_value: float,
+    n,
+    width,
+    last,
+    wide: bool,
+    grad_loc_out,
+    grad_scale_out,
 ):
     halves = np.empty(last)
     for i in range(last):
-        halves[i] = (read(high, wide, i) - read(low, wide, i)) * 0.5 if low else half
+        halves[i] = (read(high, wide, i) - read(low, wide, i)) * 0.5 if low else (high_value - low_value) * 0.5
     mean, deviation, z = np.empty(_CHUNK), np.empty(_CHUNK), np.empty(_CHUNK)
     by_action, by_density = np.zeros(_CHUNK), np.zeros(_CHUNK)
     row, column, bound = 0, 0, 0
@@ -103,51 +126,5 @@ def _sample_backward(  # type: ignore[no-untyped-def]
             slope = by_density[j] * 2 * tanh + by_action[j] * 4 * decay * inverse * inverse
             mean[j] = slope
             deviation[j] = slope * z[j] - by_density[j] / deviation[j]
-        store(mean, by_loc, wide, start, count)
-        store(deviation, by_scale, wide, start, count)
-
-
-def sample(
-    loc: Tensor,
-    scale: Tensor,
-    noise: Tensor,
-    low: Tensor | None,
-    high: Tensor | None,
-    low_value: float,
-    high_value: float,
-    event_dims: int,
-) -> tuple[Tensor, Tensor]:
-    """See :data:`gpubuf.kernels.tanh_normal.sample`."""
-    last = check_arguments(loc, scale, noise, low, high, event_dims)
-    real = computing_dtype(loc, scale)
-    action = torch.empty(loc.shape, dtype=real)
-    log_prob = torch.empty(loc.shape[: loc.ndim - event_dims], dtype=real)
-    n, wide = log_prob.numel(), real is torch.float64
-    given = (loc, scale, noise, low, high)
-    width = loc.numel() // n if n else 0
-    call(_sample, real, *given, low_value, high_value, n, width, last, wide, action, log_prob)
-    dtype = torch.promote_types(loc.dtype, scale.dtype)
-    return action.to(dtype), log_prob
-
-
-def sample_backward(
-    loc: Tensor,
-    scale: Tensor,
-    noise: Tensor,
-    low: Tensor | None,
-    high: Tensor | None,
-    grad_action: Tensor | None,
-    grad_log_prob: Tensor | None,
-    low_value: float,
-    high_value: float,
-    event_dims: int,
-) -> tuple[Tensor, Tensor]:
-    """See :data:`gpubuf.kernels.tanh_normal.sample_backward`."""
-    last = check_arguments(loc, scale, noise, low, high, event_dims)
-    real = computing_dtype(loc, scale)
-    by_loc, by_scale = torch.empty(loc.shape, dtype=real), torch.empty(loc.shape, dtype=real)
-    width, wide = loc.shape[loc.ndim - event_dims :].numel(), real is torch.float64
-    given = (grad_action, grad_log_prob, loc, scale, noise, low, high)
-    n, half = loc.numel() // width if width else 0, (high_value - low_value) * 0.5
-    call(_sample_backward, real, *given, half, n, width, last, wide, by_loc, by_scale)
-    return by_loc.to(loc.dtype), by_scale.to(scale.dtype)
+        store(mean, grad_loc_out, wide, start, count)
+        store(deviation, grad_scale_out, wide, start, count)

@@ -24,14 +24,11 @@ Function Approximation Error in Actor-Critic Methods", arXiv 1802.09477 (the min
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, direct, register_autograd
-from gpubuf.kernels._registry import define
+from gpubuf.kernels._differentiable import computing_dtype, differentiable
+from gpubuf.kernels._operations import declare
 
 NONE, MEAN, SUM = range(3)
 """Reductions."""
@@ -67,8 +64,7 @@ def check_target(
     gamma: Tensor,
     steps: Tensor | None,
     combine: int,
-) -> torch.Size:
-    """The shape of a target; ValueError unless the arguments of :data:`soft_td_target` fit each other."""
+) -> None:
     if (next_log_prob is None) != (alpha is None):
         raise ValueError("next_log_prob and alpha go together: give both, or neither")
     rows = reward if next_log_prob is None else next_log_prob
@@ -76,7 +72,6 @@ def check_target(
     check_critics(next_q, n, combine)
     check_rows(n, reward=reward, terminated=terminated, steps=steps)
     check_rows(1, alpha=alpha, gamma=gamma)
-    return rows.shape
 
 
 def loss_shape(rows: Tensor, reduction: int) -> torch.Size:
@@ -87,17 +82,23 @@ def loss_shape(rows: Tensor, reduction: int) -> torch.Size:
 # --- target -----------------------------------------------------------------------------------------------------------
 
 
-def _target_fake(next_q: Tensor, next_log_prob: Tensor | None, alpha: Tensor | None, reward: Tensor, *_: Any) -> Tensor:
+def _target_sizes(next_q: Tensor, next_log_prob: Tensor | None, reward: Tensor) -> dict[str, int]:
+    return {"n": (reward if next_log_prob is None else next_log_prob).numel(), "nets": next_q.shape[0]}
+
+
+def _target_results(next_q: Tensor, next_log_prob: Tensor | None, reward: Tensor) -> Tensor:
     rows = reward if next_log_prob is None else next_log_prob
     return next_q.new_empty(rows.shape, dtype=computing_dtype(next_q))
 
 
-soft_td_target = define(
+soft_td_target = declare(
     "soft_td_target(Tensor next_q, Tensor? next_log_prob, Tensor? alpha, Tensor reward, Tensor terminated,"
-    " Tensor gamma, Tensor? steps, int combine=0) -> Tensor",
-    cpu="gpubuf.kernels.td._cpu:soft_td_target",
-    cuda="gpubuf.kernels.td._launch:soft_td_target",
-    fake=_target_fake,
+    " Tensor gamma, Tensor? steps, int combine=0) -> Tensor target",
+    __name__,
+    checks=[check_target],
+    sizes=_target_sizes,
+    results=_target_results,
+    real="next_q",
 )
 """``y = reward + gamma^steps * (min_k next_q[k] - alpha * next_log_prob)``, ``y = reward`` where terminated.
 
@@ -112,25 +113,28 @@ next value does no harm. ``alpha`` and ``gamma`` have one element and are read o
 # --- lambda return ----------------------------------------------------------------------------------------------------
 
 
-def check_return(
-    rows: Tensor, done: Tensor, mask: Tensor | None, lmbda: Tensor, length: int, inner: int
-) -> tuple[int, int]:
-    """(number of sequences, of rows); ValueError unless the further arguments of :data:`soft_lambda_return` fit."""
-    n = rows.numel()
+def check_sequences(reward: Tensor, done: Tensor, mask: Tensor | None, lmbda: Tensor, length: int, inner: int) -> None:
+    n = reward.numel()
     check_rows(n, done=done, mask=mask)
     check_rows(1, lmbda=lmbda)
     if length < 0 or inner < 0 or (n and (not length * inner or n % (length * inner))):
         raise ValueError(f"{n} rows are no whole number of sequences of length {length} with {inner} rows a step")
-    return (n // length if n else 0), n
 
 
-soft_lambda_return = define(
+def _return_sizes(next_q: Tensor, reward: Tensor, length: int) -> dict[str, int]:
+    n = reward.numel()
+    return {"n": n, "nets": next_q.shape[0], "n_sequences": n // length if n else 0}
+
+
+soft_lambda_return = declare(
     "soft_lambda_return(Tensor next_q, Tensor? next_log_prob, Tensor? alpha, Tensor reward, Tensor terminated,"
     " Tensor done, Tensor? mask, Tensor gamma, Tensor lmbda, Tensor? steps, int length, int inner, int combine=0)"
-    " -> Tensor",
-    cpu="gpubuf.kernels.td._cpu:soft_lambda_return",
-    cuda="gpubuf.kernels.td._launch:soft_lambda_return",
-    fake=_target_fake,
+    " -> Tensor target",
+    __name__,
+    checks=[check_target, check_sequences],
+    sizes=_return_sizes,
+    results=_target_results,
+    real="next_q",
 )
 """The lambda returns G of sequences, by the recursion from their last rows to their first.
 
@@ -153,17 +157,29 @@ Reference: Sutton and Barto, "Reinforcement Learning: An Introduction", 2018, se
 # --- ensemble loss ----------------------------------------------------------------------------------------------------
 
 
-def _td_loss_fake(q: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    new = functools.partial(q.new_empty, dtype=computing_dtype(q))
-    return new(loss_shape(target, options[-1])), new(target.shape), new(())
+def check_loss(q: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None) -> None:
+    check_critics(q, target.numel())
+    check_rows(target.numel(), weight=weight, mask=mask)
 
 
-td_loss = define(
+def _loss_sizes(q: Tensor, target: Tensor) -> dict[str, int]:
+    return {"n": target.numel(), "nets": q.shape[0]}
+
+
+def _loss_results(q: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = computing_dtype(q)
+    loss = q.new_empty(loss_shape(target, reduction), dtype=dtype)
+    return loss, q.new_empty(target.shape, dtype=dtype), q.new_empty((), dtype=dtype)
+
+
+td_loss = declare(
     "td_loss(Tensor q, Tensor target, Tensor? weight, Tensor? mask, int loss_function, int reduction)"
-    " -> (Tensor, Tensor, Tensor)",
-    cpu="gpubuf.kernels.td._cpu:td_loss",
-    cuda="gpubuf.kernels.td._launch:td_loss",
-    fake=_td_loss_fake,
+    " -> (Tensor loss, Tensor td_error, Tensor norm)",
+    __name__,
+    checks=[check_loss],
+    sizes=_loss_sizes,
+    results=_loss_results,
+    real="q",
 )
 """``(loss, td_error, norm)`` of an ensemble: ``l_i = sum_k distance(q[k, i] - target[i])``.
 
@@ -173,31 +189,14 @@ is. ``norm`` is the factor of the reduction, 1 / sum(w) or 1, for the backward. 
 ``loss``.
 """
 
-td_loss_backward = define(
+td_loss_backward = declare(
     "td_loss_backward(Tensor grad, Tensor q, Tensor target, Tensor? weight, Tensor? mask, Tensor norm,"
-    " int loss_function, int reduction) -> Tensor",
-    cpu="gpubuf.kernels.td._cpu:td_loss_backward",
-    cuda="gpubuf.kernels.td._launch:td_loss_backward",
-    fake=lambda grad, q, *_: q.new_empty(q.shape),
+    " int loss_function, int reduction) -> Tensor grad_q",
+    __name__,
+    sizes=_loss_sizes,
+    results=lambda q: q.new_empty(q.shape),
+    real="q",
 )
 """Gradient of :data:`td_loss` by ``q``: grad * norm * w_i * distance'(q[k, i] - target[i])."""
 
-
-_backward = direct(td_loss_backward)
-
-
-def _td_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, target, weight, mask, *ctx.constants = inputs
-    _, td_error, norm = output
-    ctx.save_for_backward(q, target, weight, mask, norm)
-    ctx.mark_non_differentiable(td_error, norm)
-    ctx.set_materialize_grads(False)
-
-
-def _td_loss_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    by_q = None if grad is None else _backward(grad, *ctx.saved_tensors, *ctx.constants)
-    return by_q, None, None, None, None, None
-
-
-td_loss_direct = register_autograd(td_loss, _td_loss_setup, _td_loss_backward)
-""":data:`td_loss`, past PyTorch's dispatcher in eager mode. Give all arguments, by position."""
+td_loss_direct = differentiable(td_loss, td_loss_backward)

@@ -9,18 +9,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels._differentiable import computing_dtype
-from gpubuf.kernels.td import (
-    AVERAGE,
-    L1,
-    L2,
-    MEAN,
-    NONE,
-    SMALLEST,
-    check_critics,
-    check_return,
-    check_rows,
-    check_target,
-)
+from gpubuf.kernels.td import AVERAGE, L1, L2, MEAN, NONE, SMALLEST, check_loss, check_sequences, check_target
 
 
 def _flat(tensor: Tensor, n: int, dtype: torch.dtype) -> Tensor:
@@ -68,7 +57,8 @@ def soft_td_target(
     combine: int = SMALLEST,
 ) -> Tensor:
     """See :data:`gpubuf.kernels.td.soft_td_target`."""
-    rows = check_target(next_q, next_log_prob, alpha, reward, terminated, gamma, steps, combine)
+    check_target(next_q, next_log_prob, alpha, reward, terminated, gamma, steps, combine)
+    rows = (reward if next_log_prob is None else next_log_prob).shape
     n, real = rows.numel(), computing_dtype(next_q)
     target = _next_value(next_q, next_log_prob, alpha, combine, n, real)
     target.mul_(gamma.item() if steps is None else gamma.item() ** _flat(steps, n, real))
@@ -95,9 +85,10 @@ def soft_lambda_return(
     ``G_t = a_t + b_t G_{t+1}``. A round makes of that ``a + b G`` of twice as many rows further on, so that a sequence
     takes as many rounds as its length has binary digits. What has the factor 0 is selected away.
     """
-    rows = check_target(next_q, next_log_prob, alpha, reward, terminated, gamma, steps, combine)
+    check_target(next_q, next_log_prob, alpha, reward, terminated, gamma, steps, combine)
+    check_sequences(reward, done, mask, lmbda, length, inner)
+    rows = (reward if next_log_prob is None else next_log_prob).shape
     n, real = rows.numel(), computing_dtype(next_q)
-    _, n = check_return(reward, done, mask, lmbda, length, inner)
     if not n:
         return torch.empty(rows, dtype=real)
     shape, share = (-1, length, inner), lmbda.item()
@@ -121,13 +112,12 @@ def soft_lambda_return(
     return out.reshape(rows)
 
 
-def td_loss(
+def loss(
     q: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, loss_function: int, reduction: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :data:`gpubuf.kernels.td.td_loss`."""
+    check_loss(q, target, weight, mask)
     n = target.numel()
-    check_critics(q, n)
-    check_rows(n, weight=weight, mask=mask)
     distance = _differences(q, target, n).abs_()
     td_error = distance.amax(0).reshape(target.shape)
     if loss_function == L2:
@@ -141,8 +131,8 @@ def td_loss(
     total = n if w is None else w.sum().item()
     norm = 1.0 if reduction != MEAN else 1 / total if total else 0.0
     rows = _selected(rows if w is None else w * rows, counts)
-    loss = rows.reshape(target.shape) if reduction == NONE else rows.sum().mul_(norm)
-    return loss, td_error, rows.new_full((), norm)
+    reduced = rows.reshape(target.shape) if reduction == NONE else rows.sum().mul_(norm)
+    return reduced, td_error, rows.new_full((), norm)
 
 
 def _differences(q: Tensor, target: Tensor, n: int) -> Tensor:
@@ -151,7 +141,7 @@ def _differences(q: Tensor, target: Tensor, n: int) -> Tensor:
     return (q if q.dtype is real else q.to(real)).reshape(q.shape[0], n) - _flat(target, n, real)
 
 
-def td_loss_backward(
+def loss_backward(
     grad: Tensor,
     q: Tensor,
     target: Tensor,

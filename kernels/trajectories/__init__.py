@@ -132,8 +132,7 @@ def new_index(steps: int, envs: int, fan_out: int, device: torch.device | str) -
 update = define(
     "trajectories_update(Tensor(a!) ends, Tensor(b!) sums, Tensor(c!) ring, Tensor signals, bool by_id, int n,"
     " int steps, int envs, int fan_out, int slice_len, int min_len, int before, int after, bool by_transition) -> ()",
-    cpu="gpubuf.kernels.trajectories._cpu:update",
-    cuda="gpubuf.kernels.trajectories._launch:update",
+    __name__,
     fake=lambda *_: None,
 )
 """``update(ends, sums, ring, signals, by_id, n, steps, envs, fan_out, *rule)``: the newest ``n`` steps were written.
@@ -148,8 +147,7 @@ of other steps become zero. O(n log N), no host sync.
 compare = define(
     "trajectories_compare(Tensor(a!) breaks, Tensor(b!) ring, Tensor pairs, Tensor? index, int n, int steps, int envs)"
     " -> ()",
-    cpu="gpubuf.kernels.trajectories._cpu:compare",
-    cuda="gpubuf.kernels.trajectories._launch:compare",
+    __name__,
     fake=lambda *_: None,
 )
 """``compare(breaks, ring, pairs, index, n, steps, envs)``: which rows are not continued by the next one.
@@ -170,8 +168,7 @@ No host sync. O(rows compared).
 resum = define(
     "trajectories_resum(Tensor ends, Tensor(a!) sums, Tensor ring, int steps, int envs, int fan_out, int slice_len,"
     " int min_len, int before, int after, bool by_transition) -> ()",
-    cpu="gpubuf.kernels.trajectories._cpu:resum",
-    cuda="gpubuf.kernels.trajectories._launch:resum",
+    __name__,
     fake=lambda *_: None,
 )
 """``resum(ends, sums, ring, steps, envs, fan_out, *rule)``: recompute all sums, for another rule.
@@ -189,8 +186,7 @@ def new_slices(like: Tensor, n: int, slice_len: int) -> tuple[Tensor, Tensor, Te
 draw = define(
     "trajectories_draw(Tensor ends, Tensor sums, Tensor ring, Tensor(a!) rng, Tensor? rank, int n, int steps, int envs,"
     " int fan_out, int slice_len, int min_len, int before, int after, bool by_transition) -> (Tensor, Tensor, Tensor)",
-    cpu="gpubuf.kernels.trajectories._cpu:draw",
-    cuda="gpubuf.kernels.trajectories._launch:draw",
+    __name__,
     fake=lambda ends, sums, ring, rng, rank, n, steps, envs, fan_out, slice_len, *_: new_slices(ends, n, slice_len),
 )
 """``draw(ends, sums, ring, rng, rank, n, steps, envs, fan_out, *rule) -> (index, length, last)``: ``n`` slices.
@@ -216,8 +212,7 @@ Raises:
 slices = define(
     "trajectories_slices(Tensor ends, Tensor ring, Tensor start, int slice_len, int steps, int envs)"
     " -> (Tensor, Tensor, Tensor)",
-    cpu="gpubuf.kernels.trajectories._cpu:slices",
-    cuda="gpubuf.kernels.trajectories._launch:slices",
+    __name__,
     fake=lambda ends, ring, start, slice_len, steps, envs: new_slices(start, start.shape[0], slice_len),
 )
 """``slices(ends, ring, start, slice_len, steps, envs) -> (index, length, last)``: slices from given rows.
@@ -232,8 +227,7 @@ Raises:
 
 bounds = define(
     "trajectories_bounds(Tensor ends, Tensor ring, Tensor row, int steps, int envs) -> Tensor",
-    cpu="gpubuf.kernels.trajectories._cpu:bounds",
-    cuda="gpubuf.kernels.trajectories._launch:bounds",
+    __name__,
     fake=lambda ends, ring, row, steps, envs: row.new_empty(3, row.shape[0]),
 )
 """``bounds(ends, ring, row, steps, envs)``: first row, last row and length of each row's trajectory, int64 ``[3, n]``.
@@ -253,8 +247,7 @@ def touched_rows(n: int, need: int, steps: int, envs: int) -> int:
 update_eligible = define(
     "trajectories_update_eligible(Tensor(a!) eligible, Tensor ends, Tensor ring, int n, int need, bool starts_too,"
     " int steps, int envs) -> Tensor",
-    cpu="gpubuf.kernels.trajectories._cpu:update_eligible",
-    cuda="gpubuf.kernels.trajectories._launch:update_eligible",
+    __name__,
     fake=lambda eligible, ends, ring, n, need, starts_too, steps, envs: eligible.new_empty(
         touched_rows(n, need, steps, envs)
     ),

@@ -1,18 +1,15 @@
 """The trajectory index on the CPU: its operations."""
 
-# Numba needs the real signatures: no `from __future__ import annotations`.
+from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from typing import Never
 
 import torch
-from numba import carray
 from torch import Tensor
 
-from gpubuf.kernels._jit import OPTIONS, jit
-from gpubuf.kernels._pointers import as_i64
-from gpubuf.kernels.rows import ENTRY, SIZE, WRITTEN
+from gpubuf.kernels.rows import ENTRY, SIZE
 from gpubuf.kernels.trajectories import new_slices, touched_rows
 from gpubuf.kernels.trajectories._check import (
     check_compare,
@@ -26,86 +23,15 @@ from gpubuf.kernels.trajectories._check import (
     check_slice_len,
 )
 from gpubuf.kernels.trajectories._cpu_read import DONE, EMPTY, bounds_of_rows, draw_slices, slices_from_rows
-from gpubuf.kernels.trajectories._cpu_search import lowest_bit, ring_view
 from gpubuf.kernels.trajectories._cpu_update import (
     compare_rows,
-    compare_steps,
     longest_trajectory,
     rebuild_index,
     update_eligible_steps,
     update_ends_alone,
     update_index,
+    weigh_again,
 )
-from gpubuf.kernels.trajectories._cpu_weights import weigh_all
-
-_UPDATE = (
-    "void(int64, int64, int64, int64, int64, boolean, int64, int64, int64, int64, int64, int64, int64, int64, boolean)"
-)
-
-
-@jit(_UPDATE, **OPTIONS)
-def _update(  # type: ignore[no-untyped-def]
-    ends, sums, ring, signals, n_keys, by_id, n, steps, envs, fan_out, slice_len, min_len, before, after, by_transition
-):
-    counters = carray(as_i64(ring), 4)
-    oldest, filled, cursor = ring_view(counters[WRITTEN], counters[SIZE], steps, envs)
-    rule = (slice_len, min_len, before, after, by_transition)
-    shift = lowest_bit(fan_out)
-    update_index(ends, sums, signals, n_keys, by_id, n, steps, envs, oldest, filled, cursor, rule, shift)
-
-
-# A kernel of its own: as a part of the other it takes LLVM seconds more.
-@jit(_UPDATE, **OPTIONS)
-def _rebuild(  # type: ignore[no-untyped-def]
-    ends, sums, ring, signals, n_keys, by_id, n, steps, envs, fan_out, slice_len, min_len, before, after, by_transition
-):
-    counters = carray(as_i64(ring), 4)
-    oldest, filled, _ = ring_view(counters[WRITTEN], counters[SIZE], steps, envs)
-    rule = (slice_len, min_len, before, after, by_transition)
-    rebuild_index(ends, sums, signals, n_keys, by_id, steps, envs, oldest, filled, rule, lowest_bit(fan_out))
-
-
-@jit("void(int64, int64, int64, int64, boolean, int64, int64, int64)", **OPTIONS)
-def _update_ends(ends, ring, signals, n_keys, by_id, n, steps, envs):  # type: ignore[no-untyped-def]
-    counters = carray(as_i64(ring), 4)
-    oldest, filled, _ = ring_view(counters[WRITTEN], counters[SIZE], steps, envs)
-    update_ends_alone(ends, signals, n_keys, by_id, n, steps, envs, oldest, filled)
-
-
-@jit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
-def _compare(breaks, ring_address, pairs, n_pairs, index, count, n, steps, envs):  # type: ignore[no-untyped-def]
-    ring = carray(as_i64(ring_address), 4)
-    oldest, filled, _ = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
-    if index == 0:
-        compare_steps(breaks, pairs, n_pairs, n, steps, envs, oldest, filled)
-    else:
-        compare_rows(breaks, pairs, n_pairs, index, count, steps, envs, oldest, filled)
-
-
-@jit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean)", **OPTIONS)
-def _resum(  # type: ignore[no-untyped-def]
-    ends, sums, ring_address, steps, envs, fan_out, slice_len, min_len, before, after, by_transition
-):
-    ring = carray(as_i64(ring_address), 4)
-    oldest, filled, _ = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
-    rule = (slice_len, min_len, before, after, by_transition)
-    weigh_all(ends, sums, steps, envs, oldest, filled, rule, lowest_bit(fan_out))
-
-
-@jit("int64(int64, int64, int64, int64)", **OPTIONS)
-def _longest(ends, ring_address, steps, envs):  # type: ignore[no-untyped-def]
-    ring = carray(as_i64(ring_address), 4)
-    oldest, filled, _ = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
-    return longest_trajectory(ends, steps, envs, oldest, filled)
-
-
-@jit("void(int64, int64, int64, int64, int64, boolean, int64, int64, int64)", **OPTIONS)
-def _update_eligible(  # type: ignore[no-untyped-def]
-    eligible, ends, ring_address, count, need, starts_too, steps, envs, rows_address
-):
-    ring = carray(as_i64(ring_address), 4)
-    oldest, filled, cursor = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
-    update_eligible_steps(eligible, ends, count, need, starts_too, steps, envs, oldest, filled, cursor, rows_address)
 
 
 def update(
@@ -123,7 +49,7 @@ def update(
     """See :data:`gpubuf.kernels.trajectories.update`."""
     check_index(ends, sums, ring, steps, envs, fan_out)
     check_rule(*rule)
-    (_update if n < steps else _rebuild)(
+    (update_index if n < steps else rebuild_index)(
         ends.data_ptr(),
         sums.data_ptr(),
         ring.data_ptr(),
@@ -149,7 +75,7 @@ def prepared_ends(
     """:func:`update_ends`, to be called as often as one likes, as long as the caller keeps the tensors alive."""
     n_keys = signals.numel() // ENTRY
     addresses = ends.data_ptr(), ring.data_ptr(), signals.data_ptr()
-    return functools.partial(_update_ends, *addresses, n_keys, by_id, n, steps, envs)
+    return functools.partial(update_ends_alone, *addresses, n_keys, by_id, n, steps, envs)
 
 
 def compare(breaks: Tensor, ring: Tensor, pairs: Tensor, index: Tensor | None, n: int, steps: int, envs: int) -> None:
@@ -158,23 +84,15 @@ def compare(breaks: Tensor, ring: Tensor, pairs: Tensor, index: Tensor | None, n
     # Memory of an empty tensor has no address.
     if index is None or index.numel():
         given, count = (0, 0) if index is None else (index.data_ptr(), index.numel())
-        _compare(breaks.data_ptr(), ring.data_ptr(), pairs.data_ptr(), n_pairs, given, count, n, steps, envs)
+        compare_rows(breaks.data_ptr(), ring.data_ptr(), pairs.data_ptr(), n_pairs, given, count, n, steps, envs)
 
 
-def resum(
-    ends: Tensor,
-    sums: Tensor,
-    ring: Tensor,
-    steps: int,
-    envs: int,
-    fan_out: int,
-    *rule: int,
-) -> None:
+def resum(ends: Tensor, sums: Tensor, ring: Tensor, steps: int, envs: int, fan_out: int, *rule: int) -> None:
     """See :data:`gpubuf.kernels.trajectories.resum`."""
     check_index(ends, sums, ring, steps, envs, fan_out)
     check_rule(*rule)
     addresses = ends.data_ptr(), sums.data_ptr(), ring.data_ptr()
-    _resum(*addresses, steps, envs, fan_out, *rule)
+    weigh_again(*addresses, steps, envs, fan_out, *rule)
 
 
 def draw(
@@ -212,7 +130,7 @@ def draw(
         last.data_ptr(),
     )
     if code == EMPTY:
-        longest = _longest(ends.data_ptr(), ring.data_ptr(), steps, envs)
+        longest = longest_trajectory(ends.data_ptr(), ring.data_ptr(), steps, envs)
         raise RuntimeError(
             f"no trajectory is long enough: the longest has {longest} steps, but at least {rule[1]} are needed "
             f"(min_len={rule[1]})"
@@ -268,7 +186,7 @@ def update_eligible(
     count = touched_rows(n, need, steps, envs)
     rows = torch.empty(count, dtype=torch.int64)
     addresses = eligible.data_ptr(), ends.data_ptr(), ring.data_ptr()
-    _update_eligible(*addresses, count // envs, need, starts_too, steps, envs, rows.data_ptr())
+    update_eligible_steps(*addresses, count // envs, need, starts_too, steps, envs, rows.data_ptr())
     return rows
 
 

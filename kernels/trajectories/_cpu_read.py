@@ -8,11 +8,10 @@ A batch goes through its searches breadth-first, in stages, so that the cache mi
 import numpy as np
 from numba import carray
 
-from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._jit import jit, kernel
 from gpubuf.kernels._pointers import as_i64, as_u8
 from gpubuf.kernels.philox import OFFSET, SEED
 from gpubuf.kernels.philox._cpu import philox_uniform_f64
-from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.trajectories._cpu_search import (
     age_of,
     age_of_end_before,
@@ -47,15 +46,11 @@ def _lay_out(index, last, at, slice_len, row, length, steps, envs):  # type: ign
     last[at + length - 1] = 1
 
 
-@jit(
-    "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64,"
-    " int64, int64)",
-    **OPTIONS,
-)
+@kernel
 def draw_slices(  # type: ignore[no-untyped-def]
     ends,
     sums,
-    ring_address,
+    ring,
     rng_address,
     rank_address,
     n,
@@ -66,7 +61,7 @@ def draw_slices(  # type: ignore[no-untyped-def]
     min_len,
     before,
     after,
-    by_transition,
+    by_transition: bool,
     index_address,
     length_address,
     last_address,
@@ -75,7 +70,6 @@ def draw_slices(  # type: ignore[no-untyped-def]
 
     ``rank_address`` is 0 where there are no ranks.
     """
-    ring = carray(as_i64(ring_address), 4)
     rng = carray(as_i64(rng_address), 3)
     rank = carray(as_i64(rank_address), n)
     index = carray(as_i64(index_address), n * slice_len)
@@ -91,7 +85,7 @@ def draw_slices(  # type: ignore[no-untyped-def]
             if rank[i] < 0 or rank[i] >= total:
                 return i
 
-    oldest, filled, _ = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
+    oldest, filled, _ = ring_view(ring, steps, envs)
     seed, offset = rng[SEED], rng[OFFSET]
     together = min(n, _TOGETHER)
     left = np.empty(together, np.int64)
@@ -171,17 +165,16 @@ def _fetch(ends, rows, n, steps, envs, before, after):  # type: ignore[no-untype
         prefetch_neighbours(ends, steps, envs, env, step >> 6, before, after)
 
 
-@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+@kernel
 def slices_from_rows(  # type: ignore[no-untyped-def]
-    ends, ring_address, start_address, n, slice_len, steps, envs, index_address, length_address, last_address
+    ends, ring, start_address, n, slice_len, steps, envs, index_address, length_address, last_address
 ):
     """DONE, or the position of a row that is not stored."""
-    ring = carray(as_i64(ring_address), 4)
     rows = carray(as_i64(start_address), n)
     index = carray(as_i64(index_address), n * slice_len)
     length = carray(as_i64(length_address), n)
     last = carray(as_u8(last_address), n * slice_len)
-    oldest, filled, _ = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
+    oldest, filled, _ = ring_view(ring, steps, envs)
     wrong = _first_not_stored(rows, n, filled, envs)
     if wrong >= 0:
         return wrong
@@ -196,13 +189,12 @@ def slices_from_rows(  # type: ignore[no-untyped-def]
     return DONE
 
 
-@jit("int64(int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
-def bounds_of_rows(ends, ring_address, row_address, n, steps, envs, out_address):  # type: ignore[no-untyped-def]
+@kernel
+def bounds_of_rows(ends, ring, row_address, n, steps, envs, out_address):  # type: ignore[no-untyped-def]
     """DONE, or the position of a row that is not stored."""
-    ring = carray(as_i64(ring_address), 4)
     rows = carray(as_i64(row_address), n)
     out = carray(as_i64(out_address), 3 * n)
-    oldest, filled, _ = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
+    oldest, filled, _ = ring_view(ring, steps, envs)
     wrong = _first_not_stored(rows, n, filled, envs)
     if wrong >= 0:
         return wrong

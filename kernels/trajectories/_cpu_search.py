@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from gpubuf.kernels._jit import jit
+from gpubuf.kernels._pointers import as_i64, prefetch_l2
 from gpubuf.kernels._pointers import load_i64 as load_i64
-from gpubuf.kernels._pointers import prefetch_l2
+from gpubuf.kernels.rows import SIZE, WRITTEN
 
 _I1, _I64 = ir.IntType(1), ir.IntType(64)
 
@@ -102,10 +103,11 @@ def previous_set(ends, steps, envs, env, step):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def ring_view(written, size, steps, envs):  # type: ignore[no-untyped-def]
-    """(oldest step, number of steps in the ring, cursor) from the ring's counters of rows."""
-    filled = min(size // envs, steps)
-    cursor = (written // envs) % steps
+def ring_view(ring, steps, envs):  # type: ignore[no-untyped-def]
+    """(oldest step, number of steps in the ring, cursor) from the ring's counters of rows, at an address."""
+    counters = carray(as_i64(ring), 4)
+    filled = min(counters[SIZE] // envs, steps)
+    cursor = (counters[WRITTEN] // envs) % steps
     return (cursor if filled == steps else 0), filled, cursor
 
 

@@ -1,16 +1,16 @@
-"""Keeping the trajectory index up to date on the CPU: the stages of ``update`` and of ``update_eligible``."""
+"""Kernels that keep the trajectory index up to date on the CPU."""
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
 import numpy as np
 from numba import carray
 
-from gpubuf.kernels._jit import jit
+from gpubuf.kernels._jit import jit, kernel
 from gpubuf.kernels._pointers import as_i64, as_u8
 from gpubuf.kernels.rows import ENTRY, ROW_BYTES
 from gpubuf.kernels.rows._cpu_copy import differ, row_address
 from gpubuf.kernels.trajectories._cpu_bits import clear_all, clear_step, read_steps, summarise
-from gpubuf.kernels.trajectories._cpu_search import age_of, last_age, load_i64, step_of
+from gpubuf.kernels.trajectories._cpu_search import age_of, last_age, load_i64, lowest_bit, ring_view, step_of
 from gpubuf.kernels.trajectories._cpu_weights import sum_above, weigh_all, weigh_slots, weigh_word
 
 # Numba compiles a function anew for an argument that is a literal, which this is not.
@@ -32,11 +32,15 @@ def _read_ages(ends, signals, n_keys, by_id, steps, envs, first, last):  # type:
         summarise(ends, steps, envs, _ZERO, last >> 6)
 
 
-@jit
+# A kernel of its own: as a part of the other it takes LLVM seconds more.
+@kernel
 def rebuild_index(  # type: ignore[no-untyped-def]
-    ends, sums, signals, n_keys, by_id, steps, envs, oldest, filled, rule, shift
-):
+    ends, sums, ring, signals, n_keys, by_id: bool, n, steps, envs, fan_out,
+    slice_len, min_len, before, after, by_transition: bool,
+):  # fmt: skip
     """:data:`gpubuf.kernels.trajectories.update` over all steps."""
+    oldest, filled, _ = ring_view(ring, steps, envs)
+    rule, shift = (slice_len, min_len, before, after, by_transition), lowest_bit(fan_out)
     clear_all(ends, steps, envs)
     if filled > 0:
         newest = step_of(filled - 1, oldest, steps)
@@ -54,11 +58,14 @@ def _read_newest(ends, signals, n_keys, by_id, n, steps, envs, oldest, filled): 
     return first, newest
 
 
-@jit
+@kernel
 def update_index(  # type: ignore[no-untyped-def]
-    ends, sums, signals, n_keys, by_id, n, steps, envs, oldest, filled, cursor, rule, shift
-):
+    ends, sums, ring, signals, n_keys, by_id: bool, n, steps, envs, fan_out,
+    slice_len, min_len, before, after, by_transition: bool,
+):  # fmt: skip
     """:data:`gpubuf.kernels.trajectories.update` over fewer steps than the ring has."""
+    oldest, filled, _ = ring_view(ring, steps, envs)
+    rule, shift = (slice_len, min_len, before, after, by_transition), lowest_bit(fan_out)
     n = min(n, filled)
     if n == 0:
         return
@@ -81,7 +88,6 @@ def update_index(  # type: ignore[no-untyped-def]
     if filled == steps:
         # The first end after the cursor, whose trajectory may have lost its head, of up to n steps. Its weight changes
         # only if it was eligible before and, where each trajectory weighs 1, no longer is.
-        min_len, by_transition = rule[1], rule[4]
         for env in range(envs):
             age = last_age(ends, steps, envs, env, oldest, oldest, filled)
             slot = step_of(age, oldest, steps) >> 6
@@ -94,11 +100,10 @@ def update_index(  # type: ignore[no-untyped-def]
     sum_above(sums, ((steps + 63) >> 6) * envs, shift, touched, n_touched)
 
 
-@jit
-def update_ends_alone(  # type: ignore[no-untyped-def]
-    ends, signals, n_keys, by_id, n, steps, envs, oldest, filled
-):
+@kernel
+def update_ends_alone(ends, ring, signals, n_keys, by_id: bool, n, steps, envs):  # type: ignore[no-untyped-def]
     """:data:`gpubuf.kernels.trajectories.update` of ``ends``, without weights and sums."""
+    oldest, filled, _ = ring_view(ring, steps, envs)
     if n >= steps:
         clear_all(ends, steps, envs)
     n = min(n, filled)
@@ -118,24 +123,18 @@ def _compare_row(breaks, table, n_pairs, row, age, filled, steps, envs):  # type
     breaks[row] = found
 
 
-@jit
-def compare_steps(breaks_address, pairs, n_pairs, n, steps, envs, oldest, filled):  # type: ignore[no-untyped-def]
-    """:data:`gpubuf.kernels.trajectories.compare` of the newest ``n`` steps and the one before them."""
-    breaks = carray(as_u8(breaks_address), steps * envs)
-    table = carray(as_i64(pairs), (2 * n_pairs, ENTRY))
-    for age in range(max(filled - n - 1, 0), filled):
-        first = step_of(age, oldest, steps) * envs
-        for row in range(first, first + envs):
-            _compare_row(breaks, table, n_pairs, row, age, filled, steps, envs)
-
-
-@jit
-def compare_rows(  # type: ignore[no-untyped-def]
-    breaks_address, pairs, n_pairs, index_address, count, steps, envs, oldest, filled
-):
-    """:data:`gpubuf.kernels.trajectories.compare` of some rows and those one step before them."""
+@kernel
+def compare_rows(breaks_address, ring, pairs, n_pairs, index_address, count, n, steps, envs):  # type: ignore[no-untyped-def]
+    """:data:`gpubuf.kernels.trajectories.compare`, of the newest ``n`` steps where ``index_address`` is 0."""
+    oldest, filled, _ = ring_view(ring, steps, envs)
     breaks, index = carray(as_u8(breaks_address), steps * envs), carray(as_i64(index_address), count)
     table = carray(as_i64(pairs), (2 * n_pairs, ENTRY))
+    if index_address == 0:
+        for age in range(max(filled - n - 1, 0), filled):
+            first = step_of(age, oldest, steps) * envs
+            for row in range(first, first + envs):
+                _compare_row(breaks, table, n_pairs, row, age, filled, steps, envs)
+        return
     for i in range(2 * count):
         row = index[i >> 1]
         row += steps * envs if row < 0 else 0
@@ -148,9 +147,20 @@ def compare_rows(  # type: ignore[no-untyped-def]
             _compare_row(breaks, table, n_pairs, row, age, filled, steps, envs)
 
 
-@jit
-def longest_trajectory(ends, steps, envs, oldest, filled):  # type: ignore[no-untyped-def]
+@kernel
+def weigh_again(  # type: ignore[no-untyped-def]
+    ends, sums, ring, steps, envs, fan_out, slice_len, min_len, before, after, by_transition: bool
+):
+    """:data:`gpubuf.kernels.trajectories.resum`."""
+    oldest, filled, _ = ring_view(ring, steps, envs)
+    rule = (slice_len, min_len, before, after, by_transition)
+    weigh_all(ends, sums, steps, envs, oldest, filled, rule, lowest_bit(fan_out))
+
+
+@kernel
+def longest_trajectory(ends, ring, steps, envs):  # type: ignore[no-untyped-def]
     """Length of the longest trajectory in the ring, 0 where it is empty."""
+    oldest, filled, _ = ring_view(ring, steps, envs)
     longest = 0
     for env in range(envs):
         age = -1
@@ -167,11 +177,12 @@ def _is_end(ends, envs, env, step):  # type: ignore[no-untyped-def]
     return (load_i64(ends + 8 * ((step >> 6) * envs + env)) >> (step & 63)) & 1
 
 
-@jit
+@kernel
 def update_eligible_steps(  # type: ignore[no-untyped-def]
-    eligible_address, ends, count, need, starts_too, steps, envs, oldest, filled, cursor, rows_address
+    eligible_address, ends, ring, count, need, starts_too: bool, steps, envs, rows_address
 ):
     """Recompute the eligibility of the ``count`` steps up to the cursor's, and list their rows."""
+    oldest, filled, cursor = ring_view(ring, steps, envs)
     rows = carray(as_i64(rows_address), count * envs)
     eligible = carray(as_i64(eligible_address), (steps * envs + 63) >> 6)
     # Age of the last step of the trajectory that goes on behind the step in hand.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -308,14 +307,13 @@ def _on_fake_gpu(value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype, device="cuda") if isinstance(value, Tensor) else value
 
 
-_LAUNCHERS = r"gpubuf\.kernels\.\w+\._launch"
-
-
 @contextlib.contextmanager
 def _launches_noted() -> Iterator[list[Any]]:
     """The kernels that launchers would launch in this block."""
+    from gpubuf.kernels._launching import launch
+
     noted: list[Any] = []
-    launchers = [module for name, module in sys.modules.items() if re.fullmatch(_LAUNCHERS, name)]
+    launchers = [module for module in sys.modules.values() if vars(module).get("launch") is launch]
     with contextlib.ExitStack() as stack:
         for module in launchers:
             stack.enter_context(mock.patch.object(module, "launch", lambda kernel, *_, **__: noted.append(kernel)))

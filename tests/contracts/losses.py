@@ -129,7 +129,7 @@ def make_discrete(batch, actions, nets, kind, reduction):
 
 def make_value(batch, actions, nets):
     made = make_discrete(batch, actions, nets, "", td.NONE)
-    return {"next_q": made["q"], "logits": made["logits"], "alpha": made["alpha"]}
+    return {"q": made["q"], "logits": made["logits"], "alpha": made["alpha"]}
 
 
 def reduced(function, reduction, **rest):
@@ -360,7 +360,7 @@ CONTRACTS: dict[str, KernelContract] = {
         discrete_reference.soft_value,
         DISCRETE,
         refused=[
-            ({"next_q": torch.zeros(2, 33, 5)}, r"\[N, \*batch, A\] with N > 0"),
+            ({"q": torch.zeros(2, 33, 5)}, r"\[N, \*batch, A\] with N > 0"),
             ({"alpha": torch.ones(2)}, "alpha"),
             ({"logits": torch.zeros(3, 0)}, r"\[\*batch, A\] with A > 0, got"),
             ({"logits": torch.zeros(())}, r"\[\*batch, A\] with A > 0, got"),

@@ -213,8 +213,8 @@ def test_plan_covers_every_row():
             assert plan.width // 2 < atoms <= plan.width
             assert plan.block * plan.width <= max(MATRIX_TILE, plan.width)
             assert {plan.num_warps, plan.row_warps} <= {1, 2, 4, 8}
-    assert plan_atoms(8, 101).single
-    assert not plan_atoms(9, 101).single
+    assert plan_atoms(8, 101).programs == 1
+    assert plan_atoms(9, 101).programs == 2
 
 
 def test_the_interpreter_and_the_twin_agree_on_ties():

@@ -99,7 +99,7 @@ def test_plan_covers_every_row(n):
     assert plan.block * plan.programs >= n
     assert plan.block * (plan.programs - 1) < max(n, 1)
     assert plan.block & (plan.block - 1) == 0
-    assert plan.single == (n <= LOSS_BLOCK)
+    assert (plan.programs == 1) == (n <= LOSS_BLOCK)
     assert plan.num_warps in (1, 2, 4, 8, 16)
 
 

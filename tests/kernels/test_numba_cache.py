@@ -17,9 +17,9 @@ import pytest
 from gpubuf.kernels import _jit
 
 SOURCE = """
-from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._jit import kernel
 
-@jit("int64(int64)", **OPTIONS)
+@kernel
 def twice(x):
     return 2 * x
 """
@@ -106,13 +106,13 @@ def test_a_kernel_is_compiled_at_its_first_call_and_from_its_signature(tmp_path)
 
 
 HELPER = """
-from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._jit import jit, kernel
 
 @jit(forceinline=True)
 def times(x, factor):
     return factor * x
 
-@jit("int64(int64)", **OPTIONS)
+@kernel
 def six_times(x):
     return times(times(x, 2), 3)
 """
