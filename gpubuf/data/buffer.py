@@ -306,7 +306,7 @@ class ReplayBuffer:
         return self._storage.initialized
 
     def append_transform(self, transform: Callable[[Data], Data], *, invert: bool = False) -> Self:
-        """Add a transform behind the others; ``invert=True`` applies it to written batches instead.
+        """Add a transform after the others; ``invert=True`` applies it to written batches instead.
 
         Batches that were prefetched stay as they are.
         """

@@ -52,7 +52,7 @@ class RankTree:
         direct: nodes that are searched at once.
 
     Attributes:
-        ranks, ages: as given, with places behind them that are none: at least one, at ``capacity``.
+        ranks, ages: as given, with places after them that are none: at least one, at ``capacity``.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class DeviceRanks:
         own = early & (ranks == threshold)
         stays = (early | late) & ~(own & (own.cumsum(0) <= late.sum() - equal))
         place = places.gather(0, (stays.cumsum(0) - 1).clamp(min=0))
-        # Behind the rows is a place that is none, for those that don't enter.
+        # After the rows is a place that is none, for those that don't enter.
         target = torch.where(stays, place, self._capacity)
         ages = torch.where(stays, self._counts[0] + torch.arange(n, device=ranks.device), NEVER)
         self._tree.put(target, torch.where(stays, ranks, torch.inf), ages)
@@ -354,7 +354,7 @@ class TensorDictMaxValueWriter(Writer):
             )
         super().register_storage(storage)
         if self._storage.options.share_next:
-            raise ValueError("TensorDictMaxValueWriter has no row behind another: it can't be used with share_next")
+            raise ValueError("TensorDictMaxValueWriter has no row after another: it can't be used with share_next")
         self._storage.ignored_keys = DERIVED_KEYS
         self._ranks = None
 

@@ -243,7 +243,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def running(self, fork: tuple[torch.device, torch.cuda.Event] | None) -> Iterator[None]:
-        """Make the side stream current, behind the work noted by ``fork``."""
+        """Make the side stream current, after the work noted by ``fork``."""
         if fork is None:
             yield
             return
@@ -286,7 +286,7 @@ class _Asked:
         undrawable: whether it has to be drawn again when it is asked for: the draw failed, or the batch was dropped.
         drawn: the batch before ``finish``, or the error of the draw.
         outcome: the batch, or the error that takes its place.
-        ready: events behind which the batch is ready.
+        ready: events after which the batch is ready.
         opened: has something in it once there is an outcome.
     """
 
@@ -422,7 +422,7 @@ class Prefetcher:
                 del slot, asked
 
     def take_other(self, draw: Callable[[], Batch], finish: Callable[[Batch], Batch]) -> Batch | None:
-        """A batch unlike those of the queue, which stay there; drawn and transformed behind them.
+        """A batch unlike those of the queue, which stay there; drawn and transformed after them.
 
         Returns:
             As :meth:`take`; None also if the caller's own thread prepares the batches.

@@ -164,7 +164,7 @@ def capture_under_way() -> Iterator[None]:
     is collected afterwards.
     """
     capture, collects = object(), gc.isenabled()
-    # All of it within the `try`: an interrupt can come behind any call.
+    # All of it within the `try`: an interrupt can come after any call.
     try:
         gc.disable()
         _captures.append(capture)

@@ -71,7 +71,7 @@ class Transition(SampleUnit):
 class Sequence(SampleUnit, TrajectoryBounds):
     """Every drawn row, the anchor, becomes a window of ``burn_in + length + bootstrap`` rows. No host sync.
 
-    The window has ``burn_in`` rows before the anchor, ``length`` from the anchor on, and ``bootstrap`` behind these.
+    The window has ``burn_in`` rows before the anchor, ``length`` from the anchor on, and ``bootstrap`` after these.
     The windows of a batch follow each other: B anchors make a batch of ``B * (burn_in + length + bootstrap)`` rows.
     Rows never come from another environment, nor from the other side of the newest row.
 
@@ -91,7 +91,7 @@ class Sequence(SampleUnit, TrajectoryBounds):
             into the next trajectory.
         done_key: the flag that ends a trajectory. None: all rows stored are one.
         burn_in: steps before the anchor.
-        bootstrap: steps behind the ``length``.
+        bootstrap: steps after the ``length``.
         dilation: distance between the rows of a window.
 
     Raises:
@@ -165,7 +165,7 @@ class Sequence(SampleUnit, TrajectoryBounds):
         return tuple(storage.unravel(rows).unbind(-1)), expanded
 
     def _room(self, storage: TensorStorage, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """How many steps there are before and behind rows, int64 ``[n]`` each, up to the boundaries."""
+        """How many steps there are before and after rows, int64 ``[n]`` each, up to the boundaries."""
         steps, envs = storage.shape[0], math.prod(storage.shape[1:])
         time = rows.div(envs, rounding_mode="floor")
         if not self.needs_ends:

@@ -68,7 +68,7 @@ class Compose(nn.Module):
             self.append(transform)
 
     def append(self, transform: Callable[[Data], Data], *, invert: bool = False) -> None:
-        """Add a transform behind the others."""
+        """Add a transform after the others."""
         self.insert(len(self.steps), transform, invert=invert)
 
     def insert(self, index: int, transform: Callable[[Data], Data], *, invert: bool = False) -> None:
@@ -145,7 +145,7 @@ class MultiStepTransform(nn.Module):
     in a terminal state does not bootstrap; and there are no keys ``"gamma"``, ``"nonterminal"`` and
     ``"original_reward"``.
 
-    With ``write_time=True`` rows are changed before they are stored. A row waits until ``n_steps - 1`` rows behind it
+    With ``write_time=True`` rows are changed before they are stored. A row waits until ``n_steps - 1`` rows after it
     have come, so that the last ones of a run are never stored. The rows that wait are part of the buffer's state.
 
     Args:
@@ -302,7 +302,7 @@ def _multi_step(total: TensorDictBase, made: int, recipe: Recipe) -> TensorDictB
         steps += goes_on
         for key, summed in sums.items():
             reward = total.get(key).narrow(time, ahead, made)
-            # Not a product: what lies behind the end of a trajectory may be NaN.
+            # Not a product: what lies beyond the end of a trajectory may be NaN.
             summed += torch.where(_beside(goes_on, reward), reward.double() * recipe.gamma**ahead, 0.0)
     last = torch.arange(made, device=steps.device) + steps - 1
     for key in list(out.keys(True, True)):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -141,7 +140,10 @@ def make_sac_actor(
         MLP(obs_dim, 2 * action_dim, num_cells, activation, device=device, dtype=dtype),
         GaussianParameters(scale_lb),
     )
-    return _actor(network, locals())
+    return tanh_normal_actor(
+        network, action_dim, low=low, high=high, in_keys=in_keys, action_key=action_key,
+        return_log_prob=return_log_prob, device=device, dtype=dtype,
+    )  # fmt: skip
 
 
 def tanh_normal_actor(
@@ -183,12 +185,6 @@ def tanh_normal_actor(
         tensors = [torch.tensor(bound.tolist(), dtype=dtype_, device=device) for bound in (lows, highs)]
         head = TanhNormalHead(*tensors, **head_kwargs)
     return TanhNormalActor(TensorDictModule(network, list(in_keys), params), head)
-
-
-def _actor(network: nn.Module, arguments: Mapping[str, Any]) -> TanhNormalActor:
-    """:func:`tanh_normal_actor` with its arguments among those of a builder."""
-    names = inspect.signature(tanh_normal_actor).parameters.keys() - {"network"}
-    return tanh_normal_actor(network, **{name: arguments[name] for name in names})
 
 
 def make_sac_critic(
@@ -293,7 +289,10 @@ def make_fastsac_actor(
     for parameter in body[-1].parameters():
         nn.init.zeros_(parameter)
     network = nn.Sequential(body, SquashedGaussianParameters(log_std_min, log_std_max))
-    return _actor(network, locals())
+    return tanh_normal_actor(
+        network, action_dim, low=low, high=high, in_keys=in_keys, action_key=action_key,
+        return_log_prob=return_log_prob, **new,
+    )  # fmt: skip
 
 
 def make_fastsac_critic(
@@ -402,7 +401,10 @@ def make_flashsac_actor(
         for head in cast(Tensor, body[-1].weight).chunk(2):
             draw_rows(head, -1)
     network = nn.Sequential(body, SquashedGaussianParameters(log_std_min, log_std_max))
-    return _actor(network, locals())
+    return tanh_normal_actor(
+        network, action_dim, low=low, high=high, in_keys=in_keys, action_key=action_key,
+        return_log_prob=return_log_prob, **new,
+    )  # fmt: skip
 
 
 def make_flashsac_critic(

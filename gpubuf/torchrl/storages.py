@@ -40,10 +40,10 @@ class TensorStorage(core.TensorStorage):
             super().__setitem__(index, data)
 
     def set(self, cursor: Any, data: Data, *, set_cursor: bool = True) -> None:
-        """Write rows at positions of your choice, also before the first write and behind the rows stored.
+        """Write rows at positions of your choice, also before the first write and after the rows stored.
 
-        Rows that are stored are overwritten in place, as by ``storage[cursor] = data``. Rows behind them are added,
-        and :meth:`~gpubuf.ReplayBuffer.extend` goes on behind those. A sampler with priorities does not hear of
+        Rows that are stored are overwritten in place, as by ``storage[cursor] = data``. Rows after them are added,
+        and :meth:`~gpubuf.ReplayBuffer.extend` goes on after those. A sampler with priorities does not hear of
         either: announce them with ``buffer.mark_update(index)``.
 
         Args:
@@ -52,7 +52,7 @@ class TensorStorage(core.TensorStorage):
             set_cursor: False writes to stored rows only.
 
         Raises:
-            IndexError: rows would be left out: those behind the stored ones must follow them without a gap.
+            IndexError: rows would be left out: those after the stored ones must follow them without a gap.
             ValueError: a key, shape or dtype differs from the storage's.
             NotImplementedError: rows are added to a storage of several dimensions. An index on a GPU synchronises.
         """

@@ -75,7 +75,7 @@ def _target_of(real: Any) -> Any:
         scale = read(reward_scale, wide, 0) if reward_scale else 1.0
         spacing = (v_max - v_min) / (atoms - 1)
         ended = carray(as_u8(terminated), n)
-        # One place more than atoms, for what `project` puts behind the last.
+        # One place more than atoms, for what `project` puts after the last.
         width = padded(atoms + 1)
         logits, mass = np.empty(width, real), np.empty(width, real)
         chosen, out = np.empty(width, real), np.empty(width, real)

@@ -1,6 +1,6 @@
 """Parts of the categorical operations on the CPU: a row of atoms in a buffer that stays in the first cache.
 
-A buffer has numbers of one dtype, float32 or float64, and their count is a multiple of ``BLOCK``; those behind the last
+A buffer has numbers of one dtype, float32 or float64, and their count is a multiple of ``BLOCK``; those after the last
 atom count for nothing. Every function serves both dtypes. Sums are vectorised: their order depends on the processor,
 and on nothing else.
 """
@@ -114,7 +114,7 @@ def copy(source, target):  # type: ignore[no-untyped-def]
 
 @jit(forceinline=True)
 def load_row(address, start, atoms, buffer, behind):  # type: ignore[no-untyped-def]
-    """Copy the ``atoms`` numbers from ``start`` on, and put ``behind`` behind them."""
+    """Copy the ``atoms`` numbers from ``start`` on, and put ``behind`` after them."""
     # An index that is a sum might be negative, as far as the compiler knows, and would not be vectorised.
     source = view(address + start * buffer.itemsize, atoms, buffer[0])
     fill(buffer, behind)
@@ -207,7 +207,7 @@ def project(mass, atoms, first, slope, low, high, below, out):  # type: ignore[n
         high[j] = upper
         low[j] = mass[j] - upper
     fill(out, 0.0)
-    # In the order of the atoms. The last atom has no atom behind it, and nothing goes there: its place is whole.
+    # In the order of the atoms. The last atom has no atom after it, and nothing goes there: its place is whole.
     for j in range(atoms):
         floor = below[j]
         out[floor] += low[j]

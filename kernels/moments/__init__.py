@@ -126,7 +126,7 @@ returns = define(
 )
 """``returns(before, rewards, ends, rule)``: ``G_t = reward_t + gamma * G_(t-1)``, float64 ``[T, E, elements]``.
 
-Behind a step with ``ends`` (bool ``[T, E]``) the second term is left out. ``before``, float64 ``[E, elements]``, is
+After a step with ``ends`` (bool ``[T, E]``) the second term is left out. ``before``, float64 ``[E, elements]``, is
 what the first step adds; it becomes what the next one will. ``rewards`` has any real dtype; those that are not finite
 count as 0. ``rule`` says gamma. One launch, whose time grows with T. No host sync.
 

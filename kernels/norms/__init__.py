@@ -1,4 +1,4 @@
-"""Layer norm, RMS norm and batch norm with an activation behind them, forward and backward, one kernel each.
+"""Layer norm, RMS norm and batch norm followed by an activation, forward and backward, one kernel each.
 
 ``x`` is ``[*batch, D]``, each row along its last dimension. Scale and bias belong to one net, ``[D]``, or to each of N
 nets of an ensemble, ``[N, 1, D]``; then ``x`` is ``[N, *batch, D]``. Rows of layer norm and RMS norm have at most

@@ -96,7 +96,7 @@ draw     1                              rng, BETA, the root; F children a level 
 On a GPU the entries of an update run in any order, and still the last one wins. Each valid entry *claims* its leaf: it
 puts its own number there, with the sign bit set as a tag, by an atomic maximum. Only the last entry's number stays.
 Then that entry's weight takes the place of the tag. A small update does this in a stage of its own, ``stage_resolve``,
-behind a barrier. A large one does it in the launch that recomputes level 1, ``stage_refresh_leaves``: a program that
+after a barrier. A large one does it in the launch that recomputes level 1, ``stage_refresh_leaves``: a program that
 reads a tag there looks up the weight and writes it into the leaf.
 
 Reference for proportional prioritization and its weights: Schaul, Quan, Antonoglou, Silver, "Prioritized

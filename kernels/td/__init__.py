@@ -1,4 +1,4 @@
-"""Temporal-difference learning behind the networks: targets, the loss of an ensemble of critics, and reductions.
+"""Temporal-difference learning after the networks: targets, the loss of an ensemble of critics, and reductions.
 
 A loss on values (DQN, TD3, SAC's critics) takes its target from :data:`soft_td_target`, or over whole sequences from
 :data:`soft_lambda_return`, and its loss with the priority

@@ -85,7 +85,7 @@ class Rule(NamedTuple):
         slice_len: steps of a slice, at least 1.
         min_len: length of the shortest eligible trajectory: ``slice_len`` (strict) or 1.
         before: steps by which a slice may begin before its trajectory.
-        after: steps by which it may go on behind it.
+        after: steps by which it may go on after it.
         by_transition: a trajectory weighs as much as it has offsets, so that all offsets are equally likely. Otherwise
             every eligible trajectory weighs 1.
     """

@@ -185,7 +185,7 @@ def update_eligible_steps(  # type: ignore[no-untyped-def]
     oldest, filled, cursor = ring_view(ring, steps, envs)
     rows = carray(as_i64(rows_address), count * envs)
     eligible = carray(as_i64(eligible_address), (steps * envs + 63) >> 6)
-    # Age of the last step of the trajectory that goes on behind the step in hand.
+    # Age of the last step of the trajectory that goes on after the step in hand.
     last = np.full(envs, filled - 1, np.int64)
     # From the newest step down; the cursor's own step, the oldest of a full ring, comes last.
     for i in range(count - 2, -2, -1):

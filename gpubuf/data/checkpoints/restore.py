@@ -284,7 +284,7 @@ def _check_sharing(state: dict[str, Any], rows: RowFiles) -> None:
     need(int(owners[:-1].min()) >= -1 and int(owners[:-1].max()) < written, "the checkpoint's owners are no rows")
     position = torch.arange(size)
     if size:
-        # A link counts only where a row has one behind it.
+        # A link counts only where a row has one after it.
         position = position[position // envs != (written // envs - 1) % steps]
     entry = links[position].long()
     position, entry = position[entry > 0], entry[entry > 0]

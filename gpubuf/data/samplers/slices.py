@@ -36,7 +36,7 @@ from gpubuf.kernels.trajectories import Rule, eligible_words
 
 
 def pair_of(span: bool | int | Sequence[bool | int]) -> tuple[bool | int, bool | int]:
-    """A span as a pair: how far a slice may begin before its trajectory, and go on behind it.
+    """A span as a pair: how far a slice may begin before its trajectory, and go on after it.
 
     Raises:
         ValueError: it has another number of entries.
@@ -158,7 +158,7 @@ class SliceSampler(Sampler):
             ``pad_output`` is set.
         pad_output: repeat the last step of short slices up to ``slice_len``, and report the steps that are real in
             ``("collector", "mask")``, bool ``[n]``.
-        span: by how many steps a slice may begin before (first entry of a pair) or go on behind (second) its
+        span: by how many steps a slice may begin before (first entry of a pair) or go on after (second) its
             trajectory. Steps outside are cut off. True: all but one step.
         weighting: ``"trajectory"``, or ``"transition"``: uniform over all places where a slice may start.
         stack: batches (and their info) have the shape ``[num_slices, slice_len]``.

@@ -160,7 +160,7 @@ def interleaved_environments(storage: TensorStorage, end_keys: Sequence[Any] | N
     n, going_on = len(ended), (~ended).nonzero().squeeze(-1)
 
     def follow(apart: int) -> Tensor:
-        """Which of the rows that go on, and have a row so far behind them, go on there."""
+        """Which of the rows that go on, and have a row so far after them, go on there."""
         before = going_on[going_on < n - apart]
         return (coming[before] == now[before + apart]).all(1)
 

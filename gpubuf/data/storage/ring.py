@@ -154,7 +154,7 @@ class Ring:
     # Rows that are not written at the cursor
 
     def fill(self, n: int) -> None:
-        """Count ``n`` rows that were written behind the others, or fewer if there was less room. No host sync."""
+        """Count ``n`` rows that were written after the others, or fewer if there was less room. No host sync."""
         size = self.counters[rows.SIZE]
         self.counters[: rows.SIZE + 1].add_((size + n).clamp(max=self.capacity) - size)
         self._fill_mirror(n)

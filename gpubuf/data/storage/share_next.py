@@ -426,7 +426,7 @@ def _one_later(part: Data, keys: Sequence[Key], following: list[Tensor]) -> list
 
 
 def next_of(start: int, following: list[Tensor], shared: SharedState, span: Span) -> list[Tensor]:
-    """The next observations of a piece, from those of the rows behind.
+    """The next observations of a piece, from those of the rows after it.
 
     Raises:
         ValueError: some are lost.
