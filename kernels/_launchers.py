@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -40,18 +41,13 @@ class Call:
         found = self._places.get(id(kernel))
         if found is None:
             found = self._places[id(kernel)] = self._find(kernel, values)
-        given, constants = found
-        arguments = [values[name] for name in given]
-        launch(
-            kernel,
-            programs,
-            *[dense(each) if isinstance(each, Tensor) else each for each in arguments],
-            num_warps=num_warps,
-            **{parameter: values[name] for parameter, name in constants},
-        )
+        take, parameters, take_constants = found
+        constants = dict(zip(parameters, take_constants(values), strict=True))
+        launch(kernel, programs, *take(values), num_warps=num_warps, **constants)
 
-    def _find(self, kernel: Any, values: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, str]]]:
-        given, constants = [], []
+    def _find(self, kernel: Any, values: Mapping[str, Any]) -> tuple[Any, list[str], Any]:
+        """What takes the arguments out of the values; the names of the constexprs, and what takes those."""
+        given, constants = [], {}
         for parameter in parameters_of(kernel.fn):
             name = self._names.get(parameter, parameter)
             tried = (name, name.lower(), name.removeprefix("n_"))
@@ -61,10 +57,11 @@ class Call:
                     f"nothing is called {parameter}, as a parameter of {kernel.fn.__name__}: {list(values)}"
                 )
             if kernel.fn.__annotations__.get(parameter) is tl.constexpr:
-                constants.append((parameter, name))
+                constants[parameter] = name
             else:
                 given.append(name)
-        return given, constants
+        # No kernel has a single argument, nor a single constexpr: of one name an itemgetter gives no tuple.
+        return itemgetter(*given), list(constants), itemgetter(*constants.values())
 
 
 @dataclass(frozen=True)
@@ -135,6 +132,7 @@ def launches(
     declaration = declaration_of(operation)
     keys = [f"{name}_ptr" if name in declaration.tensors else name for name in declaration.arguments]
     outputs = [f"{name}_ptr" for name in declaration.results]
+    tensors = [place for place, name in enumerate(declaration.arguments) if name in declaration.tensors]
     optional = [
         (f"HAS_{a.name.upper()}", i)
         for i, a in enumerate(operation._schema.arguments)
@@ -155,7 +153,13 @@ def launches(
                 return results
             device = found[0].device
             chosen = plan(*[sizes[name] for name in of_plan], device_name(device))
-            values = dict(zip(keys, args, strict=True))
+            real = declaration.real(args)
+            for place in tensors:
+                if args[place] is not None and not args[place].is_contiguous():
+                    args = tuple(dense(each) if isinstance(each, Tensor) else each for each in args)
+                    break
+            values = {**dict(zip(keys, args, strict=True)), **sizes, **vars(chosen), "REAL": REAL[real], "dtype": real}
+            values.update(zip(outputs, found, strict=True))
             for name, place in optional:
                 values[name] = args[place] is not None
                 if args[place] is None:
@@ -163,9 +167,6 @@ def launches(
             for name in floats:
                 # A launch can't be looked up by a float that is zero, but by an integer.
                 values[name] = values[name] or 0
-            real = declaration.real(args)
-            values.update(sizes, REAL=REAL[real], dtype=real, **vars(chosen))
-            values.update(zip(outputs, found, strict=True))
             function(Call(values, declaration.bindings, names or {}), chosen, found)
             return results
 
