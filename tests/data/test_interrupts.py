@@ -134,7 +134,7 @@ def test_a_move_that_is_interrupted_anywhere(monkeypatch, sampler, prefetch, pac
         assert (buffer[:] == rows).all()
         check(buffer)
         check_goes_on(buffer)
-        place += 5 * pace
+        place += 3 * pace
     assert place > 50
     assert outcomes == {"cpu", "cpu:0"}
 

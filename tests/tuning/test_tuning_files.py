@@ -15,16 +15,21 @@ from tests.support.tuning_setup import BLOCK, DRAW, FakeTimer, draw_seconds, nev
 class TestFiles:
     DEVICE = "Some GPU 80GB"
 
+    @pytest.fixture
+    def folder(self, tmp_path, monkeypatch):
+        """The only folder that is looked into."""
+        monkeypatch.setattr(config, "folders", lambda: [tmp_path / "new" / "folder"])
+        return tmp_path / "new" / "folder"
+
     def results(self, seconds=None, todo=(DRAW,)) -> list[Result]:
         return tuned(list(todo), FakeTimer(seconds or draw_seconds(DrawConfig(8, 1))))
 
-    def test_what_is_written_is_what_is_chosen(self, tmp_path):
+    def test_what_is_written_is_what_is_chosen(self, folder):
         """Also by a choice made before: saving makes the process read the file anew."""
-        folder = tmp_path / "new" / "folder"
-        assert config.tree_draw(32, 256, self.DEVICE, folder) == DrawConfig(4, 1)
+        assert config.tree_draw(32, 256, self.DEVICE) == DrawConfig(4, 1)
         path = save(folder, self.DEVICE, self.results(), {"date": "today"})
         assert path == path_for(folder, self.DEVICE) == folder / "some-gpu-80gb.json"
-        assert config.tree_draw(32, 256, self.DEVICE, folder) == DrawConfig(8, 1)
+        assert config.tree_draw(32, 256, self.DEVICE) == DrawConfig(8, 1)
         found = _tuned.read(path, SPACES, self.DEVICE)
         assert not found.problems
         assert found.made == {"date": "today"}
@@ -33,21 +38,22 @@ class TestFiles:
         assert [other.name for other in folder.iterdir()] == [path.name], "no temporary file is left"
         assert path.stat().st_mode & 0o777 == 0o644
 
-    def test_points_for_other_sizes_stay(self, tmp_path):
-        save(tmp_path, self.DEVICE, self.results(), {})
+    def test_points_for_other_sizes_stay(self, folder):
+        save(folder, self.DEVICE, self.results(), {})
         more = Job("sum_tree_draw", DRAW.sizes | {"n": 4096})
-        save(tmp_path, self.DEVICE, self.results(lambda made: 1.0, (more, BLOCK)), {})
-        assert config.tree_draw(32, 256, self.DEVICE, tmp_path) == DrawConfig(8, 1)
-        assert config.loss_rows(256, self.DEVICE, tmp_path) == BlockConfig(256, 4)
-        points = _tuned.read(path_for(tmp_path, self.DEVICE), SPACES).points["sum_tree_draw"]
+        save(folder, self.DEVICE, self.results(lambda made: 1.0, (more, BLOCK)), {})
+        assert config.tree_draw(32, 256, self.DEVICE) == DrawConfig(8, 1)
+        assert config.loss_rows(256, self.DEVICE) == BlockConfig(256, 4)
+        points = _tuned.read(path_for(folder, self.DEVICE), SPACES).points["sum_tree_draw"]
         assert [point.sizes["n"] for point in points] == [256, 4096]
         assert all(point.measured for point in points)
 
     @pytest.mark.parametrize("before", ["", '{"format": 0, "device": "Some GPU 80GB", "points": {}}', "[]"])
-    def test_a_file_that_can_not_be_used_is_replaced(self, tmp_path, before):
-        path_for(tmp_path, self.DEVICE).write_text(before)
-        save(tmp_path, self.DEVICE, self.results(), {})
-        assert config.tree_draw(32, 256, self.DEVICE, tmp_path) == DrawConfig(8, 1)
+    def test_a_file_that_can_not_be_used_is_replaced(self, folder, before):
+        folder.mkdir(parents=True)
+        path_for(folder, self.DEVICE).write_text(before)
+        save(folder, self.DEVICE, self.results(), {})
+        assert config.tree_draw(32, 256, self.DEVICE) == DrawConfig(8, 1)
 
     def test_caveats(self, tmp_path, monkeypatch):
         own, shipped = tmp_path / "cache" / "gpubuf" / "tuned", tmp_path / "shipped"
