@@ -189,7 +189,7 @@ WORKLOADS = {
         objective("REDQLoss", **TEN),
         ("REDQLoss", TEN),
         # Its entropy, and so the temperature's loss, mixes in the actions of the next states.
-        ("loss_actor", "loss_qvalue"),
+        same=("loss_actor", "loss_qvalue"),
     ),
     "crossq": Workload(
         "CrossQLoss",
@@ -212,7 +212,7 @@ WORKLOADS = {
         deterministic_networks,
         objective("TD3Loss", **BOUNDS),
         ("TD3Loss", BOUNDS),
-        ("loss_actor", "loss_qvalue"),
+        same=("loss_actor", "loss_qvalue"),
     ),
     "fastsac": Workload(
         "DistributionalSACLoss.fastsac",
