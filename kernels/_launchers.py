@@ -101,9 +101,11 @@ def launcher(
         names: as of :func:`launches`.
     """
 
+    of_programs = [] if programs is None else parameters_of(programs)
+
     def run(call: Call, chosen: Any, results: tuple[Tensor, ...]) -> None:
         values = call.values
-        count = chosen.programs if programs is None else programs(*(values[name] for name in parameters_of(programs)))
+        count = chosen.programs if programs is None else programs(*[values[name] for name in of_programs])
         if not count:
             return
         values["single"] = count == 1
