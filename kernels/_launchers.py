@@ -28,7 +28,7 @@ class Call:
     Attributes:
         values: tensors by names that end in ``_ptr``; arguments, sizes and the plan's attributes by their names; and
             ``HAS_`` with the name of an optional argument in capitals.
-        places: for each kernel, the values of its parameters.
+        places: by the kernel, what takes its arguments out of the values: the same for every call.
         names: of values, by those parameters that are called otherwise.
     """
 
