@@ -456,7 +456,7 @@ class Episodes:
 
     def sample(self) -> tuple[Any, Tensor, Tensor, Tensor | None]:
         rows = self.buffer.sample().view(-1, HORIZON + 1).permute(1, 0)
-        rows = rows.select("obs", "action", "reward", "task", strict=False).to("cpu", non_blocking=True)
+        rows = rows.select("obs", "action", "reward", "task", strict=False).to("cpu")
         task = rows.get("task", None)
         rest = rows.get("action")[1:].contiguous(), rows.get("reward")[1:].unsqueeze(-1).contiguous()
         return rows.get("obs").contiguous(), *rest, None if task is None else task[0].contiguous()
