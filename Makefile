@@ -41,7 +41,7 @@ help:
 	@echo "make torchrl run programs on TorchRL's buffers and on gpubuf's, and compare what they give"
 	@echo "make bench   all benchmarks beside TorchRL, cpprb, flashbax and Stable-Baselines3, each in its environment;"
 	@echo "             writes benchmarks/results/<device>-<date>.json and curves/, or into OUT=folder"
-	@echo "make gpu STAGE=1|2|3  tests and benchmarks on an NVIDIA GPU, each stage within nine minutes; OUT=folder"
+	@echo "make gpu STAGE=1|2|3  tests and benchmarks on an NVIDIA GPU, each stage within seven minutes; OUT=folder"
 	@echo "             (make gpu PYTHON=python3 uses that interpreter's own packages: for a machine without an index)"
 	@echo "make sanitize  the gpu-marked tests of the kernels under NVIDIA's compute-sanitizer"
 	@echo "make report  write the figures of benchmarks/results/ into README.md and the pages of docs/;"

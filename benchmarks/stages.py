@@ -1,4 +1,4 @@
-"""Runs the tests and benchmarks that need a GPU, in three stages of less than nine minutes, the most valuable first.
+"""Runs the tests and benchmarks that need a GPU, in three stages of about six minutes, the most valuable first.
 
 ``python -m benchmarks.stages 1`` is what ``make gpu STAGE=1`` runs. A stage is a list of steps, each a process with a
 limit of its own, so that neither a hanging kernel nor a lost CUDA context takes the rest along. Everything goes into
@@ -36,13 +36,13 @@ from benchmarks.run import ROOT, benchmark_options, curves_path, of_curves
 from gpubuf.kernels._tuned import slug, user_folder
 
 #: Seconds of a stage. A step that would have less than ``LEAST`` is left out, and said.
-LIMIT, LEAST = 520, 15
+LIMIT, LEAST = 390, 15
 #: Seconds between asking a step to end, which lets it write its reports, and ending it.
-GRACE = 15
+GRACE = 8
 #: Exit code of a step that took too long.
 CUT = 124
 #: Processes that share the gpu-marked tests, which mostly compile.
-WORKERS = 8
+WORKERS = 14
 
 #: The kernels' own figures: time, instructions, and why warps wait. Clocks stay as they are: a guest may not set them.
 NCU = ("ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw")
@@ -62,6 +62,11 @@ REPLAY = ("uniform-sample-*", "prioritized-sample-*", "priority-update-*", "samp
 OTHERS = ("placement-*", "SAC-*")
 SLICES = ("slices-*", "prioritized-slices-*", "filling-*")
 CURVES = ("batch/*", "row/*", "capacity/*")
+#: Peers that have buffers on a GPU, measured where their packages are.
+PEERS = ("torchrl", "flashbax")
+GPU_CALLS = (sys.executable, "-m", "benchmarks.studies.gpu_calls")
+#: What that study finds, in a stage's folder.
+CALLS = "calls.json"
 
 
 @dataclass(frozen=True)
@@ -112,34 +117,35 @@ class Plan:
     def steps(self) -> list[Step]:
         """The steps, in order."""
         this = (sys.executable, "-m", "benchmarks.stages", str(self.stage), "--describe", str(self.results))
-        described = Step("environment", (*this, *(["--rehearse"] if self.kind == "cpu" else [])), 60)
+        described = Step("environment", (*this, *(["--rehearse"] if self.kind == "cpu" else [])), 45)
         return [described, *{1: self._first, 2: self._second, 3: self._third}[self.stage]()]
 
     def _first(self) -> list[Step]:
         together = [name for name in gpu_files() if name not in ALONE]
+        trained = ["train/test_train_gpu.py", "tuning/test_tuning_gpu.py"]
         return [
-            self._tests("tests", together, 240, each=100, workers=WORKERS),
-            self._tests("placement", ["data/test_placement_gpu.py"], 80, each=40),
+            self._tests("tests", together, 150, each=90, workers=WORKERS),
+            self._tests("training-and-tuning", trained, 90, each=70, workers=WORKERS),
+            self._tests("placement", ["data/test_placement_gpu.py"], 40, each=25),
             # In a process of its own, because it breaks CUDA for the rest of the process.
-            self._tests("broken-capture", ["graphs/test_broken_capture_gpu.py"], 50, each=30),
-            self._benchmarks("by rule", 120, REPLAY),
+            self._tests("broken-capture", ["graphs/test_broken_capture_gpu.py"], 40, each=25),
         ]
 
     def _second(self) -> list[Step]:
-        tune = (sys.executable, "-m", "gpubuf", "tune", "--seconds", "150")
+        tune = (sys.executable, "-m", "gpubuf", "tune", "--seconds", "70")
+        calls = (*GPU_CALLS, self.kind, "--out", str(self.folder / CALLS))
         return [
-            Step("tune", tune, 190),
-            self._benchmarks("replay", 90, REPLAY),
-            self._profile(50),
-            self._benchmarks("placement and SAC", 90, OTHERS),
-            self._benchmarks("slices and filling", 105, SLICES),
+            Step("tune", tune, 100),
+            self._benchmarks("replay", 70, REPLAY, *(f"--environment={name}" for name in PEERS)),
+            Step("calls", calls, 75),
+            self._benchmarks("placement and SAC", 60, OTHERS),
+            self._benchmarks("slices and filling", 70, SLICES),
         ]
 
     def _third(self) -> list[Step]:
         command = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1")
         # Without PyTorch's cache, so that an access beyond a tensor is one beyond an allocation.
         uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        trained = ["train/test_train_gpu.py", "tuning/test_tuning_gpu.py"]
         # Not in workers, as the sanitizer watches the process that it begins.
         sanitized = self._tests(
             "sanitizer", SANITIZED, LIMIT, workers=0, before=command, environment=uncached, needs=command[0]
@@ -147,16 +153,16 @@ class Plan:
         # What finds nothing must be able to find something: a kernel that writes beyond its tensor.
         planted = (sys.executable, "-m", "tests.support.planted_fault", *command)
         return [
-            self._tests("training-and-tuning", trained, 130, each=100, workers=WORKERS),
-            self._benchmarks("curves", 190, CURVES, "--curves", "--huge"),
-            Step("planted fault", planted, 60, uncached, needs=command[0]),
+            self._profile(50),
+            self._benchmarks("curves", 150, CURVES, "--curves", "--huge"),
+            Step("planted fault", planted, 50, uncached, needs=command[0]),
             sanitized,
         ]
 
     def _profile(self, seconds: float) -> Step:
         sections = [word for section in NCU_SECTIONS for word in ("--section", section)]
         table = ("--log-file", str(self.folder / f"stage-{self.stage}-ncu.csv"))
-        command = (*NCU, *sections, *table, sys.executable, "-m", "benchmarks.studies.profiled", self.kind)
+        command = (*NCU, *sections, *table, *GPU_CALLS, self.kind, "--profile")
         return Step("profile", command, seconds, needs=NCU[0])
 
     def _tests(
@@ -373,7 +379,7 @@ def gather(folders: Sequence[Path], out: Path) -> list[Path]:
     data["datetime"] = max(run.data["datetime"] for run in runs)
     del data["stage"]
     machine = data["machine_info"]
-    machine["environments"] = {"gpubuf": machine["versions"]}
+    machine["environments"] = dict.fromkeys(("gpubuf", *PEERS), machine["versions"])
     path = out / f"{slug(machine['device']['name'])}-{data['datetime'][:10]}.json"
     written = []
     for each, points in ((path, False), (curves_path(path), True)):
@@ -382,6 +388,8 @@ def gather(folders: Sequence[Path], out: Path) -> list[Path]:
             each.parent.mkdir(parents=True, exist_ok=True)
             write_whole(each, chosen)
             written.append(each)
+    calls = [each for folder in folders for each in folder.glob(CALLS)]
+    written += [Path(shutil.copy(each, out / f"calls-{path.name}")) for each in calls]
     for tuned in (each for folder in folders for each in folder.glob("tuned/*.json")):
         (out / "tuned").mkdir(parents=True, exist_ok=True)
         written.append(Path(shutil.copy(tuned, out / "tuned" / tuned.name)))

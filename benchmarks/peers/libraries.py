@@ -168,14 +168,15 @@ class TorchRLInterface(Library):
         return self.storage_class(len(self.source), device=self.device)
 
     def open(self) -> None:
-        if self.prioritized:
-            self.buffer = self.prioritized_class(alpha=ALPHA, beta=BETA, eps=EPS, storage=self.storage())
-        else:
-            self.buffer = self.uniform_class(storage=self.storage())
+        self.buffer = self.new_prioritized() if self.prioritized else self.uniform_class(storage=self.storage())
         self.extend = self.buffer.extend
         self.sample = self.buffer.sample
         self.update = self.buffer.update_priority
         self.step = self.take_step
+
+    def new_prioritized(self) -> Any:
+        """An empty prioritized buffer."""
+        return self.prioritized_class(alpha=ALPHA, beta=BETA, eps=EPS, storage=self.storage())
 
     def take_step(self, n: int, priority: Tensor) -> TensorDictBase:
         batch = self.buffer.sample(n)
@@ -267,6 +268,15 @@ class TorchRL(TorchRLInterface):
     def open(self) -> None:
         with needing("TorchRL"):
             super().open()
+
+    def new_prioritized(self) -> Any:
+        if self.device == "cpu":
+            return super().new_prioritized()
+        from torchrl.data import PrioritizedSampler
+
+        # TorchRL's wheel on PyPI has no trees for a GPU: they lie on the CPU, and rows on the GPU.
+        sampler = PrioritizedSampler(len(self.source), ALPHA, BETA, eps=EPS, device="cpu")
+        return self.uniform_class(storage=self.storage(), sampler=sampler)
 
 
 class Cpprb(Library):

@@ -57,8 +57,8 @@ def shaped_as_on_a_gpu() -> Iterator[None]:
         yield
 
 
-def filled_buffer(kind: str) -> Any:
-    """A buffer with room for a million transitions, some of them written, by the twins on the CPU."""
+def filled_buffer(kind: str, device: str = "cpu") -> Any:
+    """A buffer with room for a million transitions, some of them written."""
     from gpubuf.data import (
         LazyTensorStorage,
         PrioritizedSampler,
@@ -74,7 +74,7 @@ def filled_buffer(kind: str) -> Any:
         "slices": lambda: SliceSampler(slice_len=SLICE),
         "prioritized slices": lambda: PrioritizedSliceSampler(CAPACITY, 0.6, 0.4, slice_len=SLICE),
     }
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=samplers[kind]())
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY, device=device), sampler=samplers[kind]())
     data = transitions(STORED)
     data["next", "done"][99::100] = True
     buffer.extend(data)
@@ -83,11 +83,13 @@ def filled_buffer(kind: str) -> Any:
     return buffer
 
 
-def calls(kind: str, sizes: Sequence[int]) -> Iterator[tuple[str, Callable[[], object]]]:
+def calls(kind: str, sizes: Sequence[int], device: str = "cpu") -> Iterator[tuple[str, Callable[[], object]]]:
     """The calls of a training step on one kind of buffer, with their names."""
-    buffer = filled_buffer(kind)
+    buffer = filled_buffer(kind, device)
     for n in sizes:
-        data, index, priority = transitions(n), torch.randint(STORED, (n,)), torch.rand(n) + 0.1
+        data, index, priority = (
+            each.to(device) for each in (transitions(n), torch.randint(STORED, (n,)), torch.rand(n) + 0.1)
+        )
         yield f"{kind}: sample, {n}", functools.partial(buffer.sample, n)
         if kind == "uniform":
             yield f"{kind}: gather, {n}", functools.partial(buffer.__getitem__, index)
@@ -96,13 +98,16 @@ def calls(kind: str, sizes: Sequence[int]) -> Iterator[tuple[str, Callable[[], o
             yield f"{kind}: priority update, {n}", functools.partial(buffer.update_priority, index, priority)
 
 
-def sac_calls() -> dict[str, Callable[[], object]]:
+def sac_calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
     """The fused pieces of a SAC loss, without their gradients."""
     from gpubuf.kernels import sac, tanh_normal, td
 
-    q, column, zero = torch.zeros(2, BATCH), torch.zeros(BATCH), torch.zeros(())
-    flag = torch.zeros(BATCH, dtype=torch.bool)
-    loc, scale, noise = torch.zeros(BATCH, 6), torch.ones(BATCH, 6), torch.zeros(BATCH, 6)
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    q, column, zero = zeros(2, BATCH), zeros(BATCH), zeros()
+    flag = zeros(BATCH, dtype=torch.bool)
+    loc, scale, noise = zeros(BATCH, 6), zeros(BATCH, 6) + 1, zeros(BATCH, 6)
     return {
         "tanh-normal sample": lambda: tanh_normal.sample(loc, scale, noise, None, None, -1.0, 1.0, 1),
         "soft TD target": lambda: td.soft_td_target(q, column, zero, column, flag, zero, None),
@@ -112,17 +117,25 @@ def sac_calls() -> dict[str, Callable[[], object]]:
     }
 
 
-def other_calls() -> Iterator[tuple[str, Callable[[], object]]]:
+def other_calls(device: str = "cpu") -> Iterator[tuple[str, Callable[[], object]]]:
     """Statistics of a normalised write, and the pieces of a SAC loss."""
     from gpubuf.kernels import moments
 
+    rule = torch.tensor(moments.Rule(1e-8), dtype=torch.float64, device=device)
     for n, elements in ((256, 48), (4096, 48)):
-        state, mean, factor, tickets = moments.new_state(elements, "cpu")
-        rule = torch.tensor(moments.Rule(1e-8), dtype=torch.float64)
-        update = functools.partial(moments.update, state, torch.randn(n, elements), mean, factor, rule, tickets)
+        state, mean, factor, tickets = moments.new_state(elements, device)
+        source = torch.randn(n, elements, device=device)
+        update = functools.partial(moments.update, state, source, mean, factor, rule, tickets)
         yield f"statistics of {elements} elements, {n}", update
-    for name, call in sac_calls().items():
+    for name, call in sac_calls(device).items():
         yield f"{name}, {BATCH}", call
+
+
+def all_calls(device: str = "cpu") -> Iterator[tuple[str, Callable[[], object]]]:
+    """Every call of the study, with its name."""
+    for kind, sizes in SIZES.items():
+        yield from calls(kind, sizes, device)
+    yield from other_calls(device)
 
 
 def resources() -> list[dict[str, Any]]:

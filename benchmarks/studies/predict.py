@@ -18,9 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.measure.figures import digits, table
-from benchmarks.measure.results import Run, newest_runs
-from benchmarks.studies.kernels import of_counts
+from benchmarks.measure.figures import OPEN, described, digits, table
+from benchmarks.measure.results import Runs, newest_runs
 
 LAUNCH = 2.0
 """Microseconds of an empty kernel in a replayed graph, from the one before to the one after; eager ones take 5."""
@@ -56,26 +55,31 @@ def microseconds(launch: Mapping[str, Any]) -> float:
     return LAUNCH + trips + max(moved, issued)
 
 
-@of_counts
-def prediction_table(run: Run) -> str:
-    """docs/performance.md: the prediction of every call, part by part."""
+def prediction_table(runs: Runs) -> str:
+    """docs/performance.md: the prediction of every call, part by part, and what a GPU took."""
+    run, measured = runs.get("kernels"), runs.get("calls on cuda")
+    if run is None:
+        return f"No run of `python -m benchmarks.studies.kernels` is committed: {OPEN}."
+    took = {} if measured is None else {each["call"]: each for each in measured.data["calls"]}
     lines = []
     for call in run.data["kernels"]["launches"]:
-        launches = call["launches"]
+        launches, found = call["launches"], took.get(call["call"], {})
         grids = " + ".join(f"{each['programs']} x {each['warps']}" for each in launches)
         most = " + ".join(f"{each['most_instructions']:,}" for each in launches)
         trips = " + ".join(str(each["trips"]) for each in launches)
         sums = [sum(each) for each in zip(*map(parts, launches), strict=True)]
         time = sum(map(microseconds, launches))
-        lines.append([call["call"], grids, most, trips, *map(digits, sums), digits(time)])
+        figures = [digits(found[what]) if what in found else OPEN for what in ("warm", "cold")]
+        lines.append([call["call"], grids, most, trips, *map(digits, sums), digits(time), *figures])
     constants = (
         f"Predicted for an H200, in a graph: {LAUNCH:.1f} µs per launch, {CACHE} µs per trip to the cache and "
         f"{MEMORY} µs one to memory, and the longer of bytes at {BANDWIDTH / 1e6:.1f} TB/s and instructions, "
         f"{MACHINE_CODE} for one of PTX, of which a multiprocessor issues {FULL} a cycle, or {ALONE} for each warp "
-        "that it has. Nothing of this is measured."
+        "that it has. Warm and cold are measured, by `python -m benchmarks.studies.gpu_calls cuda`."
     )
     head = ["call", "programs x warps", "warp instructions of a program", "trips", "µs of trips", "µs of bytes"]
-    return f"{constants}\n\n{table([*head, 'µs of instructions', '**µs**'], lines)}"
+    found_table = table([*head, "µs of instructions", "**µs**", "warm", "cold"], lines)
+    return "\n\n".join([constants, found_table, *([described(measured)] if measured else [])])
 
 
 if __name__ == "__main__":

@@ -47,7 +47,10 @@ def test_the_table_adds_the_launches_of_a_call():
     found = {"kernels": run_of(kernels={"launches": [{"call": "a call", "launches": launches}]})}
     cells = line(block("prediction", found), "a call")
     assert cells[:3] == ["3 x 4 + 1 x 1", "1,700 + 0", "1 + 2"]
-    assert float(cells[-1]) == pytest.approx(sum(map(predict.microseconds, launches)), rel=0.01)
+    assert float(cells[-3]) == pytest.approx(sum(map(predict.microseconds, launches)), rel=0.01)
+    assert cells[-2:] == ["open", "open"]
+    found["calls on cuda"] = run_of(calls=[{"call": "a call", "warm": 4.0, "cold": 5.55}])
+    assert line(block("prediction", found), "a call")[-2:] == ["4.00", "5.55"]
 
 
 PTX = """
