@@ -108,7 +108,7 @@ FIGURE = re.compile(rf"(?<![\w.^])(?:\d[\d.,]*\s?|(?:{WORD})(?:\s+of)?(?:\s+an?)
 DEFINED = {
     "docs/cases.md": ["a thousand times slower"],
     # What the scripts keep to, and how long a machine is lent.
-    "docs/benchmarks.md": ["within seven minutes", "ended 15 seconds later", "ten minutes a command", "below 64 MiB"],
+    "docs/benchmarks.md": ["within seven minutes", "ended 8 seconds later", "ten minutes a command", "below 64 MiB"],
     "docs/prefetch.md": ["up to 32 MiB"],
     "docs/checkpoints.md": ["between 1 MiB and 64 MiB", "than 256 MiB", "of 1 MiB and more", "for 1 GiB and more"],
     "docs/performance.md": ["an\n  observation of one byte"],
