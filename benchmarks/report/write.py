@@ -60,26 +60,19 @@ def slice_workloads(run: Run) -> list[str]:
     return [name for name in SLICES if name in measured]
 
 
-def comparison_table(runs: Runs, replay: bool) -> str:
-    """README: median time per call, and how many times as long the peers take."""
-    cpu, gpu = runs.get("cpu"), runs.get("cuda")
-    rows_of = [name for name in (workloads(cpu) if cpu else WORKLOADS) if (name in WORKLOADS) == replay]
-    peers = [
-        name
-        for name in (libraries(cpu) if cpu else [])
-        if name != "gpubuf" and any(cpu.entry(workload, name) for workload in rows_of)
-    ]
+def comparison_table(run: Run, replay: bool) -> str:
+    """README: median time of a call on one kind of device, and how many times as long the peers take."""
+    rows_of = [name for name in workloads(run) if (name in WORKLOADS) == replay]
+    if not rows_of:
+        return f"Nothing of this is measured: {OPEN}."
+    columns = [name for name in libraries(run) if any(run.entry(workload, name) for workload in rows_of)]
     rows = []
     for workload in rows_of:
-        ours = cpu.median(workload, "gpubuf") if cpu else None
-        compared = [against(ours, cpu.median(workload, peer), missing="") for peer in peers] if cpu else []
-        on_gpu = gpu.median(workload, "gpubuf") if gpu else None
-        replayed = gpu.median(workload, "gpubuf-graph") if gpu else None
-        in_graph = [] if gpu is None else ["" if replayed is None else microseconds(replayed)]
-        rows.append([REGISTRY[workload].title, or_open(ours), *compared, or_open(on_gpu), *in_graph])
-    head = ["median µs per call", "gpubuf", *(TITLES[name] for name in peers), "gpubuf on a GPU"]
-    head += [] if gpu is None else ["in a graph there"]
-    return table(head, rows)
+        ours = run.median(workload, "gpubuf")
+        found = [(name, run.median(workload, name)) for name in columns if name != "gpubuf"]
+        beside = [against(None if name.startswith("gpubuf") else ours, time, missing="") for name, time in found]
+        rows.append([REGISTRY[workload].title, or_open(ours), *beside])
+    return table(["median µs per call", *(TITLES[name] for name in columns)], rows)
 
 
 def machines(runs: Runs) -> str:
@@ -264,8 +257,13 @@ def curves_section(runs: Runs, folder: Path = RESULTS / "curves") -> str:
 
 
 FIGURES: dict[str, Callable[[Runs], str]] = {
-    "replay": lambda runs: comparison_table(runs, replay=True),
-    "loss": lambda runs: comparison_table(runs, replay=False),
+    **{
+        f"{name}{'_gpu' if kind == 'cuda' else ''}": of_run(kind, "on this kind of device")(
+            functools.partial(comparison_table, replay=name == "replay")
+        )
+        for name in ("replay", "loss")
+        for kind in KINDS
+    },
     "status": status,
     "threads": threads_table,
     "conditions": machines,

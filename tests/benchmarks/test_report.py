@@ -20,18 +20,19 @@ REPLAY = [entry("uniform-sample-256", "gpubuf", 20e-6), entry("uniform-sample-25
 
 
 def test_medians_and_ratios():
-    """Peers get a ratio, what was not measured is open, a GPU has a column for graphs; the rest of a page stays."""
+    """Peers get a ratio, and graphs none; what was not measured is open; the rest of a page stays."""
     page = "a\n<!-- figures: replay -->\nold\n<!-- end of figures -->\nz\n"
     runs = {"cpu": a_run(REPLAY)}
     text = rewritten(page, runs, "../")
-    assert line(text, "uniform sample, 256") == ["20.0", "150 (7.5x)", "open"]
+    assert line(text, "uniform sample, 256") == ["20.0", "150 (7.5x)"]
     assert text.startswith("a\n<!-- figures: replay -->\n\n|")
     assert text.endswith("|\n\n<!-- end of figures -->\nz\n")
     assert rewritten(text, runs, "../") == text
-    runs["cuda"] = a_run([entry("uniform-sample-256", "gpubuf", 5e-6)], kind="cuda")
-    assert line(block("replay", runs), "uniform sample, 256") == ["20.0", "150 (7.5x)", "5.00", ""]
-    runs["cuda"].data["benchmarks"].append(entry("uniform-sample-256", "gpubuf-graph", 3e-6))
-    assert line(block("replay", runs), "uniform sample, 256")[2:] == ["5.00", "3.00"]
+    assert "committed: open" in block("replay_gpu", runs)
+    graph, peer = (entry("uniform-sample-256", name, 2.5e-6) for name in ("gpubuf-graph", "torchrl"))
+    runs["cuda"] = a_run([entry("uniform-sample-256", "gpubuf", 5e-6), graph, peer], kind="cuda")
+    assert line(block("replay_gpu", runs), "uniform sample, 256") == ["5.00", "2.50", "2.50 (0.5x)"]
+    assert "measured: open" in block("loss_gpu", runs)
     with pytest.raises(ValueError, match="'nonsense' are unknown"):
         block("nonsense", {})
 
@@ -39,7 +40,7 @@ def test_medians_and_ratios():
 def test_losses_are_apart_and_the_machine_is_named():
     cpu = a_run([entry("SAC-loss-and-backward-256", "gpubuf", 5e-3), entry("extend-256", "gpubuf", 5e-6)])
     text = block("loss", {"cpu": cpu})
-    assert line(text, "SAC loss and backward, 256") == ["5000", "open"]
+    assert line(text, "SAC loss and backward, 256") == ["5000"]
     assert "extend" not in text
     text = block("conditions", {"cpu": cpu})
     assert "some cpu, Python 3.11.7, 1 thread; torch 2.13.0, numpy 2.4.6; 2026-11-21" in text
