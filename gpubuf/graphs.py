@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubuf.data.recording import CaptureError, Lock, Recording, capture_under_way, recorded, watched
 from gpubuf.data.storage.host_memory import cuda_present
+from gpubuf.kernels.config import launches_in_graph
 
 Map = Callable[[str, Tensor], Tensor]
 """From the place of a tensor, and the tensor, to its replacement."""
@@ -554,7 +555,7 @@ class Captured:
         else:
             arguments.tensors(args, kwargs)
             given, named = arguments.passed(args, kwargs)
-        with self._aside():
+        with self._aside(), launches_in_graph():
             results = checked_results(self._step(*given, **named))
         if self._left:
             self._left -= 1
@@ -603,7 +604,7 @@ class Captured:
             lock.joined(current)
         side.wait_stream(current)
         try:
-            with recorded(recording), capture_under_way(), _captured_into(graph, side), checks:
+            with recorded(recording), capture_under_way(), _captured_into(graph, side), checks, launches_in_graph():
                 results = checked_results(self._step(*given, **named))
             refuse_host_random(random_state)
             unchanged.check()

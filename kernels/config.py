@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -275,6 +276,31 @@ def by_rule() -> Iterator[None]:
         yield
 
 
+class _Launches(threading.local):
+    in_graph = False
+
+
+_launches = _Launches()
+
+
+@contextlib.contextmanager
+def launches_in_graph() -> Iterator[None]:
+    """What this thread launches goes into a CUDA graph, or warms up for one: a launch will not cost the host anything.
+
+    A capture can't load kernels: what it launches is launched before it, under this too.
+    """
+    before, _launches.in_graph = _launches.in_graph, True
+    try:
+        yield
+    finally:
+        _launches.in_graph = before
+
+
+def in_graph() -> bool:
+    """Whether the caller is within :func:`launches_in_graph`."""
+    return _launches.in_graph
+
+
 @contextlib.contextmanager
 def _restored() -> Iterator[None]:
     global _use_files
@@ -387,19 +413,24 @@ def tree_fan_out(capacity: int, device_type: str, device_name: str | None = None
 
 
 @_choice("sum_tree_update")
-def tree_update(fan_out: int, n: int, device_name: str | None = None) -> UpdateConfig:
+def tree_update(fan_out: int, n: int, device_name: str | None = None, in_graph: bool = False) -> UpdateConfig:
     """Launch configuration of an update or a mark of ``n`` rows.
 
-    The rule: up to 1024 entries take one launch of one program, which beats one launch for each level. Eight warps keep
-    the schedulers of its multiprocessor busy, and a batch of 256 is one turn on each level; more warps would only
-    repeat what is the same for every node. More entries take many small programs.
+    The rule: one program reads all children through one multiprocessor, which takes longer than a launch for each level
+    from 128 entries on. But an eager launch costs the host 10 µs, and one in a graph 0.7. So one program takes up to
+    1024 entries, and up to 128 in a graph. Eight warps keep the schedulers of its multiprocessor busy; more would only
+    repeat what is the same for every node. Other batches take many programs of one warp, which have no barriers; very
+    large ones take larger programs, of which more fit a multiprocessor.
     """
-    if n > 1024:
-        return UpdateConfig(False, 256, max(1, min(32, 1024 // fan_out)), 4)
+    if n > (128 if in_graph else 1024):
+        if n > 2**14:
+            return UpdateConfig(False, 256, max(1, min(32, 1024 // fan_out)), 4)
+        return UpdateConfig(False, 32, max(1, min(8, 256 // fan_out)), 1)
     if n <= 64:
         return UpdateConfig(True, 64, max(1, min(64, 2048 // fan_out)), 4)
     children = 8192 if fan_out <= 32 else 4096  # registers for the parts of a wide node do not suffice for more
-    return UpdateConfig(True, 256 if n <= 256 else 1024, max(1, min(256, children // fan_out)), 8)
+    entries = ceil_power(n) if n <= 256 else 1024
+    return UpdateConfig(True, entries, max(1, min(entries, 256, children // fan_out)), 8)
 
 
 @_choice("sum_tree_draw")

@@ -41,7 +41,7 @@ def _shift(fan_out: int) -> int:
     return fan_out.bit_length() - 1
 
 
-TOP_NODES = 256
+TOP_NODES = 64
 """A level with no more nodes to recompute than this is left to ``sum_tree_top_kernel``, with all levels above it."""
 
 TOP_WARPS = 8
@@ -172,7 +172,7 @@ def update(
     if n >= 2**31:
         raise ValueError(f"an update takes fewer than 2**31 entries, but got {n}")
     _, n_nodes, depth = tree_shape(capacity, fan_out)
-    chosen = config.tree_update(fan_out, n, device_name(leaves.device))
+    chosen = config.tree_update(fan_out, n, device_name(leaves.device), config.in_graph())
     entries, has_generation = (ring, index, priority, _or(generation, index)), generation is not None
     if chosen.single_program:
         arguments = (leaves, nodes, _or(eligible, index), scalars, *entries, n, capacity, n_nodes, depth)

@@ -104,47 +104,48 @@ def stage_claim(
 ):
     """Every valid entry i tags its leaf with (sign bit | i), by an unsigned maximum: the last one stays.
 
-    Weights are never negative, so that a tag beats every weight, and a later tag an earlier one. Returns the
-    priorities, and whether they are those of valid entries.
+    Weights are never negative, so that a tag beats every weight, and a later tag an earlier one. Returns the rows,
+    which of them have valid entries, and the weights of these. No load waits for another.
     """
     row = tl.load(index_ptr + i, mask=i < n, other=-1)
-    live = (row >= 0) & (row < capacity) & (row < tl.load(ring_ptr + SIZE))
+    priority = tl.load(priority_ptr + i, mask=i < n, other=0.0)
+    size = tl.load(ring_ptr + SIZE)
+    alpha = tl.load(scalars_ptr + ALPHA)
+    eps = tl.load(scalars_ptr + EPS)
+    # TTIR race (sum_tree_claim_kernel): an older maximum only lets more entries try to raise it.
+    # TTIR barrier (sum_tree_update_small_kernel): likewise.
+    largest = tl.load(scalars_ptr + MAX_PRIORITY)
+    live = (row >= 0) & (row < capacity) & (row < size)
     if HAS_GENERATION:
+        generation = tl.load(generation_ptr + i, mask=i < n, other=0)
         written = tl.load(ring_ptr + WRITTEN)
-        current = written // capacity + (row < written % capacity).to(tl.int64)
-        live = live & (tl.load(generation_ptr + i, mask=i < n, other=0) == current)
-    priority = tl.load(priority_ptr + i, mask=live, other=0.0)
+        # It is how often the row was written: row + (generation - 1) * capacity < written <= row + generation * capacity.
+        ahead = row + generation * capacity - written
+        live = live & (generation >= 0) & (generation <= written) & (ahead >= 0) & (ahead < capacity)
     claims = live & (priority >= 0.0) & (priority <= LARGEST)
     bits_ptr = leaves_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
     tl.atomic_max(bits_ptr + row, i.to(tl.uint32) | TAG, mask=claims, sem="relaxed")
 
+    # Few entries, if any, are refused or raise the maximum, so that they are not gathered first.
     refused = (live ^ claims) | (row < -1) | (row >= capacity)
-    n_refused = tl.sum(refused.to(tl.int32), axis=0)
-    tl.atomic_add(scalars_ptr + REFUSED, n_refused.to(tl.float64), mask=n_refused > 0, sem="relaxed")
+    scalar = row * 0
+    tl.atomic_add(scalars_ptr + REFUSED + scalar, scalar.to(tl.float64) + 1.0, mask=refused, sem="relaxed")
     # The bits of floats from 0 up, as integers, are ordered as the floats are. Those of the initial -1.0 are below
     # them.
-    largest = tl.max(tl.where(claims, tl.abs(priority).to(tl.float64), -1.0), axis=0)
-    maximum_ptr = scalars_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-    tl.atomic_max(maximum_ptr + MAX_PRIORITY, largest.to(tl.int64, bitcast=True), mask=largest >= 0.0, sem="relaxed")
-    return priority, claims
+    given = tl.abs(priority).to(tl.float64)
+    maximum_ptr = scalars_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + MAX_PRIORITY + scalar
+    tl.atomic_max(maximum_ptr, given.to(tl.int64, bitcast=True), mask=claims & (given > largest), sem="relaxed")
+    return row, claims, weight_of(priority, alpha, eps).to(tl.float32)
 
 
 @triton.jit
-def stage_resolve(leaves_ptr, scalars_ptr, index_ptr, priority_ptr, i, n, capacity):
-    """The entry whose tag has stayed puts its weight in the tag's place. The others read a tag or a weight.
-
-    For an update by a single program, which keeps no weights between its stages and computes them here.
-    """
-    row = tl.load(index_ptr + i, mask=i < n, other=-1)
-    in_range = (row >= 0) & (row < capacity)
+def stage_resolve(leaves_ptr, i, row, claims, weight):
+    """The entry whose tag has stayed puts its weight in the tag's place. The others read a tag or a weight."""
     bits_ptr = leaves_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
     # An entry that has lost reads the last one's tag or weight, and neither is its own tag.
     # TTIR barrier (sum_tree_update_small_kernel): so it does not matter which.
-    bits = tl.load(bits_ptr + row, mask=in_range, other=0)
-    last = in_range & (bits == (i.to(tl.uint32) | TAG))
-    priority = tl.load(priority_ptr + i, mask=last, other=0.0)
-    weight = weight_of(priority, tl.load(scalars_ptr + ALPHA), tl.load(scalars_ptr + EPS))
-    tl.store(leaves_ptr + row, weight.to(tl.float32), mask=last)
+    bits = tl.load(bits_ptr + row, mask=claims, other=0)
+    tl.store(leaves_ptr + row, weight, mask=claims & (bits == (i.to(tl.uint32) | TAG)))
 
 
 @triton.jit
@@ -202,17 +203,28 @@ def stage_refresh_leaves(
     if HAS_ELIGIBLE and SHIFT <= 6:
         # One word has the bits of a whole node.
         word = tl.load(eligible_ptr + ((node << SHIFT) >> 6))[:, None]
+    # All parts are asked for before the first is waited for: a store would hold up the loads after it.
+    weights = ()
     for part in tl.static_range(1 << (SHIFT - columns)):
         leaf = first + (part << columns)
         if HAS_TAGS:
             # TTIR race (sum_tree_refresh_leaves_kernel): a tag, or the weight that another program puts in its place.
-            weight = tl.load(leaves_ptr + leaf, mask=needed[:, None], other=0.0)
-            bits = weight.to(tl.int32, bitcast=True)
-            tagged = bits < 0
-            weight = tl.where(tagged, tl.load(weight_ptr + (bits & ENTRY_OF_TAG), mask=tagged, other=0.0), weight)
-            tl.store(leaves_ptr + leaf, weight, mask=tagged)
+            weights += (tl.load(leaves_ptr + leaf, mask=needed[:, None], other=0.0),)
         else:
-            weight = tl.load(leaves_ptr + leaf)
+            weights += (tl.load(leaves_ptr + leaf),)
+    if HAS_TAGS:
+        tagged = weights
+        weights = ()
+        for part in tl.static_range(1 << (SHIFT - columns)):
+            bits = tagged[part].to(tl.int32, bitcast=True)
+            weight = tl.load(weight_ptr + (bits & ENTRY_OF_TAG), mask=bits < 0, other=0.0)
+            weights += (tl.where(bits < 0, weight, tagged[part]),)
+        for part in tl.static_range(1 << (SHIFT - columns)):
+            bits = tagged[part].to(tl.int32, bitcast=True)
+            tl.store(leaves_ptr + first + (part << columns), weights[part], mask=bits < 0)
+    for part in tl.static_range(1 << (SHIFT - columns)):
+        leaf = first + (part << columns)
+        weight = weights[part]
         if HAS_ELIGIBLE:
             if SHIFT > 6:
                 # The bits of the padding, which weighs nothing, may not exist.

@@ -6,7 +6,7 @@ Arguments that kernels share are listed in :mod:`gpubuf.kernels.sum_tree._triton
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.sum_tree._triton import ALPHA, EPS, level_count, level_start, level_up, weight_of
+from gpubuf.kernels.sum_tree._triton import level_count, level_start, level_up
 from gpubuf.kernels.sum_tree._triton_stages import (
     all_levels,
     levels_above,
@@ -43,7 +43,7 @@ def sum_tree_claim_kernel(
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK_ENTRIES + tl.arange(0, BLOCK_ENTRIES)
     capacity = capacity.to(tl.int64)
-    priority, claims = stage_claim(
+    _, claims, weight = stage_claim(
         leaves_ptr,
         scalars_ptr,
         ring_ptr,
@@ -55,8 +55,7 @@ def sum_tree_claim_kernel(
         capacity,
         HAS_GENERATION,
     )
-    weight = weight_of(priority, tl.load(scalars_ptr + ALPHA), tl.load(scalars_ptr + EPS))
-    tl.store(weight_ptr + i, weight.to(tl.float32), mask=claims)
+    tl.store(weight_ptr + i, weight, mask=claims)
 
 
 @triton.jit(
@@ -194,22 +193,23 @@ def sum_tree_update_small_kernel(
     n_nodes = n_nodes.to(tl.int64)
     entries = tl.arange(0, BLOCK_ENTRIES).to(tl.int64)
     for start in range(0, n, BLOCK_ENTRIES):
-        stage_claim(
+        i = start + entries
+        row, claims, weight = stage_claim(
             leaves_ptr,
             scalars_ptr,
             ring_ptr,
             index_ptr,
             priority_ptr,
             generation_ptr,
-            start + entries,
+            i,
             n,
             capacity,
             HAS_GENERATION,
         )
-    # All tags are set.
-    tl.debug_barrier()
-    for start in range(0, n, BLOCK_ENTRIES):
-        stage_resolve(leaves_ptr, scalars_ptr, index_ptr, priority_ptr, start + entries, n, capacity)
+        # All tags of this turn are set, and then all of its weights: a later turn tags what an earlier one has written.
+        tl.debug_barrier()
+        stage_resolve(leaves_ptr, i, row, claims, weight)
+        tl.debug_barrier()
     all_levels(
         leaves_ptr,
         nodes_ptr,
