@@ -300,7 +300,7 @@ def run_sum_tree(record: Recorder) -> None:
         leaves, nodes = tree(fan_out, capacity)
         for limited, flag in variants:
             eligible = ints(sum_tree.eligible_words(capacity)) if limited else None
-            for n in (256, 65536):
+            for n in (256, 4096, 65536):
                 index = ints(n)
                 generation = index if flag else None
                 sizes = (capacity, fan_out)

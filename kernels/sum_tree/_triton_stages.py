@@ -113,13 +113,13 @@ def stage_claim(
     alpha = tl.load(scalars_ptr + ALPHA)
     eps = tl.load(scalars_ptr + EPS)
     # TTIR race (sum_tree_claim_kernel): an older maximum only lets more entries try to raise it.
-    # TTIR barrier (sum_tree_update_small_kernel): likewise.
+    # TTIR barrier (sum_tree_claim_kernel, sum_tree_update_small_kernel): likewise.
     largest = tl.load(scalars_ptr + MAX_PRIORITY)
     live = (row >= 0) & (row < capacity) & (row < size)
     if HAS_GENERATION:
         generation = tl.load(generation_ptr + i, mask=i < n, other=0)
         written = tl.load(ring_ptr + WRITTEN)
-        # It is how often the row was written: row + (generation - 1) * capacity < written <= row + generation * capacity.
+        # A row written so often has row + (generation - 1) * capacity < written <= row + generation * capacity.
         ahead = row + generation * capacity - written
         live = live & (generation >= 0) & (generation <= written) & (ahead >= 0) & (ahead < capacity)
     claims = live & (priority >= 0.0) & (priority <= LARGEST)
@@ -204,7 +204,7 @@ def stage_refresh_leaves(
         # One word has the bits of a whole node.
         word = tl.load(eligible_ptr + ((node << SHIFT) >> 6))[:, None]
     # All parts are asked for before the first is waited for: a store would hold up the loads after it.
-    weights = ()
+    weights = ()  # type: tl.tuple
     for part in tl.static_range(1 << (SHIFT - columns)):
         leaf = first + (part << columns)
         if HAS_TAGS:
@@ -252,11 +252,15 @@ def stage_refresh(
     first = (node << SHIFT)[:, None] + tl.arange(0, 1 << columns)[None, :]
     # Levels are padded to a multiple of the fan-out.
     first = nodes_ptr + tl.multiple_of(below, 1 << columns) + first
+    children = ()  # type: tl.tuple
     for part in tl.static_range(1 << (SHIFT - columns)):
         child = first + (part << columns)
         weight = tl.load(child + n_nodes * SUM)
         low = tl.load(child + n_nodes * MINIMUM)
         high = tl.load(child + n_nodes * MAXIMUM)
+        children += ((weight, low, high),)
+    for part in tl.static_range(1 << (SHIFT - columns)):
+        weight, low, high = children[part]
         if part == 0:
             total, least, largest = weight, low, high
         else:

@@ -18,14 +18,23 @@ def launch(**counted: Any) -> dict[str, Any]:
     return {"kernel": "a_kernel", "programs": 1, "warps": 1, **nothing, **counted}
 
 
-def test_the_parts_of_a_launch():
+@pytest.mark.parametrize("caches", [predict.COLD, predict.WARM])
+def test_the_parts_of_a_launch(caches):
     """An empty one; trips to memory and the cache; the longer of bytes and instructions."""
-    assert predict.microseconds(launch()) == predict.LAUNCH
-    assert predict.parts(launch(trips=1))[0] == predict.MEMORY
-    assert predict.parts(launch(trips=4))[0] == pytest.approx(predict.MEMORY + 3 * predict.CACHE)
-    work = launch(bytes_loaded=int(3 * predict.BANDWIDTH), bytes_stored=int(predict.BANDWIDTH), instructions=1)
-    assert predict.microseconds(work) == pytest.approx(predict.LAUNCH + 4)
-    assert predict.microseconds({**work, "bytes_loaded": 0}) == pytest.approx(predict.LAUNCH + 1)
+    assert predict.microseconds(launch(), caches) == caches.launch
+    assert predict.parts(launch(trips=1), caches)[0] == caches.memory
+    assert predict.parts(launch(trips=4), caches)[0] == pytest.approx(caches.memory + 3 * caches.cache)
+    share = caches.bandwidth / predict.PROCESSORS
+    work = launch(bytes_loaded=int(3 * share), bytes_stored=int(share), instructions=1)
+    assert predict.microseconds(work, caches) == pytest.approx(caches.launch + 4, rel=1e-4)
+    assert predict.microseconds({**work, "bytes_loaded": 0}, caches) == pytest.approx(caches.launch + 1, rel=1e-4)
+
+
+def test_a_multiprocessor_gets_no_more_than_its_share():
+    """However few programs there are; no more of them than there are multiprocessors add to it."""
+    times = [predict.parts(launch(bytes_loaded=10**6, programs=n))[1] for n in (1, 66, 132, 1000)]
+    whole = 1e6 / predict.COLD.bandwidth
+    assert times == pytest.approx([132 * whole, 2 * whole, whole, whole])
 
 
 def test_warps_and_programs_hide_each_others_waits():
@@ -41,16 +50,41 @@ def test_warps_and_programs_hide_each_others_waits():
     assert times == pytest.approx([times[0], times[0], times[0] * 100 / 10])
 
 
+MEASURED = """
+    rows_sample                48 4   93936  2432   425472   46600  4  4.61
+    rows_sample              1366 4 4467368  4880 17216000 5963784  4 12.13
+    sum_tree_draw              64 1   61819   966   311296    3080  5  6.69
+    rows_gather                48 4   70304  1644   368384   44544  4  3.84
+    sum_tree_update_small       1 8   12464 12464   300016   14080 18 24.38
+    rows_extend                 3 4    3728  1716    16898      26  4  3.55
+    trajectories_update_envs    1 1    1858  1858     4500     323 30  9.31
+    trajectories_draw         256 1  285952  1117   862720   11272 12  7.14
+    rows_gather                 8 4   11456  2576    72704   10240  7  4.61
+    moments_update             96 8  336960  7664   909312   51096  7  7.52
+"""
+"""Launches of ``benchmarks.studies.profiled``: what they execute with Triton 3.6.0, and the microseconds that ncu
+measured on an H200, 2026-11-26."""
+
+
+@pytest.mark.parametrize("line", MEASURED.strip().splitlines())
+def test_what_was_measured(line):
+    names = ("programs", "warps", "instructions", "most_instructions", "bytes_loaded", "bytes_stored", "trips")
+    _, *counted, measured = line.split()
+    predicted = predict.microseconds(launch(**dict(zip(names, map(int, counted), strict=True))), predict.PROFILED)
+    assert predicted == pytest.approx(float(measured), rel=0.25)
+
+
 def test_the_table_adds_the_launches_of_a_call():
     assert "committed: open" in block("prediction", {})
     launches = [launch(trips=1, programs=3, warps=4, most_instructions=1700), launch(trips=2)]
     found = {"kernels": run_of(kernels={"launches": [{"call": "a call", "launches": launches}]})}
     cells = line(block("prediction", found), "a call")
     assert cells[:3] == ["3 x 4 + 1 x 1", "1,700 + 0", "1 + 2"]
-    assert float(cells[-3]) == pytest.approx(sum(map(predict.microseconds, launches)), rel=0.01)
-    assert cells[-2:] == ["open", "open"]
+    for cell, caches in zip(cells[-4::2], (predict.WARM, predict.COLD), strict=True):
+        assert float(cell) == pytest.approx(sum(predict.microseconds(each, caches) for each in launches), rel=0.01)
+    assert cells[-3::2] == ["open", "open"]
     found["calls on cuda"] = run_of(calls=[{"call": "a call", "warm": 4.0, "cold": 5.55}])
-    assert line(block("prediction", found), "a call")[-2:] == ["4.00", "5.55"]
+    assert line(block("prediction", found), "a call")[-3::2] == ["4.00", "5.55"]
 
 
 PTX = """

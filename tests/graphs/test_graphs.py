@@ -15,6 +15,7 @@ from gpubuf import HardUpdate, capture
 from gpubuf.data import moving
 from gpubuf.graphs import Captured
 from gpubuf.kernels._registry import triton_on_cpu
+from gpubuf.kernels.config import in_graph
 from tests.support.graph_recorder import RecordedCuda, recorded
 from tests.support.graph_worlds import CAPACITY, COMPUTED, WORLDS, WRITTEN, World, differences, run
 from tests.support.sac_setup import make_loss
@@ -158,6 +159,23 @@ def test_targets_that_are_copied_at_intervals(interval, steps, machine):
         results.append(found)
     assert "replay" in machine.log
     assert not differences(results[1], results[0])
+
+
+def test_launches_are_chosen_for_a_graph_from_the_warm_up_on(machine):
+    """What the capture launches must have been launched before: a capture can't load kernels."""
+    chosen = []
+
+    def step() -> Tensor:
+        chosen.append(in_graph())
+        return torch.zeros(1)
+
+    machine.memory = dict
+    captured_step = capture(step, warmup=WARMUP, device="cpu")
+    for _ in range(WARMUP + 2):
+        captured_step()
+    assert captured_step.captured
+    assert chosen == [True] * (WARMUP + 1)
+    assert not in_graph()
 
 
 def test_the_order_of_streams(machine):

@@ -152,6 +152,16 @@ class TestLaunches:
         assert update.block_nodes * fan_out <= max(1024 * update.num_warps, fan_out)
         assert update.single_program == (n <= 1024)
 
+    def test_updates_in_graphs_take_several_launches_earlier(self):
+        """There a launch costs the host nothing. The configurations are those of larger eager batches."""
+        assert not config.in_graph()
+        with config.launches_in_graph():
+            assert config.in_graph()
+        assert not config.in_graph()
+        assert config.tree_update(32, 128, in_graph=True) == config.tree_update(32, 128)
+        for n in (129, 1024, 1025, 10**7):
+            assert config.tree_update(32, n, in_graph=True) == config.tree_update(32, max(n, 1025))
+
     def test_configurations_are_values(self):
         assert len({config.tree_draw(32, 256), config.tree_draw(32, 200)}) == 1
         with pytest.raises(AttributeError):
