@@ -417,12 +417,12 @@ def tree_update(fan_out: int, n: int, device_name: str | None = None, in_graph: 
     """Launch configuration of an update or a mark of ``n`` rows.
 
     The rule: one program reads all children through one multiprocessor, which takes longer than a launch for each level
-    from 128 entries on. But an eager launch costs the host 10 µs, and one in a graph 0.7. So one program takes up to
-    1024 entries, and up to 128 in a graph. Eight warps keep the schedulers of its multiprocessor busy; more would only
+    from 256 entries on. But an eager launch costs the host 10 µs, and one in a graph 0.7. So one program takes up to
+    1024 entries, and up to 256 in a graph. Eight warps keep the schedulers of its multiprocessor busy; more would only
     repeat what is the same for every node. Other batches take many programs of one warp, which have no barriers; very
     large ones take larger programs, of which more fit a multiprocessor.
     """
-    if n > (128 if in_graph else 1024):
+    if n > (256 if in_graph else 1024):
         if n > 2**14:
             return UpdateConfig(False, 256, max(1, min(32, 1024 // fan_out)), 4)
         return UpdateConfig(False, 32, max(1, min(8, 256 // fan_out)), 1)

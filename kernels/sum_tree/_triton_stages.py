@@ -196,6 +196,8 @@ def stage_refresh_leaves(
     With HAS_TAGS leaves may hold tags, and the weights of the entries replace them. Two programs may have the same
     node, so that one reads a leaf while the other stores it. It then finds the tag or the weight that the tag stands
     for: both programs compute and store the same.
+
+    Returns of which nodes the minimum, and of which the maximum, has changed.
     """
     columns: tl.constexpr = columns_of(SHIFT)
     node, needed = _nodes_above(index_ptr, i, n, capacity, SHIFT, level_up(capacity, SHIFT), start, length)
@@ -203,12 +205,17 @@ def stage_refresh_leaves(
     if HAS_ELIGIBLE and SHIFT <= 6:
         # One word has the bits of a whole node.
         word = tl.load(eligible_ptr + ((node << SHIFT) >> 6))[:, None]
+    lowest_ptr, highest_ptr = nodes_ptr + n_nodes * MINIMUM + node, nodes_ptr + n_nodes * MAXIMUM + node
+    # Of entries with one node, those that read what another has stored find no change. That one does.
+    # TTIR barrier (sum_tree_update_small_kernel): so it does not matter which.
+    low_before, high_before = tl.load(lowest_ptr), tl.load(highest_ptr)
     # All parts are asked for before the first is waited for: a store would hold up the loads after it.
     weights = ()  # type: tl.tuple
     for part in tl.static_range(1 << (SHIFT - columns)):
         leaf = first + (part << columns)
         if HAS_TAGS:
             # TTIR race (sum_tree_refresh_leaves_kernel): a tag, or the weight that another program puts in its place.
+            # TTIR barrier (sum_tree_refresh_leaves_kernel): or another thread.
             weights += (tl.load(leaves_ptr + leaf, mask=needed[:, None], other=0.0),)
         else:
             weights += (tl.load(leaves_ptr + leaf),)
@@ -237,18 +244,23 @@ def stage_refresh_leaves(
             total += weight.to(tl.float64)
             least = tl.minimum(least, positive)
             largest = tl.maximum(largest, weight)
+    low, high = tl.min(least, axis=1).to(tl.float64), tl.max(largest, axis=1).to(tl.float64)
     tl.store(nodes_ptr + n_nodes * SUM + node, add_halves(total, columns), mask=needed)
-    tl.store(nodes_ptr + n_nodes * MINIMUM + node, tl.min(least, axis=1).to(tl.float64), mask=needed)
-    tl.store(nodes_ptr + n_nodes * MAXIMUM + node, tl.max(largest, axis=1).to(tl.float64), mask=needed)
+    tl.store(lowest_ptr, low, mask=needed)
+    tl.store(highest_ptr, high, mask=needed)
+    return needed & (low != low_before), needed & (high != high_before)
 
 
 @triton.jit
-def stage_refresh(
-    nodes_ptr, index_ptr, i, n, capacity, n_nodes, level, below, count, start, length, SHIFT: tl.constexpr
+def _recompute(
+    nodes_ptr, node, needed, lower, higher, n_nodes, below, count, PARTLY: tl.constexpr, SHIFT: tl.constexpr
 ):
-    """Recompute nodes of ``level`` (2 or more), which has ``count`` of them, from the level that starts ``below``."""
+    """Recompute nodes of a level of ``count`` nodes, from the level that starts ``below``.
+
+    With PARTLY of those that are needed only the sums, the minima of those that are ``lower`` and the maxima of those
+    that are ``higher``.
+    """
     columns: tl.constexpr = columns_of(SHIFT)
-    node, needed = _nodes_above(index_ptr, i, n, capacity, level * SHIFT, count, start, length)
     first = (node << SHIFT)[:, None] + tl.arange(0, 1 << columns)[None, :]
     # Levels are padded to a multiple of the fan-out.
     first = nodes_ptr + tl.multiple_of(below, 1 << columns) + first
@@ -256,8 +268,12 @@ def stage_refresh(
     for part in tl.static_range(1 << (SHIFT - columns)):
         child = first + (part << columns)
         weight = tl.load(child + n_nodes * SUM)
-        low = tl.load(child + n_nodes * MINIMUM)
-        high = tl.load(child + n_nodes * MAXIMUM)
+        if PARTLY:
+            low = tl.load(child + n_nodes * MINIMUM, mask=lower[:, None], other=0.0)
+            high = tl.load(child + n_nodes * MAXIMUM, mask=higher[:, None], other=0.0)
+        else:
+            low = tl.load(child + n_nodes * MINIMUM)
+            high = tl.load(child + n_nodes * MAXIMUM)
         children += ((weight, low, high),)
     for part in tl.static_range(1 << (SHIFT - columns)):
         weight, low, high = children[part]
@@ -272,8 +288,17 @@ def stage_refresh(
     # Weights of leaves, in float64.
     least = tl.min(least.to(tl.float32), axis=1)
     largest = tl.max(largest.to(tl.float32), axis=1)
-    tl.store(target + n_nodes * MINIMUM, least.to(tl.float64), mask=needed)
-    tl.store(target + n_nodes * MAXIMUM, largest.to(tl.float64), mask=needed)
+    tl.store(target + n_nodes * MINIMUM, least.to(tl.float64), mask=lower if PARTLY else needed)
+    tl.store(target + n_nodes * MAXIMUM, largest.to(tl.float64), mask=higher if PARTLY else needed)
+
+
+@triton.jit
+def stage_refresh(
+    nodes_ptr, index_ptr, i, n, capacity, n_nodes, level, below, count, start, length, SHIFT: tl.constexpr
+):
+    """Recompute nodes of ``level`` (2 or more), which has ``count`` of them, from the level that starts ``below``."""
+    node, needed = _nodes_above(index_ptr, i, n, capacity, level * SHIFT, count, start, length)
+    _recompute(nodes_ptr, node, needed, needed, needed, n_nodes, below, count, False, SHIFT)
 
 
 @triton.jit
@@ -321,7 +346,7 @@ def levels_above(
 
 
 @triton.jit
-def all_levels(
+def first_level(
     leaves_ptr,
     nodes_ptr,
     eligible_ptr,
@@ -329,14 +354,13 @@ def all_levels(
     n,
     capacity,
     n_nodes,
-    depth,
     first,
     last,
     HAS_ELIGIBLE: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
-    """All levels, by one program, which has written the leaves and has read the old root."""
+    """Level 1, by one program, which has written the leaves and has read the old root."""
     few = tl.arange(0, few_nodes(SHIFT, BLOCK_NODES))
     block = tl.arange(0, BLOCK_NODES)
     start, length = in_level(first, last, SHIFT, level_up(capacity, SHIFT))
@@ -376,6 +400,83 @@ def all_levels(
                 False,
                 SHIFT,
             )
+
+
+@triton.jit
+def first_two_levels(
+    leaves_ptr,
+    nodes_ptr,
+    eligible_ptr,
+    index_ptr,
+    n,
+    capacity,
+    n_nodes,
+    HAS_ELIGIBLE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK_NODES: tl.constexpr,
+):
+    """Levels 1 and 2 above up to BLOCK_NODES rows, fewer than level 2 has nodes, by one program.
+
+    It knows of which nodes of level 1 the minimum or the maximum has changed, and reads those of the others' brothers
+    not at all: two thirds of what level 2 is made of.
+    """
+    i = tl.arange(0, BLOCK_NODES)
+    count = level_up(capacity, SHIFT)
+    lower, higher = stage_refresh_leaves(
+        leaves_ptr,
+        nodes_ptr,
+        eligible_ptr,
+        leaves_ptr,
+        index_ptr,
+        i,
+        n,
+        capacity,
+        n_nodes,
+        0,
+        count,
+        HAS_ELIGIBLE,
+        False,
+        SHIFT,
+    )
+    tl.debug_barrier()
+    row = tl.load(index_ptr + i, mask=i < n, other=-1)
+    needed = (row >= 0) & (row < capacity)
+    node = tl.where(needed, row >> (2 * SHIFT), 0)
+    below = level_start(capacity, 1, SHIFT)
+    _recompute(nodes_ptr, node, needed, lower, higher, n_nodes, below, level_up(count, SHIFT), True, SHIFT)
+
+
+@triton.jit
+def all_levels(
+    leaves_ptr,
+    nodes_ptr,
+    eligible_ptr,
+    index_ptr,
+    n,
+    capacity,
+    n_nodes,
+    depth,
+    first,
+    last,
+    HAS_ELIGIBLE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK_NODES: tl.constexpr,
+):
+    """All levels, by one program, which has written the leaves and has read the old root."""
+    first_level(
+        leaves_ptr,
+        nodes_ptr,
+        eligible_ptr,
+        index_ptr,
+        n,
+        capacity,
+        n_nodes,
+        first,
+        last,
+        HAS_ELIGIBLE,
+        SHIFT,
+        BLOCK_NODES,
+    )
     levels_above(nodes_ptr, index_ptr, n, capacity, n_nodes, 2, depth, first, last, SHIFT, BLOCK_NODES)
 
 

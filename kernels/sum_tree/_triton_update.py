@@ -9,6 +9,8 @@ import triton.language as tl
 from gpubuf.kernels.sum_tree._triton import level_count, level_start, level_up
 from gpubuf.kernels.sum_tree._triton_stages import (
     all_levels,
+    first_level,
+    first_two_levels,
     levels_above,
     new_weight,
     run_of,
@@ -210,21 +212,29 @@ def sum_tree_update_small_kernel(
         tl.debug_barrier()
         stage_resolve(leaves_ptr, i, row, claims, weight)
         tl.debug_barrier()
-    all_levels(
-        leaves_ptr,
-        nodes_ptr,
-        eligible_ptr,
-        index_ptr,
-        n,
-        capacity,
-        n_nodes,
-        depth,
-        0,
-        capacity - 1,
-        HAS_ELIGIBLE,
-        SHIFT,
-        BLOCK_NODES,
-    )
+    last = capacity - 1
+    level = 2
+    if (n <= BLOCK_NODES) & (level_count(capacity, 2, SHIFT) > n):
+        first_two_levels(
+            leaves_ptr, nodes_ptr, eligible_ptr, index_ptr, n, capacity, n_nodes, HAS_ELIGIBLE, SHIFT, BLOCK_NODES
+        )
+        level = 3
+    else:
+        first_level(
+            leaves_ptr,
+            nodes_ptr,
+            eligible_ptr,
+            index_ptr,
+            n,
+            capacity,
+            n_nodes,
+            0,
+            last,
+            HAS_ELIGIBLE,
+            SHIFT,
+            BLOCK_NODES,
+        )
+    levels_above(nodes_ptr, index_ptr, n, capacity, n_nodes, level, depth, 0, last, SHIFT, BLOCK_NODES)
 
 
 @triton.jit(

@@ -169,7 +169,6 @@ def test_launches_are_chosen_for_a_graph_from_the_warm_up_on(machine):
         chosen.append(in_graph())
         return torch.zeros(1)
 
-    machine.memory = dict
     captured_step = capture(step, warmup=WARMUP, device="cpu")
     for _ in range(WARMUP + 2):
         captured_step()

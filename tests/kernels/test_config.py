@@ -158,8 +158,8 @@ class TestLaunches:
         with config.launches_in_graph():
             assert config.in_graph()
         assert not config.in_graph()
-        assert config.tree_update(32, 128, in_graph=True) == config.tree_update(32, 128)
-        for n in (129, 1024, 1025, 10**7):
+        assert config.tree_update(32, 256, in_graph=True) == config.tree_update(32, 256)
+        for n in (257, 1024, 1025, 10**7):
             assert config.tree_update(32, n, in_graph=True) == config.tree_update(32, max(n, 1025))
 
     def test_configurations_are_values(self):
