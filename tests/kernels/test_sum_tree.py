@@ -900,6 +900,28 @@ def test_build_update_mark_and_refresh_agree_to_the_bit(capacity, fan_out, geome
         check()
 
 
+@pytest.mark.parametrize(
+    ("capacity", "fan_out", "n"), [pytest.param(2000, 4, 50, marks=pytest.mark.gate), (4000, 8, 50), (16_000, 16, 62)]
+)
+def test_minima_and_maxima_follow_an_update_of_few_rows(backend, capacity, fan_out, n):
+    """Fewer than level 2 has nodes: weights rise, fall, tie and vanish; rows share nodes, and are named twice."""
+    generator = torch.Generator().manual_seed(n)
+    leaves, nodes = sum_tree.new_tree(capacity, fan_out, "cpu")
+    eligible = torch.randint(-(2**62), 2**62, (sum_tree.eligible_words(capacity),), generator=generator)
+    scalars = torch.tensor([1.0, 1.0, 0.0, 3.0, 0.0], dtype=torch.float64)
+    given = torch.tensor([0.0, 0.5, 1.0, 2.0, 3.0])
+    for turn in range(8):
+        places = torch.randint(5, (n,), generator=generator) * (capacity // 5) + turn % 3
+        index = places + torch.randint(2 * fan_out, (n,), generator=generator)
+        priority = given[torch.randint(5, (n,), generator=generator)]
+        sum_tree.update(
+            leaves, nodes, scalars, ring_of(capacity, capacity), index, priority, None, capacity, fan_out, eligible
+        )
+        built = nodes.clone()
+        sum_tree.build(leaves, built, fan_out, eligible)
+        assert nodes.equal(built), f"turn {turn}"
+
+
 # The worked example that kernels/sum_tree opens with
 
 
