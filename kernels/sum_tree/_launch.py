@@ -138,6 +138,7 @@ def refresh(
             BLOCK_ENTRIES=chosen.block_entries,
             BLOCK_NODES=run_block(chosen),
             num_warps=chosen.num_warps,
+            maxnreg=all_registers(chosen.num_warps),
         )
         return
     _refresh(leaves, nodes, eligible, None, index, n, capacity, fan_out, chosen)
@@ -249,6 +250,7 @@ def mark(
             BLOCK_ENTRIES=chosen.block_entries,
             BLOCK_NODES=run_block(chosen),
             num_warps=chosen.num_warps,
+            maxnreg=all_registers(chosen.num_warps),
         )
         return
     entries = chosen.block_entries
