@@ -39,6 +39,7 @@ class Declaration:
     Attributes:
         arguments, results: names, as the schema has them.
         tensors: the arguments that are tensors, or may be.
+        principal: the place of the first argument that decides on the computing dtype.
         bindings: where the arguments of its kernels come from, which a backend keeps here.
     """
 
@@ -58,7 +59,7 @@ class Declaration:
         self._checks = [(check, pick(self.arguments, parameters_of(check))) for check in checks]
         self._sizes, self._sizes_of = sizes, pick(self.arguments, parameters_of(sizes))
         self._new, self._new_of = results, pick(self.arguments, parameters_of(results))
-        self._real_of = pick(self.arguments, real)
+        self._real_of, self.principal = pick(self.arguments, real), self.arguments.index(real[0])
 
     def new_results(self, args: tuple[Any, ...]) -> Any:
         """Results without values, of all arguments."""
@@ -90,11 +91,6 @@ class Declaration:
             if tensor.dtype is torch.float64:
                 return torch.float64
         return torch.float32
-
-    def principal(self, args: tuple[Any, ...]) -> Tensor:
-        """The first argument that decides on it."""
-        found: Tensor = self._real_of(args)[0]
-        return found
 
 
 _declared: dict[Any, Declaration] = {}
