@@ -16,7 +16,7 @@ from gpubuf.kernels import config
 from gpubuf.kernels._check import device_name
 from gpubuf.kernels._differentiable import dense
 from gpubuf.kernels._launching import launch
-from gpubuf.kernels._operations import declaration_of, parameters_of
+from gpubuf.kernels._operations import declaration_of, parameters_of, returned
 from gpubuf.kernels._registry import pick
 
 REAL = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -29,9 +29,9 @@ class Prepared:
     """The launches of an operation, prepared once for all calls that differ in their tensors alone.
 
     Attributes:
-        values: what the parameters of kernels may name: numbers, sizes and the plan's attributes by their names; by names
-            that end in ``_ptr`` the places of tensors among arguments and results; and ``HAS_`` with the name of an
-            optional argument in capitals.
+        values: what the parameters of kernels may name: numbers, sizes and the plan's attributes by their names; by
+            names that end in ``_ptr`` the places of tensors among arguments and results; and ``HAS_`` with the name of
+            an optional argument in capitals.
     """
 
     def __init__(self, values: dict[str, Any], real: torch.dtype, names: Mapping[str, str]) -> None:
@@ -183,19 +183,18 @@ def launches(
         def run(*args: Any) -> Any:
             args = declaration.complete(args)
             sizes = declaration.sizes(args)
-            results = declaration.new_results(args)
-            found = results if type(results) is tuple else (results,)
-            real, device = declaration.real(args), found[0].device
+            real = declaration.real(args)
+            results = declaration.new_results(args, real)
             kinds = tuple(map(type, args))
-            known = prepared(kinds, take_numbers(args), tuple(sizes.items()), real, device)
+            known = prepared(kinds, take_numbers(args), tuple(sizes.items()), real, results[0].device)
             for place in tensors:
                 if args[place] is not None and not args[place].is_contiguous():
                     args = tuple(dense(each) if isinstance(each, Tensor) else each for each in args)
                     break
-            if not known.run(args + found):
-                for result in found:
+            if not known.run((*args, *results)):
+                for result in results:
                     result.fill_(without_rows)
-            return results
+            return returned(results)
 
         return run
 

@@ -33,6 +33,11 @@ def parameters_of(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
+def returned(results: list[Tensor]) -> Any:
+    """Results as an operation returns them."""
+    return tuple(results) if len(results) > 1 else results[0]
+
+
 class Declaration:
     """What is said once about an operation.
 
@@ -48,7 +53,7 @@ class Declaration:
         schema: Any,
         checks: Sequence[Callable[..., None]],
         sizes: Callable[..., dict[str, int]],
-        results: Callable[..., Any],
+        results: Callable[..., Sequence[Any]] | None,
         real: Sequence[str],
     ) -> None:
         self.arguments = [argument.name for argument in schema.arguments]
@@ -58,29 +63,37 @@ class Declaration:
         self._defaults = tuple(argument.default_value for argument in schema.arguments)
         self._checks = [(check, pick(self.arguments, parameters_of(check))) for check in checks]
         self._sizes, self._sizes_of = sizes, pick(self.arguments, parameters_of(sizes))
-        self._new, self._new_of = results, pick(self.arguments, parameters_of(results))
+        if results is None:
+            self._results = lambda *tensors: tensors
+            self._results_of = pick(self.arguments, [name.removeprefix("grad_") for name in self.results])
+        else:
+            self._results, self._results_of = results, pick(self.arguments, parameters_of(results))
         self._real_of, self.principal = pick(self.arguments, real), self.arguments.index(real[0])
 
-    def new_results(self, args: tuple[Any, ...]) -> Any:
-        """Results without values, of all arguments."""
-        return self._new(*self._new_of(args))
+    def new_results(self, args: tuple[Any, ...], real: torch.dtype) -> list[Tensor]:
+        """Results without values, of all arguments and the computing dtype."""
+        principal, made = args[self.principal], []
+        for each in self._results(*self._results_of(args)):
+            if isinstance(each, Tensor):
+                made.append(torch.empty_like(each, memory_format=torch.contiguous_format))
+            else:
+                # PyTorch takes in a tuple faster than a torch.Size.
+                made.append(principal.new_empty((*each,), dtype=real))
+        return made
 
     def fake(self, *args: Any) -> Any:
         """What the operation is to a compiler."""
-        return self.new_results(self.complete(args))
+        args = self.complete(args)
+        return returned(self.new_results(args, self.real(args)))
 
     def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """All arguments: a dispatcher leaves out what has its default value."""
         return args if len(args) == len(self._defaults) else args + self._defaults[len(args) :]
 
-    def check(self, args: tuple[Any, ...]) -> None:
-        """Raise ValueError unless all arguments fit each other."""
-        for check, taken in self._checks:
-            check(*taken(args))
-
     def sizes(self, args: tuple[Any, ...]) -> dict[str, int]:
         """The sizes that all arguments say, the number of rows first; ValueError unless they fit each other."""
-        self.check(args)
+        for check, taken in self._checks:
+            check(*taken(args))
         return self._sizes(*self._sizes_of(args))
 
     def real(self, args: tuple[Any, ...]) -> torch.dtype:
@@ -102,7 +115,7 @@ def declare(
     *,
     checks: Sequence[Callable[..., None]] = (),
     sizes: Callable[..., dict[str, int]],
-    results: Callable[..., Any],
+    results: Callable[..., Sequence[Any]] | None = None,
     real: str,
 ) -> Any:
     """:func:`gpubuf.kernels._registry.define` of an operation that is one kernel.
@@ -113,7 +126,8 @@ def declare(
         checks: functions that take arguments of the operation by their names, and raise ValueError unless these fit
             each other.
         sizes: takes arguments by their names. Returns the sizes that kernels take, the number of rows first.
-        results: takes arguments by their names. Returns new tensors, contiguous, without values.
+        results: takes arguments by their names. Returns for every result its shape in the computing dtype, or a tensor
+            of the same shape and dtype. None: the results are gradients, each like its argument.
         real: names of the arguments that decide on the computing dtype, with spaces between them.
     """
     parsed = torch._C.parse_schema(f"gpubuf::{schema}")
