@@ -15,7 +15,7 @@ from torch import Tensor
 from gpubuf.kernels import config
 from gpubuf.kernels._check import device_name
 from gpubuf.kernels._differentiable import dense
-from gpubuf.kernels._launching import launch
+from gpubuf.kernels._launching import Variant, variant_of
 from gpubuf.kernels._operations import declaration_of, parameters_of, returned
 from gpubuf.kernels._registry import pick
 
@@ -38,7 +38,7 @@ class Prepared:
         self.values, self._real, self._names = values, real, names
         self._sums: tuple[int, ...] = ()
         self._halved = False
-        self._launches: list[tuple[Any, int, Any, list[int], dict[str, Any]]] = []
+        self._launches: list[tuple[Variant, int, Any, list[int]]] = []
 
     def sums(self, *shape: int) -> int:
         """Have a new tensor of the computing dtype at each call, for sums of programs. Returns its place."""
@@ -53,7 +53,7 @@ class Prepared:
     def launch(self, kernel: Any, programs: int, num_warps: int, **more: Any) -> None:
         """Have a kernel launched on so many programs, with ``more`` values. Its pointers come before its numbers."""
         values = self.values | more
-        places, numbers, how = [], [], {"num_warps": num_warps}
+        places, numbers, constants = [], [], {}
         for parameter in parameters_of(kernel.fn):
             name = self._names.get(parameter, parameter)
             tried = (name, name.lower(), name.removeprefix("n_"))
@@ -63,19 +63,20 @@ class Prepared:
                     f"nothing is called {parameter}, as a parameter of {kernel.fn.__name__}: {list(values)}"
                 )
             if kernel.fn.__annotations__.get(parameter) is tl.constexpr:
-                how[parameter] = values[name]
+                constants[parameter] = values[name]
             else:
                 (places if parameter.endswith("_ptr") else numbers).append(values[name])
         # No kernel has a single pointer: of one place an itemgetter gives no tuple.
-        self._launches.append((kernel, programs, itemgetter(*places), numbers, how))
+        variant = variant_of(kernel, num_warps, None, constants)
+        self._launches.append((variant, programs, itemgetter(*places), numbers))
 
     def run(self, tensors: tuple[Any, ...]) -> bool:
         """Launch with these arguments and results of the operation. Returns whether there was anything to launch."""
         if self._sums:
             sums = tensors[-1].new_empty(self._sums, dtype=self._real)
             tensors += (*sums, sums) if self._halved else (sums,)
-        for kernel, programs, take, numbers, how in self._launches:
-            launch(kernel, programs, *take(tensors), *numbers, **how)
+        for variant, programs, take, numbers in self._launches:
+            variant.launch(programs, (*take(tensors), *numbers))
         return bool(self._launches)
 
 
