@@ -53,19 +53,22 @@ class Prepared:
     def launch(self, kernel: Any, programs: int, num_warps: int, **more: Any) -> None:
         """Have a kernel launched on so many programs, with ``more`` values. Its pointers come before its numbers."""
         values = self.values | more
-        places, numbers, constants = [], [], {}
+        places: list[int] = []
+        numbers: list[int] = []
+        constants: dict[str, Any] = {}
         for parameter in parameters_of(kernel.fn):
             name = self._names.get(parameter, parameter)
-            tried = (name, name.lower(), name.removeprefix("n_"))
-            name = next((each for each in tried if each in values), "")
-            if not name:
+            for known in (name, name.lower(), name.removeprefix("n_")):
+                if known in values:
+                    break
+            else:
                 raise TypeError(
                     f"nothing is called {parameter}, as a parameter of {kernel.fn.__name__}: {list(values)}"
                 )
             if kernel.fn.__annotations__.get(parameter) is tl.constexpr:
-                constants[parameter] = values[name]
+                constants[parameter] = values[known]
             else:
-                (places if parameter.endswith("_ptr") else numbers).append(values[name])
+                (places if parameter.endswith("_ptr") else numbers).append(values[known])
         # No kernel has a single pointer: of one place an itemgetter gives no tuple.
         variant = variant_of(kernel, num_warps, None, constants)
         self._launches.append((variant, programs, itemgetter(*places), numbers))

@@ -173,14 +173,14 @@ class Variant:
             or runtime.add_stages_inspection_hook
             or kernel.pre_run_hooks
         ):
-            self._launch_by_triton(programs, arguments)
+            self.launch_by_triton(programs, arguments)
             return
         parts, values = key_of(arguments, self.specialised)
         device = driver.active.get_current_device()
         key = (device, kernel.debug, runtime.debug, knobs.compilation.instrumentation_mode, *parts)
         compiled = self.compiled.get(key)
         if compiled is None:
-            made = self._launch_by_triton(programs, arguments)
+            made = self.launch_by_triton(programs, arguments)
             if type(made) is CompiledKernel and made.metadata.target.backend == "cuda":
                 if len(self.compiled) >= KEPT:
                     self.compiled.clear()
@@ -189,7 +189,8 @@ class Variant:
         stream = driver.active.get_current_stream(device)
         compiled[0](programs, stream, (*values, *self.constexprs.values()))
 
-    def _launch_by_triton(self, programs: int, arguments: tuple[Any, ...]) -> Any:
+    def launch_by_triton(self, programs: int, arguments: tuple[Any, ...]) -> Any:
+        """The same, by way of Triton's own launcher. Returns the compiled kernel."""
         # AMD's backend knows no ``maxnreg``.
         limit = {} if self.maxnreg is None or torch.version.hip else {"maxnreg": self.maxnreg}
         options = {"num_warps": self.num_warps, "enable_fp_fusion": FP_FUSION, **limit}

@@ -111,7 +111,7 @@ def loops(operation: Any) -> Callable[[Callable[[Call], None]], Callable[..., An
     def decorate(function: Callable[[Call], None]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             args = declaration.complete(args)
-            values = declaration.sizes(args)
+            values: dict[str, Any] = declaration.sizes(args)
             real = declaration.real(args)
             results = written = declaration.new_results(args, real)
             for result in results:

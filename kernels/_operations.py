@@ -19,6 +19,7 @@ kernel is some other tensor, which the kernel does not read.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from torch import Tensor
 from gpubuf.kernels._registry import define, is_tensor, pick
 
 
+@functools.cache
 def parameters_of(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(function).parameters)
 
@@ -63,17 +65,14 @@ class Declaration:
         self._defaults = tuple(argument.default_value for argument in schema.arguments)
         self._checks = [(check, pick(self.arguments, parameters_of(check))) for check in checks]
         self._sizes, self._sizes_of = sizes, pick(self.arguments, parameters_of(sizes))
-        if results is None:
-            self._results = lambda *tensors: tensors
-            self._results_of = pick(self.arguments, [name.removeprefix("grad_") for name in self.results])
-        else:
-            self._results, self._results_of = results, pick(self.arguments, parameters_of(results))
+        like = [name.removeprefix("grad_") for name in self.results]
+        self._results, self._results_of = results, pick(self.arguments, parameters_of(results) if results else like)
         self._real_of, self.principal = pick(self.arguments, real), self.arguments.index(real[0])
 
     def new_results(self, args: tuple[Any, ...], real: torch.dtype) -> list[Tensor]:
         """Results without values, of all arguments and the computing dtype."""
-        principal, made = args[self.principal], []
-        for each in self._results(*self._results_of(args)):
+        principal, found, made = args[self.principal], self._results_of(args), []
+        for each in self._results(*found) if self._results else found:
             if isinstance(each, Tensor):
                 made.append(torch.empty_like(each, memory_format=torch.contiguous_format))
             else:
