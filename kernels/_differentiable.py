@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -147,8 +147,13 @@ def differentiable(op: Any, backward: Any, composed: Callable[..., Tensor] | Non
     rest, given = pick(inputs, numbers), pick(names, inputs)
     order = pick([*names, *grads, *(f"with_{name}" for name in inputs)], taken)
     made = [result.name for result in backward._schema.returns]
-    by_input = pick([*made, ""], [name if name in made else "" for name in (f"grad_{each}" for each in inputs)])
     gradient, nothing = direct(backward), (None,) * len(inputs)
+
+    @functools.cache
+    def by_input(needs: tuple[bool, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+        """Takes the gradients of inputs that need one, else None, from those that are made and None."""
+        wanted = [f"grad_{name}" if need else "" for name, need in zip(inputs, needs, strict=True)]
+        return pick([*made, ""], [name if name in made else "" for name in wanted])
 
     def setup(ctx: Any, args: tuple[Any, ...], output: Any) -> None:
         results = output if type(output) is tuple else (output,)
@@ -163,12 +168,12 @@ def differentiable(op: Any, backward: Any, composed: Callable[..., Tensor] | Non
                 break
         else:
             return nothing
-        values = (*ctx.saved_tensors, *ctx.constants)
+        needs, values = ctx.needs_input_grad, (*ctx.saved_tensors, *ctx.constants)
         if composed is not None and torch.is_grad_enabled():
             arguments = given(values)
             return _composed_gradient(composed(*arguments), given_grads[0], arguments)
-        found = gradient(*order((*values, *given_grads, *ctx.needs_input_grad)))
-        return by_input((*found, None) if type(found) is tuple else (found, None))
+        found = gradient(*order((*values, *given_grads, *needs)))
+        return by_input(needs)((*found, None) if type(found) is tuple else (found, None))
 
     return register_autograd(op, setup, by_arguments, twice=composed is not None)
 
