@@ -155,6 +155,7 @@ def launches(
     tensors = [place for place, name in enumerate(inputs) if name in declaration.tensors]
     numbers = [name for name in inputs if name not in declaration.tensors]
     take_numbers = pick(inputs, numbers)
+    # No kernel asks for the pointer of a number. A result may have the name of one, and comes later.
     places = {f"{name}_ptr": place for place, name in enumerate([*inputs, *declaration.results])}
     optional = [(a.name, place) for place, a in enumerate(schema) if isinstance(a.type, torch.OptionalType)]
     floats = [a.name for a in schema if isinstance(a.type, torch.FloatType)]
