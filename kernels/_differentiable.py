@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,16 +104,16 @@ def register_autograd(
         if needed(args):
             return gradient.apply(*args)
         with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
+            return op(*args) if torch._C._are_functorch_transforms_active() else straight(*args)
 
     library.impl(op.name().partition("::")[2], differentiable, "Autograd")
 
     def call(*args: Any) -> Any:
-        if not eager(args[0]) or torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return op(*args)
-        if needed(args):
-            return apply(*args)
-        return straight(*args)
+        if not needed(args):
+            return straight(*args)
+        return apply(*args) if eager(args[0]) else op(*args)
 
     return call
 
@@ -137,8 +137,7 @@ def differentiable(op: Any, backward: Any, composed: Callable[..., Tensor] | Non
     outputs = [result.name for result in op._schema.returns]
     taken = [argument.name for argument in backward._schema.arguments]
     grads = ["grad" if "grad" in taken and i == 0 else f"grad_{name}" for i, name in enumerate(outputs)]
-    constant = [i for i, grad in enumerate(grads) if grad not in taken]
-    flags = [name for name in taken if name.startswith("with_")]
+    constant = pick(grads, [grad for grad in grads if grad not in taken])
     # A context keeps tensors apart from other arguments.
     numbers = [a.name for a in op._schema.arguments if not is_tensor(a)]
     tensors = [name for name in inputs if name not in numbers]
@@ -146,17 +145,21 @@ def differentiable(op: Any, backward: Any, composed: Callable[..., Tensor] | Non
     names = [*tensors, *kept, *numbers]
     save = pick([*inputs, *(f"{name} out" for name in outputs)], [*tensors, *(f"{name} out" for name in kept)])
     rest, given = pick(inputs, numbers), pick(names, inputs)
-    order = pick([*names, *grads, *flags], taken)
-    asked = [inputs.index(name.removeprefix("with_")) for name in flags]
-    places = [inputs.index(result.name.removeprefix("grad_")) for result in backward._schema.returns]
+    order = pick([*names, *grads, *(f"with_{name}" for name in inputs)], taken)
+    made = [result.name for result in backward._schema.returns]
     gradient, nothing = direct(backward), (None,) * len(inputs)
+
+    @functools.cache
+    def by_input(needs: tuple[bool, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+        """Takes the gradients of inputs that need one, else None, from those that are made and None."""
+        wanted = [f"grad_{name}" if need else "" for name, need in zip(inputs, needs, strict=True)]
+        return pick([*made, ""], [name if name in made else "" for name in wanted])
 
     def setup(ctx: Any, args: tuple[Any, ...], output: Any) -> None:
         results = output if type(output) is tuple else (output,)
         ctx.save_for_backward(*save((*args, *results)))
         ctx.constants = rest(args)
-        if constant:
-            ctx.mark_non_differentiable(*[results[i] for i in constant])
+        ctx.mark_non_differentiable(*constant(results))
         ctx.set_materialize_grads(False)
 
     def by_arguments(ctx: Any, *given_grads: Tensor | None) -> Any:
@@ -169,11 +172,8 @@ def differentiable(op: Any, backward: Any, composed: Callable[..., Tensor] | Non
         if composed is not None and torch.is_grad_enabled():
             arguments = given(values)
             return _composed_gradient(composed(*arguments), given_grads[0], arguments)
-        made = gradient(*order((*values, *given_grads, *[needs[place] for place in asked])))
-        by = list(nothing)
-        for place, result in zip(places, made if type(made) is tuple else (made,), strict=True):
-            by[place] = result if needs[place] else None
-        return tuple(by)
+        found = gradient(*order((*values, *given_grads, *needs)))
+        return by_input(needs)((*found, None) if type(found) is tuple else (found, None))
 
     return register_autograd(op, setup, by_arguments, twice=composed is not None)
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
+from types import NoneType
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from gpubuf.kernels import config
 from gpubuf.kernels._check import device_name
 from gpubuf.kernels._differentiable import dense
-from gpubuf.kernels._launching import launch
-from gpubuf.kernels._operations import declaration_of, parameters_of
+from gpubuf.kernels._launching import Variant, variant_of
+from gpubuf.kernels._operations import declaration_of, parameters_of, returned
+from gpubuf.kernels._registry import pick
 
 REAL = {torch.float32: tl.float32, torch.float64: tl.float64}
 
@@ -22,46 +25,62 @@ FINISH_BLOCK = 256
 """Partial sums that the finishing kernel of a loss adds at a time."""
 
 
-class Call:
-    """A call of an operation: what the parameters of its kernels may name.
+class Prepared:
+    """The launches of an operation, prepared once for all calls that differ in their tensors alone.
 
     Attributes:
-        values: tensors by names that end in ``_ptr``; arguments, sizes and the plan's attributes by their names; and
-            ``HAS_`` with the name of an optional argument in capitals.
-        places: by the kernel, what takes its arguments out of the values: the same for every call.
-        names: of values, by those parameters that are called otherwise.
+        values: what the parameters of kernels may name: numbers, sizes and the plan's attributes by their names; by
+            names that end in ``_ptr`` the places of tensors among arguments and results; and ``HAS_`` with the name of
+            an optional argument in capitals.
     """
 
-    def __init__(self, values: dict[str, Any], places: dict[int, Any], names: Mapping[str, str]) -> None:
-        self.values, self._places, self._names = values, places, names
+    def __init__(self, values: dict[str, Any], real: torch.dtype, names: Mapping[str, str]) -> None:
+        self.values, self._real, self._names = values, real, names
+        self._sums: tuple[int, ...] = ()
+        self._halved = False
+        self._launches: list[tuple[Variant, int, Any, list[int]]] = []
+
+    def sums(self, *shape: int) -> int:
+        """Have a new tensor of the computing dtype at each call, for sums of programs. Returns its place."""
+        self._sums = shape
+        return -1
+
+    def halves(self) -> tuple[int, int]:
+        """The places of both halves of that tensor, ``[2, ...]``."""
+        self._halved = True
+        return -3, -2
 
     def launch(self, kernel: Any, programs: int, num_warps: int, **more: Any) -> None:
-        """Launch a kernel on so many programs, with ``more`` values."""
-        values = self.values | more if more else self.values
-        found = self._places.get(id(kernel))
-        if found is None:
-            found = self._places[id(kernel)] = self._find(kernel, values)
-        take, parameters, take_constants = found
-        constants = dict(zip(parameters, take_constants(values), strict=True))
-        launch(kernel, programs, *take(values), num_warps=num_warps, **constants)
-
-    def _find(self, kernel: Any, values: Mapping[str, Any]) -> tuple[Any, list[str], Any]:
-        """What takes the arguments out of the values; the names of the constexprs, and what takes those."""
-        given, constants = [], {}
+        """Have a kernel launched on so many programs, with ``more`` values. Its pointers come before its numbers."""
+        values = self.values | more
+        places: list[int] = []
+        numbers: list[int] = []
+        constants: dict[str, Any] = {}
         for parameter in parameters_of(kernel.fn):
             name = self._names.get(parameter, parameter)
-            tried = (name, name.lower(), name.removeprefix("n_"))
-            name = next((each for each in tried if each in values), "")
-            if not name:
+            for known in (name, name.lower(), name.removeprefix("n_")):
+                if known in values:
+                    break
+            else:
                 raise TypeError(
                     f"nothing is called {parameter}, as a parameter of {kernel.fn.__name__}: {list(values)}"
                 )
             if kernel.fn.__annotations__.get(parameter) is tl.constexpr:
-                constants[parameter] = name
+                constants[parameter] = values[known]
             else:
-                given.append(name)
-        # No kernel has a single argument, nor a single constexpr: of one name an itemgetter gives no tuple.
-        return itemgetter(*given), list(constants), itemgetter(*constants.values())
+                (places if parameter.endswith("_ptr") else numbers).append(values[known])
+        # No kernel has a single pointer: of one place an itemgetter gives no tuple.
+        variant = variant_of(kernel, num_warps, None, constants)
+        self._launches.append((variant, programs, itemgetter(*places), numbers))
+
+    def run(self, tensors: tuple[Any, ...]) -> bool:
+        """Launch with these arguments and results of the operation. Returns whether there was anything to launch."""
+        if self._sums:
+            sums = tensors[-1].new_empty(self._sums, dtype=self._real)
+            tensors += (*sums, sums) if self._halved else (sums,)
+        for variant, programs, take, numbers in self._launches:
+            variant.launch(programs, (*take(tensors), *numbers))
+        return bool(self._launches)
 
 
 @dataclass(frozen=True)
@@ -102,28 +121,28 @@ def launcher(
     """
 
     of_programs = [] if programs is None else parameters_of(programs)
+    first_result = f"{declaration_of(operation).results[0]}_ptr"
 
-    def run(call: Call, chosen: Any, results: tuple[Tensor, ...]) -> None:
-        values = call.values
+    def prepare(to: Prepared, chosen: Any) -> None:
+        values = to.values
         count = chosen.programs if programs is None else programs(*[values[name] for name in of_programs])
         if not count:
             return
         values["single"] = count == 1
         if finish is not None:
-            size = finish.sums * count
-            values["partial_ptr"] = results[0] if count == 1 else results[0].new_empty(size, dtype=values["dtype"])
-        call.launch(kernel, count, getattr(chosen, warps))
+            values["partial_ptr"] = values[first_result] if count == 1 else to.sums(finish.sums * count)
+        to.launch(kernel, count, getattr(chosen, warps))
         # Rows that are not reduced have the number 0.
         if finish is not None and count > 1 and (finish.always or values["reduction"]):
-            call.launch(finish.kernel, 1, 2, count=count, BLOCK=FINISH_BLOCK)
+            to.launch(finish.kernel, 1, 2, count=count, BLOCK=FINISH_BLOCK)
 
-    return launches(operation, plan, names)(run)
+    return launches(operation, plan, names)(prepare)
 
 
 def launches(
     operation: Any, plan: Callable[..., Any], names: Mapping[str, str] | None = None, without_rows: float = 0.0
-) -> Callable[[Callable[[Call, Any, tuple[Tensor, ...]], None]], Callable[..., Any]]:
-    """Decorates a function that launches kernels, given a :class:`Call`, its plan and its results.
+) -> Callable[[Callable[[Prepared, Any], None]], Callable[..., Any]]:
+    """Decorates a function that prepares the launches of an operation, given a :class:`Prepared` and its plan.
 
     Args:
         operation: what :func:`gpubuf.kernels._operations.declare` returned.
@@ -131,46 +150,56 @@ def launches(
         names: of values, by those parameters of kernels that are called otherwise.
         without_rows: what results are then: nothing is launched.
     """
-    declaration = declaration_of(operation)
-    keys = [f"{name}_ptr" if name in declaration.tensors else name for name in declaration.arguments]
-    outputs = [f"{name}_ptr" for name in declaration.results]
-    tensors = [place for place, name in enumerate(declaration.arguments) if name in declaration.tensors]
-    optional = [
-        (f"HAS_{a.name.upper()}", i)
-        for i, a in enumerate(operation._schema.arguments)
-        if isinstance(a.type, torch.OptionalType)
-    ]
-    floats = [a.name for a in operation._schema.arguments if isinstance(a.type, torch.FloatType)]
+    declaration, schema = declaration_of(operation), operation._schema.arguments
+    inputs = declaration.arguments
+    tensors = [place for place, name in enumerate(inputs) if name in declaration.tensors]
+    numbers = [name for name in inputs if name not in declaration.tensors]
+    take_numbers = pick(inputs, numbers)
+    # No kernel asks for the pointer of a number. A result may have the name of one, and comes later.
+    places = {f"{name}_ptr": place for place, name in enumerate([*inputs, *declaration.results])}
+    optional = [(a.name, place) for place, a in enumerate(schema) if isinstance(a.type, torch.OptionalType)]
+    floats = [a.name for a in schema if isinstance(a.type, torch.FloatType)]
     of_plan = parameters_of(plan)[:-1]
 
-    def decorate(function: Callable[[Call, Any, tuple[Tensor, ...]], None]) -> Callable[..., Any]:
+    def decorate(function: Callable[[Prepared, Any], None]) -> Callable[..., Any]:
+        @config.remembered
+        def prepared(
+            kinds: tuple[type, ...],
+            given: tuple[Any, ...],
+            sizes: tuple[tuple[str, int], ...],
+            real: torch.dtype,
+            device: torch.device,
+        ) -> Prepared:
+            values = {**places, **dict(zip(numbers, given, strict=True)), **dict(sizes), "REAL": REAL[real]}
+            for name in floats:
+                # A launch can't be looked up by a float that is zero, but by an integer.
+                values[name] = values[name] or 0
+            for name, place in optional:
+                values[f"HAS_{name.upper()}"] = kinds[place] is not NoneType
+                if kinds[place] is NoneType:
+                    values[f"{name}_ptr"] = declaration.principal
+            found = Prepared(values, real, names or {})
+            if sizes[0][1]:
+                chosen = plan(*[values[name] for name in of_plan], device_name(device))
+                values.update(vars(chosen))
+                function(found, chosen)
+            return found
+
         def run(*args: Any) -> Any:
             args = declaration.complete(args)
             sizes = declaration.sizes(args)
-            results = declaration.new_results(args)
-            found = results if type(results) is tuple else (results,)
-            if not next(iter(sizes.values())):
-                for result in found:
-                    result.fill_(without_rows)
-                return results
-            device = found[0].device
-            chosen = plan(*[sizes[name] for name in of_plan], device_name(device))
             real = declaration.real(args)
+            results = declaration.new_results(args, real)
+            kinds = tuple(map(type, args))
+            known = prepared(kinds, take_numbers(args), tuple(sizes.items()), real, results[0].device)
             for place in tensors:
                 if args[place] is not None and not args[place].is_contiguous():
                     args = tuple(dense(each) if isinstance(each, Tensor) else each for each in args)
                     break
-            values = {**dict(zip(keys, args, strict=True)), **sizes, **vars(chosen), "REAL": REAL[real], "dtype": real}
-            values.update(zip(outputs, found, strict=True))
-            for name, place in optional:
-                values[name] = args[place] is not None
-                if args[place] is None:
-                    values[keys[place]] = declaration.principal(args)
-            for name in floats:
-                # A launch can't be looked up by a float that is zero, but by an integer.
-                values[name] = values[name] or 0
-            function(Call(values, declaration.bindings, names or {}), chosen, found)
-            return results
+            if not known.run((*args, *results)):
+                for result in results:
+                    result.fill_(without_rows)
+            return returned(results)
 
         return run
 

@@ -17,9 +17,9 @@ anything else, such as a tuple   what ``native_specialize_impl`` says    that
 constexpr                        the value, as text                      name, type and value
 ===============================  ======================================  ============================================
 
-The key also holds the current device, ``num_warps`` and the settings of Triton that affect compilation. It enters the
-cache only after Triton itself has launched with these arguments: a call that Triton refuses, with a tensor in host
-memory for example, is refused again.
+Constexprs and ``num_warps`` choose a :class:`Variant` of the kernel. Its key of a launch has the other arguments, the
+current device and the settings of Triton that affect compilation. It enters the cache only after Triton itself has
+launched with these arguments: a call that Triton refuses, with a tensor in host memory for example, is refused again.
 
 Everything unusual goes through ``kernel[grid](...)``: the interpreter, GPUs of other makers (Triton looks at more
 there), hooks, profilers, subclasses of tensors, and a ``JITFunction.run`` that somebody has replaced.
@@ -47,7 +47,7 @@ except ImportError:  # A Triton with other insides, or without NVIDIA's backend.
     native_specialize_impl = CUDABackend = CudaLauncher = CompiledKernel = None
 
 KEPT = 1024
-"""Configurations kept for a kernel. It has more only if sizes change with every call."""
+"""Variants kept, and configurations of each. There are more only if sizes change with every call."""
 
 FP_FUSION = True
 """Whether the compiler may round a product and a sum once. Said at every launch: Triton changes its default in 3.10."""
@@ -105,35 +105,6 @@ def _scratch(run: Any) -> int:
     return int(run.global_scratch_size) + int(run.profile_scratch_size)
 
 
-class Launches:
-    """The compiled configurations of one kernel.
-
-    Attributes:
-        kernel: as it was decorated. Held, so that its ``id`` can't become that of another.
-        direct: whether launches can be taken over.
-        specialised: for each argument that is not a constexpr, whether Triton specialises on its value.
-        constexprs: names of the other arguments, which come last.
-        compiled: launchers and compiled kernels, which hold what their handles name, by key.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.compiled: dict[Any, tuple[Launcher, Any]] = {}
-        self.specialised: tuple[bool, ...] = ()
-        self.constexprs: tuple[str, ...] = ()
-        self.direct = type(kernel) is JITFunction and native_specialize_impl is not None
-        if self.direct:
-            plain = [param for param in kernel.params if not param.is_constexpr]
-            last = kernel.params[len(plain) :]
-            self.specialised = tuple(not param.do_not_specialize for param in plain)
-            self.constexprs = tuple(param.name for param in last)
-            # The type of an annotated argument is its annotation; no kernel here has any.
-            self.direct = all(param.is_constexpr for param in last) and not any(param.annotation for param in plain)
-
-
-_launches: dict[int, Launches] = {}
-
-
 def key_of(arguments: Sequence[Any], specialised: Sequence[bool]) -> tuple[list[Any], list[Any]]:
     """The key of a call, and its arguments in the form that a launcher takes at the least cost.
 
@@ -167,72 +138,92 @@ def _wants_to_know(hook: Any) -> Any:
     return getattr(hook, "calls", hook)
 
 
+class Variant:
+    """A kernel with its constexprs. A launch gives the other arguments.
+
+    Attributes:
+        kernel: a ``@triton.jit`` function, as it was decorated. Held, so that its ``id`` can't become that of another.
+        constexprs: those of the kernel, all of them and in its order; another order is slower.
+        num_warps, maxnreg: as of :func:`variant_of`.
+        direct: whether launches can be taken over.
+        specialised: for each argument that is not a constexpr, whether Triton specialises on its value.
+        compiled: launchers and compiled kernels, which hold what their handles name, by key.
+    """
+
+    def __init__(self, kernel: Any, num_warps: int, maxnreg: int | None, constexprs: dict[str, Any]) -> None:
+        self.kernel, self.num_warps, self.maxnreg, self.constexprs = kernel, num_warps, maxnreg, constexprs
+        self.compiled: dict[Any, tuple[Launcher, Any]] = {}
+        self.direct = type(kernel) is JITFunction and native_specialize_impl is not None
+        if self.direct:
+            plain = [param for param in kernel.params if not param.is_constexpr]
+            self.specialised = tuple(not param.do_not_specialize for param in plain)
+            # Constexprs come last. The type of an annotated argument is its annotation; no kernel here has any.
+            self.direct = [param.name for param in kernel.params[len(plain) :]] == [*constexprs] and not any(
+                param.annotation for param in plain
+            )
+
+    def launch(self, programs: int, arguments: tuple[Any, ...]) -> None:
+        """Launch so many programs. Never waits for the GPU."""
+        kernel, runtime = self.kernel, knobs.runtime
+        if (
+            not self.direct
+            or JITFunction.run is not _run
+            or _wants_to_know(runtime.launch_enter_hook)
+            or _wants_to_know(runtime.launch_exit_hook)
+            or runtime.add_stages_inspection_hook
+            or kernel.pre_run_hooks
+        ):
+            self.launch_by_triton(programs, arguments)
+            return
+        parts, values = key_of(arguments, self.specialised)
+        device = driver.active.get_current_device()
+        key = (device, kernel.debug, runtime.debug, knobs.compilation.instrumentation_mode, *parts)
+        compiled = self.compiled.get(key)
+        if compiled is None:
+            made = self.launch_by_triton(programs, arguments)
+            if type(made) is CompiledKernel and made.metadata.target.backend == "cuda":
+                if len(self.compiled) >= KEPT:
+                    self.compiled.clear()
+                self.compiled[key] = launcher_of(made), made
+            return
+        stream = driver.active.get_current_stream(device)
+        compiled[0](programs, stream, (*values, *self.constexprs.values()))
+
+    def launch_by_triton(self, programs: int, arguments: tuple[Any, ...]) -> Any:
+        """The same, by way of Triton's own launcher. Returns the compiled kernel."""
+        # AMD's backend knows no ``maxnreg``.
+        limit = {} if self.maxnreg is None or torch.version.hip else {"maxnreg": self.maxnreg}
+        options = {"num_warps": self.num_warps, "enable_fp_fusion": FP_FUSION, **limit}
+        return self.kernel[(programs,)](*arguments, **options, **self.constexprs)
+
+
+_variants: dict[Any, Variant] = {}
+
+
+def variant_of(kernel: Any, num_warps: int, maxnreg: int | None, constexprs: dict[str, Any]) -> Variant:
+    """The variant of a kernel, of which there is one for equal constexprs of equal types.
+
+    Args:
+        kernel, constexprs: as of :class:`Variant`.
+        num_warps: warps of a program.
+        maxnreg: registers that a thread may have on an NVIDIA GPU. Without it ptxas looks for fewer, so that more
+            programs fit, and may spill some.
+    """
+    constants = constexprs.values()
+    key = (id(kernel), num_warps, maxnreg, *constexprs, *map(type, constants), *constants)
+    found = _variants.get(key)
+    if found is None:
+        found = Variant(kernel, num_warps, maxnreg, constexprs)
+        # The key can't tell 0.0 from -0.0, and a NaN is never found again.
+        if not any(isinstance(value, float) and (value == 0 or math.isnan(value)) for value in constants):
+            if len(_variants) >= KEPT:
+                _variants.clear()
+            _variants[key] = found
+    return found
+
+
 def launch(
     kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, maxnreg: int | None = None, **constexprs: Any
 ) -> None:
-    """``kernel[(programs,)](*arguments, num_warps=num_warps, **constexprs)``. Never waits for the GPU.
-
-    Args:
-        kernel: a ``@triton.jit`` function.
-        programs: size of the grid.
-        arguments: those of the kernel, in its order.
-        num_warps: warps of a program.
-        maxnreg: registers that a thread may have on an NVIDIA GPU, the same for a kernel and a number of warps.
-            Without it ptxas looks for fewer, so that more programs fit, and may spill some.
-        constexprs: those of the kernel, all of them and in its order; another order is slower.
-    """
-    launches = _launches.get(id(kernel))
-    if launches is None:
-        launches = _launches[id(kernel)] = Launches(kernel)
-    runtime = knobs.runtime
-    if (
-        not launches.direct
-        or JITFunction.run is not _run
-        or _wants_to_know(runtime.launch_enter_hook)
-        or _wants_to_know(runtime.launch_exit_hook)
-        or runtime.add_stages_inspection_hook
-        or kernel.pre_run_hooks
-    ):
-        kernel[(programs,)](*arguments, **_options(num_warps, maxnreg), **constexprs)
-        return
-    parts, values = key_of(arguments, launches.specialised)
-    constants = constexprs.values()
-    device = driver.active.get_current_device()
-    key = (
-        device,
-        num_warps,
-        kernel.debug,
-        runtime.debug,
-        knobs.compilation.instrumentation_mode,
-        *parts,
-        *constexprs,
-        *map(type, constants),
-        *constants,
-    )
-    compiled = launches.compiled.get(key)
-    if compiled is None:
-        made = kernel[(programs,)](*arguments, **_options(num_warps, maxnreg), **constexprs)
-        if _can_be_kept(made, launches, constexprs):
-            if len(launches.compiled) >= KEPT:
-                launches.compiled.clear()
-            launches.compiled[key] = launcher_of(made), made
-        return
-    stream = driver.active.get_current_stream(device)
-    compiled[0](programs, stream, (*values, *constants))
-
-
-def _options(num_warps: int, maxnreg: int | None) -> dict[str, Any]:
-    """Triton's own, of which AMD's backend knows no ``maxnreg``."""
-    limit = {} if maxnreg is None or torch.version.hip else {"maxnreg": maxnreg}
-    return {"num_warps": num_warps, "enable_fp_fusion": FP_FUSION, **limit}
-
-
-def _can_be_kept(made: Any, launches: Launches, constexprs: dict[str, Any]) -> bool:
-    """Whether a kernel that Triton has just compiled and launched can be launched again by its key."""
-    return (
-        type(made) is CompiledKernel
-        and made.metadata.target.backend == "cuda"
-        and tuple(constexprs) == launches.constexprs
-        # The key can't tell 0.0 from -0.0, and a NaN is never found again.
-        and not any(isinstance(value, float) and (value == 0 or math.isnan(value)) for value in constexprs.values())
-    )
+    """``kernel[(programs,)](*arguments, num_warps=num_warps, **constexprs)``; see :func:`variant_of`."""
+    variant_of(kernel, num_warps, maxnreg, constexprs).launch(programs, arguments)

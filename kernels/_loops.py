@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpubuf.kernels._differentiable import dense
 from gpubuf.kernels._jit import kernel
-from gpubuf.kernels._operations import Declaration, declaration_of, parameters_of
+from gpubuf.kernels._operations import Declaration, declaration_of, parameters_of, returned
 from gpubuf.kernels._threads import call_in_parts
 
 #: Arguments that say yes or no of a row. They have any dtype, and are read as bytes.
@@ -111,22 +111,21 @@ def loops(operation: Any) -> Callable[[Callable[[Call], None]], Callable[..., An
     def decorate(function: Callable[[Call], None]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             args = declaration.complete(args)
-            values = declaration.sizes(args)
-            real, results = declaration.real(args), declaration.new_results(args)
-            found = results if type(results) is tuple else (results,)
-            written = found
-            for result in found:
+            values: dict[str, Any] = declaration.sizes(args)
+            real = declaration.real(args)
+            results = written = declaration.new_results(args, real)
+            for result in results:
                 if result.dtype is not real:
-                    written = tuple(torch.empty_like(each, dtype=real) for each in found)
+                    written = [torch.empty_like(each, dtype=real) for each in results]
                     break
             values.update(zip(names, args, strict=False))
             values.update(zip(outputs, written, strict=False))
             values["wide"] = real is torch.float64
             function(Call(values, real, declaration))
-            if written is not found:
-                for result, computed in zip(found, written, strict=True):
+            if written is not results:
+                for result, computed in zip(results, written, strict=True):
                     result.copy_(computed)
-            return results
+            return returned(results)
 
         return run
 

@@ -19,6 +19,7 @@ kernel is some other tensor, which the kernel does not read.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,8 +30,14 @@ from torch import Tensor
 from gpubuf.kernels._registry import define, is_tensor, pick
 
 
+@functools.cache
 def parameters_of(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(function).parameters)
+
+
+def returned(results: list[Tensor]) -> Any:
+    """Results as an operation returns them."""
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 class Declaration:
@@ -39,6 +46,7 @@ class Declaration:
     Attributes:
         arguments, results: names, as the schema has them.
         tensors: the arguments that are tensors, or may be.
+        principal: the place of the first argument that decides on the computing dtype.
         bindings: where the arguments of its kernels come from, which a backend keeps here.
     """
 
@@ -47,7 +55,7 @@ class Declaration:
         schema: Any,
         checks: Sequence[Callable[..., None]],
         sizes: Callable[..., dict[str, int]],
-        results: Callable[..., Any],
+        results: Callable[..., Sequence[Any]] | None,
         real: Sequence[str],
     ) -> None:
         self.arguments = [argument.name for argument in schema.arguments]
@@ -57,29 +65,34 @@ class Declaration:
         self._defaults = tuple(argument.default_value for argument in schema.arguments)
         self._checks = [(check, pick(self.arguments, parameters_of(check))) for check in checks]
         self._sizes, self._sizes_of = sizes, pick(self.arguments, parameters_of(sizes))
-        self._new, self._new_of = results, pick(self.arguments, parameters_of(results))
-        self._real_of = pick(self.arguments, real)
+        like = [name.removeprefix("grad_") for name in self.results]
+        self._results, self._results_of = results, pick(self.arguments, parameters_of(results) if results else like)
+        self._real_of, self.principal = pick(self.arguments, real), self.arguments.index(real[0])
 
-    def new_results(self, args: tuple[Any, ...]) -> Any:
-        """Results without values, of all arguments."""
-        return self._new(*self._new_of(args))
+    def new_results(self, args: tuple[Any, ...], real: torch.dtype) -> list[Tensor]:
+        """Results without values, of all arguments and the computing dtype."""
+        principal, found, made = args[self.principal], self._results_of(args), []
+        for each in self._results(*found) if self._results else found:
+            if isinstance(each, Tensor):
+                made.append(torch.empty_like(each, memory_format=torch.contiguous_format))
+            else:
+                # PyTorch takes in a tuple faster than a torch.Size.
+                made.append(principal.new_empty((*each,), dtype=real))
+        return made
 
     def fake(self, *args: Any) -> Any:
         """What the operation is to a compiler."""
-        return self.new_results(self.complete(args))
+        args = self.complete(args)
+        return returned(self.new_results(args, self.real(args)))
 
     def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """All arguments: a dispatcher leaves out what has its default value."""
         return args if len(args) == len(self._defaults) else args + self._defaults[len(args) :]
 
-    def check(self, args: tuple[Any, ...]) -> None:
-        """Raise ValueError unless all arguments fit each other."""
-        for check, taken in self._checks:
-            check(*taken(args))
-
     def sizes(self, args: tuple[Any, ...]) -> dict[str, int]:
         """The sizes that all arguments say, the number of rows first; ValueError unless they fit each other."""
-        self.check(args)
+        for check, taken in self._checks:
+            check(*taken(args))
         return self._sizes(*self._sizes_of(args))
 
     def real(self, args: tuple[Any, ...]) -> torch.dtype:
@@ -91,11 +104,6 @@ class Declaration:
                 return torch.float64
         return torch.float32
 
-    def principal(self, args: tuple[Any, ...]) -> Tensor:
-        """The first argument that decides on it."""
-        found: Tensor = self._real_of(args)[0]
-        return found
-
 
 _declared: dict[Any, Declaration] = {}
 
@@ -106,7 +114,7 @@ def declare(
     *,
     checks: Sequence[Callable[..., None]] = (),
     sizes: Callable[..., dict[str, int]],
-    results: Callable[..., Any],
+    results: Callable[..., Sequence[Any]] | None = None,
     real: str,
 ) -> Any:
     """:func:`gpubuf.kernels._registry.define` of an operation that is one kernel.
@@ -117,7 +125,8 @@ def declare(
         checks: functions that take arguments of the operation by their names, and raise ValueError unless these fit
             each other.
         sizes: takes arguments by their names. Returns the sizes that kernels take, the number of rows first.
-        results: takes arguments by their names. Returns new tensors, contiguous, without values.
+        results: takes arguments by their names. Returns for every result its shape in the computing dtype, or a tensor
+            of the same shape and dtype. None: the results are gradients, each like its argument.
         real: names of the arguments that decide on the computing dtype, with spaces between them.
     """
     parsed = torch._C.parse_schema(f"gpubuf::{schema}")

@@ -241,7 +241,7 @@ _Choice = TypeVar("_Choice", bound=Callable[..., Any])
 _remembering: list[Any] = []
 
 
-def _remembered(choice: _Choice) -> _Choice:
+def remembered(choice: _Choice) -> _Choice:
     """The choice, made once for the same arguments: launches ask every time, and a rule takes microseconds."""
     cached = functools.lru_cache(maxsize=1024)(choice)
     _remembering.append(cached)
@@ -360,7 +360,7 @@ def _choice(operation: str) -> Callable[[_Choice], _Choice]:
             found = tuned(operation, values["device_name"], **sizes)
             return rule(*args, **named) if found is None else found
 
-        return _remembered(cast(_Choice, chosen))
+        return remembered(cast(_Choice, chosen))
 
     return decorate
 
@@ -399,7 +399,7 @@ def _fan_out(count: int, device_type: str, explicit: int | None, found: FanOut |
     return next(fan_out for fan_out in GPU_FAN_OUTS if depth(fan_out) == depth(GPU_FAN_OUTS[-1]))
 
 
-@_remembered
+@remembered
 def tree_fan_out(capacity: int, device_type: str, device_name: str | None = None, explicit: int | None = None) -> int:
     """Fan-out of a sum tree: children per node, a power of two.
 
@@ -449,7 +449,7 @@ def index_words(steps: int, envs: int) -> int:
     return -(-steps // 64) * envs
 
 
-@_remembered
+@remembered
 def index_fan_out(
     steps: int, envs: int, device_type: str, device_name: str | None = None, explicit: int | None = None
 ) -> int:
@@ -510,7 +510,7 @@ def index_draw(fan_out: int, n: int, slice_len: int, device_name: str | None = N
     )
 
 
-@_remembered
+@remembered
 def index_slices(n: int, slice_len: int) -> SliceConfig:
     """Launch configuration of ``n`` slices from given rows: a warp for up to 32, and up to 512 elements of output."""
     block_steps = min(64, ceil_power(max(slice_len, 8)))
@@ -546,7 +546,7 @@ def atom_rows(n: int, atoms: int, device_name: str | None = None) -> BlockConfig
     return BlockConfig(block, min(max(block * width // 256, 1), 8))
 
 
-@_remembered
+@remembered
 def moments_tile(n: int, elements: int) -> TileConfig:
     """Launch configuration of running statistics of ``n`` rows: up to 2048 numbers at a time, eight for a thread."""
     columns = min(MOMENTS_WIDTH, ceil_power(elements))

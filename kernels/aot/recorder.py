@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels import _registry
-from gpubuf.kernels._launching import launch as real_launch
+from gpubuf.kernels._launching import Variant
 from gpubuf.kernels.aot.spec import AotSpec
 
 _POINTERS = {
@@ -68,24 +67,25 @@ class Recorder:
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
-        """Every module of the kernels calls :meth:`_note` instead of launching."""
-        with contextlib.ExitStack() as patches:
-            for name, module in list(sys.modules.items()):
-                if name.startswith("gpubuf.kernels.") and vars(module).get("launch") is real_launch:
-                    patches.enter_context(mock.patch.object(module, "launch", self._note))
-            patches.enter_context(mock.patch.object(Tensor, "data_ptr", return_value=_ADDRESS))
+        """Launches are given to :meth:`_note` instead."""
+
+        def launch(variant: Variant, programs: int, arguments: tuple[Any, ...]) -> None:
+            self._note(variant, programs, arguments)
+
+        with (
+            mock.patch.object(Variant, "launch", launch),
+            mock.patch.object(Tensor, "data_ptr", return_value=_ADDRESS),
+        ):
             yield
 
-    def _note(
-        self, kernel: Any, programs: int, *args: Any, num_warps: int = 4, maxnreg: int | None = None, **constexprs: Any
-    ) -> None:
-        function = kernel.fn
-        names = [name for name in inspect.signature(function).parameters if name not in constexprs]
+    def _note(self, variant: Variant, programs: int, arguments: tuple[Any, ...]) -> None:
+        function = variant.kernel.fn
+        names = [name for name in inspect.signature(function).parameters if name not in variant.constexprs]
         spec = AotSpec(
             f"{function.__module__}:{function.__name__}",
-            dict(zip(names, map(_type_of, args), strict=True)),
-            constexprs,
-            num_warps,
-            maxnreg,
+            dict(zip(names, map(_type_of, arguments), strict=True)),
+            variant.constexprs,
+            variant.num_warps,
+            variant.maxnreg,
         )
         self._specs.setdefault(repr(spec), spec)

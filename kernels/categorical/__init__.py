@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, differentiable
+from gpubuf.kernels._differentiable import differentiable
 from gpubuf.kernels._operations import declare
 from gpubuf.kernels.td import NONE, check_rows
 
@@ -86,18 +86,13 @@ def _target_sizes(next_logits: Tensor, reward: Tensor, target: int) -> dict[str,
     return {"n": reward.numel(), "nets": nets, "atoms": next_logits.shape[-1], "targets": nets if target == OWN else 1}
 
 
-def _target_results(next_logits: Tensor, target: int) -> Tensor:
-    nets = next_logits.shape[0] if target == OWN else 1
-    return next_logits.new_empty((nets, *next_logits.shape[1:]), dtype=computing_dtype(next_logits))
-
-
 categorical_target = declare(
     "categorical_target(Tensor next_logits, Tensor? next_log_prob, Tensor? alpha, Tensor reward, Tensor terminated,"
     " Tensor gamma, Tensor? steps, Tensor? reward_scale, float v_min, float v_max, int target) -> Tensor target",
     __name__,
     checks=[_check_target, check_support],
     sizes=_target_sizes,
-    results=_target_results,
+    results=lambda next_logits, target: ((next_logits.shape[0] if target == OWN else 1, *next_logits.shape[1:]),),
     real="next_logits",
 )
 """The mass m that critics learn, ``[N, *S, A]`` where each has its own target, else ``[1, *S, A]``.
@@ -124,19 +119,13 @@ def _loss_sizes(logits: Tensor, target: Tensor) -> dict[str, int]:
     return {"n": n, "nets": nets, "atoms": atoms, "shared": target.numel() == n * atoms}
 
 
-def _loss_results(logits: Tensor, reduction: int) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, rows = computing_dtype(logits), logits.shape[1:-1]
-    loss = logits.new_empty(rows if reduction == NONE else (), dtype=dtype)
-    return loss, logits.new_empty(rows, dtype=dtype), logits.new_empty((), dtype=dtype)
-
-
 categorical_loss = declare(
     "categorical_loss(Tensor logits, Tensor target, Tensor? weight, Tensor? mask, float v_min, float v_max,"
     " int priority, bool average, int reduction) -> (Tensor loss, Tensor priority, Tensor norm)",
     __name__,
     checks=[_check_loss, check_support],
     sizes=_loss_sizes,
-    results=_loss_results,
+    results=lambda logits, reduction: (logits.shape[1:-1] if reduction == NONE else (), logits.shape[1:-1], ()),
     real="logits",
 )
 """``(loss, priority, norm)``: ``l_i = sum_k -sum_j target[k, i, j] log softmax(logits[k, i])_j``.
@@ -155,7 +144,6 @@ categorical_loss_backward = declare(
     " bool average, int reduction) -> Tensor grad_logits",
     __name__,
     sizes=_loss_sizes,
-    results=lambda logits: logits.new_empty(logits.shape),
     real="logits",
 )
 """Gradient of :data:`categorical_loss` by ``logits``: grad * norm * w_i * (softmax(logits[k, i]) - target[k, i]).
@@ -182,7 +170,7 @@ expected_value = declare(
     __name__,
     checks=[_check_values, check_support],
     sizes=_value_sizes,
-    results=lambda logits: logits.new_empty(logits.shape[:-1], dtype=computing_dtype(logits)),
+    results=lambda logits: (logits.shape[:-1],),
     real="logits",
 )
 """``sum_j softmax(logits)_j z_j``, ``[N, *S]``. Differentiable in ``logits``."""
@@ -192,7 +180,6 @@ expected_value_backward = declare(
     " -> Tensor grad_logits",
     __name__,
     sizes=_value_sizes,
-    results=lambda logits: logits.new_empty(logits.shape),
     real="logits",
 )
 """Gradient of :data:`expected_value`: grad[k, i] * softmax(logits[k, i])_j * (z_j - value[k, i])."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, differentiable
+from gpubuf.kernels._differentiable import differentiable
 from gpubuf.kernels._operations import declare
 from gpubuf.kernels.td import NONE, check_rows
 
@@ -51,7 +51,7 @@ soft_value = declare(
     __name__,
     checks=[_check_values],
     sizes=_sizes,
-    results=lambda q, logits: q.new_empty(logits.shape[:-1], dtype=computing_dtype(q, logits)),
+    results=lambda logits: (logits.shape[:-1],),
     real="q logits",
 )
 """``V[i] = sum_a p[i, a] * (min_k q[k, i, a] - alpha * log p[i, a])``, S, in the computing dtype.
@@ -64,19 +64,13 @@ differentiable. Pass the value on to :data:`gpubuf.kernels.td.soft_td_target`, a
 # --- actor objective --------------------------------------------------------------------------------------------------
 
 
-def _actor_results(q: Tensor, logits: Tensor, reduction: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dtype, rows = computing_dtype(q, logits), logits.shape[:-1]
-    loss = q.new_empty(rows if reduction == NONE else (), dtype=dtype)
-    return loss, q.new_empty(rows, dtype=dtype), q.new_empty((), dtype=dtype), q.new_empty((), dtype=dtype)
-
-
 actor_loss = declare(
     "discrete_actor_loss(Tensor q, Tensor logits, Tensor alpha, Tensor? weight, Tensor? mask, int reduction)"
     " -> (Tensor loss, Tensor log_prob, Tensor entropy, Tensor norm)",
     __name__,
     checks=[_check_values, _check_weighting],
     sizes=_sizes,
-    results=_actor_results,
+    results=lambda logits, reduction: (logits.shape[:-1] if reduction == NONE else (), logits.shape[:-1], (), ()),
     real="q logits",
 )
 """``(loss, log_prob, entropy, norm)``: ``l_i = sum_a p[i, a] * (alpha * log p[i, a] - min_k q[k, i, a])``.
@@ -92,7 +86,7 @@ actor_loss_backward = declare(
     " Tensor norm, int reduction, bool with_q) -> (Tensor grad_logits, Tensor grad_q)",
     __name__,
     sizes=_sizes,
-    results=lambda q, logits, with_q: (logits.new_empty(logits.shape), q.new_empty(q.shape if with_q else (0,))),
+    results=lambda q, logits, with_q: (logits, q if with_q else q.new_empty(0)),
     real="q logits",
 )
 """Gradients of :data:`actor_loss` by ``logits`` and ``q``; the latter is empty, ``[0]``, without ``with_q``.

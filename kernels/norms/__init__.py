@@ -94,17 +94,13 @@ def _check_norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(f"rows must have 1 to {MAX_WIDTH} elements, got {x.shape[-1]}")
 
 
-def _gradients(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape)
-
-
 norm_activation = declare(
     "norm_activation(Tensor x, Tensor weight, Tensor? bias, float eps, int norm, int activation)"
     " -> (Tensor y, Tensor statistics)",
     __name__,
     checks=[_check_shapes, _check_norm],
     sizes=_sizes,
-    results=lambda x: (x.new_empty(x.shape), x.new_empty((2, *x.shape[:-1]), dtype=computing_dtype(x))),
+    results=lambda x: (x, (2, *x.shape[:-1])),
     real="x",
 )
 """``(y, statistics)``: y = activation(h * weight + bias), h = (x - mean) * rstd for each row.
@@ -120,7 +116,7 @@ norm_activation_backward = declare(
     __name__,
     checks=[_check_shapes, _check_norm],
     sizes=_sizes,
-    results=_gradients,
+    results=lambda x, weight: (x, weight, weight),
     real="x",
 )
 """Gradients of :data:`norm_activation` by ``x``, ``weight`` and ``bias``; the last one also where there is no bias.
@@ -151,17 +147,12 @@ def composed_batch(
     return activated(torch.addcmul(b, (computed - m) * (v + eps).rsqrt(), w), activation).to(x.dtype)
 
 
-def _new_moments(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = computing_dtype(x)
-    return x.new_empty(weight.shape, dtype=dtype), x.new_empty(weight.shape, dtype=dtype)
-
-
 batch_moments = declare(
     "norm_batch_moments(Tensor x, Tensor weight) -> (Tensor mean, Tensor var)",
     __name__,
     checks=[_check_shapes],
     sizes=_sizes,
-    results=_new_moments,
+    results=lambda weight: (weight.shape, weight.shape),
     real="x",
 )
 """``(mean, var)`` of every element of a row over the rows of a net, shaped as ``weight``, in the computing dtype.
@@ -181,7 +172,7 @@ batch_norm_activation = declare(
     __name__,
     checks=[_check_shapes, _check_batch],
     sizes=_sizes,
-    results=lambda x: x.new_empty(x.shape),
+    results=lambda x: (x,),
     real="x",
 )
 """activation(h * weight + bias), h = (x - mean) / sqrt(var + eps). Differentiable in ``x``, ``weight`` and ``bias``.
@@ -196,7 +187,6 @@ batch_norm_activation_backward = declare(
     __name__,
     checks=[_check_shapes, _check_batch],
     sizes=_sizes,
-    results=_gradients,
     real="x",
 )
 """Gradients of :data:`batch_norm_activation` by ``x``, ``weight`` and ``bias``.

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from gpubuf.kernels import config, norms
-from gpubuf.kernels._launchers import Call, launcher, launches
+from gpubuf.kernels._launchers import Prepared, launcher, launches
 from gpubuf.kernels._launching import cdiv
 from gpubuf.kernels.norms import _triton as kernels
 from gpubuf.kernels.norms import _triton_batch as batch_kernels
@@ -102,25 +99,24 @@ norm_activation = launcher(
 
 
 @launches(norms.norm_activation_backward, plan_norm)
-def norm_activation_backward(call: Call, plan: NormPlan, results: tuple[Tensor, ...]) -> None:
-    programs = call.values["nets"] * plan.parts
-    call.values["partial_ptr"] = _partial(call, programs)
-    call.launch(kernels.norm_activation_backward_kernel, programs, plan.num_warps)
-    _finish_gradients(call)
+def norm_activation_backward(to: Prepared, plan: NormPlan) -> None:
+    programs = to.values["nets"] * plan.parts
+    to.values["partial_ptr"] = _sums(to, plan)
+    to.launch(kernels.norm_activation_backward_kernel, programs, plan.num_warps)
+    _finish_gradients(to)
 
 
-def _partial(call: Call, parts: int) -> Tensor:
+def _sums(to: Prepared, plan: NormPlan | BatchPlan) -> int:
     """Room for two numbers of each column of each part."""
-    x = call.values["x_ptr"]
-    return torch.empty((2, parts, call.values["width"]), dtype=call.values["dtype"], device=x.device)
+    return to.sums(2, to.values["nets"] * plan.parts, to.values["width"])
 
 
-def _finish_gradients(call: Call) -> None:
+def _finish_gradients(to: Prepared) -> None:
     """Add the sums of all parts."""
-    blocks = cdiv(call.values["width"], FINISH_BLOCK)
-    call.launch(
+    blocks = cdiv(to.values["width"], FINISH_BLOCK)
+    to.launch(
         kernels.finish_norm_gradients_kernel,
-        call.values["nets"] * blocks,
+        to.values["nets"] * blocks,
         4,
         n_blocks=blocks,
         BLOCK_PARTS=FINISH_PARTS,
@@ -129,17 +125,18 @@ def _finish_gradients(call: Call) -> None:
 
 
 @launches(norms.batch_moments, plan_batch, without_rows=math.nan)
-def norm_batch_moments(call: Call, plan: BatchPlan, results: tuple[Tensor, ...]) -> None:
-    blocks = call.values["nets"] * plan.blocks
-    call.values["BLOCK_ROWS"] = plan.sum_rows
+def norm_batch_moments(to: Prepared, plan: BatchPlan) -> None:
+    blocks = to.values["nets"] * plan.blocks
+    to.values["BLOCK_ROWS"] = plan.sum_rows
     if plan.parts == 1:
-        call.launch(batch_kernels.batch_moments_kernel, blocks, plan.sum_warps)
+        to.launch(batch_kernels.batch_moments_kernel, blocks, plan.sum_warps)
         return
-    means, variances = _partial(call, call.values["nets"] * plan.parts)
-    call.launch(
+    _sums(to, plan)
+    means, variances = to.halves()
+    to.launch(
         batch_kernels.batch_moments_kernel, blocks * plan.parts, plan.sum_warps, mean_ptr=means, var_ptr=variances
     )
-    call.launch(
+    to.launch(
         batch_kernels.finish_batch_moments_kernel,
         blocks,
         plan.sum_warps,
@@ -159,21 +156,21 @@ batch_norm_activation = launcher(
 
 
 @launches(norms.batch_norm_activation_backward, plan_batch)
-def batch_norm_activation_backward(call: Call, plan: BatchPlan, results: tuple[Tensor, ...]) -> None:
-    programs = call.values["nets"] * plan.blocks * plan.parts
-    call.values["BLOCK_ROWS"], call.values["PARTS"] = plan.sum_rows, plan.parts > 1
+def batch_norm_activation_backward(to: Prepared, plan: BatchPlan) -> None:
+    programs = to.values["nets"] * plan.blocks * plan.parts
+    to.values["BLOCK_ROWS"], to.values["PARTS"] = plan.sum_rows, plan.parts > 1
     kernel = batch_kernels.batch_norm_activation_backward_kernel
     if plan.parts == 1:
-        call.launch(kernel, programs, plan.sum_warps)
+        to.launch(kernel, programs, plan.sum_warps)
         return
-    partial = _partial(call, call.values["nets"] * plan.parts)
-    by_weight, by_bias = partial
-    call.launch(kernel, programs, plan.sum_warps, grad_weight_ptr=by_weight, grad_bias_ptr=by_bias)
-    if not call.values["own"]:
-        call.values["partial_ptr"] = partial
-        _finish_gradients(call)
+    partial = _sums(to, plan)
+    by_weight, by_bias = to.halves()
+    to.launch(kernel, programs, plan.sum_warps, grad_weight_ptr=by_weight, grad_bias_ptr=by_bias)
+    if not to.values["own"]:
+        to.values["partial_ptr"] = partial
+        _finish_gradients(to)
         return
-    call.launch(
+    to.launch(
         batch_kernels.apply_batch_norm_gradients_kernel,
         programs,
         plan.sum_warps,

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, differentiable, register_autograd
+from gpubuf.kernels._differentiable import differentiable, register_autograd
 from gpubuf.kernels._operations import declare
 from gpubuf.kernels.td import check_critics, check_rows, loss_shape
 
@@ -31,19 +31,13 @@ def _actor_sizes(q: Tensor, log_prob: Tensor) -> dict[str, int]:
     return {"n": log_prob.numel(), "nets": q.shape[0]}
 
 
-def _actor_results(q: Tensor, log_prob: Tensor, reduction: int) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = computing_dtype(q)
-    loss = q.new_empty(loss_shape(log_prob, reduction), dtype=dtype)
-    return loss, q.new_empty((), dtype=dtype), q.new_empty((), dtype=dtype)
-
-
 actor_loss = declare(
     "sac_actor_loss(Tensor q, Tensor log_prob, Tensor alpha, Tensor? weight, Tensor? mask, int reduction,"
     " int combine=0) -> (Tensor loss, Tensor entropy, Tensor norm)",
     __name__,
     checks=[_check_actor],
     sizes=_actor_sizes,
-    results=_actor_results,
+    results=lambda log_prob, reduction: (loss_shape(log_prob, reduction), (), ()),
     real="q",
 )
 """``(loss, entropy, norm)``: ``l_i = alpha * log_prob[i] - min_k q[k, i]``.
@@ -59,7 +53,6 @@ actor_loss_backward = declare(
     " Tensor norm, int reduction, int combine=0) -> (Tensor grad_q, Tensor grad_log_prob)",
     __name__,
     sizes=_actor_sizes,
-    results=lambda q, log_prob: (q.new_empty(q.shape), log_prob.new_empty(log_prob.shape)),
     real="q",
 )
 """Gradients of :data:`actor_loss` by ``q`` and ``log_prob``."""
@@ -77,18 +70,13 @@ def _check_temperature(
     check_rows(1, log_alpha=log_alpha, target_entropy=target_entropy)
 
 
-def _temperature_results(log_prob: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
-    shape, dtype = loss_shape(log_prob, reduction), computing_dtype(log_prob)
-    return log_prob.new_empty(shape, dtype=dtype), log_prob.new_empty(shape, dtype=dtype)
-
-
 temperature_loss = declare(
     "sac_temperature_loss(Tensor log_alpha, Tensor log_prob, Tensor target_entropy, Tensor? weight, Tensor? mask,"
     " int reduction) -> (Tensor loss, Tensor slope)",
     __name__,
     checks=[_check_temperature],
     sizes=lambda log_prob: {"n": log_prob.numel()},
-    results=_temperature_results,
+    results=lambda log_prob, reduction: (loss_shape(log_prob, reduction),) * 2,
     real="log_prob",
 )
 """``(loss, slope)``: ``l_i = -log_alpha * (log_prob[i] + target_entropy)``; slope is the derivative by log_alpha.

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, differentiable
+from gpubuf.kernels._differentiable import differentiable
 from gpubuf.kernels._operations import declare
 
 LOG_2 = math.log(2)
@@ -47,9 +47,9 @@ def _sizes(loc: Tensor, low: Tensor | None, event_dims: int) -> dict[str, int]:
     return {"n": loc.shape[:split].numel(), "width": loc.shape[split:].numel(), "last": last, "total": loc.numel()}
 
 
-def _sample_results(loc: Tensor, scale: Tensor, event_dims: int) -> tuple[Tensor, Tensor]:
-    action = loc.new_empty(loc.shape, dtype=torch.promote_types(loc.dtype, scale.dtype))
-    return action, loc.new_empty(loc.shape[: loc.ndim - event_dims], dtype=computing_dtype(loc, scale))
+def _sample_results(loc: Tensor, scale: Tensor, event_dims: int) -> tuple[Tensor, torch.Size]:
+    action = loc if loc.dtype is scale.dtype else loc.to(torch.promote_types(loc.dtype, scale.dtype))
+    return action, loc.shape[: loc.ndim - event_dims]
 
 
 sample = declare(
@@ -80,7 +80,6 @@ sample_backward = declare(
     __name__,
     checks=[_check],
     sizes=_sizes,
-    results=lambda loc, scale: (loc.new_empty(loc.shape), scale.new_empty(scale.shape)),
     real="loc scale",
 )
 """Gradients of :data:`sample` by ``loc`` and ``scale``; a gradient that is None counts as zero.

@@ -24,10 +24,12 @@ Function Approximation Error in Actor-Critic Methods", arXiv 1802.09477 (the min
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, differentiable
+from gpubuf.kernels._differentiable import differentiable
 from gpubuf.kernels._operations import declare
 
 NONE, MEAN, SUM = range(3)
@@ -74,9 +76,9 @@ def check_target(
     check_rows(1, alpha=alpha, gamma=gamma)
 
 
-def loss_shape(rows: Tensor, reduction: int) -> torch.Size:
+def loss_shape(rows: Tensor, reduction: int) -> Sequence[int]:
     """Shape of a loss: that of ``rows``, or ``[]`` where they are reduced."""
-    return rows.shape if reduction == NONE else torch.Size()
+    return rows.shape if reduction == NONE else ()
 
 
 # --- target -----------------------------------------------------------------------------------------------------------
@@ -86,9 +88,8 @@ def _target_sizes(next_q: Tensor, next_log_prob: Tensor | None, reward: Tensor) 
     return {"n": (reward if next_log_prob is None else next_log_prob).numel(), "nets": next_q.shape[0]}
 
 
-def _target_results(next_q: Tensor, next_log_prob: Tensor | None, reward: Tensor) -> Tensor:
-    rows = reward if next_log_prob is None else next_log_prob
-    return next_q.new_empty(rows.shape, dtype=computing_dtype(next_q))
+def _target_results(next_log_prob: Tensor | None, reward: Tensor) -> tuple[torch.Size]:
+    return ((reward if next_log_prob is None else next_log_prob).shape,)
 
 
 soft_td_target = declare(
@@ -166,19 +167,13 @@ def _loss_sizes(q: Tensor, target: Tensor) -> dict[str, int]:
     return {"n": target.numel(), "nets": q.shape[0]}
 
 
-def _loss_results(q: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = computing_dtype(q)
-    loss = q.new_empty(loss_shape(target, reduction), dtype=dtype)
-    return loss, q.new_empty(target.shape, dtype=dtype), q.new_empty((), dtype=dtype)
-
-
 td_loss = declare(
     "td_loss(Tensor q, Tensor target, Tensor? weight, Tensor? mask, int loss_function, int reduction)"
     " -> (Tensor loss, Tensor td_error, Tensor norm)",
     __name__,
     checks=[check_loss],
     sizes=_loss_sizes,
-    results=_loss_results,
+    results=lambda target, reduction: (loss_shape(target, reduction), target.shape, ()),
     real="q",
 )
 """``(loss, td_error, norm)`` of an ensemble: ``l_i = sum_k distance(q[k, i] - target[i])``.
@@ -194,7 +189,6 @@ td_loss_backward = declare(
     " int loss_function, int reduction) -> Tensor grad_q",
     __name__,
     sizes=_loss_sizes,
-    results=lambda q: q.new_empty(q.shape),
     real="q",
 )
 """Gradient of :data:`td_loss` by ``q``: grad * norm * w_i * distance'(q[k, i] - target[i])."""

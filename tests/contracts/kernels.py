@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -310,13 +309,10 @@ def _on_fake_gpu(value: Any) -> Any:
 @contextlib.contextmanager
 def _launches_noted() -> Iterator[list[Any]]:
     """The kernels that launchers would launch in this block."""
-    from gpubuf.kernels._launching import launch
+    from gpubuf.kernels._launching import Variant
 
     noted: list[Any] = []
-    launchers = [module for module in sys.modules.values() if vars(module).get("launch") is launch]
-    with contextlib.ExitStack() as stack:
-        for module in launchers:
-            stack.enter_context(mock.patch.object(module, "launch", lambda kernel, *_, **__: noted.append(kernel)))
+    with mock.patch.object(Variant, "launch", lambda variant, *_: noted.append(variant.kernel)):
         yield noted
 
 

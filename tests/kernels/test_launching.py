@@ -17,7 +17,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from gpubuf.kernels import _launching
-from gpubuf.kernels._launching import Launches, cdiv, key_of, launch
+from gpubuf.kernels._launching import Variant, cdiv, key_of, launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,7 +55,7 @@ def _binder(**options):
 )
 def test_arguments_with_the_same_key_have_triton_s_same_specialisation(options):
     kernel, bind = _binder(**options)
-    specialised = Launches(kernel).specialised
+    specialised = Variant(kernel, 4, None, {}).specialised
     found = [(tuple(key_of([value], specialised)[0]), bind(value)[1]) for value in VALUES]
     shared = 0
     for (a, of_a), (b, of_b) in itertools.combinations(found, 2):
@@ -94,7 +94,7 @@ def test_the_interpreter_launches_by_itself(monkeypatch):
             return lambda *args, **options: called.append((grid, args, options))
 
     kernel = Kernel()
-    monkeypatch.setattr(_launching, "_launches", {})
+    monkeypatch.setattr(_launching, "_variants", {})
     for _ in range(2):
         launch(kernel, 3, 1, 2, num_warps=8, BLOCK=4)
     assert called == [((3,), (1, 2), {"num_warps": 8, "enable_fp_fusion": True, "BLOCK": 4})] * 2

@@ -20,7 +20,7 @@ from triton.runtime import driver
 
 from benchmarks.measure.no_gpu import install
 from gpubuf.kernels import _launching
-from gpubuf.kernels._launching import _options, launch
+from gpubuf.kernels._launching import Variant, launch, variant_of
 from gpubuf.kernels.aot.operations import FAMILIES
 from gpubuf.kernels.aot.recorder import Recorder
 
@@ -85,6 +85,8 @@ def plain(value: Any) -> Any:
 class Twice(Recorder):
     """Launches every kernel by Triton's path and directly, with the arguments of its first ahead-of-time call."""
 
+    direct = staticmethod(Variant.launch)
+
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self.watch = watch
@@ -92,23 +94,21 @@ class Twice(Recorder):
         self.differing: list[str] = []
         self.slow: list[str] = []
 
-    def _note(self, kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-        if kernel.__name__ in self.kernels:
+    def _note(self, variant: Variant, programs: int, arguments: tuple[Any, ...]) -> None:
+        name = variant.kernel.__name__
+        if name in self.kernels:
             return
-        self.kernels.add(kernel.__name__)
-        # Triton would compile once more for the same options in another order, or left out.
-        options.setdefault("num_warps", 4)
-        given = {**_options(options["num_warps"], options.get("maxnreg")), **options}
+        self.kernels.add(name)
         # Every tensor at an address of its own.
         with mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: 2**46 + id(tensor)):
-            expected, _ = self.watch.of(lambda: kernel[(programs,)](*args, **given))
+            expected, _ = self.watch.of(lambda: variant.launch_by_triton(programs, arguments))
             # The first of a configuration goes by Triton.
-            launch(kernel, programs, *args, **options)
-            direct, by_triton = self.watch.of(lambda: launch(kernel, programs, *args, **options))
+            self.direct(variant, programs, arguments)
+            direct, by_triton = self.watch.of(lambda: self.direct(variant, programs, arguments))
         if direct != expected:
-            self.differing.append(f"{kernel.__name__}: {expected} {direct}")
+            self.differing.append(f"{name}: {expected} {direct}")
         if by_triton:
-            self.slow.append(kernel.__name__)
+            self.slow.append(name)
 
 
 def every_kernel(watch: Watch) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def fallbacks(watch: Watch) -> dict[str, Any]:
     triton.JITFunction.run = own
     found["replaced run"] = heard[-1]
     found["after all"] = by_triton()
-    _launching.KEPT, kept = 4, _launching._launches[id(scale_kernel)].compiled
+    _launching.KEPT, kept = 4, variant_of(scale_kernel, 4, None, {"block": 64, "limit": 8.0}).compiled
     for n in range(100, 110):
         by_triton(n=n)
     found["kept"] = len(kept)
