@@ -181,27 +181,18 @@ def stale_reasons() -> list[str]:
     known = {f"area {entry['area']}" for entry in names.values()} | set(names) | {"losses"}
     known |= {f"{name}.*" for name, entry in names.items() if "members" in entry}
     known |= {f"{name}{item}" for name, entry in names.items() for item, _ in items_of(entry)}
-    by_name = {each.name: each for each in comparison()}
+    here = set(own) | {
+        f"{name}{item}" for name, value in own.items() for item, _ in items_of(described(value, "gpubuf", set()))
+    }
     stale = []
     for key, reason in reasons().items():
-        name, _, rest = key.replace("(", ".(", 1).partition(".")
-        value = own.get(name)
         if key not in known:
             stale.append(f"{key}: TorchRL has no such name")
         elif reason.state not in STATES:
             stale.append(f"{key}: {reason.state} is no state")
-        elif reason.state == "missing" and not reason.probe:
-            member = rest.partition("(")[0]
-            here = value is not None and rest != "*" and (not rest or (member == rest and hasattr(value, member)))
-            argument = rest.partition("(")[2].rstrip(")")
-            here = here or (
-                bool(argument)
-                and value is not None
-                and argument in described(value, "gpubuf", set()).get("members", {}).get(member, {}).get("args", {})
-            )
-            if here:
-                stale.append(f"{key}: it is here, so it is not missing")
-    return [*stale, *(f"{each.name}: unknown state" for each in by_name.values() if each.state not in STATES)]
+        elif reason.state == "missing" and not reason.probe and key in here:
+            stale.append(f"{key}: it is here, so it is not missing")
+    return stale
 
 
 def unexplained() -> list[str]:
