@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from gpubuf.modules.linear import (
     EnsembleLinear,
     ensemble_input_layer,
-    is_perceptron,
     joined,
     make_linear,
-    perceptron,
+    net_by_net,
+    runs_net_by_net,
     shared_rows,
 )
 from gpubuf.modules.norms import NormName, check_norm, make_norm
@@ -206,10 +206,6 @@ class MLP(nn.Sequential):
         super().__init__(*layers.build(in_features, out_features, num_cells))
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        layers: list[Any] = list(self._modules.values())
-        if is_perceptron(layers, nn.Linear, inputs, 1):
-            linear = layers[::2]
-            return perceptron(inputs, [each.weight.t() for each in linear], [each.bias for each in linear])
         output: Tensor = super().forward(joined(inputs))  # type: ignore[no-untyped-call]
         return output
 
@@ -289,11 +285,10 @@ class EnsembleMLP(nn.Module):
         if self.shared_input:
             batch = inputs[0].shape[:-1]
             layers: list[Any] = list(self.layers._modules.values())
-            if is_perceptron(layers, EnsembleLinear, inputs, self.ensemble_size):
-                linear = layers[::2]
-                return perceptron(inputs, [each.weight for each in linear], [each.bias for each in linear])
             first, *others = layers
-            if isinstance(first, EnsembleLinear):
+            if runs_net_by_net(layers, inputs):
+                x, others = net_by_net(layers, inputs), []
+            elif isinstance(first, EnsembleLinear):
                 x = ensemble_input_layer(inputs, first.weight, first.bias)
             else:
                 x = first(shared_rows(inputs, self.ensemble_size))
