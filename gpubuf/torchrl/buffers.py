@@ -26,8 +26,6 @@ _INSTEAD = {
     "transport": _HERE,
     "transport_options": _HERE,
     "collate_fns": "give one collate_fn, for batches of all buffers",
-    "routing_key": "write to each buffer by its own extend()",
-    "routing_dim": "write to each buffer by its own extend()",
 }
 _ARGUMENTS = "_delayed_arguments"
 _building = threading.RLock()
