@@ -29,7 +29,7 @@ DATA = {
     "NextStateReconstructor": "LazyTensorStorage(share_next=True) stores observations once, and batches have the next",
     "OfflineToOnlineReplayBuffer": "MixedReplayBuffer draws one batch from several buffers by shares",
     "PolicyAgeFilter": "TorchRL's transform works in gpubuf's buffers",
-    "PromptGroupSampler": "TorchRL's samplers work in its buffer on a storage of gpubuf.integrations.torchrl",
+    "PromptGroupSampler": "write a sampler of your own: docs/extending.md shows one",
     "RayReplayBuffer": _PROCESSES,
     "RemoteTensorDictReplayBuffer": _PROCESSES,
     "SamplerEnsemble": _ENSEMBLE,

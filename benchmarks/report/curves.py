@@ -6,12 +6,11 @@ curve for each library and one for the roofline.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.figures import OPEN
 from benchmarks.measure.results import Run
 from benchmarks.report import pictures
 from benchmarks.report.comparison import OURS, libraries, names, read, roofline_of
@@ -32,58 +31,45 @@ ROOFLINES = {"roofline": "roofline", "roofline-graph": "roofline, in a graph"}
 SLICES_PANEL = "slices: write a row and sample"
 
 
-@dataclass(frozen=True)
-class Curve:
-    """The time of one library over an axis.
-
-    Attributes:
-        library: whose; ``roofline`` and ``roofline-graph`` are the least possible time.
-        points: (value on the axis, seconds), by value.
-        reason: why there are none, or not all.
-    """
-
-    library: str
-    points: tuple[tuple[int, float], ...]
-    reason: str = ""
+Points = list[tuple[int, float]]
+"""(value on the axis, seconds), by value."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """The curves of one operation over one axis."""
+    """The curves of one operation over one axis.
+
+    Attributes:
+        title: the operation.
+        label: of the axis.
+        curves: of each library; ``roofline`` and ``roofline-graph`` are the least possible time. Empty: not measured.
+    """
 
     title: str
     label: str
-    curves: tuple[Curve, ...]
+    curves: dict[str, Points]
 
 
-def curve(run: Run, library: str, workloads: dict[str, int]) -> Curve:
-    """The curve of a library through workloads with these values."""
-    points = [(value, run.median(name, library)) for name, value in workloads.items()]
-    reasons = {
-        skip["reason"]
-        for skip in run.data.get("skipped", [])
-        if skip["library"] == library and skip["workload"] in workloads
-    }
-    measured = tuple((value, seconds) for value, seconds in points if seconds is not None)
-    return Curve(library, measured, "; ".join(sorted(reasons)) or ("" if measured else OPEN))
-
-
-def rooflines(run: Run, workloads: dict[str, int]) -> list[Curve]:
-    """The roofline, and the one inside a CUDA graph where that was measured."""
-    found = []
-    for name, library in (("roofline", OURS), ("roofline-graph", f"{OURS}-graph")):
-        points = [(value, roofline_of(run, workload, library)) for workload, value in workloads.items()]
-        measured = tuple((value, seconds) for value, seconds in points if seconds is not None)
-        if measured:
-            found.append(Curve(name, measured))
-    return found
+def measured(points: Iterable[tuple[int, float | None]]) -> Points:
+    """Those that were measured."""
+    return [(value, seconds) for value, seconds in points if seconds is not None]
 
 
 def panel(run: Run, title: str, label: str, workloads: dict[str, int], peers: Sequence[str]) -> Panel:
-    """The curves through these workloads, of every library that was asked and of every peer, asked or not."""
+    """The curves through these workloads, of every library that was asked and of every peer, asked or not.
+
+    The rooflines come last: the one inside a CUDA graph where that was measured.
+    """
     asked = libraries(run, workloads)
-    shown = [name for name in TITLES if name in asked or name in peers]
-    return Panel(title, label, (*(curve(run, name, workloads) for name in shown), *rooflines(run, workloads)))
+    curves = {
+        name: measured((value, run.median(workload, name)) for workload, value in workloads.items())
+        for name in TITLES
+        if name in asked or name in peers
+    }
+    for name, library in (("roofline", OURS), ("roofline-graph", f"{OURS}-graph")):
+        least = measured((value, roofline_of(run, workload, library)) for workload, value in workloads.items())
+        curves |= {name: least} if least else {}
+    return Panel(title, label, curves)
 
 
 def panels(run: Run, axis: Axis) -> list[Panel]:
@@ -96,15 +82,15 @@ def panels(run: Run, axis: Axis) -> list[Panel]:
         found.append(panel(run, operation.title, axis.label, workloads, PEERS))
     if axis is AXES[0]:
         slices = {sized(stored, capacity, "write-and-sample"): stored for stored, capacity in SIZES}
-        measured = {name: stored for name, stored in slices.items() if run.median(name, OURS) is not None}
-        if measured:
-            found.append(panel(run, SLICES_PANEL, "rows stored", measured, ("torchrl",)))
+        sliced = {name: stored for name, stored in slices.items() if run.median(name, OURS) is not None}
+        if sliced:
+            found.append(panel(run, SLICES_PANEL, "rows stored", sliced, ("torchrl",)))
     return found
 
 
 def picture(run: Run, axis: Axis, path: Path) -> bool:
     """The pictures of an axis side by side, as one PNG; whether anything was measured."""
-    shown = [panel for panel in panels(run, axis) if any(curve.points for curve in panel.curves)]
+    shown = [panel for panel in panels(run, axis) if any(panel.curves.values())]
     if not shown:
         return False
     columns = min(len(shown), 3)
@@ -127,16 +113,16 @@ def picture(run: Run, axis: Axis, path: Path) -> bool:
 
 def draw(axes: Any, panel: Panel) -> None:
     """One operation, log-log. A library without a point keeps its place in the legend."""
-    for curve in panel.curves:
-        x = [value for value, _ in curve.points]
-        y = [seconds * 1e6 for _, seconds in curve.points]
-        if curve.library in ROOFLINES:
-            style = {"color": "0.35", "linestyle": "--" if curve.library == "roofline" else ":", "marker": ""}
-            label = ROOFLINES[curve.library]
+    for library, points in panel.curves.items():
+        x = [value for value, _ in points]
+        y = [seconds * 1e6 for _, seconds in points]
+        if library in ROOFLINES:
+            style = {"color": "0.35", "linestyle": "--" if library == "roofline" else ":", "marker": ""}
+            label = ROOFLINES[library]
         else:
-            style = {"color": COLORS.get(curve.library, "0.6"), "marker": "o", "markersize": 4}
-            style |= {"linewidth": 2.2 if curve.library == "gpubuf" else 1.3}
-            label = TITLES[curve.library]
+            style = {"color": COLORS.get(library, "0.6"), "marker": "o", "markersize": 4}
+            style |= {"linewidth": 2.2 if library == "gpubuf" else 1.3}
+            label = TITLES[library]
         axes.loglog(x, y, label=label, **style)
 
 

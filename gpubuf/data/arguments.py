@@ -25,10 +25,7 @@ def describe_type(given: object) -> str:
     library = _LIBRARIES.get(kind.__module__.partition(".")[0])
     if library is None:
         return kind.__name__
-    return (
-        f"{library}'s {kind.__name__}: take gpubuf.data's class of that name here, and "
-        f"gpubuf.integrations.torchrl's in a buffer of {library}'s"
-    )
+    return f"{library}'s {kind.__name__}: take gpubuf.data's class of that name"
 
 
 def component(given: Any, kind: type, default: Callable[[], Any]) -> Any:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpubuf.data.array_writes import PreparedRows
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.samplers.base import Sampler
@@ -32,7 +31,7 @@ WAITING_STEPS, WAITING_BYTES = 64, 1 << 16
 _OBSERVATION, _NEXT_OBSERVATION, _ACTION = ("observation",), ("next", "observation"), ("action",)
 _REWARD, _TERMINATED, _DONE = ("next", "reward"), ("next", "terminated"), ("next", "done")
 #: What copies make anew.
-_MADE = {"_columns", "_observed", "_direct", "_staged", "_actions", "_rewards", "_terminated", "_ended", "_powers"}
+_MADE = {"_columns", "_observed", "_direct", "_actions", "_rewards", "_terminated", "_ended", "_powers"}
 #: What the infos of Gymnasium's vector environments have at the end of an episode that they reset in the same step.
 _FINAL = "_final_obs", "_final_info", "_final_observation"
 
@@ -216,8 +215,6 @@ class StableBuffer:
         self._columns = {key: np.zeros((*lead, *shape), dtype) for key, (dtype, shape) in kinds.items()}
         # Large steps don't wait: their arrays are read where they are. The columns of one, in order.
         self._direct = [column[0] for column in self._columns.values()] if self._most == 1 else None
-        # Where they are put instead, once the buffer has memory for that.
-        self._staged: PreparedRows | None = None
         # Name in a dict, a shape where the environment gives none, and memory of observation and next one.
         self._observed = [
             (
@@ -229,15 +226,11 @@ class StableBuffer:
             for name, space in parts.items()
         ]
         self._action_shape = (self.n_envs, self.action_dim)
-        # The place of the first next observation among the columns.
-        self._behind = len(parts) + 1
-        self._write_into(self._columns)
+        self._actions = self._columns[_ACTION]
+        self._rewards, self._terminated, self._ended = (
+            self._columns[key][..., 0] for key in (_REWARD, _TERMINATED, _DONE)
+        )
         self._powers = torch.from_numpy(self.gamma ** np.arange(self.n_steps + 1, dtype=np.float32))
-
-    def _write_into(self, columns: Mapping[Key, np.ndarray]) -> None:
-        """Let actions, rewards and flags of steps be written into these columns ``[steps, E, ...]``."""
-        self._actions = columns[_ACTION]
-        self._rewards, self._terminated, self._ended = (columns[key][..., 0] for key in (_REWARD, _TERMINATED, _DONE))
 
     # Writing
 
@@ -279,18 +272,17 @@ class StableBuffer:
         if at == self._most:
             self.flush()
             at = 0
-        direct, staged = self._direct, self._staged
+        direct = self._direct
+        # Among the columns the action lies between observations and next ones.
+        following = len(self._observed) + 1
         for place, (name, shape, column, next_column) in enumerate(self._observed):
             own, coming = (obs, next_obs) if name is None else (obs[name], next_obs[name])
             if shape is not None:
                 own, coming = own.reshape(shape), coming.reshape(shape)
             if direct is None:
                 column[at], next_column[at] = own, coming
-            elif staged is not None:
-                staged.put(place, own)
-                staged.put(self._behind + place, coming)
             else:
-                direct[place], direct[self._behind + place] = _like(column[0], own), _like(next_column[0], coming)
+                direct[place], direct[following + place] = _like(column[0], own), _like(next_column[0], coming)
         self._actions[at] = action if action.shape == self._action_shape else action.reshape(self._action_shape)
         self._rewards[at] = reward
         self._terminated[at] = done
@@ -302,10 +294,10 @@ class StableBuffer:
                     self._ended[at, environment] = True
         if direct is None:
             self._waiting = at + 1
-        elif staged is None:
-            self._add_direct(direct)
-        elif not self.buffer._add_prepared(staged):
-            self._stage()
+        else:
+            # The first step settles the order of the columns.
+            ready = self.buffer.initialized
+            self.buffer.add_columns(direct if ready else dict(zip(self._columns, direct, strict=True)))
 
     def _of_vector_environments(
         self, step: list[Any], infos: Any, truncations: np.ndarray | None
@@ -332,20 +324,6 @@ class StableBuffer:
         following = ended & ~at_once
         self._last_ends = (following, [_chosen(following, value, value) for value in step]) if following.any() else None
         return step, ended | resets
-
-    def _add_direct(self, direct: list[np.ndarray]) -> None:
-        """Write a step that doesn't wait. The first one settles the order of the columns."""
-        if self.buffer.initialized:
-            self.buffer.add_columns(direct)
-            return
-        self.buffer.add_columns(dict(zip(self._columns, direct, strict=True)))
-        self._stage()
-
-    def _stage(self) -> None:
-        """Put the next steps where the buffer needs no copy of them, if it can."""
-        self._staged = self.buffer._step_by_column()
-        staged = None if self._staged is None else [value[None] for value in self._staged.values]
-        self._write_into(self._columns if staged is None else dict(zip(self._columns, staged, strict=True)))
 
     def extend(self, *arguments: Any) -> None:
         """Add several steps: the arguments of :meth:`add`, each with one more dimension in front."""

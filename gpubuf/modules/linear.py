@@ -1,39 +1,27 @@
-"""Linear layers of one net or N nets as one batched product, and on a CPU with ReLU between them as one operation."""
+"""Linear layers of one net, and of N nets as one batched product, or net by net where that is faster."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as every_module
 
 from gpubuf.kernels._differentiable import past_functorch
 from gpubuf.modules.fast_call import hooked
 from gpubuf.modules.weight_norm import draw_rows
 
-#: Bytes of an activation of the nets that are worked on at a time. The allocator gives larger memory back to the
-#: system, and each call then waits for new pages: with ten nets and 8192 rows a third of the time of the products.
-GROUP_BYTES = 16 << 20
-
-#: Numbers in the activations of a layer from which on memory counts. PyTorch spends less time on each call.
+#: Numbers in the activations of a layer of N nets from which on, on a CPU, these run one after the other: what one net
+#: reads and writes stays in the cache, and the allocator keeps its memory.
 MANY = 1 << 19
 
 #: A weight of at most so many outputs is copied so that each has its inputs side by side: MKL is then twice as fast.
 FEW_OUTPUTS = 16
 
-_hooks_of_all = (
-    every_module._global_forward_hooks,
-    every_module._global_forward_pre_hooks,
-    every_module._global_backward_hooks,
-    every_module._global_backward_pre_hooks,
-)
 _forward_ad: Any = torch.autograd.forward_ad
-_threshold_backward = torch.ops.aten.threshold_backward.grad_input
-
-Some = Sequence[Tensor | None]
 
 
 def fast_here(x: Tensor, weight: Tensor) -> bool:
@@ -52,207 +40,12 @@ def fast_here(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def is_perceptron(layers: Sequence[Any], linear: Any, inputs: Sequence[Tensor], nets: int, many: int = MANY) -> bool:
-    """Whether :func:`perceptron` can take the place of ``layers`` of ``nets`` nets, and a layer has ``many`` outputs.
-
-    The layers are linear ones of this very type with a ReLU between them, without hooks.
-    """
-    x, first = inputs[0], layers[0]
-    if x.ndim < 2 or not x.shape[-1] or type(first) is not linear:
-        return False
-    if x.numel() // x.shape[-1] * first.out_features * nets < many or not fast_here(x, first.weight):
-        return False
-    for i, layer in enumerate(layers):
-        if type(layer) is not (nn.ReLU if i % 2 else linear) or hooked(layer):
-            return False
-    return len(layers) % 2 == 1 and not any(_hooks_of_all)
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """``x @ weight + bias``: ``[N, rows, in]`` by ``[N, in, out]``, or ``[rows, in]`` by ``[in, out]``. No gradient."""
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight + bias``: ``[N, rows, in]`` by ``[N, in, out]``. No gradient."""
     if weight.shape[-1] <= FEW_OUTPUTS < weight.shape[-2] and weight.stride(-1) == 1:
         # With a new stride where there is one output: MKL takes it for the distance of columns.
         weight = weight.mT.contiguous().view(*weight.shape[:-2], weight.shape[-1], -1).mT
-    if x.ndim == 2:
-        return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
-    return torch.bmm(x, weight, out=out) if bias is None else torch.baddbmm(bias, x, weight, out=out)
-
-
-def by_weight(x: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of the weight, ``x^T grad``. MKL is faster if the smaller dimension of a product comes first."""
-    multiply = torch.mm if x.ndim == 2 else torch.bmm
-    if grad.shape[-1] < x.shape[-1]:
-        return multiply(grad.mT, x).mT
-    return multiply(x.mT, grad)
-
-
-def by_input(grad: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of the input, ``grad weight^T``."""
-    if weight.shape[-1] == 1:
-        return grad * weight.mT
-    return torch.mm(grad, weight.mT) if grad.ndim == 2 else torch.bmm(grad, weight.mT)
-
-
-def by_layer(inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Some) -> Tensor:
-    """The network in PyTorch's own operations, which have gradients of gradients."""
-    x = torch.cat(list(inputs), -1)
-    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        x = (x.relu() if i else x) @ weight
-        x = x if bias is None else x + bias
-    return x
-
-
-def _nets_at_a_time(rows: int, weights: Sequence[Tensor]) -> int:
-    nets = weights[0].shape[0]
-    widest = max([weight.shape[-1] for weight in weights[:-1]], default=1)
-    return max(min(nets, GROUP_BYTES // max(rows * widest * weights[0].element_size(), 1)), 1)
-
-
-def _split(tensors: Some, nets: int, size: int) -> list[list[Any]]:
-    """``tensors`` of all nets, by group of ``size`` nets."""
-    absent = [None] * -(-nets // size)
-    return [list(group) for group in zip(*(absent if t is None else t.split(size) for t in tensors), strict=True)]
-
-
-def _activations(x: Tensor, weights: Sequence[Tensor], biases: Some, out: Tensor | None = None) -> list[Tensor]:
-    """What comes out of each layer, the last one the output."""
-    found, last = [], len(weights) - 1
-    for i in range(last):
-        x = product(x, weights[i], biases[i]).relu_()
-        found.append(x)
-    found.append(product(x, weights[last], biases[last], out))
-    return found
-
-
-def _forward(rows: Tensor, weights: Sequence[Tensor], biases: Some) -> tuple[Tensor, list[Tensor]]:
-    """(the output, the activations of the hidden layers, group by group)."""
-    if weights[0].ndim == 2:
-        *hidden, out = _activations(rows, weights, biases)
-        return out, hidden
-    nets, size = weights[0].shape[0], _nets_at_a_time(rows.shape[0], weights)
-    if size == nets:
-        *hidden, out = _activations(rows.expand(nets, -1, -1), weights, biases)
-        return out, hidden
-    out, hidden = rows.new_empty(nets, rows.shape[0], weights[-1].shape[-1]), []
-    for own, place in zip(_split([*weights, *biases], nets, size), out.split(size), strict=True):
-        x = rows.expand(len(place), -1, -1)
-        hidden += _activations(x, own[: len(weights)], own[len(weights) :], place)[:-1]
-    return out, hidden
-
-
-class _Perceptron(torch.autograd.Function):
-    """``forward(numbers of inputs and layers, leading, *inputs, *weights, *biases)``; see :func:`perceptron`."""
-
-    @staticmethod
-    def forward(ctx: Any, n_inputs: int, n_layers: int, leading: int | None, *tensors: Tensor) -> Tensor:
-        inputs, weights, biases = tensors[:n_inputs], tensors[n_inputs:-n_layers], tensors[-n_layers:]
-        rows = inputs[0] if n_inputs == 1 else torch.cat(inputs, -1)
-        out, hidden = _forward(rows, weights, biases)
-        if leading is not None:
-            hidden = [each[:leading] for each in hidden[: n_layers - 1]]
-        ctx.counts = n_inputs, n_layers, leading
-        ctx.save_for_backward(*tensors, rows, *hidden)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        n_inputs, n_layers, leading = ctx.counts
-        n = n_inputs + 2 * n_layers
-        tensors, rows, hidden = ctx.saved_tensors[:n], ctx.saved_tensors[n], ctx.saved_tensors[n + 1 :]
-        needed = ctx.needs_input_grad[3:]
-        if torch.is_grad_enabled():
-            return None, None, None, *_differentiable(tensors, needed, grad, n_inputs, n_layers)
-        widths = [each.shape[-1] for each in tensors[:n_inputs]]
-        weights = tensors[n_inputs:-n_layers]
-        if leading is not None:
-            weights, grad = [weight[:leading] for weight in weights], grad[:leading]
-        batched, nets, layers = weights[0].ndim == 3, weights[0].shape[0], n_layers - 1
-        size = _nets_at_a_time(rows.shape[0], weights) if batched and len(hidden) > layers else nets
-        parts: Any = [(weights, grad)]
-        if size < nets:
-            parts = zip(_split(weights, nets, size), grad.split(size), strict=True)
-        groups = []
-        for k, (own, slope) in enumerate(parts):
-            x = rows.expand(len(slope), -1, -1) if batched else rows
-            groups.append(_gradients(x, hidden[k * layers : (k + 1) * layers], own, slope, needed, widths))
-        if len(groups) == 1:
-            return None, None, None, *groups[0]
-        found: list[Tensor | None] = []
-        for j, parts in enumerate(zip(*groups, strict=True)):
-            if parts[0] is None:
-                found.append(None)
-            else:
-                found.append(sum(parts[1:], start=parts[0]) if j < n_inputs else torch.cat(parts))
-        return None, None, None, *found
-
-
-def _gradients(
-    x: Tensor,
-    hidden: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    grad: Tensor,
-    needed: Sequence[bool],
-    widths: list[int],
-) -> list[Tensor | None]:
-    """The gradients of inputs, weights and biases, where needed. ``grad`` is not written to."""
-    n_inputs, n_layers = len(widths), len(weights)
-    found: list[Tensor | None] = [None] * len(needed)
-    for i in range(n_layers - 1, -1, -1):
-        below = hidden[i - 1] if i else x
-        if needed[n_inputs + i]:
-            found[n_inputs + i] = by_weight(below, grad)
-        if needed[n_inputs + n_layers + i]:
-            found[n_inputs + n_layers + i] = grad.sum(-2, keepdim=grad.ndim == 3)
-        if i:
-            if not (any(needed[: n_inputs + i]) or any(needed[n_inputs + n_layers : n_inputs + n_layers + i])):
-                return found
-            grad = by_input(grad, weights[i])
-            _threshold_backward(grad, below, 0, grad_input=grad)
-    start = 0
-    for j, width in enumerate(widths):
-        if needed[j]:
-            each = by_input(grad, weights[0].narrow(-2, start, width))
-            found[j] = each if each.ndim == 2 else each[0] if len(each) == 1 else each.sum(0)
-        start += width
-    return found
-
-
-def _differentiable(
-    tensors: Sequence[Tensor | None], needed: Sequence[bool], grad: Tensor, n_inputs: int, n_layers: int
-) -> list[Tensor | None]:
-    """The gradients, with a graph of their own."""
-    inputs: Any = tensors[:n_inputs]
-    weights: Any = tensors[n_inputs:-n_layers]
-    out = by_layer(inputs, weights, tensors[-n_layers:])
-    wanted = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
-    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))  # type: ignore[arg-type]
-    return [next(found) if need else None for need in needed]
-
-
-_perceptron = past_functorch(_Perceptron)
-
-
-def perceptron(inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Some, leading: int | None = None) -> Tensor:
-    """Linear layers with ReLU between them, where :func:`fast_here`.
-
-    Args:
-        inputs: each ``[*batch, in_i]``, joined along the last dimension.
-        weights: of the layers, ``[in, out]``, or of N nets ``[N, in, out]``.
-        biases: ``[out]``, or ``[N, 1, out]``, or None.
-        leading: how many of the nets have gradients, the first ones; of inputs only. None: all. At most as many as are
-            worked on at a time.
-
-    Returns:
-        ``[*batch, out]``, or ``[N, *batch, out]``.
-    """
-    batch = inputs[0].shape[:-1]
-    rows = list(inputs) if len(batch) == 1 else [x.reshape(-1, x.shape[-1]) for x in inputs]
-    tensors = [*rows, *weights, *biases]
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        out = cast(Tensor, _perceptron(len(rows), len(weights), leading, *tensors))
-    else:
-        out, _ = _forward(rows[0] if len(rows) == 1 else torch.cat(rows, -1), weights, biases)
-    return out if len(batch) == 1 else out.reshape(*out.shape[:-2], *batch, out.shape[-1])
+    return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
 
 
 def joined(inputs: Sequence[Tensor]) -> Tensor:
@@ -307,8 +100,9 @@ class _Narrowing(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         return (
-            by_input(grad, weight) if of_x else None,
-            by_weight(x, grad) if of_weight else None,
+            # Of one output the product is elementwise. MKL is faster if the smaller dimension comes first.
+            (grad * weight.mT if weight.shape[-1] == 1 else torch.bmm(grad, weight.mT)) if of_x else None,
+            torch.bmm(grad.mT, x).mT if of_weight else None,
             grad.sum(1, keepdim=True) if of_bias else None,
         )
 
@@ -404,6 +198,41 @@ class EnsembleLinear(nn.Module):
     def extra_repr(self) -> str:
         text = f"num_nets={self.num_nets}, in_features={self.in_features}, out_features={self.out_features}"
         return f"{text}, bias={self.bias is not None}" + (", unit_rows=True" if self.unit_rows else "")
+
+
+def runs_net_by_net(layers: Sequence[Any], inputs: Sequence[Tensor], many: int = MANY) -> bool:
+    """Whether :func:`net_by_net` can take the place of the layers of an ensemble, and one has ``many`` outputs."""
+    x, first = inputs[0], layers[0]
+    if not x.is_cpu or not x.shape[-1] or type(first) is not EnsembleLinear or torch.compiler.is_compiling():
+        return False
+    if x.numel() // x.shape[-1] * first.out_features * first.num_nets < many:
+        return False
+    return all(
+        type(part) is (nn.ReLU if i % 2 else EnsembleLinear) and not hooked(part) for i, part in enumerate(layers)
+    )
+
+
+def net_by_net(layers: Sequence[Any], inputs: Sequence[Tensor], leading: int | None = None) -> Tensor:
+    """:class:`EnsembleLinear` layers with ReLU between them on inputs that all nets share: ``[N, rows, out]``.
+
+    Args:
+        layers: of all nets.
+        inputs: each ``[*batch, in_i]``, joined along the last dimension.
+        leading: how many of the nets have gradients, the first ones; None: all.
+    """
+    x, found = _rows(joined(inputs)), []
+    parameters = [
+        (part.weight.unbind(), repeat(None) if part.bias is None else part.bias.unbind()) for part in layers[::2]
+    ]
+    nets = zip(*(zip(*each, strict=False) for each in parameters), strict=True)
+    for net, own in enumerate(nets):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (leading is None or net < leading)):
+            y = x
+            for i, (weight, bias) in enumerate(own):
+                y = layers[2 * i - 1](y) if i else y
+                y = y @ weight if bias is None else torch.addmm(bias, y, weight)
+        found.append(y)
+    return torch.stack(found)
 
 
 def make_linear(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from gpubuf.modules.linear import (
     EnsembleLinear,
     ensemble_input_layer,
-    is_perceptron,
     joined,
     make_linear,
-    perceptron,
+    net_by_net,
+    runs_net_by_net,
     shared_rows,
 )
 from gpubuf.modules.norms import NormName, check_norm, make_norm
@@ -62,7 +62,7 @@ class Layers:
     norm_place: Literal["after", "before"] = "after"
     input_norm: NormName | None = None
     head_norm: NormName | None = None
-    norm_kwargs: dict[str, Any] = field(default_factory=dict)
+    norm_kwargs: dict[str, Any] | None = None
     dropout: float = 0.0
     num_blocks: int = 0
     expansion: int = 4
@@ -93,7 +93,7 @@ class Layers:
         if name is None:
             return [] if activation is None else [_activation(activation)]
         after = None if activation is None else functools.partial(_activation, activation)
-        options = self.norm_kwargs
+        options = self.norm_kwargs or {}
         if name != self.norm:
             shared = {"momentum", "renorm_warmup", "r_max", "d_max"} if name.startswith("batch") else set()
             options = {key: value for key, value in options.items() if key in shared}
@@ -200,16 +200,12 @@ class MLP(nn.Sequential):
         dtype: torch.dtype | None = None,
     ) -> None:
         layers = Layers(
-            None, activation, norm, norm_place, input_norm, head_norm, norm_kwargs or {}, dropout, num_blocks,
-            expansion, bias, unit_rows, device, dtype,
+            None, activation, norm, norm_place, input_norm, head_norm, norm_kwargs, dropout, num_blocks, expansion,
+            bias, unit_rows, device, dtype,
         )  # fmt: skip
         super().__init__(*layers.build(in_features, out_features, num_cells))
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        layers: list[Any] = list(self._modules.values())
-        if is_perceptron(layers, nn.Linear, inputs, 1):
-            linear = layers[::2]
-            return perceptron(inputs, [each.weight.t() for each in linear], [each.bias for each in linear])
         output: Tensor = super().forward(joined(inputs))  # type: ignore[no-untyped-call]
         return output
 
@@ -235,18 +231,7 @@ class EnsembleMLP(nn.Module):
         num_cells: widths of the hidden layers.
         activation: factory of the activation modules, elementwise.
         shared_input: whether all nets see the same input.
-        norm: this and the options from here to ``unit_rows`` are those of :class:`MLP`.
-        norm_place: see :class:`MLP`.
-        input_norm: see :class:`MLP`.
-        head_norm: see :class:`MLP`.
-        norm_kwargs: see :class:`MLP`.
-        dropout: see :class:`MLP`.
-        num_blocks: see :class:`MLP`.
-        expansion: see :class:`MLP`.
-        bias: see :class:`MLP`.
-        unit_rows: see :class:`MLP`.
-        device: of the parameters.
-        dtype: of the parameters.
+        **options: the keyword arguments of :class:`MLP`, from ``norm`` to ``dtype``.
 
     Raises:
         ValueError: there is no net, or as :class:`MLP`.
@@ -261,39 +246,24 @@ class EnsembleMLP(nn.Module):
         activation: Callable[[], nn.Module] = nn.ReLU,
         *,
         shared_input: bool = True,
-        norm: NormName | None = None,
-        norm_place: Literal["after", "before"] = "after",
-        input_norm: NormName | None = None,
-        head_norm: NormName | None = None,
-        norm_kwargs: dict[str, Any] | None = None,
-        dropout: float = 0.0,
-        num_blocks: int = 0,
-        expansion: int = 4,
-        bias: bool = True,
-        unit_rows: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         if num_nets < 1:
             raise ValueError(f"an ensemble needs at least one net, got num_nets={num_nets}")
         self.ensemble_size = num_nets
         self.shared_input = shared_input
-        layers = Layers(
-            num_nets, activation, norm, norm_place, input_norm, head_norm, norm_kwargs or {}, dropout, num_blocks,
-            expansion, bias, unit_rows, device, dtype,
-        )  # fmt: skip
+        layers = Layers(num_nets, activation, **options)
         self.layers = nn.Sequential(*layers.build(in_features, out_features, num_cells))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         if self.shared_input:
             batch = inputs[0].shape[:-1]
             layers: list[Any] = list(self.layers._modules.values())
-            if is_perceptron(layers, EnsembleLinear, inputs, self.ensemble_size):
-                linear = layers[::2]
-                return perceptron(inputs, [each.weight for each in linear], [each.bias for each in linear])
             first, *others = layers
-            if isinstance(first, EnsembleLinear):
+            if runs_net_by_net(layers, inputs):
+                x, others = net_by_net(layers, inputs), []
+            elif isinstance(first, EnsembleLinear):
                 x = ensemble_input_layer(inputs, first.weight, first.bias)
             else:
                 x = first(shared_rows(inputs, self.ensemble_size))

@@ -22,7 +22,6 @@ from torch.nn.functional import softplus
 
 from gpubuf.modules.fast_call import entry, is_plain
 from gpubuf.modules.mlp import MLP, EnsembleMLP
-from gpubuf.modules.norms import NormName
 from gpubuf.modules.tanh_normal import TanhNormal
 from gpubuf.modules.weight_norm import draw_rows
 
@@ -246,17 +245,11 @@ def make_fastsac_actor(
     action_dim: int,
     num_cells: Sequence[int] = (512, 256, 128),
     *,
-    low: float | Sequence[float] | Any = -1.0,
-    high: float | Sequence[float] | Any = 1.0,
-    activation: Callable[[], nn.Module] = nn.SiLU,
-    norm: NormName | None = "layer",
     log_std_min: float = -5.0,
     log_std_max: float = 0.0,
-    in_keys: Sequence[NestedKey] = ("observation",),
-    action_key: NestedKey = "action",
-    return_log_prob: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    **head: Any,
 ) -> TanhNormalActor:
     """The actor of FastSAC: layer norm and SiLU, and a standard deviation whose logarithm tanh keeps in its range.
 
@@ -269,30 +262,22 @@ def make_fastsac_actor(
         obs_dim: width of all inputs together.
         action_dim: number of action components, A.
         num_cells: widths of the hidden layers.
-        low: lower bound of the actions: a number or ``[A]`` numbers.
-        high: upper bound of the actions, as ``low``.
-        activation: factory of the activation modules.
-        norm: norm of the hidden layers, see :class:`~gpubuf.modules.MLP`.
         log_std_min: least logarithm of the standard deviation.
         log_std_max: greatest logarithm of the standard deviation.
-        in_keys: keys of the inputs, each ``[*batch, width]``.
-        action_key: key of the action, ``[*batch, A]``.
-        return_log_prob: also write the log-density of the action.
         device: of the parameters.
         dtype: of the parameters.
+        **head: ``low``, ``high``, ``in_keys``, ``action_key`` and ``return_log_prob``, as for
+            :func:`~gpubuf.modules.make_sac_actor`.
 
     Raises:
         ValueError: the bounds of the actions or of the standard deviation are out of order or not finite.
     """
     new: dict[str, Any] = {"device": device, "dtype": dtype}
-    body = MLP(obs_dim, 2 * action_dim, num_cells, activation, norm=norm, **new)
+    body = MLP(obs_dim, 2 * action_dim, num_cells, nn.SiLU, norm="layer", **new)
     for parameter in body[-1].parameters():
         nn.init.zeros_(parameter)
     network = nn.Sequential(body, SquashedGaussianParameters(log_std_min, log_std_max))
-    return tanh_normal_actor(
-        network, action_dim, low=low, high=high, in_keys=in_keys, action_key=action_key,
-        return_log_prob=return_log_prob, **new,
-    )  # fmt: skip
+    return tanh_normal_actor(network, action_dim, **new, **head)
 
 
 def make_fastsac_critic(
@@ -302,8 +287,6 @@ def make_fastsac_critic(
     *,
     num_atoms: int = 101,
     num_nets: int = 2,
-    activation: Callable[[], nn.Module] = nn.SiLU,
-    norm: NormName | None = "layer",
     in_keys: Sequence[NestedKey] = ("observation", "action"),
     out_key: NestedKey = "state_action_value",
     device: torch.device | str | None = None,
@@ -319,30 +302,21 @@ def make_fastsac_critic(
         num_cells: widths of the hidden layers.
         num_atoms: number of atoms, A; 1 for plain values.
         num_nets: number of networks, N.
-        activation: factory of the activation modules.
-        norm: norm of the hidden layers, see :class:`~gpubuf.modules.MLP`.
         in_keys: keys of the inputs, each ``[*batch, width]``.
         out_key: key of the logits, ``[N, *batch, A]``.
         device: of the parameters.
         dtype: of the parameters.
     """
     network = EnsembleMLP(
-        num_nets, obs_dim + action_dim, num_atoms, num_cells, activation, norm=norm, device=device, dtype=dtype
+        num_nets, obs_dim + action_dim, num_atoms, num_cells, nn.SiLU, norm="layer", device=device, dtype=dtype
     )
     return TensorDictModule(network, list(in_keys), [out_key])
 
 
-def _flashsac_options(num_blocks: int, expansion: int, unit_rows: bool) -> dict[str, Any]:
-    return {
-        "norm": "batch",
-        "input_norm": "batch",
-        "head_norm": "rms",
-        "norm_kwargs": {"momentum": 0.01},
-        "num_blocks": num_blocks,
-        "expansion": expansion,
-        "bias": False,
-        "unit_rows": unit_rows,
-    }
+_FLASHSAC: dict[str, Any] = {
+    **{"norm": "batch", "input_norm": "batch", "head_norm": "rms", "norm_kwargs": {"momentum": 0.01}},
+    **{"bias": False, "unit_rows": True},
+}
 
 
 def make_flashsac_actor(
@@ -352,19 +326,15 @@ def make_flashsac_actor(
     *,
     num_blocks: int = 2,
     expansion: int = 4,
-    low: float | Sequence[float] | Any = -1.0,
-    high: float | Sequence[float] | Any = 1.0,
-    activation: Callable[[], nn.Module] = nn.ReLU,
-    unit_rows: bool = True,
     log_std_min: float = -10.0,
     log_std_max: float = 2.0,
-    in_keys: Sequence[NestedKey] = ("observation",),
-    action_key: NestedKey = "action",
-    return_log_prob: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    **head: Any,
 ) -> TanhNormalActor:
     """The actor of FlashSAC: batch norm, residual blocks, RMS norm before the head, weights with unit rows.
+
+    The rows of all weights begin orthogonal; scale and shift of a norm together have the length sqrt(features).
 
     It is used as that of :func:`~gpubuf.modules.make_sac_actor`, with two differences. Call
     :func:`~gpubuf.modules.normalize_weights` after each step of the optimiser. And its batch norms use the statistics
@@ -377,34 +347,23 @@ def make_flashsac_actor(
         width: of the residual blocks.
         num_blocks: number of residual blocks.
         expansion: width within a residual block, as a multiple of ``width``.
-        low: lower bound of the actions: a number or ``[A]`` numbers.
-        high: upper bound of the actions, as ``low``.
-        activation: factory of the activation modules.
-        unit_rows: the rows of all weights have unit length, and begin orthogonal; scale and shift of a norm together
-            have the length sqrt(features).
         log_std_min: least logarithm of the standard deviation.
         log_std_max: greatest logarithm of the standard deviation.
-        in_keys: keys of the inputs, each ``[*batch, width]``.
-        action_key: key of the action, ``[*batch, A]``.
-        return_log_prob: also write the log-density of the action.
         device: of the parameters.
         dtype: of the parameters.
+        **head: ``low``, ``high``, ``in_keys``, ``action_key`` and ``return_log_prob``, as for
+            :func:`~gpubuf.modules.make_sac_actor`.
 
     Raises:
         ValueError: the bounds of the actions or of the standard deviation are out of order or not finite.
     """
     new: dict[str, Any] = {"device": device, "dtype": dtype}
-    options = _flashsac_options(num_blocks, expansion, unit_rows)
-    body = MLP(obs_dim, 2 * action_dim, (width,), activation, **options, **new)
-    if unit_rows:
-        # The program has two heads, of the means and of the standard deviations.
-        for head in cast(Tensor, body[-1].weight).chunk(2):
-            draw_rows(head, -1)
+    body = MLP(obs_dim, 2 * action_dim, (width,), num_blocks=num_blocks, expansion=expansion, **_FLASHSAC, **new)
+    # The program has two heads, of the means and of the standard deviations.
+    for rows in cast(Tensor, body[-1].weight).chunk(2):
+        draw_rows(rows, -1)
     network = nn.Sequential(body, SquashedGaussianParameters(log_std_min, log_std_max))
-    return tanh_normal_actor(
-        network, action_dim, low=low, high=high, in_keys=in_keys, action_key=action_key,
-        return_log_prob=return_log_prob, **new,
-    )  # fmt: skip
+    return tanh_normal_actor(network, action_dim, **new, **head)
 
 
 def make_flashsac_critic(
@@ -416,8 +375,6 @@ def make_flashsac_critic(
     expansion: int = 4,
     num_atoms: int = 101,
     num_nets: int = 2,
-    activation: Callable[[], nn.Module] = nn.ReLU,
-    unit_rows: bool = True,
     in_keys: Sequence[NestedKey] = ("observation", "action"),
     out_key: NestedKey = "state_action_value",
     device: torch.device | str | None = None,
@@ -437,16 +394,11 @@ def make_flashsac_critic(
         expansion: width within a residual block, as a multiple of ``width``.
         num_atoms: number of atoms, A; 1 for plain values.
         num_nets: number of networks, N.
-        activation: factory of the activation modules.
-        unit_rows: the rows of all weights have unit length, and begin orthogonal; scale and shift of a norm together
-            have the length sqrt(features).
         in_keys: keys of the inputs, each ``[*batch, width]``.
         out_key: key of the logits, ``[N, *batch, A]``.
         device: of the parameters.
         dtype: of the parameters.
     """
-    options = _flashsac_options(num_blocks, expansion, unit_rows)
-    network = EnsembleMLP(
-        num_nets, obs_dim + action_dim, num_atoms, (width,), activation, **options, device=device, dtype=dtype
-    )
+    options: dict[str, Any] = {"num_blocks": num_blocks, "expansion": expansion, "device": device, "dtype": dtype}
+    network = EnsembleMLP(num_nets, obs_dim + action_dim, num_atoms, (width,), **options, **_FLASHSAC)
     return TensorDictModule(network, list(in_keys), [out_key])

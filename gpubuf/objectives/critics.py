@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from gpubuf.modules.fast_call import entry, hooked, is_plain
-from gpubuf.modules.linear import EnsembleLinear, ensemble_input_layer, ensemble_product, is_perceptron, perceptron
+from gpubuf.modules.linear import ensemble_input_layer, ensemble_product, net_by_net, runs_net_by_net
 from gpubuf.modules.mlp import MLP, EnsembleMLP
 from gpubuf.modules.norms import set_statistics
 from gpubuf.objectives.batch import counting_rows
@@ -268,12 +268,11 @@ class BatchedCritics(Critics):
         if type(core) is not EnsembleMLP or not core.shared_input or not is_plain(self.network) or hooked(core):
             return super().detached_first(inputs, key)
         entries = [entry(inputs, name) for name in self.network.in_keys]
-        if not is_perceptron(list(core.layers), EnsembleLinear, entries, 1, many=0):
+        if not runs_net_by_net(list(core.layers), entries, many=0):
             return super().detached_first(inputs, key)
         self._detached.places.fill(constants(self._tensors))
         detached: Any = self._detached.module
-        linear = list(detached.module.layers)[::2]
-        return perceptron(entries, [each.weight for each in linear], [each.bias for each in linear], 1)
+        return net_by_net(list(detached.module.layers), entries, 1)
 
     def _run(self, copy: SwappableCopy, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey) -> Tensor:
         entries = [entry(inputs, name) for name in self.network.in_keys]

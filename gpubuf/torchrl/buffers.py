@@ -26,8 +26,6 @@ _INSTEAD = {
     "transport": _HERE,
     "transport_options": _HERE,
     "collate_fns": "give one collate_fn, for batches of all buffers",
-    "routing_key": "write to each buffer by its own extend()",
-    "routing_dim": "write to each buffer by its own extend()",
 }
 _ARGUMENTS = "_delayed_arguments"
 _building = threading.RLock()
@@ -59,7 +57,7 @@ class ReplayBuffer(CoreBuffer):
     Args:
         **parts: as for the core's class.
         delayed_init: make the parts at the first use of the buffer, and call functions that return parts only then.
-            Default: True with a ``transform_factory``. Errors in the arguments are then raised at the first use.
+            Default: True with a ``transform_factory``. Errors in the parts are then raised at the first use.
         transform_factory: a function that returns the transform; excludes ``transform``.
         checkpointer: writes and reads the rows where the buffer is saved: an object with ``dumps(storage, path)`` and
             ``loads(storage, path)``, such as TorchRL's checkpointers of tensor storages. Default: gpubuf's own form.
@@ -94,28 +92,23 @@ class ReplayBuffer(CoreBuffer):
         if delayed_init is None:
             # As in TorchRL: a factory is for parts that can't be made yet.
             delayed_init = transform_factory is not None and parts.get("transform") is None
-        out_of_scope = {
-            "shared": shared,
-            "service_backend": None if service_backend == "direct" else service_backend,
-            "service_backend_options": service_backend_options,
-            "transport": None if transport == "auto" else transport,
-            "transport_options": transport_options,
-        }
+        refuse_out_of_scope(
+            shared=shared,
+            service_backend=service_backend,
+            service_backend_options=service_backend_options,
+            transport=transport,
+            transport_options=transport_options,
+        )
         if delayed_init:
-            vars(self)[_ARGUMENTS] = out_of_scope, transform_factory, checkpointer, parts
+            vars(self)[_ARGUMENTS] = transform_factory, checkpointer, parts
             kind: Any = type(self)
             self.__class__ = _delayed(kind)
         else:
-            self._build(out_of_scope, transform_factory, checkpointer, parts)
+            self._build(transform_factory, checkpointer, parts)
 
     def _build(
-        self,
-        out_of_scope: dict[str, Any],
-        transform_factory: Callable[[], Callable[[Any], Any]] | None,
-        checkpointer: Any,
-        parts: dict[str, Any],
+        self, transform_factory: Callable[[], Callable[[Any], Any]] | None, checkpointer: Any, parts: dict[str, Any]
     ) -> None:
-        refuse_out_of_scope(**out_of_scope)
         transform = given_transform(parts.get("transform"), transform_factory)
         super().__init__(**{**parts, "transform": transform})
         if checkpointer is not None:
@@ -252,10 +245,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer, core.TensorDictP
         require_sync(sync)
         super().__init__(**parts)
 
-    @property
-    def prioritized_sampler(self) -> Sampler:
-        """The sampler, under TorchRL's name."""
-        return self.sampler
+    prioritized_sampler = PrioritizedReplayBuffer.prioritized_sampler
 
 
 def _describe(kind: Any) -> None:
@@ -300,7 +290,7 @@ def refuse_out_of_scope(**arguments: Any) -> None:
                 "shared=True is not supported: a buffer belongs to one process. Send batches to that process, and "
                 "write and sample there"
             )
-        if value:
+        if value and value not in ("direct", "auto"):
             raise NotImplementedError(f"{name}={value!r} is not supported by gpubuf: {_INSTEAD[name]}")
 
 

@@ -27,7 +27,7 @@ from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.layout import Data, RowLayout, TreeLayout
 from gpubuf.data.storage.storage import Storage, TensorStorage, rows_state
 from gpubuf.torchrl.buffers import ReplayBuffer, TensorDictReplayBuffer
-from gpubuf.torchrl.samplers import Priorities, PrioritizedSampler, read_priorities, write_epoch, write_priorities
+from gpubuf.torchrl.samplers import Priorities, PrioritizedSampler, read_priorities
 from gpubuf.torchrl.storages import LazyTensorStorage
 
 WRITER_FILE = "metadata.json"
@@ -155,7 +155,7 @@ def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
         storage.end(None)
         if found.size:
             sampler.on_write(torch.arange(found.size, device=storage.device), None)
-        if found.priorities is not None and getattr(sampler, "torchrl_form", None) == "priorities":
+        if found.priorities is not None and isinstance(sampler, PrioritizedSampler):
             state = found.priorities.state(storage.max_size, found.size, order)
             sampler.load_state_dict({**sampler.state_dict(), **state})
         storage.rebuild()
@@ -226,7 +226,6 @@ def save_torchrl(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
     """Write a buffer as TorchRL's ``dumps`` would, for ``loads`` of a TorchRL buffer with the same components.
 
     The folder appears under its name once it is complete. The random stream and the state of transforms are left out.
-    An epoch of a sampler without replacement begins anew.
 
     Args:
         buffer: a buffer that has been written to. Rows on a GPU are copied piece by piece. Tensorclasses become
@@ -247,12 +246,7 @@ def save_torchrl(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
     try:
         _write_rows(buffer, temporary)
         sampler: Any = buffer.sampler
-        form = getattr(sampler, "torchrl_form", None)
-        if form == "epoch":
-            write_epoch(temporary / "sampler", None, 0, sampler.drop_last, False)
-        elif form == "priorities":
-            (temporary / "sampler").mkdir()
-            write_priorities(sampler, temporary / "sampler")
+        sampler.dumps(temporary / "sampler")
         settings = {"batch_size": buffer.batch_size, "consume_after_n_samples": None}
         files.write_json(temporary / BUFFER_FILE, settings)
         os.rename(temporary, target)

@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -182,8 +182,6 @@ def _adapt_on_write(cls: type[Any], foreign: bool) -> None:
 class Sampler(core.Sampler):
     __doc__ = core.Sampler.__doc__
 
-    #: What the sampler writes into a folder of TorchRL's; None: nothing.
-    torchrl_form: ClassVar[Literal["epoch", "priorities"] | None] = None
     # `choose` as it was before a class that overrides `sample` alone.
     _chosen: ClassVar[Callable[..., tuple[Tensor, dict[Any, Tensor]]]] = core.Sampler.choose
 
@@ -239,8 +237,6 @@ class Sampler(core.Sampler):
 class SamplerWithoutReplacement(Sampler, uniform.SamplerWithoutReplacement):
     __doc__ = uniform.SamplerWithoutReplacement.__doc__
 
-    torchrl_form = "epoch"
-
     @property
     def _sample_list(self) -> Tensor | None:
         """The rest of the epoch, as programs for TorchRL read it."""
@@ -281,7 +277,6 @@ class ConsumingSampler(Sampler, consuming.ConsumingSampler):
 class PrioritizedSampler(Sampler, prioritized.PrioritizedSampler):
     __doc__ = prioritized.PrioritizedSampler.__doc__
 
-    torchrl_form = "priorities"
     # Priorities that were given before there was a storage, and None for rows that were marked.
     _early: tuple[tuple[Tensor, Tensor | None], ...] = ()
 
@@ -457,30 +452,33 @@ class Priorities(NamedTuple):
         return {"alpha": self.alpha, "beta": self.beta, "eps": self.eps, "tree": tree}
 
 
-def priorities_of(state: Mapping[str, Any], within_buffer: bool) -> Priorities:
+def priorities_of(state: Mapping[str, Any], within_buffer: bool, where: str = "the state") -> Priorities:
     """The priorities in a ``state_dict()`` of TorchRL's sampler.
 
     Args:
         state: the state. Its trees may be tensors, arrays, lists, or TorchRL's own.
         within_buffer: whether new rows get the largest priority in the buffer. States without a version then have a
             transformed one as the largest, so that it is found anew.
+        where: it is from, for messages.
 
     Raises:
         KeyError: an entry is missing.
         ValueError: a number is negative or not finite, or the state has a later version.
     """
     version = state.get("_schema_version", 0)
-    _check_version(version, "the state")
-    alpha, beta, eps = (_number(state[f"_{name}"], name, "the state") for name in ("alpha", "beta", "eps"))
+    if version not in (0, _VERSION):
+        raise ValueError(f"{where} has version {version!r}, this reads up to {_VERSION}")
+    alpha, beta, eps = (_number(state[f"_{name}"], name, where) for name in ("alpha", "beta", "eps"))
     weights = _leaves(state["_sum_tree"])
-    _check_weights(weights, "the state")
+    if not bool(((weights >= 0) & weights.float().isfinite()).all()):
+        raise ValueError(f"{where} holds weights that are negative or not finite")
     largest = state["_max_priority"]
     # With the position of its row.
     if isinstance(largest, (tuple, list)) or (isinstance(largest, Tensor) and largest.dim()):
         largest = largest[0]
     if version == 0 and within_buffer and largest is not None and alpha and bool(weights.any()):
         largest = max(float(weights.max()) ** (1 / alpha) - eps, 0.0)
-    largest = None if largest is None else _number(largest, "max_priority", "the state")
+    largest = None if largest is None else _number(largest, "max_priority", where)
     return Priorities(alpha, beta, eps, largest, weights)
 
 
@@ -500,20 +498,14 @@ def read_priorities(folder: Path, root: Path | None = None) -> Priorities | None
     path = folder / _FILE
     if not os.path.lexists(path):
         return None
-    content = files.read_json(path, root)
-    _check_version(content.get("_schema_version", 0), str(path))
-    alpha, beta, eps, capacity = (
-        _number(content.get(f"_{n}"), n, str(path)) for n in ("alpha", "beta", "eps", "max_capacity")
-    )
-    largest = content.get("_max_priority")
+    content = {"_schema_version": 0, **dict.fromkeys(("_alpha", "_beta", "_eps")), **files.read_json(path, root)}
+    largest, capacity = content.get("_max_priority"), _number(content.get("_max_capacity"), "max_capacity", str(path))
     if not isinstance(largest, list) or len(largest) != 2:
         raise ValueError(f"{path}: '_max_priority' must be a priority and an index, not {largest!r}")
     if not capacity.is_integer() or capacity >= 1 << 48:
         raise ValueError(f"{path}: 'max_capacity' must be a whole number, not {capacity}")
-    weights = files.map_file(folder / "sumtree.memmap", torch.float64, (int(capacity),), writable=False, root=root)
-    _check_weights(weights, str(folder / "sumtree.memmap"))
-    highest = None if largest[0] is None else _number(largest[0], "max_priority", str(path))
-    return Priorities(alpha, beta, eps, highest, weights)
+    tree = files.map_file(folder / "sumtree.memmap", torch.float64, (int(capacity),), writable=False, root=root)
+    return priorities_of({**content, "_sum_tree": tree}, within_buffer=False, where=str(path))
 
 
 def write_priorities(sampler: Any, folder: Path) -> None:
@@ -583,16 +575,6 @@ def read_epoch(folder: Path) -> dict[str, Any]:
     if missing := [name for name, value in found.items() if value is None and name != "_sample_list"]:
         raise ValueError(f"{folder} has no {missing}: it was not written by a sampler without replacement")
     return found
-
-
-def _check_version(version: Any, where: str) -> None:
-    if version not in (0, _VERSION):
-        raise ValueError(f"{where} has version {version!r}, this reads up to {_VERSION}")
-
-
-def _check_weights(weights: Tensor, where: str) -> None:
-    if not bool(((weights >= 0) & weights.float().isfinite()).all()):
-        raise ValueError(f"{where} holds weights that are negative or not finite")
 
 
 def _number(value: Any, name: str, where: str) -> float:

@@ -1,4 +1,4 @@
-"""The record of a run: JSON lines that depend on the seed alone, times in a second file, and the learning curve."""
+"""The record of a run: JSON lines that depend on the seed alone, and the learning curve."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
-TIMING_FILE = "timing.jsonl"
 
 
 class JsonLines:

@@ -21,14 +21,14 @@ import torch
 from gpubuf.serialization import load, replace, save
 from gpubuf.train.algorithms import MODEL_FILE
 from gpubuf.train.config import CONFIG_FILE, TrainConfig, UsageError
-from gpubuf.train.metrics import CURVE_FILE, METRICS_FILE, TIMING_FILE, JsonLines, check_lines, draw_curve, read
+from gpubuf.train.metrics import CURVE_FILE, METRICS_FILE, JsonLines, check_lines, draw_curve, read
 from gpubuf.train.progress import Reporter
 from gpubuf.train.trainer import Trainer
 
 CHECKPOINT_FILE = "checkpoint.safetensors"
 RESULT_FILE = "result.json"
 
-_FILES = (CONFIG_FILE, CHECKPOINT_FILE, MODEL_FILE, METRICS_FILE, TIMING_FILE, CURVE_FILE, RESULT_FILE)
+_FILES = (CONFIG_FILE, CHECKPOINT_FILE, MODEL_FILE, METRICS_FILE, CURVE_FILE, RESULT_FILE)
 
 # Smaller matrix products finish before a second thread wakes up.
 _ONE_THREAD_WORK = 1 << 25
@@ -151,9 +151,7 @@ class _Run:
         self._reporter = reporter
         self._trainer = Trainer(config, device, self._record)
         self._metrics: JsonLines | None = None
-        self._timing: JsonLines | None = None
         self._seconds = 0.0
-        self._began = 0.0
 
     def begin(self) -> None:
         """Claim the folder for a new run."""
@@ -163,13 +161,13 @@ class _Run:
                 (self._folder / name).unlink(missing_ok=True)
         except OSError as error:
             raise UsageError(f"cannot write to {self._folder}: {error}") from None
-        self._open({METRICS_FILE: 0, TIMING_FILE: 0})
+        self._open(0)
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Continue the run from ``checkpoint``."""
         try:
             state, seconds = checkpoint["trainer"], checkpoint["seconds"]
-            step, lines = state["step"], {file: checkpoint["lines"][file] for file in (METRICS_FILE, TIMING_FILE)}
+            step, lines = state["step"], checkpoint["lines"][METRICS_FILE]
         except (KeyError, TypeError) as error:
             raise UsageError(f"the checkpoint in {self._folder} does not fit this run: it lacks {error}") from None
         if (self._folder / RESULT_FILE).exists() and step >= self._config.total_steps:
@@ -177,8 +175,7 @@ class _Run:
                 f"the run in {self._folder} is complete, with {step:,} steps; ask for more of them to go on"
             )
         try:
-            for file, keep in lines.items():
-                check_lines(self._folder / file, keep)
+            check_lines(self._folder / METRICS_FILE, lines)
         except ValueError as error:
             raise UsageError(str(error)) from None
         lost = self._trainer.load_state_dict(state)
@@ -191,10 +188,9 @@ class _Run:
                 "but not exactly as it would have"
             )
 
-    def _open(self, lines: Mapping[str, int]) -> None:
+    def _open(self, lines: int) -> None:
         try:
-            self._metrics = JsonLines(self._folder / METRICS_FILE, keep=lines[METRICS_FILE])
-            self._timing = JsonLines(self._folder / TIMING_FILE, keep=lines[TIMING_FILE])
+            self._metrics = JsonLines(self._folder / METRICS_FILE, keep=lines)
             replace(self._folder / CONFIG_FILE, [self._config.to_json().encode()])
         except BaseException:
             self._close()
@@ -202,28 +198,21 @@ class _Run:
 
     def _close(self) -> None:
         self._trainer.close()
-        for file in (self._metrics, self._timing):
-            if file is not None:
-                file.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
     def _record(self, record: dict[str, Any]) -> None:
         assert self._metrics is not None
-        assert self._timing is not None
         self._metrics.write(record)
-        if record["kind"] == "update":
-            self._timing.write({"step": record["step"], "seconds": round(self._elapsed(), 3)})
-
-    def _elapsed(self) -> float:
-        return self._seconds + time.monotonic() - self._began
 
     def finish(self) -> TrainResult:
         """Train until the end or an interruption, evaluate, and write all remaining files."""
         trainer = self._trainer
-        self._began = time.monotonic()
+        began = time.monotonic()
         try:
             with _interruption() as interruption:
                 self._train(interruption)
-                self._seconds = self._elapsed()
+                self._seconds += time.monotonic() - began
                 self._save()
                 final = None
                 if not interruption.requested():
@@ -260,10 +249,9 @@ class _Run:
 
     def _save(self) -> None:
         assert self._metrics is not None
-        assert self._timing is not None
         state = {
             "trainer": self._trainer.state_dict(),
-            "lines": {METRICS_FILE: self._metrics.lines, TIMING_FILE: self._timing.lines},
+            "lines": {METRICS_FILE: self._metrics.lines},
             "seconds": self._seconds,
         }
         save(self._folder / CHECKPOINT_FILE, state)

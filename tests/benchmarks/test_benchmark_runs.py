@@ -175,18 +175,17 @@ def test_every_curve_is_there_and_no_peer_is_missing_silently():
         expected = {operation.title for operation in axis.operations}
         assert set(drawn) == expected | ({curves.SLICES_PANEL} if axis.name == "capacity" else set())
         for title in expected:
-            by_library = {curve.library: curve for curve in drawn[title].curves}
+            by_library = drawn[title].curves
             assert {"gpubuf", *PEERS, "roofline"} <= set(by_library)
             for name in ("gpubuf", "torchrl", "cpprb", "sb3", "roofline"):
-                assert [value for value, _ in by_library[name].points] == list(axis.values), (axis.name, title, name)
-            assert not by_library["flashbax"].points
-            assert by_library["flashbax"].reason == "flashbax is not installed here"
+                assert [value for value, _ in by_library[name]] == list(axis.values), (axis.name, title, name)
+            assert not by_library["flashbax"]
 
 
 def test_curves_of_graphs_have_a_roofline_of_their_own():
     names = [AXES[0].name_of(AXES[0].operations[0], value) for value in AXES[0].values]
     both = [entry(name, library, 5e-6) for name in names for library in ("gpubuf", "gpubuf-graph")]
-    by_library = {curve.library: curve.points for curve in panels(a_run(both, [], "cuda"), AXES[0])[0].curves}
+    by_library = panels(a_run(both, [], "cuda"), AXES[0])[0].curves
     # 256 rows of 4 bytes, read and written, and their index
     n_bytes = 256 * 16
     assert by_library["roofline"][0] == (10_000, pytest.approx(n_bytes / 1e10 + 2e-6))
@@ -195,8 +194,8 @@ def test_curves_of_graphs_have_a_roofline_of_their_own():
 
 def test_a_peer_that_was_never_asked_is_open():
     found = a_run([entry("capacity/uniform-sample/10000", "gpubuf", 1e-6)], [])
-    by_library = {curve.library: curve for curve in panels(found, AXES[0])[0].curves}
-    assert {name: by_library[name].reason for name in PEERS} == dict.fromkeys(PEERS, "open")
+    by_library = panels(found, AXES[0])[0].curves
+    assert {name: by_library[name] for name in PEERS} == {name: [] for name in PEERS}
 
 
 def test_pictures_need_results_of_one_device(tmp_path: Path):

@@ -162,25 +162,6 @@ def test_a_sampler_of_ones_own():
     assert buffer.sample()["index"].tolist() == [0] * 4
 
 
-def test_every_change_of_a_storage_is_noted():
-    """TorchRL's samplers ask for the number before they use what they keep about trajectories."""
-    storage = JOINED.LazyTensorStorage(10)
-    assert storage._last_cursor_index is None
-    seen = [storage._mutation_revision]
-    for change in (
-        lambda: storage.set(torch.arange(4), batch(4)),
-        lambda: storage.set(torch.tensor([1, 3]), batch(2), set_cursor=False),
-        lambda: storage[:].set_("observation", torch.zeros(4, 3)) is not None and storage._bump_mutation_revision(),
-        lambda: storage._empty(),
-        lambda: storage._empty(),
-        lambda: JOINED.TensorDictReplayBuffer(storage=storage).extend(batch(12)),
-    ):
-        change()
-        seen.append(storage._mutation_revision)
-    assert len(set(seen)) == len(seen)
-    assert storage._last_cursor_index == 1
-
-
 # Messages
 
 
@@ -200,25 +181,12 @@ def test_sharing_between_processes_is_refused():
         buffer_of("ReplayBuffer").share()
 
 
-def test_writing_elsewhere_than_at_the_cursor():
-    """What a writer of TorchRL's asks of a storage."""
+def test_a_storage_in_a_buffer_of_torchrls():
+    """One of TorchRL's attaches itself to its storage."""
     storage = JOINED.LazyTensorStorage(10)
-    storage.set(torch.arange(4), batch(4))
-    storage.set(torch.tensor([1, 3]), batch(2), set_cursor=False)
-    assert len(storage) == 4
-    with pytest.raises(NotImplementedError, match=r"give the buffer a writer of gpubuf\.integrations\.torchrl"):
-        storage.set(torch.tensor([7]), batch(1))
-
-
-class _Theirs:
-    """A storage that is none of gpubuf's."""
-
-
-def test_torchrls_storage_with_gpubufs_parts():
-    with pytest.raises(TypeError, match=r"can't draw from TorchRL's _Theirs: use a storage of gpubuf\.integrations"):
-        JOINED.RandomSampler().bind(_Theirs())
-    with pytest.raises(TypeError, match=r"can't write to TorchRL's _Theirs: use a storage of gpubuf\.integrations"):
-        JOINED.RoundRobinWriter().register_storage(_Theirs())
+    with pytest.raises(NotImplementedError, match=r"make the buffer of this name in gpubuf\.integrations\.torchrl"):
+        storage.attach(type("ReplayBuffer", (), {"storage": storage})())
+    storage.attach(JOINED.ReplayBuffer(storage=storage))
 
 
 def test_without_torchrl():

@@ -1,6 +1,6 @@
 """What a program on TorchRL is told when it mixes parts, or uses what gpubuf has not: one sentence on what to do.
 
-Parts of gpubuf's in TorchRL's buffers are in test_torchrl_classes.py.
+A storage of gpubuf's in a buffer of TorchRL's is in test_torchrl_classes.py.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ BUFFERS = (ReplayBuffer, TensorDictReplayBuffer)
     [("storage", "LazyTensorStorage"), ("sampler", "RandomSampler"), ("writer", "RoundRobinWriter")],
 )
 def test_a_part_of_torchrls(buffer: type, part: str, name: str):
-    message = (
-        f"got TorchRL's {name}: take gpubuf.data's class of that name here, and gpubuf.integrations.torchrl's in a "
-        "buffer of TorchRL's"
-    )
+    message = f"got TorchRL's {name}: take gpubuf.data's class of that name"
     for given in (theirs(name), lambda: theirs(name)):
         with pytest.raises(TypeError, match=f"^expected a .* or a function that returns one, {message}$"):
             buffer(**{part: given})

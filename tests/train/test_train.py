@@ -64,7 +64,6 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path, capsys, picture, priori
     assert {path.name for path in folder.iterdir()} == {
         "config.json",
         "metrics.jsonl",
-        "timing.jsonl",
         "learning_curve.png",
         "model.safetensors",
         "checkpoint.safetensors",
@@ -87,7 +86,6 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path, capsys, picture, priori
 
     stored = json.loads((folder / "result.json").read_text())
     assert stored["mean_return"] == pytest.approx(result.mean_return)
-    assert [record["step"] for record in read(folder / "timing.jsonl")] == [50, 75, 100]
     assert "evaluation over 3 episodes: mean return" in capsys.readouterr().out
 
 
@@ -204,7 +202,7 @@ def test_a_complete_run_goes_on_with_more_steps_only(tmp_path):
 def test_damaged_checkpoints_are_refused_and_change_nothing(tmp_path):
     train(tiny(), tmp_path)
     good = (tmp_path / CHECKPOINT_FILE).read_bytes()
-    other = {"trainer": {"step": 1}, "lines": {"metrics.jsonl": 0, "timing.jsonl": 0}, "seconds": 1.0}
+    other = {"trainer": {"step": 1}, "lines": {"metrics.jsonl": 0}, "seconds": 1.0}
     save(tmp_path / "other", other)
     for content, message in [
         (good[: len(good) // 2], "damaged"),

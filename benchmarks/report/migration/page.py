@@ -59,7 +59,6 @@ class Compared:
     found: bool = False
     same: list[str] = field(default_factory=list)
     others: dict[str, Reason] = field(default_factory=dict)
-    more: list[str] = field(default_factory=list)
 
 
 def recorded() -> dict[str, Any]:
@@ -128,7 +127,6 @@ def compared(name: str, entry: Name, value: Any, written: dict[str, Reason]) -> 
     theirs: dict[str, Member] = {"": {"args": entry.get("args", {})}, **entry.get("members", {})}
     ours: dict[str, Member] = {"": {"args": own.get("args", {})}, **own.get("members", {})}
     bases = (name, *entry.get("bases", ()))
-    renamed = set()
     for item, _ in items_of(entry):
         member, _, argument = item.removeprefix(".").rstrip(")").partition("(")
         exists = member in ours or hasattr(value, member)
@@ -142,21 +140,16 @@ def compared(name: str, entry: Name, value: Any, written: dict[str, Reason]) -> 
             by_hand = next((written[f"{base}.*"] for base in bases if f"{base}.*" in written), None)
         if by_hand is not None or difference is not None:
             found.others[item] = by_hand or difference  # type: ignore[assignment]
-            renamed.add(found.others[item].why)
         else:
             found.same.append(item)
-    for member, described_here in ours.items():
-        for argument in described_here.get("args", {}) if member in theirs else ():
-            if argument not in theirs[member].get("args", {}) and not any(f"`{argument}`" in why for why in renamed):
-                found.more.append(f".{member}({argument})" if member else f"({argument})")
     reason = written.get(name)
     if reason is not None:
         found.state, found.why = reason.state, reason.why
         if reason.whole:
-            found.same, found.others, found.more = [], {}, []
+            found.same, found.others = [], {}
     elif any(reason.state in ("different", "missing") for reason in found.others.values()):
         found.state = "different"
-    elif found.more or any(reason.state == "better" for reason in found.others.values()):
+    elif any(reason.state == "better" for reason in found.others.values()):
         found.state = "better"
     return found
 
@@ -181,27 +174,18 @@ def stale_reasons() -> list[str]:
     known = {f"area {entry['area']}" for entry in names.values()} | set(names) | {"losses"}
     known |= {f"{name}.*" for name, entry in names.items() if "members" in entry}
     known |= {f"{name}{item}" for name, entry in names.items() for item, _ in items_of(entry)}
-    by_name = {each.name: each for each in comparison()}
+    here = set(own) | {
+        f"{name}{item}" for name, value in own.items() for item, _ in items_of(described(value, "gpubuf", set()))
+    }
     stale = []
     for key, reason in reasons().items():
-        name, _, rest = key.replace("(", ".(", 1).partition(".")
-        value = own.get(name)
         if key not in known:
             stale.append(f"{key}: TorchRL has no such name")
         elif reason.state not in STATES:
             stale.append(f"{key}: {reason.state} is no state")
-        elif reason.state == "missing" and not reason.probe:
-            member = rest.partition("(")[0]
-            here = value is not None and rest != "*" and (not rest or (member == rest and hasattr(value, member)))
-            argument = rest.partition("(")[2].rstrip(")")
-            here = here or (
-                bool(argument)
-                and value is not None
-                and argument in described(value, "gpubuf", set()).get("members", {}).get(member, {}).get("args", {})
-            )
-            if here:
-                stale.append(f"{key}: it is here, so it is not missing")
-    return [*stale, *(f"{each.name}: unknown state" for each in by_name.values() if each.state not in STATES)]
+        elif reason.state == "missing" and not reason.probe and key in here:
+            stale.append(f"{key}: it is here, so it is not missing")
+    return stale
 
 
 def unexplained() -> list[str]:
@@ -229,23 +213,12 @@ def table(rows: list[list[str]]) -> str:
     return head + "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def details(each: Compared, others: dict[str, Reason]) -> str:
-    """The section of one class."""
-    parts = [f"### `{each.name}`"]
-    if others:
-        together: dict[tuple[str, str], list[str]] = {}
-        for item, reason in sorted(others.items(), key=lambda pair: (STATES.index(pair[1].state), pair[0])):
-            together.setdefault((reason.state, reason.why), []).append(code(item))
-        parts.append(table([[", ".join(items), *reason] for reason, items in together.items()]))
-    arguments = [code(item) for item in each.same if item.startswith("(")]
-    members = [code(item) for item in each.same if item.startswith(".") and "(" not in item]
-    if arguments:
-        parts.append(f"The same arguments: {', '.join(arguments)}.")
-    if members:
-        parts.append(f"The same members: {', '.join(members)}.")
-    if each.more:
-        parts.append(f"Only here: {', '.join(code(item) for item in each.more)}.")
-    return "\n\n".join(parts)
+def differences(others: dict[str, Reason]) -> str:
+    """The table of what differs in one class: items of one state and reason together."""
+    together: dict[tuple[str, str], list[str]] = {}
+    for item, reason in sorted(others.items(), key=lambda pair: (STATES.index(pair[1].state), pair[0])):
+        together.setdefault((reason.state, reason.why), []).append(code(item))
+    return table([[", ".join(items), *reason] for reason, items in together.items()])
 
 
 def told(each: Compared) -> str:
@@ -255,12 +228,13 @@ def told(each: Compared) -> str:
     total = len(each.same) + len(each.others)
     same = len(each.same) + sum(reason.state in ("same", "better") for reason in each.others.values())
     which = f"All {total}" if same == total else f"{same} of {total}"
-    return f"{which} arguments and members are the same{', and it has more' if each.more else ''}."
+    return f"{which} arguments and members are the same."
 
 
 def counts(found: list[Compared]) -> str:
     """How many names are in which state."""
-    return ", ".join(f"{sum(each.state == state for each in found)} {state}" for state in STATES)
+    of_each = {state: sum(each.state == state for each in found) for state in STATES}
+    return ", ".join(f"{count} {state}" for state, count in of_each.items() if count)
 
 
 def render() -> str:
@@ -291,23 +265,13 @@ def render() -> str:
         f"they do works with gpubuf's buffers as with TorchRL's.\n\n{names}"
     )
     parts.append(
-        "## Every argument and member\n\nOf the classes that both have. A class has what its base has, and only what "
-        "differs from that is listed for it."
+        "## Arguments and members that differ\n\nOf the classes that both have: all others are the same. A class has "
+        "what its base has, and only what differs from that is listed for it."
     )
     for each in inside:
-        entry = data["names"][each.name]
-        above = [by_name[base] for base in entry.get("bases", ()) if base in by_name and by_name[base].found]
+        above = [by_name[base] for base in data["names"][each.name].get("bases", ()) if base in by_name]
         said = {item: reason for base in above for item, reason in base.others.items()}
         others = {item: reason for item, reason in each.others.items() if said.get(item) != reason}
-        inherited = {item for base in above for item in base.same}
-        more = {item for base in above for item in base.more}
-        own = Compared(
-            each.name,
-            each.area,
-            each.state,
-            same=[item for item in each.same if item not in inherited],
-            more=[item for item in each.more if item not in more],
-        )
-        if others or own.same or own.more:
-            parts.append(details(own, others).replace("### `", "#### `", 1))
+        if others:
+            parts.append(f"### `{each.name}`\n\n{differences(others)}")
     return "\n\n".join(parts) + "\n"

@@ -1,0 +1,76 @@
+"""Ensembles run net by net on a CPU where a batch is large: see gpubuf.modules.linear."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from gpubuf.modules import MLP, EnsembleMLP, linear, mlp
+from gpubuf.objectives import TD3Loss
+
+F64 = torch.float64
+
+
+def results(net, *inputs):
+    """Values, and gradients of inputs and parameters."""
+    out = net(*inputs)
+    learn = [tensor for tensor in (*inputs, *net.parameters()) if tensor.requires_grad]
+    return out, *torch.autograd.grad((out * torch.linspace(1, 2, out.numel(), dtype=F64).view_as(out)).sum(), learn)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Every batch is large enough; the calls."""
+    monkeypatch.setattr(linear.runs_net_by_net, "__defaults__", (0,))
+    calls, run = [], mlp.net_by_net
+    monkeypatch.setattr(mlp, "net_by_net", lambda *arguments: calls.append(1) or run(*arguments))
+    return calls
+
+
+@pytest.mark.parametrize("batch", [(6,), (2, 6), ()])
+@pytest.mark.parametrize(("bias", "out"), [(True, 1), (False, 2)])
+def test_it_gives_what_the_batched_products_give(batch, bias, out, request):
+    torch.manual_seed(0)
+    net = EnsembleMLP(3, 5, out, (4, 3), bias=bias, dtype=F64)
+    inputs = torch.randn(*batch, 3, dtype=F64), torch.randn(*batch, 2, dtype=F64, requires_grad=True)
+    expected = results(net, *inputs)
+    calls = request.getfixturevalue("seen")
+    torch.testing.assert_close(results(net, *inputs), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(net(*inputs), expected[0])
+    assert len(calls) == 2
+
+
+def test_in_transformed_code_and_with_hooks(request):
+    net, x = EnsembleMLP(3, 5, 2, (4, 3), dtype=F64), torch.randn(2, 6, 5, dtype=F64)
+    expected = net(x)
+    calls = request.getfixturevalue("seen")
+    torch.testing.assert_close(torch.vmap(net)(x[None].transpose(0, 1))[1].squeeze(-3), expected.select(-3, 1))
+    calls.clear()
+    torch.testing.assert_close(torch.compile(net, backend="aot_eager", fullgraph=True)(x), expected)
+    heard = []
+    activation = next(part for part in net.modules() if type(part) is nn.ReLU)
+    activation.register_forward_hook(lambda *_: heard.append(1))
+    torch.testing.assert_close(net(x), expected)
+    assert heard
+    assert not calls
+
+
+def test_twin_critics_of_td3():
+    """The actor's gradient comes from the first critic, whether or not the critics run one by one."""
+    torch.manual_seed(0)
+    actor = TensorDictModule(MLP(3, 2, (8,)), ["observation"], ["action"])
+    critics = TensorDictModule(EnsembleMLP(2, 5, 1, (8, 8)), ["observation", "action"], ["state_action_value"])
+    loss = TD3Loss(actor, critics, bounds=(-1.0, 1.0))
+    batch = {"observation": torch.randn(6, 3)}
+    action = actor.module(batch["observation"])
+    first = loss._critics.detached_first
+
+    data = TensorDict({**batch, "action": action}, [6])
+    fast, slow = first(data, "state_action_value"), loss._critics.detached(data, "state_action_value")
+    torch.testing.assert_close(fast, slow)
+    ours, theirs = (torch.autograd.grad(q[0].mean(), action, retain_graph=True) for q in (fast, slow))
+    torch.testing.assert_close(ours, theirs)
+    (of_second,) = torch.autograd.grad(fast[1].sum(), action)
+    assert not of_second.any()
