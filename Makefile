@@ -66,7 +66,8 @@ newest: $(NEWEST)/.test
 	$(NEWEST)/bin/python -m pytest $(SELECTED)
 
 torchrl: $(PEERS)/torchrl/.ready
-	$(PEERS)/torchrl/bin/python -m pytest -n 0 tests/contracts/test_torchrl.py tests/integrations/test_training_loops.py $(ARGS)
+	$(PEERS)/torchrl/bin/python -m pytest -n 0 tests/contracts/test_torchrl.py tests/objectives/test_torchrl_losses.py \
+	  tests/integrations/test_torchrl*.py tests/integrations/test_training_loops.py $(ARGS)
 
 bench: $(VENV)/.test $(READY)
 	$(VENV)/bin/python -m benchmarks --device cpu --huge --report $(or $(INTO),--out benchmarks/results) $(ARGS)

@@ -184,27 +184,6 @@ def test_dropout_in_stacked_critics():
         loss(batch)
 
 
-def test_the_critics_losses_alone():
-    """The temperature learns there from the next actions, and "auto" is known by then; given parameters are used."""
-    loss, batch = make_loss(), make_batch(6)
-    loss.temperature_from = "next"
-    whole = run_loss(loss, batch, 3)
-    torch.manual_seed(3)
-    found = loss.critic_losses(batch.copy())
-    assert set(found.keys()) == {"loss_qvalue", "loss_alpha", "alpha"}
-    assert torch.equal(found["loss_alpha"], whole["loss_alpha"])
-    other = make_loss(actor=loss.actor_network)
-    other.temperature_from = "next"
-    other.critic_losses(batch.copy())
-    assert float(other.target_entropy) == float(loss.target_entropy) == -3.0
-    alone = nn.Module()
-    alone.loss, alone.forward = loss, lambda given: loss.critic_losses(given)["loss_qvalue"]
-    zeros = {f"loss.{name}": torch.zeros_like(p) for name, p in loss.named_parameters() if name.startswith("qvalue")}
-    torch.manual_seed(3)
-    assert not torch.equal(torch.func.functional_call(alone, zeros, (batch.copy(),)), whole["loss_qvalue"])
-    torch.testing.assert_close(run_loss(loss, batch, 3), whole)
-
-
 def test_half_precision_networks():
     """Networks whose parameters are bfloat16, without autocast."""
     half = make_loss().to(torch.bfloat16)

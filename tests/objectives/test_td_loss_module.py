@@ -81,32 +81,3 @@ def test_done_stands_in_for_terminated():
     del batch["next", "terminated"]
     target = loss.td_target(torch.ones(2, 9, dtype=torch.float64), batch, batch.batch_size)
     assert torch.equal(target, batch["next", "reward"].squeeze(-1))
-
-
-def test_keys():
-    loss, batch = ValueLoss(), make_batch()
-    batch["next", "gain"] = batch["next"].pop("reward")
-    loss.set_keys(reward="gain", priority="surprise")
-    loss(batch)
-    assert "surprise" in batch
-    assert "td_error" not in batch
-    with pytest.raises(ValueError, match="not an accepted"):
-        loss.set_keys(action="action")
-
-
-def test_masked_rows_are_replaced():
-    batch = make_batch()
-    batch["shifted_valid"] = mask = torch.arange(9) % 3 != 0
-    batch["observation"][~mask] = float("nan")
-    seen = ValueLoss().without_masked(batch, ["observation"])
-    assert torch.equal(seen["observation"][mask], batch["observation"][mask])
-    assert (seen["observation"][~mask] == batch["observation"][1]).all()
-
-
-def test_a_batch_of_masked_rows_alone_has_no_nan():
-    """Its rows were replaced by the first of them."""
-    batch = make_batch()
-    batch["shifted_valid"] = torch.zeros(9, dtype=torch.bool)
-    batch["observation"][:] = float("nan")
-    seen = ValueLoss().without_masked(batch, ["observation"])
-    assert (seen["observation"] == 0).all()
