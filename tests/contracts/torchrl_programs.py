@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.contracts import torchrl_losses
+from tests.support.n_step_model import Model
 from tests.support.torchrl_buffers import consuming, edits, max_value, queries, sequences, two_dimensions
 from tests.support.torchrl_buffers import ensembles as ensembles_of_buffers
 from tests.support.torchrl_buffers import hooks as checkpointers
@@ -155,6 +156,7 @@ def torchrls() -> Any:
     from torchrl.data import replay_buffers
     from torchrl.data.replay_buffers import samplers, storages, writers
     from torchrl.data.replay_buffers.samplers import prioritized
+    from torchrl.envs.transforms import MultiStepTransform
 
     for bits in (32, 64):
         setattr(prioritized, f"SumSegmentTreeFp{bits}", Sums)
@@ -162,7 +164,7 @@ def torchrls() -> Any:
     names: dict[str, Any] = {}
     for module in (samplers, storages, writers, replay_buffers, torchrl.data):
         names.update({name: value for name, value in vars(module).items() if not name.startswith("_")})
-    return types.SimpleNamespace(**names)
+    return types.SimpleNamespace(**{**names, "__name__": "torchrl", "MultiStepTransform": MultiStepTransform})
 
 
 PRIORITIES = [0.5, 2.0, 0.0, 4.0, 1.0]
@@ -243,6 +245,24 @@ def form(rows: Any) -> Any:
     if isinstance(rows, (tuple, list)):
         return [type(rows).__name__, *map(form, rows)]
     return type(rows).__name__
+
+
+# Transitions of several steps
+
+
+@program()
+def several_steps(lib: Any) -> Any:
+    """As they are written. Flags are in TorchRL those of the first step, and it keeps one row more back."""
+    options = {"write_time": True} if lib.__name__ == "gpubuf.data" else {}
+    transform, model = lib.MultiStepTransform(n_steps=3, gamma=0.9, **options), Model(1000, envs=2, seed=1)
+    made = [transform.inv(model.write(n)) for n in (7, 1, 12, 3)]
+    rows = torch.cat([part for part in made if part is not None and part.numel()], 1)[:, :20]
+    one = rows["steps_to_next_obs"].reshape(2, 20) == 1
+    found = [["steps", rows["steps_to_next_obs"].reshape(2, 20)]]
+    found += [[name, rows["next", name][one]] for name in ("done", "terminated", "truncated")]
+    numbers = [key for key in rows.keys(True, True) if rows[key].is_floating_point() and "original_reward" not in key]
+    keys = sorted((key for key in numbers if key != "gamma"), key=str)
+    return found + [[str(key), (rows[key] * 1000).round().long()] for key in keys]
 
 
 # One buffer, called at random
@@ -1027,6 +1047,7 @@ KEPT = [
     *(f"rows_that_are_trajectories {kind}" for kind in ("uniform", "generations", "prioritized")),
     "epochs 15 9 False",
     "span 2 2",
+    "several_steps",
     "leanrl",
     "dreamer",
     "coding_ddpg PrioritizedSampler",
