@@ -160,8 +160,7 @@ BATCH_NORMS = {
 
 #: Those whose compiled code is of a kind of its own.
 COMPILED = {
-    **{name: CLASSES[name] for name in CLASSES if name not in ("CrossQLoss", "TD3Loss")},
-    "TD3Loss, vmap of a list": CONTRACTS["TD3Loss, vmap of a list"],
+    **{name: CLASSES[name] for name in CLASSES if name != "CrossQLoss"},
     "SACLoss, value network and lambda returns": LossContract(_both),
     "CrossQLoss, batch norms, vmap": BATCH_NORMS["CrossQLoss, batch norms, vmap"],
 }
