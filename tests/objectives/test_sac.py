@@ -151,7 +151,7 @@ def test_value_estimators():
     assert (loss.value_estimator.gamma, loss.value_estimator.lmbda) == (0.9, 0.5)
     assert loss.make_value_estimator("TDLambda").value_estimator.lmbda == 0.95
     assert loss.make_value_estimator("TD1", gamma=0.7).value_estimator.lmbda == 1
-    for value_type in ("GAE", ValueEstimators.VTrace):
+    for value_type in ("GAE", ValueEstimators.MAGAE, ValueEstimators.VTrace):
         with pytest.raises(NotImplementedError, match="TD0, TD1, TDLambda only"):
             loss.make_value_estimator(value_type)
     with pytest.raises(ValueError, match="value_type"):
