@@ -38,7 +38,7 @@ help:
 	@echo "             with SLOW=nightly every test"
 	@echo "make compat  the tests on the oldest torch and triton supported (downloads gigabytes); ARGS and SLOW as above"
 	@echo "make newest  the same on the newest ones, those that pip installs today"
-	@echo "make torchrl run programs on TorchRL's buffers and on gpubuf's, and compare what they give"
+	@echo "make torchrl run programs and losses on TorchRL and on gpubuf, and compare what they give"
 	@echo "make bench   all benchmarks beside TorchRL, cpprb, flashbax and Stable-Baselines3, each in its environment;"
 	@echo "             writes benchmarks/results/<device>-<date>.json and curves/, or into OUT=folder"
 	@echo "make gpu STAGE=1|2|3  tests and benchmarks on an NVIDIA GPU, each stage within seven minutes; OUT=folder"
@@ -66,7 +66,8 @@ newest: $(NEWEST)/.test
 	$(NEWEST)/bin/python -m pytest $(SELECTED)
 
 torchrl: $(PEERS)/torchrl/.ready
-	$(PEERS)/torchrl/bin/python -m pytest -n 0 tests/contracts/test_torchrl.py tests/integrations/test_training_loops.py $(ARGS)
+	$(PEERS)/torchrl/bin/python -m pytest -n 0 tests/contracts/test_torchrl.py tests/objectives/test_torchrl_losses.py \
+	  tests/integrations/test_torchrl*.py tests/integrations/test_training_loops.py $(ARGS)
 
 bench: $(VENV)/.test $(READY)
 	$(VENV)/bin/python -m benchmarks --device cpu --huge --report $(or $(INTO),--out benchmarks/results) $(ARGS)

@@ -40,7 +40,3 @@ def test_parts_of_a_sample_add_up(printed):
     assert all(part in printed for part in PARTS)
     whole = float(printed["uniform sample"][1])
     assert sum(float(printed[part][0]) for part in PARTS) == pytest.approx(whole, abs=0.1 * len(PARTS))
-
-
-def test_without_a_run_it_is_open():
-    assert "committed: open" in host_section({})

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import triton
 
-from benchmarks.measure.results import Run, newest_runs
+from benchmarks.measure.results import newest_runs
 from benchmarks.studies import kernels
 from gpubuf.kernels.aot.compiler import Compiled
 from gpubuf.kernels.aot.operations import all_specs
 from gpubuf.kernels.config import tree_fan_out
 from gpubuf.kernels.sum_tree import level_sizes
-from tests.support.benchmark_results import block, line, run_of
 
 
 def tree_depth() -> int:
@@ -143,18 +142,3 @@ def test_resources_are_the_most_of_any_specialisation(monkeypatch: pytest.Monkey
     )
     with pytest.raises(RuntimeError, match="x on sm_80: no"):
         kernels.resources()
-
-
-def test_report():
-    """Both tables, of the kernels."""
-    assert "committed: open" in block("launches", {})
-    assert "committed: open" in block("resources", {})
-    launches = [{"call": "uniform: sample, 256", "total": 3, "kernels": {"a_kernel": 2, "b_kernel": 1}}]
-    targets = {
-        "sm_80": {"registers": 30, "spill_bytes": 0, "shared_bytes": 8},
-        "gfx942": {"registers": 12, "spill_bytes": 4, "shared_bytes": 16},
-    }
-    resources = [{"kernel": "a_kernel", "specialisations": 2, "targets": targets}]
-    found: dict[str, Run] = {"kernels": run_of(kernels={"launches": launches, "resources": resources})}
-    assert line(block("launches", found), "uniform: sample, 256") == ["3", "`a_kernel`, `b_kernel`"]
-    assert line(block("resources", found), "`a_kernel`") == ["2", "30 / 12", "8 / 16", "0 / 4"]

@@ -6,11 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.measure.results import newest_runs
-from benchmarks.report import learning as report
-from benchmarks.report import pictures
 from benchmarks.studies import learning
 from gpubuf import cli
-from tests.support.benchmark_results import block, line, run_of
 
 TINY = ["--learning-starts", "240", "--eval-every", "100", "--eval-episodes", "2"]
 
@@ -86,28 +83,6 @@ def one(curve: str, seed: int, final: float, env: str = "Hopper-v5") -> dict:
     found = {"curve": curve, "env": env, "seed": seed, "steps": 10_000, "points": points}
     seconds = {"seconds": 150.0, "steps_per_second": 66.7, "processor_seconds": 120.0}
     return {**found, **seconds, "mean_return": final, "std_return": 1.0, "episodes": 10, "options": ""}
-
-
-def test_table_and_picture(tmp_path: Path):
-    assert "committed: open" in block("algorithms", {})
-    ones = [one("flashsac", 0, 100.0), one("flashsac", 1, 300.0), one("sac, uniform", 0, 50.0, "HalfCheetah-v5")]
-    run = run_of(learning=ones)
-    text = block("algorithms", {"learning": run})
-    assert line(text, "Hopper-v5, flashsac") == ["10,000", "100, 300", "200", "150", "2.0"]
-    assert line(text, "HalfCheetah-v5, sac, uniform") == ["10,000", "50", "50", "38", "2.0"]
-    assert f"(../{report.LEARNING_PLOT})" in text
-    path = tmp_path / "learning.png"
-    report.draw_learning(path, run)
-    assert pictures.is_of(path, [run])
-
-
-def test_the_table_of_the_readme():
-    ones = [one("sac, uniform", seed, -150.0 - seed, "Pendulum-v1") for seed in (0, 1)]
-    text = block("training", {"learning": run_of(learning=[*ones, one("flashsac", 0, 900.0)])})
-    shown = ["-150.0 (seed 0), -151.0 (seed 1)", "10", "2.5", "67"]
-    assert line(text, "Pendulum-v1, sac, uniform, 10,000 steps") == shown
-    assert "flashsac" not in text
-    assert "committed: open" in block("training", {})
 
 
 def test_runs_are_added_to_those_of_the_file(tmp_path: Path):

@@ -75,7 +75,6 @@ def test_what_was_measured(line):
 
 
 def test_the_table_adds_the_launches_of_a_call():
-    assert "committed: open" in block("prediction", {})
     launches = [launch(trips=1, programs=3, warps=4, most_instructions=1700), launch(trips=2)]
     found = {"kernels": run_of(kernels={"launches": [{"call": "a call", "launches": launches}]})}
     cells = line(block("prediction", found), "a call")

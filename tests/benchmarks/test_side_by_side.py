@@ -12,7 +12,6 @@ from benchmarks.measure.in_turn import Contender, in_turn, operations
 from benchmarks.studies import side_by_side as study
 from benchmarks.workloads import adapters, computed_batches, losses, program_losses
 from gpubuf.integrations import cleanrl
-from tests.support.benchmark_results import block, line, run_of
 
 #: Losses that are compared with their programs' code, too.
 PROGRAMS = ("fastsac", "flashsac")
@@ -85,19 +84,6 @@ LOSSES = {
     "plain PyTorch": {"calls": {"batch of 256": 6000.0}, "operations": 300},
     "gpubuf, compiled": {"calls": {"batch of 256": 4500.0}},
 }
-
-
-def test_tables():
-    """What was not measured stays empty."""
-    text = block("adapters_sb3", {"adapters": run_of(adapters={"sb3": FOUND})})
-    assert "numbers, 1 M rows | add, µs | sample 256, µs | memory |" in text
-    assert line(text, "theirs") == ["10.0", "100", "3.00 MiB"]
-    assert line(text, "gpubuf") == ["5.00 (0.50x)", "", "700 bytes"]
-    assert "is committed: open" in block("adapters_cleanrl", {"adapters": run_of(adapters={"sb3": FOUND})})
-    text = block("losses", {"losses": run_of(losses={"sac": LOSSES})})
-    assert line(text, "plain PyTorch") == ["6000", "300"]
-    assert line(text, "gpubuf, compiled") == ["4500 (0.75x)", ""]
-    assert "is committed: open" in block("losses", {})
 
 
 def test_the_command(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.measure.results import Run
 from benchmarks.studies import speed
-from tests.support.benchmark_results import block
 
 
 def test_speed_is_the_steps_between_two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
@@ -30,10 +28,6 @@ def test_speed_is_the_steps_between_two_runs(tmp_path: Path, monkeypatch: pytest
     found = {one["program"]: one["steps_per_second"] for one in json.loads(out.read_text())["speed"]}
     assert found == {"gpubuf, uniform": 100, "gpubuf, prioritized": 50, "Stable-Baselines3": 50, "CleanRL": 50}
     assert {words[words.index("--learning-starts") + 1] for words in commands} == {"1000"}
-    text = block("speed", {"speed": Run("benchmarks/results/x.json", json.loads(out.read_text()))})
-    assert "| gpubuf, uniform | 100 | 100 to 100 | 1.00x |" in text
-    assert "| CleanRL | 50 | 50 to 50 | 2.00x |" in text
-    assert "committed: open" in block("speed", {})
 
 
 @pytest.mark.slow

@@ -62,6 +62,10 @@ def _with_value(**options: Any) -> Any:
     return separated(sac_setup.make_loss(value_network=state_value(), **options))
 
 
+def _both(**options: Any) -> Any:
+    return _with_value(**options).make_value_estimator("TDLambda", lmbda=0.7)
+
+
 def _lambda_returns(**options: Any) -> Any:
     return separated(sac_setup.make_loss(**options)).make_value_estimator("TDLambda", lmbda=0.7)
 
@@ -147,14 +151,16 @@ NORMALISED = {
     "vmap": lambda n=1: [TensorDictModule(TorchCritic(n), KEYS, VALUE) for _ in range(2)],
 }
 
+BATCH_NORMS = {
+    f"CrossQLoss, batch norms, {kind}": LossContract(
+        lambda make=make, **options: CrossQLoss(normalised_actor(), make(), **options)
+    )
+    for kind, make in NORMALISED.items()
+}
+
 #: Those whose compiled code is of a kind of its own.
 COMPILED = {
-    **CLASSES,
-    **{name: CONTRACTS[name] for name in ("SACLoss, value network", "SACLoss, lambda returns")},
-    **{
-        f"CrossQLoss, batch norms, {kind}": LossContract(
-            lambda make=make, **options: CrossQLoss(normalised_actor(), make(), **options)
-        )
-        for kind, make in NORMALISED.items()
-    },
+    **{name: CLASSES[name] for name in CLASSES if name != "CrossQLoss"},
+    "SACLoss, value network and lambda returns": LossContract(_both),
+    "CrossQLoss, batch norms, vmap": BATCH_NORMS["CrossQLoss, batch norms, vmap"],
 }

@@ -22,10 +22,14 @@ BETTER = {
     "story TensorDict*ListStorage*/r*": "rows that are read carry their index",
     "refused/a negative eps": "it is refused",
     "span 3 1": "TorchRL draws fewer slices that a trajectory's end cuts than span allows",
+    "tensorclasses TensorDictReplayBuffer": "TorchRL refuses classes without a field for the index",
     "transform inserted": "functions can be inserted, not only TorchRL's transforms",
 }
 DIFFERENT = {
     "refused/tensors for TensorDicts": "a TypeError",
+    "long edits/set_ too many": "a ValueError",
+    "long edits/set_ one row": "a ValueError",
+    "long ensembles/stats before": "storages that are not written to are not initialized",
     "ensembles/*": "batches are flat, and an ensemble has the rows of its buffers",
 }
 
@@ -46,6 +50,14 @@ def unlisted(name: str, theirs: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", KEPT)
 def test_as_torchrl_did(name: str):
     assert not unlisted(name, json.loads(RECORD.read_text())[name])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["edits", "max_value", "few two_dimensions", pytest.param("few sequences", marks=pytest.mark.slow)],
+)
+def test_as_torchrl_did_through_the_launchers(name: str, interpreter: None):
+    test_as_torchrl_did(f"long {name}")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchrl") is None, reason="TorchRL is not installed: make torchrl")

@@ -16,7 +16,7 @@ import tempfile
 import types
 import warnings
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.support.torchrl_buffers import consuming, max_value, queries, sequences, two_dimensions
+from tests.contracts import torchrl_losses
+from tests.support.n_step_model import Model
+from tests.support.torchrl_buffers import consuming, edits, max_value, queries, sequences, two_dimensions
+from tests.support.torchrl_buffers import ensembles as ensembles_of_buffers
 from tests.support.torchrl_buffers import hooks as checkpointers
-from tests.support.torchrl_samples.plain_trees import replace_trees
 
 Point = namedtuple("Point", ["x", "y"])
 PROGRAMS: dict[str, Callable[[Any], Any]] = {}
@@ -56,7 +58,8 @@ def program(*cases: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _with(function: Callable[..., Any], given: tuple[Any, ...], lib: Any) -> Any:
-    return function(lib, *given)
+    found = function(lib, *given)
+    return list(found) if isinstance(found, Iterator) else found
 
 
 def plain(value: Any) -> Any:
@@ -116,17 +119,74 @@ def same(ours: Any, theirs: Any) -> bool:
     return len(errors) == 2 and set(errors[1]) <= set(errors[0])
 
 
+# TorchRL's own
+
+
+class Sums:
+    """A vector with the methods of TorchRL's compiled tree of sums, which may not load."""
+
+    empty = 0.0
+
+    def __init__(self, size: int) -> None:
+        self.values = torch.full((size,), self.empty)
+
+    def query(self, start: int, stop: int) -> float:
+        return float(self.values[start:stop].sum())
+
+    def scan_lower_bound(self, mass: Any) -> Tensor:
+        return torch.searchsorted(self.values.double().cumsum(0), torch.as_tensor(mass).double())
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.values[index]
+
+    def __setitem__(self, index: Any, values: Any) -> None:
+        self.values[index] = torch.as_tensor(values, dtype=torch.float32)
+
+
+class Minima(Sums):
+    empty = torch.finfo(torch.float32).max
+
+    def query(self, start: int, stop: int) -> float:
+        return float(self.values[start:stop].min())
+
+
 def torchrls() -> Any:
-    """TorchRL's names, with plain trees in the place of its compiled ones, which may not load."""
+    """TorchRL's names, with plain trees in the place of its compiled ones."""
     import torchrl.data
     from torchrl.data import replay_buffers
     from torchrl.data.replay_buffers import samplers, storages, writers
+    from torchrl.data.replay_buffers.samplers import prioritized
+    from torchrl.envs.transforms import MultiStepTransform
 
-    replace_trees()
+    for bits in (32, 64):
+        setattr(prioritized, f"SumSegmentTreeFp{bits}", Sums)
+        setattr(prioritized, f"MinSegmentTreeFp{bits}", Minima)
     names: dict[str, Any] = {}
     for module in (samplers, storages, writers, replay_buffers, torchrl.data):
         names.update({name: value for name, value in vars(module).items() if not name.startswith("_")})
-    return types.SimpleNamespace(**names)
+    return types.SimpleNamespace(**{**names, "__name__": "torchrl", "MultiStepTransform": MultiStepTransform})
+
+
+PRIORITIES = [0.5, 2.0, 0.0, 4.0, 1.0]
+
+
+def five_rows(lib: Any, sampler: Any) -> Any:
+    """A buffer with 5 rows in room for 8; with priorities they are :data:`PRIORITIES`."""
+    buffer = lib.TensorDictReplayBuffer(storage=lib.LazyTensorStorage(8), sampler=sampler, batch_size=2)
+    buffer.extend(TensorDict({"number": torch.arange(5)}, [5]))
+    if isinstance(sampler, lib.PrioritizedSampler):
+        buffer.update_priority(torch.arange(5), torch.tensor(PRIORITIES))
+    return buffer
+
+
+def states_of_samplers(lib: Any) -> Any:
+    """Of TorchRL's, for tests that load them."""
+    buffer = five_rows(lib, lib.SamplerWithoutReplacement(drop_last=True))
+    buffer.sample()
+    state = five_rows(lib, lib.PrioritizedSampler(8, 0.5, 0.25, eps=0.0)).sampler.state_dict()
+    trees = {name: state[name].values for name in ("_sum_tree", "_min_tree")}
+    random = five_rows(lib, lib.RandomSampler()).sampler.state_dict()
+    return plain({"prioritized": {**state, **trees}, "epoch": buffer.sampler.state_dict(), "random": random})
 
 
 # Rows
@@ -177,14 +237,32 @@ def form(rows: Any) -> Any:
         keys = sorted(key for key in rows.keys() if key != "index_generation")
         return {"TensorDict": list(rows.batch_size), **{key: form(rows.get(key)) for key in keys}}
     if is_tensor_collection(rows):
-        return {type(rows).__name__: list(rows.batch_size)}
+        return {type(rows).__name__: form(rows.to_tensordict())}
     if isinstance(rows, Tensor):
         return [str(rows.dtype).removeprefix("torch."), *rows.shape]
     if isinstance(rows, dict):
-        return {str(key): form(value) for key, value in rows.items()}
+        return {str(key): form(value) for key, value in rows.items() if key != "index_generation"}
     if isinstance(rows, (tuple, list)):
         return [type(rows).__name__, *map(form, rows)]
     return type(rows).__name__
+
+
+# Transitions of several steps
+
+
+@program()
+def several_steps(lib: Any) -> Any:
+    """As they are written. Flags are in TorchRL those of the first step, and it keeps one row more back."""
+    options = {"write_time": True} if lib.__name__ == "gpubuf.data" else {}
+    transform, model = lib.MultiStepTransform(n_steps=3, gamma=0.9, **options), Model(1000, envs=2, seed=1)
+    made = [transform.inv(model.write(n)) for n in (7, 1, 12, 3)]
+    rows = torch.cat([part for part in made if part is not None and part.numel()], 1)[:, :20]
+    one = rows["steps_to_next_obs"].reshape(2, 20) == 1
+    found = [["steps", rows["steps_to_next_obs"].reshape(2, 20)]]
+    found += [[name, rows["next", name][one]] for name in ("done", "terminated", "truncated")]
+    numbers = [key for key in rows.keys(True, True) if rows[key].is_floating_point() and "original_reward" not in key]
+    keys = sorted((key for key in numbers if key != "gamma"), key=str)
+    return found + [[str(key), (rows[key] * 1000).round().long()] for key in keys]
 
 
 # One buffer, called at random
@@ -477,14 +555,18 @@ def ensembles(lib: Any) -> Any:
 # States, folders and hooks
 
 
-#: Longer programs, of which other tests keep a record too.
+#: Longer programs. The few cases of some are those that are kept.
 STORIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "hooks": checkpointers.story,
     "consuming": consuming.story,
+    "edits": edits.story,
+    "ensembles": ensembles_of_buffers.story,
     "max_value": max_value.story,
     "queries": queries.story,
     "sequences": functools.partial(sequences.story, every=1),
+    "few sequences": sequences.story,
     "two_dimensions": functools.partial(two_dimensions.story, every=1),
+    "few two_dimensions": two_dimensions.story,
 }
 
 
@@ -626,17 +708,35 @@ def priorities_of_slices(lib: Any, strict: bool, ndim: int, again: bool) -> Any:
     return [index.shape, {len(batch) < 50 for batch in batches}, seen & {1, 5}]
 
 
+def trajectory_rows(lib: Any, **options: Any) -> Any:
+    """A buffer with 5 rows that are trajectories of 4 steps."""
+    buffer = lib.TensorDictReplayBuffer(storage=lib.LazyTensorStorage(10), batch_size=3, **options)
+    buffer.extend(TensorDict({"a": torch.zeros(5, 4), "b": torch.zeros(5, 4, 2)}, [5, 4]))
+    return buffer
+
+
 @program("min", "max", "mean", "median")
 def reduction(lib: Any, kind: str) -> Any:
     """Of the priorities of a row of several steps."""
-    sampler = lib.PrioritizedSampler(5, alpha=1.0, beta=0.9, reduction=kind)
-    buffer = lib.TensorDictReplayBuffer(sampler=sampler, batch_size=3)
-    buffer.extend(TensorDict({"obs": torch.randn(3, 4, 5)}, [3, 4]))
-    drawn = buffer.sample()
-    buffer.update_tensordict_priority(drawn.set("td_error", torch.tensor([4.0, 1.0, 3.0, 2.0]).expand(3, 4)))
-    again = buffer.sample()
-    weights = next(key for key in again.keys() if key.endswith("weight"))
-    return [max(leaves(buffer.sampler, 3)), again.batch_size, again[weights].shape]
+    buffer = trajectory_rows(lib, sampler=lib.PrioritizedSampler(10, 1.0, 1.0, eps=0.0, reduction=kind))
+    batch = buffer.sample()
+    batch["td_error"] = torch.tensor([[1.0, 5.0, 2.0, 4.0], [0.5, 0.25, 0.125, 3.0], [7.0, 7.0, 1.0, 2.0]])
+    batch["index"] = torch.arange(3).unsqueeze(1).expand(3, 4)
+    buffer.update_tensordict_priority(batch.exclude("index_generation"))
+    return leaves(buffer.sampler, 5)
+
+
+@program("uniform", "generations", "prioritized")
+def rows_that_are_trajectories(lib: Any, kind: str) -> Any:
+    options = {
+        "uniform": {},
+        "generations": {"writer": lib.TensorDictRoundRobinWriter(track_generations=True)},
+        "prioritized": {"sampler": lib.PrioritizedSampler(10, 1.0, 1.0, eps=0.0)},
+    }
+    buffer = trajectory_rows(lib, **options[kind])
+    batch, info = buffer.sample(return_info=True)
+    found = {"sample": batch, "info": info, "all": buffer[:], "some": buffer[:3], "one": buffer[1]}
+    return [[name, form(rows)] for name, rows in (found | {"several": buffer[torch.tensor([1, 2])]}).items()]
 
 
 @program()
@@ -756,6 +856,177 @@ def epoch_of_slices(lib: Any) -> Any:
     return [sorted(found) == list(range(1, 21)), sorted(map(str, info))]
 
 
+# Programs that people run with TorchRL: the calls of their buffers, with random data and no learning
+
+
+def transitions(*shape: int) -> TensorDict:
+    """A collector's batch, with all that its environments put in."""
+    flags = {name: torch.zeros(*shape, 1, dtype=torch.bool) for name in ("done", "terminated", "truncated")}
+    following = {"observation": torch.randn(*shape, 4), "reward": torch.randn(*shape, 1), **flags}
+    steps = torch.arange(shape[-1]).view(-1, 1).expand(*shape, 1).contiguous()
+    return TensorDict(
+        {
+            "observation": torch.randn(*shape, 4),
+            "action": torch.randn(*shape, 2),
+            **{name: flag.clone() for name, flag in flags.items()},
+            "step_count": steps,
+            "collector": {"traj_ids": torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)).expand(shape).clone()},
+            "next": {**following, "step_count": steps + 1, "episode_reward": torch.randn(*shape, 1)},
+        },
+        shape,
+    )
+
+
+@program()
+def leanrl(lib: Any) -> Any:
+    """One step of the environments a write, and a batch at once."""
+    buffer = lib.ReplayBuffer(storage=lib.LazyTensorStorage(100, device=torch.device("cpu")))
+    for _ in range(3):
+        flags = {name: torch.zeros(2, dtype=torch.bool) for name in ("terminations", "dones")}
+        numbers = {name: torch.randn(2, 4) for name in ("observations", "next_observations")}
+        buffer.extend(TensorDict({**numbers, **flags, "rewards": torch.randn(2)}, [2], device="cpu"))
+        yield form(buffer.sample(32))
+
+
+@program()
+def dreamer(lib: Any) -> Any:
+    """Sequences of pixels from ``[E, T]`` batches: stored as integers, drawn as floats."""
+
+    def without_pixels(data: TensorDict) -> TensorDict:
+        return data.exclude("pixels", ("next", "pixels"))
+
+    def to_floats(data: TensorDict) -> TensorDict:
+        assert "pixels" not in data.keys()
+        for part in (data, data["next"]):
+            part["pixels"] = part["pixels_int"].permute(*range(data.ndim), -1, -3, -2).float() / 255
+        return data
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"slice_len": 5, "strict_length": False, "traj_key": ("collector", "traj_ids"), "cache_values": True}
+        buffer = lib.TensorDictReplayBuffer(
+            pin_memory=False,
+            prefetch=3,
+            storage=lib.LazyMemmapStorage(200, scratch_dir=folder, device="cpu", ndim=2),
+            sampler=lib.SliceSampler(**options),
+            batch_size=20,
+        )
+        buffer.append_transform(without_pixels, invert=True)
+        for each in (to_floats, lambda data: data.to("cpu")):
+            buffer.append_transform(each)
+        for _ in range(2):
+            collected = transitions(2, 25)
+            for part in (collected, collected["next"]):
+                part["pixels_int"] = torch.randint(255, (2, 25, 6, 6, 3), dtype=torch.uint8)
+                part["pixels"] = torch.rand(2, 25, 3, 6, 6)
+            buffer.extend(collected)
+            yield form(buffer.sample().reshape(-1, 5))
+
+
+@program("RandomSampler", "PrioritizedSampler")
+def coding_ddpg(lib: Any, sampler: str) -> Any:
+    """Rows are trajectories, of which a transform cuts pieces; at last one priority for a whole one."""
+
+    def crop(data: TensorDict) -> TensorDict:
+        start = int(torch.randint(data.shape[1] - 5 + 1, ()))
+        return data[:, start : start + 5]
+
+    with tempfile.TemporaryDirectory() as folder:
+        storage, drawn = lib.LazyMemmapStorage(50, scratch_dir=folder), SAMPLERS[sampler](lib, 50)
+        options = {"batch_size": 8, "sampler": drawn, "pin_memory": False, "prefetch": 3, "transform": crop}
+        buffer = lib.TensorDictReplayBuffer(storage=storage, **options)
+        for _ in range(3):
+            buffer.extend(transitions(4, 20))
+            batch = buffer.sample(8)
+            yield form(batch)
+            buffer.update_tensordict_priority(batch.set("td_error", torch.rand(*batch.shape, 1)))
+        batch = buffer.sample(8)
+        index = batch.get("index")
+        batch.batch_size = [8]
+        buffer.update_tensordict_priority(batch.set("td_error", torch.rand(8)).set("index", index))
+        yield len(buffer)
+
+
+@program()
+def decision_transformer(lib: Any) -> Any:
+    """An offline data set whose storage is exchanged, and an online buffer that is filled from it."""
+
+    def rename(data: TensorDict) -> TensorDict:
+        return data.rename_key_("observation", "observation_cat").rename_key_("action", "action_cat")
+
+    parts = {"sampler": lib.RandomSampler(), "writer": lib.RoundRobinWriter(), "prefetch": 4, "batch_size": 6}
+    offline = lib.TensorDictReplayBuffer(storage=lib.TensorStorage(transitions(30, 12)), **parts)
+    everything = offline[:]
+    yield form(everything)
+    with everything.unlock_():
+        everything["return_to_go"] = everything["next", "reward"].flip(1).cumsum(1).flip(1)
+    offline._storage = lib.TensorStorage(everything.exclude("index"))
+    offline.append_transform(lambda data: data[:, :5])
+    offline.append_transform(rename)
+    yield form(offline.sample())
+    with tempfile.TemporaryDirectory() as folder:
+        storage = lib.LazyMemmapStorage(max_size=40, scratch_dir=folder, device="cpu")
+        online = lib.TensorDictReplayBuffer(pin_memory=False, prefetch=3, storage=storage, batch_size=6)
+        online.extend(offline[:20].exclude("index").clone().detach().to_tensordict())
+        online.append_transform(lambda batch: batch.set("scaled", batch["return_to_go"] * 0.001))
+        yield form(online.sample())
+
+
+@program("ReplayBuffer", "TensorDictReplayBuffer")
+def tensorclasses(lib: Any, kind: str) -> Any:
+    """One row, prefetched batches, and rows."""
+    rows, options = KINDS["tensorclass"](10), {"batch_size": 12, "prefetch": 10}
+    buffer, other = (getattr(lib, kind)(storage=lib.LazyMemmapStorage(100), **options) for _ in range(2))
+    buffer.add(rows)
+    other.extend(rows)
+    yield [form(batch) for batch in itertools.islice(buffer, 4)]
+    yield form(other.sample())
+
+
+@program()
+def objects(lib: Any) -> Any:
+    """In a buffer without a storage of its own, in a list, and with priorities."""
+    buffer = lib.ReplayBuffer()
+    buffer.extend(range(2000))
+    yield len(buffer)
+    options = {"storage": lib.ListStorage(1000), "collate_fn": lambda found: found}
+    buffer = lib.ReplayBuffer(sampler=lib.PrioritizedSampler(max_capacity=1000, alpha=0.8, beta=1.1), **options)
+    index = buffer.extend([1, "foo", None])
+    buffer.update_priority(index=index, priority=torch.tensor([0, 1_000, 0.1]))
+    found, info = buffer.sample(10, return_info=True)
+    yield [len(found), form(dict(info))]
+
+
+@program()
+def priorities_of_a_list(lib: Any) -> Any:
+    rows = TensorDict({"a": torch.arange(512).view(128, 4), ("b", "c"): torch.arange(1024).view(128, 8)}, [128])
+    sampler = lib.PrioritizedSampler(1000, alpha=0.8, beta=1.1)
+    options = {"priority_key": "td_error", "batch_size": 1024}
+    buffer = lib.TensorDictReplayBuffer(storage=lib.ListStorage(1000), sampler=sampler, **options)
+    buffer.extend(rows.set("td_error", torch.arange(128)))
+    batch = buffer.sample()
+    yield form(batch)
+    buffer.update_tensordict_priority(batch.set("td_error", 128 - batch["index"]))
+    yield form(buffer.sample())
+
+
+@program()
+def rollouts(lib: Any) -> Any:
+    """Raw pictures are stored, and transformed ones drawn; a row may be a whole rollout."""
+
+    def scaled(data: TensorDict) -> TensorDict:
+        for part in (data, data["next"]):
+            part["scaled"] = part["pixels"].float() / 255
+        return data
+
+    rollout = transitions(10)
+    for part in (rollout, rollout["next"]):
+        part["pixels"] = torch.randint(255, (10, 4, 4, 3), dtype=torch.uint8)
+    for write, n in (("extend", 16), ("add", 1)):
+        buffer = lib.TensorDictReplayBuffer(storage=lib.LazyMemmapStorage(1000), transform=scaled, batch_size=16)
+        getattr(buffer, write)(rollout)
+        yield form(buffer.sample(n))
+
+
 #: The programs whose facts are kept, for where TorchRL is not installed: one or two of each kind.
 KEPT = [
     "story ReplayBuffer LazyTensorStorage tuple PrioritizedSampler 9",
@@ -768,20 +1039,34 @@ KEPT = [
     "conditional_update 10",
     "transforms",
     "refused",
-    "long hooks",
+    *(f"long {name}" for name in STORIES if name not in ("sequences", "two_dimensions")),
     "rows_that_are_set",
     "priorities TensorDictReplayBuffer 1",
     "largest_priority True",
-    "reduction max",
+    *(f"reduction {kind}" for kind in ("min", "max", "mean", "median")),
+    *(f"rows_that_are_trajectories {kind}" for kind in ("uniform", "generations", "prioritized")),
     "epochs 15 9 False",
     "span 2 2",
+    "several_steps",
+    "leanrl",
+    "dreamer",
+    "coding_ddpg PrioritizedSampler",
+    "decision_transformer",
+    "tensorclasses ReplayBuffer",
+    "objects",
+    "priorities_of_a_list",
+    "rollouts",
 ]
 
 
 def main() -> None:
-    """Record the facts of :data:`KEPT`: ``.peers/torchrl/bin/python -m tests.contracts.torchrl_programs``."""
+    """Record TorchRL's facts and losses: ``.peers/torchrl/bin/python -m tests.contracts.torchrl_programs``."""
     lib = torchrls()
-    RECORD.write_text(json.dumps({name: run(name, lib) for name in KEPT}, separators=(",", ":")) + "\n")
+    record = {**{name: run(name, lib) for name in KEPT}, "states of samplers": states_of_samplers(lib)}
+    RECORD.write_text(json.dumps(record, separators=(",", ":")) + "\n")
+    import torchrl.objectives
+
+    torchrl_losses.record(torchrl.objectives)
 
 
 if __name__ == "__main__":

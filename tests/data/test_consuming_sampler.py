@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpubuf import data as gpubuf_data
 from gpubuf.data import (
     ConsumingSampler,
     LazyTensorStorage,
@@ -17,12 +14,7 @@ from gpubuf.data import (
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
-from tests.support.torchrl_buffers import consuming
 from tests.support.torchrl_buffers.consuming import rows
-
-
-def test_all_is_as_with_torchrl():
-    assert json.loads(json.dumps(consuming.story(gpubuf_data))) == json.loads(consuming.FILE.read_text())
 
 
 def buffer_of(capacity: int = 8, count: int = 1, seed: int = 3) -> TensorDictReplayBuffer:

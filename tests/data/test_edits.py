@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from gpubuf import data as gpubuf_data
 from gpubuf.data import (
     ImmutableDatasetWriter,
     LazyTensorStorage,
@@ -20,18 +18,7 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from tests.support.torchrl_buffers import edits
 from tests.support.torchrl_buffers.edits import rows
-
-#: Of both, a value of the wrong shape.
-OTHER_ERROR = ("set_ too many", "set_ one row")
-
-
-def test_all_is_as_with_torchrl(backend):
-    due, told = json.loads(edits.FILE.read_text()), json.loads(json.dumps(edits.story(gpubuf_data)))
-    for name in OTHER_ERROR:
-        assert (due[name].pop(0), told[name].pop(0)) == ("RuntimeError", "ValueError")
-    assert told == due
 
 
 def two_dimensional() -> TensorDictReplayBuffer:

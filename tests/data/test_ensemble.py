@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -22,7 +19,6 @@ from gpubuf.data import (
     traj,
 )
 from tests.support.mixed_setup import part
-from tests.support.torchrl_buffers import ensembles
 from tests.support.torchrl_buffers.ensembles import ensemble, rows
 from tests.support.transitions import transitions
 
@@ -68,22 +64,6 @@ def test_refused():
     for options in ({"collate_fns": [len, len]}, {"num_buffer_sampled": 1}):
         with pytest.raises(NotImplementedError, match="not supported by gpubuf"):
             ReplayBufferEnsemble(one, other, **options)
-
-
-def from_zero(told: Any) -> Any:
-    """TorchRL's generations count from 0, and gpubuf's from 1."""
-    if isinstance(told, dict):
-        shift = {"index_generation": lambda found: (torch.tensor(found) - 1).tolist()}
-        return {key: shift.get(key, from_zero)(value) for key, value in told.items()}
-    return [from_zero(each) for each in told] if isinstance(told, list) else told
-
-
-def test_all_is_as_with_torchrl():
-    due = json.loads(ensembles.FILE.read_text())
-    told = from_zero(json.loads(json.dumps(ensembles.story(gpubuf_data))))
-    # Of gpubuf's storages: whether they are allocated.
-    assert (due["stats before"].pop("initialized"), told["stats before"].pop("initialized")) == (True, False)
-    assert told == due
 
 
 def test_shares_by_the_rows_that_are_stored():

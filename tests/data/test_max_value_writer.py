@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import heapq
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpubuf import data as gpubuf_data
 from gpubuf.data import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -31,7 +29,6 @@ from gpubuf.data import (
 )
 from gpubuf.data import max_value as ranks_module
 from gpubuf.data.max_value import DeviceRanks, HeapRanks, RankState, RankTree, comparable
-from tests.support.torchrl_buffers import max_value as recorded
 
 CPU = torch.device("cpu")
 NO_ROWS = torch.empty(0, dtype=torch.float64)
@@ -186,10 +183,6 @@ def test_a_buffer_keeps_the_best_rows(kind, capacity, dtypes):
         assert torch.equal(buffer[:]["wide"][:, 0], buffer[:]["number"].float())
         assert len(buffer) == len(model.kept) == len(buffer.storage)
     assert (buffer.sample()["rank"] >= min(buffer[:]["rank"])).all()
-
-
-def test_it_keeps_what_torchrl_keeps(kind):
-    assert json.loads(json.dumps(recorded.story(gpubuf_data))) == json.loads(recorded.FILE.read_text())
 
 
 def test_priorities_of_new_rows_and_late_ones(kind):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -206,25 +203,3 @@ def test_states_of_something_else(state):
 def test_keys_that_are_missing():
     with pytest.raises(KeyError, match="give done_key"):
         MultiStepTransform(2, 0.9, write_time=True).inv(agents_rows(4).exclude(("next", "done")))
-
-
-def test_against_torchrl():
-    """The same rewards, observations and steps as TorchRL stores. Its flags are those of the first step."""
-    python = ROOT / ".peers" / "torchrl" / "bin" / "python"
-    if not python.exists():
-        pytest.skip("TorchRL is not installed in .peers/torchrl")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [str(python), "-m", "tests.support.torchrl_multi_step"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])
-    # TorchRL keeps one row more back.
-    assert found.pop("rows") == [21, 20]
-    assert found.pop("more keys") == ["('next', 'original_reward')", "gamma", "nonterminal"]
-    assert found.pop("given to a buffer") == [3, 0.9, 0]
-    flags = {name: found.pop(f"next.{name}") for name in ("done", "terminated", "truncated")}
-    # Of transitions of several steps, and of no others.
-    assert all(several > 0 and single == 0 for several, single in flags.values())
-    # Named as a reward nowhere, it is that of the last step in both.
-    assert found == {key: [0, 0] for key in found}
-    assert "next.observation" in found

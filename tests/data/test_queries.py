@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from tensordict import TensorDict
 
 from gpubuf import data as gpubuf_data
 from gpubuf.data import LazyTensorStorage, ListStorage, ReplayBuffer, Trajectory, TrajectoryPredicate, traj
-from tests.support.torchrl_buffers import queries
 from tests.support.torchrl_buffers.queries import rows
-
-
-def test_all_is_as_with_torchrl():
-    assert json.loads(json.dumps(queries.story(gpubuf_data))) == json.loads(queries.FILE.read_text())
 
 
 @pytest.mark.parametrize("storage", [{"dtypes": {"a": torch.int32}}, {"share_next": ["a"]}, {}])

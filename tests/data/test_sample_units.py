@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from gpubuf import data as gpubuf_data
 from gpubuf.data import (
     LazyTensorStorage,
     MixedReplayBuffer,
@@ -22,21 +20,8 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     Transition,
 )
-from tests.support.torchrl_buffers import sequences
 
 KEYS = {"validity_mask", "learning_mask", "anchor_index", "sequence_id", "step_in_sequence", "index"}
-
-
-def test_the_windows_are_torchrls():
-    due, told = json.loads(sequences.FILE.read_text()), json.loads(json.dumps(sequences.story(gpubuf_data)))
-    assert told.keys() == due.keys()
-    for case in due:
-        assert told[case] == due[case], case
-
-
-@pytest.mark.slow
-def test_the_windows_are_torchrls_through_the_launchers(interpreter):
-    test_the_windows_are_torchrls()
 
 
 def rows(n: int, start: int = 0, ends: tuple[int, ...] = ()) -> TensorDict:

@@ -26,10 +26,10 @@ from gpubuf.data import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from tests.support.torchrl_samples import states
+from tests.contracts.torchrl_programs import PRIORITIES, RECORD, five_rows
 from tests.support.transitions import transitions
 
-RECORDED = json.loads(states.RECORDED.read_text())
+RECORDED = json.loads(RECORD.read_text())["states of samplers"]
 DUMP = Path(__file__).parents[1] / "support" / "torchrl_files" / "torchrl" / "prioritized" / "sampler"
 
 
@@ -45,6 +45,10 @@ def new(sampler, capacity: int = 8, rows: int = 5) -> TensorDictReplayBuffer:
     if rows:
         buffer.extend(TensorDict({"number": torch.arange(rows)}, [rows]))
     return buffer
+
+
+def prioritized() -> TensorDictReplayBuffer:
+    return five_rows(gpubuf.data, PrioritizedSampler(8, 0.5, 0.25, eps=0.0))
 
 
 def leaves(sampler: PrioritizedSampler, n: int = 5) -> list[float]:
@@ -174,13 +178,16 @@ def as_trees(state):
 class TestStates:
     @pytest.mark.parametrize("given", [dict, as_tensors, as_arrays, as_trees], ids=lambda given: given.__name__)
     def test_priorities_of_torchrl(self, given):
-        expected, sampler = states.prioritized(gpubuf.data).sampler, PrioritizedSampler(8, 1.0, 1.0)
+        expected, sampler = (
+            prioritized().sampler,
+            PrioritizedSampler(8, 1.0, 1.0),
+        )
         buffer = new(sampler)
         sampler.load_state_dict(given(RECORDED["prioritized"]))
         assert (sampler.alpha, float(sampler.beta), sampler.eps) == (0.5, 0.25, 0.0)
         assert leaves(sampler, 8) == leaves(expected, 8)
         assert float(sampler.default_priority) == 4.0
-        assert float(sampler.tree.total) == pytest.approx(sum(math.sqrt(p) for p in states.PRIORITIES))
+        assert float(sampler.tree.total) == pytest.approx(sum(math.sqrt(p) for p in PRIORITIES))
         buffer.extend(TensorDict({"number": torch.arange(1)}, [1]))
         assert leaves(sampler, 6)[5] == 2.0
         sampler.mark_update(torch.tensor([5]))
@@ -246,7 +253,10 @@ class TestFiles:
         assert float(sampler.default_priority) == 9.0
 
     def test_priorities_come_back(self, tmp_path):
-        buffer, other = states.prioritized(gpubuf.data), new(PrioritizedSampler(8, 1.0, 1.0))
+        buffer, other = (
+            prioritized(),
+            new(PrioritizedSampler(8, 1.0, 1.0)),
+        )
         for _ in range(2):
             # TorchRL writes into the same folder again.
             buffer.sampler.dumps(tmp_path / "saved")

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from tensordict import TensorDict
 from torch.overrides import TorchFunctionMode
 
-from gpubuf import data as gpubuf_data
 from gpubuf.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
-from tests.support.torchrl_buffers import two_dimensions
 from tests.support.torchrl_buffers.two_dimensions import rows
-
-
-def test_all_is_as_with_torchrl(backend):
-    due = json.loads(two_dimensions.FILE.read_text())
-    assert json.loads(json.dumps(two_dimensions.story(gpubuf_data))) == due
 
 
 def buffers(**options):

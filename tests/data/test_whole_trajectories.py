@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -16,32 +14,16 @@ from gpubuf.data import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from tests.support.torchrl_samples import whole_trajectories
-from tests.support.torchrl_samples.whole_trajectories import KINDS, REDUCTIONS, reads, rows, update
-
-RECORDED = json.loads(whole_trajectories.RECORDED.read_text())
-OWN = {"index_generation"}
-"""Prioritized samples have this here without being asked."""
+from tests.contracts.torchrl_programs import trajectory_rows
 
 
-def new(kind: str, **options):
-    return whole_trajectories.new(gpubuf.data, kind, **options)
+def rows(n: int, steps: int) -> TensorDict:
+    """``n`` trajectories of ``steps`` steps."""
+    return TensorDict({"a": torch.zeros(n, steps), "b": torch.zeros(n, steps, 2)}, [n, steps])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_batches_have_the_entries_of_torchrl(kind):
-    for name, found in reads(new(kind)).items():
-        expected = RECORDED["reads"][kind][name]
-        extra = OWN if kind == "prioritized" and name in ("sample", "info") else set()
-        assert {key: value for key, value in found.items() if key not in extra} == expected, name
-        assert extra <= found.keys()
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_priorities_are_reduced_as_in_torchrl(reduction):
-    buffer = new("prioritized", reduction=reduction)
-    update(buffer)
-    assert buffer.sampler.tree.leaves[:5].tolist() == RECORDED["leaves"][reduction]
+def prioritized() -> TensorDictReplayBuffer:
+    return trajectory_rows(gpubuf.data, sampler=PrioritizedSampler(10, 1.0, 1.0, eps=0.0))
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
@@ -83,7 +65,7 @@ def test_rows_that_were_overwritten_take_no_priority():
 
 
 def test_an_index_may_have_more_dimensions_than_its_batch():
-    buffer = new("prioritized")
+    buffer = prioritized()
     batch = TensorDict({"index": torch.arange(3).unsqueeze(1).expand(3, 4), "td_error": torch.arange(3) + 2.0}, [3])
     buffer.update_tensordict_priority(batch)
     assert buffer.sampler.tree.leaves[:3].tolist() == [2.0, 3.0, 4.0]
@@ -116,6 +98,9 @@ def test_a_transform_may_give_the_batch_another_shape():
 
 
 def test_batches_of_several_buffers_are_valid_too():
-    buffers = [new("prioritized"), new("uniform")]
+    buffers = [
+        prioritized(),
+        trajectory_rows(gpubuf.data),
+    ]
     batch = MixedReplayBuffer(buffers, [0.5, 0.5], batch_size=6).sample()
     assert batch.batch_size == batch["index"].shape == batch["buffer"].shape == (6, 4)

@@ -231,7 +231,10 @@ def test_a_replay_reads_the_rows_where_they_are_by_then(machine):
 
 
 def test_a_compiled_step_can_be_captured(machine, monkeypatch):
-    """Rows are counted although the operation that counts in compiled code is not part of a graph."""
+    """Losses, gradients and priorities are those of eager steps.
+
+    Rows are counted although the operation that counts in compiled code is not part of a graph.
+    """
     # Compiled code looks whether numbers that lie on the CPU are NaN. On a GPU it doesn't.
     monkeypatch.setattr("gpubuf.graphs.SYNCHRONISING", {})
     torch._dynamo.reset()
@@ -239,15 +242,7 @@ def test_a_compiled_step_can_be_captured(machine, monkeypatch):
     due = run(eager, eager.step, 6)
     world = World("prioritized", learn="soft")
 
-    def losses(data: TensorDict) -> tuple[Tensor, Tensor, TensorDict]:
-        world._anneal()
-        batch = world.buffer.sample()
-        index = world.buffer.extend(data)
-        out = world.loss(batch)
-        world.buffer.update_tensordict_priority(batch)
-        return out["loss_qvalue"] + out["loss_actor"] + out["loss_alpha"], index, batch
-
-    compiled = torch.compile(losses, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(world.learning, fullgraph=True, backend="aot_eager")
 
     def step(data: TensorDict) -> tuple[Tensor, TensorDict]:
         loss, index, batch = compiled(data)
@@ -265,4 +260,6 @@ def test_a_compiled_step_can_be_captured(machine, monkeypatch):
     for (index, batch, length, _), (due_index, due_batch, due_length, _) in zip(found, due, strict=True):
         assert not differences((index, batch["index"], length), (due_index, due_batch["index"], due_length))
         torch.testing.assert_close(batch["td_error"], due_batch["td_error"])
+    for parameter, expected in zip(world.loss.parameters(), eager.loss.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected)
     assert world.buffer.write_count == int(world.buffer.storage.ring[0]) == (6 + 3) * WRITTEN

@@ -1,7 +1,5 @@
 """FastTD3's and holosoma's rings: ours gives the rows of holosoma's, and the n-step return where that does not."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +9,9 @@ from tensordict import TensorDict
 from gpubuf.integrations import fasttd3, holosoma
 from tests.support import holosoma_ring
 from tests.support.holosoma_ring.steps import ACT, CRITIC, ENVS, GAMMA, OBS, STEPS, WRITTEN, ends, positions, step_of
+from tests.support.records import read, tensors
 
-RECORDED: dict[str, Any] = json.loads((Path(holosoma_ring.__path__[0]) / "record.json").read_text())
+RECORDED = read(holosoma_ring)
 PATHS = [pytest.param({}, id="plain"), pytest.param({"share_next": True}, id="shared")]
 
 
@@ -28,14 +27,6 @@ def batch_at(ring: fasttd3.SimpleReplayBuffer, steps: torch.Tensor, monkeypatch:
     drawn = (steps * ring.n_env + torch.arange(ring.n_env).unsqueeze(1)).reshape(-1)
     monkeypatch.setattr(ring.buffer.sampler, "choose", lambda n: (drawn, {}))
     return ring.sample(steps.numel())
-
-
-def recorded(name: str) -> dict[Any, torch.Tensor]:
-    batch = {}
-    for key, entry in RECORDED[name].items():
-        names = tuple(key.split("."))
-        batch[names if len(names) > 1 else key] = torch.tensor(entry["values"], dtype=getattr(torch, entry["dtype"]))
-    return batch
 
 
 def age_order(written: int) -> torch.Tensor:
@@ -55,14 +46,14 @@ def crosses_newest(written: int, n_steps: int, *, reaches: bool = False) -> torc
 @pytest.mark.parametrize("n_steps", [1, 3])
 def test_batches_are_those_of_holosoma(n_steps, written, options, monkeypatch):
     """Keys, dtypes, shapes and bits, but for windows that holosoma takes beyond the newest row, and marks there."""
-    theirs = recorded(f"{n_steps} steps, {written} written")
-    ours = batch_at(filled(written, n_steps, **options), positions(written, n_steps), monkeypatch)
-    assert set(ours.keys(True, True)) == set(theirs)
+    theirs = tensors(RECORDED[f"{n_steps} steps, {written} written"])
+    ours = batch_at(filled(written, n_steps, **options), positions(written, n_steps), monkeypatch).flatten_keys(".")
+    assert set(ours.keys()) == set(theirs)
     full = written >= STEPS and n_steps > 1
     for key, value in theirs.items():
         same = torch.ones(ours.numel(), dtype=torch.bool)
         if full:
-            same = ~crosses_newest(written, n_steps, reaches=key == ("next", "truncations"))
+            same = ~crosses_newest(written, n_steps, reaches=key == "next.truncations")
         assert ours[key].dtype == value.dtype, key
         assert ours[key].shape == value.shape, key
         assert torch.equal(ours[key][same], value[same]), key
@@ -99,10 +90,10 @@ def test_every_row_gives_the_n_step_return(written, alone, monkeypatch):
 def test_rewards_from_beyond_the_newest_row_stay_out(monkeypatch):
     """Case 36. holosoma adds the oldest rewards there: its mask knows dones, and it marks a truncation."""
     written = 13
-    theirs = recorded("3 steps, 13 written")
+    theirs = tensors(RECORDED["3 steps, 13 written"])
     batch = batch_at(filled(written, 3), torch.arange(STEPS), monkeypatch)
     crossing = crosses_newest(written, 3)
-    wrong = theirs["next", "rewards"] != batch["next", "rewards"]
+    wrong = theirs["next.rewards"] != batch["next", "rewards"]
     assert (wrong & crossing).any()
     assert not (wrong & ~crossing).any()
     # The newest row stands for itself.
@@ -114,12 +105,12 @@ def test_rewards_from_beyond_the_newest_row_stay_out(monkeypatch):
 
 def test_a_truncation_without_done_ends_the_sum(monkeypatch):
     """Case 37. holosoma goes on to add rewards, and takes its next observation at the truncation."""
-    theirs = recorded("3 steps, 8 written, truncations alone")
+    theirs = tensors(RECORDED["3 steps, 8 written, truncations alone"])
     batch = batch_at(filled(8, 3, alone=True), torch.arange(STEPS), monkeypatch)
     cut = (batch["next", "truncations"] == 1) & (batch["next", "dones"] == 0) & ~crosses_newest(8, 3)
     assert cut.any()
-    assert torch.equal(theirs["next", "observations"][cut], batch["next", "observations"][cut])
-    assert (theirs["next", "effective_n_steps"] > batch["next", "effective_n_steps"])[cut].any()
+    assert torch.equal(theirs["next.observations"][cut], batch["next", "observations"][cut])
+    assert (theirs["next.effective_n_steps"] > batch["next", "effective_n_steps"])[cut].any()
 
 
 def test_the_newest_steps_are_drawn_before_the_ring_is_full():

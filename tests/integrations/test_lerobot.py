@@ -1,10 +1,8 @@
 """LeRobot's buffer: ours gives the rows that LeRobot's gave, and the right next state where it did not."""
 
 import copy
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,9 +12,10 @@ import torch
 from gpubuf import Codec, SliceSampler
 from gpubuf.integrations.lerobot import ReplayBuffer
 from tests.support import lerobot_buffer
-from tests.support.lerobot_buffer.transitions import ADDED, CAPACITY, Frames, ended, frames, plain, transition
+from tests.support.lerobot_buffer.transitions import ADDED, CAPACITY, Frames, ended, frames, transition
+from tests.support.records import plain, read
 
-RECORDED: dict[str, Any] = json.loads((Path(lerobot_buffer.__path__[0]) / "record.json").read_text())
+RECORDED = read(lerobot_buffer)
 
 
 def filled(added: int, **options: Any) -> ReplayBuffer:

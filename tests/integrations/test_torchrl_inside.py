@@ -11,8 +11,10 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
+import gpubuf.data
 import gpubuf.objectives
 from tests.support import torchrl_stand_in
+from tests.support.n_step_model import Model
 
 if not torchrl_stand_in.installed():
     pytest.skip("needs TorchRL", allow_module_level=True)
@@ -118,6 +120,22 @@ def test_transforms_of_torchrl():
     drawn = buffer.sample()
     stored = buffer.storage[drawn["index"]]["next", "reward"]
     torch.testing.assert_close(drawn["next", "reward"], stored * 10)
+
+
+def test_a_transform_of_several_steps():
+    """TorchRL's object, given to a buffer of gpubuf's, which makes the transitions itself."""
+    from torchrl.envs.transforms import MultiStepTransform
+
+    options = {"reward_keys": ["reward"], "done_keys": ["terminated", "truncated"]}
+    buffer = gpubuf.data.TensorDictReplayBuffer(
+        storage=gpubuf.data.LazyTensorStorage(12),
+        sampler=gpubuf.data.SamplerWithoutReplacement(),
+        transform=MultiStepTransform(n_steps=3, gamma=0.9, **options),
+    )
+    model = Model(12)
+    buffer.extend(model.write(20))
+    model.check(buffer.sample(12), 3, 0.9)
+    assert len(buffer.transform) == 0
 
 
 # Losses

@@ -1,13 +1,11 @@
-"""Programs that were written for TorchRL, with another import line: batches of the same keys, shapes and dtypes.
+"""What programs that were written for TorchRL do that TorchRL takes no more, or never took.
 
-TorchRL's answers are recorded in tests/support/torchrl_programs/programs.json.
+What both give is in tests/contracts/test_torchrl.py.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
-import types
 from pathlib import Path
 from typing import Any
 
@@ -16,57 +14,21 @@ import torch
 from tensordict import TensorDict
 
 import gpubuf.data
-from tests.support.torchrl_programs import calls
-
-RECORDED = json.loads((Path(__file__).parents[1] / "support" / "torchrl_programs" / "programs.json").read_text())
-#: What gpubuf's batches have and TorchRL's don't: priorities that return late are recognised by it.
-MORE = {"index_generation"}
-
-
-class ExcludeTransform:
-    """TorchRL's transform, which these programs take from its environments."""
-
-    def __init__(self, *keys: Any, inverse: bool = False) -> None:
-        self.keys, self.inverse = keys, inverse
-
-    def __call__(self, data: TensorDict) -> TensorDict:
-        return data if self.inverse else data.exclude(*self.keys)
-
-    def inv(self, data: TensorDict) -> TensorDict:
-        return data.exclude(*self.keys) if self.inverse else data
-
-
-def library() -> Any:
-    """The names that the programs import."""
-    names = {name: getattr(gpubuf.data, name) for name in gpubuf.data.__all__}
-    return types.SimpleNamespace(**names, ExcludeTransform=ExcludeTransform, as_transform=lambda transform: transform)
-
-
-def without_more(found: Any) -> Any:
-    if isinstance(found, dict):
-        return {key: without_more(value) for key, value in found.items() if key not in MORE}
-    return [without_more(value) for value in found] if isinstance(found, list) else found
-
-
-@pytest.mark.parametrize("program", [name for name in calls.PROGRAMS if "error" not in RECORDED[name]])
-@pytest.mark.filterwarnings("ignore")
-def test_program(program: str):
-    found = json.loads(json.dumps(calls.outcome(program, library())))
-    assert without_more(found) == RECORDED[program]
+from tests.contracts.torchrl_programs import run, transitions
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_tensorclasses_in_a_tensordict_buffer():
     """The buffer tutorial does it, and TorchRL refuses it by now. The class has no field for an index."""
-    assert RECORDED["tutorial_tensorclass"]["error"] == "ValueError"
-    found = calls.outcome("tutorial_tensorclass", library())["of a TensorDict buffer"]
-    assert (found["class"], found["batch_size"], list(found["entries"])) == ("Pictures", [12], ["images", "labels"])
+    one_row, rows = run("tensorclasses TensorDictReplayBuffer", gpubuf.data)
+    assert [row["Row"]["a"] for row in one_row] == [["int64", 12, 10]] * 4
+    assert rows["Row"].keys() == {"TensorDict", "a", "nested"}
 
 
 def test_the_scripts_way_to_update_priorities():
     """SAC's and TD3's scripts pass the batch alone to ``update_priority``, which TorchRL takes no more."""
     buffer = gpubuf.data.TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, eps=0.0, batch_size=8)
-    buffer.extend(calls.transitions(20))
+    buffer.extend(transitions(20))
     batch = buffer.sample()
     batch["td_error"] = torch.arange(8.0) + 5
     buffer.update_priority(batch)
@@ -77,7 +39,7 @@ def test_the_scripts_way_to_update_priorities():
 def test_update_priority_without_priorities():
     message = "needs the index and the priority of rows: a batch that carries both goes to update_tensordict_priority"
     for buffer in (gpubuf.data.PrioritizedReplayBuffer(alpha=1.0, beta=1.0), gpubuf.data.TensorDictReplayBuffer()):
-        buffer.extend(calls.transitions(20))
+        buffer.extend(transitions(20))
         with pytest.raises(TypeError, match=message):
             buffer.update_priority(torch.arange(3))
 
@@ -85,8 +47,8 @@ def test_update_priority_without_priorities():
 def test_a_storage_that_is_assigned():
     """As the decision transformer's script does, for want of a setter in TorchRL then."""
     buffer = gpubuf.data.TensorDictReplayBuffer(storage=gpubuf.data.LazyTensorStorage(10), batch_size=4)
-    buffer.extend(calls.transitions(10))
-    other = calls.transitions(10).select("observation")
+    buffer.extend(transitions(10))
+    other = transitions(10).select("observation")
     buffer._storage = gpubuf.data.TensorStorage(other)
     assert torch.equal(buffer[:]["observation"], other["observation"])
     assert set(buffer.sample().keys()) == {"observation", "index"}
@@ -104,7 +66,7 @@ def test_objects_in_a_buffer_that_was_given_no_storage(first: Any):
 
 @pytest.mark.parametrize(
     "first",
-    [torch.zeros(5, 2), calls.transitions(5), [torch.zeros(2)] * 5, {"a": (torch.zeros(5), [torch.zeros(5)])}],
+    [torch.zeros(5, 2), transitions(5), [torch.zeros(2)] * 5, {"a": (torch.zeros(5), [torch.zeros(5)])}],
     ids=["tensor", "TensorDict", "list", "dict"],
 )
 def test_tensors_in_a_buffer_that_was_given_no_storage(first: Any):

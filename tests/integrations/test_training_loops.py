@@ -1,4 +1,4 @@
-"""The main loops of programs, in short: TorchRL's training scripts, LeRobot's learner, and TD-MPC2.
+"""The main loops of programs, in short: TorchRL's training scripts, and TD-MPC2.
 
 TorchRL's run with gpubuf's networks and a collector of a few lines. Where TorchRL is installed (``make torchrl``), they
 run with its environments, collector and networks too: once with its buffers and losses, and once with gpubuf's.
@@ -11,7 +11,6 @@ import tempfile
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from queue import Queue
 from typing import Any
 
 import gymnasium as gym
@@ -30,10 +29,8 @@ from torch.distributions import OneHotCategorical
 
 import gpubuf.data
 import gpubuf.objectives
-from gpubuf.integrations import lerobot
 from gpubuf.modules import MLP, make_sac_actor
 from tests.contracts.torchrl_programs import torchrls
-from tests.support.lerobot_buffer.transitions import Frames
 
 FRAMES, TOTAL, RANDOM, UPDATES, BATCH, LIMIT = 40, 240, 80, 8, 32, 15
 
@@ -537,131 +534,3 @@ def test_tdmpc2_on_a_gpu(kind: str, device: str):
 def test_tdmpc2_before_and_after(kind: str):
     torch.manual_seed(0)
     assert plan(torchrl_library(), "cpu", *PLANS[kind]) == plan(library(), "cpu", *PLANS[kind])
-
-
-# LeRobot: a learner with a buffer of what the robot does, and one of demonstrations
-
-IMAGE, STATE = "observation.images.front", "observation.state"
-
-
-def place(number: float, online: bool) -> dict[str, Tensor]:
-    image = torch.full((1, 3, 8, 8), number / 1_000)
-    return {STATE: torch.tensor([[number, float(online), 0.0]]), IMAGE: image}
-
-
-def ends(number: int) -> tuple[bool, bool]:
-    return number % 7 == 4, number % 7 == 6
-
-
-def transition(number: int, online: bool = True) -> dict[str, Any]:
-    done, truncated = ends(number)
-    return {
-        "state": place(number, online),
-        "action": torch.full((1, 2), float(number)),
-        "reward": float(number),
-        # The last state of an episode is not the first of the next one.
-        "next_state": place(number + (0.5 if done or truncated else 1.0), online),
-        "done": done,
-        "truncated": truncated,
-        "complementary_info": {"discrete_penalty": torch.tensor([-1.0]), "is_intervention": number % 5 == 0},
-    }
-
-
-def demonstrations() -> Frames:
-    frames = []
-    for number in range(20):
-        frame = {key: value.squeeze(0) for key, value in place(number, False).items()}
-        frame |= {"action": torch.full((2,), float(number)), "next.reward": torch.tensor(float(number))}
-        frame |= {"next.done": torch.tensor(number % 10 == 9), "episode_index": torch.tensor(number // 10)}
-        frames.append(frame | {"complementary_info.discrete_penalty": torch.tensor(-1.0)})
-    return Frames(frames)
-
-
-def joined(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
-    """Two batches as one. Information that only one of them has is left out."""
-
-    def both(one: Any, other: Any) -> Any:
-        if isinstance(one, dict):
-            return {key: both(one[key], other[key]) for key in one if key in other}
-        return torch.cat([one, other])
-
-    return {key: both(value, right[key]) for key, value in left.items()}
-
-
-def learn(kind: Any, prefetch: bool) -> tuple[Any, Any]:
-    """The learner's loop: it takes transitions that have come, then updates critics twice and the actor once."""
-    features = {STATE: 3, IMAGE: 3}
-    options: dict[str, Any] = {"device": "cpu", "state_keys": features.keys(), "optimize_memory": True}
-    online = kind(capacity=40, storage_device="cpu", **options)
-    offline = kind.from_lerobot_dataset(demonstrations(), storage_device="cpu", capacity=50, **options)
-    critic, target, actor = (
-        nn.Sequential(nn.Linear(n, 16), nn.ReLU(), nn.Linear(16, m)) for n, m in ((5, 1), (5, 1), (3, 2))
-    )
-    target.load_state_dict(critic.state_dict())
-    optimizers = {name: torch.optim.Adam(net.parameters()) for name, net in (("critic", critic), ("actor", actor))}
-    queue: Queue[list[dict[str, Any]]] = Queue()
-    iterators: list[Any] = []
-
-    def update_critic(batch: dict[str, Any]) -> Tensor:
-        states, coming = batch["state"][STATE] / 100, batch["next_state"][STATE] / 100
-        with torch.no_grad():
-            value = target(torch.cat([coming, actor(coming)], -1)).squeeze(-1)
-            due = batch["reward"] / 100 + 0.9 * (1 - batch["done"]) * value
-        loss = (critic(torch.cat([states, batch["action"] / 100], -1)).squeeze(-1) - due).square().mean()
-        optimizers["critic"].zero_grad()
-        loss.backward()
-        optimizers["critic"].step()
-        return loss.detach()
-
-    def next_batch() -> dict[str, Any]:
-        batch = joined(*(next(iterator) for iterator in iterators))
-        for part in (batch["state"], batch["next_state"]):
-            assert part[IMAGE].shape == (16, 3, 8, 8)
-            assert part[STATE].shape == (16, 3)
-            assert part[STATE][:, 1].tolist()[:8] == [1.0] * 8
-        moved = batch["next_state"][STATE][:, 0] - batch["state"][STATE][:, 0]
-        ended = (batch["done"] + batch["truncated"]).bool()
-        if kind is lerobot.ReplayBuffer:
-            # LeRobot's gives the first state of another episode at an end.
-            assert set(moved[ended].tolist()) <= {0.0, 0.5}
-            assert set(moved[~ended].tolist()) <= {1.0}
-        assert set(batch["complementary_info"]) >= {"discrete_penalty"}
-        return batch
-
-    losses = []
-    for number in range(0, 90, 6):
-        queue.put([transition(number + step) for step in range(6)])
-        while not queue.empty():
-            for told in queue.get():
-                online.add(**told)
-                if told["complementary_info"]["is_intervention"]:
-                    offline.add(**told)
-        if len(online) < 12:
-            continue
-        if not iterators:
-            iterators += [buffer.get_iterator(8, async_prefetch=prefetch, queue_size=2) for buffer in (online, offline)]
-        losses.append(update_critic(next_batch()))
-        batch = next_batch()
-        losses.append(update_critic(batch))
-        states = batch["state"][STATE] / 100
-        loss = -critic(torch.cat([states, actor(states)], -1)).mean()
-        optimizers["actor"].zero_grad()
-        loss.backward()
-        optimizers["actor"].step()
-        with torch.no_grad():
-            for slow, fast in zip(target.parameters(), critic.parameters(), strict=True):
-                slow.lerp_(fast, 0.1)
-    assert torch.stack(losses).isfinite().all()
-    assert (len(online), len(offline)) == (40, 20 + 90 // 5)
-    return online, offline
-
-
-@pytest.mark.parametrize("prefetch", [False, True], ids=["one thread", "prefetch"])
-def test_lerobots_learner(prefetch: bool, monkeypatch: pytest.MonkeyPatch):
-    """It runs, and saves both buffers as data sets."""
-    torch.manual_seed(0)
-    monkeypatch.setattr(lerobot, "new_dataset", lambda repo_id, fps, root, features: Frames())
-    for buffer in learn(lerobot.ReplayBuffer, prefetch):
-        calls = [call[0] for call in buffer.to_lerobot_dataset("someone/something", fps=10).calls]
-        assert calls.count("add_frame") == len(buffer)
-        assert calls.count("save_episode") > 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from gpubuf.objectives import CrossQLoss, DistributionalSACLoss, SACLoss, SoftUp
 from tests.contracts.objectives import NORMALISED, norms
 from tests.contracts.objectives import normalised_actor as our_actor
 from tests.support.distributional_setup import SUPPORT
-from tests.support.graph_recorder import recorded
 from tests.support.sac_setup import (
     ACTION,
     CELLS,
@@ -34,8 +32,6 @@ from tests.support.sac_setup import (
     total,
     values_by_hand,
 )
-from tests.support.torchrl_losses import fixed_noise as theirs
-from tests.support.torchrl_losses import redq_crossq
 
 CRITICS = {
     "ensemble": (NORMALISED["ensemble"], {}),
@@ -164,39 +160,6 @@ def test_nan_in_terminal_observations():
     assert all(value.isfinite().all() for value in out.values())
     assert all(gradient.isfinite().all() for gradient in gradients(loss, total(out)).values())
     assert all(buffer.isfinite().all() for buffer in loss.buffers())
-
-
-def test_replays_of_a_graph_read_the_statistics_of_now():
-    """CASES 33: running statistics, temperature and discount are no constants of a captured graph."""
-    loss, batch = CrossQLoss(make_actor(), CRITICS["ensemble"][0](1), target_entropy=-2.0), make_batch(6)
-    with torch.enable_grad(), recorded() as graph:
-        out = loss(batch)
-    values = {name: out[name].detach() for name in ("loss_qvalue", "loss_actor", "loss_alpha")}
-    other = copy.deepcopy(loss)
-    for seed in range(3):
-        for each in (loss, other):
-            each.log_alpha.data.fill_(-0.3 * seed)
-            each.value_estimator.gamma.fill_(0.9 + 0.02 * seed)
-        torch.manual_seed(seed)
-        graph.replay()
-        truth = run_loss(other, batch, seed)
-        for name, value in values.items():
-            torch.testing.assert_close(value, truth[name].detach())
-        for one, two in zip(loss.buffers(), other.buffers(), strict=True):
-            torch.testing.assert_close(one, two)
-
-
-@pytest.mark.parametrize("name", ["plain", "batch norm"])
-def test_as_torchrl(name):
-    """On the same networks, noise and batch: numbers that TorchRL gave, in tests/support/torchrl_losses."""
-    critics = theirs.make_critics(2, name == "batch norm")
-    loss = CrossQLoss(theirs.make_actor(), critics, **redq_crossq.COMMON).make_value_estimator(gamma=0.9)
-    ours = theirs.outcome(loss, theirs.make_batch())
-    found = json.loads(redq_crossq.FILE.read_text())[f"crossq {name}"]
-    assert set(found) - set(ours) == {"log_prob"}
-    for key, value in ours.items():
-        one, other = (torch.tensor(each, dtype=torch.float64) for each in (value, found[key]))
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
 
 
 def filled(batch, value):

@@ -1,10 +1,8 @@
-"""REDQLoss: subsets of critics, DroQ, and TorchRL's loss."""
+"""REDQLoss: subsets of critics, and DroQ."""
 
 from __future__ import annotations
 
 import copy
-import json
-from unittest import mock
 
 import pytest
 import torch
@@ -28,18 +26,12 @@ from tests.support.sac_setup import (
     run_loss,
     total,
 )
-from tests.support.torchrl_losses import fixed_noise as theirs
-from tests.support.torchrl_losses import redq_crossq
 
 CRITICS = {
     "ensemble": lambda n: make_sac_critic(OBSERVATION, ACTION, CELLS, num_nets=n, dtype=torch.float64),
     "replicated": lambda n: linear_critic(),
     "vmap": lambda n: [normalised_critic() for _ in range(n)],
 }
-
-
-def permutation(order):
-    return mock.patch.object(torch, "randperm", return_value=torch.tensor(order))
 
 
 def test_subsets_are_drawn_anew_and_uniformly():
@@ -102,49 +94,3 @@ def test_droq():
         optimizer.step()
         values.append(float(value.detach()))
     assert sum(values[-10:]) < 0.6 * sum(values[:10])
-
-
-class TestAgainstTorchRL:
-    """On the same networks, noise and batch: numbers that TorchRL gave, in tests/support/torchrl_losses."""
-
-    def run(self, name, subset=None):
-        options = redq_crossq.REDQ[name] if subset is None else {**redq_crossq.REDQ[name], "sub_sample_len": subset}
-        critics = theirs.make_critics(options["num_qvalue_nets"])
-        loss = REDQLoss(theirs.make_actor(), critics, **options, **redq_crossq.COMMON).make_value_estimator(gamma=0.9)
-        for target in loss.target_qvalue_network_params.values(True, True):
-            target.mul_(0.8)
-        with permutation([k for k in redq_crossq.SUBSET if k < options["num_qvalue_nets"]]):
-            ours = theirs.outcome(loss, theirs.make_batch())
-        return ours, json.loads(redq_crossq.FILE.read_text())[f"redq {name}"]
-
-    def close(self, one, other):
-        one, other = (torch.tensor(value, dtype=torch.float64) for value in (one, other))
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-
-    def test_where_it_is_right(self):
-        ours, found = self.run("subset")
-        for name in ours:
-            if name not in ("td_error", "entropy", "loss_alpha", "log_alpha"):
-                self.close(ours[name], found[name])
-
-    def test_it_squares_priorities(self):
-        """SACLoss and CrossQLoss write |Q - y|, there and here; REDQLoss there its square."""
-        ours, found = self.run("subset")
-        self.close([error**2 for error in ours["td_error"]], found["td_error"])
-
-    def test_its_temperature_mixes_in_the_next_actions(self):
-        """Half of its entropy is that of actions in s', of which the actor does not learn."""
-        ours, found = self.run("subset")
-        both = torch.tensor(found["action_log_prob_actor"], dtype=torch.float64).mean()
-        self.close(-float(both), ours["entropy"])
-        assert abs(ours["entropy"] - found["entropy"]) > 0.01
-        aim, alpha = redq_crossq.COMMON["target_entropy"], redq_crossq.COMMON["alpha_init"]
-        self.close(found["loss_alpha"], alpha * (found["entropy"] - aim))
-        self.close(ours["loss_alpha"], alpha * (ours["entropy"] - aim))
-
-    def test_it_cannot_take_all_critics(self):
-        """``sub_sample_len=3`` of three critics silently takes two."""
-        ours, found = self.run("all")
-        assert abs(ours["loss_qvalue"] - found["loss_qvalue"]) > 1e-3
-        two, _ = self.run("all", 2)
-        self.close(two["loss_qvalue"], found["loss_qvalue"])

@@ -151,7 +151,7 @@ def test_value_estimators():
     assert (loss.value_estimator.gamma, loss.value_estimator.lmbda) == (0.9, 0.5)
     assert loss.make_value_estimator("TDLambda").value_estimator.lmbda == 0.95
     assert loss.make_value_estimator("TD1", gamma=0.7).value_estimator.lmbda == 1
-    for value_type in ("GAE", ValueEstimators.VTrace):
+    for value_type in ("GAE", ValueEstimators.MAGAE, ValueEstimators.VTrace):
         with pytest.raises(NotImplementedError, match="TD0, TD1, TDLambda only"):
             loss.make_value_estimator(value_type)
     with pytest.raises(ValueError, match="value_type"):
@@ -182,27 +182,6 @@ def test_dropout_in_stacked_critics():
     loss.qvalue_network.train()
     with pytest.raises(RuntimeError, match="random"):
         loss(batch)
-
-
-def test_the_critics_losses_alone():
-    """The temperature learns there from the next actions, and "auto" is known by then; given parameters are used."""
-    loss, batch = make_loss(), make_batch(6)
-    loss.temperature_from = "next"
-    whole = run_loss(loss, batch, 3)
-    torch.manual_seed(3)
-    found = loss.critic_losses(batch.copy())
-    assert set(found.keys()) == {"loss_qvalue", "loss_alpha", "alpha"}
-    assert torch.equal(found["loss_alpha"], whole["loss_alpha"])
-    other = make_loss(actor=loss.actor_network)
-    other.temperature_from = "next"
-    other.critic_losses(batch.copy())
-    assert float(other.target_entropy) == float(loss.target_entropy) == -3.0
-    alone = nn.Module()
-    alone.loss, alone.forward = loss, lambda given: loss.critic_losses(given)["loss_qvalue"]
-    zeros = {f"loss.{name}": torch.zeros_like(p) for name, p in loss.named_parameters() if name.startswith("qvalue")}
-    torch.manual_seed(3)
-    assert not torch.equal(torch.func.functional_call(alone, zeros, (batch.copy(),)), whole["loss_qvalue"])
-    torch.testing.assert_close(run_loss(loss, batch, 3), whole)
 
 
 def test_half_precision_networks():

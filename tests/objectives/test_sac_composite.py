@@ -18,7 +18,9 @@ from torch.func import functional_call
 
 from gpubuf.modules import MLP
 from gpubuf.objectives import SACLoss
-from tests.support.sac_setup import gradients, run_loss, total
+from tests.support import sac_setup
+from tests.support.losses_setup import assert_agrees
+from tests.support.sac_setup import run_loss
 
 F64 = torch.float64
 OBSERVATION, PARTS = 5, {"arm": 3, "hand": 2}
@@ -85,50 +87,29 @@ def make_batch(root: tuple[str, ...] = ("action",), *shape: int) -> TensorDict:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("root", [("action",), ()], ids=["nested", "flat"])
 @pytest.mark.parametrize(("aggregate", "distribution"), [(False, normal), (True, normal), (False, Normal)])
-def test_composite_actions(backend, root, aggregate, distribution):
+def test_composite_actions(backend, root, aggregate, distribution, monkeypatch):
     """One log-density, the sum of both parts', and the losses and gradients of the formulas."""
     with set_composite_lp_aggregate(aggregate):
         loss, batch = composite_loss(root, distribution), make_batch(root, 2, 3)
         before = batch.clone()
         ours = run_loss(loss, batch, 0)
         assert (batch == before).all()
+    critic = Critic()
 
-    def draw(observation: Tensor) -> tuple[Tensor, Tensor]:
-        loc_arm, scale_arm, loc_hand, scale_hand = loss.actor_network[0].module(observation)
+    def draw(actor, observation: Tensor, *_) -> tuple[Tensor, Tensor]:
+        loc_arm, scale_arm, loc_hand, scale_hand = actor[0].module(observation)
         arm, hand = normal(loc_arm, scale_arm), normal(loc_hand, scale_hand)
         actions = arm.rsample(), hand.rsample()
         return torch.cat(actions, -1), arm.log_prob(actions[0]) + hand.log_prob(actions[1])
 
-    def values(params, observation: Tensor, action: Tensor) -> Tensor:
-        flat = {".".join(key[1:]): params.get(key) for key in params.keys(True, True)}
-        return torch.stack(
-            [
-                functional_call(critic, {n: t[k] for n, t in flat.items()}, (observation, action)).squeeze(-1)
-                for k in range(2)
-            ]
-        )
+    def values(loss, params, *inputs: Tensor) -> Tensor:
+        own = {".".join(key[1:]): params.get(key) for key in params.keys(True, True)}
+        return torch.stack([functional_call(critic, {n: t[k] for n, t in own.items()}, inputs) for k in range(2)])
 
-    critic = Critic()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        action, log_prob = draw(batch["next", "observation"])
-        q = values(loss.target_qvalue_network_params, batch["next", "observation"], action)
-        y = batch["next", "reward"].squeeze(-1) + 0.99 * (q.min(0).values - log_prob)
-    stored = torch.cat([batch[(*root, part)] for part in PARTS], -1)
-    q = values(loss.qvalue_network_params, batch["observation"], stored)
-    action, log_prob = draw(batch["observation"])
-    detached = loss.qvalue_network_params.apply(lambda t: t.detach())
-    truth = {
-        "loss_qvalue": nn.functional.smooth_l1_loss(q, y.expand_as(q), reduction="none").sum(0).mean(),
-        "loss_actor": (log_prob - values(detached, batch["observation"], action).min(0).values).mean(),
-        "loss_alpha": (-loss.log_alpha * (log_prob.detach() - 5)).mean(),
-        "td_error": (q - y).abs().amax(0).detach(),
-    }
-    for name, value in truth.items():
-        torch.testing.assert_close(ours[name], value)
-    found, expected = gradients(loss, total(ours)), gradients(loss, total(truth))
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient)
+    monkeypatch.setattr(sac_setup, "draw_by_hand", draw)
+    monkeypatch.setattr(sac_setup, "values_by_hand", values)
+    whole = batch.select("observation", "next").set("action", torch.cat([batch[(*root, part)] for part in PARTS], -1))
+    assert_agrees(loss, ours, sac_setup.by_hand(loss, whole, 0))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

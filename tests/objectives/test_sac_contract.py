@@ -89,6 +89,14 @@ def test_critics_that_do_not_go_with_the_policy_are_refused():
         loss(batch)
 
 
+class Spec(dict):
+    """As much of TorchRL's composite specs as the loss looks at: a shape, and entries."""
+
+    def __init__(self, shape: tuple[int, ...] = (), **entries: torch.Tensor | Spec) -> None:
+        super().__init__(**entries)
+        self.shape = torch.Size(shape)
+
+
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
@@ -96,11 +104,15 @@ def test_critics_that_do_not_go_with_the_policy_are_refused():
         (gymnasium.spaces.Box(-1, 1, (2, 3)), -6.0),
         (torch.zeros(7), -7.0),
         ({"action": np.zeros((5,))}, -5.0),
+        (Spec(action=torch.zeros(4)), -4.0),
+        (Spec((5,), action=torch.zeros(5, 4)), -4.0),
+        (Spec(action=Spec(arm=torch.zeros(3), hand=torch.zeros(2, 2))), -7.0),
+        (Spec((5,), action=Spec((5,), arm=torch.zeros(5, 3), hand=torch.zeros(5, 2))), -5.0),
     ],
-    ids=["box", "matrix", "tensor", "mapping"],
+    ids=["box", "matrix", "tensor", "mapping", "composite", "batched", "composite action", "batched composite action"],
 )
 def test_target_entropy_from_a_spec(spec, expected):
-    """CASES 29 (TorchRL 3291: always -1)."""
+    """CASES 29: TorchRL 1494 (a batch or agents in the spec), 3291 and 3292 (always -1), 3312 (composite actions)."""
     loss = make_loss(action_spec=spec)
     assert loss.target_entropy == expected
     loss(make_batch(3))

@@ -7,11 +7,9 @@ import copy
 import pytest
 import torch
 from tensordict.nn import (
-    InteractionType,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
-    set_interaction_type,
 )
 from torch import nn
 
@@ -62,14 +60,6 @@ def test_a_distribution_without_reparametrisation_is_refused():
 
     with pytest.raises(TypeError, match="Unfit has no rsample"):
         make_loss(actor=other_actor(Unfit))(make_batch(3))
-
-
-def test_actions_are_drawn_whatever_the_surrounding_mode():
-    """An evaluation context must not make the loss deterministic."""
-    loss, batch = make_loss(), make_batch(6)
-    plain = run_loss(loss, batch, 0)
-    with set_interaction_type(InteractionType.DETERMINISTIC):
-        torch.testing.assert_close(run_loss(loss, batch, 0), plain)
 
 
 @pytest.mark.parametrize("critics", CRITICS)

@@ -45,8 +45,9 @@ def test_truncation_bootstraps_and_termination_does_not(backend):
     torch.testing.assert_close(target, torch.tensor(expected, dtype=F64))
 
 
-def test_flags_of_one_kind_stand_in_for_the_other():
-    loss, batch = lambda_loss(), make_batch(3, 4)
+@pytest.mark.parametrize("make", [lambda_loss, make_loss], ids=["sequences", "one step"])
+def test_flags_of_one_kind_stand_in_for_the_other(make):
+    loss, batch = make(), make_batch(3, 4)
     same = batch.clone()
     same["next", "terminated"].copy_(same["next", "done"])
     values = torch.randn(2, 3, 4, dtype=F64)

@@ -29,19 +29,6 @@ def test_outputs():
     assert {value.shape for value in rows.values()} == {(4,)}
 
 
-def test_each_critic_learns_from_its_own_chunk():
-    """As in TorchRL: the gradient of critic k depends on the k-th half of the batch alone."""
-    loss, batch = with_value("replicated"), make_batch(6)
-    out = run_loss(loss, batch, 0)
-    weight = loss.qvalue_network_params["module", "0", "weight"]
-    before = torch.autograd.grad(out["loss_qvalue"], weight)[0]
-    changed = batch.clone()
-    changed["next", "reward"][3:] += 10
-    after = torch.autograd.grad(run_loss(loss, changed, 0)["loss_qvalue"], weight)[0]
-    assert torch.equal(before[0], after[0])
-    assert not torch.equal(before[1], after[1])
-
-
 def test_a_batch_that_does_not_divide_is_refused():
     with pytest.raises(RuntimeError, match=r"2 critics need a batch that 2 divides"):
         with_value()(make_batch(5))

@@ -130,6 +130,8 @@ def test_refused():
         SoftUpdate(loss, eps=0.1)
     with pytest.raises(ValueError, match="LossModule instance, got Linear"):
         SoftUpdate(nn.Linear(1, 1), tau=0.1)
+    with pytest.raises(ValueError, match="LossModule instance, got dict"):
+        SoftUpdate({}, tau=0.1)
     with pytest.raises(RuntimeError, match="Did not find any target"):
         SoftUpdate(make_loss(delay_qvalue=False), tau=0.1)
     with pytest.raises(ValueError, match="at least 1"):

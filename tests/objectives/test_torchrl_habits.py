@@ -23,7 +23,7 @@ from tensordict.nn import (
 from torch import nn
 
 from gpubuf.modules import MLP, TanhNormal
-from gpubuf.objectives import CrossQLoss, REDQLoss, SACLoss, TD3Loss, ValueEstimators
+from gpubuf.objectives import CrossQLoss, REDQLoss, SACLoss, TD3Loss
 from gpubuf.objectives.networks import SideBySide
 from tests.contracts.objectives import CLASSES
 from tests.support.losses_setup import make_td3
@@ -182,12 +182,6 @@ def test_keys_of_the_estimator(name):
     keys = loss.value_estimator.tensor_keys
     assert (keys.reward, keys.done, keys.terminated) == ("gain", ("over", "all"), ("over", "stopped"))
     assert keys.value == ("state_action_value" if name == "TD3Loss" else "state_value")
-
-
-def test_estimators_that_no_loss_has():
-    for kind in ("GAE", "MAGAE", "VTrace"):
-        with pytest.raises(NotImplementedError, match="bootstraps with TD0, TD1, TDLambda only"):
-            make_loss().make_value_estimator(ValueEstimators[kind])
 
 
 def test_keys_that_the_actor_knows():

@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-from tensordict.nn import TensorDictParams
 from torch import nn
 
 from gpubuf.objectives import HardUpdate, SoftUpdate
@@ -80,13 +79,3 @@ def test_updates_of_another_librarys_loss(make):
         for key, old in before.items():
             torch.testing.assert_close(targets.get(key), old.lerp(sources.get(key).detach(), share))
             assert targets.get(key).dtype is dtype
-
-
-def test_what_has_no_targets_is_refused():
-    empty = Foreign()
-    del empty.target_qvalue_network_params
-    with pytest.raises(RuntimeError, match="Did not find any target"):
-        SoftUpdate(empty, tau=0.1)
-    with pytest.raises(ValueError, match="LossModule instance, got dict"):
-        SoftUpdate({}, tau=0.1)
-    assert isinstance(empty.qvalue_network_params, TensorDictParams)

@@ -105,6 +105,16 @@ class World:
         self.buffer.update_tensordict_priority(batch)
         return index, batch
 
+    def learning(self, data: TensorDict) -> tuple[Tensor, Tensor, TensorDict]:
+        """The part of a step that is compiled: all but the optimiser's; the sum of the losses, the index, the batch."""
+        self._anneal()
+        batch = self.buffer.sample()
+        index = self.buffer.extend(data)
+        assert self.loss is not None
+        out = self.loss(batch)
+        self.buffer.update_tensordict_priority(batch)
+        return out["loss_qvalue"] + out["loss_actor"] + out["loss_alpha"], index, batch
+
     def _anneal(self) -> None:
         sampler = self.buffer.sampler
         if isinstance(sampler, PrioritizedSampler):

@@ -160,46 +160,12 @@ def test_an_episode_that_terminates_counts_as_such():
     assert envs.take_episodes(due=True) == []
 
 
-def test_the_same_seed_begins_the_same_and_neighbours_do_not():
-    starts = [Pendulum(4, seed, CPU).reset() for seed in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 0))]
-    assert torch.equal(starts[0], starts[4])
-    assert len({float(x) for start in starts for x in start[:, 2]}) == 16
-    envs = Pendulum(4, (0, 0), CPU)
-    for _ in range(2):
-        assert torch.equal(envs.reset(), starts[0])
-        envs.step(torch.zeros(4, 1))
-
-
-@pytest.mark.parametrize("before", [0, 250])
-def test_restored_environments_go_on_as_if_never_stopped(before):
-    envs = Pendulum(3, 0, CPU)
-    envs.reset()
-    for t in range(before):
-        envs.step(drawn(3, t))
-    state = envs.state()
-    later = [envs.step(drawn(3, t)) for t in range(210)]
-    episodes = envs.take_episodes(due=True)
-    other = Pendulum(3, 99, CPU)
-    observation, lost = other.restore(state)
-    assert lost == []
-    if before:
-        assert torch.equal(observation, other.observe(state["state"]))
-    again = [other.step(drawn(3, t)) for t in range(210)]
-    for one, two in zip(later, again, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(vars(one).values(), vars(two).values(), strict=True))
-    assert other.take_episodes(due=True) == episodes
-
-
-def test_steps_own_their_tensors_and_the_environment_its_own():
-    """What a step returned stays; what a graph addresses stays where it is."""
+def test_what_a_graph_addresses_stays_where_it_is():
     envs = Pendulum(2, 0, CPU)
     envs.reset()
     addresses = {name: tensor.data_ptr() for name, tensor in envs._tensors().items()}
-    first = envs.step(torch.zeros(2, 1))
-    copies = [tensor.clone() for tensor in vars(first).values()]
-    for t in range(401):
+    for t in range(201):
         envs.step(drawn(2, t))
-    assert all(torch.equal(a, b) for a, b in zip(vars(first).values(), copies, strict=True))
     envs.restore(envs.state())
     envs.reset()
     assert {name: tensor.data_ptr() for name, tensor in envs._tensors().items()} == addresses

@@ -72,28 +72,6 @@ def test_a_run_and_its_records(tmp_path, picture, short_episodes):
     assert json.loads((tmp_path / "result.json").read_text())["env"] == "torch/Pendulum"
 
 
-def test_the_stored_transitions_are_those_of_the_environment(short_episodes):
-    """CASES 22: a truncated row's next observation is the final one, and truncated is not terminated."""
-    config = tiny(num_envs=2, total_steps=60, learning_starts=20, eval_every=0)
-    trainer = Trainer(config, CPU, lambda record: None)
-    for _ in range(30):
-        trainer.advance()
-    rows = trainer.buffer[:]
-    truncated = rows["next", "truncated"][:, 0]
-    assert torch.equal(truncated.nonzero()[:, 0], torch.tensor([22, 23, 46, 47]))
-    assert torch.equal(rows["next", "done"], rows["next", "truncated"])
-    assert not rows["next", "terminated"].any()
-    # Two environments: what follows a row, two rows on, begins where it ended, but for the ends of episodes.
-    led_to, begun_at = rows["next", "observation"][:-2], rows["observation"][2:]
-    same = (led_to == begun_at).all(1)
-    assert torch.equal(same, ~truncated[:-2])
-    # And a row is what the pendulum does: the angle moves by the new velocity times its time step.
-    angle, later = (torch.atan2(rows[key][:, 1], rows[key][:, 0]) for key in ("observation", ("next", "observation")))
-    moved = torch.remainder(later - angle + torch.pi, 2 * torch.pi) - torch.pi
-    assert torch.allclose(moved, 0.05 * rows["next", "observation"][:, 2], atol=1e-5)
-    assert rows["action"].abs().max() <= 1
-
-
 def test_losses_that_are_no_numbers_end_the_run(monkeypatch):
     plain = Pendulum.transition
 

@@ -1,5 +1,6 @@
 """Environments for training: what is stored at the end of an episode, resuming inside one, and what is refused."""
 
+import itertools
 import sys
 
 import numpy as np
@@ -11,6 +12,64 @@ from gpubuf.train.environments import Evaluation
 from gpubuf.train.gymnasium_environments import EpisodeRecorder, GymnasiumEnvironments, make
 from gpubuf.train.trainer import make_environments
 from tests.support.train_environments import PREFIX
+
+CPU = torch.device("cpu")
+#: Of both kinds: episodes that end early and late, and a number of steps within the second one.
+EACH = pytest.mark.parametrize(
+    ("name", "before"),
+    [(PREFIX + "Walk-v0", 30), ("Pendulum-v1", 250), ("torch/Pendulum", 250), ("torch/CartPoleSwingUp", 510)],
+)
+
+
+def walked(envs, n, seed=1):
+    """What ``n`` random steps give, and which episodes they end."""
+    generator, found = torch.Generator().manual_seed(seed), []
+    for _ in range(n):
+        steps = envs.step(torch.rand(envs.num_envs, envs.action_size, generator=generator) * 2 - 1)
+        found.append(list(vars(steps).values()))
+    return found, envs.take_episodes(due=True)
+
+
+@EACH
+def test_restored_environments_go_on_as_if_never_stopped(name, before):
+    """From their beginning, and within an episode: the observation to act on is the one that was left."""
+    for n in (0, before):
+        envs, other = (make_environments(name, 3, seed, CPU) for seed in (0, 99))
+        observation = envs.reset()
+        if n:
+            (*_, (_, observation, *_)), _ = walked(envs, n)
+        restored, lost = other.restore(envs.state())
+        assert lost == []
+        assert torch.equal(restored, observation)
+        (steps, episodes), (again, due) = walked(envs, 60, 2), walked(other, 60, 2)
+        assert episodes == due
+        assert all(map(torch.equal, itertools.chain(*steps), itertools.chain(*again)))
+        envs.close()
+        other.close()
+
+
+@EACH
+def test_steps_stay_as_they_were(name, before):
+    envs = make_environments(name, 2, 0, CPU)
+    envs.reset()
+    (first,), _ = walked(envs, 1)
+    copies = [tensor.clone() for tensor in first]
+    walked(envs, before)
+    assert all(map(torch.equal, first, copies))
+    envs.close()
+
+
+@EACH
+def test_the_same_seed_begins_the_same_and_neighbours_do_not(name, before):
+    starts = []
+    for seed in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 0)):
+        envs = make_environments(name, 4, seed, CPU)
+        starts.append(envs.reset())
+        walked(envs, 1)
+        assert name[:6] != "torch/" or torch.equal(envs.reset(), starts[-1])
+        envs.close()
+    assert torch.equal(starts[0], starts[4])
+    assert len(torch.cat(starts).unique(dim=0)) == 16
 
 
 def test_the_last_observation_of_an_episode_is_not_the_first_of_the_next():
@@ -34,20 +93,6 @@ def test_the_last_observation_of_an_episode_is_not_the_first_of_the_next():
     envs.close()
 
 
-def test_steps_do_not_change_when_the_environments_go_on():
-    envs = GymnasiumEnvironments(PREFIX + "Walk-v0", 2, 0)
-    envs.reset()
-    first = envs.step(torch.zeros(2, 1))
-    copies = [array.clone() for array in (first.next_observation, first.observation, first.reward, first.terminated)]
-    for _ in range(50):
-        envs.step(torch.ones(2, 1))
-    for array, copy in zip(
-        (first.next_observation, first.observation, first.reward, first.terminated), copies, strict=True
-    ):
-        assert torch.equal(array, copy)
-    envs.close()
-
-
 def test_actions_are_stretched_to_the_bounds():
     envs = GymnasiumEnvironments(PREFIX + "Counting-v0", 1, 0)
     envs.reset()
@@ -60,52 +105,6 @@ def test_actions_are_stretched_to_the_bounds():
     assert np.allclose(middle, [-1, 0.4])
     assert low.dtype == np.float32
     envs.close()
-
-
-def test_environments_and_neighbouring_seeds_begin_differently():
-    starts = set()
-    for seed in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        envs = GymnasiumEnvironments(PREFIX + "Walk-v0", 4, seed)
-        starts |= set(envs.reset()[:, 0].tolist())
-        envs.close()
-    assert len(starts) == 16
-
-
-def walk(envs, generator, count):
-    """What ``count`` random steps yield, as lists."""
-    results = []
-    for _ in range(count):
-        steps = envs.step(torch.from_numpy(generator.uniform(-1, 1, (envs.num_envs, 1)).astype(np.float32)))
-        results.append((steps.next_observation.tolist(), steps.observation.tolist(), envs.take_episodes(due=True)))
-    return results
-
-
-@pytest.mark.parametrize("before", [0, 1, 30, 65])
-def test_restored_environments_go_on_as_if_never_stopped(before):
-    envs = GymnasiumEnvironments(PREFIX + "Walk-v0", 3, 0)
-    envs.reset()
-    walk(envs, np.random.default_rng(1), before)
-    state = envs.state()
-    expected = walk(envs, np.random.default_rng(2), 60)
-    other = GymnasiumEnvironments(PREFIX + "Walk-v0", 3, 0)
-    _, lost = other.restore(state)
-    assert lost == []
-    assert walk(other, np.random.default_rng(2), 60) == expected
-    envs.close()
-    other.close()
-
-
-def test_the_restored_observation_is_the_one_to_act_on():
-    envs = GymnasiumEnvironments("Pendulum-v1", 2, 0)
-    envs.reset()
-    for _ in range(250):
-        observation = envs.step(torch.full((2, 1), 0.3)).observation
-    other = GymnasiumEnvironments("Pendulum-v1", 2, 0)
-    restored, lost = other.restore(envs.state())
-    assert lost == []
-    assert torch.equal(restored, observation)
-    envs.close()
-    other.close()
 
 
 def test_environments_that_cannot_be_played_again_begin_anew():

@@ -6,16 +6,13 @@ FlashSAC is not on PyPI. Run this from the root of the repository with a checkou
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from flash_rl.buffers.torch_buffer import TorchUniformBuffer
 
 from tests.support.flashsac_buffer.steps import ACT, ENVS, GAMMA, OBS, STEPS, WRITTEN, Box, slots, step_of
-
-FILE = Path(__file__).with_suffix(".json")
+from tests.support.records import write
 
 
 def recorded() -> dict[str, Any]:
@@ -28,15 +25,10 @@ def recorded() -> dict[str, Any]:
                 buffer = TorchUniformBuffer(*arguments)
                 for step in range(written):
                     buffer.add(step_of(step))
-                batch = buffer.sample(slots(written, n_step).numpy())
                 name = f"{n_step} steps, {written} written" + ("" if dtype is None else ", bfloat16")
-                found[name] = {
-                    key: {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
-                    for key, value in batch.items()
-                }
+                found[name] = buffer.sample(slots(written, n_step).numpy())
     return found
 
 
 if __name__ == "__main__":
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(batch)}" for name, batch in recorded().items())
-    FILE.write_text("{" + lines + "}\n")
+    write(__file__, recorded())

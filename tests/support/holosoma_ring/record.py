@@ -5,8 +5,6 @@ Run it from the root of the repository: ``.peers/holosoma/bin/python -m tests.su
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,22 +12,13 @@ import torch
 from holosoma.agents.fast_sac.fast_sac_utils import SimpleReplayBuffer
 
 from tests.support.holosoma_ring.steps import ACT, CRITIC, ENVS, GAMMA, OBS, STEPS, WRITTEN, positions, step_of
+from tests.support.records import write
 
-FILE = Path(__file__).with_suffix(".json")
 
-
-def batch_at(ring: SimpleReplayBuffer, steps: torch.Tensor) -> dict[str, Any]:
+def batch_at(ring: SimpleReplayBuffer, steps: torch.Tensor) -> Any:
     """The batch of ``steps`` of each environment."""
-    drawn = steps.expand(ENVS, -1)
-    with mock.patch.object(torch, "randint", return_value=drawn):
-        batch = ring.sample(steps.numel())
-    return {
-        ".".join(key if isinstance(key, tuple) else (key,)): {
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "values": value.tolist(),
-        }
-        for key, value in sorted(batch.items(True, True), key=str)
-    }
+    with mock.patch.object(torch, "randint", return_value=steps.expand(ENVS, -1)):
+        return ring.sample(steps.numel())
 
 
 def recorded() -> dict[str, Any]:
@@ -47,5 +36,4 @@ def recorded() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(batch)}" for name, batch in recorded().items())
-    FILE.write_text("{" + lines + "}\n")
+    write(__file__, recorded())

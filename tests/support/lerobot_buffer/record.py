@@ -5,23 +5,20 @@ Run it from the root of the repository: ``.peers/lerobot/bin/python -m tests.sup
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
 from benchmarks.peers.lerobot_buffer import lerobot_buffer
-from tests.support.lerobot_buffer.transitions import ADDED, CAPACITY, Frames, frames, plain, transition
-
-FILE = Path(__file__).with_suffix(".json")
+from tests.support.lerobot_buffer.transitions import ADDED, CAPACITY, Frames, frames, transition
+from tests.support.records import write
 
 
 def batch_at(buffer: Any, rows: range) -> Any:
     """The batch of the rows at these positions."""
     with mock.patch.object(torch, "randint", return_value=torch.tensor(rows)):
-        return plain(buffer.sample(len(rows)))
+        return buffer.sample(len(rows))
 
 
 def recorded() -> dict[str, Any]:
@@ -43,7 +40,7 @@ def recorded() -> dict[str, Any]:
     buffer = kind(CAPACITY, "cpu", use_drq=False)
     for number in range(9):
         buffer.add(**transition(number))
-    found["written"] = plain(buffer.to_lerobot_dataset("someone/something", fps=5).calls)
+    found["written"] = buffer.to_lerobot_dataset("someone/something", fps=5).calls
     for with_done in (False, True):
         keys = ["observation.state", "observation.image"]
         buffer = kind.from_lerobot_dataset(frames(with_done=with_done), "cpu", keys, use_drq=False)
@@ -57,5 +54,4 @@ def number_images(images: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(batch)}" for name, batch in recorded().items())
-    FILE.write_text("{" + lines + "}\n")
+    write(__file__, recorded())

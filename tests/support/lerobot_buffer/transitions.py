@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.records import plain
+
 CAPACITY = 6
 #: Transitions added: the buffer is not full, and has gone round.
 ADDED = (4, 9)
@@ -49,7 +51,7 @@ class Frames:
     @classmethod
     def create(cls, **arguments: Any) -> Frames:
         made = cls()
-        made.calls.append(["create", _plain(arguments)])
+        made.calls.append(["create", plain(arguments)])
         return made
 
     def __len__(self) -> int:
@@ -59,7 +61,7 @@ class Frames:
         return self.frames[index]
 
     def add_frame(self, frame: dict[str, Any]) -> None:
-        self.calls.append(["add_frame", _plain(dict(sorted(frame.items())))])
+        self.calls.append(["add_frame", plain(dict(sorted(frame.items())))])
         self.episode_buffer["size"] += 1
 
     def save_episode(self) -> None:
@@ -87,17 +89,3 @@ def frames(*, with_done: bool) -> Frames:
             frame["next.done"] = torch.tensor([number == 2])
         made.append(frame)
     return Frames(made)
-
-
-def _plain(value: Any) -> Any:
-    """``value`` as JSON has it, tensors with their dtype."""
-    if isinstance(value, Tensor):
-        return {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def plain(value: Any) -> Any:
-    """A batch as JSON has it."""
-    return _plain(value)

@@ -1,22 +1,14 @@
-"""Writes consuming.json: what TorchRL's ConsumingSampler lets a buffer do.
-
-Run it where TorchRL 0.14.1 is installed, from the root of the repository:
-``python -m tests.support.torchrl_buffers.consuming``. It tells what does not depend on random numbers.
-"""
+"""Calls on buffers whose rows leave when they were drawn. It tells what does not depend on random numbers."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
 from tests.support.torchrl_buffers.edits import outcome
-
-FILE = Path(__file__).with_suffix(".json")
 
 
 def rows(n: int, start: int = 0) -> TensorDict:
@@ -80,9 +72,3 @@ def story(data: Any) -> dict[str, Any]:
         )
     ]
     return told
-
-
-if __name__ == "__main__":
-    import torchrl.data
-
-    FILE.write_text(json.dumps(story(torchrl.data), indent=1) + "\n")

@@ -1,20 +1,12 @@
-"""Writes edits.json: what TorchRL's buffers give when rows are changed in place, counted and forgotten.
-
-Run it where TorchRL 0.14.1 is installed, from the root of the repository:
-``python -m tests.support.torchrl_buffers.edits``. The tests run :func:`story` on gpubuf's buffers.
-"""
+"""Calls that change rows in place, count them and forget them, and what they give."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict
-
-FILE = Path(__file__).with_suffix(".json")
+from tensordict import TensorDict, TensorDictBase
 
 
 def rows(n: int, start: int = 0) -> TensorDict:
@@ -27,15 +19,16 @@ def rows(n: int, start: int = 0) -> TensorDict:
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What a call gives, in plain values; of an error its type."""
+    """What a call gives, in plain values; of an error its type. gpubuf's batches have generations, too."""
     try:
         found = call()
     except Exception as error:
         return type(error).__name__
     if isinstance(found, torch.Tensor):
         return found.tolist()
-    if isinstance(found, TensorDict):
-        return [list(found.batch_size), found["a"].tolist(), found["next", "reward"].flatten().tolist()]
+    if isinstance(found, TensorDictBase):
+        entries = sorted(found.flatten_keys(".").items())
+        return [list(found.batch_size), {key: each.tolist() for key, each in entries if key != "index_generation"}]
     return found if isinstance(found, (int, float, bool, str, dict, list, type(None))) else "the buffer"
 
 
@@ -100,9 +93,3 @@ def story(data: Any) -> dict[str, Any]:
     buffer.empty()
     told["emptied for good"] = [len(buffer), buffer.write_count, outcome(lambda: buffer.extend(rows(2)))]
     return told
-
-
-if __name__ == "__main__":
-    import torchrl.data
-
-    FILE.write_text(json.dumps(story(torchrl.data), indent=1) + "\n")

@@ -1,20 +1,13 @@
-"""Writes ensembles.json: what TorchRL's ensembles of buffers give where gpubuf's give the same.
-
-Run it where TorchRL 0.14.1 is installed, from the root of the repository:
-``python -m tests.support.torchrl_buffers.ensembles``. The tests run :func:`story` on gpubuf's buffers.
-"""
+"""Calls on ensembles of buffers where TorchRL's and gpubuf's give the same."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 
-FILE = Path(__file__).with_suffix(".json")
+from tests.support.torchrl_buffers.edits import outcome
 
 
 def rows(n: int, start: int = 0) -> TensorDict:
@@ -32,17 +25,6 @@ def ensemble(data: Any, **options: Any) -> Any:
         for _ in range(3)
     ]
     return data.ReplayBufferEnsemble(*parts, batch_size=6, **options)
-
-
-def outcome(call: Callable[[], Any]) -> Any:
-    """What a call gives, in plain values; of an error its type."""
-    try:
-        found = call()
-    except Exception as error:
-        return type(error).__name__
-    if isinstance(found, TensorDictBase):
-        return {key: value.tolist() for key, value in sorted(found.items())}
-    return found
 
 
 def streams(data: Any) -> list[Any]:
@@ -120,9 +102,3 @@ def story(data: Any) -> dict[str, Any]:
     both.empty()
     told["emptied"] = [both.stats()["size"], both.stats()["write_count"]]
     return told
-
-
-if __name__ == "__main__":
-    import torchrl.data
-
-    FILE.write_text(json.dumps(story(torchrl.data), indent=1) + "\n")

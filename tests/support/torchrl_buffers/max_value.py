@@ -1,20 +1,11 @@
-"""Writes max_value.json: what TorchRL's TensorDictMaxValueWriter keeps of some streams of rows, and what it returns.
-
-Run it where TorchRL 0.14.1 is installed, from the root of the repository:
-``python -m tests.support.torchrl_buffers.max_value``. Ranks differ from each other: which of two equal rows leaves
-first is each library's own affair. So is which of the free places a row of a batch takes.
-"""
+"""Streams of rows of which the best stay. Ranks differ: which of two equal rows leaves is each library's affair."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
-
-FILE = Path(__file__).with_suffix(".json")
 
 STREAMS: dict[str, dict[str, Any]] = {
     "one place": {"capacity": 1, "sizes": [3, 4, 1], "seed": 0},
@@ -63,9 +54,3 @@ def story(data: Any) -> dict[str, Any]:
         added.append([index if index is None else int(index), sorted(adding[:]["number"].tolist())])
     told["add"] = added
     return told
-
-
-if __name__ == "__main__":
-    import torchrl.data
-
-    FILE.write_text(json.dumps(story(torchrl.data)) + "\n")

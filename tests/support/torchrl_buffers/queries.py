@@ -1,21 +1,13 @@
-"""Writes queries.json: the trajectories that TorchRL's buffers find, and which of them fulfil a condition.
-
-Run it where TorchRL 0.14.1 is installed, from the root of the repository:
-``python -m tests.support.torchrl_buffers.queries``. The tests run :func:`story` on gpubuf's buffers.
-"""
+"""Trajectories that are found in buffers, and which of them fulfil a condition."""
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
-
-FILE = Path(__file__).with_suffix(".json")
 
 
 def rows(n: int, start: int = 0, *, ids: bool = False) -> TensorDict:
@@ -98,9 +90,3 @@ def story(data: Any) -> dict[str, Any]:
         both = (data.traj.reward.sum() > 1) & ~(data.traj.length == 2)
         told["keys"] = sorted(both.required_keys())
     return told
-
-
-if __name__ == "__main__":
-    import torchrl.data
-
-    FILE.write_text(json.dumps(story(torchrl.data), indent=1) + "\n")

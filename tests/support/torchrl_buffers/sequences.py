@@ -1,20 +1,12 @@
-"""Writes sequences.json: which rows TorchRL's Sequence makes of anchors, in storages of several kinds.
-
-Run it where TorchRL 0.14.1 is installed, from the root of the repository:
-``python -m tests.support.torchrl_buffers.sequences``.
-"""
+"""Windows around anchors, in storages of several kinds."""
 
 from __future__ import annotations
 
 import itertools
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
-
-FILE = Path(__file__).with_suffix(".json")
 
 #: The rows written to 12 places, the ends among them, and the number of environments.
 STORAGES: dict[str, tuple[int, tuple[int, ...], int]] = {
@@ -77,9 +69,3 @@ def story(data: Any, every: int = 7) -> dict[str, Any]:
             "dtypes": {key: [str(value.dtype), list(value.shape)] for key, value in sorted(info.items())},
         }
     return told
-
-
-if __name__ == "__main__":
-    import torchrl.data
-
-    FILE.write_text(json.dumps(story(torchrl.data), separators=(",", ":")) + "\n")

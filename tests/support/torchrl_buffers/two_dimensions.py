@@ -1,21 +1,15 @@
-"""Writes two_dimensions.json: the rows that TorchRL's buffers with storages of two dimensions give for an index.
-
-Run it where TorchRL 0.14.1 is installed, from the root of the repository:
-``python -m tests.support.torchrl_buffers.two_dimensions``. The tests run :func:`story` on gpubuf's buffers.
-"""
+"""Rows of storages of two dimensions, read and written by many kinds of index."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-FILE = Path(__file__).with_suffix(".json")
+from tests.support.torchrl_buffers import edits
 
 #: Of both libraries.
 INDICES: dict[str, Any] = {
@@ -39,16 +33,13 @@ def rows(envs: int, steps: int, dim_extend: int | None) -> TensorDict:
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What a call gives, in plain values; of an error its type."""
-    try:
+    """What a call gives, but for the index of rows, which differs."""
+
+    def without_index() -> Any:
         found = call()
-    except Exception as error:
-        return type(error).__name__
-    if isinstance(found, torch.Tensor):
-        return found.tolist()
-    if isinstance(found, TensorDict):
-        return [list(found.batch_size), found["a"].tolist(), found["next", "b"].tolist()]
-    return found if isinstance(found, (int, list, type(None))) else "the buffer"
+        return found.exclude("index") if isinstance(found, TensorDict) else found
+
+    return edits.outcome(without_index)
 
 
 def told_of(buffer: Any, steps: int, dim_extend: int | None) -> dict[str, Any]:
@@ -80,9 +71,3 @@ def story(data: Any, every: int = 4) -> dict[str, Any]:
             buffer.extend(each.contiguous())
         told[f"{kind} {dim_extend} {steps}"] = told_of(buffer, steps, dim_extend)
     return told
-
-
-if __name__ == "__main__":
-    import torchrl.data
-
-    FILE.write_text(json.dumps(story(torchrl.data)) + "\n")
