@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import random
 import tempfile
 from collections.abc import Callable
@@ -57,7 +60,7 @@ def achieved_reward(achieved: Tensor, goal: Tensor, batch: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class BufferContract:
-    """A way to make a buffer of :data:`STEPS` steps.
+    """A way to make a buffer.
 
     Attributes:
         storage: ``"tensor"``, ``"memmap"`` or ``"list"``.
@@ -71,6 +74,7 @@ class BufferContract:
         continuity: trajectories also end where observations don't go on.
         generations: the writer counts how often a row was written.
         relabel, process, transform, collate, prefetch: as the buffer's arguments.
+        steps: that fit.
     """
 
     storage: str = "tensor"
@@ -88,6 +92,7 @@ class BufferContract:
     transform: bool = False
     collate: bool = False
     prefetch: int = 0
+    steps: int = STEPS
 
     def __str__(self) -> str:
         own = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -100,7 +105,7 @@ class BufferContract:
 
     @property
     def capacity(self) -> int:
-        return STEPS * max(self.envs, 1)
+        return self.steps * max(self.envs, 1)
 
     @property
     def slices(self) -> bool:
@@ -115,10 +120,10 @@ class BufferContract:
         """Whether nothing of it is on the host, so that it can be captured."""
         return self.storage == "tensor" and not self.prefetch
 
-    def storage_of(self, device: str) -> Any:
-        if self.storage == "list":
-            return ListStorage(self.capacity)
-        options: dict[str, Any] = {"device": device} if self.storage == "tensor" else {}
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """What a plan of the buffer's memory is told, too."""
+        options: dict[str, Any] = {}
         if self.share_next:
             options |= {"share_next": True, "next_capacity": self.capacity}
         if self.narrow:
@@ -129,6 +134,12 @@ class BufferContract:
             options["prefixes"] = {"observation": "critic"}
         if self.continuity:
             options["ends"] = "flags+continuity"
+        return options
+
+    def storage_of(self, device: str) -> Any:
+        if self.storage == "list":
+            return ListStorage(self.capacity)
+        options = self.storage_options | ({"device": device} if self.storage == "tensor" else {})
         kind = {"tensor": LazyTensorStorage, "memmap": LazyMemmapStorage}[self.storage]
         return kind(self.capacity, ndim=2 if self.envs else 1, **options)
 
@@ -208,7 +219,7 @@ class Model(TransitionList):
     """
 
     def __init__(self, contract: BufferContract, seed: int = 0) -> None:
-        super().__init__(STEPS, max(contract.envs, 1))
+        super().__init__(contract.steps, max(contract.envs, 1))
         self.contract, self.random, self.count = contract, random.Random(seed), 0
         # (step, environment) of rows that keep a next observation of their own whatever comes to lie after them.
         self.apart: set[tuple[int, int]] = set()
@@ -307,11 +318,14 @@ class Model(TransitionList):
             due["critic"], due["next", "critic"] = due["critic"].double(), due["next", "critic"].double()
         if contract.relabel:
             new = info["relabelled"].reshape(-1)
+            for position, goal in zip(torch.tensor(positions)[new].tolist(), found["goal"][new].tolist(), strict=True):
+                assert goal[0] in {row.next_observation for row in self.trajectory(position)}
             assert torch.equal(found["goal"][~new], due["goal"][~new])
             fresh = achieved_reward(found["next", "observation"], found["goal"], None)
             due["next", "reward"] = torch.where(new[:, None], fresh, due["next", "reward"])
             due["goal"] = found["goal"]
         if contract.slices:
+            self.check_slices(positions)
             # The last step of a slice is marked as truncated.
             for flag in ("truncated", "done"):
                 assert (found["next", flag] >= due["next", flag]).all()
@@ -320,6 +334,38 @@ class Model(TransitionList):
         if "index_generation" in info:
             generations = info["index_generation"].reshape(-1).tolist()
             assert generations == [self.generation(position) for position in positions]
+
+    def check_slices(self, positions: list[int]) -> None:
+        """The rows of each slice follow each other, in one trajectory."""
+        for position, after in zip(positions[::SLICE], positions[1::SLICE], strict=True):
+            step, env = self.place(position)
+            assert self.place(after) == (step + 1, env)
+            assert self.continues(step, env)
+
+    def trajectory(self, position: int) -> list[Transition]:
+        """The rows from one on, to the end of its trajectory or to the newest one."""
+        step, env = self.place(position)
+        rows = self.of_env[env]
+        last = step
+        while (
+            last + 1 < self.written
+            and not rows[last].ends
+            and (not self.contract.continuity or self.goes_on(last, env))
+        ):
+            last += 1
+        return rows[step : last + 1]
+
+    def turned(self, contract: BufferContract) -> Model:
+        """What another storage has that took the rows over, oldest first."""
+        other, oldest = Model(contract, 8), self.oldest
+        other.of_env = [rows[oldest:] for rows in self.of_env]
+        other.apart = {(step - oldest, env) for step, env in self.apart if step >= oldest}
+        other.count = self.count
+        return other
+
+    def continues(self, step: int, env: int) -> bool:
+        """Whether the row after this one is of the same trajectory."""
+        return not self.of_env[env][step].ends and (not self.contract.continuity or self.goes_on(step, env))
 
     def goes_on(self, step: int, env: int) -> bool:
         """Whether the next observation of a row is the observation of the row after it, and stored as such."""
@@ -352,18 +398,49 @@ def check_same(found: TensorDict, due: TensorDict) -> None:
 # Ways to copy a buffer
 
 
-def by_state(contract: BufferContract, buffer: ReplayBuffer) -> ReplayBuffer:
+def by_state(contract: Any, buffer: Any) -> Any:
     other = contract.new(seed=9)
     other.load_state_dict(buffer.state_dict())
     return other
 
 
-def by_files(contract: BufferContract, buffer: ReplayBuffer) -> ReplayBuffer:
+def by_files(contract: Any, buffer: Any) -> Any:
     other = contract.new(seed=9)
     with tempfile.TemporaryDirectory() as folder:
         buffer.save(Path(folder) / "saved")
         other.load(Path(folder) / "saved")
     return other
+
+
+def by_torch(contract: Any, buffer: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(buffer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+#: Ways to copy what a contract makes.
+COPIES: dict[str, Callable[[Any, Any], Any]] = {
+    "state_dict": by_state,
+    "files": by_files,
+    "pickle": lambda contract, buffer: pickle.loads(pickle.dumps(buffer)),
+    "deepcopy": lambda contract, buffer: copy.deepcopy(buffer),
+    "torch.save": by_torch,
+}
+
+
+def write(buffer: ReplayBuffer, rows: TensorDict, chance: random.Random) -> None:
+    """Write rows as a TensorDict, or as an array or tensor for each key, whose memory is used again."""
+    columns = dict(rows.items(True, True))
+    way = chance.choice(["rows", "arrays", "tensors"])
+    if way == "rows":
+        buffer.extend(rows)
+    elif way == "tensors" and buffer.initialized:
+        buffer.extend_columns([columns[key] for key in buffer.column_keys])
+    else:
+        buffer.extend_columns({key: value.numpy() for key, value in columns.items()})
+    for value in columns.values():
+        value.zero_()
 
 
 # The ways to make a buffer: every pair of options that go together is in one of them.
