@@ -301,39 +301,3 @@ def test_pinned_rows_under_a_faked_gpu(monkeypatch, kind):
         assert "pinned host memory" in str(report)
         assert "rows pinned" in repr(buffer)
         assert "pinned host memory" in str(storage.placement)
-
-
-@pytest.mark.parametrize(
-    ("kind", "capacity"), [*((kind, 1000) for kind in SAMPLERS), ("without replacement", 1), ("prioritized slices", 70)]
-)
-def test_bytes_are_known_beforehand(kind, capacity):
-    """What ``auto`` and ``gpubuf.plan`` count is what is then allocated."""
-    sampler = SAMPLERS[kind]()
-    if capacity != 1000 and kind == "fixed":
-        sampler.ends = torch.zeros(capacity, dtype=torch.bool)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), sampler=sampler, batch_size=4)
-    due = sampler.index_bytes((capacity,), "cpu")
-    buffer.extend(transitions(capacity).exclude(("next", "done")).set(("next", "done"), torch.zeros(capacity).bool()))
-    if capacity > 1:
-        buffer.sample()
-    taken = buffer.memory()
-    if kind == "without replacement" and capacity == 1:
-        assert taken.index == 0  # drawn with the first batch
-    elif kind == "slices without replacement":
-        assert taken.index in (due.index, due.index + 8)  # the order of an epoch: 8 bytes a trajectory
-    else:
-        assert (taken.tree, taken.index) == (due.tree, due.index)
-    assert taken.placement == taken.device == "cpu"
-    assert taken.rows == buffer.storage.nbytes == capacity * 50
-    assert taken.total == taken.rows + taken.tree + taken.index + taken.counters
-
-
-@pytest.mark.parametrize("capacity", [100, 40_000, 2_000_000])
-def test_bytes_on_a_gpu_are_known_beforehand(monkeypatch, capacity):
-    Machine().install(monkeypatch)
-    with fake_cuda():
-        sampler = PrioritizedSliceSampler(capacity, 0.6, 0.4, slice_len=4)
-        storage = LazyTensorStorage(capacity, device="cuda")
-        buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=8)
-        buffer.extend(transitions(40, device="cuda"))
-        assert sampler.memory() == sampler.index_bytes(tuple(storage.shape), "cuda")

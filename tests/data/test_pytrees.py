@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, namedtuple
 from pathlib import Path
 from typing import Any
@@ -127,27 +126,6 @@ def test_what_does_not_fit_is_refused_and_nothing_written():
         filled().add([torch.zeros(())])
     with pytest.raises(TypeError, match="stores TensorDicts"):
         TensorDictReplayBuffer(storage=LazyTensorStorage(3)).extend(batch(2))
-
-
-def test_states_and_checkpoints(tmp_path: Path):
-    buffer = filled(n=13)
-    buffer.sample()
-    buffer.dumps(tmp_path / "first")
-    state = buffer.state_dict()
-    for restore in (lambda other: other.loads(tmp_path / "first"), lambda other: other.load_state_dict(state)):
-        for other in (filled(n=2), ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)):
-            restore(other)
-            assert numbers(other[:]) == numbers(buffer[:])
-            other.extend(batch(2, 50))
-            assert {50, 51} <= set(numbers(other[:]))
-        larger = ReplayBuffer(storage=LazyTensorStorage(17), batch_size=4)
-        restore(larger)
-        assert numbers(larger[:]) == list(range(3, 13))
-    same = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
-    same.loads(tmp_path / "first")
-    assert numbers(same.sample(4)) == numbers(buffer.sample(4))
-    twin = copy.deepcopy(buffer)
-    assert numbers(twin.sample(4)) == numbers(buffer.sample(4))
 
 
 def test_transforms_see_the_structure():
