@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from gpubuf.data import (
@@ -66,7 +66,7 @@ class BufferContract:
         storage: ``"tensor"``, ``"memmap"`` or ``"list"``.
         envs: environments of a storage of two dimensions; 0: one dimension.
         sampler: a name in :data:`SAMPLERS`.
-        rows: what is written: a ``"tensordict"``, or a ``"dict"`` or ``"tuple"`` of tensors.
+        rows: what is written: a ``"tensordict"``, the same with ``"text"``, or a ``"dict"`` or ``"tuple"`` of tensors.
         n_steps: steps of a transition.
         share_next: observations are stored once.
         narrow: keys are stored in other dtypes.
@@ -118,7 +118,7 @@ class BufferContract:
     @property
     def on_device(self) -> bool:
         """Whether nothing of it is on the host, so that it can be captured."""
-        return self.storage == "tensor" and not self.prefetch
+        return self.storage == "tensor" and not self.prefetch and self.rows != "text"
 
     @property
     def storage_options(self) -> dict[str, Any]:
@@ -143,13 +143,13 @@ class BufferContract:
         kind = {"tensor": LazyTensorStorage, "memmap": LazyMemmapStorage}[self.storage]
         return kind(self.capacity, ndim=2 if self.envs else 1, **options)
 
-    def new(self, *, seed: int = 3, device: str = "cpu") -> ReplayBuffer:
-        """An empty buffer."""
-        plain = self.rows != "tensordict"
+    def new(self, *, seed: int = 3, device: str = "cpu", storage: Any = None) -> ReplayBuffer:
+        """A buffer, which is empty unless the storage is not."""
+        plain = self.rows in ("dict", "tuple")
         kind = ReplayBuffer if plain else TensorDictReplayBuffer
         writer = RoundRobinWriter if plain else TensorDictRoundRobinWriter
         return kind(
-            storage=self.storage_of(device),
+            storage=self.storage_of(device) if storage is None else storage,
             sampler=SAMPLERS[self.sampler](self.capacity),
             writer=writer(track_generations=self.generations),
             batch_size=BATCH,
@@ -179,6 +179,8 @@ class BufferContract:
             batch["next", "critic"] = wide(batch["next", "observation"])
         if self.relabel:
             batch["goal"] = batch["observation"] + 9
+        if self.rows == "text":
+            batch["text"] = NonTensorStack(*[f"row {number}" for number in batch["number"].reshape(-1).tolist()])
         if self.rows == "dict":
             return batch.to_dict()
         if self.rows == "tuple":
@@ -187,12 +189,21 @@ class BufferContract:
 
     def read(self, data: Any) -> TensorDict:
         """Rows of the buffer as the model has them."""
+        if self.rows == "text":
+            text, data = data.get("text"), data.exclude("text")
+            assert text.batch_size == data.batch_size
+            assert flat(text.tolist()) == [f"row {number}" for number in data["number"].reshape(-1).tolist()]
         if self.rows == "dict":
             data = TensorDict(data, data["number"].shape[:-1])
         if self.rows == "tuple":
             keys = sorted(as_batch([], (0,)).keys(True, True), key=str)
             data = TensorDict(dict(zip(keys, data, strict=True)), data[0].shape[:-1])
         return data
+
+
+def flat(nested: list[Any]) -> list[Any]:
+    """The entries of nested lists."""
+    return [value for item in nested for value in (flat(item) if isinstance(item, list) else [item])]
 
 
 def wide(observation: Tensor) -> Tensor:
@@ -432,13 +443,14 @@ COPIES: dict[str, Callable[[Any, Any], Any]] = {
 def write(buffer: ReplayBuffer, rows: TensorDict, chance: random.Random) -> None:
     """Write rows as a TensorDict, or as an array or tensor for each key, whose memory is used again."""
     columns = dict(rows.items(True, True))
-    way = chance.choice(["rows", "arrays", "tensors"])
+    given = {key: value.numpy() if chance.random() < 0.5 else value for key, value in columns.items()}
+    way = chance.choice(["rows", "by key", "in order"])
     if way == "rows":
         buffer.extend(rows)
-    elif way == "tensors" and buffer.initialized:
-        buffer.extend_columns([columns[key] for key in buffer.column_keys])
+    elif way == "in order" and buffer.initialized:
+        buffer.extend_columns([given[key] for key in buffer.column_keys])
     else:
-        buffer.extend_columns({key: value.numpy() for key, value in columns.items()})
+        buffer.extend_columns(given)
     for value in columns.values():
         value.zero_()
 
@@ -448,23 +460,27 @@ def write(buffer: ReplayBuffer, rows: TensorDict, chance: random.Random) -> None
 _C = BufferContract
 CONTRACTS = [
     _C(),
+    _C(share_next=True, envs=2, n_steps=2, continuity=True, process=True, narrow=True),
     _C(envs=3, sampler="prioritized", n_steps=3, generations=True),
     _C(share_next=True, narrow=True, sampler="slices", transform=True),
     _C(share_next=True, n_steps=3, sampler="prioritized", prefixes=True, collate=True),
-    _C(share_next=True, envs=2, n_steps=2, continuity=True, process=True, narrow=True),
     _C(prefixes=True, narrow=True, envs=2, sampler="prioritized slices", process=True),
     _C(continuity=True, sampler="stratified", relabel=True, generations=True, prefixes=True),
     _C(relabel=True, envs=2, share_next=True, sampler="without replacement", transform=True),
     _C(relabel=True, narrow=True, sampler="prioritized", prefetch=2),
     _C(continuity=True, envs=2, sampler="slices", collate=True),
+    _C(continuity=True, n_steps=3, sampler="prioritized", generations=True),
     _C(n_steps=4, narrow=True, sampler="without replacement", transform=True, prefixes=True),
     _C(rows="dict", envs=2, sampler="prioritized", n_steps=2, process=True, share_next=True),
     _C(rows="dict", narrow=True, sampler="without replacement", prefetch=2),
     _C(rows="tuple", sampler="stratified", generations=True),
     _C(rows="tuple", envs=2),
+    _C(rows="text", sampler="prioritized", generations=True),
+    _C(rows="text", sampler="without replacement", narrow=True, prefetch=1),
     _C(storage="memmap", n_steps=3, sampler="prioritized", transform=True),
     _C(storage="memmap", envs=2, sampler="slices", prefetch=1, generations=True),
     _C(storage="memmap", envs=2, continuity=True, collate=True, process=True, n_steps=2),
+    _C(storage="memmap", rows="dict"),
     _C(storage="list", sampler="prioritized", transform=True),
     _C(storage="list", sampler="without replacement", prefetch=2),
 ]

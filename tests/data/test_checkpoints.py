@@ -397,15 +397,6 @@ def test_what_cannot_be_saved_leaves_the_previous_checkpoint(tmp_path):
         buffer.save(tmp_path, file_bytes=0)
 
 
-def test_torchrl_names(tmp_path):
-    buffer = used()
-    for number, save in enumerate([buffer.dump, buffer.dumps]):
-        other = new()
-        save(tmp_path / str(number))
-        other.loads(str(tmp_path / str(number)))
-        assert numbers(other) == numbers(buffer)
-
-
 def test_progress(tmp_path, capsys, monkeypatch):
     """A bar where it is asked for; by default for large ones on a terminal."""
     buffer = used()

@@ -14,29 +14,67 @@ from gpubuf import (
     TensorDictReplayBuffer,
 )
 from gpubuf.data import array_writes
-from tests.support.column_setup import assert_same_buffers, buffer, rows, tensordict
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
+from tests.support.interrupted_buffers import CAPACITY
 from tests.support.late_gpu import GPU, LateGpu
 
-FORMS = {
-    "dict of arrays": lambda made, columns: columns,
-    "list of arrays": lambda made, columns: [columns[key] for key in made.column_keys],
-    "list of tensors": lambda made, columns: [torch.from_numpy(columns[key]) for key in made.column_keys],
-    "dict of tensors": lambda made, columns: {key: torch.from_numpy(value) for key, value in columns.items()},
-    "tuple of both": lambda made, columns: tuple(
-        torch.from_numpy(columns[key]) if place % 2 else columns[key] for place, key in enumerate(made.column_keys)
-    ),
+STORAGES = {
+    "rows": {},
+    "steps": {"ndim": 2},
+    "small": {"dtypes": {"obs": torch.float16}},
 }
 
 
-@pytest.mark.parametrize(("storage", "form"), [("rows", "dict of tensors"), ("steps", "dict of arrays")])
-def test_through_the_launchers(storage, form, backend):
-    ours, theirs = buffer(storage), buffer(storage)
-    for step in range(3):
-        columns = rows((3,), 3 * step)
-        (ours.extend_columns if storage == "rows" else ours.add_columns)(FORMS[form](ours, columns))
-        (theirs.extend if storage == "rows" else theirs.add)(tensordict(columns, (3,)))
-    assert_same_buffers(ours, theirs)
+def rows(shape: tuple[int, ...], start: int) -> dict:
+    """NumPy columns of a stream: each next observation is the observation of the step behind, but after an end."""
+    steps = start + np.arange(int(np.prod(shape))).reshape(shape)
+    obs = np.stack([steps, steps * 2, steps % 5], -1).astype(np.float32)
+    following = np.stack([steps + shape[-1], (steps + shape[-1]) * 2, (steps + shape[-1]) % 5], -1).astype(np.float32)
+    return {
+        "obs": obs,
+        "action": (steps % 4).astype(np.int64),
+        ("next", "obs"): following,
+        ("next", "reward"): (steps * 0.5).astype(np.float32)[..., None],
+        ("next", "done"): (steps % 7 == 6)[..., None],
+    }
+
+
+def tensordict(columns: dict, shape: tuple[int, ...]) -> TensorDict:
+    data = TensorDict({}, shape)
+    for key, value in columns.items():
+        data[key] = torch.from_numpy(value)
+    return data
+
+
+def buffer(storage: str) -> TensorDictReplayBuffer:
+    torch.manual_seed(0)
+    made = LazyTensorStorage(CAPACITY, **STORAGES[storage])
+    return TensorDictReplayBuffer(storage=made, batch_size=4)
+
+
+def assert_same(one, other) -> None:
+    """States are equal, down to each tensor."""
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, torch.Tensor):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    elif isinstance(one, TensorDict):
+        assert_same(one.flatten_keys().to_dict(), other.flatten_keys().to_dict())
+    else:
+        assert one == other
+
+
+def assert_same_buffers(one: ReplayBuffer, other: ReplayBuffer) -> None:
+    # What was never written is whatever was in the memory.
+    for which in (one, other):
+        for column in which.storage.columns:
+            column.whole[which.storage.steps_stored :] = 0
+        which.set_rng(torch.Generator().manual_seed(0))
+    assert_same(one.state_dict(), other.state_dict())
+    assert_same(one.sample(), other.sample())
 
 
 def test_nothing_is_written_where_columns_do_not_fit():

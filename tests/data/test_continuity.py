@@ -10,7 +10,6 @@ from tensordict import TensorDict
 
 from gpubuf import (
     Hindsight,
-    LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSliceSampler,
     SliceSampler,
@@ -153,17 +152,6 @@ def hindsight() -> Hindsight:
     return Hindsight(
         lambda achieved, goal, data: (achieved == goal).float(), goal_key="goal", achieved_key="of", ratio=1.0
     )
-
-
-def test_files_are_compared_when_they_are_opened(tmp_path):
-    storage = LazyMemmapStorage(CAPACITY, scratch_dir=tmp_path / "rows")
-    TensorDictReplayBuffer(storage=storage).extend(Stream().rows(60))
-    del storage
-    buffer = TensorDictReplayBuffer(
-        storage=LazyMemmapStorage.open(tmp_path / "rows", ends=CONTINUITY), n_steps=3, batch_size=64
-    )
-    assert_breaks(buffer)
-    assert torch.equal((batch := buffer.sample())["of"], batch["next", "was"])
 
 
 def test_bytes_are_compared():

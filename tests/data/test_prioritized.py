@@ -64,20 +64,6 @@ class TestPriorities:
         assert counter.calls == {"rows_extend": 1, "sum_tree_update": 1}
         assert weights(explicit) == [2, 3]
 
-    def test_a_write_is_the_same_few_operations_whatever_its_size(self):
-        """CASES 31: adding two rows a thousand times slower than one (flashbax 62). Seconds are in benchmarks/."""
-        buffer = buffer_of(500)
-        buffer.extend(transitions(499))
-        counted = []
-        for n in (1, 2, 3, 64, 300, 500):
-            data = transitions(n)
-            with OperationCounter() as counter:
-                buffer.extend(data)
-            assert counter.calls == {"rows_extend": 1, "sum_tree_mark": 1}
-            counted.append(counter.others)
-        assert counted == [counted[0]] * len(counted)
-        assert sum(counted[0].values()) < 5
-
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1.0])
     def test_bad_priorities_are_refused_and_nothing_changes(self, bad, backend):
         """CASES 8."""

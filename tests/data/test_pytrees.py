@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf.data import (
-    LazyMemmapStorage,
     LazyTensorStorage,
     ReplayBuffer,
     TensorDictReplayBuffer,
@@ -154,13 +152,3 @@ def test_given_memory_and_dtypes():
     other.extend({"a": torch.arange(4), "b": (torch.arange(4.0),)})
     assert other.sample()["a"].dtype is torch.int64
     assert other[:]["b"][0].tolist() == [0, 1, 2, 3]
-
-
-def test_files_are_opened_again(tmp_path: Path):
-    buffer = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path / "rows"), batch_size=4)
-    buffer.extend(batch(6))
-    del buffer
-    again = ReplayBuffer(storage=LazyMemmapStorage.open(tmp_path / "rows"), batch_size=4)
-    assert numbers(again[:]) == list(range(6))
-    again.extend(batch(2, 6))
-    assert numbers(again[:]) == list(range(8))

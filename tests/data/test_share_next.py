@@ -346,20 +346,6 @@ def test_rows_that_don_t_fit_change_nothing(way, tmp_path):
     check(target, ring)
 
 
-def test_a_second_save_writes_what_changed(tmp_path):
-    buffer, ring, stream = used(200, capacity=4000, next_capacity=500)
-    first = buffer.save(tmp_path, file_bytes=2000)
-    again = buffer.save(tmp_path, file_bytes=2000)
-    assert again.files_written <= 2
-    rows = stream.steps(5)
-    buffer.extend(rows)
-    ring.extend(rows)
-    assert buffer.save(tmp_path, file_bytes=2000).bytes_written < first.bytes_written / 2
-    target = shared(4000, next_capacity=500)
-    target.load(tmp_path)
-    goes_on(target, ring, stream)
-
-
 @pytest.mark.parametrize(("way", "on_gpu"), [("files", False), ("state", True)])
 def test_a_turn_that_has_come_to_a_taken_entry(way, on_gpu, tmp_path):
     """As versions left it whose turn counted the entries that were taken: what is free lies behind."""
