@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import random
 import tempfile
 from collections.abc import Callable
@@ -15,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from gpubuf.data import (
@@ -57,13 +60,13 @@ def achieved_reward(achieved: Tensor, goal: Tensor, batch: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class BufferContract:
-    """A way to make a buffer of :data:`STEPS` steps.
+    """A way to make a buffer.
 
     Attributes:
         storage: ``"tensor"``, ``"memmap"`` or ``"list"``.
         envs: environments of a storage of two dimensions; 0: one dimension.
         sampler: a name in :data:`SAMPLERS`.
-        rows: what is written: a ``"tensordict"``, or a ``"dict"`` or ``"tuple"`` of tensors.
+        rows: what is written: a ``"tensordict"``, the same with ``"text"``, or a ``"dict"`` or ``"tuple"`` of tensors.
         n_steps: steps of a transition.
         share_next: observations are stored once.
         narrow: keys are stored in other dtypes.
@@ -71,6 +74,7 @@ class BufferContract:
         continuity: trajectories also end where observations don't go on.
         generations: the writer counts how often a row was written.
         relabel, process, transform, collate, prefetch: as the buffer's arguments.
+        steps: that fit.
     """
 
     storage: str = "tensor"
@@ -88,6 +92,7 @@ class BufferContract:
     transform: bool = False
     collate: bool = False
     prefetch: int = 0
+    steps: int = STEPS
 
     def __str__(self) -> str:
         own = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -100,7 +105,7 @@ class BufferContract:
 
     @property
     def capacity(self) -> int:
-        return STEPS * max(self.envs, 1)
+        return self.steps * max(self.envs, 1)
 
     @property
     def slices(self) -> bool:
@@ -113,12 +118,12 @@ class BufferContract:
     @property
     def on_device(self) -> bool:
         """Whether nothing of it is on the host, so that it can be captured."""
-        return self.storage == "tensor" and not self.prefetch
+        return self.storage == "tensor" and not self.prefetch and self.rows != "text"
 
-    def storage_of(self, device: str) -> Any:
-        if self.storage == "list":
-            return ListStorage(self.capacity)
-        options: dict[str, Any] = {"device": device} if self.storage == "tensor" else {}
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """What a plan of the buffer's memory is told, too."""
+        options: dict[str, Any] = {}
         if self.share_next:
             options |= {"share_next": True, "next_capacity": self.capacity}
         if self.narrow:
@@ -129,16 +134,22 @@ class BufferContract:
             options["prefixes"] = {"observation": "critic"}
         if self.continuity:
             options["ends"] = "flags+continuity"
+        return options
+
+    def storage_of(self, device: str) -> Any:
+        if self.storage == "list":
+            return ListStorage(self.capacity)
+        options = self.storage_options | ({"device": device} if self.storage == "tensor" else {})
         kind = {"tensor": LazyTensorStorage, "memmap": LazyMemmapStorage}[self.storage]
         return kind(self.capacity, ndim=2 if self.envs else 1, **options)
 
-    def new(self, *, seed: int = 3, device: str = "cpu") -> ReplayBuffer:
-        """An empty buffer."""
-        plain = self.rows != "tensordict"
+    def new(self, *, seed: int = 3, device: str = "cpu", storage: Any = None) -> ReplayBuffer:
+        """A buffer, which is empty unless the storage is not."""
+        plain = self.rows in ("dict", "tuple")
         kind = ReplayBuffer if plain else TensorDictReplayBuffer
         writer = RoundRobinWriter if plain else TensorDictRoundRobinWriter
         return kind(
-            storage=self.storage_of(device),
+            storage=self.storage_of(device) if storage is None else storage,
             sampler=SAMPLERS[self.sampler](self.capacity),
             writer=writer(track_generations=self.generations),
             batch_size=BATCH,
@@ -168,6 +179,8 @@ class BufferContract:
             batch["next", "critic"] = wide(batch["next", "observation"])
         if self.relabel:
             batch["goal"] = batch["observation"] + 9
+        if self.rows == "text":
+            batch["text"] = NonTensorStack(*[f"row {number}" for number in batch["number"].reshape(-1).tolist()])
         if self.rows == "dict":
             return batch.to_dict()
         if self.rows == "tuple":
@@ -176,12 +189,21 @@ class BufferContract:
 
     def read(self, data: Any) -> TensorDict:
         """Rows of the buffer as the model has them."""
+        if self.rows == "text":
+            text, data = data.get("text"), data.exclude("text")
+            assert text.batch_size == data.batch_size
+            assert flat(text.tolist()) == [f"row {number}" for number in data["number"].reshape(-1).tolist()]
         if self.rows == "dict":
             data = TensorDict(data, data["number"].shape[:-1])
         if self.rows == "tuple":
             keys = sorted(as_batch([], (0,)).keys(True, True), key=str)
             data = TensorDict(dict(zip(keys, data, strict=True)), data[0].shape[:-1])
         return data
+
+
+def flat(nested: list[Any]) -> list[Any]:
+    """The entries of nested lists."""
+    return [value for item in nested for value in (flat(item) if isinstance(item, list) else [item])]
 
 
 def wide(observation: Tensor) -> Tensor:
@@ -208,7 +230,7 @@ class Model(TransitionList):
     """
 
     def __init__(self, contract: BufferContract, seed: int = 0) -> None:
-        super().__init__(STEPS, max(contract.envs, 1))
+        super().__init__(contract.steps, max(contract.envs, 1))
         self.contract, self.random, self.count = contract, random.Random(seed), 0
         # (step, environment) of rows that keep a next observation of their own whatever comes to lie after them.
         self.apart: set[tuple[int, int]] = set()
@@ -307,11 +329,14 @@ class Model(TransitionList):
             due["critic"], due["next", "critic"] = due["critic"].double(), due["next", "critic"].double()
         if contract.relabel:
             new = info["relabelled"].reshape(-1)
+            for position, goal in zip(torch.tensor(positions)[new].tolist(), found["goal"][new].tolist(), strict=True):
+                assert goal[0] in {row.next_observation for row in self.trajectory(position)}
             assert torch.equal(found["goal"][~new], due["goal"][~new])
             fresh = achieved_reward(found["next", "observation"], found["goal"], None)
             due["next", "reward"] = torch.where(new[:, None], fresh, due["next", "reward"])
             due["goal"] = found["goal"]
         if contract.slices:
+            self.check_slices(positions)
             # The last step of a slice is marked as truncated.
             for flag in ("truncated", "done"):
                 assert (found["next", flag] >= due["next", flag]).all()
@@ -320,6 +345,38 @@ class Model(TransitionList):
         if "index_generation" in info:
             generations = info["index_generation"].reshape(-1).tolist()
             assert generations == [self.generation(position) for position in positions]
+
+    def check_slices(self, positions: list[int]) -> None:
+        """The rows of each slice follow each other, in one trajectory."""
+        for position, after in zip(positions[::SLICE], positions[1::SLICE], strict=True):
+            step, env = self.place(position)
+            assert self.place(after) == (step + 1, env)
+            assert self.continues(step, env)
+
+    def trajectory(self, position: int) -> list[Transition]:
+        """The rows from one on, to the end of its trajectory or to the newest one."""
+        step, env = self.place(position)
+        rows = self.of_env[env]
+        last = step
+        while (
+            last + 1 < self.written
+            and not rows[last].ends
+            and (not self.contract.continuity or self.goes_on(last, env))
+        ):
+            last += 1
+        return rows[step : last + 1]
+
+    def turned(self, contract: BufferContract) -> Model:
+        """What another storage has that took the rows over, oldest first."""
+        other, oldest = Model(contract, 8), self.oldest
+        other.of_env = [rows[oldest:] for rows in self.of_env]
+        other.apart = {(step - oldest, env) for step, env in self.apart if step >= oldest}
+        other.count = self.count
+        return other
+
+    def continues(self, step: int, env: int) -> bool:
+        """Whether the row after this one is of the same trajectory."""
+        return not self.of_env[env][step].ends and (not self.contract.continuity or self.goes_on(step, env))
 
     def goes_on(self, step: int, env: int) -> bool:
         """Whether the next observation of a row is the observation of the row after it, and stored as such."""
@@ -352,13 +409,13 @@ def check_same(found: TensorDict, due: TensorDict) -> None:
 # Ways to copy a buffer
 
 
-def by_state(contract: BufferContract, buffer: ReplayBuffer) -> ReplayBuffer:
+def by_state(contract: Any, buffer: Any) -> Any:
     other = contract.new(seed=9)
     other.load_state_dict(buffer.state_dict())
     return other
 
 
-def by_files(contract: BufferContract, buffer: ReplayBuffer) -> ReplayBuffer:
+def by_files(contract: Any, buffer: Any) -> Any:
     other = contract.new(seed=9)
     with tempfile.TemporaryDirectory() as folder:
         buffer.save(Path(folder) / "saved")
@@ -366,28 +423,64 @@ def by_files(contract: BufferContract, buffer: ReplayBuffer) -> ReplayBuffer:
     return other
 
 
+def by_torch(contract: Any, buffer: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(buffer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+#: Ways to copy what a contract makes.
+COPIES: dict[str, Callable[[Any, Any], Any]] = {
+    "state_dict": by_state,
+    "files": by_files,
+    "pickle": lambda contract, buffer: pickle.loads(pickle.dumps(buffer)),
+    "deepcopy": lambda contract, buffer: copy.deepcopy(buffer),
+    "torch.save": by_torch,
+}
+
+
+def write(buffer: ReplayBuffer, rows: TensorDict, chance: random.Random) -> None:
+    """Write rows as a TensorDict, or as an array or tensor for each key, whose memory is used again."""
+    columns = dict(rows.items(True, True))
+    given = {key: value.numpy() if chance.random() < 0.5 else value for key, value in columns.items()}
+    way = chance.choice(["rows", "by key", "in order"])
+    if way == "rows":
+        buffer.extend(rows)
+    elif way == "in order" and buffer.initialized:
+        buffer.extend_columns([given[key] for key in buffer.column_keys])
+    else:
+        buffer.extend_columns(given)
+    for value in columns.values():
+        value.zero_()
+
+
 # The ways to make a buffer: every pair of options that go together is in one of them.
 
 _C = BufferContract
 CONTRACTS = [
     _C(),
+    _C(share_next=True, envs=2, n_steps=2, continuity=True, process=True, narrow=True),
     _C(envs=3, sampler="prioritized", n_steps=3, generations=True),
     _C(share_next=True, narrow=True, sampler="slices", transform=True),
     _C(share_next=True, n_steps=3, sampler="prioritized", prefixes=True, collate=True),
-    _C(share_next=True, envs=2, n_steps=2, continuity=True, process=True, narrow=True),
     _C(prefixes=True, narrow=True, envs=2, sampler="prioritized slices", process=True),
     _C(continuity=True, sampler="stratified", relabel=True, generations=True, prefixes=True),
     _C(relabel=True, envs=2, share_next=True, sampler="without replacement", transform=True),
     _C(relabel=True, narrow=True, sampler="prioritized", prefetch=2),
     _C(continuity=True, envs=2, sampler="slices", collate=True),
+    _C(continuity=True, n_steps=3, sampler="prioritized", generations=True),
     _C(n_steps=4, narrow=True, sampler="without replacement", transform=True, prefixes=True),
     _C(rows="dict", envs=2, sampler="prioritized", n_steps=2, process=True, share_next=True),
     _C(rows="dict", narrow=True, sampler="without replacement", prefetch=2),
     _C(rows="tuple", sampler="stratified", generations=True),
     _C(rows="tuple", envs=2),
+    _C(rows="text", sampler="prioritized", generations=True),
+    _C(rows="text", sampler="without replacement", narrow=True, prefetch=1),
     _C(storage="memmap", n_steps=3, sampler="prioritized", transform=True),
     _C(storage="memmap", envs=2, sampler="slices", prefetch=1, generations=True),
     _C(storage="memmap", envs=2, continuity=True, collate=True, process=True, n_steps=2),
+    _C(storage="memmap", rows="dict"),
     _C(storage="list", sampler="prioritized", transform=True),
     _C(storage="list", sampler="without replacement", prefetch=2),
 ]

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from gpubuf import ReplayBuffer, capture
+from gpubuf import ReplayBuffer, capture, plan
+from gpubuf.data import LazyMemmapStorage, RandomSampler, load_torchrl, moving, save_torchrl
 from gpubuf.kernels.rows import FAULTS
-from tests.contracts.buffers import BATCH, STEPS, BufferContract, Model, by_files, by_state, contracts
+from tests.contracts.buffers import BATCH, COPIES, STEPS, BufferContract, Model, by_files, by_state, contracts, write
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.graph_worlds import differences
 from tests.support.interrupted_buffers import is_free
 from tests.support.interrupts import interrupted
+from tests.support.placements import GIB, Machine
 from tests.support.threads import together
 
-COPIES: dict[str, Callable[[BufferContract, ReplayBuffer], ReplayBuffer]] = {
-    "state_dict": by_state,
-    "files": by_files,
-    "pickle": lambda contract, buffer: pickle.loads(pickle.dumps(buffer)),
-    "deepcopy": lambda contract, buffer: copy.deepcopy(buffer),
-}
 #: The model's observations are equal by chance, which may look like the rows of another order.
 ANOTHER_ORDER = r"rows continue along dimension 1, not 0: transpose|the rows of \d+ environments take turns"
 
@@ -61,9 +60,16 @@ def same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, str):
         return a == b
+    if isinstance(a, TensorDict) and "text" in a.keys():
+        return a.get("text").tolist() == b.get("text").tolist() and same(a.exclude("text"), b.exclude("text"))
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(same, a, b))
     return not differences(a, b)
+
+
+def has_columns(contract: BufferContract) -> bool:
+    """Whether its rows may be written as one array for each key."""
+    return contract.rows == "tensordict" and contract.storage != "list"
 
 
 class History:
@@ -73,6 +79,7 @@ class History:
         self.contract = contract
         self.buffer, self.model = contract.new(), Model(contract, seed)
         self.kept: list[tuple[list[int], list[int]]] = []
+        self.columns = has_columns(contract)
 
     def run(self, n: int) -> None:
         operations = [self.extend, self.extend, self.sample, self.sample, self.add, self.empty, self.duplicate]
@@ -84,7 +91,11 @@ class History:
             assert self.buffer.storage.ring[FAULTS] == 0 if self.buffer.initialized else True
 
     def extend(self) -> None:
-        index = self.buffer.extend(self.model.write(n := self.model.random.choice([1, 2, 3, 7, STEPS, STEPS + 5])))
+        rows = self.model.write(n := self.model.random.choice([1, 2, 3, 7, STEPS, STEPS + 5]))
+        if self.columns and self.model.random.random() < 0.5:
+            write(self.buffer, rows, self.model.random)
+            return
+        index = self.buffer.extend(rows)
         first = max(n - STEPS, 0) * self.model.envs
         gone, left = index[:first], self.model.positions(index[first:])
         assert (gone == -1).all()
@@ -93,6 +104,9 @@ class History:
 
     def add(self) -> None:
         rows = self.model.write(1)
+        if self.columns and self.model.random.random() < 0.5:
+            self.buffer.add_columns({key: value.numpy() for key, value in first_row(rows).items(True, True)})
+            return
         self.buffer.add(tuple(x[0] for x in rows) if isinstance(rows, tuple) else first_row(rows))
 
     def sample(self) -> None:
@@ -101,7 +115,8 @@ class History:
             with pytest.raises(RuntimeError):
                 self.buffer.sample()
             return
-        data, info = self.buffer.sample(return_info=True)
+        batches = None if self.contract.storage == "list" else self.model.random.choice([None, None, 2])
+        data, info = self.buffer.sample(return_info=True, batches=batches)
         if self.contract.prefetch:
             return
         self.model.check_batch(self.buffer, data, info)
@@ -126,14 +141,14 @@ class History:
         self.buffer.mark_update(index)
 
     def set_key(self) -> None:
-        if self.contract.rows != "tensordict" or self.contract.storage == "list" or not (at := self.model.chosen(3)):
+        if not self.columns or not (at := self.model.chosen(3)):
             return
         numbers = [self.model.renumber(position) for position in at]
         self.buffer.set_at_("number", torch.tensor(numbers).unsqueeze(-1), self.model.index(at))
 
     def update_if_present(self) -> None:
         """Only rows that are still those that were sampled are updated."""
-        if self.contract.rows != "tensordict" or self.contract.storage == "list" or not self.kept:
+        if not self.columns or not self.kept:
             return
         positions, generations = self.kept.pop(self.model.random.randrange(len(self.kept)))
         sampled = dict(zip(positions, generations, strict=True))
@@ -156,7 +171,10 @@ def first_row(rows: Any) -> Any:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("contract", contracts(), ids=str)
 def test_random_histories(contract, seed):
-    """Rows by identity and index, generations, the wrap of the ring, more rows than the capacity, emptying, edits."""
+    """Rows by identity and index, generations, the wrap of the ring, more rows than the capacity, emptying, edits.
+
+    CASES 17, 39, 57: no reward from beyond the cursor, and windows that end where trajectories do.
+    """
     History(contract, seed).run(40)
 
 
@@ -191,6 +209,151 @@ def test_copies_draw_the_same_batches_and_share_nothing(contract, how):
     model.check_rows(buffer)
 
 
+def in_memory(contract: BufferContract) -> bool:
+    return contract.storage == "tensor"
+
+
+OTHERS: dict[str, Callable[[BufferContract], BufferContract]] = {
+    "larger": lambda contract: replace(contract, steps=STEPS + 7),
+    "stored once or not": lambda contract: replace(contract, share_next=not contract.share_next),
+    "other steps": lambda contract: replace(contract, steps=STEPS + 1, n_steps=1 if contract.n_steps > 1 else 5),
+    "continuity or not": lambda contract: replace(contract, continuity=not contract.continuity),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("contract", contracts(lambda contract: contract.on_device), ids=str)
+def test_other_storages_take_the_state_over(contract, other):
+    """CASES 39: of another capacity, with the rows oldest first; with observations stored once; with other windows."""
+    made = OTHERS[other](contract)
+    windows = contract.slices or contract.relabel or contract.rows == "tuple"
+    if (windows and made.n_steps > 1) or (contract.rows == "tuple" and (made.share_next or made.continuity)):
+        pytest.skip("there is no such buffer")
+    buffer, model = contract.filled()
+    positions = model.chosen(2)
+    buffer[model.index(positions)] = model.overwrite(positions)
+    for copied in (by_state, by_files):
+        taken = copied(made, buffer)
+        now = model.turned(made) if made.steps > STEPS else copy.deepcopy(model)
+        now.contract = made
+        for _ in range(3):
+            now.check_rows(taken)
+            now.check_batch(taken, *taken.sample(return_info=True))
+            taken.extend(now.write(3))
+
+
+@pytest.mark.parametrize("contract", contracts(has_columns), ids=str)
+def test_files_for_torchrl_hold_whole_rows(contract, tmp_path):
+    """As they were written, whatever way they are stored in."""
+    buffer, model = contract.filled()
+    save_torchrl(buffer, tmp_path / "dump")
+    for storage in (None, contract.storage_of("cpu")):
+        options = {"dim_extend": 0} if contract.envs else {}
+        found = load_torchrl(tmp_path / "dump", storage=storage, sampler=RandomSampler(), batch_size=BATCH, **options)
+        now = copy.deepcopy(model)
+        assert found.write_count == now.written_rows
+        for _ in range(2):
+            now.check_rows(found)
+            found.extend(now.write(3))
+
+
+@pytest.mark.parametrize("contract", contracts(lambda contract: contract.storage == "memmap"), ids=str)
+def test_files_are_opened_again(contract):
+    """Without a flush, and without a copy: two storages on the same files see each other's rows."""
+    buffer, model = contract.filled()
+    options = {"ends": "flags+continuity"} if contract.continuity else {}
+    again = contract.new(storage=LazyMemmapStorage.open(buffer.storage.scratch_dir, **options))
+    positions = model.chosen(3)
+    again[model.index(positions)] = model.overwrite(positions)
+    again.mark_update(model.index(positions))
+    model.check_rows(buffer)
+    assert again.storage.shape == buffer.storage.shape
+    for _ in range(3):
+        assert again.write_count == model.written_rows
+        model.check_rows(again)
+        if not contract.prefetch:
+            model.check_batch(again, *again.sample(return_info=True))
+        again.extend(model.write(3))
+    again.empty()
+    assert len(LazyMemmapStorage.open(buffer.storage.scratch_dir)) == 0
+
+
+def scarce(*arguments: Any) -> Any:
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("contract", contracts(in_memory), ids=str)
+def test_rows_lie_anywhere_and_move(contract, monkeypatch):
+    """CASES 27: in one place, pinned, or in two, batches and edits are those of a buffer that stays."""
+    machine = Machine(device=GIB).install(monkeypatch, work_on_cpu=True)
+    monkeypatch.setattr(moving, "CHUNK_BYTES", 64)
+    contract = replace(contract, steps=140, prefetch=0)
+    stays, moves, model = contract.new(), contract.new(device="split:60%"), Model(contract)
+    for place in ("", "pinned", "cpu", "split:60%", "pinned"):
+        if place:
+            with monkeypatch.context() as patched:
+                patched.setattr(moving, "new_record", scarce)
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    moves.to(place)
+            tables = moves.storage.plans.batch.table, moves._reader.table
+            assert moves.to(place) is moves
+            # Captured graphs read the tables where they are.
+            assert tables[0] is moves.storage.plans.batch.table
+            assert tables[1] is moves._reader.table
+            assert moves.storage.placement.kind == place.partition(":")[0]
+            assert bool(machine.pinned) == (place != "cpu")
+        rows, edited = model.write(60), model.chosen(5)
+        for buffer in (stays, moves):
+            buffer.extend(rows)
+        if contract.rows == "tensordict":
+            generation = torch.tensor([model.generation(position) for position in edited])
+            patch = {"number": torch.tensor([model.renumber(position) for position in edited]).unsqueeze(-1)}
+            for buffer in (stays, moves):
+                buffer.update_if_present(model.index(edited), patch=patch, generation=generation)
+        model.check_rows(moves)
+        assert same(batches(moves), batches(stays))
+    moves.free()
+    assert moves.memory().total == 0
+    moves.extend(Model(contract, 4).write(3))
+    assert len(moves) == 3 * model.envs
+
+
+def planned(contract: BufferContract) -> bool:
+    return in_memory(contract) and has_columns(contract) and not contract.relabel and not contract.prefetch
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "pinned", "split"])
+@pytest.mark.parametrize("contract", contracts(planned), ids=str)
+def test_memory_is_as_planned(contract, kind, monkeypatch):
+    """Byte for byte, wherever it is: rows, tree, index and counters."""
+    contract = replace(contract, steps=150)
+    machine = Machine(device=20_000 if kind == "split" else GIB).install(monkeypatch)
+    rows, sampler = Model(contract).write(150), contract.new().sampler
+    made = plan(
+        rows.reshape(-1),
+        contract.capacity,
+        sampler=lambda: sampler,
+        envs=max(contract.envs, 1),
+        n_steps=contract.n_steps,
+        **contract.storage_options,
+    )
+    with fake_cuda() if kind != "cpu" else contextlib.nullcontext():
+        buffer = contract.new(device=kind)
+        assert buffer.memory().total == 0
+        if kind != "cpu":
+            rows = rows.apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device="cuda"), device="cuda")
+        buffer.extend(rows)
+        buffer.sample()
+        taken = buffer.memory()
+    due = made.fit(kind)
+    assert (taken.rows, taken.counters) == (made.rows, made.counters)
+    assert (taken.tree, taken.index) == (due.index.tree, due.index.index)
+    assert taken.total == due.device_bytes + due.host_bytes
+    assert buffer.storage.nbytes == made.rows
+    if kind != "cpu":
+        assert due.host_bytes == sum(machine.ever_pinned)
+
+
 class Step:
     """A step to be captured or compiled: what it draws, writes and changes."""
 
@@ -205,6 +368,9 @@ class Step:
         if self.contract.prioritized:
             priority = info["index"].reshape(BATCH, -1).sum(-1) + 1.0
             self.buffer.update_priority(info["index"], priority, generation=info["index_generation"])
+        if "index_generation" in info and self.contract.rows == "tensordict":
+            patch = TensorDict({"number": batch["number"] + 1}, batch.shape)
+            self.buffer.update_if_present(info["index"], patch, generation=info["index_generation"])
         return batch, index, info["index"]
 
     def run(self, step: Callable[[Any], Any], n: int) -> list[Any]:
@@ -230,6 +396,7 @@ def test_replays_of_a_captured_step_are_steps(contract, monkeypatch):
     assert same(replayed.run(step, 8), due)
     assert step.captured
     assert replayed.buffer.write_count == eager.buffer.write_count
+    assert replayed.buffer.storage.counters.updates == eager.buffer.storage.counters.updates
 
 
 @pytest.mark.parametrize("contract", contracts(captured), ids=str)
@@ -276,6 +443,8 @@ OPERATIONS: dict[str, tuple[Callable[[ReplayBuffer, Any], Any], int]] = {
     "extend": (lambda buffer, rows: buffer.extend(rows), 23),
     "sample": (lambda buffer, rows: buffer.sample(), 31),
     "empty": (lambda buffer, rows: buffer.empty(), 7),
+    "columns": (lambda buffer, rows: buffer.extend_columns(rows), 23),
+    "overwrite": (lambda buffer, rows: buffer.__setitem__(*rows), 29),
     "load": (lambda buffer, rows: buffer.load_state_dict(buffer.state_dict()), 397),
 }
 
@@ -287,9 +456,16 @@ def test_an_interrupt_leaves_all_or_nothing(contract, operation):
     run, stride = OPERATIONS[operation]
     buffer, before = contract.filled()
     origin, done = pickle.dumps(buffer), copy.deepcopy(before)
-    rows = done.write(5) if operation == "extend" else None
+    rows: Any = done.write(5) if operation in ("extend", "columns") else None
+    if operation == "columns":
+        if not has_columns(contract):
+            pytest.skip("its rows are no columns")
+        rows = {key: value.numpy() for key, value in rows.items(True, True)}
     if operation == "empty":
         done.empty()
+    elif operation == "overwrite":
+        positions = done.chosen(2)
+        rows = done.index(positions), done.overwrite(positions)
     # Numba does not survive an interrupt while it compiles.
     run(buffer, rows)
     for place in itertools.count(0, stride):
@@ -297,7 +473,11 @@ def test_an_interrupt_leaves_all_or_nothing(contract, operation):
         if not interrupted(functools.partial(run, buffer, rows), place):
             break
         assert is_free(buffer)
-        outcome = before if (len(buffer), buffer.write_count) == (len(before.stored), before.written_rows) else done
+        if operation == "overwrite":
+            numbers = contract.read(buffer[rows[0]])["number"].reshape(-1).tolist()
+            outcome = done if numbers == [done.at(position).number for position in positions] else before
+        else:
+            outcome = before if (len(buffer), buffer.write_count) == (len(before.stored), before.written_rows) else done
         now = copy.deepcopy(outcome)
         now.check_rows(buffer)
         buffer.extend(now.write(STEPS))

@@ -15,7 +15,6 @@ from gpubuf.data import (
     PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
-    SamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorStorage,
 )
@@ -149,18 +148,6 @@ class _Doubling(nn.Module):
 
 @pytest.mark.usefixtures("backend")
 class TestSampling:
-    def test_samples_differ_and_a_seed_repeats_them(self):
-        def draws(seed):
-            torch.manual_seed(seed)
-            buffer = buffer_of(100, batch_size=20)
-            buffer.extend(transitions(100))
-            return [buffer.sample()["index"].tolist() for _ in range(3)]
-
-        first = draws(0)
-        assert first[0] != first[1] != first[2]
-        assert draws(0) == first
-        assert draws(1) != first
-
     def test_a_batch_is_owned_by_the_caller(self):
         """CASES 35: a batch kept by the user is never overwritten by later samples or writes."""
         buffer = buffer_of(10)
@@ -222,30 +209,3 @@ class TestSampling:
         team = buffer_of(5)
         team.extend(TensorDict({"agents": agents}, [3]))
         assert team.sample(6)["agents"].batch_size == (6, 2)
-
-    def test_without_replacement_every_row_comes_once(self):
-        buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=3)
-        buffer.extend(transitions(10))
-        batches = [batch["next", "step"] for batch in buffer]
-        assert [b.numel() for b in batches] == [3, 3, 3, 1]
-        assert sorted(torch.cat(batches).tolist()) == list(range(10))
-        assert sorted(torch.cat([batch["next", "step"] for batch in buffer]).tolist()) == list(range(10))
-        dropping = ReplayBuffer(
-            storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(drop_last=True), batch_size=3
-        )
-        dropping.extend(transitions(10))
-        seen = torch.cat([batch["next", "step"] for batch in dropping]).tolist()
-        assert len(seen) == len(set(seen)) == 9
-        ordered = ReplayBuffer(
-            storage=LazyTensorStorage(4), sampler=RandomSampler(replacement=False, shuffle=False), batch_size=4
-        )
-        ordered.extend(transitions(4))
-        assert ordered.sample()["next", "step"].tolist() == [0, 1, 2, 3]
-
-    def test_without_replacement_a_batch_larger_than_the_buffer(self):
-        buffer = ReplayBuffer(storage=LazyTensorStorage(3), sampler=SamplerWithoutReplacement())
-        buffer.extend(transitions(3))
-        assert sorted(buffer.sample(7)["next", "step"].tolist()) == [0, 1, 2]
-        buffer.extend(transitions(1, 3))
-        with pytest.raises(ValueError, match="drop_last"):
-            ReplayBuffer(storage=buffer.storage, sampler=SamplerWithoutReplacement(drop_last=True)).sample(7)

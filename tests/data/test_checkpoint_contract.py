@@ -15,6 +15,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,19 @@ def test_changed_meaning(contract: BufferContract, n: int, tmp_path: Path):
                 target.buffer.sample(4)
         target.put_back(loaded=not refused)
     assert 0.2 * n < n_refused < n
+
+
+@pytest.mark.parametrize("contract", contracts(lambda contract: contract.storage != "list"), ids=str)
+def test_a_save_writes_what_has_changed(contract: BufferContract, tmp_path: Path):
+    contract = replace(contract, steps=200)
+    buffer, model = contract.filled(205)
+    first = buffer.save(tmp_path, file_bytes=FILE_BYTES)
+    assert buffer.save(tmp_path, file_bytes=FILE_BYTES).files_written <= 2
+    buffer.extend(model.write(1))
+    assert buffer.save(tmp_path, file_bytes=FILE_BYTES).bytes_written < first.bytes_written / 2
+    other = contract.new()
+    other.load(tmp_path)
+    model.check_rows(other)
 
 
 @pytest.mark.parametrize("contract", [BufferContract(sampler="prioritized"), *contracts(lambda c: c.envs == 2)[-1:]])

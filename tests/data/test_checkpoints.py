@@ -45,39 +45,6 @@ ROOT = Path(__file__).parents[2]
 # Exactly as it was
 
 
-@pytest.mark.parametrize("n", [0, 1, 60, 61, 120])
-def test_every_fill(n, tmp_path):
-    """CASES.md 18: empty, almost full, exactly full, once and twice round; the stream that no sample has used yet."""
-    buffer, other = new("random"), new("random")
-    buffer.extend(transitions(n))
-    buffer.save(tmp_path, file_bytes=300)
-    other.extend(transitions(7, start=1000))
-    other.load(tmp_path)
-    assert len(other) == min(n, CAPACITY)
-    if n:
-        assert other.write_count == n
-        assert numbers(other) == numbers(buffer)
-        assert same(buffer.sample(8), other.sample(8))
-    else:
-        with pytest.raises(RuntimeError):
-            other.sample(1)
-
-
-def test_the_largest_priority_is_saved_and_the_capacity_stays(tmp_path):
-    """CASES.md 10: a new row of the restored buffer gets the largest priority given before the save."""
-    buffer = used(n=30)
-    buffer.update_priority(torch.arange(4), torch.tensor([1.0, 9.0, 2.0, 1.0]))
-    buffer.update_priority(torch.arange(4), 0.5)
-    buffer.save(tmp_path)
-    other = restored(tmp_path)
-    assert other.storage.shape == (CAPACITY,)
-    for one in (buffer, other):
-        one.extend(transitions(1, start=30))
-    leaves = other.sampler.tree.leaves[:CAPACITY]
-    torch.testing.assert_close(leaves[30], torch.tensor(9.0**0.7), rtol=1e-5, atol=0)
-    assert torch.equal(leaves, buffer.sampler.tree.leaves[:CAPACITY])
-
-
 def test_no_view_of_old_tensors_is_left_behind(tmp_path):
     """CASES.md 34: memory stays where it is, so that views and captured graphs see what was loaded."""
     buffer, other = used(n=40), used(n=85)
@@ -183,18 +150,6 @@ def test_state_of_transforms(tmp_path):
 
 
 # Other buffers
-
-
-@pytest.mark.parametrize("n", [20, 60, 85])
-def test_a_larger_buffer_takes_the_rows_oldest_first(n, tmp_path):
-    buffer, larger = used(n=n), new(capacity=100)
-    buffer.save(tmp_path, file_bytes=400)
-    larger.load(tmp_path)
-    stored = min(n, CAPACITY)
-    assert numbers(larger) == list(range(n - stored, n))
-    assert larger.storage.cursor == stored
-    by_number = dict(zip(numbers(buffer), buffer.sampler.tree.leaves.tolist(), strict=False))
-    assert larger.sampler.tree.leaves[:stored].tolist() == [by_number[i] for i in range(n - stored, n)]
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path):
@@ -440,15 +395,6 @@ def test_what_cannot_be_saved_leaves_the_previous_checkpoint(tmp_path):
     assert restored(tmp_path, "random").write_count == 85
     with pytest.raises(ValueError, match="at least 1"):
         buffer.save(tmp_path, file_bytes=0)
-
-
-def test_torchrl_names(tmp_path):
-    buffer = used()
-    for number, save in enumerate([buffer.dump, buffer.dumps]):
-        other = new()
-        save(tmp_path / str(number))
-        other.loads(str(tmp_path / str(number)))
-        assert numbers(other) == numbers(buffer)
 
 
 def test_progress(tmp_path, capsys, monkeypatch):

@@ -2,139 +2,79 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-import pickle
-
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from gpubuf import (
     LazyTensorStorage,
     PrioritizedSampler,
-    RandomSampler,
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.data import Normalize, RewardScale, array_writes
-from gpubuf.kernels.rows import WRITTEN
-from tests.support.column_setup import STORAGES, assert_same_buffers, buffer, rows, tensordict
+from gpubuf.data import array_writes
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
-from tests.support.interrupted_buffers import CAPACITY, check, steps
-from tests.support.interrupts import interrupted
+from tests.support.interrupted_buffers import CAPACITY
 from tests.support.late_gpu import GPU, LateGpu
 
-FORMS = {
-    "dict of arrays": lambda made, columns: columns,
-    "list of arrays": lambda made, columns: [columns[key] for key in made.column_keys],
-    "list of tensors": lambda made, columns: [torch.from_numpy(columns[key]) for key in made.column_keys],
-    "dict of tensors": lambda made, columns: {key: torch.from_numpy(value) for key, value in columns.items()},
-    "tuple of both": lambda made, columns: tuple(
-        torch.from_numpy(columns[key]) if place % 2 else columns[key] for place, key in enumerate(made.column_keys)
-    ),
+STORAGES = {
+    "rows": {},
+    "steps": {"ndim": 2},
+    "small": {"dtypes": {"obs": torch.float16}},
 }
 
 
-COMBINATIONS = [(storage, "slices" if storage == "steps" else "uniform", "dict of arrays") for storage in STORAGES]
-COMBINATIONS += [("steps", "prioritized", form) for form in FORMS if form != "dict of arrays"]
-COMBINATIONS += [("rows", "uniform", form) for form in FORMS if form != "dict of arrays"]
-COMBINATIONS += [("shared", "uniform", "list of tensors"), ("shared", "slices", "list of tensors")]
+def rows(shape: tuple[int, ...], start: int) -> dict:
+    """NumPy columns of a stream: each next observation is the observation of the step behind, but after an end."""
+    steps = start + np.arange(int(np.prod(shape))).reshape(shape)
+    obs = np.stack([steps, steps * 2, steps % 5], -1).astype(np.float32)
+    following = np.stack([steps + shape[-1], (steps + shape[-1]) * 2, (steps + shape[-1]) % 5], -1).astype(np.float32)
+    return {
+        "obs": obs,
+        "action": (steps % 4).astype(np.int64),
+        ("next", "obs"): following,
+        ("next", "reward"): (steps * 0.5).astype(np.float32)[..., None],
+        ("next", "done"): (steps % 7 == 6)[..., None],
+    }
 
 
-@pytest.mark.parametrize(("storage", "sampler", "form"), COMBINATIONS)
-def test_steps_are_written_as_by_add_and_extend(storage, sampler, form):
-    """Rows, counters, priorities, index and draws, over the seam."""
-    ours, theirs = buffer(storage, sampler), buffer(storage, sampler)
-    flat = storage in ("rows", "small")
-    for step in range(20):
-        columns = rows((3,), 3 * step)
-        # The first write settles keys.
-        given = FORMS[form](ours, columns) if step else columns
-        if flat:
-            ours.extend_columns(given)
-            theirs.extend(tensordict(columns, (3,)))
-        else:
-            ours.add_columns(given)
-            theirs.add(tensordict(columns, (3,)))
-        for value in columns.values():
-            # The memory is the caller's again.
-            value[...] = 0
-    assert len(ours) == ours.storage.max_size
-    assert_same_buffers(ours, theirs)
+def tensordict(columns: dict, shape: tuple[int, ...]) -> TensorDict:
+    data = TensorDict({}, shape)
+    for key, value in columns.items():
+        data[key] = torch.from_numpy(value)
+    return data
 
 
-@pytest.mark.parametrize(("storage", "form"), [("rows", "dict of tensors"), ("steps", "dict of arrays")])
-def test_through_the_launchers(storage, form, backend):
-    ours, theirs = buffer(storage), buffer(storage)
-    for step in range(3):
-        columns = rows((3,), 3 * step)
-        (ours.extend_columns if storage == "rows" else ours.add_columns)(FORMS[form](ours, columns))
-        (theirs.extend if storage == "rows" else theirs.add)(tensordict(columns, (3,)))
-    assert_same_buffers(ours, theirs)
+def buffer(storage: str) -> TensorDictReplayBuffer:
+    torch.manual_seed(0)
+    made = LazyTensorStorage(CAPACITY, **STORAGES[storage])
+    return TensorDictReplayBuffer(storage=made, batch_size=4)
 
 
-@pytest.mark.parametrize("form", ["dict of arrays", "tuple of both"])
-def test_single_rows_of_one_dimension(form):
-    ours, theirs = buffer("rows", "prioritized"), buffer("rows", "prioritized")
-    for step in range(CAPACITY + 5):
-        columns = {key: value[0] for key, value in rows((1,), step).items()}
-        data = tensordict({key: np.asarray(value) for key, value in columns.items()}, ())
-        ours.add_columns(
-            FORMS["dict of arrays" if step == 0 else form](ours, {k: np.asarray(v) for k, v in columns.items()})
-        )
-        theirs.add(data)
-    assert_same_buffers(ours, theirs)
+def assert_same(one, other) -> None:
+    """States are equal, down to each tensor."""
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, torch.Tensor):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    elif isinstance(one, TensorDict):
+        assert_same(one.flatten_keys().to_dict(), other.flatten_keys().to_dict())
+    else:
+        assert one == other
 
 
-@pytest.mark.parametrize("dim_extend", [0, 1])
-def test_several_steps_of_environments(dim_extend):
-    """[E, T] by default, as for extend, and [T, E] with dim_extend=0."""
-    ours, theirs = buffer("shared", dim_extend=dim_extend), buffer("shared", dim_extend=dim_extend)
-    for step in range(5):
-        columns = rows((4, 3), 12 * step)
-        if dim_extend == 1:
-            columns = {key: np.ascontiguousarray(value.swapaxes(0, 1)) for key, value in columns.items()}
-        shape = columns["action"].shape
-        ours.extend_columns(columns)
-        theirs.extend(tensordict(columns, shape))
-    assert_same_buffers(ours, theirs)
-
-
-def test_writes_larger_than_the_capacity_and_than_the_staging():
-    ours, theirs = buffer("rows", "prioritized"), buffer("rows", "prioritized")
-    for n in (7, CAPACITY + 5, 5000, 2):
-        columns = rows((n,), 0)
-        ours.extend_columns(columns)
-        theirs.extend(tensordict(columns, (n,)))
-    assert_same_buffers(ours, theirs)
-
-
-def test_what_needs_the_batch_as_a_whole():
-    """Statistics, inverse transforms, and priorities that come with the rows."""
-
-    class Doubles:
-        def __call__(self, data):
-            return data
-
-        def inv(self, data):
-            return data.set("obs", data["obs"] * 2)
-
-    options = {"process": lambda: [Normalize("obs"), RewardScale(0.9)]}
-    made = [buffer("steps", process=options["process"]()) for _ in range(2)]
-    made += [buffer("steps", transform=Doubles()) for _ in range(2)]
-    for ours, theirs in (made[:2], made[2:]):
-        for step in range(3):
-            columns = rows((3,), 3 * step)
-            ours.add_columns(columns)
-            theirs.add(tensordict(columns, (3,)))
-        assert_same_buffers(ours, theirs)
-    ours, theirs = buffer("rows", "prioritized"), buffer("rows", "prioritized")
-    for step in range(3):
-        columns = rows((3,), 3 * step) | {"td_error": np.full(3, 1.5 + step, np.float32)}
-        ours.extend_columns(columns)
-        theirs.extend(tensordict(columns, (3,)))
-    assert_same_buffers(ours, theirs)
+def assert_same_buffers(one: ReplayBuffer, other: ReplayBuffer) -> None:
+    # What was never written is whatever was in the memory.
+    for which in (one, other):
+        for column in which.storage.columns:
+            column.whole[which.storage.steps_stored :] = 0
+        which.set_rng(torch.Generator().manual_seed(0))
+    assert_same(one.state_dict(), other.state_dict())
+    assert_same(one.sample(), other.sample())
 
 
 def test_nothing_is_written_where_columns_do_not_fit():
@@ -187,64 +127,6 @@ def test_lists_numbers_and_strange_arrays():
         assert made[:]["x"][(made.write_count - 1) % 10] == column[-1]
 
 
-def test_parts_that_are_replaced():
-    """Memory that is known by address is not used after it has been given up."""
-    ours, theirs = buffer("steps"), buffer("steps")
-
-    def both(step: int) -> None:
-        columns = rows((3,), 3 * step)
-        ours.add_columns(columns)
-        theirs.add(tensordict(columns, (3,)))
-
-    both(0)
-    both(1)
-    for which in (ours, theirs):
-        which.set_sampler(PrioritizedSampler(CAPACITY, 0.7, 0.5))
-    both(2)
-    for which in (ours, theirs):
-        which.free()
-    both(3)
-    both(4)
-    for which in (ours, theirs):
-        which.set_storage(LazyTensorStorage(CAPACITY, ndim=2))
-    both(5)
-    state = ours.state_dict()
-    for which in (ours, theirs):
-        which.empty()
-        which.load_state_dict(copy.deepcopy(state))
-    both(6)
-    ours, theirs = pickle.loads(pickle.dumps(ours)), copy.deepcopy(theirs)
-    both(7)
-    assert len(ours) == 9
-    assert_same_buffers(ours, theirs)
-
-
-@pytest.mark.parametrize("sampler", ["prioritized"])
-def test_a_write_that_is_interrupted_anywhere(sampler):
-    """Case 54: all of a write, or nothing of it."""
-
-    def columns(start: int, n: int) -> dict:
-        data = steps(start, n).exclude("td_error")
-        return {key: data[key].numpy() for key in data.keys(True, True)}
-
-    def new() -> TensorDictReplayBuffer:
-        torch.manual_seed(0)
-        samplers = {"uniform": RandomSampler, "prioritized": lambda: PrioritizedSampler(CAPACITY, 0.7, 0.5)}
-        made = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=samplers[sampler](), batch_size=8)
-        made.extend_columns(columns(0, 45))
-        made.extend_columns(columns(45, 3))
-        return made
-
-    outcomes, place = set(), 0
-    made = new()
-    while interrupted(functools.partial(made.extend_columns, columns(48, 3)), place):
-        check(made)
-        outcomes.add(int(made.storage.ring[WRITTEN]))
-        assert made.write_count == int(made.storage.ring[WRITTEN])
-        made, place = new(), place + 2
-    assert outcomes == {48, 51}
-
-
 def test_memory_is_filled_again_before_the_gpu_has_read_it(monkeypatch: pytest.MonkeyPatch):
     """Case 51: each write has pinned memory of its own, and waits for nothing."""
     gpu = LateGpu(monkeypatch)
@@ -281,3 +163,87 @@ def test_no_sync_on_a_gpu():
             made.add_columns(columns)
             made.add_columns(list(columns.values()))
         assert len(made) == 12
+
+
+def _negated(value: torch.Tensor) -> torch.Tensor:
+    """The same numbers, in memory that holds them with the other sign."""
+    if not value.is_floating_point():
+        return value
+    return torch.complex(torch.zeros_like(value), -value).conj().imag
+
+
+def test_tensors_of_a_step_that_are_no_plain_memory():
+    """Views, negations, zeros without memory and tensors with gradients: their numbers are written."""
+    options = {"ndim": 2, "share_next": True, "dtypes": {("next", "done"): torch.float32}}
+    ours, theirs = (
+        ReplayBuffer(
+            storage=LazyTensorStorage(24, **options), n_steps=3, end_keys=[("next", "done")], batch_size=4, dim_extend=0
+        )
+        for _ in range(2)
+    )
+    strange = [
+        lambda value: value.flip(0).flip(0),
+        lambda value: torch.stack([value, value], 1)[:, 0],
+        _negated,
+        lambda value: torch._efficientzerotensor(value.shape, dtype=value.dtype),
+        lambda value: value.requires_grad_() if value.is_floating_point() else value,
+        lambda value: value.as_strided(value.shape, (0,) * value.ndim),
+    ]
+    for step in range(30):
+        columns = {key: torch.from_numpy(value) for key, value in rows((3,), 3 * step).items()}
+        if step:
+            columns = {key: strange[step % len(strange)](value) for key, value in columns.items()}
+        ours.add_columns(list(columns.values()) if step else columns)
+        theirs.add(TensorDict({key: value.detach().clone() for key, value in columns.items()}, [3]))
+    assert_same_buffers(ours, theirs)
+
+
+def test_tensors_of_a_step_that_are_refused():
+    """Nothing is written, and the next step is."""
+    made, theirs = (
+        ReplayBuffer(storage=LazyTensorStorage(24, ndim=2, dtypes={"action": torch.int8}), batch_size=4)
+        for _ in range(2)
+    )
+
+    def tensors(step: int) -> list:
+        return [torch.from_numpy(value) for value in rows((3,), 3 * step).values()]
+
+    for which in (made, theirs):
+        which.add_columns(rows((3,), 0))
+        which.add_columns(tensors(1))
+    wrong = tensors(2)
+    with pytest.raises(ValueError, match="key 'action': a number to store as"):
+        made.add_columns([wrong[0], wrong[1] + 1000, *wrong[2:]])
+    for bad in (wrong[0][:2], wrong[0].double(), wrong[0].to("meta")):
+        with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
+            made.add_columns([bad, *wrong[1:]])
+    with pytest.raises(ValueError, match="5 columns"):
+        made.add_columns(wrong[:4])
+    with pytest.raises(ValueError, match="5 columns"):
+        made.add_columns([])
+    for which in (made, theirs):
+        which.add_columns(tensors(3))
+    assert_same_buffers(made, theirs)
+
+
+@pytest.mark.parametrize("storage", ["rows", "small"])
+def test_rows_of_one_dimension(storage):
+    """As many rows at each write as the tensors have: over the seam, more than there is room for, and views."""
+    ours, theirs = buffer(storage), buffer(storage)
+    ours.extend_columns(rows((3,), 0))
+    theirs.extend_columns(rows((3,), 0))
+    first = 3
+    for n in (1, 3, 1, 20, 3, 60, 2, 1, 5, 6, 7, 8, 9, 10, 1):
+        columns = rows((n,), first)
+        tensors = [torch.from_numpy(value) for value in columns.values()]
+        if n == 7:
+            tensors[0] = tensors[0].flip(0).flip(1).flip(1).flip(0)
+        ours.extend_columns(tensors)
+        theirs.extend_columns(columns)
+        for tensor in tensors:
+            tensor.zero_()
+        first += n
+    with pytest.raises(ValueError, match="obs"):
+        ours.extend_columns([tensors[0].double(), *tensors[1:]])
+    ours.extend_columns([tensor[:0] for tensor in tensors])
+    assert_same_buffers(ours, theirs)

@@ -42,23 +42,6 @@ def used(sampler: str, storage: str = "memory", prefetch: int | None = None) -> 
     return buffer
 
 
-@pytest.mark.parametrize(
-    ("sampler", "storage", "how"),
-    [*((sampler, "memory", "torch") for sampler in SAMPLERS), ("prioritized slices", "files", "pickle")],
-)
-def test_a_copy_goes_on_with_the_same_batches_and_shares_nothing(sampler, storage, how):
-    """Case 55: rows, priorities, index and random stream are there."""
-    buffer = used(sampler, storage)
-    other = COPIES[how](buffer)
-    for _ in range(3):
-        assert (other.sample() == buffer.sample()).all()
-    before = buffer[:].clone()
-    check_goes_on(other)
-    assert (buffer[:] == before).all()
-    check(buffer)
-    check_goes_on(buffer)
-
-
 @pytest.mark.parametrize("how", COPIES)
 def test_batches_prepared_ahead_stay_behind(how):
     """Case 55: the copy prepares its own."""

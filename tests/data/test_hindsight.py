@@ -127,32 +127,6 @@ def test_trajectories_told_by_other_keys():
     assert (buffer.sample(10)["desired_goal"][:, 0] == 7).all()
 
 
-def test_other_dtypes_in_storage():
-    """Goals are those of batches: gathered through the storage's codecs."""
-    storage = LazyTensorStorage(STEPS, dtypes={("next", "achieved_goal"): torch.int16, "desired_goal": torch.float16})
-    buffer = buffer_of(storage=storage, ratio=1.0, strategy="final")
-    fill(buffer, 10, [{4}])
-    batch = buffer.sample(30)
-    step = batch["next", "achieved_goal"][:, 0]
-    assert batch["desired_goal"].dtype is torch.float32
-    assert torch.equal(batch["desired_goal"][:, 0], torch.where(step <= 4, 4.0, 9.0))
-
-
-@pytest.mark.parametrize("total", [10, 17])
-def test_observations_stored_once(total):
-    """What is achieved may be stored once with the row behind, true final ones aside."""
-    storage = LazyTensorStorage(STEPS, share_next=["achieved_goal"])
-    buffer = buffer_of(storage=storage, ratio=1.0, strategy="final")
-    for start in range(0, total, 3):
-        data = rows(range(start, min(start + 3, total)), {4, 9})
-        data["achieved_goal"] = data["next", "achieved_goal"] - 1
-        buffer.extend(data)
-    batch = buffer.sample(40)
-    step = batch["next", "achieved_goal"][:, 0]
-    due = torch.where(step <= 4, 4.0, torch.where(step <= 9, 9.0, total - 1.0))
-    assert torch.equal(batch["desired_goal"][:, 0], due)
-
-
 def test_flags_that_are_written_back_count():
     buffer = buffer_of(sampler=PrioritizedSampler(STEPS, 0.6, 0.4), ratio=1.0, strategy="final")
     fill(buffer, 10, [set()])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -55,43 +54,6 @@ def filled(n: int = 6, capacity: int = 10, **kwargs: Any) -> TensorDictReplayBuf
     return buffer
 
 
-def test_they_come_with_the_rows():
-    buffer = filled()
-    batch = buffer.sample()
-    assert numbers(batch) == batch["index"].tolist()
-    assert numbers(buffer.sample(batches=3))
-    assert buffer.sample(batches=3).get("text").batch_size == (3, 4)
-    assert numbers(buffer[:]) == list(range(6))
-    assert numbers(buffer[1:3]) == [1, 2]
-    assert numbers(buffer[[5, 0]]) == [5, 0]
-    assert buffer[-1]["text"] == "row 5"
-    assert buffer[2:2].batch_size == (0,)
-
-
-def test_they_keep_up_with_the_ring():
-    buffer = filled()
-    assert buffer.add(rows(1, 6)[0]) == 6
-    buffer.extend([rows(2, 7)[0], rows(2, 7)[1]])
-    assert numbers(buffer[:]) == list(range(9))
-    buffer.extend(rows(4, 9))
-    assert numbers(buffer[:]) == [10, 11, 12, *range(3, 10)]
-    # More rows than the capacity: the newest stay.
-    buffer.extend(rows(23, 100))
-    assert sorted(numbers(buffer[:])) == list(range(113, 123))
-    buffer[3] = rows(1, 50)[0]
-    buffer[[0, 1]] = rows(2, 60)
-    buffer[5:7] = rows(1, 70)[0]
-    found = numbers(buffer[:])
-    assert [found[i] for i in (0, 1, 3, 5, 6)] == [60, 61, 50, 70, 70]
-    buffer.empty()
-    assert len(buffer) == 0
-    buffer.extend(rows(2, 5))
-    assert numbers(buffer[:]) == [5, 6]
-    buffer.free()
-    buffer.extend(TensorDict({"a": torch.zeros(3)}, [3]))
-    assert set(buffer[:].keys()) == {"a", "index"}
-
-
 def test_one_value_for_all_rows_and_values_of_other_types():
     buffer = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=8)
     values = [None, 2.5, {"key": [1]}, [1, 2]]
@@ -141,38 +103,6 @@ def test_tensorclasses():
     other.load_state_dict(buffer.state_dict())
     assert isinstance(other[:], Step)
     assert list(other[:].text) == ["row 0", "row 1", "row 2"]
-
-
-def test_states_and_checkpoints(tmp_path: Path):
-    buffer = filled(13, prefetch=1)
-    buffer.sample()
-    buffer.dumps(tmp_path / "first")
-    state = buffer.state_dict()
-    for restore in (lambda other: other.loads(tmp_path / "first"), lambda other: other.load_state_dict(state)):
-        for other in (filled(2), TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=4, prefetch=1)):
-            restore(other)
-            assert numbers(other[:]) == numbers(buffer[:])
-            other.extend(rows(2, 50))
-            assert {50, 51} <= set(numbers(other[:]))
-        larger = TensorDictReplayBuffer(storage=LazyTensorStorage(17), batch_size=4)
-        restore(larger)
-        assert numbers(larger[:]) == list(range(3, 13))
-    same = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=4, prefetch=1)
-    same.loads(tmp_path / "first")
-    for other in (same, copy.deepcopy(same)):
-        assert numbers(other.sample())
-    assert numbers(buffer.sample()) == numbers(filled_like(tmp_path / "first").sample())
-    # A save builds on the one before.
-    buffer.extend(rows(2, 80))
-    buffer.dumps(tmp_path / "first")
-    same.loads(tmp_path / "first")
-    assert numbers(same[:]) == numbers(buffer[:])
-
-
-def filled_like(path: Path) -> TensorDictReplayBuffer:
-    other = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=4, prefetch=1)
-    other.loads(path)
-    return other
 
 
 def test_a_state_with_other_keys_is_refused(tmp_path: Path):

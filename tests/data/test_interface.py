@@ -95,15 +95,6 @@ def test_a_full_storage_can_be_given():
         TensorStorage(data, max_size=4)
 
 
-def test_reading_by_index_tells_the_index():
-    buffer = buffer_of(8)
-    buffer.extend(transitions(5))
-    assert buffer[3]["index"] == 3
-    assert buffer[-1]["index"] == 4
-    assert buffer[1:3]["index"].tolist() == [1, 2]
-    assert buffer[[4, -5]]["index"].tolist() == [4, 0]
-
-
 def test_an_index_in_the_data_is_not_stored():
     buffer = buffer_of(8)
     buffer.extend(transitions(4))

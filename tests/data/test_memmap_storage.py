@@ -119,37 +119,6 @@ def test_keys_without_elements(tmp_path: Path):
 # Reopening
 
 
-def test_reopens_without_flush(tmp_path: Path):
-    before = filled(tmp_path / "rows")
-    rows = before[:].exclude("index").clone()
-    del before
-    storage = LazyMemmapStorage.open(tmp_path / "rows")
-    assert (len(storage), storage.written, storage.cursor, storage.max_size) == (10, 13, 3, 10)
-    assert same(storage[:], rows)
-    buffer = TensorDictReplayBuffer(storage=storage, batch_size=4)
-    assert set(buffer.sample().keys()) == set(rows.keys()) | {"index"}
-    # A sampled batch carries its index, which is not stored.
-    buffer.extend(buffer.sample())
-    buffer.extend(transitions(2, 13))
-    assert LazyMemmapStorage(10, scratch_dir=tmp_path / "rows", existsok=True)[7:9]["step"].tolist() == [13, 14]
-
-
-def test_nothing_is_copied(tmp_path: Path):
-    """Two storages on one folder see each other's rows: both are the file."""
-    one = filled(tmp_path / "rows").storage
-    other = LazyMemmapStorage.open(tmp_path / "rows")
-    other[torch.tensor([4])] = transitions(1, 77)
-    assert one[4]["step"] == 77
-    assert one[4]["next", "a/b c"] == 77
-
-
-def test_empty_is_remembered(tmp_path: Path):
-    buffer = filled(tmp_path / "rows")
-    buffer.empty()
-    again = LazyMemmapStorage.open(tmp_path / "rows")
-    assert (len(again), again.written, again.cursor) == (0, 20, 0)
-
-
 def test_tensordict_reads_the_folder(tmp_path: Path):
     buffer = filled(tmp_path / "rows", 6)
     buffer.storage.flush()

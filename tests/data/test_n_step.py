@@ -25,24 +25,6 @@ from tests.support.n_step_model import SAMPLERS, Model, agents_rows, filled, new
 # The transitions
 
 
-def test_rewards_do_not_leak_over_the_write_cursor():
-    """Case 17: FastTD3 returned 25 for the transition that begins at step 10; with two steps 21 are due."""
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), n_steps=2, gamma=1.0, batch_size=200)
-    step = torch.arange(14.0).unsqueeze(-1)
-    never = torch.zeros(14, 1, dtype=torch.bool)
-    rows = {"observation": step, "next": {"observation": step + 1, "reward": step, "done": never}}
-    buffer.extend(TensorDict(rows, [14]))
-    batch = buffer.sample()
-    found = {int(o): (float(r), int(k)) for o, r, k in zip(*columns(batch), strict=True)}
-    assert found == {**{i: (2 * i + 1, 2) for i in range(4, 13)}, 13: (13, 1)}
-    assert found[10] == (21, 2)
-
-
-def columns(batch: TensorDict) -> list[list[float]]:
-    keys = ("observation", ("next", "reward"), "steps_to_next_obs")
-    return [batch[key][:, 0].tolist() for key in keys]
-
-
 def test_the_loss_discounts_by_the_steps_really_taken():
     """Case 37: gamma ** k of each row, not gamma ** n."""
     torch.manual_seed(0)

@@ -13,16 +13,18 @@ from gpubuf import (
     Hindsight,
     LazyTensorStorage,
     PrioritizedSampler,
+    RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictReplayBuffer,
     TensorStorage,
-    plan,
 )
 from gpubuf.data import Sequence
-from tests.support.n_step_model import Model, agents_rows, filled, new
+from tests.support.counted_launches import counted_launches
+from tests.support.n_step_model import Model, agents_rows, filled
+from tests.support.placements import Machine
 
 
 def test_flags_that_are_changed_in_place():
@@ -52,25 +54,6 @@ def test_flags_that_are_changed_in_place():
     column[2] = False
     buffer.mark_update(torch.tensor([2]))
     assert steps() == [5, 4, 3, 2, 1, 1, 2, 1]
-
-
-@pytest.mark.parametrize("envs", [None, 3])
-def test_a_plan_counts_the_bits(envs):
-    """As many as the buffer then takes."""
-    for n_steps in (1, 3):
-        buffer, model = new(1000, envs, n_steps=n_steps), Model(1000, envs)
-        rows = model.write(2)
-        buffer.extend(rows)
-        planned = plan(rows.reshape(-1), 1000 * (envs or 1), envs=envs or 1, n_steps=n_steps)
-        taken = buffer.memory()
-        assert planned.fit("cpu").index.index == taken.index
-        assert planned.rows == taken.rows
-        assert (taken.index > 0) == (n_steps > 1)
-    budget = planned.fit("cpu").host_bytes
-    within = plan(rows.reshape(-1), budget=budget, envs=envs or 1, n_steps=3)
-    assert within.capacity == 1000 * (envs or 1)
-    with pytest.raises(ValueError, match="n_steps must be in"):
-        plan(rows, 10, n_steps=65)
 
 
 def test_another_storage_or_sampler():
@@ -234,4 +217,43 @@ def test_environments_that_take_turns_are_named_for_every_window(kind):
         buffer.extend(rollouts(20, 8).reshape(-1))
 
 
-# Storages that compute
+@pytest.mark.parametrize(("kind", "launches"), [("uniform", 1), ("prioritized", 2)])
+def test_launches_of_a_sample(interpreter, kind, launches):
+    """As many as without: one to draw and make all keys, two with priorities. A write takes one more."""
+    sampler = RandomSampler() if kind == "uniform" else PrioritizedSampler(100, 0.6, 0.4)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, n_steps=3, batch_size=8)
+    model = Model(100)
+    buffer.extend(model.write(20))
+    buffer.sample()
+    with counted_launches() as found:
+        buffer.sample()
+    assert found.total() == launches, found
+    with counted_launches() as found:
+        buffer.sample(batches=4)
+    assert found.total() == launches, found
+
+
+def test_automatic_placement_counts_the_bits(monkeypatch):
+    """Rows that fit on the GPU alone do not fit with them."""
+    rows = Model(100_000).write(1)
+    row_bytes = sum(value.nbytes for value in rows.values(True, True))
+    for n_steps, kind in ((1, "cuda"), (3, "pinned")):
+        Machine(device=100_000 * row_bytes + 1000).install(monkeypatch, work_on_cpu=True)
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100_000, device="auto"), n_steps=n_steps)
+        buffer.extend(rows)
+        assert buffer.storage.placement.kind == kind
+
+
+def test_rows_of_a_checkpoint_that_can_not_be_summed(tmp_path):
+    plain = TensorDictReplayBuffer(storage=LazyTensorStorage(8))
+    plain.extend(TensorDict({"x": torch.ones(3)}, [3]))
+    plain.save(tmp_path / "c")
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), n_steps=2)
+    with pytest.raises(ValueError, match=r"can't serve the rows of the state.*next.*reward"):
+        buffer.load(tmp_path / "c")
+    assert not buffer.initialized
+    buffer.extend(Model(8).write(5))
+    assert len(buffer.sample(4)) == 4
+
+
+# Interrupts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 
 import pytest
 import torch
@@ -15,17 +14,18 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     moving,
 )
-from gpubuf.data.storage import placement
-from gpubuf.data.storage.column import records
+from gpubuf.data.storage.column import Column, records
+from gpubuf.data.storage.placement import IndexBytes, near_steps, place
 from gpubuf.kernels import rows
+from tests.support.fake_cuda import fake_cuda
 from tests.support.moved_buffers import SAMPLERS, alike, episodes
-from tests.support.placements import Machine
+from tests.support.placements import GIB, Machine
 from tests.support.transitions import same, transitions
 
 
-def twin(kind: str, ndim: int = 1, **storage) -> TensorDictReplayBuffer:
+def twin(kind: str, ndim: int = 1, capacity: int = 60, **storage) -> TensorDictReplayBuffer:
     return TensorDictReplayBuffer(
-        storage=LazyTensorStorage(60, ndim=ndim, **storage),
+        storage=LazyTensorStorage(capacity, ndim=ndim, **storage),
         sampler=SAMPLERS[kind](),
         batch_size=8,
         generator=torch.Generator().manual_seed(3),
@@ -41,46 +41,6 @@ def write(buffer: TensorDictReplayBuffer, n: int, start: int) -> None:
 def machine(monkeypatch):
     """Pinned memory is memory that says it is pinned; the CPU does the GPU's work."""
     return Machine().install(monkeypatch, work_on_cpu=True)
-
-
-@pytest.mark.parametrize(("kind", "ndim"), [*((kind, 1) for kind in SAMPLERS), ("prioritized slices", 2)])
-def test_batches_go_on_as_if_nothing_had_happened(machine, monkeypatch, kind, ndim):
-    monkeypatch.setattr(moving, "CHUNK_BYTES", 64)
-    stays, moves = twin(kind, ndim), twin(kind, ndim)
-    for start, n in ((0, 40), (40, 30)):
-        for buffer in (stays, moves):
-            write(buffer, n, start)
-        for place in ("pinned", "cpu"):
-            assert alike(stays, moves)
-            before = [t.data_ptr() for t in moves.storage.row_tensors]
-            assert moves.to(place) is moves
-            assert all(a != t.data_ptr() for a, t in zip(before, moves.storage.row_tensors, strict=True))
-            assert moves.storage.placement.kind == place
-            assert sum(machine.pinned.values()) == (moves.storage.nbytes if place == "pinned" else 0)
-    for buffer in (stays, moves):
-        write(buffer, 30, 70)
-    assert alike(stays, moves)
-    assert same(stays[:], moves[:])
-
-
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_to_another_device(monkeypatch, kind):
-    """What is not rows is made anew there. The other device is the CPU by another name, "cpu:0"."""
-    monkeypatch.setattr(placement, "named", lambda requested: torch.device(requested))
-    stays, moves = twin(kind), twin(kind)
-    for buffer in (stays, moves):
-        write(buffer, 75, 0)
-    assert alike(stays, moves)
-    parts = {name: part for name in ("_tree", "_index", "_eligible") if (part := getattr(moves.sampler, name, None))}
-    counters = moves.storage.ring
-    moves.to("cpu:0")
-    assert str(moves.storage.device) == str(moves.storage.rows_device) == "cpu:0"
-    assert not [name for name, part in parts.items() if getattr(moves.sampler, name) is part]
-    assert torch.equal(moves.storage.ring, counters)
-    assert alike(stays, moves)
-    for buffer in (stays, moves):
-        write(buffer, 30, 75)
-    assert alike(stays, moves)
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
@@ -216,33 +176,6 @@ def test_what_can_not_be_moved(tmp_path):
 # Freeing
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_a_freed_buffer_has_no_memory_and_can_be_used_again(kind):
-    buffer, fresh = twin(kind), twin(kind)
-    assert buffer.memory().total == 0
-    assert "nothing is allocated" in str(buffer.memory())
-    write(buffer, 75, 0)
-    buffer.sample()
-    held = [weakref.ref(t) for t in buffer.storage.row_tensors]
-    parts = (getattr(buffer.sampler, name, None) for name in ("_tree", "_index"))
-    held += [weakref.ref(part) for part in parts if part is not None]
-    assert buffer.memory().rows > 0
-    overwrites = buffer.storage.overwrites
-    buffer.free()
-    buffer.free()
-    assert buffer.storage.overwrites > overwrites  # an incremental checkpoint sees that
-    assert not [ref() for ref in held if ref() is not None]
-    assert buffer.memory().total == 0
-    assert len(buffer) == 0
-    with pytest.raises(RuntimeError):
-        buffer.sample()
-    # The random stream goes on; set it back to compare.
-    buffer.set_rng(torch.Generator().manual_seed(3))
-    for each in (buffer, fresh):
-        write(each, 35, 100)
-    assert alike(buffer, fresh)
-
-
 def test_faults_of_before_don_t_keep_the_memory():
     buffer = twin("prioritized")
     write(buffer, 75, 0)
@@ -265,19 +198,6 @@ def test_other_rows_may_follow():
     assert buffer.sample()["y"].tolist() == [1] * 8
 
 
-def test_priorities_of_before_are_recognised_as_late():
-    """CASES 12: the row that a priority was meant for is gone, though another is in its place."""
-    buffer = twin("prioritized")
-    write(buffer, 75, 0)
-    batch, info = buffer.sample(return_info=True)
-    buffer.free()
-    write(buffer, 60, 100)
-    before = buffer.sampler.tree.leaves.clone()
-    buffer.update_priority(info["index"], 50.0, generation=info["index_generation"])
-    assert torch.equal(buffer.sampler.tree.leaves, before)
-    assert batch.numel() == 8
-
-
 def test_memory_report():
     buffer = twin("prioritized slices")
     write(buffer, 30, 0)
@@ -289,3 +209,166 @@ def test_memory_report():
     assert taken.counters == 32 + 8 * rows.ENTRY * len(buffer.storage.layout.leaves) + 24
     assert str(taken).splitlines()[0] == "rows      3.398 KiB on cpu"
     assert "3.398 KiB" in repr(buffer)
+
+
+CAPACITY = 200
+ROW_BYTES = 58  # of `episodes`
+
+
+@pytest.fixture
+def full_gpu(monkeypatch):
+    """With room for 128 of the rows on the GPU, and nothing else there."""
+    return Machine(device=128 * ROW_BYTES + 20).install(monkeypatch, work_on_cpu=True)
+
+
+# How many steps
+
+
+@pytest.mark.parametrize(
+    ("requested", "room", "expected"),
+    [
+        ("split", 10_000, 1000),
+        ("split", 9_999, 960),  # 999 steps would fit
+        ("split", 640, 64),
+        ("split", 639, 0),
+        ("split", -5, 0),
+        ("split:3000", 9_999, 256),
+        ("split:3KiB", 9_999, 256),
+        ("split:1GB", 10_000, 1000),
+        ("split:50%", 9_999, 448),
+        ("split:0%", 9_999, 0),
+        ("split:100%", 10_000, 1000),
+    ],
+)
+def test_how_many_steps_are_on_the_gpu(requested, room, expected):
+    assert near_steps(requested, 10_000, 1000, room) == expected
+
+
+@pytest.mark.parametrize("requested", ["split:", "split:half", "split:101%", "split:-3", "split:x%", "split:1e3%"])
+def test_sizes_of_no_known_form(requested):
+    if requested == "split:":
+        assert near_steps(requested, 10_000, 1000, 640) == 64
+        return
+    with pytest.raises(ValueError, match=r"expected a (share|number)"):
+        near_steps(requested, 10_000, 1000, 10_000)
+
+
+def test_less_room_than_was_asked_for():
+    with pytest.raises(RuntimeError, match=r"puts 2.93 KiB of rows on the GPU, there is room for 2.441 KiB"):
+        near_steps("split:3000", 10_000, 1000, 2500)
+
+
+def test_all_or_nothing_is_no_split(full_gpu):
+    for room, kind in ((10_000, "cpu"), (639, "pinned"), (5000, "split")):
+        full_gpu.device = room + 7
+        # The stand-in for the GPU is a CPU; with a GPU the first would be "cuda".
+        chosen = place("split", 10_000, IndexBytes(7), (1000,), torch.device("cpu"))
+        assert chosen.kind == kind
+
+
+# Content
+
+
+# Moving
+
+
+def test_what_the_rows_take_on_the_gpu_is_room_for_them(monkeypatch):
+    """On a GPU that is full of this buffer: it moves to a split that leaves half of it there."""
+    Machine(device=GIB).install(monkeypatch)
+    with fake_cuda():
+        buffer = twin("uniform", capacity=CAPACITY, device="cuda")
+        buffer.extend(transitions(CAPACITY, device="cuda"))
+        Machine(device=0).install(monkeypatch)
+        seen = []
+        monkeypatch.setattr(moving, "_move", lambda storage, sampler, before, target, progress: seen.append(target))
+        buffer.to("split:64%")
+        assert (seen[0].kind, seen[0].near_steps) == ("split", 128)
+
+
+# Memory
+
+
+def test_memory_is_taken_once(monkeypatch):
+    """On fake tensors: the first rows on the GPU, the others pinned, neither of them anywhere else."""
+    machine = Machine(device=GIB).install(monkeypatch)
+    torch_empty, on_device = torch.empty, []
+
+    def empty(*size, **kwargs):
+        tensor = torch_empty(*size, **kwargs)
+        on_device.append(tensor.nbytes)
+        return tensor
+
+    with fake_cuda():
+        storage = LazyTensorStorage(10_000, device="split:30%")
+        buffer = TensorDictReplayBuffer(storage=storage, batch_size=8)
+        data = transitions(40, device="cuda")
+        monkeypatch.setattr(torch, "empty", empty)
+        buffer.extend(data)
+        near = 3000 // 64 * 64
+        assert sum(machine.ever_pinned) == (10_000 - near) * 50
+        assert near * 50 <= sum(on_device) < near * 50 + 1000
+        assert storage.ring.device.type == storage.table.device.type == storage.device.type == "cuda"
+        assert {t.device.type for t in storage.row_tensors} == {"cuda", "cpu"}
+        for batch in (buffer.sample(), buffer[2:5], buffer[3]):
+            assert {value.device.type for value in batch.values(True, True)} == {"cuda"}
+        report = buffer.memory()
+        assert (report.placement, report.rows, report.rows_on_host) == ("split", 500_000, (10_000 - near) * 50)
+        assert "in pinned host memory" in str(report)
+        assert "rows split" in repr(buffer)
+        assert f"{near} steps on cuda" in str(storage.placement)
+
+
+# States and checkpoints
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "by"), [("split", "cpu", "state"), ("cpu", "split", "files"), ("split", "split", "files")]
+)
+def test_a_state_goes_from_one_placement_to_another(full_gpu, tmp_path, source, target, by):
+    for n in (40, 150, 330):
+        saved, loaded = (
+            twin("slices", capacity=CAPACITY, device=source),
+            twin("slices", capacity=CAPACITY, device=target),
+        )
+        write(saved, n, 0)
+        saved.sample()
+        if by == "state":
+            loaded.load_state_dict(saved.state_dict())
+        else:
+            saved.save(tmp_path, file_bytes=1000)
+            loaded.load(tmp_path)
+        assert same(saved[:], loaded[:])
+        assert alike(saved, loaded)
+        assert loaded.storage.placement.kind == target
+
+
+def test_only_what_changed_is_saved_again(full_gpu, tmp_path):
+    buffer = twin("uniform", capacity=CAPACITY, device="split")
+    write(buffer, 200, 0)
+    full = buffer.save(tmp_path, file_bytes=20 * ROW_BYTES)
+    write(buffer, 1, 200)
+    assert buffer.save(tmp_path, file_bytes=20 * ROW_BYTES).files_written == 3  # rows, state and manifest
+    buffer.storage.columns[0].parts[1].add_(1)  # rows on the host, in place: PyTorch counts it
+    assert buffer.save(tmp_path, file_bytes=20 * ROW_BYTES).files_written > 3
+    assert full.files_written == 12
+
+
+# A column
+
+
+def test_a_column_in_two_parts_is_one():
+    whole = torch.arange(30.0).view(10, 3)
+    column = Column(whole[:4].clone(), whole[4:].clone())
+    assert (len(column), column.shape, column.dtype, column.nbytes) == (10, (10, 3), torch.float32, 120)
+    for start in range(11):
+        for stop in range(start, 11):
+            assert torch.equal(column[start:stop], whole[start:stop])
+            other = Column(torch.zeros(4, 3), torch.zeros(6, 3))
+            other.write(start, whole[start:stop])
+            expected = torch.zeros(10, 3)
+            expected[start:stop] = whole[start:stop]
+            assert torch.equal(other[0:10], expected)
+    assert column[1:3].data_ptr() == column.parts[0][1:].data_ptr()
+    assert column[5:9].data_ptr() == column.parts[1][1:].data_ptr()
+    with pytest.raises(ValueError, match="unpack"):
+        column.whole  # noqa: B018

@@ -7,16 +7,12 @@ import sys
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 import gpubuf
 from gpubuf.cli import main
-from gpubuf.data import LazyTensorStorage, TensorDictReplayBuffer
 from gpubuf.data.storage import host_memory
 from gpubuf.planning import SAMPLERS, parse_bytes, parse_entry
-from tests.support.fake_cuda import fake_cuda
 from tests.support.placements import GIB, Machine
-from tests.support.transitions import transitions
 
 SPEC = {"pixels": "3x84x84:uint8", "action": ((6,), torch.float32), ("next", "reward"): ":float64"}
 
@@ -34,69 +30,6 @@ def test_keys_and_rows():
     assert made.fit("cpu").host_bytes == made.rows + made.counters
     with pytest.raises(KeyError, match="tpu"):
         made.fit("tpu")
-
-
-@pytest.mark.parametrize(
-    ("name", "capacity"),
-    [*((name, 17) for name in SAMPLERS if "without" not in name), ("uniform", 1)],
-)
-def test_a_plan_is_what_is_then_taken(name, capacity):
-    """On the CPU, byte for byte, by name and by object, from an example and from shapes."""
-    data = transitions(min(capacity, 50)).set(("next", "done"), torch.zeros(min(capacity, 50), 1, dtype=torch.bool))
-    sampler = SAMPLERS[name]()
-    sampler.max_capacity = capacity
-    made = gpubuf.plan(data, capacity, sampler=name)
-    spec = {key: (data[key].shape[1:], data[key].dtype) for key in data.keys(True, True)}
-    again = gpubuf.plan(spec, capacity, sampler=lambda: sampler)
-    assert sorted(key.name for key in made.keys) == sorted(key.name for key in again.keys)
-    assert (made.rows, made.fits) == (again.rows, again.fits)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), sampler=sampler, batch_size=2)
-    buffer.extend(data)
-    if capacity > 1:
-        buffer.sample()
-    else:
-        sampler.random_state("cpu")
-    taken, due = buffer.memory(), made.fit("cpu")
-    assert (taken.rows, taken.tree, taken.index) == (made.rows, due.index.tree, due.index.index)
-    assert taken.counters == made.counters
-    assert taken.total == due.host_bytes
-
-
-@pytest.mark.parametrize(("share_next", "envs"), [(False, 3), (True, 1), (["observation"], 3)])
-def test_continuity_takes_a_byte_per_row(envs, share_next):
-    """Unless all observations are stored once."""
-    data = TensorDict({"observation": torch.rand(60, 5), "pixels": torch.rand(60, 3)}, [60])
-    data["next"] = data.clone().update({"reward": torch.zeros(60, 1), "done": torch.zeros(60, 1, dtype=torch.bool)})
-    options = {"share_next": share_next, "ends": "flags+continuity"}
-    made = gpubuf.plan(data, 600, envs=envs, n_steps=3, **options)
-    storage = LazyTensorStorage(600, ndim=1 if envs == 1 else 2, **options)
-    buffer = TensorDictReplayBuffer(storage=storage, batch_size=2, n_steps=3)
-    buffer.extend(data if envs == 1 else data.view(envs, -1))
-    buffer.sample()
-    taken, due = buffer.memory(), made.fit("cpu")
-    assert (taken.rows, taken.index, taken.total) == (made.rows, due.index.index, due.host_bytes)
-    without = gpubuf.plan(data, 600, envs=envs, n_steps=3, share_next=share_next)
-    assert due.index.index - without.fit("cpu").index.index == (0 if share_next is True else 600)
-
-
-@pytest.mark.parametrize("kind", ["cuda", "pinned", "split"])
-def test_a_plan_is_what_is_then_taken_on_a_gpu(monkeypatch, kind):
-    machine = Machine(device=100_000 if kind == "split" else GIB).install(monkeypatch)
-    made = gpubuf.plan(transitions(3), 3000, sampler="prioritized-slices", envs=7)
-    assert made.capacity == 3003
-    with fake_cuda():
-        sampler = SAMPLERS["prioritized-slices"]()
-        sampler.max_capacity = 3000
-        buffer = TensorDictReplayBuffer(
-            storage=LazyTensorStorage(3000, device=kind, ndim=2), sampler=sampler, batch_size=2
-        )
-        buffer.extend(transitions(28).view(7, 4))
-        buffer.sample()
-        taken = buffer.memory()
-    due = made.fit(kind)
-    assert taken.total == due.device_bytes + due.host_bytes
-    assert due.host_bytes == sum(machine.ever_pinned)
-    assert (due.host_bytes == made.rows, due.host_bytes > 0) == (kind == "pinned", kind != "cuda")
 
 
 @pytest.mark.parametrize(
@@ -273,3 +206,48 @@ def test_help_comes_without_importing_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for option in ("--spec", "--capacity", "--budget", "--sampler", "--slices", "--envs"):
         assert option in done.stdout
+
+
+OBSERVATION = 310
+
+
+def spec() -> dict:
+    return {
+        "observation": ((OBSERVATION,), torch.float32),
+        "action": ((12,), torch.float32),
+        ("next", "observation"): ((OBSERVATION,), torch.float32),
+        ("next", "reward"): ((1,), torch.float32),
+        ("next", "done"): ((1,), torch.bool),
+    }
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_ten_million_rows(dtype, itemsize):
+    """The bytes of observations are what arithmetic says: halved, and halved again in bfloat16."""
+    n = 10_000_000
+    made = gpubuf.plan(spec(), n, share_next=True, dtypes={"observation": dtype})
+    keys = {key.name: key for key in made.keys}
+    width = OBSERVATION * itemsize
+    assert keys["observation"].n_bytes == n * width
+    assert keys["next.observation"].row_bytes == 0
+    assert keys["next.observation"].n_bytes == (n // 8 + 1) * width
+    rest = n * (12 * 4 + 4 + 1)
+    assert made.rows == n * width + (n // 8 + 1) * width + rest
+    assert made.fit("cpu").index.index == 4 * n + 8 * (n // 8 + 1)
+    plain = gpubuf.plan(spec(), n, dtypes={"observation": dtype})
+    assert plain.rows == 2 * n * width + rest
+
+
+def test_the_command_with_observations_stored_once(capsys):
+    entries = ["observation=310:float32", "next.observation=310:float32", "next.reward=1:float32"]
+    arguments = [part for entry in entries for part in ("--spec", entry)]
+    assert main(["plan", *arguments, "--capacity", "80000", "--share-next", "--next-capacity", "100"]) == 0
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if line.startswith("next.observation"))
+    assert "122.3 KiB" in line
+    found = []
+    for ends in ("flags", "flags+continuity"):
+        assert main(["plan", *arguments, "--capacity", "81920", "--ends", ends]) == 0
+        found.append(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("cpu")).split())
+    assert found[0][3:5] == ["0", "bytes"]
+    assert found[1][3:5] == ["80", "KiB"]

@@ -13,7 +13,6 @@ from gpubuf.data import (
     LazyTensorStorage,
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
 )
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels.sum_tree import LARGEST, SMALLEST
@@ -65,20 +64,6 @@ class TestPriorities:
         assert counter.calls == {"rows_extend": 1, "sum_tree_update": 1}
         assert weights(explicit) == [2, 3]
 
-    def test_a_write_is_the_same_few_operations_whatever_its_size(self):
-        """CASES 31: adding two rows a thousand times slower than one (flashbax 62). Seconds are in benchmarks/."""
-        buffer = buffer_of(500)
-        buffer.extend(transitions(499))
-        counted = []
-        for n in (1, 2, 3, 64, 300, 500):
-            data = transitions(n)
-            with OperationCounter() as counter:
-                buffer.extend(data)
-            assert counter.calls == {"rows_extend": 1, "sum_tree_mark": 1}
-            counted.append(counter.others)
-        assert counted == [counted[0]] * len(counted)
-        assert sum(counted[0].values()) < 5
-
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1.0])
     def test_bad_priorities_are_refused_and_nothing_changes(self, bad, backend):
         """CASES 8."""
@@ -129,17 +114,6 @@ class TestPriorities:
         with pytest.raises(IndexError):
             buffer.update_priority(torch.tensor([0, 4]), 2.0)
         assert weights(buffer) == [1] * 4
-
-    def test_a_priority_that_returns_after_empty_is_dropped(self):
-        """CASES 12."""
-        buffer = buffer_of(4)
-        buffer.extend(transitions(3))
-        batch = buffer.sample(32).set("td_error", torch.full((32,), 5.0))
-        buffer.empty()
-        buffer.update_tensordict_priority(batch)
-        buffer.extend(transitions(3))
-        buffer.update_tensordict_priority(batch)
-        assert weights(buffer) == [1, 1, 1]
 
     @pytest.mark.parametrize("n", [2, 4, 6])
     def test_priorities_given_with_a_write_that_wraps(self, n):
@@ -208,18 +182,3 @@ class TestPriorities:
         assert batch["priority_weight"].tolist() == [0, 0]
         with pytest.raises(IndexError, match="2 rows"):
             buffer.state_dict()
-
-
-class TestState:
-    def test_a_foreign_state_is_refused(self):
-        buffer = buffer_of(4)
-        buffer.extend(transitions(4))
-        uniform = TensorDictReplayBuffer(storage=LazyTensorStorage(4))
-        with pytest.raises(ValueError, match="PrioritizedSampler"):
-            uniform.load_state_dict(buffer.state_dict())
-        other = buffer_of(4)
-        other.extend(transitions(4).exclude("action"))
-        before = other[:].clone()
-        with pytest.raises(ValueError, match="action"):
-            other.load_state_dict(buffer.state_dict())
-        assert same(other[:], before)

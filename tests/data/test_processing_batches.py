@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
 from gpubuf.data import (
     Clip,
@@ -21,159 +21,134 @@ from gpubuf.data import (
     ReplayBuffer,
     RewardScale,
 )
-from tests.support.processing_setup import Twins, close, generator, normalised, shifted, steps, uniforms
+from tests.support.processing_setup import Twins, close, normalised, shifted, steps, uniforms
 
-OBSERVATIONS = ("observation", ("next", "observation"))
 SWAP = ([2, 0, 1], [1.0, -1.0, 0.5])
 
 
-def alike(processed: TensorDict, plain: TensorDict, *but: Any) -> None:
-    """All keys but those are the same."""
-    for key in set(plain.keys(True, True)) - set(but):
-        assert torch.equal(processed[key], plain[key]), key
+Apply = Callable[[TensorDict, Twins, Any], None]
+"""What a process does to a batch, by plain torch operations: the batch, the buffers, random numbers of the rows."""
 
 
-STORAGES = [
-    {},
-    {"dtypes": {"observation": torch.bfloat16, "action": torch.float16}},
-    {"share_next": ["observation"]},
-    {"share_next": ["observation"], "dtypes": {"observation": torch.bfloat16}},
-]
+def keys_of(batch: TensorDict, *names: str) -> list[Any]:
+    """The keys at the root and their twins under "next"."""
+    return [key for key in batch.keys(True, True) if key in names or (key[0] == "next" and key[-1] in names)]
 
 
-@pytest.mark.parametrize(
-    ("storage", "envs", "n_steps", "prioritized"),
-    [(0, None, 1, False), (1, 2, 3, False), (2, None, 3, True), (3, 2, 1, True)],
-)
-def test_normalised_batches(backend, storage, envs, n_steps, prioritized):
-    """As torch does it after the fact, with the mean and variance of all rows ever written, at every draw."""
-    storage = STORAGES[storage]
-    options = {"gamma": 0.9, "n_steps": n_steps}
-    twins = Twins(
-        Normalize(["observation", "action"], clip=2), envs=envs, prioritized=prioritized, storage=storage, **options
-    )
-    for number, n in enumerate((5, 1, 30, 25)):
-        twins.write(n, number)
-        plain, processed = twins.sample()
-        alike(processed, plain, *OBSERVATIONS, "action")
-        for key in (*OBSERVATIONS, "action"):
-            expected = normalised(plain[key], twins.rows("action" if key == "action" else "observation"))
-            assert processed[key].dtype is plain[key].dtype
-            close(processed[key].double(), expected.clamp(-2, 2), 2e-5)
+def normalising(*names: str, clip: float = math.inf) -> tuple[Any, Apply]:
+    def apply(batch: TensorDict, twins: Twins, uniform: Any) -> None:
+        for key in keys_of(batch, *names):
+            found = normalised(batch[key], twins.rows(key if isinstance(key, str) else key[-1])).clamp(-clip, clip)
+            batch[key] = found.to(batch[key].dtype)
+
+    return Normalize(list(names), clip=None if clip == math.inf else clip), apply
 
 
-@pytest.mark.parametrize("n_steps", [1, 3])
-def test_scaled_rewards(n_steps):
+def scaling(gamma: float, most: float) -> tuple[Any, Apply]:
     """OFFPOLICY.md, section 2 C: also sums of rewards."""
-    scale = RewardScale(0.9, 5.0)
-    twins = Twins(scale, Clip(("next", "reward"), -1.5, 1.5), n_steps=n_steps, gamma=0.9)
-    for number in range(4):
-        twins.write(12, number)
-        plain, processed = twins.sample()
-        alike(processed, plain, ("next", "reward"))
+
+    def apply(batch: TensorDict, twins: Twins, uniform: Any) -> None:
         total, returns = 0.0, []
         for data in twins.written:
             for reward, done in zip(data["next", "reward"].tolist(), data["next", "done"].tolist(), strict=True):
                 returns.append(total := reward[0] + total)
-                total = 0.0 if done[0] else 0.9 * total
+                total = 0.0 if done[0] else gamma * total
         spread = torch.tensor(returns, dtype=torch.float64)
-        divisor = max(math.sqrt(spread.var(correction=0) + 1e-8), spread.abs().max().item() / 5)
-        close(processed["next", "reward"], (plain["next", "reward"] / divisor).clamp(-1.5, 1.5), 1e-5)
+        batch["next", "reward"] /= max(math.sqrt(spread.var(correction=0) + 1e-8), spread.abs().max().item() / most)
+
+    return RewardScale(gamma, most), apply
 
 
-def mirrored(rows: Tensor, image: tuple[list[int], Any]) -> Tensor:
-    return rows[:, image[0]] * torch.tensor(image[1])
+def clipping(key: Any, low: float, high: float) -> tuple[Any, Apply]:
+    def apply(batch: TensorDict, twins: Twins, uniform: Any) -> None:
+        for each in keys_of(batch, key) or [key]:
+            batch[each] = batch[each].clamp(low, high)
+
+    return Clip(key, low, high), apply
 
 
-@pytest.mark.parametrize("prioritized", [False, True])
-def test_doubled_batches(prioritized):
-    """n drawn rows, and their mirror images, in the same order."""
+def mirroring(mode: str) -> tuple[Any, Apply]:
+    """All keys of a row or none, by its first random number; or the second half of the rows."""
     images = {"observation": SWAP, "action": ([1, 0], -1.0)}
-    twins = Twins(Mirror(images, mode="double"), prioritized=prioritized)
-    twins.write(40, 0)
-    plain, processed = twins.sample()
-    assert processed.batch_size == (32,)
-    first, second = processed[:16], processed[16:]
-    alike(first, plain)
-    alike(second, plain, *OBSERVATIONS, "action")
-    for key in OBSERVATIONS:
-        close(second[key], mirrored(plain[key], SWAP), 1e-7)
-    close(second["action"], mirrored(plain["action"], images["action"]), 1e-7)
-    if prioritized:
-        twins.processed.update_tensordict_priority(processed)
+
+    def apply(batch: TensorDict, twins: Twins, uniform: Any) -> None:
+        which = torch.arange(len(batch)) >= len(batch) // 2 if mode == "double" else uniform[:, 0] < 0.5
+        for name, (order, sign) in images.items():
+            for key in keys_of(batch, name):
+                image = batch[key][:, order] * torch.tensor(sign)
+                batch[key] = torch.where(which.unsqueeze(-1), image, batch[key])
+
+    return Mirror(images, mode=mode), apply
 
 
-def test_rows_mirrored_by_chance():
-    """All keys of a row or none, by its first random number; the twin below "next" too."""
-    images = {"observation": SWAP, "action": ([1, 0], -1.0)}
-    twins = Twins(Mirror(images))
-    twins.write(40, 0)
-    for _ in range(3):
-        is_mirrored = uniforms(twins.processed._pipeline, 16)[:, :1] < 0.5
-        plain, processed = twins.sample()
-        alike(processed, plain, *OBSERVATIONS, "action")
-        for key in (*OBSERVATIONS, "action"):
-            image = images["action" if key == "action" else "observation"]
-            close(processed[key], torch.where(is_mirrored, mirrored(plain[key], image), plain[key]), 1e-7)
-
-
-@pytest.mark.parametrize("storage", [{}, {"share_next": ["pixels"]}, {"dtypes": {"pixels": torch.float32}}])
-def test_shifted_images(storage):
+def shifting(pad: int) -> tuple[Any, Apply]:
     """Pixel by pixel; observation and next observation apart."""
-    twins = Twins(RandomShift("pixels", 2), storage=storage)
 
-    def write(n: int, seed: int) -> None:
-        data = steps(n, seed=seed)
-        data["next", "pixels"] = data["pixels"].roll(-1, 0)
-        for buffer in (twins.plain, twins.processed):
-            buffer.extend(data)
+    def apply(batch: TensorDict, twins: Twins, uniform: Any) -> None:
+        drawn = torch.floor(uniform[:, 1:] * (2 * pad + 1)).long() - pad
+        for key in keys_of(batch, "pixels"):
+            at = 2 * twins.processed._pipeline.options((key,) if isinstance(key, str) else key)["pair"]
+            rows = [shifted(row, *drawn[i, at : at + 2].tolist()) for i, row in enumerate(batch[key])]
+            batch[key] = torch.stack(rows)
 
-    for number in range(3):
-        write(20, number)
-        drawn = torch.floor(uniforms(twins.processed._pipeline, 16)[:, 1:] * 5).long() - 2
+    return RandomShift("pixels", pad), apply
+
+
+SHORT = {"dtypes": {"observation": torch.bfloat16, "action": torch.float16}}
+ONCE = {"share_next": ["observation"]}
+BOTH = {**ONCE, "dtypes": {"observation": torch.bfloat16}}
+#: What is done, in the order in which it is done in whatever order it is given, and to which buffers.
+WAYS: dict[str, tuple[Callable[[], list[tuple[Any, Apply]]], dict[str, Any]]] = {
+    "normalised": (lambda: [normalising("observation", "action", clip=2)], {}),
+    "stored short": (lambda: [normalising("observation", "action")], {"storage": SHORT, "envs": 2, "n_steps": 3}),
+    "stored once": (lambda: [normalising("observation")], {"storage": ONCE, "n_steps": 3, "prioritized": True}),
+    "both": (lambda: [normalising("observation")], {"storage": BOTH, "envs": 2, "prioritized": True}),
+    "fractions": (lambda: [normalising("pixels")], {"storage": {"batch_dtypes": {"pixels": torch.float32}}}),
+    "rewards": (lambda: [scaling(0.9, 5.0), clipping(("next", "reward"), -1.5, 1.5)], {}),
+    "sums of rewards": (lambda: [scaling(0.9, 5.0)], {"n_steps": 3}),
+    "mirrored": (lambda: [mirroring("random")], {}),
+    "doubled": (lambda: [mirroring("double")], {"prioritized": True}),
+    "shifted": (lambda: [shifting(2)], {}),
+    "shifted, stored once": (lambda: [shifting(2)], {"storage": {"share_next": ["pixels"]}}),
+    "shifted floats": (lambda: [shifting(1)], {"storage": {"dtypes": {"pixels": torch.float32}}}),
+    "all": (
+        lambda: [
+            mirroring("double"),
+            normalising("observation"),
+            clipping("observation", -0.7, 0.7),
+            scaling(0.9, 5.0),
+        ],
+        {"n_steps": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_batches_are_what_torch_makes_of_them(backend, name):
+    """With the statistics of all rows that were ever written, at every draw. What is not named stays as it is."""
+    made, options = WAYS[name]
+    objects, steps = zip(*made(), strict=True)
+    twins = Twins(*objects[::-1], **{"gamma": 0.9, **options})
+    for number, n in enumerate((5, 1, 30, 25) if backend == "numba" else (20, 5)):
+        twins.write(n, number)
+        pipeline = twins.processed._pipeline
+        uniform = None if pipeline.noise is None else uniforms(pipeline, 16)
         plain, processed = twins.sample()
-        alike(processed, plain, "pixels", ("next", "pixels"))
-        for pair, key in enumerate(("pixels", ("next", "pixels"))):
-            options = twins.processed._pipeline.options((key,) if isinstance(key, str) else key)
-            at = 2 * options["pair"]
-            due = [shifted(row, *drawn[i, at : at + 2].tolist()) for i, row in enumerate(plain[key])]
-            assert torch.equal(processed[key], torch.stack(due)), pair
+        due = torch.cat([plain, plain]) if processed.batch_size == (32,) else plain.clone()
+        for step in steps:
+            step(due, twins, uniform)
+        for key in due.keys(True, True):
+            assert processed[key].dtype is due[key].dtype, key
+            if due[key].is_floating_point():
+                close(processed[key].double(), due[key].double(), 2e-5)
+            else:
+                assert torch.equal(processed[key], due[key]), key
+        if options.get("prioritized"):
+            for buffer, batch in ((twins.plain, plain), (twins.processed, processed[:16])):
+                buffer.update_tensordict_priority(batch.set("td_error", torch.arange(16.0) + number))
 
 
-def test_shifts_are_even():
-    """Each of the 25 shifts of a pad of 2 is as likely: chi-square with 24 degrees of freedom."""
-    each = 100
-    image = torch.arange(81, dtype=torch.uint8).view(1, 1, 9, 9).expand(4, 1, 9, 9).contiguous()
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4), process=[RandomShift("pixels", 2)], batch_size=25 * each)
-    buffer.set_rng(generator(3))
-    buffer.extend(TensorDict({"pixels": image}, [4]))
-    centres = buffer.sample()["pixels"][:, 0, 4, 4]
-    counts = torch.bincount(centres.long(), minlength=81)
-    assert int((counts > 0).sum()) == 25
-    assert float(((counts[counts > 0] - float(each)) ** 2 / each).sum()) < 60
-
-
-def test_the_order_is_fixed():
-    """Mirrored, then normalised, then clipped, in whatever order the objects are given."""
-    objects = [Clip("observation", -0.7, 0.7), Normalize("observation"), Mirror({"observation": SWAP}, mode="double")]
-    for given in (objects, objects[::-1]):
-        twins = Twins(*given)
-        twins.write(40, 0)
-        plain, processed = twins.sample()
-        rows = twins.rows("observation")
-        for key in OBSERVATIONS:
-            both = torch.cat((plain[key], mirrored(plain[key], SWAP)))
-            close(processed[key].double(), normalised(both, rows).clamp(-0.7, 0.7), 2e-5)
-
-
-def test_a_batch_dtype_decides_what_can_be_normalised():
-    """Bytes of images become fractions."""
-    normalize = Normalize("pixels")
-    twins = Twins(normalize, storage={"batch_dtypes": {"pixels": torch.float32}})
-    twins.write(40, 0)
-    plain, processed = twins.sample()
-    rows = torch.cat([data["pixels"] for data in twins.written]).flatten(1).double()
-    close(processed["pixels"].double(), normalised(plain["pixels"], rows), 2e-5)
+def test_bytes_are_no_fractions():
     with pytest.raises(ValueError, match="batch_dtypes"):
         Twins(Normalize("pixels")).write(3, 0)
 

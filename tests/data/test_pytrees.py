@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, namedtuple
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf.data import (
-    LazyMemmapStorage,
     LazyTensorStorage,
     ReplayBuffer,
     TensorDictReplayBuffer,
@@ -129,27 +126,6 @@ def test_what_does_not_fit_is_refused_and_nothing_written():
         TensorDictReplayBuffer(storage=LazyTensorStorage(3)).extend(batch(2))
 
 
-def test_states_and_checkpoints(tmp_path: Path):
-    buffer = filled(n=13)
-    buffer.sample()
-    buffer.dumps(tmp_path / "first")
-    state = buffer.state_dict()
-    for restore in (lambda other: other.loads(tmp_path / "first"), lambda other: other.load_state_dict(state)):
-        for other in (filled(n=2), ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)):
-            restore(other)
-            assert numbers(other[:]) == numbers(buffer[:])
-            other.extend(batch(2, 50))
-            assert {50, 51} <= set(numbers(other[:]))
-        larger = ReplayBuffer(storage=LazyTensorStorage(17), batch_size=4)
-        restore(larger)
-        assert numbers(larger[:]) == list(range(3, 13))
-    same = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
-    same.loads(tmp_path / "first")
-    assert numbers(same.sample(4)) == numbers(buffer.sample(4))
-    twin = copy.deepcopy(buffer)
-    assert numbers(twin.sample(4)) == numbers(buffer.sample(4))
-
-
 def test_transforms_see_the_structure():
     seen: list[Any] = []
     buffer = ReplayBuffer(storage=LazyTensorStorage(5), batch_size=2, transform=lambda data: seen.append(data) or data)
@@ -176,13 +152,3 @@ def test_given_memory_and_dtypes():
     other.extend({"a": torch.arange(4), "b": (torch.arange(4.0),)})
     assert other.sample()["a"].dtype is torch.int64
     assert other[:]["b"][0].tolist() == [0, 1, 2, 3]
-
-
-def test_files_are_opened_again(tmp_path: Path):
-    buffer = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path / "rows"), batch_size=4)
-    buffer.extend(batch(6))
-    del buffer
-    again = ReplayBuffer(storage=LazyMemmapStorage.open(tmp_path / "rows"), batch_size=4)
-    assert numbers(again[:]) == list(range(6))
-    again.extend(batch(2, 6))
-    assert numbers(again[:]) == list(range(8))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +14,9 @@ from tensordict import TensorDict
 
 from gpubuf import capture
 from gpubuf.data import ReplayBuffer
+from gpubuf.data.storage import placement
 from gpubuf.kernels.rows import FAULTS
-from tests.contracts.buffers import by_files, by_state
+from tests.contracts.buffers import COPIES, write
 from tests.contracts.samplers import (
     REFUSED,
     STEPS,
@@ -30,14 +29,8 @@ from tests.contracts.samplers import (
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.graph_worlds import differences
+from tests.support.placements import Machine
 from tests.support.sum_tree_checks import bits_of, chi_square, chi_square_bound
-
-COPIES: dict[str, Callable[[Any, ReplayBuffer], ReplayBuffer]] = {
-    "state_dict": by_state,
-    "files": by_files,
-    "pickle": lambda contract, buffer: pickle.loads(pickle.dumps(buffer)),
-    "deepcopy": lambda contract, buffer: copy.deepcopy(buffer),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +158,8 @@ class History:
             assert eligible == set(model.can_start.values())
 
     def extend(self) -> None:
-        self.buffer.extend(self.model.rows_of(self.model.random.choice([1, 1, 2, 3, 7, self.steps, self.steps + 5])))
+        rows = self.model.rows_of(self.model.random.choice([1, 1, 2, 3, 7, self.steps, self.steps + 5]))
+        write(self.buffer, rows, self.model.random)
 
     def sample(self) -> None:
         model, contract = self.model, self.contract
@@ -344,11 +338,54 @@ def test_an_empty_buffer(contract):
         model.empty()
 
 
-@pytest.mark.parametrize("contract", samplers(lambda contract: contract.kind != "slices without replacement"), ids=str)
+@pytest.mark.parametrize("contract", samplers(), ids=str)
 def test_memory_is_as_planned(contract):
     buffer, _ = contract.filled()
     buffer.sample()
-    assert buffer.sampler.memory() == buffer.sampler.index_bytes(buffer.storage.shape, "cpu")
+    taken, due = buffer.sampler.memory(), buffer.sampler.index_bytes(buffer.storage.shape, "cpu")
+    # The order of an epoch of slices takes 8 bytes a trajectory.
+    order = taken.index - due.index if contract.kind == "slices without replacement" else 0
+    assert (taken.tree, taken.index) == (due.tree, due.index + order)
+    assert 0 <= order <= 8 * STEPS * contract.envs
+
+
+@pytest.mark.parametrize("contract", samplers(), ids=str)
+def test_a_buffer_that_moves_draws_the_same(contract, monkeypatch):
+    """CASES 12: to pinned memory, back, and to another device, where what is not rows is made anew; and freed."""
+    Machine().install(monkeypatch, work_on_cpu=True)
+    (stays, model), (moves, _) = contract.filled(), contract.filled()
+    late = moves.sample(return_info=True)[1]
+    stays.sample()
+    for place in ("pinned", "cpu", "cpu:0"):
+        if place == "cpu:0":
+            monkeypatch.setattr(placement, "named", torch.device)
+        moves.to(place)
+        assert str(moves.storage.device) == place.replace("pinned", "cpu")
+        for _ in range(2):
+            rows = model.rows_of(2)
+            for buffer in (stays, moves):
+                buffer.extend(rows)
+            batches = [buffer.sample() for buffer in (stays, moves)]
+            assert not differences(batches[0], batches[1].to("cpu"))
+            if contract.prioritized and not contract.windows:
+                for buffer, batch in zip((stays, moves), batches, strict=True):
+                    buffer.update_tensordict_priority(batch.set("td_error", batch["number"] % 5 + 1.0))
+    held = [weakref.ref(tensor) for tensor in moves.storage.row_tensors]
+    moves.free()
+    assert not [ref for ref in held if ref() is not None]
+    assert moves.memory().total == 0
+    with pytest.raises(RuntimeError):
+        moves.sample()
+    fresh, rows = contract.new(device="cpu:0"), Model(contract, 7).rows_of(STEPS)
+    for buffer in (moves, fresh):
+        buffer.set_rng(torch.Generator().manual_seed(3))
+        buffer.extend(rows)
+    if contract.prioritized and not contract.windows:
+        moves.update_priority(late["index"], 50.0, generation=late["index_generation"])
+    if contract.form != "processed":
+        # Statistics stay, and generations go on.
+        batches = [buffer.sample().exclude("index_generation", "anchor_generation") for buffer in (moves, fresh)]
+        assert not differences(*batches)
 
 
 @pytest.mark.parametrize(("call", "error", "text"), REFUSED)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from gpubuf import (
     LazyTensorStorage,
     PrioritizedSampler,
-    PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
-    SliceSampler,
-    SliceSamplerWithoutReplacement,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from tests.support.n_step_model import Model
 from tests.support.transitions import same, transitions
 
 
@@ -147,31 +142,6 @@ def test_an_epoch_ends_iteration():
     assert buffer.sampler.ran_out
 
 
-SLICES = {
-    "slices": lambda **options: SliceSampler(**options),
-    "prioritized": lambda **options: PrioritizedSliceSampler(50, 0.6, 0.4, **options),
-    "in turn": lambda **options: SliceSamplerWithoutReplacement(drop_last=True, **options),
-}
-
-
-@pytest.mark.parametrize("stack", [False, True])
-@pytest.mark.parametrize("size", [{"slice_len": 2}, {"num_slices": 4}])
-@pytest.mark.parametrize("kind", SLICES)
-def test_slices(kind, size, stack):
-    buffer = new(SLICES[kind](stack=stack, **size), n=40)
-    batch = buffer.sample(batches=2)
-    assert batch.batch_size == ((2, 4, 2) if stack else (2, 8))
-    steps = batch["next", "step"].reshape(2, 4, 2)
-    assert (steps[..., 1] - steps[..., 0] == 1).all()
-    assert (steps[..., 0] % 5 != 0).all()
-    assert batch["next", "truncated"].reshape(2, 4, 2)[..., 1].all()
-    if kind == "prioritized":
-        buffer.update_tensordict_priority(batch.set("td_error", torch.ones(batch.shape)))
-    if kind == "in turn":
-        ends = (steps[..., 0] + 4) // 5
-        assert len(set(ends.flatten().tolist())) == 8
-
-
 def test_beside_batches_that_are_prepared_ahead():
     """They are drawn behind those of the queue, which stay there."""
     ahead, plain = new(prefetch=2), new()
@@ -191,25 +161,6 @@ def test_collate_and_transforms_see_all_of_them():
     assert shapes == [(3, 8)]
 
 
-@pytest.mark.parametrize("sampler", ["uniform", "without replacement", "prioritized"])
-def test_n_step_transitions(sampler):
-    samplers = {
-        "uniform": RandomSampler,
-        "without replacement": SamplerWithoutReplacement,
-        "prioritized": lambda: PrioritizedSampler(12, 0.6, 0.4),
-    }
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(12), sampler=samplers[sampler](), batch_size=4, n_steps=3, gamma=0.9
-    )
-    model = Model(12)
-    buffer.extend(model.write(20))
-    batch = buffer.sample(batches=3)
-    assert batch["steps_to_next_obs"].shape == (3, 4, 1)
-    model.check(batch, 3, 0.9)
-    if sampler == "without replacement":
-        assert sorted(batch["observation"][..., 0].flatten().tolist()) == model.stored()
-
-
 def test_a_sampler_of_ones_own():
     """One that draws by itself is asked for one large batch."""
 
@@ -221,11 +172,3 @@ def test_a_sampler_of_ones_own():
     buffer = new(Own())
     assert buffer.sample(batches=3).batch_size == (3, 8)
     assert buffer.sampler.asked == 24
-
-
-def test_a_batch_of_nothing_but_plain_tensors():
-    td = TensorDict({"x": torch.arange(10)}, [10])
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
-    buffer.extend(td)
-    batch, info = buffer.sample(return_info=True, batches=4)
-    assert torch.equal(batch["x"], info["index"])

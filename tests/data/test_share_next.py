@@ -2,51 +2,33 @@
 
 from __future__ import annotations
 
-import random
+import contextlib
+import copy
+import itertools
+import json
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from gpubuf import LazyMemmapStorage, LazyTensorStorage
+from gpubuf import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictReplayBuffer,
+    from_minari,
+    serialization,
+)
+from gpubuf.data.checkpoints import files
+from gpubuf.data.samplers.trajectory_index import interleaved_environments
 from gpubuf.data.storage.share_next import entries_of
+from gpubuf.kernels import _launching as launching
 from gpubuf.kernels._registry import triton_on_cpu
-from tests.support.shared_rows import WIDTH, Ring, Stream, check, shared
-
-
-@pytest.mark.parametrize(("seed", "envs"), [(0, None), (3, 3), (5, None)])
-def test_rows_are_what_was_written(seed, envs):
-    """Case 39: random writes, breaks, wraps, in-place writes, and an empty buffer in between."""
-    use_at_random(random.Random(seed), envs, seed, [0, 20, 100], turns=25)
-
-
-@pytest.mark.parametrize(("seed", "envs"), [(1, None), (2, 3)])
-def test_rows_are_what_was_written_on_a_gpu(seed, envs):
-    """Case 39: the same in the kernels of the GPU."""
-    with triton_on_cpu():
-        use_at_random(random.Random(seed), envs, seed, [0, 20], turns=8)
-
-
-def use_at_random(choose: random.Random, envs: int | None, seed: int, breaks: list[int], turns: int) -> None:
-    stream, steps = Stream(seed, envs, breaks=choose.choice(breaks)), choose.randrange(2, 12)
-    capacity = steps * (envs or 1)
-    buffer, ring = shared(capacity, envs=envs), Ring(capacity)
-    for _ in range(turns):
-        what = choose.randrange(10)
-        if what == 0:
-            buffer.empty()
-            ring.empty()
-        elif what < 4 and len(ring):
-            index = [choose.randrange(len(ring)) for _ in range(choose.randrange(1, 4))]
-            rows = stream.rows_at(len(index))
-            buffer.storage.write(torch.tensor(index), rows)
-            ring.write(index, rows)
-        else:
-            rows = stream.steps(choose.randrange(0, steps + 3))
-            buffer.extend(rows)
-            ring.extend(rows)
-        check(buffer, ring)
-
+from gpubuf.kernels.rows import FAULTS, LOST
+from tests.support.shared_rows import WIDTH, Ring, Stream, check, same_bytes, shared
 
 # Capacity of the memory aside
 
@@ -168,3 +150,313 @@ def test_wrong_keys():
         LazyTensorStorage(8, share_next="observation")
     with pytest.raises(NotImplementedError, match="share_next"):
         LazyMemmapStorage(8, share_next=True)
+
+
+def episodes(n: int, breaks: list[bool], first: int = 0) -> TensorDict:
+    """``n`` rows of one environment: row i is not continued by the row behind it if ``breaks[i]``."""
+    now = torch.arange(first, first + n, dtype=torch.float32)
+    coming = now + 1
+    for i, broken in enumerate(breaks[:n]):
+        if broken:
+            coming[i] = -1 - now[i]
+    wide = [values[:, None].expand(n, 6).contiguous() for values in (now, coming)]
+    return TensorDict({"observation": wide[0], "next": {"observation": wide[1]}}, [n])
+
+
+def storage_of(capacity: int, **arguments) -> LazyTensorStorage:
+    return LazyTensorStorage(capacity, share_next=True, **({"next_capacity": capacity} | arguments))
+
+
+def test_an_environment_in_progress_needs_no_room_aside():
+    """Case 39: a write of several steps that ends in the middle of trajectories."""
+    stream, ring = Stream(1, 4, breaks=0), Ring(40)
+    buffer = shared(40, envs=4, next_capacity=4)
+    for n in (3, 1, 5, 7, 12):
+        rows = stream.steps(n)
+        buffer.extend(rows)
+        ring.extend(rows)
+        check(buffer, ring)
+        assert buffer.storage.sharing.used == 0
+
+
+def test_lost_rows_are_faults_on_a_gpu(backend):
+    """Case 40: the CPU refuses, a GPU counts. Other rows come back all the same."""
+    storage = storage_of(8, next_capacity=2)
+    storage.append(episodes(2, []))
+    rows = episodes(6, [True] * 6, first=2)
+    if backend == "numba":
+        with pytest.raises(RuntimeError, match="next_capacity=2"):
+            storage.append(rows)
+        assert len(storage) == 2
+        return
+    storage.append(rows)
+    assert (storage.sharing.links == LOST).sum() == 3
+    with pytest.raises(IndexError, match=r"^3 rows .*next_capacity"):
+        storage.refresh()
+    assert storage[3]["next", "observation"][0] == -4
+    with pytest.raises(ValueError, match="lost"):
+        storage_of(9).load_state_dict(storage.state_dict())
+
+
+# Interrupts
+
+
+@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("write", ["extend", "in place"])
+def test_a_write_that_is_interrupted_between_its_launches(write, place, monkeypatch):
+    """Case 54: on a GPU a write is several launches; the next operation makes all of them again."""
+    stream, buffer, ring = Stream(5), shared(12), Ring(12)
+    index, other, launches = [3, 8], Stream(6).rows_at(2), itertools.count()
+    with triton_on_cpu():
+        rows = stream.steps(17)
+        buffer.extend(rows)
+        ring.extend(rows)
+
+        def launch(*args, **kwargs) -> None:
+            if next(launches) == place:
+                raise KeyboardInterrupt
+            launching.launch(*args, **kwargs)
+
+        rows = stream.steps(5)
+        with monkeypatch.context() as patch:
+            patch.setattr("gpubuf.kernels.rows._launch.launch", launch)
+            with contextlib.suppress(KeyboardInterrupt):
+                if write == "extend":
+                    buffer.extend(rows)
+                else:
+                    buffer[torch.tensor(index)] = other
+        if write == "extend":
+            ring.extend(rows)
+        elif place:
+            # Before the first launch the next observations are read that are to be kept.
+            ring.write(index, other)
+        check(buffer, ring)
+
+
+ROWS = 40
+SAMPLERS = {
+    "uniform": RandomSampler,
+    "without replacement": SamplerWithoutReplacement,
+    "prioritized": lambda: PrioritizedSampler(ROWS, 0.7, 0.5),
+    "slices": lambda: SliceSampler(slice_len=3, end_key=("next", "done")),
+}
+
+
+def twins(sampler: str = "uniform", **arguments) -> list[TensorDictReplayBuffer]:
+    """A buffer that stores observations once, and one that doesn't, with the same random numbers."""
+    found = []
+    for share in (True, False):
+        storage = LazyTensorStorage(ROWS, share_next=share, next_capacity=ROWS if share else None)
+        buffer = TensorDictReplayBuffer(
+            storage=storage,
+            sampler=SAMPLERS[sampler](),
+            batch_size=12,
+            generator=torch.Generator().manual_seed(3),
+            **arguments,
+        )
+        found.append(buffer)
+    return found
+
+
+def test_environments_that_take_turns_are_noticed():
+    """Whole rows are read, although next observations are stored nowhere."""
+    envs, steps = 3, 12
+    values = torch.randn(1, envs, 6) * 10 + torch.arange(steps + 1.0)[:, None, None]
+    rows = TensorDict(
+        {
+            "observation": values[:-1].reshape(-1, 6),
+            "next": {
+                "observation": values[1:].reshape(-1, 6),
+                "done": torch.zeros(envs * steps, 1, dtype=torch.bool),
+            },
+        },
+        [envs * steps],
+    )
+    for share in (True, False):
+        storage = LazyTensorStorage(ROWS, share_next=share)
+        storage.append(rows)
+        assert interleaved_environments(storage) == envs
+
+
+def test_compiled_writes_in_place():
+    torch._dynamo.reset()
+    results = []
+    for compiles in (False, True):
+        stream, buffers = Stream(4), twins()
+        storage = buffers[0].storage
+        storage.append(stream.steps(30))
+        write = torch.compile(storage.write, fullgraph=True, backend="aot_eager") if compiles else storage.write
+        write(torch.tensor([4, 11, 0]), stream.rows_at(3))
+        write(torch.tensor([12, 29, 1]), stream.rows_at(3))
+        results.append(storage[:])
+    assert same_bytes(*results)
+
+
+def test_what_a_storage_says_of_itself():
+    storage = LazyTensorStorage(ROWS, share_next=True)
+    storage.append(Stream(4).steps(20))
+    assert "('next', 'observation'): [6] torch.float32 in 'observation'" in repr(storage)
+    assert repr(storage.sharing) == "Sharing(observation, room for 40 aside)"
+
+
+CAPACITY = 24
+
+
+def used(steps: int = 31, envs: int | None = None, seed: int = 3, capacity: int = CAPACITY, **arguments):
+    capacity *= envs or 1
+    buffer, ring, stream = shared(capacity, envs=envs, **arguments), Ring(capacity), Stream(seed, envs, breaks=30)
+    rows = stream.steps(steps)
+    buffer.extend(rows)
+    ring.extend(rows)
+    if len(ring) > 9:
+        index, rows = [2, 7], stream.rows_at(2)
+        buffer.storage.write(torch.tensor(index), rows)
+        ring.write(index, rows)
+    return buffer, ring, stream
+
+
+def goes_on(buffer: TensorDictReplayBuffer, ring: Ring, stream: Stream) -> None:
+    check(buffer, ring)
+    for _ in range(3):
+        rows = stream.steps(9)
+        buffer.extend(rows)
+        ring.extend(rows)
+        check(buffer, ring)
+
+
+def moved(buffer: TensorDictReplayBuffer, target: TensorDictReplayBuffer, way: str, folder) -> None:
+    """Bring the state of a buffer into another one."""
+    if way == "state":
+        target.load_state_dict(buffer.state_dict())
+    else:
+        buffer.save(folder, file_bytes=300)
+        target.load(folder)
+
+
+WAYS = pytest.mark.parametrize("way", ["state", "files"])
+
+
+@WAYS
+def test_rows_that_don_t_fit_change_nothing(way, tmp_path):
+    """Case 40: where there is no room for it, the buffer is put back as it was."""
+    plain = used(31, share_next=False, next_capacity=None)[0]
+    target, ring, _ = used(4, next_capacity=3)
+    with pytest.raises(ValueError, match=r"\d+ of \d+ rows .*no room aside .*next_capacity=3"):
+        moved(plain, target, way, tmp_path)
+    check(target, ring)
+
+
+@pytest.mark.parametrize(("way", "on_gpu"), [("files", False), ("state", True)])
+def test_a_turn_that_has_come_to_a_taken_entry(way, on_gpu, tmp_path):
+    """As versions left it whose turn counted the entries that were taken: what is free lies behind."""
+    buffer, ring, stream = used(31, next_capacity=CAPACITY - 1)
+    sharing = buffer.storage.sharing
+    live = sharing.owners[:-1] >= buffer.storage.rows_written - CAPACITY
+    assert live.any()
+    assert not live.all()
+    sharing.owners[-1] = sharing.slots + int((live & ~live.roll(-1)).nonzero()[0])
+    target = shared(CAPACITY, next_capacity=CAPACITY - 1)
+    moved(buffer, target, way, tmp_path)
+    with triton_on_cpu() if on_gpu else contextlib.nullcontext():
+        for position in (3, 11, 17):
+            rows = stream.rows_at(1)
+            target.storage.write(torch.tensor([position]), rows)
+            ring.write([position], rows)
+        goes_on(target, ring, stream)
+    assert target.storage.ring[FAULTS] == 0
+
+
+# Files that were changed
+
+
+def changed(tmp_path, change):
+    """A checkpoint whose state was changed by somebody who makes the checksums right again."""
+    buffer = used(31)[0]
+    buffer.save(tmp_path)
+    made = files.read_manifest(tmp_path)
+    path = tmp_path / made.state.name
+    state = copy.deepcopy(dict(serialization.load(path, made.state.checksum)))
+    change(state["_storage"]["sharing"])
+    path.unlink()
+    size, checksum = serialization.write(path, serialization.contents(state))
+    raw = json.loads((tmp_path / files.MANIFEST).read_text())
+    raw["content"]["state"] |= {"size": size, "checksum": checksum}
+    raw["checksum"] = files._checksum(raw["content"])
+    (tmp_path / files.MANIFEST).write_text(json.dumps(raw))
+
+
+def aside(sharing) -> int:
+    return int((sharing["links"] > 0).nonzero()[0])
+
+
+CHANGES = {
+    "a link beyond the entries": lambda s: s["links"].__setitem__(0, 25),
+    "a link below": lambda s: s["links"].__setitem__(0, -2),
+    "a link to another row's entry": lambda s: s["links"].__setitem__(aside(s), s["links"].max() % 5 + 6),
+    "links of another dtype": lambda s: s.__setitem__("links", s["links"].long()),
+    "fewer links": lambda s: s.__setitem__("links", s["links"][:-1].clone()),
+    "an owner from the future": lambda s: s["owners"].__setitem__(0, 31),
+    "an owner below": lambda s: s["owners"].__setitem__(0, -2),
+    "fewer taken than linked": lambda s: s["owners"].__setitem__(-1, 1),
+    "negative count": lambda s: s["owners"].__setitem__(-1, -1),
+    "fewer owners": lambda s: s.__setitem__("owners", s["owners"][1:].clone()),
+    "fewer entries": lambda s: s["entries"].__setitem__("0", s["entries"]["0"][1:].clone()),
+    "entries of another dtype": lambda s: s["entries"].__setitem__("0", s["entries"]["0"].double()),
+    "no entries": lambda s: s["entries"].clear(),
+    "other pending rows": lambda s: s["pending"].__setitem__("0", s["pending"]["0"][:, 1:].clone()),
+    "a list of links": lambda s: s.__setitem__("links", s["links"].tolist()),
+    "no room": lambda s: s.__setitem__("slots", 0),
+    "room for more": lambda s: s.__setitem__("slots", 25),
+    "room in words": lambda s: s.__setitem__("slots", "24"),
+    "another key": lambda s: s.__setitem__("keys", [["action"]]),
+    "a key that is stored": lambda s: s.__setitem__("keys", [["next", "reward"]]),
+    "no keys": lambda s: s.__setitem__("keys", []),
+    "a key twice": lambda s: s["keys"].append(["observation"]),
+    "a key that is a number": lambda s: s.__setitem__("keys", [[7]]),
+    "keys missing": lambda s: s.pop("keys"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_files_that_lie_are_refused(kind, tmp_path):
+    """No link leads out of the memory aside, or to the observation of another row; the buffer is as it was."""
+    changed(tmp_path, CHANGES[kind])
+    for share in (True, False):
+        target, ring, _ = used(9, seed=6, share_next=share, next_capacity=CAPACITY if share else None)
+        with pytest.raises(ValueError, match=r"\w"):
+            target.load(tmp_path)
+        check(target, ring)
+
+
+# Other programs
+
+
+class Episodes:
+    """A data set like those of Minari."""
+
+    total_steps, total_episodes = 30, 5
+
+    def iterate_episodes(self):
+        from types import SimpleNamespace
+
+        import numpy as np
+
+        for number in range(5):
+            observations = np.arange(7 * 6, dtype=np.float32).reshape(7, 6) + 100 * number
+            flags = np.zeros(6, bool)
+            yield SimpleNamespace(
+                id=number,
+                observations=observations,
+                actions=np.ones((6, 2), np.float32),
+                rewards=np.arange(6, dtype=np.float32),
+                terminations=flags,
+                truncations=flags,
+            )
+
+
+def test_minari_s_episodes():
+    plain = from_minari(Episodes())
+    buffer = from_minari(Episodes(), storage=LazyTensorStorage(30, share_next=True))
+    assert buffer.storage.sharing.used == 4
+    one, other = plain[:], buffer[:]
+    assert all(torch.equal(one[key], other[key]) for key in one.keys(True, True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import pytest
 import torch
@@ -333,3 +334,108 @@ def test_pixels_written_as_integers_come_out_scaled(backend):
     torch.testing.assert_close(batch["pixels"], pixels[batch["index"]].float() / 255)
     buffer[torch.tensor([1])] = TensorDict({"pixels": pixels[:1]}, [1])
     assert torch.equal(buffer[1]["pixels"], pixels[0])
+
+
+def lossless(dtypes=LOSSLESS, **options) -> TensorDictReplayBuffer:
+    return buffer(dtypes=dtypes, **options)
+
+
+# States and checkpoints
+
+
+def test_files_hold_what_is_stored(tmp_path):
+    """The manifest says in which dtypes, and the rows take no more room than in memory."""
+    source = lossless(size=4000)
+    source.extend(transitions(200).expand(20, 200).reshape(4000))
+    source.save(tmp_path / "saved", file_bytes=LOSSLESS_BYTES * 500)
+    content = json.loads((tmp_path / "saved" / "manifest.json").read_text())["content"]
+    dtypes = {".".join(leaf["key"]): leaf["dtype"] for leaf in content["rows"]["leaves"]}
+    assert dtypes == {
+        "observation": "BF16",
+        "action": "F32",
+        "pixels": "F16",
+        "next.observation": "BF16",
+        "next.reward": "F16",
+        "next.done": "U8",
+        "next.step": "I16",
+    }
+    files = [file["size"] for file in content["rows"]["files"]]
+    assert len(files) == 8
+    assert 4000 * LOSSLESS_BYTES < sum(files) < 4000 * LOSSLESS_BYTES + 8 * 2500
+
+
+OTHERS = {
+    "plain": None,
+    "another dtype": LOSSLESS | {"observation": torch.float16},
+    "another scale": LOSSLESS | {"pixels": Codec(torch.float16, scale=0.25, offset=3.0)},
+    "one key more": LOSSLESS | {("next", "observation"): torch.float16},
+}
+
+
+@pytest.mark.parametrize(
+    ("other", "way", "fresh"),
+    [(other, "state" if number % 2 else "checkpoint", number < 2) for number, other in enumerate(OTHERS)],
+)
+def test_a_storage_with_other_dtypes_refuses(tmp_path, way, fresh, other):
+    """With both sides in the text, and the buffer is as it was."""
+    source, target = lossless(), lossless(dtypes=OTHERS[other])
+    source.extend(transitions(75))
+    if not fresh:
+        target.extend(transitions(9))
+    for giver, taker in ((source, target), (target, source)):
+        if not giver.storage.initialized:
+            continue
+        before = taker[:].clone() if taker.storage.initialized else None
+        if way == "checkpoint":
+            giver.save(tmp_path / "saved")
+        with pytest.raises(ValueError, match=r"the rows are stored in another way: .* there, .* in this storage"):
+            taker.load(tmp_path / "saved") if way == "checkpoint" else taker.load_state_dict(giver.state_dict())
+        assert taker.storage.initialized == (before is not None)
+        if before is not None:
+            assert same(taker[:], before)
+    target.extend(transitions(3, 20))
+    assert same(target[-3:], transitions(3, 20))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda form: None,
+        lambda form: "text",
+        lambda form: [],
+        lambda form: {"key": 1},
+        lambda form: form[1:],
+        lambda form: form + form,
+        lambda form: [form[0] | {"key": [3]}, *form[1:]],
+        lambda form: [form[0] | {"key": []}, *form[1:]],
+        lambda form: [form[0] | {"key": ["next"]}, *form[1:]],
+        lambda form: [form[0] | {"written": "float99"}, *form[1:]],
+        lambda form: [form[0] | {"written": ["float32"]}, *form[1:]],
+        lambda form: [form[0] | {"shape": [-1]}, *form[1:]],
+        lambda form: [form[0] | {"shape": [10**15]}, *form[1:]],
+        lambda form: [form[0] | {"shape": 3}, *form[1:]],
+        lambda form: [form[0] | {"scale": 2.0}, *form[1:]],
+        lambda form: [{name: value for name, value in form[0].items() if name != "stored"}, *form[1:]],
+        lambda form: [5, *form[1:]],
+        lambda form: [form[3], form[0], *form[4:], form[1], form[2]],
+    ],
+)
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_state_that_says_nonsense(damage, fresh):
+    source, target = lossless(), lossless()
+    source.extend(transitions(20))
+    state = source.state_dict()
+    state["_storage"]["form"] = damage(state["_storage"]["form"])
+    if not fresh:
+        target.extend(transitions(4, 30))
+    with pytest.raises(ValueError, match=r"what was written|stored in another way|the batch"):
+        target.load_state_dict(state)
+    assert len(target) == (0 if fresh else 4)
+    target.load_state_dict(source.state_dict())
+    assert same(source[:], target[:])
+
+
+# Placement
+
+
+# Files

@@ -23,7 +23,6 @@ from gpubuf import (
     PrioritizedSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
-    SliceSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     load_torchrl,
@@ -98,14 +97,6 @@ def test_into_files(tmp_path: Path):
     storage = LazyMemmapStorage.open(tmp_path)
     assert same(storage[:].exclude("index"), expected(8, 9, 10, 3, 4, 5, 6, 7))
     assert storage.written == 11
-
-
-def test_slices_of_what_was_read():
-    sampler = SliceSampler(slice_len=3, traj_key=("collector", "traj_ids"))
-    batch = load_torchrl(DUMPS / "wrapped", sampler=sampler, batch_size=90).sample()
-    starts = batch["observation"][:, 0].view(30, 3)
-    assert (starts.diff(dim=1) == 1).all()
-    assert set(starts[:, 0].tolist()) == {4.0, 5.0, 8.0}
 
 
 def test_priorities():

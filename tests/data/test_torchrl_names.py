@@ -22,7 +22,6 @@ from gpubuf.data import (
     RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
-    SliceSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorStorage,
@@ -267,26 +266,6 @@ def test_a_dump_that_does_not_fit_leaves_the_buffer_as_it_was():
         assert buffer[:]["a"].tolist() == [0, 1]
         assert len(buffer.sample()) == 2
     assert not lacking.initialized
-
-
-def test_slices_and_two_dimensions_of_a_dump():
-    slices = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(8),
-        sampler=SliceSampler(slice_len=2, traj_key=("collector", "traj_ids")),
-        batch_size=4,
-    )
-    slices.loads(DUMPS / "wrapped")
-    found = slices.sample()["observation"][:, 0].view(2, 2)
-    assert torch.equal(found[:, 1] - found[:, 0], torch.ones(2))
-    steps = TensorDictReplayBuffer(storage=LazyTensorStorage(12, ndim=2), batch_size=4)
-    steps.loads(DUMPS / "two_dimensions")
-    assert_same(steps[:], load_torchrl(DUMPS / "two_dimensions")[:])
-    converted = TensorDictReplayBuffer(storage=LazyTensorStorage(8, dtypes={"action": torch.float32}), batch_size=4)
-    converted.extend(load_torchrl(DUMPS / "wrapped")[:3].exclude("index"))
-    converted.loads(DUMPS / "wrapped")
-    assert sorted(converted[:]["action"].flatten().tolist()) == sorted(
-        load_torchrl(DUMPS / "wrapped")[:]["action"].flatten().tolist()
-    )
 
 
 def test_a_storage_of_torchrl_is_replaced_in_files(tmp_path: Path):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from gpubuf import capture
 from gpubuf.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
+    ListStorage,
     PrioritizedSampler,
     ReplayBuffer,
     RoundRobinWriter,
@@ -21,8 +21,7 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from tests.support.graph_recorder import RecordedCuda
-from tests.support.placements import Machine
+from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.transitions import same, transitions
 
 CAPACITY = 12
@@ -80,20 +79,6 @@ def test_a_storage_of_tensors(backend):
     assert buffer[:].sum() == 2 * info["index"].unique().numel()
 
 
-@pytest.mark.parametrize("device", ["pinned", "split"])
-def test_rows_on_the_host(device, monkeypatch):
-    Machine(device=10_000).install(monkeypatch, work_on_cpu=True)
-    buffer = buffer_of(
-        device=device, storage=LazyTensorStorage(200, device=device), sampler=PrioritizedSampler(200, 1, 1)
-    )
-    buffer.extend(transitions(190))
-    batch = buffer.sample(50)
-    buffer.update_if_present(batch["index"], written_back(batch, 1000))
-    last = dict(zip(batch["index"].tolist(), range(50), strict=True))
-    for position, entry in last.items():
-        assert buffer[torch.tensor([position])]["observation"][0, 0] == 1000 + entry
-
-
 def test_mapped_files_and_incremental_checkpoints(tmp_path: Path):
     """A checkpoint on top of another holds what was written back since."""
     for storage in (LazyMemmapStorage(CAPACITY, scratch_dir=tmp_path / "rows"), LazyTensorStorage(CAPACITY)):
@@ -148,40 +133,6 @@ def test_refused(change: Callable[[TensorDict], Any], text: str):
         buffer_of().update_if_present(torch.tensor([0]), back[:1])
 
 
-def test_other_dtypes_and_prefixes(backend):
-    """Rows take the dtype that was written, and store it in theirs; what shares memory is refused."""
-    storage = LazyTensorStorage(
-        CAPACITY,
-        dtypes={("next", "step"): torch.int16},
-        prefixes={"short": "observation"},
-        batch_dtypes={"action": torch.float32},
-    )
-    buffer = buffer_of(storage=storage)
-    for start in (0, 8):
-        data = transitions(8, start)
-        data["short"] = data["observation"][:, :2].clone()
-        buffer.extend(data)
-    batch = buffer.sample(30)
-    buffer.extend(data[:2])
-    expected, n = buffer[:].clone(), 30
-    back = TensorDict(
-        {
-            "action": torch.arange(n, dtype=torch.float64).unsqueeze(1) + 500,
-            "next": {"step": torch.arange(n) - 300},
-            "index_generation": batch["index_generation"],
-        },
-        [n],
-    )
-    for entry, position in enumerate(batch["index"].tolist()):
-        if position not in (4, 5):
-            expected["action"][position] = back["action"][entry]
-            expected["next", "step"][position] = back["next", "step"][entry]
-    buffer.update_if_present(batch["index"], back)
-    assert same(buffer[:], expected)
-    with pytest.raises(ValueError, match="'short' is stored as the first elements of 'observation'"):
-        buffer.update_if_present(batch["index"], batch.select("short", "index_generation"))
-
-
 def test_shared_next_observations_are_refused():
     buffer = buffer_of(storage=LazyTensorStorage(CAPACITY, share_next=["observation"]))
     write(buffer, 8, 0)
@@ -209,53 +160,99 @@ def test_n_step_batches():
     assert torch.equal(buffer[:]["action"][:, 0] >= 1000, drawn)
 
 
-def test_captured_steps_write_back(monkeypatch, tmp_path):
-    """Every replay writes back, skips what it has overwritten itself, and counts as a change for checkpoints."""
-    machine = RecordedCuda().install(monkeypatch)
-    results = []
-    for captures in (False, True):
-        buffer = buffer_of(batch_size=4)
-        write(buffer, 8, 0)
-
-        def step(data: TensorDict, buffer: TensorDictReplayBuffer = buffer) -> torch.Tensor:
-            batch = buffer.sample()
-            buffer.extend(data)
-            back = TensorDict({"observation": batch["observation"] + 1000}, batch.shape)
-            buffer.update_if_present(batch["index"], back, generation=batch["index_generation"])
-            return batch["index"]
-
-        machine.memory = buffer.storage.row_tensors
-        run = capture(step, warmup=2) if captures else step
-        found = []
-        for turn in range(8):
-            index = run(transitions(3, 10 * turn))
-            found.append((index.clone(), buffer.storage.counters.updates, buffer[:].clone()))
-        results.append(found)
-    for eager, replayed in zip(*results, strict=True):
-        assert torch.equal(eager[0], replayed[0])
-        assert eager[1] == replayed[1]
-        assert same(eager[2], replayed[2])
+def rows(n: int) -> TensorDict:
+    """``n`` rows with values and versions."""
+    return TensorDict({"value": torch.zeros(n), "deep": {"v": torch.arange(n) % 4}}, [n])
 
 
-def test_compiled():
-    """One graph, compiled once, while the ring wraps."""
-    torch._dynamo.reset()
-    results = []
-    for compiles in (False, True):
-        buffer = buffer_of(batch_size=4)
-        write(buffer, 8, 0)
-        buffer.sampler.random_state("cpu").manual_seed(7)
+def filled(n: int = 8) -> TensorDictReplayBuffer:
+    writer = RoundRobinWriter(track_generations=True)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(n), writer=writer)
+    buffer.extend(rows(n))
+    return buffer
 
-        def step(data: TensorDict, buffer: TensorDictReplayBuffer = buffer) -> None:
-            batch = buffer.sample()
-            buffer.extend(data)
-            back = TensorDict({"observation": batch["observation"] + 1000}, batch.shape)
-            buffer.update_if_present(batch["index"], back, generation=batch["index_generation"])
 
-        run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiles else step
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            for turn in range(6):
-                run(transitions(3, 10 * turn))
-        results.append((buffer[:], buffer.storage.counters.updates))
-    assert same(results[0][0], results[1][0])
-    assert results[0][1] == results[1][1] == 6
+def test_what_contradicts_itself_is_refused():
+    buffer = filled()
+    index = torch.arange(2)
+    given = {"index": index, "generation": buffer.writer.generations_of(index)}
+    value = {"value": torch.ones(2)}
+    for arguments, kind, text in (
+        ({}, TypeError, "data or as patch"),
+        ({"data": rows(2), "patch": value}, TypeError, "not both"),
+        ({"patch": value, "version": 3}, ValueError, "belong together"),
+        ({"patch": value, "version_key": "value", "version": 3}, ValueError, "may not appear in patch"),
+        ({"patch": value, "version_key": "missing", "version": 3}, ValueError, "not stored"),
+        ({"patch": value, "version_key": "missing", "version": 3}, KeyError, "^version_key 'missing' is not stored$"),
+        ({"patch": value, "version_key": "deep.v", "version": 3}, KeyError, "Dotted-string"),
+        ({"patch": {"missing": torch.ones(2)}}, KeyError, "^key 'missing' is not stored; the storage has"),
+        ({"patch": value, "version_key": ("deep", "v"), "version": torch.arange(3)}, ValueError, "version must be"),
+        ({"patch": {"value": torch.ones(3)}}, ValueError, "2 rows"),
+    ):
+        with pytest.raises(kind, match=text):
+            buffer.update_if_present(**given, **arguments)
+        future = buffer.submit_update_if_present(**given, **arguments)
+        assert isinstance(future.exception(), kind)
+    assert (buffer[:]["value"] == 0).all()
+
+
+def test_a_row_that_was_never_written_is_stale():
+    """Its generation is -1, which counted as live: the result said that it was updated."""
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8))
+    buffer.extend(rows(5))
+    index = torch.tensor([1, 7])
+    generation = buffer.writer.generations_of(index)
+    assert generation[1] == -1
+    result = buffer.update_if_present(index=index, generation=generation, patch={"value": torch.ones(2)})
+    assert result.updated.tolist() == [True, False]
+    assert (result.stale_count, len(buffer)) == (1, 5)
+
+
+def test_objects_have_no_conditional_updates():
+    buffer = ReplayBuffer(storage=ListStorage(4))
+    buffer.extend([1, 2])
+    assert not buffer.storage.supports_conditional_update
+    with pytest.raises(NotImplementedError, match="conditional"):
+        buffer.update_if_present(index=torch.arange(1), generation=torch.ones(1), patch={"a": torch.ones(1)})
+
+
+def test_the_form_with_data_takes_versions_too():
+    buffer = filled(3)
+    index = torch.tensor([0, 1, 2, 1])
+    batch = TensorDict({"value": torch.tensor([1.0, 2.0, 3.0, 4.0])}, [4])
+    generation = buffer.writer.generations_of(index)
+    assert buffer.update_if_present(index, batch, generation=generation) is None
+    assert buffer[:]["value"].tolist() == [1.0, 4.0, 3.0]
+    version = torch.tensor([0, 5, 1, 3])
+    result = buffer.update_if_present(
+        index, batch * 10, generation=generation, version_key=("deep", "v"), version=version
+    )
+    assert result is not None
+    assert result.updated.tolist() == [True, True, False, False]
+    assert buffer[:]["value"].tolist() == [10.0, 20.0, 3.0]
+    assert buffer[:]["deep", "v"].tolist() == [0, 5, 2]
+
+
+def test_no_host_sync():
+    with fake_cuda():
+        writer = RoundRobinWriter(track_generations=True)
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100, device="cuda"), writer=writer)
+        data = TensorDict(
+            {
+                "value": torch.empty(40, device="cuda"),
+                "version": torch.empty(40, dtype=torch.int64, device="cuda"),
+            },
+            [40],
+        )
+        index = buffer.extend(data)
+        with no_blocking_copies():
+            generation = writer.generations_of(index)
+            result = buffer.update_if_present(
+                index=index,
+                generation=generation,
+                patch={"value": data["value"]},
+                version_key="version",
+                version=data["version"],
+            )
+            assert result.updated.shape == (40,)
+            assert buffer.submit_update_if_present(index=index, generation=generation, patch=data).done()

@@ -15,11 +15,9 @@ from gpubuf.data import (
     LazyTensorStorage,
     MixedReplayBuffer,
     PrioritizedSampler,
-    PrioritizedSliceSampler,
     ReplayBuffer,
     Sequence,
     SliceSampler,
-    SliceSamplerWithoutReplacement,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
@@ -108,35 +106,6 @@ def test_a_row_that_was_never_written_is_not_marked_as_new(index):
         buffer.mark_update(index)
     assert (buffer.sampler.tree.leaves[8:10] == 0).all()
     assert int(buffer.sample()["index"].max()) < 8
-
-
-@pytest.mark.parametrize("name", ["row", "slice", "tensor", "storage of two dimensions"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: SliceSampler(slice_len=3),
-        lambda: SliceSampler(slice_len=3, cache_values=True),
-        lambda: SliceSamplerWithoutReplacement(slice_len=3),
-        lambda: PrioritizedSliceSampler(9, 0.7, 0.5, slice_len=3),
-    ],
-    ids=["slices", "cached", "without replacement", "prioritized"],
-)
-def test_slices_do_not_cross_an_end_that_was_set_by_index(make, name):
-    two = name == "storage of two dimensions"
-    storage = LazyTensorStorage(9, ndim=2 if two else 1)
-    buffer = TensorDictReplayBuffer(storage=storage, sampler=make(), batch_size=30)
-    buffer.extend(steps(0, 9).unsqueeze(0) if two else steps(0, 9))
-    buffer.sample()
-    end = steps(4, 1, done=(4,))
-    if two:
-        buffer[0, 4] = end[0]
-    elif name == "row":
-        buffer[4] = end[0]
-    else:
-        buffer[slice(4, 5) if name == "slice" else torch.tensor([4])] = end
-    found = {tuple(part) for _ in range(20) for part in buffer.sample()["number"].view(-1, 3).tolist()}
-    assert found <= {(0, 1, 2), (1, 2, 3), (2, 3, 4), (5, 6, 7), (6, 7, 8)}
-    assert found >= {(2, 3, 4), (5, 6, 7)}
 
 
 @pytest.mark.parametrize("copied", ["pickle", "deepcopy", "save"])

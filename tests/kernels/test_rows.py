@@ -313,14 +313,6 @@ def test_the_law_of_a_sample(backend, n, size, mirror):
     assert store.counters == [size, size, 0, 0]
 
 
-def test_chi_square():
-    """CASES 2: 70 000 draws over 100 of 128 rows: 99 degrees of freedom, the 99.9 % point is 148."""
-    store = Store(byte_rows(1), 128, written=100, copied=True)
-    counts = torch.bincount(store.sample(philox.new_state(11, "cpu"), 70_000)[1], minlength=128).double()
-    assert counts[100:].sum() == 0
-    assert ((counts[:100] - 700) ** 2 / 700).sum() < 148
-
-
 @pytest.mark.parametrize("copied", [True, False])
 def test_an_empty_ring(backend, copied):
     """CASES 25: never row 0 instead."""
@@ -390,23 +382,6 @@ def test_processing(backend, mirror):
     doubled = 2 if mirror == DOUBLED else 1
     assert store.noise.tolist() == [11, 2**32 + 1 + doubled * len(index) * store.draws, 0]
     assert generation.tolist() == [2 if row % 23 < 17 else 1 for row in index.tolist()] * doubled
-
-
-def test_chances_of_mirroring_and_shifts():
-    """Half of the rows are mirrored. Every offset comes alike: an image of one bright pixel, whose place tells."""
-    specs = [Spec(2, mirrored=True), Spec(49, DRAWN, torch.uint8, pad=2, height=7, width=7)]
-    store = Store(specs, 1, written=1)
-    store.columns[0].parts[0].view(torch.float32)[:] = 1.0
-    store.memory[0]["sign"][:] = -1.0
-    store.columns[1].parts[0][:] = 0
-    store.columns[1].parts[0][0, 24] = 1
-    store.noise = philox.new_state(3, "cpu")
-    found, _ = store.gather(torch.zeros(5000, dtype=torch.int64), mirror=BY_CHANCE)
-    assert 2350 < int((found[0][:, 0] < 0).sum()) < 2650
-    counts = found[1].sum(0, dtype=torch.int64).view(7, 7)
-    assert counts[1:6, 1:6].sum() == 5000
-    # 24 degrees of freedom: the 99.9 % point of chi-square is 51
-    assert ((counts[1:6, 1:6] - 200.0) ** 2 / 200).sum() < 51
 
 
 def test_the_largest_shift(backend):

@@ -84,18 +84,6 @@ class Model:
                 assert_same([found[f]], [torch.stack([self.rows[number][f] for number in numbers])])
 
 
-@pytest.mark.parametrize(("steps", "envs"), [(1, 1), (2, 2), (3, 1), (5, 2)])
-def test_every_history_of_small_rings(backend, steps, envs):
-    """Case 39: writes of one to three steps, of which any follow each other: all rows come back, whatever is aside."""
-    histories = list(itertools.product([1, 2, 3, 7], repeat=3 if backend == "numba" else 1))
-    for number, history in enumerate(histories if backend == "numba" else histories[1::2]):
-        store = Store(ONE, steps * envs, envs, slots=steps * envs)
-        model = Model(store)
-        for turn, length in enumerate(history * 2):
-            assert model.extend(31 * number + turn, length, (0.0, 0.3, 1.0)[number % 3])
-            model.check()
-
-
 @pytest.mark.parametrize("capacity", [1, 2, 4])
 def test_every_pattern_of_observations(backend, capacity):
     """Case 39, 40: observations of two values, so that a successor is right or wrong by chance, one or two rows a
@@ -149,28 +137,6 @@ def test_not_a_number_follows_itself(backend):
     assert torch.signbit(store.gather(torch.tensor([1]))[0][1]).item()
 
 
-def test_a_truncated_row_has_its_own_final_observation(backend):
-    """Case 39: not the reset's: in a batch, over two writes, at the seam, and of the newest row."""
-    store = Store(ONE, 4, slots=4)
-
-    def written(*rows: tuple[int, int]) -> None:
-        store.extend([torch.tensor([[row[k]] for row in rows]) for k in (0, 1)], len(rows))
-
-    def following() -> list[int]:
-        return store.gather(torch.arange(int(store.ring[1])))[0][1][:, 0].tolist()
-
-    written((0, 1), (1, 99), (50, 51))
-    assert following() == [1, 99, 51]
-    written((51, 98))
-    assert following() == [1, 99, 51, 98]
-    written((70, 71))
-    assert following() == [71, 99, 51, 98]
-    assert store.links.tolist() == [0, 1, 0, 2]
-    # The row whose successor is overwritten is overwritten before it.
-    written((71, 72), (72, 73))
-    assert following() == [71, 72, 73, 98]
-
-
 def test_a_full_side_ring(backend):
     """Case 40: refused on the CPU, counted on a GPU, which cannot say so; never silent."""
     store = Store(ONE, 6, slots=1)
@@ -199,16 +165,6 @@ def test_a_lost_row_is_refused_on_the_cpu():
     assert store.gather(torch.tensor([1]), 2)[0][1].tolist() == [[3]]
     with pytest.raises(IndexError, match=r"row 1 \(number 1 of the batch\) is lost"):
         store.gather(torch.tensor([0, 1]))
-
-
-def test_entries_are_free_once_their_rows_are_overwritten(backend):
-    """Case 40: by the same write, too."""
-    store = Store(ONE, 4, slots=4)
-    model = Model(store)
-    for seed in range(12):
-        assert model.extend(seed, 1 + seed % 6, 1.0)
-        model.check()
-    assert int(store.owners[-1]) > 15
 
 
 def test_an_empty_ring_has_nothing_pending(backend):

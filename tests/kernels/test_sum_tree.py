@@ -327,30 +327,6 @@ def test_no_drift(backend):
     assert_consistent(tree)
 
 
-def test_the_transformation_is_applied_once(backend):
-    """CASES 6: one tree update per write, alpha once: not (p ** alpha) ** alpha for a new row."""
-    tree = SumTree(10, alpha=0.5, eps=1.0)
-    tree.update(torch.tensor([0]), torch.tensor([15.0]))
-    assert tree.leaves[0].item() == 4.0
-    tree.mark(torch.tensor([1]))
-    assert tree.leaves[1].item() == 4.0
-    tree.mark(torch.tensor([2]), within_buffer=True)
-    assert tree.leaves[2].item() == 4.0
-    assert tree.max_priority.item() == 15.0
-
-
-def test_minimum_over_written_rows_only(backend):
-    """CASES 7: rows never written, and rows of weight zero, don't count; without any the minimum is +inf."""
-    tree = SumTree(50, fan_out=4)
-    assert tree.minimum.item() == math.inf
-    tree.update(torch.tensor([3, 40]), torch.tensor([0.5, 0.0]))
-    assert tree.minimum.item() == 0.5
-    _, weight = tree.draw(5, RandomState(1))
-    assert weight.tolist() == [1.0] * 5
-    tree.update(torch.tensor([3]), torch.tensor([0.0]))
-    assert tree.minimum.item() == math.inf
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1.0, -1e-30, 1e39])
 def test_bad_priorities_are_refused(backend, bad):
     """CASES 8: NaN, infinite (in float32), negative: an exception on CPU, the old priority and a count on a GPU."""
@@ -481,14 +457,6 @@ def test_a_priority_that_returns_too_late_is_dropped(backend, written):
         assert_same(tree, model)
 
 
-def test_alpha_zero_weighs_every_row_alike(backend):
-    """CASES 14: alpha = 0, also for a priority of zero."""
-    tree = SumTree(6, alpha=0.0)
-    tree.update(torch.tensor([0, 1, 2]), torch.tensor([0.0, 5.0, 1e-9]))
-    tree.mark(torch.tensor([4]))
-    assert tree.leaves[:6].tolist() == [1, 1, 1, 0, 1, 0]
-
-
 def test_a_captured_graph_would_see_new_exponents(backend):
     """CASES 14: the operations read alpha and beta from the tensor; beta is annealed in place."""
     tree = SumTree(4)
@@ -533,29 +501,6 @@ def test_both_backends_draw_alike():
     torch.testing.assert_close(drawn[0][1], drawn[1][1], rtol=1e-6, atol=0)
     bits = torch.tensor(bits_of(bitmap(eligible), 5000))
     assert bits[drawn[0][0]].all()
-
-
-@pytest.mark.usefixtures("wide_programs")
-@pytest.mark.parametrize(("stratified", "alpha"), [(False, 0.6), (True, 1.0)])
-def test_skewed_priorities(backend, stratified, alpha):
-    """Seeded chi-square: rows come in proportion to (priority + eps) ** alpha."""
-    n, rows = (200_000, 300) if backend == "numba" else (4096, 60)
-    priority = torch.rand(rows, generator=torch.Generator().manual_seed(3)) ** 6 * 50 + 0.5
-    priority[::7] = 0.0
-    tree = SumTree(rows + 20, alpha=alpha)
-    tree.update(torch.arange(rows), priority)
-    index, _ = tree.draw(n, RandomState(5), stratified)
-    counts = torch.bincount(index, minlength=rows + 20)
-    assert counts[rows:].sum() == 0
-    weights = priority.double() ** alpha
-    probabilities = (weights / weights.sum()).tolist()
-    positive = sum(p > 0 for p in probabilities)
-    statistic = chi_square(counts[:rows].tolist(), probabilities)
-    assert statistic < chi_square_bound(positive - 1)
-    if not stratified:
-        # Independent draws scatter; a statistic near zero would mean that they don't.
-        assert statistic > chi_square_bound(positive - 1, -4.0)
-    assert counts[:rows][priority == 0].sum() == 0
 
 
 @pytest.mark.usefixtures("wide_programs")
@@ -659,44 +604,6 @@ def test_one_eligible_row_at_the_edges_of_words(backend, fan_out, row):
     assert tree.total.item() == 130 * 131 / 2 - (row + 1)
     assert (tree.minimum.item(), tree.maximum.item()) == (1 + (row == 0), 130 - (row == 129))
     assert tree.draw(8, RandomState(1))[0].max() < 130
-
-
-def test_refresh_after_leaves_were_written(backend):
-    """Without a bitmap as well; any shape and integer type; nothing at all."""
-    tree = SumTree(100, fan_out=4)
-    tree.leaves[[3, 70]] = torch.tensor([2.0, 5.0])
-    tree.refresh(torch.tensor([[3, 70], [-1, 3]], dtype=torch.int32))
-    assert_built(tree)
-    tree.refresh(torch.empty(0, dtype=torch.int64))
-    assert tree.total.item() == 7
-
-
-def test_ineligible_rows_keep_their_weights(backend):
-    """Priorities of ineligible rows are stored, and count from when the row is eligible."""
-    tree = SumTree(20, fan_out=4)
-    eligible = bitmap([row % 2 == 0 for row in range(20)])
-    tree.restrict(eligible)
-    tree.update(torch.arange(6), torch.arange(1.0, 7.0))
-    assert tree.leaves[:6].tolist() == [1, 2, 3, 4, 5, 6]
-    assert (tree.total.item(), tree.minimum.item(), tree.maximum.item()) == (9, 1, 5)
-    assert tree.max_priority.item() == 6
-    tree.mark(torch.tensor([7, 8]))
-    assert tree.leaves[7:9].tolist() == [6, 6]
-    assert (tree.total.item(), tree.maximum.item()) == (15, 6)
-    eligible[0] = 0b1010
-    tree.refresh(torch.arange(20))
-    assert (tree.total.item(), tree.minimum.item(), tree.maximum.item()) == (6, 2, 4)
-    # The largest weight in the buffer is that of eligible rows.
-    tree.mark(torch.tensor([19]), within_buffer=True)
-    assert tree.leaves[19].item() == 4
-    assert tree.total.item() == 6
-    eligible.zero_()
-    tree.rebuild()
-    tree.mark(torch.tensor([18]), within_buffer=True)
-    assert tree.leaves[18].item() == 1
-    tree.restrict(None)
-    assert tree.total.item() == 1 + 2 + 3 + 4 + 5 + 6 + 6 + 6 + 1 + 4
-    assert_built(tree)
 
 
 @pytest.mark.parametrize(("capacity", "fan_out"), [(1, 2), (100, 128)])

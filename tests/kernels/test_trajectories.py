@@ -138,15 +138,6 @@ def test_seam_at_every_edge_of_a_word(backend, cursor):
     assert found[0, 1] == oldest
 
 
-def test_every_byte_of_an_identifier(backend):
-    for byte in range(8) if backend == "numba" else (0, 7):
-        index = Index(3, by_id=True, row_bytes=8)
-        index.store(3, 0.0)
-        index.storage[0][2, byte] ^= 128
-        index.update(3)
-        assert index.ends.tolist() == [2]
-
-
 def test_summaries_of_three_levels(backend):
     """Ends further apart than one summary word covers are found, in both directions and across the seam."""
     steps = 64 * 64 * 2 + 100
@@ -191,43 +182,6 @@ def test_eligible_starts(backend, need, starts_too, by_id):
             index.assert_eligible(n, need, starts_too)
 
 
-def test_a_single_eligible_trajectory(backend):
-    """CASES 20: of a thousand trajectories of one step and one of eight, only the latter is drawn."""
-    steps = 1000
-    index = Index(steps, rule=Rule(8, min_len=8))
-    index.store(steps, 1.0)
-    index.storage[0][500:507] = 0
-    index.update(steps)
-    assert index.sums[-1] == 1
-    drawn, length, last = index.draw(philox.new_state(0, "cpu"), 5)
-    assert drawn.tolist() == list(range(500, 508)) * 5
-    assert length.tolist() == [8] * 5
-    assert last.tolist() == ([False] * 7 + [True]) * 5
-
-
-def test_trajectories_of_one_step(backend):
-    """CASES 20: a slice of one step repeats its row."""
-    index = Index(9, 2, Rule(3))
-    index.write(9, 1.0)
-    index.assert_state()
-    index.assert_draws(20)
-    _, length, last = index.draw(philox.new_state(0, "cpu"), 4)
-    assert length.tolist() == [1] * 4
-    assert last.tolist() == [True, False, False] * 4
-
-
-def test_the_open_trajectory_goes_on_after_a_write(backend):
-    """CASES 21: sampled up to its last written row, in one piece across writes."""
-    index = Index(20, rule=Rule(20))
-    index.write(4, 0.0)
-    assert index.draw(philox.new_state(0, "cpu"), 1)[0].tolist() == [0, 1, 2, *[3] * 17]
-    index.write(3, 0.0)
-    assert index.bounds(torch.tensor([2])).tolist() == [[0], [6], [7]]
-    index.write(17, 0.0)
-    assert index.bounds(torch.tensor([2])).tolist() == [[4], [3], [20]]
-    assert index.draw(philox.new_state(0, "cpu"), 1)[0].tolist() == [*range(4, 20), 0, 1, 2, 3]
-
-
 @pytest.mark.gate
 def test_draws_in_larger_batches_than_are_searched_together(backend):
     index = Index(300, 2, Rule(3, before=1), seed=8)
@@ -248,29 +202,6 @@ def test_draw_of_none(backend):
     for part in index.slices(torch.empty(0, dtype=torch.int64), 3):
         assert part.shape == (0,)
     assert index.bounds(torch.empty(0, dtype=torch.int64)).shape == (3, 0)
-
-
-@pytest.mark.parametrize("by_transition", [False, True])
-def test_distribution_of_draws(by_transition):
-    """Uniform over trajectories, then over starts; or over all starts: chi-square at a thousand draws a cell."""
-    index = Index(60, 1, Rule(3, min_len=3, by_transition=by_transition), seed=12)
-    index.write(100, 0.1)
-    units = reference.units(index.model.trajectories(), Rule(3, min_len=3, by_transition=True), 1)
-    n_trajectories = len({trajectory[0] for trajectory, _ in units})
-    expected = {}
-    for trajectory, place in units:
-        starts = len(trajectory) - 2
-        chance = 1 / len(units) if by_transition else 1 / n_trajectories / starts
-        expected[trajectory[place]] = chance
-    n = 1000 * len(expected)
-    drawn, _, _ = index.draw(philox.new_state(3, "cpu"), n)
-    counts = torch.bincount(drawn[::3], minlength=60)
-    assert {row for row in range(60) if counts[row]} == set(expected)
-    chi_square = sum((counts[row].item() - n * p) ** 2 / (n * p) for row, p in expected.items())
-    freedom = len(expected) - 1
-    # six standard deviations of chi-square
-    assert freedom > 5
-    assert chi_square < freedom + 6 * (2 * freedom) ** 0.5
 
 
 def test_rule_agrees_with_enumeration():

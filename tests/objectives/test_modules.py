@@ -10,7 +10,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType, TensorDictModule, set_interaction_type
-from torch import nn
 from torch.nn import functional
 
 from gpubuf.kernels.tanh_normal.reference import tanh_normal as reference
@@ -35,22 +34,6 @@ def separate(ensemble: EnsembleMLP, k: int, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("out", [1, 3])
-@pytest.mark.parametrize("batch", [(), (1,), (6,), (2, 3), (2, 3, 2)], ids=str)
-def test_ensemble_is_its_nets(batch, out):
-    net = EnsembleMLP(3, 5, out, (7, 4), dtype=torch.float64)
-    x = torch.randn(*batch, 5, dtype=torch.float64, requires_grad=True)
-    y = net(x)
-    truth = torch.stack([separate(net, k, x) for k in range(3)])
-    assert y.shape == (3, *batch, out)
-    torch.testing.assert_close(y, truth)
-    inputs = [x, *net.parameters()]
-    for one, other in zip(
-        torch.autograd.grad(y.square().sum(), inputs), torch.autograd.grad(truth.square().sum(), inputs), strict=True
-    ):
-        torch.testing.assert_close(one, other)
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("wanted", [(), (0,), (1,), (0, 2), (0, 1, 2)], ids=str)
 def test_ensemble_joins_its_inputs(frozen, wanted):
@@ -71,15 +54,6 @@ def test_ensemble_joins_its_inputs(frozen, wanted):
         assert not y.requires_grad
 
 
-def test_ensemble_with_an_input_for_each_net():
-    net = EnsembleMLP(2, 5, 1, (7,), shared_input=False)
-    for batch in ((4,), (2, 3)):
-        x = torch.randn(2, *batch, 5)
-        torch.testing.assert_close(net(x), torch.stack([separate(net, k, x[k]) for k in range(2)]))
-    with pytest.raises(ValueError, match=r"\[2, \*batch, in_features\], got \[3, 5\]"):
-        net(torch.randn(3, 5))
-
-
 def test_ensemble_starts_as_separate_linear_layers_do():
     net = EnsembleMLP(2, 100, 1, (400,))
     first = net.layers[0]
@@ -95,14 +69,6 @@ def test_ensemble_starts_as_separate_linear_layers_do():
 def test_ensemble_says_what_it_is():
     assert EnsembleMLP(4, 3, 1).ensemble_size == 4
     assert copy.deepcopy(EnsembleMLP(4, 3, 1)).layers[-1].weight.stride() == (256, 1, 256)
-
-
-def test_mlp():
-    net = MLP(5, 2, (7, 4), nn.Tanh)
-    assert [type(part) for part in net] == [nn.Linear, nn.Tanh, nn.Linear, nn.Tanh, nn.Linear]
-    a, b = torch.randn(3, 4), torch.randn(3, 1)
-    torch.testing.assert_close(net(a, b), net(torch.cat([a, b], -1)))
-    assert [type(part) for part in MLP(5, 2, ())] == [nn.Linear]
 
 
 def test_activations_in_place_leave_the_input_alone():

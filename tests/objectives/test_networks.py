@@ -84,16 +84,18 @@ def net_of(ensemble, k, **options):
 CELLS = (7, 4)
 
 
-@pytest.mark.parametrize(("training", "batch"), [(True, (6,)), (False, (2, 3))], ids=["training", "evaluation"])
+@pytest.mark.parametrize(
+    ("training", "batch", "out"), [(True, (6,), 2), (False, (2, 3), 1), (False, (), 3)], ids=["training", "one", "none"]
+)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_net_of_an_ensemble_is_a_net(name, batch, training):
+def test_a_net_of_an_ensemble_is_a_net(name, batch, out, training):
     """Outputs, gradients and running statistics."""
     options = OPTIONS[name]
-    ensemble = scattered(EnsembleMLP(3, 5, 2, CELLS, **options, **DOUBLE)).train(training)
+    ensemble = scattered(EnsembleMLP(3, 5, out, CELLS, **options, **DOUBLE)).train(training)
     nets = [net_of(ensemble, k, **options).train(training) for k in range(3)]
     x = draw(*batch, 5).requires_grad_()
     y, each = ensemble(x), [net(x) for net in nets]
-    assert y.shape == (3, *batch, 2)
+    assert y.shape == (3, *batch, out)
     torch.testing.assert_close(y, torch.stack(each))
     weight = draw(*y.shape, seed=9)
     ours = torch.autograd.grad((y * weight).sum(), [x, *ensemble.parameters()])
@@ -116,8 +118,11 @@ def test_inputs_of_their_own():
     options = OPTIONS["flashsac"]
     ensemble = scattered(EnsembleMLP(3, 5, 2, CELLS, shared_input=False, **options, **DOUBLE))
     nets = [net_of(ensemble, k, **options) for k in range(3)]
-    x = draw(3, 6, 5)
-    torch.testing.assert_close(ensemble(x), torch.stack([net(one) for net, one in zip(nets, x, strict=True)]))
+    for batch in ((6,), (2, 3)):
+        x = draw(3, *batch, 5)
+        torch.testing.assert_close(ensemble(x), torch.stack([net(one) for net, one in zip(nets, x, strict=True)]))
+    with pytest.raises(ValueError, match=r"\[3, \*batch, in_features\], got \[2, 5\]"):
+        ensemble(draw(2, 5))
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "silu"])
@@ -242,6 +247,8 @@ def test_the_order_of_layers():
     def kinds(**options):
         return [type(part).__name__ for part in MLP(3, 2, (4, 5), **options)]
 
+    assert kinds(activation=nn.Tanh) == ["Linear", "Tanh", "Linear", "Tanh", "Linear"]
+    assert [type(part) for part in MLP(3, 2, ())] == [nn.Linear]
     assert kinds(norm="layer") == ["Linear", "LayerNorm", "Linear", "LayerNorm", "Linear"]
     assert kinds(norm="rms", activation=nn.Tanh, dropout=0.1)[:4] == ["Linear", "Dropout", "RMSNorm", "Tanh"]
     assert kinds(norm="batch", norm_place="before") == [

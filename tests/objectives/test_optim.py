@@ -211,26 +211,6 @@ def test_clipping(max_norm):
     assert largest_difference(ours, theirs) < 1e-5
 
 
-def test_bfloat16_parameters_have_float32_moments():
-    net, exact = network(torch.bfloat16), network(torch.bfloat16)
-    optimizer = AdamW(net.parameters(), lr=1e-2)
-    state = {p: (torch.zeros(p.shape), torch.zeros(p.shape)) for p in exact.parameters()}
-    for t in range(1, 6):
-        backward(net, t)
-        for p, q in zip(net.parameters(), exact.parameters(), strict=True):
-            m, v = state[q]
-            m.lerp_(p.grad.float(), 0.1)
-            v.mul_(0.999).addcmul_(p.grad.float(), p.grad.float(), value=0.001)
-            size = 1e-2 / (1 - 0.9**t)
-            new = p.detach().float() * (1 - 1e-4) - size * m / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
-            q.data.copy_(new)
-        optimizer.step()
-        assert largest_difference(net, exact) <= 2**-8
-    for p, q in zip(net.parameters(), exact.parameters(), strict=True):
-        assert optimizer.state[p]["exp_avg"].dtype is torch.float32
-        torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"], state[q][1])
-
-
 # State
 
 
@@ -255,6 +235,7 @@ def test_a_loaded_state_goes_on(dtype):
             backward(each, i)
             its.step()
     assert largest_difference(net, resumed) == 0
+    assert {moments["exp_avg"].dtype for moments in other.state.values()} == {torch.float32}
 
 
 def test_states_of_torch_and_ours():
@@ -350,18 +331,6 @@ def test_what_is_refused():
     weight.data = torch.ones(2, 2)
     with pytest.raises(ValueError, match="like its parameter"):
         AdamW([weight]).step()
-
-
-def test_a_parameter_that_is_stored_the_other_way_round():
-    weight = nn.Parameter(torch.randn(4, 3).T)
-    plain = nn.Parameter(weight.detach().clone())
-    a, b = AdamW([weight]), torch.optim.AdamW([plain])
-    for _ in range(3):
-        weight.grad = torch.randn(3, 4)
-        plain.grad = weight.grad.clone()
-        a.step()
-        b.step()
-    torch.testing.assert_close(weight, plain)
 
 
 def test_autograd_sees_the_step():

@@ -9,21 +9,15 @@ from gpubuf.data import (
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
-    SamplerWithoutReplacement,
     SliceSampler,
-    SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
 from tests.support.transitions import same, transitions
 
 SAMPLERS = {
     "uniform": RandomSampler,
-    "without replacement": SamplerWithoutReplacement,
     "prioritized": lambda: PrioritizedSampler(60, 0.6, 0.4),
     "slices": lambda: SliceSampler(slice_len=4),
-    "by identifier": lambda: SliceSampler(slice_len=4, traj_key="episode"),
-    "fixed": lambda: SliceSampler(slice_len=4, ends=torch.arange(60) % 7 == 6),
-    "slices without replacement": lambda: SliceSamplerWithoutReplacement(slice_len=4),
     "prioritized slices": lambda: PrioritizedSliceSampler(60, 0.6, 0.4, slice_len=4),
 }
 

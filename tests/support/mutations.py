@@ -39,16 +39,32 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "ring": (
         ("gpubuf/data/storage/ring.py", "gpubuf/data/storage/storage.py", "gpubuf/data/storage/indexing.py"),
-        ("tests/data/test_storage*.py", "tests/data/test_ring*.py", "tests/data/test_indexing*.py"),
+        ("tests/data/test_storage*.py", "tests/data/test_user_mistakes.py", "tests/data/test_buffer_contract.py"),
     ),
     "n-step": (
         ("kernels/rows/_cpu*.py", "gpubuf/data/storage/plan.py"),
-        ("tests/kernels/test_rows*.py", "tests/kernels/test_transitions*.py", "tests/data/test_n_step*.py"),
+        ("tests/kernels/test_rows*.py", "tests/data/test_n_step*.py", "tests/data/test_buffer_contract.py"),
     ),
     "share_next": (
         ("gpubuf/data/storage/share_next.py",),
-        ("tests/data/test_share*.py",),
+        ("tests/data/test_share*.py", "tests/data/test_buffer_contract.py"),
     ),
+    "places": (
+        (
+            "gpubuf/data/storage/column.py",
+            "gpubuf/data/storage/placement.py",
+            "gpubuf/data/moving.py",
+            "gpubuf/planning.py",
+        ),
+        (
+            "tests/data/test_placement*.py",
+            "tests/data/test_plan.py",
+            "tests/data/test_buffer_contract.py",
+            "tests/data/test_sampler_contract.py",
+        ),
+    ),
+    "mixes": (("gpubuf/data/mixed*.py",), ("tests/data/test_mixed.py", "tests/data/test_ensemble.py")),
+    "processing": (("gpubuf/data/processing/*.py",), ("tests/data/test_processing*.py",)),
     "slices": (
         ("gpubuf/data/samplers/slices*.py", "kernels/trajectories/_cpu*.py"),
         ("tests/data/test_slice*.py", "tests/data/test_sampler_contract.py", "tests/kernels/test_trajector*.py"),

@@ -83,6 +83,7 @@ class Twins:
     def write(self, n: int, seed: int) -> TensorDict:
         """Write ``n`` steps of every environment to both."""
         data = steps(n * (self.envs or 1), seed=seed)
+        data["next", "pixels"] = data["pixels"].roll(-1, 0)
         data["td_error"] = torch.rand(data.batch_size, generator=generator(seed)) + 0.1
         if self.envs is not None:
             data = data.view(self.envs, n)

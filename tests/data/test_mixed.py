@@ -1,0 +1,602 @@
+"""Batches that several buffers have a share in (CASES 45), saved, loaded and updated whole or not at all (CASES 60)."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from gpubuf import MixedReplayBuffer, ReplayBufferEnsemble, capture
+from gpubuf.data import (
+    Codec,
+    LazyTensorStorage,
+    RandomSampler,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+)
+from gpubuf.data.checkpoints import files
+from gpubuf.data.mixed_draws import Offsets, cut, owners
+from gpubuf.kernels._registry import triton_on_cpu
+from gpubuf.kernels.rows import _launch as rows_launch
+from tests.contracts.checkpoints import cut_short
+from tests.contracts.mixes import MIXES, Count, Mix, MixHistory
+from tests.support.fake_cuda import fake_cuda, no_blocking_copies
+from tests.support.graph_recorder import RecordedCuda
+from tests.support.mixed_setup import part
+from tests.support.placements import Machine
+from tests.support.transitions import same, transitions
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("mix", MIXES, ids=str)
+def test_random_histories(mix: Mix, seed: int):
+    """CASES 42, 45, 46, 60, 61: rows, shares, weights and generations; what goes back, copies and emptied buffers."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="rows continue along|the rows of")
+        MixHistory(mix, seed).run(40)
+
+
+def assert_rows(mixed: MixedReplayBuffer, batch: TensorDict) -> None:
+    """Every row is the one that its info names, whatever its slice says of ends."""
+    owner, index = batch["buffer"].flatten().tolist(), batch["index"].flatten()
+    flat = batch.flatten()
+    for i, number in enumerate(owner):
+        stored = mixed[number].storage[index[i : i + 1]]
+        # Of the storage by itself the index is in coordinates.
+        for key in stored.exclude("index").keys(True, True):
+            if key != ("next", "done"):
+                assert torch.equal(flat[i : i + 1][key], stored[key]), key
+
+
+# Numbers of rows
+
+
+def test_numbers_of_rows():
+    """Cases 45 and 61: they add up, none is more than a buffer has or a row from its share, which they are on average.
+
+    All offsets between which the numbers change are tried, so that the averages are exact.
+    """
+    for shares in [
+        (0.5, 0.5),
+        (1.0, 0.0),
+        (0.3, 0.7),
+        (2.0, 1.0, 1.0),
+        (0.0, 0.0, 5.0),
+        (0.1, 0.2, 0.7),
+        (0.999, 0.001),
+    ]:
+        for n, stored in itertools.product(range(1, 12), itertools.product((0, 1, 3, 50), repeat=len(shares))):
+            if not any(stored):
+                continue
+            parts = cut(shares, n, stored)
+            steps = sorted({0.0, *(-end % 1 for end in parts.ends), 1.0})
+            average = [0.0] * len(shares)
+            for offset, until in itertools.pairwise(steps):
+                found = parts.rounded((offset + until) / 2)
+                assert sum(found) == n
+                if sum(stored) >= n:
+                    assert all(count <= rows for count, rows in zip(found, stored, strict=True))
+                assert all(count == 0 for count, rows in zip(found, stored, strict=True) if rows == 0)
+                average = [mean + count * (until - offset) for mean, count in zip(average, found, strict=True)]
+                if min(stored) == 50:
+                    middle = torch.tensor([(offset + until) / 2], dtype=torch.float64)
+                    owner = owners(torch.tensor(shares, dtype=torch.float64), n, torch.tensor(stored), middle)
+                    on_device = torch.bincount(owner, minlength=len(shares))
+                    due = torch.tensor(shares, dtype=torch.float64) * n / sum(shares)
+                    assert ((on_device - due).abs() < 1).all()
+                    assert ((torch.tensor(found) - due).abs() < 1).all()
+            if min(stored) == 50:
+                assert average == pytest.approx([n * share / sum(shares) for share in shares], abs=1e-9)
+    assert cut((0.5, 0.5), 10, (2, 100)) == ((2, 8), ())
+    assert cut((0.5, 0.25, 0.25), 8, (1, 50, 50)) == ((1, 3, 3), (0.0, 0.5, 1.0))
+    assert cut((0.5, 0.5), 10, (2, 3)) == ((5, 5), ())
+
+
+def test_shares_of_empty_buffers_on_a_device():
+    shares, offset = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.5], dtype=torch.float64)
+    assert owners(shares, 4, torch.tensor([0, 3, 3]), offset).tolist() == [1, 1, 2, 2]
+    assert owners(torch.tensor([1.0, 0.0, 0.0]), 4, torch.tensor([0, 3, 3]), offset).tolist() == [1, 1, 2, 2]
+    assert owners(torch.tensor([-1.0, 0.0, 2.0]), 2, torch.tensor([9, 3, 3]), offset).tolist() == [2, 2]
+
+
+# Batches
+
+
+def test_one_gather(monkeypatch):
+    """Two prioritized buffers: two draws, and one launch for the rows."""
+    mixed = MixedReplayBuffer([part(14, 0, kind="prioritized"), part(12, 100, kind="prioritized")])
+    with triton_on_cpu():
+        mixed.sample(8)
+        launched = []
+        monkeypatch.setattr(rows_launch, "launch", lambda kernel, *args, **options: launched.append(kernel))
+        mixed.sample(8)
+        assert len(launched) == 1
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_plain_tensors(on_device):
+    """Rows that are no TensorDicts, of uint8 alone."""
+    buffers = [ReplayBuffer(storage=LazyTensorStorage(20)) for _ in range(2)]
+    for start, buffer in zip((0, 100), buffers, strict=True):
+        buffer.extend((torch.arange(10) + start).to(torch.uint8).unsqueeze(1))
+    batch, info = MixedReplayBuffer(buffers, torch.ones(2) if on_device else None).sample(6, return_info=True)
+    assert torch.equal((batch[:, 0] >= 100).long(), info["buffer"])
+
+
+def test_places_and_moves(monkeypatch):
+    """The table of both buffers follows the rows of each."""
+    Machine(device=10_000).install(monkeypatch, work_on_cpu=True)
+    mixed = MixedReplayBuffer(
+        [part(190, 0, capacity=200, device="pinned"), part(190, 1000, capacity=200, device="split")]
+    )
+    for place in (None, "pinned", "split:0%", "pinned"):
+        if place:
+            mixed[1].to(place)
+        assert_rows(mixed, mixed.sample(16))
+    mixed[0].free()
+    assert (mixed.sample(8)["buffer"] == 1).all()
+    mixed.extend(transitions(12, 50))
+    assert_rows(mixed, mixed.sample(8))
+
+
+def test_transforms_and_iteration():
+    """Transforms of the parts apply to the parts, those of the mix to the whole."""
+    buffers = [part(14, 0, kind="without replacement"), part(14, 100)]
+    buffers[0].append_transform(lambda data: data.set("observation", data["observation"] + 5000))
+    mixed = MixedReplayBuffer(buffers, batch_size=8, transform=lambda data: data.set("action", -data["action"]))
+    batches = list(mixed)
+    assert len(batches) == 4
+    for batch in batches:
+        assert ((batch["observation"][:, 0] >= 5000).long() == 1 - batch["buffer"]).all()
+        assert (batch["action"] <= 0).all()
+    text = repr(mixed)
+    assert text.startswith("MixedReplayBuffer([")
+    assert "shares=[1.0, 1.0], batch_size=8" in text
+
+
+def test_functions_of_users_run_without_the_locks():
+    mixed = MixedReplayBuffer([part(14, 0), part(14, 100)])
+    held = []
+    for buffer in mixed.buffers:
+        buffer.append_transform(lambda data: held.extend(b._lock.held for b in mixed.buffers) or data)
+    mixed.append_transform(lambda data: held.extend(b._lock.held for b in mixed.buffers) or data)
+    mixed.sample(4)
+    assert held == [False] * 6
+
+
+def test_priorities_of_other_classes():
+    """Of a buffer by TorchRL's names, under its key; buffers without any warn."""
+    one = TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=LazyTensorStorage(20), priority_key="error")
+    one.extend(transitions(12))
+    mixed = MixedReplayBuffer([one, part(12, 100)], batch_size=6)
+    batch = mixed.sample()
+    with pytest.raises(KeyError, match="the batch has no"):
+        mixed.update_tensordict_priority(batch)
+    mixed.update_tensordict_priority(batch.set("error", torch.ones(6) * 4))
+    assert one.sampler.tree.max_priority == 4
+    mixed = MixedReplayBuffer([part(10, 0), part(10, 100)])
+    batch, info = mixed.sample(4, return_info=True)
+    with pytest.warns(UserWarning, match="no buffer has priorities"):
+        mixed.update_priority(info["index"], 1.0, buffer=info["buffer"])
+    mixed.update_tensordict_priority(batch)
+
+
+def test_refused():
+    one, other = part(12, 0), part(12, 100)
+    with pytest.raises(TypeError, match="expected ReplayBuffers, got a TensorDict"):
+        MixedReplayBuffer([one, transitions(3)])
+    with pytest.raises(ValueError, match="each of them once"):
+        MixedReplayBuffer([one, one])
+    with pytest.raises(ValueError, match="each of them once"):
+        MixedReplayBuffer([])
+    for shares in ([1], [-1, 2], [0, 0], [float("nan"), 1], torch.ones(3)):
+        with pytest.raises(ValueError, match="shares"):
+            MixedReplayBuffer([one, other], shares)
+    mixed = MixedReplayBuffer([one, other])
+    with pytest.raises(RuntimeError, match="batch_size must be given"):
+        mixed.sample()
+    with pytest.raises(RuntimeError, match="iteration needs"):
+        next(iter(mixed))
+    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1"):
+        mixed.sample(0)
+    with pytest.raises(ValueError, match="batches must be a whole number of at least 1, got 0"):
+        mixed.sample(12, batches=0)
+    with pytest.raises(ValueError, match="same slice_len and stack"):
+        MixedReplayBuffer([one, part(12, 0, kind="slices")]).sample(4)
+    slices = MixedReplayBuffer([part(12, start, kind="slices") for start in (0, 100)])
+    with pytest.raises(RuntimeError, match="divisible by slice_len: got 5 and 2"):
+        slices.sample(5)
+    for kind in ("without replacement", "stratified"):
+        with pytest.raises(ValueError, match=r"which a .*Sampler.* does not allow"):
+            MixedReplayBuffer([part(12, 0, kind=kind), part(12, 1)], torch.ones(2)).sample(4)
+    less = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
+    less.extend(transitions(5).select("observation"))
+    with pytest.raises(ValueError, match="store the same keys"):
+        MixedReplayBuffer([one, less]).sample(4)
+
+
+# All or nothing
+
+
+class Own(RandomSampler):
+    """A sampler of the user's, whose state may fail to load."""
+
+    fails = False
+
+    def load_state_dict(self, state: dict[str, Any], order: torch.Tensor | None = None) -> None:
+        super().load_state_dict(state, order)
+        if self.fails:
+            raise ArithmeticError("not this one")
+
+
+def mix(n: int = 14, *, kind: str = "prioritized", fails: bool = False, **options: Any) -> MixedReplayBuffer:
+    parts = [part(n, 0, kind=kind, transform=Count()), part(n and 12, 100, transform=Count(fails))]
+    return MixedReplayBuffer(parts, [0.3, 0.7], transform=Count(), **options)
+
+
+def contents(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything in a state, by where it is."""
+    if isinstance(value, TensorDict):
+        value = value.to_dict()
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from contents(item, f"{path}/{key}")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from contents(item, f"{path}/{number}")
+    else:
+        yield path, value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def told(mixed: MixedReplayBuffer) -> dict[str, Any]:
+    return dict(contents(copy.deepcopy(mixed.state_dict())))
+
+
+def damaged(path: Path) -> Iterator[None]:
+    """A file with a flipped bit, cut short, and gone."""
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    for bad in (whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :], whole[:-1], None):
+        if bad is None:
+            path.unlink()
+        else:
+            path.write_bytes(bad)
+        yield
+    path.write_bytes(whole)
+
+
+def test_damage_anywhere_changes_nothing(tmp_path: Path):
+    """Case 60: the first buffer was replaced before the file of the second was read."""
+    mix().save(tmp_path)
+    own = files.read_mix(tmp_path)
+    other = mix(9)
+    before = told(other)
+    named = [tmp_path / "manifest.json", tmp_path / own.state.name]
+    named += [tmp_path / f"buffer_{k}" / file.name for k in range(2) for file in own.parts[k].files]
+    assert len(named) >= 6
+    for path in named:
+        for _ in damaged(path):
+            with pytest.raises((ValueError, FileNotFoundError)):
+                other.load(tmp_path)
+            assert told(other) == before
+    other.load(tmp_path)
+    assert told(other) != before
+
+
+def test_a_part_that_does_not_fit_changes_nothing(tmp_path: Path):
+    saved = mix()
+    saved.save(tmp_path)
+    state = saved.state_dict()
+    narrow = TensorDictReplayBuffer(storage=LazyTensorStorage(20), transform=Count())
+    narrow.extend(transitions(3).select("observation", "action"))
+    for second, why in (
+        (part(3, 100, capacity=5, transform=Count()), "room|rows"),
+        (part(3, 100, kind="prioritized", transform=Count()), "Sampler"),
+        (part(3, 100), "entries"),
+        (narrow, "next"),
+    ):
+        other = MixedReplayBuffer([part(9, 0, kind="prioritized", transform=Count()), second], transform=Count())
+        before = told(other)
+        with pytest.raises(ValueError, match=why):
+            other.load(tmp_path)
+        assert told(other) == before
+        if why != "entries":
+            with pytest.raises(ValueError, match=why):
+                other.load_state_dict(state)
+            assert told(other) == before
+    other = MixedReplayBuffer(mix(9).buffers)
+    before = told(other)
+    for load in (lambda: other.load(tmp_path), lambda: other.load_state_dict(state)):
+        with pytest.raises(ValueError, match="entries"):
+            load()
+    assert told(other) == before
+
+
+@pytest.mark.parametrize("by", ["files", "state"])
+@pytest.mark.parametrize("what", ["transform", "sampler", "transform of an empty mix"])
+def test_a_part_of_the_users_that_fails_puts_all_back(what, by, tmp_path: Path):
+    """Case 60: what only shows when it is tried, in the second buffer, after the first one has its state."""
+
+    def made(n: int, fails: bool) -> MixedReplayBuffer:
+        if what != "sampler":
+            return mix(n, fails=fails, batch_size=4)
+        parts = [part(n, 0, batch_size=n + 1), part(n, 100, batch_size=n + 1)]
+        sampler = Own()
+        sampler.fails = fails
+        parts[1].set_sampler(sampler)
+        return MixedReplayBuffer(parts, [0.3, 0.7])
+
+    saved = made(14, False)
+    saved.sample(4)
+    saved.save(tmp_path)
+    other = made(0 if "empty" in what else 9, True)
+    if len(other):
+        other.sample(4)
+    before = told(other)
+    with pytest.raises(ArithmeticError, match="not this one"):
+        other.load(tmp_path) if by == "files" else other.load_state_dict(saved.state_dict())
+    assert told(other) == before
+    assert [buffer.batch_size for buffer in other.buffers] == [buffer._batches.batch_size for buffer in other.buffers]
+
+
+def test_cut_short_before_every_step(tmp_path: Path, monkeypatch):
+    """Case 60: the old checkpoint of both is there, or the new one of both; and the next save works."""
+    mixed = mix()
+    mixed.save(tmp_path)
+    outcomes, fails = [], True
+    while fails:
+        before = [buffer.write_count for buffer in mixed.buffers]
+        for number in range(2):
+            mixed.extend(transitions(3, 1000 + len(outcomes)), buffer=number)
+        after = [buffer.write_count for buffer in mixed.buffers]
+        with monkeypatch.context() as patched:
+            fails = cut_short(patched, len(outcomes), lambda: mixed.save(tmp_path))
+        other = mix(0)
+        other.load(tmp_path)
+        found = [buffer.write_count for buffer in other.buffers]
+        assert found in (before, after)
+        outcomes.append(found == after)
+        for number in range(2):
+            single = part(0, 0, kind="uniform" if number else "prioritized", transform=Count())
+            single.load(tmp_path / f"buffer_{number}")
+            assert single.write_count in (before[number], after[number])
+        mixed.save(tmp_path)
+    assert len(outcomes) > 12
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {False, True}
+    own = files.read_mix(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {own.state.name, "manifest.json", "buffer_0", "buffer_1"}
+
+
+def test_only_what_changed_is_written(tmp_path: Path):
+    mixed = MixedReplayBuffer([part(190, 0, capacity=200), part(190, 1000, capacity=200)])
+    options: Any = {"file_bytes": 512}
+    full = mixed.save(tmp_path, **options)
+    mixed.extend(transitions(2), buffer=1)
+    again = mixed.save(tmp_path, **options)
+    assert again[0].bytes_written < again[1].bytes_written < full[1].bytes_written / 2
+
+
+def test_checkpoints_of_others(tmp_path: Path):
+    saved, other = MixedReplayBuffer([part(14, 0), part(12, 100)]), MixedReplayBuffer([part(3, 0), part(3, 1)])
+    before = told(other)
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        other.load(tmp_path)
+    saved.save(tmp_path / "two")
+    with pytest.raises(ValueError, match="is of 2 buffers, here are 1"):
+        MixedReplayBuffer([part(3, 0)]).load(tmp_path / "two")
+    saved[0].save(tmp_path / "one")
+    with pytest.raises(ValueError, match="is not the manifest of a gpubuf checkpoint of several buffers"):
+        other.load(tmp_path / "one")
+    assert told(other) == before
+    for save in (lambda: other.save(tmp_path / "one"), lambda: saved[0].save(tmp_path / "two")):
+        with pytest.raises(ValueError, match="would be overwritten"):
+            save()
+
+
+def two_tasks(*dtypes: torch.dtype) -> ReplayBufferEnsemble:
+    """An ensemble whose buffers store the key "x" in several ways."""
+    parts = []
+    for dtype in dtypes:
+        storage = LazyTensorStorage(4, dtypes={"x": Codec(torch.uint8)} if dtype is torch.uint8 else None)
+        parts.append(TensorDictReplayBuffer(storage=storage, writer=TensorDictRoundRobinWriter(track_generations=True)))
+        x = torch.zeros((4, 1) if dtype is torch.float64 else (4,))
+        parts[-1].extend(TensorDict({"x": x, "v": torch.zeros(4, dtype=torch.int16)}, [4]))
+    return ReplayBufferEnsemble(*parts, routing_key="v")
+
+
+def both_prioritized() -> MixedReplayBuffer:
+    return ReplayBufferEnsemble(part(4, 0, kind="prioritized"), part(4, 100, kind="prioritized"))
+
+
+OWNERS, ROWS, VALUES = torch.tensor([0, 0, 1, 1]), torch.arange(4), torch.arange(1.0, 5.0)
+PATCH = TensorDict({"x": torch.tensor([1.0, 2.0, 3.0, 300.0])}, [4])
+
+
+def last(values: Tensor, value: float) -> Tensor:
+    """The last entry, of the second buffer, changed."""
+    return torch.cat([values[:-1], torch.tensor([value]).to(values.dtype)])
+
+
+def prioritize(**changed: Any) -> tuple[Any, Any]:
+    arguments = {"index": ROWS, "priority": VALUES, "buffer": OWNERS, "generation": torch.ones(4).long()} | changed
+    return both_prioritized, lambda mixed: mixed.update_priority(**arguments)
+
+
+def patched(second: torch.dtype, **changed: Any) -> tuple[Any, Any]:
+    arguments = {"index": ROWS, "buffer": OWNERS, "generation": torch.ones(4).long(), "patch": PATCH} | changed
+    if "data" in changed:
+        del arguments["patch"]
+    return lambda: two_tasks(torch.float32, second), lambda mixed: mixed.update_if_present(**arguments)
+
+
+def carried(priority: float) -> tuple[Any, Any]:
+    rows = {"index": ROWS, "buffer": OWNERS, "index_generation": torch.ones(4).long()}
+    batch = TensorDict(rows | {"td_error": last(VALUES, priority)}, [4])
+    return both_prioritized, lambda mixed: mixed.update_tensordict_priority(batch)
+
+
+ENDS = OWNERS[1:3]
+REFUSED: dict[str, tuple[Any, Any]] = {
+    **{f"priority {bad}": prioritize(priority=last(VALUES, bad)) for bad in (math.nan, math.inf, -1.0)},
+    "index": prioritize(index=last(ROWS, 20)),
+    "buffer": prioritize(buffer=last(OWNERS, 2)),
+    "generations": prioritize(generation=torch.ones(3).long()),
+    **{f"td_error {bad}": carried(bad) for bad in (math.nan, -1.0)},
+    "a mark in the padding": (both_prioritized, lambda mixed: mixed.mark_update(torch.tensor([0, 20]), buffer=ENDS)),
+    "a row of nobody's": patched(torch.float32, index=last(ROWS, 4)),
+    "a version": patched(torch.float32, version_key="v", version=torch.tensor([1, 1, 1, 2**15])),
+    "a key": patched(torch.float32, patch=TensorDict({"y": torch.zeros(4)}, [4])),
+    "a shape, patched": patched(torch.float64),
+    "a shape": patched(torch.float64, data=PATCH),
+    "a number, patched": patched(torch.uint8),
+    "a number": patched(torch.uint8, data=PATCH),
+    "routed rows": (
+        lambda: two_tasks(torch.float32, torch.float64),
+        lambda mixed: mixed.extend(TensorDict({"x": torch.ones(4), "v": OWNERS.to(torch.int16)}, [4])),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_updates_of_all_or_of_none(what):
+    """Case 60: what the second buffer refuses, the first one has not got."""
+    made, call = REFUSED[what]
+    mixed = made()
+    before = told(mixed)
+    with pytest.raises((ValueError, IndexError)):
+        call(mixed)
+    assert told(mixed) == before
+
+
+# Graphs, compiled code, and nothing that waits
+
+
+@pytest.mark.parametrize("kind", ["uniform", "prioritized", "slices"])
+def test_a_schedule_of_shares_in_a_graph(kind, monkeypatch):
+    """Cases 33 and 45: shares that change between replays, and that the graph itself changes."""
+    machine = RecordedCuda().install(monkeypatch)
+    results = []
+    for captures in (False, True):
+        shares = torch.tensor([0.75, 0.25])
+        mixed = MixedReplayBuffer([part(20, 0, kind=kind), part(20, 1000, kind=kind)], shares, batch_size=16)
+        mixed.set_rng(torch.Generator().manual_seed(2))
+
+        def step(data: TensorDict, mixed: MixedReplayBuffer = mixed, shares: Tensor = shares) -> TensorDict:
+            mixed.extend(data)
+            batch = mixed.sample()
+            batch["td_error"] = batch["observation"][:, 0]
+            mixed.update_tensordict_priority(batch)
+            shares.add_(torch.tensor([-0.0625, 0.0625]))
+            return batch
+
+        machine.memory = [rows for buffer in mixed.buffers for rows in buffer.storage.row_tensors]
+        run: Callable[[TensorDict], TensorDict] = capture(step, warmup=2) if captures else step
+        found = []
+        for turn in range(8):
+            found.append(run(transitions(4, 100 * turn)).clone())
+            if turn == 5:
+                shares.copy_(torch.tensor([0.5, 0.5]))
+        results.append(found)
+    for turn, (eager, replayed) in enumerate(zip(*results, strict=True)):
+        assert same(eager, replayed)
+        if kind != "slices":
+            due = 12 - turn if turn < 6 else 8 - (turn - 6)
+            assert torch.bincount(eager["buffer"]).tolist() == [due, 16 - due]
+
+
+def test_numbers_are_part_of_a_graph(monkeypatch):
+    RecordedCuda().install(monkeypatch)
+    mixed = MixedReplayBuffer([part(2, 0), part(20, 1000)], batch_size=8)
+    step = capture(lambda: mixed.sample()["index"], warmup=1)
+    step()
+    with pytest.raises(Exception, match="stores fewer rows than its share"):
+        step()
+
+
+def test_small_shares_in_a_graph(monkeypatch):
+    """Case 61: the graph rounds anew at each replay, as eager code does; what it can't leave out it refuses."""
+    RecordedCuda().install(monkeypatch)
+    mixed = MixedReplayBuffer([part(20, 0), part(20, 1000)], [0.75, 0.25], batch_size=2)
+    mixed.set_rng(torch.Generator().manual_seed(2))
+    step = capture(lambda: mixed.sample()["buffer"], warmup=2)
+    found = torch.stack([step().clone() for _ in range(200)]).sum(1)
+    assert set(found.tolist()) == {0, 1}
+    assert found.sum() == pytest.approx(100, abs=30)
+    mixed = MixedReplayBuffer([part(20, 0, kind="without replacement"), part(20, 1000)], [0.75, 0.25], batch_size=2)
+    step = capture(lambda: mixed.sample()["index"], warmup=1)
+    step()
+    with pytest.raises(Exception, match="a batch size that makes each of them whole"):
+        step()
+
+
+@pytest.mark.parametrize("shares", ["whole", "numbers", "on the device"])
+def test_compiled(shares):
+    torch._dynamo.reset()
+    results = []
+    for compiles in (False, True):
+        given = [0.75, 0.25] if shares == "whole" else [0.3, 0.7]
+        mixed = MixedReplayBuffer(
+            [part(20, 0, kind="prioritized"), part(20, 1000, kind="prioritized")],
+            torch.tensor(given) if shares == "on the device" else given,
+            batch_size=16,
+        )
+        mixed.set_rng(torch.Generator().manual_seed(3))
+        for buffer in mixed.buffers:
+            buffer.sampler.random_state("cpu").manual_seed(3)
+
+        def step(data: TensorDict, mixed: MixedReplayBuffer = mixed) -> TensorDict:
+            mixed.extend(data)
+            batch = mixed.sample()
+            batch["td_error"] = batch["observation"][:, 0]
+            mixed.update_tensordict_priority(batch)
+            return batch
+
+        run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiles else step
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            results.append([run(transitions(4, 100 * turn)).clone() for turn in range(8)])
+    # Compiled code that rounds draws whole batches of each buffer, and so other rows.
+    matching = [list(map(same, *results))] if shares != "numbers" else []
+    assert all(map(all, matching))
+    found = [[int((batch["buffer"] == 0).sum()) for batch in batches] for batches in results]
+    assert found[0] == found[1]
+    assert set(found[0]) == ({12} if shares == "whole" else {4, 5})
+
+
+@pytest.mark.parametrize("kind", ["uniform", "prioritized", "slices"])
+def test_no_sync(kind, monkeypatch):
+    # Fake tensors on the host have no numbers either, though reading those waits for nothing.
+    monkeypatch.setattr(Offsets, "on_host", lambda offsets: 0.5 * offsets.seeded().uniform(1).numel())
+    with fake_cuda(), no_blocking_copies():
+        buffers = [part(0, 0, kind=kind, device="cuda") for _ in range(2)]
+        data = TensorDict(
+            {
+                "observation": torch.zeros(12, 3, device="cuda"),
+                "next": {"done": torch.zeros(12, 1, dtype=torch.bool, device="cuda")},
+            },
+            [12],
+        )
+        for shares in ([0.5, 0.5], [0.3, 0.7], torch.ones(2, device="cuda")):
+            mixed = MixedReplayBuffer(buffers, shares)
+            for number in range(2):
+                mixed.extend(data, buffer=number)
+            batch, info = mixed.sample(8, return_info=True)
+            if kind == "prioritized":
+                mixed.update_priority(
+                    info["index"],
+                    batch["observation"][:, 0],
+                    buffer=info["buffer"],
+                    generation=info["index_generation"],
+                )
