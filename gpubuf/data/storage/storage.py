@@ -686,7 +686,7 @@ class TensorStorage(Storage):
         schema, recipe, processing = self.schema, plan.recipe, plan.recipe.processing
         mirror, draws, noise = OFF, 0, None
         if processing is not None:
-            processing.bind(schema.batch.leaves, self._envs, self._device)
+            processing.bind(schema.batch.leaves, self._envs, self._device, ring.counters)
             mirror, draws, noise = processing.mirror, processing.draws, processing.noise
         fields = recipe.fields(schema, self._fields_of(schema.batch))
         ends = self.end_bits.words if self.end_bits is not None and recipe.n_steps > 1 else None
