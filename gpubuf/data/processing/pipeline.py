@@ -75,9 +75,7 @@ class Pipeline:
         for step in self.steps:
             step.check(leaves)
 
-    def bind(
-        self, leaves: Sequence[Leaf], envs: int, device: torch.device, ring: Tensor | None = None
-    ) -> None:
+    def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device, ring: Tensor | None = None) -> None:
         """Have all state on ``device``, for rows of these leaves, counted in ``ring``. What is there goes on. May
         synchronise.
 
