@@ -486,7 +486,15 @@ class ReplayBuffer:
             if self._storage._layout is None and self._has_default_storage:
                 self._storage_for(data)
             cursor = self._storage.cursor
-            index = self.extend(self._storage.as_batch(data, self.dim_extend))
+            row = self._storage.as_batch(data, self.dim_extend)
+            try:
+                index = self.extend(row)
+            except ValueError:
+                shape = self._storage.shape_of_rows(data)
+                if shape is None:
+                    raise
+                message = f"add() writes one row, and got a batch of shape {list(shape)}: use extend()"
+                raise ValueError(message) from None
             if self._storage.ndim > 1 or not index.numel():
                 return index
             in_turn = self._writer.in_order and not self._sampler.consumes

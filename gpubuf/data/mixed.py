@@ -21,9 +21,9 @@ from gpubuf.data.lock import BufferLock, under
 from gpubuf.data.mixed_draws import Mixture, check_shares
 from gpubuf.data.prefetch import Batch
 from gpubuf.data.recording import refuse_in_capture
-from gpubuf.data.samplers.sum_tree import any_of_each, priority_vectors
+from gpubuf.data.samplers.sum_tree import masks_of, priority_vectors, rows_of
 from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.layout import Data, priority_mask_key
+from gpubuf.data.storage.layout import Data
 from gpubuf.data.storage.schema import host_can_read
 from gpubuf.data.transforms import Compose
 from gpubuf.data.updates import ConditionalUpdateResult
@@ -278,10 +278,10 @@ class MixedReplayBuffer:
         if priority is None or index is None or buffer is None:
             missing = self.priority_key if priority is None else "index" if index is None else "buffer"
             raise KeyError(f"the batch has no {missing!r}; its keys are {sorted(map(str, data.keys(True, True)))}")
-        mask = data.get(priority_mask_key(self.priority_key), None)
-        if mask is not None:
-            buffer = torch.where(any_of_each(mask, index.numel()).to(buffer.device), buffer.reshape(-1), -1)
-        priority = sampler.reduce(priority, index.numel())
+        masks = masks_of(data.get, self.priority_key)
+        if masks:
+            buffer = torch.where(rows_of(masks, index.numel()).to(buffer.device), buffer.reshape(-1), -1)
+        priority = sampler.reduce(priority, index.numel(), masks)
         self.update_priority(index, priority, buffer=buffer, generation=generation)
 
     def update_if_present(

@@ -14,10 +14,10 @@ from gpubuf.data.batches import collapsed
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.lock import operation
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
-from gpubuf.data.samplers.sum_tree import any_of_each
+from gpubuf.data.samplers.sum_tree import masks_of, rows_of
 from gpubuf.data.sequences import by_anchor
 from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.layout import Data, priority_mask_key
+from gpubuf.data.storage.layout import Data
 from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.data.writers import TensorDictRoundRobinWriter
 
@@ -98,8 +98,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Take over the priorities that a sampled batch carries under ``priority_key``. No host sync.
 
-        Rows that were overwritten since the sample are left alone. So are those that have none: a loss with
-        ``skip_done_states`` says so at ``priority_key`` with ``"_mask"`` appended, true for the rows that have one.
+        Rows that were overwritten since the sample are left alone. So are those that have none: a loss says so at
+        ``priority_key`` with ``"_mask"`` appended, true for the rows that have one, and ``("collector", "mask")`` is
+        false for rows that are no steps.
 
         Raises:
             KeyError: the batch has no priorities, or no ``"index"``.
@@ -115,28 +116,24 @@ class TensorDictReplayBuffer(ReplayBuffer):
             missing = self.priority_key if priority is None else "index"
             raise KeyError(f"the batch has no {missing!r}; its keys are {sorted(map(str, data.keys(True, True)))}")
         generation = get("index_generation", None)
-        mask, n = (
-            get(f"{self.priority_key}_mask" if plain else priority_mask_key(self.priority_key), None),
-            data.numel(),
-        )
+        masks, n = masks_of(get, self.priority_key), data.numel()
         if self._unit is not None and (anchor := get("anchor_index", None)) is not None:
             valid, generation = get("validity_mask", None), get("anchor_generation", None)
-            if mask is not None:
-                mask = any_of_each(mask, n)
-                valid = mask if valid is None else valid.reshape(n) & mask
-            found = by_anchor(self._storage, anchor, sampler.reduce(priority, n), valid, generation)
+            if masks:
+                valid = rows_of(masks if valid is None else [*masks, valid], n)
+            found = by_anchor(self._storage, anchor, sampler.reduce(priority, n, masks), valid, generation)
             self.update_priority(*found[:2], generation=found[2])
             return
         if priority.dim() != 1 or priority.numel() != n or (index.dim() != 1 and self._storage.ndim == 1):
-            index, priority, generation = self._by_row(data, index, priority, generation)
-        if mask is not None:
+            index, priority, generation = self._by_row(data, index, priority, generation, masks)
+        if masks:
             positions = as_positions(index, self._storage.shape, self._storage.device)
             # A position of -1 is ignored.
-            index = torch.where(any_of_each(mask, positions.numel()).to(positions.device), positions, -1)
+            index = torch.where(rows_of(masks, positions.numel()).to(positions.device), positions, -1)
         self.update_priority(index, priority, generation=generation)
 
     def _by_row(
-        self, data: TensorDictBase, index: Tensor, priority: Tensor, generation: Tensor | None
+        self, data: TensorDictBase, index: Tensor, priority: Tensor, generation: Tensor | None, masks: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Index, priority and generation of a batch with one entry for each row."""
         storage, lead = self._storage, data.batch_dims
@@ -149,7 +146,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         index = collapsed(index, lead, index.dim() - coordinates - lead)
         if generation is not None:
             generation = collapsed(generation, lead, generation.dim() - lead)
-        return index, self._sampler.reduce(priority, data.batch_size[:lead].numel()), generation
+        return index, self._sampler.reduce(priority, data.batch_size[:lead].numel(), masks), generation
 
     def _update_from_batch(self, batch: Any) -> None:
         if not isinstance(batch, TensorDictBase):

@@ -416,13 +416,13 @@ class ActorCriticLossModule(TDLossModule):
         return self.without_masked(tensordict, self._keys_seen())
 
     def _set_priority(self, tensordict: TensorDictBase, seen: TensorDictBase, priority: Tensor) -> Tensor:
-        """Write the priority of each row into the batch; of rows without a target 0, and that they have none.
+        """Write the priority of each row into the batch; of masked ones, and those without a target, 0 and "none".
 
         Returns:
             What was written.
         """
         key = self.tensor_keys.priority
-        known = joint_mask(seen, (HAS_TARGET,), priority.shape)
+        known = joint_mask(seen, (*self._mask_keys, HAS_TARGET), priority.shape)
         if known is not None:
             known = known.reshape(priority.shape)
             priority = torch.where(known, priority, 0)

@@ -88,8 +88,8 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
             raise TypeError("samplers and writers go with storages: buffers have their own")
         if num_buffer_sampled not in (None, len(buffers)):
             raise NotImplementedError(
-                f"num_buffer_sampled={num_buffer_sampled} is not supported by gpubuf: every batch has rows of all "
-                f"{len(buffers)} buffers"
+                f"num_buffer_sampled={num_buffer_sampled} is not supported by gpubuf: leave it out. A batch has rows "
+                f"of all {len(buffers)} buffers, on average as many of each as if whole buffers were drawn by p"
             )
         self._by_size = isinstance(p, str)
         if self._by_size and any(isinstance(buffer.sampler, SliceSampler) for buffer in buffers):

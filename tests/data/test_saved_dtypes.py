@@ -51,7 +51,7 @@ def refused(dtype: torch.dtype) -> bool:
 def test_what_is_refused():
     """Dtypes that PyTorch itself can't calculate with, or that mean nothing without a scale."""
     names = {str(dtype).removeprefix("torch.").rstrip("0123456789x_") for dtype in DTYPES if refused(dtype)}
-    assert names <= {"qint", "quint", "bits", "int", "uint"}
+    assert names <= {"qint", "quint", "bits", "int", "uint", "bcomplex"}
     assert all(not refused(dtype) for dtype in (torch.complex32, torch.complex64, torch.complex128, torch.uint16))
 
 

@@ -240,3 +240,75 @@ def test_tensors_without_memory(kind):
     assert len(buffer) == 4
     assert (buffer[:]["x"] == 1).all()
     assert torch.equal(buffer.sampler.tree.leaves, leaves)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "below"),
+    [
+        (lambda **flags: SliceSampler(slice_len=2, end_key="done", **flags), "next"),
+        (lambda **flags: SliceSamplerWithoutReplacement(slice_len=2, end_key="done", **flags), "next"),
+        (lambda **flags: PrioritizedSliceSampler(12, 0.6, 0.4, slice_len=2, end_key="done", **flags), "next"),
+        (lambda: SliceSampler(slice_len=2, end_key="done", strict_length=False, pad_output=True), "collector"),
+    ],
+)
+def test_data_in_the_place_of_the_flags_of_slices_is_refused_at_the_first_write(sampler, below):
+    """Batches would have flags in its place."""
+
+    def new(**flags) -> TensorDictReplayBuffer:
+        return TensorDictReplayBuffer(storage=LazyTensorStorage(12), sampler=sampler(**flags), batch_size=4)
+
+    rows = TensorDict({below: torch.arange(12), "done": torch.arange(12) % 4 == 3}, [12])
+    buffer = new()
+    with pytest.raises(ValueError, match=f"flag at .*{below}.*, but the rows have a tensor at '{below}': "):
+        buffer.extend(rows)
+    assert len(buffer) == 0
+    for key in (None, "truncated") if below == "next" else ():
+        buffer = new(truncated_key=key)
+        buffer.extend(rows)
+        batch = buffer.sample()
+        assert torch.equal(batch["next"], rows["next"][batch["index"]])
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_add_of_a_batch(ndim):
+    """It takes one row, or one step of all environments."""
+    batch = TensorDict({"number": torch.arange(24).view(3, 8)[: 3 if ndim == 2 else 1]}, [3 if ndim == 2 else 1, 8])
+    batch = batch if ndim == 2 else batch[0]
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(48, ndim=ndim), batch_size=4)
+    with pytest.warns(UserWarning, match=r"add\(\) writes one row, here a batch of shape .*8\]: .* extend\(\)"):
+        buffer.add(batch)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(48, ndim=ndim), batch_size=4)
+    buffer.extend(batch)
+    n = len(buffer)
+    with pytest.raises(ValueError, match=r"add\(\) writes one row, and got a batch of shape .*8\]: use extend\(\)"):
+        buffer.add(batch)
+    with pytest.raises(ValueError, match="the storage holds rows of shape"):
+        buffer.add(batch[..., 0].apply(lambda value: value.unsqueeze(-1)))
+    assert len(buffer) == n
+    buffer.add(batch[..., 0])
+
+
+def test_keys_that_come_later_are_refused_with_a_reason():
+    buffer = filled()
+    for rows in (steps(0, 2).set("value", torch.zeros(2)), steps(0, 2).exclude("number")):
+        with pytest.raises(ValueError, match=r"keys differ .*; all rows have the keys of the first write"):
+            buffer.extend(rows)
+    assert len(buffer) == 7
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("garbage", [1e9, float("nan")])
+def test_rows_that_are_no_steps_take_no_priority(mixed, garbage):
+    """Those that fill short trajectories up, which ``("collector", "mask")`` says."""
+    sampler = PrioritizedSampler(10, 1.0, 1.0, eps=0.0)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=32)
+    real = torch.arange(7) % 3 < 2
+    buffer.extend(steps(0, 7).set(("collector", "mask"), real))
+    whole = MixedReplayBuffer([buffer], batch_size=32) if mixed else buffer
+    batch = whole.sample()
+    batch["td_error"] = torch.where(batch["collector", "mask"], batch["number"] + 2.0, garbage)
+    whole.update_tensordict_priority(batch)
+    drawn = torch.isin(torch.arange(7), batch["number"])
+    due = torch.where(drawn & real, torch.arange(7) + 2.0, 1.0)
+    assert torch.equal(sampler.tree.leaves[:7], due)
+    assert bool((drawn & ~real).any())

@@ -78,6 +78,29 @@ def test_priorities_of_a_written_batch_are_reduced():
     assert sampler.tree.leaves[:3].tolist() == [3.0, 0.5, 0.0]
 
 
+@pytest.mark.parametrize("by", ["mask of steps", "mask of priorities", "both"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_steps_that_fill_a_trajectory_up_enter_no_priority(reduction, by):
+    """Rows of four steps, of which the first few are real, down to none."""
+    buffer = new("prioritized", reduction=reduction)
+    before = buffer.sampler.tree.leaves[:5].clone()
+    real, steps = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]).bool(), 4
+    batch = TensorDict({"index": torch.arange(4).unsqueeze(1).expand(4, steps)}, [4, steps])
+    priority = torch.tensor([3.0, 1.0, 2.0, 8.0]).expand(4, steps) + torch.arange(4.0).unsqueeze(1)
+    batch["td_error"] = torch.where(real, priority, torch.nan)
+    if by != "mask of priorities":
+        batch["collector", "mask"] = real
+    if by != "mask of steps":
+        batch["td_error_mask"] = real
+    buffer.update_tensordict_priority(batch)
+    chosen = {"max": torch.amax, "min": torch.amin, "mean": torch.mean, "median": lambda x, dim: x.median(dim).values}
+    due = [
+        float(chosen[reduction](priority[row][real[row]], 0)) if real[row].any() else float(before[row])
+        for row in range(4)
+    ]
+    assert buffer.sampler.tree.leaves[:4].tolist() == pytest.approx(due, rel=1e-6)
+
+
 def test_a_transform_may_give_the_batch_another_shape():
     """Slices in a batch are flat; a transform may give each of them a row."""
     buffer = TensorDictPrioritizedReplayBuffer(

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-from gpubuf import LazyTensorStorage, PrioritizedSampler, RandomSampler, ReplayBuffer
+from gpubuf import LazyTensorStorage, PrioritizedSampler, RandomSampler, ReplayBuffer, TensorDictReplayBuffer
+from gpubuf.data import Normalize, RewardScale
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.slices import SliceSampler
 from tests.support.graph_worlds import CAPACITY, SAMPLERS, WRITTEN, World, differences
+from tests.support.processing_setup import generator, steps
 from tests.support.transitions import transitions
 
 CALLS = 12
@@ -117,6 +119,50 @@ def test_a_buffer_of_tensors_and_plain_calls():
         assert torch.equal(batch, buffer[:][index])
     assert versions(step) == 1
     assert len(buffer) == 32
+
+
+def _scaled() -> tuple[Callable[[TensorDict], tuple[Any, ...]], list[Tensor]]:
+    """A step that learns, draws, and normalises what it has written; and the statistics."""
+    observations, actions, rewards = Normalize("observation"), Normalize("action", update="manual"), RewardScale(0.9)
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(64),
+        batch_size=8,
+        process=[observations, actions, rewards],
+        n_steps=2,
+        generator=generator(5),
+    )
+    buffer.extend(steps(6))
+    actions.update(steps(6))
+    buffer.sample()
+
+    def step(data: TensorDict) -> tuple[Any, ...]:
+        before = buffer.sample()
+        buffer.extend(data)
+        now = observations(data["observation"])
+        between = buffer.sample()
+        actions.update(data)
+        return before, now, between, actions(data["action"]), buffer.sample()
+
+    return step, [tensor for process in (observations, actions, rewards) for tensor in process.tensors()]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_batches_have_the_statistics_of_their_time(backend):
+    """Also within one compiled step: those after the writes and updates before a batch, and no later ones."""
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    (eager, due_state), (step, state) = _scaled(), _scaled()
+    run = compiled(step, backend)
+    for number in range(4):
+        data = steps(6, seed=1 + number)
+        data["observation"] *= 10.0**number
+        data["action"] *= 10.0**number
+        for found, due in zip(run(data), eager(data), strict=True):
+            torch.testing.assert_close(found, due)
+    for found, due in zip(state, due_state, strict=True):
+        torch.testing.assert_close(found, due)
+    assert versions(step) == 1
 
 
 def test_an_empty_buffer_still_raises():

@@ -337,6 +337,17 @@ def test_the_batch_is_left_as_it_was(contract):
 
 
 @of_each_class
+@pytest.mark.parametrize("key", [("collector", "mask"), "shifted_valid"])
+def test_masked_rows_have_no_priority(contract, key):
+    """The batch says so, and buffers leave the old one."""
+    batch, mask = contract.batch(4), torch.tensor([True, False, True, False])
+    batch[key] = mask
+    contract.loss()(batch)
+    assert torch.equal(batch["td_error_mask"].reshape(-1), mask)
+    assert torch.equal(batch["td_error"].reshape(-1) > 0, mask)
+
+
+@of_each_class
 def test_arguments_in_the_place_of_a_batch(contract):
     """A tuple in the order of ``out_keys``, of what a TensorDict gives. A missing entry is named."""
     loss, batch = contract.loss(target_entropy=-2.0), contract.batch(6)

@@ -61,15 +61,18 @@ class Process:
         slot: what it does to a number; two objects with the same one exclude each other on a key. None: they don't.
         keys: the keys that it was given.
         lock: that of its buffer, for methods that users call on the object itself.
+        ring: the counters of its buffer, from :meth:`bind` on: an operation that says it changes them comes, in
+            compiled code too, between the launches before and after it.
     """
 
     slot: ClassVar[str | None] = None
     keys: tuple[Key, ...]
     lock: AbstractContextManager[Any] = nullcontext()
+    ring: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the lock of the buffer, which gives a copy its own."""
-        return {name: value for name, value in vars(self).items() if name != "lock"}
+        """All but the lock and the counters of the buffer, which gives a copy its own."""
+        return {name: value for name, value in vars(self).items() if name not in ("lock", "ring")}
 
     def serves(self) -> dict[Key, Key]:
         """The keys of batches that it changes, and by which of :attr:`keys`. Of twins below next not all are there."""

@@ -75,14 +75,16 @@ class Pipeline:
         for step in self.steps:
             step.check(leaves)
 
-    def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device) -> None:
-        """Have all state on ``device``, for rows of these leaves. What is there goes on. May synchronise.
+    def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device, ring: Tensor | None = None) -> None:
+        """Have all state on ``device``, for rows of these leaves, counted in ``ring``. What is there goes on. May
+        synchronise.
 
         A buffer calls it when it has allocated its rows, and again after they have moved; then :meth:`options` gives
         new addresses.
         """
         self.check(leaves)
         for step in self.steps:
+            step.ring = ring
             step.bind(leaves, envs, device)
         self._options, self._pairs = {}, 0
         for leaf in leaves:

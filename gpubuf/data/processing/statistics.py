@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self, get_args
 
@@ -14,8 +16,8 @@ from gpubuf.data.processing.base import Process, as_keys, check_bounds, require_
 from gpubuf.data.storage.host_memory import to_device
 from gpubuf.data.storage.layout import Data, Key, Leaf, address, as_key, as_written, batch_shape
 from gpubuf.kernels import moments as kernels
-from gpubuf.kernels._registry import without_dispatch
-from gpubuf.kernels.moments import ACTIVE, COUNT, M2, MEAN, PEAK, Rule
+from gpubuf.kernels._registry import define, without_dispatch
+from gpubuf.kernels.moments import ACTIVE, COUNT, EPS, M2, MEAN, PEAK, PEAK_AT, Rule
 
 _update = without_dispatch(kernels.update, given=("source",))
 returns = without_dispatch(kernels.returns, given=("rewards", "ends"))
@@ -36,6 +38,30 @@ def merged(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack((total, mean, m2, torch.maximum(a[PEAK], b[PEAK])))
 
 
+_by_number: weakref.WeakValueDictionary[int, Moments] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def learn_by_number(state: Tensor, numbers: Tensor, rule: Tensor, ring: Tensor, number: int) -> None:
+    """Take numbers in, and leave mean and factor with the statistics that are known by their number."""
+    moments = _by_number.get(number)
+    if moments is not None:
+        _update(state, numbers, moments.mean if moments.centred else None, moments.factor, rule, moments.tickets)
+
+
+_learn_compiled = define(
+    "moments_learn(Tensor(a!) state, Tensor numbers, Tensor rule, Tensor(b!) ring, int number) -> ()",
+    cpu="gpubuf.data.processing.statistics:learn_by_number",
+    cuda="gpubuf.data.processing.statistics:learn_by_number",
+    fake=lambda state, numbers, rule, ring, number: None,
+)
+"""What :meth:`Moments.update` is in compiled code, for statistics of a buffer.
+
+Its launches read mean and factor by address. As arguments that the operation changes they might be copies, which
+compiled code puts back at its end. The ring of the buffer, which every launch has, keeps the order.
+"""
+
+
 class Moments:
     """Count, mean and sum of squared deviations (M2) for each element, and what the kernels read of them.
 
@@ -53,12 +79,23 @@ class Moments:
             ``factor = 1 / max(sqrt(M2 / count + eps), largest / peak_at)``. Before any number: 0 and 1.
         rule: float64 ``[5]``, on the device: see :class:`gpubuf.kernels.moments.Rule`.
         tickets: scratch of the kernel.
+        centred: as given.
     """
 
     def __init__(self, elements: int, device: torch.device, rule: Rule, centred: bool) -> None:
         self.state, self.mean, self.factor, self.tickets = kernels.new_state(elements, device)
         self.rule = torch.tensor(rule, dtype=torch.float64).to(device)
-        self._centred = centred
+        self.centred = centred
+        self._count_in()
+
+    def _count_in(self) -> None:
+        self._number = next(_numbers)
+        _by_number[self._number] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has statistics of its own, also for compiled code."""
+        vars(self).update(state)
+        self._count_in()
 
     @property
     def elements(self) -> int:
@@ -70,9 +107,23 @@ class Moments:
         """Of the population (``M2 / count``), float64 ``[elements]``; 0 before any number."""
         return self.state[M2] / self.state[COUNT].clamp(min=1.0)
 
-    def update(self, numbers: Tensor) -> None:
-        """Take ``[n, elements]`` numbers in, of any dtype, on the device. One launch, no host sync."""
-        _update(self.state, numbers, self.mean if self._centred else None, self.factor, self.rule, self.tickets)
+    def scaling(self) -> tuple[Tensor, Tensor]:
+        """Mean and factor, float32 ``[elements]``, for operations of PyTorch. No host sync."""
+        if not torch.compiler.is_compiling():
+            return self.mean, self.factor
+        # Of updates compiled code knows that they change the state.
+        scale = torch.maximum((self.variance + self.rule[EPS]).sqrt(), self.state[PEAK] / self.rule[PEAK_AT])
+        return self.state[MEAN].float(), torch.where(self.state[COUNT] > 0, 1 / scale, 1.0).float()
+
+    def update(self, numbers: Tensor, ring: Tensor | None = None) -> None:
+        """Take ``[n, elements]`` numbers in, of any dtype, on the device. One launch, no host sync.
+
+        ``ring``: the counters of the buffer whose batches they scale; None: of none.
+        """
+        if ring is not None and torch.compiler.is_compiling():
+            _learn_compiled(self.state, numbers, self.rule, ring, self._number)
+            return
+        _update(self.state, numbers, self.mean if self.centred else None, self.factor, self.rule, self.tickets)
 
     def activate(self, active: bool) -> None:
         """Let the statistics move, or not: in place, so that captured graphs go by it. No host sync."""
@@ -89,7 +140,7 @@ class Moments:
         if device == self.state.device:
             return self
         other = object.__new__(type(self))
-        vars(other).update({name: v.to(device) if isinstance(v, Tensor) else v for name, v in vars(self).items()})
+        other.__setstate__({name: v.to(device) if isinstance(v, Tensor) else v for name, v in vars(self).items()})
         return other
 
     def tensors(self) -> list[Tensor]:
@@ -225,7 +276,7 @@ class RunningStatistics(Process):
     def _learn(self, data: Data, ndim: int, stored: Tensor | None = None) -> None:
         for key, numbers in zip(self.keys, self._rows(data, self.keys), strict=True):
             moments = self._known(key)
-            moments.update(_kept(numbers.reshape(-1, moments.elements), stored))
+            moments.update(_kept(numbers.reshape(-1, moments.elements), stored), self.ring)
 
     def _rows(self, data: Data, keys: Sequence[Key]) -> list[Tensor]:
         """The tensors of a batch under ``keys``, on the device of the statistics."""
@@ -248,7 +299,7 @@ class RunningStatistics(Process):
 
     def factor(self, key: Any = None) -> Tensor:
         """What the numbers of each element are multiplied with: float32, of the row's shape. A copy."""
-        return self._read(key, lambda moments: moments.factor.clone())
+        return self._read(key, lambda moments: moments.scaling()[1].clone())
 
     def _read(self, key: Any, part: Callable[[Moments], Tensor]) -> Tensor:
         own = self._key(key)
@@ -430,7 +481,8 @@ class Normalize(RunningStatistics):
             moments = self._known(key)
             shape = self._shapes.get(key, (moments.elements,))
             computed = numbers if numbers.dtype is torch.float64 else numbers.float()
-            computed = (computed - moments.mean.view(shape)) * moments.factor.view(shape)
+            mean, factor = moments.scaling()
+            computed = (computed - mean.view(shape)) * factor.view(shape)
         return computed.clamp(self.low, self.high).to(numbers.dtype)
 
     def __repr__(self) -> str:
@@ -590,7 +642,7 @@ class RewardScale(RunningStatistics):
         for key, rewards in zip(self.keys, tensors, strict=False):
             moments = self._moments[key]
             numbers = rewards.reshape(rows // envs, envs, moments.elements)
-            moments.update(returns(self._returns[key], numbers, ends, moments.rule).flatten(0, 1))
+            moments.update(returns(self._returns[key], numbers, ends, moments.rule).flatten(0, 1), self.ring)
 
     def reset(self) -> None:
         """Begin a new trajectory in every environment. Statistics stay as they are. No host sync."""

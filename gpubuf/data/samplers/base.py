@@ -399,8 +399,11 @@ class Sampler:
         """Priority of the next new row."""
         return 1.0
 
-    def reduce(self, priority: Tensor, n: int) -> Tensor:
-        """A priority of more dimensions than the batch, as one number for each of ``n`` rows: the largest."""
+    def reduce(self, priority: Tensor, n: int, masks: Sequence[Tensor] = ()) -> Tensor:
+        """A priority of more dimensions than the batch, as one number for each of ``n`` rows: the largest.
+
+        ``masks``: which elements have a priority, for samplers that have any.
+        """
         return priority.reshape(n) if priority.numel() == n else priority.reshape(n, -1).amax(-1)
 
     def check_priority(self, priority: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -287,16 +288,32 @@ class PrioritizedSampler(Sampler):
             raise TypeError(f"{method} needs the storage that the index refers to: pass storage=")
         return self._storage
 
-    def reduce(self, priority: Tensor, n: int) -> Tensor:
-        """A priority of more dimensions than the batch, as one number for each of ``n`` rows."""
+    def reduce(self, priority: Tensor, n: int, masks: Sequence[Tensor] = ()) -> Tensor:
+        """A priority of more dimensions than the batch, as one number for each of ``n`` rows.
+
+        Elements that a mask marks false do not enter it, if the mask has one for each of them.
+        """
         if priority.numel() == n:
             return priority if priority.dim() == 1 else priority.reshape(n)
         rows = priority.reshape(n, -1)
+        counts = [mask.reshape(rows.shape).to(rows.device) for mask in masks if mask.numel() == priority.numel()]
+        if counts:
+            return self._reduce_some(rows, functools.reduce(torch.logical_and, counts))
         if self.reduction == "mean":
             return rows.mean(-1)
         if self.reduction == "median":
             return rows.median(-1).values
         return rows.amax(-1) if self.reduction == "max" else rows.amin(-1)
+
+    def _reduce_some(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """One number for each row that has elements that count; any number for the others."""
+        if self.reduction == "mean":
+            return torch.where(counts, rows, 0).sum(-1) / counts.sum(-1)
+        if self.reduction == "max":
+            return torch.where(counts, rows, -math.inf).amax(-1)
+        ordered = torch.where(counts, rows, math.inf).sort(-1).values
+        middle = (counts.sum(-1, keepdim=True) - 1).clamp(min=0) // 2
+        return ordered.gather(-1, middle if self.reduction == "median" else torch.zeros_like(middle)).squeeze(-1)
 
     def check_priority(self, priority: Tensor) -> None:
         """Raise for priorities that come with a write, before anything is written.

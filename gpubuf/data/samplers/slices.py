@@ -26,7 +26,7 @@ from gpubuf.data.samplers.trajectory_index import (
 )
 from gpubuf.data.samplers.uniform import EpochSampler
 from gpubuf.data.storage.end_bits import bitmap_bytes
-from gpubuf.data.storage.layout import Key, RowLayout, as_key, as_written
+from gpubuf.data.storage.layout import MASK_KEY, Key, RowLayout, as_key, as_written
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import check_tells_ends
@@ -64,6 +64,22 @@ def partition(batch_size: int, num_slices: int | None, slice_len: int | None) ->
     return (divisor, other) if num_slices else (other, divisor)
 
 
+def _check_free(layout: RowLayout, keys: Sequence[Key], instead: str) -> None:
+    """Raise if a batch of these rows can't have what the sampler says at ``keys``.
+
+    Raises:
+        ValueError: it would lie below a stored tensor, or in the place of stored ones.
+    """
+    for leaf in layout.leaves:
+        for key in keys:
+            common = min(len(key), len(leaf.key))
+            if key != leaf.key and key[:common] == leaf.key[:common]:
+                raise ValueError(
+                    f"batches of slices have a flag at {as_written(key)!r}, but the rows have a tensor at {leaf.name}: "
+                    f"{instead}"
+                )
+
+
 class SliceFlags:
     """Which flags to report, and where the stored ones are among the tensors of a gathered batch.
 
@@ -72,6 +88,9 @@ class SliceFlags:
         truncated_key: under which the last step of every slice is reported; ``"done"`` and ``"terminated"`` go beside
             it. None reports none of them.
         init_key: of stored flags that are set at the first step of every slice; None, or not stored: of none.
+
+    Raises:
+        ValueError: the rows have other data where a flag belongs.
     """
 
     def __init__(self, layout: RowLayout, truncated_key: Any | None, init_key: Any | None) -> None:
@@ -80,6 +99,7 @@ class SliceFlags:
             truncated = as_key(truncated_key)
             done: Key = (*truncated[:-1], "done")
             terminated: Key = (*truncated[:-1], "terminated")
+            _check_free(layout, (truncated, done, terminated), "give the sampler another truncated_key, or None")
             self.truncated, self.done, self.terminated = (as_written(key) for key in (truncated, done, terminated))
             self._truncated, self._done, self._terminated = (
                 layout.position(key) for key in (truncated, done, terminated)
@@ -296,7 +316,10 @@ class SliceSampler(Sampler):
         return stored_signal(storage, self._end_keys, self._traj_key)
 
     def check_rows(self, layout: RowLayout, ndim: int) -> None:
-        """Raise if nothing in the rows tells where trajectories end."""
+        """Raise if nothing in the rows tells where trajectories end, or a batch can't tell where slices do."""
+        SliceFlags(layout, self.truncated_key, self.init_key)
+        if self.pad_output:
+            _check_free(layout, (MASK_KEY,), "store that under another key")
         if self.ends is None and self.fixed_trajectories is None:
             with warnings.catch_warnings():
                 # Said when the index is made.
@@ -478,7 +501,7 @@ class SliceSampler(Sampler):
         if self._may_be_short:
             real = (torch.arange(length, device=rows.device) < lengths.unsqueeze(1)).reshape(-1)
             if self.pad_output:
-                info["collector", "mask"] = real
+                info[MASK_KEY] = real
             else:
                 refuse_in_capture(
                     "slices of unequal lengths make batches whose size only the GPU knows: set pad_output=True"

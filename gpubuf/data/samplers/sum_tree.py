@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from gpubuf.data.recording import current_recording
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.storage.indexing import as_positions, check_dense
+from gpubuf.data.storage.layout import MASK_KEY, priority_mask_key
 from gpubuf.data.storage.placement import device_name
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels import config, rows, sum_tree
@@ -60,9 +64,23 @@ def vector(values: Tensor, dtype: torch.dtype, like: Tensor) -> Tensor:
     return values if values.is_contiguous() else values.contiguous()
 
 
-def any_of_each(flags: Tensor, n: int) -> Tensor:
-    """Whether any of the flags of each of ``n`` rows is set, ``[n]``."""
-    return flags.reshape(n, flags.numel() // max(n, 1)).any(-1)
+def masks_of(get: Callable[..., Any], key: Any) -> list[Tensor]:
+    """What a batch says of which elements have a priority at ``key``; empty: all of them.
+
+    Not those that a loss says have none (:func:`priority_mask_key`), nor those that are no steps (:data:`MASK_KEY`).
+
+    Args:
+        get: of the batch.
+        key: of the priorities.
+    """
+    found, collected = get(priority_mask_key(key), None), get(MASK_KEY[0], None)
+    steps = collected.get(MASK_KEY[1], None) if isinstance(collected, TensorDictBase) else None
+    return [mask for mask in (found, steps) if mask is not None]
+
+
+def rows_of(masks: Sequence[Tensor], n: int) -> Tensor:
+    """Which of ``n`` rows have an element that each of the masks lets count: bool ``[n]``."""
+    return functools.reduce(torch.logical_and, [mask.reshape(n, mask.numel() // max(n, 1)).any(-1) for mask in masks])
 
 
 def rows_at(index: Any, storage: TensorStorage) -> Tensor:

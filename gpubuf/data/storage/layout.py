@@ -33,10 +33,18 @@ def as_written(key: Key) -> str | Key:
     return key[0] if len(key) == 1 else key
 
 
+FIRST_KEYS = "; all rows have the keys of the first write"
+"""Of an error about keys: why they can't be taken."""
+
+
 def priority_mask_key(key: Any) -> Any:
     """Where a batch says which rows have a priority at ``key``: ``"td_error_mask"``. A row of which it says no keeps
     its old one."""
     return f"{key}_mask" if isinstance(key, str) else (*key[:-1], priority_mask_key(key[-1]))
+
+
+MASK_KEY: Key = ("collector", "mask")
+"""Where a batch says which rows are steps of a trajectory: the others fill up its end."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,9 @@ class Container:
             )
         if self.is_dict and data.keys() != set(self.keys):
             missing, extra = [k for k in self.keys if k not in data], [k for k in data if k not in self.keys]
-            raise ValueError(f"the batch's keys differ from the storage's: missing {missing}, extra {extra}")
+            raise ValueError(
+                f"the batch's keys differ from the storage's: missing {missing}, extra {extra}{FIRST_KEYS}"
+            )
         if len(data) != len(self.keys):
             raise ValueError(f"the storage holds {len(self.keys)} entries {_place(path)}, the batch has {len(data)}")
         for key, part in zip(self.keys, self.parts, strict=True):
@@ -459,7 +469,7 @@ class RowLayout:
             stored, given = sorted(node.children), sorted(found)
             raise ValueError(
                 f"the batch's keys differ from the storage's: missing {missing}, extra {extra} "
-                f"(storage: {stored}, batch: {given}{f', under {path}' if path else ''})"
+                f"(storage: {stored}, batch: {given}{f', under {path}' if path else ''}){FIRST_KEYS}"
             )
         for name, child in node.children.items():
             if isinstance(child, int):

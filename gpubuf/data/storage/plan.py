@@ -378,7 +378,7 @@ class Processing(Protocol):
     def check(self, leaves: Sequence[Leaf]) -> None:
         """Raise unless batches of these leaves can be processed."""
 
-    def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device) -> None:
+    def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device, ring: Tensor) -> None:
         """Have all state on ``device``."""
 
     def options(self, key: Key) -> dict[str, Any]:

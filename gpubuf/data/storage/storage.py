@@ -8,6 +8,7 @@ advance; the host keeps a mirror, so that ``len()`` costs nothing and never sync
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -686,7 +687,7 @@ class TensorStorage(Storage):
         schema, recipe, processing = self.schema, plan.recipe, plan.recipe.processing
         mirror, draws, noise = OFF, 0, None
         if processing is not None:
-            processing.bind(schema.batch.leaves, self._envs, self._device)
+            processing.bind(schema.batch.leaves, self._envs, self._device, ring.counters)
             mirror, draws, noise = processing.mirror, processing.draws, processing.noise
         fields = recipe.fields(schema, self._fields_of(schema.batch))
         ends = self.end_bits.words if self.end_bits is not None and recipe.n_steps > 1 else None
@@ -763,7 +764,23 @@ class TensorStorage(Storage):
         """
         if isinstance(row, list):
             raise TypeError("a list means several rows, for extend(): a row of several parts is a tuple or a dict")
+        if self._layout is None and getattr(row, "batch_dims", 0) > self.ndim - 1:
+            warnings.warn(
+                f"add() writes one row, here a batch of shape {list(row.batch_size)}: write its rows with extend(), "
+                "unless every row is to be such a batch",
+                stacklevel=3,
+            )
         return mapped(row, lambda value: value.unsqueeze(dim))
+
+    def shape_of_rows(self, data: Data) -> tuple[int, ...] | None:
+        """The shape of ``data`` as a batch of rows like those that are stored; None if it is none."""
+        if self._layout is None:
+            return None
+        try:
+            self.written_layout.collect(data, self.ndim)
+            return batch_shape(data, self.ndim)
+        except ValueError:
+            return None
 
     def batch_of(self, rows: list[Data]) -> Data:
         """A list of rows as a batch.
