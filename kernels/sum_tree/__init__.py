@@ -77,9 +77,9 @@ The operations
 On a CPU every operation is one compiled call. On a GPU a *small* batch (up to 1024 entries by the rule of
 :func:`gpubuf.kernels.config.tree_update`, and up to 256 of an update in a graph that :func:`gpubuf.capture` captures)
 is one launch of one program, with a barrier between the levels. For a larger one every wide level has a launch of its
-own; the narrow levels at the top share one. The one program of a mark or a
-refresh looks whether the rows lie in one run of the ring, as those of a write do. Then it recomputes the nodes above
-that run and no others.
+own; the narrow levels at the top share one. The one program of a mark or a refresh looks whether the rows lie in one
+run of the ring, as those of a write do. Then it recomputes the nodes above that run and no others. That of an update of
+fewer rows than level 2 has nodes reads minima and maxima of level 1 only where one of them has changed.
 
 =======  =============================  =========================================  ===================================
 name     launches on a GPU              reads                                      writes
