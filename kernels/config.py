@@ -242,7 +242,10 @@ _remembering: list[Any] = []
 
 
 def remembered(choice: _Choice) -> _Choice:
-    """The choice, made once for the same arguments: launches ask every time, and a rule takes microseconds."""
+    """The choice, or what follows from choices, made once for the same arguments until it may change.
+
+    Launches ask every time, and a rule takes microseconds.
+    """
     cached = functools.lru_cache(maxsize=1024)(choice)
     _remembering.append(cached)
     return cast(_Choice, cached)
