@@ -15,9 +15,11 @@ from gpubuf.data import (
     LazyTensorStorage,
     MixedReplayBuffer,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     ReplayBuffer,
     Sequence,
     SliceSampler,
+    SliceSamplerWithoutReplacement,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )

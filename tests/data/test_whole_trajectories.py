@@ -22,8 +22,9 @@ def rows(n: int, steps: int) -> TensorDict:
     return TensorDict({"a": torch.zeros(n, steps), "b": torch.zeros(n, steps, 2)}, [n, steps])
 
 
-def prioritized() -> TensorDictReplayBuffer:
-    return trajectory_rows(gpubuf.data, sampler=PrioritizedSampler(10, 1.0, 1.0, eps=0.0))
+def prioritized(reduction: str = "max") -> TensorDictReplayBuffer:
+    sampler = PrioritizedSampler(10, 1.0, 1.0, eps=0.0, reduction=reduction)
+    return trajectory_rows(gpubuf.data, sampler=sampler)
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
@@ -79,10 +80,10 @@ def test_priorities_of_a_written_batch_are_reduced():
 
 
 @pytest.mark.parametrize("by", ["mask of steps", "mask of priorities", "both"])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", ["max", "min", "mean", "median"])
 def test_steps_that_fill_a_trajectory_up_enter_no_priority(reduction, by):
     """Rows of four steps, of which the first few are real, down to none."""
-    buffer = new("prioritized", reduction=reduction)
+    buffer = prioritized(reduction)
     before = buffer.sampler.tree.leaves[:5].clone()
     real, steps = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]).bool(), 4
     batch = TensorDict({"index": torch.arange(4).unsqueeze(1).expand(4, steps)}, [4, steps])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
