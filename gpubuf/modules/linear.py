@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from itertools import repeat
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from gpubuf.kernels._differentiable import past_functorch
 from gpubuf.modules.fast_call import hooked
@@ -21,7 +23,11 @@ MANY = 1 << 19
 #: A weight of at most so many outputs is copied so that each has its inputs side by side: MKL is then twice as fast.
 FEW_OUTPUTS = 16
 
+#: Multiplications of a product from which on oneDNN's is faster, where it is.
+ONEDNN_WORK = 1 << 20
+
 _forward_ad: Any = torch.autograd.forward_ad
+_threshold_backward = torch.ops.aten.threshold_backward
 
 
 def fast_here(x: Tensor, weight: Tensor) -> bool:
@@ -40,12 +46,47 @@ def fast_here(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight + bias``: ``[N, rows, in]`` by ``[N, in, out]``. No gradient."""
+@functools.cache
+def _onednn() -> Any:
+    """oneDNN's linear layer where its products are faster than MKL's, else None.
+
+    PyTorch's float32 products on x86 are MKL's, which takes its path for AVX2 on processors that are not Intel's. On
+    those with AVX-512 it reaches half the speed of oneDNN. Decided by the processor, not by a measurement that might
+    come out otherwise the next time: a run has the same bits as the one before.
+    """
+    from llvmlite.binding import get_host_cpu_name
+
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not get_host_cpu_name().startswith("znver"):
+        return None
+    return getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
+
+
+def worth_onednn(rows: int, inner: int, columns: int) -> bool:
+    """Whether oneDNN multiplies float32 ``[rows, inner]`` by ``[inner, columns]``: its calls take longer to begin."""
+    return rows * inner * columns >= ONEDNN_WORK and min(rows, inner, columns) > 1 and _onednn() is not None
+
+
+def multiplied(x: Tensor, y: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+    """``x @ y + bias`` of matrices, or of N of them side by side; with ``relu`` its positive part. No gradient."""
+    if x.dtype is torch.float32 and worth_onednn(x.shape[-2], x.shape[-1], y.shape[-1]):
+        run, what = _onednn(), "relu" if relu else "none"
+        if x.ndim == 2:
+            return cast(Tensor, run(x, y.mT, bias, what, [], ""))
+        biases = repeat(None) if bias is None else bias.squeeze(1)
+        return torch.stack([run(a, b, c, what, [], "") for a, b, c in zip(x, y.mT, biases, strict=False)])
+    if x.ndim == 2:
+        out = torch.mm(x, y) if bias is None else torch.addmm(bias, x, y)
+    else:
+        out = torch.bmm(x, y) if bias is None else torch.baddbmm(bias, x, y)
+    return out.relu_() if relu else out
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool = False) -> Tensor:
+    """``x @ weight + bias``: ``[N, rows, in]`` by ``[N, in, out]``, or ``[rows, in]`` by ``[in, out]``. No gradient."""
     if weight.shape[-1] <= FEW_OUTPUTS < weight.shape[-2] and weight.stride(-1) == 1:
         # With a new stride where there is one output: MKL takes it for the distance of columns.
         weight = weight.mT.contiguous().view(*weight.shape[:-2], weight.shape[-1], -1).mT
-    return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
+    return multiplied(x, weight, bias, relu)
 
 
 def joined(inputs: Sequence[Tensor]) -> Tensor:
@@ -76,8 +117,7 @@ def ensemble_input_layer(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor 
     n = weight.shape[0]
     constant = [x for x in inputs if not x.requires_grad]
     if weight.requires_grad or len(constant) in (0, len(inputs)) or not torch.is_grad_enabled():
-        x = shared_rows(inputs, n)
-        return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
+        return linear_product(shared_rows(inputs, n), weight, bias)
     out = bias
     pieces = list(zip(inputs, weight.split([x.shape[-1] for x in inputs], 1), strict=True))
     for x, part in sorted(pieces, key=lambda piece: piece[0].requires_grad):
@@ -87,40 +127,72 @@ def ensemble_input_layer(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor 
     return out
 
 
-class _Narrowing(torch.autograd.Function):
-    """:func:`ensemble_product` on a CPU for few outputs: its products have the layout that is fast."""
+class _Product(torch.autograd.Function):
+    """:func:`linear_product` on a CPU, by the products that are fast there."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return product(x, weight, bias)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+        out = product(x, weight, bias, relu)
+        ctx.save_for_backward(x, weight, out if relu else None)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight, positive = ctx.saved_tensors
+        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
+        if positive is not None:
+            grad = _threshold_backward(grad, positive, 0)
+        # oneDNN's products have no gradient of their own.
+        multiply = torch.matmul if torch.is_grad_enabled() else multiplied
+        wider = weight.shape[-1] < weight.shape[-2]
         return (
             # Of one output the product is elementwise. MKL is faster if the smaller dimension comes first.
-            (grad * weight.mT if weight.shape[-1] == 1 else torch.bmm(grad, weight.mT)) if of_x else None,
-            torch.bmm(grad.mT, x).mT if of_weight else None,
-            grad.sum(1, keepdim=True) if of_bias else None,
+            (grad * weight.mT if weight.shape[-1] == 1 else multiply(grad, weight.mT)) if of_x else None,
+            (multiply(grad.mT, x).mT if wider else multiply(x.mT, grad)) if of_weight else None,
+            grad.sum(-2, keepdim=grad.ndim == 3) if of_bias else None,
+            None,
         )
 
 
-_narrowing = past_functorch(_Narrowing)
+_product = past_functorch(_Product)
 
 
-def ensemble_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """One linear layer of N nets: ``[N, rows, in]`` times ``[N, in, out]``, plus ``[N, 1, out]`` or None."""
-    if 2 * weight.shape[-1] <= weight.shape[-2] and fast_here(x, weight):
+def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool = False) -> Tensor:
+    """One linear layer: ``[rows, in]`` times ``[in, out]``, plus ``[out]`` or None.
+
+    Or one of N nets: ``[N, rows, in]`` times ``[N, in, out]``, plus ``[N, 1, out]`` or None. With ``relu`` its positive
+    part.
+    """
+    narrow = x.ndim == 3 and 2 * weight.shape[-1] <= weight.shape[-2]
+    worth = x.dtype is torch.float32 and worth_onednn(x.shape[-2], x.shape[-1], weight.shape[-1])
+    if (narrow or worth) and fast_here(x, weight):
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-            return cast(Tensor, _narrowing(x, weight, bias))
+            return cast(Tensor, _product(x, weight, bias, relu))
         if bias is None or not bias.requires_grad:
-            return product(x, weight, bias)
-    return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
+            return product(x, weight, bias, relu)
+    if x.ndim == 2:
+        out = functional.linear(x, weight.t(), bias)
+    else:
+        out = torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
+    return out.relu_() if relu else out
 
 
-class UnitLinear(nn.Linear):
+class Linear(nn.Linear):
+    """``nn.Linear`` by the products that are fast on this machine."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[*batch, in_features] -> [*batch, out_features]``."""
+        if not input.is_cpu or input.ndim == 1:
+            return super().forward(input)
+        out = linear_product(_rows(input), self.weight.t(), self.bias)
+        return out if input.ndim == 2 else out.reshape(*input.shape[:-1], -1)
+
+
+PLAIN_LINEAR = (nn.Linear, Linear)
+"""Layers that are ``x @ weight^T + bias`` and nothing else."""
+
+
+class UnitLinear(Linear):
     """``nn.Linear`` whose weight has rows of unit length: see :mod:`gpubuf.modules.weight_norm`.
 
     The rows start orthogonal (see :func:`~gpubuf.modules.weight_norm.draw_rows`), and the bias at 0.
@@ -193,7 +265,7 @@ class EnsembleLinear(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ensemble_product(x, self.weight, self.bias)
+        return linear_product(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         text = f"num_nets={self.num_nets}, in_features={self.in_features}, out_features={self.out_features}"
@@ -205,7 +277,9 @@ def runs_net_by_net(layers: Sequence[Any], inputs: Sequence[Tensor], many: int =
     x, first = inputs[0], layers[0]
     if not x.is_cpu or not x.shape[-1] or type(first) is not EnsembleLinear or torch.compiler.is_compiling():
         return False
-    if x.numel() // x.shape[-1] * first.out_features * first.num_nets < many:
+    rows, width = x.numel() // x.shape[-1], first.out_features
+    fast = x.dtype is torch.float32 and len(layers) > 1 and worth_onednn(rows, width, width)
+    if rows * width * first.num_nets < many and not fast:
         return False
     return all(
         type(part) is (nn.ReLU if i % 2 else EnsembleLinear) and not hooked(part) for i, part in enumerate(layers)
@@ -222,15 +296,15 @@ def net_by_net(layers: Sequence[Any], inputs: Sequence[Tensor], leading: int | N
     """
     x, found = _rows(joined(inputs)), []
     parameters = [
-        (part.weight.unbind(), repeat(None) if part.bias is None else part.bias.unbind()) for part in layers[::2]
+        (part.weight.unbind(), repeat(None) if part.bias is None else part.bias.squeeze(1).unbind())
+        for part in layers[::2]
     ]
     nets = zip(*(zip(*each, strict=False) for each in parameters), strict=True)
     for net, own in enumerate(nets):
         with torch.set_grad_enabled(torch.is_grad_enabled() and (leading is None or net < leading)):
             y = x
             for i, (weight, bias) in enumerate(own):
-                y = layers[2 * i - 1](y) if i else y
-                y = y @ weight if bias is None else torch.addmm(bias, y, weight)
+                y = linear_product(y, weight, bias, relu=i < len(parameters) - 1)
         found.append(y)
     return torch.stack(found)
 
@@ -241,5 +315,5 @@ def make_linear(
     """A linear layer of one net (None), or of ``num_nets`` nets; ``new`` are device and dtype."""
     if num_nets is not None:
         return EnsembleLinear(num_nets, in_features, out_features, bias=bias, unit_rows=unit_rows, **new)  # type: ignore[arg-type]
-    kind = UnitLinear if unit_rows else nn.Linear
+    kind = UnitLinear if unit_rows else Linear
     return kind(in_features, out_features, bias=bias, **new)

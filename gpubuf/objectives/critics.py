@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from gpubuf.modules.fast_call import entry, hooked, is_plain
-from gpubuf.modules.linear import ensemble_input_layer, ensemble_product, net_by_net, runs_net_by_net
+from gpubuf.modules.linear import PLAIN_LINEAR, ensemble_input_layer, linear_product, net_by_net, runs_net_by_net
 from gpubuf.modules.mlp import MLP, EnsembleMLP
 from gpubuf.modules.norms import set_statistics
 from gpubuf.objectives.batch import counting_rows
@@ -82,7 +82,7 @@ def run_linear(layers: Sequence[Linear | nn.Module], tensors: Sequence[Tensor], 
             continue
         weight = tensors[layer.weight].transpose(1, 2)
         bias = None if layer.bias is None else tensors[layer.bias].unsqueeze(1)
-        x = ensemble_input_layer(inputs, weight, bias) if x is None else ensemble_product(x, weight, bias)
+        x = ensemble_input_layer(inputs, weight, bias) if x is None else linear_product(x, weight, bias)
     assert x is not None
     batch = inputs[0].shape[:-1]
     return x if len(batch) == 1 else x.reshape(x.shape[0], *batch, -1)
@@ -108,7 +108,7 @@ def linear_layers(network: Any, where: Sequence[tuple[str, ...]]) -> list[Linear
         if part is network or part is core or type(part) is nn.Sequential:
             continue
         path = tuple(name.split("."))
-        if type(part) is nn.Linear and id(part) not in linear:
+        if type(part) in PLAIN_LINEAR and id(part) not in linear:
             linear.add(id(part))
             layers.append(Linear(index[(*path, "weight")], index.get((*path, "bias"))))
         elif type(part) in _ELEMENTWISE:

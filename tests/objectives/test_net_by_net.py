@@ -1,4 +1,6 @@
-"""Ensembles run net by net on a CPU where a batch is large: see gpubuf.modules.linear."""
+"""On a CPU: ensembles net by net where a batch is large, and products by oneDNN. See gpubuf.modules.linear."""
+
+import copy
 
 import pytest
 import torch
@@ -74,3 +76,40 @@ def test_twin_critics_of_td3():
     torch.testing.assert_close(ours, theirs)
     (of_second,) = torch.autograd.grad(fast[1].sum(), action)
     assert not of_second.any()
+
+
+@pytest.mark.parametrize("onednn", [True, False])
+@pytest.mark.parametrize(
+    "network",
+    [
+        lambda: MLP(5, 3, (16, 8)),
+        lambda: MLP(5, 3, (16, 8), nn.SiLU, norm="layer"),
+        lambda: EnsembleMLP(3, 5, 2, (16, 8)),
+    ],
+    ids=["ReLU", "layer norm", "ensemble"],
+)
+def test_products_of_either_library(monkeypatch, network, onednn):
+    """float64's values and gradients to a rounding, the same bits again, and gradients of gradients."""
+    fast = torch.ops.mkldnn._linear_pointwise.default
+    calls = []
+    monkeypatch.setattr(linear, "ONEDNN_WORK", 2)
+    monkeypatch.setattr(linear, "_onednn", lambda: (lambda *args: calls.append(0) or fast(*args)) if onednn else None)
+    torch.manual_seed(0)
+    net, x = network(), torch.randn(6, 5, requires_grad=True)
+    wide = copy.deepcopy(net).double()
+
+    def gradients(net, x):
+        out = net(x)
+        slope = torch.linspace(0.5, 2, out.numel(), dtype=out.dtype).reshape(out.shape)
+        return [out, *torch.autograd.grad(out, [x, *net.parameters()], slope)]
+
+    found, again, true = gradients(net, x), gradients(net, x), gradients(wide, x.double())
+    assert bool(calls) == onednn
+    assert all(map(torch.equal, found, again))
+    torch.testing.assert_close([each.double() for each in found], true, rtol=1e-5, atol=1e-5)
+    (slope,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(slope.square().sum(), x)
+    y = x.detach().double().requires_grad_()
+    (slope,) = torch.autograd.grad(wide(y).square().sum(), y, create_graph=True)
+    (expected,) = torch.autograd.grad(slope.square().sum(), y)
+    torch.testing.assert_close(second.double(), expected, rtol=1e-4, atol=1e-4)

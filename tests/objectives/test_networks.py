@@ -25,7 +25,7 @@ from gpubuf.modules import (
     set_statistics,
     unit_weights,
 )
-from gpubuf.modules.linear import ensemble_product
+from gpubuf.modules.linear import Linear, linear_product
 from gpubuf.optim import AdamW
 from tests.support.dispatched import Count
 
@@ -248,7 +248,7 @@ def test_the_order_of_layers():
         return [type(part).__name__ for part in MLP(3, 2, (4, 5), **options)]
 
     assert kinds(activation=nn.Tanh) == ["Linear", "Tanh", "Linear", "Tanh", "Linear"]
-    assert [type(part) for part in MLP(3, 2, ())] == [nn.Linear]
+    assert [type(part) for part in MLP(3, 2, ())] == [Linear]
     assert kinds(norm="layer") == ["Linear", "LayerNorm", "Linear", "LayerNorm", "Linear"]
     assert kinds(norm="rms", activation=nn.Tanh, dropout=0.1)[:4] == ["Linear", "Dropout", "RMSNorm", "Tanh"]
     assert kinds(norm="batch", norm_place="before") == [
@@ -415,7 +415,7 @@ class TestFewOutputs:
         layer, x = self.layer(bias), torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
 
         def product(x, weight, bias=None):
-            return ensemble_product(x, weight, bias)
+            return linear_product(x, weight, bias)
 
         assert torch.autograd.gradcheck(product, (x, *layer.parameters()))
         assert torch.autograd.gradgradcheck(product, (x, *layer.parameters()))
@@ -426,7 +426,7 @@ class TestFewOutputs:
         """The same values to the bit; in compiled code, vmap, autocast and without gradients it is a plain product."""
         layer, x = self.layer(bias), torch.randn(3, 4, 5, dtype=torch.float64)
         expected = layer(x)
-        assert type(expected.grad_fn).__name__ == "_NarrowingBackward"
+        assert type(expected.grad_fn).__name__ == "_ProductBackward"
         with torch.no_grad():
             assert torch.equal(layer(x), expected)
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
