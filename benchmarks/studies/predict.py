@@ -9,10 +9,10 @@ memory that a warp makes one after the other. The time of a launch is ``launch +
 * instructions are issued by the multiprocessors side by side, of which none is done before its program that has most.
   A multiprocessor with few warps waits for each instruction of a warp before the next.
 
-The constants fit what ncu measured on an H200 on 2026-11-26: it empties all caches before a launch. Ten launches took
-what :data:`PROFILED` says within 25 %; tests/benchmarks/test_predict.py has them. Before a multiprocessor had a share
-of the bandwidth, a priority update by one program was to take half of what it took. A launch in a graph is measured
-too; the other constants of :data:`WARM` are not.
+The constants fit what was measured on an H200 on 2026-11-26. Ten launches under ncu took what :data:`PROFILED` says
+within 25 %; tests/benchmarks/test_predict.py has them. In replayed graphs 31 of 36 calls took what :data:`WARM` says
+within 25 %, and 29 what :data:`COLD` says; most are in docs/performance.md. Before a multiprocessor had a share of the
+bandwidth, a priority update by one program was to take half of what it took.
 
 ``python -m benchmarks.studies.predict`` prints the table of docs/performance.md, of the committed counts. A measurement
 on the device judges the model: where they differ by more than a quarter, a constant or a line here is wrong.
@@ -21,7 +21,7 @@ on the device judges the model: where they differ by more than a quarter, a cons
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.measure.figures import OPEN, described, digits, table
@@ -48,10 +48,10 @@ class Caches:
 PROFILED = Caches(launch=2.0, cache=0.1, memory=0.8, bandwidth=2.4e6)
 """Emptied, under ncu. Most trips after the first find a line that another warp, or the same one, has asked for."""
 
-COLD = replace(PROFILED, launch=0.7)
+COLD = Caches(launch=1.2, cache=0.18, memory=1.0, bandwidth=2.7e6)
 """Emptied, in a replayed graph, from the launch before to the one after."""
 
-WARM = Caches(launch=0.7, cache=0.1, memory=0.25, bandwidth=5.5e6)
+WARM = Caches(launch=1.2, cache=0.1, memory=0.25, bandwidth=4e6)
 """In a replayed graph, with all data in the second level of cache."""
 
 PROCESSORS, CLOCK = 132, 1970.0
@@ -102,7 +102,7 @@ def prediction_table(runs: Runs) -> str:
         f"Predicted for an H200, in a graph: {COLD.launch:.1f} µs per launch. Cold, {COLD.cache} µs per trip to the "
         f"cache and {COLD.memory} µs one to memory, and the longer of bytes at {COLD.bandwidth / 1e6:.1f} TB/s, of "
         f"which a multiprocessor gets its share, and instructions, {MACHINE_CODE} for one of PTX, of which it issues "
-        f"{FULL} a cycle, or {ALONE} for each warp that it has. Warm, {WARM.memory} µs for the trip to memory and "
+        f"{FULL} a cycle, or {ALONE} for each warp that it has. Warm, {WARM.cache} and {WARM.memory} µs per trip and "
         f"{WARM.bandwidth / 1e6:.1f} TB/s. The parts are those of a cold one. What the calls took is measured, by "
         "`python -m benchmarks.studies.gpu_calls cuda`."
     )
