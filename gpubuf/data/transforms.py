@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
@@ -198,11 +197,6 @@ class MultiStepTransform(nn.Module):
         refuse_in_capture("MultiStepTransform(write_time=True) keeps rows on the host's account: n_steps= does not")
         recipe = self._recipe
         dim, waiting = data.batch_dims - 1, self._waiting
-        if waiting is not None and NEXT_KEY not in waiting.keys():
-            # Of an older checkpoint, which joined the names of a key by dots.
-            joined, waiting = waiting, TensorDict({}, waiting.batch_size)
-            for key in data.keys(True, True):
-                waiting.set(key, joined.get((".".join(as_key(key)),)))
         total: Any = data if waiting is None else torch.cat([waiting.to(data.device), data], dim)
         length, ahead = total.batch_size[dim], recipe.n_steps - 1
         made = max(length - ahead, 0)
@@ -221,10 +215,6 @@ class MultiStepTransform(nn.Module):
             ValueError: it is something else.
         """
         waiting = state.get("waiting") if isinstance(state, dict) else None
-        if isinstance(state, dict) and state.keys() == {"rows", "shape"}:
-            # Of an older checkpoint: the next rows tell the keys.
-            with contextlib.suppress(RuntimeError, TypeError, ValueError):
-                waiting = TensorDict(state["rows"], state["shape"])
         if state != {} and not (isinstance(waiting, TensorDict) and waiting.batch_dims):
             raise ValueError(f"the state of a MultiStepTransform has no rows that wait: {describe_type(state)}")
         self._waiting = None if waiting is None else waiting.clone()

@@ -31,7 +31,16 @@ from gpubuf.data.storage.column import (
     records,
     separate,
 )
-from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS, Breaks, EndBits, bitmap_bytes, check_ends, compared_keys
+from gpubuf.data.storage.end_bits import (
+    CONTINUITY,
+    FLAGS,
+    Breaks,
+    EndBits,
+    Signal,
+    bitmap_bytes,
+    check_ends,
+    compared_keys,
+)
 from gpubuf.data.storage.host_rows import HostRows, saved_host
 from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, stored_positions, unravel
 from gpubuf.data.storage.layout import (
@@ -173,7 +182,7 @@ class TensorStorage(Storage):
         host: what is kept for each row on the host: data that are not tensors. None: nothing.
         sharing: the next observations that are stored once; None: all have memory of their own.
         breaks: where rows are not continued by the next ones, with ``ends="flags+continuity"``.
-        end_bits: where trajectories end, if a buffer needs that.
+        end_bits: where trajectories end, if a buffer needs that. None: none does, or nothing is allocated.
         table: the addresses of :attr:`columns`, int64 ``[K, 5]``; see :mod:`gpubuf.kernels.rows`.
 
     Raises:
@@ -247,6 +256,8 @@ class TensorStorage(Storage):
         self.sharing: Sharing | None = None
         self.breaks = Breaks() if ends == CONTINUITY else None
         self.end_bits: EndBits | None = None
+        # Which keys tell the ends of trajectories; None: nobody asks.
+        self._ends_by: Recipe | None = None
         # Weak, because they refer to the storage.
         self._followers = WeakSet[Follower]()
         self._laps = 0  # how often the ring went round before the memory was last released
@@ -494,7 +505,7 @@ class TensorStorage(Storage):
         if not depends_on_room(requested):
             return IndexBytes()
         index = 0 if self.breaks is None else math.prod(shape)
-        if self.end_bits is not None:
+        if self._ends_by is not None:
             index += bitmap_bytes(shape, "cuda" if host_memory.cuda_present() else "cpu")
         if self.sharing is not None:
             index += self.sharing.link_bytes
@@ -523,7 +534,7 @@ class TensorStorage(Storage):
         self._make_plans(self._addresses(schema.stored, placement.device), ring)
         if schema.written.host:
             self.host = HostRows(schema.written.host, self.max_size)
-        self._allocate_ends()
+        self._allocate_ends(ring)
         self._set_readers(ring)
         # In one step: from here on the storage is initialised.
         self._ring, self._layout = ring, schema.stored
@@ -586,7 +597,7 @@ class TensorStorage(Storage):
             self.counters.to(placement.device)
             self._make_plans(table, self.counters)
             # The shape of the index depends on the device.
-            self._allocate_ends()
+            self._allocate_ends(self.counters)
             self.rebuild()
         self._placement = placement
         self._set_readers(self.counters)
@@ -616,15 +627,13 @@ class TensorStorage(Storage):
             self._laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
             self._layout, self._ring, self._placement, self.host = None, None, None, None
             self.records, self._columns = [], []
-            self._schema = self._plans = self.sharing = None
+            self._schema = self._plans = self.sharing = self.end_bits = None
             self._forget_plans()
             self.max_size = self.requested_size
             self.overwrites += 1
             del self.table
             if self.breaks is not None:
                 self.breaks.free()
-            if self.end_bits is not None:
-                self.end_bits.free()
 
     def refresh(self) -> None:
         """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
@@ -690,7 +699,7 @@ class TensorStorage(Storage):
             processing.bind(schema.batch.leaves, self._envs, self._device, ring.counters)
             mirror, draws, noise = processing.mirror, processing.draws, processing.noise
         fields = recipe.fields(schema, self._fields_of(schema.batch))
-        ends = self.end_bits.words if self.end_bits is not None and recipe.n_steps > 1 else None
+        ends = self.end_bits.ends if self.end_bits is not None and recipe.n_steps > 1 else None
         links = None if self.sharing is None else self.sharing.links
         plan.set(
             plan._layout or recipe.layout(schema.batch),
@@ -714,22 +723,28 @@ class TensorStorage(Storage):
         self._followers.add(follower)
 
     def _keep_ends(self, recipe: Recipe) -> None:
-        if self.end_bits is not None and self.end_bits.serves(recipe):
+        known = self._ends_by
+        if known is not None and (known.end_keys, known.traj_key) == (recipe.end_keys, recipe.traj_key):
             return
         if any(other.needs_ends for other in self._followers):
             raise ValueError("another buffer with the same storage tells the ends of trajectories by other keys")
-        bits = EndBits(recipe, self.breaks)
-        if self._schema is not None and self._ring is not None:
-            bits.allocate(self._schema, self._shape, self.table)
-            bits.rebuild(self._ring.counters)
-        self.end_bits = bits
+        self._ends_by = recipe
+        if self._ring is not None:
+            self._allocate_end_bits(self._ring).rebuild()
 
-    def _allocate_ends(self) -> None:
+    def _allocate_ends(self, ring: Ring) -> None:
         if self.breaks is not None:
             links = None if self.sharing is None else self.sharing.links
             self.breaks.allocate(self.schema, self._shape, self.table, links)
-        if self.end_bits is not None:
-            self.end_bits.allocate(self.schema, self._shape, self.table)
+        if self._ends_by is not None:
+            self._allocate_end_bits(ring)
+
+    def _allocate_end_bits(self, ring: Ring) -> EndBits:
+        assert self._ends_by is not None
+        positions, by_id = self._ends_by.ends(self.schema)
+        signal = Signal(tuple(self.schema.columns[position] for position in positions), by_id)
+        self.end_bits = EndBits(signal, ring, self._shape, self.table, self.breaks)
+        return self.end_bits
 
     def _readdress(self, table: Tensor) -> None:
         """Read the ends of trajectories where they are now."""
@@ -745,14 +760,14 @@ class TensorStorage(Storage):
         if self.breaks is not None:
             self.breaks.rebuild(self._ring.counters)
         if self.end_bits is not None:
-            self.end_bits.rebuild(self._ring.counters)
+            self.end_bits.rebuild()
 
     def _tell_ends_anew(self, index: Tensor) -> None:
         """Rows were changed in place, in keys that tell where trajectories end."""
         if self.breaks is not None:
             self.breaks.rewrite(self.ring, index)
         if self.end_bits is not None:
-            self.end_bits.rebuild(self.ring)
+            self.end_bits.rebuild()
 
     # Writing
 
@@ -850,7 +865,7 @@ class TensorStorage(Storage):
         if self.breaks is not None:
             self.breaks.write(ring.counters, n // self._envs, index)
         if self.end_bits is not None:
-            self.end_bits.write_again(ring.counters, n)
+            self.end_bits.write_again(n // self._envs)
         return index
 
     def _append(self, local: list[Tensor], n: int) -> Tensor:
@@ -865,7 +880,7 @@ class TensorStorage(Storage):
         if self.breaks is not None:
             self.breaks.write(ring.counters, n // self._envs, index)
         if self.end_bits is not None:
-            self.end_bits.write(ring.counters, n)
+            self.end_bits.write(n // self._envs)
         return index
 
     def holds_nothing(self, data: Data) -> bool:
@@ -935,8 +950,9 @@ class TensorStorage(Storage):
             IndexError: as :meth:`write`.
         """
         self.counters.count_update()
-        ends = self.end_bits is not None and self.end_bits.depend_on(keys)
-        ends |= self.breaks is not None and not self.breaks.positions.isdisjoint(keys)
+        columns = {self.schema.columns[key] for key in keys}
+        ends = self.end_bits is not None and self.end_bits.depends_on(columns)
+        ends |= self.breaks is not None and not self.breaks.columns.isdisjoint(columns)
         before = self.begin(DERIVED) if ends else None
         self.plans.written.update(self._local(sources, 1), keys, index, generation)
         if ends:
