@@ -182,7 +182,8 @@ class Ranks:
         places = _least_of(*self._levels[height], n)
         offsets = torch.arange(self._fan_out, device=places.device)
         for level in reversed(self._levels[:height]):
-            found = _least_of(*(self._children(part, places).reshape(-1) for part in level), n)
+            ranks, ages = (self._children(part, places).reshape(-1) for part in level)
+            found = _least_of(ranks, ages, n)
             places = (places.unsqueeze(1) * self._fan_out + offsets).reshape(-1).gather(0, found)
         places = places.gather(0, self._ages.gather(0, places).argsort())
         return places.gather(0, self._ranks.gather(0, places).argsort(stable=True))

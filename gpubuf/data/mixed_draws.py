@@ -236,7 +236,7 @@ class JointRows:
 
     def _places(self) -> tuple[Any, ...]:
         storages = self.first, self.second
-        return tuple(part for storage in storages for part in (storage._layout, storage._placement, storage._ring))
+        return tuple(part for storage in storages for part in (storage._schema, storage._placement, storage._ring))
 
     def _entries(self) -> list[list[int]] | None:
         first, second = self.first, self.second

@@ -437,6 +437,10 @@ class Recipe:
         """Whether a batch is a copy of rows, so that storages are read as they are."""
         return self.n_steps == 1 and self.processing is None
 
+    def same_ends(self, other: Recipe) -> bool:
+        """Whether the same keys tell where trajectories end."""
+        return (self.end_keys, self.traj_key) == (other.end_keys, other.traj_key)
+
     def check_rows(self, schema: Schema) -> None:
         """Raise if rows of ``schema`` lack what this needs.
 
