@@ -17,7 +17,7 @@ from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import NEXT_KEY, Schema, Source, continued_keys
 from gpubuf.kernels import config, rows, trajectories
 from gpubuf.kernels._registry import lazy, past_dispatcher, without_dispatch
-from gpubuf.kernels.rows import ENTRY, SIZE, table_entry
+from gpubuf.kernels.rows import SIZE, table_entry
 from gpubuf.kernels.trajectories import Rule
 
 FLAGS, CONTINUITY = "flags", "flags+continuity"
@@ -77,46 +77,41 @@ class Breaks:
     Rows are told apart by the bytes that are stored. Samplers and :class:`EndBits` read :attr:`entries` as they read
     stored flags; what moves has its addresses changed in place, since a captured graph reads them.
 
+    Args:
+        schema: of the storage.
+        shape: of the storage.
+        table: its addresses, on the device that does the work.
+        links: of observations that are stored once; None: none are.
+
     Attributes:
-        rows: uint8 ``[capacity]``, the flags; None while the storage is not allocated, or if all observations are
-            stored once.
+        rows: uint8 ``[capacity]``, the flags; None if all observations are stored once.
         entries: int64 ``[K, 5]``, entries of a table of :mod:`gpubuf.kernels.rows`: flags that end trajectories. The
             links of observations stored once are such flags.
         columns: the keys that are compared, by their positions among those that are stored.
+
+    Raises:
+        ValueError: as :func:`compared_keys`.
     """
 
-    def __init__(self) -> None:
-        self.rows: Tensor | None = None
-        self.entries = torch.empty((0, ENTRY), dtype=torch.int64)
-        self.columns: frozenset[int] = frozenset()
-        self._pairs: Tensor | None = None
-        self._places: list[int] = []
-        self._flags: list[Tensor] = []
-        self._steps, self._envs = 0, 1
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are taken."""
-        return 0 if self.rows is None else self.rows.nbytes
-
-    def allocate(self, schema: Schema, shape: Sequence[int], table: Tensor, links: Tensor | None) -> None:
-        """Begin anew for a storage of ``shape``, on the device of its ``table`` of addresses.
-
-        Raises:
-            ValueError: as :func:`compared_keys`.
-        """
+    def __init__(self, schema: Schema, shape: Sequence[int], table: Tensor, links: Tensor | None) -> None:
         # An observation stored once has one column for both: its links tell where the next row does not continue it.
         keys = compared_keys(schema.written.leaves, schema.sources)
         found = [(schema.columns[coming], schema.columns[root]) for coming, root in keys]
         self.columns = frozenset(column for pair in found for column in pair)
         self._places = [column for pair in found if pair[0] != pair[1] for column in pair]
         self._steps, self._envs = shape[0], math.prod(shape[1:])
-        self.rows = self._pairs = None
+        self.rows: Tensor | None = None
+        self._pairs: Tensor | None = None
         if self._places:
             self.rows = torch.zeros(self._steps * self._envs, dtype=torch.uint8, device=table.device)
             self._pairs = torch.stack([table[place] for place in self._places])
         self._flags = [flags for flags in (self.rows, links) if flags is not None]
         self.entries = self._addresses().to(table.device, non_blocking=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are taken."""
+        return 0 if self.rows is None else self.rows.nbytes
 
     def _addresses(self) -> Tensor:
         return torch.tensor([table_entry(address(flags), flags.element_size()) for flags in self._flags])
@@ -163,10 +158,6 @@ class Breaks:
     def rebuild(self, ring: Tensor) -> None:
         """Compare all rows anew, O(capacity). No host sync."""
         self._compare(ring, None, self._steps)
-
-    def free(self) -> None:
-        """Release the memory."""
-        self.__init__()  # type: ignore[misc]
 
 
 def bitmap_bytes(shape: Sequence[int], device_type: str) -> int:

@@ -182,7 +182,8 @@ class TensorStorage(Storage):
         host: what is kept for each row on the host: data that are not tensors. None: nothing.
         sharing: the next observations that are stored once; None: all have memory of their own.
         plans: how rows are written and read.
-        breaks: where rows are not continued by the next ones, with ``ends="flags+continuity"``.
+        breaks: where rows are not continued by the next ones, with ``ends="flags+continuity"``. None: without that, or
+            nothing is allocated.
         end_bits: where trajectories end, if a buffer needs that. None: none does, or nothing is allocated.
         table: the addresses of :attr:`columns`, int64 ``[K, 5]``; see :mod:`gpubuf.kernels.rows`.
 
@@ -256,7 +257,8 @@ class TensorStorage(Storage):
         self.plans = Plans(stored, RowPlan() if options.batch_dtypes else batch, batch)
         self.host: HostRows | None = None
         self.sharing: Sharing | None = None
-        self.breaks = Breaks() if ends == CONTINUITY else None
+        self._compares = ends == CONTINUITY
+        self.breaks: Breaks | None = None
         self.end_bits: EndBits | None = None
         # Which keys tell the ends of trajectories; None: nobody asks.
         self._ends_by: Recipe | None = None
@@ -455,7 +457,7 @@ class TensorStorage(Storage):
         Raises:
             KeyError, ValueError: they do.
         """
-        if self.breaks is not None:
+        if self._compares:
             compared_keys(schema.written.leaves, schema.sources)
         for follower in self._followers:
             follower.check_rows(schema)
@@ -495,7 +497,7 @@ class TensorStorage(Storage):
         """Bytes that a storage of ``shape`` keeps beside its rows; zero for placements that ignore free memory."""
         if not depends_on_room(requested):
             return IndexBytes()
-        index = 0 if self.breaks is None else math.prod(shape)
+        index = math.prod(shape) if self._compares else 0
         if self._ends_by is not None:
             index += bitmap_bytes(shape, "cuda" if host_memory.cuda_present() else "cpu")
         if self.sharing is not None:
@@ -559,14 +561,13 @@ class TensorStorage(Storage):
             if sharing is not None:
                 fields = field_table(as_stored(self._fields_of(schema, schema.written)), device)
                 sharing.raw.set(schema.full, fields, ring, self.max_size, links, reading)
-        if self.breaks is not None and anew:
-            self.breaks.allocate(schema, self._shape, self.table, None if sharing is None else sharing.links)
-        elif self.breaks is not None:
-            self.breaks.readdress(self.table)
+        if anew and self._compares:
+            self.breaks = Breaks(schema, self._shape, self.table, None if sharing is None else sharing.links)
         if anew:
             self._keep_ends(schema, ring)
-        elif self.end_bits is not None:
-            self.end_bits.readdress(self.table)
+        for ends in (self.breaks, self.end_bits):
+            if ends is not None and not anew:
+                ends.readdress(self.table)
         for plan in self._readers:
             self._set_reader(plan, schema, ring)
 
@@ -615,14 +616,12 @@ class TensorStorage(Storage):
             rewritten = self.counters.rewritten
             self._laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
             self._schema = self._ring = self._placement = None
-            self.host = self.sharing = self.end_bits = None
+            self.host = self.sharing = self.breaks = self.end_bits = None
             self.records, self._columns = [], []
             self._forget_plans()
             self.max_size = self.requested_size
             self.overwrites += 1
             del self.table
-            if self.breaks is not None:
-                self.breaks.free()
 
     def refresh(self) -> None:
         """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
@@ -914,7 +913,7 @@ class TensorStorage(Storage):
         Raises:
             IndexError: as :meth:`write`.
         """
-        self.counters.count_update()
+        self.counters.count(0, updates=1)
         columns = {self.schema.columns[key] for key in keys}
         ends = self.end_bits is not None and self.end_bits.depends_on(columns)
         ends |= self.breaks is not None and not self.breaks.columns.isdisjoint(columns)
