@@ -183,5 +183,5 @@ def test_states_of_something_else(state):
 
 
 def test_keys_that_are_missing():
-    with pytest.raises(KeyError, match="give done_key"):
+    with pytest.raises(KeyError, match="is stored: give end_keys"):
         MultiStepTransform(2, 0.9, write_time=True).inv(agents_rows(4).exclude(("next", "done")))
