@@ -744,7 +744,7 @@ class TensorStorage(Storage):
         """
         if isinstance(row, list):
             raise TypeError("a list means several rows, for extend(): a row of several parts is a tuple or a dict")
-        if self._layout is None and getattr(row, "batch_dims", 0) > self.ndim - 1:
+        if self._schema is None and getattr(row, "batch_dims", 0) > self.ndim - 1:
             warnings.warn(
                 f"add() writes one row, here a batch of shape {list(row.batch_size)}: write its rows with extend(), "
                 "unless every row is to be such a batch",
@@ -754,7 +754,7 @@ class TensorStorage(Storage):
 
     def shape_of_rows(self, data: Data) -> tuple[int, ...] | None:
         """The shape of ``data`` as a batch of rows like those that are stored; None if it is none."""
-        if self._layout is None:
+        if self._schema is None:
             return None
         try:
             self.written_layout.collect(data, self.ndim)
