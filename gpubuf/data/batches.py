@@ -97,13 +97,6 @@ class Batches:
             attach_info(batch.data, batch.info, self.storage.ndim)
         return batch
 
-    @property
-    def plain(self) -> bool:
-        """Whether batches are copies of rows as they are stored, and nothing else."""
-        copied = self.reader.recipe.is_plain and not self.storage.computed and self.relabel is None
-        copied = copied and self.storage.host is None and self.unit is None
-        return copied and self.collate_fn is None and not self.pin_memory and not len(self.transform)
-
     def part(self, n: int, batches: int | None = None) -> Batch:
         """``n`` rows of a batch (of each of ``batches``) that other buffers have a part in, drawn now.
 

@@ -423,7 +423,7 @@ class ReplayBuffer:
 
     def _extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
         storage = self._storage
-        if storage._layout is None and self._has_default_storage:
+        if storage._schema is None and self._has_default_storage:
             storage = self._storage_for(data)
         if isinstance(data, list):
             if not data:
@@ -434,7 +434,7 @@ class ReplayBuffer:
             data = self._transform.inv(shallow(data))
             if data is None:
                 return _no_rows(storage)
-        first_write = storage._layout is None
+        first_write = storage._schema is None
         if first_write and storage.holds_nothing(data):
             return _no_rows(storage)
         if storage.ndim > 1 and self.dim_extend != 0:
@@ -483,7 +483,7 @@ class ReplayBuffer:
             dimensions. No host sync.
         """
         with self._lock:
-            if self._storage._layout is None and self._has_default_storage:
+            if self._storage._schema is None and self._has_default_storage:
                 self._storage_for(data)
             cursor = self._storage.cursor
             row = self._storage.as_batch(data, self.dim_extend)

@@ -1,14 +1,12 @@
 """A writer that keeps the rows of the highest rank.
 
-:class:`HeapRanks` and :class:`DeviceRanks` keep the best ``capacity`` rows of all that they were shown, exactly as a
-heap does that sees one row after the other: a row enters if there is room, or if its rank is above that of the worst
-row, whose place it takes. Of rows of equal rank the one that came first leaves first. :class:`HeapRanks` is such a
-heap, for the host. :class:`DeviceRanks` finds the same rows and places with a tree of minima, without a host sync.
+:class:`Ranks` keeps the best ``capacity`` rows of all that it was shown, exactly as a heap does that sees one row after
+the other: a row enters if there is room, or if its rank is above that of the worst row, whose place it takes. Of rows
+of equal rank the one that came first leaves first. It finds them with a tree of minima, without a host sync.
 """
 
 from __future__ import annotations
 
-import heapq
 from typing import Any, NamedTuple
 
 import torch
@@ -34,83 +32,6 @@ FAN_OUT = 64
 
 DIRECT = 4096
 """So many nodes are searched at once: a level with no more has none above it."""
-
-
-class RankTree:
-    """A tree of minima over the ranks of rows: the worst rows of many, without a look at all of them.
-
-    The *least* of some places is the one of the lowest rank, and of these the oldest. A node holds rank and age of the
-    least place below it. The n least places lie below n nodes of any level: the n least ones. So a search goes down
-    level by level, each time from n nodes to their children, of which it keeps n. This takes O(n log capacity), in
-    operations on whole vectors, without a host sync. Nodes are recomputed from their children, never adjusted.
-
-    Args:
-        ranks: float64 ``[capacity]``, without NaN.
-        ages: int64 ``[capacity]``, all different, of -2**61 .. 2**62.
-        device: where the tensors live.
-        fan_out: children of a node.
-        direct: nodes that are searched at once.
-
-    Attributes:
-        ranks, ages: as given, with places after them that are none: at least one, at ``capacity``.
-    """
-
-    def __init__(
-        self, ranks: Tensor, ages: Tensor, device: torch.device, fan_out: int = FAN_OUT, direct: int = DIRECT
-    ) -> None:
-        self._fan_out, self._direct = fan_out, direct
-        places, span = ranks.numel() + 1, 1
-        while -(-places // span) > direct:
-            span *= fan_out
-        # Every node of the top level is full, so that each node has its children.
-        length = -(-places // span) * span
-        self.ranks = torch.full((length,), torch.inf, dtype=torch.float64, device=device)
-        self.ages = torch.full((length,), NEVER, dtype=torch.int64, device=device)
-        self.ranks[: ranks.numel()].copy_(ranks)
-        self.ages[: ages.numel()].copy_(ages)
-        self._levels = [(self.ranks, self.ages)]
-        while span > 1:
-            below = self._levels[-1]
-            self._levels.append(_minima(below[0].view(-1, fan_out), below[1].view(-1, fan_out)))
-            span //= fan_out
-
-    def put(self, places: Tensor, ranks: Tensor, ages: Tensor) -> None:
-        """Write ranks and ages of ``places``, int64 ``[n]``. Those that are given twice have the same rank and age."""
-        self.ranks.scatter_(0, places, ranks)
-        self.ages.scatter_(0, places, ages)
-        for (ranks_below, ages_below), (ranks_above, ages_above) in zip(self._levels, self._levels[1:], strict=False):
-            places = places // self._fan_out
-            found = _minima(self._children(ranks_below, places), self._children(ages_below, places))
-            ranks_above.scatter_(0, places, found[0])
-            ages_above.scatter_(0, places, found[1])
-
-    def least(self, n: int) -> Tensor:
-        """The ``n`` least places, int64 ``[n]``, the least of them first. ``n`` is at most the capacity."""
-        enough = max(n * self._fan_out, self._direct)
-        height = next(h for h, (ranks, _) in enumerate(self._levels) if ranks.numel() <= enough)
-        places = _least_of(*self._levels[height], n)
-        offsets = torch.arange(self._fan_out, device=places.device)
-        for ranks, ages in reversed(self._levels[:height]):
-            found = _least_of(self._children(ranks, places).reshape(-1), self._children(ages, places).reshape(-1), n)
-            places = (places.unsqueeze(1) * self._fan_out + offsets).reshape(-1).gather(0, found)
-        places = places.gather(0, self.ages.gather(0, places).argsort())
-        return places.gather(0, self.ranks.gather(0, places).argsort(stable=True))
-
-    def _children(self, below: Tensor, nodes: Tensor) -> Tensor:
-        return below.view(-1, self._fan_out).index_select(0, nodes)
-
-
-def _minima(ranks: Tensor, ages: Tensor) -> tuple[Tensor, Tensor]:
-    """Rank and age of the least place of each row."""
-    least = ranks.amin(1)
-    return least, torch.where(ranks == least.unsqueeze(1), ages, NEVER).amin(1)
-
-
-def _least_of(ranks: Tensor, ages: Tensor, n: int) -> Tensor:
-    """The positions of the ``n`` least places, in no order."""
-    bound = ranks.kthvalue(n).values
-    order = torch.where(ranks < bound, ages - NEVER, torch.where(ranks == bound, ages, NEVER))
-    return order.topk(n, largest=False, sorted=False).indices
 
 
 #: Ages of places that hold no row: below those of all rows, and rising with the place.
@@ -147,90 +68,42 @@ def comparable(ranks: Tensor) -> Tensor:
     return ranks.to(torch.float64).nan_to_num(nan=lowest, posinf=torch.inf, neginf=lowest)
 
 
-class HeapRanks:
-    """Ranks on the host, in a heap.
+class Ranks:
+    """The ranks of the rows that are kept, in a tree of minima: the worst of many are found without a look at all.
+
+    The *least* of some places is the one of the lowest rank, and of these the oldest. A node holds rank and age of the
+    least place below it. The n least places lie below n nodes of any level: the n least ones. So a search goes down
+    level by level, each time from n nodes to their children, of which it keeps n. This takes O(n log capacity), in
+    operations on whole vectors, without a host sync. Nodes are recomputed from their children, never adjusted.
 
     Args:
         state: of the rows that are there.
-    """
-
-    def __init__(self, state: RankState) -> None:
-        self._capacity = state.ranks.numel()
-        ranks, ages = state.ranks.tolist(), state.ages.tolist()
-        self._heap = [(ranks[place], ages[place]) for place in range(self._capacity) if ages[place] >= 0]
-        self._places = {age: place for place, age in enumerate(ages) if age >= 0}
-        self._empty = [place for place in reversed(range(self._capacity)) if ages[place] < 0]
-        self._next_age: int = int(state.counts[0])
-        self.entered = int(state.counts[1])
-        heapq.heapify(self._heap)
-
-    @property
-    def device(self) -> torch.device:
-        """The host."""
-        return torch.device("cpu")
-
-    def admit(self, ranks: Tensor) -> Tensor:
-        """Show some rows. See :meth:`DeviceRanks.admit`."""
-        heap, places, first = self._heap, self._places, self._next_age
-        freed: list[int] = []
-        kept = set[int]()
-        for age, rank in enumerate(ranks.tolist(), first):
-            if self._empty:
-                freed.append(self._empty.pop())
-                heapq.heappush(heap, (rank, age))
-            elif rank > heap[0][0]:
-                _, left = heapq.heapreplace(heap, (rank, age))
-                if left >= first:
-                    kept.remove(left)
-                else:
-                    freed.append(places.pop(left))
-            else:
-                continue
-            kept.add(age)
-        self._next_age += ranks.numel()
-        self.entered += len(kept)
-        index = torch.full((ranks.numel(),), -1, dtype=torch.int64)
-        for age, place in zip(sorted(kept), freed, strict=True):
-            places[age] = place
-            index[age - first] = place
-        return index
-
-    def still_there(self, index: Tensor, first_age: int | Tensor) -> Tensor:
-        """See :meth:`DeviceRanks.still_there`."""
-        there = [self._places.get(int(first_age) + i) == place for i, place in enumerate(index.tolist())]
-        return torch.where(torch.tensor(there), index, -1)
-
-    @property
-    def next_age(self) -> int:
-        """The age of the next row."""
-        return self._next_age
-
-    def state(self) -> RankState:
-        """The state of now."""
-        empty = RankState.of(torch.empty(0, dtype=torch.float64), self._capacity)
-        for rank, age in self._heap:
-            place = self._places[age]
-            empty.ranks[place], empty.ages[place] = rank, age
-        return empty._replace(counts=torch.tensor([self._next_age, self.entered]))
-
-
-class DeviceRanks:
-    """Ranks on a GPU, in tensors that are changed in place.
-
-    Args:
-        state: of the rows that are there.
-        device: where the tensors live.
+        device: where the tensors live. They are changed in place.
     """
 
     def __init__(self, state: RankState, device: torch.device) -> None:
         self._capacity = state.ranks.numel()
-        self._tree = RankTree(state.ranks, state.ages, device)
         self._counts = state.counts.to(device, copy=True, non_blocking=True)
+        self._fan_out, self._direct = FAN_OUT, DIRECT
+        # After the places are some that are none: at least one, at the capacity.
+        places, span = self._capacity + 1, 1
+        while -(-places // span) > self._direct:
+            span *= self._fan_out
+        # Every node of the top level is full, so that each node has its children.
+        length = -(-places // span) * span
+        self._ranks = torch.full((length,), torch.inf, dtype=torch.float64, device=device)
+        self._ages = torch.full((length,), NEVER, dtype=torch.int64, device=device)
+        self._ranks[: self._capacity].copy_(state.ranks)
+        self._ages[: self._capacity].copy_(state.ages)
+        self._levels = [(self._ranks, self._ages)]
+        while span > 1:
+            self._levels.append(_minima(*(below.view(-1, self._fan_out) for below in self._levels[-1])))
+            span //= self._fan_out
 
     @property
     def device(self) -> torch.device:
         """The device of the tensors."""
-        return self._tree.ranks.device
+        return self._ranks.device
 
     @property
     def entered(self) -> int:
@@ -256,8 +129,8 @@ class DeviceRanks:
             those that leave in the order in which these would leave.
         """
         n = ranks.numel()
-        places = self._tree.least(n)
-        old = self._tree.ranks.gather(0, places)
+        places = self._least(n)
+        old = self._ranks.gather(0, places)
         threshold = torch.cat((old, ranks)).kthvalue(n + 1).values
         below, equal = (old < threshold).sum(), (old == threshold).sum()
         # The first so many that are not worse than the threshold replace the rows below it.
@@ -271,12 +144,11 @@ class DeviceRanks:
         # After the rows is a place that is none, for those that don't enter.
         target = torch.where(stays, place, self._capacity)
         ages = torch.where(stays, self._counts[0] + torch.arange(n, device=ranks.device), NEVER)
-        self._tree.put(target, torch.where(stays, ranks, torch.inf), ages)
-        self._counts[0].add_(n)
-        self._counts[1].add_(stays.sum())
+        self._put(target, torch.where(stays, ranks, torch.inf), ages)
+        self._counts.add_(torch.stack((torch.full_like(below, n), stays.sum())))
         return torch.where(stays, place, -1)
 
-    def still_there(self, index: Tensor, first_age: int | Tensor) -> Tensor:
+    def still_there(self, index: Tensor, first_age: Tensor) -> Tensor:
         """The places of rows, with -1 for those that have left since. No host sync.
 
         Args:
@@ -284,12 +156,53 @@ class DeviceRanks:
             first_age: :attr:`next_age` before the first of them was shown.
         """
         ages = first_age + torch.arange(index.numel(), device=index.device)
-        return torch.where(self._tree.ages.gather(0, index.clamp(min=0)) == ages, index, -1)
+        return torch.where(self._ages.gather(0, index.clamp(min=0)) == ages, index, -1)
 
     def state(self) -> RankState:
         """The state of now: copies. Synchronises."""
-        ranks, ages = self._tree.ranks[: self._capacity], self._tree.ages[: self._capacity]
-        return RankState(ranks.clone(), ages.clone(), self._counts.cpu())
+        ranks, ages = self._ranks[: self._capacity], self._ages[: self._capacity]
+        return RankState(ranks.clone(), ages.clone(), self._counts.cpu().clone())
+
+    # The tree
+
+    def _put(self, places: Tensor, ranks: Tensor, ages: Tensor) -> None:
+        """Write ranks and ages of ``places``, int64 ``[n]``. Those that are given twice have the same rank and age."""
+        self._ranks.scatter_(0, places, ranks)
+        self._ages.scatter_(0, places, ages)
+        for below, (ranks_above, ages_above) in zip(self._levels, self._levels[1:], strict=False):
+            places = places // self._fan_out
+            least, oldest = _minima(*(self._children(part, places) for part in below))
+            ranks_above.scatter_(0, places, least)
+            ages_above.scatter_(0, places, oldest)
+
+    def _least(self, n: int) -> Tensor:
+        """The ``n`` least places, int64 ``[n]``, the least of them first. ``n`` is at most the capacity."""
+        enough = max(n * self._fan_out, self._direct)
+        height = next(h for h, (ranks, _) in enumerate(self._levels) if ranks.numel() <= enough)
+        places = _least_of(*self._levels[height], n)
+        offsets = torch.arange(self._fan_out, device=places.device)
+        for level in reversed(self._levels[:height]):
+            ranks, ages = (self._children(part, places).reshape(-1) for part in level)
+            found = _least_of(ranks, ages, n)
+            places = (places.unsqueeze(1) * self._fan_out + offsets).reshape(-1).gather(0, found)
+        places = places.gather(0, self._ages.gather(0, places).argsort())
+        return places.gather(0, self._ranks.gather(0, places).argsort(stable=True))
+
+    def _children(self, below: Tensor, nodes: Tensor) -> Tensor:
+        return below.view(-1, self._fan_out).index_select(0, nodes)
+
+
+def _minima(ranks: Tensor, ages: Tensor) -> tuple[Tensor, Tensor]:
+    """Rank and age of the least place of each row."""
+    least = ranks.amin(1)
+    return least, torch.where(ranks == least.unsqueeze(1), ages, NEVER).amin(1)
+
+
+def _least_of(ranks: Tensor, ages: Tensor, n: int) -> Tensor:
+    """The positions of the ``n`` least places, in no order."""
+    bound = ranks.kthvalue(n).values
+    order = torch.where(ranks < bound, ages - NEVER, torch.where(ranks == bound, ages, NEVER))
+    return order.topk(n, largest=False, sorted=False).indices
 
 
 REDUCTIONS = ("max", "min", "mean", "median", "sum")
@@ -306,8 +219,8 @@ class TensorDictMaxValueWriter(Writer):
     place they take. Of rows of equal rank the one that came first leaves first. So the rows that are kept do not depend
     on how they were cut into batches. A rank that is NaN counts as the lowest.
 
-    On a CPU this is a heap. On a GPU it is a tree of minima: a write of k rows takes O(k log capacity), without a host
-    sync. There a row takes a float64 and an int64 beside its data, and the tree above them a 63rd of that.
+    A tree of minima finds the worst rows: a write of k rows takes O(k log capacity), without a host sync. A row takes a
+    float64 and an int64 beside its data, and the tree above them a 63rd of that.
 
     ``extend`` returns the place of every row, and -1 for rows that were not kept, which samplers with priorities
     ignore. ``add`` returns an int, or None; on a GPU an int64 tensor ``[1]``.
@@ -334,7 +247,7 @@ class TensorDictMaxValueWriter(Writer):
             raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
         self.rank_key = as_key(("next", "reward") if rank_key is None else rank_key)
         self.reduction = reduction
-        self._ranks: HeapRanks | DeviceRanks | None = None
+        self._ranks: Ranks | None = None
         # The ring whose rows these are the ranks of.
         self._of: Ring | None = None
         self._in_doubt = False
@@ -447,7 +360,7 @@ class TensorDictMaxValueWriter(Writer):
         ranks = self._ranks_of_all([data])
         if not self._storage.initialized:
             return 0
-        place = int(HeapRanks(RankState(*(part.cpu() for part in self._kept().state()))).admit(ranks))
+        place = int(Ranks(self._kept().state(), torch.device("cpu")).admit(ranks))
         return None if place < 0 else place
 
     def _ranks_of_all(self, rows: list[Any]) -> Tensor:
@@ -482,7 +395,7 @@ class TensorDictMaxValueWriter(Writer):
         reduce = {"sum": value.sum, "mean": value.mean, "max": value.amax, "min": value.amin}[self.reduction]
         return comparable(reduce(1))
 
-    def _kept(self) -> HeapRanks | DeviceRanks:
+    def _kept(self) -> Ranks:
         """The ranks of the rows that are stored."""
         storage, kept = self._storage, self._ranks
         ring = storage.counters
@@ -499,9 +412,8 @@ class TensorDictMaxValueWriter(Writer):
             state.counts[1] = storage.rows_written
         return self._adopt(state)
 
-    def _adopt(self, state: RankState) -> HeapRanks | DeviceRanks:
-        device = self._storage.device
-        found = HeapRanks(state) if device.type == "cpu" else DeviceRanks(state, device)
+    def _adopt(self, state: RankState) -> Ranks:
+        found = Ranks(state, self._storage.device)
         self._ranks, self._of = found, self._storage.counters
         return found
 

@@ -43,10 +43,7 @@ class MixedReplayBuffer:
       buffer by itself;
     * all else that the samplers of all the buffers say.
 
-    If two buffers store the same keys in the same way, one launch gathers the whole batch: rows in one memory each (on
-    a GPU, pinned or in files), as they were written, without transforms of the buffers' own, and without slices.
-    Otherwise, and for more than two buffers and in compiled code, each buffer makes its part, and the parts are put
-    together.
+    Each buffer makes its part, where its rows are: on a GPU, pinned or in files. The parts are put together.
 
     Shares that are no whole numbers of rows are rounded up or down at random, so that each buffer gives exactly its
     share on average: one of .001 has a row in one of 1000 batches of one row. The random stream is the mix's own, and
@@ -63,7 +60,7 @@ class MixedReplayBuffer:
         shares: a number for each buffer, in proportion to which it gives rows; default: equal ones. A tensor
             ``[len(buffers)]`` on the buffers' device may be changed in place at any time, also between replays of a
             captured step: each buffer then draws a whole batch, and the device decides which of these rows are
-            gathered. Only empty buffers give less than their share then.
+            taken. Only empty buffers give less than their share then.
         batch_size: number of transitions in a batch; :meth:`sample` may override it.
         collate_fn: applied to every batch, before the transforms.
         transform: a callable on a batch, or a module, applied to every batch.

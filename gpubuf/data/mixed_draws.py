@@ -1,4 +1,4 @@
-"""How a batch is drawn from several buffers: rows from each by shares, one gather for all where the rows allow it."""
+"""How a batch is drawn from several buffers: rows from each by shares."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from gpubuf.data.prefetch import Batch
 from gpubuf.data.recording import capturing, current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import RandomState, Sampler, demand, is_tensor
 from gpubuf.data.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
-from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
-from gpubuf.data.storage.layout import Data
-from gpubuf.data.storage.plan import RowPlan
-from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.kernels import philox, rows
+from gpubuf.data.samplers.uniform import SamplerWithoutReplacement
+from gpubuf.data.storage.layout import Data, RowLayout, device_of, layout_of
+from gpubuf.kernels import philox
 from gpubuf.kernels.rows import SIZE
 
 # Of float64, per row of a batch.
@@ -192,90 +190,6 @@ class Offsets:
         demand(usable, "the random state of the shares is not int64 [3] for the host and for the device")
 
 
-class JointRows:
-    """The rows of two storages: position p of the first, and ``first.max_size + p`` for position p of the second.
-
-    Args:
-        first, second: the storages.
-    """
-
-    def __init__(self, first: TensorStorage, second: TensorStorage) -> None:
-        self.first, self.second = first, second
-        self.table: Tensor | None = None
-        self._plan = RowPlan()
-        self._made_of: tuple[Any, ...] = ()
-
-    def usable(self) -> bool:
-        """Whether both lie so that one table can describe them; the table is then up to date.
-
-        Their rows have the same keys in the same order, the same bytes from row to row, and the same device works on
-        them. Neither is in two places.
-        """
-        now = self._places()
-        if len(now) != len(self._made_of) or not all(a is b for a, b in zip(now, self._made_of, strict=True)):
-            entries = self._entries()
-            if entries is None:
-                self.table = None
-            else:
-                refuse_in_capture("the first draw from two buffers finds their rows: sample once before")
-                table = torch.tensor(entries, dtype=torch.int64).reshape(-1, rows.ENTRY)
-                first, capacity = self.first, self.first.max_size + self.second.max_size
-                table = table.to(first.device, non_blocking=True)
-                self._plan.set(first.layout, table, first.counters, capacity)
-                self.table = self._plan.table
-            self._made_of = now
-        recording = current_recording()
-        if self.table is not None and recording is not None:
-            recording.before(self, self._follow)
-            recording.holds(self, "table")
-        return self.table is not None
-
-    def _follow(self) -> None:
-        """Before a replay: the storages may have moved."""
-        self.usable()
-
-    def _places(self) -> tuple[Any, ...]:
-        storages = self.first, self.second
-        return tuple(part for storage in storages for part in (storage._layout, storage._placement, storage._ring))
-
-    def _entries(self) -> list[list[int]] | None:
-        first, second = self.first, self.second
-        if not first.initialized or not second.initialized or first.device != second.device:
-            return None
-        if first.layout.leaves != second.layout.leaves or first.layout.root != second.layout.root:
-            return None
-        found: list[list[int]] = []
-        for leaf, *columns in zip(first.layout.leaves, first.columns, second.columns, strict=True):
-            if any(len(column.parts) > 1 for column in columns):
-                return None
-            one, other = (
-                column.entry(leaf.row_bytes, math.prod(storage.shape[1:]))
-                for column, storage in zip(columns, (first, second), strict=True)
-            )
-            stride = one[rows.ROW_STRIDE]
-            if stride != other[rows.ROW_STRIDE]:
-                return None
-            found.append(
-                rows.table_entry(
-                    one[rows.DEVICE_ROWS], leaf.row_bytes, first.max_size, other[rows.DEVICE_ROWS], stride=stride
-                )
-            )
-        return found
-
-    def gather(self, index: Tensor) -> list[Tensor]:
-        """Copies of rows: one tensor ``[n, ...]`` per key. One launch, no host sync.
-
-        Args:
-            index: int64 ``[n]``, contiguous, positions in both. A GPU counts those out of range as the first's faults.
-        """
-        return self._plan.gather(index)[0]
-
-
-def generations(storage: TensorStorage, positions: Tensor) -> Tensor:
-    """Write generations of rows, int64 ``[n]``. No host sync."""
-    return storage.counters.with_rewrites(positions, storage.counters.laps(positions))
-
-
 _compiling = torch.compiler.is_compiling
 
 WEIGHT = "priority_weight"
@@ -294,11 +208,6 @@ class Mixture:
     def __init__(self, buffers: Sequence[ReplayBuffer]) -> None:
         self._buffers = buffers
         self.offsets = Offsets()
-        self._joint: JointRows | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without addresses."""
-        return {**vars(self), "_joint": None}
 
     def draw(self, n: int, shares: Sequence[float] | Tensor, batches: int | None) -> Batch:
         """``n`` rows (``batches`` times so many), with all of their info.
@@ -309,15 +218,17 @@ class Mixture:
         """
         # Compiled code takes no lock.
         locks = [] if _compiling() else [buffer._lock for buffer in self._buffers]
-        drawn = under(locks, lambda: self._drawn(n, shares, batches))
-        if isinstance(drawn, Batch):
-            return drawn
+        drawn, merge = under(locks, lambda: self._drawn(n, shares, batches))
         # Without the locks, for this calls functions of users.
-        parts = {number: self._buffers[number]._batches.finish(batch) for number, batch in drawn.parts.items()}
-        data = _put_together([batch.data for batch in parts.values()], drawn.merge)
-        return self._batch(data, {number: batch.info for number, batch in parts.items()}, drawn.merge)
+        parts = {number: self._buffers[number]._batches.finish(batch) for number, batch in drawn.items()}
+        number, first = next(iter(parts.items()))
+        # What nobody has changed is as the storage has it.
+        layout = self._buffers[number]._batches.reader.layout if first is drawn[number] else None
+        data = merge.rows([batch.data for batch in parts.values()], first.info["index"].dim(), layout)
+        return self._batch(data, {number: batch.info for number, batch in parts.items()}, merge)
 
-    def _drawn(self, n: int, shares: Sequence[float] | Tensor, batches: int | None) -> Batch | _Parts:
+    def _drawn(self, n: int, shares: Sequence[float] | Tensor, batches: int | None) -> tuple[dict[int, Batch], _Merge]:
+        """What each buffer gives to a batch, by its number, and how one is made of that."""
         unit = self._unit(n)
         for buffer in self._buffers:
             buffer._sampler.ran_out = False
@@ -358,27 +269,11 @@ class Mixture:
         if len(devices) > 1:
             raise ValueError(f"the buffers are on different devices: {sorted(map(str, devices))}; move them by to()")
 
-    def _joined(self, stored: Sequence[int]) -> JointRows | None:
-        """The rows of two buffers as one table, if they allow it."""
-        # Compiled code would not know that a gather reads the rows of both.
-        if len(self._buffers) != 2 or not all(stored) or _compiling():
-            return None
-        first, second = self._buffers
-        if not all(_plain(buffer) for buffer in self._buffers):
-            return None
-        joint = self._joint
-        if joint is None or joint.first is not first.storage or joint.second is not second.storage:
-            joint = self._joint = JointRows(first.storage, second.storage)
-        recording = current_recording()
-        if recording is not None:
-            recording.holds(self, "_joint")
-        return joint if joint.usable() else None
-
     # Shares that the host knows
 
     def _by_count(
         self, n: int, unit: int, shares: Sequence[float], stored: Sequence[int], batches: int | None
-    ) -> Batch | _Parts:
+    ) -> tuple[dict[int, Batch], _Merge]:
         # No more than would be drawn from it: as long as that stays, so does the result.
         units = tuple([min(max(rows // unit, 1), n // unit) if rows else 0 for rows in stored])
         found = (cut if _compiling() else remembered_cut)(tuple(shares), n // unit, units)
@@ -392,20 +287,14 @@ class Mixture:
                 known = [torch.full((), share, dtype=torch.float64, device=device) for share in shares]
                 return self._by_device(n, unit, torch.stack(known), stored, batches)
         whole = found.rounded(self.offsets.on_host()) if found.ends else found.whole
-        parts = [(number, unit * count) for number, count in enumerate(whole) if count]
-        joint = self._joined(stored) if len(parts) == 2 else None
-        merge = _Merge(0 if batches is None else 1)
-        if joint is None:
-            return _Parts(
-                {number: self._buffers[number]._batches.part(count, batches) for number, count in parts}, merge
-            )
-        return self._from_both(joint, [self._choose(number, count, batches) for number, count in parts], merge)
+        counts = {number: unit * count for number, count in enumerate(whole) if count}
+        return self._parts(counts, batches), _Merge(0 if batches is None else 1)
 
     # Shares that the device knows
 
     def _by_device(
         self, n: int, unit: int, shares: Tensor, stored: Sequence[int], batches: int | None
-    ) -> Batch | _Parts:
+    ) -> tuple[dict[int, Batch], _Merge]:
         live = [number for number, rows in enumerate(stored) if rows]
         buffers = [self._buffers[number] for number in live]
         device = buffers[0].storage.device
@@ -418,31 +307,14 @@ class Mixture:
             shares = torch.stack([shares[number] for number in live])
         sizes = torch.stack([buffer.storage.ring[SIZE] for buffer in buffers])
         owner = owners(shares, n // unit, sizes, self.offsets.on(device)).unsqueeze(1).expand(-1, unit)
-        joint = self._joined(stored)
-        if joint is not None:
-            chosen = [self._choose(number, n, batches) for number in live]
-            return self._from_both(joint, chosen, _Merge(0, owner, chosen[0]["index"].shape))
-        drawn = {number: self._buffers[number]._batches.part(n, batches) for number in live}
-        return _Parts(drawn, _Merge(0, owner, drawn[live[0]].info["index"].shape))
+        drawn = self._parts(dict.fromkeys(live, n), batches)
+        shape = drawn[live[0]].info["index"].shape
+        # All batches of several are cut alike.
+        owner = owner.reshape(shape if shape.numel() == owner.numel() else shape[1:]).expand(shape)
+        return drawn, _Merge(mine=[owner == number for number in range(1, len(live))])
 
-    # Parts
-
-    def _choose(self, number: int, n: int, batches: int | None) -> dict[Any, Tensor]:
-        """``n`` rows of a buffer, not gathered: their info."""
-        buffer = self._buffers[number]
-        sampler = buffer._sampler
-        positions, info = sampler.choose(n) if batches is None else sampler.choose_batches(n, batches)
-        found = {"index": positions, **info}
-        if self._with_generations:
-            found["index_generation"] = generations(buffer.storage, positions)
-        return found if batches is None else {key: value.view(batches, n) for key, value in found.items()}
-
-    def _from_both(self, joint: JointRows, chosen: list[dict[Any, Tensor]], merge: _Merge) -> Batch:
-        """The rows that were chosen in two buffers, gathered at once."""
-        index = merge([chosen[0]["index"], chosen[1]["index"] + joint.first.max_size])
-        shape = tuple(index.shape)
-        tensors = [tensor.view(*shape, *tensor.shape[1:]) for tensor in joint.gather(index.reshape(-1))]
-        return self._batch(joint.first.plans.batch.assemble(tensors, None, shape), dict(enumerate(chosen)), merge)
+    def _parts(self, counts: dict[int, int], batches: int | None) -> dict[int, Batch]:
+        return {number: self._buffers[number]._batches.part(count, batches) for number, count in counts.items()}
 
     @property
     def _with_priorities(self) -> bool:
@@ -475,11 +347,6 @@ class Mixture:
         return Batch(data, merged, ran_out)
 
 
-def _plain(buffer: ReplayBuffer) -> bool:
-    """Whether a buffer's part of a batch is its rows as they are stored, chosen before they are gathered."""
-    return type(buffer.sampler).draw in (Sampler.draw, RandomSampler.draw) and buffer._batches.plain
-
-
 def _check_exchangeable(sampler: Sampler) -> None:
     """Raise unless any of the rows of a draw may be left out.
 
@@ -502,53 +369,39 @@ class _Merge:
 
     Args:
         dim: parts of a batch are put one after the other along it.
-        owner: int64, an entry per row: of whole batches row i is that of batch number ``owner[i]``. None: see ``dim``.
-        shape: of such batches; the last dimensions have as many entries as ``owner``.
+        mine: of whole batches, for each but the first: bool of their shape, which rows are taken from it. Empty: see
+            ``dim``.
     """
 
-    def __init__(self, dim: int = 0, owner: Tensor | None = None, shape: torch.Size | None = None) -> None:
-        self.dim, self.owner = dim, owner
-        if owner is not None and shape is not None:
-            own = shape if shape.numel() == owner.numel() else shape[1:]
-            self.owner = owner.reshape(own).expand(shape)
+    def __init__(self, dim: int = 0, mine: Sequence[Tensor] = ()) -> None:
+        self.dim, self.mine = dim, mine
 
-    def __call__(self, parts: list[Tensor]) -> Tensor:
-        if self.owner is None:
-            return torch.cat(parts, self.dim)
+    def __call__(self, parts: Sequence[Tensor]) -> Tensor:
+        if not self.mine:
+            return torch.cat(list(parts), self.dim)
         chosen = parts[0]
-        for number, part in enumerate(parts[1:], 1):
-            mine = (self.owner == number).view(*self.owner.shape, *[1] * (part.dim() - self.owner.dim()))
-            chosen = torch.where(mine, part, chosen)
+        for mine, part in zip(self.mine, parts[1:], strict=True):
+            chosen = torch.where(mine.view(*mine.shape, *[1] * (part.dim() - mine.dim())), part, chosen)
         return chosen
 
+    def rows(self, parts: Sequence[Data], dims: int, layout: RowLayout | None) -> Data:
+        """Batches of the same keys as one.
 
-class _Parts(NamedTuple):
-    """What each buffer gives to a batch, as it was drawn."""
+        Args:
+            parts: the batches.
+            dims: their batch dimensions.
+            layout: of their rows; None: it is to be found out.
 
-    parts: dict[int, Batch]
-    merge: _Merge
-
-
-def _put_together(parts: list[Data], merge: _Merge) -> Data:
-    """Batches of the same keys as one.
-
-    Raises:
-        ValueError: their keys, shapes or dtypes differ.
-    """
-    first, *others = parts
-    if not others:
-        return first
-    if isinstance(first, Tensor):
-        return merge(parts)
-    kinds = [_kinds(part) for part in parts]
-    if any(kind != kinds[0] for kind in kinds):
-        raise ValueError(f"buffers that are mixed store the same keys; here are {' and '.join(map(str, kinds))}")
-    if merge.owner is None:
-        return torch.cat(parts, merge.dim)
-    return first.apply(lambda *tensors: merge(list(tensors)), *others)
-
-
-def _kinds(data: Data) -> dict[Any, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape of a row and dtype of each key."""
-    dims = len(data.batch_size)
-    return {key: (tuple(value.shape[dims:]), value.dtype) for key, value in data.items(True, True)}
+        Raises:
+            ValueError: their keys, shapes or dtypes differ.
+        """
+        first, *others = parts
+        if not others:
+            return first
+        layout = layout_of(first, dims) if layout is None else layout
+        try:
+            columns = [layout.collect(part, dims) for part in parts]
+        except ValueError as error:
+            raise ValueError(f"buffers that are mixed store the same keys: {error}") from None
+        tensors = list(map(self, zip(*columns, strict=True)))
+        return layout.assemble(tensors, tuple(tensors[0].shape[:dims]), device_of(first))

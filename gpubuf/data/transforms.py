@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor, nn
+from torch import nn
 
 from gpubuf.data.arguments import describe_type
 from gpubuf.data.recording import refuse_in_capture
-from gpubuf.data.storage.layout import Data, Key, as_key
-from gpubuf.data.storage.plan import REWARD_KEYS, STEPS_KEY, Recipe
+from gpubuf.data.storage.layout import Data, Key, as_key, device_of
+from gpubuf.data.storage.placement import AUTO
+from gpubuf.data.storage.plan import STEPS_KEY, Recipe
 from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY
+from gpubuf.data.storage.storage import TensorStorage
 
 
 class _Step(nn.Module):
@@ -198,11 +200,6 @@ class MultiStepTransform(nn.Module):
         refuse_in_capture("MultiStepTransform(write_time=True) keeps rows on the host's account: n_steps= does not")
         recipe = self._recipe
         dim, waiting = data.batch_dims - 1, self._waiting
-        if waiting is not None and NEXT_KEY not in waiting.keys():
-            # Of an older checkpoint, which joined the names of a key by dots.
-            joined, waiting = waiting, TensorDict({}, waiting.batch_size)
-            for key in data.keys(True, True):
-                waiting.set(key, joined.get((".".join(as_key(key)),)))
         total: Any = data if waiting is None else torch.cat([waiting.to(data.device), data], dim)
         length, ahead = total.batch_size[dim], recipe.n_steps - 1
         made = max(length - ahead, 0)
@@ -221,10 +218,6 @@ class MultiStepTransform(nn.Module):
             ValueError: it is something else.
         """
         waiting = state.get("waiting") if isinstance(state, dict) else None
-        if isinstance(state, dict) and state.keys() == {"rows", "shape"}:
-            # Of an older checkpoint: the next rows tell the keys.
-            with contextlib.suppress(RuntimeError, TypeError, ValueError):
-                waiting = TensorDict(state["rows"], state["shape"])
         if state != {} and not (isinstance(waiting, TensorDict) and waiting.batch_dims):
             raise ValueError(f"the state of a MultiStepTransform has no rows that wait: {describe_type(state)}")
         self._waiting = None if waiting is None else waiting.clone()
@@ -288,44 +281,13 @@ def _under_next(key: Any) -> Key:
 
 def _multi_step(total: TensorDictBase, made: int, recipe: Recipe) -> TensorDictBase:
     """The first ``made`` rows of ``total``, whose last dimension is time, as transitions of several steps."""
-    out = total[..., :made]
-    if made == 0:
-        return out
+    if made == 0 or recipe.n_steps == 1:
+        out = total[..., :made]
+        return out.set(STEPS_KEY, torch.ones(*out.batch_size, 1, dtype=torch.int64, device=device_of(out)))
     time = total.batch_dims - 1
-    ends, rewards = _ends(total, recipe), REWARD_KEYS if recipe.reward_keys is None else recipe.reward_keys
-    goes_on = torch.ones_like(ends.narrow(time, 0, made))
-    steps = torch.zeros_like(goes_on, dtype=torch.int64)
-    sums = {key: torch.zeros_like(out.get(key), dtype=torch.float64) for key in rewards}
-    for ahead in range(recipe.n_steps):
-        if ahead:
-            goes_on = goes_on & ~ends.narrow(time, ahead - 1, made)
-        steps += goes_on
-        for key, summed in sums.items():
-            reward = total.get(key).narrow(time, ahead, made)
-            # Not a product: what lies beyond the end of a trajectory may be NaN.
-            summed += torch.where(_beside(goes_on, reward), reward.double() * recipe.gamma**ahead, 0.0)
-    last = torch.arange(made, device=steps.device) + steps - 1
-    for key in list(out.keys(True, True)):
-        flat = as_key(key)
-        if flat in sums:
-            out.set(key, sums[flat].to(out.get(key).dtype))
-        elif flat[0] == NEXT_KEY:
-            rows = total.get(key)
-            out.set(key, rows.gather(time, _beside(last, rows).expand_as(out.get(key))))
-    return out.set(STEPS_KEY, steps.unsqueeze(-1))
-
-
-def _beside(values: Tensor, rows: Tensor) -> Tensor:
-    """A value for each row, with dimensions of size 1 for those of the rows."""
-    return values.view(*values.shape, *[1] * (rows.dim() - values.dim()))
-
-
-def _ends(total: TensorDictBase, recipe: Recipe) -> Tensor:
-    """Which rows end a trajectory, in the shape of the batch."""
-    keys = recipe.end_keys
-    if keys is None:
-        keys = tuple(key for name in END_NAMES if (key := (NEXT_KEY, name)) in total.keys(True))
-        if not keys:
-            raise KeyError(f"none of {list(END_NAMES)} is under {NEXT_KEY!r}: give done_key")
-    flags = [total.get(key).reshape(*total.batch_size, -1).ne(0).any(-1) for key in keys]
-    return torch.stack(flags).any(0)
+    storage = TensorStorage(total.transpose(0, time), device=AUTO, ndim=total.batch_dims)
+    shape = (made, *storage.shape[1:])
+    reader = storage.reader(recipe)
+    tensors, _ = reader.gather(torch.arange(math.prod(shape), device=storage.device))
+    out = reader.assemble([tensor.view(*shape, *tensor.shape[1:]) for tensor in tensors], None, shape)
+    return out.transpose(0, time)  # type: ignore[no-any-return]

@@ -287,10 +287,9 @@ def stored_keys(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tup
         if position in prefixes:
             whole = layout.leaves[prefixes[position]]
             raise ValueError(f"key {leaf.name} is stored as the first elements of {whole.name}: write that one")
-        check_unshared(storage.schema, position)
-        if storage.sharing is not None and storage.schema.columns[position] in storage.sharing.leaves:
+        if storage.schema.columns[position] in storage.schema.shared:
             raise ValueError(
-                f"key {leaf.name} is stored once with the next observations (share_next): write whole rows, buffer[i] ="
+                f"key {leaf.name} is stored once for two rows (share_next): write whole rows, by buffer[index] = ..."
             )
         rows = tensor.shape[: tensor.dim() - len(leaf.shape)]
         if tensor.dtype is not leaf.dtype or (*rows, *leaf.shape) != tensor.shape or rows.numel() != n:
@@ -316,19 +315,3 @@ def _check_of_drawn_row(schema: Schema, recipe: Recipe, keys: Sequence[int]) -> 
         leaf = schema.written.leaves[key]
         if leaf.key[0] == NEXT_KEY or key in rewards:
             raise ValueError(f"{leaf.name} is aggregated over n_steps={recipe.n_steps} and cannot be written back")
-
-
-def check_unshared(schema: Schema, position: int) -> None:
-    """Raise for a key that shares its memory with the next observation of another row.
-
-    Raises:
-        ValueError: so it does.
-    """
-    if schema.sources is None:
-        return
-    owner = schema.sources[position].owner
-    if any(source.follows and source.owner == owner for source in schema.sources):
-        raise ValueError(
-            f"key {schema.written.leaves[position].name} is stored once for two rows (share_next): write whole rows, "
-            "by buffer[index] = ..."
-        )

@@ -34,7 +34,7 @@ class TensorStorage(core.TensorStorage):
     # Writing
 
     def __setitem__(self, index: Any, data: Data) -> None:
-        if self._layout is None:
+        if not self.initialized:
             self.set(index, data)
         else:
             super().__setitem__(index, data)
@@ -57,7 +57,7 @@ class TensorStorage(core.TensorStorage):
             NotImplementedError: rows are added to a storage of several dimensions. An index on a GPU synchronises.
         """
         size = len(self)
-        if not set_cursor and self._layout is None:
+        if not set_cursor and not self.initialized:
             raise RuntimeError(NOT_INITIALIZED)
         if not set_cursor or (size == self.max_size and cursor is not Ellipsis):
             self[cursor] = data
@@ -142,7 +142,7 @@ class TensorStorage(core.TensorStorage):
         Raises:
             NotImplementedError: the rows are not in memory as they were written, or in two places.
         """
-        if self._layout is None:
+        if not self.initialized:
             return None
         if self.computed or any(len(column.parts) > 1 for column in self._columns):
             raise NotImplementedError(
@@ -256,7 +256,7 @@ class TensorStorage(core.TensorStorage):
     @property
     def is_plain(self) -> bool:
         """Whether the rows are in memory as they were written, in one place, as tensors of a TensorDict or one."""
-        if self._layout is None:
+        if not self.initialized:
             return True
         layout = self.written_layout
         one_place = all(len(column.parts) == 1 for column in self.columns)
@@ -281,16 +281,16 @@ class LazyMemmapStorage(LazyTensorStorage, memmap.LazyMemmapStorage):
     @property
     def _storage(self) -> Data:
         """All rows, as programs for TorchRL read them: tensors that know their files, by ``filename``."""
-        if self._layout is None or self.scratch_dir is None:
+        if not self.initialized or self.scratch_dir is None:
             return super()._storage
         folder = self.scratch_dir
-        for leaf in self._layout.leaves:
+        for leaf in self.layout.leaves:
             files.refuse_links(files.tensor_file(folder, leaf.key), folder)
         tensors = [
             MemoryMappedTensor.from_filename(
                 filename=files.tensor_file(folder, leaf.key), dtype=leaf.dtype, shape=(*self._shape, *leaf.shape)
             )
-            for leaf in self._layout.leaves
+            for leaf in self.layout.leaves
         ]
         return self.written_layout.assemble(tensors, tuple(self._shape), self.rows_device)
 

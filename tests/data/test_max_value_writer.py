@@ -1,10 +1,9 @@
-"""The writer that keeps the best rows: as a heap that sees one row after the other, on the host and on a GPU."""
+"""The writer that keeps the best rows: as a heap that sees one row after the other."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import heapq
 from collections.abc import Iterator
 from typing import Any
@@ -27,8 +26,7 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     max_value,
 )
-from gpubuf.data import max_value as ranks_module
-from gpubuf.data.max_value import DeviceRanks, HeapRanks, RankState, RankTree, comparable
+from gpubuf.data.max_value import Ranks, RankState, comparable
 
 CPU = torch.device("cpu")
 NO_ROWS = torch.empty(0, dtype=torch.float64)
@@ -59,11 +57,65 @@ class Model:
         return sorted(number for _, number in self.heap)
 
 
+class Heap:
+    """The ranks of the rows that are kept, with their places, in a heap.
+
+    Args:
+        state: of the rows that are there.
+    """
+
+    def __init__(self, state: RankState) -> None:
+        ranks, ages = state.ranks.tolist(), state.ages.tolist()
+        self.capacity = len(ranks)
+        self.heap = [(ranks[place], age) for place, age in enumerate(ages) if age >= 0]
+        self.places = {age: place for place, age in enumerate(ages) if age >= 0}
+        self.free = [place for place in reversed(range(self.capacity)) if ages[place] < 0]
+        self.next_age, self.entered = state.counts.tolist()
+        heapq.heapify(self.heap)
+
+    def admit(self, ranks: Tensor) -> Tensor:
+        heap, places, first = self.heap, self.places, self.next_age
+        freed: list[int] = []
+        kept = set[int]()
+        for age, rank in enumerate(ranks.tolist(), first):
+            if self.free:
+                freed.append(self.free.pop())
+                heapq.heappush(heap, (rank, age))
+            elif rank > heap[0][0]:
+                _, left = heapq.heapreplace(heap, (rank, age))
+                if left >= first:
+                    kept.remove(left)
+                else:
+                    freed.append(places.pop(left))
+            else:
+                continue
+            kept.add(age)
+        self.next_age += ranks.numel()
+        self.entered += len(kept)
+        index = torch.full((ranks.numel(),), -1, dtype=torch.int64)
+        for age, place in zip(sorted(kept), freed, strict=True):
+            places[age] = place
+            index[age - first] = place
+        return index
+
+    def still_there(self, index: Tensor, first_age: int | Tensor) -> Tensor:
+        there = [self.places.get(int(first_age) + i) == place for i, place in enumerate(index.tolist())]
+        return torch.where(torch.tensor(there), index, -1)
+
+    def state(self) -> RankState:
+        empty = RankState.of(NO_ROWS, self.capacity)
+        for rank, age in self.heap:
+            place = self.places[age]
+            empty.ranks[place], empty.ages[place] = rank, age
+        return empty._replace(counts=torch.tensor([self.next_age, self.entered]))
+
+
 @contextlib.contextmanager
 def trees_of(fan_out: int, direct: int) -> Iterator[None]:
     """Trees of ranks have so many children a node, and search so many nodes at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks_module, "RankTree", functools.partial(RankTree, fan_out=fan_out, direct=direct))
+        patch.setattr(max_value, "FAN_OUT", fan_out)
+        patch.setattr(max_value, "DIRECT", direct)
         yield
 
 
@@ -78,8 +130,8 @@ def test_both_keep_what_a_heap_keeps(stream, tree):
 def follow_a_heap(capacity: int, batches: list[list[int]]) -> None:
     model = Model(capacity)
     both = [
-        HeapRanks(RankState.of(NO_ROWS, capacity)),
-        DeviceRanks(RankState.of(NO_ROWS, capacity), CPU),
+        Heap(RankState.of(NO_ROWS, capacity)),
+        Ranks(RankState.of(NO_ROWS, capacity), CPU),
     ]
     lying: dict[int, int] = {}
     for batch in batches:
@@ -95,14 +147,14 @@ def follow_a_heap(capacity: int, batches: list[list[int]]) -> None:
         states = [kept.state() for kept in both]
         assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
         # Each goes on from the other's state.
-        both = [HeapRanks(states[1]), DeviceRanks(states[0], CPU)]
+        both = [Heap(states[1]), Ranks(states[0], CPU)]
 
 
 @pytest.mark.parametrize("capacity", [3000, 70_000])
 def test_large_rings(capacity):
     """Ties, lowest and infinite ranks among many; small batches, and some as large as the ring or nearly so."""
     generator = torch.Generator().manual_seed(capacity)
-    heap, tree = HeapRanks(RankState.of(NO_ROWS, capacity)), DeviceRanks(RankState.of(NO_ROWS, capacity), CPU)
+    heap, tree = Heap(RankState.of(NO_ROWS, capacity)), Ranks(RankState.of(NO_ROWS, capacity), CPU)
     for turn, n in enumerate((1000, capacity, 1, 7, 300, 64, capacity // 2, 1, 2500)):
         batch = torch.randint(0, 500 + 100 * turn, (n,), generator=generator).double()
         batch[torch.rand(n, generator=generator) < 0.01] = torch.nan
@@ -125,7 +177,7 @@ def test_a_write_looks_at_few_rows():
             return found
 
     capacity = 500_000
-    tree = DeviceRanks(RankState.of(torch.arange(float(capacity)), capacity), CPU)
+    tree = Ranks(RankState.of(torch.arange(float(capacity)), capacity), CPU)
     for n in (1, 64, 256):
         made.clear()
         with Sizes():
@@ -134,15 +186,11 @@ def test_a_write_looks_at_few_rows():
         assert 0 < max(made) <= max(64 * n, 4096)
 
 
-@pytest.fixture(params=["heap", "tree"])
-def kind(request, monkeypatch):
-    """Ranks as on a CPU, and as on a GPU, in trees of several levels."""
-    if request.param == "heap":
-        yield "heap"
-        return
-    monkeypatch.setattr(max_value, "HeapRanks", lambda state: DeviceRanks(state, CPU))
-    with trees_of(2, 2):
-        yield "tree"
+@pytest.fixture(params=[(64, 4096), (2, 2)])
+def kind(request):
+    """Trees of one level and of several."""
+    with trees_of(*request.param):
+        yield
 
 
 def rows(ranks: Any, start: int = 0) -> TensorDict:

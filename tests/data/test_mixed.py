@@ -114,15 +114,15 @@ def test_shares_of_empty_buffers_on_a_device():
 # Batches
 
 
-def test_one_gather(monkeypatch):
-    """Two prioritized buffers: two draws, and one launch for the rows."""
+def test_a_gather_for_each_buffer(monkeypatch):
+    """Two prioritized buffers: two draws, and two launches for the rows."""
     mixed = MixedReplayBuffer([part(14, 0, kind="prioritized"), part(12, 100, kind="prioritized")])
     with triton_on_cpu():
         mixed.sample(8)
         launched = []
         monkeypatch.setattr(rows_launch, "launch", lambda kernel, *args, **options: launched.append(kernel))
         mixed.sample(8)
-        assert len(launched) == 1
+        assert len(launched) == 2
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -136,7 +136,7 @@ def test_plain_tensors(on_device):
 
 
 def test_places_and_moves(monkeypatch):
-    """The table of both buffers follows the rows of each."""
+    """Each buffer is read where its rows are now."""
     Machine(device=10_000).install(monkeypatch, work_on_cpu=True)
     mixed = MixedReplayBuffer(
         [part(190, 0, capacity=200, device="pinned"), part(190, 1000, capacity=200, device="split")]

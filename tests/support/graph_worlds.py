@@ -128,7 +128,7 @@ class World:
         for i, rows in enumerate(storage.row_tensors):
             yield f"rows {i}", rows[: len(self.buffer) // self.envs].clone()
         if storage.end_bits is not None:
-            yield "end bits", storage.end_bits.words.clone()
+            yield "end bits", storage.end_bits.ends.clone()
         yield "random", sampler.random_state(self.device).state.clone()
         if isinstance(sampler, PrioritizedSampler):
             for name in ("leaves", "nodes", "scalars"):

@@ -16,7 +16,6 @@ from gpubuf.data.recording import DERIVED, current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.trajectory_index import (
-    Signal,
     Trajectories,
     TrajectoryIndex,
     fixed_signal,
@@ -25,7 +24,7 @@ from gpubuf.data.samplers.trajectory_index import (
     stored_signal,
 )
 from gpubuf.data.samplers.uniform import EpochSampler
-from gpubuf.data.storage.end_bits import bitmap_bytes
+from gpubuf.data.storage.end_bits import Signal, bitmap_bytes
 from gpubuf.data.storage.layout import MASK_KEY, Key, RowLayout, as_key, as_written
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.plan import Recipe
@@ -333,9 +332,9 @@ class SliceSampler(Sampler):
     def traj_key(self) -> Any:
         """The key of the trajectories' identifiers: as given, or, from the first use on, the one that was found."""
         index = self._index
-        if self._traj_key is not None or index is None or not (index.signal.by_id and index.signal.positions):
+        if self._traj_key is not None or index is None or not (index.signal.by_id and index.signal.columns):
             return self._traj_key
-        return as_written(index.storage.layout.leaves[index.signal.positions[0]].key)
+        return as_written(index.storage.layout.leaves[index.signal.columns[0]].key)
 
     @property
     def _end_keys(self) -> Sequence[Any] | None:
@@ -344,7 +343,7 @@ class SliceSampler(Sampler):
     def _check_order(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
         """Refuse environments that take turns in a 1-D storage, as far as the stored rows tell."""
         self._check_order_at = 2 * len(storage) if len(storage) <= 4096 else None
-        if storage.ndim > 1 or index.signal.by_id or index.signal.tensor is not None:
+        if storage.ndim > 1 or index.signal.by_id or index.signal.fixed is not None:
             self._check_order_at = None
             return
         apart = interleaved_environments(storage, self._end_keys)
@@ -372,12 +371,7 @@ class SliceSampler(Sampler):
 
     def depends_on(self, keys: Sequence[int]) -> bool:
         """Whether one of them tells where trajectories end."""
-        index = self._index
-        if index is None:
-            return False
-        breaks = index.storage.breaks
-        told = {*index.signal.positions, *(() if breaks is None else breaks.columns)}
-        return not told.isdisjoint(keys)
+        return self._index is not None and self._index.depends_on(keys)
 
     def rows_changed(self) -> None:
         """Index all rows anew, O(capacity)."""
@@ -416,11 +410,7 @@ class SliceSampler(Sampler):
         return IndexBytes(index=index + signal) + super().index_bytes(shape, device_type)
 
     def memory(self) -> IndexBytes:
-        index = self._index
-        n_bytes = 0 if index is None else index.nbytes
-        if index is not None and index.signal.tensor is not None:
-            n_bytes += index.signal.tensor.nbytes
-        return IndexBytes(index=n_bytes) + super().memory()
+        return IndexBytes(index=0 if self._index is None else self._index.nbytes) + super().memory()
 
     def move(self) -> None:
         """Read the signals where they are now; on another device the index, which is derived, is made anew."""
@@ -429,11 +419,9 @@ class SliceSampler(Sampler):
         if index is None:
             return
         if index.ends.device == storage.device:
-            if index.signal.tensor is None:
-                # In place: a captured graph reads the addresses from here.
-                index.signal.table.copy_(index.signal.moved(storage).table)
+            index.readdress(storage.table)
         else:
-            self._index = TrajectoryIndex(storage, index.signal.moved(storage), index.rule)
+            self._index = TrajectoryIndex(storage, index.signal.to(storage.device), index.rule)
 
     # Sampling
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import warnings
@@ -15,14 +14,13 @@ from torch import Tensor
 
 from gpubuf.data.recording import DERIVED, current_recording
 from gpubuf.data.samplers.base import RandomState
-from gpubuf.data.storage.layout import Key, RowLayout, address, as_key, inside
-from gpubuf.data.storage.placement import device_name
+from gpubuf.data.storage.end_bits import EndBits, Signal
+from gpubuf.data.storage.layout import Key, RowLayout, as_key, inside
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, Schema, check_tells_ends
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.kernels import config, trajectories
+from gpubuf.kernels import trajectories
 from gpubuf.kernels._registry import without_dispatch
-from gpubuf.kernels.rows import table_entry
 from gpubuf.kernels.trajectories import Rule
 
 #: Keys of identifiers of trajectories, tried in this order if no key is given.
@@ -31,40 +29,6 @@ END_KEY: Key = ("next", "done")
 
 # How much of a storage is compared to find out whether its rows are in order.
 _ROWS, _BYTES = 512, 1 << 20
-
-
-@dataclass(frozen=True)
-class Signal:
-    """Tells where the trajectories of a storage end.
-
-    Attributes:
-        table: int64 ``[K, 5]``, entries of a table of :mod:`gpubuf.kernels.rows`, on the storage's device.
-        by_id: the rows are identifiers, whose change ends a trajectory, instead of flags.
-        assumed: the flags were chosen by default, not by the user.
-        tensor: the tensor that the table points to, if that is not the storage.
-        positions: which keys of the storage the table points to, otherwise.
-    """
-
-    table: Tensor
-    by_id: bool
-    assumed: bool = False
-    tensor: Tensor | None = None
-    positions: tuple[int, ...] = ()
-
-    def moved(self, storage: TensorStorage) -> Signal:
-        """The same signal, after the storage has moved."""
-        if self.tensor is not None:
-            return fixed_signal(storage, self.tensor, self.by_id)
-        return dataclasses.replace(self, table=_addresses(storage, self.positions))
-
-
-def _addresses(storage: TensorStorage, positions: Sequence[int]) -> Tensor:
-    return _with_breaks(storage, torch.stack([storage.table[position] for position in positions]))
-
-
-def _with_breaks(storage: TensorStorage, table: Tensor) -> Tensor:
-    """Entries, and those of the flags that the storage sets where rows are not continued."""
-    return table if storage.breaks is None else torch.cat([table, storage.breaks.entries])
 
 
 def signal_keys(
@@ -120,7 +84,7 @@ def stored_signal(storage: TensorStorage, end_keys: Sequence[Any] | None = None,
     positions, by_id = signal_keys(storage.layout, storage.ndim, end_keys, traj_key)
     check_tells_ends(storage.schema, positions, by_id)
     assumed = end_keys is None and traj_key is None and not by_id
-    return Signal(_addresses(storage, positions), by_id, assumed, positions=positions)
+    return Signal(positions, by_id, assumed)
 
 
 def fixed_signal(storage: TensorStorage, values: Tensor, by_id: bool) -> Signal:
@@ -137,8 +101,7 @@ def fixed_signal(storage: TensorStorage, values: Tensor, by_id: bool) -> Signal:
         )
     full = torch.zeros(storage.max_size, dtype=values.dtype, device=storage.device)
     full[:n].copy_(values.reshape(-1))
-    table = torch.tensor([table_entry(address(full), full.element_size())]).to(storage.device, non_blocking=True)
-    return Signal(_with_breaks(storage, table), by_id, tensor=full)
+    return Signal((), by_id, fixed=full)
 
 
 def interleaved_environments(storage: TensorStorage, end_keys: Sequence[Any] | None = None) -> int | None:
@@ -255,10 +218,8 @@ def _take_turns(now: Tensor, coming: Tensor, ended: Tensor, apart: int) -> bool:
     return beside > 2 * later or (bool(runs) and not beside < 0.9 * later)
 
 
-_update = without_dispatch(trajectories.update)
 _draw = without_dispatch(trajectories.draw, given=("rank",))
 _slices = without_dispatch(trajectories.slices, given=("start",))
-_bounds = without_dispatch(trajectories.bounds, given=("row",))
 _update_eligible = without_dispatch(trajectories.update_eligible)
 
 
@@ -292,7 +253,7 @@ class Trajectories:
         return f"{type(self).__name__}({len(self)} trajectories, {int(self.length.sum())} rows{some})"
 
 
-class TrajectoryIndex:
+class TrajectoryIndex(EndBits):
     """The ends of the trajectories of a storage. :meth:`write` keeps them up to date in O(n log capacity).
 
     A trajectory never goes over an end, over the storage's cursor, or from one environment to another; the newest row
@@ -305,35 +266,20 @@ class TrajectoryIndex:
         rule: which slices may be drawn; may be changed by :meth:`use`.
 
     Attributes:
-        steps: steps of the ring, the first dimension of the storage.
-        envs: environments, the product of its other dimensions.
-        ends: bitmap of the ends and the levels above it; see :mod:`gpubuf.kernels.trajectories`.
-        sums: weights of the words of the bitmap, and their sums.
         rule: which slices may be drawn now.
     """
 
     def __init__(self, storage: TensorStorage, signal: Signal, rule: Rule | None = None) -> None:
+        super().__init__(signal, storage.counters, storage.shape, storage.table, storage.breaks)
         self.storage = storage
-        self.signal = signal
-        self.steps, self.envs = storage.shape[0], math.prod(storage.shape[1:])
-        self.rule = Rule(1) if rule is None else rule
-        device = storage.device
-        self.fan_out = config.index_fan_out(self.steps, self.envs, device.type, device_name(device))
-        self.ends, self.sums = trajectories.new_index(self.steps, self.envs, self.fan_out, device)
-        # The last arguments of the operations, put together once.
-        self._shape_and_rule = (self.steps, self.envs, self.fan_out, *self.rule)
+        self._assume(self.rule if rule is None else rule)
         if len(storage):
             self.rebuild()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy reads the signals where the copied rows are."""
         vars(self).update(state)
-        self.signal = self.signal.moved(self.storage)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the index."""
-        return self.ends.nbytes + self.sums.nbytes
+        self.readdress(self.storage.table)
 
     @property
     def total(self) -> Tensor:
@@ -345,21 +291,7 @@ class TrajectoryIndex:
     def write(self, n: int) -> None:
         """Index the newest ``n`` steps, after they have been written."""
         self._note_rule()
-        signal = self.signal
-        _update(
-            self.ends,
-            self.sums,
-            self.storage.ring,
-            signal.table,
-            signal.by_id,
-            # The step before the write is followed now.
-            n + (self.storage.breaks is not None),
-            *self._shape_and_rule,
-        )
-
-    def rebuild(self) -> None:
-        """Index all rows anew, after they were changed by others. O(capacity)."""
-        self.write(self.steps)
+        self._update(n)
 
     def use(self, rule: Rule) -> None:
         """Change the rule; free if it stays the same, else O(capacity / 64)."""
@@ -383,11 +315,6 @@ class TrajectoryIndex:
     def _assume(self, rule: Rule) -> None:
         self.rule = rule
         self._shape_and_rule = (self.steps, self.envs, self.fan_out, *rule)
-
-    def clear(self) -> None:
-        """Forget every trajectory."""
-        self.ends.zero_()
-        self.sums.zero_()
 
     # Slices
 
@@ -432,18 +359,6 @@ class TrajectoryIndex:
         return changed
 
     # Inspection
-
-    def bounds(self, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """First row, last row and length of the trajectories that rows belong to.
-
-        Args:
-            row: int64 ``[n]``, flat, on the storage's device.
-
-        Raises:
-            IndexError: a row is not stored (CPU; on a GPU its rows are ``NO_ROW``, and its length 0).
-        """
-        first, last, length = _bounds(self.ends, self.storage.ring, row, self.steps, self.envs)
-        return first, last, length
 
     def trajectories(self) -> Trajectories:
         """All trajectories. O(capacity / 64 + trajectories); synchronises."""
@@ -509,15 +424,11 @@ class TrajectoryBounds:
         """First row, last row and length of the trajectories of rows. A GPU gives rows that are not stored length 0."""
         if storage.end_bits is None:
             storage.followed_by(self)
-        ends = storage.end_bits
-        assert ends is not None
+        assert storage.end_bits is not None
         recording = current_recording()
         if recording is not None:
-            recording.holds(ends, "words")
-        found: tuple[Tensor, Tensor, Tensor] = _bounds(
-            ends.words, storage.ring, row, storage.shape[0], math.prod(storage.shape[1:])
-        )
-        return found
+            recording.holds(storage, "end_bits")
+        return storage.end_bits.bounds(row)
 
 
 # The first rows tell. They are looked at whenever their number has doubled, up to so many.

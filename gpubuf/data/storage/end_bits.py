@@ -1,9 +1,11 @@
-"""Bitmap of trajectory ends, one bit per row, and the ends that no flag tells."""
+"""Where trajectories end: a bitmap, one bit per row, what tells these ends, and the ends that nothing stored tells."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +13,11 @@ from torch import Tensor
 
 from gpubuf.data.storage.layout import Leaf, address, as_written
 from gpubuf.data.storage.placement import device_name
-from gpubuf.data.storage.plan import Recipe
+from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import NEXT_KEY, Schema, Source, continued_keys
 from gpubuf.kernels import config, rows, trajectories
 from gpubuf.kernels._registry import lazy, past_dispatcher, without_dispatch
-from gpubuf.kernels.rows import ENTRY, SIZE, table_entry
+from gpubuf.kernels.rows import SIZE, table_entry
 from gpubuf.kernels.trajectories import Rule
 
 FLAGS, CONTINUITY = "flags", "flags+continuity"
@@ -27,8 +29,7 @@ _update = without_dispatch(trajectories.update)
 # Skips the sums, the bulk of an update.
 _update_ends = lazy("gpubuf.kernels.trajectories._cpu:update_ends")
 _prepared_ends = lazy("gpubuf.kernels.trajectories._cpu:prepared_ends")
-# Every trajectory counts. Nothing is drawn by this rule: the bits alone are read.
-_RULE = Rule(1)
+_bounds = without_dispatch(trajectories.bounds, given=("row",))
 
 
 def check_ends(ends: str) -> None:
@@ -37,12 +38,12 @@ def check_ends(ends: str) -> None:
         raise ValueError(f"ends must be {FLAGS!r} or {CONTINUITY!r}, got {ends!r}")
 
 
-def compared_keys(leaves: Sequence[Leaf], sources: Sequence[Source] | None) -> list[tuple[int, int]]:
+def compared_keys(leaves: Sequence[Leaf], sources: Sequence[Source]) -> list[tuple[int, int]]:
     """The keys whose rows are compared: a next observation and the observation it should be, by their positions.
 
     Args:
         leaves: the keys that are written.
-        sources: what each of them is read from; None: from a column of its own.
+        sources: what each of them is read from.
 
     Raises:
         ValueError: there are none, or the two are not stored alike.
@@ -51,17 +52,16 @@ def compared_keys(leaves: Sequence[Leaf], sources: Sequence[Source] | None) -> l
     found = list[tuple[int, int]]()
     for key in continued_keys(leaves):
         root, coming = positions[key], positions[NEXT_KEY, *key]
-        if sources is not None:
-            one, other = sources[root], sources[coming]
-            if one.whole is not None or other.whole is not None:
-                # The longer key is compared.
-                continue
-            stored = [(source.stored, source.scale, source.offset) for source in (one, other)]
-            if stored[0] != stored[1]:
-                raise ValueError(
-                    f"ends={CONTINUITY!r} compares the bytes of {as_written(key)!r} with those under 'next', but they "
-                    f"are stored with (dtype, scale, offset) = {stored[0]} and {stored[1]}: store them alike"
-                )
+        one, other = sources[root], sources[coming]
+        if one.whole is not None or other.whole is not None:
+            # The longer key is compared.
+            continue
+        stored = [(source.stored, source.scale, source.offset) for source in (one, other)]
+        if stored[0] != stored[1]:
+            raise ValueError(
+                f"ends={CONTINUITY!r} compares the bytes of {as_written(key)!r} with those under 'next', but they "
+                f"are stored with (dtype, scale, offset) = {stored[0]} and {stored[1]}: store them alike"
+            )
         found.append((coming, root))
     if not found:
         raise ValueError(
@@ -77,49 +77,41 @@ class Breaks:
     Rows are told apart by the bytes that are stored. Samplers and :class:`EndBits` read :attr:`entries` as they read
     stored flags; what moves has its addresses changed in place, since a captured graph reads them.
 
+    Args:
+        schema: of the storage.
+        shape: of the storage.
+        table: its addresses, on the device that does the work.
+        links: of observations that are stored once; None: none are.
+
     Attributes:
-        rows: uint8 ``[capacity]``, the flags; None while the storage is not allocated, or if all observations are
-            stored once.
+        rows: uint8 ``[capacity]``, the flags; None if all observations are stored once.
         entries: int64 ``[K, 5]``, entries of a table of :mod:`gpubuf.kernels.rows`: flags that end trajectories. The
             links of observations stored once are such flags.
-        positions: the keys that are compared, by their positions among those that are written.
-        columns: and among those that are stored.
+        columns: the keys that are compared, by their positions among those that are stored.
+
+    Raises:
+        ValueError: as :func:`compared_keys`.
     """
 
-    def __init__(self) -> None:
-        self.rows: Tensor | None = None
-        self.entries = torch.empty((0, ENTRY), dtype=torch.int64)
-        self.positions: frozenset[int] = frozenset()
-        self.columns: frozenset[int] = frozenset()
-        self._pairs: Tensor | None = None
-        self._places: list[int] = []
-        self._flags: list[Tensor] = []
-        self._steps, self._envs = 0, 1
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are taken."""
-        return 0 if self.rows is None else self.rows.nbytes
-
-    def allocate(self, schema: Schema, shape: Sequence[int], table: Tensor, links: Tensor | None) -> None:
-        """Begin anew for a storage of ``shape``, on the device of its ``table`` of addresses.
-
-        Raises:
-            ValueError: as :func:`compared_keys`.
-        """
+    def __init__(self, schema: Schema, shape: Sequence[int], table: Tensor, links: Tensor | None) -> None:
         # An observation stored once has one column for both: its links tell where the next row does not continue it.
         keys = compared_keys(schema.written.leaves, schema.sources)
         found = [(schema.columns[coming], schema.columns[root]) for coming, root in keys]
         self.columns = frozenset(column for pair in found for column in pair)
-        self.positions = frozenset(i for i, column in enumerate(schema.columns) if column in self.columns)
         self._places = [column for pair in found if pair[0] != pair[1] for column in pair]
         self._steps, self._envs = shape[0], math.prod(shape[1:])
-        self.rows = self._pairs = None
+        self.rows: Tensor | None = None
+        self._pairs: Tensor | None = None
         if self._places:
             self.rows = torch.zeros(self._steps * self._envs, dtype=torch.uint8, device=table.device)
             self._pairs = torch.stack([table[place] for place in self._places])
         self._flags = [flags for flags in (self.rows, links) if flags is not None]
         self.entries = self._addresses().to(table.device, non_blocking=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are taken."""
+        return 0 if self.rows is None else self.rows.nbytes
 
     def _addresses(self) -> Tensor:
         return torch.tensor([table_entry(address(flags), flags.element_size()) for flags in self._flags])
@@ -167,10 +159,6 @@ class Breaks:
         """Compare all rows anew, O(capacity). No host sync."""
         self._compare(ring, None, self._steps)
 
-    def free(self) -> None:
-        """Release the memory."""
-        self.__init__()  # type: ignore[misc]
-
 
 def bitmap_bytes(shape: Sequence[int], device_type: str) -> int:
     """Bytes of a bitmap of ends and the sums above it, for a storage of ``shape`` on the current device of a type."""
@@ -179,102 +167,140 @@ def bitmap_bytes(shape: Sequence[int], device_type: str) -> int:
     return 8 * (sum(trajectories.bit_levels(steps, envs)) + sum(trajectories.level_sizes(steps, envs, fan_out)))
 
 
-class EndBits:
-    """Level 0 and above of the bitmap of :mod:`gpubuf.kernels.trajectories`, kept by a storage with its rows.
-
-    It does not refer to the storage, which refers to it: such a cycle would keep both in memory.
-
-    Args:
-        recipe: says which keys tell the ends.
-        breaks: of the storage, which end trajectories too; None: flags alone do.
+@dataclass(frozen=True)
+class Signal:
+    """Tells where the trajectories of a storage end.
 
     Attributes:
-        words: the bitmap; None while the storage is not allocated.
+        columns: the stored keys that tell, by their positions.
+        by_id: they are identifiers, whose change ends a trajectory, instead of flags.
+        assumed: the flags were chosen by default, not by the user.
+        fixed: a tensor ``[max_size]`` on the storage's device that tells in place of stored keys.
     """
 
-    def __init__(self, recipe: Recipe, breaks: Breaks | None = None) -> None:
-        self._recipe, self._breaks = recipe, breaks
-        self.words: Tensor | None = None
-        self._sums: Tensor | None = None
-        self._signals: Tensor | None = None
-        # Which keys tell the ends: as they are written, and their columns.
-        self._positions: tuple[int, ...] = ()
-        self._columns: tuple[int, ...] = ()
-        self._by_id = False
-        self._steps, self._envs, self._fan_out = 0, 1, 2
-        # The last update that was prepared: for which memory and number of rows, and what makes it.
+    columns: tuple[int, ...]
+    by_id: bool
+    assumed: bool = False
+    fixed: Tensor | None = None
+
+    def entries(self, table: Tensor) -> Tensor:
+        """Where to read it, by the ``table`` of the storage: int64 ``[K, 5]``, see :mod:`gpubuf.kernels.rows`."""
+        if self.fixed is None:
+            return torch.stack([table[column] for column in self.columns])
+        entry = torch.tensor([table_entry(address(self.fixed), self.fixed.element_size())])
+        return entry.to(table.device, non_blocking=True)
+
+    def to(self, device: torch.device) -> Signal:
+        """The same signal on another device."""
+        return self if self.fixed is None else dataclasses.replace(self, fixed=self.fixed.to(device))
+
+
+class EndBits:
+    """The bitmap of :mod:`gpubuf.kernels.trajectories` with the levels above it, kept up to date with the rows.
+
+    It does not refer to the storage: that keeps one for n-step transitions, sequences, hindsight. No host sync.
+
+    Args:
+        signal: tells where trajectories end.
+        ring: counts the rows of the storage.
+        shape: of the storage.
+        table: its addresses, on the device that does the work.
+        breaks: of the storage, which end trajectories too; None: the signal alone does.
+
+    Attributes:
+        ends: the bitmap, int64.
+        sums: weights of its words, and their sums.
+        signal: as given.
+        table: where the signal is read, and the breaks. It changes in place: captured graphs read it.
+        steps: steps of the ring, the first dimension of the storage.
+        envs: environments, the product of its other dimensions.
+    """
+
+    def __init__(
+        self, signal: Signal, ring: Ring, shape: Sequence[int], table: Tensor, breaks: Breaks | None = None
+    ) -> None:
+        self.signal = signal
+        self._ring, self._breaks = ring, breaks
+        self.steps, self.envs = shape[0], math.prod(shape[1:])
+        device = table.device
+        self.fan_out = config.index_fan_out(self.steps, self.envs, device.type, device_name(device))
+        self.ends, self.sums = trajectories.new_index(self.steps, self.envs, self.fan_out, device)
+        self.table = self._addresses(table)
+        # Every trajectory counts, as long as nothing else is said.
+        self.rule = Rule(1)
+        # The last arguments of the operations, put together once.
+        self._shape_and_rule = (self.steps, self.envs, self.fan_out, *self.rule)
+        # The last update that was prepared: for which memory and number of steps, and what makes it.
         self._prepared: tuple[Any, ...] = (None, None, None, 0, None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without addresses."""
-        return {**vars(self), "_signals": None, "_prepared": (None, None, None, 0, None)}
-
-    def serves(self, recipe: Recipe) -> bool:
-        """Whether these are the ends that ``recipe`` asks for."""
-        return (recipe.end_keys, recipe.traj_key) == (self._recipe.end_keys, self._recipe.traj_key)
-
-    def depend_on(self, keys: Sequence[int]) -> bool:
-        """Whether one of these keys (positions in the layout of rows as they are written) tells the ends."""
-        return not set(keys).isdisjoint(self._positions)
+        return {**vars(self), "table": None, "_prepared": (None, None, None, 0, None)}
 
     @property
     def nbytes(self) -> int:
         """Bytes that are taken."""
-        return 0 if self.words is None or self._sums is None else self.words.nbytes + self._sums.nbytes
+        fixed = self.signal.fixed
+        return self.ends.nbytes + self.sums.nbytes + (0 if fixed is None else fixed.nbytes)
 
-    def allocate(self, schema: Schema, shape: Sequence[int], table: Tensor) -> None:
-        """Begin anew for a storage of ``shape`` without any rows, on the device of its ``table`` of addresses."""
-        device = table.device
-        self._positions, self._by_id = self._recipe.ends(schema)
-        self._columns = tuple(schema.columns[position] for position in self._positions)
-        self._steps, self._envs = shape[0], math.prod(shape[1:])
-        self._fan_out = config.index_fan_out(self._steps, self._envs, device.type, device_name(device))
-        words, self._sums = trajectories.new_index(self._steps, self._envs, self._fan_out, device)
-        self._signals = self._addresses(table)
-        self.words = words
+    def depends_on(self, columns: Iterable[int]) -> bool:
+        """Whether one of these stored keys tells the ends."""
+        told = self.signal.columns if self._breaks is None else {*self.signal.columns, *self._breaks.columns}
+        return not set(told).isdisjoint(columns)
 
     def _addresses(self, table: Tensor) -> Tensor:
-        flags = torch.stack([table[position] for position in self._columns])
-        return flags if self._breaks is None else torch.cat([flags, self._breaks.entries])
+        own = self.signal.entries(table)
+        return own if self._breaks is None else torch.cat([own, self._breaks.entries])
 
     def readdress(self, table: Tensor) -> None:
-        """Read the flags where they are now; in place, since a captured graph reads the addresses from there."""
-        if self._signals is None:
-            self._signals = self._addresses(table)
+        """Read the signal where it is now."""
+        found = self._addresses(table)
+        self.table = found if self.table is None else self.table.copy_(found)
+
+    # Writing
+
+    def write(self, n: int) -> None:
+        """The newest ``n`` steps were written."""
+        if past_dispatcher(self.ends):
+            _update_ends(self.ends, *self._written(n), self.steps, self.envs)
         else:
-            self._signals.copy_(self._addresses(table))
+            self._update(n)
 
-    def write(self, ring: Tensor, rows: int) -> None:
-        """The newest ``rows`` rows were written. No host sync."""
-        words, written = self.words, (self._touched(rows), self._steps, self._envs)
-        if past_dispatcher(words):  # type: ignore[arg-type]
-            _update_ends(words, ring, self._signals, self._by_id, *written)
-        else:
-            _update(words, self._sums, ring, self._signals, self._by_id, *written, self._fan_out, *_RULE)
+    def _update(self, n: int) -> None:
+        """Index the newest ``n`` steps, and sum the weights by the rule."""
+        _update(self.ends, self.sums, *self._written(n), *self._shape_and_rule)
 
-    def _touched(self, rows: int) -> int:
-        """The steps that a write of ``rows`` rows may have made ends of: the one before is followed now."""
-        return rows // self._envs + (self._breaks is not None)
+    def _written(self, n: int) -> tuple[Any, ...]:
+        # Where rows are compared with the next ones, the step before the write is followed now.
+        return self._ring.counters, self.table, self.signal.by_id, n + (self._breaks is not None)
 
-    def write_again(self, ring: Tensor, rows: int) -> None:
-        """:meth:`write` in eager mode on the CPU, in less time for who writes as many rows each time."""
-        words, counters, signals, n, update = self._prepared
-        if words is not self.words or counters is not ring or signals is not self._signals or n != rows:
-            written = self._touched(rows), self._steps, self._envs
-            update = _prepared_ends(self.words, ring, self._signals, self._by_id, *written)
-            self._prepared = self.words, ring, self._signals, rows, update
+    def write_again(self, n: int) -> None:
+        """:meth:`write` in eager mode on the CPU, in less time for who writes as many steps each time."""
+        ends, counters, table, known, update = self._prepared
+        if ends is not self.ends or counters is not self._ring.counters or table is not self.table or n != known:
+            update = _prepared_ends(self.ends, *self._written(n), self.steps, self.envs)
+            self._prepared = self.ends, self._ring.counters, self.table, n, update
         update()
 
-    def rebuild(self, ring: Tensor) -> None:
-        """Rows were changed in place: index all of them anew, O(capacity). No host sync."""
-        self.write(ring, self._steps * self._envs)
+    def rebuild(self) -> None:
+        """Index all rows anew, after they were changed by others. O(capacity)."""
+        self.write(self.steps)
 
     def clear(self) -> None:
         """Forget every end."""
-        if self.words is not None and self._sums is not None:
-            self.words.zero_()
-            self._sums.zero_()
+        self.ends.zero_()
+        self.sums.zero_()
 
-    def free(self) -> None:
-        """Release the memory."""
-        self.words = self._sums = self._signals = None
+    # Reading
+
+    def bounds(self, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """First row, last row and length of the trajectories that rows belong to.
+
+        Args:
+            row: int64 ``[n]``, flat, on the storage's device.
+
+        Raises:
+            IndexError: a row is not stored (CPU; on a GPU its rows are ``NO_ROW``, and its length 0).
+        """
+        first, last, length = _bounds(self.ends, self._ring.counters, row, self.steps, self.envs)
+        return first, last, length

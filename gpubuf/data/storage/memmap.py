@@ -327,20 +327,20 @@ class LazyMemmapStorage(LazyTensorStorage):
 
         Rows first, then the counters. Don't write meanwhile.
         """
-        if self._layout is None:
+        if self._schema is None:
             return
         assert self.scratch_dir is not None
         assert self._journal is not None
-        for leaf in self._layout.leaves:
+        for leaf in self.layout.leaves:
             files.sync_file(files.tensor_file(self.scratch_dir, leaf.key), self.scratch_dir)
         files.sync_file(self.scratch_dir / COUNTERS_FILE)
         self._journal.flush()
-        files.write_metadata(self.scratch_dir, self._layout, tuple(self._shape), len(self))
+        files.write_metadata(self.scratch_dir, self.layout, tuple(self._shape), len(self))
 
     def cleanup(self) -> bool:
         """Remove the files now. The rows can be used until the storage is dropped. Returns whether there were files."""
-        found = self._layout is not None and any(path.exists() for path in self._own_files())
-        if self._layout is not None:
+        found = self._schema is not None and any(path.exists() for path in self._own_files())
+        if self._schema is not None:
             assert self.scratch_dir is not None
             _remove(self.scratch_dir, self._own_files(), os.getpid(), self._hold)
             self._hold = None

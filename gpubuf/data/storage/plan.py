@@ -304,16 +304,13 @@ def fields_of(
             from row to row.
     """
     found = []
-    for position, (leaf, written, number) in enumerate(
-        zip(batch.leaves, schema.written.leaves, schema.columns, strict=True)
-    ):
-        source = None if schema.sources is None else schema.sources[position]
+    of_schema = zip(schema.written.leaves, schema.sources, schema.columns, strict=True)
+    for leaf, (written, source, number) in zip(batch.leaves, of_schema, strict=True):
         stored = schema.stored.leaves[number]
         device_rows, _, split, host_rows, row_stride = columns[number].entry(stored.row_bytes, rows_per_step)
-        follows = source is not None and source.follows
         # A codec lies between floating-point numbers and what is stored: integers are taken as they are.
-        codec = source if leaf.dtype.is_floating_point else None
-        entries, pending, side_stride = aside.get(number, (0, 0, 0)) if follows else (0, 0, 0)
+        scale, offset = (source.scale, source.offset) if leaf.dtype.is_floating_point else (1.0, 0.0)
+        entries, pending, side_stride = aside.get(number, (0, 0, 0)) if source.follows else (0, 0, 0)
         found.append(
             Field(
                 device_rows=device_rows,
@@ -322,17 +319,17 @@ def fields_of(
                 split=split,
                 host_rows=host_rows,
                 row_stride=row_stride,
-                row=NEXT if follows else DRAWN,
+                row=NEXT if source.follows else DRAWN,
                 stored=dtype_code(stored.dtype),
                 written=dtype_code(written.dtype),
                 batch=dtype_code(leaf.dtype),
                 elements=leaf.n_elements,
-                scale=1.0 if codec is None else codec.scale,
-                offset=0.0 if codec is None else codec.offset,
+                scale=scale,
+                offset=offset,
                 entries=entries,
                 pending=pending,
                 side_stride=side_stride,
-                writes=0 if source is not None and source.whole is not None else 1,
+                writes=int(source.whole is None),
             )
         )
     return found
@@ -440,6 +437,10 @@ class Recipe:
         """Whether a batch is a copy of rows, so that storages are read as they are."""
         return self.n_steps == 1 and self.processing is None
 
+    def same_ends(self, other: Recipe) -> bool:
+        """Whether the same keys tell where trajectories end."""
+        return (self.end_keys, self.traj_key) == (other.end_keys, other.traj_key)
+
     def check_rows(self, schema: Schema) -> None:
         """Raise if rows of ``schema`` lack what this needs.
 
@@ -522,7 +523,7 @@ class Recipe:
         keys = self.end_keys or (None if self.traj_key is None else (self.traj_key,)) or self._default_ends(schema)
         positions = tuple(_position(schema.written, key, "the ends of trajectories are told by") for key in keys)
         for key, position in zip(keys, positions, strict=True):
-            if schema.sources is not None and schema.sources[position].follows:
+            if schema.sources[position].follows:
                 raise ValueError(f"{as_written(key)!r} marks trajectory ends; exclude it from the keys of share_next")
         by_id = self.traj_key is not None
         check_tells_ends(schema, [schema.columns[position] for position in positions], by_id)

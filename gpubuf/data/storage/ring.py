@@ -18,40 +18,24 @@ _rings: weakref.WeakValueDictionary[int, Ring] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def count_by_number(counters: Tensor, number: int, n: int) -> None:
-    """Note ``n`` rows in the mirror of a ring that is known by its number."""
+def count_by_number(counters: Tensor, number: int, n: int, updates: int) -> None:
+    """:meth:`Ring.count` of a ring that is known by its number."""
     ring = _rings.get(number)
     if ring is not None:
-        ring.count(n)
+        ring.count(n, updates)
 
 
 _count_compiled = define(
-    "ring_count(Tensor(a!) counters, int number, int n) -> ()",
+    "ring_count(Tensor(a!) counters, int number, int n, int updates) -> ()",
     cpu="gpubuf.data.storage.ring:count_by_number",
     cuda="gpubuf.data.storage.ring:count_by_number",
-    fake=lambda counters, number, n: None,
+    fake=lambda counters, number, n, updates: None,
 )
 """What :meth:`Ring.count` is in compiled code.
 
 The mirror changes with every write, and code that is traced may not depend on it: it would be compiled anew each time.
 As an operation it is done when the code runs. It is annotated as changing the counters, so that it is not removed.
 """
-
-
-def count_update_by_number(counters: Tensor, number: int) -> None:
-    """Note a change of rows in place in the mirror of a ring that is known by its number."""
-    ring = _rings.get(number)
-    if ring is not None:
-        ring.count_update()
-
-
-_count_update_compiled = define(
-    "ring_count_update(Tensor(a!) counters, int number) -> ()",
-    cpu="gpubuf.data.storage.ring:count_update_by_number",
-    cuda="gpubuf.data.storage.ring:count_update_by_number",
-    fake=lambda counters, number: None,
-)
-"""What :meth:`Ring.count_update` is in compiled code."""
 
 
 class Ring:
@@ -95,35 +79,27 @@ class Ring:
         """Position that the next row goes to."""
         return self.written % self.capacity
 
-    def count(self, n: int) -> None:
-        """Note in the mirror that an operation has written ``n`` rows."""
+    def count(self, n: int, updates: int = 0) -> None:
+        """Note in the mirror that an operation has written ``n`` rows, or made ``updates`` changes in place: now, and
+        at each replay of a captured step.
+        """
         if torch.compiler.is_compiling():
-            _count_compiled(self.counters, self._number, n)
+            _count_compiled(self.counters, self._number, n, updates)
             return
         recording = current_recording()
         if recording is not None:
-            recording.after(functools.partial(self.count, n))
+            recording.after(functools.partial(self.count, n, updates))
             return
         if self.counters.is_cuda and capturing():
             return
         self.note(n)
+        self.updates += updates
 
     def note(self, n: int) -> None:
         """:meth:`count` in eager mode, where nothing is recorded or captured."""
         self.written += n
         size = self.size + n
         self.size = size if size < self.capacity else self.capacity
-
-    def count_update(self) -> None:
-        """Note that rows were changed in place: now, and at each replay of a captured step."""
-        if torch.compiler.is_compiling():
-            _count_update_compiled(self.counters, self._number)
-            return
-        recording = current_recording()
-        if recording is not None:
-            recording.after(self.count_update)
-            return
-        self.updates += 1
 
     def set(self, written: int, size: int) -> None:
         """Set mirror and counters."""

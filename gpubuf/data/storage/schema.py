@@ -386,14 +386,14 @@ class Schema:
         written: of a batch that is written.
         stored: of the columns.
         batch: of a batch that is drawn: the keys and shapes of ``written``.
-        sources: for each leaf of these what it is read from; None without options.
+        sources: for each leaf of these what it is read from.
         columns: for each leaf of these the position of its column among the leaves of ``stored``.
     """
 
     written: RowLayout
     stored: RowLayout
     batch: RowLayout
-    sources: tuple[Source, ...] | None
+    sources: tuple[Source, ...]
     columns: tuple[int, ...]
 
     @classmethod
@@ -404,9 +404,9 @@ class Schema:
             ValueError: as :func:`sources`.
         """
         leaves = written.leaves
-        if not options:
-            return cls(written, written.plain, written, None, tuple(range(len(leaves))))
         found = sources(leaves, options)
+        if not options:
+            return cls(written, written.plain, written, tuple(found), tuple(range(len(leaves))))
         owners = [position for position, source in enumerate(found) if source.owner == position]
         columns = {owner: column for column, owner in enumerate(owners)}
         return cls(
@@ -420,20 +420,20 @@ class Schema:
     @functools.cached_property
     def shared(self) -> dict[int, Leaf]:
         """The columns that hold next observations too, by their positions, as they are stored."""
-        found = {column for column, source in zip(self.columns, self.sources or (), strict=False) if source.follows}
+        found = {column for column, source in zip(self.columns, self.sources, strict=True) if source.follows}
         return {number: self.stored.leaves[number] for number in sorted(found)}
 
     @functools.cached_property
     def full(self) -> RowLayout:
         """A row as it is stored, with the next observations that are stored once."""
-        leaves = zip(self.written.leaves, self.sources or (), strict=True)
+        leaves = zip(self.written.leaves, self.sources, strict=True)
         stored = [replace(leaf, dtype=source.stored) for leaf, source in leaves if source.whole is None]
         return self.written.plain.with_leaves(stored)
 
     @functools.cached_property
     def prefixes(self) -> list[tuple[int, int]]:
         """Leaves that are the first elements of others, and these, by their positions."""
-        return [] if self.sources is None else [(i, s.whole) for i, s in enumerate(self.sources) if s.whole is not None]
+        return [(i, source.whole) for i, source in enumerate(self.sources) if source.whole is not None]
 
 
 def check_tells_ends(schema: Schema, columns: Sequence[int], by_id: bool) -> None:
@@ -447,8 +447,6 @@ def check_tells_ends(schema: Schema, columns: Sequence[int], by_id: bool) -> Non
     Raises:
         ValueError: a codec moves zero, or identifiers lose their differences.
     """
-    if schema.sources is None:
-        return
     for leaf, source, column in zip(schema.written.leaves, schema.sources, schema.columns, strict=True):
         if column not in columns:
             continue
@@ -463,12 +461,11 @@ def check_tells_ends(schema: Schema, columns: Sequence[int], by_id: bool) -> Non
 def keys_told(schema: Schema) -> list[str]:
     """Each key for people: its shape and dtype, and how it is stored if that differs."""
     leaves, found = schema.written.leaves, list[str]()
-    for position, leaf in enumerate(leaves):
+    for position, (leaf, source) in enumerate(zip(leaves, schema.sources, strict=True)):
         text = f"{leaf.name}: {list(leaf.shape)} {leaf.dtype}"
-        source = None if schema.sources is None else schema.sources[position]
-        if source is not None and source.owner != position:
+        if source.owner != position:
             text += f" in {leaves[source.owner].name}"
-        elif source is not None and source.stored is not leaf.dtype:
+        elif source.stored is not leaf.dtype:
             text += f" as {source.stored}"
         found.append(text)
     found += [f"{as_written(key)!r}: on the host" for key in schema.written.host]
@@ -480,7 +477,7 @@ def keys_told(schema: Schema) -> list[str]:
 
 def described(schema: Schema) -> list[dict[str, Any]]:
     """What is written and how it is stored, as plain values: an entry for each leaf of ``schema.written``."""
-    leaves, found = schema.written.leaves, schema.sources or sources(schema.written.leaves, Options())
+    leaves = schema.written.leaves
     return [
         {
             "key": list(leaf.key),
@@ -492,7 +489,7 @@ def described(schema: Schema) -> list[dict[str, Any]]:
             "column": list(leaves[source.owner].key),
             "follows": source.follows,
         }
-        for leaf, source in zip(leaves, found, strict=True)
+        for leaf, source in zip(leaves, schema.sources, strict=True)
     ]
 
 

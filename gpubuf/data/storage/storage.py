@@ -31,7 +31,16 @@ from gpubuf.data.storage.column import (
     records,
     separate,
 )
-from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS, Breaks, EndBits, bitmap_bytes, check_ends, compared_keys
+from gpubuf.data.storage.end_bits import (
+    CONTINUITY,
+    FLAGS,
+    Breaks,
+    EndBits,
+    Signal,
+    bitmap_bytes,
+    check_ends,
+    compared_keys,
+)
 from gpubuf.data.storage.host_rows import HostRows, saved_host
 from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, stored_positions, unravel
 from gpubuf.data.storage.layout import (
@@ -172,8 +181,10 @@ class TensorStorage(Storage):
         options: how keys are stored and given out.
         host: what is kept for each row on the host: data that are not tensors. None: nothing.
         sharing: the next observations that are stored once; None: all have memory of their own.
-        breaks: where rows are not continued by the next ones, with ``ends="flags+continuity"``.
-        end_bits: where trajectories end, if a buffer needs that.
+        plans: how rows are written and read.
+        breaks: where rows are not continued by the next ones, with ``ends="flags+continuity"``. None: without that, or
+            nothing is allocated.
+        end_bits: where trajectories end, if a buffer needs that. None: none does, or nothing is allocated.
         table: the addresses of :attr:`columns`, int64 ``[K, 5]``; see :mod:`gpubuf.kernels.rows`.
 
     Raises:
@@ -233,20 +244,24 @@ class TensorStorage(Storage):
         self.ndim = ndim
         self.requested_device = device
         self.options = options
-        self._layout: RowLayout | None = None
+        # What the rows are; None: nothing is allocated.
         self._schema: Schema | None = None
         #: The memory of the rows: see :mod:`~.column`. :attr:`columns` are views of it.
         self.records: list[Record] = []
         self._columns: list[Column] = []
         self._ring: Ring | None = None
         self._placement: Placement | None = None
-        self._plans: Plans | None = None
         # These stay the same, so that captured graphs find their tables.
-        self._own_plans = Plans(RowPlan(), RowPlan(), RowPlan())
+        stored = RowPlan()
+        batch = RowPlan() if options else stored
+        self.plans = Plans(stored, RowPlan() if options.batch_dtypes else batch, batch)
         self.host: HostRows | None = None
         self.sharing: Sharing | None = None
-        self.breaks = Breaks() if ends == CONTINUITY else None
+        self._compares = ends == CONTINUITY
+        self.breaks: Breaks | None = None
         self.end_bits: EndBits | None = None
+        # Which keys tell the ends of trajectories; None: nobody asks.
+        self._ends_by: Recipe | None = None
         # Weak, because they refer to the storage.
         self._followers = WeakSet[Follower]()
         self._laps = 0  # how often the ring went round before the memory was last released
@@ -264,31 +279,31 @@ class TensorStorage(Storage):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but addresses, and views of records: pickle would write their memory once for each key."""
-        return {**vars(self), "table": None, "_plans": None, "_followers": None, "_columns": []}
+        return {**vars(self), "table": None, "_followers": None, "_columns": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._followers = WeakSet()
-        if self._layout is None or self._placement is None:
+        schema = self._schema
+        if schema is None or self._placement is None:
             return
         # Copies of pinned and of mapped memory are neither.
         if self._placement.rows_on_host or not self.relocatable:
-            copies, self.records = self.records, self._allocate(self._layout, tuple(self._shape), self._placement)
+            copies, self.records = self.records, self._allocate(schema.stored, tuple(self._shape), self._placement)
             for record, copied in zip(self.records, copies, strict=True):
                 for start, part in copied.memory.pieces():
                     record.memory.write(start, part)
             if self.sharing is not None:
                 self.sharing.renew(self._placement)
-        self._columns = columns_of(self.records, self._layout.leaves)
-        self._make_plans(self._addresses(self._layout, self._device), self.counters)
-        self._readdress(self.table)
+        self._columns = columns_of(self.records, schema.stored.leaves)
+        self._connect(schema, self.counters, anew=False)
 
     # Properties
 
     @property
     def initialized(self) -> bool:
         """Whether the tensors have been allocated."""
-        return self._layout is not None
+        return self._schema is not None
 
     @property
     def schema(self) -> Schema:
@@ -320,13 +335,6 @@ class TensorStorage(Storage):
         return self.schema.batch
 
     @property
-    def plans(self) -> Plans:
-        """How rows are written and read. Raises as :attr:`schema`."""
-        if self._plans is None:
-            raise RuntimeError(NOT_INITIALIZED)
-        return self._plans
-
-    @property
     def computed(self) -> bool:
         """Whether rows are computed while they are written and read: see :class:`~.plan.RowPlan`."""
         return bool(self.options)
@@ -338,7 +346,7 @@ class TensorStorage(Storage):
         Raises:
             RuntimeError: it is ``"auto"``, and nothing has been written yet.
         """
-        if self._layout is not None:
+        if self._schema is not None:
             return self._device
         if self.requested_device == AUTO:
             raise RuntimeError("device='auto' is decided by the first write")
@@ -360,7 +368,7 @@ class TensorStorage(Storage):
     @property
     def shape(self) -> torch.Size:
         """Shape of the full storage, ``[max_size]`` or ``[T, E]``."""
-        return self._shape if self._layout is not None else torch.Size((self.max_size,))
+        return self._shape if self._schema is not None else torch.Size((self.max_size,))
 
     @property
     def counters(self) -> Ring:
@@ -407,11 +415,7 @@ class TensorStorage(Storage):
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the kernels' tables.
-
-        Raises:
-            RuntimeError: nothing has been written yet.
-        """
+        """Bytes of the kernels' tables."""
         tables = [plan.table for plan in self.plans] + ([] if self.sharing is None else [self.sharing.raw.table])
         return sum({id(table): table.nbytes for table in tables if table is not None}.values())
 
@@ -453,7 +457,7 @@ class TensorStorage(Storage):
         Raises:
             KeyError, ValueError: they do.
         """
-        if self.breaks is not None:
+        if self._compares:
             compared_keys(schema.written.leaves, schema.sources)
         for follower in self._followers:
             follower.check_rows(schema)
@@ -493,8 +497,8 @@ class TensorStorage(Storage):
         """Bytes that a storage of ``shape`` keeps beside its rows; zero for placements that ignore free memory."""
         if not depends_on_room(requested):
             return IndexBytes()
-        index = 0 if self.breaks is None else math.prod(shape)
-        if self.end_bits is not None:
+        index = math.prod(shape) if self._compares else 0
+        if self._ends_by is not None:
             index += bitmap_bytes(shape, "cuda" if host_memory.cuda_present() else "cpu")
         if self.sharing is not None:
             index += self.sharing.link_bytes
@@ -516,59 +520,60 @@ class TensorStorage(Storage):
         if self._laps:
             ring.set(self._laps * self.max_size, 0)
             ring.skipped = ring.written
-        self._schema = schema
         if schema.shared:
             slots = entries_of(self.max_size, self._envs, self.options.next_capacity)
             self.sharing = Sharing(schema, slots, shape, placement, ring)
-        self._make_plans(self._addresses(schema.stored, placement.device), ring)
         if schema.written.host:
             self.host = HostRows(schema.written.host, self.max_size)
-        self._allocate_ends()
-        self._set_readers(ring)
+        self._connect(schema, ring, anew=True)
         # In one step: from here on the storage is initialised.
-        self._ring, self._layout = ring, schema.stored
+        self._ring, self._schema = ring, schema
 
     def _new_ring(self, device: torch.device) -> Ring:
         return Ring(self.max_size, device)
-
-    def _addresses(self, layout: RowLayout, device: torch.device) -> Tensor:
-        return address_table(self._columns, [leaf.row_bytes for leaf in layout.leaves], self._envs, device)
 
     @property
     def _envs(self) -> int:
         return math.prod(self._shape[1:])
 
-    def _fields_of(self, batch: RowLayout) -> list[Field]:
-        aside = {} if self.sharing is None else self.sharing.aside
-        return fields_of(self.schema, self._columns, self._envs, batch, aside)
+    def _connect(self, schema: Schema, ring: Ring, *, anew: bool) -> None:
+        """Write and read rows where they are now. Tables stay where they are, as long as the device does.
 
-    def _make_plans(self, table: Tensor, ring: Ring) -> None:
-        """Write and read rows where they are now, by a ``table`` of addresses. Tables stay where they are."""
-        schema, sharing, capacity = self.schema, self.sharing, self.max_size
-        stored, written, batch = self._own_plans
+        ``anew``: it is to be found out where trajectories end.
+        """
+        device, sharing = self._device, self.sharing
+        stored, written, batch = self.plans
+        row_bytes = [leaf.row_bytes for leaf in schema.stored.leaves]
+        table = address_table(self._columns, row_bytes, self._envs, device)
         # Without options it makes batches, too, which have the containers that were written.
-        stored.set(schema.stored if self.options else schema.batch, table, ring, capacity)
+        stored.set(schema.stored if self.options else schema.batch, table, ring, self.max_size)
         assert stored.table is not None
         self.table = stored.table
-        if not self.options:
-            self._plans = Plans(stored, stored, stored)
-            return
         if sharing is not None:
-            sharing.to(table.device)
-        links = () if sharing is None else sharing.of_plans
-        reading = Reading(links=None if sharing is None else sharing.links, envs=self._envs)
-        fields = field_table(self._fields_of(schema.batch), table.device)
-        batch.set(schema.batch, fields, ring, capacity, links, reading)
-        of_written = self._fields_of(schema.written)
-        if schema.batch.leaves == schema.written.leaves:
-            written = batch
-        else:
-            written.set(schema.written, field_table(of_written, table.device), ring, capacity, links, reading)
-        if sharing is not None:
+            sharing.to(device)
             sharing.plan = written
-            fields = field_table(as_stored(of_written), table.device)
-            sharing.raw.set(schema.full, fields, ring, capacity, links, reading)
-        self._plans = Plans(stored, written, batch)
+        if self.options:
+            links = () if sharing is None else sharing.of_plans
+            reading = Reading(links=None if sharing is None else sharing.links, envs=self._envs)
+            for plan, layout in {written: schema.written, batch: schema.batch}.items():
+                fields = field_table(self._fields_of(schema, layout), device)
+                plan.set(layout, fields, ring, self.max_size, links, reading)
+            if sharing is not None:
+                fields = field_table(as_stored(self._fields_of(schema, schema.written)), device)
+                sharing.raw.set(schema.full, fields, ring, self.max_size, links, reading)
+        if anew and self._compares:
+            self.breaks = Breaks(schema, self._shape, self.table, None if sharing is None else sharing.links)
+        if anew:
+            self._keep_ends(schema, ring)
+        for ends in (self.breaks, self.end_bits):
+            if ends is not None and not anew:
+                ends.readdress(self.table)
+        for plan in self._readers:
+            self._set_reader(plan, schema, ring)
+
+    def _fields_of(self, schema: Schema, batch: RowLayout) -> list[Field]:
+        aside = {} if self.sharing is None else self.sharing.aside
+        return fields_of(schema, self._columns, self._envs, batch, aside)
 
     def replace_record(self, number: int, memory: Column) -> None:
         """Keep the rows of one record in other memory, which holds them. See :meth:`relocated`."""
@@ -577,19 +582,15 @@ class TensorStorage(Storage):
 
     def relocated(self, placement: Placement) -> None:
         """Adopt ``placement`` after copies there have replaced all of :attr:`records`."""
-        table = self._addresses(self.layout, placement.device)
-        if placement.device == self._device:
-            self._make_plans(table, self.counters)
-            self._readdress(table)
-        else:
+        ring, stays = self.counters, placement.device == self._device
+        if not stays:
             self._device = placement.device
-            self.counters.to(placement.device)
-            self._make_plans(table, self.counters)
-            # The shape of the index depends on the device.
-            self._allocate_ends()
-            self.rebuild()
+            ring.to(placement.device)
+        # The shape of the index depends on the device.
+        self._connect(self.schema, ring, anew=not stays)
         self._placement = placement
-        self._set_readers(self.counters)
+        if not stays:
+            self.rebuild()
 
     def empty(self, recount: bool = False) -> None:
         """Forget every row, in O(1); memory stays allocated. No host sync. ``recount``: as for :meth:`Ring.empty`."""
@@ -607,24 +608,20 @@ class TensorStorage(Storage):
         """
         if not self.relocatable:
             raise NotImplementedError(f"a {type(self).__name__} keeps its rows: empty() forgets them")
-        if self._layout is None:
+        if self._schema is None:
             return
         try:
             self.refresh()
         finally:
             rewritten = self.counters.rewritten
             self._laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
-            self._layout, self._ring, self._placement, self.host = None, None, None, None
+            self._schema = self._ring = self._placement = None
+            self.host = self.sharing = self.breaks = self.end_bits = None
             self.records, self._columns = [], []
-            self._schema = self._plans = self.sharing = None
             self._forget_plans()
             self.max_size = self.requested_size
             self.overwrites += 1
             del self.table
-            if self.breaks is not None:
-                self.breaks.free()
-            if self.end_bits is not None:
-                self.end_bits.free()
 
     def refresh(self) -> None:
         """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
@@ -661,14 +658,14 @@ class TensorStorage(Storage):
             ValueError: the rows can't be summed, or another reader tells ends by other keys.
         """
         if recipe.is_plain:
-            return self._own_plans.batch if self.options else self._own_plans.stored
+            return self.plans.batch
         for plan in self._readers:
             if plan.recipe == recipe:
                 return plan
         plan = RowPlan(recipe)
         self.followed_by(plan)
-        if self._ring is not None:
-            self._set_reader(plan, self._ring)
+        if self._schema is not None:
+            self._set_reader(plan, self._schema, self.counters)
         return plan
 
     @property
@@ -676,24 +673,20 @@ class TensorStorage(Storage):
         return [follower for follower in self._followers if isinstance(follower, RowPlan)]
 
     def _forget_plans(self) -> None:
-        for plan in (*self._own_plans, *self._readers):
+        for plan in (*self.plans, *self._readers):
             plan.forget()
 
-    def _set_readers(self, ring: Ring) -> None:
-        for plan in self._readers:
-            self._set_reader(plan, ring)
-
-    def _set_reader(self, plan: RowPlan, ring: Ring) -> None:
-        schema, recipe, processing = self.schema, plan.recipe, plan.recipe.processing
+    def _set_reader(self, plan: RowPlan, schema: Schema, ring: Ring) -> None:
+        recipe, processing = plan.recipe, plan.recipe.processing
         mirror, draws, noise = OFF, 0, None
         if processing is not None:
             processing.bind(schema.batch.leaves, self._envs, self._device, ring.counters)
             mirror, draws, noise = processing.mirror, processing.draws, processing.noise
-        fields = recipe.fields(schema, self._fields_of(schema.batch))
-        ends = self.end_bits.words if self.end_bits is not None and recipe.n_steps > 1 else None
+        fields = recipe.fields(schema, self._fields_of(schema, schema.batch))
+        ends = self.end_bits.ends if self.end_bits is not None and recipe.n_steps > 1 else None
         links = None if self.sharing is None else self.sharing.links
         plan.set(
-            plan._layout or recipe.layout(schema.batch),
+            recipe.layout(schema.batch),
             field_table(fields, self._device),
             ring,
             self.max_size,
@@ -709,34 +702,21 @@ class TensorStorage(Storage):
         """
         if self._schema is not None:
             follower.check_rows(self._schema)
-        if follower.needs_ends:
-            self._keep_ends(follower.recipe)
+        known, recipe = self._ends_by, follower.recipe
+        if follower.needs_ends and (known is None or not recipe.same_ends(known)):
+            if any(other.needs_ends for other in self._followers):
+                raise ValueError("another buffer with the same storage tells the ends of trajectories by other keys")
+            self._ends_by = recipe
+            if self._schema is not None:
+                self._keep_ends(self._schema, self.counters)
+                self.rebuild()
         self._followers.add(follower)
 
-    def _keep_ends(self, recipe: Recipe) -> None:
-        if self.end_bits is not None and self.end_bits.serves(recipe):
-            return
-        if any(other.needs_ends for other in self._followers):
-            raise ValueError("another buffer with the same storage tells the ends of trajectories by other keys")
-        bits = EndBits(recipe, self.breaks)
-        if self._schema is not None and self._ring is not None:
-            bits.allocate(self._schema, self._shape, self.table)
-            bits.rebuild(self._ring.counters)
-        self.end_bits = bits
-
-    def _allocate_ends(self) -> None:
-        if self.breaks is not None:
-            links = None if self.sharing is None else self.sharing.links
-            self.breaks.allocate(self.schema, self._shape, self.table, links)
-        if self.end_bits is not None:
-            self.end_bits.allocate(self.schema, self._shape, self.table)
-
-    def _readdress(self, table: Tensor) -> None:
-        """Read the ends of trajectories where they are now."""
-        if self.breaks is not None:
-            self.breaks.readdress(table)
-        if self.end_bits is not None:
-            self.end_bits.readdress(table)
+    def _keep_ends(self, schema: Schema, ring: Ring) -> None:
+        if self._ends_by is not None:
+            positions, by_id = self._ends_by.ends(schema)
+            signal = Signal(tuple(schema.columns[position] for position in positions), by_id)
+            self.end_bits = EndBits(signal, ring, self._shape, self.table, self.breaks)
 
     def rebuild(self) -> None:
         """Rows were changed in place: compute anew what is known about them. O(capacity). No host sync."""
@@ -745,14 +725,14 @@ class TensorStorage(Storage):
         if self.breaks is not None:
             self.breaks.rebuild(self._ring.counters)
         if self.end_bits is not None:
-            self.end_bits.rebuild(self._ring.counters)
+            self.end_bits.rebuild()
 
     def _tell_ends_anew(self, index: Tensor) -> None:
         """Rows were changed in place, in keys that tell where trajectories end."""
         if self.breaks is not None:
             self.breaks.rewrite(self.ring, index)
         if self.end_bits is not None:
-            self.end_bits.rebuild(self.ring)
+            self.end_bits.rebuild()
 
     # Writing
 
@@ -764,7 +744,7 @@ class TensorStorage(Storage):
         """
         if isinstance(row, list):
             raise TypeError("a list means several rows, for extend(): a row of several parts is a tuple or a dict")
-        if self._layout is None and getattr(row, "batch_dims", 0) > self.ndim - 1:
+        if self._schema is None and getattr(row, "batch_dims", 0) > self.ndim - 1:
             warnings.warn(
                 f"add() writes one row, here a batch of shape {list(row.batch_size)}: write its rows with extend(), "
                 "unless every row is to be such a batch",
@@ -774,7 +754,7 @@ class TensorStorage(Storage):
 
     def shape_of_rows(self, data: Data) -> tuple[int, ...] | None:
         """The shape of ``data`` as a batch of rows like those that are stored; None if it is none."""
-        if self._layout is None:
+        if self._schema is None:
             return None
         try:
             self.written_layout.collect(data, self.ndim)
@@ -813,10 +793,10 @@ class TensorStorage(Storage):
         """
         shape = batch_shape(data, self.ndim)
         n = math.prod(shape)
-        if n == 0 or (self._layout is None and self.holds_nothing(data)):
+        if n == 0 or (self._schema is None and self.holds_nothing(data)):
             device = self._device if self.initialized else None
             return torch.empty(0, dtype=torch.int64, device=device)
-        if self._layout is None:
+        if self._schema is None:
             self.initialize(data)
         # Past properties, here and below: every write comes here.
         schema: Any = self._schema
@@ -850,22 +830,21 @@ class TensorStorage(Storage):
         if self.breaks is not None:
             self.breaks.write(ring.counters, n // self._envs, index)
         if self.end_bits is not None:
-            self.end_bits.write_again(ring.counters, n)
+            self.end_bits.write_again(n // self._envs)
         return index
 
     def _append(self, local: list[Tensor], n: int) -> Tensor:
-        ring, plans, sharing = self._ring, self._plans, self.sharing
+        ring, sharing = self._ring, self.sharing
         assert ring is not None
-        assert plans is not None
         if not _compiling():
             # Until the buffer has told its sampler, too.
             self.unfinished = Unfinished(ring.written)
-        index = plans.written.extend(local, n) if sharing is None else sharing.extend(local, n)
+        index = self.plans.written.extend(local, n) if sharing is None else sharing.extend(local, n)
         ring.count(n)
         if self.breaks is not None:
             self.breaks.write(ring.counters, n // self._envs, index)
         if self.end_bits is not None:
-            self.end_bits.write(ring.counters, n)
+            self.end_bits.write(n // self._envs)
         return index
 
     def holds_nothing(self, data: Data) -> bool:
@@ -934,9 +913,10 @@ class TensorStorage(Storage):
         Raises:
             IndexError: as :meth:`write`.
         """
-        self.counters.count_update()
-        ends = self.end_bits is not None and self.end_bits.depend_on(keys)
-        ends |= self.breaks is not None and not self.breaks.positions.isdisjoint(keys)
+        self.counters.count(0, updates=1)
+        columns = {self.schema.columns[key] for key in keys}
+        ends = self.end_bits is not None and self.end_bits.depends_on(columns)
+        ends |= self.breaks is not None and not self.breaks.columns.isdisjoint(columns)
         before = self.begin(DERIVED) if ends else None
         self.plans.written.update(self._local(sources, 1), keys, index, generation)
         if ends:
@@ -1083,7 +1063,7 @@ class TensorStorage(Storage):
         return self.get(index)
 
     def __setitem__(self, index: Any, data: Data) -> None:
-        if self._layout is None:
+        if self._schema is None:
             raise RuntimeError(NOT_INITIALIZED)
         index = plain_index(index)
         flat = self._positions(index)
@@ -1101,7 +1081,7 @@ class TensorStorage(Storage):
         stored: with options ``"form"`` says what was written. Rows that share their observations lack the next ones
         that are stored once: ``"sharing"`` has those that are not in the next row, and says which these are.
         """
-        if self._layout is None:
+        if self._schema is None:
             return {"initialized": False, "max_size": self.max_size}
         self.refresh()
         parts = [self._filled_part(part) for part in range(len(self._columns[0].parts) if self._columns else 1)]
@@ -1164,14 +1144,14 @@ class TensorStorage(Storage):
         size, old_max, shape = state["size"], state["max_size"], tuple(state["shape"])
         layout = schema.written if as_written else schema.full if anew else schema.stored
         layout.collect(pieces.example, self.ndim)
-        own = shape[1:] if self._layout is None else self._shape[1:]
+        own = shape[1:] if self._schema is None else self._shape[1:]
         if own != shape[1:]:
             raise ValueError(f"the checkpoint's rows have shape {shape}, the storage's {self._shape}")
         per_step = math.prod(shape[1:])
         room = -(-self.max_size // per_step) * per_step
         if size > room:
             raise ValueError(f"the checkpoint holds {size} rows, the storage has room for {room}")
-        if self._layout is None:
+        if self._schema is None:
             self._establish(schema, self.full_shape(shape), device_of(pieces.example))
         order, first = None, 0
         if self.max_size != old_max:
@@ -1275,7 +1255,7 @@ class TensorStorage(Storage):
     def __repr__(self) -> str:
         device: Any = self.requested_device
         keys = "not initialized"
-        if self._layout is not None:
+        if self._schema is not None:
             device = {PINNED: f"{self._device}, rows pinned", SPLIT: f"{self._device}, rows split"}.get(
                 self._placement.kind if self._placement else "", self._device
             )
