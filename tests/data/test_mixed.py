@@ -151,6 +151,16 @@ def test_places_and_moves(monkeypatch):
     assert_rows(mixed, mixed.sample(8))
 
 
+def test_a_generator_seeds_all_of_it():
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        generator = torch.Generator().manual_seed(5)
+        mixed = MixedReplayBuffer([part(14, 0), part(12, 100)], [0.3, 0.7], generator=generator)
+        found.append([mixed.sample(3) for _ in range(20)])
+    assert all(map(same, *found))
+
+
 def test_transforms_and_iteration():
     """Transforms of the parts apply to the parts, those of the mix to the whole."""
     buffers = [part(14, 0, kind="without replacement"), part(14, 100)]
@@ -476,7 +486,8 @@ def test_updates_of_all_or_of_none(what):
     made, call = REFUSED[what]
     mixed = made()
     before = told(mixed)
-    with pytest.raises((ValueError, IndexError)):
+    text = "index 20 is out of range: buffer 1 has 20 rows" if what == "index" else None
+    with pytest.raises((ValueError, IndexError), match=text):
         call(mixed)
     assert told(mixed) == before
 
