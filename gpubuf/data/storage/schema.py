@@ -404,9 +404,10 @@ class Schema:
             ValueError: as :func:`sources`.
         """
         leaves = written.leaves
-        found = sources(leaves, options)
         if not options:
-            return cls(written, written.plain, written, tuple(found), tuple(range(len(leaves))))
+            own = tuple([Source(number, leaf.dtype, 1.0, 0.0, leaf.dtype) for number, leaf in enumerate(leaves)])
+            return cls(written, written.plain, written, own, tuple(range(len(leaves))))
+        found = sources(leaves, options)
         owners = [position for position, source in enumerate(found) if source.owner == position]
         columns = {owner: column for column, owner in enumerate(owners)}
         return cls(
