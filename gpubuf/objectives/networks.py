@@ -96,7 +96,9 @@ def _read_snapshots(norm: nn.Module, _: Any) -> None:
 
 def _read_statistics(norm: nn.Module, *_: Any) -> None:
     if torch.compiler.is_compiling():
-        norm._buffers["running_mean"], norm._buffers["running_var"] = norm.__dict__.pop("own")
+        norm._buffers["running_mean"], norm._buffers["running_var"] = norm.__dict__["own"]
+        # Dynamo of PyTorch 2.11 traces no `pop` of this dict.
+        del norm.own
 
 
 class SwappableCopy:

@@ -21,6 +21,7 @@ if TRITON == (3, 6):
         "batch_norm_activation_backward_kernel": 24,
         "norm_activation_backward_kernel": 32,
         "rows_extend_kernel": 16,
+        "rows_sample_kernel": 24,
         "trajectories_update_envs_kernel": 32,
     }
 
