@@ -23,7 +23,7 @@ from gpubuf.data.prefetch import Batch
 from gpubuf.data.recording import refuse_in_capture
 from gpubuf.data.samplers.sum_tree import masks_of, priority_vectors, rows_of
 from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.layout import Data
+from gpubuf.data.storage.layout import MASK_KEY, Data, priority_mask_key
 from gpubuf.data.storage.schema import host_can_read
 from gpubuf.data.transforms import Compose
 from gpubuf.data.updates import ConditionalUpdateResult
@@ -278,7 +278,7 @@ class MixedReplayBuffer:
         if priority is None or index is None or buffer is None:
             missing = self.priority_key if priority is None else "index" if index is None else "buffer"
             raise KeyError(f"the batch has no {missing!r}; its keys are {sorted(map(str, data.keys(True, True)))}")
-        masks = masks_of(data.get, self.priority_key)
+        masks = masks_of(data.get(priority_mask_key(self.priority_key), None), data.get(MASK_KEY[0], None))
         if masks:
             buffer = torch.where(rows_of(masks, index.numel()).to(buffer.device), buffer.reshape(-1), -1)
         priority = sampler.reduce(priority, index.numel(), masks)

@@ -17,7 +17,7 @@ from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.sum_tree import masks_of, rows_of
 from gpubuf.data.sequences import by_anchor
 from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.layout import Data
+from gpubuf.data.storage.layout import MASK_KEY, Data, priority_mask_key
 from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.data.writers import TensorDictRoundRobinWriter
 
@@ -116,7 +116,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
             missing = self.priority_key if priority is None else "index"
             raise KeyError(f"the batch has no {missing!r}; its keys are {sorted(map(str, data.keys(True, True)))}")
         generation = get("index_generation", None)
-        masks, n = masks_of(get, self.priority_key), data.numel()
+        told = get(f"{self.priority_key}_mask" if plain else priority_mask_key(self.priority_key), None)
+        collected, n = get(MASK_KEY[0], None), data.numel()
+        masks = [] if told is None and collected is None else masks_of(told, collected)
         if self._unit is not None and (anchor := get("anchor_index", None)) is not None:
             valid, generation = get("validity_mask", None), get("anchor_generation", None)
             if masks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from gpubuf.data.recording import current_recording
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.storage.indexing import as_positions, check_dense
-from gpubuf.data.storage.layout import MASK_KEY, priority_mask_key
+from gpubuf.data.storage.layout import MASK_KEY
 from gpubuf.data.storage.placement import device_name
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels import config, rows, sum_tree
@@ -64,18 +64,15 @@ def vector(values: Tensor, dtype: torch.dtype, like: Tensor) -> Tensor:
     return values if values.is_contiguous() else values.contiguous()
 
 
-def masks_of(get: Callable[..., Any], key: Any) -> list[Tensor]:
-    """What a batch says of which elements have a priority at ``key``; empty: all of them.
-
-    Not those that a loss says have none (:func:`priority_mask_key`), nor those that are no steps (:data:`MASK_KEY`).
+def masks_of(told: Tensor | None, collected: Any) -> list[Tensor]:
+    """Masks of the elements of a batch that have a priority; none: all of them have one.
 
     Args:
-        get: of the batch.
-        key: of the priorities.
+        told: what a loss says, at :func:`~gpubuf.data.storage.layout.priority_mask_key` of the batch.
+        collected: the entry of the batch that has :data:`~gpubuf.data.storage.layout.MASK_KEY`, or None.
     """
-    found, collected = get(priority_mask_key(key), None), get(MASK_KEY[0], None)
     steps = collected.get(MASK_KEY[1], None) if isinstance(collected, TensorDictBase) else None
-    return [mask for mask in (found, steps) if mask is not None]
+    return [mask for mask in (told, steps) if mask is not None]
 
 
 def rows_of(masks: Sequence[Tensor], n: int) -> Tensor:
