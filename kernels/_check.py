@@ -18,6 +18,20 @@ def demand_int64(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must be contiguous, but has strides {tensor.stride()}")
 
 
+def demand_words(name: str, tensor: Tensor, count: int) -> None:
+    """Raise TypeError or ValueError unless ``tensor`` is contiguous and int64, of ``count`` numbers."""
+    # One condition on the hot path; what is wrong is only looked for when something is.
+    if tensor.dtype is not torch.int64 or tensor.numel() != count or not tensor.is_contiguous():
+        demand_int64(name, tensor, (count,))
+
+
+def length_of(name: str, vector: Tensor) -> int:
+    """Number of entries; raise TypeError or ValueError unless it is a contiguous int64 vector."""
+    if vector.dtype is not torch.int64 or vector.dim() != 1 or not vector.is_contiguous():
+        demand_int64(name, vector, (vector.numel(),))
+    return vector.numel()
+
+
 def check_devices(first: Tensor, *others: Tensor | None) -> None:
     """Raise ValueError unless all tensors are on one device."""
     device = first.device

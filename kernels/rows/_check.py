@@ -8,43 +8,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._check import demand_int64
+from gpubuf.kernels._check import demand_int64, demand_words
 from gpubuf.kernels.philox import check_state
 from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, ENTRY, FIELD, MAX_STEPS, OFF, Reading
 
 
 def check_storage(table: Tensor, ring: Tensor, capacity: int) -> int:
     """Number of keys in ``table``; raise TypeError or ValueError unless the arguments describe a storage."""
-    # One condition on the hot path; what is wrong is only looked for when something is.
-    if (
-        table.dtype is not torch.int64
-        or ring.dtype is not torch.int64
-        or ring.numel() != 4
-        or capacity < 1
-        or not table.is_contiguous()
-        or not ring.is_contiguous()
-        or table.dim() != 2
-        or table.shape[1] not in (ENTRY, FIELD)
-    ):
-        if capacity < 1:
-            raise ValueError(f"the capacity must be at least 1, but is {capacity}")
+    if capacity < 1:
+        raise ValueError(f"the capacity must be at least 1, but is {capacity}")
+    fits = table.dim() == 2 and table.shape[1] in (ENTRY, FIELD)
+    if not fits or table.dtype is not torch.int64 or not table.is_contiguous():
         width = FIELD if table.shape[-1:] == (FIELD,) else ENTRY
         demand_int64("table", table, (table.numel() // width, width))
-        demand_int64("ring", ring, (4,))
+    demand_words("ring", ring, 4)
     return table.shape[0]
-
-
-def check_index(index: Tensor) -> int:
-    """Number of entries of ``index``; raise TypeError or ValueError unless it is a contiguous int64 vector."""
-    if index.dtype is not torch.int64 or index.dim() != 1 or not index.is_contiguous():
-        demand_int64("index", index, (index.numel(),))
-    return index.numel()
 
 
 def check_generation(generation: Tensor | None, n: int) -> None:
     """Raise TypeError or ValueError unless ``generation`` is None or has ``n`` entries."""
     if generation is not None:
-        demand_int64("generation", generation, (n,))
+        demand_words("generation", generation, n)
 
 
 def check_count(n: int) -> None:

@@ -8,12 +8,12 @@ of their own, which copy and take few arguments.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gpubuf.kernels._check import length_of
 from gpubuf.kernels._jit import address_of
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET, check_state
@@ -33,15 +33,22 @@ from gpubuf.kernels.rows import (
 from gpubuf.kernels.rows._check import (
     check_count,
     check_generation,
-    check_index,
     check_reading,
     check_sharing,
     check_source_count,
     check_storage,
 )
-from gpubuf.kernels.rows._cpu_compute import compute_narrow, compute_wide
 from gpubuf.kernels.rows._cpu_copy import describe_sources
-from gpubuf.kernels.rows._cpu_read import DONE, EMPTY, NEEDS_NARROW, NEEDS_WIDE, gather_rows, read_rows, sample_rows
+from gpubuf.kernels.rows._cpu_read import (
+    DONE,
+    EMPTY,
+    NEEDS_NARROW,
+    NEEDS_WIDE,
+    compute_narrow,
+    compute_wide,
+    copy_batch,
+    read_batch,
+)
 from gpubuf.kernels.rows._cpu_write import (
     EVERY,
     INVALID,
@@ -51,7 +58,6 @@ from gpubuf.kernels.rows._cpu_write import (
     NO_ROOM,
     NOT_NEXT,
     UNFIT,
-    append_rows,
     extend_rows,
     keep_rows,
     relink_rows,
@@ -76,22 +82,19 @@ def _out_of_range(index: Tensor, place: int, capacity: int) -> IndexError:
 # Reading
 
 
-def _checked(table: Tensor, ring: Tensor, capacity: int, reading: tuple[Any, ...]) -> tuple[Tensor, Reading]:
-    """The bytes of a row of the batch for each key, and what computed batches need besides."""
+def _pieces(
+    table: Tensor, ring: Tensor, capacity: int, reading: tuple[Any, ...], n: int, arena_bytes: int
+) -> tuple[Tensor, array[int]]:
+    """An arena for a batch of ``n`` drawn rows, and the address of each key's piece of it. Arguments are checked."""
     check_storage(table, ring, capacity)
-    how = Reading(*reading)
-    if table.shape[1] == ENTRY:
-        return table[:, ROW_BYTES], Reading()
-    check_reading(how, capacity)
-    return table[:, BATCH_BYTES], how
-
-
-def _pieces(row_bytes: Tensor, n: int, arena_bytes: int) -> tuple[Tensor, array[int]]:
-    """An arena for ``n`` rows, and the address of each key's piece of it."""
-    widths = row_bytes.tolist()
-    offsets, size = arena_offsets(widths, n)
+    how, bytes_of_row = Reading(), ROW_BYTES
+    if table.shape[1] != ENTRY:
+        how, bytes_of_row = Reading(*reading), BATCH_BYTES
+        check_reading(how, capacity)
+    widths = table[:, bytes_of_row].tolist()
+    offsets, size = arena_offsets(widths, how.rows(n))
     if size != arena_bytes:
-        raise ValueError(f"an arena of {arena_bytes} bytes does not fit {n} rows of {widths} bytes")
+        raise ValueError(f"an arena of {arena_bytes} bytes does not fit {how.rows(n)} rows of {widths} bytes")
     arena = torch.empty(arena_bytes, dtype=torch.uint8)
     first = arena.data_ptr()
     return arena, array("q", [first + offset for offset in offsets])
@@ -101,9 +104,9 @@ def gather(
     table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int, *reading: Any
 ) -> tuple[Tensor, Tensor]:
     """See :data:`gpubuf.kernels.rows.gather`."""
-    row_bytes, how = _checked(table, ring, capacity, reading)
-    arena, pieces = _pieces(row_bytes, how.rows(check_index(index)), arena_bytes)
-    return arena, _gather_to(table, ring, index, capacity, pieces, reading)
+    n = length_of("index", index)
+    arena, pieces = _pieces(table, ring, capacity, reading, n, arena_bytes)
+    return arena, _read(table, ring, None, index, n, capacity, pieces, reading)[1]
 
 
 def gather_into(
@@ -113,100 +116,67 @@ def gather_into(
 
     For storages, which vouch for dtypes, shapes and strides: they are not looked at.
     """
-    return _gather_to(table, ring, index, capacity, _addresses(tensors), reading)
-
-
-def _gather_to(
-    table: Tensor, ring: Tensor, index: Tensor, capacity: int, targets: array[int], reading: tuple[Any, ...]
-) -> Tensor:
-    n = index.numel()
-    if table.shape[1] != ENTRY:
-        how = Reading(*reading)
-        generation = torch.empty(how.rows(n), dtype=torch.int64)
-        if n:
-            _compute(table, ring, None, index, n, capacity, targets, generation, how)
-        return generation
-    generation = torch.empty_like(index)
-    before = (table.data_ptr(), len(targets), ring.data_ptr(), index.data_ptr())
-    after = (capacity, targets.buffer_info()[0], generation.data_ptr())
-    for result in call_in_parts(gather_rows, before, n, after):
-        if result != DONE:
-            raise _out_of_range(index, result, capacity)
-    return generation
+    return _read(table, ring, None, index, index.numel(), capacity, _addresses(tensors), reading)[1]
 
 
 def sample(
     table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int, *reading: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :data:`gpubuf.kernels.rows.sample`."""
-    row_bytes, how = _checked(table, ring, capacity, reading)
     check_count(n)
     check_state(rng)
-    arena, pieces = _pieces(row_bytes, how.rows(n), arena_bytes)
-    return arena, *_sample_to(table, ring, rng, n, capacity, pieces, reading)
+    arena, pieces = _pieces(table, ring, capacity, reading, n, arena_bytes)
+    return arena, *_read(table, ring, rng, None, n, capacity, pieces, reading)
 
 
 def sample_into(
     table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, tensors: list[Tensor], *reading: Any
 ) -> tuple[Tensor, Tensor]:
     """:func:`sample` into one tensor per key, as :func:`gather_into`; returns index and generations."""
-    return _sample_to(table, ring, rng, n, capacity, _addresses(tensors), reading)
-
-
-def _sample_to(
-    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, targets: array[int], reading: tuple[Any, ...]
-) -> tuple[Tensor, Tensor]:
-    how = None if table.shape[1] == ENTRY else Reading(*reading)
-    index = torch.empty(n if how is None else how.rows(n), dtype=torch.int64)
-    generation = torch.empty_like(index)
-    if n == 0:
-        return index, generation
-    if how is not None:
-        _compute(table, ring, rng, index, n, capacity, targets, generation, how)
-        return index, generation
-    before = (table.data_ptr(), len(targets), ring.data_ptr(), rng.data_ptr())
-    after = (n, capacity, targets.buffer_info()[0], index.data_ptr(), generation.data_ptr())
-    results = call_in_parts(sample_rows, before, n, after)
-    if EMPTY in results:
-        raise RuntimeError("can't sample from an empty storage")
-    if len(results) > 1:
-        rng[OFFSET] += n
-    return index, generation
+    return _read(table, ring, rng, None, n, capacity, _addresses(tensors), reading)
 
 
 # Addresses of the kernels that compute fields, in float32 and in float64: 0 until a field needs them.
 _engines = [0, 0]
 
 
-def _compute(
-    fields: Tensor,
+def _read(
+    table: Tensor,
     ring: Tensor,
     rng: Tensor | None,
-    index: Tensor,
+    given: Tensor | None,
     n: int,
     capacity: int,
     targets: array[int],
-    generation: Tensor,
-    how: Reading,
-) -> None:
-    """Compute a batch of rows ``index``, or of ``n`` rows that are drawn if there is an ``rng``."""
-    ends, links, noise, *numbers = how
-    shared = (_address(ends), _address(links), _address(noise))
-    before = (fields.data_ptr(), len(targets), ring.data_ptr(), *shared, _address(rng), index.data_ptr())
-    after = (n, capacity, *numbers, targets.buffer_info()[0], generation.data_ptr())
-    results: Sequence[int] = call_in_parts(read_rows, (*_engines, *before), n, after)
-    while results[0] in (NEEDS_NARROW, NEEDS_WIDE):
-        wide = results[0] == NEEDS_WIDE
-        _engines[wide] = address_of(compute_wide if wide else compute_narrow)
-        results = call_in_parts(read_rows, (*_engines, *before), n, after)
+    reading: tuple[Any, ...],
+) -> tuple[Tensor, Tensor]:
+    """Copy or compute a batch of ``given`` rows, or of ``n`` rows that ``rng`` draws; returns index and generations."""
+    how = None if table.shape[1] == ENTRY else Reading(*reading)
+    generation = torch.empty(n if how is None else how.rows(n), dtype=torch.int64)
+    index = torch.empty_like(generation) if given is None else given
+    if n == 0:
+        return index, generation
+    before: tuple[Any, ...] = (table.data_ptr(), len(targets), ring.data_ptr(), _address(rng), index.data_ptr())
+    after: tuple[Any, ...] = (n, capacity, targets.buffer_info()[0], generation.data_ptr())
+    if how is None:
+        results = call_in_parts(copy_batch, before, n, after)
+    else:
+        ends, links, noise, *numbers = how
+        before, after = (_address(ends), _address(links), _address(noise), *before), (*after, *numbers)
+        results = call_in_parts(read_batch, (*_engines, *before), n, after)
+        while results[0] in (NEEDS_NARROW, NEEDS_WIDE):
+            wide = results[0] == NEEDS_WIDE
+            _engines[wide] = address_of(compute_wide if wide else compute_narrow)
+            results = call_in_parts(read_batch, (*_engines, *before), n, after)
     for result in results:
         if result != DONE:
-            raise _refused_batch(fields, index if rng is None else None, result, n, capacity)
+            raise _refused_batch(table, given, result, n, capacity)
     if len(results) > 1:
         if rng is not None:
             rng[OFFSET] += n
-        if noise is not None:
-            noise[OFFSET] += how.rows(n) * how.draws
+        if how is not None and how.noise is not None:
+            how.noise[OFFSET] += how.rows(n) * how.draws
+    return index, generation
 
 
 def _refused_batch(fields: Tensor, index: Tensor | None, result: int, n: int, capacity: int) -> Exception:
@@ -234,14 +204,14 @@ def _write_with(
 ) -> int:
     """The result of a kernel that writes rows from ``skipped`` of ``n`` on; they are converted first if need be."""
     described, _alive = describe_sources(sources, n)
-    staged = array("q", bytes(16 * len(sources)))
     given = (table.data_ptr(), len(sources), table.shape[1], described.buffer_info()[0])
-    result: int = kernel(*given, staged.buffer_info()[0], 0, *others)
+    result: int = kernel(*given, 0, *others)
     if result == DONE or result & 7 != NEEDS_STAGING:
         return result
-    scratch = torch.empty(result >> 3, dtype=torch.uint8)
-    result = stage(*given, which, n, skipped, scratch.data_ptr(), staged.buffer_info()[0])
-    return kernel(*given, staged.buffer_info()[0], 1, *others) if result == DONE else result
+    staged, scratch = array("q", bytes(16 * len(sources))), torch.empty(result >> 3, dtype=torch.uint8)
+    place = staged.buffer_info()[0]
+    result = stage(*given, place, which, n, skipped, scratch.data_ptr())
+    return kernel(*given, place, *others) if result == DONE else result
 
 
 def _misfit(table: Tensor, source: Tensor, key: int, n: int) -> ValueError:
@@ -289,7 +259,6 @@ def extend(
     trusted: bool = False,
 ) -> Tensor:
     """See :data:`gpubuf.kernels.rows.extend`. ``trusted``: the caller vouches for all but sizes and numbers."""
-    slots = -1 if owners is None else owners.numel() - 1
     if not trusted:
         n_keys = check_storage(table, ring, capacity)
         check_count(n)
@@ -298,20 +267,18 @@ def extend(
     index = torch.empty(n, dtype=torch.int64)
     if n == 0:
         return index
-    if table.shape[1] == ENTRY:
-        described, _alive = describe_sources(sources, n)
-        given = (table.data_ptr(), len(sources), described.buffer_info()[0])
-        result = append_rows(*given, ring.data_ptr(), n, capacity, index.data_ptr())
-    else:
-        others = (ring.data_ptr(), _address(links), _address(owners), slots, n, capacity, envs, index.data_ptr())
-        result = _write_with(extend_rows, EVERY, table, sources, n, max(n - capacity, 0), others)
+    shared = (0, 0, -1)
+    if links is not None and owners is not None:
+        shared = (links.data_ptr(), owners.data_ptr(), owners.numel() - 1)
+    others = (ring.data_ptr(), *shared, n, capacity, envs, index.data_ptr())
+    result = _write_with(extend_rows, EVERY, table, sources, n, n - capacity if n > capacity else 0, others)
     if result != DONE:
         raise _refused_write(table, sources, result, n, None, capacity)
     return index
 
 
 class PreparedExtend:
-    """:func:`extend` with ``n >= 1`` rows of contiguous sources at addresses that are known, which are checked here.
+    """:func:`extend` with ``n >= 1`` rows of contiguous sources at known addresses. Arguments are checked here.
 
     Attributes:
         described: address, ``CONTIGUOUS`` and bytes of each source, one after the other. An address may be changed
@@ -333,28 +300,17 @@ class PreparedExtend:
         n_keys = check_storage(table, ring, capacity)
         check_count(n)
         check_source_count(sources, n_keys)
-        self.described, alive = describe_sources(sources, n)
-        self._stage: tuple[int, ...] = ()
-        self._index = torch.empty(n, dtype=torch.int64)
-        self._keeps_index = keeps_index
-        described = self.described.buffer_info()[0]
-        if table.shape[1] == ENTRY:
-            for key, row_bytes in enumerate(table[:, ROW_BYTES].tolist()):
-                if self.described[3 * key + 2] != n * row_bytes:
-                    raise _misfit(table, sources[key], key, n)
-            self._kernel: Any = append_rows
-            self._arguments: tuple[int, ...] = (table.data_ptr(), n_keys, described, ring.data_ptr(), n, capacity)
-            self._alive: tuple[Any, ...] = (table, sources, ring, alive)
-            return
         slots = check_sharing(links, owners, n, capacity, envs)
-        staged, skipped = array("q", bytes(16 * n_keys)), max(n - capacity, 0)
+        self.described, alive = describe_sources(sources, n)
+        self._index, self._keeps_index = torch.empty(n, dtype=torch.int64), keeps_index
+        skipped = max(n - capacity, 0)
         scratch = torch.empty((n - skipped) * _converted_bytes(table), dtype=torch.uint8)
-        given = (table.data_ptr(), n_keys, table.shape[1], described)
-        if scratch.numel():
-            self._stage = (*given, EVERY, n, skipped, scratch.data_ptr(), staged.buffer_info()[0])
-        self._kernel = extend_rows
+        staged, converts = array("q", bytes(16 * n_keys)), scratch.numel() > 0
+        given = (table.data_ptr(), n_keys, table.shape[1], self.described.buffer_info()[0])
+        place = staged.buffer_info()[0] if converts else 0
+        self._stage = (*given, place, EVERY, n, skipped, scratch.data_ptr()) if converts else ()
         shared = (ring.data_ptr(), _address(links), _address(owners), slots, n, capacity, envs)
-        self._arguments = (*given, staged.buffer_info()[0], int(scratch.numel() > 0), *shared)
+        self._arguments = (*given, place, *shared)
         # The kernels know addresses alone.
         self._alive = (table, sources, ring, links, owners, alive, staged, scratch)
 
@@ -366,12 +322,12 @@ class PreparedExtend:
         if self._stage and stage(*self._stage) != DONE:
             return None
         index = torch.empty_like(self._index) if self._keeps_index else self._index
-        return index if self._kernel(*self._arguments, index.data_ptr()) == DONE else None
+        return index if extend_rows(*self._arguments, index.data_ptr()) == DONE else None
 
 
-def _converted_bytes(fields: Tensor) -> int:
+def _converted_bytes(table: Tensor) -> int:
     """Bytes of those fields of a row that are stored in another form than they are written in."""
-    found: list[list[int]] = fields.tolist()
+    found: list[list[int]] = [] if table.shape[1] == ENTRY else table.tolist()
     return sum(field[ROW_BYTES] for field in found if field[WRITES] and not field[WRITTEN_AS_STORED])
 
 
@@ -379,7 +335,7 @@ def write(
     table: Tensor, sources: list[Tensor], ring: Tensor, index: Tensor, capacity: int, generation: Tensor | None = None
 ) -> None:
     """See :data:`gpubuf.kernels.rows.write`."""
-    n_keys, n = check_storage(table, ring, capacity), check_index(index)
+    n_keys, n = check_storage(table, ring, capacity), length_of("index", index)
     check_generation(generation, n)
     check_source_count(sources, n_keys)
     if n == 0:
@@ -401,7 +357,7 @@ def relink(
     owners: Tensor,
 ) -> None:
     """See :data:`gpubuf.kernels.rows.relink`."""
-    n_keys, n = check_storage(table, ring, capacity), check_index(index)
+    n_keys, n = check_storage(table, ring, capacity), length_of("index", index)
     check_source_count(sources, n_keys)
     slots = check_sharing(links, owners, 0, capacity, envs)
     if n == 0:

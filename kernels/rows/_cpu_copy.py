@@ -75,49 +75,47 @@ def copy_row(target, source, row_bytes):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def side_address(entry, place):  # type: ignore[no-untyped-def]
-    """Address of a next observation that is in no row."""
+def place_address(entry, place):  # type: ignore[no-untyped-def]
+    """Address of a row, or of a next observation that is in none."""
+    if place >= 0:
+        return row_address(entry, place)
     number = (ASIDE - place) >> 1
     return (entry[ENTRIES] if place & 1 else entry[PENDING]) + number * entry[SIDE_STRIDE]
 
 
 @jit(forceinline=True)
-def prefetch_row(address, row_bytes):  # type: ignore[no-untyped-def]
-    """Ask for the first 256 bytes of a row; the hardware follows a longer one by itself."""
+def prefetch_row(address, row_bytes, most=256):  # type: ignore[no-untyped-def]
+    """Ask for the first ``most`` bytes of a row; the hardware follows a longer one by itself."""
     prefetch_l2(address)
     if row_bytes > 1:
-        for i in range(64, min(row_bytes, 256), 64):
+        for i in range(64, min(row_bytes, most), 64):
             prefetch_l2(address + i)
         # a row that starts in the middle of a line ends in one more
-        prefetch_l2(address + min(row_bytes, 256) - 1)
+        prefetch_l2(address + min(row_bytes, most) - 1)
 
 
 @jit(forceinline=True)
-def first_invalid(index, n, capacity):  # type: ignore[no-untyped-def]
+def first_outside(numbers, n, low, high):  # type: ignore[no-untyped-def]
+    """The place of the first number outside ``low .. high - 1``, or -1."""
     # Counting first is a loop that the compiler vectorises; looking for the place is not.
-    invalid = 0
+    outside = 0
     for i in range(n):
-        invalid += (index[i] < -capacity) | (index[i] >= capacity)
-    if invalid == 0:
+        outside += (numbers[i] < low) | (numbers[i] >= high)
+    if outside == 0:
         return -1
     for i in range(n):
-        if index[i] < -capacity or index[i] >= capacity:
+        if numbers[i] < low or numbers[i] >= high:
             return i
     return -1
 
 
 @jit(forceinline=True)
-def write_generations(written, capacity, position, n, generation):  # type: ignore[no-untyped-def]
+def write_generations(written, capacity, position, n):  # type: ignore[no-untyped-def]
+    """Positions become generations."""
     # (written - position + capacity - 1) // capacity, with one division for the batch instead of one a row
     laps, cursor = written // capacity, written % capacity
     for i in range(n):
-        generation[i] = laps + (position[i] < cursor)
-
-
-@jit(forceinline=True)
-def source_stride(sources, k, row_bytes):  # type: ignore[no-untyped-def]
-    stride = sources[3 * k + 1]
-    return row_bytes if stride == CONTIGUOUS else stride
+        position[i] = laps + (position[i] < cursor)
 
 
 @jit(forceinline=True)

@@ -14,9 +14,28 @@ from numba import types
 from numba.extending import intrinsic
 
 from gpubuf.kernels._jit import jit
+from gpubuf.kernels.rows import CODEC_OFFSET, SCALE
 
 # Codes of dtypes, as in the contract.
 U8, I8, I16, I32, I64, F16, BF16, F32, F64, BOOL = range(10)
+
+
+@jit(forceinline=True)
+def is_integer(code):  # type: ignore[no-untyped-def]
+    return code <= I64 or code == BOOL
+
+
+@jit(forceinline=True)
+def float_of(bits):  # type: ignore[no-untyped-def]
+    """The float64 that an entry of ``fields`` has the bits of."""
+    return np.int64(bits).view(np.float64)
+
+
+@jit(forceinline=True)
+def is_coded(field):  # type: ignore[no-untyped-def]
+    """Whether a field has a codec."""
+    return float_of(field[SCALE]) != 1 or float_of(field[CODEC_OFFSET]) != 0
+
 
 _I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
 
@@ -404,12 +423,9 @@ def encode_integers(numbers, n, code, address):  # type: ignore[no-untyped-def]
 @jit
 def encode_flags(source, stride, written, n, target):  # type: ignore[no-untyped-def]
     """``n`` rows of one number each as bytes that are 1 where the number is not zero; whether it was done."""
-    if written == I64:
-        for i in range(n):
-            _write_8(target, i, read_i64(source + i * stride, 0) != 0)
-        return True
-    if written == F32:
-        for i in range(n):
-            _write_8(target, i, read_f32(source + i * stride, 0) != 0)
-        return True
-    return False
+    if written not in (I64, F32):
+        return False
+    for i in range(n):
+        at = source + i * stride
+        _write_8(target, i, read_i64(at, 0) != 0 if written == I64 else read_f32(at, 0) != 0)
+    return True

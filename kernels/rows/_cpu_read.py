@@ -13,7 +13,7 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._pointers import as_i64, call, copy_bytes, load_i64, prefetch_l2
+from gpubuf.kernels._pointers import as_f32, as_i64, call, copy_bytes, load_i64, prefetch_l2
 from gpubuf.kernels.philox import OFFSET, SEED
 from gpubuf.kernels.philox._cpu import philox_uniform_f64
 from gpubuf.kernels.rows import (
@@ -27,7 +27,9 @@ from gpubuf.kernels.rows import (
     DRAWN,
     ELEMENTS,
     ENTRY,
+    FACTOR,
     FIELD,
+    HEIGHT,
     HIGH,
     HOST_ROWS,
     LAST,
@@ -36,31 +38,49 @@ from gpubuf.kernels.rows import (
     NEXT,
     OFF,
     OPAQUE,
+    PAD,
+    PAIR,
     PERMUTATION,
     ROW,
     ROW_BYTES,
     ROW_STRIDE,
     SCALE,
+    SIGN,
     SIZE,
     SPLIT,
     STEPS,
     STORED,
     SUM,
+    WIDTH,
     WRITTEN,
 )
-from gpubuf.kernels.rows._cpu_compute import ALL, DRAWN_BY_CHANCE, NONE, float_of, is_moved, is_wide
 from gpubuf.kernels.rows._cpu_copy import (
     AHEAD,
     ASIDE,
     AT_END,
     copy_row,
-    first_invalid,
+    first_outside,
+    place_address,
     prefetch_row,
     row_address,
-    side_address,
     write_generations,
 )
-from gpubuf.kernels.rows._cpu_numbers import F32, I64, read_f32, read_i32, write_f32
+from gpubuf.kernels.rows._cpu_numbers import (
+    F32,
+    F64,
+    I64,
+    decode,
+    decode_f32,
+    encode,
+    encode_integers,
+    float_of,
+    is_coded,
+    is_integer,
+    normalise_f32,
+    read_f32,
+    read_i32,
+    write_f32,
+)
 from gpubuf.kernels.trajectories._cpu_search import divided, lowest_bit
 
 # Rows whose windows are found at a time: few enough to stay in the L1 cache.
@@ -69,107 +89,328 @@ _TOGETHER = 1024
 # Results of the kernels. Others count from 0: rows, then rows whose next observation is lost, then fields.
 DONE, EMPTY, NEEDS_NARROW, NEEDS_WIDE = -1, -2, -3, -4
 
+# Bytes that rows to compute are asked for ahead: 8 rows of 310 float32 take 1.4 times as long as to copy them, 32 rows
+# 2.2 times.
+_BYTES_AHEAD = 10_240
+
+# And of each row so many at most. To compute takes so many instructions that the processor looks less far ahead than in
+# a copy, and the hardware begins too late with what follows the first lines.
+_PAGE = 4096
+
+# How rows of a batch are mirrored.
+NONE, ALL, DRAWN_BY_CHANCE = range(3)
 # Copies
 
 
 @jit(forceinline=True)
-def _gather_key(target, entry, row_bytes, position, n, following):  # type: ignore[no-untyped-def]
-    address, stride = entry[DEVICE_ROWS], entry[ROW_STRIDE]
-    next_address, next_stride, next_bytes = following[DEVICE_ROWS], following[ROW_STRIDE], following[ROW_BYTES]
-    ahead = min(AHEAD, n)
-    for i in range(n - ahead):
-        prefetch_row(address + position[i + ahead] * stride, row_bytes)
-        copy_row(target + i * row_bytes, address + position[i] * stride, row_bytes)
-    for i in range(n - ahead, n):
-        prefetch_row(next_address + position[i - n + ahead] * next_stride, next_bytes)
-        copy_row(target + i * row_bytes, address + position[i] * stride, row_bytes)
+def _find_positions(ring, rng_address, index_address, first, n, capacity, position):  # type: ignore[no-untyped-def]
+    """Draw rows ``first .. first + n - 1`` of a batch, or find given ones where ``rng_address`` is 0.
+
+    Returns DONE, EMPTY, or the number of a row that is out of range.
+    """
+    index = carray(as_i64(index_address + 8 * first), n)
+    if rng_address != 0:
+        rng, size = carray(as_i64(rng_address), 3), ring[SIZE]
+        if size == 0:
+            return EMPTY
+        seed, offset = rng[SEED], rng[OFFSET] + first
+        for i in range(n):
+            row = min(int(philox_uniform_f64(seed, offset + i) * size), size - 1)
+            index[i] = row
+            position[i] = row
+        return DONE
+    invalid = first_outside(index, n, -capacity, capacity)
+    if invalid >= 0:
+        return first + invalid
+    for i in range(n):
+        position[i] = index[i] + capacity if index[i] < 0 else index[i]
+    return DONE
 
 
 @jit(forceinline=True)
-def _gather_split_key(target, entry, position, n):  # type: ignore[no-untyped-def]
-    """As :func:`_gather_key`, for a key whose rows lie in two memories."""
-    row_bytes = entry[ROW_BYTES]
-    for i in range(n):
-        copy_row(target + i * row_bytes, row_address(entry, position[i]), row_bytes)
-
-
-@kernel
-def _gather_keys(table_address, n_keys, position_address, first, n, capacity, targets_address):  # type: ignore[no-untyped-def]
-    """Copy ``n`` rows of all keys to where row ``first`` of a batch and the next ones go.
-
-    Prefetches run on from the end of one key into the next.
-    """
-    table = carray(as_i64(table_address), (n_keys, ENTRY))
-    targets = carray(as_i64(targets_address), n_keys)
-    position = carray(as_i64(position_address), n)
-    if n_keys == 0:
-        return
+def _prefetch_first(entry, rows, n):  # type: ignore[no-untyped-def]
+    """Ask for the first rows of a key."""
     for i in range(min(AHEAD, n)):
-        prefetch_row(table[0, DEVICE_ROWS] + position[i] * table[0, ROW_STRIDE], table[0, ROW_BYTES])
-    for k in range(n_keys):
-        row_bytes = table[k, ROW_BYTES]
-        target = targets[k] + first * row_bytes
-        following = table[min(k + 1, n_keys - 1)]
-        # The commonest widths get loops of their own, in which the width is a constant.
-        if table[k, SPLIT] < capacity:
-            _gather_split_key(target, table[k], position, n)
-        elif row_bytes == 4:
-            _gather_key(target, table[k], 4, position, n, following)
-        elif row_bytes == 1:
-            _gather_key(target, table[k], 1, position, n, following)
-        else:
-            _gather_key(target, table[k], row_bytes, position, n, following)
+        prefetch_row(place_address(entry, rows[i]), entry[ROW_BYTES])
+
+
+@jit(forceinline=True)
+def _copy_key(target, entry, row_bytes, rows, n):  # type: ignore[no-untyped-def]
+    """Copy rows of a key that all lie in one memory."""
+    address, stride = entry[DEVICE_ROWS], entry[ROW_STRIDE]
+    ahead = max(n - AHEAD, 0)
+    for i in range(ahead):
+        prefetch_row(address + rows[i + AHEAD] * stride, row_bytes)
+        copy_row(target + i * row_bytes, address + rows[i] * stride, row_bytes)
+    for i in range(ahead, n):
+        copy_row(target + i * row_bytes, address + rows[i] * stride, row_bytes)
+
+
+@jit(forceinline=True)
+def _copy_rows(target, entry, rows, n, elsewhere):  # type: ignore[no-untyped-def]
+    """Copy rows of a key. ``elsewhere``: some lie in another memory, or are next observations aside."""
+    row_bytes = entry[ROW_BYTES]
+    # The commonest widths get loops of their own, in which the width is a constant.
+    if elsewhere:
+        for i in range(n):
+            prefetch_row(place_address(entry, rows[min(i + AHEAD, n - 1)]), row_bytes)
+            copy_row(target + i * row_bytes, place_address(entry, rows[i]), row_bytes)
+    elif row_bytes == 4:
+        _copy_key(target, entry, 4, rows, n)
+    elif row_bytes == 1:
+        _copy_key(target, entry, 1, rows, n)
+    else:
+        _copy_key(target, entry, row_bytes, rows, n)
 
 
 @kernel
-def gather_rows(  # type: ignore[no-untyped-def]
-    table_address, n_keys, ring_address, index_address, first, n, capacity, targets_address, generation_address
-):
-    """Rows ``first .. first + n - 1`` of a batch, whose addresses are given."""
-    index = carray(as_i64(index_address + 8 * first), n)
-    generation_address += 8 * first
-    generation = carray(as_i64(generation_address), n)
-    invalid = first_invalid(index, n, capacity)
-    if invalid >= 0:
-        return first + invalid
-    # The memory of the generations holds the positions until the rows are copied.
-    for i in range(n):
-        generation[i] = index[i] + capacity if index[i] < 0 else index[i]
-    _gather_keys(table_address, n_keys, generation_address, first, n, capacity, targets_address)
-    write_generations(carray(as_i64(ring_address), 4)[WRITTEN], capacity, generation, n, generation)
-    return DONE
-
-
-@kernel
-def sample_rows(  # type: ignore[no-untyped-def]
-    table_address,
-    n_keys,
-    ring_address,
-    rng_address,
-    first,
-    n,
-    of,
-    capacity,
-    targets_address,
-    index_address,
+def copy_batch(  # type: ignore[no-untyped-def]
+    table_address, n_keys, ring_address, rng_address, index_address, first, n, of, capacity, targets_address,
     generation_address,
-):
-    """As :func:`gather_rows`, of random rows of a batch of ``of``. Only who makes a whole one counts random numbers."""
+):  # fmt: skip
+    """Rows ``first .. first + n - 1`` of a batch of ``of``: all columns of a table.
+
+    Their index is drawn, or given if ``rng_address`` is 0. Only who makes a whole batch counts random numbers.
+    """
     ring = carray(as_i64(ring_address), 4)
-    rng = carray(as_i64(rng_address), 3)
-    index_address, generation_address = index_address + 8 * first, generation_address + 8 * first
-    index = carray(as_i64(index_address), n)
-    size = ring[SIZE]
-    if size == 0:
-        return EMPTY
-    seed, offset = rng[SEED], rng[OFFSET] + first
-    for i in range(n):
-        index[i] = min(int(philox_uniform_f64(seed, offset + i) * size), size - 1)
-    if n == of:
-        rng[OFFSET] = offset + n
-    _gather_keys(table_address, n_keys, index_address, first, n, capacity, targets_address)
-    write_generations(ring[WRITTEN], capacity, index, n, carray(as_i64(generation_address), n))
+    # The memory of the generations holds the positions until the rows are copied.
+    position = carray(as_i64(generation_address + 8 * first), n)
+    result = _find_positions(ring, rng_address, index_address, first, n, capacity, position)
+    if result != DONE:
+        return result
+    table, targets = carray(as_i64(table_address), (n_keys, ENTRY)), carray(as_i64(targets_address), n_keys)
+    if n_keys > 0:
+        _prefetch_first(table[0], position, n)
+    for k in range(n_keys):
+        if k + 1 < n_keys:
+            _prefetch_first(table[k + 1], position, n)
+        target = targets[k] + first * table[k, ROW_BYTES]
+        _copy_rows(target, table[k], position, n, table[k, SPLIT] < capacity)
+    write_generations(ring[WRITTEN], capacity, position, n)
+    if rng_address != 0 and n == of:
+        carray(as_i64(rng_address), 3)[OFFSET] += n
     return DONE
+
+
+# Computed fields
+
+
+@jit(forceinline=True)
+def is_wide(field):  # type: ignore[no-untyped-def]
+    """Whether a field is computed in float64."""
+    summed = field[ROW] == SUM and is_integer(field[STORED])
+    return field[STORED] == F64 or field[BATCH] == F64 or summed
+
+
+@jit(forceinline=True)
+def _is_clipped(field):  # type: ignore[no-untyped-def]
+    return float_of(field[LOW]) > -math.inf or float_of(field[HIGH]) < math.inf
+
+
+@jit(forceinline=True)
+def _is_changed(field):  # type: ignore[no-untyped-def]
+    """Whether numbers become others, unless they are mirrored."""
+    return field[MEAN] != 0 or _is_clipped(field) or is_coded(field)
+
+
+@jit(forceinline=True)
+def is_moved(field):  # type: ignore[no-untyped-def]
+    """Whether elements are those of rows, or the same integers of another dtype, unless they are mirrored."""
+    stored, batch = field[STORED], field[BATCH]
+    same = stored == batch or (is_integer(stored) and is_integer(batch))
+    return same and not _is_changed(field) and field[ROW] < SUM
+
+
+@jit
+def _mirrored(numbers, field, mirrored):  # type: ignore[no-untyped-def]
+    sign, permutation = field[SIGN], field[PERMUTATION]
+    for i in range(field[ELEMENTS]):
+        mirrored[i] = numbers[read_i32(permutation, i)] * read_f32(sign, i)
+
+
+@jit
+def _processed(numbers, field, number_type):  # type: ignore[no-untyped-def]
+    """Normalise and clip numbers in place."""
+    n = field[ELEMENTS]
+    mean, factor = field[MEAN], field[FACTOR]
+    if mean != 0:
+        for i in range(n):
+            numbers[i] = (numbers[i] - number_type(read_f32(mean, i))) * number_type(read_f32(factor, i))
+    if _is_clipped(field):
+        bottom, top = number_type(float_of(field[LOW])), number_type(float_of(field[HIGH]))
+        for i in range(n):
+            number = numbers[i]
+            number = bottom if number < bottom else number
+            numbers[i] = top if number > top else number
+
+
+@jit
+def _decoded(address, field, number_type, numbers):  # type: ignore[no-untyped-def]
+    """The numbers that a stored row stands for."""
+    n = field[ELEMENTS]
+    decode(address, field[STORED], n, numbers)
+    if is_coded(field):
+        factor, addend = number_type(float_of(field[SCALE])), number_type(float_of(field[CODEC_OFFSET]))
+        for i in range(n):
+            numbers[i] = numbers[i] * factor + addend
+
+
+@jit
+def _shifted(source, field, size, dy, dx, target):  # type: ignore[no-untyped-def]
+    """Copy images of elements of ``size`` bytes, each pixel from ``(y + dy, x + dx)``."""
+    height, width = field[HEIGHT], field[WIDTH]
+    first = min(max(-dx, 0), width)
+    end = max(min(width - dx, width), first)
+    line = width * size
+    for y in range(field[ELEMENTS] // width):
+        top = y - y % height
+        origin = source + (top + min(max(y - top + dy, 0), height - 1)) * line
+        for x in range(first):
+            copy_row(target + x * size, origin + min(max(x + dx, 0), width - 1) * size, size)
+        copy_row(target + first * size, origin + (first + dx) * size, (end - first) * size)
+        for x in range(end, width):
+            copy_row(target + x * size, origin + min(max(x + dx, 0), width - 1) * size, size)
+        target += line
+
+
+@jit(forceinline=True)
+def _rows_ahead(row_bytes):  # type: ignore[no-untyped-def]
+    """Rows between a prefetch and its use: of large ones few, for the processor waits if it has asked for too much."""
+    return min(AHEAD, max(_BYTES_AHEAD // max(row_bytes, 1), 4))
+
+
+@jit
+def _convert(field, rows, n, capacity, target, numbers):  # type: ignore[no-untyped-def]
+    """Rows of float32 to ``target``, of fields that are neither sums nor mirrored nor shifted."""
+    # What is read once here would be read for every row: the compiler can't know that no row lies in the field.
+    elements, stored, row_bytes, width = field[ELEMENTS], field[STORED], field[ROW_BYTES], field[BATCH_BYTES]
+    mean, factor = field[MEAN], field[FACTOR]
+    scale, offset = np.float32(float_of(field[SCALE])), np.float32(float_of(field[CODEC_OFFSET]))
+    low, high = np.float32(float_of(field[LOW])), np.float32(float_of(field[HIGH]))
+    coded, clipped = is_coded(field), _is_clipped(field)
+    base, stride, elsewhere = field[DEVICE_ROWS], field[ROW_STRIDE], field[SPLIT] < capacity or field[ROW] == NEXT
+    scratch, ahead = np.int64(numbers.ctypes.data), _rows_ahead(row_bytes)
+    for i in range(n):
+        row, coming = rows[i], rows[min(i + ahead, n - 1)]
+        source, out = base + row * stride, target + i * width
+        if elsewhere:
+            source = place_address(field, row)
+            prefetch_row(place_address(field, coming), row_bytes, _PAGE)
+        else:
+            prefetch_row(base + coming * stride, row_bytes, _PAGE)
+        if stored != F32 or coded:
+            origin, source = source, scratch if mean != 0 else out
+            if not decode_f32(origin, stored, elements, source):
+                decode(origin, stored, elements, carray(as_f32(source), elements))
+            if coded:
+                made = carray(as_f32(source), elements)
+                for e in range(elements):
+                    made[e] = made[e] * scale + offset
+        if mean != 0:
+            normalise_f32(source, mean, factor, low, high, elements, out)
+        elif source != out:
+            copy_row(out, source, width)
+        if clipped and mean == 0:
+            made = carray(as_f32(out), elements)
+            for e in range(elements):
+                number = low if made[e] < low else made[e]
+                made[e] = high if number > high else number
+
+
+@jit
+def _compute(field, rows, length, n, how, number_type, target, numbers):  # type: ignore[no-untyped-def]
+    """Rows of a field to ``target``, in numbers of a type; see :func:`compute_narrow`."""
+    capacity, envs, gamma, mirroring, noise, ahead, draws = how
+    seed, offset = 0, 0
+    if noise != 0:
+        state = carray(as_i64(noise), 3)
+        seed, offset = state[SEED], state[OFFSET] + ahead
+    elements, stored, batch, row_bytes = field[ELEMENTS], field[STORED], field[BATCH], field[BATCH_BYTES]
+    kind, pad = field[ROW], field[PAD]
+    moved = is_moved(field)
+    mirroring = mirroring if field[PERMUTATION] != 0 else NONE
+    mirrored_numbers = np.empty_like(numbers) if field[PERMUTATION] != 0 else numbers
+    sums = np.empty(elements if kind == SUM else 0, np.float64)
+    integers = np.empty(elements if moved and stored != batch else 0, np.int64)
+    unshifted = np.empty(row_bytes if pad != 0 else 0, np.uint8)
+    rows_ahead = _rows_ahead(field[ROW_BYTES])
+    for i in range(n):
+        out = target + i * row_bytes
+        at = np.int64(unshifted.ctypes.data) if pad != 0 else out
+        draw = offset + i * draws
+        mirrored = mirroring == ALL or (mirroring == DRAWN_BY_CHANCE and philox_uniform_f64(seed, draw) < 0.5)
+        row = rows[i]
+        address = 0
+        if kind != STEPS:
+            coming = rows[min(i + rows_ahead, n - 1)]
+            prefetch_row(place_address(field, coming), field[ROW_BYTES], _PAGE)
+            address = place_address(field, row)
+        if not moved or mirrored:
+            discount = 1.0
+            for step in range(length[i] if kind == SUM else 1):
+                if kind == STEPS:
+                    numbers[:] = length[i]
+                else:
+                    _decoded(address, field, number_type, numbers)
+                if kind == SUM:
+                    for e in range(elements):
+                        sums[e] = numbers[e] if step == 0 else sums[e] + discount * numbers[e]
+                    discount *= gamma
+                    row = row + envs if row + envs < capacity else row + envs - capacity
+                    address = row_address(field, row)
+            if kind == SUM:
+                for e in range(elements):
+                    numbers[e] = sums[e]
+            if mirrored:
+                _mirrored(numbers, field, mirrored_numbers)
+            result = mirrored_numbers if mirrored else numbers
+            _processed(result, field, number_type)
+            encode(result, elements, batch, at)
+        elif stored != batch:
+            decode(address, stored, elements, integers)
+            encode_integers(integers, elements, batch, at)
+        elif pad != 0:
+            at = address
+        else:
+            copy_row(at, address, row_bytes)
+        if pad != 0:
+            pair, shifts = draw + 1 + 2 * field[PAIR], 2 * pad + 1
+            dy = int(philox_uniform_f64(seed, pair) * shifts) - pad
+            dx = int(philox_uniform_f64(seed, pair + 1) * shifts) - pad
+            _shifted(at, field, row_bytes // elements, dy, dx, out)
+    return n
+
+
+# Two kernels, of which most storages need one at most.
+@kernel(no_cfunc_wrapper=False)  # type: ignore[untyped-decorator]
+def compute_narrow(  # type: ignore[no-untyped-def]
+    field_address, rows_address, length_address, n, capacity, envs, gamma: float, mirroring, noise, ahead, draws, target
+):
+    """Compute ``n`` rows of a field, in float32 or between integers.
+
+    ``rows`` are those that the field reads, or places of next observations; ``length`` has the steps of their windows.
+    The random numbers of the first row are ``ahead`` of the offset of the noise, whose address is 0 if there is none.
+    """
+    field = carray(as_i64(field_address), FIELD)
+    rows, length = carray(as_i64(rows_address), n), carray(as_i64(length_address), n)
+    numbers = np.empty(field[ELEMENTS], np.float32)
+    mirrored = mirroring != NONE and field[PERMUTATION] != 0
+    if field[BATCH] == F32 and field[ROW] < SUM and field[PAD] == 0 and not mirrored:
+        _convert(field, rows, n, capacity, target, numbers)
+        return n
+    how = (capacity, envs, gamma, mirroring, noise, ahead, draws)
+    return _compute(field, rows, length, n, how, np.float32, target, numbers)
+
+
+@kernel(no_cfunc_wrapper=False)  # type: ignore[untyped-decorator]
+def compute_wide(  # type: ignore[no-untyped-def]
+    field_address, rows_address, length_address, n, capacity, envs, gamma: float, mirroring, noise, ahead, draws, target
+):
+    """As :func:`compute_narrow`, in float64."""
+    field = carray(as_i64(field_address), FIELD)
+    rows, length = carray(as_i64(rows_address), n), carray(as_i64(length_address), n)
+    how = (capacity, envs, gamma, mirroring, noise, ahead, draws)
+    return _compute(field, rows, length, n, how, np.float64, target, np.empty(field[ELEMENTS], np.float64))
 
 
 # Windows
@@ -237,66 +478,17 @@ def _find_next(links, written, capacity, envs, last, n, place):  # type: ignore[
 
 
 @jit(forceinline=True)
-def _prefetch_first(field, rows, n):  # type: ignore[no-untyped-def]
-    """Ask for the first rows of a field."""
-    if field[ROW] != STEPS:
-        for i in range(min(AHEAD, n)):
-            address = side_address(field, rows[i]) if rows[i] < 0 else row_address(field, rows[i])
-            prefetch_row(address, field[ROW_BYTES])
-
-
-@jit(forceinline=True)
-def _copy_key(target, field, row_bytes, rows, n):  # type: ignore[no-untyped-def]
-    """Copy rows of a field that all lie in one memory."""
-    address, stride = field[DEVICE_ROWS], field[ROW_STRIDE]
-    ahead = max(n - AHEAD, 0)
-    for i in range(ahead):
-        prefetch_row(address + rows[i + AHEAD] * stride, row_bytes)
-        copy_row(target + i * row_bytes, address + rows[i] * stride, row_bytes)
-    for i in range(ahead, n):
-        copy_row(target + i * row_bytes, address + rows[i] * stride, row_bytes)
-
-
-@jit(forceinline=True)
-def _copy_anywhere(target, field, rows, n):  # type: ignore[no-untyped-def]
-    """As :func:`_copy_key`, of rows in two memories, and of next observations aside."""
-    row_bytes = field[ROW_BYTES]
-    for i in range(n):
-        coming = rows[min(i + AHEAD, n - 1)]
-        prefetch_row(side_address(field, coming) if coming < 0 else row_address(field, coming), row_bytes)
-        address = side_address(field, rows[i]) if rows[i] < 0 else row_address(field, rows[i])
-        copy_row(target + i * row_bytes, address, row_bytes)
-
-
-@jit(forceinline=True)
-def _copy_rows(target, field, rows, n, capacity):  # type: ignore[no-untyped-def]
-    row_bytes = field[ROW_BYTES]
-    # The commonest widths get loops of their own, in which the width is a constant.
-    if field[SPLIT] < capacity or field[ROW] == NEXT:
-        _copy_anywhere(target, field, rows, n)
-    elif row_bytes == 4:
-        _copy_key(target, field, 4, rows, n)
-    elif row_bytes == 1:
-        _copy_key(target, field, 1, rows, n)
-    else:
-        _copy_key(target, field, row_bytes, rows, n)
-
-
-@jit(forceinline=True)
 def _is_plain_sum(field, mirror):  # type: ignore[no-untyped-def]
     """Whether a field is a sum of float32 that becomes nothing else."""
-    if field[ROW] != SUM or field[STORED] != F32 or field[BATCH] != F32:
-        return False
-    processed = field[MEAN] != 0 or float_of(field[LOW]) > -math.inf or float_of(field[HIGH]) < math.inf
-    coded = float_of(field[SCALE]) != 1 or float_of(field[CODEC_OFFSET]) != 0
-    return not processed and not coded and (field[PERMUTATION] == 0 or mirror == OFF)
+    is_sum = field[ROW] == SUM and field[STORED] == F32 and field[BATCH] == F32
+    return is_sum and not _is_changed(field) and (field[PERMUTATION] == 0 or mirror == OFF)
 
 
 @jit(forceinline=True)
 def _is_plain_length(field):  # type: ignore[no-untyped-def]
     """Whether a field is the number of steps as int64."""
-    unbounded = float_of(field[LOW]) == -math.inf and float_of(field[HIGH]) == math.inf
-    return field[ROW] == STEPS and field[BATCH] == I64 and field[MEAN] == 0 and field[PERMUTATION] == 0 and unbounded
+    is_length = field[ROW] == STEPS and field[BATCH] == I64
+    return is_length and field[MEAN] == 0 and field[PERMUTATION] == 0 and not _is_clipped(field)
 
 
 @jit(forceinline=True)
@@ -354,54 +546,20 @@ def _first_wrong(fields, n_fields, has_links, mirror):  # type: ignore[no-untype
 
 
 @kernel
-def read_rows(  # type: ignore[no-untyped-def]
-    narrow,
-    wide,
-    fields_address,
-    n_fields,
-    ring_address,
-    ends,
-    links,
-    noise,
-    rng_address,
-    index_address,
-    first,
-    n,
-    of,
-    capacity,
-    envs,
-    n_steps,
-    gamma: float,
-    mirror,
-    draws,
-    targets_address,
-    generation_address,
-):
-    """Rows ``first .. first + n - 1`` of a batch of ``of``.
+def read_batch(  # type: ignore[no-untyped-def]
+    narrow, wide, ends, links, noise, fields_address, n_fields, ring_address, rng_address, index_address, first, n, of,
+    capacity, targets_address, generation_address, envs, n_steps, gamma: float, mirror, draws,
+):  # fmt: skip
+    """As :func:`copy_batch`, of a table of fields.
 
-    Their index is drawn, or given if ``rng_address`` is 0. Only who makes a whole batch counts random numbers.
     ``narrow`` and ``wide`` are the addresses of the kernels that compute fields; 0 if they have not been compiled.
     """
     ring = carray(as_i64(ring_address), 4)
-    written = ring[WRITTEN]
-    at = generation_address + 8 * first
-    index, generation = carray(as_i64(index_address + 8 * first), n), carray(as_i64(at), n)
-    # The memory of the generations holds the positions until the rows are copied.
-    if rng_address != 0:
-        rng, size = carray(as_i64(rng_address), 3), ring[SIZE]
-        if size == 0:
-            return EMPTY
-        seed, offset = rng[SEED], rng[OFFSET] + first
-        for i in range(n):
-            row = min(int(philox_uniform_f64(seed, offset + i) * size), size - 1)
-            index[i] = row
-            generation[i] = row
-    else:
-        invalid = first_invalid(index, n, capacity)
-        if invalid >= 0:
-            return first + invalid
-        for i in range(n):
-            generation[i] = index[i] + capacity if index[i] < 0 else index[i]
+    written, at = ring[WRITTEN], generation_address + 8 * first
+    position = carray(as_i64(at), n)
+    result = _find_positions(ring, rng_address, index_address, first, n, capacity, position)
+    if result != DONE:
+        return result
     fields = carray(as_i64(fields_address), (n_fields, FIELD))
     wrong = _first_wrong(fields, n_fields, links != 0, mirror)
     if wrong >= 0:
@@ -423,7 +581,7 @@ def read_rows(  # type: ignore[no-untyped-def]
     for start in range(0, n, together):
         count = min(together, n - start)
         drawn = carray(as_i64(at + 8 * start), count)
-        if n_fields > 0:
+        if n_fields > 0 and fields[0, ROW] != STEPS:
             _prefetch_first(fields[0], drawn, count)
         if has_windows:
             _find_windows(ends, written, capacity, envs, n_steps, drawn, count, length, last)
@@ -435,11 +593,11 @@ def read_rows(  # type: ignore[no-untyped-def]
         for f in range(n_fields):
             field = fields[f]
             rows, width = _rows_of(field, drawn, last, place), field[BATCH_BYTES]
-            if f + 1 < n_fields:
+            if f + 1 < n_fields and fields[f + 1, ROW] != STEPS:
                 _prefetch_first(fields[f + 1], _rows_of(fields[f + 1], drawn, last, place), count)
             target, halves = targets[f] + row * width, 1
             if field[COPIED] == 2 or (field[COPIED] == 1 and mirror != BY_CHANCE):
-                _copy_rows(target, field, rows, count, capacity)
+                _copy_rows(target, field, rows, count, field[SPLIT] < capacity or field[ROW] == NEXT)
             elif _is_plain_sum(field, mirror):
                 _sum_rows(target, field, rows, length, count, capacity, envs, gamma)
             elif _is_plain_length(field):
@@ -455,24 +613,10 @@ def read_rows(  # type: ignore[no-untyped-def]
             for half in range(halves, 2 if mirror == DOUBLED else 1):
                 mirroring = ALL if half == 1 else (DRAWN_BY_CHANCE if mirror == BY_CHANCE else NONE)
                 number = half * of + row
-                call(
-                    wide if is_wide(field) else narrow,
-                    (
-                        np.int64(field.ctypes.data),
-                        np.int64(rows.ctypes.data),
-                        np.int64(length.ctypes.data),
-                        count,
-                        capacity,
-                        envs,
-                        gamma,
-                        mirroring,
-                        noise,
-                        number * draws,
-                        draws,
-                        targets[f] + number * width,
-                    ),
-                )
-    write_generations(written, capacity, generation, n, generation)
+                where = (np.int64(field.ctypes.data), np.int64(rows.ctypes.data), np.int64(length.ctypes.data))
+                how = (count, capacity, envs, gamma, mirroring, noise, number * draws, draws)
+                call(wide if is_wide(field) else narrow, (*where, *how, targets[f] + number * width))
+    write_generations(written, capacity, position, n)
     if mirror == DOUBLED:
         copy_bytes(at + 8 * of, at, 8 * n)
         if rng_address != 0:

@@ -38,16 +38,15 @@ from gpubuf.kernels.rows import (
     WRITTEN_AS,
     WRITTEN_AS_STORED,
 )
-from gpubuf.kernels.rows._cpu_compute import float_of, is_integer
 from gpubuf.kernels.rows._cpu_copy import (
     AHEAD,
+    CONTIGUOUS,
     copy_row,
     copy_rows,
     differ,
-    first_invalid,
+    first_outside,
     prefetch_row,
     row_address,
-    source_stride,
     write_run,
 )
 from gpubuf.kernels.rows._cpu_numbers import (
@@ -61,6 +60,9 @@ from gpubuf.kernels.rows._cpu_numbers import (
     encode_f32,
     encode_flags,
     encode_integers,
+    float_of,
+    is_coded,
+    is_integer,
     read_i32,
     write_32,
 )
@@ -94,9 +96,8 @@ def is_taken(field, which):  # type: ignore[no-untyped-def]
 @jit
 def _encode_rows(field, source, stride, n, numbers, number_type, target):  # type: ignore[no-untyped-def]
     elements, written, stored = field[ELEMENTS], field[WRITTEN_AS], field[STORED]
-    scale, offset = float_of(field[SCALE]), float_of(field[CODEC_OFFSET])
-    divisor, subtrahend = number_type(scale), number_type(offset)
-    coded, misfits = scale != 1 or offset != 0, 0
+    divisor, subtrahend = number_type(float_of(field[SCALE])), number_type(float_of(field[CODEC_OFFSET]))
+    coded, misfits = is_coded(field), 0
     if written == F32 and not coded and (stored in (F16, BF16)):
         for i in range(n):
             encode_f32(source + i * stride, elements, stored, target + i * field[ROW_BYTES])
@@ -113,8 +114,7 @@ def _encode_rows(field, source, stride, n, numbers, number_type, target):  # typ
 @jit
 def _encode_field(field, source, stride, n, target):  # type: ignore[no-untyped-def]
     """Convert ``n`` rows. Returns how many numbers don't fit."""
-    elements, written, stored = field[ELEMENTS], field[WRITTEN_AS], field[STORED]
-    coded = float_of(field[SCALE]) != 1 or float_of(field[CODEC_OFFSET]) != 0
+    elements, written, stored, coded = field[ELEMENTS], field[WRITTEN_AS], field[STORED], is_coded(field)
     # Flags of many environments: a loop that goes through no numbers of a row.
     if stored == BOOL and elements == 1 and not coded and encode_flags(source, stride, written, n, target):
         return 0
@@ -130,7 +130,17 @@ def _encode_field(field, source, stride, n, target):  # type: ignore[no-untyped-
 
 
 @jit(forceinline=True)
-def find_sources(fields, n_fields, sources, which, n, skipped, staged):  # type: ignore[no-untyped-def]
+def _opened(fields_address, n_fields, width, sources_address, staged_address):  # type: ignore[no-untyped-def]
+    """The entries of a table; the sources as :func:`describe_sources` has them; address and stride of their rows."""
+    fields = carray(as_i64(fields_address), (n_fields, width))
+    staged = np.empty((n_fields, 2), np.int64)
+    if staged_address != 0:
+        staged = carray(as_i64(staged_address), (n_fields, 2))
+    return fields, carray(as_i64(sources_address), 3 * n_fields), staged
+
+
+@jit(forceinline=True)
+def _find_sources(fields, n_fields, sources, which, n, skipped, staged):  # type: ignore[no-untyped-def]
     """Set address and stride of the rows of every field that is taken, from row ``skipped`` of ``n`` on.
 
     Returns DONE, or a problem: a source has rows of another size, or so many bytes of rows must be converted.
@@ -143,7 +153,8 @@ def find_sources(fields, n_fields, sources, which, n, skipped, staged):  # type:
             width = field[ROW_BYTES] if as_stored else field[ELEMENTS] * _SIZES[field[WRITTEN_AS]]
             if sources[3 * f + 2] != n * width:
                 return problem(MISFIT, f)
-            stride = source_stride(sources, f, width)
+            stride = sources[3 * f + 1]
+            stride = width if stride == CONTIGUOUS else stride
             staged[f, 0], staged[f, 1] = sources[3 * f] + skipped * stride, stride
             if not as_stored:
                 needed += (n - skipped) * field[ROW_BYTES]
@@ -151,18 +162,18 @@ def find_sources(fields, n_fields, sources, which, n, skipped, staged):  # type:
 
 
 @kernel
-def stage(fields_address, n_fields, width, sources_address, which, n, skipped, scratch, staged_address):  # type: ignore[no-untyped-def]
-    """As :func:`find_sources`, where rows must be converted: into ``scratch``, which is large enough.
+def stage(fields_address, n_fields, width, sources_address, staged_address, which, n, skipped, scratch):  # type: ignore[no-untyped-def]
+    """Find the rows of sources, and convert those that must be into ``scratch``, which is large enough.
 
     Returns DONE, or a problem: a number does not fit.
     """
-    fields = carray(as_i64(fields_address), (n_fields, width))
-    sources = carray(as_i64(sources_address), 3 * n_fields)
-    staged = carray(as_i64(staged_address), (n_fields, 2))
-    find_sources(fields, n_fields, sources, which, n, skipped, staged)
+    fields, sources, staged = _opened(fields_address, n_fields, width, sources_address, staged_address)
+    result = _find_sources(fields, n_fields, sources, which, n, skipped, staged)
+    if result & 7 == MISFIT:
+        return result
     for f in range(n_fields):
         field = fields[f]
-        if is_taken(field, which) and not field[WRITTEN_AS_STORED]:
+        if is_taken(field, which) and len(field) != ENTRY and not field[WRITTEN_AS_STORED]:
             if _encode_field(field, staged[f, 0], staged[f, 1], n - skipped, scratch) > 0:
                 return problem(UNFIT, f)
             staged[f, 0], staged[f, 1] = scratch, field[ROW_BYTES]
@@ -170,35 +181,7 @@ def stage(fields_address, n_fields, width, sources_address, which, n, skipped, s
     return DONE
 
 
-# Columns
-
-
-@kernel
-def append_rows(table_address, n_keys, sources_address, ring_address, n, capacity, index_address):  # type: ignore[no-untyped-def]
-    """Write ``n`` rows of columns at the cursor."""
-    table = carray(as_i64(table_address), (n_keys, ENTRY))
-    sources = carray(as_i64(sources_address), 3 * n_keys)
-    ring = carray(as_i64(ring_address), 4)
-    index = carray(as_i64(index_address), n)
-    for k in range(n_keys):
-        if sources[3 * k + 2] != n * table[k, ROW_BYTES]:
-            return problem(MISFIT, k)
-    written = ring[WRITTEN]
-    position = written % capacity
-    for i in range(n):
-        index[i] = position
-        position = position + 1 if position + 1 < capacity else 0
-    kept = min(n, capacity)
-    first = (written + n - kept) % capacity
-    before_seam = min(kept, capacity - first)
-    for k in range(n_keys):
-        stride = source_stride(sources, k, table[k, ROW_BYTES])
-        source = sources[3 * k] + (n - kept) * stride
-        write_run(table[k], first, source, stride, before_seam)
-        write_run(table[k], 0, source + before_seam * stride, stride, kept - before_seam)
-    ring[WRITTEN] = written + n
-    ring[SIZE] = min(ring[SIZE] + n, capacity)
-    return DONE
+# What a write replaces
 
 
 @kernel
@@ -209,7 +192,7 @@ def keep_rows(table_address, keys_address, n_keys, ring_address, index_address, 
     position = words[JOURNAL_WORDS + n_keys :]
     given, has_index = carray(as_i64(index_address), n), index_address != 0
     if has_index:
-        invalid = first_invalid(given, n, capacity)
+        invalid = first_outside(given, n, -capacity, capacity)
         if invalid >= 0:
             return invalid
     words[JOURNAL_WRITTEN], words[JOURNAL_SIZE] = ring[WRITTEN], ring[SIZE]
@@ -241,7 +224,7 @@ def keep_rows(table_address, keys_address, n_keys, ring_address, index_address, 
     return DONE
 
 
-# Fields
+# Rows
 
 
 @jit(forceinline=True)
@@ -280,22 +263,12 @@ def _partner(fields, n_fields, f):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def _put_pending(fields, n_fields, staged, row, env):  # type: ignore[no-untyped-def]
-    """Row ``row`` of the next observations to write becomes pending."""
+def _put_next(fields, n_fields, staged, row, where, number):  # type: ignore[no-untyped-def]
+    """Row ``row`` of the next observations to write becomes row ``number`` of the memory ``where``."""
     for f in range(n_fields):
         field = fields[f]
         if is_taken(field, NEXT_ALONE):
-            target = field[PENDING] + env * field[SIDE_STRIDE]
-            copy_row(target, staged[f, 0] + row * staged[f, 1], field[ROW_BYTES])
-
-
-@jit(forceinline=True)
-def _put_aside(fields, n_fields, staged, row, entry):  # type: ignore[no-untyped-def]
-    """Row ``row`` of the next observations to write goes into an entry."""
-    for f in range(n_fields):
-        field = fields[f]
-        if is_taken(field, NEXT_ALONE):
-            target = field[ENTRIES] + entry * field[SIDE_STRIDE]
+            target = field[where] + number * field[SIDE_STRIDE]
             copy_row(target, staged[f, 0] + row * staged[f, 1], field[ROW_BYTES])
 
 
@@ -329,32 +302,19 @@ def _find_separate(fields, n_fields, staged, envs, kept, pending, separate):  # 
 
 @kernel
 def extend_rows(  # type: ignore[no-untyped-def]
-    fields_address,
-    n_fields,
-    width,
-    sources_address,
-    staged_address,
-    is_staged,
-    ring_address,
-    links,
-    owners_address,
-    slots,
-    n,
-    capacity,
-    envs,
-    index_address,
-):
+    fields_address, n_fields, width, sources_address, staged_address, ring_address, links, owners_address, slots, n,
+    capacity, envs, index_address,
+):  # fmt: skip
     """Write rows at the cursor. ``links`` is 0 if nothing is shared.
 
-    The rows are those of the sources, or, with ``is_staged``, were found and converted by :func:`stage`.
+    The rows are those of the sources, or those that :func:`stage` has found and converted: then ``staged_address`` is
+    not 0.
     """
-    fields = carray(as_i64(fields_address), (n_fields, width))
-    sources = carray(as_i64(sources_address), 3 * n_fields)
+    fields, sources, staged = _opened(fields_address, n_fields, width, sources_address, staged_address)
     ring, index = carray(as_i64(ring_address), 4), carray(as_i64(index_address), n)
     kept = min(n, capacity)
-    staged = carray(as_i64(staged_address), (n_fields, 2))
-    if not is_staged:
-        result = find_sources(fields, n_fields, sources, EVERY, n, n - kept, staged)
+    if staged_address == 0:
+        result = _find_sources(fields, n_fields, sources, EVERY, n, n - kept, staged)
         if result != DONE:
             return result
     written, size = ring[WRITTEN], ring[SIZE]
@@ -371,7 +331,7 @@ def extend_rows(  # type: ignore[no-untyped-def]
         _set_links(
             fields, n_fields, staged, links, owners, slots, bound, written, n, kept, capacity, envs, pending, separate
         )
-    else:
+    elif width != ENTRY:
         for f in range(n_fields):
             if is_taken(fields[f], NEXT_ALONE):
                 return problem(UNLINKED, f)
@@ -414,10 +374,10 @@ def _set_links(  # type: ignore[no-untyped-def]
     for i in range(kept):
         link = 0
         if i >= kept - envs:
-            _put_pending(fields, n_fields, staged, i, i - kept + envs)
+            _put_next(fields, n_fields, staged, i, PENDING, i - kept + envs)
         elif separate[envs + i]:
             entry = _take(owners, slots, number + i, bound)
-            _put_aside(fields, n_fields, staged, i, entry)
+            _put_next(fields, n_fields, staged, i, ENTRIES, entry)
             link = entry + 1
         write_32(links, row, link)
         row = row + 1 if row + 1 < capacity else 0
@@ -425,28 +385,17 @@ def _set_links(  # type: ignore[no-untyped-def]
 
 @kernel
 def write_rows(  # type: ignore[no-untyped-def]
-    fields_address,
-    n_fields,
-    width,
-    sources_address,
-    staged_address,
-    is_staged,
-    index_address,
-    n,
-    capacity,
-    ring_address,
+    fields_address, n_fields, width, sources_address, staged_address, index_address, n, capacity, ring_address,
     generation_address,
-):
+):  # fmt: skip
     """``generation_address`` is 0 where there are no generations."""
-    fields = carray(as_i64(fields_address), (n_fields, width))
-    sources = carray(as_i64(sources_address), 3 * n_fields)
+    fields, sources, staged = _opened(fields_address, n_fields, width, sources_address, staged_address)
     index = carray(as_i64(index_address), n)
-    invalid = first_invalid(index, n, capacity)
+    invalid = first_outside(index, n, -capacity, capacity)
     if invalid >= 0:
         return problem(INVALID, invalid)
-    staged = carray(as_i64(staged_address), (n_fields, 2))
-    if not is_staged:
-        result = find_sources(fields, n_fields, sources, NOT_NEXT, n, 0, staged)
+    if staged_address == 0:
+        result = _find_sources(fields, n_fields, sources, NOT_NEXT, n, 0, staged)
         if result != DONE:
             return result
     written = carray(as_i64(ring_address), 4)[WRITTEN]
@@ -486,38 +435,24 @@ def _mark_winners(links, rows, n, before):  # type: ignore[no-untyped-def]
 
 @kernel
 def relink_rows(  # type: ignore[no-untyped-def]
-    fields_address,
-    n_fields,
-    width,
-    sources_address,
-    staged_address,
-    is_staged,
-    ring_address,
-    links,
-    owners_address,
-    slots,
-    index_address,
-    n,
-    capacity,
-    envs,
-):
+    fields_address, n_fields, width, sources_address, staged_address, ring_address, links, owners_address, slots,
+    index_address, n, capacity, envs,
+):  # fmt: skip
     """Give rows their next observations."""
-    fields = carray(as_i64(fields_address), (n_fields, width))
-    sources = carray(as_i64(sources_address), 3 * n_fields)
+    fields, sources, staged = _opened(fields_address, n_fields, width, sources_address, staged_address)
     ring, owners = carray(as_i64(ring_address), 4), carray(as_i64(owners_address), slots + 1)
     index = carray(as_i64(index_address), n)
     written, size = ring[WRITTEN], ring[SIZE]
     rows, before = np.empty(n, np.int64), np.empty(n, np.int32)
-    invalid = first_invalid(index, n, capacity)
+    invalid = first_outside(index, n, -capacity, capacity)
     if invalid >= 0:
         return problem(INVALID, invalid)
     for i in range(n):
         rows[i] = index[i] + capacity if index[i] < 0 else index[i]
         if rows[i] >= size:
             return problem(INVALID, i)
-    staged = carray(as_i64(staged_address), (n_fields, 2))
-    if not is_staged:
-        result = find_sources(fields, n_fields, sources, NEXT_ALONE, n, 0, staged)
+    if staged_address == 0:
+        result = _find_sources(fields, n_fields, sources, NEXT_ALONE, n, 0, staged)
         if result != DONE:
             return result
     _mark_winners(links, rows, n, before)
@@ -548,13 +483,13 @@ def relink_rows(  # type: ignore[no-untyped-def]
         if row < 0:
             continue
         if newest <= row < newest + envs:
-            _put_pending(fields, n_fields, staged, i, row - newest)
+            _put_next(fields, n_fields, staged, i, PENDING, row - newest)
             continue
         link = 0
         if separate[i]:
             # The number of the row: the cursor is that of the next one.
             entry = _take(owners, slots, written - 1 - (written - 1 - row) % capacity, written - size)
-            _put_aside(fields, n_fields, staged, i, entry)
+            _put_next(fields, n_fields, staged, i, ENTRIES, entry)
             link = entry + 1
         write_32(links, row, link)
     return DONE

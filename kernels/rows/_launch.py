@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._check import check_devices, device_name
+from gpubuf.kernels._check import check_devices, device_name, length_of
 from gpubuf.kernels._launching import all_registers, cdiv, encode_arguments, launch
 from gpubuf.kernels.config import ceil_power, rows_copy
 from gpubuf.kernels.philox import check_state
@@ -22,7 +22,6 @@ from gpubuf.kernels.rows._check import (
     Source,
     check_count,
     check_generation,
-    check_index,
     check_reading,
     check_sharing,
     check_source_count,
@@ -113,109 +112,78 @@ def check_row_bytes(n_bytes: int, n: int) -> None:
 # Reading
 
 
-def _reading(
-    table: Tensor, ring: Tensor, other: Tensor, capacity: int, reading: tuple[Any, ...], trusted: bool
-) -> Reading | None:
-    """What a computed batch needs; None if rows are copied. A trusted call's table and ring are a storage's own."""
+def gather(
+    table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int, *reading: Any, trusted: bool = False
+) -> tuple[Tensor, Tensor]:
+    """See :data:`gpubuf.kernels.rows.gather`. A trusted launch comes from a storage, which owns table and ring."""
+    n = length_of("index", index)
+    arena, _, generation = _read(table, ring, None, index, n, capacity, arena_bytes, reading, trusted)
+    return arena, generation
+
+
+def sample(
+    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int, *reading: Any,
+    trusted: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """See :data:`gpubuf.kernels.rows.sample`. A trusted launch comes from a storage, which owns table and ring."""
+    check_count(n)
+    check_state(rng)
+    return _read(table, ring, rng, None, n, capacity, arena_bytes, reading, trusted)
+
+
+def _read(
+    table: Tensor,
+    ring: Tensor,
+    rng: Tensor | None,
+    given: Tensor | None,
+    n: int,
+    capacity: int,
+    arena_bytes: int,
+    reading: tuple[Any, ...],
+    trusted: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Arena, index and generations of a batch of ``given`` rows, or of ``n`` rows that the kernel draws by ``rng``."""
     if not trusted:
         check_storage(table, ring, capacity)
     how = None if table.shape[1] == ENTRY else Reading(*reading)
     if how is not None and not trusted:
         check_reading(how, capacity)
-    if not trusted or other.get_device() != table.get_device():
+    other = rng if given is None else given
+    if not trusted or (other is not None and other.get_device() != table.get_device()):
         check_devices(table, ring, other, *(() if how is None else how[:3]))
-    return how
-
-
-def gather(
-    table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int, *reading: Any, trusted: bool = False
-) -> tuple[Tensor, Tensor]:
-    """See :data:`gpubuf.kernels.rows.gather`. A trusted launch comes from a storage, which owns table and ring."""
-    n = check_index(index)
-    how = _reading(table, ring, index, capacity, reading, trusted)
-    arena = torch.empty(arena_bytes, dtype=torch.uint8, device=table.device)
-    generation = torch.empty_like(index) if how is None else index.new_empty(how.rows(n))
-    if n == 0:
-        return arena, generation
-    if how is not None:
-        _compute(table, ring, None, index, arena, generation, n, capacity, how)
-        return arena, generation
-    _copy(rows_gather_kernel, (table, ring, index, arena, generation), arena_bytes, n, capacity)
-    return arena, generation
-
-
-def sample(
-    table: Tensor,
-    ring: Tensor,
-    rng: Tensor,
-    n: int,
-    capacity: int,
-    arena_bytes: int,
-    *reading: Any,
-    trusted: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :data:`gpubuf.kernels.rows.sample`. A trusted launch comes from a storage, which owns table and ring."""
-    check_count(n)
-    check_state(rng)
-    how = _reading(table, ring, rng, capacity, reading, trusted)
-    arena = torch.empty(arena_bytes, dtype=torch.uint8, device=table.device)
-    index = torch.empty(n if how is None else how.rows(n), dtype=torch.int64, device=table.device)
-    generation = torch.empty_like(index)
+    device, n_keys, rows = table.device, table.shape[0], n if how is None else how.rows(n)
+    arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
+    generation = torch.empty(rows, dtype=torch.int64, device=device)
+    index = torch.empty_like(generation) if given is None else given
     if n == 0:
         return arena, index, generation
-    if how is not None:
-        _compute(table, ring, rng, index, arena, generation, n, capacity, how)
-        return arena, index, generation
-    _copy(rows_sample_kernel, (table, ring, rng, arena, index, generation), arena_bytes, n, capacity)
-    return arena, index, generation
-
-
-def _copy(kernel: Any, tensors: tuple[Tensor, ...], arena_bytes: int, n: int, capacity: int) -> None:
-    """Launch a kernel that copies a batch: all tensors that it takes, the table first."""
-    table = tensors[0]
-    check_row_bytes(arena_bytes, n)
-    tile, num_warps = copy_tile(arena_bytes, table.device)
-    n_keys, row_programs = table.shape[0], cdiv(n, tile)
-    programs, sizes = copying_programs(n_keys, n, arena_bytes, tile), (n_keys, n, capacity, row_programs)
-    how = {"KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT, "num_warps": num_warps}
-    launch(kernel, row_programs + programs, *tensors, *sizes, **how)
-
-
-def _compute(
-    fields: Tensor,
-    ring: Tensor,
-    rng: Tensor | None,
-    index: Tensor,
-    arena: Tensor,
-    generation: Tensor,
-    n: int,
-    capacity: int,
-    how: Reading,
-) -> None:
-    """Launch the kernel that computes a batch: of rows ``index``, or of rows that it draws if there is an ``rng``."""
-    n_keys, arena_bytes, rows = fields.shape[0], arena.numel(), generation.numel()
     check_row_bytes(arena_bytes, rows)
-    ends, links, noise, envs, n_steps, gamma, mirror, draws = how
-    if rng is None:
-        tile, num_warps = batch_tile(arena_bytes, fields.device)
+    tensors: tuple[Tensor, ...]
+    sizes: tuple[int, ...]
+    flags: dict[str, Any] = {}
+    if how is None:
+        tile, num_warps = copy_tile(arena_bytes, device)
+        kernel, sizes = rows_gather_kernel, (n_keys, n, capacity)
+        tensors = (table, ring, index, arena, generation)
+        if rng is not None:
+            kernel, tensors = rows_sample_kernel, (table, ring, rng, arena, index, generation)
     else:
-        tile, num_warps = sample_tile(arena_bytes, fields.device, links is not None, noise is not None)
+        ends, links, noise, envs, n_steps, gamma, mirror, draws = how
+        tile, num_warps = batch_tile(arena_bytes, device)
+        if rng is not None:
+            tile, num_warps = sample_tile(arena_bytes, device, links is not None, noise is not None)
+        # A window of one step ends there, whatever the flags say.
+        ends = ends if n_steps > 1 else None
+        memory = (ring if tensor is None else tensor for tensor in (ends, links, noise, rng))
+        kernel, tensors = rows_compute_kernel, (table, ring, *memory, index, arena, generation)
+        sizes = (n_keys, n, rows, capacity // envs, envs, n_steps, float_bits(gamma), mirror, draws)
+        flags = {"HAS_ENDS": ends is not None, "HAS_LINKS": links is not None, "HAS_NOISE": noise is not None}
+        flags["SAMPLE"] = rng is not None
     row_programs = cdiv(rows, tile)
-    # A window of one step ends there, whatever the flags say.
-    has_ends = ends is not None and n_steps > 1
-    absent = ring
-    tensors = (
-        ends if has_ends else absent,
-        absent if links is None else links,
-        absent if noise is None else noise,
-        absent if rng is None else rng,
-    )
-    sizes = (n_keys, n, rows, capacity // envs, envs, n_steps, float_bits(gamma), mirror, draws, row_programs)
-    flags = {"HAS_ENDS": has_ends, "HAS_LINKS": links is not None, "HAS_NOISE": noise is not None}
-    constants = {"SAMPLE": rng is not None, "KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT}
     programs = row_programs + copying_programs(n_keys, rows, arena_bytes, tile)
-    memory = (fields, ring, *tensors, index, arena, generation)
-    launch(rows_compute_kernel, programs, *memory, *sizes, **flags, **constants, num_warps=num_warps)
+    constants = {**flags, "KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT, "num_warps": num_warps}
+    launch(kernel, programs, *tensors, *sizes, row_programs, **constants)
+    return arena, index, generation
 
 
 # Writing
@@ -327,7 +295,7 @@ def write(
     generation: Tensor | None = None,
 ) -> None:
     """See :data:`gpubuf.kernels.rows.write`."""
-    n_keys, n = check_storage(table, ring, capacity), check_index(index)
+    n_keys, n = check_storage(table, ring, capacity), length_of("index", index)
     check_generation(generation, n)
     check_devices(table, ring, index, generation)
     if n == 0:
@@ -353,7 +321,7 @@ def relink(
     owners: Tensor,
 ) -> None:
     """See :data:`gpubuf.kernels.rows.relink`."""
-    n_keys, n = check_storage(table, ring, capacity), check_index(index)
+    n_keys, n = check_storage(table, ring, capacity), length_of("index", index)
     check_sharing(links, owners, 0, capacity, envs)
     check_devices(table, ring, links, owners, index)
     if n == 0:
@@ -364,23 +332,18 @@ def relink(
 
 
 def _share(
-    parts: Sequence[Part],
-    ring: Tensor,
-    links: Tensor,
-    owners: Tensor,
-    index: Tensor,
-    winner: Tensor | None,
-    n: int,
-    skipped: int,
-    capacity: int,
-    envs: int,
+    parts: list[Part], ring: Tensor, links: Tensor, owners: Tensor, index: Tensor, winner: Tensor | None, *sizes: int
 ) -> None:
-    """Compare, assign and put aside: of rows that extend the ring, or of ``winner`` among those of ``index``."""
+    """Compare, assign and put aside: of rows that extend the ring, or of ``winner`` among those of ``index``.
+
+    ``sizes`` are n, how many rows are skipped, the capacity and envs.
+    """
+    n, skipped, _capacity, envs = sizes
     again = winner is not None
     candidates = n if again else n - skipped + envs
     differs = torch.empty(candidates, dtype=torch.int32, device=index.device)
     free = torch.empty_like(differs)
-    given, sizes = ring if winner is None else winner, (n, skipped, capacity, envs)
+    given = ring if winner is None else winner
     for part in parts:
         columns = min(COMPARED_COLUMNS, part.tile)
         block, n_keys, begun = part.tile // columns, len(part.sources), 0 if part is parts[0] else 1

@@ -10,36 +10,658 @@ The number of tiles follows from the table, which is on the device; the host onl
 tiles.
 
 Arguments of :func:`rows_compute_kernel` that are None on the host are any address here, and their ``HAS_`` is False.
+
+A *code* is the place of a dtype in :data:`gpubuf.kernels.rows.DTYPES`. Codes are scalars, so that all threads of
+a program take one branch. The halves are made of bits where the compiler and its interpreter round differently.
+
+A *place* says in one number which memory of a field a row is in: 0 .. capacity - 1 is a row of the column, then come
+``envs`` rows of pending memory, then the entries; -1 is nowhere.
+
+A field whose bytes go into the batch as they are is copied in elements of up to 16 bytes, as a column is. Of any other,
+a lane computes one element at a time, in one of three arithmetics: integers, float32 or float64.
+
+Arguments that kernels and helpers share:
+
+* ``fields_ptr``: int64 [n_keys, 32], see :class:`gpubuf.kernels.rows.Field`; ``entry_ptr``: one of them;
+* ``memory``: (ends_ptr, links_ptr, noise_ptr, index_ptr, rng_ptr), see :class:`gpubuf.kernels.rows.Reading`; ``has``
+  says which there are, constexpr: (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE). A name would make a number of each;
+* ``before``: (noise_offset, rng_offset, size), the counters before the call;
+* ``batch``: (n, rows, mirror, draws), of which ``rows`` is n, or 2 n if ``mirror`` is ``DOUBLED``;
+* ``window``: (newest, steps, envs, n_steps): the newest step, and the ring, ``capacity = steps * envs``.
 """
 
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.philox._triton import OFFSET, SEED, TICKET, advance_state, take_ticket
-from gpubuf.kernels.rows._triton_fields import (
-    STEPS,
-    float_of,
-    load_places,
-    load_positions,
-    make_tiles,
-    newest_step,
-)
+from gpubuf.kernels import rows
+from gpubuf.kernels.philox._triton import OFFSET, SEED, TICKET, advance_state, philox_uniform_f64, take_ticket
 from gpubuf.kernels.rows._triton_tiles import (
     SIZE,
     WRITTEN,
+    column_address,
     copy_elements,
     count_faults,
     draw_position,
     draw_tile,
     find_tile,
     generation_of,
+    load_aligned_bits,
+    load_as,
+    load_column,
     load_key,
     load_tiles,
     normalise,
+    quotient,
     row_address,
     rows_and_columns,
     unit_shift,
+    wide_quotient,
 )
+from gpubuf.kernels.trajectories._triton import lowest_bit
+
+# Codes of dtypes.
+UINT8, INT8, INT16, INT32, INT64, FLOAT16, BFLOAT16, FLOAT32, FLOAT64, BOOL = map(tl.constexpr, range(rows.OPAQUE))
+
+# Places in an entry of ``fields_ptr`` after those of its column, and their number.
+ROW, STORED, WRITTEN_AS, BATCH, ELEMENTS = map(tl.constexpr, range(rows.ROW, rows.SCALE))
+SCALE, CODEC_OFFSET, MEAN, FACTOR, LOW, HIGH, PERMUTATION = map(tl.constexpr, range(rows.SCALE, rows.SIGN))
+SIGN, PAD, HEIGHT, WIDTH, PAIR = map(tl.constexpr, range(rows.SIGN, rows.ENTRIES))
+ENTRIES, PENDING, SIDE_STRIDE, WRITES = map(tl.constexpr, range(rows.ENTRIES, rows.COPIED))
+COPIED, ALIGNED, BATCH_BYTES, WRITTEN_AS_STORED = map(tl.constexpr, range(rows.COPIED, rows.WRITTEN_AS_STORED + 1))
+FIELD = tl.constexpr(rows.FIELD)
+
+# Values of ROW and of ``mirror``.
+DRAWN, LAST, NEXT, SUM, STEPS = map(tl.constexpr, range(rows.DRAWN, rows.STEPS + 1))
+OFF, BY_CHANCE, DOUBLED = map(tl.constexpr, range(rows.OFF, rows.DOUBLED + 1))
+
+# More steps than any window has.
+NO_END = tl.constexpr(1 << 20)
+
+# Arithmetic: these helpers neither load nor store.
+
+
+@triton.jit
+def is_float(code):
+    """Whether a dtype has fractions."""
+    return (code >= FLOAT16) & (code <= FLOAT64)
+
+
+@triton.jit
+def item_shift(code):
+    """Binary logarithm of the bytes of an element, int64."""
+    two = (code == INT16) | (code == FLOAT16) | (code == BFLOAT16)
+    four = (code == INT32) | (code == FLOAT32)
+    eight = (code == INT64) | (code == FLOAT64)
+    return two.to(tl.int64) + 2 * four.to(tl.int64) + 3 * eight.to(tl.int64)
+
+
+@triton.jit
+def limits(code):
+    """(least, greatest) number of an integer dtype."""
+    bits = tl.where(code == UINT8, 8, tl.where(code == INT8, 7, tl.where(code == INT16, 15, 31)))
+    bits = tl.where(code == INT64, 63, bits)
+    greatest = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64) >> (63 - bits)
+    return tl.where(code == UINT8, 0, -greatest - 1), greatest
+
+
+@triton.jit
+def integers_of(bits, code):
+    """The numbers that bits of an integer dtype say; both int64, and of the bits the lowest count."""
+    if code == INT8:
+        number = bits.to(tl.int8).to(tl.int64)
+    elif code == INT16:
+        number = bits.to(tl.int16).to(tl.int64)
+    elif code == INT32:
+        number = bits.to(tl.int32).to(tl.int64)
+    elif code == INT64:
+        number = bits
+    elif code == BOOL:
+        number = ((bits & 255) != 0).to(tl.int64)
+    else:
+        number = bits & 255
+    return number
+
+
+@triton.jit
+def floats_of(bits, code, FLOAT: tl.constexpr):
+    """The numbers that bits of any dtype say, in float32 or float64."""
+    if code == FLOAT32:
+        number = bits.to(tl.int32).to(tl.float32, bitcast=True).to(FLOAT)
+    elif code == FLOAT16:
+        number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(FLOAT)
+    elif code == BFLOAT16:
+        number = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True).to(FLOAT)
+    elif code == FLOAT64:
+        number = bits.to(tl.float64, bitcast=True).to(FLOAT)
+    elif code == UINT8:
+        # As 32 bits: images are large, and 64 bits convert at a quarter of the rate.
+        number = (bits.to(tl.int32) & 255).to(FLOAT)
+    else:
+        number = integers_of(bits, code).to(FLOAT)
+    return number
+
+
+@triton.jit
+def nearest_even(number, FLOAT: tl.constexpr):
+    """The nearest whole numbers, halves to the even one."""
+    # From here on floats have no fractions; adding it makes the hardware round.
+    whole = 8388608.0 if FLOAT.primitive_bitwidth == 32 else 4503599627370496.0
+    size = tl.abs(number)
+    rounded = (size + whole) - whole
+    return tl.where(size < whole, tl.where(number < 0, -rounded, rounded), number)
+
+
+@triton.jit
+def integer_bits(number, code):
+    """(bits, whether the number fits) of int64 numbers as an integer dtype; others are cut to the range."""
+    if code == BOOL:
+        cut = (number != 0).to(tl.int64)
+    else:
+        least, greatest = limits(code)
+        cut = tl.minimum(tl.maximum(number, least), greatest)
+    return cut, (cut == number) | (code == BOOL)
+
+
+@triton.jit
+def whole_bits(number, code, FLOAT: tl.constexpr):
+    """(bits, whether it fits) of whole numbers in float32 or float64 as an integer dtype; NaN becomes 0."""
+    least, greatest = limits(code)
+    # The numbers beyond: powers of two, exact in any float.
+    beyond = greatest.to(FLOAT) + 1
+    fits = (number >= least.to(FLOAT)) & (number < beyond)
+    cut = tl.where(number >= beyond, greatest, tl.where(number == number, least, 0))
+    return tl.where(fits, tl.where(fits, number, 0).to(tl.int64), cut), fits
+
+
+@triton.jit
+def bfloat16_bits(number):
+    """float32 rounded to bfloat16, halves to the even one, as int64 bits."""
+    bits = number.to(tl.int32, bitcast=True)
+    rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
+    return tl.where(number == number, rounded, 0x7FC0).to(tl.int64)
+
+
+@triton.jit
+def float_bits(number, code, FLOAT: tl.constexpr):
+    """(bits, whether the number fits) of float32 or float64 numbers as any dtype.
+
+    As an integer they are rounded and cut to the range. NaN becomes 0 there.
+    """
+    fits = (number == number) | (number != number)
+    if code == FLOAT32:
+        bits = number.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
+    elif code == FLOAT16:
+        bits = number.to(tl.float32).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int64)
+    elif code == BFLOAT16:
+        bits = bfloat16_bits(number.to(tl.float32))
+    elif code == FLOAT64:
+        bits = number.to(tl.float64).to(tl.int64, bitcast=True)
+    elif code == BOOL:
+        bits = (number != 0).to(tl.int64)
+    else:
+        bits, fits = whole_bits(nearest_even(number, FLOAT), code, FLOAT)
+    return bits, fits
+
+
+@triton.jit
+def decoded_numbers(bits, code, scale, offset, FLOAT: tl.constexpr):
+    """stored * scale + offset; scale and offset are float64 scalars."""
+    number = floats_of(bits, code, FLOAT)
+    if (scale != 1) | (offset != 0):
+        # Exact in float64 and rounded before the sum: nothing here that may be contracted to one rounding.
+        scaled = (number.to(tl.float64) * scale.to(FLOAT).to(tl.float64)).to(FLOAT)
+        number = scaled + offset.to(FLOAT)
+    return number
+
+
+@triton.jit
+def _upper(number):
+    """float64 numbers without the lower half of their digits, so that products of two are exact."""
+    return (number.to(tl.int64, bitcast=True) & -0x8000000).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _rest_of(number, factor, other):
+    """number - factor * other for a product that is nearly the number, exactly."""
+    a = _upper(factor)
+    b = factor - a
+    c = _upper(other)
+    d = other - c
+    return ((number - a * c) - a * d - b * c) - b * d
+
+
+@triton.jit
+def ratio(number, divisor):
+    """number / divisor in float64, a block by a scalar, as the exact division, which is a call: around it values spill.
+
+    It multiplies by a reciprocal, which Newton's method improves, and corrects the result by what is left.
+    """
+    # To a divisor of 1 .. 2, and a number with the same ratio.
+    bits = divisor.to(tl.int64, bitcast=True)
+    exponent = (bits >> 52) & 0x7FF
+    number *= ((2046 - exponent) << 52).to(tl.float64, bitcast=True)
+    divisor = ((bits & ~(0x7FF << 52)) | (1023 << 52)).to(tl.float64, bitcast=True)
+    inverse = (1.0 / divisor.to(tl.float32)).to(tl.float64)
+    for _ in tl.static_range(3):
+        inverse += inverse * _rest_of(1.0, inverse, divisor)
+    guess = number * inverse
+    rest = _rest_of(number, guess, divisor)
+    # Nothing to correct where there is no rest, or no number.
+    return tl.where((rest != 0) & (tl.abs(guess) < 1e300), guess + rest * inverse, guess)
+
+
+@triton.jit
+def _as_float32(number, narrow):
+    """float64 numbers, rounded to float32 if ``narrow``."""
+    return tl.where(narrow, number.to(tl.float32).to(tl.float64), number)
+
+
+@triton.jit
+def encoded_floats(bits, written, stored, scale, offset, narrow):
+    """(bits, whether they fit) of (written - offset) / scale, in float64, or as float32 computes it if ``narrow``.
+
+    Differences and ratios of float32 numbers may be rounded twice: they are never so near to the middle of two.
+    """
+    number = floats_of(bits, written, tl.float32).to(tl.float64) if narrow else floats_of(bits, written, tl.float64)
+    if (scale != 1) | (offset != 0):
+        number = _as_float32(number - _as_float32(offset, narrow), narrow)
+        number = _as_float32(ratio(number, _as_float32(scale, narrow)), narrow)
+    return float_bits(number, stored, tl.float64)
+
+
+@triton.jit
+def encoded_bits(bits, written, stored, scale, offset):
+    """(bits of the stored dtype, whether the numbers fit) of bits of the written dtype."""
+    if ((scale == 1) & (offset == 0)) & ((is_float(written) | is_float(stored)) == 0):
+        found, fits = integer_bits(integers_of(bits, written), stored)
+    else:
+        narrow = (written != FLOAT64) & (stored != FLOAT64)
+        found, fits = encoded_floats(bits, written, stored, scale, offset, narrow)
+    return found, fits
+
+
+@triton.jit
+def float_of(bits):
+    """The float64 that an entry holds as an integer."""
+    return bits.to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def divided(position, divisor, limit):
+    """(quotient, remainder) of int64 blocks in 0 .. limit - 1."""
+    if limit < (1 << 31):
+        whole = (position.to(tl.uint32) // divisor.to(tl.uint32)).to(tl.int64)
+    else:
+        whole = wide_quotient(position, divisor)
+    return whole, position - whole * divisor
+
+
+@triton.jit
+def newest_step(written, steps, envs):
+    """The step before the cursor."""
+    step = quotient(written, envs)
+    cursor = step - quotient(step, steps) * steps
+    return tl.where(cursor > 0, cursor, steps) - 1
+
+
+@triton.jit
+def forward(step, by, steps):
+    """The step ``by`` steps after, ``by`` up to ``steps``."""
+    return tl.where(step + by < steps, step + by, step + by - steps)
+
+
+@triton.jit
+def shifted(column, down, right, height, width):
+    """Elements of images [.., height, width] that lie so far below and to the right of others, cut to the image."""
+    height = height.to(tl.int32)
+    width = width.to(tl.int32)
+    line = column // width
+    x = column - line * width
+    y = line % height
+    to_x = tl.minimum(tl.maximum(x + right, 0), width - 1)
+    to_y = tl.minimum(tl.maximum(y + down, 0), height - 1)
+    return column + (to_y - y) * width + (to_x - x)
+
+
+# Memory
+
+
+@triton.jit
+def load_bits(address, shift, unit, mask):
+    """As :func:`load_aligned_bits`, of addresses that are multiples of ``1 << unit``.
+
+    Elements that are not aligned are put together of bytes.
+    """
+    if unit < shift:
+        bits = address * 0
+        for byte in range(0, 1 << shift):
+            bits |= load_as(address + byte, mask, tl.uint8) << (byte * 8)
+    else:
+        bits = load_aligned_bits(address, shift, mask)
+    return bits
+
+
+@triton.jit
+def store_as(address, bits, mask, DTYPE: tl.constexpr):
+    tl.store(address.to(tl.pointer_type(DTYPE)), bits.to(DTYPE), mask=mask)
+
+
+@triton.jit
+def store_bits(address, bits, shift, unit, mask):
+    """The opposite of :func:`load_bits`."""
+    if unit < shift:
+        for byte in range(0, 1 << shift):
+            store_as(address + byte, bits >> (byte * 8), mask, tl.int8)
+    elif shift == 2:
+        store_as(address, bits, mask, tl.int32)
+    elif shift == 1:
+        store_as(address, bits, mask, tl.int16)
+    elif shift == 0:
+        store_as(address, bits, mask, tl.int8)
+    else:
+        store_as(address, bits, mask, tl.int64)
+
+
+@triton.jit
+def load_positions(memory, before, batch, row, capacity, has):
+    """(position, whether there is one) of rows of the batch: drawn, or given."""
+    _ends_ptr, _links_ptr, _noise_ptr, index_ptr, rng_ptr = memory
+    _noise_offset, rng_offset, size = before
+    n, rows, _mirror, _draws = batch
+    drawn = tl.where(row < n, row, row - n)
+    if has[3]:
+        # The seed is loaded here: hoisted out of a loop, its round keys would occupy twenty registers.
+        position = draw_position(tl.load(rng_ptr + SEED), rng_offset + drawn, size)
+        valid = position >= 0
+    else:
+        position, valid = normalise(tl.load(index_ptr + drawn, mask=row < rows, other=0), capacity)
+    return position, valid & (row < rows)
+
+
+@triton.jit
+def first_end(ends_ptr, step, env, active, steps, envs, n_steps):
+    """Steps from ``step`` to the first end of the environment, among those that a window of ``n_steps`` can have."""
+    words = (steps + 63) >> 6
+    slot = step >> 6
+    # A sign bit that comes in from above is above the lowest set one.
+    word = tl.load(ends_ptr + slot * envs + env, mask=active, other=0) >> (step & 63)
+    found = tl.where(word != 0, lowest_bit(word), NO_END)
+    ahead = tl.where(slot + 1 < words, 64 - (step & 63), steps - step)
+    # Two more words: the last one of a ring may be a part of one.
+    for _ in tl.static_range(2):
+        slot = tl.where(slot + 1 < words, slot + 1, 0)
+        more = (active & (found == NO_END)) & (ahead < n_steps)
+        word = tl.load(ends_ptr + slot * envs + env, mask=more, other=0)
+        found = tl.where(word != 0, ahead + lowest_bit(word), found)
+        ahead += tl.where(slot + 1 < words, 64, steps - (slot << 6))
+    return found
+
+
+@triton.jit
+def load_places(memory, position, valid, kind, window, has):
+    """The places that a field of this kind (its ROW) reads for rows of a batch, int64; -1 for rows not to be read.
+
+    The place of a SUM is ``position * 128 + length of the window``, that of STEPS the length alone.
+    """
+    ends_ptr, links_ptr, _noise_ptr, _index_ptr, _rng_ptr = memory
+    newest, steps, envs, n_steps = window
+    place = tl.where(valid, position, -1)
+    # A row whose next observation is lost is not read at all.
+    follows = kind != DRAWN
+    if has[1]:
+        follows = kind >= DRAWN
+    if follows:
+        step, env = divided(tl.where(valid, position, 0), envs, steps * envs)
+        until = newest - step
+        length = tl.minimum(tl.where(until < 0, until + steps, until) + 1, n_steps)
+        if has[0]:
+            length = tl.minimum(length, first_end(ends_ptr, step, env, valid, steps, envs, n_steps) + 1)
+        last = forward(step, length - 1, steps)
+        row = last * envs + env
+        following = tl.where(last == newest, steps * envs + env, forward(last, 1, steps) * envs + env)
+        if has[1]:
+            link = tl.load(links_ptr + row, mask=valid & (last != newest), other=0).to(tl.int64)
+            following = tl.where(link > 0, steps * envs + envs + link - 1, following)
+            valid = valid & (link >= 0)
+        place = tl.where(kind == LAST, row, place)
+        place = tl.where(kind == NEXT, following, place)
+        place = tl.where(kind == SUM, position * 128 + length, place)
+        place = tl.where(kind == STEPS, length, place)
+        place = tl.where(valid, place, -1)
+    return place
+
+
+@triton.jit
+def load_twists(memory, before, batch, row, pad, pair, has):
+    """Whether rows of a batch are mirrored (bit 0), and how far shifted down and right, both plus ``pad``; int32."""
+    _ends_ptr, _links_ptr, noise_ptr, _index_ptr, _rng_ptr = memory
+    noise_offset, _rng_offset, _size = before
+    n, _rows, mirror, draws = batch
+    mirrored = (mirror == DOUBLED) & (row >= n)
+    if has[2]:
+        counter = noise_offset + row * draws
+        if mirror == BY_CHANCE:
+            mirrored = philox_uniform_f64(tl.load(noise_ptr + SEED), counter) < 0.5
+    twist = mirrored.to(tl.int32)
+    if has[2] and pad > 0:
+        counter += 1 + 2 * pair
+        span = (2 * pad + 1).to(tl.float64)
+        seed = tl.load(noise_ptr + SEED)
+        down = tl.minimum((philox_uniform_f64(seed, counter) * span).to(tl.int32), 2 * pad.to(tl.int32))
+        right = tl.minimum((philox_uniform_f64(seed, counter + 1) * span).to(tl.int32), 2 * pad.to(tl.int32))
+        twist += (down << 1) + (right << 16)
+    return twist
+
+
+@triton.jit
+def place_address(entry_ptr, place, capacity, envs, kind):
+    """Addresses of the rows at places."""
+    address = column_address(entry_ptr, place)
+    if kind == NEXT:
+        side_stride = tl.load(entry_ptr + SIDE_STRIDE)
+        beside = place - capacity
+        pending = tl.load(entry_ptr + PENDING) + beside * side_stride
+        entries = tl.load(entry_ptr + ENTRIES) + (beside - envs) * side_stride
+        aside = tl.where(beside < envs, pending, entries)
+        address = tl.where(beside < 0, address, aside)
+    return address
+
+
+# Batches
+
+
+@triton.jit
+def load_batch_tiles(fields_ptr, n_keys, rows, mirror, KEYS: tl.constexpr, TILE: tl.constexpr):
+    """(tiles, bytes, lanes): what a batch is of every field, int64 [KEYS]. Computed fields have an element a lane."""
+    lanes = tl.arange(0, KEYS)
+    entry_ptr = fields_ptr + lanes * FIELD
+    some = lanes < n_keys
+    copied = tl.load(entry_ptr + COPIED, mask=some, other=0) > (mirror != OFF).to(tl.int64)
+    batch_bytes = tl.load(entry_ptr + BATCH_BYTES, mask=some, other=0)
+    words = batch_bytes >> unit_shift(tl.load(entry_ptr + ALIGNED, mask=some, other=0))
+    elements = tl.where(copied, words, tl.load(entry_ptr + ELEMENTS, mask=some, other=0)) * rows
+    return (elements + (TILE - 1)) // TILE, batch_bytes * rows, lanes
+
+
+@triton.jit
+def load_float(entry_ptr, NUMBER: tl.constexpr):
+    """A float64 of an entry."""
+    return float_of(tl.load(entry_ptr + NUMBER))
+
+
+@triton.jit
+def _load_vector(address, element, mask, DTYPE: tl.constexpr):
+    """Elements of a vector that processing uses."""
+    return tl.load(address.to(tl.pointer_type(DTYPE)) + element, mask=mask, other=0)
+
+
+@triton.jit
+def _load_sum(entry_ptr, place, column, mask, stored, gamma, window, FLOAT: tl.constexpr):
+    """Discounted sums over windows, in float64."""
+    _newest, steps, envs, n_steps = window
+    memory = load_column(entry_ptr)
+    scale = load_float(entry_ptr, SCALE)
+    offset = load_float(entry_ptr, CODEC_OFFSET)
+    shift = item_shift(stored)
+    unit = unit_shift(tl.load(entry_ptr + ALIGNED))
+    length = place & 127
+    step, env = divided(tl.where(mask, place >> 7, 0), envs, steps * envs)
+    # Minus zero changes no number that is added to it.
+    total = (length * 0).to(tl.float64) * -1.0
+    discount = tl.full((), 1.0, tl.float64)
+    for j in range(0, n_steps):
+        inside = mask & (j < length)
+        row = forward(step, j, steps) * envs + env
+        address = row_address(row, *memory) + (column << shift)
+        number = decoded_numbers(load_bits(address, shift, unit, inside), stored, scale, offset, FLOAT)
+        total = tl.where(inside, total + number.to(tl.float64) * discount, total)
+        discount *= gamma
+    return total.to(FLOAT)
+
+
+@triton.jit
+def _compute_floats(entry_ptr, place, element, column, mirrored, mask, codes, gamma, window, FLOAT: tl.constexpr):
+    """Bits of elements of a batch: read or summed up, mirrored, normalised and clipped."""
+    kind, stored, batch = codes
+    _newest, steps, envs, _n_steps = window
+    if kind == SUM:
+        number = _load_sum(entry_ptr, place, column, mask, stored, gamma, window, FLOAT)
+    elif kind == STEPS:
+        number = place.to(FLOAT)
+    else:
+        shift = item_shift(stored)
+        address = place_address(entry_ptr, place, steps * envs, envs, kind) + (column << shift)
+        bits = load_bits(address, shift, unit_shift(tl.load(entry_ptr + ALIGNED)), mask)
+        scale = load_float(entry_ptr, SCALE)
+        number = decoded_numbers(bits, stored, scale, load_float(entry_ptr, CODEC_OFFSET), FLOAT)
+    sign = tl.load(entry_ptr + SIGN)
+    if sign != 0:
+        signed = number * _load_vector(sign, element, mask & mirrored, tl.float32).to(FLOAT)
+        number = tl.where(mirrored, signed, number)
+    mean = tl.load(entry_ptr + MEAN)
+    if mean != 0:
+        number -= _load_vector(mean, element, mask, tl.float32).to(FLOAT)
+    factor = tl.load(entry_ptr + FACTOR)
+    if factor != 0:
+        number *= _load_vector(factor, element, mask, tl.float32).to(FLOAT)
+    # In this form NaN stays.
+    low = load_float(entry_ptr, LOW).to(FLOAT)
+    number = tl.where(number < low, low, number)
+    high = load_float(entry_ptr, HIGH).to(FLOAT)
+    number = tl.where(number > high, high, number)
+    found, _ = float_bits(number, batch, FLOAT)
+    return found
+
+
+@triton.jit
+def _compute_tile(entry_ptr, place, twist, column, mask, target, gamma, window, mirror):
+    """Compute and store elements ``column`` [TILE] of rows at places of a field, to int64 addresses of these rows."""
+    _newest, steps, envs, _n_steps = window
+    kind = tl.load(entry_ptr + ROW)
+    stored = tl.load(entry_ptr + STORED)
+    batch = tl.load(entry_ptr + BATCH)
+    valid = mask & (place >= 0)
+    element = column
+    pad = tl.load(entry_ptr + PAD).to(tl.int32)
+    if pad > 0:
+        down = ((twist >> 1) & 0x7FFF) - pad
+        right = (twist >> 16) - pad
+        element = shifted(column, down, right, tl.load(entry_ptr + HEIGHT), tl.load(entry_ptr + WIDTH))
+    permutation = tl.load(entry_ptr + PERMUTATION)
+    can_be_mirrored = (permutation != 0) & (mirror != OFF)
+    mirrored = ((twist & 1) != 0) & can_be_mirrored
+    integers = (is_float(stored) | is_float(batch)) == 0
+    changed = (load_float(entry_ptr, SCALE) != 1) | (load_float(entry_ptr, CODEC_OFFSET) != 0)
+    changed |= (tl.load(entry_ptr + MEAN) | tl.load(entry_ptr + FACTOR)) != 0
+    changed |= load_float(entry_ptr, LOW) > float("-inf")
+    changed |= load_float(entry_ptr, HIGH) < float("inf")
+    moved = (((stored == batch) | integers) & (kind < SUM)) & (changed == 0)
+    bits = place * 0
+    if moved:
+        # Integers stay exact, and NaNs keep their bits.
+        shift = item_shift(stored)
+        address = place_address(entry_ptr, place, steps * envs, envs, kind) + (element.to(tl.int64) << shift)
+        bits = load_bits(address, shift, unit_shift(tl.load(entry_ptr + ALIGNED)), valid & ~mirrored)
+        if stored != batch:
+            bits, _ = integer_bits(integers_of(bits, stored), batch)
+    if can_be_mirrored | (moved == 0):
+        read = element
+        if can_be_mirrored:
+            read = tl.where(mirrored, _load_vector(permutation, element, valid & mirrored, tl.int32), element)
+        read = read.to(tl.int64)
+        active = valid & (mirrored | (moved == 0))
+        codes = (kind, stored, batch)
+        if ((stored == FLOAT64) | (batch == FLOAT64)) | ((kind == SUM) & (is_float(stored) == 0)):
+            found = _compute_floats(entry_ptr, place, element, read, mirrored, active, codes, gamma, window, tl.float64)
+        else:
+            found = _compute_floats(entry_ptr, place, element, read, mirrored, active, codes, gamma, window, tl.float32)
+        bits = tl.where(active, found, bits)
+    shift = item_shift(batch)
+    store_bits(target + (column.to(tl.int64) << shift), tl.where(valid, bits, 0), shift, shift, mask)
+
+
+@triton.jit
+def _look_up(memory, before, batch, row, kind, pad, pair, window, has):
+    """(place, twist) of rows of the batch, int64 and int32."""
+    _newest, steps, envs, _n_steps = window
+    position, valid = load_positions(memory, before, batch, row, steps * envs, has)
+    place = load_places(memory, position, valid, kind, window, has)
+    return place, load_twists(memory, before, batch, row, pad, pair, has)
+
+
+@triton.jit
+def make_tiles(
+    fields_ptr,
+    arena_ptr,
+    memory,
+    before,
+    batch,
+    window,
+    gamma,
+    begin,
+    programs,
+    n_keys,
+    has,
+    KEYS: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """The tiles ``begin``, ``begin + programs``, ... of a batch."""
+    _n, rows, mirror, _draws = batch
+    _newest, steps, envs, _n_steps = window
+    tiles, sizes, lanes = load_batch_tiles(fields_ptr, n_keys, rows, mirror, KEYS, TILE)
+    for tile in range(begin, tl.sum(tiles, 0), programs):
+        key, number, offset = find_tile(tiles, sizes, lanes, tile, ALIGNMENT)
+        entry_ptr = fields_ptr + key * FIELD
+        kind = tl.load(entry_ptr + ROW)
+        pad = tl.load(entry_ptr + PAD)
+        pair = tl.load(entry_ptr + PAIR)
+        copied = tl.load(entry_ptr + COPIED) > (mirror != OFF).to(tl.int64)
+        batch_bytes = tl.load(entry_ptr + BATCH_BYTES)
+        shift = unit_shift(tl.load(entry_ptr + ALIGNED))
+        words = tl.where(copied, batch_bytes >> shift, tl.load(entry_ptr + ELEMENTS))
+        first_row = quotient(number * TILE, words)
+        first_word = (number * TILE - first_row * words).to(tl.int32)
+        row, column = rows_and_columns(tl.arange(0, TILE), first_word, words.to(tl.int32), TILE)
+        # Where rows have many elements each is looked up once, for the threads that share it.
+        if words >= 8:
+            some = first_row + tl.arange(0, TILE // 4)
+            place, twist = _look_up(memory, before, batch, some, kind, pad, pair, window, has)
+            place = tl.gather(place, row, 0)
+            twist = tl.gather(twist, row, 0)
+        else:
+            place, twist = _look_up(memory, before, batch, first_row + row, kind, pad, pair, window, has)
+        mask = row < rows - first_row
+        target = arena_ptr.to(tl.int64) + offset + (first_row + row) * batch_bytes
+        if copied:
+            byte = column.to(tl.int64) << shift
+            source = place_address(entry_ptr, place, steps * envs, envs, kind) + byte
+            copy_elements(source, target + byte, shift, mask & (place >= 0), mask)
+        else:
+            _compute_tile(entry_ptr, place, twist, column, mask, target, gamma, window, mirror)
+
+
+# Kernels
 
 
 @triton.jit(
@@ -78,18 +700,13 @@ def rows_gather_kernel(
         tiles, sizes, lanes = load_tiles(table_ptr, n_keys, n, KEYS, TILE)
         for tile in range(program - row_programs, tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
             key, number, offset = find_tile(tiles, sizes, lanes, tile, ALIGNMENT)
-            device_rows, split, host_rows, stride, alignment, row_bytes, first_row, first_byte = load_key(
-                table_ptr, key, n, number, TILE
-            )
-            shift = unit_shift(alignment)
+            memory, shift, row_bytes, first_row, first_word = load_key(table_ptr, key, number, TILE)
             element = tl.arange(0, TILE)
-            row, column = rows_and_columns(
-                element, (first_byte >> shift).to(tl.int32), (row_bytes >> shift).to(tl.int32), TILE
-            )
+            row, column = rows_and_columns(element, first_word.to(tl.int32), (row_bytes >> shift).to(tl.int32), TILE)
             mask = row < n - first_row
             position, valid = normalise(tl.load(index_ptr + (first_row + row), mask=mask, other=0), capacity)
-            source = row_address(position, device_rows, split, host_rows, stride) + (column.to(tl.int64) << shift)
-            target = arena_ptr.to(tl.int64) + offset + first_row * row_bytes + first_byte
+            source = row_address(position, *memory) + (column.to(tl.int64) << shift)
+            target = arena_ptr.to(tl.int64) + offset + first_row * row_bytes + (first_word << shift)
             copy_elements(source, target + (element << shift), shift, mask & valid, mask)
 
 
@@ -134,18 +751,15 @@ def rows_sample_kernel(
     else:
         for tile in range(program - row_programs, tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
             key, number, offset = find_tile(tiles, sizes, lanes, tile, ALIGNMENT)
-            device_rows, split, host_rows, stride, alignment, row_bytes, first_row, first_byte = load_key(
-                table_ptr, key, n, number, TILE
-            )
-            shift = unit_shift(alignment)
+            memory, shift, row_bytes, first_row, first_word = load_key(table_ptr, key, number, TILE)
             words = (row_bytes >> shift).to(tl.int32)
             element = tl.arange(0, TILE)
-            row, column = rows_and_columns(element, (first_byte >> shift).to(tl.int32), words, TILE)
+            row, column = rows_and_columns(element, first_word.to(tl.int32), words, TILE)
             mask = row < n - first_row
             # The seed is loaded here: hoisted out of the loop, its round keys would occupy twenty registers.
             position = draw_tile(tl.load(rng_ptr + SEED), rng_offset + first_row, size, row, words, TILE)
-            source = row_address(position, device_rows, split, host_rows, stride) + (column.to(tl.int64) << shift)
-            target = arena_ptr.to(tl.int64) + offset + first_row * row_bytes + first_byte
+            source = row_address(position, *memory) + (column.to(tl.int64) << shift)
+            target = arena_ptr.to(tl.int64) + offset + first_row * row_bytes + (first_word << shift)
             copy_elements(source, target + (element << shift), shift, mask & (position >= 0), mask)
     advance_state(rng_ptr, ticket, rng_offset + n)
 

@@ -4,23 +4,13 @@ import triton
 import triton.language as tl
 
 from gpubuf.kernels import rows
-from gpubuf.kernels.philox._triton import (
-    is_last,
-    philox_uniform_f64,
-)
+from gpubuf.kernels.philox._triton import is_last, philox_uniform_f64
 
 # Places in ``ring_ptr``. TICKET is that of a random state.
-WRITTEN = tl.constexpr(rows.WRITTEN)
-SIZE = tl.constexpr(rows.SIZE)
-RING_TICKET = tl.constexpr(rows.TICKET)
-FAULTS = tl.constexpr(rows.FAULTS)
+WRITTEN, SIZE, RING_TICKET, FAULTS = map(tl.constexpr, range(rows.WRITTEN, rows.FAULTS + 1))
 
 # Columns of ``table_ptr``, and their number.
-DEVICE_ROWS = tl.constexpr(rows.DEVICE_ROWS)
-ROW_BYTES = tl.constexpr(rows.ROW_BYTES)
-SPLIT = tl.constexpr(rows.SPLIT)
-HOST_ROWS = tl.constexpr(rows.HOST_ROWS)
-ROW_STRIDE = tl.constexpr(rows.ROW_STRIDE)
+DEVICE_ROWS, ROW_BYTES, SPLIT, HOST_ROWS, ROW_STRIDE = map(tl.constexpr, range(rows.ENTRY))
 ENTRY = tl.constexpr(rows.ENTRY)
 
 # Arithmetic: these helpers neither load nor store.
@@ -142,6 +132,21 @@ def select(key, values):
 
 
 @triton.jit
+def load_column(entry_ptr):
+    """(device_rows, split, host_rows, stride) of an entry, as :func:`row_address` takes them."""
+    device_rows = tl.load(entry_ptr + DEVICE_ROWS)
+    split = tl.load(entry_ptr + SPLIT)
+    host_rows = tl.load(entry_ptr + HOST_ROWS)
+    return device_rows, split, host_rows, tl.load(entry_ptr + ROW_STRIDE)
+
+
+@triton.jit
+def column_address(entry_ptr, position):
+    """Addresses of rows of a column."""
+    return row_address(position, *load_column(entry_ptr))
+
+
+@triton.jit
 def load_tiles(table_ptr, n_keys, n, KEYS: tl.constexpr, TILE: tl.constexpr):
     """(tiles, bytes, lanes): what a batch of ``n`` rows is of every key, int64 [KEYS]."""
     lanes = tl.arange(0, KEYS)
@@ -156,21 +161,18 @@ def load_tiles(table_ptr, n_keys, n, KEYS: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def load_key(table_ptr, key, n, number, TILE: tl.constexpr):
-    """(device_rows, split, host_rows, stride, all that must be aligned, bytes of a row, row and byte of a tile)."""
+def load_key(table_ptr, key, number, TILE: tl.constexpr):
+    """(column as :func:`load_column`, log2 of an element's bytes, bytes of a row, row and element of a tile)."""
     # The whole table is in the cache since the search.
     entry_ptr = table_ptr + key * ENTRY
-    device_rows = tl.load(entry_ptr + DEVICE_ROWS)
+    column = load_column(entry_ptr)
     row_bytes = tl.load(entry_ptr + ROW_BYTES)
-    split = tl.load(entry_ptr + SPLIT)
-    host_rows = tl.load(entry_ptr + HOST_ROWS)
-    stride = tl.load(entry_ptr + ROW_STRIDE)
-    alignment = device_rows | host_rows | row_bytes | stride
-    shift = unit_shift(alignment)
+    device_rows, _split, host_rows, stride = column
+    shift = unit_shift(device_rows | host_rows | row_bytes | stride)
     words = row_bytes >> shift
     first = number * TILE
     row = quotient(first, words)
-    return device_rows, split, host_rows, stride, alignment, row_bytes, row, (first - row * words) << shift
+    return column, shift, row_bytes, row, first - row * words
 
 
 @triton.jit
@@ -199,6 +201,36 @@ def copy_elements(source, target, shift, read, write):
         copy_as(source, target, read, write, tl.int16)
     else:
         copy_as(source, target, read, write, tl.int8)
+
+
+@triton.jit
+def load_as(address, mask, DTYPE: tl.constexpr):
+    return tl.load(address.to(tl.pointer_type(DTYPE)), mask=mask, other=0).to(tl.int64)
+
+
+@triton.jit
+def load_aligned_bits(address, shift, mask):
+    """Elements of ``1 << shift`` bytes at int64 addresses, as int64; what lies above their bits is undefined."""
+    if shift == 2:
+        bits = load_as(address, mask, tl.int32)
+    elif shift == 1:
+        bits = load_as(address, mask, tl.int16)
+    elif shift == 0:
+        bits = load_as(address, mask, tl.int8)
+    else:
+        bits = load_as(address, mask, tl.int64)
+    return bits
+
+
+@triton.jit
+def differing_bits(one, other, column, words, shift, active, BLOCK_COLUMNS: tl.constexpr):
+    """int64 [ROWS, BLOCK_COLUMNS], some not zero in each active row in which the ``words`` at two addresses differ."""
+    differing = (one ^ one) + column * 0
+    for begin in range(0, words, BLOCK_COLUMNS):
+        mask = active & (begin + column < words)
+        byte = (begin + column) << shift
+        differing |= load_aligned_bits(one + byte, shift, mask) ^ load_aligned_bits(other + byte, shift, mask)
+    return differing
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from gpubuf.kernels import rows
 from gpubuf.kernels.philox._triton import take_ticket
-from gpubuf.kernels.rows._triton_fields import (
+from gpubuf.kernels.rows._triton import (
     ALIGNED,
     CODEC_OFFSET,
     ELEMENTS,
@@ -34,30 +34,28 @@ from gpubuf.kernels.rows._triton_fields import (
     WRITES,
     WRITTEN_AS,
     WRITTEN_AS_STORED,
-    column_address,
     divided,
     encoded_bits,
     item_shift,
-    load_aligned_bits,
     load_bits,
     load_float,
     store_bits,
 )
 from gpubuf.kernels.rows._triton_tiles import (
-    DEVICE_ROWS,
     ENTRY,
-    HOST_ROWS,
     RING_TICKET,
     ROW_BYTES,
-    ROW_STRIDE,
     SIZE,
-    SPLIT,
     WRITTEN,
     advance_ring,
+    column_address,
     copy_elements,
     count_faults,
     decoded,
+    differing_bits,
     find_tile,
+    load_aligned_bits,
+    load_column,
     load_tiles,
     normalise,
     quotient,
@@ -110,7 +108,7 @@ def find_write_tile(keys, found, tile, skipped, PLAIN: tl.constexpr, TILE: tl.co
     """What a tile copies or encodes: ``keys`` are (table_ptr, source_addresses, source_strides), ``found`` the tiles.
 
     Returns:
-        (entry_ptr, column, address, source_stride): the key, its column as :func:`row_address` takes it, where the
+        (entry_ptr, memory, source, source_stride): the key, its column as :func:`row_address` takes it, where the
         source is from row ``skipped`` on, or 0, and the bytes between rows.
         (as_stored, shift, words, first_row, first_word, passes): whether to copy, and the elements. A worse aligned
         source is copied in narrower elements, in more than one pass.
@@ -124,12 +122,10 @@ def find_write_tile(keys, found, tile, skipped, PLAIN: tl.constexpr, TILE: tl.co
     # An empty source has none of the rows that are skipped.
     source = tl.where(address != 0, address + skipped * source_stride, 0)
     row_bytes = tl.load(entry_ptr + ROW_BYTES)
-    device_rows = tl.load(entry_ptr + DEVICE_ROWS)
-    host_rows = tl.load(entry_ptr + HOST_ROWS)
-    stride = tl.load(entry_ptr + ROW_STRIDE)
-    column = (device_rows, tl.load(entry_ptr + SPLIT), host_rows, stride)
+    memory = load_column(entry_ptr)
     if PLAIN:
         as_stored = row_bytes > 0
+        device_rows, _split, host_rows, stride = memory
         aligned = device_rows | host_rows | stride | row_bytes
         widest = unit_shift(aligned)
         units = row_bytes >> widest
@@ -146,32 +142,39 @@ def find_write_tile(keys, found, tile, skipped, PLAIN: tl.constexpr, TILE: tl.co
         narrower = tl.where(as_stored, narrower, 0)
     words = (units << narrower).to(tl.int32)
     elements = (as_stored, shift, words, row, (unit << narrower).to(tl.int32), 1 << narrower)
-    return (entry_ptr, column, source, source_stride), elements
+    return (entry_ptr, memory, source, source_stride), elements
 
 
 @triton.jit
-def _encode_elements(entry_ptr, ring_ptr, source, target, column, shift, chosen, counted):
-    """Encode elements ``column`` of rows that lie from source to target; count those of ``counted`` that don't fit."""
-    stored = tl.load(entry_ptr + STORED)
-    written = tl.load(entry_ptr + WRITTEN_AS)
-    # Tensors that are given are aligned, and columns of records need not be.
-    from_written = item_shift(written)
-    bits = load_aligned_bits(source + (column.to(tl.int64) << from_written), from_written, chosen)
-    scale = load_float(entry_ptr, SCALE)
-    found, fits = encoded_bits(bits, written, stored, scale, load_float(entry_ptr, CODEC_OFFSET))
-    store_bits(target + (column.to(tl.int64) << item_shift(stored)), found, item_shift(stored), shift, chosen)
-    count_faults(ring_ptr, counted & ~fits)
+def elements_of(elements, part, TILE: tl.constexpr):
+    """(row, column) of the elements of a pass over a tile."""
+    _as_stored, _shift, words, first_row, first_word, passes = elements
+    row, column = rows_and_columns(part * TILE + tl.arange(0, TILE), first_word, words, passes * TILE)
+    return first_row + row, column
 
 
 @triton.jit
-def put_elements(entry_ptr, ring_ptr, source, target, column, as_stored, shift, chosen, counted, PLAIN: tl.constexpr):
-    """Copy or encode elements ``column`` of rows that lie from source to target; count those of ``counted`` that
-    don't fit."""
+def put_elements(key, elements, ring_ptr, row, column, target, chosen, counted, PLAIN: tl.constexpr):
+    """Copy or encode elements ``column`` of rows ``row`` of the source into rows at ``target``, where ``chosen``.
+
+    Those of ``counted`` that don't fit count as faults.
+    """
+    entry_ptr, _memory, source, source_stride = key
+    as_stored, shift, _words, _first_row, _first_word, _passes = elements
+    given = source + row * source_stride
     byte = column.to(tl.int64) << shift
     if PLAIN or as_stored:
-        copy_elements(source + byte, target + byte, shift, chosen, chosen)
+        copy_elements(given + byte, target + byte, shift, chosen, chosen)
     else:
-        _encode_elements(entry_ptr, ring_ptr, source, target, column, shift, chosen, counted)
+        stored = tl.load(entry_ptr + STORED)
+        written = tl.load(entry_ptr + WRITTEN_AS)
+        # Tensors that are given are aligned, and columns of records need not be.
+        from_written = item_shift(written)
+        bits = load_aligned_bits(given + (column.to(tl.int64) << from_written), from_written, chosen)
+        scale = load_float(entry_ptr, SCALE)
+        found, fits = encoded_bits(bits, written, stored, scale, load_float(entry_ptr, CODEC_OFFSET))
+        store_bits(target + (column.to(tl.int64) << item_shift(stored)), found, item_shift(stored), shift, chosen)
+        count_faults(ring_ptr, counted & ~fits)
 
 
 @triton.jit(
@@ -229,28 +232,15 @@ def rows_extend_kernel(
         found = load_write_tiles(table_ptr, n_keys, kept, PLAIN, False, KEYS, TILE)
         for tile in range(program - row_programs, tl.sum(found[0], 0), tl.num_programs(0) - row_programs):
             key, elements = find_write_tile(keys, found, tile, skipped, PLAIN, TILE, ALIGNMENT)
-            entry_ptr, place, source, source_stride = key
-            device_rows, split, host_rows, stride = place
-            as_stored, shift, words, first_row, first_word, passes = elements
+            _entry_ptr, memory, source, _source_stride = key
+            _as_stored, _shift, _words, _first_row, _first_word, passes = elements
             for part in range(0, passes):
-                element = part * TILE + tl.arange(0, TILE)
-                row, column = rows_and_columns(element, first_word, words, passes * TILE)
-                row = first_row + row
+                row, column = elements_of(elements, part, TILE)
                 position = cursor + row
                 position = tl.where(position < capacity, position, position - capacity)
+                target = row_address(position, *memory)
                 chosen = (row < kept) & (source != 0)
-                put_elements(
-                    entry_ptr,
-                    ring_ptr,
-                    source + row * source_stride,
-                    row_address(position, device_rows, split, host_rows, stride),
-                    column,
-                    as_stored,
-                    shift,
-                    chosen,
-                    chosen,
-                    PLAIN,
-                )
+                put_elements(key, elements, ring_ptr, row, column, target, chosen, chosen, PLAIN)
     advance_ring(ring_ptr, ticket, written, size, advance, capacity)
 
 
@@ -290,29 +280,16 @@ def rows_write_kernel(
         found = load_write_tiles(table_ptr, n_keys, n, PLAIN, False, KEYS, TILE)
         for tile in range(program - row_programs, tl.sum(found[0], 0), tl.num_programs(0) - row_programs):
             key, elements = find_write_tile(keys, found, tile, 0, PLAIN, TILE, ALIGNMENT)
-            entry_ptr, place, source, source_stride = key
-            device_rows, split, host_rows, stride = place
-            as_stored, shift, words, first_row, first_word, passes = elements
+            _entry_ptr, memory, source, _source_stride = key
+            _as_stored, _shift, _words, _first_row, _first_word, passes = elements
             for part in range(0, passes):
-                element = part * TILE + tl.arange(0, TILE)
-                row, column = rows_and_columns(element, first_word, words, passes * TILE)
-                row = first_row + row
+                row, column = elements_of(elements, part, TILE)
                 mask = (row < n) & (source != 0)
                 position, valid = normalise(tl.load(index_ptr + row, mask=mask, other=0), capacity)
                 winner = tl.load(winner_ptr + row, mask=mask, other=0).to(tl.int1)
+                target = row_address(position, *memory)
                 chosen = mask & valid & winner
-                put_elements(
-                    entry_ptr,
-                    ring_ptr,
-                    source + row * source_stride,
-                    row_address(position, device_rows, split, host_rows, stride),
-                    column,
-                    as_stored,
-                    shift,
-                    chosen,
-                    chosen,
-                    PLAIN,
-                )
+                put_elements(key, elements, ring_ptr, row, column, target, chosen, chosen, PLAIN)
 
 
 # Observations that are stored once
@@ -345,17 +322,6 @@ def load_candidates(written, size, index_ptr, winner_ptr, i, n, skipped, capacit
         there = (source < n) & (~old | ((size >= envs) & (n < capacity)))
         newest = source >= n - envs
     return position, number, source, there, newest
-
-
-@triton.jit
-def differing_bits(one, other, column, words, shift, active, BLOCK_COLUMNS: tl.constexpr):
-    """int64 [ROWS, BLOCK_COLUMNS], some not zero in each active row in which the ``words`` at two addresses differ."""
-    differing = (one ^ one) + column * 0
-    for begin in range(0, words, BLOCK_COLUMNS):
-        mask = active & (begin + column < words)
-        byte = (begin + column) << shift
-        differing |= load_aligned_bits(one + byte, shift, mask) ^ load_aligned_bits(other + byte, shift, mask)
-    return differing
 
 
 @triton.jit(
@@ -578,13 +544,12 @@ def rows_aside_kernel(
         has_before = (size >= envs) & (n < capacity)
         for tile in range(program, tl.sum(found[0], 0), tl.num_programs(0)):
             key, elements = find_write_tile(keys, found, tile, 0, False, TILE, ALIGNMENT)
-            entry_ptr, _column, _address, _stride = key
-            as_stored, unit, words, first_row, first_word, passes = elements
+            entry_ptr, _memory, _source, _stride = key
+            as_stored, unit, _words, _first_row, _first_word, passes = elements
             shift = tl.where(as_stored, unit, item_shift(tl.load(entry_ptr + STORED)).to(tl.int32))
             for part in range(0, passes):
-                element = part * TILE + tl.arange(0, TILE)
-                row, column = rows_and_columns(element, first_word, words, passes * TILE)
-                env = first_row + row - (kept - envs)
+                row, column = elements_of(elements, part, TILE)
+                env = row - (kept - envs)
                 before = begin - envs + env
                 before = tl.where(before < 0, before + capacity, before)
                 there = ((env >= 0) & (env < envs)) & has_before
@@ -600,12 +565,10 @@ def rows_aside_kernel(
         # No barrier: below each lane writes the pending elements that it has just read itself.
     for tile in range(program, tl.sum(found[0], 0), tl.num_programs(0)):
         key, elements = find_write_tile(keys, found, tile, 0, False, TILE, ALIGNMENT)
-        entry_ptr, _column, address, source_stride = key
-        as_stored, shift, words, first_row, first_word, passes = elements
+        entry_ptr, _memory, given, _source_stride = key
+        _as_stored, _shift, _words, _first_row, _first_word, passes = elements
         for part in range(0, passes):
-            element = part * TILE + tl.arange(0, TILE)
-            row, column = rows_and_columns(element, first_word, words, passes * TILE)
-            row = first_row + row
+            row, column = elements_of(elements, part, TILE)
             if RELINK:
                 position, _number, source, there, newest = load_candidates(
                     written, size, index_ptr, winner_ptr, row, n, skipped, capacity, envs, RELINK
@@ -623,18 +586,8 @@ def rows_aside_kernel(
             side_stride = tl.load(entry_ptr + SIDE_STRIDE)
             aside = tl.load(entry_ptr + ENTRIES) + (link - 1) * side_stride
             waiting = tl.load(entry_ptr + PENDING) + env * side_stride
-            chosen = (there & (newest | (link > 0))) & (address != 0)
-            put_elements(
-                entry_ptr,
-                ring_ptr,
-                address + source * source_stride,
-                tl.where(newest, waiting, aside),
-                column,
-                as_stored,
-                shift,
-                chosen,
-                chosen & newest,
-                False,
-            )
+            chosen = (there & (newest | (link > 0))) & (given != 0)
+            target = tl.where(newest, waiting, aside)
+            put_elements(key, elements, ring_ptr, source, column, target, chosen, chosen & newest, False)
     if not RELINK:
         advance_ring(ring_ptr, ticket, written, size, advance, capacity)

@@ -34,9 +34,8 @@ Here is a ring of eight steps of one environment. Ten steps were written, so the
     [6, 7, 0, 3, 4, 4]
 
 ``reference.py`` has the definitions in a page. Then read one backend. On the CPU ``_cpu.py`` has the operations,
-``_cpu_update.py`` and ``_cpu_read.py`` their stages, ``_cpu_bits.py`` the bits, ``_cpu_search.py`` the way to the next
-and previous end, and ``_cpu_weights.py`` weights and sums. On a GPU ``_triton.py`` has searches, draws and bounds,
-``_triton_update.py`` the kernels of updates, ``_triton_stages.py`` the stages that these consist of, and ``_launch.py``
+``_cpu_update.py`` and ``_cpu_read.py`` their stages, ``_cpu_search.py`` the way to the next and previous end, and down
+the sums. On a GPU ``_triton.py`` has searches, draws and bounds, ``_triton_update.py`` updates, and ``_launch.py``
 decides between one launch and several.
 
 The tensors:
@@ -177,7 +176,10 @@ O(N / 64 + trajectories). No host sync.
 """
 
 
-def new_slices(like: Tensor, n: int, slice_len: int) -> tuple[Tensor, Tensor, Tensor]:
+Slices = tuple[Tensor, Tensor, Tensor]
+
+
+def new_slices(like: Tensor, n: int, slice_len: int) -> Slices:
     """Uninitialised ``(index, length, last)`` of ``n`` slices, on the device of an int64 tensor."""
     rows = n * slice_len
     return like.new_empty(rows), like.new_empty(n), like.new_empty(rows, dtype=torch.bool)

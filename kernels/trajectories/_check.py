@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Never
 
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._check import demand_int64
+from gpubuf.kernels._check import demand_int64, demand_words, length_of
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.rows import ENTRY
 from gpubuf.kernels.trajectories import bit_levels, eligible_words, level_sizes
@@ -43,42 +44,26 @@ def check_ends(ends: Tensor, ring: Tensor, steps: int, envs: int) -> None:
     """Raise TypeError or ValueError unless ``ends`` and ``ring`` belong to a ring of that shape."""
     words = ends_words(steps, envs)
     # One condition on the hot path; what is wrong is only looked for when something is.
-    if (
-        ends.dtype is torch.int64
-        and ring.dtype is torch.int64
-        and ends.numel() == words
-        and ring.numel() == 4
-        and ends.is_contiguous()
-        and ring.is_contiguous()
-    ):
-        return
-    demand_int64("ends", ends, (words,))
-    demand_int64("ring", ring, (4,))
+    fits = ends.dtype is ring.dtype is torch.int64 and ends.numel() == words and ring.numel() == 4
+    if not (fits and ends.is_contiguous() and ring.is_contiguous()):
+        demand_int64("ends", ends, (words,))
+        demand_int64("ring", ring, (4,))
 
 
-def check_index(ends: Tensor, sums: Tensor, ring: Tensor, steps: int, envs: int, fan_out: int) -> None:
-    """Raise TypeError or ValueError unless ``ends``, ``sums`` and ``ring`` belong to a ring of that shape."""
+def check_index(ends: Tensor, sums: Tensor, ring: Tensor, steps: int, envs: int, fan_out: int, *rule: int) -> None:
+    """Raise TypeError or ValueError unless ``ends``, ``sums`` and ``ring`` belong to a ring of that shape and rule."""
     n_ends, n_sums = index_shape(steps, envs, fan_out)
-    int64 = torch.int64
     # As in check_ends.
-    if (
-        ends.dtype is int64
-        and sums.dtype is int64
-        and ring.dtype is int64
-        and ends.numel() == n_ends
-        and sums.numel() == n_sums
-        and ring.numel() == 4
-        and ends.is_contiguous()
-        and sums.is_contiguous()
-        and ring.is_contiguous()
-    ):
-        return
-    demand_int64("ends", ends, (n_ends,))
-    demand_int64("sums", sums, (n_sums,))
-    demand_int64("ring", ring, (4,))
+    fits = ends.dtype is sums.dtype is ring.dtype is torch.int64 and ends.numel() == n_ends
+    fits = fits and sums.numel() == n_sums and ring.numel() == 4
+    if not (fits and ends.is_contiguous() and sums.is_contiguous() and ring.is_contiguous()):
+        demand_int64("ends", ends, (n_ends,))
+        demand_int64("sums", sums, (n_sums,))
+        demand_int64("ring", ring, (4,))
+    _check_rule(*rule)
 
 
-def check_rule(slice_len: int, min_len: int, before: int, after: int, by_transition: int) -> None:
+def _check_rule(slice_len: int, min_len: int, before: int, after: int, by_transition: int) -> None:
     """Raise ValueError unless the numbers make a :class:`gpubuf.kernels.trajectories.Rule`."""
     if slice_len < 1 or min_len < 1 or before < 0 or after < 0:
         raise ValueError(
@@ -89,17 +74,16 @@ def check_rule(slice_len: int, min_len: int, before: int, after: int, by_transit
 
 def check_signals(signals: Tensor, by_id: bool, n: int) -> int:
     """Number of keys in ``signals``; raise TypeError or ValueError unless they can tell the ends of ``n`` steps."""
-    n_words = signals.numel()
-    # As in check_ends; a contiguous tensor of entries is read alike whatever its shape.
-    if (
-        signals.dtype is torch.int64
-        and n_words % ENTRY == 0
-        and (n_words >= ENTRY or not by_id)
-        and signals.is_contiguous()
-        and n >= 0
-    ):
-        return n_words // ENTRY
-    demand_int64("signals", signals, (max(n_words // ENTRY, int(by_id)), ENTRY))
+    n_keys = max(signals.numel() // ENTRY, int(by_id))
+    # A contiguous tensor of entries is read alike whatever its shape.
+    if signals.numel() != n_keys * ENTRY or signals.dtype is not torch.int64 or not signals.is_contiguous():
+        demand_int64("signals", signals, (n_keys, ENTRY))
+    if n < 0:
+        _refuse_steps(n)
+    return n_keys
+
+
+def _refuse_steps(n: int) -> Never:
     raise ValueError(f"the number of steps must not be negative, but is {n}")
 
 
@@ -115,24 +99,17 @@ def check_compare(breaks: Tensor, pairs: Tensor, index: Tensor | None, n: int, s
     if pairs.dtype is not torch.int64 or pairs.numel() != 2 * ENTRY * n_pairs or not pairs.is_contiguous():
         demand_int64("pairs", pairs, (n_pairs, 2, ENTRY))
     if index is not None:
-        check_rows("index", index)
+        length_of("index", index)
     if n < 0:
-        raise ValueError(f"the number of steps must not be negative, but is {n}")
+        _refuse_steps(n)
     return n_pairs
 
 
 def check_draw(rng: Tensor, rank: Tensor | None, n: int) -> None:
     """Raise TypeError or ValueError unless ``n`` slices can be drawn from ``rng``, by ``rank`` where it is given."""
     check_request(rng, n)
-    if rank is not None and (rank.dtype is not torch.int64 or rank.numel() != n or not rank.is_contiguous()):
-        demand_int64("rank", rank, (n,))
-
-
-def check_rows(name: str, rows: Tensor) -> int:
-    """Number of entries of ``rows``; raise TypeError or ValueError unless it is a contiguous int64 vector."""
-    if rows.dtype is not torch.int64 or rows.dim() != 1 or not rows.is_contiguous():
-        demand_int64(name, rows, (rows.numel(),))
-    return rows.numel()
+    if rank is not None:
+        demand_words("rank", rank, n)
 
 
 def check_slice_len(slice_len: int) -> None:
@@ -145,6 +122,4 @@ def check_eligible(eligible: Tensor, n: int, need: int, steps: int, envs: int) -
     """Raise TypeError or ValueError unless ``eligible`` is a bitmap over the ring, and ``n`` and ``need`` can be."""
     if n < 0 or need < 1:
         raise ValueError(f"n must be at least 0 and need at least 1, not n={n} and need={need}")
-    words = eligible_words(steps * envs)
-    if eligible.dtype is not torch.int64 or eligible.numel() != words or not eligible.is_contiguous():
-        demand_int64("eligible", eligible, (words,))
+    demand_words("eligible", eligible, eligible_words(steps * envs))

@@ -9,23 +9,28 @@ from typing import Never
 import torch
 from torch import Tensor
 
+from gpubuf.kernels._check import length_of
 from gpubuf.kernels.rows import ENTRY, SIZE
-from gpubuf.kernels.trajectories import new_slices, touched_rows
+from gpubuf.kernels.trajectories import Slices, new_slices, touched_rows
 from gpubuf.kernels.trajectories._check import (
     check_compare,
     check_draw,
     check_eligible,
     check_ends,
     check_index,
-    check_rows,
-    check_rule,
     check_signals,
     check_slice_len,
 )
-from gpubuf.kernels.trajectories._cpu_read import DONE, EMPTY, bounds_of_rows, draw_slices, slices_from_rows
+from gpubuf.kernels.trajectories._cpu_read import (
+    DONE,
+    EMPTY,
+    bounds_of_rows,
+    draw_slices,
+    longest_trajectory,
+    slices_from_rows,
+)
 from gpubuf.kernels.trajectories._cpu_update import (
     compare_rows,
-    longest_trajectory,
     rebuild_index,
     update_eligible_steps,
     update_ends_alone,
@@ -33,49 +38,26 @@ from gpubuf.kernels.trajectories._cpu_update import (
     weigh_again,
 )
 
+_addresses = functools.partial(map, Tensor.data_ptr)
 
-def update(
-    ends: Tensor,
-    sums: Tensor,
-    ring: Tensor,
-    signals: Tensor,
-    by_id: bool,
-    n: int,
-    steps: int,
-    envs: int,
-    fan_out: int,
-    *rule: int,
-) -> None:
+
+def update(ends: Tensor, sums: Tensor, ring: Tensor, signals: Tensor, by_id: bool, n: int, *index: int) -> None:
     """See :data:`gpubuf.kernels.trajectories.update`."""
-    check_index(ends, sums, ring, steps, envs, fan_out)
-    check_rule(*rule)
-    (update_index if n < steps else rebuild_index)(
-        ends.data_ptr(),
-        sums.data_ptr(),
-        ring.data_ptr(),
-        signals.data_ptr(),
-        check_signals(signals, by_id, n),
-        by_id,
-        n,
-        steps,
-        envs,
-        fan_out,
-        *rule,
-    )
-
-
-def update_ends(ends: Tensor, ring: Tensor, signals: Tensor, by_id: bool, n: int, steps: int, envs: int) -> None:
-    """:func:`update` for who reads ``ends`` alone: sums stay as they are. The caller vouches for the arguments."""
-    prepared_ends(ends, ring, signals, by_id, n, steps, envs)()
+    check_index(ends, sums, ring, *index)
+    n_keys = check_signals(signals, by_id, n)
+    run = update_index if n < index[0] else rebuild_index
+    run(ends.data_ptr(), sums.data_ptr(), ring.data_ptr(), signals.data_ptr(), n_keys, by_id, n, *index)
 
 
 def prepared_ends(
     ends: Tensor, ring: Tensor, signals: Tensor, by_id: bool, n: int, steps: int, envs: int
 ) -> Callable[[], None]:
-    """:func:`update_ends`, to be called as often as one likes, as long as the caller keeps the tensors alive."""
+    """:func:`update` for who reads ``ends`` alone: sums stay as they are.
+
+    To be called as often as one likes, as long as the caller, who vouches for the arguments, keeps the tensors alive.
+    """
     n_keys = signals.numel() // ENTRY
-    addresses = ends.data_ptr(), ring.data_ptr(), signals.data_ptr()
-    return functools.partial(update_ends_alone, *addresses, n_keys, by_id, n, steps, envs)
+    return functools.partial(update_ends_alone, *_addresses((ends, ring, signals)), n_keys, by_id, n, steps, envs)
 
 
 def compare(breaks: Tensor, ring: Tensor, pairs: Tensor, index: Tensor | None, n: int, steps: int, envs: int) -> None:
@@ -84,94 +66,58 @@ def compare(breaks: Tensor, ring: Tensor, pairs: Tensor, index: Tensor | None, n
     # Memory of an empty tensor has no address.
     if index is None or index.numel():
         given, count = (0, 0) if index is None else (index.data_ptr(), index.numel())
-        compare_rows(breaks.data_ptr(), ring.data_ptr(), pairs.data_ptr(), n_pairs, given, count, n, steps, envs)
+        compare_rows(*_addresses((breaks, ring, pairs)), n_pairs, given, count, n, steps, envs)
 
 
-def resum(ends: Tensor, sums: Tensor, ring: Tensor, steps: int, envs: int, fan_out: int, *rule: int) -> None:
+def resum(ends: Tensor, sums: Tensor, ring: Tensor, *index: int) -> None:
     """See :data:`gpubuf.kernels.trajectories.resum`."""
-    check_index(ends, sums, ring, steps, envs, fan_out)
-    check_rule(*rule)
-    addresses = ends.data_ptr(), sums.data_ptr(), ring.data_ptr()
-    weigh_again(*addresses, steps, envs, fan_out, *rule)
+    check_index(ends, sums, ring, *index)
+    weigh_again(*_addresses((ends, sums, ring)), *index)
 
 
-def draw(
-    ends: Tensor,
-    sums: Tensor,
-    ring: Tensor,
-    rng: Tensor,
-    rank: Tensor | None,
-    n: int,
-    steps: int,
-    envs: int,
-    fan_out: int,
-    *rule: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def draw(ends: Tensor, sums: Tensor, ring: Tensor, rng: Tensor, rank: Tensor | None, n: int, *index: int) -> Slices:
     """See :data:`gpubuf.kernels.trajectories.draw`."""
-    check_index(ends, sums, ring, steps, envs, fan_out)
-    check_rule(*rule)
+    check_index(ends, sums, ring, *index)
     check_draw(rng, rank, n)
-    index, length, last = new_slices(ends, n, rule[0])
+    steps, envs, _fan_out, slice_len, min_len, *_rule = index
+    slices = new_slices(ends, n, slice_len)
     if n == 0:
-        return index, length, last
-    code = draw_slices(
-        ends.data_ptr(),
-        sums.data_ptr(),
-        ring.data_ptr(),
-        rng.data_ptr(),
-        0 if rank is None else rank.data_ptr(),
-        n,
-        steps,
-        envs,
-        fan_out,
-        *rule,
-        index.data_ptr(),
-        length.data_ptr(),
-        last.data_ptr(),
-    )
+        return slices
+    rows, length, last = slices
+    random = (rng.data_ptr(), 0 if rank is None else rank.data_ptr(), n)
+    given = (ends.data_ptr(), sums.data_ptr(), ring.data_ptr(), *random, *index)
+    code = draw_slices(*given, rows.data_ptr(), length.data_ptr(), last.data_ptr())
     if code == EMPTY:
-        longest = longest_trajectory(ends.data_ptr(), ring.data_ptr(), steps, envs)
+        longest = longest_trajectory(*_addresses((ends, ring)), steps, envs)
         raise RuntimeError(
-            f"no trajectory is long enough: the longest has {longest} steps, but at least {rule[1]} are needed "
-            f"(min_len={rule[1]})"
+            f"no trajectory is long enough: the longest has {longest} steps, but at least {min_len} are needed "
+            f"(min_len={min_len})"
         )
     if code != DONE:
         assert rank is not None, "only given ranks can be out of range"
         raise IndexError(f"rank {rank[code].item()}, entry {code}, is out of range for a total of {sums[-1].item()}")
-    return index, length, last
+    return slices
 
 
-def slices(
-    ends: Tensor, ring: Tensor, start: Tensor, slice_len: int, steps: int, envs: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def slices(ends: Tensor, ring: Tensor, start: Tensor, slice_len: int, steps: int, envs: int) -> Slices:
     """See :data:`gpubuf.kernels.trajectories.slices`."""
     check_ends(ends, ring, steps, envs)
     check_slice_len(slice_len)
-    n = check_rows("start", start)
-    index, length, last = new_slices(start, n, slice_len)
-    code = slices_from_rows(
-        ends.data_ptr(),
-        ring.data_ptr(),
-        start.data_ptr(),
-        n,
-        slice_len,
-        steps,
-        envs,
-        index.data_ptr(),
-        length.data_ptr(),
-        last.data_ptr(),
-    )
+    n = length_of("start", start)
+    found = index, length, last = new_slices(start, n, slice_len)
+    given = (ends.data_ptr(), ring.data_ptr(), start.data_ptr(), n, slice_len, steps, envs)
+    code = slices_from_rows(*given, index.data_ptr(), length.data_ptr(), last.data_ptr())
     if code != DONE:
         _raise_row(start, code, ring)
-    return index, length, last
+    return found
 
 
 def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Tensor:
     """See :data:`gpubuf.kernels.trajectories.bounds`."""
     check_ends(ends, ring, steps, envs)
-    n = check_rows("row", row)
+    n = length_of("row", row)
     out = torch.empty(3, n, dtype=torch.int64)
-    code = bounds_of_rows(ends.data_ptr(), ring.data_ptr(), row.data_ptr(), n, steps, envs, out.data_ptr())
+    code = bounds_of_rows(*_addresses((ends, ring, row)), n, steps, envs, out.data_ptr())
     if code != DONE:
         _raise_row(row, code, ring)
     return out
@@ -185,8 +131,9 @@ def update_eligible(
     check_eligible(eligible, n, need, steps, envs)
     count = touched_rows(n, need, steps, envs)
     rows = torch.empty(count, dtype=torch.int64)
-    addresses = eligible.data_ptr(), ends.data_ptr(), ring.data_ptr()
-    update_eligible_steps(*addresses, count // envs, need, starts_too, steps, envs, rows.data_ptr())
+    update_eligible_steps(
+        *_addresses((eligible, ends, ring)), count // envs, need, starts_too, steps, envs, rows.data_ptr()
+    )
     return rows
 
 

@@ -12,18 +12,23 @@ from gpubuf.kernels._jit import jit, kernel
 from gpubuf.kernels._pointers import as_i64, as_u8
 from gpubuf.kernels.philox import OFFSET, SEED
 from gpubuf.kernels.philox._cpu import philox_uniform_f64
+from gpubuf.kernels.rows._cpu_copy import first_outside
 from gpubuf.kernels.trajectories._cpu_search import (
     age_of,
     age_of_end_before,
+    choose_unit,
     divided,
     last_age,
+    load_word,
     lowest_bit,
+    offsets_of,
     prefetch_neighbours,
     prefetch_word,
     ring_view,
+    root_of,
     step_of,
+    weight_of,
 )
-from gpubuf.kernels.trajectories._cpu_weights import choose_unit, load_word, offsets_of, root_of, weight_of
 
 # Slices that are searched together: enough to hide the latency of memory, few enough to stay in the L1 cache.
 _TOGETHER = 512
@@ -48,24 +53,9 @@ def _lay_out(index, last, at, slice_len, row, length, steps, envs):  # type: ign
 
 @kernel
 def draw_slices(  # type: ignore[no-untyped-def]
-    ends,
-    sums,
-    ring,
-    rng_address,
-    rank_address,
-    n,
-    steps,
-    envs,
-    fan_out,
-    slice_len,
-    min_len,
-    before,
-    after,
-    by_transition: bool,
-    index_address,
-    length_address,
-    last_address,
-):
+    ends, sums, ring, rng_address, rank_address, n, steps, envs, fan_out, slice_len, min_len, before, after,
+    by_transition: bool, index_address, length_address, last_address,
+):  # fmt: skip
     """DONE, or EMPTY where there is nothing to draw from, or the position of a rank out of range.
 
     ``rank_address`` is 0 where there are no ranks.
@@ -81,10 +71,9 @@ def draw_slices(  # type: ignore[no-untyped-def]
     if total <= 0:
         return EMPTY
     if rank_address != 0:
-        for i in range(n):
-            if rank[i] < 0 or rank[i] >= total:
-                return i
-
+        wrong = first_outside(rank, n, 0, total)
+        if wrong >= 0:
+            return wrong
     oldest, filled, _ = ring_view(ring, steps, envs)
     seed, offset = rng[SEED], rng[OFFSET]
     together = min(n, _TOGETHER)
@@ -139,19 +128,19 @@ def draw_slices(  # type: ignore[no-untyped-def]
     return DONE
 
 
-@jit(forceinline=True)
-def _first_not_stored(rows, n, filled, envs):  # type: ignore[no-untyped-def]
-    """Position of the first entry that is no stored row, or DONE. Rows ``0 .. filled * envs - 1`` are stored."""
-    size = filled * envs
-    wrong = 0
-    for i in range(n):
-        wrong += (rows[i] < 0) | (rows[i] >= size)
-    if wrong == 0:
-        return DONE
-    for i in range(n):
-        if rows[i] < 0 or rows[i] >= size:
-            return i
-    return DONE
+@kernel
+def longest_trajectory(ends, ring, steps, envs):  # type: ignore[no-untyped-def]
+    """Length of the longest trajectory in the ring, 0 where it is empty."""
+    oldest, filled, _ = ring_view(ring, steps, envs)
+    longest = 0
+    for env in range(envs):
+        age = -1
+        while age < filled - 1:
+            step = step_of(age + 1, oldest, steps)
+            last = last_age(ends, steps, envs, env, step, oldest, filled)
+            longest = max(longest, last - age)
+            age = last
+    return longest
 
 
 @jit(forceinline=True)
@@ -175,7 +164,7 @@ def slices_from_rows(  # type: ignore[no-untyped-def]
     length = carray(as_i64(length_address), n)
     last = carray(as_u8(last_address), n * slice_len)
     oldest, filled, _ = ring_view(ring, steps, envs)
-    wrong = _first_not_stored(rows, n, filled, envs)
+    wrong = first_outside(rows, n, 0, filled * envs)
     if wrong >= 0:
         return wrong
     for start in range(0, n, _TOGETHER):
@@ -195,7 +184,7 @@ def bounds_of_rows(ends, ring, row_address, n, steps, envs, out_address):  # typ
     rows = carray(as_i64(row_address), n)
     out = carray(as_i64(out_address), 3 * n)
     oldest, filled, _ = ring_view(ring, steps, envs)
-    wrong = _first_not_stored(rows, n, filled, envs)
+    wrong = first_outside(rows, n, 0, filled * envs)
     if wrong >= 0:
         return wrong
     for start in range(0, n, _TOGETHER):

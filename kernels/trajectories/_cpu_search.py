@@ -1,4 +1,4 @@
-"""Searches in the bitmap of ends on the CPU: bit tricks, the next and previous end, and what follows from the ring.
+"""Searches on the CPU: the next and previous end in the bitmap, what follows from the ring, units in the sums.
 
 A *step* is a position in the ring, 0 .. T - 1. Its *age* counts from the oldest step in the ring, which has age 0, to
 the newest, which has age ``filled - 1``: steps are found by position and compared by age. A word covers the steps ``64
@@ -11,6 +11,7 @@ int64 sums do not overflow, which ``(1 << 63) - 1`` does.
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
@@ -55,35 +56,12 @@ store_i64: Any = _store_i64
 
 
 @jit(forceinline=True)
-def next_set(ends, steps, envs, env, step):  # type: ignore[no-untyped-def]
-    """The first step from ``step`` on whose bit is set, or -1; no wrap."""
-    slot = step >> 6
-    word = load_i64(ends + 8 * (slot * envs + env)) & (-1 << (step & 63))
-    level, slots, shift = ends, (steps + 63) >> 6, 6
-    while word == 0:
-        if slots == 1:
-            return -1
-        level += 8 * slots * envs
-        slots = (slots + 63) >> 6
-        shift += 6
-        bit = slot & 63
-        slot >>= 6
-        word = load_i64(level + 8 * (slot * envs + env)) & (-2 << bit)
-    slot = slot * 64 + lowest_bit(word)
-    while shift > 6:
-        shift -= 6
-        level -= 8 * envs * ((steps + (1 << shift) - 1) >> shift)
-        slot = slot * 64 + lowest_bit(load_i64(level + 8 * (slot * envs + env)))
-    return slot
-
-
-@jit(forceinline=True)
-def previous_set(ends, steps, envs, env, step):  # type: ignore[no-untyped-def]
-    """The last step up to ``step`` whose bit is set, or -1; no wrap. ``step`` may be -1."""
+def nearest_set(ends, steps, envs, env, step, forward):  # type: ignore[no-untyped-def]
+    """The first step from ``step`` on whose bit is set, or the last up to it, or -1; no wrap. ``step`` may be -1."""
     if step < 0:
         return -1
-    slot = step >> 6
-    word = load_i64(ends + 8 * (slot * envs + env)) & ~(-2 << (step & 63))
+    slot, bit = step >> 6, step & 63
+    word = load_i64(ends + 8 * (slot * envs + env)) & ((-1 << bit) if forward else ~(-2 << bit))
     level, slots, shift = ends, (steps + 63) >> 6, 6
     while word == 0:
         if slots == 1:
@@ -93,12 +71,13 @@ def previous_set(ends, steps, envs, env, step):  # type: ignore[no-untyped-def]
         shift += 6
         bit = slot & 63
         slot >>= 6
-        word = load_i64(level + 8 * (slot * envs + env)) & ~(-1 << bit)
-    slot = slot * 64 + highest_bit(word)
+        word = load_i64(level + 8 * (slot * envs + env)) & ((-2 << bit) if forward else ~(-1 << bit))
+    slot = slot * 64 + (lowest_bit(word) if forward else highest_bit(word))
     while shift > 6:
         shift -= 6
         level -= 8 * envs * ((steps + (1 << shift) - 1) >> shift)
-        slot = slot * 64 + highest_bit(load_i64(level + 8 * (slot * envs + env)))
+        word = load_i64(level + 8 * (slot * envs + env))
+        slot = slot * 64 + (lowest_bit(word) if forward else highest_bit(word))
     return slot
 
 
@@ -134,24 +113,24 @@ def step_of(age, oldest, steps):  # type: ignore[no-untyped-def]
 @jit(forceinline=True)
 def last_age(ends, steps, envs, env, step, oldest, filled):  # type: ignore[no-untyped-def]
     """Age of the last step of the trajectory of a step in the ring."""
-    found = next_set(ends, steps, envs, env, step)
+    found = nearest_set(ends, steps, envs, env, step, True)
     if step >= oldest:
         if found >= 0:
             return found - oldest
         if oldest == 0:
             return filled - 1
-        found = next_set(ends, steps, envs, env, 0)
+        found = nearest_set(ends, steps, envs, env, 0, True)
     return found - oldest + steps if 0 <= found < oldest else filled - 1
 
 
 @jit(forceinline=True)
 def age_of_end_before(ends, steps, envs, env, step, oldest):  # type: ignore[no-untyped-def]
     """Age of the last end before a step in the ring, -1 where its trajectory is the oldest one."""
-    found = previous_set(ends, steps, envs, env, step - 1)
+    found = nearest_set(ends, steps, envs, env, step - 1, False)
     if step < oldest:
         if found >= 0:
             return found - oldest + steps
-        found = previous_set(ends, steps, envs, env, steps - 1)
+        found = nearest_set(ends, steps, envs, env, steps - 1, False)
     return found - oldest if found >= oldest else -1
 
 
@@ -182,3 +161,111 @@ def prefetch_neighbours(ends, steps, envs, env, slot, before, after):  # type: i
         later = summary & (-2 << (slot & 63))
         if later != 0:
             prefetch_l2(ends + 8 * ((first + lowest_bit(later)) * envs + env))
+
+
+# Weights and sums
+
+
+@jit(forceinline=True)
+def offsets_of(length, slice_len, min_len, before, after):  # type: ignore[no-untyped-def]
+    """``Rule.offsets``: number of virtual offsets of a trajectory; 0 where it is not eligible."""
+    if length < min_len:
+        return 0
+    m = min(slice_len, length)
+    return length - m + 1 + min(before, m - 1) + min(after, m - 1)
+
+
+@jit(forceinline=True)
+def weight_of(length, slice_len, min_len, before, after, by_transition):  # type: ignore[no-untyped-def]
+    if by_transition:
+        return offsets_of(length, slice_len, min_len, before, after)
+    return 1 if length >= min_len else 0
+
+
+@jit(forceinline=True)
+def load_word(ends, envs, env, slot, oldest, filled, steps):  # type: ignore[no-untyped-def]
+    """The ends in a word, the virtual end included. There must be a step in the ring."""
+    word = load_i64(ends + 8 * (slot * envs + env))
+    newest = oldest + filled - 1
+    newest = newest if newest < steps else newest - steps
+    return word | (1 << (newest & 63)) if newest >> 6 == slot else word
+
+
+@intrinsic
+def _choose(typingctx, address, unit):  # type: ignore[no-untyped-def]
+    """(child that holds a unit, units of the children before it) of a node of 16, in vector registers, no branch.
+
+    LLVM does not find this form by itself.
+    """
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        i1, i32, i64, width = ir.IntType(1), ir.IntType(32), ir.IntType(64), 16
+        vector = ir.VectorType(i64, width)
+        zero = ir.Constant(vector, [0] * width)
+
+        def shuffled(value: Any, lanes: list[int]) -> Any:
+            return builder.shuffle_vector(value, zero, ir.Constant(ir.VectorType(i32, width), lanes))
+
+        def moved_up(value: Any, by: int) -> Any:
+            return shuffled(value, [(lane - by) % (2 * width) for lane in range(width)])
+
+        prefix = builder.load(builder.inttoptr(args[0], vector.as_pointer()), align=8)
+        for by in (1, 2, 4, 8):
+            prefix = builder.add(prefix, moved_up(prefix, by))
+        units = shuffled(builder.insert_element(ir.Constant(vector, ir.Undefined), args[1], i32(0)), [0] * width)
+        beyond = builder.bitcast(builder.icmp_signed(">", prefix, units), ir.IntType(width))
+        child = builder.zext(builder.cttz(beyond, i1(0)), i64)
+        before = builder.extract_element(moved_up(prefix, 1), builder.trunc(builder.and_(child, i64(15)), i32))
+        return context.make_tuple(builder, signature.return_type, [child, before])
+
+    return types.UniTuple(types.int64, 2)(types.int64, types.int64), codegen
+
+
+_choose_of_16: Any = _choose
+
+
+@jit(forceinline=True)
+def root_of(sums, n_words, shift):  # type: ignore[no-untyped-def]
+    """The total weight."""
+    here, count = sums, n_words
+    while True:
+        here += 8 * (((count + (1 << shift) - 1) >> shift) << shift)
+        count = (count + (1 << shift) - 1) >> shift
+        if count == 1:
+            return load_i64(here)
+
+
+@jit
+def choose_unit(sums, n_words, shift, node, left, n):  # type: ignore[no-untyped-def]
+    """Go down from the root: ``node[i]`` becomes the word that holds unit ``left[i]``, ``left[i]`` the rest.
+
+    All draws go down a level together, so that their loads overlap.
+    """
+    level_start = np.empty(64, np.int64)
+    level_start[0] = sums
+    count, depth = n_words, 0
+    while count > 1 or depth == 0:
+        level_start[depth + 1] = level_start[depth] + 8 * (((count + (1 << shift) - 1) >> shift) << shift)
+        count = (count + (1 << shift) - 1) >> shift
+        depth += 1
+    for i in range(n):
+        node[i] = 0
+    for level in range(depth - 1, -1, -1):
+        here = level_start[level]
+        below = level_start[level - 1] if level > 0 else 0
+        for i in range(n):
+            first = node[i] << shift
+            if shift == 4:
+                child, passed = _choose_of_16(here + 8 * first, left[i])
+                node[i] = first + child
+                left[i] -= passed
+            else:
+                child, rest = first, left[i]
+                while rest >= load_i64(here + 8 * child):
+                    rest -= load_i64(here + 8 * child)
+                    child += 1
+                node[i] = child
+                left[i] = rest
+            if level > 0:
+                prefetch_l2(below + ((8 * node[i]) << shift))
+                prefetch_l2(below + ((8 * node[i]) << shift) + 64)

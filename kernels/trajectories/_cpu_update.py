@@ -1,4 +1,4 @@
-"""Kernels that keep the trajectory index up to date on the CPU."""
+"""Kernels that keep the trajectory index up to date on the CPU: bits of ends and their summaries, weights, sums."""
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
@@ -6,15 +6,283 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._pointers import as_i64, as_u8
-from gpubuf.kernels.rows import ENTRY, ROW_BYTES
+from gpubuf.kernels._pointers import as_i64, as_u8, prefetch_l2
+from gpubuf.kernels.rows import ENTRY, ROW_BYTES, ROW_STRIDE
 from gpubuf.kernels.rows._cpu_copy import differ, row_address
-from gpubuf.kernels.trajectories._cpu_bits import clear_all, clear_step, read_steps, summarise
-from gpubuf.kernels.trajectories._cpu_search import age_of, last_age, load_i64, lowest_bit, ring_view, step_of
-from gpubuf.kernels.trajectories._cpu_weights import sum_above, weigh_all, weigh_slots, weigh_word
+from gpubuf.kernels.trajectories._cpu_search import (
+    age_of,
+    age_of_end_before,
+    last_age,
+    load_i64,
+    load_word,
+    lowest_bit,
+    ring_view,
+    step_of,
+    store_i64,
+    weight_of,
+)
 
 # Numba compiles a function anew for an argument that is a literal, which this is not.
 _ZERO = np.int64(0)
+
+# An age that no end has: the previous end is not known, and must be searched.
+_UNKNOWN = -2
+
+# Bits
+
+
+@jit(forceinline=True)
+def _mask(first, last):  # type: ignore[no-untyped-def]
+    """Bits ``first .. last`` of a word."""
+    return (-1 << first) & ~(-2 << last)
+
+
+@jit(forceinline=True)
+def _any_byte(address, row_bytes):  # type: ignore[no-untyped-def]
+    found = 0
+    whole = row_bytes & ~7
+    for i in range(0, whole, 8):
+        found |= load_i64(address + i)
+    view = carray(as_u8(address), row_bytes)
+    for i in range(whole, row_bytes):
+        found |= view[i]
+    return found != 0
+
+
+@jit(forceinline=True)
+def _bits_of_64_bytes(address):  # type: ignore[no-untyped-def]
+    """Bit i says whether byte i is not zero."""
+    found = 0
+    for i in range(0, 64, 8):
+        found |= load_i64(address + i)
+    # Ends are rare: most words have none.
+    if found == 0:
+        return 0
+    view, bits = carray(as_u8(address), 64), 0
+    for i in range(64):
+        bits |= int(view[i] != 0) << i
+    return bits
+
+
+@jit(forceinline=True)
+def _read_words(ends, signals, n_keys, by_id, steps, envs, slot, first, last):  # type: ignore[no-untyped-def]
+    """Set the bits ``first .. last``, zero so far, of the words of all environments, in the order of the rows."""
+    table = carray(as_i64(signals), (n_keys, ENTRY))
+    words = carray(as_i64(ends + 8 * slot * envs), envs)
+    for k in range(n_keys):
+        row_bytes, stride = table[k, ROW_BYTES], table[k, ROW_STRIDE]
+        if envs == 1 and row_bytes == 1 and stride == 1 and last - first == 63 and not (by_id and k == 0):
+            # The two memories of a split storage meet between two words.
+            words[0] |= _bits_of_64_bytes(row_address(table[k], 64 * slot))
+            continue
+        for bit in range(first, last + 1):
+            step = 64 * slot + bit
+            here = row_address(table[k], step * envs)
+            if by_id and k == 0:
+                following = row_address(table[k], (step + 1) * envs if step + 1 < steps else 0)
+                for env in range(envs):
+                    if differ(here + env * stride, following + env * stride, row_bytes):
+                        words[env] |= 1 << bit
+            elif row_bytes == 1:
+                view = carray(as_u8(here), envs * stride)
+                one = 1 << bit
+                for env in range(envs):
+                    words[env] |= one if view[env * stride] != 0 else 0
+            else:
+                for env in range(envs):
+                    if _any_byte(here + env * stride, row_bytes):
+                        words[env] |= 1 << bit
+
+
+@jit
+def read_steps(ends, signals, n_keys, by_id, steps, envs, first, last):  # type: ignore[no-untyped-def]
+    """Read the flags of steps ``first .. last``, and write them into level 0; other bits of the words remain."""
+    for slot in range(first >> 6, (last >> 6) + 1):
+        low = first & 63 if slot == first >> 6 else 0
+        high = last & 63 if slot == last >> 6 else 63
+        kept = ~_mask(low, high)
+        words = carray(as_i64(ends + 8 * slot * envs), envs)
+        for env in range(envs):
+            words[env] &= kept
+        _read_words(ends, signals, n_keys, by_id, steps, envs, slot, low, high)
+
+
+@jit
+def clear_step(ends, envs, step):  # type: ignore[no-untyped-def]
+    """Clear the flag of one step in all environments."""
+    words = carray(as_i64(ends + 8 * (step >> 6) * envs), envs)
+    kept = ~(1 << (step & 63))
+    for env in range(envs):
+        words[env] &= kept
+
+
+@jit
+def summarise(ends, steps, envs, first_slot, last_slot):  # type: ignore[no-untyped-def]
+    """Recompute the summaries of slots ``first_slot .. last_slot`` of level 0 in all levels above."""
+    level, slots = ends, (steps + 63) >> 6
+    while slots > 1:
+        above = level + 8 * slots * envs
+        for parent in range(first_slot >> 6, (last_slot >> 6) + 1):
+            low = first_slot & 63 if parent == first_slot >> 6 else 0
+            high = last_slot & 63 if parent == last_slot >> 6 else 63
+            kept = ~_mask(low, high)
+            words = carray(as_i64(above + 8 * parent * envs), envs)
+            for env in range(envs):
+                words[env] &= kept
+            for bit in range(low, high + 1):
+                children = carray(as_i64(level + 8 * (64 * parent + bit) * envs), envs)
+                one = 1 << bit
+                for env in range(envs):
+                    words[env] |= one if children[env] != 0 else 0
+        level, slots = above, (slots + 63) >> 6
+        first_slot >>= 6
+        last_slot >>= 6
+
+
+@jit
+def clear_all(ends, steps, envs):  # type: ignore[no-untyped-def]
+    """Clear all levels."""
+    level, slots = ends, (steps + 63) >> 6
+    while True:
+        words = carray(as_i64(level), slots * envs)
+        words[:] = 0
+        if slots == 1:
+            return
+        level, slots = level + 8 * slots * envs, (slots + 63) >> 6
+
+
+# Weights and sums
+
+
+@jit(forceinline=True)
+def word_weight(  # type: ignore[no-untyped-def]
+    ends, steps, envs, env, slot, bits, before_age, oldest, rule
+):
+    """(weight of a word, age of its last end). ``before_age``: of the end before the word's first one, or unknown."""
+    slice_len, min_len, before, after, by_transition = rule
+    weight = 0
+    while bits != 0:
+        step = 64 * slot + lowest_bit(bits)
+        bits ^= 1 << (step & 63)
+        age = age_of(step, oldest, steps)
+        if before_age == _UNKNOWN:
+            before_age = age_of_end_before(ends, steps, envs, env, step, oldest)
+        # The seam between newest and oldest lies between the two.
+        if before_age >= age:
+            before_age = -1
+        weight += weight_of(age - before_age, slice_len, min_len, before, after, by_transition)
+        before_age = age
+    return weight, before_age
+
+
+@jit(forceinline=True)
+def _set_weight(sums, leaf, weight, touched, n_touched, shift):  # type: ignore[no-untyped-def]
+    """Write the weight of a word, and list the node above it where it has changed; the new length of the list."""
+    if load_i64(sums + 8 * leaf) == weight:
+        return n_touched
+    store_i64(sums + 8 * leaf, weight)
+    node = leaf >> shift
+    if n_touched > 0 and touched[n_touched - 1] == node:
+        return n_touched
+    touched[n_touched] = node
+    return n_touched + 1
+
+
+@jit
+def weigh_word(  # type: ignore[no-untyped-def]
+    ends, sums, steps, envs, env, slot, oldest, filled, rule, touched, n_touched, shift
+):
+    """Recompute the weight of one word; see :func:`weigh_slots`."""
+    bits = load_word(ends, envs, env, slot, oldest, filled, steps)
+    weight, _ = word_weight(ends, steps, envs, env, slot, bits, _UNKNOWN, oldest, rule)
+    return _set_weight(sums, slot * envs + env, weight, touched, n_touched, shift)
+
+
+@jit
+def weigh_slots(  # type: ignore[no-untyped-def]
+    ends, sums, steps, envs, first_slot, last_slot, oldest, filled, rule, touched, n_touched, shift
+):
+    """Recompute the weights of all words of some slots, and list the nodes above those that have changed."""
+    if first_slot == last_slot:
+        for env in range(envs):
+            n_touched = weigh_word(
+                ends, sums, steps, envs, env, first_slot, oldest, filled, rule, touched, n_touched, shift
+            )
+        return n_touched
+    before_age = np.full(envs, _UNKNOWN, np.int64)
+    for slot in range(first_slot, last_slot + 1):
+        for env in range(envs):
+            bits = load_word(ends, envs, env, slot, oldest, filled, steps)
+            weight = 0
+            if bits != 0:
+                weight, before_age[env] = word_weight(ends, steps, envs, env, slot, bits, before_age[env], oldest, rule)
+            n_touched = _set_weight(sums, slot * envs + env, weight, touched, n_touched, shift)
+    return n_touched
+
+
+@jit(forceinline=True)
+def _sum_of_node(children, shift):  # type: ignore[no-untyped-def]
+    total = 0
+    if shift == 4:
+        view = carray(as_i64(children), 16)
+        for i in range(16):
+            total += view[i]
+    else:
+        for i in range(1 << shift):
+            total += load_i64(children + 8 * i)
+    return total
+
+
+@jit(forceinline=True)
+def _padded(count, shift):  # type: ignore[no-untyped-def]
+    """Length of a level of ``count`` nodes: whole nodes, but for the root."""
+    return 1 if count == 1 else ((count + (1 << shift) - 1) >> shift) << shift
+
+
+@jit
+def sum_above(sums, n_words, shift, touched, n_touched):  # type: ignore[no-untyped-def]
+    """Recompute the listed parents of leaves, and all nodes above them, from their children.
+
+    A node that follows itself in the list is skipped, and a level with no more nodes than the list is recomputed as
+    a whole.
+    """
+    if n_touched == 0:
+        return
+    count = (n_words + (1 << shift) - 1) >> shift
+    below, here = sums, sums + ((8 * count) << shift)
+    while True:
+        if n_touched >= count:
+            n_touched = count
+            for i in range(count):
+                touched[i] = i
+        for i in range(n_touched):
+            store_i64(here + 8 * touched[i], _sum_of_node(below + ((8 * touched[i]) << shift), shift))
+        if count == 1:
+            return
+        below, here = here, here + 8 * _padded(count, shift)
+        count = (count + (1 << shift) - 1) >> shift
+        n_below, n_touched = n_touched, 0
+        for i in range(n_below):
+            node = touched[i] >> shift
+            if n_touched == 0 or touched[n_touched - 1] != node:
+                touched[n_touched] = node
+                n_touched += 1
+                prefetch_l2(below + ((8 * node) << shift))
+
+
+@jit
+def weigh_all(ends, sums, steps, envs, oldest, filled, rule, shift):  # type: ignore[no-untyped-def]
+    """Recompute the weights of all words, and all sums."""
+    slots = (steps + 63) >> 6
+    nodes = (slots * envs + (1 << shift) - 1) >> shift
+    carray(as_i64(sums), nodes << shift)[:] = 0
+    touched = np.empty(slots * envs, np.int64)
+    if filled > 0:
+        weigh_slots(ends, sums, steps, envs, _ZERO, slots - 1, oldest, filled, rule, touched, _ZERO, shift)
+    sum_above(sums, slots * envs, shift, touched, nodes)
+
+
+# Kernels
 
 
 @jit
@@ -155,21 +423,6 @@ def weigh_again(  # type: ignore[no-untyped-def]
     oldest, filled, _ = ring_view(ring, steps, envs)
     rule = (slice_len, min_len, before, after, by_transition)
     weigh_all(ends, sums, steps, envs, oldest, filled, rule, lowest_bit(fan_out))
-
-
-@kernel
-def longest_trajectory(ends, ring, steps, envs):  # type: ignore[no-untyped-def]
-    """Length of the longest trajectory in the ring, 0 where it is empty."""
-    oldest, filled, _ = ring_view(ring, steps, envs)
-    longest = 0
-    for env in range(envs):
-        age = -1
-        while age < filled - 1:
-            step = step_of(age + 1, oldest, steps)
-            last = last_age(ends, steps, envs, env, step, oldest, filled)
-            longest = max(longest, last - age)
-            age = last
-    return longest
 
 
 @jit(forceinline=True)

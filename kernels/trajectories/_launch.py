@@ -6,26 +6,25 @@ Grids follow from the number of steps written or of slices asked for. Only the d
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpubuf.kernels import config
-from gpubuf.kernels._check import check_devices, device_name
+from gpubuf.kernels._check import check_devices, device_name, length_of
 from gpubuf.kernels._launching import all_registers, cdiv, launch
-from gpubuf.kernels.config import IndexConfig
+from gpubuf.kernels.config import IndexConfig, SliceConfig
+from gpubuf.kernels.trajectories import Slices, bit_levels, eligible_words, level_sizes, new_slices, touched_rows
 from gpubuf.kernels.trajectories import _triton as readers
 from gpubuf.kernels.trajectories import _triton_update as writers
-from gpubuf.kernels.trajectories import bit_levels, eligible_words, level_sizes, new_slices, touched_rows
 from gpubuf.kernels.trajectories._check import (
     check_compare,
     check_draw,
     check_eligible,
     check_ends,
     check_index,
-    check_rows,
-    check_rule,
     check_signals,
     check_slice_len,
 )
@@ -41,7 +40,7 @@ SUMS_WARPS = 4
 
 
 class Shape(NamedTuple):
-    """Sizes of an index.
+    """Sizes of an index over ``steps`` steps of ``envs`` environments.
 
     Attributes:
         slots: words of an environment on every level of ``ends``.
@@ -51,6 +50,8 @@ class Shape(NamedTuple):
         shift: log2 of the fan-out.
     """
 
+    steps: int
+    envs: int
     slots: tuple[int, ...]
     words: int
     depth: int
@@ -68,7 +69,7 @@ def shape_of(steps: int, envs: int, fan_out: int) -> Shape:
     """Sizes of an index over ``steps`` steps of ``envs`` environments."""
     sizes = level_sizes(steps, envs, fan_out)
     slots = tuple(words // envs for words in bit_levels(steps, envs))
-    return Shape(slots, slots[0] * envs, len(sizes) - 1, sum(sizes) - 1, fan_out.bit_length() - 1)
+    return Shape(steps, envs, slots, slots[0] * envs, len(sizes) - 1, sum(sizes) - 1, fan_out.bit_length() - 1)
 
 
 def run_bounds(n: int, slots: tuple[int, ...]) -> list[int]:
@@ -101,43 +102,29 @@ class Run(NamedTuple):
         words: of an environment, at most, in which these steps lie.
         others: words beside these, one for each environment; not read if there are none.
         n_others: how many.
-        steps, envs: shape of the ring.
     """
 
     n: int
     words: int
     others: Tensor
     n_others: int
-    steps: int
-    envs: int
 
 
 def _launch_sums(sums: Tensor, ring: Tensor, run: Run, shape: Shape, chosen: IndexConfig) -> None:
     """Recompute the sums above the weights: a launch for each wide level, one for all the others."""
     how = {"SHIFT": shape.shift, "BLOCK_NODES": chosen.block_nodes, "num_warps": SUMS_WARPS}
-    words, level = run.words * run.envs, 1
-    before, after = (sums, ring, run.others, run.n, words, run.n_others), (shape.words, run.steps, run.envs)
+    words, level = run.words * shape.envs, 1
+    before, after = (sums, ring, run.others, run.n, words, run.n_others), (shape.words, shape.steps, shape.envs)
     while level < shape.depth and (entries := shape.entries(level, words, run.n_others)) > TOP_ENTRIES:
         launch(writers.trajectories_sums_kernel, cdiv(entries, chosen.block_nodes), *before, level, *after, **how)
         level += 1
     launch(writers.trajectories_top_kernel, 1, *before, level, shape.depth, *after, **how)
 
 
-def update(
-    ends: Tensor,
-    sums: Tensor,
-    ring: Tensor,
-    signals: Tensor,
-    by_id: bool,
-    n: int,
-    steps: int,
-    envs: int,
-    fan_out: int,
-    *rule: int,
-) -> None:
+def update(ends: Tensor, sums: Tensor, ring: Tensor, signals: Tensor, by_id: bool, n: int, *index: int) -> None:
     """See :data:`gpubuf.kernels.trajectories.update`."""
-    check_index(ends, sums, ring, steps, envs, fan_out)
-    check_rule(*rule)
+    check_index(ends, sums, ring, *index)
+    steps, envs, fan_out, *rule = index
     n_signals = check_signals(signals, by_id, n)
     check_devices(ends, sums, ring, signals)
     if n == 0:
@@ -145,51 +132,41 @@ def update(
     n = min(n, steps)
     shape = shape_of(steps, envs, fan_out)
     words = run_bounds(n, shape.slots)[0]
-    # If all words are in the run there are no others.
-    others = ring if n == steps else torch.empty(envs, dtype=torch.int64, device=ends.device)
-    n_others = 0 if n == steps else envs
+    # If all words are in the run there are no others, and `ring` stands for their list.
+    run = Run(n, words, ring, 0)
+    if n < steps:
+        run = Run(n, words, torch.empty(envs, dtype=torch.int64, device=ends.device), envs)
     chosen = config.index_update(fan_out, n, words, envs, by_id, device_name(ends.device))
     span = config.index_span(n, by_id)
     if chosen.block_envs:
         single = envs <= chosen.block_envs
-        tensors, counts = (ends, sums, ring, signals, others), (n_signals, n, words, n_others)
-        launch(
-            writers.trajectories_update_envs_kernel,
-            cdiv(envs, chosen.block_envs),
-            *tensors,
-            *counts,
-            *(shape.words, shape.depth, steps, envs, len(shape.slots), *rule[:4]),
-            BY_ID=by_id,
-            BY_TRANSITION=rule[4],
-            SUMS=single,
-            SPAN=span,
-            SHIFT=shape.shift,
-            BLOCK_ENVS=chosen.block_envs,
-            BLOCK_BYTES=chosen.block_bytes,
-            BLOCK_WEIGHTS=chosen.block_weights,
-            BLOCK_NODES=chosen.block_nodes,
-            num_warps=chosen.num_warps,
-            maxnreg=UPDATE_REGISTERS,
-        )
+        tensors, counts = (ends, sums, ring, signals, run.others), (n_signals, n, words, run.n_others)
+        sizes = (shape.words, shape.depth, steps, envs, len(shape.slots), *rule[:4])
+        how = {"BY_ID": by_id, "BY_TRANSITION": rule[4], "SUMS": single, "SPAN": span, "SHIFT": shape.shift}
+        for name in ("block_envs", "block_bytes", "block_weights", "block_nodes"):
+            how[name.upper()] = getattr(chosen, name)
+        how.update(num_warps=chosen.num_warps, maxnreg=UPDATE_REGISTERS)
+        programs = cdiv(envs, chosen.block_envs)
+        launch(writers.trajectories_update_envs_kernel, programs, *tensors, *counts, *sizes, **how)
         if not single:
-            _launch_sums(sums, ring, Run(n, words, others, n_others, steps, envs), shape, chosen)
+            _launch_sums(sums, ring, run, shape, chosen)
         return
-    sizes: dict[str, Any] = {"BLOCK_BYTES": chosen.block_bytes, "num_warps": chosen.num_warps}
+    block: dict[str, Any] = {"BLOCK_BYTES": chosen.block_bytes, "num_warps": chosen.num_warps}
     lowest, *above = [cdiv(count * envs, chosen.block_bytes) for count in run_bytes(n + by_id, steps, shape.slots)]
     arguments = (ends, ring, signals, n_signals, n, steps, envs)
-    launch(writers.trajectories_bits_kernel, lowest, *arguments, BY_ID=by_id, SPAN=span, **sizes)
+    launch(writers.trajectories_bits_kernel, lowest, *arguments, BY_ID=by_id, SPAN=span, **block)
     for level, grid in enumerate(above, 1):
-        launch(writers.trajectories_bits_above_kernel, grid, ends, ring, n, level, steps, envs, BY_ID=by_id, **sizes)
-    _launch_weights(ends, sums, ring, Run(n, words, others, n_others, steps, envs), rule, shape, chosen)
+        launch(writers.trajectories_bits_above_kernel, grid, ends, ring, n, level, steps, envs, BY_ID=by_id, **block)
+    _launch_weights(ends, sums, ring, run, rule, shape, chosen)
 
 
 def _launch_weights(
-    ends: Tensor, sums: Tensor, ring: Tensor, run: Run, rule: tuple[int, ...], shape: Shape, chosen: IndexConfig
+    ends: Tensor, sums: Tensor, ring: Tensor, run: Run, rule: Sequence[int], shape: Shape, chosen: IndexConfig
 ) -> None:
     """Recompute weights, and the sums above them."""
     how = {"BY_TRANSITION": rule[4], "BLOCK_WEIGHTS": chosen.block_weights, "num_warps": chosen.num_warps}
-    counts, sizes = (run.n, run.words, run.n_others), (run.steps, run.envs, len(shape.slots), *rule[:4])
-    programs = cdiv(run.words * run.envs + run.n_others, chosen.block_weights)
+    counts, sizes = (run.n, run.words, run.n_others), (shape.steps, shape.envs, len(shape.slots), *rule[:4])
+    programs = cdiv(run.words * shape.envs + run.n_others, chosen.block_weights)
     launch(writers.trajectories_weights_kernel, programs, ends, sums, ring, run.others, *counts, *sizes, **how)
     _launch_sums(sums, ring, run, shape, chosen)
 
@@ -209,74 +186,52 @@ def compare(breaks: Tensor, ring: Tensor, pairs: Tensor, index: Tensor | None, n
         launch(writers.trajectories_compare_kernel, programs, *arguments, HAS_INDEX=has_index, **COMPARED)
 
 
-def resum(ends: Tensor, sums: Tensor, ring: Tensor, steps: int, envs: int, fan_out: int, *rule: int) -> None:
+def resum(ends: Tensor, sums: Tensor, ring: Tensor, *index: int) -> None:
     """See :data:`gpubuf.kernels.trajectories.resum`."""
-    check_index(ends, sums, ring, steps, envs, fan_out)
-    check_rule(*rule)
+    check_index(ends, sums, ring, *index)
     check_devices(ends, sums, ring)
+    steps, envs, fan_out, *rule = index
     shape = shape_of(steps, envs, fan_out)
-    run_words = shape.slots[0]
-    chosen = config.index_update(fan_out, steps, run_words, envs, False, device_name(ends.device))
-    # The run is everything. `ring` stands for the list of other words, which is not read.
-    _launch_weights(ends, sums, ring, Run(steps, run_words, ring, 0, steps, envs), rule, shape, chosen)
+    words = shape.slots[0]
+    chosen = config.index_update(fan_out, steps, words, envs, False, device_name(ends.device))
+    # The run is everything.
+    _launch_weights(ends, sums, ring, Run(steps, words, ring, 0), rule, shape, chosen)
 
 
-def draw(
-    ends: Tensor,
-    sums: Tensor,
-    ring: Tensor,
-    rng: Tensor,
-    rank: Tensor | None,
-    n: int,
-    steps: int,
-    envs: int,
-    fan_out: int,
-    *rule: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def draw(ends: Tensor, sums: Tensor, ring: Tensor, rng: Tensor, rank: Tensor | None, n: int, *index: int) -> Slices:
     """See :data:`gpubuf.kernels.trajectories.draw`."""
-    check_index(ends, sums, ring, steps, envs, fan_out)
-    check_rule(*rule)
+    check_index(ends, sums, ring, *index)
     check_draw(rng, rank, n)
     check_devices(ends, sums, ring, rng, rank)
-    slice_len, *others, by_transition = rule
-    outputs = new_slices(ends, n, slice_len)
+    steps, envs, fan_out, *rule, by_transition = index
+    outputs = new_slices(ends, n, rule[0])
     if n == 0:
         return outputs
     shape = shape_of(steps, envs, fan_out)
-    chosen = config.index_draw(fan_out, n, slice_len, device_name(ends.device))
+    chosen = config.index_draw(fan_out, n, rule[0], device_name(ends.device))
     tensors = (ends, sums, ring, rng, ring if rank is None else rank, *outputs)
-    sizes = (n, shape.words, shape.root, shape.depth, steps, envs, len(shape.slots), slice_len, *others)
-    launch(
-        readers.trajectories_draw_kernel,
-        cdiv(n, chosen.block_slices),
-        *tensors,
-        *sizes,
-        HAS_RANK=rank is not None,
-        BY_TRANSITION=by_transition,
-        SHIFT=shape.shift,
-        BLOCK_SLICES=chosen.block_slices,
-        BLOCK_STEPS=chosen.block_steps,
-        num_warps=chosen.num_warps,
-    )
+    sizes = (n, shape.words, shape.root, shape.depth, steps, envs, len(shape.slots), *rule)
+    how = {"HAS_RANK": rank is not None, "BY_TRANSITION": by_transition, "SHIFT": shape.shift, **_blocks(chosen)}
+    launch(readers.trajectories_draw_kernel, cdiv(n, chosen.block_slices), *tensors, *sizes, **how)
     return outputs
 
 
-def slices(
-    ends: Tensor, ring: Tensor, start: Tensor, slice_len: int, steps: int, envs: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _blocks(chosen: SliceConfig) -> dict[str, int]:
+    return {"BLOCK_SLICES": chosen.block_slices, "BLOCK_STEPS": chosen.block_steps, "num_warps": chosen.num_warps}
+
+
+def slices(ends: Tensor, ring: Tensor, start: Tensor, slice_len: int, steps: int, envs: int) -> Slices:
     """See :data:`gpubuf.kernels.trajectories.slices`."""
     check_ends(ends, ring, steps, envs)
     check_slice_len(slice_len)
-    n = check_rows("start", start)
+    n = length_of("start", start)
     check_devices(ends, ring, start)
     outputs = new_slices(ends, n, slice_len)
     if n:
         chosen = config.index_slices(n, slice_len)
         sizes = (n, slice_len, steps, envs, len(bit_levels(steps, envs)))
-        how = {"BLOCK_SLICES": chosen.block_slices, "BLOCK_STEPS": chosen.block_steps, "num_warps": chosen.num_warps}
-        launch(
-            readers.trajectories_slices_kernel, cdiv(n, chosen.block_slices), ends, ring, start, *outputs, *sizes, **how
-        )
+        tensors, programs = (ends, ring, start, *outputs), cdiv(n, chosen.block_slices)
+        launch(readers.trajectories_slices_kernel, programs, *tensors, *sizes, **_blocks(chosen))
     return outputs
 
 
@@ -286,7 +241,7 @@ BLOCK_ROWS = 128
 def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Tensor:
     """See :data:`gpubuf.kernels.trajectories.bounds`."""
     check_ends(ends, ring, steps, envs)
-    n = check_rows("row", row)
+    n = length_of("row", row)
     check_devices(ends, ring, row)
     out = torch.empty((3, n), dtype=torch.int64, device=ends.device)
     if n:

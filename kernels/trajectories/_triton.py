@@ -215,22 +215,12 @@ def locate(row, active, filled, oldest, steps, envs):
 
 
 @triton.jit
-def store_slices(
-    index_ptr,
-    length_ptr,
-    last_ptr,
-    i,
-    n,
-    begin,
-    length,
-    env,
-    slice_len,
-    oldest,
-    steps,
-    envs,
-    BLOCK_STEPS: tl.constexpr,
-):
-    """Write slices ``i`` from ages ``begin`` of environments ``env``; one of length 0 has NO_ROW everywhere."""
+def store_slices(slices, i, n, begin, length, env, slice_len, oldest, steps, envs, BLOCK_STEPS: tl.constexpr):
+    """Write slices ``i`` from ages ``begin`` of environments ``env``; one of length 0 has NO_ROW everywhere.
+
+    ``slices`` are (index_ptr, length_ptr, last_ptr).
+    """
+    index_ptr, length_ptr, last_ptr = slices
     tl.store(length_ptr + i, length, mask=i < n)
     for start in range(0, slice_len, BLOCK_STEPS):
         x = (start + tl.arange(0, BLOCK_STEPS)).to(tl.int64)[None, :]
@@ -341,9 +331,8 @@ def trajectories_draw_kernel(
     stop = tl.minimum(virtual + longest, length)
     skipped = tl.maximum(virtual, 0)
     taken = tl.where(length > 0, stop - skipped, 0)
-    store_slices(
-        index_ptr, length_ptr, last_ptr, i, n, begin + skipped, taken, env, slice_len, oldest, steps, envs, BLOCK_STEPS
-    )
+    slices = (index_ptr, length_ptr, last_ptr)
+    store_slices(slices, i, n, begin + skipped, taken, env, slice_len, oldest, steps, envs, BLOCK_STEPS)
     advance_state(rng_ptr, ticket, offset + 2 * n)
 
 
@@ -376,7 +365,8 @@ def trajectories_slices_kernel(
     step, env, age, stored = locate(row, i < n, filled, oldest, steps, envs)
     last = last_age(ends_ptr, step, env, age, stored, filled, oldest, steps, envs, levels)
     length = tl.where(stored, tl.minimum(last - age + 1, slice_len), 0)
-    store_slices(index_ptr, length_ptr, last_ptr, i, n, age, length, env, slice_len, oldest, steps, envs, BLOCK_STEPS)
+    slices = (index_ptr, length_ptr, last_ptr)
+    store_slices(slices, i, n, age, length, env, slice_len, oldest, steps, envs, BLOCK_STEPS)
 
 
 @triton.jit(do_not_specialize=["n", "steps", "envs", "levels"], do_not_specialize_on_alignment=["row_ptr"])

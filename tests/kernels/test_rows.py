@@ -572,10 +572,10 @@ class Names(Recorder):
         self.launched: list[str] = []
         self.moved: list[int] = []
 
-    def _note(self, kernel: Any, programs: int, *args: Any, **constexprs: Any) -> None:
-        self.launched.append(kernel.__name__.removeprefix("rows_").removesuffix("_kernel"))
+    def _note(self, variant: Any, programs: int, arguments: tuple[Any, ...]) -> None:
+        self.launched.append(variant.kernel.fn.__name__.removeprefix("rows_").removesuffix("_kernel"))
         if self.launched[-1] == "extend":
-            self.moved.append(args[-2])
+            self.moved.append(arguments[-2])
 
 
 @pytest.mark.parametrize("n_keys", [3, 130])

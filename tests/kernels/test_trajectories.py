@@ -16,9 +16,9 @@ import triton.language as tl
 from gpubuf.kernels import config, philox, rows, trajectories
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.trajectories import Rule, _launch, reference
-from gpubuf.kernels.trajectories._cpu import update_ends
+from gpubuf.kernels.trajectories._cpu import prepared_ends
 from gpubuf.kernels.trajectories._triton import nodes_of, words_of
-from gpubuf.kernels.trajectories._triton_stages import run_above, run_of_bytes, run_of_steps
+from gpubuf.kernels.trajectories._triton_update import run_above, run_of_bytes, run_of_steps
 from tests.contracts.trajectories import Index
 
 # The contract
@@ -102,10 +102,10 @@ def test_ends_alone_are_those_of_an_update(steps, envs, by_id):
     ends = torch.zeros_like(index.ends)
     for i, n in enumerate(writes_of(steps, "numba")):
         index.write(n, chance=(0.02, 0.3, 0.9)[i % 3])
-        update_ends(ends, index.ring, index.signals, by_id, n, steps, envs)
+        prepared_ends(ends, index.ring, index.signals, by_id, n, steps, envs)()
         assert torch.equal(ends, index.ends), f"after the write of {n} steps"
     ends.fill_(-1)
-    update_ends(ends, index.ring, index.signals, by_id, steps, steps, envs)
+    prepared_ends(ends, index.ring, index.signals, by_id, steps, steps, envs)()
     index.update(steps)
     assert torch.equal(ends, index.ends), "a rebuild"
 

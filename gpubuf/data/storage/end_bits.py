@@ -27,7 +27,6 @@ _compare = without_dispatch(trajectories.compare, given=("index",))
 _publish = without_dispatch(rows.write)
 _update = without_dispatch(trajectories.update)
 # Skips the sums, the bulk of an update.
-_update_ends = lazy("gpubuf.kernels.trajectories._cpu:update_ends")
 _prepared_ends = lazy("gpubuf.kernels.trajectories._cpu:prepared_ends")
 _bounds = without_dispatch(trajectories.bounds, given=("row",))
 
@@ -262,7 +261,7 @@ class EndBits:
     def write(self, n: int) -> None:
         """The newest ``n`` steps were written."""
         if past_dispatcher(self.ends):
-            _update_ends(self.ends, *self._written(n), self.steps, self.envs)
+            _prepared_ends(self.ends, *self._written(n), self.steps, self.envs)()
         else:
             self._update(n)
 

@@ -216,7 +216,7 @@ FAULTS = {
         "rows._triton_write:rows_write_kernel", "mask & valid & winner", "mask & valid", "duplicate", rows_written
     ),
     "scratch left out": Fault(
-        "trajectories._triton_stages:stage_weights", "mask=active & (j == run_words)", "mask=active & (j > run_words)",
+        "trajectories._triton_update:stage_weights", "mask=active & (j == run_words)", "mask=active & (j > run_words)",
         "uninitialised", index_of_three_levels,
     ),
     "name that is not carried": Fault(
