@@ -23,8 +23,8 @@ MANY = 1 << 19
 #: A weight of at most so many outputs is copied so that each has its inputs side by side: MKL is then twice as fast.
 FEW_OUTPUTS = 16
 
-#: Multiplications of a product from which on oneDNN's is faster, where it is.
-ONEDNN_WORK = 1 << 20
+#: Multiplications of a product from which on oneDNN gains more than calls for single nets cost.
+ONEDNN_WORK = 1 << 23
 
 _forward_ad: Any = torch.autograd.forward_ad
 _threshold_backward = torch.ops.aten.threshold_backward
