@@ -63,7 +63,9 @@ def _onednn() -> Any:
 
 def worth_onednn(rows: int, inner: int, columns: int) -> bool:
     """Whether oneDNN multiplies float32 ``[rows, inner]`` by ``[inner, columns]``: its calls take longer to begin."""
-    return rows * inner * columns >= ONEDNN_WORK and min(rows, inner, columns) > 1 and _onednn() is not None
+    large = rows * inner * columns >= ONEDNN_WORK and min(rows, inner, columns) > 1
+    # Compiled code has products of its own, and can't look at what is kept.
+    return large and not torch.compiler.is_compiling() and _onednn() is not None
 
 
 def multiplied(x: Tensor, y: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
@@ -182,7 +184,8 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[*batch, in_features] -> [*batch, out_features]``."""
-        if not input.is_cpu or input.ndim == 1:
+        rows = input.numel() // max(self.in_features, 1)
+        if not input.is_cpu or input.ndim < 2 or not worth_onednn(rows, self.in_features, self.out_features):
             return super().forward(input)
         out = linear_product(_rows(input), self.weight.t(), self.bias)
         return out if input.ndim == 2 else out.reshape(*input.shape[:-1], -1)

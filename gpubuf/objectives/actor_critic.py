@@ -416,17 +416,20 @@ class ActorCriticLossModule(TDLossModule):
         return self.without_masked(tensordict, self._keys_seen())
 
     def _set_priority(self, tensordict: TensorDictBase, seen: TensorDictBase, priority: Tensor) -> Tensor:
-        """Write the priority of each row into the batch; of masked ones, and those without a target, 0 and "none".
+        """Write the priority of each row into the batch, of rows without a target 0, and which rows have one.
+
+        Masked rows have none either; what stands there is as TorchRL leaves it.
 
         Returns:
             What was written.
         """
         key = self.tensor_keys.priority
-        known = joint_mask(seen, (*self._mask_keys, HAS_TARGET), priority.shape)
+        known = joint_mask(seen, (HAS_TARGET,), priority.shape)
         if known is not None:
-            known = known.reshape(priority.shape)
-            priority = torch.where(known, priority, 0)
-            tensordict.set(priority_mask_key(key), known)
+            priority = torch.where(known.reshape(priority.shape), priority, 0)
+        counted = joint_mask(seen, (*self._mask_keys, HAS_TARGET), priority.shape)
+        if counted is not None:
+            tensordict.set(priority_mask_key(key), counted.reshape(priority.shape))
         tensordict.set(key, priority)
         return priority
 

@@ -272,7 +272,8 @@ class BatchedCritics(Critics):
             return super().detached_first(inputs, key)
         self._detached.places.fill(constants(self._tensors))
         detached: Any = self._detached.module
-        return net_by_net(list(detached.module.layers), entries, 1)
+        out, batch = net_by_net(list(detached.module.layers), entries, 1), entries[0].shape[:-1]
+        return out if len(batch) == 1 else out.reshape(len(out), *batch, -1)
 
     def _run(self, copy: SwappableCopy, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey) -> Tensor:
         entries = [entry(inputs, name) for name in self.network.in_keys]
