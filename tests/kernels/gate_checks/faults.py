@@ -58,9 +58,11 @@ def rows_read() -> None:
 def tree_used() -> None:
     tree = SumTree(300, fan_out=4, alpha=0.6)
     generator = torch.Generator().manual_seed(0)
-    index = torch.randint(300, (60,), generator=generator)
+    index = torch.randint(300, (300,), generator=generator)
     tree.mark(torch.arange(300))
-    tree.update(index, torch.rand(60, generator=generator))
+    # So few rows that one program knows what has changed below each; some; and more than it takes at a time.
+    for n in (5, 60, 300):
+        tree.update(index[:n], torch.rand(n, generator=generator))
     tree.draw(20, RandomState(0))
 
 
@@ -206,7 +208,7 @@ FAULTS = {
     ),
     "no mask": Fault("trajectories._triton:store_slices", ", mask=i < n)", ")", "out-of-bounds", index_used),
     "offset of a level": Fault(
-        "sum_tree._triton_stages:stage_refresh", "tl.multiple_of(below, 1 << columns)", "below + 4",
+        "sum_tree._triton_stages:_recompute", "tl.multiple_of(below, 1 << columns)", "below + 4",
         "out-of-bounds", tree_used,
     ),
     "words of any address": Fault(

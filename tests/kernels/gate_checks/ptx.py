@@ -52,12 +52,14 @@ def test_counts(work, kernel):
     for order in ORDERS:
         with Executor(2, order).installed() as executor, triton_on_cpu():
             work()
-        found.append([(launch, launch.by_line) for launch in executor.launches])
+        # Of entries that contend for a row, the order of warps decides which wins.
+        kept = [launch for launch in executor.launches if launch.kernel == f"{kernel}_kernel"]
+        found.append([(launch, launch.by_line) for launch in kept])
         for launch in executor.launches:
             assert sum(launch.by_line.values()) == launch.instructions
             assert launch.most_instructions <= launch.instructions <= launch.programs * launch.most_instructions
     assert found[0] == found[1]
-    (launch,) = (launch for launch, _ in found[0] if launch.kernel == f"{kernel}_kernel")
+    ((launch, _),) = found[0]
     assert any(place.startswith(kernel[:4]) for place in launch.by_line)
     assert launch.bytes_loaded
     assert launch.bytes_stored
