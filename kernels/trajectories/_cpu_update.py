@@ -71,9 +71,16 @@ def _read_words(ends, signals, n_keys, by_id, steps, envs, slot, first, last):  
     words = carray(as_i64(ends + 8 * slot * envs), envs)
     for k in range(n_keys):
         row_bytes, stride = table[k, ROW_BYTES], table[k, ROW_STRIDE]
-        if envs == 1 and row_bytes == 1 and stride == 1 and last - first == 63 and not (by_id and k == 0):
-            # The two memories of a split storage meet between two words.
-            words[0] |= _bits_of_64_bytes(row_address(table[k], 64 * slot))
+        if envs == 1 and row_bytes == 1 and not (by_id and k == 0):
+            # The two memories of a split storage meet between two words. Here a word is written once, not bit by bit.
+            here, bits = row_address(table[k], 64 * slot), 0
+            if stride == 1 and last - first == 63:
+                bits = _bits_of_64_bytes(here)
+            else:
+                view = carray(as_u8(here), 64 * stride)
+                for bit in range(first, last + 1):
+                    bits |= int(view[bit * stride] != 0) << bit
+            words[0] |= bits
             continue
         for bit in range(first, last + 1):
             step = 64 * slot + bit
