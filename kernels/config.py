@@ -419,11 +419,11 @@ def tree_fan_out(capacity: int, device_type: str, device_name: str | None = None
 def tree_update(fan_out: int, n: int, device_name: str | None = None, in_graph: bool = False) -> UpdateConfig:
     """Launch configuration of an update or a mark of ``n`` rows.
 
-    The rule: one program reads all children through one multiprocessor. Of 256 entries it takes 8.4 µs on an H200, of
-    512 it takes 21, where a launch for each level takes 10 of up to 4096. But an eager launch costs the host 10 µs. So
-    one program takes up to 1024 entries, and up to 256 in a graph. Eight warps keep the schedulers of its
-    multiprocessor busy; more would only repeat what is the same for every node. Other batches take many programs of one
-    warp, which have no barriers; very large ones take larger programs, of which more fit a multiprocessor.
+    The rule: one program reads all children through one multiprocessor, so that its time grows with the entries, where
+    a launch for each level hardly takes longer for thousands. But an eager launch costs the host more than a small one
+    costs the GPU. So one program takes up to 1024 entries, and up to 256 in a graph. Eight warps keep the schedulers of
+    its multiprocessor busy; more would only repeat what is the same for every node. Other batches take many programs of
+    one warp, which have no barriers; very large ones take larger programs, of which more fit a multiprocessor.
     """
     if n > (256 if in_graph else 1024):
         if n > 2**14:

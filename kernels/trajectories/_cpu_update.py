@@ -38,6 +38,15 @@ def _mask(first, last):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
+def _masked_words(level, slot, envs, kept):  # type: ignore[no-untyped-def]
+    """The words of all environments, of which only the bits ``kept`` remain."""
+    words = carray(as_i64(level + 8 * slot * envs), envs)
+    for env in range(envs):
+        words[env] &= kept
+    return words
+
+
+@jit(forceinline=True)
 def _any_byte(address, row_bytes):  # type: ignore[no-untyped-def]
     found = 0
     whole = row_bytes & ~7
@@ -107,20 +116,14 @@ def read_steps(ends, signals, n_keys, by_id, steps, envs, first, last):  # type:
     for slot in range(first >> 6, (last >> 6) + 1):
         low = first & 63 if slot == first >> 6 else 0
         high = last & 63 if slot == last >> 6 else 63
-        kept = ~_mask(low, high)
-        words = carray(as_i64(ends + 8 * slot * envs), envs)
-        for env in range(envs):
-            words[env] &= kept
+        _masked_words(ends, slot, envs, ~_mask(low, high))
         _read_words(ends, signals, n_keys, by_id, steps, envs, slot, low, high)
 
 
 @jit
 def clear_step(ends, envs, step):  # type: ignore[no-untyped-def]
     """Clear the flag of one step in all environments."""
-    words = carray(as_i64(ends + 8 * (step >> 6) * envs), envs)
-    kept = ~(1 << (step & 63))
-    for env in range(envs):
-        words[env] &= kept
+    _masked_words(ends, step >> 6, envs, ~(1 << (step & 63)))
 
 
 @jit
@@ -132,10 +135,7 @@ def summarise(ends, steps, envs, first_slot, last_slot):  # type: ignore[no-unty
         for parent in range(first_slot >> 6, (last_slot >> 6) + 1):
             low = first_slot & 63 if parent == first_slot >> 6 else 0
             high = last_slot & 63 if parent == last_slot >> 6 else 63
-            kept = ~_mask(low, high)
-            words = carray(as_i64(above + 8 * parent * envs), envs)
-            for env in range(envs):
-                words[env] &= kept
+            words = _masked_words(above, parent, envs, ~_mask(low, high))
             for bit in range(low, high + 1):
                 children = carray(as_i64(level + 8 * (64 * parent + bit) * envs), envs)
                 one = 1 << bit
