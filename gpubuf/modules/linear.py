@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules import module as every_module
 
 from gpubuf.kernels._differentiable import past_functorch
 from gpubuf.modules.fast_call import hooked
@@ -26,6 +27,12 @@ FEW_OUTPUTS = 16
 #: Multiplications of a product from which on oneDNN gains more than calls for single nets cost.
 ONEDNN_WORK = 1 << 23
 
+_hooks_of_all = (
+    every_module._global_forward_hooks,
+    every_module._global_forward_pre_hooks,
+    every_module._global_backward_hooks,
+    every_module._global_backward_pre_hooks,
+)
 _forward_ad: Any = torch.autograd.forward_ad
 _threshold_backward = torch.ops.aten.threshold_backward
 
@@ -282,7 +289,7 @@ def runs_net_by_net(layers: Sequence[Any], inputs: Sequence[Tensor], many: int =
         return False
     rows, width = x.numel() // x.shape[-1], first.out_features
     fast = x.dtype is torch.float32 and len(layers) > 1 and worth_onednn(rows, width, width)
-    if rows * width * first.num_nets < many and not fast:
+    if (rows * width * first.num_nets < many and not fast) or any(_hooks_of_all):
         return False
     return all(
         type(part) is (nn.ReLU if i % 2 else EnsembleLinear) and not hooked(part) for i, part in enumerate(layers)

@@ -56,6 +56,11 @@ def test_in_transformed_code_and_with_hooks(request):
     activation.register_forward_hook(lambda *_: heard.append(1))
     torch.testing.assert_close(net(x), expected)
     assert heard
+    other = EnsembleMLP(3, 5, 2, (4, 3), dtype=F64)
+    of_all = nn.modules.module.register_module_forward_hook(lambda module, *_: heard.append(type(module)))
+    other(x)
+    of_all.remove()
+    assert nn.ReLU in heard
     assert not calls
 
 
