@@ -30,7 +30,7 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test compat newest torchrl bench gpu sanitize report docs dist clean
+.PHONY: help train test compat newest torchrl bench gpu report docs dist clean
 
 help:
 	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --prioritized --seed 1 ...'"
@@ -43,7 +43,6 @@ help:
 	@echo "             writes benchmarks/results/<device>-<date>.json and curves/, or into OUT=folder"
 	@echo "make gpu STAGE=1|2|3  tests and benchmarks on an NVIDIA GPU, each stage within seven minutes; OUT=folder"
 	@echo "             (make gpu PYTHON=python3 uses that interpreter's own packages: for a machine without an index)"
-	@echo "make sanitize  the gpu-marked tests of the kernels under NVIDIA's compute-sanitizer"
 	@echo "make report  write the figures of benchmarks/results/ into README.md and the pages of docs/;"
 	@echo "             FROM='folders' of make gpu are brought there first"
 	@echo "make docs    build the documentation site into site/; warnings are errors"
@@ -75,24 +74,14 @@ bench: $(VENV)/.test $(READY)
 # An interpreter named on the command line is used as it is, with whatever torch it has.
 ifeq ($(origin PYTHON),command line)
 GPU_PYTHON := $(PYTHON)
-gpu sanitize:
+gpu:
 else
 GPU_PYTHON := $(VENV)/bin/python
-gpu sanitize: $(VENV)/.test
+gpu: $(VENV)/.test
 endif
 
 gpu:
 	$(GPU_PYTHON) -m benchmarks.stages $(STAGE) $(INTO) $(ARGS)
-
-# Without PyTorch's cache of memory, so that an access beyond a tensor is one beyond an allocation.
-SANITIZED := tests/kernels/test_rows_gpu.py tests/kernels/test_sum_tree_gpu.py tests/kernels/test_trajectories_gpu.py
-sanitize: export GPUBUF_TEST_GPU := 1
-sanitize: export PYTORCH_NO_CUDA_MEMORY_CACHING := 1
-sanitize:
-	$(GPU_PYTHON) -m tests.support.planted_fault compute-sanitizer --tool memcheck --error-exitcode 1
-	for tool in memcheck racecheck; do \
-	  compute-sanitizer --tool $$tool --error-exitcode 1 $(GPU_PYTHON) -m pytest $(SANITIZED) -W default -m gpu $(ARGS) || exit 1; \
-	done
 
 report: $(VENV)/.test
 	$(if $(FROM),$(VENV)/bin/python -m benchmarks.stages --gather $(FROM))

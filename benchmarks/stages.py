@@ -144,20 +144,27 @@ class Plan:
         ]
 
     def _third(self) -> list[Step]:
-        command = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1")
-        # Without PyTorch's cache, so that an access beyond a tensor is one beyond an allocation.
-        uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        # Not in workers, as the sanitizer watches the process that it begins.
-        sanitized = self._tests(
-            "sanitizer", SANITIZED, LIMIT, workers=0, before=command, environment=uncached, needs=command[0]
-        )
+        # Without PyTorch's cache, so that an access beyond a tensor is one beyond an allocation. CUDA allocates nothing
+        # during a capture then.
+        uncached, but_captures = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, ("-k", "not capture")
+
+        def under(tool: str) -> tuple[str, ...]:
+            return ("compute-sanitizer", "--tool", tool, "--error-exitcode", "1")
+
+        def sanitized(tool: str, seconds: float) -> Step:
+            # Not in workers, as the sanitizer watches the process that it begins.
+            return self._tests(
+                tool, SANITIZED, seconds, workers=0, before=under(tool), environment=uncached, more=but_captures
+            )
+
         # What finds nothing must be able to find something: a kernel that writes beyond its tensor.
-        planted = (sys.executable, "-m", "tests.support.planted_fault", *command)
+        planted = (sys.executable, "-m", "tests.support.planted_fault", *under("memcheck"))
         return [
             self._profile(50),
-            self._benchmarks("curves", 150, CURVES, "--curves", "--huge"),
-            Step("planted fault", planted, 50, uncached, needs=command[0]),
-            sanitized,
+            self._benchmarks("curves", 120, CURVES, "--curves", "--huge"),
+            Step("planted fault", planted, 50, uncached, needs="compute-sanitizer"),
+            sanitized("memcheck", 90),
+            sanitized("racecheck", LIMIT),
         ]
 
     def _profile(self, seconds: float) -> Step:
@@ -176,20 +183,20 @@ class Plan:
         workers: int = 1,
         before: tuple[str, ...] = (),
         environment: dict[str, str] | None = None,
-        needs: str = "",
+        more: tuple[str, ...] = (),
     ) -> Step:
         junit = self.folder / f"stage-{self.stage}-{name}.xml"
         options = ["-W", "default", "-p", "no:cacheprovider", "-p", "tests.support.lost_gpu"]
         options += ["-v", "-rf", "--tb=short", "--maxfail=200"]
         # A test without a time in the report has not ended: see `outcomes`.
-        options += ["-m", "gpu", f"--junitxml={junit}", "-o", "junit_duration_report=call", "-n", str(workers)]
+        options += ["-m", "gpu", f"--junitxml={junit}", "-o", "junit_duration_report=call", "-n", str(workers), *more]
         if each:
             # Ends the worker, also where a hanging kernel makes it deaf: the test has failed, another worker goes on.
             options += ["-o", f"faulthandler_timeout={each}", "-o", "faulthandler_exit_on_timeout=true"]
         command = (*before, sys.executable, "-m", "pytest", *options, *(f"tests/{file}" for file in files))
         # Inductor's own processes, beside several that test, would starve each other.
         given = {"GPUBUF_TEST_GPU": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", **PLUGINS, **(environment or {})}
-        return Step(name, command, seconds, given, junit, needs)
+        return Step(name, command, seconds, given, junit, before[0] if before else "")
 
     def _benchmarks(self, name: str, seconds: float, workloads: Sequence[str], *more: str) -> Step:
         options = [*benchmark_options(self.results, self.kind), "--environment=gpubuf", "--deadline={deadline}"]

@@ -35,8 +35,9 @@ def planned(stage: int, folder: Path = Path("/out")) -> dict[str, Step]:
 STEPS = {
     1: ["environment", "tests", "training-and-tuning", "placement", "broken-capture"],
     2: ["environment", "tune", "replay", "calls", "placement and SAC", "slices and filling"],
-    3: ["environment", "profile", "curves", "planted fault", "sanitizer"],
+    3: ["environment", "profile", "curves", "planted fault", "memcheck", "racecheck"],
 }
+SANITIZERS = ("memcheck", "racecheck")
 
 
 @pytest.mark.parametrize("stage", STEPS)
@@ -60,14 +61,14 @@ def test_every_test_for_a_gpu_is_run_once():
     for step in (*planned(1).values(), *planned(3).values()):
         if step.junit is None:
             continue
-        if step.name != "sanitizer":
+        if step.name not in SANITIZERS:
             run += [word for word in step.command if word.startswith("tests/")]
         shared = step.name in ("tests", "training-and-tuning")
-        workers = str(stages.WORKERS) if shared else "0" if step.name == "sanitizer" else "1"
+        workers = str(stages.WORKERS) if shared else "0" if step.name in SANITIZERS else "1"
         assert step.command[step.command.index("-n") + 1] == workers
         # A test that hangs ends well before the step does.
         each = [float(word.partition("=")[2]) for word in step.command if word.startswith("faulthandler_timeout=")]
-        assert [seconds < step.seconds - stages.GRACE for seconds in each] == [True] * (step.name != "sanitizer")
+        assert [seconds < step.seconds - stages.GRACE for seconds in each] == [True] * (step.name not in SANITIZERS)
         assert {"-v", "-rf", "--tb=short", "--maxfail=200", f"--junitxml={step.junit}"} < set(step.command)
         assert {"GPUBUF_TEST_GPU": "1", **stages.PLUGINS}.items() <= step.environment.items()
     assert sorted(run) == [f"tests/{name}" for name in stages.gpu_files()]
