@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels._check import check_devices, device_name, length_of
-from gpubuf.kernels._launching import all_registers, cdiv, encode_arguments, launch
-from gpubuf.kernels.config import ceil_power, rows_copy
+from gpubuf.kernels._launching import Variant, all_registers, cdiv, encode_arguments, launch, variant_of
+from gpubuf.kernels.config import ceil_power, remembered, rows_copy
 from gpubuf.kernels.philox import check_state
 from gpubuf.kernels.rows import ALIGNMENT, ENTRY, WRITTEN, Reading, float_bits
 from gpubuf.kernels.rows._check import (
@@ -151,39 +151,78 @@ def _read(
     other = rng if given is None else given
     if not trusted or (other is not None and other.get_device() != table.get_device()):
         check_devices(table, ring, other, *(() if how is None else how[:3]))
-    device, n_keys, rows = table.device, table.shape[0], n if how is None else how.rows(n)
+    device, computed = table.device, None
+    if how is not None:
+        # A window of one step ends there, whatever the flags say.
+        ends = how.ends if how.n_steps > 1 else None
+        memory = (ends, how.links, how.noise)
+        computed = (*[tensor is not None for tensor in memory], *how[3:])
+    known = prepared_read(device, table.shape[0], n, capacity, arena_bytes, rng is not None, computed)
     arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
-    generation = torch.empty(rows, dtype=torch.int64, device=device)
+    generation = torch.empty(known.rows, dtype=torch.int64, device=device)
     index = torch.empty_like(generation) if given is None else given
     if n == 0:
         return arena, index, generation
-    check_row_bytes(arena_bytes, rows)
     tensors: tuple[Tensor, ...]
-    sizes: tuple[int, ...]
-    flags: dict[str, Any] = {}
-    if how is None:
-        tile, num_warps = copy_tile(arena_bytes, device)
-        kernel, sizes = rows_gather_kernel, (n_keys, n, capacity)
-        tensors = (table, ring, index, arena, generation)
-        if rng is not None:
-            kernel, tensors = rows_sample_kernel, (table, ring, rng, arena, index, generation)
+    if how is not None:
+        tensors = (*[ring if tensor is None else tensor for tensor in (*memory, rng)], index, arena, generation)
+    elif rng is not None:
+        tensors = (rng, arena, index, generation)
     else:
-        ends, links, noise, envs, n_steps, gamma, mirror, draws = how
-        tile, num_warps = batch_tile(arena_bytes, device)
-        if rng is not None:
-            tile, num_warps = sample_tile(arena_bytes, device, links is not None, noise is not None)
-        # A window of one step ends there, whatever the flags say.
-        ends = ends if n_steps > 1 else None
-        memory = (ring if tensor is None else tensor for tensor in (ends, links, noise, rng))
-        kernel, tensors = rows_compute_kernel, (table, ring, *memory, index, arena, generation)
-        sizes = (n_keys, n, rows, capacity // envs, envs, n_steps, float_bits(gamma), mirror, draws)
-        flags = {"HAS_ENDS": ends is not None, "HAS_LINKS": links is not None, "HAS_NOISE": noise is not None}
-        flags["SAMPLE"] = rng is not None
+        tensors = (index, arena, generation)
+    known.variant.launch(known.programs, (table, ring, *tensors, *known.numbers))
+    return arena, index, generation
+
+
+class Read(NamedTuple):
+    """The launch of a batch: all but its tensors. ``numbers`` come after them; ``rows`` are those of the batch."""
+
+    variant: Variant
+    programs: int
+    numbers: tuple[int, ...]
+    rows: int
+
+
+@remembered
+def prepared_read(
+    device: torch.device,
+    n_keys: int,
+    n: int,
+    capacity: int,
+    arena_bytes: int,
+    drawn: bool,
+    computed: tuple[Any, ...] | None,
+) -> Read:
+    """How a batch of ``n`` rows is launched, which depends on sizes alone.
+
+    Args:
+        device: where.
+        n_keys: keys of a row.
+        n, capacity, arena_bytes: as of the operations.
+        drawn: the kernel draws the rows.
+        computed: of a computed batch whether there are ends, links and noise, and the numbers of its ``Reading``.
+
+    Raises:
+        ValueError: a row has more than ``MAX_ROW_BYTES`` bytes.
+    """
+    flags: dict[str, bool] = {}
+    if computed is None:
+        rows, kernel = n, rows_sample_kernel if drawn else rows_gather_kernel
+        tile, num_warps = copy_tile(arena_bytes, device)
+        numbers: tuple[int, ...] = (n_keys, n, capacity)
+    else:
+        has_ends, has_links, has_noise, envs, n_steps, gamma, mirror, draws = computed
+        rows, kernel = Reading(mirror=mirror).rows(n), rows_compute_kernel
+        tile, num_warps = (
+            sample_tile(arena_bytes, device, has_links, has_noise) if drawn else batch_tile(arena_bytes, device)
+        )
+        numbers = (n_keys, n, rows, capacity // envs, envs, n_steps, float_bits(gamma), mirror, draws)
+        flags = {"HAS_ENDS": has_ends, "HAS_LINKS": has_links, "HAS_NOISE": has_noise, "SAMPLE": drawn}
+    check_row_bytes(arena_bytes, rows)
     row_programs = cdiv(rows, tile)
     programs = row_programs + copying_programs(n_keys, rows, arena_bytes, tile)
-    constants = {**flags, "KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT, "num_warps": num_warps}
-    launch(kernel, programs, *tensors, *sizes, row_programs, **constants)
-    return arena, index, generation
+    constants = {**flags, "KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT}
+    return Read(variant_of(kernel, num_warps, None, constants), programs, (*numbers, row_programs), rows)
 
 
 # Writing
