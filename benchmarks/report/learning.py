@@ -43,7 +43,7 @@ def algorithms_section(run: Run) -> str:
 
 
 def training_table(runs: Runs) -> str:
-    """README: what ``make train`` reaches with every seed, and how fast it is."""
+    """docs/training.md: what ``make train`` reaches with every seed, and how fast it is."""
     run = runs.get("learning")
     shown = {} if run is None else {env: ones for env, ones in by_curve(run).items() if "Pendulum" in env}
     if run is None or not shown:

@@ -61,7 +61,7 @@ def slice_workloads(run: Run) -> list[str]:
 
 
 def comparison_table(run: Run, replay: bool) -> str:
-    """README: median time of a call on one kind of device, and how many times as long the peers take."""
+    """docs/performance.md: median time of a call on one kind of device, and how many times as long the peers take."""
     rows_of = [name for name in workloads(run) if (name in WORKLOADS) == replay]
     if not rows_of:
         return f"Nothing of this is measured: {OPEN}."
@@ -75,21 +75,35 @@ def comparison_table(run: Run, replay: bool) -> str:
     return table(["median µs per call", *(TITLES[name] for name in columns)], rows)
 
 
+HEADLINES = (
+    *("uniform-sample-256", "prioritized-sample-256", "sample-and-update-256", "sample-and-update-4096", "extend-256"),
+    *(sized(5_000_000, 6_000_000, "write-and-sample"), "SAC-update-256"),
+)
+
+
+def headline_table(runs: Runs) -> str:
+    """README: the calls of a training step on every kind of device, beside TorchRL and the fastest other library."""
+    head, rows = ["median µs per call"], [[REGISTRY[name].title] for name in HEADLINES]
+    others = [name for name in TITLES if not name.startswith(("gpubuf", "torchrl")) and name != "plain"]
+    for kind, run in ((kind, runs[kind]) for kind in KINDS if kind in runs):
+        graph = kind == "cuda"
+        device = run.machine["device"]["name"]
+        head += [device, *(["in a graph"] if graph else []), "TorchRL", "fastest other"]
+        for name, row in zip(HEADLINES, rows, strict=True):
+            ours = run.median(name, "gpubuf")
+            row.append(or_open(ours))
+            if graph:
+                row.append(against(None, run.median(name, "gpubuf-graph"), missing=""))
+            row.append(against(ours, run.median(name, "torchrl"), missing=""))
+            found = [(time, peer) for peer in others if (time := run.median(name, peer))]
+            time, peer = min(found, default=(None, ""))
+            row.append(f"{against(ours, time, missing='')} {TITLES.get(peer, '')}".strip())
+    return table(head, rows) if len(head) > 1 else f"{OPEN}."
+
+
 def machines(runs: Runs) -> str:
-    """README: the machines and versions of the runs of benchmarks."""
+    """The machines and versions of the runs of benchmarks."""
     return "\n\n".join(described(runs[kind]) for kind in ("cpu", "cuda") if kind in runs) or f"{OPEN}."
-
-
-def status(runs: Runs) -> str:
-    """README: whether there are figures for a GPU."""
-    if "cuda" in runs:
-        name = runs["cuda"].machine["device"]["name"]
-        return f"Measured on the CPU and on a GPU ({name}): [the figures](#measurements)."
-    return (
-        "The figures are from the CPU. No run on a GPU is committed yet, so GPU figures are marked open. The "
-        "kernels are tested through Triton's interpreter, and compiled ahead of time for the GPUs "
-        "[named below](#measurements)."
-    )
 
 
 def spreads(run: Run, names: Sequence[str]) -> str:
@@ -204,16 +218,15 @@ def other_slices_table(run: Run) -> str:
     return table(["median µs per call", "gpubuf", TITLES["gpubuf-random"], "TorchRL"], rows)
 
 
-def slices_section(runs: Runs, spread: bool = True) -> str:
-    """Slices on every kind of device: docs/performance.md, and without the spread README.md."""
+def slices_section(runs: Runs) -> str:
+    """docs/performance.md: slices on every kind of device."""
     measured = {kind: run for kind, run in runs.items() if kind in KINDS and slice_workloads(run)}
     if not measured:
         return f"No run with slices is committed: {OPEN}."
     parts = [f"![Time to write a row and sample, by rows stored]({{root}}{PLOT})"]
     for kind, run in measured.items():
         parts += [f"**{KINDS[kind]}**, median µs per call:", sizes_table(run), other_slices_table(run)]
-        if spread:
-            parts += ["Medians and spread:", spreads(run, slice_workloads(run)), described(run)]
+        parts += ["Medians and spread:", spreads(run, slice_workloads(run)), described(run)]
     return "\n\n".join(parts)
 
 
@@ -264,7 +277,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
         for name in ("replay", "loss")
         for kind in KINDS
     },
-    "status": status,
+    "headlines": headline_table,
     "threads": threads_table,
     "conditions": machines,
     "cpu": of_run("cpu", "on this kind of device")(spread_table),
@@ -279,7 +292,6 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "prediction": prediction_table,
     "checkpoints": checkpoints_section,
     "slices": slices_section,
-    "slices_in_short": lambda runs: slices_section(runs, spread=False),
     "curves": curves_section,
     **{
         page: functools.partial(section, page)

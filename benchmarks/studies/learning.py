@@ -4,7 +4,7 @@
 Each run takes minutes and has a folder of its own under ``--folder``. Run the command again to go on: a run that has
 ended is not repeated, and one that was interrupted goes on from its last checkpoint. The file of results is written
 once all have ended, or with ``--collect`` of those that have; what else a file of that name holds stays in it. The runs
-of the README are ``--envs Pendulum-v1 torch/Pendulum --curves 'sac, uniform' 'sac, prioritized' --steps 10000``.
+of the first table are ``--envs Pendulum-v1 torch/Pendulum --curves 'sac, uniform' 'sac, prioritized' --steps 10000``.
 """
 
 from __future__ import annotations
