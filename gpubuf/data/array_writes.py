@@ -56,7 +56,6 @@ class PreparedRows:
     Attributes:
         n: number of rows.
         launch: writes the rows, and returns their index, or None if they are refused.
-        values: what :meth:`put` has set: the memory of each column, or an array in its place.
     """
 
     def __init__(self, storage: TensorStorage, lead: tuple[int, ...], *, keeps_index: bool) -> None:
@@ -79,7 +78,6 @@ class PreparedRows:
             dtype, tensor_dtype = getattr(array, "dtype", None), None if leaf.dtype.is_complex else leaf.dtype
             large = source.nbytes >= READ_IN_PLACE
             self._columns.append((array, dtype, shape, tensor_dtype, large, source.data_ptr()))
-        self.values: list[Any] = [array for array, *_ in self._columns]
 
     @staticmethod
     def of(storage: TensorStorage, lead: tuple[int, ...], *, keeps_index: bool) -> PreparedRows | None:
@@ -89,22 +87,6 @@ class PreparedRows:
         if not (table.is_cpu and eager(table)) or storage.schema.prefixes or not 0 < n_bytes <= PREPARED_BYTES:
             return None
         return PreparedRows(storage, lead, keeps_index=keeps_index)
-
-    def put(self, place: int, value: Any) -> None:
-        """Set one column of the next launch; numbers of other dtypes are converted, as NumPy does.
-
-        Raises:
-            ValueError: it has another shape.
-        """
-        array, dtype, shape, _, large, _ = self._columns[place]
-        fits = large and type(value) is _array and value.dtype == dtype and value.shape == shape
-        if fits and self._placed(place, value):
-            self.values[place] = value
-            return
-        array[...] = value
-        if large:
-            self._at_home(place)
-            self.values[place] = array
 
     def fill(self, columns: Columns) -> bool:
         """Set all columns; False if some of them are anything but arrays and tensors of the right shape and dtype."""
@@ -190,18 +172,7 @@ class ArrayWrites:
         """The keys of a row in the order of its columns."""
         return [as_written(leaf.key) for leaf in self.storage.written_layout.leaves]
 
-    def step_by_column(self) -> PreparedRows | None:
-        """A step whose columns can be put one by one; None: there is none."""
-        plan = self._plan
-        if plan is None or self.storage._schema is not plan.form or self.storage.table is not plan.table:
-            plan = self._plan = self._new_plan()
-        if plan is None or not plan.direct:
-            return None
-        if plan.by_column is None:
-            plan.by_column = PreparedRows.of(self.storage, plan.step, keeps_index=plan.tells)
-        return plan.by_column
-
-    def write(self, columns: Columns | PreparedRows, one_step: bool) -> bool:
+    def write(self, columns: Columns, one_step: bool) -> bool:
         """Write rows, in eager mode. False: they take the general way, as :meth:`as_batch`, and nothing has changed."""
         storage, plan = self.storage, self._plan
         if plan is None or storage._schema is not plan.form or storage.table is not plan.table:
@@ -215,7 +186,7 @@ class ArrayWrites:
                 n = ready.n
                 index = storage.append_prepared(ready.launch, n)
         if index is None:
-            sources, n = plan.sources(_values_of(columns), one_step, self.dim_extend)
+            sources, n = plan.sources(columns, one_step, self.dim_extend)
             if n == 0:
                 return True
             index = storage.append_columns(sources, n)
@@ -229,13 +200,13 @@ class ArrayWrites:
             self.row_order.look(storage)
         return True
 
-    def as_batch(self, columns: Columns | PreparedRows, one_step: bool) -> TensorDict:
+    def as_batch(self, columns: Columns, one_step: bool) -> TensorDict:
         """Columns as a TensorDict, which the buffer can transform and write.
 
         Raises:
             ValueError: there are none, they have different batch dimensions, or their keys are not known yet.
         """
-        columns, storage = _values_of(columns), self.storage
+        storage = self.storage
         lead = storage.ndim - 1 if one_step else storage.ndim
         if not isinstance(columns, Mapping):
             if not storage.initialized:
@@ -286,10 +257,6 @@ def _tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, t
     return out
 
 
-def _values_of(columns: Columns | PreparedRows) -> Columns:
-    return columns.values if isinstance(columns, PreparedRows) else columns
-
-
 def _readable(array: np.ndarray) -> np.ndarray:
     """``array``, or a copy if PyTorch would not take its memory, or would warn that it may be written to."""
     if array.flags.carray or (array.flags.writeable and all(stride >= 0 for stride in array.strides)):
@@ -305,7 +272,6 @@ class _Plan:
         form, table: what the plan was made for.
         tells: whether the sampler is notified of writes.
         step: batch dimensions of one step.
-        by_column: a step whose columns are put one by one; None: nobody does.
     """
 
     def __init__(self, storage: TensorStorage, sampler: Sampler, *, direct: bool) -> None:
@@ -313,18 +279,14 @@ class _Plan:
         self.form, self.table = storage.schema, storage.table
         self.tells = type(sampler).on_write is not Sampler.on_write
         self.step = tuple(storage.shape[1:])
-        self.by_column: PreparedRows | None = None
         self._storage = storage
         self._layout = storage.written_layout
         self._keys = [as_written(leaf.key) for leaf in self._layout.leaves]
         self._one_step = PreparedRows.of(storage, self.step, keeps_index=self.tells)
         self._of_size: dict[int, PreparedRows | None] = {}
 
-    def prepared(self, columns: Columns | PreparedRows, one_step: bool) -> PreparedRows | None:
+    def prepared(self, columns: Columns, one_step: bool) -> PreparedRows | None:
         """The write of these columns on the CPU, ready to launch; None if it takes the general way."""
-        if isinstance(columns, PreparedRows):
-            # Perhaps of another plan.
-            return columns if columns is self.by_column else None
         ready = self._one_step if one_step else self._sized(columns)
         return ready if ready is not None and ready.fill(columns) else None
 

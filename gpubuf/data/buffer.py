@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpubuf.data import moving
 from gpubuf.data.arguments import check_sizes, component
-from gpubuf.data.array_writes import ArrayWrites, Columns, PreparedRows
+from gpubuf.data.array_writes import ArrayWrites, Columns
 from gpubuf.data.batches import Batches
 from gpubuf.data.checkpoints import restore, save
 from gpubuf.data.checkpoints.save import Saved
@@ -546,19 +546,6 @@ class ReplayBuffer:
             self._given = None
             if not self._arrays.write(columns, True):
                 self.add(self._arrays.as_batch(columns, True))
-
-    def _step_by_column(self) -> PreparedRows | None:
-        """A step whose columns can be put one by one, for :meth:`_add_prepared`; None: there is none."""
-        with self._lock:
-            return self._arrays.step_by_column()
-
-    def _add_prepared(self, step: PreparedRows) -> bool:
-        """:meth:`add_columns` of what was put there, in eager mode. Returns whether the next step may go there too."""
-        with self._lock:
-            self._given = None
-            if not self._arrays.write(step, True):
-                self.add(self._arrays.as_batch(step, True))
-            return self._arrays.step_by_column() is step
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget every row, priority and prefetched batch, in O(1) for the rows; memory stays allocated.
