@@ -21,6 +21,8 @@ from gpubuf.tuning.search import MARGIN, Trial, choose, disagreement
 from gpubuf.tuning.timing import Timing
 from tests.support.tuning_setup import BLOCK, DRAW, FAN_OUT, FakeBench, FakeTimer, draw_seconds, never, tuned
 
+ROOT = Path(__file__).parents[2]
+
 LARGE = Shapes((10**6, 6 * 10**8), (1, 256, 100_000), envs=4096, slice_len=100)
 
 
@@ -276,3 +278,27 @@ def test_what_is_timed_compiles_as_it_is_launched():
             stages = 2
         # Of 64 environments every program does some; the sums are left to one more.
         assert number == (2 if "write" in name else stages), name
+
+
+@pytest.mark.parametrize(
+    ("operation", "better"),
+    [
+        # A slice a warp, or several for four warps.
+        pytest.param("trajectories_draw", 0.55, marks=pytest.mark.slow),
+        pytest.param("rows_copy", 0.9, marks=pytest.mark.nightly),
+    ],
+)
+def test_the_tuner_mends_the_rules_that_were_wrong(operation: str, better: float):
+    """Where the cost model is its clock: slices that waited for each other in a warp, and copies in too small tiles."""
+    command = [sys.executable, "-m", "tests.support.ptx.tuned", operation]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    times = {tuple(config.values()): math.prod(each) ** (1 / len(each)) for config, each in found["tried"]}
+    (before, *_), chosen = times.values(), times[tuple(found["chosen"].values())]
+    assert chosen < better * before
+    assert chosen <= 1.02 * min(times.values())
+    by_rule = {"trajectories_draw": config.index_draw(64, 32, 8), "rows_copy": config.rows_copy(32_768 * 166)}[
+        operation
+    ]
+    assert times[tuple(dataclasses.asdict(rules[operation]).values())] <= 1.05 * chosen
