@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ from gpubuf.data import (
     ReplayBuffer,
     RewardScale,
 )
+from tests.support.counted_launches import counted_launches
 from tests.support.processing_setup import Twins, close, normalised, shifted, steps, uniforms
 
 SWAP = ([2, 0, 1], [1.0, -1.0, 0.5])
@@ -184,26 +184,8 @@ def test_buffers_that_share_statistics_in_one_batch():
         MixedReplayBuffer([doubled, parts[0]], batch_size=16).sample()
 
 
-FAMILIES = ("rows", "sum_tree", "trajectories", "moments", "philox")
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels that are launched."""
-    names: list[str] = []
-    for family in FAMILIES:
-        module = importlib.import_module(f"gpubuf.kernels.{family}._launch")
-
-        def launch(kernel: Any, *arguments: Any, own: Any = module.launch, **options: Any) -> None:
-            names.append(kernel.__name__)
-            own(kernel, *arguments, **options)
-
-        monkeypatch.setattr(module, "launch", launch)
-    return names
-
-
 @pytest.mark.parametrize("prioritized", [False, True])
-def test_launches(launched, interpreter, prioritized):
+def test_launches(interpreter, prioritized):
     """A batch takes one launch more than the choice by priority. A write takes one a key that is learnt from, and two
     for rewards, beside those that it takes anyway."""
     process = (
@@ -214,12 +196,12 @@ def test_launches(launched, interpreter, prioritized):
     )
     twins = Twins(*process, prioritized=prioritized, n_steps=3, storage={"share_next": ["observation"]})
     twins.write(20, 0)
-    launched.clear()
-    twins.processed.sample()
-    assert len(launched) == 1 + prioritized, launched
+    with counted_launches() as launched:
+        twins.processed.sample()
+    assert launched.total() == 1 + prioritized, launched
     counts = []
     for buffer in (twins.plain, twins.processed):
-        launched.clear()
-        buffer.extend(twins.written[0])
-        counts.append(len(launched))
+        with counted_launches() as launched:
+            buffer.extend(twins.written[0])
+        counts.append(launched.total())
     assert counts[1] - counts[0] == 4, launched

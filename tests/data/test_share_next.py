@@ -206,20 +206,20 @@ def test_lost_rows_are_faults_on_a_gpu(backend):
 def test_a_write_that_is_interrupted_between_its_launches(write, place, monkeypatch):
     """Case 54: on a GPU a write is several launches; the next operation makes all of them again."""
     stream, buffer, ring = Stream(5), shared(12), Ring(12)
-    index, other, launches = [3, 8], Stream(6).rows_at(2), itertools.count()
+    index, other, launches, made = [3, 8], Stream(6).rows_at(2), itertools.count(), launching.Variant.launch
     with triton_on_cpu():
         rows = stream.steps(17)
         buffer.extend(rows)
         ring.extend(rows)
 
-        def launch(*args, **kwargs) -> None:
+        def launch(variant: launching.Variant, *args) -> None:
             if next(launches) == place:
                 raise KeyboardInterrupt
-            launching.launch(*args, **kwargs)
+            made(variant, *args)
 
         rows = stream.steps(5)
         with monkeypatch.context() as patch:
-            patch.setattr("gpubuf.kernels.rows._launch.launch", launch)
+            patch.setattr(launching.Variant, "launch", launch)
             with contextlib.suppress(KeyboardInterrupt):
                 if write == "extend":
                     buffer.extend(rows)

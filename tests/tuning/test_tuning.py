@@ -298,7 +298,5 @@ def test_the_tuner_mends_the_rules_that_were_wrong(operation: str, better: float
     (before, *_), chosen = times.values(), times[tuple(found["chosen"].values())]
     assert chosen < better * before
     assert chosen <= 1.02 * min(times.values())
-    by_rule = {"trajectories_draw": config.index_draw(64, 32, 8), "rows_copy": config.rows_copy(32_768 * 166)}[
-        operation
-    ]
+    rules = {"trajectories_draw": config.index_draw(64, 32, 8), "rows_copy": config.rows_copy(32_768 * 166)}
     assert times[tuple(dataclasses.asdict(rules[operation]).values())] <= 1.05 * chosen
