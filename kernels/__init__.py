@@ -9,8 +9,8 @@ Each family of operations is a package of the same files, which share one vocabu
 * ``_cpu.py``, ``_cpu_*.py``: the CPU backend, compiled by Numba;
 * ``_check.py``, where there is one: checks of arguments, for both backends.
 
-Operations are registered with ``torch.library``, so PyTorch's dispatcher picks the backend by the
-tensors' device. Nothing here imports from the rest of gpubuf.
+Operations are registered with ``torch.library``, so PyTorch's dispatcher picks the backend by the tensors' device;
+eager calls on plain tensors go past it, by the same rule. Nothing here imports from the rest of gpubuf.
 """
 
 if __name__ != "gpubuf.kernels":

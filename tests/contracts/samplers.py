@@ -1,7 +1,7 @@
 """What every sampler must do, whatever it draws: ways to make one, and a plain Python model of what it may draw.
 
-``tests/data/test_sampler_contract.py`` checks the properties. To check another sampler, add it to :data:`SAMPLERS`, and
-say in :meth:`Model.due` how often it draws what.
+``tests/data/test_sampler_contract.py`` checks the properties. To check another sampler, add it to :data:`KINDS` and to
+:meth:`SamplerContract.sampler`, and say in :meth:`Model.due` how often it draws what.
 """
 
 from __future__ import annotations
@@ -170,7 +170,9 @@ class SamplerContract:
                 return PrioritizedSampler(
                     **priorities, max_priority_within_buffer=within, stratified=self.form == "stratified"
                 )
-        return RandomSampler()
+            case "uniform" | "sequences" | "hindsight":
+                return RandomSampler()
+        raise ValueError(f"nobody has said how to make the sampler of {self.kind!r}")
 
     def new(self, *, seed: int = 3, device: str = "cpu", steps: int = STEPS, **options: Any) -> TensorDictReplayBuffer:
         """An empty buffer."""

@@ -28,9 +28,9 @@ from gpubuf.data import (
 from gpubuf.data.checkpoints import files
 from gpubuf.data.mixed_draws import Offsets, cut, owners
 from gpubuf.kernels._registry import triton_on_cpu
-from gpubuf.kernels.rows import _launch as rows_launch
 from tests.contracts.checkpoints import cut_short
 from tests.contracts.mixes import MIXES, Count, Mix, MixHistory
+from tests.support.counted_launches import counted_launches
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.mixed_setup import part
@@ -114,15 +114,14 @@ def test_shares_of_empty_buffers_on_a_device():
 # Batches
 
 
-def test_a_gather_for_each_buffer(monkeypatch):
+def test_a_gather_for_each_buffer():
     """Two prioritized buffers: two draws, and two launches for the rows."""
     mixed = MixedReplayBuffer([part(14, 0, kind="prioritized"), part(12, 100, kind="prioritized")])
     with triton_on_cpu():
         mixed.sample(8)
-        launched = []
-        monkeypatch.setattr(rows_launch, "launch", lambda kernel, *args, **options: launched.append(kernel))
-        mixed.sample(8)
-        assert len(launched) == 2
+        with counted_launches() as launched:
+            mixed.sample(8)
+    assert sum(count for kernel, count in launched.items() if kernel.startswith("rows_")) == 2, launched
 
 
 @pytest.mark.parametrize("on_device", [False, True])

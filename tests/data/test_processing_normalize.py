@@ -120,6 +120,24 @@ def test_addresses_stay_where_they_are():
         assert pipeline.options(key) == options
 
 
+def test_rewards_given_by_hand_count_as_written_ones():
+    """``update`` learns what a write does. A state that was loaded stays as it is when its object learns more."""
+    written, told = RewardScale(0.9), RewardScale(0.9)
+    pipelines = [bound(scale) for scale in (written, told)]
+    for pipeline in pipelines:
+        pipeline.on_write(steps(6), 1)
+    pipelines[0].on_write(steps(5, seed=1), 1)
+    told.update(steps(5, seed=1))
+    same = [scale.state_dict() for scale in (written, told)]
+    assert torch.equal(same[0]["returns"]["0"], same[1]["returns"]["0"])
+    assert written.count().tolist() == told.count().tolist()
+    close(written.var(), told.var())
+    fresh, loaded = RewardScale(0.9), told.state_dict()
+    fresh.load_state_dict(loaded)
+    bound(fresh).on_write(steps(4, seed=2), 1)
+    assert torch.equal(loaded["returns"]["0"], same[1]["returns"]["0"])
+
+
 def test_merge_of_two_ranks():
     ranks = [Normalize("observation"), Normalize("observation")]
     for number, normalize in enumerate(ranks):

@@ -291,3 +291,9 @@ def test_lerobot_is_asked_for_by_name(lerobot):
     lerobot(False)
     with pytest.raises(ImportError, match="pip install lerobot"):
         filled(1).to_lerobot_dataset("someone/something")
+
+
+def test_state_keys_can_be_read():
+    """LeRobot's programs read them back."""
+    assert ReplayBuffer(CAPACITY, "cpu", ["observation.state"], use_drq=False).state_keys == ["observation.state"]
+    assert ReplayBuffer(CAPACITY, "cpu", use_drq=False).state_keys == []

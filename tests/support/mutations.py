@@ -83,6 +83,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "tests/data/test_sampler*.py",
             "tests/data/test_prioritized.py",
             "tests/data/test_hindsight.py",
+            "tests/data/test_whole_trajectories.py",
             "tests/data/test_sample_units.py",
         ),
     ),
