@@ -36,7 +36,7 @@ OLD = {
 """The rules as they were."""
 
 JOBS = {
-    "trajectories_draw": Job("trajectories_draw", {"capacity": 10_000, "envs": 1, "n": 32, "slice_len": 8}),
+    "trajectories_draw": Job("trajectories_draw", {"capacity": 100_000, "envs": 1, "n": 32, "slice_len": 8}),
     "rows_copy": Job("rows_copy", {"capacity": 100_000, "n_bytes": 32_768 * SHAPES.row_bytes, "n": 32_768}),
 }
 
