@@ -4,6 +4,7 @@ CASES.md 30: a documentation example that raises NameError.
 """
 
 import importlib.util
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,6 +83,13 @@ def test_links_lead_somewhere(document: Path):
     for target in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
         if "://" not in target:
             assert (document.parent / target).exists(), target
+
+
+def test_the_first_page_lists_every_page():
+    """What is not linked is not found. Pages in folders are in the nav of the site, which tests/test_site.py checks."""
+    listed = (ROOT / "docs" / "index.md").read_text().partition("## All pages")[2]
+    others = [page for page in TOP[1:] if page.name != "index.md"]
+    assert [page for page in others if f"- [{page.name}]({os.path.relpath(page, ROOT / 'docs')}): " not in listed] == []
 
 
 def test_pages_name_every_package():
