@@ -218,7 +218,8 @@ def prepared_read(
         )
         numbers = (n_keys, n, rows, capacity // envs, envs, n_steps, float_bits(gamma), mirror, draws)
         flags = {"HAS_ENDS": has_ends, "HAS_LINKS": has_links, "HAS_NOISE": has_noise, "SAMPLE": drawn}
-    check_row_bytes(arena_bytes, rows)
+    if rows:
+        check_row_bytes(arena_bytes, rows)
     row_programs = cdiv(rows, tile)
     programs = row_programs + copying_programs(n_keys, rows, arena_bytes, tile)
     constants = {**flags, "KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT}

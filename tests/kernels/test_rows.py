@@ -654,6 +654,14 @@ def test_fewer_programs_than_tiles_copy_all(programs, monkeypatch):
         assert_store(store, ring)
 
 
+@pytest.mark.usefixtures("interpreter")
+def test_a_batch_without_rows_launches_nothing():
+    """Whatever its arena is: no row is too large."""
+    store, none = Store(COPIED, 5, written=3, copied=True), torch.empty(0, dtype=torch.int64)
+    arena, generation = _launch.gather(store.table, store.ring, none, 5, 16)
+    assert (arena.numel(), generation.numel()) == (16, 0)
+
+
 def test_arguments_give_triton_nothing_to_specialise_on():
     """Case 48: an address or a stride of 0, of an empty tensor or a broadcast one, is no 1 either."""
     values = [0, 8, 16, 2**47, 68]
