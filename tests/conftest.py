@@ -1,6 +1,7 @@
 """Shared fixtures. Triton's interpreter must be chosen before Triton is imported, hence the lines at the top."""
 
 import os
+import signal
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -28,6 +29,15 @@ LONGEST = (
     "train/test_train_device.py",
     "train/test_train.py",
 )
+
+
+def pytest_configure() -> None:
+    """Have Ctrl-C heard, also where a shell began this process in the background, which ignores it.
+
+    Tests that interrupt what they test would find that nothing happens.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
