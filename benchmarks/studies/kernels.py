@@ -32,6 +32,7 @@ from benchmarks.studies.checkpoints import rows as transitions
 CAPACITY, STORED = 1_000_000, 20_000
 SIZES = {
     "uniform": (256, 4096, 32768),
+    "observations once": (256, 4096),
     "prioritized": (256, 1024, 4096),
     "slices": (256, 4096),
     "prioritized slices": (256,),
@@ -57,6 +58,16 @@ def shaped_as_on_a_gpu() -> Iterator[None]:
         yield
 
 
+def episodes(n: int) -> Any:
+    """``n`` transitions of episodes of a hundred steps: the next observation is that of the next row inside of one."""
+    data = transitions(n)
+    data["next", "observation"][:-1] = data["observation"][1:]
+    ends = slice(99, None, 100)
+    data["next", "done"][ends] = True
+    data["next", "observation"][ends] = 0
+    return data
+
+
 def filled_buffer(kind: str, device: str = "cpu") -> Any:
     """A buffer with room for a million transitions, some of them written."""
     from gpubuf.data import (
@@ -70,14 +81,14 @@ def filled_buffer(kind: str, device: str = "cpu") -> Any:
 
     samplers: dict[str, Callable[[], Any]] = {
         "uniform": RandomSampler,
+        "observations once": RandomSampler,
         "prioritized": lambda: PrioritizedSampler(CAPACITY, 0.6, 0.4),
         "slices": lambda: SliceSampler(slice_len=SLICE),
         "prioritized slices": lambda: PrioritizedSliceSampler(CAPACITY, 0.6, 0.4, slice_len=SLICE),
     }
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY, device=device), sampler=samplers[kind]())
-    data = transitions(STORED)
-    data["next", "done"][99::100] = True
-    buffer.extend(data)
+    storage = LazyTensorStorage(CAPACITY, device=device, share_next=kind == "observations once")
+    buffer = TensorDictReplayBuffer(storage=storage, sampler=samplers[kind]())
+    buffer.extend(episodes(STORED))
     if "prioritized" in kind:
         buffer.update_priority(torch.arange(STORED), torch.rand(STORED) + 0.1)
     return buffer
@@ -88,7 +99,7 @@ def calls(kind: str, sizes: Sequence[int], device: str = "cpu") -> Iterator[tupl
     buffer = filled_buffer(kind, device)
     for n in sizes:
         data, index, priority = (
-            each.to(device) for each in (transitions(n), torch.randint(STORED, (n,)), torch.rand(n) + 0.1)
+            each.to(device) for each in (episodes(n), torch.randint(STORED, (n,)), torch.rand(n) + 0.1)
         )
         yield f"{kind}: sample, {n}", functools.partial(buffer.sample, n)
         if kind == "uniform":

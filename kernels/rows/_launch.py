@@ -52,6 +52,9 @@ WIDE_KEY = 256
 COMPARED_COLUMNS = 32
 """Elements of a row that are compared at a time: few rows a program, so that small writes have several programs."""
 
+ASSIGNED = 1024
+"""Candidates that the one program which gives entries takes at a time: each time costs a trip to memory and back."""
+
 
 def copy_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
     """(elements, warps) of a program that copies rows."""
@@ -69,12 +72,6 @@ def write_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
     """As :func:`batch_tile`, of a write of fields: one element a thread, or else registers spill on some GPUs."""
     tile, num_warps = batch_tile(n_bytes, device)
     return tile, 2 * num_warps
-
-
-def assign_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
-    """As :func:`write_tile`, of the one program that gives entries: with fewer warps, which wait for each other."""
-    tile, num_warps = batch_tile(n_bytes, device)
-    return min(tile, 32 * num_warps), num_warps
 
 
 def sample_tile(n_bytes: int, device: torch.device, links: bool, noise: bool) -> tuple[int, int]:
@@ -392,10 +389,9 @@ def _share(
         how = {"RELINK": again, **blocks, "num_warps": part.num_warps, "maxnreg": all_registers(part.num_warps)}
         programs = cdiv(candidates, block)
         launch(rows_compare_kernel, programs, *keys, ring, index, given, differs, *sizes, begun, **how)
-    tile, num_warps = assign_tile(sum(part.n_bytes for part in parts), index.device)
     tensors = (ring, links, owners, index, given, differs, free)
     slots = owners.numel() - 1
-    launch(rows_assign_kernel, 1, *tensors, *sizes, slots, RELINK=again, BLOCK=tile, num_warps=num_warps)
+    launch(rows_assign_kernel, 1, *tensors, *sizes, slots, RELINK=again, BLOCK=ASSIGNED, num_warps=8)
     for part in parts:
         advance = n if part is parts[-1] else 0
         part.launch(rows_aside_kernel, part.programs(n), ring, links, index, given, *sizes, advance, RELINK=again)

@@ -630,7 +630,7 @@ def test_grids(n):
     assert [_launch.padded_keys(n) for n in (0, 1, 32, 33, 500)] == [32, 32, 32, 64, 512]
     device = torch.device("cpu")
     for tile, warps in (
-        *(tiles(n_bytes, device) for tiles in (_launch.batch_tile, _launch.write_tile, _launch.assign_tile)),
+        *(tiles(n_bytes, device) for tiles in (_launch.batch_tile, _launch.write_tile)),
         *(_launch.sample_tile(n_bytes, device, links, noise=False) for links in (False, True)),
     ):
         # More would not fit the registers of some GPUs.

@@ -156,6 +156,24 @@ def test_a_full_side_ring(backend):
     assert int(store.ring[3]) == 4
 
 
+def test_more_rows_than_are_assigned_at_a_time(backend):
+    """Entries are counted on from block to block of the rows: all are given, and two rows more find none."""
+    n, every = 1400, 7
+    store = Store(ONE, n, slots=n // every - (2 if backend == "triton" else 0))
+    observations = torch.arange(n).view(n, 1)
+    following = torch.where(observations % every == 3, -observations, observations + 1)
+    sources, ring = [observations, following], store.reference()
+    store.extend(sources, n)
+    if backend == "numba":
+        ring.extend(sources, n)
+        assert_store(store, ring)
+        return
+    differing = torch.arange(3, n, every)
+    given = [*range(1, n // every - 1), LOST, LOST]
+    assert store.links[differing].tolist() == given
+    assert int((store.links != 0).sum()) == len(given)
+
+
 def test_a_lost_row_is_refused_on_the_cpu():
     """Case 40: as a storage has it that came from a GPU. Windows that end elsewhere are read."""
     store = Store(ONE, 6, slots=1)
