@@ -14,16 +14,17 @@ import sys
 from collections.abc import Sequence
 
 import gpubuf
-from gpubuf.commands import info, plan, train, tune
+from gpubuf.commands import compare, info, plan, train, tune, watch
 from gpubuf.train.config import UsageError
 
 #: A command's ``run`` imports PyTorch and other slow modules: help and mistyped options answer at once.
-COMMANDS = {"train": train, "plan": plan, "tune": tune, "info": info}
+COMMANDS = {"train": train, "watch": watch, "compare": compare, "plan": plan, "tune": tune, "info": info}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (by default those of the process) and return the exit code."""
-    parser = argparse.ArgumentParser(prog="gpubuf", description=gpubuf.__doc__)
+    about = "Replay buffers that stay on the GPU, and training with them."
+    parser = argparse.ArgumentParser(prog="gpubuf", description=about)
     parser.add_argument("--version", action="version", version=f"gpubuf {gpubuf.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in COMMANDS.values():

@@ -41,7 +41,7 @@ def make_progress(*columns: str, stderr: bool = False, transient: bool = False) 
 
     made: dict[str, Callable[[], Any]] = {
         "bar": progress.BarColumn,
-        "short bar": lambda: progress.BarColumn(bar_width=24),
+        "short bar": lambda: progress.BarColumn(bar_width=8),
         "count": progress.MofNCompleteColumn,
         "bytes": progress.DownloadColumn,
         "binary bytes": lambda: progress.DownloadColumn(binary_units=True),

@@ -203,13 +203,14 @@ def test_a_log_gets_plain_lines(capsys, tmp_path, monkeypatch):
     assert "\x1b" not in output
     assert "\r" not in output
     lines = output.splitlines()
-    assert len(lines) == 13
+    assert len(lines) == 14
     assert lines[0].startswith("SAC on tests.support.train_environments:Signalling-v0, uniform replay, seed 0; in ")
     assert lines[10].startswith("step 120/120  return -")
     assert "steps/s" in lines[10]
     assert "critic -" in lines[1]
     assert "critic -" not in lines[10]
     assert lines[12].startswith("evaluation over 2 episodes: mean return -")
+    assert lines[13] == f"in {tmp_path / 'run'}: learning_curve.png, model.safetensors, checkpoint.safetensors"
 
 
 def test_a_long_run_gets_a_line_a_minute(capsys, monkeypatch):
@@ -219,10 +220,23 @@ def test_a_long_run_gets_a_line_a_minute(capsys, monkeypatch):
     reporter.start(0, 1000)
     for step in range(1, 31):
         now = 10.0 * step
-        reporter.update(Status(step, None, None, None))
+        reporter.update(Status(step, step, None, None, None, None))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == [f"{step}/1,000" for step in (6, 12, 18, 24, 30)]
     assert lines[0].endswith("  0.1 steps/s  2:45:40 left")
+
+
+def test_random_steps_and_the_first_update_say_nothing_about_the_time_left(capsys, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    reporter = PlainReporter()
+    reporter.start(0, 100)
+    # Ten steps at random in no time, an update that compiles for half a minute, and then a second a step.
+    for step in range(1, 101):
+        now = 0.001 * step if step <= 10 else 30.0 + step
+        reporter.update(Status(step, max(0, step - 10), None, None, None, None))
+    left = [line.rsplit("  ", 1)[1] for line in capsys.readouterr().out.splitlines()]
+    assert left == ["- left", *(f"0:0{seconds // 60}:{seconds % 60:02} left" for seconds in range(80, -1, -10))]
 
 
 def test_a_terminal_gets_a_bar(monkeypatch):
@@ -230,16 +244,16 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     written.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", written)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "80")
     reporter = choose_reporter()
     assert isinstance(reporter, BarReporter)
     reporter.start(0, 1000)
-    reporter.update(Status(500, -123.4, 0.5, 60.0))
+    reporter.update(Status(500, 1, -1234.5, -1111.1, 0.5, 60.0))
     reporter.message("a message")
     reporter.stop()
     output = written.getvalue()
     assert "500/1,000" in output
-    assert "return -123.4" in output
+    assert "return -1234.5  eval -1111.1" in output
     # After one update there is no rate yet, as after a pause in which something is compiled.
     assert "- steps/s" in output
     assert "a message" in output

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.measure.figures import OPEN, conditions, described, of_run, table
 from benchmarks.measure.results import Run, Runs
 from benchmarks.report import pictures
+from gpubuf.train.metrics import draw_bands
 
 #: The picture, from the root of the project.
 LEARNING_PLOT = "docs/learning.png"
@@ -84,16 +85,5 @@ def draw_learning(path: Path, run: Run) -> None:
     for panel, (env, curves) in enumerate(of_environments.items(), 1):
         labels = (env, "environment steps", "mean return of five episodes")
         axes = pictures.axes_of(figure, *labels, 1, len(of_environments), panel)
-        for number, (curve, ones) in enumerate(curves.items()):
-            by_step: dict[int, list[float]] = {}
-            for one in ones:
-                for step, value in one["points"]:
-                    by_step.setdefault(step, []).append(value)
-            # Only steps that every seed has reached.
-            steps = sorted(step for step, values in by_step.items() if len(values) == len(ones))
-            color = f"C{number}"
-            axes.plot(steps, [statistics.fmean(by_step[step]) for step in steps], color=color, label=curve)
-            lowest, highest = ([f(by_step[step]) for step in steps] for f in (min, max))
-            axes.fill_between(steps, lowest, highest, color=color, alpha=0.15, linewidth=0)
-        axes.legend(loc="best")
+        draw_bands(axes, {curve: [one["points"] for one in ones] for curve, ones in curves.items()})
     pictures.save(figure, path, [run])

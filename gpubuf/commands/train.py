@@ -30,6 +30,7 @@ def run(options: dict[str, Any]) -> int:
     resumed = options.pop("resume", None)
     overwrite = options.pop("overwrite", False)
     quiet = options.pop("quiet", False)
+    tracked = options.pop("track", [])
     # Options that make no sense are refused before PyTorch is imported, which takes seconds.
     config = TrainConfig.from_mapping(options) if resumed is None else None
     if resumed is not None and overwrite:
@@ -43,14 +44,15 @@ def run(options: dict[str, Any]) -> int:
     from gpubuf.train.environments import NotFiniteError
     from gpubuf.train.progress import choose_reporter
     from gpubuf.train.run import free_folder, resume, train
+    from gpubuf.train.tracking import TRACKERS
 
-    reporter = choose_reporter(quiet)
+    folder = _resume_folder(resumed, out) if config is None else out or free_folder(config)
+    reporters = [choose_reporter(quiet), *(TRACKERS[name](folder) for name in dict.fromkeys(tracked))]
     try:
         if config is None:
-            result = resume(_resume_folder(resumed, out), options, reporter=reporter)
+            result = resume(folder, options, reporter=reporters)
         else:
-            folder = out or free_folder(config)
-            result = train(config, folder, overwrite=overwrite, reporter=reporter)
+            result = train(config, folder, overwrite=overwrite, reporter=reporters)
     except NotFiniteError as error:
         print(f"gpubuf train: {error}", file=sys.stderr)
         return 1
@@ -104,6 +106,12 @@ def add(commands: Any) -> None:
         help="go on with the run in FOLDER (default: that of --out)",
     )
     run.add_argument("--overwrite", action="store_true", help="replace the run that is in --out")
+    run.add_argument(
+        "--track",
+        action="append",
+        choices=("tensorboard", "wandb"),
+        help="also send all records to TensorBoard or Weights & Biases; with --resume again",
+    )
     run.add_argument("--quiet", action="store_true", help="no progress, only the result")
 
     learning = parser.add_argument_group("learning")

@@ -12,14 +12,28 @@ from typing import TYPE_CHECKING, Any
 from gpubuf.train.config import TrainConfig, UsageError
 
 if TYPE_CHECKING:
-    from gpubuf.train.algorithms import load_actor
+    from gpubuf.train.algorithms import Policy, load_actor, load_policy
+    from gpubuf.train.progress import Reporter
     from gpubuf.train.run import TrainResult, resume, train
 
-__all__ = ["TrainConfig", "TrainResult", "UsageError", "load_actor", "resume", "train"]
+__all__ = [
+    "Policy",
+    "Reporter",
+    "TrainConfig",
+    "TrainResult",
+    "UsageError",
+    "load_actor",
+    "load_policy",
+    "resume",
+    "train",
+]
 
 _LAZY = {
+    "Policy": "gpubuf.train.algorithms",
+    "Reporter": "gpubuf.train.progress",
     "TrainResult": "gpubuf.train.run",
     "load_actor": "gpubuf.train.algorithms",
+    "load_policy": "gpubuf.train.algorithms",
     "resume": "gpubuf.train.run",
     "train": "gpubuf.train.run",
 }

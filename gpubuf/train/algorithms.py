@@ -9,9 +9,12 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor, nn
@@ -372,9 +375,13 @@ class Agent:
         if self._noise is not None:
             self._noise.load_state_dict(state["noise"])
 
-    def save_model(self, path: str | os.PathLike[str]) -> None:
-        """Write the policy to ``path``, for `load_actor`, with the statistics of its observations."""
-        model = {**self._shape, "actor": self.actor.state_dict()}
+    def save_model(self, path: str | os.PathLike[str], bounds: tuple[Tensor, Tensor]) -> None:
+        """Write the policy to ``path``, for `load_policy`, with the statistics of its observations.
+
+        ``bounds`` are what actions of -1 and 1 stand for, in the shape of an action.
+        """
+        low, high = bounds
+        model = {**self._shape, "action_low": low, "action_high": high, "actor": self.actor.state_dict()}
         if self.normalize is not None:
             model["normalize"] = {"mean": self.normalize.mean().float(), "factor": self.normalize.factor()}
         save(path, model)
@@ -407,17 +414,73 @@ def load_actor(path: str | os.PathLike[str], device: torch.device | str = "cpu")
         FileNotFoundError: There is no such file.
         ValueError: The file does not hold a policy, or is damaged.
     """
+    return _load_model(path, device)[0]
+
+
+class Policy(nn.Module):
+    """A trained policy as a function: the best action for an observation, in the units of the environment.
+
+    It holds plain tensors and modules, so that `torch.export` and `torch.jit.trace` take it.
+
+    Args:
+        actor: As `load_actor` returns it.
+        low, high: What actions of -1 and 1 stand for, in the shape of one action.
+    """
+
+    low: Tensor
+    high: Tensor
+
+    def __init__(self, actor: ProbabilisticTensorDictSequential, low: Tensor, high: Tensor) -> None:
+        super().__init__()
+        self.network = cast(nn.Module, actor[0].module)
+        self.register_buffer("low", low)
+        self.register_buffer("high", high)
+
+    def forward(self, observation: Tensor | ArrayLike) -> Tensor | NDArray[np.float32]:
+        """The actions for observations `[*, O]`, in the shape of the action space after the same leading dimensions.
+
+        A float32 tensor on the policy's device gives a tensor, without a synchronisation. Anything else is read by
+        NumPy, and gives a float32 array.
+        """
+        if not isinstance(observation, Tensor):
+            given = torch.as_tensor(np.asarray(observation, dtype=np.float32), device=self.low.device)
+            with torch.no_grad():
+                return cast(NDArray[np.float32], self(given).cpu().numpy())
+        loc, _ = self.network(observation)
+        share = (loc.tanh() + 1) / 2
+        return torch.lerp(self.low, self.high, share.unflatten(-1, self.low.shape))
+
+
+def load_policy(run: str | os.PathLike[str], device: torch.device | str = "cpu") -> Policy:
+    """The trained policy of a run, deterministic, with actions in the units of its environment.
+
+    Args:
+        run: The folder of the run, or the model in it.
+        device: Where the policy computes.
+
+    Raises:
+        FileNotFoundError: There is no such run, or it was stopped before its first checkpoint.
+        ValueError: The file does not hold a policy, or is damaged.
+    """
+    path = Path(run)
+    return Policy(*_load_model(path / MODEL_FILE if path.is_dir() else path, device))
+
+
+def _load_model(
+    path: str | os.PathLike[str], device: torch.device | str
+) -> tuple[ProbabilisticTensorDictSequential, Tensor, Tensor]:
+    """The policy in ``path``, and what actions of -1 and 1 stand for."""
     model = load(path)
     try:
         hidden: Sequence[int] = model["hidden"]
-        # Files of versions with one algorithm do not name it.
-        algorithm = ALGORITHMS[model.get("algo", "sac")]
-        actor = algorithm.actor(model["observation_size"], model["action_size"], hidden, device=device)
+        actor = ALGORITHMS[model["algo"]].actor(model["observation_size"], model["action_size"], hidden, device=device)
         actor.load_state_dict(model["actor"])
         if "normalize" in model:
             statistics = model["normalize"]
             network = cast(nn.Sequential, actor[0].module)
-            network.insert(0, _Normalized(statistics["mean"].to(device), statistics["factor"].to(device)))
+            network.insert(0, _Normalized(*(statistics[name].to(device, copy=True) for name in ("mean", "factor"))))
+        # Copies, for the tensors of a file share its memory.
+        low, high = (model[name].to(device, copy=True) for name in ("action_low", "action_high"))
+        return actor.eval(), low, high
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"{os.fspath(path)} does not hold a policy: {error!r}") from None
-    return actor.eval()

@@ -44,6 +44,7 @@ class Environments(abc.ABC):
         num_envs: How many, `E`.
         observation_size: Numbers in an observation, `O`.
         action_size: Numbers in an action, `A`; each is in [-1, 1].
+        action_bounds: What -1 and 1 stand for, two float32 tensors in the shape of one action, on the CPU.
         device: Of the tensors of a step.
         time_limit: Steps after which every episode is over; None if unknown.
         capturable: Whether a step is a fixed sequence of operations on the same tensors, without the host: it may then
@@ -54,6 +55,7 @@ class Environments(abc.ABC):
     num_envs: int
     observation_size: int
     action_size: int
+    action_bounds: tuple[Tensor, Tensor]
     device: torch.device
     time_limit: int | None = None
     capturable = False

@@ -33,8 +33,8 @@ class EnvironmentUnusableError(UsageError):
     """The environment doesn't exist, lacks a package, or can't train this agent."""
 
 
-def make(name: str) -> gym.Env[NDArray[Any], NDArray[Any]]:
-    """Make the environment ``name``, with a flat observation.
+def make(name: str, **options: Any) -> gym.Env[NDArray[Any], NDArray[Any]]:
+    """Make the environment ``name``, with a flat observation. ``options`` are Gymnasium's, such as ``render_mode``.
 
     Raises:
         EnvironmentUnusableError: It is unknown, needs a package that is not installed, has no continuous action
@@ -42,7 +42,7 @@ def make(name: str) -> gym.Env[NDArray[Any], NDArray[Any]]:
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        env = _make(name)
+        env = _make(name, options)
     for warning in caught:
         # Gymnasium colours its warnings even where there is no terminal.
         warnings.warn(_COLOURS.sub("", str(warning.message)), warning.category, stacklevel=2)
@@ -77,9 +77,9 @@ def _image(space: gym.Space[Any]) -> Box | None:
     return next((image for image in found if image is not None), None)
 
 
-def _make(name: str) -> gym.Env[Any, Any]:
+def _make(name: str, options: dict[str, Any]) -> gym.Env[Any, Any]:
     try:
-        return gym.make(name, disable_env_checker=True)
+        return gym.make(name, disable_env_checker=True, **options)
     except gym.error.DependencyNotInstalled as error:
         raise EnvironmentUnusableError(f"{name} needs a package that is not installed: {error}") from None
     except ModuleNotFoundError as error:
@@ -187,6 +187,7 @@ class GymnasiumEnvironments(Environments):
         self._action_dtype = space.dtype
         low, high = space.low.astype(np.float64), space.high.astype(np.float64)
         self._centre, self._scale = (high + low) / 2, (high - low) / 2
+        self.action_bounds = torch.from_numpy(low).float(), torch.from_numpy(high).float()
         self._seeds = [int(word) for word in np.random.SeedSequence(seed).generate_state(num_envs)]
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, dtype=np.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,23 @@ def draw_curve(records: Iterable[dict[str, Any]], title: str, path: Path) -> Non
     if episodes or evaluations or final:
         axes.legend(loc="best")
     figure.savefig(path, dpi=120)
+
+
+def draw_bands(axes: Any, curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]]) -> None:
+    """Draw the mean of several runs over the steps, in a band from the lowest to the highest.
+
+    Args:
+        axes: matplotlib's.
+        curves: the runs of a curve by its label, each as (step, return). Only steps that all of them have are drawn.
+    """
+    for number, (label, runs) in enumerate(curves.items()):
+        of_runs = [dict(run) for run in runs]
+        steps = sorted(step for step in (of_runs[0] if of_runs else ()) if all(step in run for run in of_runs))
+        values = [[run[step] for run in of_runs] for step in steps]
+        axes.plot(steps, [sum(each) / len(each) for each in values], color=f"C{number}", label=label)
+        lowest, highest = list(map(min, values)), list(map(max, values))
+        axes.fill_between(steps, lowest, highest, color=f"C{number}", alpha=0.15, linewidth=0)
+    axes.legend(loc="best")
 
 
 def _moving_mean(values: list[float]) -> list[float]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from gpubuf.terminal import make_progress
 
@@ -21,19 +22,26 @@ class Status:
 
     Attributes:
         step: Transitions collected.
+        updates: Made so far. The first steps have none: they act at random.
         mean_return: Of the last episodes; None before the first has ended.
+        evaluation: Mean return of the last evaluation; None before the first.
         critic_loss: Mean since the last record; None before the first.
         actor_loss: As ``critic_loss``.
     """
 
     step: int
+    updates: int
     mean_return: float | None
+    evaluation: float | None
     critic_loss: float | None
     actor_loss: float | None
 
 
 class Reporter:
-    """Shows a run to its user; this one shows nothing but messages."""
+    """Shows a run to its user, or tells another program of it; this one shows nothing but messages.
+
+    Override what you need, and give an instance to `train`. All is called from the loop of the training, on the host.
+    """
 
     def start(self, step: int, total: int) -> None:
         """Training begins, at ``step`` of ``total``."""
@@ -41,20 +49,46 @@ class Reporter:
     def update(self, status: Status) -> None:
         """Training has advanced. Called after every step; returns at once unless there is something to show."""
 
+    def record(self, record: Mapping[str, Any]) -> None:
+        """A line has been written to the metrics (docs/training.md lists their kinds)."""
+
     def message(self, text: str) -> None:
         """Show another line of text."""
         print(text, flush=True)
 
     def stop(self) -> None:
-        """Training is over, or was interrupted."""
+        """Training is over, or was interrupted. The final evaluation is recorded after that."""
+
+    def close(self) -> None:
+        """Everything has been written, or an error ends the run."""
 
 
-def describe(status: Status) -> str:
-    """Return and losses as text, with dashes for unknown numbers."""
-    return (
-        f"return {_number(status.mean_return, '.1f')}  "
-        f"critic {_number(status.critic_loss, '.3g')}  actor {_number(status.actor_loss, '.3g')}"
-    )
+class _Pace:
+    """How fast a run learns. Random steps say nothing about that, nor does the first update, which compiles."""
+
+    def __init__(self) -> None:
+        self._began: tuple[int, float] | None = None
+
+    def left(self, status: Status, total: int, now: float) -> datetime.timedelta | None:
+        """The time that the other steps will take; None while that is unknown."""
+        if self._began is None:
+            if status.updates:
+                self._began = status.step, now
+            return None
+        step, began = self._began
+        if status.step == step:
+            return None
+        return datetime.timedelta(seconds=round((now - began) / (status.step - step) * (total - status.step)))
+
+
+def describe(status: Status, losses: bool = True) -> str:
+    """Returns as text, and losses, with dashes for unknown numbers."""
+    text = f"return {_number(status.mean_return, '.1f')}"
+    if status.evaluation is not None:
+        text += f"  eval {status.evaluation:.1f}"
+    if losses:
+        text += f"  critic {_number(status.critic_loss, '.3g')}  actor {_number(status.actor_loss, '.3g')}"
+    return text
 
 
 def _speed(rate: float | None) -> str:
@@ -76,6 +110,7 @@ class PlainReporter(Reporter):
         self._file = file
         self._total = 0
         self._due = 0
+        self._pace = _Pace()
         # Step and time of the last line.
         self._shown = 0, 0.0
 
@@ -89,11 +124,11 @@ class PlainReporter(Reporter):
 
     def update(self, status: Status) -> None:
         now, (step, before) = time.monotonic(), self._shown
+        left = self._pace.left(status, self._total, now)
         if status.step < self._due and now < before + _PLAIN_SECONDS:
             return
         rate = (status.step - step) / max(now - before, 1e-9)
-        left = datetime.timedelta(seconds=round((self._total - status.step) / rate)) if rate else "-"
-        text = f"{describe(status)}  {_speed(rate)}  {left} left"
+        text = f"{describe(status)}  {_speed(rate)}  {'-' if left is None else left} left"
         self.message(f"step {status.step:,}/{self._total:,}  {text}")
         self._next(status.step, now)
 
@@ -102,21 +137,25 @@ class PlainReporter(Reporter):
 
 
 class BarReporter(Reporter):
-    """A progress bar, drawn by rich."""
+    """A progress bar, drawn by rich: up to a million steps it fits into 80 columns."""
 
     def __init__(self) -> None:
+        self._total = 0
+        self._left: datetime.timedelta | None = None
         self._progress = make_progress(
             "short bar",
             "{task.completed:,.0f}/{task.total:,.0f}",
             "[cyan]{task.description}",
             "{task.fields[speed]}",
-            "remaining",
+            "[cyan]{task.fields[left]}",
         )
+        self._pace = _Pace()
         self._shown = 0.0
         self._latest: Status | None = None
-        self._task = self._progress.add_task("", total=None, start=False, speed="")
+        self._task = self._progress.add_task("", total=None, start=False, speed="", left="")
 
     def start(self, step: int, total: int) -> None:
+        self._total = total
         self._progress.update(self._task, completed=step, total=total)
         self._progress.start_task(self._task)
         self._progress.start()
@@ -124,13 +163,16 @@ class BarReporter(Reporter):
     def update(self, status: Status) -> None:
         self._latest = status
         now = time.monotonic()
+        self._left = self._pace.left(status, self._total, now)
         if now - self._shown >= _REFRESH_SECONDS:
             self._shown = now
             self._show(status)
 
     def _show(self, status: Status) -> None:
         speed = _speed(self._progress.tasks[0].speed)
-        self._progress.update(self._task, completed=status.step, description=describe(status), speed=speed)
+        left = "-" if self._left is None else str(self._left)
+        told = describe(status, losses=False)
+        self._progress.update(self._task, completed=status.step, description=told, speed=speed, left=left)
 
     def message(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)

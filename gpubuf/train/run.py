@@ -9,7 +9,7 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +60,11 @@ class TrainResult:
 
 
 def train(
-    config: TrainConfig, folder: str | os.PathLike[str], *, overwrite: bool = False, reporter: Reporter | None = None
+    config: TrainConfig,
+    folder: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    reporter: Reporter | Sequence[Reporter] = (),
 ) -> TrainResult:
     """Train an agent, and write metrics, curve, model and checkpoint into ``folder``.
 
@@ -71,7 +75,7 @@ def train(
         config: What to train on, and how.
         folder: The folder to write to; made if it doesn't exist.
         overwrite: Replace the run in ``folder``, if there is one.
-        reporter: Shows the progress; by default only messages are printed.
+        reporter: Shows the progress, or several that do; by default only messages are printed.
 
     Raises:
         UsageError: The environment, the device or the folder can't be used. Nothing was written.
@@ -82,13 +86,16 @@ def train(
     if not overwrite and holds_run(path):
         raise UsageError(f"{path} already holds a run: resume it, overwrite it, or choose another folder")
     with _threads(config, device):
-        run = _Run(config, path, device, reporter or Reporter())
+        run = _Run(config, path, device, reporter)
         run.begin()
         return run.finish()
 
 
 def resume(
-    folder: str | os.PathLike[str], changes: Mapping[str, Any] | None = None, *, reporter: Reporter | None = None
+    folder: str | os.PathLike[str],
+    changes: Mapping[str, Any] | None = None,
+    *,
+    reporter: Reporter | Sequence[Reporter] = (),
 ) -> TrainResult:
     """Continue the run in ``folder`` from its checkpoint, as if it had never stopped.
 
@@ -118,7 +125,7 @@ def resume(
     except ValueError as error:
         raise UsageError(str(error)) from None
     with _threads(config, device):
-        run = _Run(config, path, device, reporter or Reporter())
+        run = _Run(config, path, device, reporter)
         run.restore(checkpoint)
         return run.finish()
 
@@ -145,10 +152,12 @@ def free_folder(config: TrainConfig) -> Path:
 class _Run:
     """One run and its files, from `begin` or `restore` to `finish`."""
 
-    def __init__(self, config: TrainConfig, folder: Path, device: torch.device, reporter: Reporter) -> None:
+    def __init__(
+        self, config: TrainConfig, folder: Path, device: torch.device, reporter: Reporter | Sequence[Reporter]
+    ) -> None:
         self._config = config
         self._folder = folder
-        self._reporter = reporter
+        self._reporters = (tuple(reporter) or (Reporter(),)) if isinstance(reporter, Sequence) else (reporter,)
         self._trainer = Trainer(config, device, self._record)
         self._metrics: JsonLines | None = None
         self._seconds = 0.0
@@ -183,7 +192,7 @@ class _Run:
         self._open(lines)
         (self._folder / RESULT_FILE).unlink(missing_ok=True)
         if lost:
-            self._reporter.message(
+            self._message(
                 f"{len(lost)} open episode(s) could not be played again and begin anew: the run goes on, "
                 "but not exactly as it would have"
             )
@@ -200,10 +209,18 @@ class _Run:
         self._trainer.close()
         if self._metrics is not None:
             self._metrics.close()
+        for reporter in self._reporters:
+            reporter.close()
 
     def _record(self, record: dict[str, Any]) -> None:
         assert self._metrics is not None
         self._metrics.write(record)
+        for reporter in self._reporters:
+            reporter.record(record)
+
+    def _message(self, text: str) -> None:
+        for reporter in self._reporters:
+            reporter.message(text)
 
     def finish(self) -> TrainResult:
         """Train until the end or an interruption, evaluate, and write all remaining files."""
@@ -228,24 +245,28 @@ class _Run:
                 seconds=self._seconds,
                 signal=None if final is not None else interruption.signal,
             )
-            self._reporter.message(_summary(result))
+            self._message(_summary(result))
             return result
         finally:
             self._close()
 
     def _train(self, interruption: _Interruption) -> None:
         trainer, config = self._trainer, self._config
-        self._reporter.message(f"{self._title()}; in {self._folder}")
-        self._reporter.start(trainer.step, config.total_steps)
+        self._message(f"{self._title()}; in {self._folder}")
+        for reporter in self._reporters:
+            reporter.start(trainer.step, config.total_steps)
         try:
             while trainer.step < config.total_steps and not interruption.requested():
                 before = trainer.step
                 trainer.advance()
-                self._reporter.update(trainer.status())
+                status = trainer.status()
+                for reporter in self._reporters:
+                    reporter.update(status)
                 if trainer.checkpoint_due(before):
                     self._save()
         finally:
-            self._reporter.stop()
+            for reporter in self._reporters:
+                reporter.stop()
 
     def _save(self) -> None:
         assert self._metrics is not None
@@ -255,7 +276,7 @@ class _Run:
             "seconds": self._seconds,
         }
         save(self._folder / CHECKPOINT_FILE, state)
-        self._trainer.agent.save_model(self._folder / MODEL_FILE)
+        self._trainer.save_model(self._folder / MODEL_FILE)
 
     def _write_result(self, final: dict[str, Any]) -> None:
         returns = final["returns"]
@@ -290,7 +311,8 @@ def _summary(result: TrainResult) -> str:
     return (
         f"{steps}\n"
         f"evaluation over {len(result.returns)} episodes: mean return {result.mean_return:.1f} "
-        f"(from {min(result.returns):.1f} to {max(result.returns):.1f})"
+        f"(from {min(result.returns):.1f} to {max(result.returns):.1f})\n"
+        f"in {result.folder}: {CURVE_FILE}, {MODEL_FILE}, {CHECKPOINT_FILE}"
     )
 
 

@@ -55,6 +55,8 @@ class TorchEnvironments(Environments):
     random_numbers: int
     #: Steps after which an episode is truncated.
     time_limit: int
+    #: What an action of 1 stands for.
+    largest_action: float
 
     capturable = True
     shown_records = 1
@@ -62,6 +64,10 @@ class TorchEnvironments(Environments):
     def __init__(self, num_envs: int, seed: int | Sequence[int], device: torch.device | str) -> None:
         self.num_envs = num_envs
         self.device = torch.device(device)
+        self.action_bounds = (
+            torch.full((self.action_size,), -self.largest_action),
+            torch.full((self.action_size,), self.largest_action),
+        )
         self._seed = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
         self._random = RandomState(self._seed, device=self.device)
         self._state = torch.zeros(num_envs, self.state_size, dtype=torch.float64, device=self.device)
@@ -207,10 +213,11 @@ class CartPoleSwingUp(TorchEnvironments):
     state_size = 4
     random_numbers = 4
     time_limit = 500
+    largest_action = 10.0
 
     _GRAVITY, _CART_MASS, _POLE_MASS, _HALF_LENGTH = 9.82, 0.5, 0.5, 0.3
     _FRICTION, _SECONDS = 0.1, 0.02
-    _MOST_FORCE, _TRACK = 10.0, 2.4
+    _TRACK = 2.4
     _FIRST_OFFSET = 0.2
 
     def begin(self, uniform: Tensor) -> Tensor:
@@ -220,7 +227,7 @@ class CartPoleSwingUp(TorchEnvironments):
 
     def transition(self, state: Tensor, action: Tensor) -> Transition:
         """One step of RK4."""
-        force = (action[:, 0].double() * self._MOST_FORCE).clamp(-self._MOST_FORCE, self._MOST_FORCE)
+        force = (action[:, 0].double() * self.largest_action).clamp(-self.largest_action, self.largest_action)
         after = self._moved(state, force)
         x, angle = after[:, 0], after[:, 2]
         terminated = x.abs() > self._TRACK
@@ -264,9 +271,10 @@ class Pendulum(TorchEnvironments):
     state_size = 2
     random_numbers = 2
     time_limit = 200
+    largest_action = 2.0
 
     _GRAVITY, _MASS, _LENGTH, _SECONDS = 10.0, 1.0, 1.0, 0.05
-    _MOST_TORQUE, _MOST_SPEED = 2.0, 8.0
+    _MOST_SPEED = 8.0
     _FIRST_ANGLE, _FIRST_SPEED = math.pi, 1.0
 
     def begin(self, uniform: Tensor) -> Tensor:
@@ -277,7 +285,7 @@ class Pendulum(TorchEnvironments):
     def transition(self, state: Tensor, action: Tensor) -> Transition:
         """Semi-implicit Euler: the velocity first, then the angle with the new velocity."""
         angle, speed = state.unbind(1)
-        torque = (action[:, 0] * self._MOST_TORQUE).clamp(-self._MOST_TORQUE, self._MOST_TORQUE)
+        torque = (action[:, 0] * self.largest_action).clamp(-self.largest_action, self.largest_action)
         # The distance from upright, as an angle in [-pi, pi).
         tilt = torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
         cost = tilt.square() + 0.1 * speed.square() + 0.001 * torque.square()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,6 +97,7 @@ class Trainer:
         self._summed_policies = 0
         self._returns: deque[float] = deque(maxlen=self._environments.shown_records)
         self._losses: dict[str, float] = {}
+        self._evaluated: float | None = None
         self._step_by_policy = self._wrap(self._act_and_store) if self._environments.capturable else self._act_and_store
         # Two functions, and two graphs, since each does the same at every call.
         self._update = self._wrap(lambda: self._sample_and_update(policy=True))
@@ -129,7 +131,9 @@ class Trainer:
         """The progress of the run."""
         return Status(
             step=self.step,
+            updates=self._updates,
             mean_return=sum(self._returns) / len(self._returns) if self._returns else None,
+            evaluation=self._evaluated,
             critic_loss=self._losses.get("loss_qvalue"),
             actor_loss=self._losses.get("loss_actor"),
         )
@@ -221,7 +225,9 @@ class Trainer:
         if self._curve is None:
             episodes = _CURVE_EPISODES_ON_DEVICE if self._environments.capturable else _CURVE_EPISODES
             self._curve = self._evaluation(episodes, _CURVE)
-        self._record(_evaluation_record("evaluation", self.step, self._curve.run()))
+        record = _evaluation_record("evaluation", self.step, self._curve.run())
+        self._evaluated = record["mean_return"]
+        self._record(record)
 
     def final_evaluation(self, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
         """The record of the evaluation that ends a run; None if it was stopped."""
@@ -237,6 +243,10 @@ class Trainer:
         environments = make_environments(self.config.env, episodes, (self.config.seed, stream), self._device)
         wrap = self._wrap if environments.capturable else _as_it_is
         return Evaluation(environments, lambda observation: self.agent.act(observation, deterministic=True), wrap)
+
+    def save_model(self, path: Path) -> None:
+        """Write the policy to ``path``, for `load_policy`."""
+        self.agent.save_model(path, self._environments.action_bounds)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state of the run, as tensors and plain values. Synchronises.
@@ -254,6 +264,7 @@ class Trainer:
             "summed_policies": self._summed_policies,
             "returns": list(self._returns),
             "losses": dict(self._losses),
+            "evaluated": self._evaluated,
             "agent": self.agent.state_dict(),
             "buffer": self._buffer_state(),
             "environments": self._environments.state(),
@@ -284,7 +295,7 @@ class Trainer:
             self._summed = state["summed"]
             self._summed_policies = state["summed_policies"]
             self._returns.extend(state["returns"])
-            self._losses = state["losses"]
+            self._losses, self._evaluated = state["losses"], state["evaluated"]
             self.agent.load_state_dict(state["agent"])
             self.buffer.load_state_dict(state["buffer"])
             observation, lost = self._environments.restore(state["environments"])

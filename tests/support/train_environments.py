@@ -70,6 +70,20 @@ class Signalling(Walk):
         return super().step(action)
 
 
+class Drawn(Counting):
+    """Draws its count as a grey picture, and has actions of two rows."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 5}
+    action_space = Box(np.array([[-3.0], [0.1]], np.float32), np.array([[1.0], [0.7]], np.float32))
+
+    def __init__(self, render_mode=None):
+        super().__init__()
+        self.render_mode = render_mode
+
+    def render(self):
+        return np.full((4, 6, 3), 60 * self.count, np.uint8)
+
+
 class Unrepeatable(Walk):
     """A walk whose randomness comes from elsewhere."""
 
@@ -136,6 +150,7 @@ def needs_package():
 gym.register("Counting-v0", Counting)
 gym.register("Walk-v0", Walk)
 gym.register("Signalling-v0", Signalling)
+gym.register("Drawn-v0", Drawn)
 gym.register("Unrepeatable-v0", Unrepeatable)
 gym.register("Infinite-v0", Infinite)
 for broken in ("reward", "observation"):

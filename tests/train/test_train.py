@@ -16,7 +16,7 @@ from tensordict.nn import InteractionType, set_interaction_type
 
 from gpubuf.cli import main
 from gpubuf.serialization import load, save
-from gpubuf.train import TrainConfig, UsageError, load_actor, resume, train
+from gpubuf.train import Reporter, TrainConfig, UsageError, load_actor, resume, train
 from gpubuf.train.environments import NotFiniteError
 from gpubuf.train.metrics import JsonLines, read
 from gpubuf.train.run import CHECKPOINT_FILE, default_threads, free_folder
@@ -138,10 +138,7 @@ def test_a_run_is_resumed_from_its_last_checkpoint_when_it_was_killed(tmp_path):
     class KilledError(Exception):
         pass
 
-    class Killer:
-        def start(self, step, total): ...
-        def message(self, text): ...
-        def stop(self): ...
+    class Killer(Reporter):
         def update(self, status):
             if status.step == 90:
                 raise KilledError

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpubuf.cli import main
 from gpubuf.serialization import load
-from gpubuf.train import TrainConfig, load_actor, resume, train
+from gpubuf.train import Reporter, TrainConfig, load_actor, resume, train
 from gpubuf.train.algorithms import StickyNoise
 from gpubuf.train.config import ALGORITHM_DEFAULTS
 from gpubuf.train.torch_environments import Pendulum
@@ -61,15 +61,12 @@ def metrics(folder):
     return (folder / "metrics.jsonl").read_bytes()
 
 
-class Interrupting:
+class Interrupting(Reporter):
     """Interrupts a run at a step."""
 
     def __init__(self, at):
         self.at = at
 
-    def start(self, step, total): ...
-    def message(self, text): ...
-    def stop(self): ...
     def update(self, status):
         if status.step == self.at:
             signal.raise_signal(signal.SIGINT)
@@ -268,7 +265,7 @@ def test_observations_are_normalised(tmp_path):
     action = trainer.agent.act(observation, deterministic=True)
     torch.testing.assert_close(action, due, rtol=1e-4, atol=1e-5)
 
-    trainer.agent.save_model(tmp_path / "model.safetensors")
+    trainer.save_model(tmp_path / "model.safetensors")
     actor = load_actor(tmp_path / "model.safetensors")
     with set_interaction_type(InteractionType.DETERMINISTIC), torch.no_grad():
         loaded = actor(TensorDict({"observation": observation}, [5]))["action"]
