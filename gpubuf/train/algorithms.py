@@ -16,8 +16,15 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from tensordict import TensorDict
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictModuleBase,
+)
 from torch import Tensor, nn
+from torch.distributions import OneHotCategorical
+from torch.nn.functional import one_hot
 
 from gpubuf.data import Normalize
 from gpubuf.modules import (
@@ -34,7 +41,8 @@ from gpubuf.modules import (
     make_sac_critic,
     tanh_normal_actor,
 )
-from gpubuf.objectives import CrossQLoss, DistributionalSACLoss, REDQLoss, SACLoss
+from gpubuf.objectives import CrossQLoss, DiscreteSACLoss, DistributionalSACLoss, REDQLoss, SACLoss, TD3Loss
+from gpubuf.objectives.actor_critic import ActorCriticLossModule
 from gpubuf.objectives.sac import SoftActorCriticLoss
 from gpubuf.optim import AdamW
 from gpubuf.serialization import load, save
@@ -85,8 +93,71 @@ class StickyNoise:
         self._left.copy_(state["left"])
 
 
-#: The values that `Agent.update` returns, in this order.
-LOSS_NAMES = ("loss_qvalue", "loss_actor", "loss_alpha", "alpha", "entropy")
+class Gaussian:
+    """A policy whose network gives mean and standard deviation, `[E, A]` each: actions are their tanh."""
+
+    #: Whether an action is one of several, as a one-hot vector.
+    discrete = False
+
+    def best(self, output: Any) -> Tensor:
+        """The action without noise, `[E, A]`, each number in [-1, 1]."""
+        loc, _ = output
+        return cast(Tensor, loc.tanh())
+
+    def explored(self, output: Any, noise: Tensor | None) -> Tensor:
+        """An action of the training; ``noise`` is standard normal, `[E, A]`, and drawn anew where it is None."""
+        loc, scale = output
+        if noise is None:
+            return TanhNormal(loc, scale).sample()
+        return TanhNormal(torch.addcmul(loc, scale, noise), scale).deterministic_sample
+
+    def random(self, num_envs: int, size: int, device: torch.device) -> Tensor:
+        """Actions of a run that has not learnt yet, `[E, A]`: all are equally likely."""
+        return torch.rand(num_envs, size, device=device).mul_(2).sub_(1)
+
+    def in_units(self, output: Any, low: Tensor, high: Tensor) -> Tensor:
+        """`best` as the environment takes it, where -1 and 1 stand for ``low`` and ``high``."""
+        return torch.lerp(low, high, ((self.best(output) + 1) / 2).unflatten(-1, low.shape))
+
+
+GAUSSIAN = Gaussian()
+
+
+class Deterministic(Gaussian):
+    """A policy whose network gives the action itself, in [-1, 1]; TD3 explores with noise of 0.1 beside it."""
+
+    def best(self, output: Any) -> Tensor:
+        return cast(Tensor, output)
+
+    def explored(self, output: Any, noise: Tensor | None) -> Tensor:
+        noise = torch.randn_like(output) if noise is None else noise
+        return torch.add(output, noise, alpha=_EXPLORATION).clamp_(-1, 1)
+
+
+class Discrete(Gaussian):
+    """A policy whose network gives the logits of `A` actions, which are one-hot vectors."""
+
+    discrete = True
+
+    def best(self, output: Any) -> Tensor:
+        return one_hot(output.argmax(-1), output.shape[-1]).float()
+
+    def explored(self, output: Any, noise: Tensor | None) -> Tensor:
+        return cast(Tensor, OneHotCategorical(logits=output, validate_args=False).sample())
+
+    def random(self, num_envs: int, size: int, device: torch.device) -> Tensor:
+        return one_hot(torch.randint(size, (num_envs,), device=device), size).float()
+
+    def in_units(self, output: Any, low: Tensor, high: Tensor) -> Tensor:
+        """The number of the best action, counted from ``low``."""
+        return low + cast(Tensor, output.argmax(-1))
+
+
+# Standard deviation of the noise on TD3's actions, as in its paper.
+_EXPLORATION = 0.1
+
+#: The values that `Agent.update` returns, in this order, where there is a temperature.
+_SAC_LOSSES = ("loss_qvalue", "loss_actor", "loss_alpha", "alpha", "entropy")
 
 _Losses = Callable[[TensorDict], tuple[Tensor, Tensor]]
 
@@ -104,16 +175,22 @@ class Algorithm:
         betas: Of the optimiser.
         weight_decay: Of the optimiser, for everything but the temperature.
         unit_rows: Whether the optimiser keeps the weights of all networks at unit rows.
+        actions: How outputs of the policy's network become actions.
+        losses: The values that an update returns.
+        delayed_targets: Whether targets move only with the policy.
     """
 
     title: str
-    actor: Callable[..., TanhNormalActor]
+    actor: Callable[..., TensorDictModuleBase]
     critics: Callable[[TrainConfig, int, int, torch.device], TensorDictModule]
-    loss: Callable[..., SoftActorCriticLoss]
+    loss: Callable[..., ActorCriticLossModule]
     options: Callable[[TrainConfig, int], dict[str, Any]]
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     unit_rows: bool = False
+    actions: Gaussian = GAUSSIAN
+    losses: tuple[str, ...] = _SAC_LOSSES
+    delayed_targets: bool = False
 
 
 def _sac_critics(config: TrainConfig, observation: int, action: int, device: torch.device) -> TensorDictModule:
@@ -179,6 +256,28 @@ def _flashsac_critics(config: TrainConfig, observation: int, action: int, device
     return make_flashsac_critic(observation, action, config.hidden[0], **blocks, **nets, device=device)
 
 
+def _td3_actor(observation: int, action: int, hidden: Sequence[int], *, device: torch.device | str) -> TensorDictModule:
+    network = nn.Sequential(MLP(observation, action, hidden, device=device), nn.Tanh())
+    return TensorDictModule(network, ["observation"], ["action"])
+
+
+def _discrete_actor(
+    observation: int, action: int, hidden: Sequence[int], *, device: torch.device | str
+) -> ProbabilisticTensorDictSequential:
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(MLP(observation, action, hidden, device=device), ["observation"], ["logits"]),
+        ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=OneHotCategorical),
+    )
+
+
+def _discrete_critics(config: TrainConfig, observation: int, action: int, device: torch.device) -> TensorDictModule:
+    network = EnsembleMLP(config.critics, observation, action, config.hidden, device=device)
+    return TensorDictModule(network, ["observation"], ["action_value"])
+
+
+# Of the largest entropy. Near 1, as in the paper, a policy hardly chooses.
+_ENTROPY = 0.3
+
 #: By the name that ``--algo`` takes.
 ALGORITHMS: dict[str, Algorithm] = {
     # Haarnoja et al. 2018, arXiv:1812.05905, with a learnt temperature.
@@ -206,6 +305,29 @@ ALGORITHMS: dict[str, Algorithm] = {
     "redq": Algorithm("REDQ", make_sac_actor, _sac_critics, REDQLoss, _redq_options),
     # Bhatt et al. 2024, arXiv:1902.05605.
     "crossq": Algorithm("CrossQ", _crossq_actor, _crossq_critics, CrossQLoss, _td_options, betas=(0.5, 0.999)),
+    # Fujimoto et al. 2018, arXiv:1802.09477.
+    "td3": Algorithm(
+        "TD3",
+        _td3_actor,
+        _sac_critics,
+        TD3Loss,
+        lambda config, action: {"loss_function": "l2", "bounds": (-1.0, 1.0)},
+        actions=Deterministic(),
+        losses=("loss_qvalue", "loss_actor"),
+        delayed_targets=True,
+    ),
+    # Christodoulou 2019, arXiv:1910.07207.
+    "discrete-sac": Algorithm(
+        "Discrete SAC",
+        _discrete_actor,
+        _discrete_critics,
+        DiscreteSACLoss,
+        lambda config, action: {
+            **{"loss_function": "l2", "action_space": "one-hot", "num_actions": action},
+            "target_entropy_weight": _ENTROPY,
+        },
+        actions=Discrete(),
+    ),
 }
 
 
@@ -238,7 +360,8 @@ class Agent:
             "hidden": list(config.hidden),
         }
         algorithm = ALGORITHMS[config.algo]
-        self.title = algorithm.title
+        self.title, self.actions, self.loss_names = algorithm.title, algorithm.actions, algorithm.losses
+        self._delayed_targets = algorithm.delayed_targets
         self.actor = algorithm.actor(observation_size, action_size, config.hidden, device=device)
         critics = algorithm.critics(config, observation_size, action_size, device)
         options = algorithm.options(config, action_size)
@@ -251,7 +374,7 @@ class Agent:
         #: Normalises observations as the buffer does those of its batches.
         self.normalize: Normalize | None = None
         self._noise: StickyNoise | None = None
-        if config.noise_hold > 1:
+        if config.noise_hold is not None and config.noise_hold > 1:
             self._noise = StickyNoise(config.num_envs, action_size, config.noise_hold, device)
         self._may_fall_back = compiled is None
         # Of a whole update, and of one that trains the critics alone.
@@ -263,8 +386,9 @@ class Agent:
 
     def _make_optimizer(self, config: TrainConfig, algorithm: Algorithm, unit_rows: Sequence[nn.Module]) -> AdamW:
         """The optimiser of `parameters`, which moves the targets as well."""
-        temperature = [p for p in self.parameters() if p is self.loss.log_alpha]
-        networks = [p for p in self.parameters() if p is not self.loss.log_alpha]
+        alpha = getattr(self.loss, "log_alpha", None)
+        temperature = [p for p in self.parameters() if p is alpha]
+        networks = [p for p in self.parameters() if p is not alpha]
         groups = [{"params": networks}, {"params": temperature, "weight_decay": 0.0}]
         targets: dict[str, Any] = {} if config.tau is None else {"targets": self.loss, "tau": config.tau}
         options: dict[str, Any] = {"weight_decay": algorithm.weight_decay, "unit_rows": unit_rows, **targets}
@@ -274,37 +398,32 @@ class Agent:
         """Those of policy, critics and temperature that learn."""
         return [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
 
-    def act(self, observation: Tensor, deterministic: bool = False) -> Tensor:
-        """Actions `[E, A]` in [-1, 1], on the networks' device: drawn, or the tanh of the mean.
+    def act(self, observation: Tensor) -> Tensor:
+        """The best actions `[E, A]`, each number in [-1, 1], on the networks' device.
 
-        Does not synchronise, unless the observations are on another device.
-
-        Args:
-            observation: `[E, O]` float32.
-            deterministic: Whether to take the tanh of the mean.
+        Does not synchronise, unless the observations, `[E, O]` float32, are on another device.
         """
         with torch.no_grad():
-            distribution = self._distribution(observation)
-            return distribution.deterministic_sample if deterministic else distribution.sample()
+            return self.actions.best(self._output(observation))
 
     def explore(self, observation: Tensor) -> Tensor:
         """The actions of a step of training: drawn, with noise that may be held for some steps. See `act`."""
-        if self._noise is None:
-            return self.act(observation)
+        noise = None if self._noise is None else self._noise.draw()
         with torch.no_grad():
-            policy = self._distribution(observation)
-            held = torch.addcmul(policy.loc, policy.scale, self._noise.draw())
-            return TanhNormal(held, policy.scale).deterministic_sample
+            return self.actions.explored(self._output(observation), noise)
 
-    def _distribution(self, observation: Tensor) -> TanhNormal:
+    def _output(self, observation: Tensor) -> Any:
+        """What the policy's network gives."""
         observation = observation.to(self.device)
         if self.normalize is not None:
             observation = self.normalize(observation)
-        return self.actor.get_dist(TensorDict({"observation": observation}, observation.shape[:1]))
+        return network_of(self.actor)(observation)
 
     @property
     def critic_loss_names(self) -> frozenset[str]:
-        """Those of `LOSS_NAMES` that an update of the critics alone has."""
+        """Those of `loss_names` that an update of the critics alone has."""
+        if not isinstance(self.loss, SoftActorCriticLoss):
+            return frozenset({"loss_qvalue"})
         names = {"loss_qvalue", "alpha"}
         return frozenset(names if self.loss.temperature_from == "current" else {*names, "loss_alpha"})
 
@@ -319,7 +438,7 @@ class Agent:
             policy: Whether policy and temperature learn too. Otherwise a temperature learns only from next actions.
 
         Returns:
-            The values of `LOSS_NAMES`, `[5]` float32 on the device; 0 for those that were not computed.
+            The values of `loss_names`, `[L]` float32 on the device; 0 for those that were not computed.
         """
         try:
             values = self._gradients(batch, policy)
@@ -335,32 +454,33 @@ class Agent:
             warnings.warn(f"torch.compile failed, going on without it: {error}", stacklevel=2)
             self._losses, self._critic_losses = self._eager_losses, self._eager_critic_losses
             values = self._gradients(batch, policy)
-        self._optimizer.step()
+        self._optimizer.step(targets=policy or not self._delayed_targets)
         return values
 
     def _gradients(self, batch: TensorDict, policy: bool) -> Tensor:
-        """Set the gradients of the parameters that learn, and None for others. Returns the values of `LOSS_NAMES`."""
+        """Set the gradients of the parameters that learn, and None for others. Returns the values of `loss_names`."""
         total, values = (self._losses if policy else self._critic_losses)(batch)
         self._optimizer.zero_grad(set_to_none=True)
         total.backward()
         return values
 
     def _eager_losses(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
-        """The sum to minimise, and the values of `LOSS_NAMES`."""
-        losses = self.loss(batch)
-        # The losses share no parameters, so their sum gives each parameter the gradient of its own loss.
-        total = losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]
-        return total, torch.stack([losses[name].detach().reshape(()) for name in LOSS_NAMES])
+        """The sum to minimise, and the values of `loss_names`."""
+        return self._summed(self.loss(batch))
 
     def _eager_critic_losses(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
         """The same for the critics alone."""
-        losses = self.loss.critic_losses(batch)
-        total = losses["loss_qvalue"]
-        if "loss_alpha" in self.critic_loss_names:
-            total = total + losses["loss_alpha"]
-        absent = torch.zeros_like(losses["alpha"])
-        names = self.critic_loss_names
-        values = [losses[name].detach().reshape(()) if name in names else absent for name in LOSS_NAMES]
+        if isinstance(self.loss, SoftActorCriticLoss):
+            return self._summed(self.loss.critic_losses(batch))
+        assert isinstance(self.loss, TD3Loss)
+        return self._summed({"loss_qvalue": self.loss.value_loss(batch)[0]})
+
+    def _summed(self, found: Any) -> tuple[Tensor, Tensor]:
+        # The losses share no parameters, so their sum gives each parameter the gradient of its own loss.
+        present = [name for name in self.loss_names if name in found]
+        total: Tensor = sum(found[name] for name in present if name.startswith("loss_"))
+        absent = torch.zeros_like(total).detach()
+        values = [found[name].detach().reshape(()) if name in present else absent for name in self.loss_names]
         return total, torch.stack(values)
 
     def state_dict(self) -> dict[str, Any]:
@@ -405,7 +525,13 @@ class _Normalized(nn.Module):
         return (x - self.mean) * self.factor
 
 
-def load_actor(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> ProbabilisticTensorDictSequential:
+def network_of(actor: Any) -> nn.Module:
+    """The network of a policy, a function of observations."""
+    first = actor[0] if isinstance(actor, ProbabilisticTensorDictSequential) else actor
+    return cast(nn.Module, first.module)
+
+
+def load_actor(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TensorDictModuleBase:
     """The trained policy in ``path``: it reads ``"observation"`` `[*, O]` and writes ``"action"`` `[*, A]` in [-1, 1].
 
     A policy that was trained on normalised observations takes them as they are, and normalises them itself.
@@ -424,31 +550,30 @@ class Policy(nn.Module):
 
     Args:
         actor: As `load_actor` returns it.
-        low, high: What actions of -1 and 1 stand for, in the shape of one action.
+        actions: Of its algorithm.
+        low, high: What actions of -1 and 1 stand for, in the shape of one action; the first and the last of several.
     """
 
     low: Tensor
     high: Tensor
 
-    def __init__(self, actor: ProbabilisticTensorDictSequential, low: Tensor, high: Tensor) -> None:
+    def __init__(self, actor: TensorDictModuleBase, actions: Gaussian, low: Tensor, high: Tensor) -> None:
         super().__init__()
-        self.network = cast(nn.Module, actor[0].module)
+        self.network, self._actions = network_of(actor), actions
         self.register_buffer("low", low)
         self.register_buffer("high", high)
 
-    def forward(self, observation: Tensor | ArrayLike) -> Tensor | NDArray[np.float32]:
+    def forward(self, observation: Tensor | ArrayLike) -> Tensor | NDArray[Any]:
         """The actions for observations `[*, O]`, in the shape of the action space after the same leading dimensions.
 
         A float32 tensor on the policy's device gives a tensor, without a synchronisation. Anything else is read by
-        NumPy, and gives a float32 array.
+        NumPy, and gives an array. Actions are float32; one of several is its number, int64.
         """
         if not isinstance(observation, Tensor):
             given = torch.as_tensor(np.asarray(observation, dtype=np.float32), device=self.low.device)
             with torch.no_grad():
-                return cast(NDArray[np.float32], self(given).cpu().numpy())
-        loc, _ = self.network(observation)
-        share = (loc.tanh() + 1) / 2
-        return torch.lerp(self.low, self.high, share.unflatten(-1, self.low.shape))
+                return cast(NDArray[Any], self(given).cpu().numpy())
+        return self._actions.in_units(self.network(observation), self.low, self.high)
 
 
 def load_policy(run: str | os.PathLike[str], device: torch.device | str = "cpu") -> Policy:
@@ -463,24 +588,27 @@ def load_policy(run: str | os.PathLike[str], device: torch.device | str = "cpu")
         ValueError: The file does not hold a policy, or is damaged.
     """
     path = Path(run)
-    return Policy(*_load_model(path / MODEL_FILE if path.is_dir() else path, device))
+    actor, algorithm, low, high = _load_model(path / MODEL_FILE if path.is_dir() else path, device)
+    return Policy(actor, algorithm.actions, low, high)
 
 
 def _load_model(
     path: str | os.PathLike[str], device: torch.device | str
-) -> tuple[ProbabilisticTensorDictSequential, Tensor, Tensor]:
-    """The policy in ``path``, and what actions of -1 and 1 stand for."""
+) -> tuple[TensorDictModuleBase, Algorithm, Tensor, Tensor]:
+    """The policy in ``path``, its algorithm, and what actions of -1 and 1 stand for."""
     model = load(path)
     try:
         hidden: Sequence[int] = model["hidden"]
-        actor = ALGORITHMS[model["algo"]].actor(model["observation_size"], model["action_size"], hidden, device=device)
+        algorithm = ALGORITHMS[model["algo"]]
+        actor = algorithm.actor(model["observation_size"], model["action_size"], hidden, device=device)
         actor.load_state_dict(model["actor"])
         if "normalize" in model:
             statistics = model["normalize"]
-            network = cast(nn.Sequential, actor[0].module)
-            network.insert(0, _Normalized(*(statistics[name].to(device, copy=True) for name in ("mean", "factor"))))
+            first = _Normalized(*(statistics[name].to(device, copy=True) for name in ("mean", "factor")))
+            module = actor[0] if isinstance(actor, ProbabilisticTensorDictSequential) else actor
+            module.module = nn.Sequential(first, network_of(actor))
         # Copies, for the tensors of a file share its memory.
         low, high = (model[name].to(device, copy=True) for name in ("action_low", "action_high"))
-        return actor.eval(), low, high
+        return actor.eval(), algorithm, low, high
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"{os.fspath(path)} does not hold a policy: {error!r}") from None

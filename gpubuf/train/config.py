@@ -45,6 +45,8 @@ ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "redq": {**_SAC, "learning_rate": 3e-4, "critics": 10, "policy_every": 5},
     "crossq": {**_SAC, "tau": None, "policy_every": 3},
+    "td3": {**_SAC, "policy_every": 2},
+    "discrete-sac": {**_SAC, "noise_hold": None},
 }
 
 #: Updates for each update of ``sac``, where ``--update-ratio`` is not given.
@@ -183,7 +185,7 @@ class TrainConfig:
     v_max: float | None = None
     scale_rewards: bool = _BY_ALGORITHM
     normalize_observations: bool = _BY_ALGORITHM
-    noise_hold: int = _BY_ALGORITHM
+    noise_hold: int | None = _BY_ALGORITHM
     priority_alpha: float | None = None
     priority_beta: float | None = None
     eval_every: int = _BY_ENVIRONMENT
@@ -200,14 +202,14 @@ class TrainConfig:
         if self.num_envs is not None:
             self._require("num_envs", self.num_envs >= 1, "at least 1")
         self._fill_defaults()
-        at_least_1 = "total_steps batch_size critics log_every eval_episodes policy_every noise_hold"
+        at_least_1 = "total_steps batch_size critics log_every eval_episodes policy_every"
         for name in at_least_1.split():
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("learning_starts", "eval_every", "checkpoint_every", "seed"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
         # PyTorch's generators take no more.
         self._require("seed", self.seed < 2**64, "below 2**64")
-        for name in ("buffer_size", "threads"):
+        for name in ("buffer_size", "threads", "noise_hold"):
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
         for name in ("update_ratio", "learning_rate"):
             self._require(name, math.isfinite(getattr(self, name)) and getattr(self, name) > 0, "above 0 and finite")

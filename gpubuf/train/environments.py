@@ -44,7 +44,9 @@ class Environments(abc.ABC):
         num_envs: How many, `E`.
         observation_size: Numbers in an observation, `O`.
         action_size: Numbers in an action, `A`; each is in [-1, 1].
-        action_bounds: What -1 and 1 stand for, two float32 tensors in the shape of one action, on the CPU.
+        action_bounds: What -1 and 1 stand for, two float32 tensors in the shape of one action, on the CPU; the numbers
+            of the first and the last of several actions, int64 `[]`.
+        discrete: Whether an action is one of `A`, a one-hot vector.
         device: Of the tensors of a step.
         time_limit: Steps after which every episode is over; None if unknown.
         capturable: Whether a step is a fixed sequence of operations on the same tensors, without the host: it may then
@@ -57,6 +59,7 @@ class Environments(abc.ABC):
     action_size: int
     action_bounds: tuple[Tensor, Tensor]
     device: torch.device
+    discrete = False
     time_limit: int | None = None
     capturable = False
     shown_records = 10
@@ -67,7 +70,8 @@ class Environments(abc.ABC):
 
     @abc.abstractmethod
     def step(self, action: Tensor) -> Steps:
-        """Act in every environment: `[E, A]` in [-1, 1], on any device; stretched to the bounds of the action space.
+        """Act in every environment: `[E, A]` in [-1, 1], on any device, which are stretched to the bounds of the action
+        space, or one-hot.
 
         Raises:
             NotFiniteError: an action, an observation or a reward is NaN or infinite, and the environments can tell

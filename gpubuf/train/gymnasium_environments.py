@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from numpy.typing import NDArray
 from torch import Tensor
@@ -37,8 +37,8 @@ def make(name: str, **options: Any) -> gym.Env[NDArray[Any], NDArray[Any]]:
     """Make the environment ``name``, with a flat observation. ``options`` are Gymnasium's, such as ``render_mode``.
 
     Raises:
-        EnvironmentUnusableError: It is unknown, needs a package that is not installed, has no continuous action
-            space, or one without bounds.
+        EnvironmentUnusableError: It is unknown, needs a package that is not installed, or has other actions than
+            continuous ones with bounds or one of several.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -47,13 +47,12 @@ def make(name: str, **options: Any) -> gym.Env[NDArray[Any], NDArray[Any]]:
         # Gymnasium colours its warnings even where there is no terminal.
         warnings.warn(_COLOURS.sub("", str(warning.message)), warning.category, stacklevel=2)
     space = env.action_space
-    if not isinstance(space, Box) or not np.issubdtype(space.dtype, np.floating):
-        discrete = isinstance(space, (Box, Discrete, MultiDiscrete, MultiBinary))
-        kind = "discrete" if discrete else type(space).__name__
+    if not isinstance(space, Discrete) and not (isinstance(space, Box) and np.issubdtype(space.dtype, np.floating)):
         raise EnvironmentUnusableError(
-            f"{name} has a {kind} action space, {space}; SAC here needs a continuous one (Box)"
+            f"{name} has the action space {space}: actions here are continuous (a Box of floats), or one of several "
+            "(Discrete)"
         )
-    if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+    if isinstance(space, Box) and not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
         raise EnvironmentUnusableError(f"{name} has actions without bounds, {space}; SAC needs bounded ones")
     if image := _image(env.observation_space):
         raise EnvironmentUnusableError(
@@ -179,15 +178,18 @@ class GymnasiumEnvironments(Environments):
             [lambda: self._recorded(make_env(name))] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP
         )
         space = self._vector.single_action_space
-        assert isinstance(space, Box)
         self.num_envs = num_envs
         self.observation_size = int(np.prod(self._vector.single_observation_space.shape or (1,)))
-        self.action_size = int(np.prod(space.shape))
-        self._action_shape = space.shape
-        self._action_dtype = space.dtype
-        low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-        self._centre, self._scale = (high + low) / 2, (high - low) / 2
-        self.action_bounds = torch.from_numpy(low).float(), torch.from_numpy(high).float()
+        if isinstance(space, Discrete):
+            self.discrete, self.action_size, self._first = True, int(space.n), int(space.start)
+            self.action_bounds = torch.tensor(self._first), torch.tensor(self._first + self.action_size - 1)
+        else:
+            assert isinstance(space, Box)
+            self.action_size = int(np.prod(space.shape))
+            self._action_shape, self._action_dtype = space.shape, space.dtype
+            low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+            self._centre, self._scale = (high + low) / 2, (high - low) / 2
+            self.action_bounds = torch.from_numpy(low).float(), torch.from_numpy(high).float()
         self._seeds = [int(word) for word in np.random.SeedSequence(seed).generate_state(num_envs)]
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, dtype=np.int64)
@@ -241,6 +243,9 @@ class GymnasiumEnvironments(Environments):
         return ended
 
     def _stretched(self, action: NDArray[np.float32]) -> NDArray[Any]:
+        """Actions as the environments take them."""
+        if self.discrete:
+            return np.asarray(action.argmax(1) + self._first)
         scaled = self._centre + self._scale * action.reshape(self.num_envs, *self._action_shape)
         return scaled.astype(self._action_dtype)
 

@@ -21,7 +21,7 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
 )
 from gpubuf.data.storage.layout import Leaf, as_key
-from gpubuf.train.algorithms import LOSS_NAMES, Agent
+from gpubuf.train.algorithms import ALGORITHMS, Agent
 from gpubuf.train.config import TORCH_PREFIX, TrainConfig, UsageError
 from gpubuf.train.environments import Environments, Evaluation, NotFiniteError
 from gpubuf.train.progress import Status
@@ -83,6 +83,9 @@ class Trainer:
         self._wrap: _Wrap = graphs.capture if captured else _as_it_is
         self._environments = make_environments(config.env, config.num_envs, (config.seed, _TRAINING), device)
         self._curve: Evaluation | None = None
+        if self._environments.discrete is not ALGORITHMS[config.algo].actions.discrete:
+            self._environments.close()
+            raise UsageError(_wrong_actions(config, self._environments.discrete))
         torch.manual_seed(config.seed)
         sizes = self._environments.observation_size, self._environments.action_size
         self.agent = Agent(config, *sizes, device, compiled=compiled)
@@ -91,7 +94,7 @@ class Trainer:
         # Written in place, for graphs read it where it is.
         self._observation = self._environments.reset().to(device)
         self._updates = 0
-        self._sums = torch.zeros(len(LOSS_NAMES), device=device)
+        self._sums = torch.zeros(len(self.agent.loss_names), device=device)
         # Updates in the sums, and those among them that trained the policy.
         self._summed = 0
         self._summed_policies = 0
@@ -140,8 +143,8 @@ class Trainer:
 
     def _explore(self) -> None:
         """A step with random actions."""
-        shape = self.config.num_envs, self._environments.action_size
-        self._store(torch.rand(shape, device=self._environments.device).mul_(2).sub_(1))
+        environments = self._environments
+        self._store(self.agent.actions.random(self.config.num_envs, environments.action_size, environments.device))
 
     def _act_and_store(self) -> None:
         """A step with the policy's actions."""
@@ -209,11 +212,12 @@ class Trainer:
         if self._summed == 0:
             return
         in_all = self.agent.critic_loss_names
-        counts = [self._summed if name in in_all else self._summed_policies for name in LOSS_NAMES]
+        names = self.agent.loss_names
+        counts = [self._summed if name in in_all else self._summed_policies for name in names]
         means = (self._sums / self._sums.new_tensor(counts)).tolist()
         self._sums.zero_()
         self._summed = self._summed_policies = 0
-        self._losses = {name: mean for name, mean, count in zip(LOSS_NAMES, means, counts, strict=True) if count}
+        self._losses = {name: mean for name, mean, count in zip(names, means, counts, strict=True) if count}
         if not all(math.isfinite(value) for value in self._losses.values()):
             raise DivergedError(f"training diverged by step {self.step:,}: {self._losses}")
         record = {"kind": "update", "step": self.step, "updates": self._updates, **self._losses}
@@ -242,7 +246,7 @@ class Trainer:
     def _evaluation(self, episodes: int, stream: int) -> Evaluation:
         environments = make_environments(self.config.env, episodes, (self.config.seed, stream), self._device)
         wrap = self._wrap if environments.capturable else _as_it_is
-        return Evaluation(environments, lambda observation: self.agent.act(observation, deterministic=True), wrap)
+        return Evaluation(environments, self.agent.act, wrap)
 
     def save_model(self, path: Path) -> None:
         """Write the policy to ``path``, for `load_policy`."""
@@ -314,6 +318,15 @@ class Trainer:
         self._environments.close()
         if self._curve is not None:
             self._curve.close()
+
+
+def _wrong_actions(config: TrainConfig, discrete: bool) -> str:
+    kinds = ("continuous", "discrete")
+    others = [name for name, each in ALGORITHMS.items() if each.actions.discrete is discrete]
+    return (
+        f"{config.env} has {kinds[discrete]} actions, and {config.algo} learns {kinds[not discrete]} ones: say "
+        f"--algo {' or '.join(others)}"
+    )
 
 
 def _as_it_is(function: Callable[[], None]) -> Callable[[], Any]:

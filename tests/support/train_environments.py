@@ -1,6 +1,7 @@
 """Tiny environments for the tests of training, with Gymnasium ids that import this module."""
 
 import signal
+from typing import ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -73,7 +74,7 @@ class Signalling(Walk):
 class Drawn(Counting):
     """Draws its count as a grey picture, and has actions of two rows."""
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 5}
+    metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 5}
     action_space = Box(np.array([[-3.0], [0.1]], np.float32), np.array([[1.0], [0.7]], np.float32))
 
     def __init__(self, render_mode=None):
@@ -82,6 +83,24 @@ class Drawn(Counting):
 
     def render(self):
         return np.full((4, 6, 3), 60 * self.count, np.uint8)
+
+
+class Choices(Walk):
+    """Has the actions 7 and 8, and observes the last one."""
+
+    action_space = Discrete(2, start=7)
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.last = action
+        return super().step(np.array([action - 7.5]))
+
+    def reset(self, *, seed=None, options=None):
+        self.last = 0
+        return super().reset(seed=seed)
+
+    def _observation(self):
+        return np.array([self.last, self.position])
 
 
 class Unrepeatable(Walk):
@@ -151,6 +170,7 @@ gym.register("Counting-v0", Counting)
 gym.register("Walk-v0", Walk)
 gym.register("Signalling-v0", Signalling)
 gym.register("Drawn-v0", Drawn)
+gym.register("Choices-v0", Choices)
 gym.register("Unrepeatable-v0", Unrepeatable)
 gym.register("Infinite-v0", Infinite)
 for broken in ("reward", "observation"):

@@ -14,17 +14,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpubuf.cli import main
 from gpubuf.serialization import load
-from gpubuf.train import Reporter, TrainConfig, load_actor, resume, train
+from gpubuf.train import Reporter, TrainConfig, UsageError, algorithms, load_actor, load_policy, resume, train
 from gpubuf.train.algorithms import StickyNoise
 from gpubuf.train.config import ALGORITHM_DEFAULTS
 from gpubuf.train.torch_environments import Pendulum
 from gpubuf.train.trainer import Trainer
 from tests.support.fake_cuda import DataDependentOutputException
 from tests.support.graph_recorder import RecordedCuda
+from tests.support.train_environments import PREFIX
 from tests.support.train_runs import run, state_of
 
 CPU = torch.device("cpu")
-ALGORITHMS = sorted(ALGORITHM_DEFAULTS)
+ALGORITHMS = sorted(name for name, each in algorithms.ALGORITHMS.items() if not each.actions.discrete)
 #: Every algorithm, and every way to draw.
 CONFIGURATIONS = [
     *[(algo, {}) for algo in ALGORITHMS],
@@ -83,19 +84,99 @@ def test_an_interrupted_run_goes_on_as_if_never_stopped(tmp_path, algo, changes)
     updates = [json.loads(line) for line in metrics(tmp_path / "whole").splitlines()]
     updates = [record for record in updates if record["kind"] == "update"]
     assert updates[-1]["updates"] == 8 * 15
-    assert all(math.isfinite(updates[-1][name]) for name in ("loss_qvalue", "loss_actor", "loss_alpha", "entropy"))
+    assert all(math.isfinite(updates[-1][name]) for name in algorithms.ALGORITHMS[algo].losses)
     assert TrainConfig.read(tmp_path / "whole") == config
     assert json.loads((tmp_path / "whole" / "result.json").read_text())["algo"] == algo
     assert load(tmp_path / "whole" / "model.safetensors")["algo"] == algo
-    trained, loaded = (load_actor(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     observation = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    means = [actor.get_dist(_batch(observation)).deterministic_sample for actor in (trained, loaded)]
-    assert torch.equal(*means)
-    assert means[0].abs().max() <= 1
+    best = [load_policy(tmp_path / name)(observation) for name in ("whole", "parts")]
+    assert torch.equal(*best)
+    assert best[0].abs().max() <= 2
 
 
 def _batch(observation):
     return TensorDict({"observation": observation}, observation.shape[:1])
+
+
+def test_td3_moves_policy_and_targets_together_and_explores_near_its_actions():
+    trainer = Trainer(tiny("td3", num_envs=2000, update_ratio=0.001), CPU, lambda record: None)
+    agent = trainer.agent
+    for _ in range(12):
+        trainer.advance()
+    batch = trainer.buffer.sample()
+
+    def parts():
+        state = agent.loss.state_dict()
+        of = {name: [x.clone() for key, x in state.items() if key.startswith(name)] for name in NAMES}
+        assert all(of.values())
+        return of
+
+    before = parts()
+    values = agent.update(batch, policy=False)
+    assert (values[0] > 0, values[1] == 0) == (True, True)
+    critics = parts()
+    agent.update(batch)
+    after = parts()
+    moved = [
+        [not all(map(torch.equal, x[name], y[name])) for name in NAMES]
+        for x, y in ((before, critics), (critics, after))
+    ]
+    assert moved == [[False, True, False, False], [True] * 4]
+
+    observation = trainer._observation
+    away = agent.explore(observation) - agent.act(observation)
+    assert agent.explore(observation).abs().max() <= 1
+    assert 0.08 < away[agent.act(observation).abs() < 0.5].std() < 0.12
+
+
+NAMES = ("actor_network_params", "qvalue_network_params", "target_actor_network", "target_qvalue_network")
+
+
+def test_discrete_actions_are_numbers_of_the_environment(tmp_path):
+    """One-hot in the buffer; exploration draws by the logits, and what is best has the largest."""
+    trainer = Trainer(tiny("discrete-sac", env=PREFIX + "Choices-v0", num_envs=4), CPU, lambda record: None)
+    for _ in range(40):
+        trainer.advance()
+    actions = trainer.buffer[:]["action"]
+    assert set(actions.flatten().tolist()) == {0.0, 1.0}
+    assert (actions.sum(-1) == 1).all()
+    # The observation after a step says which action was taken.
+    assert torch.equal(trainer.buffer[:]["next", "observation"][:, 0], actions.argmax(-1).float() + 7)
+    agent, observation = trainer.agent, torch.randn(1, 2).expand(20000, 2)
+    drawn = agent.explore(observation).mean(0)
+    probabilities = agent._output(observation[:1])[0].softmax(-1)
+    torch.testing.assert_close(drawn, probabilities, atol=0.02, rtol=0)
+    assert agent.act(observation[:1])[0].argmax() == probabilities.argmax()
+    trainer.save_model(tmp_path / "model.safetensors")
+    assert load_policy(tmp_path)(observation[0].numpy()) == 7 + int(probabilities.argmax())
+
+
+def test_discrete_sac_is_resumed_exactly(tmp_path):
+    config = tiny("discrete-sac", env=PREFIX + "Choices-v0", prioritized=True)
+    whole = train(config, tmp_path / "whole")
+    train(config, tmp_path / "parts", reporter=Interrupting(8 * 17))
+    assert resume(tmp_path / "parts").returns == whole.returns
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("algo", "env", "message"),
+    [
+        (
+            "sac",
+            "Choices-v0",
+            "Choices-v0 has discrete actions, and sac learns continuous ones: say --algo discrete-sac$",
+        ),
+        (
+            "discrete-sac",
+            "Walk-v0",
+            "Walk-v0 has continuous actions, and .* discrete ones: say --algo sac or fastsac or",
+        ),
+    ],
+)
+def test_an_algorithm_for_other_actions_names_one_that_fits(algo, env, message, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        train(tiny(algo, env=PREFIX + env), tmp_path)
 
 
 def test_a_stored_run_without_an_algorithm_is_sac_s():
@@ -262,7 +343,7 @@ def test_observations_are_normalised(tmp_path):
     normal = ((observation - mean) / deviation).float()
     with torch.no_grad():
         due = trainer.agent.actor.get_dist(TensorDict({"observation": normal}, [5])).deterministic_sample
-    action = trainer.agent.act(observation, deterministic=True)
+    action = trainer.agent.act(observation)
     torch.testing.assert_close(action, due, rtol=1e-4, atol=1e-5)
 
     trainer.save_model(tmp_path / "model.safetensors")
@@ -273,4 +354,4 @@ def test_observations_are_normalised(tmp_path):
 
     resumed = Trainer(config, CPU, lambda record: None)
     resumed.load_state_dict(trainer.state_dict())
-    assert torch.equal(resumed.agent.act(observation, deterministic=True), action)
+    assert torch.equal(resumed.agent.act(observation), action)
