@@ -160,7 +160,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        importlib.import_module("gpubuf.missing_names").refuse(__name__, name)
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

@@ -57,8 +57,8 @@ def refuse(module: str, name: str) -> NoReturn:
         ImportError: ``name`` is TorchRL's. An AttributeError would lose its sentence on the way out of an import.
         AttributeError: it is not.
     """
-    if module == "gpubuf.data" and name in DATA:
-        raise ImportError(f"gpubuf.data has no {name} as TorchRL does: {DATA[name]}")
-    if module == "gpubuf.objectives" and name.endswith("Loss"):
-        raise ImportError(f"gpubuf.objectives has no {name} as TorchRL may do: {OBJECTIVES}")
+    if module in ("gpubuf", "gpubuf.data") and name in DATA:
+        raise ImportError(f"{module} has no {name} as TorchRL does: {DATA[name]}")
+    if module in ("gpubuf", "gpubuf.objectives") and name.endswith("Loss"):
+        raise ImportError(f"{module} has no {name} as TorchRL may do: {OBJECTIVES}")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpubuf.commands import whole_number
 from gpubuf.terminal import show
 from gpubuf.train.config import UsageError
 
@@ -102,7 +103,7 @@ def add(commands: Any) -> None:
         help="what ends a trajectory: flags, or also rows that the next one does not continue (default: flags)",
     )
     size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--capacity", type=int, metavar="N", help="transitions")
+    size.add_argument("--capacity", type=whole_number, metavar="N", help="transitions")
     size.add_argument("--budget", metavar="BYTES", help="plan for as many transitions as fit, such as into 24GiB")
     parser.add_argument(
         "--sampler", choices=_SLICED, default="uniform", help="how batches are drawn (default: uniform)"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gpubuf.commands import whole_number
 from gpubuf.train.config import (
     ALGORITHM_DEFAULTS,
     CHANGEABLE_ON_RESUME,
@@ -74,9 +75,9 @@ def add(commands: Any) -> None:
     # An option that is not given is absent, so that --resume can tell given options from defaults.
     parser = commands.add_parser(
         "train",
-        help="train soft actor-critic on an environment",
-        description="Train soft actor-critic, or one of its descendants, on an environment with continuous actions, "
-        "Gymnasium's or one made of tensor operations, and evaluate it.",
+        help="train an agent on an environment",
+        description="Train soft actor-critic, one of its descendants or TD3 on an environment, Gymnasium's or one made "
+        "of tensor operations, and evaluate it.",
         epilog="Exit codes: 0 done, 1 training diverged, 2 the request can't be met, 130 interrupted by Ctrl-C "
         f"and saved. With --resume, only {', '.join(_option(name) for name in sorted(CHANGEABLE_ON_RESUME))} may be "
         "changed.",
@@ -171,7 +172,8 @@ def _setting(group: Any, name: str, metavar: str, text: str) -> None:
         text += _by_algorithm(name)
     elif default is not None:
         text = f"{text} (default: {default})"
-    group.add_argument(_option(name), type=setting_types()[name][0], metavar=metavar, help=text)
+    kind = setting_types()[name][0]
+    group.add_argument(_option(name), type=whole_number if kind is int else kind, metavar=metavar, help=text)
 
 
 def _by_algorithm(name: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +45,7 @@ from gpubuf.data.storage.layout import (
     layout_of,
     mapped,
     shallow,
+    tensors_of,
 )
 from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.placement import MemoryReport
@@ -69,9 +71,10 @@ class ReplayBuffer:
     the one before it.
 
     Args:
-        storage: where the rows live: a storage or a function that returns one. Default: a
-            :class:`LazyTensorStorage` on the CPU, or a :class:`ListStorage` if the first write is of other objects than
-            tensors and containers of them, of the ``max_capacity`` of a prioritized sampler, or of 1000 rows.
+        storage: where the rows live: a storage, a function that returns one, or a number of rows for a
+            :class:`LazyTensorStorage` on the CPU. Default: such a storage, of the ``max_capacity`` of a prioritized
+            sampler or of 1000 rows, or a :class:`ListStorage` if the first write is of other objects than tensors and
+            containers of them.
         sampler: which rows a batch is made of. Default: :class:`RandomSampler`.
         writer: where new rows go. Default: :class:`RoundRobinWriter`.
         collate_fn: applied to every gathered batch, before the transforms.
@@ -118,8 +121,8 @@ class ReplayBuffer:
 
     def __init__(
         self,
+        storage: Storage | Callable[[], Storage] | int | None = None,
         *,
-        storage: Storage | Callable[[], Storage] | None = None,
         sampler: Sampler | Callable[[], Sampler] | None = None,
         sample_unit: SampleUnit | None = None,
         writer: Writer | Callable[[], Writer] | None = None,
@@ -142,7 +145,7 @@ class ReplayBuffer:
         check_sizes(prefetch, batch_size)
         self._has_default_storage = storage is None
         self._sampler = self._first_sampler(sampler, consume_after_n_samples, prefetch)
-        self._storage: TensorStorage = component(storage, Storage, lambda: self._new_storage(self._sampler))
+        self._storage = self._first_storage(storage, self._sampler)
         self._writer: Writer = component(writer, Writer, self._default_writer)
         self._writer.register_storage(self._storage)
         if dim_extend is not None and not 0 <= dim_extend < self._storage.ndim:
@@ -166,6 +169,14 @@ class ReplayBuffer:
             self.set_rng(generator)
 
     # The parts
+
+    @classmethod
+    def _first_storage(cls, given: Any, sampler: Sampler | None = None) -> TensorStorage:
+        """The storage that a buffer begins with."""
+        if type(given) is int:
+            return cls._default_storage(given)
+        storage: TensorStorage = component(given, Storage, lambda: cls._new_storage(sampler))
+        return storage
 
     @classmethod
     def _new_storage(cls, sampler: Sampler | None = None) -> LazyTensorStorage:
@@ -395,7 +406,8 @@ class ReplayBuffer:
 
         Args:
             data: ``[n]`` rows (for storages of two dimensions ``[E, T]``, see ``dim_extend``), or a list of rows. It
-                is never changed. An empty list, no rows, or, as the first write, no keys: nothing changes.
+                is never changed. NumPy arrays and numbers, and those in dicts, are stored as tensors, but in a
+                :class:`ListStorage`. An empty list, no rows, or, as the first write, no keys: nothing changes.
             update_priority: not for this class (NotImplementedError): see :class:`TensorDictReplayBuffer`.
 
         Returns:
@@ -421,10 +433,19 @@ class ReplayBuffer:
             self._replace_storage(self._default_objects(self._storage.max_size))
         return self._storage
 
+    def _as_tensors(self, data: Any) -> Any:
+        """``data`` without NumPy arrays, where the storage can't have them."""
+        kind = type(data)
+        if (kind is dict or kind is list or kind is np.ndarray) and not isinstance(self._storage, ListStorage):
+            return tensors_of(data)
+        return data
+
     def _extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
         storage = self._storage
         if storage._schema is None and self._has_default_storage:
             storage = self._storage_for(data)
+        if not _compiling():
+            data = self._as_tensors(data)
         if isinstance(data, list):
             if not data:
                 return _no_rows(storage)
@@ -486,6 +507,8 @@ class ReplayBuffer:
             if self._storage._schema is None and self._has_default_storage:
                 self._storage_for(data)
             cursor = self._storage.cursor
+            if not _compiling():
+                data = self._as_tensors(data)
             row = self._storage.as_batch(data, self.dim_extend)
             try:
                 index = self.extend(row)

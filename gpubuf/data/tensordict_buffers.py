@@ -9,7 +9,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data.arguments import component
 from gpubuf.data.batches import collapsed
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.lock import operation
@@ -17,8 +16,8 @@ from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.sum_tree import masks_of, rows_of
 from gpubuf.data.sequences import by_anchor
 from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.layout import MASK_KEY, Data, priority_mask_key
-from gpubuf.data.storage.storage import Storage, TensorStorage
+from gpubuf.data.storage.layout import MASK_KEY, Data, batch_shape, priority_mask_key, tensors_of
+from gpubuf.data.storage.storage import Storage
 from gpubuf.data.writers import TensorDictRoundRobinWriter
 
 
@@ -27,21 +26,28 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     Args:
         priority_key: where a batch carries its priorities.
-        **kwargs: as for :class:`ReplayBuffer`.
+        storage, **kwargs: as for :class:`ReplayBuffer`.
     """
 
     _default_writer = TensorDictRoundRobinWriter
     _samples_have_info = True
 
-    def __init__(self, *, priority_key: str | tuple[str, ...] = "td_error", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        storage: Storage | Callable[[], Storage] | int | None = None,
+        *,
+        priority_key: str | tuple[str, ...] = "td_error",
+        **kwargs: Any,
+    ) -> None:
         self.priority_key = priority_key
-        super().__init__(**kwargs)
+        super().__init__(storage, **kwargs)
 
     def extend(self, data: Data, *, update_priority: bool | None = None) -> Tensor:
         """Write a batch, with the priorities found under ``priority_key`` if the sampler has any use for them.
 
         Args:
-            data: a TensorDict or tensorclass, or a list of them.
+            data: a TensorDict or tensorclass, or a dict of tensors or NumPy arrays that is stored as one; or a list of
+                them.
             update_priority: False ignores the priorities in the batch.
 
         Returns:
@@ -51,6 +57,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             TypeError: ``data`` is something else.
             ValueError: as :meth:`ReplayBuffer.extend`, or a priority is NaN, infinite or negative (CPU).
         """
+        data = self._as_tensordicts(data, self._storage.ndim)
         first = data[0] if isinstance(data, list) and data else data
         # An empty list is an empty write.
         if not isinstance(first, TensorDictBase | list) and not is_tensorclass(first):
@@ -58,6 +65,19 @@ class TensorDictReplayBuffer(ReplayBuffer):
         wanted = update_priority is not False and self._sampler.has_priorities
         with operation(self._lock):
             return self._extend(data, self._given_priority if wanted else None)
+
+    def _as_tensordicts(self, data: Any, ndim: int) -> Any:
+        """A dict of tensors or arrays, or a list of such rows, as TensorDicts of ``ndim`` batch dimensions."""
+        if isinstance(data, dict):
+            data = tensors_of(data)
+            return TensorDict(data, batch_shape(data, ndim))
+        if isinstance(data, list) and data and isinstance(data[0], dict):
+            return [self._as_tensordicts(row, ndim - 1) for row in data]
+        return data
+
+    def add(self, data: Data) -> int | Tensor | None:
+        """As :meth:`ReplayBuffer.add`; a dict of tensors, arrays and numbers is stored as a TensorDict."""
+        return super().add(self._as_tensordicts(data, self._storage.ndim - 1))
 
     def _given_priority(self, data: Any) -> Tensor | None:
         if isinstance(data, list):
@@ -168,14 +188,14 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def __init__(
         self,
+        storage: Storage | Callable[[], Storage] | int | None = None,
         *,
         alpha: float,
         beta: float,
         eps: float = 1e-8,
-        storage: Storage | Callable[[], Storage] | None = None,
         **kwargs: Any,
     ) -> None:
-        made: TensorStorage = component(storage, Storage, self._new_storage)
+        made = self._first_storage(storage)
         sampler = self._prioritized_sampler(made.max_size, alpha, beta, eps)
         super().__init__(storage=made, sampler=sampler, **kwargs)
 
@@ -192,14 +212,14 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
 
     def __init__(
         self,
+        storage: Storage | Callable[[], Storage] | int | None = None,
         *,
         alpha: float,
         beta: float,
         eps: float = 1e-8,
-        storage: Storage | Callable[[], Storage] | None = None,
         reduction: str = "max",
         **kwargs: Any,
     ) -> None:
-        made: TensorStorage = component(storage, Storage, self._new_storage)
+        made = self._first_storage(storage)
         sampler = self._prioritized_sampler(made.max_size, alpha, beta, eps, reduction=reduction)
         super().__init__(storage=made, sampler=sampler, **kwargs)

@@ -56,6 +56,9 @@ class Writer:
         """Called by the buffer, with its other parts: raise if the writer can't serve them."""
         self._served = sampler
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def extend(self, data: Data) -> Tensor:
         """Write a batch; returns the rows' flat positions, int64 ``[n]``: -1 for rows that were not written."""
         raise NotImplementedError

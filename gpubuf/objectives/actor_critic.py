@@ -180,6 +180,14 @@ class ActorCriticLossModule(TDLossModule):
     ) -> None:
         # Modules and copies are no submodules: their tensors are registered once, as the `*_params`.
         self.__dict__["_networks"] = {}
+        several = qvalue_network if isinstance(qvalue_network, list | tuple | nn.ModuleList) else [qvalue_network]
+        for name, network in (("actor_network", actor_network), *(("qvalue_network", each) for each in several)):
+            if isinstance(network, nn.Module) and not hasattr(network, "in_keys"):
+                raise TypeError(
+                    f"{name} must say which keys it reads and writes, and a {type(network).__name__} does not: wrap it "
+                    "in tensordict.nn.TensorDictModule(network, in_keys=[...], out_keys=[...]), or take one of "
+                    "gpubuf.modules, such as make_sac_actor and make_sac_critic"
+                )
         self._separate_losses = separate_losses
         self._add_network("actor_network", actor_network, self.delay_actor)
         for name, (network, delayed) in further.items():
@@ -330,9 +338,25 @@ class ActorCriticLossModule(TDLossModule):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # type: ignore[override]
         """The losses of a batch; see the class. Writes the priority entry into ``tensordict``."""
         with self._given_parameters():
-            losses = self._losses(tensordict)
+            if torch.compiler.is_compiling():
+                return self._losses(tensordict)
+            try:
+                losses = self._losses(tensordict)
+            except RuntimeError:
+                self._check_action_width(tensordict)
+                raise
             self._look_for_nan(tensordict, losses)
         return losses
+
+    def _check_action_width(self, tensordict: TensorDictBase) -> None:
+        """Raise ValueError if the batch has actions of another width than the policy gives."""
+        key, actor = self.tensor_keys.action, self.actor_network
+        given = due = 0
+        with torch.no_grad(), contextlib.suppress(Exception):
+            given = tensordict.get(key).shape[-1]
+            due = actor(tensordict.select(*actor.in_keys, strict=False)).get(key).shape[-1]
+        if due not in (0, given):
+            raise ValueError(f"the batch has actions of {given} numbers at {key!r}, and the policy gives {due}")
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The losses of a batch, made by :meth:`_output`."""

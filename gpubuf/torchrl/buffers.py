@@ -55,7 +55,7 @@ class ReplayBuffer(CoreBuffer):
     """:class:`gpubuf.data.buffer.ReplayBuffer`, with the arguments and calls that only programs for TorchRL use.
 
     Args:
-        **parts: as for the core's class.
+        storage, **parts: as for the core's class.
         delayed_init: make the parts at the first use of the buffer, and call functions that return parts only then.
             Default: True with a ``transform_factory``. Errors in the parts are then raised at the first use.
         transform_factory: a function that returns the transform; excludes ``transform``.
@@ -77,6 +77,7 @@ class ReplayBuffer(CoreBuffer):
 
     def __init__(
         self,
+        storage: Any = None,
         *,
         delayed_init: bool | None = None,
         transform_factory: Callable[[], Callable[[Any], Any]] | None = None,
@@ -89,6 +90,7 @@ class ReplayBuffer(CoreBuffer):
         transport_options: Any = None,
         **parts: Any,
     ) -> None:
+        parts["storage"] = storage
         if delayed_init is None:
             # As in TorchRL: a factory is for parts that can't be made yet.
             delayed_init = transform_factory is not None and parts.get("transform") is None
@@ -215,6 +217,7 @@ class PrioritizedReplayBuffer(ReplayBuffer, core.PrioritizedReplayBuffer):
 
     def __init__(
         self,
+        storage: Any = None,
         *,
         dtype: torch.dtype = torch.float,
         sampler_device: torch.device | str | None = None,
@@ -222,7 +225,7 @@ class PrioritizedReplayBuffer(ReplayBuffer, core.PrioritizedReplayBuffer):
         **parts: Any,
     ) -> None:
         require_sync(sync)
-        super().__init__(**parts)
+        super().__init__(storage, **parts)
 
     @property
     def prioritized_sampler(self) -> Sampler:
@@ -241,9 +244,16 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer, core.TensorDictP
 
     _prioritized_sampler = PrioritizedSampler
 
-    def __init__(self, *, sampler_device: torch.device | str | None = None, sync: bool = True, **parts: Any) -> None:
+    def __init__(
+        self,
+        storage: Any = None,
+        *,
+        sampler_device: torch.device | str | None = None,
+        sync: bool = True,
+        **parts: Any,
+    ) -> None:
         require_sync(sync)
-        super().__init__(**parts)
+        super().__init__(storage, **parts)
 
     prioritized_sampler = PrioritizedReplayBuffer.prioritized_sampler
 
@@ -254,7 +264,7 @@ def _describe(kind: Any) -> None:
     for base in sorted(kind.__mro__, key=lambda base: base.__module__ == __name__):
         if "__init__" in vars(base) and base is not object:
             for name, parameter in inspect.signature(base.__init__).parameters.items():
-                if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                if name == "storage" or parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                     parameters.setdefault(name, parameter)
     kind.__signature__ = inspect.Signature(list(parameters.values()))
     kind.__doc__ = f"{inspect.getdoc(kind.__bases__[-1])}\n\n{inspect.getdoc(kind)}"

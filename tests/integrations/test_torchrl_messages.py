@@ -47,8 +47,8 @@ def test_a_storage_of_torchrls_for_a_sampler_or_a_writer():
 
 
 def test_a_part_of_nobodys():
-    with pytest.raises(TypeError, match=r"^expected a Storage or a function that returns one, got int$"):
-        ReplayBuffer(storage=3)
+    with pytest.raises(TypeError, match=r"^expected a Storage or a function that returns one, got float$"):
+        ReplayBuffer(storage=3.0)
 
 
 def test_names_that_are_missing():

@@ -410,6 +410,5 @@ class PrioritizedSampler(Sampler):
         demand(float(tree["hyper"][REFUSED]) == 0, "the checkpoint's tree has refused priorities")
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(alpha={self._alpha}, beta={float(self._beta)}, eps={self._eps}, tree={self._tree})"
-        )
+        tree = "" if self._tree is None else f", tree={self._tree}"
+        return f"{type(self).__name__}(alpha={self._alpha}, beta={float(self._beta)}, eps={self._eps}{tree})"

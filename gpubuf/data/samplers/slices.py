@@ -529,10 +529,10 @@ class SliceSampler(Sampler):
         self.rebuild()
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(num_slices={self.num_slices}, slice_len={self.slice_len}, "
-            f"strict_length={self.strict_length}, weighting={self.weighting!r}, index={self._index})"
-        )
+        size = f"num_slices={self.num_slices}" if self.slice_len is None else f"slice_len={self.slice_len}"
+        index = "" if self._index is None else f", index={self._index}"
+        told = f"strict_length={self.strict_length}, weighting={self.weighting!r}{index}"
+        return f"{type(self).__name__}({size}, {told})"
 
 
 class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):

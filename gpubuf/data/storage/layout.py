@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
@@ -232,6 +233,17 @@ def first_of(data: Any) -> Any:
         found = first_of(value)
         if is_data(found):
             return found
+    return data
+
+
+def tensors_of(data: Any) -> Any:
+    """NumPy arrays and numbers, and those in dicts, lists and tuples, as tensors of their own dtype."""
+    if isinstance(data, dict):
+        return {key: tensors_of(value) for key, value in data.items()}
+    if type(data) in (list, tuple):
+        return type(data)(map(tensors_of, data))
+    if isinstance(data, np.ndarray | np.generic | bool | int | float):
+        return torch.as_tensor(data)
     return data
 
 
