@@ -22,6 +22,7 @@ SHORT = {
     "sb3": "--steps 430 --warmup 420",
     "torchrl_after": "--steps 230 --warmup 225",
     "torchrl_before": "--steps 230 --warmup 225",
+    "typed": "",
     "world_model": "--steps 3 --envs 2 --recorded 210 --slice-len 8 --slices 4",
 }
 #: The library that an example shows beside gpubuf.
@@ -32,6 +33,16 @@ def run(name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a program, in this process: to import PyTorch takes longer than most examples."""
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *options.split()])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+def test_an_editor_knows_the_types():
+    """By pyright, whose node is too large for the environment of the tests; mypy checks the same file in `make test`."""
+    pyright = ROOT / ".peers" / "pyright" / "bin" / "basedpyright"
+    if not pyright.exists():
+        pytest.skip("pyright is not installed: make .peers/pyright/.ready")
+    command = [str(pyright), "--pythonpath", sys.executable, "--level", "error", str(EXAMPLES / "typed.py")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
 
 
 def test_every_example_is_run():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, cast, overload
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
@@ -92,6 +92,26 @@ class TensorDictReplayBuffer(ReplayBuffer):
         priority = self._sampler.reduce(priority.detach(), n).float()
         self._sampler.check_priority(priority)
         return priority
+
+    @overload  # type: ignore[override]
+    def sample(
+        self,
+        batch_size: int | None = ...,
+        return_info: Literal[False] = ...,
+        include_info: bool | None = ...,
+        *,
+        batches: int | None = ...,
+    ) -> TensorDict: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = ...,
+        *,
+        return_info: Literal[True],
+        include_info: bool | None = ...,
+        batches: int | None = ...,
+    ) -> tuple[TensorDict, dict[str, Any]]: ...
 
     def sample(
         self,
@@ -199,6 +219,11 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         sampler = self._prioritized_sampler(made.max_size, alpha, beta, eps)
         super().__init__(storage=made, sampler=sampler, **kwargs)
 
+    @property
+    def sampler(self) -> PrioritizedSampler:
+        """The sampler."""
+        return cast(PrioritizedSampler, self._sampler)
+
 
 class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
     """A :class:`TensorDictReplayBuffer` with a :class:`PrioritizedSampler`.
@@ -223,3 +248,8 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         made = self._first_storage(storage)
         sampler = self._prioritized_sampler(made.max_size, alpha, beta, eps, reduction=reduction)
         super().__init__(storage=made, sampler=sampler, **kwargs)
+
+    @property
+    def sampler(self) -> PrioritizedSampler:
+        """The sampler."""
+        return cast(PrioritizedSampler, self._sampler)

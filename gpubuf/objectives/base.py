@@ -8,10 +8,10 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase, TensorDictParams
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
@@ -53,6 +53,14 @@ class LossModule(TensorDictModuleBase):
     @dataclass
     class _AcceptedKeys:
         pass
+
+    if TYPE_CHECKING:
+        # The losses of a batch, or those of its entries as keyword arguments, in the order of `out_keys`.
+        @overload
+        def __call__(self, tensordict: TensorDictBase, /) -> TensorDict: ...
+        @overload
+        def __call__(self, **entries: Tensor) -> tuple[Tensor, ...]: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     #: TorchRL's name of the keys.
     default_keys: type = _AcceptedKeys
