@@ -36,7 +36,7 @@ def run(name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_editor_knows_the_types():
-    """By pyright, whose node is too large for the environment of the tests; mypy checks the same file in `make test`."""
+    """By pyright, which is too large for the environment of the tests. `make test` has mypy check the same file."""
     pyright = ROOT / ".peers" / "pyright" / "bin" / "basedpyright"
     if not pyright.exists():
         pytest.skip("pyright is not installed: make .peers/pyright/.ready")
