@@ -14,11 +14,19 @@ import sys
 from collections.abc import Sequence
 
 import gpubuf
-from gpubuf.commands import compare, info, plan, train, tune, watch
+from gpubuf.commands import compare, info, inspect, plan, train, tune, watch
 from gpubuf.train.config import UsageError
 
 #: A command's ``run`` imports PyTorch and other slow modules: help and mistyped options answer at once.
-COMMANDS = {"train": train, "watch": watch, "compare": compare, "plan": plan, "tune": tune, "info": info}
+COMMANDS = {
+    "train": train,
+    "watch": watch,
+    "compare": compare,
+    "inspect": inspect,
+    "plan": plan,
+    "tune": tune,
+    "info": info,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from gpubuf.data import moving
 from gpubuf.data.arguments import check_sizes, component
 from gpubuf.data.array_writes import ArrayWrites, Columns
 from gpubuf.data.batches import Batches
+from gpubuf.data.check import Report, check
 from gpubuf.data.checkpoints import restore, save
 from gpubuf.data.checkpoints.save import Saved
 from gpubuf.data.hindsight import Hindsight
@@ -605,6 +606,17 @@ class ReplayBuffer:
         """
         batch = self._batches.next(batch_size, False, batches)
         return (batch.data, batch.info) if return_info else batch.data
+
+    def check(self) -> Report:
+        """Look at all rows for what goes wrong in practice: NaN, ends of episodes, rows that don't follow each other.
+
+        ``print`` shows the report to people. Reads the rows in pieces, as they were written, and synchronises.
+
+        Raises:
+            TypeError: the rows are no tensors.
+        """
+        with self._lock:
+            return check(self._storage)
 
     def __iter__(self) -> Iterator[Any]:
         """Batches of the constructor's ``batch_size``, until the sampler has run out (one epoch) or for ever."""

@@ -1,0 +1,324 @@
+"""Looks at the rows of a buffer for what goes wrong in practice: :meth:`gpubuf.data.ReplayBuffer.check`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.storage.list_storage import ListStorage
+from gpubuf.data.storage.schema import NEXT_KEY, continued_keys
+from gpubuf.data.storage.storage import TensorStorage
+from gpubuf.terminal import aligned
+
+#: Bytes of rows that are read at a time.
+CHUNK_BYTES = 1 << 26
+#: Rows that are named where many are wrong.
+_NAMED = 3
+#: Environments that may take turns in storage of one dimension, and the share of rows that must then fit.
+_MOST_TURNS, _ENOUGH = 64, 0.9
+FLAGS = ("done", "terminated", "truncated")
+
+
+@dataclass
+class Column:
+    """What was found of a key.
+
+    Attributes:
+        key: nested ones joined by dots.
+        shape, dtype: of a row.
+        lowest, highest: of all finite elements; NaN if there are none.
+        not_finite: rows with NaN or infinity.
+        constant: whether all rows are alike.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    lowest: float
+    highest: float
+    not_finite: int
+    constant: bool
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that should be looked at.
+
+    Attributes:
+        text: what it is, and what to do.
+        rows: flat positions of the first rows that show it.
+    """
+
+    text: str
+    rows: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.text} (rows {', '.join(map(str, self.rows))})" if self.rows else self.text
+
+
+@dataclass
+class Report:
+    """What :meth:`ReplayBuffer.check` found. ``print`` shows it to people; :meth:`as_dict` is for programs.
+
+    Attributes:
+        rows, envs: stored rows, and environments side by side.
+        columns: of each key.
+        rates: share of rows with each flag.
+        compared, broken: rows whose next observation was compared with the observation of the next row, and those that
+            differ, though no flag ends the trajectory there.
+        lengths, returns: of all episodes that are stored from their first to their last row, int64 and float64 ``[N]``
+            on the CPU. Returns are undiscounted sums of ``("next", "reward")``; zeros without rewards.
+        findings: the worst first; empty where nothing is wrong.
+    """
+
+    rows: int
+    envs: int
+    columns: list[Column] = field(default_factory=list)
+    rates: dict[str, float] = field(default_factory=dict)
+    compared: int = 0
+    broken: int = 0
+    lengths: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    returns: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    findings: list[Finding] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as numbers, texts, lists and dicts."""
+        found = dataclasses.asdict(self)
+        return {**found, "lengths": self.lengths.tolist(), "returns": self.returns.tolist()}
+
+    def __str__(self) -> str:
+        environments = "" if self.envs == 1 else f" of {self.envs} environments"
+        lines = [f"{self.rows:,} rows{environments}", ""]
+        cells = [["key", "shape", "dtype", "lowest", "highest"]]
+        for column in self.columns:
+            shape = "x".join(map(str, column.shape)) or "-"
+            cells.append([column.key, shape, column.dtype, f"{column.lowest:.4g}", f"{column.highest:.4g}"])
+        lines += [aligned(cells), ""]
+        lines += [f"{name}: {rate:.2%} of rows" for name, rate in self.rates.items()]
+        if self.compared:
+            lines.append(f"continued by the next row: {1 - self.broken / self.compared:.2%} of {self.compared:,}")
+        if len(self.lengths):
+            for name, values in (("length", self.lengths.double()), ("return", self.returns)):
+                middle = f"{values.min():.4g} to {values.max():.4g}, median {values.median():.4g}"
+                lines.append(f"{len(values):,} whole episodes, {name} {middle}")
+        lines.append("")
+        lines += [f"- {finding}" for finding in self.findings] or ["Nothing looks wrong."]
+        return "\n".join(lines)
+
+
+def check(storage: TensorStorage) -> Report:
+    """The report on all rows of a storage, oldest first. Reads them in chunks, and synchronises.
+
+    Raises:
+        TypeError: the rows are no tensors.
+    """
+    if isinstance(storage, ListStorage):
+        raise TypeError("check() looks at tensors, and a ListStorage holds any objects")
+    if not storage.initialized or not len(storage):
+        return Report(len(storage), 1, findings=[Finding("nothing is stored")])
+    looked = _Look(storage)
+    for positions, rows in _chunks(storage):
+        looked.at(positions, rows)
+    return looked.report()
+
+
+def _chunks(storage: TensorStorage) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """(flat positions ``[C, E]``, values of each key ``[C, E, *row]``) of the stored steps; the first step of a chunk
+    is the last of the one before it.
+    """
+    steps, envs, layout = storage.shape[0], storage.shape[1:].numel(), storage.written_layout
+    count, newest = len(storage) // envs, storage.written // envs
+    chunk = max(1, CHUNK_BYTES // max(1, layout.row_bytes * envs))
+    for begin in range(0, count, chunk):
+        first = max(begin - 1, 0)
+        step = (torch.arange(first, min(begin + chunk, count)) + (newest - count)) % steps
+        positions = step[:, None] * envs + torch.arange(envs)
+        tensors = layout.collect(storage.get(positions.flatten().to(storage.device)), 1)
+        rows = [t.reshape(len(step), envs, *leaf.shape) for t, leaf in zip(tensors, layout.leaves, strict=True)]
+        yield positions, rows
+
+
+class _Look:
+    """Adds up chunk after chunk."""
+
+    def __init__(self, storage: TensorStorage) -> None:
+        self.leaves = storage.written_layout.leaves
+        self.place = {leaf.key: i for i, leaf in enumerate(self.leaves)}
+        self.rows, self.envs, self.flat = len(storage), storage.shape[1:].numel(), storage.ndim == 1
+        keys = continued_keys([leaf for leaf in self.leaves if leaf.key])
+        self.pairs = [(self.place[NEXT_KEY, *key], self.place[key]) for key in keys]
+        self.bounds: list[tuple[Tensor, Tensor] | None] = [None] * len(self.leaves)
+        self.alike = [torch.tensor(True, device=storage.device)] * len(self.leaves)
+        self.first: list[Tensor] = []
+        self.not_finite = [0] * len(self.leaves)
+        self.flags = dict.fromkeys((name for name in FLAGS if self._flag(name) is not None), 0)
+        self.compared = self.broken = 0
+        self.named: dict[str, list[int]] = {}
+        self.turns: str | None = None
+        # Of each environment: steps and rewards so far, and those at its last end; -1 before the first.
+        self.steps = 0
+        self.sums = torch.zeros(self.envs, dtype=torch.float64)
+        self.ended = torch.full((self.envs,), -1), torch.zeros(self.envs, dtype=torch.float64)
+        self.episodes: list[tuple[Tensor, Tensor]] = []
+
+    def _flag(self, name: str) -> int | None:
+        found: int | None = self.place.get((NEXT_KEY, name), self.place.get((name,)))
+        return found
+
+    def at(self, positions: Tensor, rows: list[Tensor]) -> None:
+        # The first step of all chunks but the first was looked at already.
+        new = 0 if not self.steps else 1
+        self._columns(positions[new:], [values[new:] for values in rows])
+        flags = {name: self._any(rows[self._flag(name) or 0]) for name in self.flags}
+        for name, flag in flags.items():
+            self.flags[name] += int(flag[new:].sum())
+        done = next((flags[name] for name in FLAGS if name in flags), None)
+        if done is not None:
+            for name in FLAGS[1:]:
+                # A row that is over must be done.
+                if name in flags and "done" in flags:
+                    self._name("done", positions[new:], (flags[name] & ~done)[new:].cpu())
+        else:
+            done = torch.zeros(positions.shape, dtype=torch.bool, device=rows[0].device)
+        self._continuity(positions, rows, done)
+        self._episodes(rows, done, new)
+        self.steps += len(positions) - new
+
+    @staticmethod
+    def _any(values: Tensor) -> Tensor:
+        return values.bool().flatten(2).any(-1) if values.ndim > 2 else values.bool()
+
+    def _name(self, what: str, positions: Tensor, wrong: Tensor) -> int:
+        """Keep the first rows that are wrong. Returns how many are."""
+        found = positions[wrong]
+        named = self.named.setdefault(what, [])
+        named += found[: _NAMED - len(named)].tolist()
+        return len(found)
+
+    def _columns(self, positions: Tensor, rows: list[Tensor]) -> None:
+        for i, values in enumerate(rows):
+            if not values.numel():
+                continue
+            if not self.steps:
+                self.first.append(values[0, 0])
+            self.alike[i] = self.alike[i] & (values == self.first[i]).all()
+            if values.is_floating_point():
+                finite = values.isfinite()
+                wrong = ~(finite.flatten(2).all(-1) if values.ndim > 2 else finite)
+                self.not_finite[i] += self._name(f"finite {i}", positions, wrong.cpu())
+                values = values.double()
+                low, high = values.where(finite, torch.inf).amin(), values.where(finite, -torch.inf).amax()
+            else:
+                low, high = values.amin().double(), values.amax().double()
+            before = self.bounds[i]
+            self.bounds[i] = (low, high) if before is None else (low.minimum(before[0]), high.maximum(before[1]))
+
+    def _continuity(self, positions: Tensor, rows: list[Tensor], done: Tensor) -> None:
+        if not self.pairs or len(positions) < 2:
+            return
+
+        def fits(lag: int, env: int = 0) -> Tensor:
+            """Whether the next observations are those of the row so far on; ends fit always."""
+            same = done[: len(done) - lag, : self.envs - env].clone()
+            for coming, root in self.pairs:
+                one = rows[coming][: len(done) - lag, : self.envs - env]
+                other = rows[root][lag:, env:]
+                equal = (one == other) | ((one != one) & (other != other))
+                same |= equal.flatten(2).all(-1) if equal.ndim > 2 else equal
+            return same
+
+        following = fits(1)
+        open_rows = ~done[:-1]
+        self.compared += int(open_rows.sum())
+        broken = self._name("broken", positions[:-1], (~following).cpu())
+        self.broken += broken
+        if broken > 0.5 * following.numel() and self.turns is None and not self.steps:
+            if self.flat:
+                lags = range(2, min(_MOST_TURNS + 1, len(positions)))
+                count = next((lag for lag in lags if fits(lag).double().mean() >= _ENOUGH), None)
+                if count is not None:
+                    self.turns = (
+                        f"the rows of {count} environments take turns, and slices and n-step returns would mix them: "
+                        f"store them in two dimensions, LazyTensorStorage(..., ndim=2), and write [{count}, steps]"
+                    )
+            elif self.envs > 1 and fits(0, 1).double().mean() >= _ENOUGH:
+                self.turns = (
+                    "steps follow each other along the second dimension, [T, E], which is that of environments: write "
+                    "[envs, steps], or give the buffer dim_extend=0"
+                )
+
+    def _episodes(self, rows: list[Tensor], done: Tensor, new: int) -> None:
+        over = done[new:].cpu()
+        reward = self.place.get((NEXT_KEY, "reward"), self.place.get(("reward",)))
+        if reward is None:
+            sums = self.sums.expand(len(over), -1)
+        else:
+            values = rows[reward][new:].double()
+            values = values.flatten(2).sum(-1) if values.ndim > 2 else values
+            sums = self.sums + values.cpu().cumsum(0)
+        env, step = over.T.nonzero(as_tuple=True)
+        count, total = self.steps + step + 1, sums[step, env]
+        # Ends of an environment follow each other; before its first one here lies the last one of earlier chunks.
+        same = torch.zeros(len(env), dtype=torch.bool)
+        same[1:] = env[1:] == env[:-1]
+        count_before = torch.where(same, count.roll(1), self.ended[0][env])
+        total_before = torch.where(same, total.roll(1), self.ended[1][env])
+        whole = count_before >= 0
+        self.episodes.append(((count - count_before)[whole], (total - total_before)[whole]))
+        last = ~torch.cat([same[1:], same.new_zeros(1)])[: len(env)]
+        self.ended[0][env[last]], self.ended[1][env[last]] = count[last], total[last]
+        if len(sums):
+            self.sums = sums[-1].clone()
+
+    def report(self) -> Report:
+        """What was found, and what of it is wrong."""
+        columns = list[Column]()
+        for i, leaf in enumerate(self.leaves):
+            bounds = self.bounds[i]
+            low, high = (float(bound) for bound in bounds) if bounds is not None else (torch.nan, torch.nan)
+            if low > high:
+                low = high = torch.nan
+            constant = bool(self.alike[i]) and self.rows > 1
+            key, dtype = ".".join(leaf.key) or "row", str(leaf.dtype).removeprefix("torch.")
+            columns.append(Column(key, tuple(leaf.shape), dtype, low, high, self.not_finite[i], constant))
+        lengths, returns = (torch.cat(parts) for parts in zip(*self.episodes, strict=True))
+        rates = {name: count / self.rows for name, count in self.flags.items()}
+        found = Report(self.rows, self.envs, columns, rates, self.compared, self.broken, lengths, returns)
+        found.findings = list(self._findings(found))
+        return found
+
+    def _findings(self, found: Report) -> Iterator[Finding]:
+        for i, column in enumerate(found.columns):
+            if column.not_finite:
+                text = f"{column.key}: {column.not_finite:,} rows have NaN or infinity, and one can end a training"
+                yield Finding(text, self._rows(f"finite {i}"))
+        if self.turns is not None:
+            yield Finding(self.turns)
+        elif found.broken:
+            share = found.broken / max(found.compared, 1)
+            yield Finding(
+                f"{found.broken:,} rows ({share:.1%}) lead to another observation than the next row begins with, and "
+                "no flag ends the episode there: store the last observation of an episode, not the first of the next, "
+                'or cut there with LazyTensorStorage(ends="flags+continuity")',
+                self._rows("broken"),
+            )
+        if self.named.get("done"):
+            text = "rows are terminated or truncated, but not done: done must be true where one of them is"
+            yield Finding(text, self._rows("done"))
+        if not self.flags:
+            yield Finding("no key says where episodes end: store done, terminated and truncated under next")
+        elif not any(self.flags.values()):
+            yield Finding("no episode ends: is done stored, and true at the last step?")
+        elif "done" in self.flags and "terminated" not in self.flags:
+            yield Finding("terminated is not stored: losses take done for it, also where a time limit cut the episode")
+        for column in found.columns:
+            if column.constant and not column.key.endswith(FLAGS):
+                yield Finding(f"{column.key} is the same in all rows")
+
+    def _rows(self, what: str) -> tuple[int, ...]:
+        return tuple(self.named.get(what, ()))

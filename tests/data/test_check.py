@@ -1,0 +1,197 @@
+"""What a report says of rows that are right, and of rows with one fault each."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf.cli import main
+from gpubuf.data import (
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from gpubuf.data import check as module
+from gpubuf.train import TrainConfig, train
+
+
+def episodes(steps=130, envs=1, length=20):
+    """``[steps, envs]`` rows that follow each other; environment e's episodes begin e steps earlier."""
+    time = torch.arange(steps)[:, None] + torch.arange(envs)
+    place = torch.arange(steps + 1)[:, None] + 1000.0 * torch.arange(envs)
+    done = (time % length == length - 1).unsqueeze(-1)
+    terminated = done & (time % (2 * length) == length - 1).unsqueeze(-1)
+    following = place[1:].clone()
+    following[done[..., 0]] *= -1
+    return TensorDict(
+        {
+            "observation": torch.stack([place[:-1], -place[:-1]], -1),
+            "action": torch.rand(steps, envs, 2),
+            "next": {
+                "observation": torch.stack([following, -following], -1),
+                "reward": (time % length).unsqueeze(-1).float(),
+                "done": done,
+                "terminated": terminated,
+                "truncated": done & ~terminated,
+            },
+        },
+        [steps, envs],
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 400, 1 << 26])
+@pytest.mark.parametrize("share_next", [False, True])
+def test_rows_that_are_right(chunk, share_next, monkeypatch):
+    """A ring that went round, whose seam is no fault, in chunks of a row, of some rows, and at once."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100, share_next=share_next))
+    buffer.extend(episodes(130)[:90, 0])
+    buffer.extend(episodes(130)[90:, 0])
+    report = buffer.check()
+    assert report.findings == []
+    assert (report.rows, report.envs, report.compared, report.broken) == (100, 1, 94, 0)
+    assert report.rates == {"done": 0.05, "terminated": 0.02, "truncated": 0.03}
+    # The first of the five is not stored from its beginning.
+    assert report.lengths.tolist() == [20] * 4
+    assert report.returns.tolist() == [190.0] * 4
+    bounds = {column.key: (column.lowest, column.highest) for column in report.columns}
+    assert bounds["observation"] == (-129.0, 129.0)
+    assert bounds["next.reward"] == (0.0, 19.0)
+    assert report.as_dict()["lengths"] == [20] * 4
+    assert str(report).endswith("Nothing looks wrong.")
+    assert "4 whole episodes, length 20 to 20, median 20" in str(report)
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 26])
+def test_environments_side_by_side(chunk, monkeypatch):
+    """Their episodes end at different steps, and each continues its own."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(300, ndim=2))
+    buffer.extend(episodes(130, envs=3).transpose(0, 1))
+    report = buffer.check()
+    assert report.findings == []
+    assert (report.rows, report.envs) == (300, 3)
+    assert report.lengths.tolist().count(20) == len(report.lengths) == 12
+    assert set(report.returns.tolist()) == {190.0}
+
+
+def faulty(change, rows=None, **options):
+    data = episodes(100)[:, 0] if rows is None else rows
+    change(data)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1000, **options))
+    buffer.extend(data)
+    return buffer.check()
+
+
+def of_next(key, row, value):
+    def change(data):
+        data["next", key][row] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "text", "rows"),
+    [
+        (
+            lambda data: data["observation"][7:9, 1].fill_(torch.nan),
+            "observation: 2 rows have NaN",
+            (7, 8),
+        ),
+        (of_next("reward", 5, torch.inf), r"next.reward: 1 rows have NaN or infinity", (5,)),
+        (of_next("observation", 12, 77.0), r"1 rows \(1.1%\) lead to another observation", (12,)),
+        (of_next("done", 19, False), r"terminated or truncated, but not done", (19,)),
+        (lambda data: data["action"].fill_(0.5), "action is the same in all rows", ()),
+        (lambda data: data.__setitem__("next", data["next"].exclude("terminated")), "terminated is not stored", ()),
+        (
+            lambda data: data.__setitem__("next", data["next"].select("observation")),
+            "no key says where episodes",
+            (),
+        ),
+        (
+            lambda data: [data["next", flag].zero_() for flag in module.FLAGS],
+            "no episode ends",
+            (),
+        ),
+    ],
+)
+def test_one_fault_is_found(change, text, rows):
+    report = faulty(change)
+    (found,) = [finding for finding in report.findings if re.search(text, finding.text)]
+    assert found.rows == rows
+    assert f"- {found}" in str(report)
+
+
+def test_environments_that_take_turns():
+    report = faulty(lambda data: None, episodes(60, envs=4).reshape(-1))
+    assert [finding.text for finding in report.findings] == [
+        "the rows of 4 environments take turns, and slices and n-step returns would mix them: store them in two "
+        "dimensions, LazyTensorStorage(..., ndim=2), and write [4, steps]"
+    ]
+
+
+def test_steps_along_the_dimension_of_environments():
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(400, ndim=2))
+    # [steps, envs] in the place of [envs, steps].
+    buffer.extend(episodes(40, envs=3))
+    assert "write [envs, steps], or give the buffer dim_extend=0" in buffer.check().findings[0].text
+
+
+def test_only_the_first_rows_are_named():
+    report = faulty(lambda data: data["observation"].fill_(torch.nan))
+    assert report.findings[0].rows == (0, 1, 2)
+    assert "observation: 100 rows" in report.findings[0].text
+
+
+def test_other_rows_than_tensordicts():
+    buffer = PrioritizedReplayBuffer(10, alpha=0.6, beta=0.4)
+    buffer.extend((torch.arange(5), torch.tensor([0.0, 1.0, torch.nan, 0.0, 0.0])))
+    report = buffer.check()
+    assert [column.key for column in report.columns] == ["0", "1"]
+    assert report.findings[0].rows == (2,)
+    flat = ReplayBuffer(10)
+    flat.extend(torch.arange(5))
+    assert flat.check().columns[0].key == "row"
+    assert ReplayBuffer(10).check().findings[0].text == "nothing is stored"
+    with pytest.raises(TypeError, match="a ListStorage holds any objects"):
+        ReplayBuffer(storage=ListStorage(10)).check()
+
+
+class TestInspect:
+    @pytest.mark.parametrize("share_next", [False, True])
+    def test_a_saved_buffer(self, share_next, tmp_path, capsys):
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100, share_next=share_next))
+        buffer.extend(episodes(130)[:, 0])
+        buffer.save(tmp_path / "saved")
+        assert main(["inspect", str(tmp_path / "saved"), "--plot", str(tmp_path / "episodes.png")]) == 0
+        assert capsys.readouterr().out.startswith(str(buffer.check()))
+        assert (tmp_path / "episodes.png").read_bytes().startswith(b"\x89PNG")
+
+    @pytest.mark.parametrize("share_next", [False, True])
+    def test_a_run(self, share_next, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr("gpubuf.train.run.draw_curve", lambda *_: None)
+        sizes = {"total_steps": 480, "num_envs": 2, "learning_starts": 470, "hidden": (8,), "eval_every": 0}
+        train(TrainConfig("torch/Pendulum", eval_episodes=2, share_next=share_next, **sizes), tmp_path)
+        capsys.readouterr()
+        assert main(["inspect", str(tmp_path)]) == 0
+        output = capsys.readouterr().out
+        assert output.startswith("480 rows")
+        # Two pendulums take turns in storage of one dimension, which uniform draws of single rows don't mind.
+        assert ("480 rows of 2 environments" in output) is share_next
+        assert ("the rows of 2 environments take turns" in output) is not share_next
+
+    def test_refused(self, tmp_path, capsys):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(10, dtypes={"x": torch.bfloat16}))
+        buffer.extend(TensorDict({"x": torch.rand(5)}, [5]))
+        buffer.save(tmp_path / "saved")
+        for folder, text in (
+            (tmp_path / "saved", r"print(buffer.check())"),
+            (tmp_path / "none", "none can't be looked at"),
+        ):
+            assert main(["inspect", str(folder)]) == 2
+            assert text in capsys.readouterr().err
