@@ -136,6 +136,20 @@ def test_auto_counts_what_the_sampler_takes(monkeypatch):
             assert bool(machine.ever_pinned) == (kind == "pinned")
 
 
+def test_auto_fills_the_gpu_where_neither_has_room(monkeypatch):
+    """As many rows as fit beside the index lie on the GPU, the others on the host."""
+    data = transitions(4)
+    row_bytes = sum(data[key][0].nbytes for key in data.keys(True, True))
+    machine = Machine(device=600 * row_bytes, host=600 * row_bytes).install(monkeypatch)
+    with fake_cuda():
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1000, device="auto"), batch_size=2)
+        buffer.extend(transitions(4))
+        assert (buffer.storage.placement.kind, buffer.storage.placement.device.type) == ("split", "cuda")
+        # Whole words of the index of ends.
+        assert buffer.storage.placement.near_steps == 600 // 64 * 64
+    assert sum(machine.ever_pinned) >= 400 * row_bytes
+
+
 def test_nothing_is_left_behind_where_nothing_fits(monkeypatch):
     Machine(host=10, device=None).install(monkeypatch)
     storage = LazyTensorStorage(10, device="auto")
