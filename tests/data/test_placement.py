@@ -145,7 +145,7 @@ def test_auto_fills_the_gpu_where_neither_has_room(monkeypatch):
         buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1000, device="auto"), batch_size=2)
         buffer.extend(transitions(4))
         assert (buffer.storage.placement.kind, buffer.storage.placement.device.type) == ("split", "cuda")
-        # Whole words of the index of ends.
+        # A multiple of SPLIT_STEPS.
         assert buffer.storage.placement.near_steps == 600 // 64 * 64
     assert sum(machine.ever_pinned) >= 400 * row_bytes
 
