@@ -435,17 +435,14 @@ class ReplayBuffer:
         return self._storage
 
     def _as_tensors(self, data: Any) -> Any:
-        """``data`` without NumPy arrays, where the storage can't have them."""
-        kind = type(data)
-        if (kind is dict or kind is list or kind is np.ndarray) and not isinstance(self._storage, ListStorage):
-            return tensors_of(data)
-        return data
+        """Dicts, lists and arrays without NumPy's, where the storage can't have them."""
+        return data if isinstance(self._storage, ListStorage) or _compiling() else tensors_of(data)
 
     def _extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
         storage = self._storage
         if storage._schema is None and self._has_default_storage:
             storage = self._storage_for(data)
-        if not _compiling():
+        if isinstance(data, dict | list | np.ndarray):
             data = self._as_tensors(data)
         if isinstance(data, list):
             if not data:
@@ -508,8 +505,7 @@ class ReplayBuffer:
             if self._storage._schema is None and self._has_default_storage:
                 self._storage_for(data)
             cursor = self._storage.cursor
-            if not _compiling():
-                data = self._as_tensors(data)
+            data = self._as_tensors(data)
             row = self._storage.as_batch(data, self.dim_extend)
             try:
                 index = self.extend(row)
