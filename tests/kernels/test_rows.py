@@ -684,7 +684,7 @@ def test_duplicates_are_resolved_by_sorting(monkeypatch):
     assert_store(store, ring)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["words"])  # the kernels load it
 def rows_and_columns_kernel(row_ptr, column_ptr, first, words, span, tile: tl.constexpr):
     element = tl.arange(0, tile)
     row, column = rows_and_columns(element, first, words, span)

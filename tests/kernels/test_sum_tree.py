@@ -474,12 +474,13 @@ def test_a_captured_graph_would_see_new_exponents(backend):
 
 
 @pytest.fixture
-def wide_programs(monkeypatch):
-    """Many draws a program: the interpreter pays by the program."""
+def wide_programs(monkeypatch, request):
+    """Many draws a program: the interpreter pays by the program. Compiled ones have those of the rule: see --ptx."""
     by_rule = config.tree_draw
-    monkeypatch.setattr(
-        config, "tree_draw", lambda *arguments: dataclasses.replace(by_rule(*arguments), block_draws=2048)
-    )
+    if not request.config.getoption("--ptx", ()):
+        monkeypatch.setattr(
+            config, "tree_draw", lambda *arguments: dataclasses.replace(by_rule(*arguments), block_draws=2048)
+        )
 
 
 def tree_of(weights, fan_out: int | None = None, **exponents: float) -> SumTree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -88,6 +89,32 @@ def test_what_a_launch_costs(executor):
     assert (launch.bytes_loaded, launch.bytes_stored, launch.atomics) == (4032, 8, 0)
     assert launch.barriers == executor.ptx.count("bar.sync") > 0
     assert 2 * launch.most_instructions == launch.instructions
+
+
+@triton.jit
+def aliased_kernel(out_ptr, n, ALIAS: tl.constexpr):  # noqa: N803
+    start = 0
+    below = start if ALIAS else -1
+    while start < n:
+        below = start
+        start += 1
+    tl.store(out_ptr, below)
+
+
+@pytest.mark.parametrize("alias", [False, True])
+def test_what_is_compiled_is_kept_where_nothing_is_found(alias, tmp_path, monkeypatch):
+    """A later process compiles what has a finding again, and so finds it again."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = []
+    for _ in range(2):
+        with (
+            Executor().installed() as executor,
+            mock.patch.object(executor, "_lowered", wraps=executor._lowered) as lowered,
+        ):
+            aliased_kernel[(1,)](torch.zeros(1, dtype=torch.int32), 3, ALIAS=alias)
+        found.append((executor.report.kinds(), lowered.call_count))
+        assert executor.launches[-1].instructions
+    assert found == [({"alias"}, 1)] * 2 if alias else [(set(), 1), (set(), 0)]
 
 
 FAULTS = {

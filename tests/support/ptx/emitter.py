@@ -1,8 +1,8 @@
 """Translates basic blocks of PTX to Python functions in NumPy, over all lanes that are in the block.
 
-A block is a function of ``(m, registers, lanes)``: the machine, the values of the registers that live beyond blocks,
-and the lanes that execute it, ``None`` for all. It returns the number of the block that comes next, for all of them or
-for each. Values are arrays with an element per lane, or scalars that all lanes have; none is changed in place.
+A block is a function of ``(m, lanes)``: the machine, and the lanes that execute it, ``None`` for all. It returns the
+number of the block that comes next, for all of them or for each. Values are arrays with an element per lane, or scalars
+that all lanes have; none is changed in place.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class _Block:
     def source(self) -> str:
         block = self.kernel.blocks[self.number]
         for name in sorted(self.flow.used[self.number]):
-            self._set(name, f"take(registers[{self.numbers[name]}], lanes)", bits_of(name))
+            self._set(name, f"m.read({self.numbers[name]}, lanes)", bits_of(name))
         end = ""
         for instruction in block:
             if instruction.op in ("bra", "brx", "ret"):
@@ -170,9 +170,9 @@ class _Block:
                 self._instruction(instruction)
         for name in sorted(self.flow.live_out(self.number) & self.flow.written[self.number]):
             value = self._value(name, bits_of(name))
-            self._line(f"registers[{self.numbers[name]}] = m.keep(registers[{self.numbers[name]}], lanes, {value})")
+            self._line(f"m.keep({self.numbers[name]}, lanes, {value})")
         self._line(f"return {end or self._after()}")
-        return "\n    ".join([f"def block_{self.number}(m, registers, lanes):", *self.lines])
+        return "\n    ".join([f"def block_{self.number}(m, lanes):", *self.lines])
 
     def _after(self) -> str:
         return str(self.number + 1) if self.number + 1 < len(self.kernel.blocks) else "DONE"

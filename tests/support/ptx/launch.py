@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import triton
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler.compiler import ASTSource
+from triton.runtime.cache import get_cache_manager
 
 from tests.support.ptx.emitter import Program, translate
 from tests.support.ptx.machine import Machine, PtxFaultError
 from tests.support.ptx.parse import parse
-from tests.support.ttir.launch import Compiled
+from tests.support.ttir.launch import TARGET, Compiled
 from tests.support.ttir.launch import Executor as TtirExecutor
 
 ORDERS = ("lockstep", "warps")
@@ -116,8 +122,27 @@ class Executor(TtirExecutor):
     def _program(self, source: ASTSource, options: Any) -> Lowered:
         if not self.fusion:
             options = replace(options, enable_fp_fusion=False)
-        self.ptx, metadata = self._lowered(source, options, "ptx")
-        return self.lowered(self.ptx, metadata["shared"])
+        self.ptx, shared_bytes = self._ptx(source, options)
+        return self.lowered(self.ptx, shared_bytes)
+
+    def _ptx(self, source: ASTSource, options: Any) -> tuple[str, int]:
+        """The PTX of a specialisation and its bytes of shared memory.
+
+        Triton takes seconds for a large kernel, so both stay in Triton's cache for later processes. What was compiled
+        with a finding is not kept: the next process is to find it too.
+        """
+        key = triton.__version__, TARGET, source.hash(), options.hash(), get_cache_invalidating_env_vars()
+        cache = get_cache_manager(hashlib.sha256(repr(key).encode()).hexdigest())
+        name = f"{source.name[:100]}.ptx.json"
+        path = cache.get_file(name)
+        if path is None:
+            before = self.report.total
+            ptx, metadata = self._lowered(source, options, "ptx")
+            if self.report.total == before:
+                cache.put(json.dumps([ptx, metadata["shared"]]), name)
+            return ptx, metadata["shared"]
+        ptx, shared_bytes = json.loads(Path(path).read_text())
+        return ptx, shared_bytes
 
     def _execute(self, compiled: Compiled, bound: dict[str, Any], grid: tuple[int, int, int]) -> None:
         lowered: Lowered = compiled.program

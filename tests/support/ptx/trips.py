@@ -28,10 +28,10 @@ class Trips:
         now = pending[warps]
         if not self._loads[block] and not now.any():
             return
-        for number in np.unique(now).tolist():
+        which = np.arange(trips.size)[warps]
+        for number in set(now.tolist()):
             waits, after = self._step(block, number)
-            chosen = np.zeros(trips.size, bool)
-            chosen[warps] = now == number
+            chosen = which[now == number]
             trips[chosen] += waits
             pending[chosen] = after
 

@@ -23,16 +23,18 @@ class _Everything:
 
 _ARRAYS = {size: np.asarray(_Everything(np.dtype(f"<u{size}"))) for size in (1, 2, 4, 8)}
 
+_SHIFTS = {1: 0, 2: 1, 4: 2, 8: 3}
+
 
 def gather(addresses: np.ndarray, size: int) -> np.ndarray:
     """Bits at aligned addresses, which must have been checked."""
-    found: np.ndarray = _ARRAYS[size][(addresses - _BASE) // size]
+    found: np.ndarray = _ARRAYS[size][(addresses - _BASE) >> _SHIFTS[size]]
     return found
 
 
 def scatter(addresses: np.ndarray, size: int, bits: np.ndarray) -> None:
     """Put bits at aligned addresses, which must have been checked."""
-    _ARRAYS[size][(addresses - _BASE) // size] = bits
+    _ARRAYS[size][(addresses - _BASE) >> _SHIFTS[size]] = bits
 
 
 class Storages:

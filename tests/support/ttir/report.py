@@ -91,6 +91,11 @@ class Report:
     def ordered(self) -> list[Finding]:
         return sorted(self.findings.values(), key=lambda f: (not f.high, f.kind, f.kernel, f.first, f.second))
 
+    @property
+    def total(self) -> int:
+        """How often something was found."""
+        return sum(finding.count for finding in self.findings.values())
+
     def kinds(self) -> set[str]:
         return {finding.kind for finding in self.findings.values()}
 

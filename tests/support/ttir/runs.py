@@ -45,13 +45,8 @@ class Run:
 
 
 RUNS = {
-    "storage": Run(
-        "philox rows rows_convert rows_sharing sum_tree trajectories",
-        ("philox", "rows", "sum_tree", "trajectories"),
-        BLOCKS,
-        "default",
-        marked=True,
-    ),
+    "rows": Run("philox rows rows_convert rows_sharing", ("philox", "rows"), BLOCKS, "default", marked=True),
+    "indices": Run("sum_tree trajectories", ("sum_tree", "trajectories"), BLOCKS, "default", marked=True),
     "learning": Run(
         "losses losses_edges tanh_normal categorical moments norms optim",
         ("tanh_normal", "sac", "td", "categorical", "discrete_sac", "moments", "norms", "optim"),
