@@ -8,14 +8,19 @@ import torch
 from torch import Tensor
 
 
-def demand_int64(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise TypeError or ValueError unless ``tensor`` is contiguous, int64 and of that shape."""
-    if tensor.dtype is not torch.int64:
-        raise TypeError(f"{name} must be int64, not {tensor.dtype}")
+def demand(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raise TypeError or ValueError unless ``tensor`` is contiguous, and of that dtype and shape."""
+    if tensor.dtype is not dtype:
+        raise TypeError(f"{name} must be {str(dtype).removeprefix('torch.')}, not {tensor.dtype}")
     if tensor.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, not {list(tensor.shape)}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, but has strides {tensor.stride()}")
+
+
+def demand_int64(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise TypeError or ValueError unless ``tensor`` is contiguous, int64 and of that shape."""
+    demand(name, tensor, torch.int64, shape)
 
 
 def demand_words(name: str, tensor: Tensor, count: int) -> None:

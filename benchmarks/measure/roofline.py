@@ -126,10 +126,10 @@ def _measure_cpu() -> dict[str, float]:
     target = torch.zeros(COPIED, dtype=torch.uint8)
     source = torch.ones_like(target)
     copy = best_of(lambda: target.copy_(source), 8)
-    leaves, nodes = sum_tree.new_tree(16, 16, "cpu")
+    tree = sum_tree.new_tree(16, 16, "cpu")
     nothing = torch.empty(0, dtype=torch.int64)
     refresh = without_dispatch(sum_tree.refresh)
-    call = best_of(lambda: refresh(leaves, nodes, nothing, 16, 16), 50, 100)
+    call = best_of(lambda: refresh(*tree, nothing), 50, 100)
     return {"copy_bytes_per_second": 2 * target.nbytes / copy, "launch_seconds": call}
 
 

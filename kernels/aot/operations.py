@@ -286,32 +286,23 @@ def run_rows(record: Recorder) -> None:
 
 def run_sum_tree(record: Recorder) -> None:
     """The tree of a million rows, one of a huge storage, and what needs most registers in between."""
-    scalars, ring, rng = floats(5, dtype=F64), ints(4), ints(3)
-
-    def tree(fan_out: int, capacity: int) -> tuple[Tensor, Tensor]:
-        nodes = sum(sum_tree.level_sizes(capacity, fan_out))
-        return floats(-(-capacity // fan_out) * fan_out), floats(3, nodes, dtype=F64)
-
+    ring, rng = ints(4), ints(3)
     for fan_out, capacity, variants in (
         (32, 10**6, ((False, False), (True, True))),
         (64, HUGE, ((False, True), (True, False))),
         (64, 10**6, ((False, True),)),
     ):
-        leaves, nodes = tree(fan_out, capacity)
+        tree = sum_tree.new_tree(capacity, fan_out, "meta")
         for limited, flag in variants:
-            eligible = ints(sum_tree.eligible_words(capacity)) if limited else None
+            tree = tree._replace(eligible=ints(sum_tree.eligible_words(capacity)) if limited else None)
             for n in (256, 4096, 65536):
                 index = ints(n)
-                generation = index if flag else None
-                sizes = (capacity, fan_out)
-                record.run(sum_tree.refresh, leaves, nodes, index, *sizes, eligible)
-                record.run(
-                    sum_tree.update, leaves, nodes, scalars, ring, index, floats(n), generation, *sizes, eligible
-                )
-                record.run(sum_tree.mark, leaves, nodes, scalars, index, *sizes, flag, eligible)
+                record.run(sum_tree.refresh, *tree, index)
+                record.run(sum_tree.update, *tree, ring, index, floats(n), index if flag else None)
+                record.run(sum_tree.mark, *tree, index, flag)
             for n in (256, 4096):
-                record.run(sum_tree.draw, leaves, nodes, scalars, rng, n, *sizes, flag, eligible)
-            record.run(sum_tree.build, leaves, nodes, fan_out, eligible)
+                record.run(sum_tree.draw, *tree, rng, n, flag)
+            record.run(sum_tree.build, *tree)
 
 
 def run_trajectories(record: Recorder) -> None:

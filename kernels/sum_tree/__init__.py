@@ -24,37 +24,21 @@ pile up, and a root that says too much sends draws past the last leaf.
 
     >>> import torch
     >>> from gpubuf.kernels import sum_tree
-    >>> leaves, nodes = sum_tree.new_tree(capacity=6, fan_out=4, device="cpu")
-    >>> leaves[:6] = torch.tensor([2.0, 0, 1, 5, 3, 1])
-    >>> sum_tree.build(leaves, nodes, 4)
-    >>> nodes.tolist()  # level 1, then the root
+    >>> tree = sum_tree.new_tree(capacity=6, fan_out=4, device="cpu")
+    >>> tree.leaves[:6] = torch.tensor([2.0, 0, 1, 5, 3, 1])
+    >>> sum_tree.build(*tree)
+    >>> tree.nodes.tolist()  # level 1, then the root
     [[8.0, 4.0, 0.0, 0.0, 12.0], [1.0, 1.0, inf, inf, 1.0], [5.0, 3.0, 0.0, 0.0, 5.0]]
-    >>> scalars = torch.tensor([1.0, 0.5, 0, -1, 0], dtype=torch.float64)
     >>> ring = torch.tensor([6, 6, 0, 0])  # six rows have been written, and are there
-    >>> sum_tree.update(leaves, nodes, scalars, ring, torch.tensor([3]), torch.tensor([1.0]), None, 6, 4)
-    >>> nodes[sum_tree.SUM].tolist()
+    >>> sum_tree.update(*tree, ring, torch.tensor([3]), torch.tensor([1.0]), None)
+    >>> tree.nodes[sum_tree.SUM].tolist()
     [4.0, 4.0, 0.0, 0.0, 8.0]
 
-``reference.py`` says all of this in a page, with a list in place of the tree. Then read one backend. On the CPU
-``_cpu.py`` has the operations, ``_cpu_levels.py`` the way up from changed rows, and ``_cpu_node.py`` the arithmetic of
-one node. On a GPU ``_triton.py`` has the draw, ``_triton_update.py`` the kernels that change weights,
-``_triton_stages.py`` the stages that these consist of, and ``_launch.py`` decides between one launch and several.
-
-The tensors
------------
-
-* ``leaves``: float32 ``[round_up(capacity, F)]``. Rows that were never written weigh 0.
-* ``nodes``: float64 ``[3, n_nodes]``, planes ``SUM``, ``MINIMUM`` and ``MAXIMUM``. The parents of the leaves come
-  first, the root last. Node ``j`` of a level has the children ``j * F .. j * F + F - 1`` of the level below: no
-  pointers. Every level but the root is padded to a multiple of F, so that a node's children can be read without a mask.
-  The inner nodes are 1/F of the leaves, so that float64 costs little.
-* ``scalars``: float64 ``[5]``. ALPHA, BETA and EPS are exponents and the addend of priorities, in a tensor so that a
-  captured graph sees them change. MAX_PRIORITY is the largest priority given so far, negative before the first. REFUSED
-  counts what a GPU has refused, where an exception would have to wait for the GPU.
-* ``eligible``: int64 ``[eligible_words(capacity)]``, a bitmap of the rows that may be drawn, or None: all may. Row r is
-  bit ``r % 64`` of word ``r // 64``. It is read here, and :data:`gpubuf.kernels.trajectories.update_eligible` writes
-  it. Leaves keep their weights when they become ineligible; sums, minima, maxima and draws skip them. If you change
-  a bit, call :data:`refresh` for that row, or :data:`build`, before the next draw.
+Read :class:`Tree` next, which every operation takes first, then ``reference.py``: it says all of this in a page, with a
+list in place of the tree. Then read one backend. On the CPU ``_cpu.py`` has the operations, ``_cpu_levels.py`` the way
+up from changed rows, and ``_cpu_node.py`` the arithmetic of one node. On a GPU ``_triton.py`` has the draw,
+``_triton_update.py`` the kernels that change weights, ``_triton_stages.py`` the stages that these consist of, and
+``_launch.py`` decides between one launch and several.
 
 Invariants
 ----------
@@ -106,6 +90,8 @@ Experience Replay", ICLR 2016.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -120,6 +106,35 @@ SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 NO_ROW = -(2**62)
 """The row that a GPU draws from an empty tree: out of range, so that reading it yields zeros and counts as a fault."""
+
+
+class Tree(NamedTuple):
+    """A sum tree. Operations take it as their first six arguments: ``sum_tree.mark(*tree, index, False)``.
+
+    Attributes:
+        leaves: float32 ``[round_up(capacity, F)]``. Rows that were never written weigh 0.
+        nodes: float64 ``[3, n_nodes]``, planes ``SUM``, ``MINIMUM`` and ``MAXIMUM``. The parents of the leaves come
+            first, the root last. Node ``j`` of a level has the children ``j * F .. j * F + F - 1`` of the level below:
+            no pointers. Every level but the root is padded to a multiple of F, so that a node's children can be read
+            without a mask. The inner nodes are 1/F of the leaves, so that float64 costs little.
+        scalars: float64 ``[5]``. ALPHA, BETA and EPS are exponents and the addend of priorities, in a tensor so that a
+            captured graph sees them change. MAX_PRIORITY is the largest priority given so far, negative before the
+            first. REFUSED counts what a GPU has refused, where an exception would have to wait for the GPU.
+        eligible: int64 ``[eligible_words(capacity)]``, a bitmap of the rows that may be drawn, or None: all may. Row r
+            is bit ``r % 64`` of word ``r // 64``. It is read here, and
+            :data:`gpubuf.kernels.trajectories.update_eligible` writes it. Leaves keep their weights when they become
+            ineligible; sums, minima, maxima and draws skip them. If you change a bit, call :data:`refresh` for that
+            row, or :data:`build`, before the next draw.
+        capacity: number of rows.
+        fan_out: F, the children of a node: a power of two.
+    """
+
+    leaves: Tensor
+    nodes: Tensor
+    scalars: Tensor
+    eligible: Tensor | None
+    capacity: int
+    fan_out: int
 
 
 def level_sizes(capacity: int, fan_out: int) -> list[int]:
@@ -137,46 +152,50 @@ def eligible_words(capacity: int) -> int:
     return -(-capacity // ROWS_PER_WORD)
 
 
-def new_tree(capacity: int, fan_out: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """``(leaves, nodes)`` of an empty tree: every weight 0, sum 0, minimum +inf, maximum 0."""
+def new_tree(capacity: int, fan_out: int, device: torch.device | str) -> Tree:
+    """An empty tree: every weight 0, sum 0, minimum +inf, maximum 0; alpha and beta 1, no priority so far."""
     leaves = torch.zeros(-(-capacity // fan_out) * fan_out, dtype=torch.float32, device=device)
     nodes = torch.zeros(3, sum(level_sizes(capacity, fan_out)), dtype=torch.float64, device=device)
     nodes[MINIMUM] = float("inf")
-    return leaves, nodes
+    scalars = torch.zeros(5, dtype=torch.float64, device=device)
+    scalars[: BETA + 1].fill_(1.0)
+    scalars[MAX_PRIORITY].fill_(-1.0)
+    return Tree(leaves, nodes, scalars, None, capacity, fan_out)
 
 
 build = define(
-    "sum_tree_build(Tensor leaves, Tensor(a!) nodes, int fan_out, Tensor? eligible=None) -> ()",
-    __name__,
-    fake=lambda *_: None,
-)
-"""``build(leaves, nodes, fan_out, eligible=None)``: recompute every inner node from the leaves. No host sync."""
-
-
-refresh = define(
-    "sum_tree_refresh(Tensor leaves, Tensor(a!) nodes, Tensor index, int capacity, int fan_out, Tensor? eligible=None)"
+    "sum_tree_build(Tensor leaves, Tensor(a!) nodes, Tensor scalars, Tensor? eligible, int capacity, int fan_out)"
     " -> ()",
     __name__,
     fake=lambda *_: None,
 )
-"""Recompute the nodes above rows ``index`` (int64 ``[n]``), after leaves or bits of ``eligible`` were changed there.
+"""``build(*tree)``: recompute every inner node from the leaves. No host sync."""
 
--1 is ignored, duplicates are harmless. Any other index outside ``[0, capacity)`` raises IndexError on CPU, before
-anything changes, and is ignored on a GPU. The nodes are then equal to the bit to what :data:`build` makes. No host
-sync.
+
+refresh = define(
+    "sum_tree_refresh(Tensor leaves, Tensor(a!) nodes, Tensor scalars, Tensor? eligible, int capacity, int fan_out,"
+    " Tensor index) -> ()",
+    __name__,
+    fake=lambda *_: None,
+)
+"""``refresh(*tree, index)``: recompute the nodes above rows, after leaves or bits of ``eligible`` were changed there.
+
+``index`` int64 ``[n]``. -1 is ignored, duplicates are harmless. Any other index outside ``[0, capacity)`` raises
+IndexError on CPU, before anything changes, and is ignored on a GPU. The nodes are then equal to the bit to what
+:data:`build` makes. No host sync.
 """
 
 
 update = define(
-    "sum_tree_update(Tensor(a!) leaves, Tensor(b!) nodes, Tensor(c!) scalars, Tensor ring, Tensor index,"
-    " Tensor priority, Tensor? generation, int capacity, int fan_out, Tensor? eligible=None) -> ()",
+    "sum_tree_update(Tensor(a!) leaves, Tensor(b!) nodes, Tensor(c!) scalars, Tensor? eligible, int capacity,"
+    " int fan_out, Tensor ring, Tensor index, Tensor priority, Tensor? generation) -> ()",
     __name__,
     fake=lambda *_: None,
 )
-"""Set the weight of rows ``index`` to ``(priority + eps) ** alpha`` and recompute the nodes above them.
+"""``update(*tree, ring, index, priority, generation)``: new priorities, and the nodes above their rows.
 
-``index`` int64 ``[B]``, ``priority`` float32 ``[B]``, ``generation`` int64 ``[B]`` or None, all contiguous; ``ring``
-as in :mod:`gpubuf.kernels.rows`. In this order:
+The weight of row ``index[i]`` becomes ``(priority[i] + eps) ** alpha``. ``index`` int64 ``[B]``, ``priority`` float32
+``[B]``, ``generation`` int64 ``[B]`` or None, all contiguous; ``ring`` as in :mod:`gpubuf.kernels.rows`. In this order:
 
 * an entry is *dropped*, silently, where ``index`` is -1, where it is not below the ring's size (emptied since),
   and, given ``generation``, where the row's generation is another by now (overwritten since it was sampled);
@@ -194,12 +213,12 @@ IndexError on CPU and is refused on a GPU. No host sync.
 
 
 mark = define(
-    "sum_tree_mark(Tensor(a!) leaves, Tensor(b!) nodes, Tensor scalars, Tensor index, int capacity, int fan_out,"
-    " bool within_buffer, Tensor? eligible=None) -> ()",
+    "sum_tree_mark(Tensor(a!) leaves, Tensor(b!) nodes, Tensor scalars, Tensor? eligible, int capacity, int fan_out,"
+    " Tensor index, bool within_buffer) -> ()",
     __name__,
     fake=lambda *_: None,
 )
-"""Give rows ``index`` (int64 ``[B]``) the weight of a new row.
+"""``mark(*tree, index, within_buffer)``: give rows ``index`` (int64 ``[B]``) the weight of a new row.
 
 That is ``(p + eps) ** alpha`` with p the running maximum, or 1.0 while no priority has been given; with
 ``within_buffer`` it is the largest weight of an eligible row, as it is (it was transformed when it came), or that of
@@ -208,27 +227,13 @@ other row changes. No host sync.
 """
 
 
-def _draw_fake(
-    leaves: Tensor,
-    nodes: Tensor,
-    scalars: Tensor,
-    rng: Tensor,
-    n: int,
-    capacity: int,
-    fan_out: int,
-    stratified: bool,
-    eligible: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return rng.new_empty(n), leaves.new_empty(n)
-
-
 draw = define(
-    "sum_tree_draw(Tensor leaves, Tensor nodes, Tensor scalars, Tensor(a!) rng, int n, int capacity, int fan_out,"
-    " bool stratified, Tensor? eligible=None) -> (Tensor, Tensor)",
+    "sum_tree_draw(Tensor leaves, Tensor nodes, Tensor scalars, Tensor? eligible, int capacity, int fan_out,"
+    " Tensor(a!) rng, int n, bool stratified) -> (Tensor, Tensor)",
     __name__,
-    fake=_draw_fake,
+    fake=lambda *given: (given[6].new_empty(given[7]), given[0].new_empty(given[7])),
 )
-"""``draw(...) -> (index, weight)``: ``n`` eligible rows in proportion to their weights, with their importance weights.
+"""``draw(*tree, rng, n, stratified) -> (index, weight)``: ``n`` eligible rows in proportion to their weights.
 
 ``index`` int64 ``[n]``; ``weight`` float32 ``[n]`` = ``(q_i / q_min) ** -beta``, q_min the smallest positive weight of
 an eligible row. Draw ``i`` looks for the mass ``u_i * total`` or, stratified, ``(i + u_i) / n * total``, all in

@@ -17,20 +17,13 @@ from gpubuf.kernels.philox import OFFSET, SEED, check_request
 from gpubuf.kernels.philox._cpu import philox_uniform_f64
 from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, LARGEST, MAX_PRIORITY, MAXIMUM, MINIMUM, SMALLEST, SUM
-from gpubuf.kernels.sum_tree._check import (
-    check_eligible,
-    check_index,
-    check_scalars,
-    check_tree,
-    check_update,
-    rows_to_build,
-)
+from gpubuf.kernels.sum_tree._check import check_index, check_tree, check_update
 from gpubuf.kernels.sum_tree._cpu_levels import (
     parents,
+    planes_of,
     prefetch_children,
     refresh_above,
     refresh_all,
-    root,
     shift_of,
     store_level_starts,
 )
@@ -79,42 +72,30 @@ def _outside(index, n, capacity):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _build(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes):  # type: ignore[no-untyped-def]
-    refresh_all(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes)
+def _build(leaves, nodes, eligible, capacity, fan_out):  # type: ignore[no-untyped-def]
+    refresh_all((leaves, nodes, eligible, capacity, fan_out))
 
 
 @kernel
-def _refresh(  # type: ignore[no-untyped-def]
-    leaves_address, nodes_address, eligible_address, index_address, n, capacity, fan_out, n_nodes
-):
+def _refresh(leaves, nodes, eligible, capacity, fan_out, index_address, n):  # type: ignore[no-untyped-def]
     """0, or minus (position + 1) of the first index out of range."""
     index = carray(as_i64(index_address), n)
     outside = _outside(index, n, capacity)
     if outside == 0:
-        refresh_above(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes, index, n)
+        refresh_above((leaves, nodes, eligible, capacity, fan_out), index, n)
     return outside
 
 
 @kernel
 def _update(  # type: ignore[no-untyped-def]
-    leaves_address,
-    nodes_address,
-    eligible_address,
-    scalars_address,
-    ring_address,
-    index_address,
-    priority_address,
-    generation_address,
-    n,
-    capacity,
-    fan_out,
-    n_nodes,
-):
+    leaves, nodes, eligible, capacity, fan_out, scalars_address, ring_address, index_address, priority_address,
+    generation_address, n,
+):  # fmt: skip
     """0, or position + 1 of the first refused priority, or minus (position + 1) of the first index out of range.
 
     ``generation_address`` is 0 where there are no generations.
     """
-    leaves = carray(as_f32(leaves_address), capacity)
+    leaf = carray(as_f32(leaves), capacity)
     scalars = carray(as_f64(scalars_address), 5)
     ring = carray(as_i64(ring_address), 4)
     index = carray(as_i64(index_address), n)
@@ -153,36 +134,28 @@ def _update(  # type: ignore[no-untyped-def]
     for i in range(n):
         weight[i] = np.float32(_weight_of(np.float64(priority[i]), alpha, eps))
     for i in range(n):
-        prefetch(leaves_address + 4 * rows[min(i + _AHEAD, n - 1)])
+        prefetch(leaves + 4 * rows[min(i + _AHEAD, n - 1)])
         if rows[i] >= 0:
-            leaves[rows[i]] = weight[i]
+            leaf[rows[i]] = weight[i]
     if n_kept > 0:
         scalars[MAX_PRIORITY] = max(scalars[MAX_PRIORITY], np.float64(f32_of_bits(largest)))
-    refresh_above(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes, rows, n)
+    refresh_above((leaves, nodes, eligible, capacity, fan_out), rows, n)
     return 0
 
 
 @kernel
 def _mark(  # type: ignore[no-untyped-def]
-    leaves_address,
-    nodes_address,
-    eligible_address,
-    scalars_address,
-    index_address,
-    n,
-    capacity,
-    fan_out,
-    n_nodes,
-    within_buffer: bool,
+    leaves, nodes, eligible, capacity, fan_out, scalars_address, index_address, n, within_buffer: bool
 ):
     """0, or minus (position + 1) of the first index out of range."""
-    leaves = carray(as_f32(leaves_address), capacity)
+    tree = (leaves, nodes, eligible, capacity, fan_out)
+    leaf = carray(as_f32(leaves), capacity)
     scalars = carray(as_f64(scalars_address), 5)
     index = carray(as_i64(index_address), n)
     outside = _outside(index, n, capacity)
     if outside != 0:
         return outside
-    largest_weight = carray(as_f64(nodes_address), 3 * n_nodes)[root(n_nodes, MAXIMUM)]
+    largest_weight = planes_of(tree)[MAXIMUM, -1]
     given = scalars[MAX_PRIORITY]
     if within_buffer and largest_weight > 0.0:
         weight = largest_weight
@@ -190,39 +163,26 @@ def _mark(  # type: ignore[no-untyped-def]
         weight = _weight_of(1.0 if within_buffer or given < 0.0 else given, scalars[ALPHA], scalars[EPS])
     for i in range(n):
         if index[i] >= 0:
-            leaves[index[i]] = np.float32(weight)
-    refresh_above(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes, index, n)
+            leaf[index[i]] = np.float32(weight)
+    refresh_above(tree, index, n)
     return 0
 
 
 @kernel
 def _draw(  # type: ignore[no-untyped-def]
-    leaves_address,
-    nodes_address,
-    eligible_address,
-    scalars_address,
-    rng_address,
-    index_address,
-    weight_address,
-    begin,
-    n,
-    of,
-    capacity,
-    fan_out,
-    n_nodes,
-    stratified: bool,
-):
+    leaves, nodes, eligible, capacity, fan_out, scalars_address, rng_address, index_address, weight_address,
+    begin, n, of, stratified: bool,
+):  # fmt: skip
     """0, or 1 where there is nothing to draw from.
 
     Makes draws ``begin .. begin + n - 1`` of ``of``. Advances the random stream only if these are all of them.
     """
-    leaves = carray(as_f32(leaves_address), capacity)
-    nodes = carray(as_f64(nodes_address), 3 * n_nodes)
+    leaf, planes = carray(as_f32(leaves), capacity), planes_of((leaves, nodes, eligible, capacity, fan_out))
     rng = carray(as_i64(rng_address), 3)
     index = carray(as_i64(index_address + 8 * begin), n)
     weight = carray(as_f32(weight_address + 4 * begin), n)
     beta = carray(as_f64(scalars_address), 5)[BETA]
-    total, least = nodes[root(n_nodes, SUM)], nodes[root(n_nodes, MINIMUM)]
+    total, least = planes[SUM, -1], planes[MINIMUM, -1]
     if not total > 0.0:
         return 1
 
@@ -239,7 +199,7 @@ def _draw(  # type: ignore[no-untyped-def]
     first_untabled = level
     tables = np.empty(n_tables)
     for level in range(first_untabled + 1, depth):
-        sums = nodes_address + 8 * level_start[level]
+        sums = nodes + 8 * level_start[level]
         store_prefixes(sums, parents(capacity, shift, level), tables, table_start[level])
 
     seed, offset = rng[SEED], rng[OFFSET] + begin
@@ -252,8 +212,8 @@ def _draw(  # type: ignore[no-untyped-def]
             index[first + i] = 0
         # Down to the parents of the leaves, level 0: ``index`` is a node, then one of its children, a level below.
         for level in range(depth - 1, -1, -1):
-            here = nodes_address + 8 * level_start[level]
-            next_address = nodes_address + 8 * level_start[level - 1] if level > 0 else leaves_address
+            here = nodes + 8 * level_start[level]
+            below = nodes + 8 * level_start[level - 1] if level > 0 else leaves
             if level > first_untabled:
                 for i in range(together):
                     first_child = index[first + i] << shift
@@ -262,18 +222,18 @@ def _draw(  # type: ignore[no-untyped-def]
                     index[first + i] = first_child + child
                 if level == first_untabled + 1:
                     for i in range(together):
-                        prefetch_children(next_address, eligible_address, level, index[first + i] << shift)
+                        prefetch_children(below, eligible, level, index[first + i] << shift)
             else:
                 for i in range(together):
                     first_child = index[first + i] << shift
                     child, left[i] = choose_node(here + 8 * first_child, left[i], fan_out)
                     index[first + i] = first_child + child
-                    prefetch_children(next_address, eligible_address, level, (first_child + child) << shift)
+                    prefetch_children(below, eligible, level, (first_child + child) << shift)
         for i in range(together):
             first_child = index[first + i] << shift
-            row = first_child + choose_leaf(leaves_address, eligible_address, first_child, left[i], fan_out)
+            row = first_child + choose_leaf(leaves, eligible, first_child, left[i], fan_out)
             index[first + i] = row
-            left[i] = np.float64(leaves[row]) / least
+            left[i] = np.float64(leaf[row]) / least
         # A loop of its own, without calls, so that it is vectorised: (q / q_min) ** -beta, of ratios of at least 1.
         for i in range(together):
             weight[first + i] = np.float32(exp_below_700(-beta * log_of_normal(left[i])))
@@ -282,75 +242,39 @@ def _draw(  # type: ignore[no-untyped-def]
     return 0
 
 
-def build(leaves: Tensor, nodes: Tensor, fan_out: int, eligible: Tensor | None = None) -> None:
+def build(
+    leaves: Tensor, nodes: Tensor, scalars: Tensor, eligible: Tensor | None, capacity: int, fan_out: int,
+) -> None:  # fmt: skip
     """See :data:`gpubuf.kernels.sum_tree.build`."""
-    capacity = rows_to_build(leaves, fan_out, eligible)
-    _check(leaves, nodes, capacity, fan_out, eligible)
-    eligible_address = 0 if eligible is None else eligible.data_ptr()
-    _build(leaves.data_ptr(), nodes.data_ptr(), eligible_address, capacity, fan_out, nodes.numel() // 3)
+    check_tree(leaves, nodes, scalars, eligible, capacity, fan_out)
+    _build(leaves.data_ptr(), nodes.data_ptr(), 0 if eligible is None else eligible.data_ptr(), capacity, fan_out)
 
 
 def refresh(
-    leaves: Tensor,
-    nodes: Tensor,
-    index: Tensor,
-    capacity: int,
-    fan_out: int,
-    eligible: Tensor | None = None,
-    *,
-    trusted: bool = False,
-) -> None:
+    leaves: Tensor, nodes: Tensor, scalars: Tensor, eligible: Tensor | None, capacity: int, fan_out: int,
+    index: Tensor, *, trusted: bool = False,
+) -> None:  # fmt: skip
     """See :data:`gpubuf.kernels.sum_tree.refresh`."""
     if not trusted:
-        _check(leaves, nodes, capacity, fan_out, eligible)
+        check_tree(leaves, nodes, scalars, eligible, capacity, fan_out)
         check_index(index)
-    code = _refresh(
-        leaves.data_ptr(),
-        nodes.data_ptr(),
-        0 if eligible is None else eligible.data_ptr(),
-        index.data_ptr(),
-        index.numel(),
-        capacity,
-        fan_out,
-        nodes.numel() // 3,
-    )
+    tree = leaves.data_ptr(), nodes.data_ptr(), 0 if eligible is None else eligible.data_ptr(), capacity, fan_out
+    code = _refresh(*tree, index.data_ptr(), index.numel())
     if code:
         _raise_index(index, -code - 1, capacity)
 
 
 def update(
-    leaves: Tensor,
-    nodes: Tensor,
-    scalars: Tensor,
-    ring: Tensor,
-    index: Tensor,
-    priority: Tensor,
-    generation: Tensor | None,
-    capacity: int,
-    fan_out: int,
-    eligible: Tensor | None = None,
-    *,
-    trusted: bool = False,
-) -> None:
+    leaves: Tensor, nodes: Tensor, scalars: Tensor, eligible: Tensor | None, capacity: int, fan_out: int,
+    ring: Tensor, index: Tensor, priority: Tensor, generation: Tensor | None, *, trusted: bool = False,
+) -> None:  # fmt: skip
     """See :data:`gpubuf.kernels.sum_tree.update`."""
     if not trusted:
-        _check(leaves, nodes, capacity, fan_out, eligible)
-        check_scalars(scalars)
+        check_tree(leaves, nodes, scalars, eligible, capacity, fan_out)
         check_update(ring, index, priority, generation)
-    code = _update(
-        leaves.data_ptr(),
-        nodes.data_ptr(),
-        0 if eligible is None else eligible.data_ptr(),
-        scalars.data_ptr(),
-        ring.data_ptr(),
-        index.data_ptr(),
-        priority.data_ptr(),
-        0 if generation is None else generation.data_ptr(),
-        index.numel(),
-        capacity,
-        fan_out,
-        nodes.numel() // 3,
-    )
+    tree = leaves.data_ptr(), nodes.data_ptr(), 0 if eligible is None else eligible.data_ptr(), capacity, fan_out
+    told = index.data_ptr(), priority.data_ptr(), 0 if generation is None else generation.data_ptr(), index.numel()
+    code = _update(*tree, scalars.data_ptr(), ring.data_ptr(), *told)
     if code < 0:
         _raise_index(index, -code - 1, capacity)
     if code > 0:
@@ -361,81 +285,39 @@ def update(
 
 
 def mark(
-    leaves: Tensor,
-    nodes: Tensor,
-    scalars: Tensor,
-    index: Tensor,
-    capacity: int,
-    fan_out: int,
-    within_buffer: bool,
-    eligible: Tensor | None = None,
-    *,
-    trusted: bool = False,
-) -> None:
+    leaves: Tensor, nodes: Tensor, scalars: Tensor, eligible: Tensor | None, capacity: int, fan_out: int,
+    index: Tensor, within_buffer: bool, *, trusted: bool = False,
+) -> None:  # fmt: skip
     """See :data:`gpubuf.kernels.sum_tree.mark`."""
     if not trusted:
-        _check(leaves, nodes, capacity, fan_out, eligible)
-        check_scalars(scalars)
+        check_tree(leaves, nodes, scalars, eligible, capacity, fan_out)
         check_index(index)
-    code = _mark(
-        leaves.data_ptr(),
-        nodes.data_ptr(),
-        0 if eligible is None else eligible.data_ptr(),
-        scalars.data_ptr(),
-        index.data_ptr(),
-        index.numel(),
-        capacity,
-        fan_out,
-        nodes.numel() // 3,
-        within_buffer,
-    )
+    tree = leaves.data_ptr(), nodes.data_ptr(), 0 if eligible is None else eligible.data_ptr(), capacity, fan_out
+    code = _mark(*tree, scalars.data_ptr(), index.data_ptr(), index.numel(), within_buffer)
     if code:
         _raise_index(index, -code - 1, capacity)
 
 
 def draw(
-    leaves: Tensor,
-    nodes: Tensor,
-    scalars: Tensor,
-    rng: Tensor,
-    n: int,
-    capacity: int,
-    fan_out: int,
-    stratified: bool,
-    eligible: Tensor | None = None,
-    *,
-    trusted: bool = False,
-) -> tuple[Tensor, Tensor]:
+    leaves: Tensor, nodes: Tensor, scalars: Tensor, eligible: Tensor | None, capacity: int, fan_out: int,
+    rng: Tensor, n: int, stratified: bool, *, trusted: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See :data:`gpubuf.kernels.sum_tree.draw`."""
     if not trusted:
-        _check(leaves, nodes, capacity, fan_out, eligible)
-        check_scalars(scalars)
+        check_tree(leaves, nodes, scalars, eligible, capacity, fan_out)
     check_request(rng, n)
     index, weight = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.float32)
     if n == 0:
         return index, weight
-    before = (
-        leaves.data_ptr(),
-        nodes.data_ptr(),
-        0 if eligible is None else eligible.data_ptr(),
-        scalars.data_ptr(),
-        rng.data_ptr(),
-        index.data_ptr(),
-        weight.data_ptr(),
-    )
-    results = call_in_parts(_draw, before, n, (n, capacity, fan_out, nodes.numel() // 3, stratified))
+    tree = leaves.data_ptr(), nodes.data_ptr(), 0 if eligible is None else eligible.data_ptr(), capacity, fan_out
+    others = scalars.data_ptr(), rng.data_ptr(), index.data_ptr(), weight.data_ptr()
+    results = call_in_parts(_draw, (*tree, *others), n, (n, stratified))
     if any(results):
         ineligible = "" if eligible is None else " or is ineligible"
         raise RuntimeError(f"nothing can be drawn: every row of the sum tree has weight zero{ineligible}")
     if len(results) > 1:
         rng[OFFSET] += n
     return index, weight
-
-
-def _check(leaves: Tensor, nodes: Tensor, capacity: int, fan_out: int, eligible: Tensor | None) -> None:
-    check_tree(leaves, nodes, capacity, fan_out)
-    if eligible is not None:
-        check_eligible(eligible, capacity)
 
 
 def _raise_index(index: Tensor, position: int, capacity: int) -> Never:

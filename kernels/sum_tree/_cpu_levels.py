@@ -3,7 +3,8 @@
 The functions of the CPU backend count inner levels from 0, which is the level of the leaves' parents. The contract and
 the GPU's kernels call that one level 1.
 
-``eligible_address`` is that of the bitmap of eligible rows, or 0 if all rows are eligible.
+A ``tree`` is a tuple: the addresses of ``leaves``, of ``nodes`` and of ``eligible`` (0 if all rows are eligible), the
+capacity and the fan-out.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
@@ -29,27 +30,29 @@ def shift_of(fan_out):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def padded(count, fan_out):  # type: ignore[no-untyped-def]
-    """Length of a level of ``count`` nodes; the root alone is not padded."""
-    return count if count == 1 else -(-count // fan_out) * fan_out
-
-
-@jit(forceinline=True)
 def store_level_starts(capacity, fan_out, starts):  # type: ignore[no-untyped-def]
-    """Store the position of each level's first node, that above the leaves first; returns the root's level."""
+    """Store the position of each level's first node, that above the leaves first; returns the root's level.
+
+    Levels are as long as all their parents' children; the root alone has no parent.
+    """
     starts[0] = 0
     count, level = -(-capacity // fan_out), 0
     while count > 1:
-        starts[level + 1] = starts[level] + padded(count, fan_out)
-        level += 1
         count = -(-count // fan_out)
+        starts[level + 1] = starts[level] + count * fan_out
+        level += 1
     return level
 
 
 @jit(forceinline=True)
-def root(n_nodes, plane):  # type: ignore[no-untyped-def]
-    """Position of the root's number in a plane of the nodes."""
-    return (plane + 1) * n_nodes - 1
+def planes_of(tree):  # type: ignore[no-untyped-def]
+    """The nodes, ``[3, n_nodes]``; the root is the last of each plane."""
+    _, nodes, _, capacity, fan_out = tree
+    count, n_nodes = -(-capacity // fan_out), 1
+    while count > 1:
+        count = -(-count // fan_out)
+        n_nodes += count * fan_out
+    return carray(as_f64(nodes), (3, n_nodes))
 
 
 @jit(forceinline=True)
@@ -71,26 +74,24 @@ def prefetch_children(address, eligible_address, level, first):  # type: ignore[
 
 
 @jit
-def refresh_all(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes):  # type: ignore[no-untyped-def]
+def refresh_all(tree):  # type: ignore[no-untyped-def]
     """Recompute every inner node from its children, level by level."""
+    leaves, nodes, eligible, capacity, fan_out = tree
+    planes = planes_of(tree)
     count = -(-capacity // fan_out)
-    plane_bytes = 8 * n_nodes
-    sums = carray(as_f64(nodes_address + SUM * plane_bytes), n_nodes)
-    minima = carray(as_f64(nodes_address + MINIMUM * plane_bytes), n_nodes)
-    maxima = carray(as_f64(nodes_address + MAXIMUM * plane_bytes), n_nodes)
     for node in range(count):
-        sums[node], minima[node], maxima[node] = stats_of_leaves(
-            leaves_address, eligible_address, node * fan_out, fan_out
-        )
-    below, here = 0, padded(count, fan_out)
+        total, minimum, maximum = stats_of_leaves(leaves, eligible, node * fan_out, fan_out)
+        planes[SUM, node], planes[MINIMUM, node], planes[MAXIMUM, node] = total, minimum, maximum
+    here = 0
     while count > 1:
         count = -(-count // fan_out)
+        below, here = here, here + count * fan_out
         for node in range(count):
-            children = nodes_address + 8 * (below + node * fan_out)
+            children = nodes + 8 * (below + node * fan_out)
             at = here + node
-            sums[at] = sum_of_nodes(children, fan_out)
-            minima[at], maxima[at] = extremes_of_nodes(children, plane_bytes, fan_out)
-        below, here = here, here + padded(count, fan_out)
+            planes[SUM, at] = sum_of_nodes(children, fan_out)
+            minimum, maximum = extremes_of_nodes(children, 8 * planes.shape[1], fan_out)
+            planes[MINIMUM, at], planes[MAXIMUM, at] = minimum, maximum
 
 
 @jit(forceinline=True)
@@ -111,9 +112,7 @@ def _to_parents(nodes, n, shift, count):  # type: ignore[no-untyped-def]
 
 
 @jit
-def refresh_above(  # type: ignore[no-untyped-def]
-    leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes, index, n
-):
+def refresh_above(tree, index, n):  # type: ignore[no-untyped-def]
     """Recompute the nodes above rows ``index`` from their children, level by level; -1 is ignored.
 
     A node that follows itself in the list is skipped (a contiguous run of rows costs 1/F of its length), and a
@@ -122,11 +121,9 @@ def refresh_above(  # type: ignore[no-untyped-def]
     Of an inner node only the sum is recomputed, unless an extreme of one of its children has changed: few updates
     change one, and sums alone are a third of the memory.
     """
-    shift = shift_of(fan_out)
-    plane_bytes = 8 * n_nodes
-    sums = carray(as_f64(nodes_address + SUM * plane_bytes), n_nodes)
-    minima = carray(as_f64(nodes_address + MINIMUM * plane_bytes), n_nodes)
-    maxima = carray(as_f64(nodes_address + MAXIMUM * plane_bytes), n_nodes)
+    leaves, nodes, eligible, capacity, fan_out = tree
+    planes, shift = planes_of(tree), shift_of(fan_out)
+    plane_bytes = 8 * planes.shape[1]
     touched, changed = np.empty(n, np.int64), np.empty(n, np.int64)
 
     n_touched = 0
@@ -139,35 +136,34 @@ def refresh_above(  # type: ignore[no-untyped-def]
 
     count = -(-capacity // fan_out)
     if n_touched >= count:
-        refresh_all(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes)
+        refresh_all(tree)
         return
     n_changed = 0
     for i in range(n_touched):
         coming = touched[min(i + _AHEAD, n_touched - 1)]
-        prefetch(leaves_address + 4 * (coming << shift))
-        if eligible_address != 0:
-            prefetch(eligible_address + ((coming << shift) >> 3))
+        prefetch(leaves + 4 * (coming << shift))
+        if eligible != 0:
+            prefetch(eligible + ((coming << shift) >> 3))
         for plane in range(3):
-            prefetch_l2(nodes_address + 8 * coming + plane * plane_bytes)
+            prefetch_l2(nodes + 8 * coming + plane * plane_bytes)
         node = touched[i]
-        total, minimum, maximum = stats_of_leaves(leaves_address, eligible_address, node << shift, fan_out)
+        total, minimum, maximum = stats_of_leaves(leaves, eligible, node << shift, fan_out)
         changed[n_changed] = node
-        n_changed += (minimum != minima[node]) | (maximum != maxima[node])
-        sums[node], minima[node], maxima[node] = total, minimum, maximum
+        n_changed += (minimum != planes[MINIMUM, node]) | (maximum != planes[MAXIMUM, node])
+        planes[SUM, node], planes[MINIMUM, node], planes[MAXIMUM, node] = total, minimum, maximum
 
-    below, here = 0, padded(count, fan_out)
+    here = 0
     while count > 1:
         count = -(-count // fan_out)
+        below, here = here, here + count * fan_out
         n_touched = _to_parents(touched, n_touched, shift, count)
         for i in range(n_touched):
-            sums[here + touched[i]] = sum_of_nodes(nodes_address + 8 * (below + (touched[i] << shift)), fan_out)
+            planes[SUM, here + touched[i]] = sum_of_nodes(nodes + 8 * (below + (touched[i] << shift)), fan_out)
         n_candidates, n_changed = _to_parents(changed, n_changed, shift, count), 0
         for i in range(n_candidates):
             node = changed[i]
             at = here + node
-            children = nodes_address + 8 * (below + (node << shift))
-            minimum, maximum = extremes_of_nodes(children, plane_bytes, fan_out)
+            minimum, maximum = extremes_of_nodes(nodes + 8 * (below + (node << shift)), plane_bytes, fan_out)
             changed[n_changed] = node
-            n_changed += (minimum != minima[at]) | (maximum != maxima[at])
-            minima[at], maxima[at] = minimum, maximum
-        below, here = here, here + padded(count, fan_out)
+            n_changed += (minimum != planes[MINIMUM, at]) | (maximum != planes[MAXIMUM, at])
+            planes[MINIMUM, at], planes[MAXIMUM, at] = minimum, maximum

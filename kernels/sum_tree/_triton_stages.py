@@ -15,6 +15,13 @@ Arguments that kernels of updates share, beside those in :mod:`gpubuf.kernels.su
 * ``ring_ptr``: int64 [4] = (written, size, ticket, faults);
 * ``index_ptr``: int64 [n], rows; -1 is ignored;
 * ``weight_ptr``: float32 [n], scratch: the weights of the entries that have tagged a leaf; not read without HAS_TAGS.
+
+Helpers take these as tuples, with None for what is not read:
+
+* ``leaves``: (leaves_ptr, eligible_ptr); ``nodes``: (nodes_ptr, n_nodes, capacity), whose sizes are int64;
+* ``rows``: (index_ptr, n), and ``entries``: (index_ptr, priority_ptr, generation_ptr, n);
+* ``run``: (first, last), rows between which all others lie, around the end of the ring where ``last`` is below
+  ``first``; ``within``: (start, length), the nodes of a level above a run.
 """
 
 import triton
@@ -57,25 +64,24 @@ def few_nodes(shift, block_nodes):
 
 
 @triton.jit
-def in_level(first, last, level_shift, count):
-    """Where rows ``first`` to ``last`` begin in a level of ``count`` nodes, and over how many nodes they go there.
-
-    They go around the end of the ring where ``last`` is below ``first``.
-    """
+def in_level(run, level_shift, count):
+    """(start, length) of the nodes above a run in a level of ``count`` nodes."""
+    first, last = run
     start = first >> level_shift
     length = (last >> level_shift) - start + 1
     return start, tl.minimum(tl.where(last < first, length + count, length), count)
 
 
 @triton.jit
-def _nodes_above(index_ptr, i, n, capacity, level_shift, count, start, length):
+def _nodes_above(rows, i, capacity, level_shift, count, within):
     """The node that entry ``i`` has to recompute in a level of ``count`` nodes, else 0, and whether it has to.
 
-    The rows lie under the ``length`` nodes from ``start`` on, around the end of the level. If there are no more of
-    these nodes than entries, all are recomputed, and ``i`` counts them. Otherwise an entry leaves a node to the entry
-    right before it if that has the same one. If entries farther apart have the same node, all of them recompute it, to
-    the same bits.
+    If there are no more nodes ``within`` than entries, all are recomputed, and ``i`` counts them. Otherwise an entry
+    leaves a node to the entry right before it if that has the same one. If entries farther apart have the same node,
+    all of them recompute it, to the same bits.
     """
+    index_ptr, n = rows
+    start, length = within
     if length <= n:
         node = start + i.to(tl.int64)
         node = tl.where(node < count, node, node - count)
@@ -90,23 +96,13 @@ def _nodes_above(index_ptr, i, n, capacity, level_shift, count, start, length):
 
 
 @triton.jit
-def stage_claim(
-    leaves_ptr,
-    scalars_ptr,
-    ring_ptr,
-    index_ptr,
-    priority_ptr,
-    generation_ptr,
-    i,
-    n,
-    capacity,
-    HAS_GENERATION: tl.constexpr,
-):
+def stage_claim(leaves_ptr, scalars_ptr, ring_ptr, entries, i, capacity):
     """Every valid entry i tags its leaf with (sign bit | i), by an unsigned maximum: the last one stays.
 
     Weights are never negative, so that a tag beats every weight, and a later tag an earlier one. Returns the rows,
     which of them have valid entries, and the weights of these. No load waits for another.
     """
+    index_ptr, priority_ptr, generation_ptr, n = entries
     row = tl.load(index_ptr + i, mask=i < n, other=-1)
     priority = tl.load(priority_ptr + i, mask=i < n, other=0.0)
     size = tl.load(ring_ptr + SIZE)
@@ -116,7 +112,7 @@ def stage_claim(
     # TTIR barrier (sum_tree_claim_kernel, sum_tree_update_small_kernel): likewise.
     largest = tl.load(scalars_ptr + MAX_PRIORITY)
     live = (row >= 0) & (row < capacity) & (row < size)
-    if HAS_GENERATION:
+    if generation_ptr is not None:
         generation = tl.load(generation_ptr + i, mask=i < n, other=0)
         written = tl.load(ring_ptr + WRITTEN)
         # A row written so often has row + (generation - 1) * capacity < written <= row + generation * capacity.
@@ -149,18 +145,17 @@ def stage_resolve(leaves_ptr, i, row, claims, weight):
 
 
 @triton.jit
-def stage_mark(leaves_ptr, index_ptr, weight, i, n, capacity):
-    """Give rows ``index`` one weight; a row named twice gets it twice."""
+def stage_mark(leaves_ptr, rows, weight, i, capacity):
+    """Give rows one weight; a row named twice gets it twice."""
+    index_ptr, n = rows
     row = tl.load(index_ptr + i, mask=i < n, other=-1)
     tl.store(leaves_ptr + row, weight, mask=(row >= 0) & (row < capacity))
 
 
 @triton.jit
-def run_of(index_ptr, n, capacity, BLOCK_ENTRIES: tl.constexpr):
-    """(first, last): all rows of the index lie between these, around the end of the ring if last < first.
-
-    They are its first and its last row, as after a write; otherwise those of the whole ring, 0 and capacity - 1.
-    """
+def run_of(rows, capacity, BLOCK_ENTRIES: tl.constexpr):
+    """The run of the first and the last of the rows if all lie between these, as after a write; else the whole ring."""
+    index_ptr, n = rows
     first = tl.load(index_ptr)
     last = tl.load(index_ptr + n - 1)
     length = tl.where(last < first, last - first + capacity, last - first)
@@ -175,34 +170,21 @@ def run_of(index_ptr, n, capacity, BLOCK_ENTRIES: tl.constexpr):
 
 
 @triton.jit
-def stage_refresh_leaves(
-    leaves_ptr,
-    nodes_ptr,
-    eligible_ptr,
-    weight_ptr,
-    index_ptr,
-    i,
-    n,
-    capacity,
-    n_nodes,
-    start,
-    length,
-    HAS_ELIGIBLE: tl.constexpr,
-    HAS_TAGS: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
-    """Recompute level-1 nodes from their leaves; ``start`` and ``length`` are those of ``_nodes_above``.
+def stage_refresh_leaves(leaves, nodes, rows, i, within, weight_ptr, SHIFT: tl.constexpr):
+    """Recompute level-1 nodes from their leaves.
 
-    With HAS_TAGS leaves may hold tags, and the weights of the entries replace them. Two programs may have the same
-    node, so that one reads a leaf while the other stores it. It then finds the tag or the weight that the tag stands
-    for: both programs compute and store the same.
+    With ``weight_ptr`` leaves may hold tags, and the weights of the entries replace them. Two programs may have the
+    same node, so that one reads a leaf while the other stores it. It then finds the tag or the weight that the tag
+    stands for: both programs compute and store the same.
 
     Returns of which nodes the minimum, and of which the maximum, has changed.
     """
+    leaves_ptr, eligible_ptr = leaves
+    nodes_ptr, n_nodes, capacity = nodes
     columns: tl.constexpr = columns_of(SHIFT)
-    node, needed = _nodes_above(index_ptr, i, n, capacity, SHIFT, level_up(capacity, SHIFT), start, length)
+    node, needed = _nodes_above(rows, i, capacity, SHIFT, level_up(capacity, SHIFT), within)
     first = (node << SHIFT)[:, None] + tl.arange(0, 1 << columns)[None, :]
-    if HAS_ELIGIBLE and SHIFT <= 6:
+    if eligible_ptr is not None and SHIFT <= 6:
         # One word has the bits of a whole node.
         word = tl.load(eligible_ptr + ((node << SHIFT) >> 6))[:, None]
     lowest_ptr, highest_ptr = nodes_ptr + n_nodes * MINIMUM + node, nodes_ptr + n_nodes * MAXIMUM + node
@@ -213,13 +195,13 @@ def stage_refresh_leaves(
     weights = ()  # type: tl.tuple
     for part in tl.static_range(1 << (SHIFT - columns)):
         leaf = first + (part << columns)
-        if HAS_TAGS:
+        if weight_ptr is not None:
             # TTIR race (sum_tree_refresh_leaves_kernel): a tag, or the weight that another program puts in its place.
             # TTIR barrier (sum_tree_refresh_leaves_kernel): or another thread.
             weights += (tl.load(leaves_ptr + leaf, mask=needed[:, None], other=0.0),)
         else:
             weights += (tl.load(leaves_ptr + leaf),)
-    if HAS_TAGS:
+    if weight_ptr is not None:
         tagged = weights
         weights = ()
         for part in tl.static_range(1 << (SHIFT - columns)):
@@ -232,7 +214,7 @@ def stage_refresh_leaves(
     for part in tl.static_range(1 << (SHIFT - columns)):
         leaf = first + (part << columns)
         weight = weights[part]
-        if HAS_ELIGIBLE:
+        if eligible_ptr is not None:
             if SHIFT > 6:
                 # The bits of the padding, which weighs nothing, may not exist.
                 word = tl.load(eligible_ptr + (leaf >> 6), mask=leaf < capacity, other=0)
@@ -252,14 +234,14 @@ def stage_refresh_leaves(
 
 
 @triton.jit
-def _recompute(
-    nodes_ptr, node, needed, lower, higher, n_nodes, below, count, PARTLY: tl.constexpr, SHIFT: tl.constexpr
-):
+def _recompute(nodes, node, needed, changed, below, count, SHIFT: tl.constexpr):
     """Recompute nodes of a level of ``count`` nodes, from the level that starts ``below``.
 
-    With PARTLY of those that are needed only the sums, the minima of those that are ``lower`` and the maxima of those
-    that are ``higher``.
+    ``changed`` says of which the minimum, and of which the maximum, is recomputed too; None: of all that are needed.
     """
+    nodes_ptr, n_nodes, _ = nodes
+    if changed is not None:
+        lower, higher = changed
     columns: tl.constexpr = columns_of(SHIFT)
     first = (node << SHIFT)[:, None] + tl.arange(0, 1 << columns)[None, :]
     # Levels are padded to a multiple of the fan-out.
@@ -268,7 +250,7 @@ def _recompute(
     for part in tl.static_range(1 << (SHIFT - columns)):
         child = first + (part << columns)
         weight = tl.load(child + n_nodes * SUM)
-        if PARTLY:
+        if changed is not None:
             low = tl.load(child + n_nodes * MINIMUM, mask=lower[:, None], other=0.0)
             high = tl.load(child + n_nodes * MAXIMUM, mask=higher[:, None], other=0.0)
         else:
@@ -288,196 +270,69 @@ def _recompute(
     # Weights of leaves, in float64.
     least = tl.min(least.to(tl.float32), axis=1)
     largest = tl.max(largest.to(tl.float32), axis=1)
-    tl.store(target + n_nodes * MINIMUM, least.to(tl.float64), mask=lower if PARTLY else needed)
-    tl.store(target + n_nodes * MAXIMUM, largest.to(tl.float64), mask=higher if PARTLY else needed)
+    tl.store(target + n_nodes * MINIMUM, least.to(tl.float64), mask=needed if changed is None else lower)
+    tl.store(target + n_nodes * MAXIMUM, largest.to(tl.float64), mask=needed if changed is None else higher)
 
 
 @triton.jit
-def stage_refresh(
-    nodes_ptr, index_ptr, i, n, capacity, n_nodes, level, below, count, start, length, SHIFT: tl.constexpr
-):
+def stage_refresh(nodes, rows, i, level, below, count, within, SHIFT: tl.constexpr):
     """Recompute nodes of ``level`` (2 or more), which has ``count`` of them, from the level that starts ``below``."""
-    node, needed = _nodes_above(index_ptr, i, n, capacity, level * SHIFT, count, start, length)
-    _recompute(nodes_ptr, node, needed, needed, needed, n_nodes, below, count, False, SHIFT)
+    node, needed = _nodes_above(rows, i, nodes[2], level * SHIFT, count, within)
+    _recompute(nodes, node, needed, None, below, count, SHIFT)
 
 
 @triton.jit
-def levels_above(
-    nodes_ptr,
-    index_ptr,
-    n,
-    capacity,
-    n_nodes,
-    first_level,
-    depth,
-    first,
-    last,
-    SHIFT: tl.constexpr,
-    BLOCK_NODES: tl.constexpr,
-):
-    """All levels from ``first_level`` (2 or more) up, by one program. The rows lie from ``first`` to ``last``."""
+def levels_above(nodes, rows, run, lowest, depth, SHIFT: tl.constexpr, BLOCK_NODES: tl.constexpr):
+    """All levels from ``lowest`` (2 or more) up, by one program."""
     few = tl.arange(0, few_nodes(SHIFT, BLOCK_NODES))
     block = tl.arange(0, BLOCK_NODES)
-    below = level_start(capacity, first_level - 1, SHIFT)
-    for level in range(first_level, depth + 1):
+    below = level_start(nodes[2], lowest - 1, SHIFT)
+    for level in range(lowest, depth + 1):
         # The level below is complete.
         tl.debug_barrier()
-        count = level_count(capacity, level, SHIFT)
-        start, length = in_level(first, last, level * SHIFT, count)
-        if tl.minimum(length, n) <= few.shape[0]:
-            stage_refresh(nodes_ptr, index_ptr, few, n, capacity, n_nodes, level, below, count, start, length, SHIFT)
+        count = level_count(nodes[2], level, SHIFT)
+        within = in_level(run, level * SHIFT, count)
+        due = tl.minimum(within[1], rows[1])
+        if due <= few.shape[0]:
+            stage_refresh(nodes, rows, few, level, below, count, within, SHIFT)
         else:
-            for begin in range(0, tl.minimum(length, n), BLOCK_NODES):
-                stage_refresh(
-                    nodes_ptr,
-                    index_ptr,
-                    begin + block,
-                    n,
-                    capacity,
-                    n_nodes,
-                    level,
-                    below,
-                    count,
-                    start,
-                    length,
-                    SHIFT,
-                )
+            for begin in range(0, due, BLOCK_NODES):
+                stage_refresh(nodes, rows, begin + block, level, below, count, within, SHIFT)
         below += count << SHIFT
 
 
 @triton.jit
-def first_level(
-    leaves_ptr,
-    nodes_ptr,
-    eligible_ptr,
-    index_ptr,
-    n,
-    capacity,
-    n_nodes,
-    first,
-    last,
-    HAS_ELIGIBLE: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BLOCK_NODES: tl.constexpr,
-):
+def first_level(leaves, nodes, rows, run, SHIFT: tl.constexpr, BLOCK_NODES: tl.constexpr):
     """Level 1, by one program, which has written the leaves and has read the old root."""
     few = tl.arange(0, few_nodes(SHIFT, BLOCK_NODES))
     block = tl.arange(0, BLOCK_NODES)
-    start, length = in_level(first, last, SHIFT, level_up(capacity, SHIFT))
+    within = in_level(run, SHIFT, level_up(nodes[2], SHIFT))
+    due = tl.minimum(within[1], rows[1])
     tl.debug_barrier()
-    if tl.minimum(length, n) <= few.shape[0]:
-        stage_refresh_leaves(
-            leaves_ptr,
-            nodes_ptr,
-            eligible_ptr,
-            leaves_ptr,
-            index_ptr,
-            few,
-            n,
-            capacity,
-            n_nodes,
-            start,
-            length,
-            HAS_ELIGIBLE,
-            False,
-            SHIFT,
-        )
+    if due <= few.shape[0]:
+        stage_refresh_leaves(leaves, nodes, rows, few, within, None, SHIFT)
     else:
-        for begin in range(0, tl.minimum(length, n), BLOCK_NODES):
-            stage_refresh_leaves(
-                leaves_ptr,
-                nodes_ptr,
-                eligible_ptr,
-                leaves_ptr,
-                index_ptr,
-                begin + block,
-                n,
-                capacity,
-                n_nodes,
-                start,
-                length,
-                HAS_ELIGIBLE,
-                False,
-                SHIFT,
-            )
+        for begin in range(0, due, BLOCK_NODES):
+            stage_refresh_leaves(leaves, nodes, rows, begin + block, within, None, SHIFT)
 
 
 @triton.jit
-def first_two_levels(
-    leaves_ptr,
-    nodes_ptr,
-    eligible_ptr,
-    index_ptr,
-    n,
-    capacity,
-    n_nodes,
-    HAS_ELIGIBLE: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BLOCK_NODES: tl.constexpr,
-):
+def first_two_levels(leaves, nodes, rows, SHIFT: tl.constexpr, BLOCK_NODES: tl.constexpr):
     """Levels 1 and 2 above up to BLOCK_NODES rows, fewer than level 2 has nodes, by one program.
 
     It knows of which nodes of level 1 the minimum or the maximum has changed, and reads those of the others' brothers
     not at all: two thirds of what level 2 is made of.
     """
+    index_ptr, n = rows
+    capacity = nodes[2]
     i = tl.arange(0, BLOCK_NODES)
     count = level_up(capacity, SHIFT)
-    lower, higher = stage_refresh_leaves(
-        leaves_ptr,
-        nodes_ptr,
-        eligible_ptr,
-        leaves_ptr,
-        index_ptr,
-        i,
-        n,
-        capacity,
-        n_nodes,
-        0,
-        count,
-        HAS_ELIGIBLE,
-        False,
-        SHIFT,
-    )
+    changed = stage_refresh_leaves(leaves, nodes, rows, i, (0, count), None, SHIFT)
     tl.debug_barrier()
     row = tl.load(index_ptr + i, mask=i < n, other=-1)
     needed = (row >= 0) & (row < capacity)
     node = tl.where(needed, row >> (2 * SHIFT), 0)
-    below = level_start(capacity, 1, SHIFT)
-    _recompute(nodes_ptr, node, needed, lower, higher, n_nodes, below, level_up(count, SHIFT), True, SHIFT)
-
-
-@triton.jit
-def all_levels(
-    leaves_ptr,
-    nodes_ptr,
-    eligible_ptr,
-    index_ptr,
-    n,
-    capacity,
-    n_nodes,
-    depth,
-    first,
-    last,
-    HAS_ELIGIBLE: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BLOCK_NODES: tl.constexpr,
-):
-    """All levels, by one program, which has written the leaves and has read the old root."""
-    first_level(
-        leaves_ptr,
-        nodes_ptr,
-        eligible_ptr,
-        index_ptr,
-        n,
-        capacity,
-        n_nodes,
-        first,
-        last,
-        HAS_ELIGIBLE,
-        SHIFT,
-        BLOCK_NODES,
-    )
-    levels_above(nodes_ptr, index_ptr, n, capacity, n_nodes, 2, depth, first, last, SHIFT, BLOCK_NODES)
+    _recompute(nodes, node, needed, changed, level_start(capacity, 1, SHIFT), level_up(count, SHIFT), SHIFT)
 
 
 @triton.jit

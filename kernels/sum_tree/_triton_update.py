@@ -8,7 +8,6 @@ import triton.language as tl
 
 from gpubuf.kernels.sum_tree._triton import level_count, level_start, level_up
 from gpubuf.kernels.sum_tree._triton_stages import (
-    all_levels,
     first_level,
     first_two_levels,
     levels_above,
@@ -44,19 +43,8 @@ def sum_tree_claim_kernel(
     Grid: (cdiv(n, BLOCK_ENTRIES),).
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK_ENTRIES + tl.arange(0, BLOCK_ENTRIES)
-    capacity = capacity.to(tl.int64)
-    _, claims, weight = stage_claim(
-        leaves_ptr,
-        scalars_ptr,
-        ring_ptr,
-        index_ptr,
-        priority_ptr,
-        generation_ptr,
-        i,
-        n,
-        capacity,
-        HAS_GENERATION,
-    )
+    entries = (index_ptr, priority_ptr, generation_ptr if HAS_GENERATION else None, n)
+    _, claims, weight = stage_claim(leaves_ptr, scalars_ptr, ring_ptr, entries, i, capacity.to(tl.int64))
     tl.store(weight_ptr + i, weight, mask=claims)
 
 
@@ -78,7 +66,7 @@ def sum_tree_mark_kernel(
     """Write the weight of a new row into leaves; reads the root. Grid: (cdiv(n, BLOCK_ENTRIES),)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK_ENTRIES + tl.arange(0, BLOCK_ENTRIES)
     weight = new_weight(nodes_ptr, scalars_ptr, n_nodes.to(tl.int64), WITHIN_BUFFER)
-    stage_mark(leaves_ptr, index_ptr, weight, i, n, capacity.to(tl.int64))
+    stage_mark(leaves_ptr, (index_ptr, n), weight, i, capacity.to(tl.int64))
 
 
 @triton.jit(
@@ -104,24 +92,10 @@ def sum_tree_refresh_leaves_kernel(
     With HAS_TAGS it is the second launch of an update: tags become weights.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
-    capacity = capacity.to(tl.int64)
-    n_nodes = n_nodes.to(tl.int64)
-    stage_refresh_leaves(
-        leaves_ptr,
-        nodes_ptr,
-        eligible_ptr,
-        weight_ptr,
-        index_ptr,
-        i,
-        n,
-        capacity,
-        n_nodes,
-        0,
-        level_up(capacity, SHIFT),
-        HAS_ELIGIBLE,
-        HAS_TAGS,
-        SHIFT,
-    )
+    leaves = (leaves_ptr, eligible_ptr if HAS_ELIGIBLE else None)
+    nodes = (nodes_ptr, n_nodes.to(tl.int64), capacity.to(tl.int64))
+    within = (0, level_up(nodes[2], SHIFT))
+    stage_refresh_leaves(leaves, nodes, (index_ptr, n), i, within, weight_ptr if HAS_TAGS else None, SHIFT)
 
 
 @triton.jit(
@@ -143,7 +117,8 @@ def sum_tree_refresh_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
     below = level_start(capacity, level - 1, SHIFT)
     count = level_count(capacity, level, SHIFT)
-    stage_refresh(nodes_ptr, index_ptr, i, n, capacity, n_nodes.to(tl.int64), level, below, count, 0, count, SHIFT)
+    nodes = (nodes_ptr, n_nodes.to(tl.int64), capacity)
+    stage_refresh(nodes, (index_ptr, n), i, level, below, count, (0, count), SHIFT)
 
 
 @triton.jit(
@@ -162,9 +137,8 @@ def sum_tree_top_kernel(
     BLOCK_NODES: tl.constexpr,
 ):
     """Recompute the narrow levels above rows ``index``, from ``first_level`` up to the root. Grid: (1,)."""
-    capacity = capacity.to(tl.int64)
-    n_nodes = n_nodes.to(tl.int64)
-    levels_above(nodes_ptr, index_ptr, n, capacity, n_nodes, first_level, depth, 0, capacity - 1, SHIFT, BLOCK_NODES)
+    nodes = (nodes_ptr, n_nodes.to(tl.int64), capacity.to(tl.int64))
+    levels_above(nodes, (index_ptr, n), (0, nodes[2] - 1), first_level, depth, SHIFT, BLOCK_NODES)
 
 
 @triton.jit(
@@ -191,50 +165,26 @@ def sum_tree_update_small_kernel(
     BLOCK_NODES: tl.constexpr,
 ):
     """A whole update by one program. Grid: (1,)."""
-    capacity = capacity.to(tl.int64)
-    n_nodes = n_nodes.to(tl.int64)
-    entries = tl.arange(0, BLOCK_ENTRIES).to(tl.int64)
+    leaves = (leaves_ptr, eligible_ptr if HAS_ELIGIBLE else None)
+    nodes = (nodes_ptr, n_nodes.to(tl.int64), capacity.to(tl.int64))
+    entries = (index_ptr, priority_ptr, generation_ptr if HAS_GENERATION else None, n)
+    lane = tl.arange(0, BLOCK_ENTRIES).to(tl.int64)
     for start in range(0, n, BLOCK_ENTRIES):
-        i = start + entries
-        row, claims, weight = stage_claim(
-            leaves_ptr,
-            scalars_ptr,
-            ring_ptr,
-            index_ptr,
-            priority_ptr,
-            generation_ptr,
-            i,
-            n,
-            capacity,
-            HAS_GENERATION,
-        )
+        i = start + lane
+        row, claims, weight = stage_claim(leaves_ptr, scalars_ptr, ring_ptr, entries, i, nodes[2])
         # All tags of this turn are set, and then all of its weights: a later turn tags what an earlier one has written.
         tl.debug_barrier()
         stage_resolve(leaves_ptr, i, row, claims, weight)
         tl.debug_barrier()
-    last = capacity - 1
+    rows = (index_ptr, n)
+    run = (0, nodes[2] - 1)
     level = 2
-    if (n <= BLOCK_NODES) & (level_count(capacity, 2, SHIFT) > n):
-        first_two_levels(
-            leaves_ptr, nodes_ptr, eligible_ptr, index_ptr, n, capacity, n_nodes, HAS_ELIGIBLE, SHIFT, BLOCK_NODES
-        )
+    if (n <= BLOCK_NODES) & (level_count(nodes[2], 2, SHIFT) > n):
+        first_two_levels(leaves, nodes, rows, SHIFT, BLOCK_NODES)
         level = 3
     else:
-        first_level(
-            leaves_ptr,
-            nodes_ptr,
-            eligible_ptr,
-            index_ptr,
-            n,
-            capacity,
-            n_nodes,
-            0,
-            last,
-            HAS_ELIGIBLE,
-            SHIFT,
-            BLOCK_NODES,
-        )
-    levels_above(nodes_ptr, index_ptr, n, capacity, n_nodes, level, depth, 0, last, SHIFT, BLOCK_NODES)
+        first_level(leaves, nodes, rows, run, SHIFT, BLOCK_NODES)
+    levels_above(nodes, rows, run, level, depth, SHIFT, BLOCK_NODES)
 
 
 @triton.jit(
@@ -258,28 +208,16 @@ def sum_tree_mark_small_kernel(
     BLOCK_NODES: tl.constexpr,
 ):
     """A whole mark by one program. Grid: (1,)."""
-    capacity = capacity.to(tl.int64)
-    n_nodes = n_nodes.to(tl.int64)
-    weight = new_weight(nodes_ptr, scalars_ptr, n_nodes, WITHIN_BUFFER)
-    entries = tl.arange(0, BLOCK_ENTRIES).to(tl.int64)
+    leaves = (leaves_ptr, eligible_ptr if HAS_ELIGIBLE else None)
+    nodes = (nodes_ptr, n_nodes.to(tl.int64), capacity.to(tl.int64))
+    rows = (index_ptr, n)
+    weight = new_weight(nodes_ptr, scalars_ptr, nodes[1], WITHIN_BUFFER)
+    lane = tl.arange(0, BLOCK_ENTRIES).to(tl.int64)
     for start in range(0, n, BLOCK_ENTRIES):
-        stage_mark(leaves_ptr, index_ptr, weight, start + entries, n, capacity)
-    first, last = run_of(index_ptr, n, capacity, BLOCK_ENTRIES)
-    all_levels(
-        leaves_ptr,
-        nodes_ptr,
-        eligible_ptr,
-        index_ptr,
-        n,
-        capacity,
-        n_nodes,
-        depth,
-        first,
-        last,
-        HAS_ELIGIBLE,
-        SHIFT,
-        BLOCK_NODES,
-    )
+        stage_mark(leaves_ptr, rows, weight, start + lane, nodes[2])
+    run = run_of(rows, nodes[2], BLOCK_ENTRIES)
+    first_level(leaves, nodes, rows, run, SHIFT, BLOCK_NODES)
+    levels_above(nodes, rows, run, 2, depth, SHIFT, BLOCK_NODES)
 
 
 @triton.jit(
@@ -301,21 +239,9 @@ def sum_tree_refresh_small_kernel(
     BLOCK_NODES: tl.constexpr,
 ):
     """All levels above rows ``index`` by one program. Grid: (1,)."""
-    capacity = capacity.to(tl.int64)
-    n_nodes = n_nodes.to(tl.int64)
-    first, last = run_of(index_ptr, n, capacity, BLOCK_ENTRIES)
-    all_levels(
-        leaves_ptr,
-        nodes_ptr,
-        eligible_ptr,
-        index_ptr,
-        n,
-        capacity,
-        n_nodes,
-        depth,
-        first,
-        last,
-        HAS_ELIGIBLE,
-        SHIFT,
-        BLOCK_NODES,
-    )
+    leaves = (leaves_ptr, eligible_ptr if HAS_ELIGIBLE else None)
+    nodes = (nodes_ptr, n_nodes.to(tl.int64), capacity.to(tl.int64))
+    rows = (index_ptr, n)
+    run = run_of(rows, nodes[2], BLOCK_ENTRIES)
+    first_level(leaves, nodes, rows, run, SHIFT, BLOCK_NODES)
+    levels_above(nodes, rows, run, 2, depth, SHIFT, BLOCK_NODES)

@@ -50,17 +50,16 @@ def test_a_launcher_is_told_that_its_caller_has_looked_at_the_arguments():
 
 
 def test_a_trusted_launch_looks_at_the_device_of_what_is_not_the_tree_s():
-    from gpubuf.data import SumTree
+    from gpubuf.kernels import sum_tree
     from gpubuf.kernels.sum_tree import _launch
 
-    tree, entries = SumTree(3), torch.zeros(2, dtype=torch.int64)
+    tree, entries = sum_tree.new_tree(3, 16, "cpu"), torch.zeros(2, dtype=torch.int64)
     with FakeTensorMode():
         ring, rng = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (4, 3))
-    own, shape = (tree.leaves, tree.nodes, tree.scalars), (tree.capacity, tree.fan_out)
     with pytest.raises(ValueError, match="on one device"):
-        _launch.update(*own, ring, entries, torch.zeros(2), None, *shape, trusted=True)
+        _launch.update(*tree, ring, entries, torch.zeros(2), None, trusted=True)
     with pytest.raises(ValueError, match="on one device"):
-        _launch.draw(*own, rng, 2, *shape, False, trusted=True)
+        _launch.draw(*tree, rng, 2, False, trusted=True)
 
 
 def test_the_switch_is_restored_after_an_error():

@@ -787,24 +787,23 @@ def weights(count: int, seed: int) -> torch.Tensor:
 )
 def test_build_update_mark_and_refresh_agree_to_the_bit(capacity, fan_out, geometry):
     """Finding 8 of the review of the compiled kernels: two orders of summation gave two roots."""
-    leaves, nodes = sum_tree.new_tree(capacity, fan_out, "cpu")
-    scalars = torch.tensor([1.0, 1.0, 0.0, 3.0, 0.0], dtype=torch.float64)
-    ring = torch.tensor([capacity, capacity, 0, 0])
-    leaves[:capacity] = weights(capacity, 0)
+    tree = sum_tree.new_tree(capacity, fan_out, "cpu")
+    tree.scalars[sum_tree.MAX_PRIORITY] = 3.0
+    tree.leaves[:capacity] = weights(capacity, 0)
     index = torch.randint(capacity, (500,), generator=torch.Generator().manual_seed(1))
 
     def check() -> None:
-        assert nodes[sum_tree.SUM].numpy().tobytes() == sums_of(leaves, fan_out).tobytes()
+        assert tree.nodes[sum_tree.SUM].numpy().tobytes() == sums_of(tree.leaves, fan_out).tobytes()
 
     with triton_on_cpu(), config.using(sum_tree_update=GEOMETRIES[geometry]):
-        sum_tree.build(leaves, nodes, fan_out)
+        sum_tree.build(*tree)
         check()
-        sum_tree.update(leaves, nodes, scalars, ring, index, weights(len(index), 2), None, capacity, fan_out)
+        sum_tree.update(*tree, ring_of(capacity, capacity), index, weights(len(index), 2), None)
         check()
-        sum_tree.mark(leaves, nodes, scalars, index[:70].flip(0), capacity, fan_out, False)
+        sum_tree.mark(*tree, index[:70].flip(0), False)
         check()
-        leaves[index] = weights(len(index), 3)
-        sum_tree.refresh(leaves, nodes, index, capacity, fan_out)
+        tree.leaves[index] = weights(len(index), 3)
+        sum_tree.refresh(*tree, index)
         check()
 
 
@@ -814,20 +813,17 @@ def test_build_update_mark_and_refresh_agree_to_the_bit(capacity, fan_out, geome
 def test_minima_and_maxima_follow_an_update_of_few_rows(backend, capacity, fan_out, n):
     """Fewer than level 2 has nodes: weights rise, fall, tie and vanish; rows share nodes, and are named twice."""
     generator = torch.Generator().manual_seed(n)
-    leaves, nodes = sum_tree.new_tree(capacity, fan_out, "cpu")
     eligible = torch.randint(-(2**62), 2**62, (sum_tree.eligible_words(capacity),), generator=generator)
-    scalars = torch.tensor([1.0, 1.0, 0.0, 3.0, 0.0], dtype=torch.float64)
+    tree = sum_tree.new_tree(capacity, fan_out, "cpu")._replace(eligible=eligible)
     given = torch.tensor([0.0, 0.5, 1.0, 2.0, 3.0])
     for turn in range(8):
         places = torch.randint(5, (n,), generator=generator) * (capacity // 5) + turn % 3
         index = places + torch.randint(2 * fan_out, (n,), generator=generator)
         priority = given[torch.randint(5, (n,), generator=generator)]
-        sum_tree.update(
-            leaves, nodes, scalars, ring_of(capacity, capacity), index, priority, None, capacity, fan_out, eligible
-        )
-        built = nodes.clone()
-        sum_tree.build(leaves, built, fan_out, eligible)
-        assert nodes.equal(built), f"turn {turn}"
+        sum_tree.update(*tree, ring_of(capacity, capacity), index, priority, None)
+        built = tree._replace(nodes=tree.nodes.clone())
+        sum_tree.build(*built)
+        assert tree.nodes.equal(built.nodes), f"turn {turn}"
 
 
 # The worked example that kernels/sum_tree opens with
@@ -854,18 +850,12 @@ class TestArguments:
     """Wrong tensors are refused by name before a kernel sees their addresses."""
 
     def arguments(self) -> dict[str, torch.Tensor | int | None]:
-        tree = SumTree(20, fan_out=4)
         return {
-            "leaves": tree.leaves,
-            "nodes": tree.nodes,
-            "scalars": tree.scalars,
+            **sum_tree.new_tree(20, 4, "cpu")._replace(eligible=torch.full((1,), -1))._asdict(),
             "ring": ring_of(20, 20),
             "index": torch.arange(3),
             "priority": torch.ones(3),
             "generation": torch.ones(3, dtype=torch.int64),
-            "capacity": 20,
-            "fan_out": 4,
-            "eligible": torch.full((1,), -1),
         }
 
     def test_tensors(self, backend):
@@ -902,7 +892,7 @@ class TestArguments:
         tree = SumTree(100)
         tree.update(torch.arange(100), 1.0)
         for eligible, error, message in (
-            (torch.zeros(2), TypeError, "eligible must be torch.int64, not torch.float32"),
+            (torch.zeros(2), TypeError, "eligible must be int64, not torch.float32"),
             (torch.zeros(100, dtype=torch.bool), TypeError, "not torch.bool"),
             (torch.zeros(3, dtype=torch.int64), ValueError, r"have shape \[2\], not \[3\]"),
             (torch.zeros(4, dtype=torch.int64)[::2], ValueError, r"contiguous, but has strides \(2,\)"),
@@ -919,27 +909,16 @@ class TestArguments:
 
 def test_opcheck():
     """Schema, fake implementation, dispatch: of every operation."""
-    tree = SumTree(40, fan_out=4)
-    tree.update(torch.arange(40), torch.arange(1.0, 41.0))
-    rng = RandomState(1).state
-    index, eligible = torch.tensor([3, -1, 7]), torch.tensor([0xFFF0])
-    restricted = SumTree(40, fan_out=4)
-    restricted.update(torch.arange(40), torch.arange(1.0, 41.0))
-    restricted.restrict(eligible)
-    shape = (tree.capacity, tree.fan_out)
-    state, masked = ((of.leaves, of.nodes, of.scalars) for of in (tree, restricted))
-    operations = torch.ops.gpubuf
-    for operation, arguments in (
-        (operations.sum_tree_build, (*state[:2], tree.fan_out)),
-        (operations.sum_tree_update, (*state, ring_of(40, 40), index, torch.ones(3), None, *shape)),
-        (operations.sum_tree_update, (*state, ring_of(40, 40), index, torch.ones(3), index, *shape)),
-        (operations.sum_tree_mark, (*state, index, *shape, False)),
-        (operations.sum_tree_draw, (*state, rng, 5, *shape, False)),
-        (operations.sum_tree_refresh, (*state[:2], index, *shape)),
-        (operations.sum_tree_build, (*masked[:2], tree.fan_out, eligible)),
-        (operations.sum_tree_update, (*masked, ring_of(40, 40), index, torch.ones(3), None, *shape, eligible)),
-        (operations.sum_tree_mark, (*masked, index, *shape, False, eligible)),
-        (operations.sum_tree_draw, (*masked, rng, 5, *shape, False, eligible)),
-        (operations.sum_tree_refresh, (*masked[:2], index, *shape, eligible)),
-    ):
-        torch.library.opcheck(operation.default, arguments)
+    rng, ring, index = RandomState(1).state, ring_of(40, 40), torch.tensor([3, -1, 7])
+    for eligible in (None, torch.tensor([0xFFF0])):
+        tree = sum_tree.new_tree(40, 4, "cpu")._replace(eligible=eligible)
+        sum_tree.update(*tree, ring, torch.arange(40), torch.arange(1.0, 41.0), None)
+        for operation, *arguments in (
+            (sum_tree.build,),
+            (sum_tree.update, ring, index, torch.ones(3), None),
+            (sum_tree.update, ring, index, torch.ones(3), index),
+            (sum_tree.mark, index, False),
+            (sum_tree.draw, rng, 5, False),
+            (sum_tree.refresh, index),
+        ):
+            torch.library.opcheck(operation, (*tree, *arguments))

@@ -34,6 +34,7 @@ from gpubuf.kernels.sum_tree import (
     REFUSED,
     SMALLEST,
     SUM,
+    Tree,
 )
 from gpubuf.kernels.sum_tree._check import check_eligible
 
@@ -267,16 +268,17 @@ class SumTree:
         device = torch.device(device)
         self.capacity = int(capacity)
         self.fan_out = config.tree_fan_out(self.capacity, device.type, device_name(device), fan_out)
-        self.leaves, self.nodes = sum_tree.new_tree(self.capacity, self.fan_out, device)
-        self.eligible: Tensor | None = None
-        self.scalars = torch.zeros(_SCALARS, dtype=torch.float64, device=device)
+        self._consists_of(sum_tree.new_tree(self.capacity, self.fan_out, device))
         self.scalars[ALPHA].fill_(self._alpha)
         self.scalars[EPS].fill_(self._eps)
-        self.scalars[MAX_PRIORITY].fill_(-1.0)
         self.set_beta(beta)
         # For standalone use: a ring in which every row is valid, and was written once.
         self._full_ring = rows.new_ring(device)
         self._full_ring[: rows.SIZE + 1].fill_(self.capacity)
+
+    def _consists_of(self, tree: Tree) -> None:
+        self._tree = tree
+        self.leaves, self.nodes, self.scalars, self.eligible = tree[:4]
 
     def _transformed_by(self, alpha: float, eps: float) -> None:
         self._alpha, self._eps = alpha, eps
@@ -407,18 +409,7 @@ class SumTree:
             ring = self._full_ring
         elif ring.dtype is not torch.int64 or ring.dim() != 1 or ring.numel() != _RING or not ring.is_contiguous():
             demand_int64("ring", ring, (_RING,))
-        _update(
-            self.leaves,
-            self.nodes,
-            self.scalars,
-            ring,
-            index,
-            priority,
-            generation,
-            self.capacity,
-            self.fan_out,
-            self.eligible,
-        )
+        _update(*self._tree, ring, index, priority, generation)
         if self._may_be_clamped:
             self._look_at_weights()
 
@@ -433,7 +424,7 @@ class SumTree:
             IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU ignores it).
         """
         index = vector(index, torch.int64, self.leaves)
-        _mark(self.leaves, self.nodes, self.scalars, index, self.capacity, self.fan_out, within_buffer, self.eligible)
+        _mark(*self._tree, index, within_buffer)
         if self._may_be_clamped:
             self._look_at_weights()
 
@@ -452,14 +443,12 @@ class SumTree:
             RuntimeError: no eligible row has a weight (CPU; on a GPU every index is then ``NO_ROW`` and every weight
             0). ValueError: ``n`` is negative.
         """
-        drawn: tuple[Tensor, Tensor] = _draw(
-            self.leaves, self.nodes, self.scalars, rng.state, n, self.capacity, self.fan_out, stratified, self.eligible
-        )
+        drawn: tuple[Tensor, Tensor] = _draw(*self._tree, rng.state, n, stratified)
         return drawn
 
     def rebuild(self) -> None:
         """Recompute every inner node, after leaves or bits of :attr:`eligible` were written to. No host sync."""
-        sum_tree.build(self.leaves, self.nodes, self.fan_out, self.eligible)
+        sum_tree.build(*self._tree)
 
     def mend(self) -> None:
         """Finish an interrupted operation: a change of alpha, tags, the inner nodes. No host sync.
@@ -488,7 +477,7 @@ class SumTree:
                 raise ValueError("eligible must hold its bits in memory: it is negated lazily or a zero without memory")
             if eligible.device != self.device:
                 raise ValueError(f"eligible must be on {self.device}, as the tree is, not on {eligible.device}")
-        self.eligible = eligible
+        self._consists_of(self._tree._replace(eligible=eligible))
         self.rebuild()
 
     def refresh(self, index: Tensor) -> None:
@@ -501,7 +490,7 @@ class SumTree:
             IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU ignores it).
         """
         index = vector(index, torch.int64, self.leaves)
-        _refresh(self.leaves, self.nodes, index, self.capacity, self.fan_out, self.eligible)
+        _refresh(*self._tree, index)
 
     def set_alpha(self, alpha: float) -> None:
         """Change the exponent of the priorities, and the weights with it: ``q ** (new / old)``. No host sync.
