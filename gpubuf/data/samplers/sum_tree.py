@@ -34,7 +34,6 @@ from gpubuf.kernels.sum_tree import (
     REFUSED,
     SMALLEST,
     SUM,
-    Tree,
 )
 from gpubuf.kernels.sum_tree._check import check_eligible
 
@@ -268,17 +267,14 @@ class SumTree:
         device = torch.device(device)
         self.capacity = int(capacity)
         self.fan_out = config.tree_fan_out(self.capacity, device.type, device_name(device), fan_out)
-        self._consists_of(sum_tree.new_tree(self.capacity, self.fan_out, device))
+        tree = sum_tree.new_tree(self.capacity, self.fan_out, device)
+        self.leaves, self.nodes, self.scalars, self.eligible = tree[:4]
         self.scalars[ALPHA].fill_(self._alpha)
         self.scalars[EPS].fill_(self._eps)
         self.set_beta(beta)
         # For standalone use: a ring in which every row is valid, and was written once.
         self._full_ring = rows.new_ring(device)
         self._full_ring[: rows.SIZE + 1].fill_(self.capacity)
-
-    def _consists_of(self, tree: Tree) -> None:
-        self._tree = tree
-        self.leaves, self.nodes, self.scalars, self.eligible = tree[:4]
 
     def _transformed_by(self, alpha: float, eps: float) -> None:
         self._alpha, self._eps = alpha, eps
@@ -409,7 +405,10 @@ class SumTree:
             ring = self._full_ring
         elif ring.dtype is not torch.int64 or ring.dim() != 1 or ring.numel() != _RING or not ring.is_contiguous():
             demand_int64("ring", ring, (_RING,))
-        _update(*self._tree, ring, index, priority, generation)
+        _update(
+            self.leaves, self.nodes, self.scalars, self.eligible, self.capacity, self.fan_out,
+            ring, index, priority, generation,
+        )  # fmt: skip
         if self._may_be_clamped:
             self._look_at_weights()
 
@@ -424,7 +423,7 @@ class SumTree:
             IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU ignores it).
         """
         index = vector(index, torch.int64, self.leaves)
-        _mark(*self._tree, index, within_buffer)
+        _mark(self.leaves, self.nodes, self.scalars, self.eligible, self.capacity, self.fan_out, index, within_buffer)
         if self._may_be_clamped:
             self._look_at_weights()
 
@@ -443,12 +442,15 @@ class SumTree:
             RuntimeError: no eligible row has a weight (CPU; on a GPU every index is then ``NO_ROW`` and every weight
             0). ValueError: ``n`` is negative.
         """
-        drawn: tuple[Tensor, Tensor] = _draw(*self._tree, rng.state, n, stratified)
+        drawn: tuple[Tensor, Tensor] = _draw(
+            self.leaves, self.nodes, self.scalars, self.eligible, self.capacity, self.fan_out,
+            rng.state, n, stratified,
+        )  # fmt: skip
         return drawn
 
     def rebuild(self) -> None:
         """Recompute every inner node, after leaves or bits of :attr:`eligible` were written to. No host sync."""
-        sum_tree.build(*self._tree)
+        sum_tree.build(self.leaves, self.nodes, self.scalars, self.eligible, self.capacity, self.fan_out)
 
     def mend(self) -> None:
         """Finish an interrupted operation: a change of alpha, tags, the inner nodes. No host sync.
@@ -477,7 +479,7 @@ class SumTree:
                 raise ValueError("eligible must hold its bits in memory: it is negated lazily or a zero without memory")
             if eligible.device != self.device:
                 raise ValueError(f"eligible must be on {self.device}, as the tree is, not on {eligible.device}")
-        self._consists_of(self._tree._replace(eligible=eligible))
+        self.eligible = eligible
         self.rebuild()
 
     def refresh(self, index: Tensor) -> None:
@@ -490,7 +492,7 @@ class SumTree:
             IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU ignores it).
         """
         index = vector(index, torch.int64, self.leaves)
-        _refresh(*self._tree, index)
+        _refresh(self.leaves, self.nodes, self.scalars, self.eligible, self.capacity, self.fan_out, index)
 
     def set_alpha(self, alpha: float) -> None:
         """Change the exponent of the priorities, and the weights with it: ``q ** (new / old)``. No host sync.
