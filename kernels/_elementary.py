@@ -12,20 +12,14 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 
 from gpubuf.kernels._jit import jit
+from gpubuf.kernels._pointers import emitted
 
 
 def _bitcast(source: Any, target: Any, ir_type: ir.Type) -> Any:
-    @intrinsic
-    def cast(typingctx, value):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            return builder.bitcast(args[0], ir_type)
-
-        return target(source), codegen
-
-    return cast
+    return emitted(target(source))(lambda builder, value: builder.bitcast(value, ir_type))
 
 
 #: The bits of a number as an integer, and back.

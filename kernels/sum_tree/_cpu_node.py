@@ -18,16 +18,12 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
-from numba.extending import intrinsic
 
 from gpubuf.kernels._jit import jit
-from gpubuf.kernels._pointers import as_f32, as_f64, as_i64
+from gpubuf.kernels._pointers import as_f32, as_f64, as_i64, emitted
 from gpubuf.kernels.sum_tree import MAXIMUM, MINIMUM, SUM
 
 WIDTH = 16
-
-# To mypy the typing context would be an argument of the calls.
-_intrinsic: Any = intrinsic
 
 _F32, _F64, _I1, _I32, _I64 = ir.FloatType(), ir.DoubleType(), ir.IntType(1), ir.IntType(32), ir.IntType(64)
 _BITS = ir.IntType(WIDTH)
@@ -71,134 +67,102 @@ def _maximum(builder: Any) -> Callable[[Any, Any], Any]:
     return lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-@_intrinsic
-def _bits_at(typingctx, address):  # type: ignore[no-untyped-def]
+@emitted(types.int64(types.int64))
+def _bits_at(builder: Any, address: Any) -> Any:
     """The eligible bits of 16 rows, which are one aligned piece of a word; the lowest is that of the first row."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.zext(builder.load(builder.inttoptr(args[0], _BITS.as_pointer()), align=2), _I64)
-
-    return types.int64(types.int64), codegen
+    return builder.zext(builder.load(builder.inttoptr(address, _BITS.as_pointer()), align=2), _I64)
 
 
-@_intrinsic
-def _stats_of_leaves(typingctx, address, eligible):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        weight = _load_eligible_f32(builder, *args)
-        positive = builder.select(builder.fcmp_ordered(">", weight, _ZERO), weight, _INFINITY)
-        return context.make_tuple(
-            builder,
-            signature.return_type,
-            [
-                _reduce(builder, weight, builder.fadd),
-                _reduce(builder, positive, _minimum(builder)),
-                _reduce(builder, weight, _maximum(builder)),
-            ],
-        )
-
-    return types.UniTuple(types.float64, 3)(types.int64, types.int64), codegen
+@emitted(types.UniTuple(types.float64, 3)(types.int64, types.int64))
+def _stats_of_leaves(builder: Any, address: Any, eligible: Any) -> list[Any]:
+    weight = _load_eligible_f32(builder, address, eligible)
+    positive = builder.select(builder.fcmp_ordered(">", weight, _ZERO), weight, _INFINITY)
+    return [
+        _reduce(builder, weight, builder.fadd),
+        _reduce(builder, positive, _minimum(builder)),
+        _reduce(builder, weight, _maximum(builder)),
+    ]
 
 
-@_intrinsic
-def _sum_of_nodes(typingctx, address):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _reduce(builder, _load_f64(builder, args[0]), builder.fadd)
-
-    return types.float64(types.int64), codegen
+@emitted(types.float64(types.int64))
+def _sum_of_nodes(builder: Any, address: Any) -> Any:
+    return _reduce(builder, _load_f64(builder, address), builder.fadd)
 
 
-@_intrinsic
-def _extremes_of_nodes(typingctx, at_minimum, at_maximum):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return context.make_tuple(
-            builder,
-            signature.return_type,
-            [
-                _reduce(builder, _load_f64(builder, args[0]), _minimum(builder)),
-                _reduce(builder, _load_f64(builder, args[1]), _maximum(builder)),
-            ],
-        )
-
-    return types.UniTuple(types.float64, 2)(types.int64, types.int64), codegen
+@emitted(types.UniTuple(types.float64, 2)(types.int64, types.int64))
+def _extremes_of_nodes(builder: Any, at_minimum: Any, at_maximum: Any) -> list[Any]:
+    return [
+        _reduce(builder, _load_f64(builder, at_minimum), _minimum(builder)),
+        _reduce(builder, _load_f64(builder, at_maximum), _maximum(builder)),
+    ]
 
 
-def _shifted(builder: Any, vector: Any, by: int) -> Any:
-    """Every element moved up by ``by`` lanes, zeros below."""
-    return builder.shuffle_vector(vector, _ZERO, _lanes((j - by) % (2 * WIDTH) for j in range(WIDTH)))
+def shifted(builder: Any, vector: Any, by: int) -> Any:
+    """Every element of a vector of 16 moved up by ``by`` lanes, zeros below."""
+    zero = ir.Constant(vector.type, [0] * WIDTH)
+    return builder.shuffle_vector(vector, zero, _lanes((j - by) % (2 * WIDTH) for j in range(WIDTH)))
 
 
-def _prefix_sums(builder: Any, weight: Any) -> Any:
-    """Inclusive."""
-    prefix = weight
+def prefix_sums(builder: Any, vector: Any, add: Callable[[Any, Any], Any]) -> Any:
+    """Of a vector of 16; inclusive."""
     for by in (1, 2, 4, 8):
-        prefix = builder.fadd(prefix, _shifted(builder, prefix, by))
-    return prefix
+        vector = add(vector, shifted(builder, vector, by))
+    return vector
 
 
-def _everywhere(builder: Any, number: Any) -> Any:
-    vector = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, _I32(0))
+def everywhere(builder: Any, number: Any) -> Any:
+    """A vector of 16 times a number."""
+    vector = ir.Constant(ir.VectorType(number.type, WIDTH), ir.Undefined)
+    vector = builder.insert_element(vector, number, _I32(0))
     return builder.shuffle_vector(vector, vector, _lanes([0] * WIDTH))
 
 
-def _choose(context: Any, builder: Any, signature: Any, weight: Any, mass: Any) -> Any:
+def chosen(builder: Any, prefix: Any, candidates: Any) -> list[Any]:
+    """(number of the first of 16 candidates, or 16; the prefix sum before it)."""
+    first = builder.zext(builder.cttz(builder.bitcast(candidates, _BITS), _I1(0)), _I64)
+    place = builder.trunc(builder.and_(first, _I64(WIDTH - 1)), _I32)
+    return [first, builder.extract_element(shifted(builder, prefix, 1), place)]
+
+
+def _choose(builder: Any, weight: Any, mass: Any) -> list[Any]:
     """(first child of positive weight whose inclusive prefix sum exceeds ``mass``, or 16; the prefix before it)."""
-    prefix = _prefix_sums(builder, weight)
-    mass = _everywhere(builder, mass)
+    prefix = prefix_sums(builder, weight, builder.fadd)
+    beyond = builder.fcmp_ordered(">", prefix, everywhere(builder, mass))
     # Prefix sums are rounded in different orders, so that only the weight itself tells whether a child is empty.
-    candidates = builder.and_(builder.fcmp_ordered(">", prefix, mass), builder.fcmp_ordered(">", weight, _ZERO))
-    first = builder.cttz(builder.bitcast(candidates, _BITS), _I1(0))
-    before = builder.extract_element(
-        _shifted(builder, prefix, 1), builder.zext(builder.and_(first, first.type(15)), _I32)
-    )
-    return context.make_tuple(builder, signature.return_type, [builder.zext(first, _I64), before])
+    return chosen(builder, prefix, builder.and_(beyond, builder.fcmp_ordered(">", weight, _ZERO)))
 
 
 _CHOICE = types.Tuple((types.int64, types.float64))
 
 
-@_intrinsic
-def _choose_leaf(typingctx, address, eligible, mass):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _choose(context, builder, signature, _load_eligible_f32(builder, *args[:2]), args[2])
-
-    return _CHOICE(types.int64, types.int64, types.float64), codegen
+@emitted(_CHOICE(types.int64, types.int64, types.float64))
+def _choose_leaf(builder: Any, address: Any, eligible: Any, mass: Any) -> list[Any]:
+    return _choose(builder, _load_eligible_f32(builder, address, eligible), mass)
 
 
-@_intrinsic
-def _choose_node(typingctx, address, mass):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _choose(context, builder, signature, _load_f64(builder, args[0]), args[1])
-
-    return _CHOICE(types.int64, types.float64), codegen
+@emitted(_CHOICE(types.int64, types.float64))
+def _choose_node(builder: Any, address: Any, mass: Any) -> list[Any]:
+    return _choose(builder, _load_f64(builder, address), mass)
 
 
 def _store(builder: Any, vector: Any, address: Any) -> None:
     builder.store(vector, builder.inttoptr(address, _VECTOR.as_pointer()), align=8)
 
 
-@_intrinsic
-def _store_prefixes(typingctx, address, above, before):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        weight = _load_f64(builder, args[0])
-        prefix = _prefix_sums(builder, weight)
-        # -1 exceeds no mass, so that an empty child is never chosen.
-        reachable = builder.select(builder.fcmp_ordered(">", weight, _ZERO), prefix, _MINUS_ONE)
-        _store(builder, reachable, args[1])
-        _store(builder, _shifted(builder, prefix, 1), args[2])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+@emitted(types.void(types.int64, types.int64, types.int64))
+def _store_prefixes(builder: Any, address: Any, above: Any, before: Any) -> None:
+    weight = _load_f64(builder, address)
+    prefix = prefix_sums(builder, weight, builder.fadd)
+    # -1 exceeds no mass, so that an empty child is never chosen.
+    _store(builder, builder.select(builder.fcmp_ordered(">", weight, _ZERO), prefix, _MINUS_ONE), above)
+    _store(builder, shifted(builder, prefix, 1), before)
 
 
-@_intrinsic
-def _first_above(typingctx, address, mass):  # type: ignore[no-untyped-def]
+@emitted(types.int64(types.int64, types.float64))
+def _first_above(builder: Any, address: Any, mass: Any) -> Any:
     """The first of 16 numbers that exceeds ``mass``, or 16."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        found = builder.fcmp_ordered(">", _load_f64(builder, args[0]), _everywhere(builder, args[1]))
-        return builder.zext(builder.cttz(builder.bitcast(found, _BITS), _I1(0)), _I64)
-
-    return types.int64(types.int64, types.float64), codegen
+    found = builder.fcmp_ordered(">", _load_f64(builder, address), everywhere(builder, mass))
+    return builder.zext(builder.cttz(builder.bitcast(found, _BITS), _I1(0)), _I64)
 
 
 @jit(forceinline=True)

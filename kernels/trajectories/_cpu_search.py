@@ -8,51 +8,30 @@ int64 sums do not overflow, which ``(1 << 63) - 1`` does.
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
-from numba.extending import intrinsic
 
 from gpubuf.kernels._jit import jit
-from gpubuf.kernels._pointers import as_i64, prefetch_l2
-from gpubuf.kernels._pointers import load_i64 as load_i64
+from gpubuf.kernels._pointers import as_i64, emitted, load_i64, prefetch_l2
 from gpubuf.kernels.rows import SIZE, WRITTEN
+from gpubuf.kernels.sum_tree._cpu_node import chosen, everywhere, prefix_sums
 
 _I1, _I64 = ir.IntType(1), ir.IntType(64)
 
 
-def _bit_intrinsic(emit: Callable[[Any, Any], Any]) -> Any:
-    @intrinsic
-    def apply(typingctx, word):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            return emit(builder, args[0])
-
-        return types.int64(types.int64), codegen
-
-    return apply
+@emitted(types.int64(types.int64))
+def lowest_bit(builder: Any, word: Any) -> Any:
+    """``lowest_bit(word)``: position of the lowest set bit of an int64; 64 where there is none."""
+    return builder.cttz(word, _I1(0))
 
 
-#: ``lowest_bit(word)``: position of the lowest set bit of an int64; 64 where there is none.
-lowest_bit: Any = _bit_intrinsic(lambda builder, word: builder.cttz(word, _I1(0)))
-
-#: ``highest_bit(word)``: position of the highest set bit of an int64; -1 where there is none.
-highest_bit: Any = _bit_intrinsic(lambda builder, word: builder.sub(_I64(63), builder.ctlz(word, _I1(0))))
-
-
-@intrinsic
-def _store_i64(typingctx, address, value):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        builder.store(args[1], builder.inttoptr(args[0], _I64.as_pointer()), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
-#: ``store_i64(address, value)``: eight bytes to an address of any alignment.
-store_i64: Any = _store_i64
+@emitted(types.int64(types.int64))
+def highest_bit(builder: Any, word: Any) -> Any:
+    """``highest_bit(word)``: position of the highest set bit of an int64; -1 where there is none."""
+    return builder.sub(_I64(63), builder.ctlz(word, _I1(0)))
 
 
 @jit(forceinline=True)
@@ -191,37 +170,15 @@ def load_word(ends, envs, env, slot, oldest, filled, steps):  # type: ignore[no-
     return word | (1 << (newest & 63)) if newest >> 6 == slot else word
 
 
-@intrinsic
-def _choose(typingctx, address, unit):  # type: ignore[no-untyped-def]
+@emitted(types.UniTuple(types.int64, 2)(types.int64, types.int64))
+def _choose_of_16(builder: Any, address: Any, unit: Any) -> list[Any]:
     """(child that holds a unit, units of the children before it) of a node of 16, in vector registers, no branch.
 
     LLVM does not find this form by itself.
     """
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        i1, i32, i64, width = ir.IntType(1), ir.IntType(32), ir.IntType(64), 16
-        vector = ir.VectorType(i64, width)
-        zero = ir.Constant(vector, [0] * width)
-
-        def shuffled(value: Any, lanes: list[int]) -> Any:
-            return builder.shuffle_vector(value, zero, ir.Constant(ir.VectorType(i32, width), lanes))
-
-        def moved_up(value: Any, by: int) -> Any:
-            return shuffled(value, [(lane - by) % (2 * width) for lane in range(width)])
-
-        prefix = builder.load(builder.inttoptr(args[0], vector.as_pointer()), align=8)
-        for by in (1, 2, 4, 8):
-            prefix = builder.add(prefix, moved_up(prefix, by))
-        units = shuffled(builder.insert_element(ir.Constant(vector, ir.Undefined), args[1], i32(0)), [0] * width)
-        beyond = builder.bitcast(builder.icmp_signed(">", prefix, units), ir.IntType(width))
-        child = builder.zext(builder.cttz(beyond, i1(0)), i64)
-        before = builder.extract_element(moved_up(prefix, 1), builder.trunc(builder.and_(child, i64(15)), i32))
-        return context.make_tuple(builder, signature.return_type, [child, before])
-
-    return types.UniTuple(types.int64, 2)(types.int64, types.int64), codegen
-
-
-_choose_of_16: Any = _choose
+    node = builder.load(builder.inttoptr(address, ir.VectorType(_I64, 16).as_pointer()), align=8)
+    prefix = prefix_sums(builder, node, builder.add)
+    return chosen(builder, prefix, builder.icmp_signed(">", prefix, everywhere(builder, unit)))
 
 
 @jit(forceinline=True)
