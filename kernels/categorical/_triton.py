@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from gpubuf.kernels import categorical
-from gpubuf.kernels.categorical._triton_atoms import atom_row, atom_rows, exponentials
+from gpubuf.kernels.categorical._triton_atoms import atom_row, atom_rows, exponentials, store_atoms
+from gpubuf.kernels.td._triton import power_of
 
 # Values of TARGET.
 OWN = tl.constexpr(categorical.OWN)
@@ -98,9 +99,7 @@ def categorical_target_kernel(
     gamma = tl.load(gamma_ptr).to(tl.float64)
     slope = gamma
     if HAS_STEPS:
-        steps = tl.load(steps_ptr + row).to(tl.float64)
-        # gamma^0 is 1 also for gamma = 0, where the logarithm is infinite.
-        slope = tl.where(steps == 0, 1.0, tl.exp2(tl.log2(gamma) * steps))
+        slope = power_of(gamma, tl.load(steps_ptr + row).to(tl.float64))
     bonus = low * 0
     if HAS_LOG_PROB:
         bonus = tl.load(alpha_ptr).to(tl.float64) * tl.load(next_log_prob_ptr + row).to(tl.float64)
@@ -196,8 +195,4 @@ def expected_value_backward_kernel(
     value = tl.load(value_ptr + row, mask=inside, other=0)
     atom = tl.arange(0, WIDTH)[None, :]
     distance = atom.to(REAL) * ((V_MAX - V_MIN) / (ATOMS - 1)) + V_MIN - value[:, None]
-    tl.store(
-        grad_logits_ptr + row[:, None] * ATOMS + atom,
-        e * factor[:, None] * distance,
-        mask=inside[:, None] & (atom < ATOMS),
-    )
+    store_atoms(grad_logits_ptr, row, inside, e * factor[:, None] * distance, ATOMS, WIDTH)

@@ -33,3 +33,10 @@ def exponentials(logits):
     top = tl.max(logits, 1)
     below = logits - top[:, None]
     return tl.exp(below), below, top
+
+
+@triton.jit
+def store_atoms(pointer, row, inside, values, ATOMS: tl.constexpr, WIDTH: tl.constexpr):
+    """Store rows of atoms."""
+    atom = tl.arange(0, WIDTH)[None, :]
+    tl.store(pointer + row[:, None] * ATOMS + atom, values, mask=inside[:, None] & (atom < ATOMS))

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from gpubuf.kernels import categorical
-from gpubuf.kernels.categorical._triton_atoms import atom_rows, exponentials
+from gpubuf.kernels.categorical._triton_atoms import atom_rows, exponentials, store_atoms
 from gpubuf.kernels.td._triton_reduce import row_factor, store_reduced
 
 # A value of PRIORITY.
@@ -74,10 +74,8 @@ def categorical_loss_kernel(
     if AVERAGE:
         loss /= n_nets
     tl.store(priority_ptr + row, largest, mask=inside)
-    store_reduced(
-        loss, weight_ptr, mask_ptr, loss_ptr, norm_ptr, partial_ptr, row, inside, REAL, REDUCTION, HAS_WEIGHT, HAS_MASK,
-        SINGLE,
-    )  # fmt: skip
+    weighting = (weight_ptr if HAS_WEIGHT else None, mask_ptr if HAS_MASK else None)
+    store_reduced(loss, weighting, (loss_ptr, norm_ptr, partial_ptr), (row, inside), REAL, REDUCTION, SINGLE)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -109,9 +107,8 @@ def categorical_loss_backward_kernel(
     net = (tl.program_id(0) // blocks).to(tl.int64)
     row = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < n
-    factor, counts = row_factor(
-        grad_ptr, weight_ptr, mask_ptr, norm_ptr, row, inside, REAL, REDUCTION, HAS_WEIGHT, HAS_MASK
-    )
+    weighting = (weight_ptr if HAS_WEIGHT else None, mask_ptr if HAS_MASK else None)
+    factor, counts = row_factor(grad_ptr, norm_ptr, weighting, (row, inside), REAL, REDUCTION)
     if AVERAGE:
         factor /= n_nets
     offset = net * n * ATOMS
@@ -121,9 +118,5 @@ def categorical_loss_backward_kernel(
         target = atom_rows(target_ptr + offset, row, inside, ATOMS, WIDTH, REAL, 0.0)
     e, _, _ = exponentials(atom_rows(logits_ptr + offset, row, inside, ATOMS, WIDTH, REAL, -float("inf")))
     slope = e * (1 / tl.sum(e, 1))[:, None] - target
-    atom = tl.arange(0, WIDTH)[None, :]
-    tl.store(
-        grad_logits_ptr + offset + row[:, None] * ATOMS + atom,
-        tl.where(counts[:, None], factor[:, None] * slope, 0.0),
-        mask=inside[:, None] & (atom < ATOMS),
-    )
+    by_logits = tl.where(counts[:, None], factor[:, None] * slope, 0.0)
+    store_atoms(grad_logits_ptr + offset, row, inside, by_logits, ATOMS, WIDTH)

@@ -69,15 +69,7 @@ def exponentials(logits_ptr, offset, within, largest, REAL: tl.constexpr):
 
 @triton.jit
 def expectations(
-    q_ptr,
-    logits_ptr,
-    lane,
-    inside,
-    n_actions,
-    n_elements,
-    n_nets,
-    REAL: tl.constexpr,
-    ACTIONS: tl.constexpr,
+    q_ptr, logits_ptr, lane, inside, n_actions, n_elements, n_nets, REAL: tl.constexpr, ACTIONS: tl.constexpr
 ):
     """(largest logit, sum_a e, sum_a p log p, sum_a p min_k q) with e = exp(logit - largest) and p = e / sum e."""
     largest = largest_logit(logits_ptr, lane, inside, n_actions, REAL, ACTIONS)
@@ -155,12 +147,10 @@ def actor_loss_kernel(
     _, _, log_prob, value = expectations(q_ptr, logits_ptr, lane, inside, n_actions, n_elements, n_nets, REAL, ACTIONS)
     tl.store(log_prob_ptr + row, log_prob, mask=inside)
     loss = tl.load(alpha_ptr).to(REAL) * log_prob - value
-    store_reduced(
-        loss, weight_ptr, mask_ptr, loss_ptr, norm_ptr, partial_ptr, row, inside, REAL, REDUCTION, HAS_WEIGHT, HAS_MASK,
-        SINGLE,
-    )  # fmt: skip
+    weighting = (weight_ptr if HAS_WEIGHT else None, mask_ptr if HAS_MASK else None)
+    store_reduced(loss, weighting, (loss_ptr, norm_ptr, partial_ptr), (row, inside), REAL, REDUCTION, SINGLE)
     # Whether a row counts is a matter of the mask alone.
-    counting, counts = mask_weights(mask_ptr, mask_ptr, row, inside, REAL, False, HAS_MASK)
+    counting, counts = mask_weights((None, weighting[1]), (row, inside), REAL)
     surprise = tl.sum(tl.where(counts, log_prob, 0.0), 0)
     count = tl.sum(counting, 0)
     if SINGLE:
@@ -222,9 +212,8 @@ def actor_loss_backward_kernel(
     inside = row < n
     logits_ptr += first * n_actions
     q_ptr += first * n_actions
-    factor, counts = row_factor(
-        grad_ptr, weight_ptr, mask_ptr, norm_ptr, row, inside, REAL, REDUCTION, HAS_WEIGHT, HAS_MASK
-    )
+    weighting = (weight_ptr if HAS_WEIGHT else None, mask_ptr if HAS_MASK else None)
+    factor, counts = row_factor(grad_ptr, norm_ptr, weighting, (row, inside), REAL, REDUCTION)
     alpha = tl.load(alpha_ptr).to(REAL)
     largest, total, log_prob, value = expectations(
         q_ptr, logits_ptr, lane, inside, n_actions, n_elements, n_nets, REAL, ACTIONS

@@ -47,10 +47,10 @@ def activation_gradient(grad, z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def load_vector(pointer, offset, inside, REAL: tl.constexpr, GIVEN: tl.constexpr):
-    """A row of numbers that all rows of a net share; zeros where it is not GIVEN."""
+def load_vector(pointer, offset, inside, REAL: tl.constexpr):
+    """A row of numbers that all rows of a net share; zeros without a pointer."""
     out = tl.zeros(offset.shape, REAL)
-    if GIVEN:
+    if pointer is not None:
         out = tl.load(pointer + offset, mask=inside, other=0).to(REAL)
     return out
 
@@ -92,8 +92,8 @@ def norm_activation_kernel(
         mean = tl.sum(x, 1) / width
         centred = tl.where(in_row[None, :], x - mean[:, None], 0.0)
     rstd = 1 / tl.sqrt(tl.sum(centred * centred, 1) / width + EPS)
-    weight = load_vector(weight_ptr, net * width + column, in_row, REAL, True)
-    bias = load_vector(bias_ptr, net * width + column, in_row, REAL, HAS_BIAS)
+    weight = load_vector(weight_ptr, net * width + column, in_row, REAL)
+    bias = load_vector(bias_ptr if HAS_BIAS else None, net * width + column, in_row, REAL)
     z = centred * rstd[:, None] * weight[None, :] + bias[None, :]
     tl.store(y_ptr + offset, activate(z, ACTIVATION), mask=inside)
     tl.store(statistics_ptr + place, mean, mask=row < n_rows)
@@ -131,8 +131,8 @@ def norm_activation_backward_kernel(
     net = program // n_parts
     column = tl.arange(0, BLOCK_WIDTH)
     in_row = column < width
-    weight = load_vector(weight_ptr, net * width + column, in_row, REAL, True)
-    bias = load_vector(bias_ptr, net * width + column, in_row, REAL, HAS_BIAS)
+    weight = load_vector(weight_ptr, net * width + column, in_row, REAL)
+    bias = load_vector(bias_ptr if HAS_BIAS else None, net * width + column, in_row, REAL)
     by_weight = tl.zeros([BLOCK_WIDTH], REAL)
     by_bias = tl.zeros([BLOCK_WIDTH], REAL)
     first = (program % n_parts) * part_rows

@@ -8,13 +8,16 @@ depends on the shape alone.
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.norms._triton import activate, activation_gradient
+from gpubuf.kernels.norms._triton import activate, activation_gradient, load_vector
 
 
 @triton.jit
-def load_columns(pointer, place, inside, REAL: tl.constexpr):
-    """A number of each column."""
-    return tl.load(pointer + place, mask=inside, other=0).to(REAL)
+def load_columns(pointers, place, inside, EPS: tl.constexpr, REAL: tl.constexpr):
+    """(mean, 1 / sqrt(var + EPS), weight, bias) of each column; ``pointers`` of mean, variance, weight and bias."""
+    mean_ptr, var_ptr, weight_ptr, bias_ptr = pointers
+    mean = load_vector(mean_ptr, place, inside, REAL)
+    rstd = 1 / tl.sqrt(load_vector(var_ptr, place, inside, REAL) + EPS)
+    return mean, rstd, load_vector(weight_ptr, place, inside, REAL), load_vector(bias_ptr, place, inside, REAL)
 
 
 @triton.jit
@@ -31,8 +34,12 @@ def part_of(n_rows, width, n_blocks, n_parts, part_rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_tile(pointer, first, row, last, width, in_row, REAL: tl.constexpr):
-    """(rows up to ``last``, 0 elsewhere; which of them these are)."""
+def load_tile(pointer, row, within, REAL: tl.constexpr):
+    """(rows up to the last, 0 elsewhere; which of them these are).
+
+    ``within`` is (place of each column in the first row, end of the rows, width, which columns are in a row).
+    """
+    first, last, width, in_row = within
     inside = (row < last)[:, None] & in_row[None, :]
     return tl.load(pointer + first[None, :] + row[:, None] * width, mask=inside, other=0).to(REAL), inside
 
@@ -56,18 +63,18 @@ def batch_moments_kernel(
     Grid: (nets * n_parts * n_blocks,), n_blocks = cdiv(width, BLOCK), n_parts = cdiv(n_rows, part_rows).
     """
     column, in_row, place, net, begin, last = part_of(n_rows, width, n_blocks, n_parts, part_rows, BLOCK)
-    first = net * n_rows * width + column
+    within = (net * n_rows * width + column, last, width, in_row)
     row = begin + tl.arange(0, BLOCK_ROWS)
-    x, inside = load_tile(x_ptr, first, row, last, width, in_row, REAL)
+    x, inside = load_tile(x_ptr, row, within, REAL)
     total = x
     for start in range(BLOCK_ROWS, last - begin, BLOCK_ROWS):
-        more, _ = load_tile(x_ptr, first, row + start, last, width, in_row, REAL)
+        more, _ = load_tile(x_ptr, row + start, within, REAL)
         total += more
     mean = tl.sum(total, 0) / (last - begin)
     centred = tl.where(inside, x - mean[None, :], 0.0)
     total = centred * centred
     for start in range(BLOCK_ROWS, last - begin, BLOCK_ROWS):
-        more, there = load_tile(x_ptr, first, row + start, last, width, in_row, REAL)
+        more, there = load_tile(x_ptr, row + start, within, REAL)
         centred = tl.where(there, more - mean[None, :], 0.0)
         total += centred * centred
     tl.store(mean_ptr + place * width + column, mean, mask=in_row)
@@ -137,10 +144,8 @@ def batch_norm_activation_kernel(
     row = ((program // n_blocks) % n_parts) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     net = (program // n_blocks // n_parts).to(tl.int64)
     vector = net * width + column
-    mean = load_columns(mean_ptr, vector, in_row, REAL)
-    rstd = 1 / tl.sqrt(load_columns(var_ptr, vector, in_row, REAL) + EPS)
-    scale = load_columns(weight_ptr, vector, in_row, REAL) * rstd
-    bias = load_columns(bias_ptr, vector, in_row, REAL)
+    mean, rstd, weight, bias = load_columns((mean_ptr, var_ptr, weight_ptr, bias_ptr), vector, in_row, EPS, REAL)
+    scale = weight * rstd
     inside = (row < n_rows)[:, None] & in_row[None, :]
     offset = (net * n_rows + row)[:, None] * width + column[None, :]
     x = tl.load(x_ptr + offset, mask=inside, other=0).to(REAL)
@@ -149,37 +154,37 @@ def batch_norm_activation_kernel(
 
 
 @triton.jit
-def gradient_tile(
-    grad_ptr, x_ptr, first, row, last, width, in_row, mean, rstd, weight, bias, REAL: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """(g, h) of rows up to ``last``: g = grad * activation'(z), h = (x - mean) * rstd; g is 0 elsewhere."""
-    x, _ = load_tile(x_ptr, first, row, last, width, in_row, REAL)
-    grad, _ = load_tile(grad_ptr, first, row, last, width, in_row, REAL)
+def gradient_tile(grad_ptr, x_ptr, row, within, columns, REAL: tl.constexpr, ACTIVATION: tl.constexpr):
+    """(g, h) of rows up to the last: g = grad * activation'(z), h = (x - mean) * rstd; g is 0 elsewhere.
+
+    ``columns`` are what :func:`load_columns` returns.
+    """
+    mean, rstd, weight, bias = columns
+    x, _ = load_tile(x_ptr, row, within, REAL)
+    grad, _ = load_tile(grad_ptr, row, within, REAL)
     h = (x - mean[None, :]) * rstd[None, :]
     return activation_gradient(grad, h * weight[None, :] + bias[None, :], ACTIVATION), h
 
 
 @triton.jit
-def store_tile(pointer, first, row, last, width, in_row, values):
-    """Rows up to ``last``."""
+def store_tile(pointer, row, within, values):
+    """Rows up to the last."""
+    first, last, width, in_row = within
     inside = (row < last)[:, None] & in_row[None, :]
     tl.store(pointer + first[None, :] + row[:, None] * width, values, mask=inside)
 
 
 @triton.jit
 def store_gradient(
-    grad_ptr, x_ptr, grad_x_ptr, first, begin, last, width, in_row, mean, rstd, weight, bias, mean_g, mean_gh,
-    REAL: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    grad_ptr, x_ptr, grad_x_ptr, begin, within, columns, mean_g, mean_gh, REAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """grad_x of rows up to ``last``, whose statistics are those of x."""
+    """grad_x of rows up to the last, whose statistics are those of x."""
     row = begin + tl.arange(0, BLOCK_ROWS)
-    for start in range(0, last - begin, BLOCK_ROWS):
-        g, h = gradient_tile(
-            grad_ptr, x_ptr, first, row + start, last, width, in_row, mean, rstd, weight, bias, REAL, ACTIVATION
-        )
-        out = (g - mean_g[None, :] - h * mean_gh[None, :]) * (weight * rstd)[None, :]
-        store_tile(grad_x_ptr, first, row + start, last, width, in_row, out)
+    for start in range(0, within[1] - begin, BLOCK_ROWS):
+        g, h = gradient_tile(grad_ptr, x_ptr, row + start, within, columns, REAL, ACTIVATION)
+        out = (g - mean_g[None, :] - h * mean_gh[None, :]) * (columns[2] * columns[1])[None, :]
+        store_tile(grad_x_ptr, row + start, within, out)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_parts", "part_rows"])
@@ -215,30 +220,25 @@ def batch_norm_activation_backward_kernel(
     """
     column, in_row, place, net, begin, last = part_of(n_rows, width, n_blocks, n_parts, part_rows, BLOCK)
     vector = net * width + column
-    mean = load_columns(mean_ptr, vector, in_row, REAL)
-    rstd = 1 / tl.sqrt(load_columns(var_ptr, vector, in_row, REAL) + EPS)
-    weight = load_columns(weight_ptr, vector, in_row, REAL)
-    bias = load_columns(bias_ptr, vector, in_row, REAL)
-    first = net * n_rows * width + column
+    columns = load_columns((mean_ptr, var_ptr, weight_ptr, bias_ptr), vector, in_row, EPS, REAL)
+    within = (net * n_rows * width + column, last, width, in_row)
     row = begin + tl.arange(0, BLOCK_ROWS)
     by_weight = tl.zeros([BLOCK_ROWS, BLOCK], REAL)
     by_bias = tl.zeros([BLOCK_ROWS, BLOCK], REAL)
     for start in range(0, last - begin, BLOCK_ROWS):
-        g, h = gradient_tile(
-            grad_ptr, x_ptr, first, row + start, last, width, in_row, mean, rstd, weight, bias, REAL, ACTIVATION
-        )
+        g, h = gradient_tile(grad_ptr, x_ptr, row + start, within, columns, REAL, ACTIVATION)
         by_weight += g * h
         by_bias += g
         if not OWN:
-            store_tile(grad_x_ptr, first, row + start, last, width, in_row, g * (weight * rstd)[None, :])
+            store_tile(grad_x_ptr, row + start, within, g * (columns[2] * columns[1])[None, :])
     sum_weight = tl.sum(by_weight, 0)
     sum_bias = tl.sum(by_bias, 0)
     tl.store(grad_weight_ptr + place * width + column, sum_weight, mask=in_row)
     tl.store(grad_bias_ptr + place * width + column, sum_bias, mask=in_row)
     if OWN and not PARTS:
         store_gradient(
-            grad_ptr, x_ptr, grad_x_ptr, first, begin, last, width, in_row, mean, rstd, weight, bias,
-            sum_bias / n_rows, sum_weight / n_rows, REAL, ACTIVATION, BLOCK_ROWS,
+            grad_ptr, x_ptr, grad_x_ptr, begin, within, columns, sum_bias / n_rows, sum_weight / n_rows,
+            REAL, ACTIVATION, BLOCK_ROWS,
         )  # fmt: skip
 
 
@@ -280,12 +280,9 @@ def apply_batch_norm_gradients_kernel(
     vector = net * width + column
     tl.store(grad_weight_ptr + vector, sum_weight, mask=in_row & (begin == 0))
     tl.store(grad_bias_ptr + vector, sum_bias, mask=in_row & (begin == 0))
-    mean = load_columns(mean_ptr, vector, in_row, REAL)
-    rstd = 1 / tl.sqrt(load_columns(var_ptr, vector, in_row, REAL) + EPS)
-    weight = load_columns(weight_ptr, vector, in_row, REAL)
-    bias = load_columns(bias_ptr, vector, in_row, REAL)
+    columns = load_columns((mean_ptr, var_ptr, weight_ptr, bias_ptr), vector, in_row, EPS, REAL)
+    within = (net * n_rows * width + column, last, width, in_row)
     store_gradient(
-        grad_ptr, x_ptr, grad_x_ptr, net * n_rows * width + column, begin, last,
-        width, in_row, mean, rstd, weight, bias, sum_bias / n_rows, sum_weight / n_rows,
+        grad_ptr, x_ptr, grad_x_ptr, begin, within, columns, sum_bias / n_rows, sum_weight / n_rows,
         REAL, ACTIVATION, BLOCK_ROWS,
     )  # fmt: skip

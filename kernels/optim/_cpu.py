@@ -135,8 +135,9 @@ def _towards_norm(square, norm):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def _step_elements(p, g, m, v, t, begin, end, updates, averages, coefficients, tau, load, store, scratch):  # type: ignore[no-untyped-def]
+def _step_elements(entry, begin, end, updates, averages, coefficients, tau, load, store, scratch):  # type: ignore[no-untyped-def]
     """The step on some elements of an entry whose rows are free."""
+    p, g, m, v, t = entry
     for a in range(begin, end, _BLOCK):
         n = min(_BLOCK, end - a)
         here = load(p, a, n, scratch[0])
@@ -149,11 +150,12 @@ def _step_elements(p, g, m, v, t, begin, end, updates, averages, coefficients, t
 
 
 @jit(forceinline=True)
-def _step_rows(p, g, m, v, t, begin, inner, length, norm, averages, coefficients, tau, load, store, scratch, real):  # type: ignore[no-untyped-def]
+def _step_rows(entry, begin, inner, length, norm, averages, coefficients, tau, load, store, scratch):  # type: ignore[no-untyped-def]
     """The step on the ``inner`` rows of ``length`` elements that begin at ``begin``: update, then divide by the norms.
 
     The elements of a row are ``inner`` apart.
     """
+    p, g, m, v, t = entry
     end = begin + length * inner
     chunk = _BLOCK if inner == 1 else max(_BLOCK // inner, 1) * inner
     squares = scratch[2]
@@ -211,37 +213,17 @@ def _step(view, view_moments, real, load, store, table, hyper, grads, clip_norm,
         if a >= b or not (updates or averages):
             continue
         rule = carray(as_f64(hyper + table[e, GROUP] * HYPER * 8), HYPER)
-        p = view(table[e, PARAM], numel)
-        g = view(grads[e] & ~1, numel)
-        t = view(table[e, TARGET], numel)
-        m = view_moments(table[e, EXP_AVG], numel)
-        v = view_moments(table[e, EXP_AVG_SQ], numel)
+        moments = view_moments(table[e, EXP_AVG], numel), view_moments(table[e, EXP_AVG_SQ], numel)
+        entry = (view(table[e, PARAM], numel), view(grads[e] & ~1, numel), *moments, view(table[e, TARGET], numel))
         coefficients = _coefficients(rule, np.float64(steps[e]) + 1.0, clip_norm, real)
         tau = (real(rule[TAU]), real(1.0 - rule[TAU]), rule[TAU] < 0.5)
         if updates and length > 0:
             # Those slabs of whole rows that begin in this part.
             slab, row_norm = length * inner, float_of_bits(table[e, NORM])
             for start in range((a + slab - 1) // slab * slab, (b + slab - 1) // slab * slab, slab):
-                _step_rows(
-                    p,
-                    g,
-                    m,
-                    v,
-                    t,
-                    start,
-                    inner,
-                    length,
-                    row_norm,
-                    averages,
-                    coefficients,
-                    tau,
-                    load,
-                    store,
-                    scratch,
-                    real,
-                )
+                _step_rows(entry, start, inner, length, row_norm, averages, coefficients, tau, load, store, scratch)
         else:
-            _step_elements(p, g, m, v, t, a, b, updates, averages, coefficients, tau, load, store, scratch)
+            _step_elements(entry, a, b, updates, averages, coefficients, tau, load, store, scratch)
 
 
 @kernel

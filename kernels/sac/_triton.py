@@ -50,10 +50,8 @@ def actor_loss_kernel(
     value, _ = one_critic(q_ptr, row, inside, n, n_nets, REAL, COMBINE)
     log_prob = tl.load(log_prob_ptr + row, mask=inside, other=0).to(REAL)
     loss = tl.load(alpha_ptr).to(REAL) * log_prob - value
-    store_reduced(
-        loss, weight_ptr, mask_ptr, loss_ptr, norm_ptr, partial_ptr, row, inside, REAL, REDUCTION, HAS_WEIGHT, HAS_MASK,
-        SINGLE,
-    )  # fmt: skip
+    weighting = (weight_ptr if HAS_WEIGHT else None, mask_ptr if HAS_MASK else None)
+    store_reduced(loss, weighting, (loss_ptr, norm_ptr, partial_ptr), (row, inside), REAL, REDUCTION, SINGLE)
     surprise = tl.sum(log_prob, 0)
     if SINGLE:
         tl.store(entropy_ptr, -surprise / n)
@@ -104,7 +102,8 @@ def actor_loss_backward_kernel(
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < n
-    factor, _ = row_factor(grad_ptr, weight_ptr, mask_ptr, norm_ptr, row, inside, REAL, REDUCTION, HAS_WEIGHT, HAS_MASK)
+    weighting = (weight_ptr if HAS_WEIGHT else None, mask_ptr if HAS_MASK else None)
+    factor, _ = row_factor(grad_ptr, norm_ptr, weighting, (row, inside), REAL, REDUCTION)
     alpha = tl.load(alpha_ptr).to(REAL)
     tl.store(grad_log_prob_ptr + row, factor * alpha, mask=inside)
     grad_q_ptr += row
@@ -144,7 +143,8 @@ def temperature_loss_kernel(
     log_alpha = tl.load(log_alpha_ptr).to(REAL)
     target_entropy = tl.load(target_entropy_ptr).to(REAL)
     value = -(tl.load(log_prob_ptr + row, mask=inside, other=0).to(REAL) + target_entropy)
-    weight, counts = mask_weights(weight_ptr, mask_ptr, row, inside, REAL, HAS_WEIGHT, HAS_MASK)
+    weighting = (weight_ptr if HAS_WEIGHT else None, mask_ptr if HAS_MASK else None)
+    weight, counts = mask_weights(weighting, (row, inside), REAL)
     product = tl.where(counts, weight * value, 0.0)
     if REDUCTION == NONE:
         tl.store(slope_ptr + row, product, mask=inside)

@@ -62,19 +62,11 @@ def normaliser(total, reduction):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def smallest_critic(q, wide, n, nets, row):  # type: ignore[no-untyped-def]
-    """(min_k q[k, row], the first k that attains it); a NaN is the smallest, so that it is seen."""
-    smallest, which = read(q, wide, row), 0
-    for net in range(1, nets):
-        value = read(q, wide, net * n + row)
-        if value < smallest or (value != value and smallest == smallest):
-            smallest, which = value, net
-    return smallest, which
-
-
-@jit(forceinline=True)
 def load_smallest(q, wide, n, nets, first, count, smallest, which, other):  # type: ignore[no-untyped-def]
-    """:func:`smallest_critic` of a tile of rows; ``other`` is a buffer. No branches: LLVM vectorises the loops."""
+    """(min_k q[k], the first k that attains it) of a tile of rows; a NaN is the smallest, so that it is seen.
+
+    ``other`` is a buffer. No branches: LLVM vectorises the loops.
+    """
     load(q, wide, first, count, smallest)
     for j in range(count):
         which[j] = 0

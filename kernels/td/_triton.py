@@ -51,6 +51,31 @@ def one_critic(q_ptr, row, inside, n, n_nets, REAL: tl.constexpr, COMBINE: tl.co
     return value, which
 
 
+@triton.jit
+def power_of(gamma, steps):
+    """gamma^steps, in float64."""
+    # gamma^0 is 1 also for gamma = 0, where the logarithm is infinite.
+    return tl.where(steps == 0, 1.0, tl.exp2(tl.log2(gamma) * steps))
+
+
+@triton.jit
+def next_value(
+    next_q_ptr, entropy, steps_ptr, gamma, row, inside, n, n_nets, REAL: tl.constexpr, COMBINE: tl.constexpr
+):
+    """(min_k or mean_k next_q[k] - alpha * next_log_prob, gamma^steps) of each row.
+
+    ``entropy`` is (next_log_prob_ptr, alpha_ptr), or None; without ``steps_ptr`` every row has one step.
+    """
+    value, _ = one_critic(next_q_ptr, row, inside, n, n_nets, REAL, COMBINE)
+    if entropy is not None:
+        alpha = tl.load(entropy[1]).to(REAL)
+        value -= alpha * tl.load(entropy[0] + row, mask=inside, other=0).to(REAL)
+    discount = gamma + tl.zeros(row.shape, tl.float64)
+    if steps_ptr is not None:
+        discount = power_of(gamma, tl.load(steps_ptr + row, mask=inside, other=1).to(tl.float64))
+    return value, discount.to(REAL)
+
+
 @triton.jit(do_not_specialize=["n"])
 def soft_td_target_kernel(
     next_q_ptr,  # any float [n_nets, n]
@@ -75,19 +100,13 @@ def soft_td_target_kernel(
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < n
-    value, _ = one_critic(next_q_ptr, row, inside, n, n_nets, REAL, COMBINE)
-    if HAS_LOG_PROB:
-        alpha = tl.load(alpha_ptr).to(REAL)
-        value -= alpha * tl.load(next_log_prob_ptr + row, mask=inside, other=0).to(REAL)
     gamma = tl.load(gamma_ptr).to(tl.float64)
-    discount = gamma + tl.zeros([BLOCK], tl.float64)
-    if HAS_STEPS:
-        steps = tl.load(steps_ptr + row, mask=inside, other=1).to(tl.float64)
-        # gamma^0 is 1 also for gamma = 0, where the logarithm is infinite.
-        discount = tl.where(steps == 0, 1.0, tl.exp2(tl.log2(gamma) * steps))
+    entropy = (next_log_prob_ptr, alpha_ptr) if HAS_LOG_PROB else None
+    steps = steps_ptr if HAS_STEPS else None
+    value, discount = next_value(next_q_ptr, entropy, steps, gamma, row, inside, n, n_nets, REAL, COMBINE)
     terminated = tl.load(terminated_ptr + row, mask=inside, other=0) != 0
     reward = tl.load(reward_ptr + row, mask=inside, other=0).to(REAL)
-    tl.store(target_ptr + row, reward + tl.where(terminated, 0.0, discount.to(REAL) * value), mask=inside)
+    tl.store(target_ptr + row, reward + tl.where(terminated, 0.0, discount * value), mask=inside)
 
 
 @triton.jit
@@ -150,10 +169,8 @@ def td_loss_kernel(
         # A NaN stays: the comparison of a NaN with itself fails, and so does any that would replace it.
         largest = tl.where((tl.abs(d) > largest) | (d != d), tl.abs(d), largest)
     tl.store(td_error_ptr + row, largest, mask=inside)
-    store_reduced(
-        loss, weight_ptr, mask_ptr, loss_ptr, norm_ptr, partial_ptr, row, inside, REAL, REDUCTION, HAS_WEIGHT, HAS_MASK,
-        SINGLE,
-    )  # fmt: skip
+    weighting = (weight_ptr if HAS_WEIGHT else None, mask_ptr if HAS_MASK else None)
+    store_reduced(loss, weighting, (loss_ptr, norm_ptr, partial_ptr), (row, inside), REAL, REDUCTION, SINGLE)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -191,9 +208,8 @@ def td_loss_backward_kernel(
     """grad_q[k, i] = grad * norm * w_i * distance'(q[k, i] - target[i]). Grid: (cdiv(n, BLOCK),)."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < n
-    factor, counts = row_factor(
-        grad_ptr, weight_ptr, mask_ptr, norm_ptr, row, inside, REAL, REDUCTION, HAS_WEIGHT, HAS_MASK
-    )
+    weighting = (weight_ptr if HAS_WEIGHT else None, mask_ptr if HAS_MASK else None)
+    factor, counts = row_factor(grad_ptr, norm_ptr, weighting, (row, inside), REAL, REDUCTION)
     target = tl.load(target_ptr + row, mask=inside, other=0).to(REAL)
     q_ptr += row
     grad_q_ptr += row

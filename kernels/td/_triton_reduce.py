@@ -1,6 +1,7 @@
 """Reductions of losses on the GPU, which every kernel of a loss calls.
 
-They compute in REAL, float32 or float64. Rows are flat and contiguous. Reductions are blocked: a program writes the
+They compute in REAL, float32 or float64. Rows are flat and contiguous. ``rows`` are (numbers of rows, which of them are
+there); ``weighting`` is (weight_ptr, mask_ptr), with None for what is not given. Reductions are blocked: a program writes the
 sums of its block, and either it is the only one (SINGLE) and finishes, or a second kernel adds the blocks in order.
 """
 
@@ -21,15 +22,14 @@ LOG_PROBS = tl.constexpr(2)
 
 
 @triton.jit
-def mask_weights(
-    weight_ptr, mask_ptr, row, inside, REAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_MASK: tl.constexpr
-):
+def mask_weights(weighting, rows, REAL: tl.constexpr):
     """(weight of each row, whether the row counts)."""
-    counts = inside
-    if HAS_MASK:
-        counts = counts & (tl.load(mask_ptr + row, mask=inside, other=0) != 0)
+    weight_ptr, mask_ptr = weighting
+    row, counts = rows
+    if mask_ptr is not None:
+        counts = counts & (tl.load(mask_ptr + row, mask=counts, other=0) != 0)
     weight = tl.where(counts, 1.0, 0.0).to(REAL)
-    if HAS_WEIGHT:
+    if weight_ptr is not None:
         weight = tl.load(weight_ptr + row, mask=counts, other=0).to(REAL)
     return weight, counts
 
@@ -41,23 +41,14 @@ def inverse_or_zero(total):
 
 
 @triton.jit
-def store_reduced(
-    value,  # REAL [BLOCK]: the loss of each row
-    weight_ptr,
-    mask_ptr,
-    loss_ptr,
-    norm_ptr,
-    partial_ptr,
-    row,
-    inside,
-    REAL: tl.constexpr,
-    REDUCTION: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    SINGLE: tl.constexpr,
-):
-    """Store w_i * value_i per row (NONE), the finished MEAN or SUM, or this block's two sums."""
-    weight, counts = mask_weights(weight_ptr, mask_ptr, row, inside, REAL, HAS_WEIGHT, HAS_MASK)
+def store_reduced(value, weighting, outputs, rows, REAL: tl.constexpr, REDUCTION: tl.constexpr, SINGLE: tl.constexpr):
+    """Store w_i * value_i per row (NONE), the finished MEAN or SUM, or this block's two sums.
+
+    ``value`` is the loss of each row, and ``outputs`` are (loss_ptr, norm_ptr, partial_ptr).
+    """
+    loss_ptr, norm_ptr, partial_ptr = outputs
+    row, inside = rows
+    weight, counts = mask_weights(weighting, rows, REAL)
     product = tl.where(counts, weight * value, 0.0)
     program = tl.program_id(0)
     if REDUCTION == NONE:
@@ -99,19 +90,9 @@ def finish_reduction(
 
 
 @triton.jit
-def row_factor(
-    grad_ptr,
-    weight_ptr,
-    mask_ptr,
-    norm_ptr,
-    row,
-    inside,
-    REAL: tl.constexpr,
-    REDUCTION: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-):
+def row_factor(grad_ptr, norm_ptr, weighting, rows, REAL: tl.constexpr, REDUCTION: tl.constexpr):
     """(derivative of the reduced loss by the loss of each row, times the incoming gradient; whether the row counts)."""
-    weight, counts = mask_weights(weight_ptr, mask_ptr, row, inside, REAL, HAS_WEIGHT, HAS_MASK)
+    row, inside = rows
+    weight, counts = mask_weights(weighting, rows, REAL)
     grad = tl.load(grad_ptr + row, mask=inside, other=0).to(REAL) if REDUCTION == NONE else tl.load(grad_ptr).to(REAL)
     return grad * tl.load(norm_ptr).to(REAL) * weight, counts

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.td._triton import one_critic
+from gpubuf.kernels.td._triton import next_value
 
 
 @triton.jit(do_not_specialize=["n", "n_sequences", "length"])
@@ -46,20 +46,14 @@ def soft_lambda_return_kernel(
     target = tl.zeros([BLOCK], REAL)
     follows = tl.zeros([BLOCK], tl.int1)
     for _ in range(length):
-        value, _which = one_critic(next_q_ptr, row, inside, n, n_nets, REAL, COMBINE)
-        if HAS_LOG_PROB:
-            alpha = tl.load(alpha_ptr).to(REAL)
-            value -= alpha * tl.load(next_log_prob_ptr + row, mask=inside, other=0).to(REAL)
-        discount = gamma + tl.zeros([BLOCK], tl.float64)
-        if HAS_STEPS:
-            steps = tl.load(steps_ptr + row, mask=inside, other=1).to(tl.float64)
-            # gamma^0 is 1 also for gamma = 0, where the logarithm is infinite.
-            discount = tl.where(steps == 0, 1.0, tl.exp2(tl.log2(gamma) * steps))
+        entropy = (next_log_prob_ptr, alpha_ptr) if HAS_LOG_PROB else None
+        steps = steps_ptr if HAS_STEPS else None
+        value, discount = next_value(next_q_ptr, entropy, steps, gamma, row, inside, n, n_nets, REAL, COMBINE)
         done = tl.load(done_ptr + row, mask=inside, other=0) != 0
         terminated = tl.load(terminated_ptr + row, mask=inside, other=0) != 0
         reward = tl.load(reward_ptr + row, mask=inside, other=0).to(REAL)
         value = tl.where(follows & (done == 0), (1 - lmbda) * value + lmbda * target, value)
-        target = reward + tl.where(terminated, 0.0, discount.to(REAL) * value)
+        target = reward + tl.where(terminated, 0.0, discount * value)
         tl.store(target_ptr + row, target, mask=inside)
         follows = inside
         if HAS_MASK:
