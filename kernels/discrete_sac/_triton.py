@@ -8,6 +8,7 @@ The reductions are those of ``td/_triton_reduce.py``.
 import triton
 import triton.language as tl
 
+from gpubuf.kernels.td._triton import smallest_critic
 from gpubuf.kernels.td._triton_reduce import (
     LOG_PROBS,
     NONE,
@@ -30,21 +31,6 @@ def tile_of(lane, inside, start, n_actions, ACTIONS: tl.constexpr):
     """
     action = start + tl.arange(0, ACTIONS)
     return lane[:, None] * n_actions + action[None, :], inside[:, None] & (action < n_actions)[None, :]
-
-
-@triton.jit
-def smallest_value(q_ptr, offset, within, n_elements, n_nets, REAL: tl.constexpr):
-    """(min_k q[k], the first k that attains it) of each element; a NaN is the smallest, so that it is seen."""
-    smallest = tl.load(q_ptr + offset, mask=within, other=0).to(REAL)
-    which = tl.zeros(offset.shape, tl.int32)
-    for net in range(1, n_nets):
-        # Stepping the pointer keeps net * n_elements out of 32-bit arithmetic.
-        q_ptr += n_elements
-        q = tl.load(q_ptr + offset, mask=within, other=0).to(REAL)
-        better = (q < smallest) | ((q != q) & (smallest == smallest))
-        smallest = tl.where(better, q, smallest)
-        which = tl.where(better, net, which)
-    return smallest, which
 
 
 @triton.jit
@@ -79,7 +65,7 @@ def expectations(
     for start in range(0, n_actions, ACTIONS):
         offset, within = tile_of(lane, inside, start, n_actions, ACTIONS)
         shifted, e = exponentials(logits_ptr, offset, within, largest, REAL)
-        smallest, _ = smallest_value(q_ptr, offset, within, n_elements, n_nets, REAL)
+        smallest, _ = smallest_critic(q_ptr, offset, within, n_elements, n_nets, REAL)
         total += tl.sum(e, 1)
         by_logit += tl.sum(e * shifted, 1)
         by_value += tl.sum(e * tl.where(e == 0, 0.0, smallest), 1)
@@ -225,7 +211,7 @@ def actor_loss_backward_kernel(
     for start in range(0, n_actions, ACTIONS):
         offset, within = tile_of(lane, inside, start, n_actions, ACTIONS)
         shifted, e = exponentials(logits_ptr, offset, within, largest, REAL)
-        smallest, which = smallest_value(q_ptr, offset, within, n_elements, n_nets, REAL)
+        smallest, which = smallest_critic(q_ptr, offset, within, n_elements, n_nets, REAL)
         takes_part = counts[:, None] & (e != 0)
         mass = tl.where(takes_part, (factor / total)[:, None] * e, 0.0)
         slope = alpha * (shifted - log_total[:, None]) - smallest - loss[:, None]

@@ -1,8 +1,10 @@
 """Reductions of losses on the GPU, which every kernel of a loss calls.
 
 They compute in REAL, float32 or float64. Rows are flat and contiguous. ``rows`` are (numbers of rows, which of them are
-there); ``weighting`` is (weight_ptr, mask_ptr), with None for what is not given. Reductions are blocked: a program writes the
-sums of its block, and either it is the only one (SINGLE) and finishes, or a second kernel adds the blocks in order.
+there); ``weighting`` is (weight_ptr, mask_ptr), with None for what is not given.
+
+Reductions are blocked: a program writes the sums of its block, and either it is the only one (SINGLE) and finishes, or
+a second kernel adds the blocks in order.
 """
 
 import triton
