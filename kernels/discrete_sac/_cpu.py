@@ -29,11 +29,11 @@ def rows_of_tile(actions):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def load_tile(q, logits, wide, n, nets, actions, start, rows, shifted, e, smallest, which, other):  # type: ignore[no-untyped-def]
+def load_tile(q, logits, wide, n, nets, actions, start, rows, shifted, e, smallest, other):  # type: ignore[no-untyped-def]
     """``shifted``, logits less the largest of their row; ``e``, its exponential; ``smallest``, min_k q.
 
-    ``which`` is the first k that attains it. Where ``e`` is 0 the others are 0 as well. A NaN critic is the smallest; a
-    NaN logit is in ``e``. The loops over all elements have no branches, so that LLVM vectorises them.
+    Where ``e`` is 0 the others are 0 as well. A NaN critic is the smallest; a NaN logit is in ``e``. The loops over all
+    elements have no branches, so that LLVM vectorises them.
     """
     first, count = start * actions, rows * actions
     load(logits, wide, first, count, shifted)
@@ -46,7 +46,13 @@ def load_tile(q, logits, wide, n, nets, actions, start, rows, shifted, e, smalle
             shifted[j] -= largest
     for j in range(count):
         e[j] = exp_below_700(shifted[j])
-    load_smallest(q, wide, n * actions, nets, first, count, smallest, which, other)
+    load(q, wide, first, count, smallest)
+    for net in range(1, nets):
+        load(q, wide, net * n * actions + first, count, other)
+        for j in range(count):
+            value, least = other[j], smallest[j]
+            better = ((value < least) | (value != value)) & (least == least)
+            smallest[j] = value if better else least
     for j in range(count):
         possible = e[j] != 0
         shifted[j] = shifted[j] if possible else 0.0
@@ -69,10 +75,9 @@ def discrete_soft_value(q, logits, alpha, n, nets, n_actions, wide: bool, value_
     temperature, tile = read(alpha, wide, 0), rows_of_tile(n_actions)
     width = tile * n_actions
     shifted, e, smallest, other = np.empty(width), np.empty(width), np.empty(width), np.empty(width)
-    which = np.empty(width, np.int64)
     for start in range(0, n, tile):
         rows = min(tile, n - start)
-        load_tile(q, logits, wide, n, nets, n_actions, start, rows, shifted, e, smallest, which, other)
+        load_tile(q, logits, wide, n, nets, n_actions, start, rows, shifted, e, smallest, other)
         for row in range(rows):
             _, log_prob, value = expectations(shifted, e, smallest, row * n_actions, n_actions)
             write(value_out, wide, start + row, value - temperature * log_prob)
@@ -98,12 +103,11 @@ def discrete_actor_loss(  # type: ignore[no-untyped-def]
     temperature, tile = read(alpha, wide, 0), rows_of_tile(n_actions)
     width = tile * n_actions
     shifted, e, smallest, other = np.empty(width), np.empty(width), np.empty(width), np.empty(width)
-    which = np.empty(width, np.int64)
     total = mass = surprise = 0.0
     counted = 0
     for start in range(0, n, tile):
         rows = min(tile, n - start)
-        load_tile(q, logits, wide, n, nets, n_actions, start, rows, shifted, e, smallest, which, other)
+        load_tile(q, logits, wide, n, nets, n_actions, start, rows, shifted, e, smallest, other)
         for row in range(rows):
             _, log_prob, value = expectations(shifted, e, smallest, row * n_actions, n_actions)
             write(log_prob_out, wide, start + row, log_prob)
@@ -131,10 +135,9 @@ def discrete_actor_loss_backward(  # type: ignore[no-untyped-def]
     temperature, scale, tile = read(alpha, wide, 0), read(norm, wide, 0), rows_of_tile(n_actions)
     width = tile * n_actions
     shifted, e, smallest, other = np.empty(width), np.empty(width), np.empty(width), np.empty(width)
-    which = np.empty(width, np.int64)
     for start in range(0, n, tile):
         rows = min(tile, n - start)
-        load_tile(q, logits, wide, n, nets, n_actions, start, rows, shifted, e, smallest, which, other)
+        load_tile(q, logits, wide, n, nets, n_actions, start, rows, shifted, e, smallest, other)
         for row in range(rows):
             w, counts = weight_of(weight, mask, wide, start + row)
             factor = read(grad, wide, start + row if reduction == NONE else 0) * scale * w
@@ -148,7 +151,9 @@ def discrete_actor_loss_backward(  # type: ignore[no-untyped-def]
                 e[j] = mass
         store(other, grad_logits_out, wide, start * n_actions, rows * n_actions)
         if grad_q_out:
+            first, count, which = start * n_actions, rows * n_actions, np.empty(width, np.int64)
+            load_smallest(q, wide, n * n_actions, nets, first, count, smallest, which, other)
             for net in range(nets):
-                for j in range(rows * n_actions):
+                for j in range(count):
                     other[j] = -e[j] if net == which[j] else 0.0
-                store(other, grad_q_out, wide, (net * n + start) * n_actions, rows * n_actions)
+                store(other, grad_q_out, wide, net * n * n_actions + first, count)

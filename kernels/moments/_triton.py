@@ -41,16 +41,28 @@ def arrives_last(ticket_ptr, n):
 
 
 @triton.jit
-def merge_into_state(
-    state_ptr, mean_ptr, factor_ptr, rule_ptr, element, inside, elements, batch_count, batch_mean, batch_m2, batch_peak,
-    HAS_MEAN: tl.constexpr,
-):  # fmt: skip
-    """Take the moments of a batch into those of the state, and write what is read of it."""
-    state_ptr += element
-    count = tl.load(state_ptr + COUNT * elements, mask=inside, other=0)
-    mean = tl.load(state_ptr + MEAN * elements, mask=inside, other=0)
-    m2 = tl.load(state_ptr + M2 * elements, mask=inside, other=0)
-    peak = tl.load(state_ptr + PEAK * elements, mask=inside, other=0)
+def load_moments(pointer, elements, there):
+    """(count, mean, M2, peak) of elements, of which a count begins at ``pointer``."""
+    count = tl.load(pointer + COUNT * elements, mask=there, other=0)
+    mean = tl.load(pointer + MEAN * elements, mask=there, other=0)
+    m2 = tl.load(pointer + M2 * elements, mask=there, other=0)
+    return count, mean, m2, tl.load(pointer + PEAK * elements, mask=there, other=0)
+
+
+@triton.jit
+def store_moments(pointer, elements, there, count, mean, m2, peak):
+    """The reverse of :func:`load_moments`."""
+    tl.store(pointer + COUNT * elements, count, mask=there)
+    tl.store(pointer + MEAN * elements, mean, mask=there)
+    tl.store(pointer + M2 * elements, m2, mask=there)
+    tl.store(pointer + PEAK * elements, peak, mask=there)
+
+
+@triton.jit
+def merge_into_state(state_ptr, mean_ptr, factor_ptr, rule_ptr, element, inside, elements, batch):
+    """Take the moments of a batch into those of the state, and write what is read of it. ``mean_ptr`` may be None."""
+    batch_count, batch_mean, batch_m2, batch_peak = batch
+    count, mean, m2, peak = load_moments(state_ptr + element, elements, inside)
     until = tl.where(tl.load(rule_ptr + ACTIVE) != 0, tl.load(rule_ptr + UNTIL), 0.0)
     learns = (count < until) & (batch_count > 0)
     total = count + batch_count
@@ -60,16 +72,13 @@ def merge_into_state(
     mean = tl.where(learns, mean + step * share, mean)
     count = tl.where(learns, total, count)
     peak = tl.where(learns, tl.maximum(peak, batch_peak), peak)
-    tl.store(state_ptr + COUNT * elements, count, mask=inside)
-    tl.store(state_ptr + MEAN * elements, mean, mask=inside)
-    tl.store(state_ptr + M2 * elements, m2, mask=inside)
-    tl.store(state_ptr + PEAK * elements, peak, mask=inside)
+    store_moments(state_ptr + element, elements, inside, count, mean, m2, peak)
 
     variance = m2 / tl.where(count > 0, count, 1.0)
     scale = tl.maximum(tl.sqrt(variance + tl.load(rule_ptr + EPS)), peak / tl.load(rule_ptr + PEAK_AT))
     factor = tl.where(count > 0, 1.0 / scale, 1.0)
     tl.store(factor_ptr + element, factor.to(tl.float32), mask=inside)
-    if HAS_MEAN:
+    if mean_ptr is not None:
         tl.store(mean_ptr + element, mean.to(tl.float32), mask=inside)
 
 
@@ -127,31 +136,21 @@ def moments_update_kernel(
         squares += deviation * deviation
     m2 = tl.sum(squares, 0)
 
+    outputs = (state_ptr, mean_ptr if HAS_MEAN else None, factor_ptr)
     if BLOCK_PARTS == 1:
-        merge_into_state(
-            state_ptr, mean_ptr, factor_ptr, rule_ptr, element, inside, elements, count, mean, m2, peak, HAS_MEAN
-        )
+        merge_into_state(*outputs, rule_ptr, element, inside, elements, (count, mean, m2, peak))
     else:
-        own_ptr = parts_ptr + part * 4 * elements + element
-        tl.store(own_ptr + COUNT * elements, count, mask=inside)
-        tl.store(own_ptr + MEAN * elements, mean, mask=inside)
-        tl.store(own_ptr + M2 * elements, m2, mask=inside)
-        tl.store(own_ptr + PEAK * elements, peak, mask=inside)
+        store_moments(parts_ptr + part * 4 * elements + element, elements, inside, count, mean, m2, peak)
         if arrives_last(tickets_ptr + block, n_parts):
             each = tl.arange(0, BLOCK_PARTS)
             there = (each < n_parts)[:, None] & inside[None, :]
             each_ptr = parts_ptr + each.to(tl.int64)[:, None] * 4 * elements + element[None, :]
-            some = tl.load(each_ptr + COUNT * elements, mask=there, other=0)
-            means = tl.load(each_ptr + MEAN * elements, mask=there, other=0)
-            m2s = tl.load(each_ptr + M2 * elements, mask=there, other=0)
-            peak = tl.max(tl.load(each_ptr + PEAK * elements, mask=there, other=0), 0)
+            some, means, m2s, tops = load_moments(each_ptr, elements, there)
             count = tl.sum(some, 0)
             mean = tl.sum(some * means, 0) / tl.where(count > 0, count, 1.0)
             step = means - mean[None, :]
-            m2 = tl.sum(m2s + some * step * step, 0)
-            merge_into_state(
-                state_ptr, mean_ptr, factor_ptr, rule_ptr, element, inside, elements, count, mean, m2, peak, HAS_MEAN
-            )
+            batch = (count, mean, tl.sum(m2s + some * step * step, 0), tl.max(tops, 0))
+            merge_into_state(*outputs, rule_ptr, element, inside, elements, batch)
 
 
 @triton.jit(do_not_specialize=["steps"])

@@ -35,6 +35,30 @@ def _sigmoid(z, one):  # type: ignore[no-untyped-def]
     return (one if z >= 0 else decay) / (one + decay)
 
 
+# LLVM takes the choice of an activation out of the loops.
+
+
+@jit(forceinline=True)
+def _activated(z, activation, one):  # type: ignore[no-untyped-def]
+    """The activation; a NaN stays one."""
+    if activation == SILU:
+        return z * _sigmoid(z, one)
+    if activation == RELU:
+        return one - one if z < 0 else z
+    return z
+
+
+@jit(forceinline=True)
+def _slope(grad, z, activation, one):  # type: ignore[no-untyped-def]
+    """grad * activation'(z)."""
+    if activation == SILU:
+        s = _sigmoid(z, one)
+        return grad * s * (one + z * (one - s))
+    if activation == RELU:
+        return one - one if z <= 0 else grad
+    return grad
+
+
 @jit(forceinline=True, fastmath=_SUMS)
 def _statistics(x, eps, norm):  # type: ignore[no-untyped-def]
     """(mean, rstd) of a row."""
@@ -54,38 +78,17 @@ def _statistics(x, eps, norm):  # type: ignore[no-untyped-def]
 @jit(forceinline=True)
 def _activate(x, weight, bias, mean, rstd, activation, y):  # type: ignore[no-untyped-def]
     """y = activation((x - mean) * rstd * weight + bias)."""
-    real = x.dtype.type
-    zero, one = real(0), real(1)
-    if activation == SILU:
-        for j in range(x.shape[0]):
-            z = (x[j] - mean) * rstd * weight[j] + bias[j]
-            y[j] = z * _sigmoid(z, one)
-    elif activation == RELU:
-        for j in range(x.shape[0]):
-            z = (x[j] - mean) * rstd * weight[j] + bias[j]
-            y[j] = zero if z < zero else z
-    else:
-        for j in range(x.shape[0]):
-            y[j] = (x[j] - mean) * rstd * weight[j] + bias[j]
+    one = x.dtype.type(1)
+    for j in range(x.shape[0]):
+        y[j] = _activated((x[j] - mean) * rstd * weight[j] + bias[j], activation, one)
 
 
 @jit(forceinline=True)
 def _slopes(grad, x, weight, bias, mean, rstd, activation, g):  # type: ignore[no-untyped-def]
     """g = grad * activation'((x - mean) * rstd * weight + bias)."""
-    real = x.dtype.type
-    zero, one = real(0), real(1)
-    if activation == SILU:
-        for j in range(x.shape[0]):
-            z = (x[j] - mean) * rstd * weight[j] + bias[j]
-            s = _sigmoid(z, one)
-            g[j] = grad[j] * s * (one + z * (one - s))
-    elif activation == RELU:
-        for j in range(x.shape[0]):
-            z = (x[j] - mean) * rstd * weight[j] + bias[j]
-            g[j] = zero if z <= zero else grad[j]
-    else:
-        for j in range(x.shape[0]):
-            g[j] = grad[j]
+    one = x.dtype.type(1)
+    for j in range(x.shape[0]):
+        g[j] = _slope(grad[j], (x[j] - mean) * rstd * weight[j] + bias[j], activation, one)
 
 
 @jit(forceinline=True, fastmath=_SUMS)
@@ -249,41 +252,17 @@ def _apply_of(real: Any) -> Any:
                 scale[j] = weight[own][j] / math.sqrt(var[own][j] + eps)
             for row in range(net * rows, (net + 1) * rows):
                 here, out = x[row * width + first : row * width + last], y[row * width + first : row * width + last]
-                if activation == SILU:
-                    for j in range(columns):
-                        z = (here[j] - means[j]) * scale[j] + b[j]
-                        out[j] = z * _sigmoid(z, one)
-                elif activation == RELU:
-                    for j in range(columns):
-                        z = (here[j] - means[j]) * scale[j] + b[j]
-                        out[j] = zero if z < zero else z
-                else:
-                    for j in range(columns):
-                        out[j] = (here[j] - means[j]) * scale[j] + b[j]
+                for j in range(columns):
+                    out[j] = _activated((here[j] - means[j]) * scale[j] + b[j], activation, one)
 
     return apply
 
 
 def _batch_backward_of(real: Any) -> Any:
     def backward(  # type: ignore[no-untyped-def]
-        grad,
-        x,
-        weight,
-        bias,
-        mean,
-        var,
-        eps: float,
-        activation,
-        own: bool,
-        rows,
-        nets,
-        width,
-        first,
-        length,
-        grad_x_out,
-        grad_weight_out,
-        grad_bias_out,
-    ):
+        grad, x, weight, bias, mean, var, eps: float, activation, own: bool, rows, nets, width, first, length,
+        grad_x_out, grad_weight_out, grad_bias_out,
+    ):  # fmt: skip
         n, m, zero, one = nets * rows * width, nets * width, real(0), real(1)
         grad, x, by_x = view(grad, n, zero), view(x, n, zero), view(grad_x_out, n, zero)
         weight, bias, mean, var = view(weight, m, zero), view(bias, m, zero), view(mean, m, zero), view(var, m, zero)
@@ -307,15 +286,13 @@ def _batch_backward_of(real: Any) -> Any:
                     given = grad[row * width + first : row * width + last]
                     # The place of the gradient holds g until all rows are summed.
                     g = by_x[row * width + first : row * width + last]
+                    # Choices that LLVM would leave in the loop.
                     if activation == SILU:
                         for j in range(columns):
-                            z = (here[j] - means[j]) * scale[j] + b[j]
-                            s = _sigmoid(z, one)
-                            g[j] = given[j] * s * (one + z * (one - s))
+                            g[j] = _slope(given[j], (here[j] - means[j]) * scale[j] + b[j], SILU, one)
                     elif activation == RELU:
                         for j in range(columns):
-                            z = (here[j] - means[j]) * scale[j] + b[j]
-                            g[j] = zero if z <= zero else given[j]
+                            g[j] = _slope(given[j], (here[j] - means[j]) * scale[j] + b[j], RELU, one)
                     else:
                         for j in range(columns):
                             g[j] = given[j]

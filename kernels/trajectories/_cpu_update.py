@@ -160,9 +160,7 @@ def clear_all(ends, steps, envs):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def word_weight(  # type: ignore[no-untyped-def]
-    ends, steps, envs, env, slot, bits, before_age, oldest, rule
-):
+def word_weight(ends, steps, envs, env, slot, bits, before_age, oldest, rule):  # type: ignore[no-untyped-def]
     """(weight of a word, age of its last end). ``before_age``: of the end before the word's first one, or unknown."""
     slice_len, min_len, before, after, by_transition = rule
     weight = 0
@@ -181,8 +179,9 @@ def word_weight(  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def _set_weight(sums, leaf, weight, touched, n_touched, shift):  # type: ignore[no-untyped-def]
+def _set_weight(weights, leaf, weight, n_touched):  # type: ignore[no-untyped-def]
     """Write the weight of a word, and list the node above it where it has changed; the new length of the list."""
+    sums, shift, touched = weights
     if load_i64(sums + 8 * leaf) == weight:
         return n_touched
     store_i64(sums + 8 * leaf, weight)
@@ -194,25 +193,23 @@ def _set_weight(sums, leaf, weight, touched, n_touched, shift):  # type: ignore[
 
 
 @jit
-def weigh_word(  # type: ignore[no-untyped-def]
-    ends, sums, steps, envs, env, slot, oldest, filled, rule, touched, n_touched, shift
-):
+def weigh_word(ends, steps, envs, env, slot, oldest, filled, rule, weights, n_touched):  # type: ignore[no-untyped-def]
     """Recompute the weight of one word; see :func:`weigh_slots`."""
     bits = load_word(ends, envs, env, slot, oldest, filled, steps)
     weight, _ = word_weight(ends, steps, envs, env, slot, bits, _UNKNOWN, oldest, rule)
-    return _set_weight(sums, slot * envs + env, weight, touched, n_touched, shift)
+    return _set_weight(weights, slot * envs + env, weight, n_touched)
 
 
 @jit
-def weigh_slots(  # type: ignore[no-untyped-def]
-    ends, sums, steps, envs, first_slot, last_slot, oldest, filled, rule, touched, n_touched, shift
-):
-    """Recompute the weights of all words of some slots, and list the nodes above those that have changed."""
+def weigh_slots(ends, steps, envs, first_slot, last_slot, oldest, filled, rule, weights, n_touched):  # type: ignore[no-untyped-def]
+    """Recompute the weights of all words of some slots, and list the nodes above those that have changed.
+
+    ``weights`` is (sums, shift of the fan-out, the list). The list has ``n_touched`` entries; returns how many it has
+    then.
+    """
     if first_slot == last_slot:
         for env in range(envs):
-            n_touched = weigh_word(
-                ends, sums, steps, envs, env, first_slot, oldest, filled, rule, touched, n_touched, shift
-            )
+            n_touched = weigh_word(ends, steps, envs, env, first_slot, oldest, filled, rule, weights, n_touched)
         return n_touched
     before_age = np.full(envs, _UNKNOWN, np.int64)
     for slot in range(first_slot, last_slot + 1):
@@ -221,7 +218,7 @@ def weigh_slots(  # type: ignore[no-untyped-def]
             weight = 0
             if bits != 0:
                 weight, before_age[env] = word_weight(ends, steps, envs, env, slot, bits, before_age[env], oldest, rule)
-            n_touched = _set_weight(sums, slot * envs + env, weight, touched, n_touched, shift)
+            n_touched = _set_weight(weights, slot * envs + env, weight, n_touched)
     return n_touched
 
 
@@ -283,7 +280,7 @@ def weigh_all(ends, sums, steps, envs, oldest, filled, rule, shift):  # type: ig
     carray(as_i64(sums), nodes << shift)[:] = 0
     touched = np.empty(slots * envs, np.int64)
     if filled > 0:
-        weigh_slots(ends, sums, steps, envs, _ZERO, slots - 1, oldest, filled, rule, touched, _ZERO, shift)
+        weigh_slots(ends, steps, envs, _ZERO, slots - 1, oldest, filled, rule, (sums, shift, touched), _ZERO)
     sum_above(sums, slots * envs, shift, touched, nodes)
 
 
@@ -348,16 +345,15 @@ def update_index(  # type: ignore[no-untyped-def]
     a, b = first >> 6, (newest if first <= newest else steps - 1) >> 6
     c = -1 if first <= newest else newest >> 6
     touched = np.empty((b - a + c + 4) * envs, np.int64)
-    n_touched = weigh_slots(ends, sums, steps, envs, a, b, oldest, filled, rule, touched, _ZERO, shift)
+    weights = (sums, shift, touched)
+    n_touched = weigh_slots(ends, steps, envs, a, b, oldest, filled, rule, weights, _ZERO)
     if c >= 0:
-        n_touched = weigh_slots(ends, sums, steps, envs, _ZERO, c, oldest, filled, rule, touched, n_touched, shift)
+        n_touched = weigh_slots(ends, steps, envs, _ZERO, c, oldest, filled, rule, weights, n_touched)
     if filled > n:
         # The virtual end of before.
         slot = step_of(filled - n - 1, oldest, steps) >> 6
         if not (a <= slot <= b or slot <= c):
-            n_touched = weigh_slots(
-                ends, sums, steps, envs, slot, slot, oldest, filled, rule, touched, n_touched, shift
-            )
+            n_touched = weigh_slots(ends, steps, envs, slot, slot, oldest, filled, rule, weights, n_touched)
     if filled == steps:
         # The first end after the cursor, whose trajectory may have lost its head, of up to n steps. Its weight changes
         # only if it was eligible before and, where each trajectory weighs 1, no longer is.
@@ -367,9 +363,7 @@ def update_index(  # type: ignore[no-untyped-def]
             length = age + 1
             may_change = length + n >= min_len and (by_transition or length < min_len)
             if may_change and not (a <= slot <= b or slot <= c):
-                n_touched = weigh_word(
-                    ends, sums, steps, envs, env, slot, oldest, filled, rule, touched, n_touched, shift
-                )
+                n_touched = weigh_word(ends, steps, envs, env, slot, oldest, filled, rule, weights, n_touched)
     sum_above(sums, ((steps + 63) >> 6) * envs, shift, touched, n_touched)
 
 
