@@ -53,24 +53,9 @@ def _target_of(real: Any) -> Any:
     wide = real is np.float64
 
     def project_rows(  # type: ignore[no-untyped-def]
-        next_logits,
-        next_log_prob,
-        alpha,
-        reward,
-        terminated,
-        gamma: float,
-        steps,
-        reward_scale,
-        v_min: float,
-        v_max: float,
-        target,
-        n,
-        nets,
-        atoms,
-        first,
-        length,
-        target_out,
-    ):
+        next_logits, next_log_prob, alpha, reward, terminated, gamma: float, steps, reward_scale, v_min: float,
+        v_max: float, target, n, nets, atoms, first, length, target_out,
+    ):  # fmt: skip
         temperature = read(alpha, wide, 0) if alpha else 0.0
         scale = read(reward_scale, wide, 0) if reward_scale else 1.0
         spacing = (v_max - v_min) / (atoms - 1)
@@ -169,21 +154,9 @@ def _losses_of(real: Any) -> Any:
     wide = real is np.float64
 
     def rows_of_loss(  # type: ignore[no-untyped-def]
-        logits,
-        target,
-        v_min: float,
-        v_max: float,
-        priority,
-        average: bool,
-        n,
-        nets,
-        atoms,
-        shared: bool,
-        first,
-        length,
-        losses,
-        priority_out,
-    ):
+        logits, target, v_min: float, v_max: float, priority, average: bool, n, nets, atoms, shared: bool, first,
+        length, losses, priority_out,
+    ):  # fmt: skip
         spacing = (v_max - v_min) / (atoms - 1)
         width = padded(atoms)
         buffer, mass, own = np.empty(width, real), np.empty(width, real), np.empty(width, real)
@@ -232,22 +205,9 @@ def _loss_backward_of(real: Any) -> Any:
     wide = real is np.float64
 
     def backward(  # type: ignore[no-untyped-def]
-        grad,
-        logits,
-        target,
-        weight,
-        mask,
-        norm,
-        average: bool,
-        reduction,
-        n,
-        nets,
-        atoms,
-        shared: bool,
-        first,
-        length,
+        grad, logits, target, weight, mask, norm, average: bool, reduction, n, nets, atoms, shared: bool, first, length,
         grad_logits_out,
-    ):
+    ):  # fmt: skip
         scale = read(norm, wide, 0) / (nets if average else 1)
         width = padded(atoms)
         buffer, mass, own = np.empty(width, real), np.empty(width, real), np.empty(width, real)

@@ -85,21 +85,9 @@ def discrete_soft_value(q, logits, alpha, n, nets, n_actions, wide: bool, value_
 
 @loop(discrete_sac.actor_loss)
 def discrete_actor_loss(  # type: ignore[no-untyped-def]
-    q,
-    logits,
-    alpha,
-    weight,
-    mask,
-    reduction,
-    n,
-    nets,
-    n_actions,
-    wide: bool,
-    loss_out,
-    log_prob_out,
-    entropy_out,
+    q, logits, alpha, weight, mask, reduction, n, nets, n_actions, wide: bool, loss_out, log_prob_out, entropy_out,
     norm_out,
-):
+):  # fmt: skip
     temperature, tile = read(alpha, wide, 0), rows_of_tile(n_actions)
     width = tile * n_actions
     shifted, e, smallest, other = np.empty(width), np.empty(width), np.empty(width), np.empty(width)

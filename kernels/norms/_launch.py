@@ -114,14 +114,8 @@ def _sums(to: Prepared, plan: NormPlan | BatchPlan) -> int:
 def _finish_gradients(to: Prepared) -> None:
     """Add the sums of all parts."""
     blocks = cdiv(to.values["width"], FINISH_BLOCK)
-    to.launch(
-        kernels.finish_norm_gradients_kernel,
-        to.values["nets"] * blocks,
-        4,
-        n_blocks=blocks,
-        BLOCK_PARTS=FINISH_PARTS,
-        BLOCK=FINISH_BLOCK,
-    )
+    how = {"n_blocks": blocks, "BLOCK_PARTS": FINISH_PARTS, "BLOCK": FINISH_BLOCK}
+    to.launch(kernels.finish_norm_gradients_kernel, to.values["nets"] * blocks, 4, **how)
 
 
 @launches(norms.batch_moments, plan_batch, without_rows=math.nan)
@@ -133,17 +127,10 @@ def norm_batch_moments(to: Prepared, plan: BatchPlan) -> None:
         return
     _sums(to, plan)
     means, variances = to.halves()
-    to.launch(
-        batch_kernels.batch_moments_kernel, blocks * plan.parts, plan.sum_warps, mean_ptr=means, var_ptr=variances
-    )
-    to.launch(
-        batch_kernels.finish_batch_moments_kernel,
-        blocks,
-        plan.sum_warps,
-        means_ptr=means,
-        vars_ptr=variances,
-        BLOCK_PARTS=config.ceil_power(plan.parts),
-    )
+    kernel = batch_kernels.batch_moments_kernel
+    to.launch(kernel, blocks * plan.parts, plan.sum_warps, mean_ptr=means, var_ptr=variances)
+    how = {"means_ptr": means, "vars_ptr": variances, "BLOCK_PARTS": config.ceil_power(plan.parts)}
+    to.launch(batch_kernels.finish_batch_moments_kernel, blocks, plan.sum_warps, **how)
 
 
 batch_norm_activation = launcher(
@@ -170,11 +157,5 @@ def batch_norm_activation_backward(to: Prepared, plan: BatchPlan) -> None:
         to.values["partial_ptr"] = partial
         _finish_gradients(to)
         return
-    to.launch(
-        batch_kernels.apply_batch_norm_gradients_kernel,
-        programs,
-        plan.sum_warps,
-        by_weight_ptr=by_weight,
-        by_bias_ptr=by_bias,
-        BLOCK_PARTS=config.ceil_power(plan.parts),
-    )
+    how = {"by_weight_ptr": by_weight, "by_bias_ptr": by_bias, "BLOCK_PARTS": config.ceil_power(plan.parts)}
+    to.launch(batch_kernels.apply_batch_norm_gradients_kernel, programs, plan.sum_warps, **how)

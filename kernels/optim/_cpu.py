@@ -255,35 +255,17 @@ _KERNELS = {torch.float32: _step_f32, torch.float64: _step_f64, torch.bfloat16: 
 
 
 def adamw(
-    table: Tensor,
-    tiles: Tensor,
-    hyper: Tensor,
-    grads: Sequence[Tensor | None],
-    averages: Sequence[bool],
-    norm: Tensor | None,
-    steps: Tensor,
-    ticket: Tensor,
-    params: Sequence[Tensor],
-    moments: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    aligned: bool,
-    unit_rows: bool,
-    *,
-    trusted: bool = False,
-) -> None:
+    table: Tensor, tiles: Tensor, hyper: Tensor, grads: Sequence[Tensor | None], averages: Sequence[bool],
+    norm: Tensor | None, steps: Tensor, ticket: Tensor, params: Sequence[Tensor], moments: Sequence[Tensor],
+    targets: Sequence[Tensor], aligned: bool, unit_rows: bool, *, trusted: bool = False,
+) -> None:  # fmt: skip
     """See :data:`gpubuf.kernels.optim.adamw`. A trusted call comes from an optimiser, which owns all but gradients."""
     dtype = params[0].dtype if trusted else check_step(table, hyper, grads, averages, steps, params)
     codes = gradient_codes(grads, averages)
     address, n_entries = codes.buffer_info()
     norm = None if norm is None else dense(norm, torch.float64)
-    before = (
-        table.data_ptr(),
-        hyper.data_ptr(),
-        address,
-        0 if norm is None else norm.data_ptr(),
-        steps.data_ptr(),
-        n_entries,
-    )
+    clip_norm = 0 if norm is None else norm.data_ptr()
+    before = table.data_ptr(), hyper.data_ptr(), address, clip_norm, steps.data_ptr(), n_entries
     units = -(-sum(map(Tensor.numel, params)) // _UNIT)
     call_in_parts(_KERNELS[dtype], before, units, ())
     _count(steps.data_ptr(), address, n_entries)

@@ -19,22 +19,10 @@ _REALS = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: 
 
 
 def adamw(
-    table: Tensor,
-    tiles: Tensor,
-    hyper: Tensor,
-    grads: Sequence[Tensor | None],
-    averages: Sequence[bool],
-    norm: Tensor | None,
-    steps: Tensor,
-    ticket: Tensor,
-    params: Sequence[Tensor],
-    moments: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    aligned: bool,
-    unit_rows: bool,
-    *,
-    trusted: bool = False,
-) -> None:
+    table: Tensor, tiles: Tensor, hyper: Tensor, grads: Sequence[Tensor | None], averages: Sequence[bool],
+    norm: Tensor | None, steps: Tensor, ticket: Tensor, params: Sequence[Tensor], moments: Sequence[Tensor],
+    targets: Sequence[Tensor], aligned: bool, unit_rows: bool, *, trusted: bool = False,
+) -> None:  # fmt: skip
     """See :data:`gpubuf.kernels.optim.adamw`. A trusted call comes from an optimiser, which owns all but gradients."""
     if not trusted:
         check_step(table, hyper, grads, averages, steps, params)
