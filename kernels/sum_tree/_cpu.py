@@ -1,4 +1,7 @@
-"""The sum tree on the CPU: breadth-first over the batch, so that the loads of many draws overlap."""
+"""The sum tree on the CPU: breadth-first over the batch, so that the loads of many draws overlap.
+
+The first five numbers that a kernel takes are a tree, as ``_cpu_levels.py`` has it.
+"""
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
