@@ -46,7 +46,7 @@ ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
     "redq": {**_SAC, "learning_rate": 3e-4, "critics": 10, "policy_every": 5},
     "crossq": {**_SAC, "tau": None, "policy_every": 3},
     "td3": {**_SAC, "policy_every": 2},
-    "discrete-sac": {**_SAC, "learning_rate": 3e-4, "noise_hold": None},
+    "discrete-sac": {**_SAC, "noise_hold": None},
 }
 
 #: Updates for each update of ``sac``, where ``--update-ratio`` is not given.
