@@ -17,7 +17,7 @@ from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import current
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.trajectory_index import RowOrder
-from gpubuf.data.storage.layout import Key, Leaf, as_key, as_written
+from gpubuf.data.storage.layout import Key, Leaf, as_key, as_written, of_array
 from gpubuf.data.storage.schema import as_numbers, stored_as
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
@@ -243,7 +243,7 @@ def _tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, t
     out: TensorDict | None = None
     for key, value in columns.items():
         if isinstance(value, (np.ndarray, np.generic)):
-            value = torch.from_numpy(_readable(np.asarray(value)))
+            value = of_array(value)
         tensor = value if isinstance(value, Tensor) else _of_numbers(value, dtypes.get(as_key(key)), str(key))
         if out is None:
             out = TensorDict({}, batch_size=tensor.shape[:lead])
@@ -255,13 +255,6 @@ def _tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, t
         out.set(as_key(key), tensor)
     assert out is not None
     return out
-
-
-def _readable(array: np.ndarray) -> np.ndarray:
-    """``array``, or a copy if PyTorch would not take its memory, or would warn that it may be written to."""
-    if array.flags.carray or (array.flags.writeable and all(stride >= 0 for stride in array.strides)):
-        return array
-    return array.copy()
 
 
 class _Plan:
@@ -359,7 +352,7 @@ class _Plan:
 def _as_tensor(value: Any, leaf: Leaf) -> Tensor:
     if isinstance(value, (np.ndarray, np.generic)):
         try:
-            return torch.from_numpy(_readable(np.asarray(value)))
+            return of_array(value)
         except TypeError as error:
             raise ValueError(
                 f"key {leaf.name}: the storage holds {leaf.dtype}, the column can't be read: {error}"

@@ -19,7 +19,7 @@ from gpubuf import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.data import ListStorage, RoundRobinWriter, SliceSampler
+from gpubuf.data import ListStorage, PrioritizedSliceSampler, RoundRobinWriter, SliceSampler
 from gpubuf.modules import make_sac_actor, make_sac_critic
 
 ALPHAS = {"alpha": 0.6, "beta": 0.4}
@@ -93,6 +93,16 @@ def test_an_array_alone():
     assert buffer.storage[:].tolist() == [0.0, 1.0, 2.0]
 
 
+def test_arrays_that_pytorch_would_not_take():
+    """Read-only ones, of which it warns, and reversed ones."""
+    fixed = np.arange(3.0)
+    fixed.flags.writeable = False
+    buffer = TensorDictReplayBuffer(4)
+    buffer.extend({"fixed": fixed, "reversed": np.arange(3.0)[::-1]})
+    assert buffer.storage[:]["fixed"].tolist() == [0.0, 1.0, 2.0]
+    assert buffer.storage[:]["reversed"].tolist() == [2.0, 1.0, 0.0]
+
+
 def test_a_list_storage_keeps_what_it_is_given():
     buffer = ReplayBuffer(storage=ListStorage(4))
     row = {"x": np.zeros(2)}
@@ -142,5 +152,8 @@ def test_parts_say_what_was_chosen():
     assert repr(SliceSampler(slice_len=4)) == "SliceSampler(slice_len=4, strict_length=True, weighting='trajectory')"
     assert repr(SliceSampler(num_slices=8)).startswith("SliceSampler(num_slices=8, ")
     assert repr(RoundRobinWriter()) == "RoundRobinWriter()"
+    both = repr(PrioritizedSliceSampler(10, 0.6, 0.4, slice_len=4))
+    assert both.startswith("PrioritizedSliceSampler(slice_len=4, ")
+    assert both.endswith(", alpha=0.6, beta=0.4)")
     buffer = PrioritizedReplayBuffer(5, alpha=0.6, beta=0.4)
     assert repr(buffer.sampler) == "PrioritizedSampler(alpha=0.6, beta=0.4, eps=1e-08)"

@@ -531,7 +531,8 @@ class SliceSampler(Sampler):
     def __repr__(self) -> str:
         size = f"num_slices={self.num_slices}" if self.slice_len is None else f"slice_len={self.slice_len}"
         index = "" if self._index is None else f", index={self._index}"
-        told = f"strict_length={self.strict_length}, weighting={self.weighting!r}{index}"
+        alphas = f", alpha={self._alpha}, beta={float(self._beta)}" if isinstance(self, PrioritizedSampler) else ""
+        told = f"strict_length={self.strict_length}, weighting={self.weighting!r}{index}{alphas}"
         return f"{type(self).__name__}({size}, {told})"
 
 

@@ -236,15 +236,22 @@ def first_of(data: Any) -> Any:
     return data
 
 
+def of_array(value: Any) -> Tensor:
+    """A NumPy array or number as a tensor: of its memory, or of a copy if PyTorch can't have that, or would warn."""
+    array = np.asarray(value)
+    taken = array.flags.carray or (array.flags.writeable and all(stride >= 0 for stride in array.strides))
+    return torch.from_numpy(array if taken else array.copy())
+
+
 def tensors_of(data: Any) -> Any:
     """NumPy arrays and numbers, and those in dicts, lists and tuples, as tensors of their own dtype."""
     if isinstance(data, dict):
         return {key: tensors_of(value) for key, value in data.items()}
     if type(data) in (list, tuple):
         return type(data)(map(tensors_of, data))
-    if isinstance(data, np.ndarray | np.generic | bool | int | float):
-        return torch.as_tensor(data)
-    return data
+    if isinstance(data, np.ndarray | np.generic):
+        return of_array(data)
+    return torch.as_tensor(data) if isinstance(data, bool | int | float) else data
 
 
 def _place(path: Names) -> str:
