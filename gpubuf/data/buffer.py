@@ -442,7 +442,7 @@ class ReplayBuffer:
         storage = self._storage
         if storage._schema is None and self._has_default_storage:
             storage = self._storage_for(data)
-        if isinstance(data, dict | list | np.ndarray):
+        if isinstance(data, (dict, list, np.ndarray)):
             data = self._as_tensors(data)
         if isinstance(data, list):
             if not data:

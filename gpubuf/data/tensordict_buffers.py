@@ -57,7 +57,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             TypeError: ``data`` is something else.
             ValueError: as :meth:`ReplayBuffer.extend`, or a priority is NaN, infinite or negative (CPU).
         """
-        if isinstance(data, dict | list):
+        if isinstance(data, (dict, list)):
             data = self._as_tensordicts(data, self._storage.ndim)
         first = data[0] if isinstance(data, list) and data else data
         # An empty list is an empty write.
