@@ -71,7 +71,11 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """A dict of tensors or arrays, or a list of such rows, as TensorDicts of ``ndim`` batch dimensions."""
         if isinstance(data, dict):
             data = tensors_of(data)
-            return TensorDict(data, batch_shape(data, ndim))
+            try:
+                return TensorDict(data, batch_shape(data, ndim))
+            except ValueError as error:
+                message = f"{type(self).__name__} stores TensorDicts, and this dict can't be one: {error}"
+                raise TypeError(message) from None
         if isinstance(data, list) and data and isinstance(data[0], dict):
             return [self._as_tensordicts(row, ndim - 1) for row in data]
         return data
