@@ -17,9 +17,12 @@ from benchmarks.measure import clocks
 from benchmarks.measure.machine import describe
 from benchmarks.measure.results import write_whole
 from benchmarks.workloads.registry import REGISTRY, TITLES, Entry, environment, in_order
+from benchmarks.workloads.replay import network_updates
 
 #: Seconds that a benchmark is repeated for: those of the tables, and the points of curves.
 SECONDS, POINT_SECONDS = 2.0, 0.25
+#: Calls, for each of these seconds, that networks are updated before.
+BETWEEN_PER_SECOND = 150
 #: Seconds of calls beforehand on a huge buffer: its first rows come from memory that the machine has to find again.
 HUGE_WARM_UP = 1.0
 RESULTS = pytest.StashKey[dict[str, Any]]()
@@ -121,6 +124,7 @@ def measure(benchmark, device: str) -> Callable[[Entry, str, Any, Callable[[], o
     """``measure(entry, library, filled, call)`` times the call, in the group of its workload."""
 
     def run(entry: Entry, library: str, filled: Any, call: Callable[[], object]) -> None:
+        between = network_updates() if entry.between else None
         clock = clocks.of(filled, device)
         clocks.warm_up(call, clock, HUGE_WARM_UP if entry.huge else benchmark._max_time / 4)
         many, calls = clocks.repeated(call, clock)
@@ -142,7 +146,11 @@ def measure(benchmark, device: str) -> Callable[[Entry, str, Any, Callable[[], o
             **entry.extra(filled, library),
         )
         benchmark._timer = clock.timer
-        benchmark(many)
+        if between is None:
+            benchmark(many)
+        else:
+            rounds = max(5, round(benchmark._max_time * BETWEEN_PER_SECOND))
+            benchmark.pedantic(call, setup=between, rounds=rounds, warmup_rounds=5)
 
     return run
 

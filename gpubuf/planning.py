@@ -383,7 +383,7 @@ def _shape_and_dtype(key: Any, value: Any) -> tuple[torch.dtype, tuple[int, ...]
 
 
 def parse_entry(text: str) -> tuple[Key, torch.dtype, tuple[int, ...]]:
-    """``KEY=SHAPE:DTYPE``, as in ``next.pixels=3x84x84:uint8``; ``reward=:float32`` is one number a row.
+    """``KEY=SHAPE:DTYPE``, as in ``next.pixels=3x84x84:uint8``; ``reward=:float32`` is one number per row.
 
     Raises:
         ValueError: the text is of another form, or there is no such dtype.

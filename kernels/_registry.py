@@ -153,7 +153,7 @@ def define(schema: str, family: str = "", *, cpu: str = "", cuda: str = "", fake
         cpu, cuda: these functions, as ``"module:function"``, where they are elsewhere.
         fake: shape-only implementation, for ``FakeTensorMode`` and ``torch.compile``.
 
-    ``Library.impl`` takes 1.5 µs a call, ``torch.library.custom_op`` 10 µs.
+    ``Library.impl`` takes 1.5 µs per call, ``torch.library.custom_op`` 10 µs.
     """
     name = schema.partition("(")[0]
     function = name.removeprefix(f"{family.rpartition('.')[2]}_")

@@ -375,7 +375,7 @@ def _choice(operation: str) -> Callable[[_Choice], _Choice]:
 def rows_copy(n_bytes: int, device_name: str | None = None) -> RowsConfig:
     """Launch configuration of a copy of ``n_bytes`` bytes.
 
-    The rule: two elements a thread up to 1 MiB, four beyond, eight from 4 MiB on. A small copy takes as long as a few
+    The rule: two elements per thread up to 1 MiB, four beyond, eight from 4 MiB on. A small copy takes as long as a few
     dependent memory accesses, and small tiles use more multiprocessors. A large one keeps all of them busy, and larger
     tiles spread the instructions that find the key.
     """

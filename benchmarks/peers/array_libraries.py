@@ -114,6 +114,11 @@ class Flashbax(Library):
         pair = (index.numpy().astype(np.int32), priority.numpy())
         return tuple(self.jax.device_put(pair, self.home))
 
+    def training_batch(self, n: int) -> tuple[Any, ...]:
+        batch = self.sample(n)
+        names = ("observation", "action", "next.observation", "next.reward", "next.terminated")
+        return tuple(batch[name] for name in names)
+
     def columns(self, batch: Any) -> dict[str, np.ndarray]:
         return {name: np.asarray(column) for name, column in batch.items()}
 
@@ -210,6 +215,10 @@ class StableBaselines(Library):
 
     def priorities(self, index: Tensor, priority: Tensor) -> tuple[Any, Any]:
         raise NotImplementedError("Stable-Baselines3 has no priorities")
+
+    def training_batch(self, n: int) -> tuple[Any, ...]:
+        batch = self.buffer.sample(n)
+        return batch.observations, batch.actions, batch.next_observations, batch.rewards, batch.dones
 
     def columns(self, batch: Any) -> dict[str, np.ndarray]:
         flat = {

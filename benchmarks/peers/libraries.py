@@ -100,6 +100,10 @@ class Library(ABC):
         """An index and its priorities in the form that :attr:`update` takes."""
 
     @abstractmethod
+    def training_batch(self, n: int) -> tuple[Any, ...]:
+        """A batch as a training step asks for it: observation, action, next observation, reward and terminated."""
+
+    @abstractmethod
     def columns(self, batch: Any) -> dict[str, np.ndarray]:
         """A sampled batch as arrays by flat name; importance weights are called ``weight``."""
 
@@ -189,6 +193,17 @@ class TorchRLInterface(Library):
 
     def priorities(self, index: Tensor, priority: Tensor) -> tuple[Tensor, Tensor]:
         return index.to(self.device), priority.to(self.device)
+
+    def training_batch(self, n: int) -> tuple[Any, ...]:
+        batch = self.buffer.sample(n)
+        following = batch["next"]
+        return (
+            batch["observation"],
+            batch["action"],
+            following["observation"],
+            following["reward"],
+            following["terminated"],
+        )
 
     def columns(self, batch: TensorDictBase) -> dict[str, np.ndarray]:
         flat = {name: column.cpu().numpy() for name, column in batch.flatten_keys(".").items()}
@@ -320,6 +335,11 @@ class Cpprb(Library):
 
     def priorities(self, index: Tensor, priority: Tensor) -> tuple[np.ndarray, np.ndarray]:
         return index.numpy().astype(np.uint64), priority.numpy()
+
+    def training_batch(self, n: int) -> tuple[Any, ...]:
+        batch = self.sample(n)
+        names = ("observation", "action", "next.observation", "next.reward", "next.terminated")
+        return tuple(torch.from_numpy(batch[name]) for name in names)
 
     def columns(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         flat = dict(batch)

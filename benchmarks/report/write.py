@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.measure.figures import (
     OPEN,
@@ -26,6 +29,7 @@ from benchmarks.measure.figures import (
 )
 from benchmarks.measure.machine import RESULTS
 from benchmarks.measure.results import Run, Runs, newest_runs
+from benchmarks.peers.libraries import GpubufGraph
 from benchmarks.report import pictures
 from benchmarks.report.learning import LEARNING_PLOT, algorithms_section, draw_learning, speed_section, training_table
 from benchmarks.report.memory import memory_tables
@@ -33,7 +37,7 @@ from benchmarks.studies.host import host_section
 from benchmarks.studies.kernels import launches_table, resources_table
 from benchmarks.studies.predict import prediction_table
 from benchmarks.studies.side_by_side import TABLES, section
-from benchmarks.workloads.registry import REGISTRY, TITLES
+from benchmarks.workloads.registry import LIBRARIES, REGISTRY, TITLES
 from benchmarks.workloads.replay import WORKLOADS
 from benchmarks.workloads.slices import OPERATIONS, SIZES, SLICES, short, sized
 
@@ -76,6 +80,7 @@ def comparison_table(run: Run, replay: bool) -> str:
 
 
 HEADLINES = (
+    *(f"{call}-between-updates-256" for call in ("batch", "prioritized-batch", "sample-and-update")),
     *("uniform-sample-256", "prioritized-sample-256", "sample-and-update-256", "sample-and-update-4096", "extend-256"),
     *(sized(5_000_000, 6_000_000, "write-and-sample"), "SAC-update-256"),
 )
@@ -83,15 +88,17 @@ HEADLINES = (
 
 def headline_table(runs: Runs) -> str:
     """README: the calls of a training step on every kind of device, beside TorchRL and the fastest other library."""
-    head, rows = ["median µs per call"], [[REGISTRY[name].title] for name in HEADLINES]
+    measured = {name for kind in KINDS if kind in runs for name in runs[kind].measured("workload")}
+    names = [name for name in HEADLINES if name in measured]
+    head, rows = ["median µs per call"], [[REGISTRY[name].title] for name in names]
     others = [name for name in TITLES if not name.startswith(("gpubuf", "torchrl")) and name != "plain"]
     for kind, run in ((kind, runs[kind]) for kind in KINDS if kind in runs):
         graph = kind == "cuda"
         device = run.machine["device"]["name"]
         head += [device, *(["in a graph"] if graph else []), "TorchRL", "fastest other"]
-        for name, row in zip(HEADLINES, rows, strict=True):
+        for name, row in zip(names, rows, strict=True):
             ours = run.median(name, "gpubuf")
-            row.append(or_open(ours))
+            row.append(or_open(ours) if kind in REGISTRY[name].devices else "")
             if graph:
                 row.append(against(None, run.median(name, "gpubuf-graph"), missing=""))
             row.append(against(ours, run.median(name, "torchrl"), missing=""))
@@ -99,6 +106,19 @@ def headline_table(runs: Runs) -> str:
             time, peer = min(found, default=(None, ""))
             row.append(f"{against(ours, time, missing='')} {TITLES.get(peer, '')}".strip())
     return table(head, rows) if len(head) > 1 else f"{OPEN}."
+
+
+def training_batches(runs: Runs) -> str:
+    """docs/performance.md: the code that is timed between updates, of every library."""
+    shown: dict[Callable[..., Any], list[str]] = {}
+    for library in LIBRARIES.values():
+        if library is not GpubufGraph:
+            shown.setdefault(library.training_batch, []).append(library.title)
+    parts = []
+    for method, titles in shown.items():
+        code = textwrap.dedent(inspect.getsource(method)).partition("\n")[2]
+        parts.append(f"{', '.join(titles)}:\n\n```text\n{textwrap.dedent(code)}```")
+    return "\n\n".join(parts)
 
 
 def machines(runs: Runs) -> str:
@@ -193,7 +213,7 @@ def sizes_table(run: Run) -> str:
         index_bytes = found_here["extra_info"].get("index_bytes_per_row")
         rows.append([*row, OPEN if index_bytes is None else f"{index_bytes:.3f}"])
     head = ["rows stored, in room for", "sample", "TorchRL, cached", "TorchRL, uncached"]
-    head += ["write a row and sample", "TorchRL, cached", "bytes of index a row"]
+    head += ["write a row and sample", "TorchRL, cached", "bytes of index per row"]
 
     def rise(least: int) -> str:
         chosen = {
@@ -280,6 +300,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "headlines": headline_table,
     "threads": threads_table,
     "conditions": machines,
+    "training_batches": training_batches,
     "cpu": of_run("cpu", "on this kind of device")(spread_table),
     "gpu": of_run("cuda", "on this kind of device")(spread_table),
     "training": training_table,

@@ -7,14 +7,14 @@ so that a batch tells which rows it was made of.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import cycle
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.measure import roofline
 from benchmarks.measure.roofline import Traffic
@@ -160,6 +160,34 @@ def stepping(library: Library, n: int) -> Callable[[], object]:
     return call
 
 
+def training(library: Library, n: int) -> Callable[[], object]:
+    """Draw a batch, and take what a training step reads out of it, in the library's own words."""
+    sampling(library, n)
+    assert all(len(part) == n for part in library.training_batch(n))
+    return lambda: library.training_batch(n)
+
+
+def network_updates() -> Callable[[], None]:
+    """What lies between two batches of soft actor-critic: an actor and two critics, 256 wide, are updated by Adam.
+
+    They pass a few megabytes through the caches, and the code of their operations.
+    """
+    widths = {"actor": (17, 12), "critic": (23, 1), "other critic": (23, 1)}
+    work = []
+    for given, made in widths.values():
+        hidden = [nn.Linear(given, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
+        network = nn.Sequential(*hidden, nn.Linear(256, made))
+        work.append((network, torch.optim.Adam(network.parameters(), 1e-4), torch.randn(256, given)))
+
+    def update() -> None:
+        for network, optimizer, rows in work:
+            optimizer.zero_grad()
+            network(rows).square().mean().backward()
+            optimizer.step()
+
+    return update
+
+
 #: Rows of a write that is checked begin so far into a batch: where no batch that is timed begins.
 ODD = 7
 
@@ -205,6 +233,7 @@ class Operation:
         prioritized: which of the two buffers.
         traffic: what one call has to do, of (batch, layout, capacity, device).
         turn: when, among the operations on one buffer: the more it changes, the later.
+        between: networks are updated before each call, so that it finds the caches as a training loop leaves them.
     """
 
     title: str
@@ -212,6 +241,7 @@ class Operation:
     prioritized: bool
     traffic: Callable[[int, Layout, int, str], Traffic]
     turn: int = 0
+    between: bool = False
 
 
 UNIFORM_SAMPLE = Operation(
@@ -242,6 +272,11 @@ SAMPLE_AND_UPDATE = Operation(
     ),
     turn=1,
 )
+TRAINING_BATCH = replace(UNIFORM_SAMPLE, title="batch between updates", prepare=training, between=True)
+PRIORITIZED_TRAINING_BATCH = replace(
+    PRIORITIZED_SAMPLE, title="prioritized batch between updates", prepare=training, between=True
+)
+TRAINING_STEP = replace(SAMPLE_AND_UPDATE, title="sample and update between updates", between=True)
 PRIORITIZED_EXTEND = Operation(
     "prioritized extend",
     extending,
@@ -288,6 +323,9 @@ class Workload:
 
 
 _ALL = (
+    Workload(TRAINING_BATCH, 256),
+    Workload(PRIORITIZED_TRAINING_BATCH, 256),
+    Workload(TRAINING_STEP, 256),
     Workload(UNIFORM_SAMPLE, 256),
     Workload(UNIFORM_SAMPLE, 4096),
     Workload(UNIFORM_SAMPLE, 32768),

@@ -13,6 +13,9 @@ _warned: set[str] = set()
 
 def check_count(value: Any, name: str, least: int = 1) -> None:
     """Raise ValueError, or TypeError for what is no number, unless ``value`` is a whole number of at least so much."""
+    # Every sample asks, and what follows looks into the code of a protocol, which caches have lost by then.
+    if type(value) is int and value >= least:
+        return
     number = not isinstance(value, bool) and isinstance(value, (int, float, SupportsIndex))
     if not number or not isinstance(value, SupportsIndex) or value < least:  # type: ignore[operator]
         kind = ValueError if number else TypeError

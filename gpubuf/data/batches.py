@@ -123,10 +123,13 @@ class Batches:
             warnings.warn(f"sample(batch_size={batch_size}) overrides the constructor's {own}", stacklevel=4)
         return batch_size
 
-    def _draw(self, n: int, include_info: bool, batches: int | None, *, whole: bool = True) -> Batch:
+    def _draw(
+        self, n: int, include_info: bool, batches: int | None, *, whole: bool = True, assembled: bool = True
+    ) -> Batch:
         """Draw and gather, under the lock. Info goes into the batch here if nothing changes the batch later.
 
-        ``whole`` is False for a part of a batch that other buffers have a part in.
+        ``whole`` is False for a part of a batch that other buffers have a part in, and ``assembled`` for the plain list
+        of tensors.
         """
         sampler, storage, reader = self.sampler, self.storage, self.reader
         with NO_LOCK if _compiling() else self.lock:
@@ -144,6 +147,8 @@ class Batches:
             if self.relabel is not None:
                 drawn = self.relabel.apply(drawn, storage, sampler.random_state(storage.device))
             info = self._info(drawn, whole)
+            if not assembled:
+                return Batch(drawn.tensors, info, sampler.ran_out, False)
             direct = include_info and self.collate_fn is None and not len(self.transform) and reader.layout.takes_info
             extra, host = info if direct else None, storage.host
             if host is None:
@@ -151,6 +156,23 @@ class Batches:
             else:
                 data = host.assembled(reader, drawn.tensors, drawn.positions, drawn.batch_size, extra)
             return Batch(data, info, sampler.ran_out, direct)
+
+    def columns(self, batch_size: int | None) -> dict[Any, Tensor]:
+        """A batch with its info, as one tensor per key; see :meth:`~gpubuf.data.buffer.ReplayBuffer.sample_columns`."""
+        n = self.batch_size
+        if n is None or batch_size is not None:
+            n = self._checked(batch_size)
+        if self.unit is not None or self.storage.host is not None:
+            raise ValueError("windows of rows, and data that are not tensors, are no columns: sample() gives them")
+        if self.relabel is not None or self.collate_fn is not None or self.pin_memory or len(self.transform):
+            data, info, _, _ = self.finish(self.part(n))
+            if not isinstance(data, TensorDictBase):
+                raise ValueError(f"batches are made to a {type(data).__name__} here: sample() gives them")
+            found: Any = dict(data.items(True, True))
+        else:
+            tensors, info, _, _ = self._draw(n, False, None, whole=False, assembled=False)
+            found = dict(zip(self.reader.keys, tensors, strict=True))
+        return {**found, **info}
 
     def _info(self, drawn: Drawn, whole: bool) -> dict[Any, Tensor]:
         index, generation, shape = drawn.positions, drawn.generation, drawn.batch_size

@@ -603,6 +603,26 @@ class ReplayBuffer:
         batch = self._batches.next(batch_size, False, batches)
         return (batch.data, batch.info) if return_info else batch.data
 
+    def sample_columns(self, batch_size: int | None = None) -> dict[Any, Tensor]:
+        """A batch as one tensor per key, without a TensorDict, whose making can take as long as the draw.
+
+        A queue of prefetched batches is left alone.
+
+        Args:
+            batch_size: number of transitions, B; default: that of the constructor.
+
+        Returns:
+            Tensors ``[B, ...]``, which the caller owns, by keys such as ``"reward"`` and ``("next", "reward")``. With
+            them ``"index"``, the flat positions of the rows, and ``"index_generation"``, int64 ``[B]`` each, and what
+            the sampler has to say (``"priority_weight"`` of prioritized ones).
+
+        Raises:
+            RuntimeError: the buffer is empty, or no batch size is known.
+            ValueError: the batch size is below 1; or rows are single tensors, or hold data that are not tensors, or a
+                ``sample_unit`` makes windows of them. No host sync.
+        """
+        return self._batches.columns(batch_size)
+
     def check(self) -> Report:
         """Look at all rows for what goes wrong in practice: NaN, ends of episodes, rows that don't follow each other.
 
@@ -839,9 +859,9 @@ class ReplayBuffer:
             generation: ``info["index_generation"]``; default: that in ``data``. Samples of prioritized buffers have it,
                 and those of others with ``RoundRobinWriter(track_generations=True)``.
             patch: TorchRL's name for ``data``, also a dict of tensors by key; the result then says what was written.
-            version_key: a stored key of one number a row. An entry whose version is below that of its row is left out;
-                the version of the others is written. Of a row that the batch has more than once, the entry with the
-                highest version wins, and of these the last.
+            version_key: a stored key of one number per row. An entry whose version is below that of its row is left
+                out; the version of the others is written. Of a row that the batch has more than once, the entry with
+                the highest version wins, and of these the last.
             version: the entries' versions: a number for all, or ``[n]``; such as the key holds without rounding.
             require_newer: leave out entries of the same version as their row, too.
 

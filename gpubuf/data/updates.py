@@ -78,7 +78,7 @@ def apply_versions(
         storage: where the rows lie.
         positions: of the entries' rows, int64 ``[n]``.
         generation: that their rows had, int64 ``[n]``.
-        version_key: a stored key of one number a row.
+        version_key: a stored key of one number per row.
         incoming: the entries' versions, ``[n, ...]`` as their key has them; None: no versions.
         newer: whether an entry of the same version as the row loses.
     """
@@ -105,7 +105,7 @@ def versions(storage: TensorStorage, version_key: Any, version: Any, n: int, lik
     """Incoming versions as their key has them, ``[n, ...]`` for ``n`` entries, on the device of ``like``.
 
     Raises:
-        ValueError: there are not as many, or the key is not stored, has several numbers a row, or can't hold one.
+        ValueError: there are not as many, or the key is not stored, has several numbers per row, or can't hold one.
     """
     tensor = as_numbers(version)
     if tensor.numel() not in (1, n):
@@ -117,7 +117,7 @@ def versions(storage: TensorStorage, version_key: Any, version: Any, n: int, lik
         raise UnknownKeyError(f"version_key {as_written(key)!r} is not stored{hint}")
     leaf = storage.written_layout.leaves[number]
     if leaf.n_elements != 1:
-        raise ValueError(f"version_key {as_written(key)!r} has {leaf.n_elements} numbers a row, not one")
+        raise ValueError(f"version_key {as_written(key)!r} has {leaf.n_elements} numbers per row, not one")
     # Rounded, an older version could pass for a newer one.
     held = stored_as(tensor, leaf.dtype, leaf.name, storage.ring, exact=True)
     return held.reshape(-1).to(like.device).expand(n).reshape(n, *leaf.shape)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.integrations import stable_buffers
-from gpubuf.integrations.stable_buffers import StableBuffer, is_dict
+from gpubuf.integrations.stable_buffers import StableBuffer
 from gpubuf.torchrl.samplers import PrioritizedSampler
 
 __all__ = [
@@ -49,9 +49,7 @@ class ReplayBuffer(StableBuffer, _Replay):
     Observations may be dicts as well.
     """
 
-    @property
-    def _samples(self) -> Any:
-        return DictReplayBufferSamples if is_dict(self.observation_space) else ReplayBufferSamples
+    _samples, _dict_samples = ReplayBufferSamples, DictReplayBufferSamples
 
 
 class DictReplayBuffer(ReplayBuffer, _DictReplay):
@@ -230,11 +228,11 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         rows = max(buffer_size // n_envs, 1) * n_envs
         super().__init__(buffer_size, *args, sampler=PrioritizedSampler(rows, alpha, beta), **kwargs)
 
-    def _made(self, samples: Any, info: dict[Any, Tensor]) -> PrioritizedSamples:
-        weights = info.get("priority_weight")
+    def _made(self, samples: Any, columns: dict[Any, Tensor]) -> PrioritizedSamples:
+        weights = columns.get("priority_weight")
         if weights is None:
             weights = torch.ones_like(samples.rewards)
-        own = (weights.view(-1, 1), info["index"], info["index_generation"])
+        own = (weights.view(-1, 1), columns["index"], columns["index_generation"])
         return PrioritizedSamples._make((*samples, *own))
 
     def update_priorities(self, samples: PrioritizedSamples, priorities: Tensor) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.storage.end_bits import CONTINUITY
-from gpubuf.data.storage.layout import Key
+from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS
+from gpubuf.data.storage.layout import Key, as_written
 from gpubuf.data.storage.plan import STEPS_KEY
 from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.storage import LazyTensorStorage
@@ -31,7 +31,7 @@ WAITING_STEPS, WAITING_BYTES = 64, 1 << 16
 _OBSERVATION, _NEXT_OBSERVATION, _ACTION = ("observation",), ("next", "observation"), ("action",)
 _REWARD, _TERMINATED, _DONE = ("next", "reward"), ("next", "terminated"), ("next", "done")
 #: What copies make anew.
-_MADE = {"_columns", "_observed", "_direct", "_actions", "_rewards", "_terminated", "_ended", "_powers"}
+_MADE = {"_columns", "_observed", "_first", "_direct", "_actions", "_rewards", "_terminated", "_ended", "_powers"}
 #: What the infos of Gymnasium's vector environments have at the end of an episode that they reset in the same step.
 _FINAL = "_final_obs", "_final_info", "_final_observation"
 
@@ -129,6 +129,7 @@ class StableBuffer:
     """
 
     _samples: Any = ReplayBufferSamples
+    _dict_samples: Any = ReplayBufferSamples
 
     def __init__(
         self,
@@ -159,6 +160,8 @@ class StableBuffer:
         self.handle_timeout_termination = handle_timeout_termination
         self.n_steps = n_steps
         self.gamma = gamma
+        # Whether batches depend on where episodes end.
+        self._needs_ends = n_steps > 1 or relabel is not None
         self._device = chosen_device(device)
         if placement is None:
             placement = "auto" if self._device.type == "cuda" and self._device.index is None else self._device
@@ -168,8 +171,8 @@ class StableBuffer:
             ndim=2,
             share_next=[(*_OBSERVATION, *name) for name in shapes] if optimize_memory_usage else False,
             next_capacity=next_capacity,
-            # Also where a program says nothing of an end.
-            ends=CONTINUITY,
+            # Also where a program says nothing of an end, if batches depend on ends.
+            ends=CONTINUITY if self._needs_ends or sampler is not None else FLAGS,
             # Rows that store observations once are converted anyway: a flag then takes a byte.
             dtypes={**({_TERMINATED: torch.bool} if optimize_memory_usage else {}), **(dtypes or {})},
         )
@@ -183,8 +186,6 @@ class StableBuffer:
             reward_keys=[_REWARD] if n_steps > 1 else None,
             end_keys=[_DONE] if n_steps > 1 else None,
         )
-        # Whether batches depend on where episodes end.
-        self._needs_ends = n_steps > 1 or relabel is not None
         self._last_ends: tuple[np.ndarray, list[Any]] | None = None
         # The number of rows when the steps that wait were about to be written.
         self._written_before: int | None = None
@@ -213,8 +214,11 @@ class StableBuffer:
         self._most = max(1, min(WAITING_STEPS, WAITING_BYTES // max(step_bytes, 1), self.buffer_size))
         lead = (self._most, self.n_envs)
         self._columns = {key: np.zeros((*lead, *shape), dtype) for key, (dtype, shape) in kinds.items()}
-        # Large steps don't wait: their arrays are read where they are. The columns of one, in order.
-        self._direct = [column[0] for column in self._columns.values()] if self._most == 1 else None
+        # The columns of the first step that waits, in order. Large steps don't: their arrays are read where they are.
+        self._first = [column[0] for column in self._columns.values()]
+        self._direct = list(self._first) if self._most == 1 else None
+        # The names of a dict of observations; None: there is no dict.
+        self._names = list(self.observation_space.spaces) if is_dict(self.observation_space) else None
         # Name in a dict, a shape where the environment gives none, and memory of observation and next one.
         self._observed = [
             (
@@ -295,9 +299,11 @@ class StableBuffer:
         if direct is None:
             self._waiting = at + 1
         else:
-            # The first step settles the order of the columns.
-            ready = self.buffer.initialized
-            self.buffer.add_columns(direct if ready else dict(zip(self._columns, direct, strict=True)))
+            self.buffer.add_columns(self._in_order(direct))
+
+    def _in_order(self, columns: list[Any]) -> Any:
+        """Columns in the order of the storage, which the first write settles: by their keys."""
+        return columns if self.buffer.initialized else dict(zip(self._columns, columns, strict=True))
 
     def _of_vector_environments(
         self, step: list[Any], infos: Any, truncations: np.ndarray | None
@@ -335,14 +341,15 @@ class StableBuffer:
         steps = self._waiting
         if not steps:
             return
+        written = self.buffer.write_count
         if self._written_before is None:
-            self._written_before = self.buffer.write_count
+            self._written_before = written
         # Otherwise an interrupt came: the steps are written, or they are not.
-        if self.buffer.write_count == self._written_before:
+        if written == self._written_before:
             if steps == 1:
-                self.buffer.add_columns({key: column[0] for key, column in self._columns.items()})
+                self.buffer.add_columns(self._in_order(self._first))
             else:
-                self.buffer.extend_columns({key: column[:steps] for key, column in self._columns.items()})
+                self.buffer.extend_columns(self._in_order([column[:steps] for column in self._columns.values()]))
         self._waiting, self._written_before = 0, None
 
     def reset(self) -> None:
@@ -368,10 +375,7 @@ class StableBuffer:
             RuntimeError: nothing has been added.
         """
         self.flush()
-        batches = self.buffer._batches
-        # Flat positions: coordinates would cost more than the draw.
-        data, info, _, _ = batches.finish(batches.part(batch_size))
-        return self._batch(data, info, env)
+        return self._batch(self.buffer.sample_columns(batch_size), env)
 
     def _get_samples(self, batch_inds: np.ndarray, env: Any = None) -> Any:
         """Transitions of given steps, each of an environment that NumPy draws, as in Stable-Baselines3."""
@@ -383,27 +387,31 @@ class StableBuffer:
         self.flush()
         index = torch.from_numpy(np.asarray(steps, np.int64) * self.n_envs + np.asarray(environments, np.int64))
         data, generation = rows_at(self.buffer, index)
-        return self._batch(data, {"index": index, "index_generation": generation}, env)
+        return self._batch({**dict(data.items(True, True)), "index": index, "index_generation": generation}, env)
 
-    def _batch(self, data: Any, info: dict[Any, Tensor], env: Any) -> Any:
-        following = data["next"]
-        observations, coming, rewards = data["observation"], following["observation"], following["reward"]
-        if is_dict(self.observation_space):
-            observations, coming = dict(observations.items()), dict(coming.items())
-        discounts = None
-        steps = data[STEPS_KEY] if self.n_steps > 1 else None
+    def _batch(self, columns: dict[Any, Tensor], env: Any) -> Any:
+        observations: Any
+        coming: Any
+        if self._names is None:
+            made, observations, coming = self._samples, columns["observation"], columns[_NEXT_OBSERVATION]
+        else:
+            made = self._dict_samples
+            observations, coming = (
+                {name: columns[*key, name] for name in self._names} for key in (_OBSERVATION, _NEXT_OBSERVATION)
+            )
+        rewards, discounts = columns[_REWARD], None
+        steps = columns[as_written(STEPS_KEY)] if self.n_steps > 1 else None
         if steps is not None:
             if self._powers.device != steps.device:
                 self._powers = self._powers.to(steps.device)
             discounts = self._powers[steps]
         if env is not None:
             observations, coming = normalized(observations, env), normalized(coming, env)
-            rewards = self._normalized_rewards(rewards, info["index"], steps, env)
-        return self._made(
-            self._samples(observations, data["action"], coming, following["terminated"], rewards, discounts), info
-        )
+            rewards = self._normalized_rewards(rewards, columns["index"], steps, env)
+        samples = made(observations, columns["action"], coming, columns[_TERMINATED], rewards, discounts)
+        return self._made(samples, columns)
 
-    def _made(self, samples: Any, info: dict[Any, Tensor]) -> Any:
+    def _made(self, samples: Any, columns: dict[Any, Tensor]) -> Any:
         return samples
 
     def _normalized_rewards(self, rewards: Tensor, index: Tensor, steps: Tensor | None, env: Any) -> Tensor:

@@ -35,6 +35,6 @@ def adamw(
     flags = {"HAS_NORM": norm is not None, "HAS_ROWS": unit_rows, "ALIGNED": fits}
     blocks = {"TILE": TILE, "ROWS": ROW_TILE[0], "COLUMNS": ROW_TILE[1], "LINES": STRIDED_TILE[0]}
     how = {"DTYPE": _DTYPES[dtype], "REAL": _REALS[dtype], **flags, **blocks, "WIDTH": STRIDED_TILE[1]}
-    # Eight elements a thread, and four where they are float64.
+    # Eight elements per thread, and four where they are float64.
     num_warps = 8 if dtype is torch.float64 else 4
     launch(optim_adamw_kernel, tiles.shape[0], *tensors, len(params), **how, num_warps=num_warps)

@@ -57,7 +57,7 @@ def check_reading(how: Reading, capacity: int) -> None:
         raise ValueError(f"mirror must be {OFF} to {DOUBLED}, not {how.mirror}")
     by_chance = how.mirror == BY_CHANCE
     if how.draws < 0 or ((how.draws or by_chance) and noise is None) or (by_chance and not how.draws):
-        raise ValueError(f"{how.draws} random numbers a row with mirror {how.mirror} don't go with noise {noise}")
+        raise ValueError(f"{how.draws} random numbers per row with mirror {how.mirror} don't go with noise {noise}")
 
 
 def check_envs(capacity: int, envs: int) -> None:

@@ -7,6 +7,7 @@ of their own, which copy and take few arguments.
 
 from __future__ import annotations
 
+import functools
 from array import array
 from typing import Any
 
@@ -136,6 +137,19 @@ def sample_into(
     return _read(table, ring, rng, None, n, capacity, _addresses(tensors), reading)
 
 
+@functools.lru_cache(maxsize=64)
+def _shape_of_numbers(n: int) -> Tensor:
+    """An int64 ``[n]`` without memory, for its shape alone."""
+    model = torch.empty(n, dtype=torch.int64)
+    model.untyped_storage().resize_(0)
+    return model
+
+
+def _numbers(n: int) -> Tensor:
+    """An uninitialised int64 ``[n]``, made as the tensors of the batch are: by code that is in the caches then."""
+    return torch.empty_like(_shape_of_numbers(n))
+
+
 # Addresses of the kernels that compute fields, in float32 and in float64: 0 until a field needs them.
 _engines = [0, 0]
 
@@ -152,7 +166,7 @@ def _read(
 ) -> tuple[Tensor, Tensor]:
     """Copy or compute a batch of ``given`` rows, or of ``n`` rows that ``rng`` draws; returns index and generations."""
     how = None if table.shape[1] == ENTRY else Reading(*reading)
-    generation = torch.empty(n if how is None else how.rows(n), dtype=torch.int64)
+    generation = _numbers(n if how is None else how.rows(n))
     index = torch.empty_like(generation) if given is None else given
     if n == 0:
         return index, generation

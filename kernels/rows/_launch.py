@@ -50,7 +50,7 @@ WIDE_KEY = 256
 """Average bytes of a key's row from which elements of 16 bytes are the better guess."""
 
 COMPARED_COLUMNS = 32
-"""Elements of a row that are compared at a time: few rows a program, so that small writes have several programs."""
+"""Elements of a row that are compared at a time: few rows per program, so that small writes have several programs."""
 
 ASSIGNED = 1024
 """Candidates that the one program which gives entries takes at a time: each time costs a trip to memory and back."""
@@ -63,7 +63,7 @@ def copy_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
 
 
 def batch_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
-    """As :func:`copy_tile`, of a computed batch: two elements a thread at most."""
+    """As :func:`copy_tile`, of a computed batch: two elements per thread at most."""
     tile, num_warps = copy_tile(n_bytes, device)
     return min(tile, 64 * num_warps), num_warps
 

@@ -119,7 +119,7 @@ def check_sequences(reward: Tensor, done: Tensor, mask: Tensor | None, lmbda: Te
     check_rows(n, done=done, mask=mask)
     check_rows(1, lmbda=lmbda)
     if length < 0 or inner < 0 or (n and (not length * inner or n % (length * inner))):
-        raise ValueError(f"{n} rows are no whole number of sequences of length {length} with {inner} rows a step")
+        raise ValueError(f"{n} rows are no whole number of sequences of length {length} with {inner} rows per step")
 
 
 def _return_sizes(next_q: Tensor, reward: Tensor, length: int) -> dict[str, int]:

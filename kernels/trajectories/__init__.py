@@ -56,7 +56,7 @@ The tensors:
 * ``ring``: int64 ``[4]``, as in :mod:`gpubuf.kernels.rows`. It counts rows, E of them a step. It also stands for the
   storage, which is read by address: operations that read signals are annotated as mutating it.
 
-Memory: an eighth of a byte a row for the bits, as much for the weights, and a little for the levels above.
+Memory: an eighth of a byte per row for the bits, as much for the weights, and a little for the levels above.
 
 A :class:`Rule` says which slices may be drawn. Sums hold for one rule: if it changes, call :data:`resum`. If rows were
 changed elsewhere, call :data:`update` over all steps.

@@ -38,7 +38,7 @@ def test_command_measures_and_prints(measured: list[Any], tmp_path: Path, capsys
     assert (code, measured) == (0, [("cpu", "--workload=uniform*", "--library=cpprb", "--quick")])
     shown = capsys.readouterr().out
     assert re.search(r"uniform sample, 256 +20\.0 +- +- +60\.0 \(3\.0x\)", shown)
-    assert "Stable-Baselines3: not today (uniform-sample-256" in shown
+    assert "Stable-Baselines3: not today (batch-between-updates-256" in shown
     assert not list(tmp_path.rglob("*.png"))
 
 

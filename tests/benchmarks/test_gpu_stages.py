@@ -85,7 +85,8 @@ def test_every_workload_is_measured():
         if word.startswith("--workload=")
     ]
     expressions = [re.compile(re.escape(pattern).replace(r"\*", ".*")) for pattern in patterns]
-    assert not [name for name in REGISTRY if not any(each.fullmatch(name) for each in expressions)]
+    on_gpu = [name for name, entry in REGISTRY.items() if "cuda" in entry.devices]
+    assert not [name for name in on_gpu if not any(each.fullmatch(name) for each in expressions)]
     assert "{deadline}" in " ".join(planned(2)["replay"].command)
     assert "--seconds 70" in " ".join(planned(2)["tune"].command)
     # The profiler looks at the calls of the headline figures alone.

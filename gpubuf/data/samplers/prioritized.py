@@ -49,7 +49,7 @@ class PrioritizedSampler(Sampler):
         eps: added to every priority, finite, at least 0.
         dtype: float32 or float64, accepted for compatibility. Weights are float32 at the leaves and float64 in all
             sums.
-        reduction: how a priority with more dimensions than its batch becomes one number a row: ``"max"``,
+        reduction: how a priority with more dimensions than its batch becomes one number per row: ``"max"``,
             ``"min"``, ``"mean"`` or ``"median"``.
         max_priority_within_buffer: new rows get the largest priority now in the buffer, in O(1), instead of the
             largest ever given.

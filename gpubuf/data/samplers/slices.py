@@ -122,7 +122,7 @@ class SliceFlags:
             truncated = last.unsqueeze(-1)
             like = tensors[self._truncated] if done is None and self._truncated is not None else done
             if like is not None and like.shape != truncated.shape:
-                # Flags of several elements a row (agents) keep their shape: all of them see where the slice ends.
+                # Flags of several elements per row (agents) keep their shape: all of them see where the slice ends.
                 truncated = last.view(-1, *[1] * (like.ndim - 1)).expand(like.shape).contiguous()
             flags[self.truncated] = truncated
             flags[self.done] = truncated.clone() if done is None else done | truncated
@@ -161,8 +161,8 @@ class SliceSampler(Sampler):
         num_slices: slices in a batch; then ``slice_len`` is the batch size divided by it. A batch size that gives
             another length than before costs a pass over the index.
         slice_len: steps of a slice; exclusive with ``num_slices``.
-        end_key: flags that end a trajectory. Default: ``("next", "done")``. Of several elements a row (agents) any one
-            ends it.
+        end_key: flags that end a trajectory. Default: ``("next", "done")``. Of several elements per row (agents) any
+            one ends it.
         end_keys: several of them, any of which ends a trajectory; those that are not stored don't count.
         traj_key: identifiers of trajectories: one ends where the next row of its environment has another. Default: with
             no end key given, ``("collector", "traj_ids")`` or ``"episode"``, if stored, before the end key.

@@ -33,7 +33,7 @@ VERSION = 1
 
 
 class LazyMemmapStorage(LazyTensorStorage):
-    """A storage with one memory-mapped file a key, allocated at the first write.
+    """A storage with one memory-mapped file per key, allocated at the first write.
 
     The operating system keeps in memory what is in use, and the rest on disk. Everything works as on any other storage
     on the CPU, with the same kernels on the mapped memory, and a batch is a copy in memory like any other. The files

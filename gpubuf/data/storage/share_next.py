@@ -343,7 +343,7 @@ class Span(NamedTuple):
     """The steps of a ring that pieces of rows are from.
 
     Attributes:
-        envs: rows a step.
+        envs: rows per step.
         steps: of the ring.
         newest: the newest step; -1 if nothing is stored.
     """
