@@ -7,7 +7,6 @@ of their own, which copy and take few arguments.
 
 from __future__ import annotations
 
-import functools
 from array import array
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from gpubuf.kernels._check import length_of
 from gpubuf.kernels._jit import address_of
+from gpubuf.kernels._pointers import vector
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET, check_state
 from gpubuf.kernels.rows import (
@@ -137,19 +137,6 @@ def sample_into(
     return _read(table, ring, rng, None, n, capacity, _addresses(tensors), reading)
 
 
-@functools.lru_cache(maxsize=64)
-def _shape_of_numbers(n: int) -> Tensor:
-    """An int64 ``[n]`` without memory, for its shape alone."""
-    model = torch.empty(n, dtype=torch.int64)
-    model.untyped_storage().resize_(0)
-    return model
-
-
-def _numbers(n: int) -> Tensor:
-    """An uninitialised int64 ``[n]``, made as the tensors of the batch are: by code that is in the caches then."""
-    return torch.empty_like(_shape_of_numbers(n))
-
-
 # Addresses of the kernels that compute fields, in float32 and in float64: 0 until a field needs them.
 _engines = [0, 0]
 
@@ -166,7 +153,7 @@ def _read(
 ) -> tuple[Tensor, Tensor]:
     """Copy or compute a batch of ``given`` rows, or of ``n`` rows that ``rng`` draws; returns index and generations."""
     how = None if table.shape[1] == ENTRY else Reading(*reading)
-    generation = _numbers(n if how is None else how.rows(n))
+    generation = torch.empty_like(vector(n if how is None else how.rows(n), torch.int64))
     index = torch.empty_like(generation) if given is None else given
     if n == 0:
         return index, generation

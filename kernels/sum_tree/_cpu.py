@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpubuf.kernels._elementary import exp_below_700, f32_of_bits, is_positive_normal, log_of_normal
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._pointers import as_f32, as_f64, as_i64, as_u32, prefetch
+from gpubuf.kernels._pointers import as_f32, as_f64, as_i64, as_u32, prefetch, vector
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET, SEED, check_request
 from gpubuf.kernels.philox._cpu import philox_uniform_f64
@@ -309,7 +309,7 @@ def draw(
     if not trusted:
         check_tree(leaves, nodes, scalars, eligible, capacity, fan_out)
     check_request(rng, n)
-    index, weight = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.float32)
+    index, weight = torch.empty_like(vector(n, torch.int64)), torch.empty_like(vector(n, torch.float32))
     if n == 0:
         return index, weight
     tree = leaves.data_ptr(), nodes.data_ptr(), 0 if eligible is None else eligible.data_ptr(), capacity, fan_out

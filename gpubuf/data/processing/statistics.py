@@ -319,8 +319,8 @@ class RunningStatistics(Process):
     def _known(self, key: Key) -> Moments:
         if key not in self._moments:
             raise RuntimeError(
-                f"{type(self).__name__} knows nothing yet: give it to a buffer, as process=[...], and write a batch; or "
-                "load a state"
+                f"{type(self).__name__} knows nothing yet: give it to a buffer, as process=[...], and write a batch, "
+                "or load a state"
             )
         return self._moments[key]
 
