@@ -16,7 +16,7 @@ NEWEST := .newest
 DOCS := .docs
 RELEASE := .release
 PEERS := .peers
-PEER_NAMES := torchrl cpprb flashbax sb3 holosoma lerobot
+PEER_NAMES := torchrl cpprb flashbax sb3 sbx holosoma lerobot
 READY := $(PEER_NAMES:%=$(PEERS)/%/.ready)
 DECIDES := pyproject.toml constraints.txt
 

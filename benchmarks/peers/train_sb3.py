@@ -1,4 +1,4 @@
-"""Trains Stable-Baselines3's SAC: run by ``.peers/sb3/bin/python``, the environment of that peer.
+"""Trains SAC of Stable-Baselines3, or of SBX, which is the same in JAX: run by the Python of that peer's environment.
 
 It writes one JSON object: evaluations on the way, and at the end; seconds. The settings are those of ``gpubuf train
 --algo sac``, and the evaluations have the same number of episodes.
@@ -7,15 +7,14 @@ It writes one JSON object: evaluations on the way, and at the end; seconds. The 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
-import stable_baselines3
 import torch
-from stable_baselines3 import SAC
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
@@ -48,9 +47,11 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sbx", action="store_true", help="train by SBX")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    model = SAC(
+    library: Any = importlib.import_module("sbx" if options.sbx else "stable_baselines3")
+    model = library.SAC(
         "MlpPolicy",
         Monitor(gym.make(options.env)),
         learning_rate=options.learning_rate,
@@ -66,7 +67,7 @@ def main() -> None:
     seconds = time.monotonic() - began
     returns, _ = evaluate_policy(model, evaluated, options.eval_episodes, return_episode_rewards=True)
     result = {
-        "version": stable_baselines3.__version__,
+        "version": library.__version__,
         "steps": options.total_steps,
         "returns": returns,
         "curve": curve.points,

@@ -6,7 +6,7 @@ of 256, two critics and a policy with two hidden layers of 256, and 1,000 random
 take turns, several rounds, and the median counts.
 
 CleanRL is no package: ``--cleanrl FILE`` names its ``sac_continuous_action.py``, which runs in the environment of
-Stable-Baselines3 (with ``pip install tyro``).
+Stable-Baselines3 (with ``pip install tyro``). SBX is Stable-Baselines3 in JAX.
 """
 
 from __future__ import annotations
@@ -21,31 +21,36 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.measure.elsewhere import ROOT
+from benchmarks.measure.elsewhere import ROOT, own_python
 from benchmarks.measure.machine import describe
 from benchmarks.measure.results import write_results
 from benchmarks.studies.learning import PEER_PYTHON, PEER_SCRIPT
 
 STARTS = 1_000
+#: Of gpubuf, beside SAC.
+ALGORITHMS = ("fastsac", "flashsac", "redq", "crossq")
+#: Environment, name and arguments of the programs that the script of the study of learning trains.
+PEERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (("sb3", "Stable-Baselines3", ()), ("sbx", "SBX", ("--sbx",)))
 
 Command = Callable[[int, Path], list[str]]
 """The command that trains for so many steps, with a folder for what it writes."""
 
 
-def ours(env: str, *more: str) -> Command:
+def ours(env: str, threads: int, *more: str) -> Command:
     """``gpubuf train``."""
-    fixed = ("--env", env, "--device", "cpu", "--threads", "1", "--eval-every", "0", "--eval-episodes", "1", *more)
+    fixed = ("--env", env, "--device", "cpu", "--threads", str(threads))
+    fixed += ("--eval-every", "0", "--eval-episodes", "1", *more)
     return lambda steps, folder: [
         *(sys.executable, "-m", "gpubuf", "train", "--quiet", "--overwrite", "--out", str(folder / "run")),
         *("--total-steps", str(steps), "--learning-starts", str(STARTS), *fixed),
     ]
 
 
-def stable_baselines3(env: str) -> Command:
-    """Its SAC, by the script of the study of learning."""
-    fixed = ("--env", env, "--seed", "0", "--eval-every", "0", "--eval-episodes", "1")
+def stable_baselines3(env: str, threads: int, python: Path, *more: str) -> Command:
+    """Its SAC, or that of SBX, by the script of the study of learning."""
+    fixed = ("--env", env, "--seed", "0", "--eval-every", "0", "--eval-episodes", "1", "--threads", str(threads), *more)
     return lambda steps, folder: [
-        *(str(PEER_PYTHON), str(PEER_SCRIPT), "--total-steps", str(steps), "--learning-starts", str(STARTS)),
+        *(str(python), str(PEER_SCRIPT), "--total-steps", str(steps), "--learning-starts", str(STARTS)),
         *("--out", str(folder / "sb3.json"), *fixed),
     ]
 
@@ -58,12 +63,20 @@ def cleanrl(env: str, script: Path) -> Command:
     ]
 
 
-def seconds(command: Command, steps: int) -> float:
-    """What a whole run of the program takes."""
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+def seconds(command: Command, steps: int, threads: int = 1) -> float:
+    """What a whole run of the program takes, on as many cores as it may have threads: XLA has no other limit."""
+    number = str(threads)
+    limited = {**os.environ, "OMP_NUM_THREADS": number, "MKL_NUM_THREADS": number}
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        subprocess.run(command(steps, Path(folder)), check=True, cwd=ROOT, env=one_thread, stdout=subprocess.DEVNULL)
+        cores = sorted(os.sched_getaffinity(0))[:threads]
+        subprocess.run(
+            ["taskset", "-c", ",".join(map(str, cores)), *command(steps, Path(folder))],
+            check=True,
+            cwd=ROOT,
+            env=limited,
+            stdout=subprocess.DEVNULL,
+        )
         return time.perf_counter() - began
 
 
@@ -73,23 +86,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--few", type=int, default=500, help="updates of the short run; default: 500")
     parser.add_argument("--many", type=int, default=3_500, help="updates of the long run; default: 3500")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
+    parser.add_argument("--threads", type=int, default=1, help="of every program, on so many cores; default: 1")
+    parser.add_argument("--algorithms", action="store_true", help="also gpubuf's other algorithms")
     parser.add_argument("--cleanrl", type=Path, help="CleanRL's sac_continuous_action.py")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/speed-<device>-<date>.json")
     options = parser.parse_args(arguments)
     if options.many <= options.few:
         parser.error("--many must be more than --few")
-    programs = {"gpubuf, uniform": ours(options.env), "gpubuf, prioritized": ours(options.env, "--prioritized")}
-    if PEER_PYTHON.exists():
-        programs["Stable-Baselines3"] = stable_baselines3(options.env)
-        if options.cleanrl is not None:
-            programs["CleanRL"] = cleanrl(options.env, options.cleanrl.resolve())
-    else:
-        print("left out: Stable-Baselines3, which is not in .peers/sb3; `make .peers/sb3/.ready` installs it")
-    machine = {**describe("cpu"), "threads": 1}
+    env, threads = options.env, options.threads
+    programs = {
+        "gpubuf, uniform": ours(env, threads),
+        "gpubuf, prioritized": ours(env, threads, "--prioritized"),
+    }
+    for peer, title, more in PEERS:
+        python = own_python(peer)
+        if python.exists():
+            programs[title] = stable_baselines3(env, threads, python, *more)
+        else:
+            print(f"left out: {title}, which is not in .peers/{peer}; `make .peers/{peer}/.ready` installs it")
+    if options.cleanrl is not None and "Stable-Baselines3" in programs:
+        programs["CleanRL"] = cleanrl(env, options.cleanrl.resolve())
+    if options.algorithms:
+        programs |= {f"gpubuf, {name}": ours(env, threads, "--algo", name) for name in ALGORITHMS}
+    machine = {**describe("cpu"), "threads": threads}
     speeds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(options.rounds):
         for name, command in programs.items():
-            short, long = (seconds(command, STARTS + updates) for updates in (options.few, options.many))
+            short, long = (seconds(command, STARTS + updates, threads) for updates in (options.few, options.many))
             speeds[name].append((options.many - options.few) / (long - short))
             print(f"{name}: {speeds[name][-1]:.1f} steps per second", flush=True)
     found = [

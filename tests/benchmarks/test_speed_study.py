@@ -12,21 +12,24 @@ def test_speed_is_the_steps_between_two_runs(tmp_path: Path, monkeypatch: pytest
     """Programs that take 5 seconds before they learn, and a hundredth, or a fiftieth, of a second a step then."""
     commands = []
 
-    def seconds(command, steps):
+    def seconds(command, steps, threads):
         words = command(steps, tmp_path)
         commands.append(words)
         return 5 + steps * (0.01 if "gpubuf" in words and "--prioritized" not in words else 0.02)
 
     monkeypatch.setattr(speed, "seconds", seconds)
-    monkeypatch.setattr(speed, "PEER_PYTHON", tmp_path / "python")
+    monkeypatch.setattr(speed, "own_python", lambda peer: tmp_path / peer)
     out = tmp_path / "results.json"
     speed.main(["--rounds", "2", "--out", str(out)])
     assert "left out: Stable-Baselines3" in capsys.readouterr().out
     assert len(commands) == 8
-    (tmp_path / "python").touch()
-    speed.main(["--rounds", "1", "--cleanrl", str(tmp_path / "sac.py"), "--out", str(out)])
+    for peer in ("sb3", "sbx"):
+        (tmp_path / peer).touch()
+    speed.main(["--rounds", "1", "--algorithms", "--cleanrl", str(tmp_path / "sac.py"), "--out", str(out)])
     found = {one["program"]: one["steps_per_second"] for one in json.loads(out.read_text())["speed"]}
-    assert found == {"gpubuf, uniform": 100, "gpubuf, prioritized": 50, "Stable-Baselines3": 50, "CleanRL": 50}
+    peers = dict.fromkeys(("Stable-Baselines3", "SBX", "CleanRL"), 50)
+    others = dict.fromkeys((f"gpubuf, {name}" for name in speed.ALGORITHMS), 100)
+    assert found == {"gpubuf, uniform": 100, "gpubuf, prioritized": 50, **peers, **others}
     assert {words[words.index("--learning-starts") + 1] for words in commands} == {"1000"}
 
 
