@@ -256,9 +256,10 @@ def test_each_peer_runs_in_its_own_environment_if_it_has_one(tmp_path: Path):
 def test_every_peer_can_be_installed():
     """`make bench` makes an environment for each, of pinned versions."""
     makefile = (run.ROOT / "Makefile").read_text()
-    assert re.search(r"^PEER_NAMES := (.*)$", makefile, re.MULTILINE)[1].split() == [*PEERS, "holosoma", "lerobot"]
-    # Those two take part in studies alone: benchmarks.studies.side_by_side.
-    for peer in (*PEERS, "holosoma", "lerobot"):
+    # These take part in studies alone: benchmarks.studies.side_by_side, and speed.
+    studied = ("sbx", "holosoma", "lerobot")
+    assert re.search(r"^PEER_NAMES := (.*)$", makefile, re.MULTILINE)[1].split() == [*PEERS, *studied]
+    for peer in (*PEERS, *studied):
         files = list((run.ROOT / "benchmarks" / "peers").glob(f"{peer}*.txt"))
         assert any("==" in path.read_text() for path in files), peer
 
