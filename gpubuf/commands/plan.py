@@ -92,7 +92,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--next-capacity",
-        type=int,
+        type=whole_number,
         metavar="N",
         help="room for next observations that are not in the next row (default: an eighth of the rows)",
     )
@@ -109,5 +109,9 @@ def add(commands: Any) -> None:
         "--sampler", choices=_SLICED, default="uniform", help="how batches are drawn (default: uniform)"
     )
     parser.add_argument("--slices", action="store_true", help="draw slices of trajectories")
-    parser.add_argument("--n-steps", type=int, default=1, metavar="N", help="steps of a transition (default: 1)")
-    parser.add_argument("--envs", type=int, default=1, metavar="N", help="environments side by side (default: 1)")
+    parser.add_argument(
+        "--n-steps", type=whole_number, default=1, metavar="N", help="steps of a transition (default: 1)"
+    )
+    parser.add_argument(
+        "--envs", type=whole_number, default=1, metavar="N", help="environments side by side (default: 1)"
+    )

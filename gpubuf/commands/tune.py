@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gpubuf.commands import whole_number
 from gpubuf.train.config import UsageError
 
 QUICK_SECONDS = 90.0
@@ -101,7 +102,7 @@ def add(commands: Any) -> None:
     sizes.add_argument(
         "--capacity",
         dest="capacities",
-        type=int,
+        type=whole_number,
         action="append",
         metavar="N",
         help="transitions of a buffer; once for each (default: 1,000,000)",
@@ -109,7 +110,7 @@ def add(commands: Any) -> None:
     sizes.add_argument(
         "--batch-size",
         dest="batch_sizes",
-        type=int,
+        type=whole_number,
         action="append",
         metavar="N",
         help="transitions of a batch; once for each (default: 256, 4096 and 32768)",
@@ -120,8 +121,8 @@ def add(commands: Any) -> None:
         metavar="KEY=SHAPE:DTYPE",
         help="a key of a row, such as pixels=3x84x84:uint8; once for each key (default: those of a MuJoCo task)",
     )
-    sizes.add_argument("--envs", type=int, metavar="N", help="environments side by side (default: 1)")
-    sizes.add_argument("--slice-len", type=int, metavar="N", help="steps of a slice (default: 4)")
+    sizes.add_argument("--envs", type=whole_number, metavar="N", help="environments side by side (default: 1)")
+    sizes.add_argument("--slice-len", type=whole_number, metavar="N", help="steps of a slice (default: 4)")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--quick", action="store_false", dest="thorough", help="about 90 seconds (the default)")
     mode.add_argument("--thorough", action="store_true", help="many more configurations, up to half an hour")

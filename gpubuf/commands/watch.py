@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpubuf.commands import whole_number
 from gpubuf.train.config import TORCH_PREFIX, TrainConfig, UsageError
 
 #: Endings of files that Pillow writes; imageio writes others.
@@ -87,10 +88,10 @@ def add(commands: Any) -> None:
         "--video", type=Path, metavar="FILE", help="write a .gif, .webp or .png, or with imageio an .mp4; no window"
     )
     parser.add_argument("--env", metavar="NAME", help="Gymnasium id of the environment (default: that of the run)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first episode (default: 0)")
+    parser.add_argument("--seed", type=whole_number, default=0, metavar="N", help="of the first episode (default: 0)")
 
 
 def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
+    if (number := whole_number(text)) < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
     return number

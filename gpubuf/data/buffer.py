@@ -430,7 +430,9 @@ class ReplayBuffer:
         while leaves and is_container(leaves[0]):
             first = leaves[0]
             leaves = list(first.values()) if isinstance(first, dict) else list(first)
-        if leaves and not is_data(leaves[0]):
+        # A dict is no list of objects: its arrays are columns.
+        columns = isinstance(data, dict) and leaves and isinstance(leaves[0], np.ndarray)
+        if leaves and not (columns or is_data(leaves[0])):
             self._replace_storage(self._default_objects(self._storage.max_size))
         return self._storage
 
@@ -442,7 +444,7 @@ class ReplayBuffer:
         storage = self._storage
         if storage._schema is None and self._has_default_storage:
             storage = self._storage_for(data)
-        if isinstance(data, (dict, list, np.ndarray)):
+        if isinstance(data, (dict, list, tuple, np.ndarray)):
             data = self._as_tensors(data)
         if isinstance(data, list):
             if not data:

@@ -57,7 +57,8 @@ class Writer:
         self._served = sampler
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+        tracks = "track_generations=True" if self.tracks_generations else ""
+        return f"{type(self).__name__}({tracks})"
 
     def extend(self, data: Data) -> Tensor:
         """Write a batch; returns the rows' flat positions, int64 ``[n]``: -1 for rows that were not written."""

@@ -36,5 +36,5 @@ def entry(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
     """
     value: Tensor | None = tensordict.get(key, None)
     if value is None:
-        raise KeyError(f"the entry {key!r} is missing; there are {sorted(map(str, tensordict.keys(True)))}")
+        raise KeyError(f"the entry {key!r} is missing; there are {sorted(tensordict.keys(True, True), key=str)}")
     return value

@@ -182,7 +182,7 @@ class ActorCriticLossModule(TDLossModule):
         self.__dict__["_networks"] = {}
         several = qvalue_network if isinstance(qvalue_network, list | tuple | nn.ModuleList) else [qvalue_network]
         for name, network in (("actor_network", actor_network), *(("qvalue_network", each) for each in several)):
-            if isinstance(network, nn.Module) and not hasattr(network, "in_keys"):
+            if not hasattr(network, "in_keys"):
                 raise TypeError(
                     f"{name} must say which keys it reads and writes, and a {type(network).__name__} does not: wrap it "
                     "in tensordict.nn.TensorDictModule(network, in_keys=[...], out_keys=[...]), or take one of "
@@ -351,12 +351,16 @@ class ActorCriticLossModule(TDLossModule):
     def _check_action_width(self, tensordict: TensorDictBase) -> None:
         """Raise ValueError if the batch has actions of another width than the policy gives."""
         key, actor = self.tensor_keys.action, self.actor_network
-        given = due = 0
+        given: Any = ()
+        due = 0
         with torch.no_grad(), contextlib.suppress(Exception):
-            given = tensordict.get(key).shape[-1]
+            given = tensordict.get(key).shape
             due = actor(tensordict.select(*actor.in_keys, strict=False)).get(key).shape[-1]
-        if due not in (0, given):
-            raise ValueError(f"the batch has actions of {given} numbers at {key!r}, and the policy gives {due}")
+        if due not in (0, *given[-1:]):
+            raise ValueError(
+                f"the batch has actions of {given[-1]} numbers at {key!r}, and the policy gives {due}: the shape is "
+                f"{list(given)}, and [..., {due}] is needed"
+            )
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The losses of a batch, made by :meth:`_output`."""
@@ -494,8 +498,12 @@ class ActorCriticLossModule(TDLossModule):
 
     def _next_state(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The entries of the next step in a TensorDict of their own."""
-        state: TensorDictBase = tensordict.get("next").copy()
-        return state
+        following: TensorDictBase | None = tensordict.get("next", None)
+        if following is None:
+            raise KeyError(
+                f"the batch has no 'next', where the step after is; its keys are {sorted(tensordict.keys())}"
+            )
+        return following.copy()
 
     @torch.no_grad()
     def _next_action(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Tensor]:

@@ -19,7 +19,14 @@ from gpubuf import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.data import ListStorage, PrioritizedSliceSampler, RoundRobinWriter, SliceSampler
+from gpubuf.commands import whole_number
+from gpubuf.data import (
+    ListStorage,
+    PrioritizedSliceSampler,
+    RoundRobinWriter,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+)
 from gpubuf.modules import make_sac_actor, make_sac_critic
 
 ALPHAS = {"alpha": 0.6, "beta": 0.4}
@@ -124,10 +131,12 @@ def test_a_name_of_torchrl_s_at_the_top(name):
         (nn.Linear(3, 2), make_sac_critic(3, 1), "actor_network"),
         (make_sac_actor(3, 1), nn.Linear(4, 1), "qvalue_network"),
         (make_sac_actor(3, 1), [make_sac_critic(3, 1), nn.Linear(4, 1)], "qvalue_network"),
+        (lambda observation: observation, make_sac_critic(3, 1), "actor_network"),
+        (make_sac_actor(3, 1), None, "qvalue_network"),
     ],
 )
 def test_a_plain_module_is_told_how_to_become_one_with_keys(actor, critic, name):
-    with pytest.raises(TypeError, match=rf"{name} must say .* a Linear does not: wrap it in .*TensorDictModule\("):
+    with pytest.raises(TypeError, match=rf"{name} must say .* does not: wrap it in .*TensorDictModule\("):
         SACLoss(actor, critic)
 
 
@@ -141,6 +150,9 @@ def test_actions_of_another_width(kind):
     batch = TensorDict({"observation": torch.zeros(5, 3), "action": torch.zeros(5, 2), "next": following}, [5])
     with pytest.raises(ValueError, match="the batch has actions of 2 numbers at 'action', and the policy gives 1"):
         loss(batch)
+    batch["action"] = torch.zeros(5)
+    with pytest.raises(ValueError, match=r"the shape is \[5\], and \[\.\.\., 1\] is needed"):
+        loss(batch)
     # Another error stays what it is.
     batch["action"] = torch.zeros(5, 1)
     batch["observation"] = torch.zeros(5, 4)
@@ -148,7 +160,53 @@ def test_actions_of_another_width(kind):
         loss(batch)
 
 
+@pytest.mark.parametrize("kind", [SACLoss, TD3Loss])
+def test_a_batch_without_the_step_after(kind):
+    loss = kind(make_sac_actor(3, 1), make_sac_critic(3, 1), **({"bounds": (-1, 1)} if kind is TD3Loss else {}))
+    SoftUpdate(loss, tau=0.005)
+    with pytest.raises(KeyError, match=r"the batch has no 'next', .* its keys are .'action', 'observation'"):
+        loss(TensorDict({"observation": torch.zeros(5, 3), "action": torch.zeros(5, 1)}, [5]))
+
+
+def test_lists_of_numbers_and_tuples_of_arrays():
+    buffer = TensorDictReplayBuffer(4)
+    buffer.extend({"steps": [1, 2, 3], "reward": [0.5, 1.0, np.float64(2)]})
+    rows = buffer.storage[:]
+    assert (rows["steps"].tolist(), rows["reward"].tolist()) == ([1, 2, 3], [0.5, 1.0, 2.0])
+    assert (rows["steps"].dtype, rows["reward"].dtype) == (torch.int64, torch.float32)
+    buffer = ReplayBuffer(4)
+    buffer.extend((np.zeros((3, 2)), np.arange(3)))
+    assert buffer.storage[:][1].tolist() == [0, 1, 2]
+    buffer = ReplayBuffer()
+    buffer.extend({"x": np.arange(3)})
+    assert buffer.storage[:]["x"].tolist() == [0, 1, 2]
+
+
+def test_a_reward_may_be_a_number_of_python_or_of_numpy():
+    """Gymnasium's environments give either, and some of them both."""
+    buffer = TensorDictReplayBuffer(4)
+    for reward in (1.0, np.float64(2.0), np.float32(3.0)):
+        buffer.add({"observation": np.zeros(2), "reward": reward})
+    assert buffer.storage[:]["reward"].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_row_without_batch_dimension_is_sent_to_add():
+    with pytest.raises(ValueError, match=r"the batch has shape \(\); add\(\) writes a single row"):
+        TensorDictReplayBuffer(4).extend(TensorDict({"x": torch.zeros(3)}, []))
+
+
+@pytest.mark.parametrize(("text", "number"), [("1000000", 10**6), ("1_000", 1000), ("1e6", 10**6), ("1.5M", 1_500_000)])
+def test_numbers_on_the_command_line(text, number):
+    assert whole_number(text) == number
+    for wrong in ("1.5", "M", "1e-1", "many"):
+        with pytest.raises(ValueError):  # noqa: PT011
+            whole_number(wrong)
+
+
 def test_parts_say_what_was_chosen():
+    keys = repr(SliceSamplerWithoutReplacement(num_slices=2, traj_key="episode", drop_last=True))
+    assert keys.startswith("SliceSamplerWithoutReplacement(num_slices=2, traj_key='episode', drop_last=True, ")
+    assert repr(RoundRobinWriter(track_generations=True)) == "RoundRobinWriter(track_generations=True)"
     assert repr(SliceSampler(slice_len=4)) == "SliceSampler(slice_len=4, strict_length=True, weighting='trajectory')"
     assert repr(SliceSampler(num_slices=8)).startswith("SliceSampler(num_slices=8, ")
     assert repr(RoundRobinWriter()) == "RoundRobinWriter()"

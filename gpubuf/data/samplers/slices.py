@@ -532,8 +532,11 @@ class SliceSampler(Sampler):
         size = f"num_slices={self.num_slices}" if self.slice_len is None else f"slice_len={self.slice_len}"
         index = "" if self._index is None else f", index={self._index}"
         alphas = f", alpha={self._alpha}, beta={float(self._beta)}" if isinstance(self, PrioritizedSampler) else ""
+        keys = {"end_key": self.end_key, "end_keys": self.end_keys, "traj_key": self._traj_key}
+        given = "".join(f", {name}={key!r}" for name, key in keys.items() if key is not None)
+        given += f", drop_last={self.drop_last}" if isinstance(self, EpochSampler) else ""
         told = f"strict_length={self.strict_length}, weighting={self.weighting!r}{index}{alphas}"
-        return f"{type(self).__name__}({size}, {told})"
+        return f"{type(self).__name__}({size}{given}, {told})"
 
 
 class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):

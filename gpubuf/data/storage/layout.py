@@ -244,14 +244,19 @@ def of_array(value: Any) -> Tensor:
 
 
 def tensors_of(data: Any) -> Any:
-    """NumPy arrays and numbers, and those in dicts, lists and tuples, as tensors of their own dtype."""
+    """NumPy arrays and numbers, and those in dicts, lists and tuples, as tensors; a list of numbers is one tensor.
+
+    Arrays keep their dtype. Numbers of Python get PyTorch's, and so do those of float64, which are floats of Python.
+    """
     if isinstance(data, dict):
         return {key: tensors_of(value) for key, value in data.items()}
+    if type(data) is list and data and all(isinstance(value, bool | int | float) for value in data):
+        return torch.tensor([value.item() if isinstance(value, np.generic) else value for value in data])
     if type(data) in (list, tuple):
         return type(data)(map(tensors_of, data))
-    if isinstance(data, np.ndarray | np.generic):
-        return of_array(data)
-    return torch.as_tensor(data) if isinstance(data, bool | int | float) else data
+    if isinstance(data, bool | int | float):
+        return torch.tensor(data.item() if isinstance(data, np.generic) else data)
+    return of_array(data) if isinstance(data, np.ndarray | np.generic) else data
 
 
 def _place(path: Names) -> str:
@@ -283,7 +288,8 @@ def batch_shape(data: Data, ndim: int) -> tuple[int, ...]:
             )
         return batch_shape(first, ndim)
     if len(shape) < ndim:
-        raise ValueError(f"the storage has {ndim} batch dimension(s), the batch has shape {tuple(shape)}")
+        one = "; add() writes a single row" if len(shape) == ndim - 1 else ""
+        raise ValueError(f"the storage has {ndim} batch dimension(s), the batch has shape {tuple(shape)}{one}")
     return tuple(shape[:ndim])
 
 
