@@ -1123,7 +1123,7 @@ class ReplayBuffer:
             first = storage.written - n
             index = (first + torch.arange(n, device=storage.device)) % storage.max_size
             if storage.breaks is not None and storage.breaks.cuts is not None:
-                storage.breaks.cut(index)
+                storage.breaks.cut(index, storage.streams)
             self._tell_sampler(index)
         return n > 0
 

@@ -98,7 +98,7 @@ class WriterClient:
         shape = batch_shape(data, dims)
         tensors = layout.collect(data, dims)
         if shape[1:] != envs:
-            raise ValueError(f"a step of the buffer is of {envs} environments, the batch is {shape} by time")
+            raise ValueError(f"a step of the buffer is of {envs} environments, the batch of {shape[1:]}")
         self._write([as_bits(tensor) for tensor in tensors], shape[0])
 
     def extend_columns(self, columns: Columns) -> None:
@@ -156,7 +156,9 @@ class WriterClient:
         if envs and self._time_dim:
             data = data.transpose(0, self._time_dim)
         if tuple(data.batch_size[1:]) != envs:
-            raise ValueError(f"a step of the buffer is of {envs} environments, the columns have {data.batch_size[1:]}")
+            raise ValueError(
+                f"a step of the buffer is of {envs} environments, the batch of {tuple(data.batch_size[1:])}"
+            )
         self._write([as_bits(tensor) for tensor in layout.collect(data, 1 + len(envs))], data.batch_size[0])
 
     def _as_they_are(self, columns: Mapping[Any, Any], one_step: bool) -> list[np.ndarray] | None:

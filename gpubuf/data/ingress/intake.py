@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ from gpubuf.data.lock import BufferLock
 from gpubuf.data.recording import capturing, current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.trajectory_index import RowOrder
+from gpubuf.data.storage.end_bits import OWN
 from gpubuf.data.storage.layout import Leaf, as_written, batch_shape, layout_of, tensors_of
 from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.storage import TensorStorage
@@ -378,9 +380,9 @@ class Intake:
         queues = self._queues
         if queues is None or self._taking:
             return 0
-        # The writes below are operations of the buffer.
-        self._taking = True
         try:
+            # The writes below are operations of the buffer.
+            self._taking = True
             if self._claim is not None:
                 self._settle(queues, self._claim)
             runs = self._arrived(queues, everything)
@@ -388,7 +390,7 @@ class Intake:
                 return 0
             for group in self._groups(queues, runs):
                 self._write(queues, group)
-            return sum(run.steps for run in runs)
+            return sum([run.steps for run in runs])
         finally:
             self._taking = False
 
@@ -417,17 +419,18 @@ class Intake:
         """Whether a run can't go on before it is taken. ``look``: also look for writers that have ended."""
         return queues.blocks(place) or queues.closed(place) or (look and queues.writer(place) is None)
 
-    def _groups(self, queues: Queues, runs: list[_Run]) -> Iterable[list[_Run]]:
+    def _groups(self, queues: Queues, runs: list[_Run]) -> list[list[_Run]]:
         """The writes that runs become: small ones together, others alone. None is larger than the storage."""
-        storage, total = self._target()._storage, sum(run.steps for run in runs)
+        storage, total = self._target()._storage, sum([run.steps for run in runs])
         steps = -(-storage.max_size // math.prod(queues.rows.envs))
         small = total <= steps and total * queues.rows.step_bytes <= JOINED_BYTES
         if small and storage.initialized and not self._transforms:
-            yield runs
-            return
-        for place, first, count in runs:
-            for at in range(0, count, steps):
-                yield [_Run(place, first + at, min(steps, count - at))]
+            return [runs]
+        return [
+            [_Run(place, first + at, min(steps, count - at))]
+            for place, first, count in runs
+            for at in range(0, count, steps)
+        ]
 
     def _write(self, queues: Queues, runs: list[_Run]) -> None:
         """Write runs by one operation of the buffer, and release their places in the queues.
@@ -437,25 +440,24 @@ class Intake:
         buffer = self._target()
         storage = buffer._storage
         self._claim = _Claim(storage.written, runs)
-        self._announce(storage, queues, runs)
+        starts = itertools.accumulate([run.steps for run in runs], initial=0)
+        storage.streams = [(start, queues.given(run.place)) for start, run in zip(starts, runs, strict=False)]
         columns = self._columns(queues, runs)
-        rows, steps = queues.rows, sum(run.steps for run in runs)
+        rows, steps = queues.rows, sum([run.steps for run in runs])
         turned = buffer.dim_extend if rows.envs else 0
         if turned:
             columns = [column.swapaxes(0, turned) for column in columns]
         layout = rows.layout
         if storage.initialized and layout.is_tensordict:
-            names = (as_written(leaf.key) for leaf in layout.leaves)
-            buffer.extend_columns(dict(zip(names, map(_as_given, columns, layout.leaves), strict=True)))
+            given = map(_as_given, columns, layout.leaves)
+            buffer.extend_columns({as_written(leaf.key): one for leaf, one in zip(layout.leaves, given, strict=True)})
         else:
             tensors = [of_bits(column, leaf.dtype) for column, leaf in zip(columns, layout.leaves, strict=True)]
             shape = [steps, *rows.envs]
             shape[0], shape[turned] = shape[turned], shape[0]
             buffer.extend(layout.assemble(tensors, tuple(shape), None))
         self._release(queues, runs)
-        self._claim = None
-        if storage.breaks is not None:
-            storage.breaks.expect(None)
+        self._claim, storage.streams = None, OWN
 
     def _columns(self, queues: Queues, runs: list[_Run]) -> list[np.ndarray]:
         """The steps of runs, an array per key: where they lie, if that is one piece."""
@@ -467,17 +469,6 @@ class Intake:
             np.concatenate([queues.columns[place][key][start:stop] for place, start, stop in pieces])
             for key in range(len(queues.rows.layout.leaves))
         ]
-
-    def _announce(self, storage: TensorStorage, queues: Queues, runs: list[_Run]) -> None:
-        """Tell the storage where trajectories end because another writer's rows follow."""
-        breaks = storage.breaks
-        if breaks is None:
-            return
-        cuts, at = [], 0
-        for run in runs:
-            cuts.append((at, queues.given(run.place)))
-            at += run.steps
-        breaks.expect(cuts)
 
     def _release(self, queues: Queues, runs: list[_Run]) -> None:
         for place, first, count in runs:
@@ -513,9 +504,7 @@ class Intake:
         storage = self._target()._storage
         if storage.written > claim.written:
             self._release(queues, claim.runs)
-        self._claim = None
-        if storage.breaks is not None:
-            storage.breaks.expect(None)
+        self._claim, storage.streams = None, OWN
 
     def _target(self) -> Target:
         buffer = self._buffer()

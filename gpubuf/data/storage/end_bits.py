@@ -71,8 +71,11 @@ def compared_keys(leaves: Sequence[Leaf], sources: Sequence[Source]) -> list[tup
     return found
 
 
-#: The stream of what the process of the buffer writes itself. Those of other writers have numbers above it.
-OWN_STREAM = 0
+#: The streams that a write is of: the first step and the number of each, in order.
+Streams = Sequence[tuple[int, int]]
+
+#: What the process of the buffer writes itself. Other writers have numbers above 0.
+OWN: Streams = ((0, 0),)
 
 
 class Breaks:
@@ -130,8 +133,8 @@ class Breaks:
         self.cuts: Tensor | None = None
         # The stream of the newest row; None: unknown.
         self._stream: int | None = None
-        # The streams of the next write, and where they begin; None: it is one of the process itself.
-        self._expected: list[tuple[int, int]] | None = None
+        # The streams of the last write, and the one before it.
+        self._last: tuple[Streams, int | None] = OWN, None
         if cut:
             n = self._steps * self._envs
             self.cuts = torch.zeros(n, dtype=torch.uint8, device=table.device)
@@ -160,25 +163,18 @@ class Breaks:
             self._pairs.copy_(torch.stack([table[place] for place in self._places]))
         self.entries.copy_(self._addresses(), non_blocking=True)
 
-    def write(self, ring: Tensor, steps: int, index: Tensor) -> None:
+    def write(self, ring: Tensor, steps: int, index: Tensor, streams: Streams = OWN) -> None:
         """The newest ``steps`` steps were written, at ``index`` (int64 ``[n]``, flat). No host sync."""
         self._compare(ring, None, steps)
         if self.cuts is not None:
-            self.cut(index)
+            self.cut(index, streams)
         if torch.compiler.is_compiling():
             self._publish(ring, index)
 
-    def expect(self, streams: Sequence[tuple[int, int]] | None) -> None:
-        """The next write is of these streams: ``(first step, stream)`` each, in order. None: of the process itself.
-
-        It holds until the next call, so that an interrupted write can be finished.
-        """
-        self._expected = None if streams is None else list(streams)
-
-    def cut(self, index: Tensor) -> None:
+    def cut(self, index: Tensor, streams: Streams) -> None:
         """Rows were written at ``index`` (int64 ``[n]``, flat): cut them where the stream changes. No host sync.
 
-        Does the same if it is done again.
+        Does the same if it is done again with the same object, as after an interrupt.
 
         Raises:
             RuntimeError: in compiled code, which can't know the stream of the rows before.
@@ -188,10 +184,11 @@ class Breaks:
         if torch.compiler.is_compiling():
             raise RuntimeError("a buffer with writers is written in eager mode: call extend outside of compiled code")
         refuse_in_capture("a buffer with writers is written in eager mode: call extend before the captured step")
-        streams = [(0, OWN_STREAM)] if self._expected is None else self._expected
         rows = index.view(-1, self._envs)
         self.cuts.index_fill_(0, index, 0)
-        before, cut = self._stream, list[Tensor]()
+        if streams is OWN or streams is not self._last[0]:
+            self._last = streams, self._stream
+        before, cut = self._last[1], list[Tensor]()
         for step, stream in streams:
             if stream != before and step > 0:
                 cut.append(rows[step - 1])
@@ -210,7 +207,7 @@ class Breaks:
         if self.cuts is None:
             return
         self.cuts.zero_()
-        self._stream = self._expected = None
+        self._stream = None
         if saved is not None:
             self.cuts[: len(saved)] = saved.to(self.cuts.device)
 

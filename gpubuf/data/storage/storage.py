@@ -34,9 +34,11 @@ from gpubuf.data.storage.column import (
 from gpubuf.data.storage.end_bits import (
     CONTINUITY,
     FLAGS,
+    OWN,
     Breaks,
     EndBits,
     Signal,
+    Streams,
     bitmap_bytes,
     check_ends,
     compared_keys,
@@ -260,6 +262,8 @@ class TensorStorage(Storage):
         self._compares = ends == CONTINUITY
         #: Whether trajectories end where the rows of another writer follow; see :meth:`cut_by_writer`.
         self.by_writers = False
+        #: Whose rows the next writes are. It stays while a write may have to be completed.
+        self.streams: Streams = OWN
         self.breaks: Breaks | None = None
         self.end_bits: EndBits | None = None
         # Which keys tell the ends of trajectories; None: nobody asks.
@@ -850,7 +854,7 @@ class TensorStorage(Storage):
             return None
         ring.note(n)
         if self.breaks is not None:
-            self.breaks.write(ring.counters, n // self._envs, index)
+            self.breaks.write(ring.counters, n // self._envs, index, self.streams)
         if self.end_bits is not None:
             self.end_bits.write_again(n // self._envs)
         return index
@@ -864,7 +868,7 @@ class TensorStorage(Storage):
         index = self.plans.written.extend(local, n) if sharing is None else sharing.extend(local, n)
         ring.count(n)
         if self.breaks is not None:
-            self.breaks.write(ring.counters, n // self._envs, index)
+            self.breaks.write(ring.counters, n // self._envs, index, self.streams)
         if self.end_bits is not None:
             self.end_bits.write(n // self._envs)
         return index
