@@ -1,5 +1,6 @@
 """Rows that say who wrote them, and whether they are whole; and what writers in other processes do in tests."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -99,3 +100,15 @@ def write_until_refused(client: Any, answers: Any) -> None:
             time.sleep(0.01)
     except (RuntimeError, TimeoutError) as error:
         answers.put((type(error).__name__, str(error), time.monotonic() - began))
+
+
+def learn_and_die(answers: Any) -> None:
+    """Make a buffer and start a writer; once it writes, be killed."""
+    from gpubuf import LazyTensorStorage, ReplayBuffer
+
+    buffer = ReplayBuffer(LazyTensorStorage(1000), writers=1)
+    client = buffer.client(batch(0, 0, 1))
+    multiprocessing.get_context("spawn").Process(target=write_until_refused, args=(client, answers)).start()
+    while not buffer.writers.counters()[0].waiting:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
