@@ -40,6 +40,7 @@ def run(options: dict[str, Any]) -> int:
             next_capacity=options["next_capacity"],
             ends=options["ends"],
             n_steps=options["n_steps"],
+            writers=options["writers"],
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -111,3 +112,4 @@ def add(commands: Any) -> None:
     parser.add_argument("--slices", action="store_true", help="draw slices of trajectories")
     parser.add_argument("--n-steps", type=int, default=1, metavar="N", help="steps of a transition (default: 1)")
     parser.add_argument("--envs", type=int, default=1, metavar="N", help="environments side by side (default: 1)")
+    parser.add_argument("--writers", type=int, default=0, metavar="N", help="writers in other processes (default: 0)")
