@@ -26,6 +26,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
     Writers,
 )
+from gpubuf.data import RewardScale
 from gpubuf.data.buffer import ReplayBuffer as CoreBuffer
 from gpubuf.data.ingress.client import WriterClient
 from tests.support.interrupts import interrupted
@@ -498,6 +499,8 @@ def test_mistakes_are_refused_with_a_sentence():
         TensorDictReplayBuffer(LazyTensorStorage(3), writer=TensorDictMaxValueWriter(), writers=1)
     with pytest.raises(ValueError, match="written in turn"):
         ReplayBuffer(LazyTensorStorage(3), consume_after_n_samples=1, writers=1)
+    with pytest.raises(ValueError, match="RewardScale sums rewards along the rows of one writer"):
+        ReplayBuffer(LazyTensorStorage(3), process=[RewardScale(0.99)], writers=1)
     for options in ({"count": 0}, {"count": 1, "margin": 1.0}, {"count": 1, "timeout": 0}, {"count": 1, "ratio": -1.0}):
         with pytest.raises(ValueError, match=r"count|ratio|timeout"):
             Writers(**options)

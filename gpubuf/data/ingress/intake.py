@@ -21,11 +21,13 @@ from gpubuf.data.arguments import check_count
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.queues import Queues, Rows, fence, numpy_dtype, of_bits, start_of, wait
 from gpubuf.data.lock import BufferLock
+from gpubuf.data.processing.pipeline import Pipeline
+from gpubuf.data.processing.statistics import RewardScale
 from gpubuf.data.recording import capturing, current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.trajectory_index import RowOrder
 from gpubuf.data.storage.end_bits import OWN
-from gpubuf.data.storage.layout import Leaf, as_written, batch_shape, layout_of, tensors_of
+from gpubuf.data.storage.layout import as_written, batch_shape, layout_of, tensors_of
 from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
@@ -174,6 +176,8 @@ class Intake:
         self._lock = buffer._lock
         self._queues: Queues | None = None
         self._taken: list[int] = []
+        # Keys as users write them, and the dtypes of those that NumPy lacks.
+        self._keys: list[tuple[Any, torch.dtype | None]] = []
         self._clients = 0
         # When writers whose runs are short were last looked for.
         self._looked = 0.0
@@ -227,6 +231,10 @@ class Intake:
         rows = dataclasses.replace(rows, steps=options.steps_for(rows.step_bytes))
         self._queues = queues = Queues(rows, options.count)
         self._taken = [0] * options.count
+        self._keys = [
+            (as_written(leaf.key), None if numpy_dtype(leaf.dtype) is not None else leaf.dtype)
+            for leaf in layout.leaves
+        ]
         self._set_limit()
         weakref.finalize(self, queues.leave)
         return queues
@@ -263,12 +271,12 @@ class Intake:
             raise RuntimeError(f"process {writer} writes at place {place}: close its client, or end it")
         return place
 
-    def serve(self, storage: TensorStorage, sampler: Sampler, writer: Writer) -> None:
+    def serve(self, storage: TensorStorage, sampler: Sampler, writer: Writer, pipeline: Pipeline | None) -> None:
         """Called with the buffer's parts when they change.
 
         Raises:
             TypeError: the storage holds any objects, or lies in files.
-            ValueError: rows are not written in turn.
+            ValueError: rows are not written in turn, or something follows them from write to write.
         """
         if isinstance(storage, ListStorage) or not storage.relocatable:
             kind = type(storage).__name__
@@ -278,6 +286,10 @@ class Intake:
         if sampler.consumes or not writer.in_order:
             part = sampler if sampler.consumes else writer
             raise ValueError(f"writers in other processes need rows that are written in turn, not a {part!r}")
+        if pipeline is not None and any(isinstance(step, RewardScale) for step in pipeline.steps):
+            raise ValueError(
+                "RewardScale sums rewards along the rows of one writer, and writers take turns: leave it out"
+            )
 
     def counters(self) -> list[WriterCounters]:
         """The state of every place. No host sync."""
@@ -449,8 +461,8 @@ class Intake:
             columns = [column.swapaxes(0, turned) for column in columns]
         layout = rows.layout
         if storage.initialized and layout.is_tensordict:
-            given = map(_as_given, columns, layout.leaves)
-            buffer.extend_columns({as_written(leaf.key): one for leaf, one in zip(layout.leaves, given, strict=True)})
+            given = zip(self._keys, columns, strict=True)
+            buffer.extend_columns({key: one if dtype is None else of_bits(one, dtype) for (key, dtype), one in given})
         else:
             tensors = [of_bits(column, leaf.dtype) for column, leaf in zip(columns, layout.leaves, strict=True)]
             shape = [steps, *rows.envs]
@@ -511,11 +523,6 @@ class Intake:
         if buffer is None:
             raise RuntimeError("the buffer of these writers is gone")
         return buffer
-
-
-def _as_given(column: np.ndarray, leaf: Leaf) -> Any:
-    """A column as a user would give it: an array, or a tensor of a dtype that NumPy lacks."""
-    return column if numpy_dtype(leaf.dtype) is not None else of_bits(column, leaf.dtype)
 
 
 def _take_often(intake: Callable[[], Intake | None], stopped: threading.Event, interval: float) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import itertools
 import math
 import mmap
@@ -66,6 +67,7 @@ def start_of(pid: int) -> int | None:
     return None if fields[0] in (b"Z", b"X", b"x") else int(fields[19])
 
 
+@functools.cache
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
     """NumPy's dtype of the same numbers; None: it has none."""
     try:
@@ -106,7 +108,7 @@ class Rows:
     envs: tuple[int, ...]
     steps: int
 
-    @property
+    @functools.cached_property
     def step_bytes(self) -> int:
         """Bytes of a step."""
         return self.layout.row_bytes * math.prod(self.envs)
