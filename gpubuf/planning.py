@@ -12,6 +12,7 @@ from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count
+from gpubuf.data.ingress.intake import Writers
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.slices import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
@@ -105,6 +106,7 @@ class Plan:
         auto: what ``device="auto"`` would choose here now; None where nothing fits.
         why: the reason for that, or the way out.
         budget: the budget that the capacity was made for, if it was.
+        queues: bytes of shared memory for writers in other processes, on the host, beside what is said by placement.
     """
 
     capacity: int
@@ -117,6 +119,7 @@ class Plan:
     auto: str | None
     why: str
     budget: int | None = None
+    queues: int = 0
 
     def fit(self, placement: str) -> Fit:
         """The entry of a placement.
@@ -164,7 +167,8 @@ class Plan:
         device = "no GPU" if self.free.device is None else f"{readable(self.free.device)} on the GPU"
         chosen = f'device="auto" would choose "{self.auto}"' if self.auto else self.why
         text = f"Free here, without the tenth that is left to others: {device}, {readable(self.free.host)} on the host."
-        return f"{text}\n{chosen}."
+        shared = f"\nWriters in other processes take {readable(self.queues)} of shared memory." if self.queues else ""
+        return f"{text}{shared}\n{chosen}."
 
     def __str__(self) -> str:
         return "\n\n".join((aligned(self.key_table()), aligned(self.fit_table()), self.summary))
@@ -184,6 +188,7 @@ def plan(
     next_capacity: int | None = None,
     ends: str = FLAGS,
     n_steps: int = 1,
+    writers: int | Writers = 0,
 ) -> Plan:
     """The memory that a buffer takes, and where it fits on this machine now. Nothing is allocated. No host sync.
 
@@ -197,6 +202,7 @@ def plan(
         envs: environments, for storages with ``ndim=2``.
         dtypes, batch_dtypes, prefixes, share_next, next_capacity, ends: as for :class:`gpubuf.LazyTensorStorage`.
         n_steps: as for :class:`gpubuf.ReplayBuffer`. More than one take a few bits per row.
+        writers: as for :class:`gpubuf.ReplayBuffer`; 0: none. They take a byte per row, and queues on the host.
 
     Returns:
         The plan. Its bytes of tree and index are exact; samplers without replacement of slices take 8 bytes a
@@ -214,7 +220,12 @@ def plan(
     check_ends(ends)
     leaves = _leaves(spec)
     options = Options.of(dtypes, batch_dtypes, prefixes, share_next, next_capacity)
-    row = _Row.of(leaves, options, next_capacity, Recipe.of(n_steps).n_steps > 1, ends == CONTINUITY)
+    queues = 0
+    if writers:
+        places = Writers.of(writers)
+        step_bytes = envs * sum(leaf.row_bytes for leaf in leaves)
+        queues = places.count * places.steps_for(step_bytes) * step_bytes
+    row = _Row.of(leaves, options, next_capacity, Recipe.of(n_steps).n_steps > 1, ends == CONTINUITY, bool(writers))
     chosen = _sampler(sampler)
     free = host_memory.free()
     device_type = "cpu" if free.device is None else "cuda"
@@ -224,7 +235,7 @@ def plan(
         capacity = _largest(row, chosen, limit, envs, device_type)
     assert capacity is not None
     steps = -(-capacity // envs)
-    return _plan(row, chosen, steps, envs, free, limit)
+    return replace(_plan(row, chosen, steps, envs, free, limit), queues=queues)
 
 
 @dataclass(frozen=True)
@@ -238,7 +249,7 @@ class _Row:
         counters: bytes of the counters and tables.
         next_capacity: as for :class:`gpubuf.LazyTensorStorage`.
         has_ends: whether the storage keeps the ends of trajectories, for transitions of several steps.
-        has_breaks: whether a byte says that the next row does not continue it.
+        flags: bytes that say of a row that the next one does not continue it, or is of another writer.
     """
 
     leaves: list[Leaf]
@@ -247,11 +258,17 @@ class _Row:
     counters: int
     next_capacity: int | None
     has_ends: bool
-    has_breaks: bool
+    flags: int
 
     @classmethod
     def of(
-        cls, written: list[Leaf], options: Options, next_capacity: int | None, has_ends: bool, continuity: bool
+        cls,
+        written: list[Leaf],
+        options: Options,
+        next_capacity: int | None,
+        has_ends: bool,
+        continuity: bool,
+        has_writers: bool,
     ) -> _Row:
         found = sources(written, options)
         # The links of observations stored once tell it anyway.
@@ -267,7 +284,7 @@ class _Row:
             tables += 8 * FIELD * len(leaves) * (1 if as_written else 2)
         widths = [leaf.row_bytes if own else 0 for leaf, own in zip(leaves, owned, strict=True)]
         aside = [leaf.row_bytes if elsewhere else 0 for leaf, elsewhere in zip(leaves, follows, strict=True)]
-        return cls(leaves, widths, aside, _COUNTERS + tables, next_capacity, has_ends, breaks)
+        return cls(leaves, widths, aside, _COUNTERS + tables, next_capacity, has_ends, breaks + has_writers)
 
     @property
     def n_bytes(self) -> int:
@@ -284,7 +301,7 @@ class _Row:
         """Bytes of tree and index."""
         shape = (steps,) if envs == 1 else (steps, envs)
         ends = bitmap_bytes(shape, device_type) if self.has_ends else 0
-        ends += steps * envs if self.has_breaks else 0
+        ends += steps * envs * self.flags
         return sampler.index_bytes(shape, device_type) + IndexBytes(index=ends) + self.beside(steps, envs)[1]
 
     def plans(self, steps: int, envs: int) -> tuple[KeyPlan, ...]:

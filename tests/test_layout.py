@@ -124,7 +124,7 @@ def test_references_are_short_and_plain(path: Path):
     assert not [source for source in others if any(".reference" in name for name in imported_modules(source))]
 
 
-FOLDERS = ("storage", "samplers", "processing", "checkpoints")
+FOLDERS = ("storage", "samplers", "processing", "checkpoints", "ingress")
 """Folders of gpubuf/data, from the lowest to the highest: each imports from those before it only."""
 
 

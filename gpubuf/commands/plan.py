@@ -40,6 +40,7 @@ def run(options: dict[str, Any]) -> int:
             next_capacity=options["next_capacity"],
             ends=options["ends"],
             n_steps=options["n_steps"],
+            writers=options["writers"],
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -114,4 +115,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--envs", type=whole_number, default=1, metavar="N", help="environments side by side (default: 1)"
+    )
+    parser.add_argument(
+        "--writers", type=whole_number, default=0, metavar="N", help="writers in other processes (default: 0)"
     )

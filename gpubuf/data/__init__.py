@@ -3,6 +3,8 @@
 from typing import NoReturn
 
 from gpubuf.data.hindsight import Hindsight
+from gpubuf.data.ingress.client import WriterClient
+from gpubuf.data.ingress.intake import Writers
 from gpubuf.data.max_value import TensorDictMaxValueWriter
 from gpubuf.data.mixed import MixedReplayBuffer
 from gpubuf.data.processing.augment import Clip, Mirror, RandomShift
@@ -91,6 +93,8 @@ __all__ = [
     "TrajectoryPredicate",
     "Transition",
     "Writer",
+    "WriterClient",
+    "Writers",
     "filter_trajectories",
     "from_minari",
     "iter_trajectories",

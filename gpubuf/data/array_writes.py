@@ -216,7 +216,7 @@ class ArrayWrites:
                 )
             columns = dict(zip(self.keys, columns, strict=True))
         leaves = storage.written_layout.leaves if storage.initialized else []
-        return _tensordict_of(columns, lead, {leaf.key: leaf.dtype for leaf in leaves})
+        return tensordict_of(columns, lead, {leaf.key: leaf.dtype for leaf in leaves})
 
     def _new_plan(self) -> _Plan | None:
         """How columns are written now; None before the first write."""
@@ -232,7 +232,7 @@ class ArrayWrites:
         return _Plan(storage, sampler, direct=direct)
 
 
-def _tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, torch.dtype]) -> TensorDict:
+def tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, torch.dtype]) -> TensorDict:
     """Columns as a TensorDict with ``lead`` batch dimensions. Lists and numbers take the dtypes given by key.
 
     Raises:

@@ -47,6 +47,7 @@ class Batches:
         batch_size: of the buffer's constructor.
         relabel: gives rows other goals.
         unit: makes windows of drawn rows.
+        gate: called with the number of samples before each draw; waits until they may be drawn.
     """
 
     storage: TensorStorage
@@ -61,6 +62,7 @@ class Batches:
     batch_size: int | None
     relabel: Hindsight | None
     unit: SampleUnit | None
+    gate: Callable[[int], None] | None = None
     _warned: bool = False
 
     @property
@@ -82,6 +84,8 @@ class Batches:
             n = self._checked(batch_size)
         if batches is not None:
             check_batch_size(batches, "batches")
+        if self.gate is not None:
+            self.gate(n * (batches or 1))
         if batches is not None and self._doubled:
             raise ValueError("Mirror(mode='double') makes one batch at a time: sample() without batches")
         batch, ahead = None, self.prefetcher

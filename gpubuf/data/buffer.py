@@ -23,6 +23,8 @@ from gpubuf.data.check import Report, check
 from gpubuf.data.checkpoints import restore, save
 from gpubuf.data.checkpoints.save import Saved
 from gpubuf.data.hindsight import Hindsight
+from gpubuf.data.ingress.client import WriterClient
+from gpubuf.data.ingress.intake import Intake, Writers
 from gpubuf.data.lock import NO_LOCK, BufferLock, operation
 from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.processing.pipeline import Pipeline
@@ -60,7 +62,7 @@ from gpubuf.data.writers import RoundRobinWriter, Writer
 DEFAULT_CAPACITY = 1_000
 _BYTES = "_bytes"
 # A copy gets new ones: they have locks, threads and addresses.
-_OF_THE_PROCESS = ("_lock", "_prefetcher", "_batches", "_arrays", "_updates", "_rows")
+_OF_THE_PROCESS = ("_lock", "_prefetcher", "_batches", "_arrays", "_updates", "_rows", "_intake")
 _compiling = torch.compiler.is_compiling
 
 
@@ -103,6 +105,8 @@ class ReplayBuffer:
         relabel: gives rows of a batch other goals, see :class:`Hindsight`.
         consume_after_n_samples: rows leave after they were drawn so many times, see :class:`ConsumingSampler`.
         sample_unit: what a drawn row stands for: a :class:`Sequence` of steps around it. Default: itself.
+        writers: places for writers in other processes: a number, or :class:`Writers` with more options. Each gets a
+            :meth:`client`. Default: none.
 
     Raises:
         TypeError: a component has the wrong type.
@@ -142,6 +146,7 @@ class ReplayBuffer:
         process: Sequence[Any] = (),
         relabel: Hindsight | None = None,
         consume_after_n_samples: int | None = None,
+        writers: int | Writers | None = None,
     ) -> None:
         check_sizes(prefetch, batch_size)
         self._has_default_storage = storage is None
@@ -165,9 +170,16 @@ class ReplayBuffer:
         self._unit = checked_unit(sample_unit)
         # The priorities of the write that is under way.
         self._given: Tensor | None = None
+        self._intake: Intake | None = None
+        if writers is not None:
+            self._storage.cut_by_writer()
         self._connect(prefetch or 0)
         if generator is not None:
             self.set_rng(generator)
+        if writers is not None:
+            self._intake = Intake(self, Writers.of(writers))
+            self._lock.intake = weakref.WeakMethod(self._intake.at_call)
+            self._assemble()
 
     # The parts
 
@@ -230,6 +242,8 @@ class ReplayBuffer:
             ValueError: a part can't be used with another.
         """
         storage, sampler, writer = self._storage, self._sampler, self._writer
+        if self._intake is not None:
+            self._intake.serve(storage, sampler, writer, self._pipeline)
         reader = self._reader_of(storage)
         writer.attach(sampler, self._recipe, self._relabel)
         if sampler.consumes and not callable(getattr(writer, "write_at", None)):
@@ -262,6 +276,7 @@ class ReplayBuffer:
             batch_size=self._batch_size,
             relabel=self._relabel,
             unit=self._unit,
+            gate=None if self._intake is None else self._intake.gate,
         )
         self._arrays = ArrayWrites(
             storage,
@@ -296,6 +311,11 @@ class ReplayBuffer:
     def writer(self) -> Writer:
         """The writer."""
         return self._writer
+
+    @property
+    def writers(self) -> Intake | None:
+        """What takes in the rows of writers in other processes, with their counters; None: there are none."""
+        return self._intake
 
     @property
     def transform(self) -> Compose:
@@ -366,6 +386,8 @@ class ReplayBuffer:
             self._prefetcher.discard()
             before = self._storage
             new: TensorStorage = component(storage, TensorStorage, self._new_storage)
+            if self._intake is not None:
+                new.cut_by_writer()
             # Raises before anything is replaced.
             self._reader = self._reader_of(new)
             self._sampler.bind(new, self._lock)
@@ -568,6 +590,28 @@ class ReplayBuffer:
             self._given = None
             if not self._arrays.write(columns, True):
                 self.add(self._arrays.as_batch(columns, True))
+
+    def client(self, example: Any = None, *, place: int | None = None) -> WriterClient:
+        """What a writer in another process has in place of the buffer: ``extend``, ``extend_columns``, ``add_columns``.
+
+        Pass it to a process that is started by ``spawn`` or ``forkserver``. Rows that it has written are taken in by
+        the next call on this buffer, in its order, exactly once. Rows of different writers are never joined to one
+        trajectory. Needs ``writers`` in the constructor.
+
+        Args:
+            example: a batch as writers will write it, for a buffer that nothing was written to.
+            place: take over this place, of a writer that never came or has ended. Default: a free one.
+
+        Returns:
+            The client of one writer, who has its place until the process ends or closes it.
+
+        Raises:
+            RuntimeError: the buffer has no writers, all places are taken, or nothing tells what a row is.
+            TypeError: rows hold other things than tensors. No host sync.
+        """
+        if self._intake is None:
+            raise RuntimeError("this buffer takes rows of its own process alone: make it with writers=, or shared=True")
+        return self._intake.client(example, place)
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget every row, priority and prefetched batch, in O(1) for the rows; memory stays allocated.
@@ -1029,7 +1073,10 @@ class ReplayBuffer:
         Waits until the batches in preparation are finished; they are part of the state. A random stream that has no
         seed yet, before the first draw of a buffer without ``generator``, has none after a load either.
         """
-        return save.state_of(self)
+        with self._lock:
+            if self._intake is not None:
+                self._intake.take(everything=True)
+            return save.state_of(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict` into this buffer's own memory: all of it, or nothing. Synchronises.
@@ -1058,8 +1105,8 @@ class ReplayBuffer:
     # Interrupted operations
 
     def _finish_interrupted(self) -> None:
-        """Called before the host's mirror of the counters is read without the lock."""
-        if self._storage.unfinished is not None:
+        """Called before the host's mirror of the counters is read without the lock. Rows that have arrived count."""
+        if self._storage.unfinished is not None or self._intake is not None:
             self._lock.mend()
 
     def _mend(self) -> None:
@@ -1096,7 +1143,10 @@ class ReplayBuffer:
         n = min(storage.written - written, storage.max_size)
         if n > 0:
             first = storage.written - n
-            self._tell_sampler((first + torch.arange(n, device=storage.device)) % storage.max_size)
+            index = (first + torch.arange(n, device=storage.device)) % storage.max_size
+            if storage.breaks is not None and storage.breaks.cuts is not None:
+                storage.breaks.cut(index, storage.streams)
+            self._tell_sampler(index)
         return n > 0
 
     # Copies, which have memory of their own, and forked processes
@@ -1118,6 +1168,8 @@ class ReplayBuffer:
             state = pickle.loads(state[_BYTES])
         prefetch = state.pop("_prefetch")
         vars(self).update(state)
+        # Writers write to the buffer that made their clients.
+        self._intake = None
         self._connect(prefetch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -1134,6 +1186,8 @@ class ReplayBuffer:
         if lock.abandon() and storage.initialized:
             storage.unfinished = storage.unfinished or REPLAY
         self._prefetcher = Prefetcher(self._prefetcher.depth, lock)
+        # The parent takes the rows of other processes.
+        self._intake = lock.intake = None
         self._assemble()
         for random in (self._sampler._random, None if self._pipeline is None else self._pipeline.random):
             # A process forked from one that uses CUDA can't use it.

@@ -210,12 +210,15 @@ class BufferLock(Guard):
     Attributes:
         storage: the buffer's storage; to be set when that is replaced.
         pending: draws that were asked for, in order.
+        intake: a weak reference to what takes in the rows of other processes, called before each operation; None: no
+            process but this one writes.
     """
 
     def __init__(self, storage: TensorStorage, mend: Callable[[], None] | None = None) -> None:
         self.storage = storage
         self.pending: deque[PendingDraw] = deque()
         self._mend = None if mend is None else weakref.WeakMethod(mend)
+        self.intake: Callable[[], Callable[[], object] | None] | None = None
         self._streams = StreamOrder()
         # The lock holds on to the storage: its memory is released after this.
         weakref.finalize(self, outside_captures, self._streams.settle).atexit = False
@@ -285,6 +288,8 @@ class BufferLock(Guard):
         while self.pending:
             self.pending[0].perform()
             self.pending.popleft()
+        if self.intake is not None and (take := self.intake()) is not None:
+            take()
 
     def _take(self) -> Callable[..., None]:
         if self._waiting or not self._lock.acquire(False):
@@ -292,7 +297,13 @@ class BufferLock(Guard):
         storage, ring = self.storage, self.storage._ring
         # Past `gpu`, which is a call. The first write decides whether the buffer is on a GPU.
         launches = (ring is None or ring.counters.is_cuda) and self._cuda_present()
-        if storage.unfinished is not None or self.pending or current.locks is not None or launches:
+        if (
+            storage.unfinished is not None
+            or self.pending
+            or current.locks is not None
+            or launches
+            or self.intake is not None
+        ):
             self._begin()
         return self.ended if launches else _nothing
 

@@ -28,6 +28,10 @@ _INSTEAD = {
     "collate_fns": "give one collate_fn, for batches of all buffers",
 }
 _ARGUMENTS = "_delayed_arguments"
+
+SHARED_WRITERS = 4
+"""Places for writers of a buffer that is made with ``shared=True``."""
+
 _building = threading.RLock()
 
 
@@ -62,7 +66,8 @@ class ReplayBuffer(CoreBuffer):
         checkpointer: writes and reads the rows where the buffer is saved: an object with ``dumps(storage, path)`` and
             ``loads(storage, path)``, such as TorchRL's checkpointers of tensor storages. Default: gpubuf's own form.
         compilable: accepted for compatibility: every operation can be compiled.
-        shared, service_backend*, transport*: accepted at their defaults; out of scope.
+        shared: True is ``writers=4``: processes may write, by a :meth:`client` each.
+        service_backend*, transport*: accepted at their defaults; out of scope.
 
     Raises:
         NotImplementedError: an argument that is out of scope was set.
@@ -94,8 +99,9 @@ class ReplayBuffer(CoreBuffer):
         if delayed_init is None:
             # As in TorchRL: a factory is for parts that can't be made yet.
             delayed_init = transform_factory is not None and parts.get("transform") is None
+        if shared and parts.get("writers") is None:
+            parts["writers"] = SHARED_WRITERS
         refuse_out_of_scope(
-            shared=shared,
             service_backend=service_backend,
             service_backend_options=service_backend_options,
             transport=transport,
@@ -137,19 +143,22 @@ class ReplayBuffer(CoreBuffer):
             raise RuntimeError("a buffer that was shut down can't be started again: make a new one")
         return self
 
-    def client(self) -> Self:
-        """The buffer itself: it is in this process."""
-        return self
+    def client(self, example: Any = None, *, place: int | None = None) -> Any:
+        """With ``writers`` or ``shared=True`` what a writer in another process has: see the core's class.
+
+        Without, as TorchRL has it, the buffer itself: it is in this process.
+        """
+        return self if self.writers is None else super().client(example, place=place)
 
     def share(self, shared: bool = True) -> Self:
-        """Accepted as False.
+        """The buffer itself, if it is as ``shared`` says.
 
         Raises:
-            NotImplementedError: ``shared`` is True.
+            NotImplementedError: ``shared`` is True, and the buffer was made without.
         """
-        if shared:
+        if shared and self.writers is None:
             raise NotImplementedError(
-                "a buffer belongs to one process: send batches to that process, and write and sample there"
+                "a buffer is shared from its beginning: make it with shared=True, and pass processes its client()"
             )
         return self
 
@@ -283,8 +292,8 @@ def require_sync(sync: bool) -> None:
     """Raise NotImplementedError for TorchRL's ``sync=False``."""
     if not sync:
         raise NotImplementedError(
-            "sync=False (writers in other processes) is not supported by gpubuf: leave it out, and send the rows to "
-            "the process that has the buffer"
+            "sync=False (writers in other processes) is not supported by gpubuf: leave it out, make the buffer with "
+            "shared=True, and pass processes its client()"
         )
 
 
@@ -295,11 +304,6 @@ def refuse_out_of_scope(**arguments: Any) -> None:
         NotImplementedError: there is one.
     """
     for name, value in arguments.items():
-        if value and name == "shared":
-            raise NotImplementedError(
-                "shared=True is not supported: a buffer belongs to one process. Send batches to that process, and "
-                "write and sample there"
-            )
         if value and value not in ("direct", "auto"):
             raise NotImplementedError(f"{name}={value!r} is not supported by gpubuf: {_INSTEAD[name]}")
 

@@ -34,7 +34,7 @@ def test_a_buffer_serves_in_its_process():
     assert buffer.sample().shape == (4,)
     with pytest.raises(RuntimeError, match="shut down"):
         buffer.start()
-    with pytest.raises(NotImplementedError, match="one process"):
+    with pytest.raises(NotImplementedError, match="shared from its beginning"):
         buffer.share()
     prioritized = PrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=LazyTensorStorage(8))
     assert prioritized.prioritized_sampler is prioritized.sampler

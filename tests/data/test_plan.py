@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 import gpubuf
 from gpubuf.cli import main
@@ -251,3 +252,16 @@ def test_the_command_with_observations_stored_once(capsys):
         found.append(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("cpu")).split())
     assert found[0][3:5] == ["0", "bytes"]
     assert found[1][3:5] == ["80", "KiB"]
+
+
+def test_writers_take_queues_and_a_byte_per_row():
+    """What a plan says of writers is what a buffer takes: shared memory, and a byte for each row."""
+    rows = TensorDict({"a": torch.zeros(1, 3), "b": torch.zeros(1, 2, dtype=torch.int64)}, [1])
+    alone, made = (gpubuf.plan(rows, 1000, writers=writers) for writers in (0, gpubuf.Writers(3)))
+    buffer = gpubuf.ReplayBuffer(gpubuf.LazyTensorStorage(1000), writers=3)
+    queues = buffer.client(rows)._queues
+    assert made.queues == sum(column.nbytes for columns in queues.columns for column in columns) == 3 * 4096 * 28
+    buffer.extend(rows)
+    assert made.fit("cpu").index.index - alone.fit("cpu").index.index == 1000 == buffer.memory().index
+    assert "Writers in other processes take 336 KiB of shared memory" in str(made)
+    assert "shared memory" not in str(alone)

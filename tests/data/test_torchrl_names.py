@@ -139,9 +139,15 @@ def test_options_without_effect_warn_once(monkeypatch: pytest.MonkeyPatch):
         assert len(buffer) == 2
 
 
-def test_a_shared_buffer_is_refused_with_what_to_do():
-    with pytest.raises(NotImplementedError, match=r"belongs to one process\. Send batches"):
-        ReplayBuffer(shared=True)
+def test_a_shared_buffer_has_clients():
+    """``shared=True`` gives processes clients; a buffer that was made without it can't be shared later."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
+    assert buffer.share() is buffer
+    client = buffer.client(rows(0, 1))
+    client.extend(rows(0, 3))
+    assert len(buffer) == 3
+    with pytest.raises(NotImplementedError, match="make it with shared=True, and pass processes its client"):
+        ReplayBuffer(storage=LazyTensorStorage(10)).share()
 
 
 # Rows at positions of one's own

@@ -241,6 +241,9 @@ def _check_storage(storage: TensorStorage, manifest: Manifest, state: dict[str, 
     rewritten = state.get("rewritten")
     if rewritten is not None:
         _need_form("rewritten", rewritten, torch.int64, (capacity,))
+    cuts = state.get("cuts")
+    if cuts is not None:
+        _need_form("cuts", cuts, torch.uint8, (size,))
     per_step = math.prod(shape[1:])
     need(
         per_step > 0 and math.prod(shape) == capacity and size <= min(capacity, written) and written % per_step == 0,

@@ -343,7 +343,7 @@ class SliceSampler(Sampler):
     def _check_order(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
         """Refuse environments that take turns in a 1-D storage, as far as the stored rows tell."""
         self._check_order_at = 2 * len(storage) if len(storage) <= 4096 else None
-        if storage.ndim > 1 or index.signal.by_id or index.signal.fixed is not None:
+        if storage.ndim > 1 or storage.by_writers or index.signal.by_id or index.signal.fixed is not None:
             self._check_order_at = None
             return
         apart = interleaved_environments(storage, self._end_keys)

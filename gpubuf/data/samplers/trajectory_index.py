@@ -458,7 +458,9 @@ class RowOrder:
         at = self._look_at
         if at is None or len(storage) < at or storage.device.type != "cpu" or current_recording() is not None:
             return
-        if storage.ndim > 2 or self._recipe.traj_key is not None or (storage.ndim == 1 and self._refused):
+        # Rows of writers that take turns are cut.
+        known = storage.by_writers or self._recipe.traj_key is not None
+        if storage.ndim > 2 or known or (storage.ndim == 1 and self._refused):
             self._look_at = None
             return
         self._look_at = 2 * len(storage) if len(storage) <= _LAST_LOOK else None

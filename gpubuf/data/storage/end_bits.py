@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.recording import refuse_in_capture
 from gpubuf.data.storage.layout import Leaf, address, as_written
 from gpubuf.data.storage.placement import device_name
 from gpubuf.data.storage.ring import Ring
@@ -70,20 +71,35 @@ def compared_keys(leaves: Sequence[Leaf], sources: Sequence[Source]) -> list[tup
     return found
 
 
-class Breaks:
-    """Where a row's next observation is not the observation of the row after it: a byte per row, kept by a storage.
+#: The streams that a write is of: the first step and the number of each, in order.
+Streams = Sequence[tuple[int, int]]
 
-    Rows are told apart by the bytes that are stored. Samplers and :class:`EndBits` read :attr:`entries` as they read
-    stored flags; what moves has its addresses changed in place, since a captured graph reads them.
+#: What the process of the buffer writes itself. Other writers have numbers above 0.
+OWN: Streams = ((0, 0),)
+
+
+class Breaks:
+    """Where the row after a row does not continue it, as far as no stored flag tells: kept by a storage.
+
+    With ``compares``: where a row's next observation is not the observation of the row after it, a byte per row. Rows
+    are told apart by the bytes that are stored. With ``cuts``: where the row after it is of another stream, that is of
+    another writer, a byte per row, too.
+
+    Samplers and :class:`EndBits` read :attr:`entries` as they read stored flags; what moves has its addresses changed
+    in place, since a captured graph reads them.
 
     Args:
         schema: of the storage.
         shape: of the storage.
         table: its addresses, on the device that does the work.
         links: of observations that are stored once; None: none are.
+        compares: whether next observations are compared.
+        before: what a storage had on another device, whose cuts go on; None: nothing.
+        cut: whether streams are kept apart.
 
     Attributes:
-        rows: uint8 ``[capacity]``, the flags; None if all observations are stored once.
+        rows: uint8 ``[capacity]``, the flags; None if none are compared, or all observations are stored once.
+        cuts: uint8 ``[capacity]``, 1 where another stream follows; None: streams are not kept apart.
         entries: int64 ``[K, 5]``, entries of a table of :mod:`gpubuf.kernels.rows`: flags that end trajectories. The
             links of observations stored once are such flags.
         columns: the keys that are compared, by their positions among those that are stored.
@@ -92,9 +108,19 @@ class Breaks:
         ValueError: as :func:`compared_keys`.
     """
 
-    def __init__(self, schema: Schema, shape: Sequence[int], table: Tensor, links: Tensor | None) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        shape: Sequence[int],
+        table: Tensor,
+        links: Tensor | None,
+        *,
+        compares: bool = True,
+        cut: bool = False,
+        before: Breaks | None = None,
+    ) -> None:
         # An observation stored once has one column for both: its links tell where the next row does not continue it.
-        keys = compared_keys(schema.written.leaves, schema.sources)
+        keys = compared_keys(schema.written.leaves, schema.sources) if compares else []
         found = [(schema.columns[coming], schema.columns[root]) for coming, root in keys]
         self.columns = frozenset(column for pair in found for column in pair)
         self._places = [column for pair in found if pair[0] != pair[1] for column in pair]
@@ -104,13 +130,24 @@ class Breaks:
         if self._places:
             self.rows = torch.zeros(self._steps * self._envs, dtype=torch.uint8, device=table.device)
             self._pairs = torch.stack([table[place] for place in self._places])
-        self._flags = [flags for flags in (self.rows, links) if flags is not None]
+        self.cuts: Tensor | None = None
+        # The stream of the newest row; None: unknown.
+        self._stream: int | None = None
+        # The streams of the last write, and the one before it.
+        self._last: tuple[Streams, int | None] = OWN, None
+        if cut:
+            n = self._steps * self._envs
+            self.cuts = torch.zeros(n, dtype=torch.uint8, device=table.device)
+            if before is not None and before.cuts is not None:
+                self.cuts.copy_(before.cuts)
+                self._stream = before._stream
+        self._flags = [flags for flags in (self.rows, links if compares else None, self.cuts) if flags is not None]
         self.entries = self._addresses().to(table.device, non_blocking=True)
 
     @property
     def nbytes(self) -> int:
         """Bytes that are taken."""
-        return 0 if self.rows is None else self.rows.nbytes
+        return sum(flags.nbytes for flags in (self.rows, self.cuts) if flags is not None)
 
     def _addresses(self) -> Tensor:
         return torch.tensor([table_entry(address(flags), flags.element_size()) for flags in self._flags])
@@ -126,11 +163,53 @@ class Breaks:
             self._pairs.copy_(torch.stack([table[place] for place in self._places]))
         self.entries.copy_(self._addresses(), non_blocking=True)
 
-    def write(self, ring: Tensor, steps: int, index: Tensor) -> None:
+    def write(self, ring: Tensor, steps: int, index: Tensor, streams: Streams = OWN) -> None:
         """The newest ``steps`` steps were written, at ``index`` (int64 ``[n]``, flat). No host sync."""
         self._compare(ring, None, steps)
+        if self.cuts is not None:
+            self.cut(index, streams)
         if torch.compiler.is_compiling():
             self._publish(ring, index)
+
+    def cut(self, index: Tensor, streams: Streams) -> None:
+        """Rows were written at ``index`` (int64 ``[n]``, flat): cut them where the stream changes. No host sync.
+
+        Does the same if it is done again with the same object, as after an interrupt.
+
+        Raises:
+            RuntimeError: in compiled code, which can't know the stream of the rows before.
+            CaptureError: in a step that is being captured, which can't either.
+        """
+        assert self.cuts is not None
+        if torch.compiler.is_compiling():
+            raise RuntimeError("a buffer with writers is written in eager mode: call extend outside of compiled code")
+        refuse_in_capture("a buffer with writers is written in eager mode: call extend before the captured step")
+        rows = index.view(-1, self._envs)
+        self.cuts.index_fill_(0, index, 0)
+        if streams is OWN or streams is not self._last[0]:
+            self._last = streams, self._stream
+        before, cut = self._last[1], list[Tensor]()
+        for step, stream in streams:
+            if stream != before and step > 0:
+                cut.append(rows[step - 1])
+            elif stream != before and len(rows) < self._steps:
+                cut.append((rows[0] - self._envs) % self.cuts.numel())
+            before = stream
+        if cut:
+            self.cuts.index_fill_(0, cut[0] if len(cut) == 1 else torch.cat(cut), 1)
+        self._stream = before
+
+    def load_cuts(self, saved: Tensor | None) -> None:
+        """Take over where streams were cut, uint8 ``[size]`` from position 0 on; None: nowhere.
+
+        What comes next is of another stream than the newest row.
+        """
+        if self.cuts is None:
+            return
+        self.cuts.zero_()
+        self._stream = None
+        if saved is not None:
+            self.cuts[: len(saved)] = saved.to(self.cuts.device)
 
     def rewrite(self, ring: Tensor, index: Tensor) -> None:
         """Rows of ``index`` (int64 ``[n]``, flat) were changed in place. No host sync."""

@@ -34,9 +34,11 @@ from gpubuf.data.storage.column import (
 from gpubuf.data.storage.end_bits import (
     CONTINUITY,
     FLAGS,
+    OWN,
     Breaks,
     EndBits,
     Signal,
+    Streams,
     bitmap_bytes,
     check_ends,
     compared_keys,
@@ -258,6 +260,10 @@ class TensorStorage(Storage):
         self.host: HostRows | None = None
         self.sharing: Sharing | None = None
         self._compares = ends == CONTINUITY
+        #: Whether trajectories end where the rows of another writer follow; see :meth:`cut_by_writer`.
+        self.by_writers = False
+        #: Whose rows the next writes are. It stays while a write may have to be completed.
+        self.streams: Streams = OWN
         self.breaks: Breaks | None = None
         self.end_bits: EndBits | None = None
         # Which keys tell the ends of trajectories; None: nobody asks.
@@ -497,7 +503,7 @@ class TensorStorage(Storage):
         """Bytes that a storage of ``shape`` keeps beside its rows; zero for placements that ignore free memory."""
         if not depends_on_room(requested):
             return IndexBytes()
-        index = math.prod(shape) if self._compares else 0
+        index = math.prod(shape) * (self._compares + self.by_writers)
         if self._ends_by is not None:
             index += bitmap_bytes(shape, "cuda" if host_memory.cuda_present() else "cpu")
         if self.sharing is not None:
@@ -561,8 +567,16 @@ class TensorStorage(Storage):
             if sharing is not None:
                 fields = field_table(as_stored(self._fields_of(schema, schema.written)), device)
                 sharing.raw.set(schema.full, fields, ring, self.max_size, links, reading)
-        if anew and self._compares:
-            self.breaks = Breaks(schema, self._shape, self.table, None if sharing is None else sharing.links)
+        if anew and (self._compares or self.by_writers):
+            self.breaks = Breaks(
+                schema,
+                self._shape,
+                self.table,
+                None if sharing is None else sharing.links,
+                compares=self._compares,
+                cut=self.by_writers,
+                before=self.breaks,
+            )
         if anew:
             self._keep_ends(schema, ring)
         for ends in (self.breaks, self.end_bits):
@@ -718,6 +732,18 @@ class TensorStorage(Storage):
             signal = Signal(tuple(schema.columns[position] for position in positions), by_id)
             self.end_bits = EndBits(signal, ring, self._shape, self.table, self.breaks)
 
+    def cut_by_writer(self) -> None:
+        """End trajectories where the rows of another writer follow: several processes write. Takes a byte a row.
+
+        Before samplers index the rows. Those that are stored already are of one writer.
+        """
+        if self.by_writers:
+            return
+        self.by_writers = True
+        if self._schema is not None:
+            self._connect(self._schema, self.counters, anew=True)
+            self.rebuild()
+
     def rebuild(self) -> None:
         """Rows were changed in place: compute anew what is known about them. O(capacity). No host sync."""
         if self._ring is None:
@@ -828,7 +854,7 @@ class TensorStorage(Storage):
             return None
         ring.note(n)
         if self.breaks is not None:
-            self.breaks.write(ring.counters, n // self._envs, index)
+            self.breaks.write(ring.counters, n // self._envs, index, self.streams)
         if self.end_bits is not None:
             self.end_bits.write_again(n // self._envs)
         return index
@@ -842,7 +868,7 @@ class TensorStorage(Storage):
         index = self.plans.written.extend(local, n) if sharing is None else sharing.extend(local, n)
         ring.count(n)
         if self.breaks is not None:
-            self.breaks.write(ring.counters, n // self._envs, index)
+            self.breaks.write(ring.counters, n // self._envs, index, self.streams)
         if self.end_bits is not None:
             self.end_bits.write(n // self._envs)
         return index
@@ -1098,6 +1124,8 @@ class TensorStorage(Storage):
         state |= saved_tree(self.written_layout)
         if self.host is not None:
             state["host"] = self.host.state(len(self))
+        if self.breaks is not None and self.breaks.cuts is not None:
+            state["cuts"] = self.breaks.cuts[: len(self)]
         if self.computed:
             state["form"] = described(self.schema)
         if self.sharing is not None:
@@ -1134,6 +1162,11 @@ class TensorStorage(Storage):
         if not state["initialized"]:
             self.empty()
             return None
+        if state.get("cuts") is not None and not self.by_writers:
+            raise ValueError(
+                "the checkpoint has rows of several writers, whose trajectories must not be joined: make this buffer "
+                "with writers=, too"
+            )
         schema = self.schema_for(state)
         shared = SharedState.of(state) if self._continues(state, schema) else None
         if shared is None:
@@ -1174,6 +1207,9 @@ class TensorStorage(Storage):
                 column.write(0, source[before_seam:])
         if self.sharing is not None and shared is not None:
             self.sharing.restore(shared)
+        cuts = state.get("cuts")
+        if self.breaks is not None:
+            self.breaks.load_cuts(cuts if cuts is None or order is None else cuts[order])
         self.rebuild()
         return order
 

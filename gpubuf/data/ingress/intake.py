@@ -1,0 +1,534 @@
+"""The learner's end: takes the rows of writers in other processes into the buffer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from gpubuf.data.arguments import check_count
+from gpubuf.data.ingress.client import WriterClient
+from gpubuf.data.ingress.queues import Queues, Rows, fence, numpy_dtype, of_bits, start_of, wait
+from gpubuf.data.lock import BufferLock
+from gpubuf.data.processing.pipeline import Pipeline
+from gpubuf.data.processing.statistics import RewardScale
+from gpubuf.data.recording import capturing, current_recording, refuse_in_capture
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.trajectory_index import RowOrder
+from gpubuf.data.storage.end_bits import OWN
+from gpubuf.data.storage.layout import as_written, batch_shape, layout_of, tensors_of
+from gpubuf.data.storage.list_storage import ListStorage
+from gpubuf.data.storage.storage import TensorStorage
+from gpubuf.data.transforms import Compose
+from gpubuf.data.writers import Writer
+
+QUEUE_BYTES = 1 << 23
+"""Default of the bytes of a queue, within these bounds:"""
+LEAST_STEPS, MOST_STEPS = 64, 4096
+
+JOINED_BYTES = 1 << 20
+"""Runs of up to so many bytes in all become one write, by a copy that costs less than a write. Larger ones are written
+where they lie."""
+
+_RUN = 64
+_MARGIN_ROWS = 1000
+_LOOK_EVERY = 0.25
+"""Seconds between two looks at whether writers with short runs have ended."""
+
+
+@dataclass(frozen=True)
+class Writers:
+    """How processes write to a buffer: ``ReplayBuffer(..., writers=Writers(4))``, or ``writers=4`` for the defaults.
+
+    Args:
+        count: places, for as many writers at a time.
+        queue_steps: steps (rows, for buffers of one dimension) that wait in a writer's queue at most. Default: as many
+            as fit into 8 MiB, within 64 and 4096.
+        run: steps of one writer that are taken in together, at least, unless it has closed, has ended or waits for
+            room, or the buffer is saved. Where another writer's rows come next, a trajectory is cut. Default: 64 where
+            batches have rows of several steps (``n_steps``, slices, sequences, hindsight), but no more than half the
+            queue; else 1.
+        timeout: seconds that a writer waits for room, or a learner for rows with ``ratio``; None: any number.
+        ratio: samples drawn for each row written. Writers and learner wait for each other. Default: they don't.
+        margin: samples by which either may be ahead of ``ratio``. Default: those of 1000 rows. A batch, and the samples
+            of one write, must fit into it twice.
+        min_rows: with ``ratio``: rows that are written before the first sample, at the least.
+
+    Raises:
+        ValueError: a number makes no sense, or ``margin`` or ``min_rows`` come without ``ratio``.
+    """
+
+    count: int
+    queue_steps: int | None = None
+    run: int | None = None
+    timeout: float | None = 60.0
+    ratio: float | None = None
+    margin: float | None = None
+    min_rows: int = 1
+
+    def __post_init__(self) -> None:
+        check_count(self.count, "count")
+        for name in ("queue_steps", "run"):
+            if getattr(self, name) is not None:
+                check_count(getattr(self, name), name)
+        check_count(self.min_rows, "min_rows")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"timeout must be above 0 seconds, got {self.timeout}")
+        if self.ratio is None and (self.margin is not None or self.min_rows != 1):
+            raise ValueError("margin and min_rows are those of a ratio: give ratio, too")
+        if (self.ratio is not None and not 0 < self.ratio < math.inf) or (self.margin is not None and self.margin <= 0):
+            raise ValueError(f"ratio and margin must be above 0, got {self.ratio} and {self.margin}")
+
+    @staticmethod
+    def of(given: int | Writers) -> Writers:
+        """``writers=`` of a buffer: the options, or a number of places."""
+        return given if isinstance(given, Writers) else Writers(given)
+
+    def steps_for(self, step_bytes: int) -> int:
+        """Steps of a queue."""
+        if self.queue_steps is not None:
+            return self.queue_steps
+        return min(max(QUEUE_BYTES // max(step_bytes, 1), LEAST_STEPS), MOST_STEPS)
+
+
+class WriterCounters(NamedTuple):
+    """What is known of one place.
+
+    Attributes:
+        place: its number.
+        process: the writer's process; None: none writes there.
+        written: steps that its writers have written since the buffer was made.
+        waiting: those of them that were not taken in yet.
+        blocked: seconds that they have waited for room, or for ``ratio``.
+    """
+
+    place: int
+    process: int | None
+    written: int
+    waiting: int
+    blocked: float
+
+
+class Target(Protocol):
+    """What the intake uses of a buffer."""
+
+    _lock: BufferLock
+    _storage: TensorStorage
+    _transform: Compose
+    _row_order: RowOrder | None
+
+    @property
+    def dim_extend(self) -> int:
+        """The dimension of a written batch along which time runs."""
+
+    def extend(self, data: Any) -> Any:
+        """Write a batch."""
+
+    def extend_columns(self, columns: Any) -> None:
+        """Write arrays by key."""
+
+
+class _Run(NamedTuple):
+    """Steps of one queue: ``steps`` of them, from the ``first`` ever published on."""
+
+    place: int
+    first: int
+    steps: int
+
+
+class _Claim(NamedTuple):
+    """A write that is under way: how many rows had ever been written, and the runs that it takes."""
+
+    written: int
+    runs: list[_Run]
+
+
+class Intake:
+    """Takes rows out of the queues of a buffer's writers. It is ``buffer.writers``.
+
+    Every call on the buffer that takes its lock comes here first: rows that have arrived are written as
+    :meth:`ReplayBuffer.extend` writes them, in as few launches as possible. Compiled and captured steps take nothing.
+
+    Args:
+        buffer: the buffer.
+        options: as given to it.
+
+    Attributes:
+        options: as given.
+        drawn: samples that were drawn, with a ``ratio``.
+    """
+
+    def __init__(self, buffer: Target, options: Writers) -> None:
+        self.options = options
+        self.drawn = 0
+        self._buffer: Callable[[], Target | None] = weakref.ref(buffer)
+        self._lock = buffer._lock
+        self._queues: Queues | None = None
+        self._taken: list[int] = []
+        # Keys as users write them, and the dtypes of those that NumPy lacks.
+        self._keys: list[tuple[Any, torch.dtype | None]] = []
+        self._clients = 0
+        # When writers whose runs are short were last looked for.
+        self._looked = 0.0
+        self._claim: _Claim | None = None
+        self._taking = False
+        self._thread: tuple[threading.Thread, threading.Event] | None = None
+
+    # Writers come and go
+
+    def client(self, example: Any = None, place: int | None = None) -> WriterClient:
+        """A client for a writer in another process. See :meth:`gpubuf.ReplayBuffer.client`."""
+        buffer = self._target()
+        with self._lock:
+            queues = self._queues
+            if queues is None:
+                queues = self._open(buffer, example)
+            place = self._free_place(queues) if place is None else self._taken_over(queues, place)
+            # Rows of the writer before are its own run.
+            self.take(everything=True)
+            self._clients += 1
+            queues.give(place, self._clients)
+            start = start_of(os.getpid())
+            assert start is not None
+            time_dim = buffer.dim_extend if queues.rows.envs else 0
+            return WriterClient(queues, place, self._clients, (os.getpid(), start), time_dim, self.options.timeout)
+
+    def _open(self, buffer: Target, example: Any) -> Queues:
+        """Make the queues.
+
+        Raises:
+            RuntimeError: nothing says what a row is.
+            TypeError: rows have data that are not tensors.
+        """
+        storage, options = buffer._storage, self.options
+        if example is not None:
+            example = tensors_of(example)
+            layout = layout_of(example, storage.ndim, storage.ignored_keys)
+            envs = tuple(batch_shape(example, storage.ndim))
+            time_dim = buffer.dim_extend
+            envs = envs[:time_dim] + envs[time_dim + 1 :]
+        elif storage.initialized and not self._transforms:
+            layout, envs = storage.written_layout, tuple(storage.shape[1:])
+        else:
+            raise RuntimeError(
+                "a writer has to know what a row is: write a batch first, or pass client() one as an example"
+                + (" (transforms change what is written here)" if storage.initialized else "")
+            )
+        if layout.host:
+            raise TypeError(f"writers in other processes pass tensors on, and {list(layout.host)} hold other data")
+        rows = Rows(layout, envs, 1)
+        rows = dataclasses.replace(rows, steps=options.steps_for(rows.step_bytes))
+        self._queues = queues = Queues(rows, options.count)
+        self._taken = [0] * options.count
+        self._keys = [
+            (as_written(leaf.key), None if numpy_dtype(leaf.dtype) is not None else leaf.dtype)
+            for leaf in layout.leaves
+        ]
+        self._set_limit()
+        weakref.finalize(self, queues.leave)
+        return queues
+
+    @property
+    def _transforms(self) -> bool:
+        return bool(len(self._target()._transform))
+
+    @property
+    def run(self) -> int:
+        """Steps of one writer that are taken in together, at least."""
+        run = self.options.run
+        if run is None:
+            run = _RUN if self._target()._row_order is not None else 1
+        return run if self._queues is None else max(min(run, self._queues.rows.steps // 2), 1)
+
+    def _free_place(self, queues: Queues) -> int:
+        for place in range(queues.count):
+            if not queues.given(place) or (not queues.awaited(place) and queues.writer(place) is None):
+                return place
+        told = ", ".join(
+            f"{place}: {'no process has come yet' if queues.awaited(place) else f'process {queues.writer(place)}'}"
+            for place in range(queues.count)
+        )
+        raise RuntimeError(
+            f"all {queues.count} places are taken ({told}): give the buffer more writers, close a client, or name a "
+            "place whose process never came, client(place=...)"
+        )
+
+    def _taken_over(self, queues: Queues, place: int) -> int:
+        if not 0 <= place < queues.count:
+            raise ValueError(f"place must be one of 0 .. {queues.count - 1}, got {place}")
+        if not queues.awaited(place) and (writer := queues.writer(place)) is not None:
+            raise RuntimeError(f"process {writer} writes at place {place}: close its client, or end it")
+        return place
+
+    def serve(self, storage: TensorStorage, sampler: Sampler, writer: Writer, pipeline: Pipeline | None) -> None:
+        """Called with the buffer's parts when they change.
+
+        Raises:
+            TypeError: the storage holds any objects, or lies in files.
+            ValueError: rows are not written in turn, or something follows them from write to write.
+        """
+        if isinstance(storage, ListStorage) or not storage.relocatable:
+            kind = type(storage).__name__
+            raise TypeError(
+                f"writers in other processes need a LazyTensorStorage: a {kind} can't tell their rows apart"
+            )
+        if sampler.consumes or not writer.in_order:
+            part = sampler if sampler.consumes else writer
+            raise ValueError(f"writers in other processes need rows that are written in turn, not a {part!r}")
+        if pipeline is not None and any(isinstance(step, RewardScale) for step in pipeline.steps):
+            raise ValueError(
+                "RewardScale sums rewards along the rows of one writer, and writers take turns: leave it out"
+            )
+
+    def counters(self) -> list[WriterCounters]:
+        """The state of every place. No host sync."""
+        queues = self._queues
+        if queues is None:
+            return [WriterCounters(place, None, 0, 0, 0.0) for place in range(self.options.count)]
+        found = []
+        for place in range(queues.count):
+            written = queues.published(place)
+            process = None if queues.awaited(place) else queues.writer(place)
+            waiting = written - self._taken[place]
+            found.append(WriterCounters(place, process, written, waiting, queues.blocked(place)))
+        return found
+
+    # Samples for each row
+
+    def _set_limit(self) -> None:
+        """Let writers go on as far as the samples allow."""
+        options, queues = self.options, self._queues
+        if options.ratio is not None and queues is not None:
+            rows = options.min_rows + (self.drawn + self._margin) / options.ratio
+            queues.set_limit(max(math.floor(rows) // math.prod(queues.rows.envs), 1))
+
+    @property
+    def _margin(self) -> float:
+        ratio = self.options.ratio or 0.0
+        return _MARGIN_ROWS * ratio if self.options.margin is None else self.options.margin
+
+    @property
+    def gate(self) -> Callable[[int], None] | None:
+        """What a draw waits at; None without a ratio."""
+        return None if self.options.ratio is None else self._pass
+
+    def _pass(self, samples: int) -> None:
+        """Wait until ``samples`` more may be drawn, and count them.
+
+        Raises:
+            TimeoutError: the writers have written too little for the timeout.
+            ValueError: the margin has no room for so many samples.
+        """
+        if torch.compiler.is_compiling():
+            raise RuntimeError("ratio= counts the samples of eager calls: sample outside of compiled code")
+        refuse_in_capture("ratio= counts the samples of eager calls: sample before the captured step")
+        margin, ratio = self._margin, self.options.ratio
+        assert ratio is not None
+        if samples > 2 * margin:
+            raise ValueError(f"a batch of {samples} samples is more than twice margin={margin}: raise the margin")
+        if not self._may_draw(samples):
+            try:
+                wait(functools.partial(self._may_draw, samples, True), self.options.timeout)
+            except TimeoutError:
+                raise TimeoutError(self._why_blocked(samples)) from None
+        self.drawn += samples
+        self._set_limit()
+
+    def _may_draw(self, samples: int, take: bool = False) -> bool:
+        if take:
+            self.take(everything=True)
+        options, queues = self.options, self._queues
+        size, envs = len(self._target()._storage), 1 if queues is None else math.prod(queues.rows.envs)
+        ahead = self.drawn + samples - (options.ratio or 0.0) * (sum(self._taken) * envs - options.min_rows)
+        return size >= options.min_rows and ahead <= self._margin
+
+    def _why_blocked(self, samples: int) -> str:
+        alive = [one for one in self.counters() if one.process is not None]
+        return (
+            f"{samples} samples more than {self.drawn} wait for rows, by ratio={self.options.ratio}: the writers have "
+            f"written {sum(self._taken)} steps, and none for {self.options.timeout} s that would do; {len(alive)} of "
+            f"{self.options.count} are alive"
+        )
+
+    def close(self) -> None:
+        """Take in what was acknowledged, and no more: writers get an error at their next write."""
+        self.stop()
+        with self._lock:
+            if self._queues is not None:
+                self._queues.leave()
+                self.take(everything=True)
+
+    # Rows
+
+    def take(self, everything: bool = False) -> int:
+        """Take in the rows that have arrived. The buffer's calls do it by themselves. No host sync.
+
+        Args:
+            everything: also runs that are shorter than :attr:`Writers.run`.
+
+        Returns:
+            The number of steps that were taken.
+        """
+        with self._lock:
+            return self._take(everything)
+
+    def at_call(self) -> None:
+        """Called with the buffer's lock held, before an operation."""
+        if not self._taking and self._queues is not None and current_recording() is None:
+            self._take(False)
+
+    def _take(self, everything: bool) -> int:
+        queues = self._queues
+        if queues is None or self._taking:
+            return 0
+        try:
+            # The writes below are operations of the buffer.
+            self._taking = True
+            if self._claim is not None:
+                self._settle(queues, self._claim)
+            runs = self._arrived(queues, everything)
+            if not runs or self._in_capture():
+                return 0
+            for group in self._groups(queues, runs):
+                self._write(queues, group)
+            return sum([run.steps for run in runs])
+        finally:
+            self._taking = False
+
+    def _in_capture(self) -> bool:
+        return self._lock.on_gpu() and capturing()
+
+    def _arrived(self, queues: Queues, everything: bool) -> list[_Run]:
+        """What is to be taken in now."""
+        found, short = list[_Run](), list[_Run]()
+        run: int | None = None
+        for place, taken in enumerate(self._taken):
+            count = queues.published(place) - taken
+            if count:
+                run = self.run if run is None else run
+                (found if everything or count >= run else short).append(_Run(place, taken, count))
+        if short:
+            look = time.monotonic() - self._looked > _LOOK_EVERY
+            self._looked = time.monotonic() if look else self._looked
+            found += [one for one in short if self._gets_no_longer(queues, one.place, look)]
+        if found:
+            fence()
+        return found
+
+    @staticmethod
+    def _gets_no_longer(queues: Queues, place: int, look: bool) -> bool:
+        """Whether a run can't go on before it is taken. ``look``: also look for writers that have ended."""
+        return queues.blocks(place) or queues.closed(place) or (look and queues.writer(place) is None)
+
+    def _groups(self, queues: Queues, runs: list[_Run]) -> list[list[_Run]]:
+        """The writes that runs become: small ones together, others alone. None is larger than the storage."""
+        storage, total = self._target()._storage, sum([run.steps for run in runs])
+        steps = -(-storage.max_size // math.prod(queues.rows.envs))
+        small = total <= steps and total * queues.rows.step_bytes <= JOINED_BYTES
+        if small and storage.initialized and not self._transforms:
+            return [runs]
+        return [
+            [_Run(place, first + at, min(steps, count - at))]
+            for place, first, count in runs
+            for at in range(0, count, steps)
+        ]
+
+    def _write(self, queues: Queues, runs: list[_Run]) -> None:
+        """Write runs by one operation of the buffer, and release their places in the queues.
+
+        An interrupt can come between the two: then the next call finds the claim.
+        """
+        buffer = self._target()
+        storage = buffer._storage
+        self._claim = _Claim(storage.written, runs)
+        starts = itertools.accumulate([run.steps for run in runs], initial=0)
+        storage.streams = [(start, queues.given(run.place)) for start, run in zip(starts, runs, strict=False)]
+        columns = self._columns(queues, runs)
+        rows, steps = queues.rows, sum([run.steps for run in runs])
+        turned = buffer.dim_extend if rows.envs else 0
+        if turned:
+            columns = [column.swapaxes(0, turned) for column in columns]
+        layout = rows.layout
+        if storage.initialized and layout.is_tensordict:
+            given = zip(self._keys, columns, strict=True)
+            buffer.extend_columns({key: one if dtype is None else of_bits(one, dtype) for (key, dtype), one in given})
+        else:
+            tensors = [of_bits(column, leaf.dtype) for column, leaf in zip(columns, layout.leaves, strict=True)]
+            shape = [steps, *rows.envs]
+            shape[0], shape[turned] = shape[turned], shape[0]
+            buffer.extend(layout.assemble(tensors, tuple(shape), None))
+        self._release(queues, runs)
+        self._claim, storage.streams = None, OWN
+
+    def _columns(self, queues: Queues, runs: list[_Run]) -> list[np.ndarray]:
+        """The steps of runs, an array per key: where they lie, if that is one piece."""
+        pieces = [(run.place, *piece) for run in runs for piece in queues.pieces(run.first, run.steps)]
+        if len(pieces) == 1:
+            ((place, start, stop),) = pieces
+            return [column[start:stop] for column in queues.columns[place]]
+        return [
+            np.concatenate([queues.columns[place][key][start:stop] for place, start, stop in pieces])
+            for key in range(len(queues.rows.layout.leaves))
+        ]
+
+    def _release(self, queues: Queues, runs: list[_Run]) -> None:
+        for place, first, count in runs:
+            # In the mirror first: after an interrupt between the two it is the one that counts.
+            self._taken[place] = first + count
+            queues.release(place, first + count)
+
+    # By a thread
+
+    def start(self, interval: float = 1e-3) -> None:
+        """Take rows in by a thread of its own, too, every ``interval`` seconds, until :meth:`stop`.
+
+        When they are taken in then depends on the clock, and so do batches.
+        """
+        self.stop()
+        stopped = threading.Event()
+        thread = threading.Thread(
+            target=_take_often, args=(weakref.ref(self), stopped, interval), name="gpubuf-writers", daemon=True
+        )
+        self._thread = thread, stopped
+        thread.start()
+
+    def stop(self) -> None:
+        """End the thread of :meth:`start`, if there is one."""
+        if self._thread is not None:
+            thread, stopped = self._thread
+            stopped.set()
+            thread.join()
+            self._thread = None
+
+    def _settle(self, queues: Queues, claim: _Claim) -> None:
+        """A write was interrupted: it happened if the buffer has more rows than before."""
+        storage = self._target()._storage
+        if storage.written > claim.written:
+            self._release(queues, claim.runs)
+        self._claim, storage.streams = None, OWN
+
+    def _target(self) -> Target:
+        buffer = self._buffer()
+        if buffer is None:
+            raise RuntimeError("the buffer of these writers is gone")
+        return buffer
+
+
+def _take_often(intake: Callable[[], Intake | None], stopped: threading.Event, interval: float) -> None:
+    """The thread of :meth:`Intake.start`. An error ends it: the buffer's next call raises the same."""
+    while not stopped.wait(interval):
+        found = intake()
+        if found is None:
+            return
+        found.take()

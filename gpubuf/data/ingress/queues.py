@@ -1,0 +1,338 @@
+"""Queues of rows in shared memory, one per writer: one process fills it, the process of the buffer empties it.
+
+A queue is a ring of rows per key, and two counters: rows ever published, which only the writer stores, and rows ever
+taken, which only the learner stores. A writer copies rows, then publishes them; the learner copies rows, then releases
+them. Neither takes a lock, so whoever is killed leaves nothing locked and nothing half published.
+
+Two things are relied on. A store of an aligned 64-bit integer happens as a whole, on x86-64 and on AArch64. And what
+comes before :func:`fence` in a process is seen before what comes after it: x86-64 keeps stores, and loads, in order
+anyway; on AArch64 the release of a lock and the next acquisition of one are ordered (store-release, load-acquire).
+
+The memory is anonymous (``memfd_create``): it has no name, needs no room in ``/dev/shm``, and the kernel frees it with
+the last process that has it, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import itertools
+import math
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpubuf.data.storage.layout import Leaf, RowLayout
+
+#: Counters are 64-bit integers. Those that different processes store are in different cache lines.
+_LINE = 8
+# Of the whole segment: whether the learner has left, how many steps all writers may publish (below 0: any number).
+_LEFT, _LIMIT = 0, 1
+# Of one queue, stored by the writer: steps published, nanoseconds blocked, whether it is blocked now.
+_PUBLISHED, _BLOCKED, _BLOCKS = 0, 1, 2
+# Who the writer is: its process, when that began, which client it has, and whether it has closed that.
+_PID, _START, _ATTACHED, _CLOSED = _LINE, _LINE + 1, _LINE + 2, _LINE + 3
+# And by the learner: rows taken, number of the client that the queue was last given to.
+_TAKEN, _GIVEN = 2 * _LINE, 2 * _LINE + 1
+_PER_QUEUE = 3 * _LINE
+_ALIGNMENT = 64
+
+
+def fence() -> None:
+    """Memory is read and written before this, or after it, by this process: see the module."""
+    # A lock of its own, which no interrupt can leave locked for others.
+    lock = threading.Lock()
+    lock.acquire()
+    lock.release()
+    lock.acquire()
+
+
+def start_of(pid: int) -> int | None:
+    """When a process began, in clock ticks since the machine did; None: it has ended. Tells reused numbers apart."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X", b"x") else int(fields[19])
+
+
+@functools.cache
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
+    """NumPy's dtype of the same numbers; None: it has none."""
+    try:
+        return torch.empty(0, dtype=dtype).numpy().dtype
+    except TypeError:
+        return None
+
+
+def bits_of(dtype: torch.dtype) -> np.dtype[Any]:
+    """NumPy's dtype of the same bytes: that of the same numbers, or unsigned integers."""
+    return numpy_dtype(dtype) or np.dtype(f"u{dtype.itemsize}")
+
+
+def as_bits(tensor: Tensor) -> np.ndarray:
+    """A tensor as NumPy sees its bytes, of the dtype of :func:`bits_of`; a copy, if it is not on the host."""
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    if numpy_dtype(tensor.dtype) is None:
+        tensor = tensor.contiguous().view(getattr(torch, bits_of(tensor.dtype).name))
+    return tensor.numpy()
+
+
+def of_bits(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """The inverse of :func:`as_bits`: a tensor of the same memory."""
+    return torch.from_numpy(array).view(dtype)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a queue.
+
+    Attributes:
+        layout: keys, shapes and dtypes, as they are written.
+        envs: dimensions of a step: ``()`` for a buffer of one dimension, ``(E,)`` for one of two.
+        steps: steps in a queue.
+    """
+
+    layout: RowLayout
+    envs: tuple[int, ...]
+    steps: int
+
+    @functools.cached_property
+    def step_bytes(self) -> int:
+        """Bytes of a step."""
+        return self.layout.row_bytes * math.prod(self.envs)
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where the keys begin in a queue, and where it ends."""
+        n = self.steps * math.prod(self.envs)
+        lengths = (-(-n * leaf.row_bytes // _ALIGNMENT) * _ALIGNMENT for leaf in self.layout.leaves)
+        return list(itertools.accumulate(lengths, initial=0))
+
+
+class Queues:
+    """All queues of a buffer, as one process sees them.
+
+    Passing one to a process that is being spawned passes the memory itself.
+
+    Args:
+        rows: what is in them.
+        count: number of queues.
+        handle: the memory; None: it is made.
+
+    Attributes:
+        rows, count: as given.
+        columns: for each queue its memory, an array ``[steps, *envs, ...]`` per key, of the dtype of :func:`bits_of`.
+
+    Raises:
+        NotImplementedError: the operating system is not Linux.
+    """
+
+    def __init__(self, rows: Rows, count: int, handle: int | None = None) -> None:
+        self.rows, self.count = rows, count
+        first = -(-8 * _LINE * (1 + 3 * count) // mmap.PAGESIZE) * mmap.PAGESIZE
+        *offsets, queue_bytes = rows.offsets
+        n_bytes = first + count * queue_bytes
+        if handle is None:
+            if not hasattr(os, "memfd_create"):
+                raise NotImplementedError("writers in other processes need Linux (memfd_create)")
+            handle = os.memfd_create("gpubuf-writers")
+            os.ftruncate(handle, n_bytes)
+        self._handle = handle
+        self.memory = mmap.mmap(handle, n_bytes)
+        self._counters = memoryview(self.memory)[: 8 * _LINE * (1 + 3 * count)].cast("q")
+        if not self._counters[_LIMIT]:
+            self._counters[_LIMIT] = -1
+        self.columns: list[list[np.ndarray]] = []
+        for queue in range(count):
+            at = first + queue * queue_bytes
+            keys = zip(rows.layout.leaves, offsets, strict=True)
+            self.columns.append([self._column(leaf, at + offset) for leaf, offset in keys])
+
+    def _column(self, leaf: Leaf, offset: int) -> np.ndarray:
+        shape = (self.rows.steps, *self.rows.envs, *leaf.shape)
+        return np.frombuffer(self.memory, bits_of(leaf.dtype), math.prod(shape), offset).reshape(shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"rows": self.rows, "count": self.count, "handle": DupFd(self._handle)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["rows"], state["count"], state["handle"].detach())  # type: ignore[misc]
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            os.close(self._handle)
+
+    def _at(self, queue: int, counter: int) -> int:
+        return _LINE + queue * _PER_QUEUE + counter
+
+    # The writer's end
+
+    def room(self, queue: int, published: int) -> int:
+        """Steps that may be written, of which ``published`` were ever published."""
+        found = self.rows.steps - published + self._counters[self._at(queue, _TAKEN)]
+        fence()
+        return found
+
+    def fill(self, queue: int, published: int, sources: Sequence[np.ndarray], start: int, n: int) -> None:
+        """Copy ``n`` steps of ``sources``, from ``start`` on, behind the ``published`` ones."""
+        for first, stop in self.pieces(published, n):
+            count = stop - first
+            for column, source in zip(self.columns[queue], sources, strict=True):
+                column[first:stop] = source[start : start + count]
+            start += count
+
+    def publish(self, queue: int, published: int) -> None:
+        """From now on the learner may take all steps up to ``published``, which are whole."""
+        fence()
+        self._counters[self._at(queue, _PUBLISHED)] = published
+
+    @contextlib.contextmanager
+    def blocking(self, queue: int) -> Iterator[None]:
+        """While a writer waits for room."""
+        began = time.monotonic()
+        self._counters[self._at(queue, _BLOCKS)] = 1
+        try:
+            yield
+        finally:
+            self._counters[self._at(queue, _BLOCKS)] = 0
+            self._counters[self._at(queue, _BLOCKED)] += int((time.monotonic() - began) * 1e9)
+
+    def attach(self, queue: int, client: int) -> None:
+        """This process writes to a queue from now on.
+
+        Raises:
+            RuntimeError: the queue was given to another client, or another process writes to it.
+        """
+        with self._exclusive():
+            self.check_given(queue, client)
+            writer = self.writer(queue)
+            if writer is not None and self._counters[self._at(queue, _ATTACHED)] == client:
+                raise RuntimeError(f"process {writer} uses this client: give each process one of its own")
+            own = os.getpid()
+            self._counters[self._at(queue, _CLOSED)] = self._counters[self._at(queue, _BLOCKS)] = 0
+            self._counters[self._at(queue, _PID)] = own
+            self._counters[self._at(queue, _START)] = start_of(own) or 0
+            fence()
+            self._counters[self._at(queue, _ATTACHED)] = client
+
+    def detach(self, queue: int) -> None:
+        """The writer has finished."""
+        fence()
+        self._counters[self._at(queue, _CLOSED)] = 1
+
+    def check_given(self, queue: int, client: int) -> None:
+        """Raise RuntimeError if the queue was given to another client."""
+        if self._counters[self._at(queue, _GIVEN)] != client:
+            raise RuntimeError(f"place {queue} of the buffer was given to another writer: ask for a client() anew")
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """While a queue gets another writer. The kernel takes the lock from a process that ends."""
+        handle = os.open(f"/proc/self/fd/{self._handle}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+    def allows(self, steps: int) -> bool:
+        """Whether the learner lets the writers together publish so many steps more. Two may ask at a time."""
+        limit = self._counters[_LIMIT]
+        return limit < 0 or sum(map(self.published, range(self.count))) + steps <= limit
+
+    @property
+    def left(self) -> bool:
+        """Whether the learner takes no more."""
+        return bool(self._counters[_LEFT])
+
+    # The learner's end
+
+    def leave(self) -> None:
+        """The learner takes no more."""
+        self._counters[_LEFT] = 1
+
+    def set_limit(self, steps: int) -> None:
+        """All writers together may have published so many steps."""
+        self._counters[_LIMIT] = steps
+
+    def give(self, queue: int, client: int) -> None:
+        """A queue belongs to another client from now on."""
+        with self._exclusive():
+            self._counters[self._at(queue, _GIVEN)] = client
+
+    def given(self, queue: int) -> int:
+        """The number of the client that a queue belongs to; 0: it never had one."""
+        return self._counters[self._at(queue, _GIVEN)]
+
+    def published(self, queue: int) -> int:
+        """Steps ever published. Call :func:`fence` before reading them."""
+        return self._counters[self._at(queue, _PUBLISHED)]
+
+    def taken(self, queue: int) -> int:
+        """Steps ever taken."""
+        return self._counters[self._at(queue, _TAKEN)]
+
+    def release(self, queue: int, taken: int) -> None:
+        """The steps up to ``taken`` were copied: their places may be written again."""
+        fence()
+        self._counters[self._at(queue, _TAKEN)] = taken
+
+    def pieces(self, first: int, n: int) -> list[tuple[int, int]]:
+        """Where ``n`` steps from the ``first`` ever published on lie: one or two ranges ``start, stop``."""
+        start = first % self.rows.steps
+        stop = min(start + n, self.rows.steps)
+        found = [(start, stop)]
+        if stop - start < n:
+            found.append((0, n - (stop - start)))
+        return found
+
+    def blocked(self, queue: int) -> float:
+        """Seconds that writers have waited for room."""
+        return self._counters[self._at(queue, _BLOCKED)] / 1e9
+
+    def blocks(self, queue: int) -> bool:
+        """Whether the writer waits for room now."""
+        return bool(self._counters[self._at(queue, _BLOCKS)])
+
+    def closed(self, queue: int) -> bool:
+        """Whether the writer has closed its client."""
+        return bool(self._counters[self._at(queue, _CLOSED)])
+
+    def writer(self, queue: int) -> int | None:
+        """The process that writes to a queue now; None: there is none, it has closed its client, or it has ended."""
+        pid = self._counters[self._at(queue, _PID)]
+        if not pid or self._counters[self._at(queue, _CLOSED)]:
+            return None
+        return pid if start_of(pid) == self._counters[self._at(queue, _START)] else None
+
+    def awaited(self, queue: int) -> bool:
+        """Whether a queue belongs to a client that no process has used yet."""
+        given = self.given(queue)
+        return given > 0 and self._counters[self._at(queue, _ATTACHED)] != given
+
+
+def wait(again: Callable[[], bool], timeout: float | None) -> None:
+    """Call ``again`` until it returns True, at growing intervals of up to 2 ms.
+
+    Raises:
+        TimeoutError: it did not, for ``timeout`` seconds (None: any number).
+    """
+    began, pause = time.monotonic(), 2e-5
+    while not again():
+        waited = time.monotonic() - began
+        if timeout is not None and waited > timeout:
+            raise TimeoutError
+        time.sleep(pause)
+        pause = min(2 * pause, 2e-3)

@@ -1,0 +1,86 @@
+"""The histories of writers: a short one with kills, and a checker that finds what is planted."""
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.studies.writer_histories import (
+    FAULTS,
+    History,
+    Seen,
+    example,
+    logged,
+    new_buffer,
+    planted,
+    run_history,
+    violations,
+    write,
+    wrong_samples,
+)
+
+
+def history_of_threads(folder: Path, fault: str | None, seconds: float) -> History:
+    """Two writers that are threads of this process, and a learner that takes rows in and samples."""
+    wrong = list[str]()
+    with planted(fault):
+        buffer = new_buffer(2)
+        until = time.monotonic() + seconds
+
+        def stopped() -> bool:
+            return time.monotonic() > until
+
+        clients = [buffer.client(example()) for _ in range(2)]
+        threads = [
+            threading.Thread(target=write, args=(client, number, str(folder / f"writer_{number}.log"), stopped))
+            for number, client in enumerate(clients)
+        ]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            if len(buffer):
+                wrong += wrong_samples(Seen.of(buffer.sample()))
+        buffer.writers.take(everything=True)
+        stored = Seen.of(buffer[:])
+    submitted, acknowledged = logged(folder)
+    return History(submitted, acknowledged, stored, wrong)
+
+
+def test_a_history_without_faults_has_no_violations(tmp_path: Path):
+    history = history_of_threads(tmp_path, None, 0.5)
+    assert violations(history) == []
+    assert len(history.stored.numbers) == sum(history.kept.values()) > 50
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_checker_finds_planted_faults(fault: str, tmp_path: Path):
+    assert violations(history_of_threads(tmp_path, fault, 0.7))
+
+
+def test_the_checker_finds_each_violation():
+    """Of a history of two writers with one thing wrong at a time."""
+
+    def found(numbers: list[int], *, torn: int | None = None, submitted: int = 4, kept: int = 3) -> str:
+        whole = np.arange(len(numbers)) != (-1 if torn is None else torn)
+        stored = Seen(np.zeros(len(numbers), np.int64), np.array(numbers, np.int64), whole)
+        return " ".join(violations(History({0: submitted}, {0: kept}, stored)))
+
+    assert found([0, 1, 2]) == found([0, 1, 2, 3]) == ""
+    assert "row 1 of writer 0 is torn" in found([0, 1, 2], torn=1)
+    assert "row 1 is where row 2 belongs (1 rows are there twice)" in found([0, 1, 1])
+    assert "row 2 is where row 1 belongs" in found([0, 2, 1])
+    assert "row 3 is where row 2 belongs (0 rows" in found([0, 1, 3])
+    assert "has submitted 4 rows, 5 are stored" in found([0, 1, 2, 3, 4])
+    assert "3 rows were acknowledged, 2 are stored" in found([0, 1])
+    assert "3 rows were acknowledged, 0 are stored" in found([])
+
+
+def test_a_short_history_with_kills(tmp_path: Path):
+    """Writers and the learner are killed; the long form is ``python -m benchmarks.studies.writer_histories``."""
+    history = run_history(tmp_path, writers=2, seconds=2.5, pause=0.8, seed=6)
+    assert violations(history) == []
+    assert history.kills["writers"] >= 1
+    assert history.kills["learners"] >= 1
+    assert len(history.stored.numbers) > 100

@@ -1,0 +1,527 @@
+"""Writers in other processes: whose rows arrive exactly once, in order, whole, and are never joined to others'."""
+
+import copy
+import multiprocessing
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from gpubuf import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    SliceSampler,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+    Writers,
+)
+from gpubuf.data import RewardScale
+from gpubuf.data.buffer import ReplayBuffer as CoreBuffer
+from gpubuf.data.ingress.client import WriterClient
+from tests.support.interrupts import interrupted
+from tests.support.written_rows import (
+    are_whole,
+    batch,
+    columns,
+    learn_and_die,
+    write_and_die,
+    write_rows,
+)
+
+SPAWN = multiprocessing.get_context("spawn")
+OWN = 99
+
+
+def buffer_of(capacity: int = 1000, writers: Any = 3, kind: Any = ReplayBuffer, **parts: Any) -> Any:
+    storage = LazyTensorStorage(capacity, **parts.pop("storage", {}))
+    return kind(storage, batch_size=parts.pop("batch_size", 8), writers=writers, **parts)
+
+
+def clients_of(buffer: Any, n: int) -> list[WriterClient]:
+    """Clients that are used in this process, where what they do can be put in an order."""
+    return [buffer.client(batch(0, 0, 1)) for _ in range(n)]
+
+
+def numbers_of(buffer: Any, writer: int) -> list[int]:
+    rows = buffer[:]
+    return rows["number"][rows["writer"][:, 0] == writer][:, 0].tolist()
+
+
+# Rows arrive once, in order
+
+
+def test_processes_write_to_a_buffer():
+    """Two spawned writers, one by columns and one by TensorDicts: every row once, whole, in its writer's order."""
+    buffer = buffer_of(100_000, 2)
+    sizes = [1, 3, 50, 7] * 20
+    processes = [
+        SPAWN.Process(target=write_rows, args=(buffer.client(batch(0, 0, 1)), writer, sizes, form))
+        for writer, form in enumerate(("columns", "batches"))
+    ]
+    for process in processes:
+        process.start()
+    while any(process.is_alive() for process in processes):
+        if len(buffer):
+            assert are_whole(buffer.sample())
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert len(buffer) == 2 * sum(sizes)
+    assert are_whole(buffer[:])
+    for writer in range(2):
+        assert numbers_of(buffer, writer) == list(range(sum(sizes)))
+    assert [(one.process, one.written, one.waiting) for one in buffer.writers.counters()] == [(None, sum(sizes), 0)] * 2
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.integers(0, 2), st.integers(1, 9)),
+        st.tuples(st.just("own"), st.just(OWN), st.integers(1, 4)),
+        st.tuples(st.just("take"), st.just(0), st.just(0)),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+def oracle(streams: list[int], done: list[bool], n_steps: int) -> tuple[list[int], list[list[int]]]:
+    """The steps that each row's transition takes, and the runs of one trajectory, from the definition."""
+    n = len(streams)
+    last = [done[i] or i + 1 == n or streams[i + 1] != streams[i] for i in range(n)]
+    taken = []
+    for i in range(n):
+        steps = 1
+        while steps < n_steps and not last[i + steps - 1]:
+            steps += 1
+        taken.append(steps)
+    runs, at = list[list[int]](), list[int]()
+    for i in range(n):
+        at.append(i)
+        if last[i]:
+            runs.append(at)
+            at = []
+    return taken, runs
+
+
+def played(buffer: Any, steps: Any) -> None:
+    """Do what Hypothesis says: clients and the learner write, the buffer takes rows in."""
+    clients = clients_of(buffer, 3)
+    numbers = dict.fromkeys((0, 1, 2, OWN), 0)
+    for what, writer, n in steps:
+        if what == "write":
+            if buffer.writers.counters()[writer].waiting + n > buffer.writers.options.queue_steps:
+                # The learner is this thread, too.
+                buffer.writers.take(everything=True)
+            clients[writer].extend_columns(columns(writer, numbers[writer], n))
+        elif what == "own":
+            buffer.extend(batch(OWN, numbers[OWN], n))
+        else:
+            buffer.writers.take(everything=n == 0)
+        numbers[writer] += n
+    buffer.writers.take(everything=True)
+    for client in clients:
+        client.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(actions, st.sampled_from([1, 3]), st.booleans(), st.sampled_from([12, 1000]))
+def test_steps_are_taken_within_one_writer(steps: Any, run: int, share_next: bool, capacity: int):
+    """n-step transitions end where another writer's rows follow, as if the row were the newest; rows stay as written.
+
+    Also in a ring that goes round, and after a copy and a checkpoint.
+    """
+    parts = {"n_steps": 3, "gamma": 1.0, "batch_size": 200, "storage": {"share_next": share_next}}
+    buffer = buffer_of(capacity, Writers(3, run=run, queue_steps=16), **copy.deepcopy(parts))
+    played(buffer, steps)
+    size = len(buffer)
+    if not size:
+        return
+    state = buffer.state_dict()
+    restored = buffer_of(capacity, **copy.deepcopy(parts))
+    restored.load_state_dict(state)
+    for one in (buffer, copy.deepcopy(buffer), restored):
+        rows = one[:]
+        assert are_whole(rows)
+        first = one.storage.cursor if size == capacity else 0
+        order = [(first + i) % size for i in range(size)]
+        streams, done = rows["writer"][order, 0].tolist(), rows["next", "done"][order, 0].tolist()
+        taken, _ = oracle(streams, done, 3)
+        expected = dict(zip(order, taken, strict=True))
+        found, info = one.sample(return_info=True)
+        steps_taken = [expected[i] for i in info["index"].tolist()]
+        assert found["steps_to_next_obs"][:, 0].tolist() == steps_taken
+        assert found["next", "reward"][:, 0].tolist() == steps_taken
+
+
+@settings(max_examples=40, deadline=None)
+@given(actions, st.sampled_from([1, 4]), st.sampled_from([15, 1000]), st.sampled_from([None, "writer"]))
+def test_slices_are_of_one_writer(steps: Any, run: int, capacity: int, traj_key: Any):
+    """Slices and queries give runs of one writer alone, with identifiers too, though writers may use the same ones."""
+    sampler = SliceSampler(slice_len=3, traj_key=traj_key) if traj_key else SliceSampler(slice_len=3)
+    writers = Writers(3, run=run, queue_steps=32)
+    buffer = buffer_of(capacity, writers, TensorDictReplayBuffer, sampler=sampler, batch_size=60)
+    played(buffer, steps)
+    size = len(buffer)
+    if not size:
+        return
+    rows = buffer[:]
+    first = buffer.storage.cursor if size == capacity else 0
+    order = [(first + i) % size for i in range(size)]
+    streams, done = rows["writer"][order, 0].tolist(), rows["next", "done"][order, 0].tolist()
+    _, runs = oracle(streams, done if traj_key is None else [False] * size, 1)
+    if traj_key is None:
+        assert sorted(len(one) for one in runs) == sorted(len(one) for one in buffer.query())
+    if max(map(len, runs)) < 3:
+        assert not buffer.can_sample()
+        return
+    found = buffer.sample().reshape(-1, 3)
+    assert (found["writer"] == found["writer"][:, :1]).all()
+    assert (found["number"].diff(dim=1) == 1).all()
+
+
+@pytest.mark.parametrize("dim_extend", [0, 1])
+def test_environments_of_writers_stay_apart(dim_extend: int):
+    """Steps of ``[T, E]``: each writer has E environments of its own, and n-step rows stay within a writer."""
+    buffer = buffer_of(400, Writers(2, run=1), storage={"ndim": 2}, dim_extend=dim_extend, n_steps=2, batch_size=300)
+
+    def block(writer: int, first: int, n: int) -> TensorDict:
+        by_env = torch.stack([batch(10 * writer + env, first, n, 1000) for env in range(2)])
+        return by_env.transpose(0, 1).contiguous() if dim_extend == 0 else by_env
+
+    clients = [buffer.client(block(0, 0, 1)) for _ in range(2)]
+    clients[0].extend(block(0, 0, 3))
+    clients[1].extend(block(1, 0, 2))
+    clients[0].extend(block(0, 3, 4))
+    step = block(1, 2, 1).squeeze(dim_extend)
+    clients[1].add_columns({key: step.get(key).numpy() for key in clients[1].column_keys})
+    rows = block(1, 3, 2)
+    clients[1].extend_columns({key: rows.get(key) for key in clients[1].column_keys})
+    assert len(buffer) == 2 * 12
+    stored = buffer.storage[:]
+    assert are_whole(stored)
+    assert stored["writer"][:, :, 0].tolist() == [[0, 1]] * 7 + [[10, 11]] * 5
+    assert stored["number"][:, 0, 0].tolist() == [*range(7), *range(5)]
+    found = buffer.sample()
+    last = ((found["writer"] < 10) & (found["number"] == 6)) | ((found["writer"] >= 10) & (found["number"] == 4))
+    assert torch.equal(found["steps_to_next_obs"], torch.where(last, 1, 2))
+    with pytest.raises(ValueError, match=r"of \(2,\) environments"):
+        clients[0].extend(torch.stack([batch(0, 0, 1)] * 3, 1 - dim_extend))
+
+
+def test_continuity_and_writers_end_trajectories():
+    """With ``ends="flags+continuity"`` both tell: a gap in one writer's rows, and another writer's rows."""
+    parts = {"storage": {"ends": "flags+continuity"}, "n_steps": 2, "batch_size": 200}
+    buffer = buffer_of(50, Writers(2, run=1), **parts)
+    one, other = clients_of(buffer, 2)
+    one.extend(batch(1, 0, 3, 100))
+    one.extend(batch(1, 7, 2, 100))
+    # It would continue the other's by its bytes.
+    other.extend(batch(1, 9, 2, 100))
+    found, info = buffer.sample(return_info=True)
+    expected = torch.tensor([2, 2, 1, 2, 1, 2, 1])
+    assert torch.equal(found["steps_to_next_obs"][:, 0], expected[info["index"]])
+
+
+@pytest.mark.parametrize(("lines", "apart"), [(False, 3), (True, 17)])
+def test_an_interrupted_intake_is_finished(lines: bool, apart: int):
+    """An interrupt at some places of an intake: each row is there once, and cut where it was."""
+    for at in range(0, 5000, apart):
+        buffer = buffer_of(100, Writers(2, run=1), n_steps=2, batch_size=100)
+        one, other = clients_of(buffer, 2)
+        one.extend(batch(1, 0, 2, 100))
+        buffer.writers.take()
+        one.extend(batch(1, 2, 3, 100))
+        other.extend(batch(2, 0, 3, 100))
+        interrupt = interrupted(buffer.writers.take, at, lines=lines)
+        assert numbers_of(buffer, 1) == list(range(5))
+        assert numbers_of(buffer, 2) == list(range(3))
+        found, info = buffer.sample(return_info=True)
+        expected = torch.tensor([2, 2, 2, 2, 1, 2, 2, 1])
+        assert torch.equal(found["steps_to_next_obs"][:, 0], expected[info["index"]])
+        if interrupt is None:
+            return
+    raise AssertionError("there are more calls than the test looks at")
+
+
+# Writers and learners that wait, and that end
+
+
+def test_a_full_queue_blocks_and_says_why():
+    """The error names the cause: the queue, or the ratio; and counters say who waited how long."""
+    buffer = buffer_of(writers=Writers(2, queue_steps=4, timeout=0.1))
+    one, _ = clients_of(buffer, 2)
+    one.extend_columns(columns(1, 0, 3))
+    with pytest.raises(
+        TimeoutError, match=rf"4 steps was full for 0.1 s: the learner, process {os.getpid()}, is alive"
+    ):
+        one.extend_columns(columns(1, 3, 2))
+    assert [(c.waiting, c.blocked > 0.05) for c in buffer.writers.counters()] == [(3, True), (0, False)]
+    assert len(buffer) == 3
+    one.extend_columns(columns(1, 3, 4))
+    assert numbers_of(buffer, 1) == list(range(7))
+    buffer = buffer_of(writers=Writers(1, timeout=0.1, ratio=4.0, margin=20.0, min_rows=2))
+    client = buffer.client(batch(0, 0, 1))
+    with pytest.raises(
+        TimeoutError, match=r"8 samples more than 0 wait for rows, by ratio=4.0.*1 of 1 are alive|0 of 1"
+    ):
+        buffer.sample()
+    client.extend(batch(0, 0, 7))
+    with pytest.raises(TimeoutError, match=r"ratio= held this writer back for 0.1 s"):
+        client.extend(batch(0, 7, 1))
+    for _ in range(5):
+        buffer.sample()
+    with pytest.raises(TimeoutError, match="wait for rows"):
+        buffer.sample()
+    client.extend(batch(0, 7, 8))
+    buffer.sample()
+    with pytest.raises(ValueError, match=r"a batch of 64 samples is more than twice margin=20"):
+        buffer.sample(batches=8)
+
+
+def test_a_batch_larger_than_the_queue_goes_in_parts():
+    """The learner takes the first part in while the writer waits for room, though its run is short."""
+    buffer = buffer_of(writers=Writers(1, queue_steps=8, run=100))
+    client = buffer.client(batch(0, 0, 1))
+    client.extend(batch(0, 0, 1))
+    assert len(buffer) == 0
+    thread = threading.Thread(target=client.extend, args=(batch(0, 1, 30),))
+    thread.start()
+    while thread.is_alive():
+        len(buffer)
+    thread.join()
+    client.close()
+    assert numbers_of(buffer, 0) == list(range(31))
+
+
+def test_a_killed_writer_leaves_its_place():
+    """Its rows are there, also of a run that is shorter than wanted; another one takes its place and goes on."""
+    buffer = buffer_of(writers=Writers(1, run=50))
+    for writer in (1, 2):
+        process = SPAWN.Process(target=write_and_die, args=(buffer.client(batch(0, 0, 1)), writer, 3))
+        process.start()
+        with pytest.raises(RuntimeError, match=r"all 1 places are taken \(0: (no process has come yet|process)"):
+            buffer.client()
+        process.join()
+        assert process.exitcode == -9
+    last = buffer.client()
+    assert len(buffer) == 6
+    assert (numbers_of(buffer, 1), numbers_of(buffer, 2)) == ([0, 1, 2], [0, 1, 2])
+    taken_over = buffer.client(place=0)
+    with pytest.raises(RuntimeError, match="was given to another writer"):
+        last.extend(batch(3, 0, 1))
+    taken_over.extend(batch(4, 0, 1))
+    with pytest.raises(RuntimeError, match="writes at place 0: close its client"):
+        buffer.client(place=0)
+    buffer.writers.take(everything=True)
+    assert numbers_of(buffer, 4) == [0]
+
+
+def test_a_writer_ends_with_its_learner():
+    """A learner that closes its buffer, or loses it, or is killed, ends writers by an error that says so."""
+    buffer = buffer_of()
+    one, other = clients_of(buffer, 2)
+    one.extend(batch(1, 0, 3))
+    buffer.writers.close()
+    assert numbers_of(buffer, 1) == [0, 1, 2]
+    with pytest.raises(RuntimeError, match=rf"the buffer of process {os.getpid()} takes no more rows"):
+        other.extend(batch(2, 0, 1))
+    buffer = buffer_of()
+    one = buffer.client(batch(0, 0, 1))
+    del buffer
+    with pytest.raises(RuntimeError, match="takes no more rows: it was closed, or is gone"):
+        one.extend(batch(1, 0, 1))
+    answers = SPAWN.Queue()
+    learner = SPAWN.Process(target=learn_and_die, args=(answers,))
+    learner.start()
+    assert answers.get(timeout=100) == "begun"
+    kind, message, seconds = answers.get(timeout=60)
+    learner.join()
+    assert (kind, learner.exitcode) == ("RuntimeError", -9)
+    assert f"the learner, process {learner.pid}, has ended" in message
+    assert seconds < 10
+
+
+def test_a_thread_takes_rows_in():
+    """``writers.start()``: rows arrive while the learner makes no call."""
+    buffer = buffer_of()
+    client = buffer.client(batch(0, 0, 1))
+    buffer.writers.start()
+    client.extend(batch(0, 0, 5))
+    until = time.monotonic() + 30
+    while buffer.writers.counters()[0].waiting and time.monotonic() < until:
+        time.sleep(0.001)
+    buffer.writers.stop()
+    client.extend(batch(0, 5, 1))
+    time.sleep(0.01)
+    assert [c.waiting for c in buffer.writers.counters()] == [1, 0, 0]
+    assert len(buffer) == 6
+
+
+def test_a_checkpoint_has_what_was_acknowledged(tmp_path: Path):
+    """Also runs that are too short to be taken in otherwise; where writers change is in the file."""
+    parts = {"n_steps": 2, "batch_size": 100}
+    buffer = buffer_of(50, Writers(2, run=20), **parts)
+    one, other = clients_of(buffer, 2)
+    one.extend(batch(1, 0, 3, 100))
+    other.extend(batch(1, 3, 3, 100))
+    assert len(buffer) == 0
+    buffer.save(tmp_path)
+    for capacity in (50, 70):
+        restored = buffer_of(capacity, 2, **parts)
+        restored.load(tmp_path)
+        assert len(restored) == 6
+        found, info = restored.sample(return_info=True)
+        expected = torch.tensor([2, 2, 1, 2, 2, 1])
+        assert torch.equal(found["steps_to_next_obs"][:, 0], expected[info["index"]])
+        restored.client().extend(batch(1, 6, 3, 100))
+        restored.writers.take(everything=True)
+        found, info = restored.sample(return_info=True)
+        assert found["steps_to_next_obs"][info["index"] == 5].eq(1).all()
+    with pytest.raises(ValueError, match="make this buffer with writers=, too"):
+        ReplayBuffer(LazyTensorStorage(50), batch_size=4).load(tmp_path)
+
+
+# As a write in the process
+
+
+def test_priorities_and_transforms_are_those_of_a_write():
+    """Rows bring priorities along; inverse transforms change what is written, each writer's by itself."""
+    seen = []
+
+    class Counted(torch.nn.Module):
+        def forward(self, data: TensorDict) -> TensorDict:
+            return data
+
+        def inv(self, data: TensorDict) -> TensorDict:
+            seen.append(data["writer"].unique().tolist())
+            return data.set("seen", torch.ones(len(data)))
+
+    def rows(writer: int, n: int) -> TensorDict:
+        return batch(writer, 0, n).set("td_error", torch.full((n,), float(writer)))
+
+    sampler = PrioritizedSampler(100, 1.0, 1.0)
+    buffer = buffer_of(100, 2, TensorDictReplayBuffer, sampler=sampler, transform=Counted(), batch_size=30)
+    clients = [buffer.client(rows(0, 1)) for _ in range(2)]
+    clients[0].extend(rows(1, 3))
+    clients[1].extend(rows(0, 3))
+    clients[0].extend(rows(1, 2))
+    assert (buffer.sample()["writer"] == 1).all()
+    assert seen == [[1], [0]]
+    assert "seen" in buffer[:].keys()
+    plain = buffer_of(100, 2, TensorDictReplayBuffer, sampler=PrioritizedSampler(100, 1.0, 1.0), batch_size=30)
+    clients = [plain.client(rows(0, 1)) for _ in range(2)]
+    for number, client in enumerate(clients):
+        client.extend(rows(number, 4))
+    assert (plain.sample()["writer"] == 1).all()
+
+
+def test_many_writes_are_taken_in_as_one(monkeypatch: pytest.MonkeyPatch):
+    buffer = buffer_of()
+    clients = clients_of(buffer, 3)
+    clients[0].extend(batch(0, 0, 1))
+    assert len(buffer) == 1
+    writes = []
+    append = ReplayBuffer.extend_columns
+    monkeypatch.setattr(ReplayBuffer, "extend_columns", lambda *given: writes.append(given) or append(*given))
+    for number, client in enumerate(clients):
+        for first in range(5):
+            client.add_columns({key: value[0] for key, value in columns(number, first, 1).items()})
+    assert len(buffer) == 16
+    assert len(writes) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex64, torch.uint8, torch.float64])
+def test_all_dtypes_arrive(dtype: torch.dtype):
+    values = (torch.arange(12).reshape(6, 2) % 2).to(dtype)
+    buffer = ReplayBuffer(LazyTensorStorage(10), writers=2, batch_size=2)
+    one, other = (buffer.client(TensorDict({"a": values[:1]}, [1])) for _ in range(2))
+    one.extend(TensorDict({"a": values[:3]}, [3]))
+    other.extend_columns({"a": values[3:4]})
+    other.add_columns([values[4].tolist()])
+    other.extend_columns({"a": values[5:]})
+    assert torch.equal(buffer[:]["a"], values)
+
+
+def test_rows_of_other_kinds_arrive():
+    """Plain tensors, dicts and tuples, whose first batch is an example."""
+    for example in (torch.zeros(1, 2), {"a": torch.zeros(1), "b": torch.zeros(1, 3)}, (torch.zeros(1), torch.ones(1))):
+        buffer = ReplayBuffer(LazyTensorStorage(10), writers=2, batch_size=2)
+        for client in [buffer.client(example) for _ in range(2)]:
+            client.extend(example)
+            client.extend(example)
+        assert len(buffer) == 4
+        assert type(buffer.sample()) is type(example)
+
+
+# What is refused
+
+
+def test_mistakes_are_refused_with_a_sentence():
+    buffer = buffer_of()
+    with pytest.raises(RuntimeError, match="has to know what a row is: write a batch first, or pass client"):
+        buffer.client()
+    buffer.extend(batch(OWN, 0, 2))
+    client = buffer.client()
+    with pytest.raises(ValueError, match="keys differ"):
+        client.extend(batch(0, 0, 1).exclude("number"))
+    with pytest.raises(ValueError, match=r"missing \['number'\]"):
+        client.extend_columns({key: value for key, value in columns(0, 0, 1).items() if key != "number"})
+    with pytest.raises(ValueError, match="holds rows of shape"):
+        client.extend_columns({**columns(0, 0, 1), "number": np.zeros((1, 2), np.int64)})
+    with pytest.raises(ValueError, match="has the 8 columns"):
+        client.add_columns([1, 2])
+    client.extend(batch(0, 0, 1))
+    with pytest.raises(RuntimeError, match="was used here: ask the buffer"):
+        copy.copy(client)
+    with client:
+        pass
+    with pytest.raises(RuntimeError, match="was closed"):
+        client.extend(batch(0, 1, 1))
+    assert numbers_of(buffer, 0) == [0]
+    with pytest.raises(RuntimeError, match="make it with writers="):
+        CoreBuffer(LazyTensorStorage(3)).client()
+    with pytest.raises(TypeError, match="need a LazyTensorStorage"):
+        ReplayBuffer(ListStorage(3), writers=1)
+    with pytest.raises(TypeError, match="need a LazyTensorStorage"):
+        ReplayBuffer(LazyMemmapStorage(3), writers=1)
+    with pytest.raises(ValueError, match="written in turn"):
+        TensorDictReplayBuffer(LazyTensorStorage(3), writer=TensorDictMaxValueWriter(), writers=1)
+    with pytest.raises(ValueError, match="written in turn"):
+        ReplayBuffer(LazyTensorStorage(3), consume_after_n_samples=1, writers=1)
+    with pytest.raises(ValueError, match="RewardScale sums rewards along the rows of one writer"):
+        ReplayBuffer(LazyTensorStorage(3), process=[RewardScale(0.99)], writers=1)
+    for options in ({"count": 0}, {"count": 1, "margin": 1.0}, {"count": 1, "timeout": 0}, {"count": 1, "ratio": -1.0}):
+        with pytest.raises(ValueError, match=r"count|ratio|timeout"):
+            Writers(**options)
+
+
+def test_a_forked_process_is_refused():
+    """It would write with the client of its parent. Its copy of the buffer takes no rows in either."""
+    buffer = buffer_of()
+    client = buffer.client(batch(0, 0, 1))
+    client.extend(batch(0, 0, 1))
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            len(buffer)
+            client.extend(batch(0, 1, 1))
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert b"a forked process has the client of its parent" in os.read(read, 1000)
+    os.close(read)
+    os.close(write)
+    assert numbers_of(buffer, 0) == [0]
