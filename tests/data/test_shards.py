@@ -18,9 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from gpubuf.data import (
     LazyTensorStorage,
     MixedReplayBuffer,
+    Normalize,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
+    RewardScale,
     Sampler,
     SliceSampler,
     TensorDictReplayBuffer,
@@ -92,6 +94,7 @@ def on_rank(rank: int, size: int, group: dist.ProcessGroup, alone: dist.ProcessG
         found["alone"][name] = drawn(filled(rows, samplers(alone)[name])).to_dict()
         found["nobody"][name] = drawn(filled(rows, samplers(None)[name])).to_dict()
 
+    found["statistics"] = statistics_of(rank, group)
     buffer = filled(rows, samplers(group)["prioritized"])
     found["gradients"] = torch.stack([gradient(buffer.sample(64), group) for _ in range(BATCHES)])
     with CountedCollectives() as counted:
@@ -109,6 +112,38 @@ def on_rank(rank: int, size: int, group: dist.ProcessGroup, alone: dist.ProcessG
             empty.extend(rows[:1])
         if name in ("trajectories", "starts", "prioritized slices"):
             found["refused"][name].append(refusal(empty))
+    return found
+
+
+WRITES = 3
+
+
+def observations(rank: int, write: int) -> TensorDict:
+    """What a rank writes: of its own length, mean and scale, far from zero."""
+    generator = torch.Generator().manual_seed(10 * rank + write)
+    n = 5 + 3 * rank + write
+    x = 1000 + rank + torch.randn(n, 3, generator=generator) * (1 + write)
+    done = torch.arange(n) == n - 1
+    return TensorDict({"x": x, "next": {"reward": x[:, :1] - 1000, "done": done.unsqueeze(-1)}}, [n])
+
+
+def statistics_of(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Running statistics after each write and all-reduce; the second write goes into a restored buffer."""
+    found: dict[str, Any] = {"states": [], "calls": []}
+    state: dict[str, Any] = {}
+    for write in range(WRITES):
+        if write < 2:
+            steps = [Normalize("x"), RewardScale(0.9)]
+            buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100), process=steps, batch_size=4)
+        if write == 1:
+            buffer.load_state_dict(state)
+        buffer.extend(observations(rank, write))
+        with CountedCollectives() as counted:
+            for step in steps:
+                assert step.all_reduce(group) is step
+        found["calls"].append(counted.calls)
+        found["states"].append({type(step).__name__: step.state_dict() for step in steps})
+        state = buffer.state_dict()
     return found
 
 
@@ -196,6 +231,7 @@ class OneBuffer:
 
 
 NAMES = list(samplers(None))
+NUMBERS = ("count", "mean", "m2", "peak")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -280,6 +316,38 @@ def test_all_ranks_hear_of_a_rank_without_rows(ranks):
         for name, told in found["refused"].items():
             for text in told:
                 assert f"of {len(ranks)} ranks those numbered [{last}] have no row that can be drawn" in text, name
+
+
+def test_statistics_of_all_ranks_are_those_of_all_rows(ranks):
+    for write in range(WRITES):
+        states = [found["statistics"]["states"][write] for found in ranks]
+        x = torch.cat([observations(rank, w)["x"] for rank in range(len(ranks)) for w in range(write + 1)]).double()
+        moments = states[0]["Normalize"]["moments"]["0"]
+        assert moments["count"].tolist() == [len(x)] * 3
+        torch.testing.assert_close(moments["mean"], x.mean(0), rtol=1e-14, atol=0)
+        torch.testing.assert_close(moments["m2"], ((x - x.mean(0)) ** 2).sum(0), rtol=1e-8, atol=0)
+        assert torch.equal(moments["peak"].float(), x.abs().amax(0).float())
+        for state in states:
+            for name in ("Normalize", "RewardScale"):
+                entry, first = state[name]["moments"]["0"], states[0][name]["moments"]["0"]
+                assert all(torch.equal(entry[key], first[key]) for key in first)
+
+
+def test_statistics_take_one_collective(ranks):
+    for found in ranks:
+        for calls in found["statistics"]["calls"]:
+            # Count, mean, M2 and largest magnitude of three elements, and of one.
+            assert [size for _, size in calls] == [4 * 3 * 8, 4 * 1 * 8]
+
+
+@pytest.mark.parametrize("shared", [torch.ones(4, 2).double(), torch.ones(4, 3), torch.full((4, 3), 9.0).double(), 3])
+def test_a_damaged_state_of_shared_statistics_is_refused(shared):
+    step = Normalize("x")
+    step.load_state_dict({"training": True, "moments": {"0": dict.fromkeys(NUMBERS, torch.ones(3).double())}})
+    state = step.state_dict()
+    state["moments"]["0"]["shared"] = shared
+    with pytest.raises(ValueError, match=r"ranks share|float64"):
+        step.load_state_dict(state)
 
 
 @pytest.fixture

@@ -18,6 +18,13 @@ _LEAST = 1
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
+def gathered(own: Tensor, process_group: dist.ProcessGroup) -> Tensor:
+    """``own``, ``[n]``, of every rank: ``[W, n]``, the same bits on each. One all-gather."""
+    every = own.new_empty(process_group.size() * own.numel())
+    _all_gather(every, own, group=process_group)
+    return every.view(-1, own.numel())
+
+
 class Shards:
     """The ranks of a group, each of which holds a shard: rows that it alone writes and draws.
 
@@ -88,10 +95,7 @@ class Shards:
 
     def _gathered(self, mass: Tensor, least: Tensor) -> Tensor:
         """Both numbers of each rank, float64 ``[W, 2]``: the same bits on every rank."""
-        own = torch.stack((mass, least))
-        every = own.new_empty(2 * self.size)
-        _all_gather(every, own, group=self.process_group)
-        every = every.view(-1, 2)
+        every = gathered(torch.stack((mass, least)), self.process_group)
         if not torch.compiler.is_compiling() and type(every) is Tensor and every.is_cpu:
             empty = (~(every[:, 0] > 0)).nonzero().flatten().tolist()
             if empty:
