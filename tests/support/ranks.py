@@ -26,6 +26,8 @@ def _run(rank: int, size: int, target: Callable[..., Any], folder: str, timeout:
 def run_ranks(target: Callable[..., Any], size: int, *arguments: Any, timeout: float = 60) -> list[Any]:
     """What ``target(rank, size, *arguments)`` returns on each rank: tensors, numbers, and lists and dicts of them.
 
+    None for a rank that has left.
+
     Args:
         target: a function of a module. It is imported once, in a process from which the ranks are forked.
         size: ranks.
@@ -35,7 +37,8 @@ def run_ranks(target: Callable[..., Any], size: int, *arguments: Any, timeout: f
     with tempfile.TemporaryDirectory() as folder:
         mp.get_context("forkserver").set_forkserver_preload([target.__module__])
         mp.start_processes(_run, (size, target, folder, timeout, arguments), nprocs=size, start_method="forkserver")
-        return [torch.load(Path(folder, f"{rank}.pt")) for rank in range(size)]
+        files = [Path(folder, f"{rank}.pt") for rank in range(size)]
+        return [torch.load(file) if file.exists() else None for file in files]
 
 
 def leave() -> None:

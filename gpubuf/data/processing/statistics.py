@@ -195,6 +195,30 @@ def packed(state: dict[str, Any]) -> Tensor:
     return found
 
 
+def merged_entries(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The :meth:`Moments.state_dict` of all numbers that several ranks have counted; what they share counts once.
+
+    Raises:
+        ValueError: they are of rows of different sizes, or don't share the same.
+    """
+    known = [entry for entry in entries if entry]
+    if not known:
+        return {}
+    states, shared = [packed(entry) for entry in known], [entry.get("shared") for entry in known]
+    first = shared[0]
+    for state, other in zip(states, shared, strict=True):
+        if state.shape != states[0].shape:
+            raise ValueError(f"statistics of {state.shape[1]} and {states[0].shape[1]} elements can't be merged")
+        same = other is first if other is None or first is None else torch.equal(other, first)
+        if not same:
+            raise ValueError("the ranks' statistics were not all-reduced together: they can't be merged")
+    total = torch.zeros_like(states[0]) if first is None else first
+    for state in states:
+        total = merged(total, state if first is None else unmerged(state, first))
+    found = dict(zip(_NAMES, total.unbind(), strict=True))
+    return found if first is None else {**found, "shared": first}
+
+
 Update = Literal["write", "manual"]
 
 
