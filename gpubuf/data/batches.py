@@ -141,7 +141,7 @@ class Batches:
                 sampler.ran_out = False
             # Past `len`, which is a call. Compiled code may not depend on the number of rows.
             if not _compiling() and (storage._ring is None or not storage._ring.size):
-                require_rows(storage)
+                require_rows(storage, sampler.shards)
             if self.unit is not None:
                 drawn = self.unit.draw(sampler, reader, n, batches, storage)
             else:

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gpubuf.data import moving
@@ -20,7 +21,7 @@ from gpubuf.data.arguments import check_sizes, component
 from gpubuf.data.array_writes import ArrayWrites, Columns
 from gpubuf.data.batches import Batches
 from gpubuf.data.check import Report, check
-from gpubuf.data.checkpoints import restore, save
+from gpubuf.data.checkpoints import restore, save, shards
 from gpubuf.data.checkpoints.save import Saved
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
@@ -1090,17 +1091,33 @@ class ReplayBuffer:
         """
         restore.load_state(self, state)
 
-    def save(self, path: str | os.PathLike[str], **options: Any) -> Saved:
-        """Save everything to a folder, atomically; see :func:`gpubuf.data.checkpoints.save.save`. Synchronises."""
+    def save(
+        self, path: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None, **options: Any
+    ) -> Saved:
+        """Save everything to a folder, atomically; see :func:`gpubuf.data.checkpoints.save.save`. Synchronises.
+
+        With ``process_group`` all of its ranks save their buffers together: see
+        :func:`gpubuf.data.checkpoints.shards.save_shards`.
+        """
+        if process_group is not None:
+            return shards.save_shards(self, path, process_group, **options)
         return save.save(self, path, **options)
 
-    def load(self, path: str | os.PathLike[str], **options: Any) -> None:
+    def load(
+        self, path: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None, **options: Any
+    ) -> None:
         """Restore what :meth:`save` wrote; see :func:`gpubuf.data.checkpoints.restore.load`. Synchronises.
 
         A folder that TorchRL's ``dumps`` has written is recognised: its rows, counters and priorities replace those of
         the buffer; see :func:`gpubuf.torchrl.dumps.load_dump`.
+
+        What several ranks have saved is loaded by all ranks of ``process_group``, as many as there were or fewer: see
+        :func:`gpubuf.data.checkpoints.shards.load_shards`. Without one this buffer takes the rows of all.
         """
-        restore.load(self, path, **options)
+        if process_group is not None:
+            shards.load_shards(self, path, process_group, **options)
+        else:
+            restore.load(self, path, **options)
 
     # Interrupted operations
 

@@ -251,6 +251,11 @@ class Mixture:
             RuntimeError: ``n`` is no multiple of it.
         """
         samplers = [buffer._sampler for buffer in self._buffers]
+        if any(sampler.shards is not None for sampler in samplers):
+            raise ValueError(
+                "a buffer whose sampler has a process_group can't have a part in batches of several buffers: each rank "
+                "decides for itself which of them it draws from, and the others would wait"
+            )
         if True not in [isinstance(sampler, SliceSampler) for sampler in samplers]:
             return 1
         forms = {(s.slice_len, s.stack) if isinstance(s, SliceSampler) else None for s in samplers}

@@ -209,7 +209,7 @@ class Sampler(core.Sampler):
         """
         self._serve(storage)
         own = self.storage
-        core.require_rows(own)
+        core.require_rows(own, self.shards)
         positions, info = self._chosen(batch_size)
         return own.unravel(positions), info
 
@@ -363,7 +363,7 @@ class SliceSampler(Sampler, slices.SliceSampler):
         """Indices of slices, a tensor for each dimension of the storage, and the info. Gathers the rows for that."""
         self._serve(storage)
         own = self.storage
-        core.require_rows(own)
+        core.require_rows(own, self.shards)
         drawn = self.draw(batch_size)
         coordinates = own.unravel(drawn.positions)
         return (coordinates,) if own.ndim == 1 else coordinates.unbind(-1), drawn.info

@@ -234,7 +234,7 @@ def test_signatures():
     for cls, defaults in due.items():
         found = {n: p.default for n, p in inspect.signature(cls).parameters.items() if p.default is not p.empty}
         assert defaults.items() <= found.items()
-        assert set(found) - set(defaults) <= {"weighting", "stack", "replacement"}
+        assert set(found) - set(defaults) <= {"weighting", "stack", "replacement", "process_group"}
 
 
 def test_the_sampler_alone():

@@ -36,6 +36,7 @@ from gpubuf.terminal import Advance
 MANIFEST = "manifest.json"
 FORMAT = "gpubuf-checkpoint"
 MIX_FORMAT = "gpubuf-mixed-checkpoint"
+SHARD_FORMAT = "gpubuf-sharded-checkpoint"
 VERSION = 1
 
 Kind = Literal["rows", "tensor", "state"]
@@ -164,7 +165,34 @@ class MixManifest:
         need(_ID.fullmatch(self.id) is not None, f"{self.id!r} is not the name of a checkpoint")
 
 
-_M = TypeVar("_M", Manifest, MixManifest)
+@dataclass(frozen=True)
+class ShardManifest:
+    """The content of a checkpoint of the ranks of a process group.
+
+    Attributes:
+        id: of the save.
+        parts: what the folder of each rank holds, also where its own manifest is an older one.
+        states: what each rank keeps beside its buffer.
+    """
+
+    id: str
+    parts: tuple[Manifest, ...]
+    states: tuple[File, ...]
+
+    @property
+    def files(self) -> list[File]:
+        """Every file beside the folders of the ranks."""
+        return list(self.states)
+
+    def verify(self) -> None:
+        """Raise unless the save has a name, and every rank a state."""
+        need(_ID.fullmatch(self.id) is not None, f"{self.id!r} is not the name of a checkpoint")
+        need(len(self.parts) == len(self.states) > 0, "the checkpoint has no state for every rank")
+
+
+AnyManifest = Manifest | MixManifest | ShardManifest
+_FORMATS: dict[type, str] = {Manifest: FORMAT, MixManifest: MIX_FORMAT, ShardManifest: SHARD_FORMAT}
+_M = TypeVar("_M", Manifest, MixManifest, ShardManifest)
 
 
 class DamagedError(ValueError):
@@ -184,11 +212,11 @@ def need(condition: bool, what: str) -> None:
 # Writing
 
 
-def write_manifest(folder: Path, manifest: Manifest | MixManifest) -> int:
+def write_manifest(folder: Path, manifest: AnyManifest) -> int:
     """Put the manifest in place: from here on the checkpoint is this one. Returns its size."""
     content = asdict(manifest)
     # Not indented: that takes an encoder whose functions refer to each other, and stay until garbage is collected.
-    form = FORMAT if isinstance(manifest, Manifest) else MIX_FORMAT
+    form = _FORMATS[type(manifest)]
     text = json.dumps({"format": form, "version": VERSION, "checksum": _checksum(content), "content": content}).encode()
     # The names of the files that the manifest refers to must be on the disk before it is.
     serialization.sync_folder(folder)
@@ -197,7 +225,12 @@ def write_manifest(folder: Path, manifest: Manifest | MixManifest) -> int:
     return len(text)
 
 
-def remove_others(folder: Path, manifest: Manifest | MixManifest) -> None:
+def is_own(name: str) -> bool:
+    """Whether a file of this name in the folder of a checkpoint is one of ours."""
+    return name == MANIFEST or _NAME.fullmatch(name) is not None
+
+
+def remove_others(folder: Path, manifest: AnyManifest) -> None:
     """Remove the files of earlier and of killed saves. Files of other names are not ours, and stay."""
     named = {file.name for file in manifest.files}
     for entry in folder.iterdir():
@@ -247,6 +280,11 @@ def read_manifest(folder: Path) -> Manifest:
 def read_mix(folder: Path) -> MixManifest:
     """:func:`read_manifest` of a checkpoint of several buffers."""
     return _read(folder, MIX_FORMAT, " of several buffers", MixManifest)
+
+
+def read_shards(folder: Path) -> ShardManifest:
+    """:func:`read_manifest` of a checkpoint of the ranks of a process group."""
+    return _read(folder, SHARD_FORMAT, " of several ranks", ShardManifest)
 
 
 def _read(folder: Path, form: str, what: str, kind: type[_M]) -> _M:

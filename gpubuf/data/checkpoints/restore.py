@@ -68,13 +68,13 @@ def load(buffer: Checkpointed, path: str | os.PathLike[str], *, progress: bool |
         ValueError: the checkpoint is damaged, incomplete, foreign, or of a newer version, or doesn't fit the buffer.
             The buffer is as it was. Synchronises.
     """
-    folder = _existing(path)
+    folder = existing(path)
     for recognises, read in readers:
         if recognises(folder):
             read(buffer, folder)
             return
     with files.FolderLock(folder, exclusive=False):
-        _load([buffer], [folder], [files.read_manifest(folder)], None, progress)
+        load_parts([buffer], [folder], [files.read_manifest(folder)], None, progress)
 
 
 def load_mix(
@@ -95,7 +95,7 @@ def load_mix(
 
     Raises as :func:`load`; ValueError also for a checkpoint of another number of buffers.
     """
-    folder = _existing(path)
+    folder = existing(path)
     with files.FolderLock(folder, exclusive=False):
         mix = files.read_mix(folder)
         manifests, shared = mix.parts, files.open_file(folder, mix.state)
@@ -103,27 +103,43 @@ def load_mix(
             need(isinstance(shared.get(name), dict), f"{folder} has no {name} of the mix")
         if len(manifests) != len(buffers):
             raise ValueError(f"the checkpoint at {folder} is of {len(manifests)} buffers, here are {len(buffers)}")
-        parts = [_existing(part_folder(folder, number)) for number in range(len(buffers))]
+        parts = [existing(part_folder(folder, number)) for number in range(len(buffers))]
         holding(
             [files.FolderLock(part, exclusive=False) for part in parts],
-            lambda: _load(buffers, parts, manifests, lambda states: restore(states, shared), progress),
+            lambda: load_parts(buffers, parts, manifests, lambda states: restore(states, shared), progress),
         )
 
 
-def _existing(path: str | os.PathLike[str]) -> Path:
+def existing(path: str | os.PathLike[str]) -> Path:
+    """The folder of a checkpoint.
+
+    Raises:
+        FileNotFoundError: there is no folder.
+    """
     folder = Path(path)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no checkpoint at {folder}")
     return folder
 
 
-def _load(
+def load_parts(
     buffers: Sequence[Checkpointed],
     folders: Sequence[Path],
     manifests: Sequence[Manifest],
     restore: Callable[[list[dict[str, Any]]], None] | None,
     progress: bool | None,
 ) -> None:
+    """Read and verify checkpoints, and restore them. Their folders are locked by the caller.
+
+    Args:
+        buffers: for each checkpoint the buffer that takes it; one buffer may take several, which ``restore`` puts
+            together.
+        folders, manifests: of each checkpoint.
+        restore: called with the states, and with the locks of the buffers held; None: the one buffer takes its own.
+        progress: as for :func:`load`.
+
+    Raises as :func:`load`.
+    """
     # Every file is read, and its rows are copied.
     total = 2 * sum(file.size for manifest in manifests for file in manifest.files)
     with progress_bar("loading", total, progress, columns=BYTES, least=BAR_BYTES) as advance:
@@ -141,10 +157,14 @@ def _load(
             else:
                 buffers[0].load_state_dict(states[0])
             for buffer, manifest in zip(buffers, manifests, strict=True):
-                if buffer._storage.max_size == manifest.capacity and manifest.rows is not None:
+                if (
+                    buffers.count(buffer) == 1
+                    and buffer._storage.max_size == manifest.capacity
+                    and manifest.rows is not None
+                ):
                     remember(buffer._storage, manifest.id)
 
-        under([buffer._lock for buffer in buffers], replace_all)
+        under(list(dict.fromkeys(buffer._lock for buffer in buffers)), replace_all)
 
 
 # What is verified

@@ -44,7 +44,7 @@ _FILES, _LEAST_BYTES, _MOST_BYTES = 128, 1 << 20, 1 << 26
 _FINGERPRINTS = 8
 _FLUSHING = 4
 
-_M = TypeVar("_M", Manifest, files.MixManifest)
+_M = TypeVar("_M", Manifest, files.MixManifest, files.ShardManifest)
 
 
 class Checkpointed(Protocol):
@@ -131,7 +131,9 @@ def save(
         ValueError: the folder holds a ``manifest.json`` of another program, or ``file_bytes`` is below 1.
         OSError: the files can't be written. In all of these cases the previous checkpoint is whole. Synchronises.
     """
-    (saved,) = _save([buffer], [Path(path)], None, incremental, progress, file_bytes)
+    (saved,) = save_parts(
+        [buffer], [Path(path)], None, incremental=incremental, progress=progress, file_bytes=file_bytes
+    )
     return saved
 
 
@@ -165,19 +167,43 @@ def save_mix(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with files.FolderLock(folder, exclusive=True):
-        _previous(folder, files.read_mix)
+        earlier(folder, files.read_mix)
         folders = [part_folder(folder, number) for number in range(len(buffers))]
-        return _save(buffers, folders, (folder, state_now), incremental, progress, file_bytes)
+
+        def commit(parts: list[Manifest], shared: dict[str, Any]) -> None:
+            writer = FileWriter(folder)
+            state = writer.write("state", [0], shared, 0, 0)
+            writer.finish()
+            mix = files.MixManifest(writer.id, tuple(parts), state)
+            files.write_manifest(folder, mix)
+            files.remove_others(folder, mix)
+
+        return save_parts(
+            buffers, folders, commit, state_now, incremental=incremental, progress=progress, file_bytes=file_bytes
+        )
 
 
-def _save(
+def save_parts(
     buffers: Sequence[Checkpointed],
     folders: Sequence[Path],
-    whole: tuple[Path, Callable[[], dict[str, Any]]] | None,
-    incremental: bool,
-    progress: bool | None,
-    file_bytes: int | None,
+    commit: Callable[[list[Manifest], dict[str, Any]], None] | None,
+    shared_now: Callable[[], dict[str, Any]] = dict,
+    *,
+    incremental: bool = True,
+    progress: bool | None = None,
+    file_bytes: int | None = None,
 ) -> list[Saved]:
+    """Save buffers as of one moment, each to its folder.
+
+    Args:
+        buffers, folders: the buffers, and the folder of each.
+        commit: called with what each folder holds, and the state that goes with all of them, when the files are on the
+            disk and before the manifests of the folders name them. What it raises leaves those as they are.
+        shared_now: gives that state; called while all locks are held.
+        incremental, progress, file_bytes: as for :func:`save`.
+
+    Raises as :func:`save`.
+    """
     if file_bytes is not None and file_bytes < 1:
         raise ValueError(f"file_bytes must be at least 1, got {file_bytes}")
     for folder in folders:
@@ -187,7 +213,7 @@ def _save(
         saves = [
             _Save(buffer, folder, incremental, file_bytes) for buffer, folder in zip(buffers, folders, strict=True)
         ]
-        shared = {} if whole is None else copied(whole[1](), torch.device("cpu"))
+        shared = copied(shared_now(), torch.device("cpu"))
         copies = sum(one.n_bytes_read for one in saves) <= _COPY_BYTES
         for one in saves:
             if copies:
@@ -201,21 +227,16 @@ def _save(
         if copies:
             for one in saves:
                 one.write(progress)
-        if whole is not None:
-            writer = _Writer(whole[0], lambda _: None)
-            state = writer.write("state", [0], shared, 0, 0)
-            writer.finish()
+        if commit is not None:
             for folder in folders:
                 serialization.sync_folder(folder)
-            mix = files.MixManifest(writer.id, tuple(one.manifest for one in saves), state)
-            files.write_manifest(whole[0], mix)
-            files.remove_others(whole[0], mix)
+            commit([one.manifest for one in saves], shared)
         return [one.settle() for one in saves]
 
     return holding([files.FolderLock(folder, exclusive=True) for folder in folders], all_of_it)
 
 
-def _previous(folder: Path, read: Callable[[Path], _M]) -> _M | None:
+def earlier(folder: Path, read: Callable[[Path], _M]) -> _M | None:
     """The checkpoint that is there, if it can be built upon.
 
     Raises:
@@ -318,7 +339,7 @@ class _Save:
         #: What goes into the file of the state: all but the rows and large tensors.
         self._state = state = buffer.state_dict()
         custom_rows.save(folder, self._id, storage, state)
-        known, previous = _fingerprints.get(storage, {}), _previous(folder, files.read_manifest)
+        known, previous = _fingerprints.get(storage, {}), earlier(folder, files.read_manifest)
         if not incremental or (previous is not None and previous.id not in known):
             previous = None
         self._now = _Fingerprint.of(storage)
@@ -403,7 +424,7 @@ class _Save:
         """Bring all of it to the disk."""
         total = sum(piece.n_bytes for piece in self._all_pieces)
         with progress_bar("saving", total, progress, columns=BYTES, least=BAR_BYTES) as advance:
-            self._written = writer = _Writer(self._folder, advance, self._id)
+            self._written = writer = FileWriter(self._folder, advance, self._id)
             rows = None
             if self._rows is not None:
                 rows = replace(self._rows[0], files=tuple(map(writer.put, self._rows[1])))
@@ -477,13 +498,13 @@ def _flush(paths: SimpleQueue[Path | None], flushed: SimpleQueue[BaseException |
     paths.put(None)
 
 
-class _Writer:
+class FileWriter:
     """Writes the files of one save, except for those that are there already.
 
     An interrupt may strike anywhere: no thread pool, which would keep a lock that whoever comes next waits for.
     """
 
-    def __init__(self, folder: Path, advance: Advance, save_id: str | None = None) -> None:
+    def __init__(self, folder: Path, advance: Advance = lambda _: None, save_id: str | None = None) -> None:
         self._folder, self._advance = folder, advance
         self.id = secrets.token_hex(8) if save_id is None else save_id
         self.bytes = self.files = 0

@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gpubuf.data.lock import operation
 from gpubuf.data.processing.base import Process, as_keys, check_bounds, require_floating, tensor_at
+from gpubuf.data.samplers.shards import gathered
 from gpubuf.data.storage.host_memory import to_device
 from gpubuf.data.storage.layout import Data, Key, Leaf, address, as_key, as_written, batch_shape
 from gpubuf.kernels import moments as kernels
@@ -36,6 +38,19 @@ def merged(a: Tensor, b: Tensor) -> Tensor:
     mean = torch.where(b[COUNT] > 0, a[MEAN] + step * share, a[MEAN])
     m2 = a[M2] + b[M2] + step * step * a[COUNT] * share
     return torch.stack((total, mean, m2, torch.maximum(a[PEAK], b[PEAK])))
+
+
+def unmerged(whole: Tensor, part: Tensor) -> Tensor:
+    """The state of the numbers that ``whole`` is of and ``part``, some of them, is not: :func:`merged` solved for b.
+
+    The largest magnitude is that of ``whole``, of which nothing is lost where the two are merged again. Counts are
+    exact. Of M2 as much is lost to rounding as ``whole`` is larger than the difference.
+    """
+    count = whole[COUNT] - part[COUNT]
+    step = (whole[MEAN] - part[MEAN]) * (whole[COUNT] / count.clamp(min=1.0))
+    m2 = whole[M2] - part[M2] - step * step * part[COUNT] * (count / whole[COUNT].clamp(min=1.0))
+    found = torch.stack((count, part[MEAN] + step, m2.clamp(min=0.0), whole[PEAK]))
+    return torch.where(part[COUNT] > 0, found, whole)
 
 
 _by_number: weakref.WeakValueDictionary[int, Moments] = weakref.WeakValueDictionary()
@@ -80,7 +95,10 @@ class Moments:
         rule: float64 ``[5]``, on the device: see :class:`gpubuf.kernels.moments.Rule`.
         tickets: scratch of the kernel.
         centred: as given.
+        shared: of the state what all ranks of a process group have, or None: see :meth:`RunningStatistics.all_reduce`.
     """
+
+    shared: Tensor | None = None
 
     def __init__(self, elements: int, device: torch.device, rule: Rule, centred: bool) -> None:
         self.state, self.mean, self.factor, self.tickets = kernels.new_state(elements, device)
@@ -148,8 +166,12 @@ class Moments:
         return [self.state, self.mean, self.factor, self.rule, self.tickets]
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of count, mean, M2 and largest magnitude, float64 ``[elements]``: :func:`merged` goes by them."""
-        return dict(zip(_NAMES, self.state.clone().unbind(), strict=True))
+        """Copies of count, mean, M2 and largest magnitude, float64 ``[elements]``: :func:`merged` goes by them.
+
+        And of :attr:`shared`, ``[4, elements]``, if there is that.
+        """
+        state = dict(zip(_NAMES, self.state.clone().unbind(), strict=True))
+        return state if self.shared is None else {**state, "shared": self.shared.clone()}
 
 
 _NAMES = ("count", "mean", "m2", "peak")
@@ -171,6 +193,30 @@ def packed(state: dict[str, Any]) -> Tensor:
     if not bool(found.isfinite().all()) or bool((found[[COUNT, M2, PEAK]] < 0).any()):
         raise ValueError("statistics are finite, and counts, M2 and magnitudes not negative")
     return found
+
+
+def merged_entries(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The :meth:`Moments.state_dict` of all numbers that several ranks have counted; what they share counts once.
+
+    Raises:
+        ValueError: they are of rows of different sizes, or don't share the same.
+    """
+    known = [entry for entry in entries if entry]
+    if not known:
+        return {}
+    states, shared = [packed(entry) for entry in known], [entry.get("shared") for entry in known]
+    first = shared[0]
+    for state, other in zip(states, shared, strict=True):
+        if state.shape != states[0].shape:
+            raise ValueError(f"statistics of {state.shape[1]} and {states[0].shape[1]} elements can't be merged")
+        same = other is first if other is None or first is None else torch.equal(other, first)
+        if not same:
+            raise ValueError("the ranks' statistics were not all-reduced together: they can't be merged")
+    total = torch.zeros_like(states[0]) if first is None else first
+    for state in states:
+        total = merged(total, state if first is None else unmerged(state, first))
+    found = dict(zip(_NAMES, total.unbind(), strict=True))
+    return found if first is None else {**found, "shared": first}
 
 
 Update = Literal["write", "manual"]
@@ -349,6 +395,32 @@ class RunningStatistics(Process):
                 own.put(merged(own.state, state.to(own.state.device)))
         return self
 
+    def all_reduce(self, process_group: dist.ProcessGroup) -> Self:
+        """Take in all that the other ranks have counted since the last call, and return self. No host sync with NCCL.
+
+        Afterwards all ranks have the same bits: the statistics of all rows that any of them has written. In between
+        each goes on with its own. All ranks call it, equally often, after each has written a batch. One all-gather of
+        32 bytes per element of a row and rank. Counts are exact, mean and variance to rounding (:func:`merged`).
+        Running returns of :class:`RewardScale` are those of the rank's own environments.
+
+        Raises:
+            RuntimeError: nothing has been written.
+        """
+        with operation(self.lock):
+            known = [self._known(key) for key in self.keys]
+            if process_group.size() == 1:
+                return self
+            own = [each.state if each.shared is None else unmerged(each.state, each.shared) for each in known]
+            every = gathered(torch.cat([state.flatten() for state in own]), process_group)
+            parts = every.split([state.numel() for state in own], 1)
+            for moments, part in zip(known, parts, strict=True):
+                state = torch.zeros_like(moments.state) if moments.shared is None else moments.shared
+                for each in part:
+                    state = merged(state, each.view_as(state))
+                moments.put(state)
+                moments.shared = state
+        return self
+
     def _check_elements(self, states: dict[Key, Tensor]) -> None:
         for key, state in states.items():
             known = self._moments.get(key)
@@ -379,15 +451,32 @@ class RunningStatistics(Process):
                 if key in found:
                     known = self._of(key, found[key].shape[1])
                     known.put(found[key].to(known.state.device))
+                    shared = self._entry(state, key).get("shared")
+                    known.shared = None if shared is None else shared.to(known.state.device, copy=True)
                 elif key in self._moments:
                     self._moments[key].put(torch.zeros_like(self._moments[key].state))
+                    self._moments[key].shared = None
             self.train(state["training"])
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise a ValueError unless ``state`` can be loaded."""
         if not isinstance(state.get("training"), bool):
             raise ValueError("the statistics don't say whether they were frozen")
-        self._check_elements(self._checked(state))
+        found = self._checked(state)
+        self._check_elements(found)
+        for key, own in found.items():
+            shared = self._entry(state, key).get("shared")
+            if shared is not None:
+                packed(
+                    dict(zip(_NAMES, shared, strict=True)) if isinstance(shared, Tensor) and len(shared) == 4 else {}
+                )
+                if shared.shape != own.shape or bool((shared[COUNT] > own[COUNT]).any()):
+                    raise ValueError("what the ranks share is not part of the statistics")
+
+    def _entry(self, state: dict[str, Any], key: Key) -> dict[str, Any]:
+        """What :meth:`Moments.state_dict` said of a key."""
+        entry: dict[str, Any] = state["moments"][str(self.keys.index(key))]
+        return entry
 
     def _checked(self, state: dict[str, Any]) -> dict[Key, Tensor]:
         entries = state.get("moments") if isinstance(state, dict) else None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpubuf.data.arguments import describe_type
 from gpubuf.data.recording import current, refuse_in_capture
+from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import Data, RowLayout
 from gpubuf.data.storage.placement import IndexBytes, depends_on_room
@@ -203,6 +204,8 @@ class Sampler:
     without_replacement: ClassVar[type[Sampler] | None] = None
     lock: AbstractContextManager[Any] = nullcontext()
     reader: RowPlan | None = None
+    #: The ranks that draw with this one, if there are any.
+    shards: Shards | None = None
     # For samplers whose constructor does not call that of this class.
     _storage: TensorStorage | None = None
     _random: RandomState | None = None
@@ -512,12 +515,14 @@ class Sampler:
             demand(is_state, "the checkpoint's random state is not int64 [3]")
 
 
-def require_rows(storage: TensorStorage) -> None:
-    """Raise if there is nothing to sample.
+def require_rows(storage: TensorStorage, shards: Shards | None = None) -> None:
+    """Raise if there is nothing to sample; with ``shards``, on all ranks that sample now.
 
     Raises:
         RuntimeError: the storage is empty.
     """
     # Compiled code may not depend on the number of rows; its operations find an empty ring out by themselves.
     if not torch.compiler.is_compiling() and len(storage) == 0:
+        if shards is not None:
+            shards.draw_nothing()
         raise RuntimeError("Cannot sample from an empty storage: write rows first")

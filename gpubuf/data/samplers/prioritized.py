@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count
 from gpubuf.data.lock import operation
 from gpubuf.data.recording import DERIVED, current, current_recording, refuse_in_capture, traced_property
 from gpubuf.data.samplers.base import Sampler, demand
+from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.samplers.sum_tree import SumTree, check_beta, exponent, refuse_negative, rows_at
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.placement import IndexBytes
@@ -58,11 +60,17 @@ class PrioritizedSampler(Sampler):
             the paper does. A row is drawn as often as without, on average; batches differ less from each other. Rows of
             a batch are in the order of the storage then.
         replacement: accepted as True: rows are drawn with replacement.
+        process_group: ranks that hold a shard each, with priorities of its own rows. The weights are then those of one
+            buffer of all rows, q_min the smallest weight on any rank, times the sum of the weights in this shard over
+            the mean of the ranks' sums: with that factor, which may lift weights above 1, the mean gradient of the
+            ranks has the expectation of one buffer's (docs/scale.md). The running maximum, which new rows get, is that
+            of the shard. One all-gather of 16 bytes per rank and draw, no host sync with NCCL. One rank is exactly a
+            sampler without a group.
 
     Raises:
         ValueError: an argument is out of range.
         NotImplementedError: ``dtype`` is something else.
-        TypeError: ``replacement`` is False.
+        TypeError: ``replacement`` is False, or ``process_group`` none of which this process is a rank.
     """
 
     has_priorities = True
@@ -80,6 +88,7 @@ class PrioritizedSampler(Sampler):
         *,
         stratified: bool = False,
         replacement: bool = True,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         given: Any = max_capacity
@@ -99,6 +108,7 @@ class PrioritizedSampler(Sampler):
         self._alpha, self._eps = exponent("alpha", alpha), exponent("eps", eps)
         self._beta: float | Tensor = beta
         self._tree: SumTree | None = None
+        self.shards = Shards.of(process_group)
 
     # Hyperparameters
 
@@ -207,7 +217,11 @@ class PrioritizedSampler(Sampler):
         tree = self._tree
         if tree is None or (not _compiling() and current.recording is not None):
             tree = self._tree_made()
+        # Before the draw, which may raise on this rank alone.
+        factor = None if self.shards is None else self.shards.correction(tree.total, tree.minimum, tree.beta)
         positions, weight = tree.draw(n, self.random_state(tree.leaves.device), self.stratified)
+        if factor is not None:
+            weight.mul_(factor)
         return positions, {"priority_weight": weight}
 
     def choose_batches(self, n: int, batches: int) -> tuple[Tensor, dict[Any, Tensor]]:

@@ -1,0 +1,344 @@
+"""Checkpoints of the ranks of a process group: a folder for each rank under one manifest, and one commit.
+
+Each rank saves its own buffer, as :mod:`gpubuf.data.checkpoints.save` does, to ``rank_0``, ``rank_1`` and so on, all at
+the same time. When all files are on the disk, rank 0 replaces the manifest of the whole, which says what each folder
+holds. Until then the previous checkpoint of all ranks is whole, whichever of them is lost.
+
+As many ranks as there were go on exactly. On fewer ranks, each takes several shards, one after the other; what is not
+exact then is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from contextlib import nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpubuf import serialization
+from gpubuf.data.checkpoints import files
+from gpubuf.data.checkpoints.files import Manifest, ShardManifest, need
+from gpubuf.data.checkpoints.restore import TOGETHER, existing, load_parts, readers, together
+from gpubuf.data.checkpoints.save import Checkpointed, FileWriter, Saved, earlier, save_parts
+from gpubuf.data.lock import holding
+from gpubuf.data.processing.statistics import merged_entries
+from gpubuf.data.storage.layout import Data, Pieces
+from gpubuf.data.storage.share_next import Repeated, full_state
+from gpubuf.kernels.sum_tree import MAX_PRIORITY
+
+#: Flags that say where a trajectory ends. Where the last is stored, targets go by it, and a cut changes none.
+_DONE, _TRUNCATED, _TERMINATED = ("next", "done"), ("next", "truncated"), ("next", "terminated")
+_SAMPLER = frozenset({"type", "random", "alpha", "beta", "eps", "tree"})
+
+
+class _Vote:
+    """``with _Vote(group) as vote: ...; vote.cast(value)``: what all ranks did, or an error on all of them.
+
+    A rank that raises before its vote tells the others, which raise too.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self._group, self._cast = process_group, False
+
+    def cast(self, value: Any = None, failure: str | None = None) -> list[Any]:
+        """The values of all ranks, in their order. Waits for them.
+
+        Raises:
+            RuntimeError: another rank has failed, or is lost: then it takes the timeout of the group.
+        """
+        self._cast = True
+        if self._group is None:
+            return [value]
+        every: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(every, (value, failure), group=self._group)
+        failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(every) if text is not None]
+        if failed and failure is None:
+            raise RuntimeError(f"other ranks have failed, and nothing has changed: {'; '.join(failed)}")
+        return [each for each, _ in every]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is not None and not self._cast:
+            self.cast(failure=f"{type(error).__name__}: {error}")
+
+
+def rank_folder(folder: Path, rank: int) -> Path:
+    """The folder of a rank in the folder of all."""
+    return folder / f"rank_{rank}"
+
+
+def save_shards(
+    buffer: Checkpointed,
+    path: str | os.PathLike[str],
+    process_group: dist.ProcessGroup,
+    *,
+    beside: dict[str, Any] | None = None,
+    **options: Any,
+) -> Saved:
+    """:func:`gpubuf.data.checkpoints.save.save` on every rank of a group, of its shard. All ranks call it.
+
+    Args:
+        buffer: that of this rank.
+        path: the folder of all, which every rank sees (of several machines: on a file system that they share).
+        process_group: the ranks.
+        beside: what this rank keeps beside its buffer: tensors and plain values.
+        options: as for ``save``.
+
+    Returns:
+        How much this rank has written.
+
+    Raises:
+        RuntimeError: another rank has failed, or is lost (after the group's timeout). As ``save`` besides. The previous
+            checkpoint is whole in all of these cases. Synchronises.
+    """
+    folder, rank = Path(path), process_group.rank()
+    with files.FolderLock(_made(folder), exclusive=True) if rank == 0 else nullcontext():
+        with _Vote(process_group) as vote:
+            if rank == 0:
+                earlier(folder, files.read_shards)
+            (save_id, *_) = vote.cast(secrets.token_hex(8))
+        own = rank_folder(folder, rank)
+        with _Vote(process_group) as vote:
+
+            def commit(manifests: list[Manifest], shared: dict[str, Any]) -> None:
+                writer = FileWriter(folder, save_id=save_id)
+                state = writer.write("state", [rank], shared, 0, 0)
+                writer.finish()
+                found = vote.cast((*manifests, state))
+                with _Vote(process_group) as last:
+                    if rank == 0:
+                        parts, states = zip(*found, strict=True)
+                        whole = ShardManifest(save_id, parts, states)
+                        files.write_manifest(folder, whole)
+                        files.remove_others(folder, whole)
+                        _remove_ranks(folder, len(parts))
+                    last.cast()
+
+            (saved,) = save_parts([buffer], [own], commit, lambda: beside or {}, **options)
+        return saved
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _remove_ranks(folder: Path, first: int) -> None:
+    """Remove what ranks from ``first`` on left when there were more of them. Files of other names stay."""
+    while (own := rank_folder(folder, first)).is_dir():
+        for entry in own.iterdir():
+            if files.is_own(entry.name) and not entry.is_dir():
+                entry.unlink()
+        if not any(own.iterdir()):
+            own.rmdir()
+        first += 1
+
+
+def load_shards(
+    buffer: Checkpointed,
+    path: str | os.PathLike[str],
+    process_group: dist.ProcessGroup | None,
+    *,
+    progress: bool | None = None,
+) -> dict[str, Any]:
+    """Restore what :func:`save_shards` wrote, on all ranks of a group or on none of them. All ranks call it.
+
+    On as many ranks as there were, each goes on with the same batches. On fewer, rank r of M takes the shards r, r + M,
+    r + 2 M and so on, its own as the newest: rows, oldest first, and priorities are those of the shards; running
+    statistics are those of all of their rows; the random stream, and the state of transforms, are its own. The newest
+    trajectory of every other shard is cut where the shard ends: ``("next", "done")`` and ``("next", "truncated")`` are
+    set there, so that no slice and no n-step window leads from one shard into another. Batches that were prefetched are
+    drawn anew.
+
+    Args:
+        buffer: that of this rank. It has room for the rows of its shards.
+        path: the folder of all.
+        process_group: the ranks. None: this process takes all shards.
+        progress: as for ``save``.
+
+    Returns:
+        What this rank (of more than there are now: the one with its number) kept beside its buffer.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: as :func:`gpubuf.data.checkpoints.restore.load`; or there are more ranks than there were, or what
+            several shards have can't be put together. The buffers of all ranks are as they were.
+        RuntimeError: another rank has failed, or is lost. Synchronises.
+    """
+    rank, ranks = (0, 1) if process_group is None else (process_group.rank(), process_group.size())
+    with _Vote(process_group) as vote:
+        folder = existing(path)
+        with files.FolderLock(folder, exclusive=False):
+            whole = files.read_shards(folder)
+            there = len(whole.parts)
+            if there < ranks:
+                raise ValueError(
+                    f"the checkpoint at {folder} is of {there} ranks and can't be cut into more: here are {ranks}"
+                )
+            mine = [*range(rank + ranks, there, ranks), rank]
+            beside = files.open_file(folder, whole.states[rank])
+            manifests = [whole.parts[each] for each in mine]
+
+            def restore(states: list[dict[str, Any]]) -> None:
+                state = states[0] if len(states) == 1 else _one_state(states, mine, buffer._storage.ndim)
+                with together() as group:
+                    buffer.load_state_dict({**state, TOGETHER: group})
+                    # What raises here puts the buffer back.
+                    vote.cast()
+
+            folders = [existing(rank_folder(folder, each)) for each in mine]
+            holding(
+                [files.FolderLock(own, exclusive=False) for own in folders],
+                lambda: load_parts([buffer] * len(mine), folders, manifests, restore, progress),
+            )
+    return beside
+
+
+# Several shards as one
+
+
+def _one_state(states: list[dict[str, Any]], ranks: list[int], ndim: int) -> dict[str, Any]:
+    """The state of one buffer with the rows of several, the last of which is the rank's own.
+
+    Raises:
+        ValueError: they can't be put together.
+    """
+    own = states[-1]
+    for name in ("_transforms", "_writer"):
+        same = all(_bytes(state[name]) == _bytes(own[name]) for state in states)
+        need(same, f"the {name[1:]} of ranks {ranks} have different states, which can't be put together")
+    need(not own["_writer"], "rows that are not in the order of their writes can be restored on as many ranks only")
+    filled = [(rank, state) for rank, state in zip(ranks, states, strict=True) if state["_storage"]["initialized"]]
+    one = {**own, "_prefetch": []}
+    if filled:
+        storages = [state["_storage"] for _, state in filled]
+        orders = [_oldest_first(storage) for storage in storages]
+        one["_storage"] = _one_storage(storages, [rank for rank, _ in filled], ndim)
+        one["_sampler"] = _one_sampler([state["_sampler"] for _, state in filled], orders)
+    if "_processing" in own:
+        one["_processing"] = _one_processing([state["_processing"] for state in states])
+    return one
+
+
+def _bytes(state: dict[str, Any]) -> bytes:
+    return b"".join(map(bytes, serialization.contents(state)))
+
+
+def _oldest_first(storage: dict[str, Any]) -> Tensor:
+    """The positions of the rows of a storage, int64 ``[size]``."""
+    size, capacity = int(storage["size"]), int(storage["max_size"])
+    first = int(storage["written"]) % capacity if size == capacity else 0
+    return (torch.arange(size) + first) % capacity
+
+
+def _one_storage(storages: list[dict[str, Any]], ranks: list[int], ndim: int) -> dict[str, Any]:
+    own = storages[-1]
+    rest = own["shape"][1:]
+    form = _bytes({"form": own.get("form")})
+    for rank, storage in zip(ranks, storages, strict=True):
+        need(storage["shape"][1:] == rest, f"the storage of rank {rank} has the shape {storage['shape']}, not {rest}")
+        need(_bytes({"form": storage.get("form")}) == form, f"rank {rank} stores its rows in another way than others")
+        need("host" not in storage, "data that are not tensors can be restored on as many ranks only")
+    wholes = [full_state(storage, ndim) for storage in storages]
+    pieces = [Pieces.of(whole["rows"], ndim) for whole in wholes]
+    size = sum(storage["size"] for storage in storages)
+    per_step = math.prod(rest)
+
+    def each() -> Any:
+        start = 0
+        for number, (rank, whole, part) in enumerate(zip(ranks, wholes, pieces, strict=True)):
+            rows: Data = torch.cat([data for _, data in part.parts])
+            oldest = int(_oldest_first(whole)[0]) // per_step if whole["size"] else 0
+            rows = torch.cat([rows[oldest:], rows[:oldest]])
+            if number + 1 < len(ranks) and len(rows):
+                _cut(rows, rank)
+            yield start, rows
+            start += len(rows)
+
+    one = {name: value for name, value in wholes[-1].items() if name not in ("rewritten", "skipped")}
+    counters = {"written": size, "size": size, "max_size": size, "shape": [size // per_step, *rest]}
+    return {**one, **counters, "rows": Pieces(pieces[-1].example, Repeated(each))}
+
+
+def _cut(rows: Data, rank: int) -> None:
+    """End the trajectories that go on at the last step of ``rows``, which are changed.
+
+    Raises:
+        ValueError: the rows have no flags that could say so without ending the values too.
+    """
+    keys = rows.keys(True) if hasattr(rows, "keys") else ()
+    done = rows.get(_DONE) if _DONE in keys else None
+    need(
+        done is not None,
+        f"the rows have no {_DONE}, by which the newest trajectory of rank {rank} could be kept apart from what "
+        "another rank wrote: restore them on as many ranks",
+    )
+    assert done is not None
+    if bool(done[-1].all()):
+        return
+    need(
+        _TERMINATED in keys,
+        f"the newest trajectory of rank {rank} goes on, and without {_TERMINATED} beside {_DONE} a cut there would end "
+        "its values too: restore the rows on as many ranks",
+    )
+    if _TRUNCATED in keys:
+        rows.get(_TRUNCATED)[-1] |= ~done[-1]
+    done[-1] = True
+
+
+def _one_sampler(samplers: list[dict[str, Any]], orders: list[Tensor]) -> dict[str, Any]:
+    own = samplers[-1]
+    for sampler in samplers:
+        need(sampler.keys() <= _SAMPLER, f"what a {own['type']} knows can be restored on as many ranks only")
+        for name in ("type", "alpha", "beta", "eps"):
+            text = f"the samplers of the ranks have different values of {name}: {own.get(name)}, {sampler.get(name)}"
+            need(sampler.get(name) == own.get(name), text)
+        need((sampler.get("tree") is None) == (own.get("tree") is None), "some ranks have priorities, and others none")
+    if own.get("tree") is None:
+        return own
+    trees = [sampler["tree"] for sampler in samplers]
+    leaves = torch.cat([tree["leaves"][order] for tree, order in zip(trees, orders, strict=True)])
+    hyper = own["tree"]["hyper"].clone()
+    hyper[MAX_PRIORITY] = torch.stack([tree["hyper"][MAX_PRIORITY] for tree in trees]).amax()
+    return {**own, "tree": {"capacity": leaves.numel(), "leaves": leaves, "hyper": hyper}}
+
+
+def _one_processing(states: list[dict[str, Any]]) -> dict[str, Any]:
+    own, steps = states[-1], {}
+    for number, step in own["steps"].items():
+        others = [state["steps"][number] for state in states]
+        if "moments" in step:
+            merged = {key: merged_entries([each["moments"][key] for each in others]) for key in step["moments"]}
+            steps[number] = {**step, "moments": merged}
+            continue
+        need(all(_bytes(each) == _bytes(step) for each in others), "the ranks process batches in different ways")
+        steps[number] = step
+    return {**own, "steps": steps}
+
+
+def _is_sharded(folder: Path) -> bool:
+    """Whether a folder holds the checkpoint of several ranks."""
+    try:
+        files.read_shards(folder)
+    except (FileNotFoundError, files.ForeignError):
+        return False
+    except files.DamagedError:
+        return rank_folder(folder, 0).is_dir()
+    return True
+
+
+def _load_all(buffer: Checkpointed, folder: Path) -> None:
+    """All shards into the buffer of one process."""
+    load_shards(buffer, folder, None)
+
+
+readers.append((_is_sharded, _load_all))

@@ -1,0 +1,106 @@
+"""Shards: every rank of a process group draws from rows of its own, weighted as in one buffer of all rows.
+
+docs/scale.md derives the formula.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpubuf.data.arguments import describe_type
+
+_LEAST = 1
+# By its name from torch 2.13 on, where the other one warns.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def gathered(own: Tensor, process_group: dist.ProcessGroup) -> Tensor:
+    """``own``, ``[n]``, of every rank: ``[W, n]``, the same bits on each. One all-gather."""
+    every = own.new_empty(process_group.size() * own.numel())
+    _all_gather(every, own, group=process_group)
+    return every.view(-1, own.numel())
+
+
+class Shards:
+    """The ranks of a group, each of which holds a shard: rows that it alone writes and draws.
+
+    Rank r of W draws row i with probability ``q_i / S_r``, where one buffer of all rows would with ``q_i / S`` (``S_r``
+    is the sum over its shard, ``S`` that over all shards). Every draw is multiplied by ``W * S_r / S``. The mean over
+    ranks of what is computed from their batches then has the expectation that one buffer gives:
+    ``1 / W * sum_r sum_i (q_i / S_r) * (W * S_r / S) * g_i = sum_i (q_i / S) * g_i``.
+
+    Args:
+        process_group: the group. This process is one of its ranks. Its collectives run in the order in which batches
+            are drawn, on the thread that draws them: a buffer that prefetches needs a group that nothing else uses.
+
+    Raises:
+        TypeError: it is none, or this process is not one of its ranks.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(
+                "process_group must be a torch.distributed.ProcessGroup of which this process is a rank (such as "
+                f"torch.distributed.group.WORLD after init_process_group()), got {describe_type(process_group)}"
+            )
+        self.process_group = process_group
+        self.size, self.rank = process_group.size(), process_group.rank()
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup | None) -> Self | None:
+        """The shards of a group; of None, None."""
+        return None if process_group is None else cls(process_group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copies share the group, which can't be copied."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a sampler with a process_group can't be pickled: make it in the process that is the rank")
+
+    def correction(self, mass: Tensor, least: Tensor | None = None, beta: Tensor | None = None) -> Tensor:
+        """What the importance weights of this rank's draws are multiplied by. One all-gather of 16 bytes per rank.
+
+        No host sync with NCCL. All ranks call it, equally often and in the same order.
+
+        Args:
+            mass: ``S_r``, the sum of what this rank draws in proportion to: 0-dim, of any real dtype.
+            least: the smallest weight in this shard, by which its importance weights are normalised: float64, 0-dim.
+                None: they are all 1.
+            beta: their exponent, float64, 0-dim.
+
+        Returns:
+            ``W * S_r / S``, times ``(least / smallest least) ** -beta``: float64, 0-dim. Of one rank 1.0.
+
+        Raises:
+            RuntimeError: a rank has nothing to draw (on the CPU; all ranks raise). On a GPU its factor is 0.
+        """
+        mass = mass.double()
+        every = self._gathered(mass, torch.ones_like(mass) if least is None else least)
+        masses = every[:, 0]
+        factor = self.size * mass / masses.sum()
+        if least is None or beta is None:
+            return factor
+        return factor * (least / every[:, _LEAST].amin()) ** -beta
+
+    def draw_nothing(self) -> None:
+        """Called by a rank that holds no row, in place of :meth:`correction`, so that the others need not wait."""
+        on_gpu = dist.get_backend(self.process_group) == "nccl"
+        nothing = torch.zeros((), dtype=torch.float64, device="cuda" if on_gpu else "cpu")
+        self._gathered(nothing, nothing)
+
+    def _gathered(self, mass: Tensor, least: Tensor) -> Tensor:
+        """Both numbers of each rank, float64 ``[W, 2]``: the same bits on every rank."""
+        every = gathered(torch.stack((mass, least)), self.process_group)
+        if not torch.compiler.is_compiling() and type(every) is Tensor and every.is_cpu:
+            empty = (~(every[:, 0] > 0)).nonzero().flatten().tolist()
+            if empty:
+                raise RuntimeError(
+                    f"of {self.size} ranks those numbered {empty} have no row that can be drawn: a batch needs a shard "
+                    "with such rows on every rank"
+                )
+        return every
