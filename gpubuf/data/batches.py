@@ -168,6 +168,8 @@ class Batches:
             n = self._checked(batch_size)
         if self.unit is not None or self.storage.host is not None:
             raise ValueError("windows of rows, and data that are not tensors, are no columns: sample() gives them")
+        if self.gate is not None:
+            self.gate(n)
         if self.relabel is not None or self.collate_fn is not None or self.pin_memory or len(self.transform):
             data, info, _, _ = self.finish(self.part(n))
             if not isinstance(data, TensorDictBase):

@@ -281,8 +281,9 @@ def test_a_full_queue_blocks_and_says_why():
         client.extend(batch(0, 7, 1))
     for _ in range(5):
         buffer.sample()
-    with pytest.raises(TimeoutError, match="wait for rows"):
-        buffer.sample()
+    for draw in (buffer.sample, buffer.sample_columns):
+        with pytest.raises(TimeoutError, match="wait for rows"):
+            draw()
     client.extend(batch(0, 7, 8))
     buffer.sample()
     with pytest.raises(ValueError, match=r"a batch of 64 samples is more than twice margin=20"):
