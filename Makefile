@@ -30,7 +30,7 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test compat newest torchrl bench gpu report docs dist clean
+.PHONY: help train test compat newest torchrl ray bench gpu report docs dist clean
 
 help:
 	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --prioritized --seed 1 ...'"
@@ -39,6 +39,7 @@ help:
 	@echo "make compat  the tests on the oldest torch and triton supported (downloads gigabytes); ARGS and SLOW as above"
 	@echo "make newest  the same on the newest ones, those that pip installs today"
 	@echo "make torchrl run programs and losses on TorchRL and on gpubuf, and compare what they give"
+	@echo "make ray     the tests of buffers in actors of Ray"
 	@echo "make bench   all benchmarks beside TorchRL, cpprb, flashbax and Stable-Baselines3, each in its environment;"
 	@echo "             writes benchmarks/results/<device>-<date>.json and curves/, or into OUT=folder"
 	@echo "make gpu STAGE=1|2|3  tests and benchmarks on an NVIDIA GPU, each stage within seven minutes; OUT=folder"
@@ -67,6 +68,9 @@ newest: $(NEWEST)/.test
 torchrl: $(PEERS)/torchrl/.ready
 	$(PEERS)/torchrl/bin/python -m pytest -n 0 tests/contracts/test_torchrl.py tests/objectives/test_torchrl_losses.py \
 	  tests/integrations/test_torchrl*.py tests/integrations/test_training_loops.py $(ARGS)
+
+ray: $(PEERS)/ray/.ready
+	$(PEERS)/ray/bin/python -m pytest -n 0 -W default tests/integrations/test_ray.py $(ARGS)
 
 bench: $(VENV)/.test $(READY)
 	$(VENV)/bin/python -m benchmarks --device cpu --huge --report $(or $(INTO),--out benchmarks/results) $(ARGS)

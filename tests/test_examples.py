@@ -16,6 +16,7 @@ SHORT = {
     "custom_sampler": "--steps 60",
     "discrete_sac": "--steps 210 --learning-starts 205 --width 16 --batch-size 16 --episodes 1",
     "dqn": "--steps 60 --warmup 40 --batch-size 16",
+    "ray_actor": "--folder buffer --rounds 2 --steps 50 --updates 5",
     "offline": "--folder data --rows 500 --steps 5 --batch-size 32",
     "resume": "--folder run --steps 30 --save-every 10",
     "sac": "--steps 230 --warmup 220 --batch-size 16 --plot curve.png",
@@ -26,7 +27,7 @@ SHORT = {
     "world_model": "--steps 3 --envs 2 --recorded 210 --slice-len 8 --slices 4",
 }
 #: The library that an example shows beside gpubuf.
-PEERS = {"sb3": "stable_baselines3", "torchrl_before": "torchrl"}
+PEERS = {"ray_actor": "ray", "sb3": "stable_baselines3", "torchrl_before": "torchrl"}
 
 
 def run(name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:

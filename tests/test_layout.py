@@ -3,6 +3,7 @@
 import ast
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import gpubuf.data
 import gpubuf.kernels
 
 ROOT = Path(__file__).parent.parent
@@ -206,6 +208,26 @@ def test_no_module_imports_itself_through_others():
 
 BENCHMARK_ROOMS = ("measure", "peers", "workloads", "studies", "report")
 """Folders of benchmarks/, from the lowest to the highest. The files beside them are commands, and import any room."""
+
+
+def test_any_module_of_a_class_may_be_imported_first():
+    """A pickle names the module of a class: in a fresh process nothing of gpubuf may have been imported before it."""
+    program = """
+import importlib, os
+import torch, tensordict
+for name in os.environ["NAMES"].split():
+    if not (child := os.fork()):
+        importlib.import_module(name)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, name
+"""
+    exported = [getattr(gpubuf.data, name) for name in gpubuf.data.__all__]
+    names = {kind.__module__ for kind in exported if isinstance(kind, type)}
+    assert {"gpubuf.data.storage.schema", "gpubuf.torchrl.buffers"} <= names
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "NAMES": " ".join(names)}, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_benchmark_rooms_import_downwards():

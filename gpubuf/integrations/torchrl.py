@@ -83,6 +83,10 @@ _SPECIAL: dict[str, Any] = {
 }
 
 
+#: Members of TorchRL's that work on any buffer: those by which its ``RayReplayBuffer`` makes an actor of one.
+_WORK_ALIKE = {"as_remote", "_getattr", "_setattr"}
+
+
 class Joined:
     """Base of the classes that are gpubuf's and TorchRL's at once. It comes first among their bases."""
 
@@ -95,7 +99,7 @@ class Joined:
         for base in cls.__mro__:
             own = {name for name in vars(base) if not name.startswith(("__", "_abc_")) or name in _SPECIAL}
             if base.__module__.partition(".")[0] == "torchrl":
-                for name in own - seen:
+                for name in own - seen - _WORK_ALIKE:
                     setattr(cls, name, _SPECIAL.get(name) or Missing(name))
             seen |= own
 
