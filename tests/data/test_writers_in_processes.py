@@ -344,6 +344,7 @@ def test_a_writer_ends_with_its_learner():
     with pytest.raises(RuntimeError, match="takes no more rows: it was closed, or is gone"):
         one.extend(batch(1, 0, 1))
     answers = SPAWN.Queue()
+    named = set(os.listdir("/dev/shm"))
     learner = SPAWN.Process(target=learn_and_die, args=(answers,))
     learner.start()
     assert answers.get(timeout=100) == "begun"
@@ -352,6 +353,8 @@ def test_a_writer_ends_with_its_learner():
     assert (kind, learner.exitcode) == ("RuntimeError", -9)
     assert f"the learner, process {learner.pid}, has ended" in message
     assert seconds < 10
+    # The memory had no name that could be left behind; those of others' semaphores are not of this test.
+    assert not [name for name in set(os.listdir("/dev/shm")) - named if "gpubuf" in name or name.startswith("torch")]
 
 
 def test_a_thread_takes_rows_in():
