@@ -524,12 +524,19 @@ def test_a_forked_process_is_refused():
             client.extend(batch(0, 1, 1))
         except RuntimeError as error:
             os.write(write, str(error).encode())
+        # As in a process that ends in the ordinary way.
+        del buffer, client
         os._exit(0)
     os.waitpid(child, 0)
     assert b"a forked process has the client of its parent" in os.read(read, 1000)
     os.close(read)
     os.close(write)
     assert numbers_of(buffer, 0) == [0]
+    # The end of the child is not that of the buffer, nor of the writer. It is looked at now and then.
+    client._looked = 0.0
+    client.extend(batch(0, 1, 1))
+    assert numbers_of(buffer, 0) == [0, 1]
+    assert buffer.writers.counters()[0].process == os.getpid()
 
 
 # On a GPU

@@ -236,7 +236,7 @@ class Intake:
             for leaf in layout.leaves
         ]
         self._set_limit()
-        weakref.finalize(self, queues.leave)
+        weakref.finalize(self, queues.leave, os.getpid())
         return queues
 
     @property
@@ -369,7 +369,7 @@ class Intake:
         self.stop()
         with self._lock:
             if self._queues is not None:
-                self._queues.leave()
+                self._queues.leave(os.getpid())
                 self.take(everything=True)
 
     # Rows
