@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 SHORT = {
+    "collectors": "--steps 230 --warmup 220 --batch-size 16",
     "custom_sampler": "--steps 60",
     "discrete_sac": "--steps 210 --learning-starts 205 --width 16 --batch-size 16 --episodes 1",
     "dqn": "--steps 60 --warmup 40 --batch-size 16",

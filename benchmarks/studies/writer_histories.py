@@ -249,9 +249,9 @@ class Learner:
             self._kept = {int(writer): n for writer, n in json.loads((folder / "saved.json").read_text()).items()}
 
     def run(self) -> None:
-        """Until the file ``stop`` is there."""
-        chance = random.Random(os.getpid())
-        while not (self._folder / "stop").exists():
+        """Until the file ``stop`` is there, or the process that started this one has ended."""
+        chance, parent = random.Random(os.getpid()), os.getppid()
+        while not (self._folder / "stop").exists() and os.getppid() == parent:
             for place in range(self._writers):
                 if place not in self._processes or not self._processes[place].is_alive():
                     self._start_writer(place)

@@ -1123,7 +1123,7 @@ class ReplayBuffer:
 
     def _finish_interrupted(self) -> None:
         """Called before the host's mirror of the counters is read without the lock. Rows that have arrived count."""
-        if self._storage.unfinished is not None or self._intake is not None:
+        if self._storage.unfinished is not None or (self._intake is not None and not _compiling()):
             self._lock.mend()
 
     def _mend(self) -> None:

@@ -26,10 +26,12 @@ from gpubuf import (
     TensorDictReplayBuffer,
     Writers,
 )
-from gpubuf.data import RewardScale
+from gpubuf.data import RewardScale, array_writes
 from gpubuf.data.buffer import ReplayBuffer as CoreBuffer
 from gpubuf.data.ingress.client import WriterClient
+from tests.support.fake_cuda import fake_cuda
 from tests.support.interrupts import interrupted
+from tests.support.late_gpu import GPU, LateGpu
 from tests.support.written_rows import (
     are_whole,
     batch,
@@ -343,6 +345,7 @@ def test_a_writer_ends_with_its_learner():
     with pytest.raises(RuntimeError, match="takes no more rows: it was closed, or is gone"):
         one.extend(batch(1, 0, 1))
     answers = SPAWN.Queue()
+    named = set(os.listdir("/dev/shm"))
     learner = SPAWN.Process(target=learn_and_die, args=(answers,))
     learner.start()
     assert answers.get(timeout=100) == "begun"
@@ -351,6 +354,8 @@ def test_a_writer_ends_with_its_learner():
     assert (kind, learner.exitcode) == ("RuntimeError", -9)
     assert f"the learner, process {learner.pid}, has ended" in message
     assert seconds < 10
+    # The memory had no name that could be left behind; those of others' semaphores are not of this test.
+    assert not [name for name in set(os.listdir("/dev/shm")) - named if "gpubuf" in name or name.startswith("torch")]
 
 
 def test_a_thread_takes_rows_in():
@@ -520,9 +525,76 @@ def test_a_forked_process_is_refused():
             client.extend(batch(0, 1, 1))
         except RuntimeError as error:
             os.write(write, str(error).encode())
+        # As in a process that ends in the ordinary way.
+        del buffer, client
         os._exit(0)
     os.waitpid(child, 0)
     assert b"a forked process has the client of its parent" in os.read(read, 1000)
     os.close(read)
     os.close(write)
     assert numbers_of(buffer, 0) == [0]
+    # The end of the child is not that of the buffer, nor of the writer. It is looked at now and then.
+    client._looked = 0.0
+    client.extend(batch(0, 1, 1))
+    assert numbers_of(buffer, 0) == [0, 1]
+    assert buffer.writers.counters()[0].process == os.getpid()
+
+
+# On a GPU
+
+
+def test_a_late_gpu_gets_the_rows_of_the_time(monkeypatch: pytest.MonkeyPatch):
+    """Case 51: queues are filled again before the GPU has read what was taken; each write has memory of its own."""
+    gpu = LateGpu(monkeypatch)
+    buffer = buffer_of(writers=Writers(2, queue_steps=4))
+    one, other = clients_of(buffer, 2)
+    one.extend(batch(1, 0, 2))
+    assert len(buffer) == 2
+    gpu.synchronize()
+    buffer.storage._device = GPU
+    monkeypatch.setattr(array_writes, "past_dispatcher", lambda table: False)
+    for step in range(1, 5):
+        one.extend_columns(columns(1, 2 * step, 2))
+        other.extend_columns(columns(2, 3 * step - 3, 3))
+        buffer.writers.take()
+    assert len(gpu.queue) >= 4
+    gpu.synchronize()
+    assert gpu.waits == 0
+    buffer.storage._device = torch.device("cpu")
+    assert are_whole(buffer[:])
+    assert (numbers_of(buffer, 1), numbers_of(buffer, 2)) == (list(range(10)), list(range(12)))
+
+
+def test_nothing_waits_for_a_gpu():
+    """Rows of two writers are taken in, and cut, by a buffer on a GPU, where a look at its numbers raises."""
+    # What NumPy calls a dtype is asked of real tensors.
+    clients_of(buffer_of(), 1)
+    with fake_cuda():
+        buffer = buffer_of(100, Writers(2, run=1), TensorDictReplayBuffer, n_steps=2, storage={"device": "cuda"})
+        one, other = clients_of(buffer, 2)
+        for first in (0, 3, 6):
+            one.extend_columns(columns(1, first, 3))
+            other.extend_columns(columns(2, first, 3))
+            buffer.sample()
+        assert len(buffer) == 18
+
+
+def test_compiled_steps_take_nothing_in():
+    """They draw what is there; the next eager call takes rows in. A compiled write is refused."""
+    buffer = buffer_of()
+    client = buffer.client(batch(0, 0, 1))
+    client.extend(batch(0, 0, 20))
+    assert len(buffer) == 20
+    # The random stream begins in eager mode.
+    buffer.sample()
+    client.extend(batch(0, 20, 5))
+    draw = torch.compile(lambda: buffer.sample(), fullgraph=True, backend="eager")
+    assert (draw()["number"] < 20).all()
+    assert buffer.writers.counters()[0].waiting == 5
+    assert len(buffer) == 25
+    rows = batch(0, 25, 1)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="written in eager mode"):
+        torch.compile(lambda: buffer.extend(rows), backend="eager", fullgraph=True)()
+    # Where it may leave compiled code, the write is one in eager mode.
+    torch.compile(lambda: buffer.extend(rows), backend="eager")()
+    assert numbers_of(buffer, 0) == list(range(26))

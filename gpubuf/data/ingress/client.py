@@ -216,7 +216,7 @@ class WriterClient:
             self._queues.attach(self.place, self._number)
             self._published = self._queues.published(self.place)
             # Of a client that was used here: the place of a process that ends is free anyway.
-            self._detach = weakref.finalize(self, self._queues.detach, self.place)
+            self._detach = weakref.finalize(self, self._queues.detach, self.place, self._process)
         elif time.monotonic() - self._looked > _CHECK_EVERY:
             self._check_learner()
         return self._published

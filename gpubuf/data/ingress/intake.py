@@ -57,8 +57,8 @@ class Writers:
             as fit into 8 MiB, within 64 and 4096.
         run: steps of one writer that are taken in together, at least, unless it has closed, has ended or waits for
             room, or the buffer is saved. Where another writer's rows come next, a trajectory is cut. Default: 64 where
-            batches have rows of several steps (``n_steps``, slices, sequences, hindsight), but no more than half the
-            queue; else 1.
+            batches have rows of several steps (``n_steps``, slices, sequences, hindsight) or observations are stored
+            once (``share_next``), but no more than half the queue; else 1.
         timeout: seconds that a writer waits for room, or a learner for rows with ``ratio``; None: any number.
         ratio: samples drawn for each row written. Writers and learner wait for each other. Default: they don't.
         margin: samples by which either may be ahead of ``ratio``. Default: those of 1000 rows. A batch, and the samples
@@ -236,7 +236,7 @@ class Intake:
             for leaf in layout.leaves
         ]
         self._set_limit()
-        weakref.finalize(self, queues.leave)
+        weakref.finalize(self, queues.leave, os.getpid())
         return queues
 
     @property
@@ -248,7 +248,10 @@ class Intake:
         """Steps of one writer that are taken in together, at least."""
         run = self.options.run
         if run is None:
-            run = _RUN if self._target()._row_order is not None else 1
+            buffer = self._target()
+            # A next observation that is stored once needs a place of its own where another writer's row follows.
+            in_order = buffer._row_order is not None or bool(buffer._storage.options.share_next)
+            run = _RUN if in_order else 1
         return run if self._queues is None else max(min(run, self._queues.rows.steps // 2), 1)
 
     def _free_place(self, queues: Queues) -> int:
@@ -366,7 +369,7 @@ class Intake:
         self.stop()
         with self._lock:
             if self._queues is not None:
-                self._queues.leave()
+                self._queues.leave(os.getpid())
                 self.take(everything=True)
 
     # Rows

@@ -227,10 +227,11 @@ class Queues:
             fence()
             self._counters[self._at(queue, _ATTACHED)] = client
 
-    def detach(self, queue: int) -> None:
-        """The writer has finished."""
-        fence()
-        self._counters[self._at(queue, _CLOSED)] = 1
+    def detach(self, queue: int, process: int) -> None:
+        """The writer has finished, says ``process``: a process that was forked from it has nothing to say."""
+        if process == os.getpid():
+            fence()
+            self._counters[self._at(queue, _CLOSED)] = 1
 
     def check_given(self, queue: int, client: int) -> None:
         """Raise RuntimeError if the queue was given to another client."""
@@ -259,9 +260,10 @@ class Queues:
 
     # The learner's end
 
-    def leave(self) -> None:
-        """The learner takes no more."""
-        self._counters[_LEFT] = 1
+    def leave(self, process: int) -> None:
+        """The learner takes no more, says ``process``: a process that was forked from it has nothing to say."""
+        if process == os.getpid():
+            self._counters[_LEFT] = 1
 
     def set_limit(self, steps: int) -> None:
         """All writers together may have published so many steps."""
