@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,16 +20,17 @@ from gpubuf.train.metrics import read
 from gpubuf.train.ranks import Ranks
 from gpubuf.train.run import CHECKPOINT_FOLDER
 from gpubuf.train.trainer import Trainer
+from tests.support import train_environments
 from tests.support.ranks import CountedCollectives, run_ranks
 from tests.support.train_environments import PREFIX
 
 ENV = PREFIX + "Walk-v0"
 
 
-def tiny(**changes: Any) -> TrainConfig:
+def tiny(env: str = ENV, **changes: Any) -> TrainConfig:
     """A run of a second or less."""
     settings = {"prioritized": True, "total_steps": 120, "learning_starts": 40, "batch_size": 8, "hidden": (8,)}
-    return TrainConfig(env=ENV, **{**settings, "eval_every": 50, "eval_episodes": 3, "log_every": 20, **changes})
+    return TrainConfig(env=env, **{**settings, "eval_every": 50, "eval_episodes": 3, "log_every": 20, **changes})
 
 
 def ranks_here() -> Ranks:
@@ -61,13 +64,19 @@ def on_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
         Trainer(tiny(batch_size=7), torch.device("cpu"), list, ranks)
 
     whole, parts = Path(folder, "whole"), Path(folder, "parts")
-    found["result"] = train(tiny(), whole, ranks=ranks).returns
-    train(tiny(total_steps=80), parts, ranks=ranks)
+    uniform = tiny(prioritized=False, buffer_size=120)
+    found["result"] = train(uniform, whole, ranks=ranks).returns
+    train(dataclasses.replace(uniform, total_steps=80), parts, ranks=ranks)
     dist.barrier()
     resume(parts, {"total_steps": 120}, ranks=ranks)
-    with pytest.raises(UsageError, match="already holds a run") if rank == 0 else pytest.MonkeyPatch.context():
-        if rank == 0:
-            train(tiny(), whole, ranks=ranks)
+    if rank == 0:
+        with pytest.raises(UsageError, match="already holds a run"):
+            train(uniform, whole, ranks=ranks)
+    if rank == 1:
+        train_environments.signals_at[30] = [signal.SIGINT]
+    train_environments.steps_taken = 0
+    stopped = train(tiny(env=PREFIX + "Signalling-v0"), Path(folder, "stopped"), ranks=ranks)
+    found["stopped"] = (stopped.steps, int(stopped.signal or 0), stopped.returns)
     return found
 
 
@@ -146,13 +155,15 @@ def test_one_folder_and_one_evaluation(found, folder):
 
 
 def test_a_resumed_run_goes_on_exactly(found, folder):
-    whole, parts = (
-        [each for each in read(folder / name / "metrics.jsonl") if each["kind"] == "update"]
-        for name in ("whole", "parts")
-    )
-    assert len(whole) > 2
-    # Beta is annealed up to the number of steps, which was another one.
-    assert [each["step"] for each in whole] == [each["step"] for each in parts]
+    whole, parts = ((folder / name / "metrics.jsonl").read_bytes() for name in ("whole", "parts"))
+    assert whole == parts
+
+
+def test_a_signal_on_one_rank_stops_all(found, folder):
+    """Two environments make a step, and the signal is heard before the next one."""
+    assert [each["stopped"] for each in found] == [(60, signal.SIGTERM, ()), (60, signal.SIGINT, ())]
+    assert (folder / "stopped" / CHECKPOINT_FOLDER).is_dir()
+    assert not (folder / "stopped" / "result.json").exists()
 
 
 def test_a_run_goes_on_with_fewer_ranks(found, folder):
@@ -171,7 +182,18 @@ def torchrun(n: int, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_torchrun(tmp_path):
-    small = ["--learning-starts", "40", "--hidden", "8", "--batch-size", "8", "--eval-episodes", "1", "--quiet"]
+    small = [
+        "--prioritized",
+        "--learning-starts",
+        "40",
+        "--hidden",
+        "8",
+        "--batch-size",
+        "8",
+        "--eval-episodes",
+        "1",
+        "--quiet",
+    ]
     done = torchrun(2, "train", "--total-steps", "100", *small, "--out", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("mean return") == 1
