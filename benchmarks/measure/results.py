@@ -15,7 +15,19 @@ from typing import Any
 from benchmarks.measure.machine import RESULTS, result_path
 
 #: The studies: one of these stands in a file in place of pytest-benchmark's ``benchmarks``.
-SUBJECTS = ("checkpoints", "kernels", "host", "threads", "learning", "speed", "adapters", "batches", "losses", "calls")
+SUBJECTS = (
+    "checkpoints",
+    "kernels",
+    "host",
+    "threads",
+    "learning",
+    "speed",
+    "adapters",
+    "batches",
+    "losses",
+    "calls",
+    "shards",
+)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from benchmarks.report.memory import memory_tables
 from benchmarks.studies.host import host_section
 from benchmarks.studies.kernels import launches_table, resources_table
 from benchmarks.studies.predict import prediction_table
+from benchmarks.studies.shards import shards_section
 from benchmarks.studies.side_by_side import TABLES, section
 from benchmarks.workloads.registry import LIBRARIES, REGISTRY, TITLES
 from benchmarks.workloads.replay import WORKLOADS
@@ -312,6 +313,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "resources": resources_table,
     "prediction": prediction_table,
     "checkpoints": checkpoints_section,
+    "shards": shards_section,
     "slices": slices_section,
     "curves": curves_section,
     **{

@@ -17,9 +17,14 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from benchmarks.measure.figures import described, of_run, table
+from benchmarks.measure.machine import describe
+from benchmarks.measure.results import Run, write_results
 
 ALPHA, BETA = 0.6, 0.4
 ROWS = 1_000
@@ -88,26 +93,57 @@ def waiting(ranks: int, generator: torch.Generator) -> float:
     return 1 - float(times.mean() / times.amax(1).mean())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    generator = torch.Generator().manual_seed(parser.parse_args().seed)
-    print("| ranks | sigma | law off, without the factor | with it | variance with it |")
-    print("| ---: | ---: | ---: | ---: | ---: |")
+def findings(seed: int) -> dict[str, list[list[float]]]:
+    """The rows of all tables."""
+    generator = torch.Generator().manual_seed(seed)
+    skews = []
     for ranks in RANKS:
         for sigma in SIGMAS:
             # Of few ranks many worlds: one may be far from the next.
             worlds = [skew(ranks, sigma, generator) for _ in range(RANKS[-1] // ranks)]
-            without, with_it, variance = (statistics.fmean(column) for column in zip(*worlds, strict=True))
-            print(f"| {ranks} | {sigma} | {without:.2f} | {with_it:.0e} | {variance:.2f} |")
-    print(f"\n| ranks | {' | '.join(f'sums {age} draws old' for age in AGES)} |")
-    print(f"| ---: |{' ---: |' * len(AGES)}")
-    for ranks in RANKS:
-        print(f"| {ranks} | {' | '.join(f'{stale(ranks, age, generator):.3f}' for age in AGES)} |")
-    print("\n| ranks | bytes gathered per draw | share of the time spent waiting |")
-    print("| ---: | ---: | ---: |")
-    for ranks in RANKS:
-        print(f"| {ranks} | {16 * ranks} | {100 * waiting(ranks, generator):.0f} % |")
+            skews.append([ranks, sigma, *(statistics.fmean(column) for column in zip(*worlds, strict=True))])
+    ages = [[ranks, *(stale(ranks, age, generator) for age in AGES)] for ranks in RANKS]
+    return {"skew": skews, "stale": ages, "waiting": [[ranks, waiting(ranks, generator)] for ranks in RANKS]}
+
+
+def tables(found: dict[str, list[list[float]]]) -> dict[str, str]:
+    """As Markdown, by name."""
+    head = ["ranks", "sigma", "law off, without the factor", "with it", "variance with it"]
+    skews = [[f"{w:.0f}", f"{s:g}", f"{off:.2f}", f"{rest:.0e}", f"{v:.2f}"] for w, s, off, rest, v in found["skew"]]
+    ages = [[f"{ranks:.0f}", *(f"{off:.3f}" for off in offs)] for ranks, *offs in found["stale"]]
+    times = [[f"{ranks:.0f}", f"{16 * ranks:.0f}", f"{share:.0%}"] for ranks, share in found["waiting"]]
+    return {
+        "skew": table(head, skews),
+        "stale": table(["ranks", *(f"sums {age} draws old" for age in AGES)], ages),
+        "waiting": table(["ranks", "bytes gathered per draw", "share of the time spent waiting"], times),
+    }
+
+
+@of_run("shards", "of `python -m benchmarks.studies.shards`")
+def shards_section(run: Run) -> str:
+    """docs/scale.md: the newest run."""
+    found = tables(run.data["shards"])
+    parts = [
+        found["skew"],
+        f"Sums that are some draws old would save messages. If the sum of a shard changes by {DRIFT:.0%} from one draw "
+        "to the next, the law is off by this much:",
+        found["stale"],
+        f"gpubuf takes the sums of the moment. Steps that take {SPREAD:.0%} longer or shorter at random cost more than "
+        "that, because all ranks wait for the slowest one:",
+        found["waiting"],
+        described(run),
+    ]
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/shards-<device>-<date>.json")
+    arguments = parser.parse_args()
+    machine, found = describe("cpu"), findings(arguments.seed)
+    print("\n\n".join(tables(found).values()))
+    write_results("shards", found, machine, arguments.out, seed=arguments.seed)
 
 
 if __name__ == "__main__":

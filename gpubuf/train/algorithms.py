@@ -47,6 +47,7 @@ from gpubuf.objectives.sac import SoftActorCriticLoss
 from gpubuf.optim import AdamW
 from gpubuf.serialization import load, save
 from gpubuf.train.config import TrainConfig, UsageError
+from gpubuf.train.ranks import Ranks
 
 
 class StickyNoise:
@@ -373,6 +374,8 @@ class Agent:
         self._optimizer = self._make_optimizer(config, algorithm, unit_rows)
         #: Normalises observations as the buffer does those of its batches.
         self.normalize: Normalize | None = None
+        #: Those that learn the same networks, from batches of their own.
+        self.ranks: Ranks | None = None
         self._noise: StickyNoise | None = None
         if config.noise_hold is not None and config.noise_hold > 1:
             self._noise = StickyNoise(config.num_envs, action_size, config.noise_hold, device)
@@ -454,6 +457,8 @@ class Agent:
             warnings.warn(f"torch.compile failed, going on without it: {error}", stacklevel=2)
             self._losses, self._critic_losses = self._eager_losses, self._eager_critic_losses
             values = self._gradients(batch, policy)
+        if self.ranks is not None:
+            self.ranks.average(self.parameters(), batch["priority_weight"].sum())
         self._optimizer.step(targets=policy or not self._delayed_targets)
         return values
 

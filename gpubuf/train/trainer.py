@@ -16,6 +16,8 @@ from gpubuf import graphs
 from gpubuf.data import (
     LazyTensorStorage,
     Normalize,
+    PrioritizedSampler,
+    RandomSampler,
     RewardScale,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
@@ -25,6 +27,7 @@ from gpubuf.train.algorithms import ALGORITHMS, Agent
 from gpubuf.train.config import TORCH_PREFIX, TrainConfig, UsageError
 from gpubuf.train.environments import Environments, Evaluation, NotFiniteError
 from gpubuf.train.progress import Status
+from gpubuf.train.ranks import Ranks
 
 # Episodes of an evaluation for the curve. They take time on the host, and nearly none on a device.
 _CURVE_EPISODES, _CURVE_EPISODES_ON_DEVICE = 5, 64
@@ -63,25 +66,41 @@ class Trainer:
         config: The run's settings.
         device: Where networks and buffer live.
         record: Called with each record of the metrics.
+        ranks: The processes that train together. Each has ``num_envs`` environments. Steps, batch size and capacity are
+            those of all of them.
 
     Raises:
         UsageError: The environment can't be trained on, or the device can't do what was asked for.
     """
 
-    def __init__(self, config: TrainConfig, device: torch.device, record: Callable[[dict[str, Any]], None]) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: TrainConfig,
+        device: torch.device,
+        record: Callable[[dict[str, Any]], None],
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.config, self._ranks = config, ranks
+        self._size, self._first = (1, True) if ranks is None else (ranks.size, ranks.first)
+        if config.batch_size % self._size or config.capacity < self._size * config.num_envs:
+            raise UsageError(
+                f"batches of {config.batch_size} transitions and a buffer of {config.capacity} can't be shared by "
+                f"{self._size} ranks: the batch size must be divisible by the number of ranks"
+            )
         self.step = 0
         self._record = record
         self._device = device
         can_capture = device.type in graphs.GRAPH_DEVICES
-        captured = can_capture if config.cuda_graph is None else config.cuda_graph
+        # On several GPUs nobody has tried it yet.
+        captured = can_capture and ranks is None if config.cuda_graph is None else config.cuda_graph
         if captured and not can_capture:
             raise UsageError(f"--cuda-graph needs a CUDA device, the run is on {device.type}: say --no-cuda-graph")
         compiled = config.compile
         if compiled is None and not (device.type == "cuda" and config.updates >= _COMPILING_PAYS):
             compiled = False
         self._wrap: _Wrap = graphs.capture if captured else _as_it_is
-        self._environments = make_environments(config.env, config.num_envs, (config.seed, _TRAINING), device)
+        words = (config.seed, _TRAINING) if ranks is None or ranks.first else (config.seed, _TRAINING, ranks.rank)
+        self._environments = make_environments(config.env, config.num_envs, words, device)
         self._curve: Evaluation | None = None
         if self._environments.discrete is not ALGORITHMS[config.algo].actions.discrete:
             self._environments.close()
@@ -90,7 +109,11 @@ class Trainer:
         sizes = self._environments.observation_size, self._environments.action_size
         self.agent = Agent(config, *sizes, device, compiled=compiled)
         self.agent.normalize = _make_normalize(config, sizes[0], device)
-        self.buffer = _make_buffer(config, device, self.agent.normalize)
+        if ranks is not None:
+            self._join(ranks)
+        #: Running statistics, which the ranks share.
+        self._statistics = _make_statistics(config, self.agent.normalize)
+        self.buffer = _make_buffer(config, device, self._statistics, ranks)
         # Written in place, for graphs read it where it is.
         self._observation = self._environments.reset().to(device)
         self._updates = 0
@@ -106,6 +129,15 @@ class Trainer:
         self._update = self._wrap(lambda: self._sample_and_update(policy=True))
         self._update_critics = self._wrap(lambda: self._sample_and_update(policy=False))
 
+    def _join(self, ranks: Ranks) -> None:
+        """Learn with others, who have the same networks, and other noise from here on."""
+        if any("running" in name for name in self.agent.loss.state_dict()):
+            self._environments.close()
+            raise UsageError(f"{self.config.algo} has running statistics in its networks: it can't train on ranks")
+        self.agent.ranks = ranks
+        if not ranks.first:
+            torch.manual_seed(ranks.seed(self.config.seed))
+
     def advance(self) -> None:
         """Step every environment once, and run the updates that are due."""
         before = self.step
@@ -113,14 +145,14 @@ class Trainer:
             self._explore()
         else:
             self._step_by_policy()
-        self.step += self.config.num_envs
+        self.step += self.config.num_envs * self._size
         log_due = self._crossed(before, self.config.log_every)
         self._record_episodes(log_due)
         if self.step > self.config.learning_starts:
             self._learn(math.floor((self.step - self.config.learning_starts) * self.config.update_ratio))
         if log_due:
             self._log_losses()
-        if self._crossed(before, self.config.eval_every):
+        if self._first and self._crossed(before, self.config.eval_every):
             self._evaluate_for_curve()
 
     def checkpoint_due(self, before: int) -> bool:
@@ -181,6 +213,9 @@ class Trainer:
         """Update until there have been ``due`` updates."""
         if self._updates >= due:
             return
+        if self._ranks is not None:
+            for step in self._statistics:
+                step.all_reduce(self._ranks.process_group)
         sampler: Any = self.buffer.sampler
         if sampler.has_priorities:
             # Before the update, not in it: a graph would keep the number of its capture.
@@ -252,8 +287,8 @@ class Trainer:
         """Write the policy to ``path``, for `load_policy`."""
         self.agent.save_model(path, self._environments.action_bounds)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The whole state of the run, as tensors and plain values. Synchronises.
+    def state_dict(self, *, buffer: bool = True) -> dict[str, Any]:
+        """The whole state of the run, as tensors and plain values; without ``buffer``, all but its. Synchronises.
 
         Raises:
             DivergedError: a loss since the last record is NaN or infinite: the networks are not worth keeping.
@@ -270,7 +305,7 @@ class Trainer:
             "losses": dict(self._losses),
             "evaluated": self._evaluated,
             "agent": self.agent.state_dict(),
-            "buffer": self._buffer_state(),
+            **({"buffer": self._buffer_state()} if buffer else {}),
             "environments": self._environments.state(),
             "generator": torch.get_rng_state(),
             "cuda_generator": torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
@@ -301,7 +336,8 @@ class Trainer:
             self._returns.extend(state["returns"])
             self._losses, self._evaluated = state["losses"], state["evaluated"]
             self.agent.load_state_dict(state["agent"])
-            self.buffer.load_state_dict(state["buffer"])
+            if "buffer" in state:
+                self.buffer.load_state_dict(state["buffer"])
             observation, lost = self._environments.restore(state["environments"])
             self._observation.copy_(observation)
             # Last, since the lines above may draw from the generators. Cloned, since PyTorch reads the state as a
@@ -347,33 +383,51 @@ def _make_normalize(config: TrainConfig, observation_size: int, device: torch.de
     return normalize
 
 
-def _make_buffer(config: TrainConfig, device: torch.device, normalize: Normalize | None) -> TensorDictReplayBuffer:
-    # Where a row is read together with the next ones, environments must not take turns.
-    apart = config.num_envs > 1 and (config.n_steps > 1 or config.share_next)
+def _apart(config: TrainConfig) -> bool:
+    """Where a row is read together with the next ones, environments must not take turns."""
+    return config.num_envs > 1 and (config.n_steps > 1 or config.share_next)
+
+
+def _make_statistics(config: TrainConfig, normalize: Normalize | None) -> list[Normalize | RewardScale]:
+    """The running statistics by which the buffer scales its batches."""
+    found: list[Normalize | RewardScale] = [] if normalize is None else [normalize]
+    if config.scale_rewards:
+        # In a storage of one dimension environments take turns.
+        envs = None if _apart(config) else config.num_envs
+        found.append(RewardScale(config.gamma, config.v_max or _LARGEST_RETURN, envs=envs))
+    return found
+
+
+def _make_buffer(
+    config: TrainConfig, device: torch.device, statistics: Sequence[Normalize | RewardScale], ranks: Ranks | None
+) -> TensorDictReplayBuffer:
+    size = 1 if ranks is None else ranks.size
+    capacity = config.capacity // size
     storage = LazyTensorStorage(
-        config.capacity,
+        capacity,
         device=device,
-        ndim=2 if apart else 1,
+        ndim=2 if _apart(config) else 1,
         # An episode that can't be played again after a pause has no end.
         ends="flags+continuity" if config.n_steps > 1 else "flags",
         share_next=["observation"] if config.share_next else False,
     )
     options: dict[str, Any] = {
         "storage": storage,
-        "batch_size": config.batch_size,
+        "batch_size": config.batch_size // size,
         "n_steps": config.n_steps,
         "gamma": config.gamma,
-        "process": [] if normalize is None else [normalize],
+        "process": statistics,
     }
-    if config.scale_rewards:
-        # In a storage of one dimension environments take turns.
-        envs = None if apart else config.num_envs
-        options["process"].append(RewardScale(config.gamma, config.v_max or _LARGEST_RETURN, envs=envs))
     if config.prioritized:
         alpha, beta = config.priority_alpha, config.priority_beta
         assert alpha is not None
         assert beta is not None
+        if ranks is not None:
+            sampler = PrioritizedSampler(capacity, alpha, beta, process_group=ranks.process_group)
+            return TensorDictReplayBuffer(sampler=sampler, **options)
         return TensorDictPrioritizedReplayBuffer(alpha=alpha, beta=beta, **options)
+    if ranks is not None:
+        options["sampler"] = RandomSampler(process_group=ranks.process_group)
     return TensorDictReplayBuffer(**options)
 
 
