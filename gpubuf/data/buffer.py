@@ -244,7 +244,7 @@ class ReplayBuffer:
         """
         storage, sampler, writer = self._storage, self._sampler, self._writer
         if self._intake is not None:
-            self._intake.serve(storage, sampler, writer, self._pipeline)
+            self._intake.serve(storage, sampler, writer, self._pipeline, self._unit)
         reader = self._reader_of(storage)
         writer.attach(sampler, self._recipe, self._relabel)
         if sampler.consumes and not callable(getattr(writer, "write_at", None)):

@@ -19,7 +19,7 @@ from gpubuf.data.updates import ConditionalUpdateResult, finished_future
 from gpubuf.torchrl.samplers import ConsumingSampler, PrioritizedSampler, RandomSampler
 from gpubuf.torchrl.storages import LazyTensorStorage, ListStorage
 
-_HERE = "the buffer works in the process that makes it, so leave this out and send rows to that process"
+_HERE = "the buffer works in the process that makes it; with shared=True, processes that write get a client()"
 _INSTEAD = {
     "service_backend": _HERE,
     "service_backend_options": _HERE,
@@ -219,7 +219,7 @@ class PrioritizedReplayBuffer(ReplayBuffer, core.PrioritizedReplayBuffer):
     Args:
         **parts: as for the core's class, and as for :class:`ReplayBuffer`.
         dtype, sampler_device: accepted for compatibility.
-        sync: accepted as True; process sharing is out of scope.
+        sync: accepted as True; ``shared=True`` has other processes write.
     """
 
     _prioritized_sampler = PrioritizedSampler
@@ -248,7 +248,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer, core.TensorDictP
     Args:
         **parts: as for the core's class, and as for :class:`ReplayBuffer`.
         sampler_device: accepted for compatibility.
-        sync: accepted as True; process sharing is out of scope.
+        sync: accepted as True; ``shared=True`` has other processes write.
     """
 
     _prioritized_sampler = PrioritizedSampler

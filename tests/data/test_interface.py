@@ -79,7 +79,7 @@ def test_update_priority_without_priorities():
 
 
 def test_what_is_out_of_scope_says_so():
-    for argument in ("shared", "transport_options"):
+    for argument in ("service_backend", "transport_options"):
         with pytest.raises(NotImplementedError, match=argument):
             ReplayBuffer(**{argument: 1})
 

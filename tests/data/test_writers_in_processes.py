@@ -26,7 +26,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
     Writers,
 )
-from gpubuf.data import RewardScale, array_writes
+from gpubuf.data import Hindsight, RewardScale, Sequence, array_writes
 from gpubuf.data.buffer import ReplayBuffer as CoreBuffer
 from gpubuf.data.ingress.client import WriterClient
 from tests.support.fake_cuda import fake_cuda
@@ -219,6 +219,29 @@ def test_environments_of_writers_stay_apart(dim_extend: int):
     assert torch.equal(found["steps_to_next_obs"], torch.where(last, 1, 2))
     with pytest.raises(ValueError, match=r"of \(2,\) environments"):
         clients[0].extend(torch.stack([batch(0, 0, 1)] * 3, 1 - dim_extend))
+
+
+def test_sequences_and_hindsight_stay_within_a_writer():
+    """Windows around a row, and goals of later steps, are those of its writer."""
+    unit = Sequence(3, burn_in=2)
+    relabel = Hindsight(lambda achieved, goal, rows: achieved[:, :1], goal_key="state", achieved_key=("next", "state"))
+    for parts in ({"sample_unit": unit}, {"relabel": relabel}):
+        buffer = buffer_of(200, Writers(2, run=1), TensorDictReplayBuffer, batch_size=100, **parts)
+        clients = clients_of(buffer, 2)
+        for turn in range(9):
+            clients[turn % 2].extend(batch(turn % 2, 4 * (turn // 2), 4, 100))
+            buffer.writers.take()
+        found = buffer.sample()
+        if parts.get("sample_unit"):
+            windows = found.reshape(100, 5)
+            assert (windows["writer"] == windows["writer"][:, 2:3]).all()
+            assert not windows["validity_mask"].all()
+        else:
+            given = found[found["relabelled"]]
+            assert len(given) > 10
+            # What the same writer achieved within the four rows of the run.
+            assert torch.equal(given["state"][:, 0], given["writer"][:, 0].float())
+            assert torch.equal((given["state"][:, 1].long() - 1) // 4, given["number"][:, 0] // 4)
 
 
 def test_continuity_and_writers_end_trajectories():
@@ -507,6 +530,8 @@ def test_mistakes_are_refused_with_a_sentence():
         ReplayBuffer(LazyTensorStorage(3), consume_after_n_samples=1, writers=1)
     with pytest.raises(ValueError, match="RewardScale sums rewards along the rows of one writer"):
         ReplayBuffer(LazyTensorStorage(3), process=[RewardScale(0.99)], writers=1)
+    with pytest.raises(ValueError, match="a Sequence that goes on over the ends of trajectories"):
+        ReplayBuffer(LazyTensorStorage(3), sample_unit=Sequence(2, "include_reset"), writers=1)
     for options in ({"count": 0}, {"count": 1, "margin": 1.0}, {"count": 1, "timeout": 0}, {"count": 1, "ratio": -1.0}):
         with pytest.raises(ValueError, match=r"count|ratio|timeout"):
             Writers(**options)

@@ -177,7 +177,7 @@ def test_a_member_that_gpubuf_has_not():
 
 
 def test_sharing_between_processes_is_refused():
-    with pytest.raises(NotImplementedError, match="belongs to one process: send batches to that process"):
+    with pytest.raises(NotImplementedError, match="is shared from its beginning: make it with shared=True"):
         buffer_of("ReplayBuffer").share()
 
 

@@ -74,11 +74,11 @@ def test_a_name_that_nobody_has(module: Any):
 
 @pytest.mark.parametrize("buffer", [PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer])
 def test_writers_in_other_processes(buffer: Any):
-    with pytest.raises(NotImplementedError, match="leave it out, and send the rows to the process that has the buffer"):
+    with pytest.raises(NotImplementedError, match="leave it out, make the buffer with shared=True"):
         buffer(alpha=0.6, beta=0.4, sync=False)
 
 
 def test_buffers_in_other_processes():
-    for argument in ("service_backend", "service_backend_options", "transport", "transport_options", "shared"):
+    for argument in ("service_backend", "service_backend_options", "transport", "transport_options"):
         with pytest.raises(NotImplementedError, match=rf"^{argument}=.* is not supported.*: .*process"):
-            ReplayBuffer(**{argument: True if argument == "shared" else {"a": 1}})
+            ReplayBuffer(**{argument: {"a": 1}})

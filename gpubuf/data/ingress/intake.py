@@ -26,6 +26,7 @@ from gpubuf.data.processing.statistics import RewardScale
 from gpubuf.data.recording import capturing, current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.trajectory_index import RowOrder
+from gpubuf.data.sequences import SampleUnit, Sequence
 from gpubuf.data.storage.end_bits import OWN
 from gpubuf.data.storage.layout import as_written, batch_shape, layout_of, tensors_of
 from gpubuf.data.storage.list_storage import ListStorage
@@ -274,12 +275,19 @@ class Intake:
             raise RuntimeError(f"process {writer} writes at place {place}: close its client, or end it")
         return place
 
-    def serve(self, storage: TensorStorage, sampler: Sampler, writer: Writer, pipeline: Pipeline | None) -> None:
+    def serve(
+        self,
+        storage: TensorStorage,
+        sampler: Sampler,
+        writer: Writer,
+        pipeline: Pipeline | None,
+        unit: SampleUnit | None,
+    ) -> None:
         """Called with the buffer's parts when they change.
 
         Raises:
             TypeError: the storage holds any objects, or lies in files.
-            ValueError: rows are not written in turn, or something follows them from write to write.
+            ValueError: rows are not written in turn, or something takes those of all writers for one stream.
         """
         if isinstance(storage, ListStorage) or not storage.relocatable:
             kind = type(storage).__name__
@@ -292,6 +300,12 @@ class Intake:
         if pipeline is not None and any(isinstance(step, RewardScale) for step in pipeline.steps):
             raise ValueError(
                 "RewardScale sums rewards along the rows of one writer, and writers take turns: leave it out"
+            )
+
+        if isinstance(unit, Sequence) and not unit.needs_ends:
+            raise ValueError(
+                "a Sequence that goes on over the ends of trajectories would join the rows of several writers: give it "
+                "a done_key, and episode_boundary 'pad' or 'stop'"
             )
 
     def counters(self) -> list[WriterCounters]:
