@@ -203,19 +203,9 @@ def test_torchrun(tmp_path):
 @pytest.mark.slow
 def test_two_ranks_learn_pendulum_as_one_does(tmp_path):
     """A random policy has -1200, a good one about -150."""
+    options = ["--seed", "0", "--prioritized", "--quiet"]
     for n in (1, 2):
-        done = torchrun(
-            n,
-            "train",
-            "--seed",
-            "0",
-            "--prioritized",
-            "--total-steps",
-            "6000",
-            "--out",
-            str(tmp_path / str(n)),
-            "--quiet",
-        )
+        done = torchrun(n, "train", *options, "--out", str(tmp_path / str(n)))
         assert done.returncode == 0, done.stderr
         final = [each for each in read(tmp_path / str(n) / "metrics.jsonl") if each["kind"] == "final_evaluation"]
         assert final[0]["mean_return"] > -250, n
