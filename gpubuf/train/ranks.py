@@ -74,14 +74,16 @@ class Ranks:
 
 @contextmanager
 def ranks_of_torchrun() -> Iterator[Ranks | None]:
-    """The ranks that torchrun has started, if it has and they are several; else None. NCCL where there is CUDA."""
+    """The ranks that torchrun has started, if it has and they are several; else None.
+
+    Tensors on a GPU go through NCCL, those on the host through Gloo.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "LOCAL_RANK" not in os.environ:
         yield None
         return
-    cuda = torch.cuda.is_available()
-    if cuda:
+    if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group("nccl" if cuda else "gloo")
+    dist.init_process_group()
     try:
         world = dist.group.WORLD
         assert world is not None

@@ -285,7 +285,7 @@ class _Run:
                 signal=None if done else interruption.signal or signal.SIGTERM,
             )
             if self._first:
-                self._message(_summary(result))
+                self._message(_summary(result, CHECKPOINT_FILE if self._ranks is None else CHECKPOINT_FOLDER))
             return result
         finally:
             self._close()
@@ -355,7 +355,7 @@ class _Run:
         return f"{self._trainer.agent.title} on {self._config.env}, {mode} replay, seed {self._config.seed}"
 
 
-def _summary(result: TrainResult) -> str:
+def _summary(result: TrainResult, checkpoint: str) -> str:
     rate = result.steps / result.seconds if result.seconds else 0.0
     steps = f"{result.steps:,} steps in {result.seconds:.0f} s ({rate:.0f} steps/s)"
     if result.signal is not None:
@@ -365,7 +365,7 @@ def _summary(result: TrainResult) -> str:
         f"{steps}\n"
         f"evaluation over {len(result.returns)} episodes: mean return {result.mean_return:.1f} "
         f"(from {min(result.returns):.1f} to {max(result.returns):.1f})\n"
-        f"in {result.folder}: {CURVE_FILE}, {MODEL_FILE}, {CHECKPOINT_FILE}"
+        f"in {result.folder}: {CURVE_FILE}, {MODEL_FILE}, {checkpoint}"
     )
 
 

@@ -158,6 +158,12 @@ def refusals(rank: int, folder: Path, group: dist.ProcessGroup) -> dict[str, str
     if rank == 0:
         filled(KINDS[0], 0).save(folder / "one", process_group=alone)
     dist.barrier()
+    # A folder that another program holds.
+    if rank == 0:
+        (folder / "foreign").mkdir()
+        (folder / "foreign" / "manifest.json").write_text("{}")
+    dist.barrier()
+    found["foreign"] = heard(lambda: buffer.save(folder / "foreign", process_group=group))
     found["too many"] = heard(lambda: buffer.load(folder / "one", process_group=group))
     return found
 
@@ -264,6 +270,8 @@ def test_one_rank_that_fails_is_heard_by_all(ranks):
         told = "OSError: no space left"
         assert refused["disk full"].endswith(told if rank == 1 else f"rank 1: {told}")
         assert ("RuntimeError: other ranks have failed" in refused["does not fit"]) == (rank != 2)
+        assert "would be overwritten" in refused["foreign"]
+        assert ("RuntimeError: other ranks have failed" in refused["foreign"]) == (rank != 0)
         assert "is of 1 ranks and can't be cut into more: here are 4" in refused["too many"]
 
 

@@ -101,7 +101,11 @@ def save_shards(
             checkpoint is whole in all of these cases. Synchronises.
     """
     folder, rank = Path(path), process_group.rank()
-    with files.FolderLock(_made(folder), exclusive=True) if rank == 0 else nullcontext():
+    with _Vote(process_group) as vote:
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+        vote.cast()
+    with files.FolderLock(folder, exclusive=True) if rank == 0 else nullcontext():
         with _Vote(process_group) as vote:
             if rank == 0:
                 earlier(folder, files.read_shards)
@@ -125,11 +129,6 @@ def save_shards(
 
             (saved,) = save_parts([buffer], [own], commit, lambda: beside or {}, **options)
         return saved
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _remove_ranks(folder: Path, first: int) -> None:

@@ -524,5 +524,5 @@ def require_rows(storage: TensorStorage, shards: Shards | None = None) -> None:
     # Compiled code may not depend on the number of rows; its operations find an empty ring out by themselves.
     if not torch.compiler.is_compiling() and len(storage) == 0:
         if shards is not None:
-            shards.draw_nothing()
+            shards.draw_nothing(storage.requested_device)
         raise RuntimeError("Cannot sample from an empty storage: write rows first")

@@ -87,9 +87,12 @@ class Shards:
             return factor
         return factor * (least / every[:, _LEAST].amin()) ** -beta
 
-    def draw_nothing(self) -> None:
-        """Called by a rank that holds no row, in place of :meth:`correction`, so that the others need not wait."""
-        on_gpu = dist.get_backend(self.process_group) == "nccl"
+    def draw_nothing(self, requested: torch.device | str) -> None:
+        """Called by a rank that holds no row, in place of :meth:`correction`, so that the others need not wait.
+
+        ``requested``: where its rows are to be; the others gather there.
+        """
+        on_gpu = str(requested) != "cpu" and "nccl" in str(dist.get_backend_config(self.process_group))
         nothing = torch.zeros((), dtype=torch.float64, device="cuda" if on_gpu else "cpu")
         self._gathered(nothing, nothing)
 
