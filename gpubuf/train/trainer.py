@@ -82,10 +82,11 @@ class Trainer:
     ) -> None:
         self.config, self._ranks = config, ranks
         self._size, self._first = (1, True) if ranks is None else (ranks.size, ranks.first)
-        if config.batch_size % self._size or config.capacity < self._size * config.num_envs:
+        if self._size > 1 and (config.batch_size % self._size or config.capacity < self._size * config.num_envs):
             raise UsageError(
                 f"batches of {config.batch_size} transitions and a buffer of {config.capacity} can't be shared by "
-                f"{self._size} ranks: the batch size must be divisible by the number of ranks"
+                f"{self._size} ranks: the batch size must be divisible by their number, and every rank needs room for "
+                "a step of its environments"
             )
         self.step = 0
         self._record = record

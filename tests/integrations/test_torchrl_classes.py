@@ -166,14 +166,18 @@ def test_a_sampler_of_ones_own():
 
 
 def test_a_member_that_gpubuf_has_not():
-    buffer = buffer_of("ReplayBuffer")
+    sampler = JOINED.SliceSampler(slice_len=2)
     with pytest.raises(
-        NotImplementedError, match=r"ReplayBuffer.as_remote is TorchRL's, .* docs/migration.md says what"
+        NotImplementedError, match=r"SliceSampler.fragmented is TorchRL's, .* docs/migration.md says what"
     ):
-        buffer.as_remote()
-    assert not hasattr(buffer, "as_remote")
-    with pytest.raises(NotImplementedError, match=r"SliceSampler.fragmented is TorchRL's"):
-        assert JOINED.SliceSampler(slice_len=2).fragmented
+        assert sampler.fragmented
+    assert not hasattr(sampler, "fragmented")
+
+
+def test_torchrl_makes_an_actor_of_a_buffer():
+    """Its own code does: see test_ray.py, which needs Ray."""
+    with pytest.raises(AssertionError, match=r"TorchRL's ReplayBuffer.as_remote ran"):
+        buffer_of("ReplayBuffer").as_remote()
 
 
 def test_sharing_between_processes_is_refused():

@@ -60,7 +60,7 @@ def on_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
     trainer.close()
     with pytest.raises(UsageError, match="running statistics in its networks"):
         Trainer(tiny(algo="crossq"), torch.device("cpu"), list, ranks)
-    with pytest.raises(UsageError, match="divisible by the number of ranks"):
+    with pytest.raises(UsageError, match="divisible by their number"):
         Trainer(tiny(batch_size=7), torch.device("cpu"), list, ranks)
 
     whole, parts = Path(folder, "whole"), Path(folder, "parts")
