@@ -36,4 +36,4 @@ def test_speed_is_the_steps_between_two_runs(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.slow
 def test_speed_runs_the_command():
     """The real one, far too short to time."""
-    assert speed.seconds(speed.ours("torch/Pendulum", "--num-envs", "1", "--hidden", "8"), speed.STARTS + 3) > 0
+    assert speed.seconds(speed.ours("torch/Pendulum", 1, "--num-envs", "1", "--hidden", "8"), speed.STARTS + 3) > 0
