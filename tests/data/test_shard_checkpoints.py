@@ -27,9 +27,10 @@ from gpubuf.data import (
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictReplayBuffer,
+    Writers,
 )
 from gpubuf.data.checkpoints.save import FileWriter
-from gpubuf.data.checkpoints.shards import load_shards, save_shards
+from gpubuf.data.checkpoints.shards import _one_state, load_shards, save_shards
 from tests.support.ranks import leave, run_ranks
 
 CAPACITY, N_STEPS, ALPHA, EPS, WORLD = 40, 3, 0.6, 1e-8, 4
@@ -351,3 +352,22 @@ def lose_a_rank(rank: int, size: int, folder: str) -> list[tuple[float, str]]:
             action()
         found.append((time.monotonic() - began, "RuntimeError" if isinstance(error.value, RuntimeError) else ""))
     return found
+
+
+def test_cuts_between_writers_are_those_of_each_shard():
+    """The shard of rank 1 comes first, oldest rows first; each keeps where its own writers took turns."""
+    states = []
+    for first, runs in ((0, (2, 3, 1)), (10, (1, 4))):
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(5), writers=Writers(2, run=1))
+        rows = rows_of(0)[first : first + sum(runs)]
+        clients = [buffer.client(rows[:1]) for _ in range(2)]
+        for turn, part in enumerate(rows.split(list(runs))):
+            clients[turn % 2].extend(part)
+            assert len(buffer) > 0
+        states.append(buffer.state_dict())
+    whole = TensorDictReplayBuffer(storage=LazyTensorStorage(20), writers=2)
+    whole.load_state_dict(_one_state([states[1], states[0]], [1, 0], 1))
+    assert whole[:]["row"].flatten().tolist() == [*range(10, 15), *range(1, 6)]
+    assert whole.storage.breaks.cuts[:10].tolist() == [1, 0, 0, 0, 0, 1, 0, 0, 1, 0]
+    with pytest.raises(ValueError, match=r"some of the ranks .* have rows of several writers"):
+        _one_state([filled("slices", 1).state_dict(), states[0]], [1, 0], 1)

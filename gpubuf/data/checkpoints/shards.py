@@ -263,7 +263,11 @@ def _one_storage(storages: list[dict[str, Any]], ranks: list[int], ndim: int) ->
             yield start, rows
             start += len(rows)
 
-    one = {name: value for name, value in wholes[-1].items() if name not in ("rewritten", "skipped")}
+    one = {name: value for name, value in wholes[-1].items() if name not in ("rewritten", "skipped", "cuts")}
+    cuts = [whole["cuts"][_oldest_first(whole)] for whole in wholes if whole.get("cuts") is not None]
+    if cuts:
+        need(len(cuts) == len(wholes), f"some of the ranks {ranks} have rows of several writers, and others have none")
+        one["cuts"] = torch.cat(cuts)
     counters = {"written": size, "size": size, "max_size": size, "shape": [size // per_step, *rest]}
     return {**one, **counters, "rows": Pieces(pieces[-1].example, Repeated(each))}
 
