@@ -81,7 +81,6 @@ class Entry:
         turn: when, among those that share a buffer.
         devices: where it makes sense.
         extra: further entries of the file of results, of (the filled buffer, library).
-        between: networks are updated before each call.
         workload: of replay: the buffer, and the operation on it.
     """
 
@@ -102,7 +101,11 @@ class Entry:
     devices: tuple[str, ...] = ("cpu", "cuda")
     extra: Callable[[Any, str], dict[str, Any]] = field(default=lambda filled, library: {})
     workload: Workload | None = None
-    between: bool = False
+
+    @property
+    def between(self) -> bool:
+        """Whether networks are updated before each call."""
+        return self.workload is not None and self.workload.operation.between
 
 
 # Replay
@@ -131,7 +134,6 @@ def _replay(workload: Workload, libraries: tuple[str, ...], **more: Any) -> Entr
         quick=more.pop("quick", workload.batch <= 256),
         turn=workload.operation.turn,
         workload=workload,
-        between=workload.operation.between,
         devices=more.pop("devices", ("cpu",) if workload.operation.between else ("cpu", "cuda")),
         **more,
     )

@@ -63,7 +63,7 @@ class PreparedRows:
         self.n = math.prod(lead)
         memory = layout.cut(torch.zeros(layout.arena(self.n).n_bytes, dtype=torch.uint8), self.n)
         self.launch: Any = storage.plans.written.prepared_extend(memory, self.n, keeps_index)
-        self._keys = [as_written(leaf.key) for leaf in layout.leaves]
+        self._keys = layout.keys
         # Whether small columns are read elsewhere than in the memory.
         self._moved = False
         # The memory as NumPy sees it, None of dtypes that it lacks; dtype and shape of a column; its dtype as a tensor,
@@ -170,7 +170,7 @@ class ArrayWrites:
     @property
     def keys(self) -> list[Any]:
         """The keys of a row in the order of its columns."""
-        return [as_written(leaf.key) for leaf in self.storage.written_layout.leaves]
+        return self.storage.written_layout.keys
 
     def write(self, columns: Columns, one_step: bool) -> bool:
         """Write rows, in eager mode. False: they take the general way, as :meth:`as_batch`, and nothing has changed."""
@@ -274,7 +274,7 @@ class _Plan:
         self.step = tuple(storage.shape[1:])
         self._storage = storage
         self._layout = storage.written_layout
-        self._keys = [as_written(leaf.key) for leaf in self._layout.leaves]
+        self._keys = self._layout.keys
         self._one_step = PreparedRows.of(storage, self.step, keeps_index=self.tells)
         self._of_size: dict[int, PreparedRows | None] = {}
 

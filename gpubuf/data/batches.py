@@ -177,7 +177,10 @@ class Batches:
             found: Any = dict(data.items(True, True))
         else:
             tensors, info, _, _ = self._draw(n, False, None, whole=False, assembled=False)
-            found = dict(zip(self.reader.keys, tensors, strict=True))
+            layout = self.reader.layout
+            if isinstance(layout.root, int):
+                raise ValueError("rows of a single tensor have no keys: sample() gives batches of it")
+            found = dict(zip(layout.keys, tensors, strict=True))
         return {**found, **info}
 
     def _info(self, drawn: Drawn, whole: bool) -> dict[Any, Tensor]:

@@ -129,7 +129,7 @@ class Hindsight(TrajectoryBounds):
     def _leaf(layout: RowLayout, key: Key) -> Leaf:
         position = layout.position(key)
         if position is None:
-            stored = [as_written(leaf.key) for leaf in layout.leaves]
+            stored = layout.keys
             raise KeyError(f"hindsight needs the key {as_written(key)!r}, which is not stored; the keys are {stored}")
         return layout.leaves[position]
 

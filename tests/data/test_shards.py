@@ -234,27 +234,29 @@ NAMES = list(samplers(None))
 NUMBERS = ("count", "mean", "m2", "peak")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_weights_are_those_of_one_buffer_times_the_share_of_the_rank(ranks, name):
+def drawn_of(ranks: list[dict[str, Any]], name: str) -> tuple[OneBuffer, Tensor, Tensor]:
+    """One buffer of all rows, which of them each draw of all ranks begins at, and the weights of its steps."""
     one = OneBuffer(len(ranks), name)
     rows, weights = pooled(ranks, name)
     step = SLICE if "slices" in name or name in ("trajectories", "starts", "padded") else 1
     starts = rows.view(-1, step)[:, 0].contiguous()
-    place = torch.searchsorted(one.rows, starts)
+    return one, torch.searchsorted(one.rows, starts), weights.view(-1, step)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_those_of_one_buffer_times_the_share_of_the_rank(ranks, name):
+    one, place, weights = drawn_of(ranks, name)
     due = (one.weight * one.factor)[place]
     assert one.drawable[place].all()
-    torch.testing.assert_close(weights.view(-1, step).double(), due.unsqueeze(1).expand(-1, step), rtol=1e-6, atol=0)
+    torch.testing.assert_close(weights.double(), due.unsqueeze(1).expand_as(weights), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pooled_draws_follow_the_law_of_one_buffer(ranks, name):
     """Chi-square of pooled draws, of which each counts as often as its rank's factor says."""
-    one = OneBuffer(len(ranks), name)
-    rows, _ = pooled(ranks, name)
-    step = SLICE if "slices" in name or name in ("trajectories", "starts", "padded") else 1
-    starts = rows.view(-1, step)[:, 0].contiguous()
-    count = torch.bincount(torch.searchsorted(one.rows, starts), minlength=one.rows.numel()).double()
-    due = starts.numel() * one.chance / one.factor
+    one, place, _ = drawn_of(ranks, name)
+    count = torch.bincount(place, minlength=one.rows.numel()).double()
+    due = place.numel() * one.chance / one.factor
     assert not count[~one.drawable].any()
     count, due = count[one.drawable], due[one.drawable]
     statistic = float(((count - due) ** 2 / due).sum())

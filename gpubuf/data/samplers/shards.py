@@ -87,6 +87,10 @@ class Shards:
             return factor
         return factor * (least / every[:, _LEAST].amin()) ** -beta
 
+    def weights(self, mass: Tensor, n: int) -> Tensor:
+        """The weights of ``n`` draws that are otherwise all 1: :meth:`correction`, float32 ``[n]``."""
+        return self.correction(mass).float().repeat(n)
+
     def draw_nothing(self, requested: torch.device | str) -> None:
         """Called by a rank that holds no row, in place of :meth:`correction`, so that the others need not wait.
 

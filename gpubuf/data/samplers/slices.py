@@ -484,7 +484,7 @@ class SliceSampler(Sampler):
         info: dict[Any, Tensor] = {}
         if self.shards is not None:
             # Before the draw, which may raise on this rank alone.
-            info["priority_weight"] = self.shards.correction(index.total).float().repeat(n)
+            info["priority_weight"] = self.shards.weights(index.total, n)
         return *index.draw(n, self.random_state(storage.device)), info
 
     def _nothing_eligible(self, index: TrajectoryIndex) -> str:

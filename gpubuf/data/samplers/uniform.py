@@ -167,8 +167,7 @@ class RandomSampler(Sampler):
         """The info of ``n`` rows."""
         if self.shards is None:
             return {}
-        factor = self.shards.correction(self.storage.ring[SIZE])
-        return {"priority_weight": factor.float().repeat(n)}
+        return {"priority_weight": self.shards.weights(self.storage.ring[SIZE], n)}
 
     def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """Uniform positions. No host sync."""

@@ -89,7 +89,6 @@ class RowPlan:
         # A RowLayout and a Ring, as soon as there is a table.
         self._layout: Any = None
         self._ring: Any = None
-        self._keys: list[Any] | None = None
         self._capacity = 0
         self._links: tuple[Any, ...] = ()
         self._reading: tuple[Any, ...] = ()
@@ -116,7 +115,6 @@ class RowPlan:
             reading: what fields need besides; None: rows are copied.
         """
         self._layout, self._ring, self._capacity, self._links = layout, ring, capacity, links
-        self._keys = None
         self._reading = () if reading is None else tuple(reading)
         self._copies = 1 if reading is None else reading.rows(1)
         # Last: with it the plan is ready. An interrupt may come at any call.
@@ -145,19 +143,6 @@ class RowPlan:
         return self.table.device
 
     # Reading
-
-    @property
-    def keys(self) -> list[Any]:
-        """The keys of a row, as a user writes them.
-
-        Raises:
-            ValueError: a row is a single tensor, which has no key.
-        """
-        if self._keys is None:
-            if isinstance(self.layout.root, int):
-                raise ValueError("rows of a single tensor have no keys: sample() gives batches of it")
-            self._keys = [as_written(leaf.key) for leaf in self.layout.leaves]
-        return self._keys
 
     def gather(self, index: Tensor) -> tuple[list[Tensor], Tensor]:
         """Copies of rows, and their write generations. One launch, no host sync.
@@ -566,7 +551,7 @@ def _position(layout: RowLayout, key: Key, what: str) -> int:
 
 def _stored(layout: RowLayout) -> str:
     """The keys that there are, for the message of an error."""
-    return f"the keys are {[as_written(leaf.key) for leaf in layout.leaves]}"
+    return f"the keys are {layout.keys}"
 
 
 def _keys(name: str, keys: Sequence[Any] | None) -> tuple[Key, ...] | None:

@@ -733,7 +733,7 @@ class TensorStorage(Storage):
             self.end_bits = EndBits(signal, ring, self._shape, self.table, self.breaks)
 
     def cut_by_writer(self) -> None:
-        """End trajectories where the rows of another writer follow: several processes write. Takes a byte a row.
+        """End trajectories where the rows of another writer follow: several processes write. Takes a byte per row.
 
         Before samplers index the rows. Those that are stored already are of one writer.
         """
