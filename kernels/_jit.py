@@ -13,6 +13,7 @@ from typing import Any
 
 import numba
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.runtime import rtsys
 
 logger = logging.getLogger("gpubuf.kernels")
 
@@ -109,7 +110,18 @@ def _keep_on_disk(dispatcher: Any) -> None:
         # "no locator available": files can be made neither beside the source nor in the home directory.
         _warn(error)
     else:
-        dispatcher._cache._cache_file._source_stamp = source_stamp()
+        cache = dispatcher._cache
+        cache._cache_file._source_stamp = source_stamp()
+        cache.load_overload = functools.partial(_load, cache)
+
+
+def _load(cache: Any, signature: Any, context: Any) -> Any:
+    """Load machine code without Numba's tables of types and functions, which take 0.15 s and serve its compiler alone.
+
+    What the code may be linked to is its runtime.
+    """
+    rtsys.initialize(context)
+    return cache._load_overload(signature, context)
 
 
 def _compile(dispatcher: Any, signature: Any) -> None:

@@ -82,6 +82,38 @@ def test_without_a_folder_to_write_to_the_first_write_compiles_in_memory_and_say
     assert done.stderr.count("set NUMBA_CACHE_DIR to a folder that can be written to") == 1
 
 
+EVERY_KERNEL = """
+import importlib
+from pathlib import Path
+import gpubuf.kernels
+
+root, loaded = Path(gpubuf.kernels.__file__).parent, 0
+for path in sorted(root.rglob("_cpu*.py")):
+    names = path.relative_to(root).with_suffix("").parts
+    for value in vars(importlib.import_module(".".join(("gpubuf.kernels", *names)))).values():
+        # Helpers have no code of their own.
+        if hasattr(value, "stats") and value.stats.cache_path and not value.overloads:
+            value._compile_for_args()
+            loaded += sum(value.stats.cache_hits.values())
+print(loaded)
+"""
+
+WITHOUT_COMPILER = """
+from numba.core.base import BaseContext
+BaseContext.refresh = None
+"""
+
+
+@pytest.mark.slow
+def test_machine_code_on_disk_is_loaded_without_numbas_compiler():
+    # LLVM ends the process if code refers to what is not there: all kernels, then.
+    for program in (EVERY_KERNEL, WITHOUT_COMPILER + EVERY_KERNEL):
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 25
+
+
 def test_a_full_disk_leaves_the_kernel_in_memory(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
