@@ -15,7 +15,10 @@ COMPAT := .compat
 NEWEST := .newest
 DOCS := .docs
 RELEASE := .release
-PEERS := .peers
+# What the benchmarks measure with: BASE=.newest takes the versions that pip installs today.
+BASE := $(VENV)
+PEERS := $(if $(filter $(NEWEST),$(BASE)),$(NEWEST)-peers,.peers)
+export PEERS
 PEER_NAMES := torchrl cpprb flashbax sb3 sbx holosoma lerobot
 READY := $(PEER_NAMES:%=$(PEERS)/%/.ready)
 DECIDES := pyproject.toml constraints.txt
@@ -41,7 +44,8 @@ help:
 	@echo "make torchrl run programs and losses on TorchRL and on gpubuf, and compare what they give"
 	@echo "make ray     the tests of buffers in actors of Ray"
 	@echo "make bench   all benchmarks beside TorchRL, cpprb, flashbax and Stable-Baselines3, each in its environment;"
-	@echo "             writes benchmarks/results/<device>-<date>.json and curves/, or into OUT=folder"
+	@echo "             writes benchmarks/results/<device>-<date>.json and curves/, or into OUT=folder;"
+	@echo "             BASE=.newest: with the versions that pip installs today, as the figures in README.md"
 	@echo "make gpu STAGE=1|2|3  tests and benchmarks on an NVIDIA GPU, each stage within seven minutes; OUT=folder"
 	@echo "             (make gpu PYTHON=python3 uses that interpreter's own packages: for a machine without an index)"
 	@echo "make report  write the figures of benchmarks/results/ into README.md and the pages of docs/;"
@@ -72,8 +76,8 @@ torchrl: $(PEERS)/torchrl/.ready
 ray: $(PEERS)/ray/.ready
 	$(PEERS)/ray/bin/python -m pytest -n 0 -W default tests/integrations/test_ray.py $(ARGS)
 
-bench: $(VENV)/.test $(READY)
-	$(VENV)/bin/python -m benchmarks --device cpu --huge --report $(or $(INTO),--out benchmarks/results) $(ARGS)
+bench: $(BASE)/.test $(READY)
+	$(BASE)/bin/python -m benchmarks --device cpu --huge --report $(or $(INTO),--out benchmarks/results) $(ARGS)
 
 # An interpreter named on the command line is used as it is, with whatever torch it has.
 ifeq ($(origin PYTHON),command line)
@@ -102,7 +106,7 @@ dist: $(RELEASE)/.ready
 	$(RELEASE)/bin/python -m twine check --strict dist/*
 
 clean:
-	rm -rf $(VENV) $(COMPAT) $(NEWEST) $(DOCS) $(RELEASE) $(PEERS) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage
+	rm -rf $(VENV) $(COMPAT) $(NEWEST) $(NEWEST)-peers $(DOCS) $(RELEASE) $(PEERS) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define create_venv
@@ -147,9 +151,12 @@ $(RELEASE)/.ready: $(RELEASE)/.created constraints.txt
 # A peer's environment holds what the peer needs beside ours, and sees the rest there, so that all are measured on one
 # torch. TorchRL's wheel asks for an older tensordict, and works with ours: without its dependencies, then. A peer that
 # can't be installed stops nobody: its benchmarks say that they are missing.
-$(PEERS)/%/.ready: benchmarks/peers/%.txt $(DECIDES) | $(VENV)/.test
+ifeq ($(BASE),$(NEWEST))
+$(PEERS)/%/.ready: export PIP_CONSTRAINT = $(dir $(PIP_FILE))$(NEWEST)/constraints.txt
+endif
+$(PEERS)/%/.ready: benchmarks/peers/%.txt $(DECIDES) | $(BASE)/.test
 	@rm -rf $(@D)
-	@if $(VENV)/bin/python -m venv $(@D) && $(VENV)/bin/python benchmarks/peers/share.py $(@D) \
+	@if $(BASE)/bin/python -m venv $(@D) && $(BASE)/bin/python benchmarks/peers/share.py $(@D) \
 	  && $(@D)/bin/python -m pip install -q -r $< \
 	  && { [ ! -e benchmarks/peers/$*-no-deps.txt ] || \
 	       $(@D)/bin/python -m pip install -q --no-deps -r benchmarks/peers/$*-no-deps.txt; }; \

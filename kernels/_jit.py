@@ -13,7 +13,7 @@ from typing import Any
 
 import numba
 from numba.core.compiler_lock import global_compiler_lock
-from numba.core.runtime import rtsys
+from numba.core.runtime.nrt import rtsys
 
 logger = logging.getLogger("gpubuf.kernels")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-#: Where `make bench` makes the environments of the peers.
-PEER_ENVIRONMENTS = ROOT / ".peers"
+#: Where make has made the environments of the peers; it says so to what it starts.
+PEER_ENVIRONMENTS = ROOT / os.environ.get("PEERS", ".peers")
 
 
 def own_python(peer: str, folder: Path = PEER_ENVIRONMENTS) -> Path:

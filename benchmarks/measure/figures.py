@@ -31,8 +31,9 @@ def described(run: Run) -> str:
     machine = run.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if name != "gpubuf")
     threads = f"{machine['threads']} thread" + ("s" if machine["threads"] != 1 else "")
+    instructions = f" ({machine['instructions']})" if "instructions" in machine else ""
     return (
-        f"{machine['device']['name']}, Python {machine['python_version']}, {threads}; {versions}; "
+        f"{machine['device']['name']}{instructions}, Python {machine['python_version']}, {threads}; {versions}; "
         f"{run.data['datetime'][:10]}, [`{run.source}`]({{root}}{run.source})."
     )
 

@@ -40,8 +40,11 @@ def device_name(kind: str) -> str:
 
 def describe(kind: str) -> dict[str, Any]:
     """The machine as it is now, for a file of results."""
+    # Processors of one name differ in it, and by it in their products of matrices.
+    instructions = {"instructions": torch.backends.cpu.get_cpu_capability()} if kind == "cpu" else {}
     return {
         "device": {"kind": kind, "name": device_name(kind)},
+        **instructions,
         "versions": {name: found for name in PACKAGES if (found := version(name)) is not None},
         "python_version": platform.python_version(),
         "threads": torch.get_num_threads(),
