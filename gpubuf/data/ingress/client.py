@@ -13,7 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from gpubuf.data.array_writes import Columns, tensordict_of
-from gpubuf.data.ingress.queues import Queues, as_bits, numpy_dtype, start_of, wait
+from gpubuf.data.ingress.queues import Queues, as_bits, numpy_dtype, of_bits, start_of, wait
+from gpubuf.data.samplers.sum_tree import refuse_unusable
 from gpubuf.data.storage.layout import as_key, as_written, batch_shape, mapped, tensors_of
 
 _CHECK_EVERY = 0.25
@@ -36,17 +37,25 @@ class WriterClient:
         learner: the process of the buffer, and when it began.
         time_dim: the dimension of a written batch along which time runs.
         timeout: seconds to wait for room; None: any number.
+        priority: the place of the column that has the rows' priorities; None: they bring none.
 
     Attributes:
         place: the number of its queue.
     """
 
     def __init__(
-        self, queues: Queues, place: int, number: int, learner: tuple[int, int], time_dim: int, timeout: float | None
+        self,
+        queues: Queues,
+        place: int,
+        number: int,
+        learner: tuple[int, int],
+        time_dim: int,
+        timeout: float | None,
+        priority: int | None,
     ) -> None:
         self.place = place
         self._queues, self._number, self._learner = queues, number, learner
-        self._time_dim, self._timeout = time_dim, timeout
+        self._time_dim, self._timeout, self._priority = time_dim, timeout, priority
         self._connect()
 
     def _connect(self) -> None:
@@ -66,7 +75,7 @@ class WriterClient:
     def __getstate__(self) -> dict[str, Any]:
         if self._published is not None or self._closed:
             raise RuntimeError("this client was used here: ask the buffer for another one for another process")
-        names = ("place", "_queues", "_number", "_learner", "_time_dim", "_timeout")
+        names = ("place", "_queues", "_number", "_learner", "_time_dim", "_timeout", "_priority")
         return {name: vars(self)[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -86,7 +95,8 @@ class WriterClient:
                 never changed, and may be changed once this has returned.
 
         Raises:
-            ValueError: a key is missing or unknown, or has another shape or dtype. Nothing is written.
+            ValueError: a key is missing or unknown, or has another shape or dtype, or a priority is NaN, infinite or
+                negative. Nothing is written.
             TimeoutError: the queue was full for the timeout. Rows of a batch larger than the queue may be written.
             RuntimeError: the learner has ended or closed the buffer, the process was forked, or the client is closed.
         """
@@ -188,6 +198,10 @@ class WriterClient:
     # The queue
 
     def _write(self, sources: list[np.ndarray], n: int) -> None:
+        if self._priority is not None:
+            # What is acknowledged can't be refused any more, and the learner would have to.
+            dtype = self._queues.rows.layout.leaves[self._priority].dtype
+            refuse_unusable(of_bits(sources[self._priority], dtype))
         with self._one_at_a_time:
             published = self._ready()
             queues, start = self._queues, 0

@@ -28,7 +28,7 @@ from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.trajectory_index import RowOrder
 from gpubuf.data.sequences import SampleUnit, Sequence
 from gpubuf.data.storage.end_bits import OWN
-from gpubuf.data.storage.layout import as_written, batch_shape, layout_of, tensors_of
+from gpubuf.data.storage.layout import as_key, as_written, batch_shape, layout_of, tensors_of
 from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
@@ -128,6 +128,8 @@ class Target(Protocol):
     _storage: TensorStorage
     _transform: Compose
     _row_order: RowOrder | None
+    _sampler: Sampler
+    priority_key: str | tuple[str, ...]
 
     @property
     def dim_extend(self) -> int:
@@ -202,8 +204,11 @@ class Intake:
             queues.give(place, self._clients)
             start = start_of(os.getpid())
             assert start is not None
-            time_dim = buffer.dim_extend if queues.rows.envs else 0
-            return WriterClient(queues, place, self._clients, (os.getpid(), start), time_dim, self.options.timeout)
+            learner, time_dim = (os.getpid(), start), buffer.dim_extend if queues.rows.envs else 0
+            leaves = queues.rows.layout.leaves
+            key = as_key(buffer.priority_key) if buffer._sampler.has_priorities else ()
+            priority = next((i for i, leaf in enumerate(leaves) if key and leaf.key == key), None)
+            return WriterClient(queues, place, self._clients, learner, time_dim, self.options.timeout, priority)
 
     def _open(self, buffer: Target, example: Any) -> Queues:
         """Make the queues.

@@ -16,7 +16,7 @@ from gpubuf.data.lock import operation
 from gpubuf.data.recording import DERIVED, current, current_recording, refuse_in_capture, traced_property
 from gpubuf.data.samplers.base import Sampler, demand
 from gpubuf.data.samplers.shards import Shards
-from gpubuf.data.samplers.sum_tree import SumTree, check_beta, exponent, refuse_negative, rows_at
+from gpubuf.data.samplers.sum_tree import SumTree, check_beta, exponent, refuse_negative, refuse_unusable, rows_at
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.storage import Storage, TensorStorage
@@ -335,8 +335,8 @@ class PrioritizedSampler(Sampler):
         Raises:
             ValueError: a priority on the CPU is NaN, infinite or negative. A GPU refuses it later, without a sync.
         """
-        if priority.device.type == "cpu" and not bool(((priority >= 0) & priority.isfinite()).all()):
-            raise ValueError("priorities must be finite and non-negative; nothing was written")
+        if priority.device.type == "cpu":
+            refuse_unusable(priority)
 
     def raise_if_refused(self) -> None:
         """Report priorities that a GPU has refused since the last call, or could only clamp. Synchronises.

@@ -158,6 +158,16 @@ def refuse_negative(alpha: float = 0.0, beta: float | Tensor = 0.0) -> None:
         raise ValueError(f"beta must be greater or equal to 0, got beta={beta}")
 
 
+def refuse_unusable(priority: Tensor) -> None:
+    """Raise for priorities that no tree takes, before rows that bring them are written. Synchronises.
+
+    Raises:
+        ValueError: one is NaN, infinite or negative.
+    """
+    if not bool(((priority >= 0) & priority.isfinite()).all()):
+        raise ValueError("priorities must be finite and non-negative; nothing was written")
+
+
 class Reweighing:
     """A change of alpha under way: ``weight ** (new / old)`` for every leaf.
 
