@@ -27,6 +27,7 @@ SUBJECTS = (
     "losses",
     "calls",
     "shards",
+    "step",
 )
 
 
