@@ -297,11 +297,12 @@ class Intake:
         if sampler.consumes or not writer.in_order:
             part = sampler if sampler.consumes else writer
             raise ValueError(f"writers in other processes need rows that are written in turn, not a {part!r}")
-        if pipeline is not None and any(isinstance(step, RewardScale) for step in pipeline.steps):
+        steps = () if pipeline is None else pipeline.steps
+        if any(isinstance(step, RewardScale) and (step.envs or 1) > 1 for step in steps):
             raise ValueError(
-                "RewardScale sums rewards along the rows of one writer, and writers take turns: leave it out"
+                "RewardScale(envs=...) tells environments apart by the turns that they take, and writers take turns, "
+                "too: give the buffer a storage with ndim=2"
             )
-
         if isinstance(unit, Sequence) and not unit.needs_ends:
             raise ValueError(
                 "a Sequence that goes on over the ends of trajectories would join the rows of several writers: give it "
