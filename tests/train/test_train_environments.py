@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from gpubuf.train import UsageError, gymnasium_environments
-from gpubuf.train.environments import Evaluation, make_environments
+from gpubuf.train.collectors import make_environments
+from gpubuf.train.environments import Evaluation
 from gpubuf.train.gymnasium_environments import EpisodeRecorder, GymnasiumEnvironments, make
 from tests.support.train_environments import PREFIX
 
