@@ -502,7 +502,8 @@ class ReplayBuffer:
         self._tell_sampler(index[-storage.max_size :] if newest else index)
         if pipeline is not None:
             rows = inside(storage.written_layout, data, storage.ndim)
-            pipeline.on_write(rows, storage.ndim, None if self._writer.in_order else index >= 0)
+            kept = None if self._writer.in_order else index >= 0
+            pipeline.on_write(rows, storage.ndim, kept, storage.streams)
         storage.end(None)
         self._given = None
         if self._row_order is not None and not _compiling():

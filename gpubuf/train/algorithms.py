@@ -332,8 +332,77 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
-class Agent:
-    """A policy, its critics, and how they learn from a batch.
+class Scaling(nn.Module):
+    """``(x - mean) * factor``, which is all that a policy needs of :class:`~gpubuf.data.Normalize`: float32 `[O]`."""
+
+    mean: Tensor
+    factor: Tensor
+
+    def __init__(self, mean: Tensor, factor: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean)
+        self.register_buffer("factor", factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) * self.factor
+
+
+class Explorer:
+    """A policy that acts: what a process needs that steps environments.
+
+    Args:
+        config: The run's settings.
+        observation_size: Numbers in an observation, `O`.
+        action_size: Numbers in an action, `A`; each is in [-1, 1].
+        device: Of the network.
+
+    Attributes:
+        actor: The policy.
+        actions: How outputs of its network become actions.
+        normalize: Normalises observations as the buffer does those of its batches; None: they are taken as they are.
+    """
+
+    def __init__(self, config: TrainConfig, observation_size: int, action_size: int, device: torch.device) -> None:
+        self.device = device
+        algorithm = ALGORITHMS[config.algo]
+        self.actions = algorithm.actions
+        self.actor = algorithm.actor(observation_size, action_size, config.hidden, device=device)
+        self.normalize: Normalize | Scaling | None = None
+        self._noise: StickyNoise | None = None
+        if config.noise_hold is not None and config.noise_hold > 1:
+            self._noise = StickyNoise(config.num_envs, action_size, config.noise_hold, device)
+
+    def act(self, observation: Tensor) -> Tensor:
+        """The best actions `[E, A]`, each number in [-1, 1], on the network's device.
+
+        Does not synchronise, unless the observations, `[E, O]` float32, are on another device.
+        """
+        with torch.no_grad():
+            return self.actions.best(self._output(observation))
+
+    def explore(self, observation: Tensor) -> Tensor:
+        """The actions of a step of training: drawn, with noise that may be held for some steps. See `act`."""
+        noise = None if self._noise is None else self._noise.draw()
+        with torch.no_grad():
+            return self.actions.explored(self._output(observation), noise)
+
+    def _output(self, observation: Tensor) -> Any:
+        """What the policy's network gives."""
+        observation = observation.to(self.device)
+        if self.normalize is not None:
+            observation = self.normalize(observation)
+        return network_of(self.actor)(observation)
+
+    def weights(self) -> list[Tensor]:
+        """All numbers that actions depend on, but for noise: of the network, and what normalises observations."""
+        found = list(network_of(self.actor).state_dict().values())
+        if isinstance(self.normalize, Normalize):
+            return [*found, self.normalize.mean(), self.normalize.factor()]
+        return found if self.normalize is None else [*found, self.normalize.mean, self.normalize.factor]
+
+
+class Agent(Explorer):
+    """A policy that learns: with its critics, and how they learn from a batch.
 
     Args:
         config: The run's settings.
@@ -353,7 +422,7 @@ class Agent:
         *,
         compiled: bool | None = False,
     ) -> None:
-        self.device = device
+        super().__init__(config, observation_size, action_size, device)
         self._shape = {
             "algo": config.algo,
             "observation_size": observation_size,
@@ -361,9 +430,8 @@ class Agent:
             "hidden": list(config.hidden),
         }
         algorithm = ALGORITHMS[config.algo]
-        self.title, self.actions, self.loss_names = algorithm.title, algorithm.actions, algorithm.losses
+        self.title, self.loss_names = algorithm.title, algorithm.losses
         self._delayed_targets = algorithm.delayed_targets
-        self.actor = algorithm.actor(observation_size, action_size, config.hidden, device=device)
         critics = algorithm.critics(config, observation_size, action_size, device)
         options = algorithm.options(config, action_size)
         self.loss = algorithm.loss(self.actor, critics, num_qvalue_nets=config.critics, **options)
@@ -372,13 +440,8 @@ class Agent:
         self.loss.nan_named = True
         unit_rows = (self.actor, critics) if algorithm.unit_rows else ()
         self._optimizer = self._make_optimizer(config, algorithm, unit_rows)
-        #: Normalises observations as the buffer does those of its batches.
-        self.normalize: Normalize | None = None
         #: Those that learn the same networks, from batches of their own.
         self.ranks: Ranks | None = None
-        self._noise: StickyNoise | None = None
-        if config.noise_hold is not None and config.noise_hold > 1:
-            self._noise = StickyNoise(config.num_envs, action_size, config.noise_hold, device)
         self._may_fall_back = compiled is None
         # Of a whole update, and of one that trains the critics alone.
         self._losses: _Losses = self._eager_losses
@@ -400,27 +463,6 @@ class Agent:
     def parameters(self) -> list[Tensor]:
         """Those of policy, critics and temperature that learn."""
         return [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
-
-    def act(self, observation: Tensor) -> Tensor:
-        """The best actions `[E, A]`, each number in [-1, 1], on the networks' device.
-
-        Does not synchronise, unless the observations, `[E, O]` float32, are on another device.
-        """
-        with torch.no_grad():
-            return self.actions.best(self._output(observation))
-
-    def explore(self, observation: Tensor) -> Tensor:
-        """The actions of a step of training: drawn, with noise that may be held for some steps. See `act`."""
-        noise = None if self._noise is None else self._noise.draw()
-        with torch.no_grad():
-            return self.actions.explored(self._output(observation), noise)
-
-    def _output(self, observation: Tensor) -> Any:
-        """What the policy's network gives."""
-        observation = observation.to(self.device)
-        if self.normalize is not None:
-            observation = self.normalize(observation)
-        return network_of(self.actor)(observation)
 
     @property
     def critic_loss_names(self) -> frozenset[str]:
@@ -507,27 +549,12 @@ class Agent:
         """
         low, high = bounds
         model = {**self._shape, "action_low": low, "action_high": high, "actor": self.actor.state_dict()}
-        if self.normalize is not None:
+        if isinstance(self.normalize, Normalize):
             model["normalize"] = {"mean": self.normalize.mean().float(), "factor": self.normalize.factor()}
         save(path, model)
 
 
 MODEL_FILE = "model.safetensors"
-
-
-class _Normalized(nn.Module):
-    """``(x - mean) * factor``, which is all that a policy needs of :class:`~gpubuf.data.Normalize`."""
-
-    mean: Tensor
-    factor: Tensor
-
-    def __init__(self, mean: Tensor, factor: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("mean", mean)
-        self.register_buffer("factor", factor)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - self.mean) * self.factor
 
 
 def network_of(actor: Any) -> nn.Module:
@@ -609,7 +636,7 @@ def _load_model(
         actor.load_state_dict(model["actor"])
         if "normalize" in model:
             statistics = model["normalize"]
-            first = _Normalized(*(statistics[name].to(device, copy=True) for name in ("mean", "factor")))
+            first = Scaling(*(statistics[name].to(device, copy=True) for name in ("mean", "factor")))
             module = actor[0] if isinstance(actor, ProbabilisticTensorDictSequential) else actor
             module.module = nn.Sequential(first, network_of(actor))
         # Copies, for the tensors of a file share its memory.

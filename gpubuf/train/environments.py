@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: What environments are for: the second word of their seeds.
+TRAINING, CURVE, FINAL = range(3)
+
 
 class NotFiniteError(RuntimeError):
     """Something that a run must not go on with is NaN or infinite."""

@@ -22,6 +22,7 @@ import torch
 from gpubuf.data.checkpoints.shards import load_shards, save_shards
 from gpubuf.serialization import load, replace, save
 from gpubuf.train.algorithms import MODEL_FILE
+from gpubuf.train.collectors import CollectorLostError
 from gpubuf.train.config import CONFIG_FILE, TrainConfig, UsageError
 from gpubuf.train.metrics import CURVE_FILE, METRICS_FILE, JsonLines, check_lines, draw_curve, read
 from gpubuf.train.progress import Reporter
@@ -88,6 +89,7 @@ def train(
     Raises:
         UsageError: The environment, the device or the folder can't be used. Nothing was written.
         NotFiniteError: A loss, an observation or a reward became infinite or NaN.
+        CollectorLostError: A collector has ended. The checkpoint is as of then.
     """
     path = Path(folder)
     device = _resolve_device(config.device)
@@ -120,7 +122,7 @@ def resume(
     Raises:
         UsageError: There is no checkpoint, it is damaged, the run is complete, or ``changes`` contradict it. Nothing
             was changed.
-        NotFiniteError: A loss, an observation or a reward became infinite or NaN.
+        NotFiniteError, CollectorLostError: As for `train`.
     """
     path = Path(folder)
     if path.name == CHECKPOINT_FILE:
@@ -296,6 +298,7 @@ class _Run:
         for reporter in self._reporters:
             reporter.start(trainer.step, config.total_steps)
         try:
+            trainer.start()
             while trainer.step < config.total_steps and not self._stopped(interruption):
                 before = trainer.step
                 trainer.advance()
@@ -304,6 +307,13 @@ class _Run:
                     reporter.update(status)
                 if trainer.checkpoint_due(before):
                     self._save()
+            trainer.stop()
+        except CollectorLostError:
+            # A signal may have been for all processes.
+            trainer.stop()
+            if not interruption.requested():
+                self._save()
+                raise
         finally:
             for reporter in self._reporters:
                 reporter.stop()

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict
-from torch import Tensor
 
 from gpubuf import graphs
 from gpubuf.data import (
@@ -24,8 +22,9 @@ from gpubuf.data import (
 )
 from gpubuf.data.storage.layout import Leaf, as_key
 from gpubuf.train.algorithms import ALGORITHMS, Agent
-from gpubuf.train.config import TORCH_PREFIX, TrainConfig, UsageError
-from gpubuf.train.environments import Environments, Evaluation, NotFiniteError
+from gpubuf.train.collectors import Collector, Collectors, make_environments, rows_apart
+from gpubuf.train.config import TrainConfig, UsageError
+from gpubuf.train.environments import CURVE, FINAL, TRAINING, Evaluation, NotFiniteError
 from gpubuf.train.progress import Status
 from gpubuf.train.ranks import Ranks
 
@@ -43,9 +42,6 @@ _LARGEST_RETURN = 5.0
 _LEAST_DEVIATION = 0.01
 
 _Wrap = Callable[[Callable[[], None]], Callable[[], Any]]
-
-# Environments for training, curve and final evaluation: the second word of their seeds.
-_TRAINING, _CURVE, _FINAL = range(3)
 
 
 class DivergedError(NotFiniteError):
@@ -88,19 +84,21 @@ class Trainer:
                 f"{self._size} ranks: the batch size must be divisible by their number, and every rank needs room for "
                 "a step of its environments"
             )
+        _check_collectors(config, ranks)
         self.step = 0
         self._record = record
         self._device = device
         can_capture = device.type in graphs.GRAPH_DEVICES
-        # On several GPUs nobody has tried it yet.
-        captured = can_capture and ranks is None if config.cuda_graph is None else config.cuda_graph
+        # On several GPUs nobody has tried it yet. With collectors, draws wait for rows on the host.
+        alone = ranks is None and not config.collectors
+        captured = can_capture and alone if config.cuda_graph is None else config.cuda_graph
         if captured and not can_capture:
             raise UsageError(f"--cuda-graph needs a CUDA device, the run is on {device.type}: say --no-cuda-graph")
         compiled = config.compile
         if compiled is None and not (device.type == "cuda" and config.updates >= _COMPILING_PAYS):
             compiled = False
         self._wrap: _Wrap = graphs.capture if captured else _as_it_is
-        words = (config.seed, _TRAINING) if ranks is None or ranks.first else (config.seed, _TRAINING, ranks.rank)
+        words = (config.seed, TRAINING) if ranks is None or ranks.first else (config.seed, TRAINING, ranks.rank)
         self._environments = make_environments(config.env, config.num_envs, words, device)
         self._curve: Evaluation | None = None
         if self._environments.discrete is not ALGORITHMS[config.algo].actions.discrete:
@@ -115,8 +113,11 @@ class Trainer:
         #: Running statistics, which the ranks share.
         self._statistics = _make_statistics(config, self.agent.normalize)
         self.buffer = _make_buffer(config, device, self._statistics, ranks)
-        # Written in place, for graphs read it where it is.
-        self._observation = self._environments.reset().to(device)
+        self._collectors = Collectors(config, self.agent, self.buffer, sizes) if config.collectors else None
+        own = None if config.collectors else Collector(config, self._environments, self.agent, self.buffer)
+        self._collector = own
+        if own is not None:
+            self._step_by_policy = self._wrap(own.step) if self._environments.capturable else own.step
         self._updates = 0
         self._sums = torch.zeros(len(self.agent.loss_names), device=device)
         # Updates in the sums, and those among them that trained the policy.
@@ -125,7 +126,6 @@ class Trainer:
         self._returns: deque[float] = deque(maxlen=self._environments.shown_records)
         self._losses: dict[str, float] = {}
         self._evaluated: float | None = None
-        self._step_by_policy = self._wrap(self._act_and_store) if self._environments.capturable else self._act_and_store
         # Two functions, and two graphs, since each does the same at every call.
         self._update = self._wrap(lambda: self._sample_and_update(policy=True))
         self._update_critics = self._wrap(lambda: self._sample_and_update(policy=False))
@@ -139,14 +139,21 @@ class Trainer:
         if not ranks.first:
             torch.manual_seed(ranks.seed(self.config.seed))
 
+    def start(self) -> None:
+        """Start the collectors, if there are any, before the first step or after `load_state_dict`."""
+        if self._collectors is not None:
+            self._collectors.start(self.step, self._updates)
+
+    def stop(self) -> None:
+        """End the collectors, if there are any. What they have written counts."""
+        if self._collectors is not None:
+            self._collectors.close()
+            self.step = self.buffer.write_count
+
     def advance(self) -> None:
-        """Step every environment once, and run the updates that are due."""
+        """Step every environment once, or wait for steps of the collectors, and run the updates that are due."""
         before = self.step
-        if self.step < self.config.learning_starts:
-            self._explore()
-        else:
-            self._step_by_policy()
-        self.step += self.config.num_envs * self._size
+        self._collect()
         log_due = self._crossed(before, self.config.log_every)
         self._record_episodes(log_due)
         if self.step > self.config.learning_starts:
@@ -174,38 +181,20 @@ class Trainer:
             actor_loss=self._losses.get("loss_actor"),
         )
 
-    def _explore(self) -> None:
-        """A step with random actions."""
-        environments = self._environments
-        self._store(self.agent.actions.random(self.config.num_envs, environments.action_size, environments.device))
-
-    def _act_and_store(self) -> None:
-        """A step with the policy's actions."""
-        self._store(self.agent.explore(self._observation))
-
-    def _store(self, action: Tensor) -> None:
-        """Act in every environment, and store the transitions."""
-        steps = self._environments.step(action)
-        batch = TensorDict(
-            {
-                "observation": self._observation,
-                "action": action,
-                "next": {
-                    "observation": steps.next_observation,
-                    "reward": steps.reward,
-                    "done": steps.terminated | steps.truncated,
-                    "terminated": steps.terminated,
-                    "truncated": steps.truncated,
-                },
-            },
-            [self.config.num_envs],
-        )
-        # The buffer moves the batch to its own device.
-        self.buffer.extend(batch.unsqueeze(1) if self.buffer.storage.ndim == 2 else batch)
-        self._observation.copy_(steps.observation)
+    def _collect(self) -> None:
+        if self._collectors is not None:
+            self._collectors.wait()
+            self.step = self.buffer.write_count
+            return
+        assert self._collector is not None
+        if self.step < self.config.learning_starts:
+            self._collector.step_at_random()
+        else:
+            self._step_by_policy()
+        self.step += self.config.num_envs * self._size
 
     def _record_episodes(self, due: bool) -> None:
-        for fields in self._environments.take_episodes(due):
+        for fields in (self._collectors or self._environments).take_episodes(due):
             kind = fields.pop("kind")
             self._returns.append(fields["return"] if kind == "episode" else fields["mean_return"])
             self._record({"kind": kind, "step": self.step, **fields})
@@ -229,6 +218,8 @@ class Trainer:
                 self._update()
             else:
                 self._update_critics()
+        if self._collectors is not None:
+            self._collectors.publish()
 
     def _sample_and_update(self, policy: bool) -> None:
         batch = self.buffer.sample()
@@ -264,7 +255,7 @@ class Trainer:
     def _evaluate_for_curve(self) -> None:
         if self._curve is None:
             episodes = _CURVE_EPISODES_ON_DEVICE if self._environments.capturable else _CURVE_EPISODES
-            self._curve = self._evaluation(episodes, _CURVE)
+            self._curve = self._evaluation(episodes, CURVE)
         record = _evaluation_record("evaluation", self.step, self._curve.run())
         self._evaluated = record["mean_return"]
         self._record(record)
@@ -272,7 +263,7 @@ class Trainer:
     def final_evaluation(self, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
         """The record of the evaluation that ends a run; None if it was stopped."""
         episodes = self.config.eval_episodes
-        evaluation = self._evaluation(episodes, _FINAL)
+        evaluation = self._evaluation(episodes, FINAL)
         try:
             returns = evaluation.run(stop=should_stop)
         finally:
@@ -307,7 +298,7 @@ class Trainer:
             "evaluated": self._evaluated,
             "agent": self.agent.state_dict(),
             **({"buffer": self._buffer_state()} if buffer else {}),
-            "environments": self._environments.state(),
+            "environments": None if self._collector is None else self._collector.state(),
             "generator": torch.get_rng_state(),
             "cuda_generator": torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
         }
@@ -339,8 +330,11 @@ class Trainer:
             self.agent.load_state_dict(state["agent"])
             if "buffer" in state:
                 self.buffer.load_state_dict(state["buffer"])
-            observation, lost = self._environments.restore(state["environments"])
-            self._observation.copy_(observation)
+            if self._collector is None:
+                self.step = self.buffer.write_count
+                lost = list(range(self.config.collectors * self.config.num_envs))
+            else:
+                lost = self._collector.restore(state["environments"])
             # Last, since the lines above may draw from the generators. Cloned, since PyTorch reads the state as a
             # structure, and a tensor in a mapped file may not be aligned for one.
             torch.set_rng_state(state["generator"].clone())
@@ -351,10 +345,26 @@ class Trainer:
         return lost
 
     def close(self) -> None:
-        """Close the environments."""
+        """End the collectors, and close the environments."""
+        self.stop()
         self._environments.close()
         if self._curve is not None:
             self._curve.close()
+
+
+def _check_collectors(config: TrainConfig, ranks: Ranks | None) -> None:
+    """Raise UsageError if the run can't have its collectors."""
+    if not config.collectors:
+        return
+    if ranks is not None:
+        raise UsageError("torchrun's ranks step environments of their own: leave --collectors out")
+    if config.cuda_graph:
+        raise UsageError("with --collectors an update waits for rows, which a graph can't: leave --cuda-graph out")
+    if config.capacity < config.learning_starts:
+        raise UsageError(
+            f"with --collectors the buffer ({config.capacity} transitions) must have room for the "
+            f"{config.learning_starts} before the first update: raise --buffer-size, or lower --learning-starts"
+        )
 
 
 def _wrong_actions(config: TrainConfig, discrete: bool) -> str:
@@ -384,17 +394,12 @@ def _make_normalize(config: TrainConfig, observation_size: int, device: torch.de
     return normalize
 
 
-def _apart(config: TrainConfig) -> bool:
-    """Where a row is read together with the next ones, environments must not take turns."""
-    return config.num_envs > 1 and (config.n_steps > 1 or config.share_next)
-
-
 def _make_statistics(config: TrainConfig, normalize: Normalize | None) -> list[Normalize | RewardScale]:
     """The running statistics by which the buffer scales its batches."""
     found: list[Normalize | RewardScale] = [] if normalize is None else [normalize]
     if config.scale_rewards:
         # In a storage of one dimension environments take turns.
-        envs = None if _apart(config) else config.num_envs
+        envs = None if rows_apart(config) else config.num_envs
         found.append(RewardScale(config.gamma, config.v_max or _LARGEST_RETURN, envs=envs))
     return found
 
@@ -407,7 +412,7 @@ def _make_buffer(
     storage = LazyTensorStorage(
         capacity,
         device=device,
-        ndim=2 if _apart(config) else 1,
+        ndim=2 if rows_apart(config) else 1,
         # An episode that can't be played again after a pause has no end.
         ends="flags+continuity" if config.n_steps > 1 else "flags",
         share_next=["observation"] if config.share_next else False,
@@ -418,6 +423,7 @@ def _make_buffer(
         "n_steps": config.n_steps,
         "gamma": config.gamma,
         "process": statistics,
+        "writers": Collectors.writers(config),
     }
     if config.prioritized:
         alpha, beta = config.priority_alpha, config.priority_beta
@@ -430,30 +436,3 @@ def _make_buffer(
     if ranks is not None:
         options["sampler"] = RandomSampler(process_group=ranks.process_group)
     return TensorDictReplayBuffer(**options)
-
-
-def make_environments(name: str, num_envs: int, seed: int | Sequence[int], device: torch.device) -> Environments:
-    """Make ``num_envs`` copies of the environment ``name``.
-
-    Args:
-        name: ``torch/...`` for environments on ``device``, else a Gymnasium id: those run on the host.
-        num_envs: How many.
-        seed: One or more words.
-        device: Of the training.
-
-    Raises:
-        UsageError: There is no such environment, or it can't be trained on.
-    """
-    # Each kind is imported only if it is used: environments on the device need no Gymnasium.
-    if name.startswith(TORCH_PREFIX):
-        from gpubuf.train.torch_environments import make_torch_environments
-
-        return make_torch_environments(name, num_envs, seed, device)
-    try:
-        from gpubuf.train.gymnasium_environments import GymnasiumEnvironments
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f'{name} needs a package that is not installed: {error}; pip install "gpubuf[train]"'
-        ) from None
-
-    return GymnasiumEnvironments(name, num_envs, seed)

@@ -221,6 +221,115 @@ def test_environments_of_writers_stay_apart(dim_extend: int):
         clients[0].extend(torch.stack([batch(0, 0, 1)] * 3, 1 - dim_extend))
 
 
+ENVS = 2
+
+
+def steps_of(writer: int, first: int, n: int) -> TensorDict:
+    """Steps ``[E, T]`` of a writer, whose environments end their episodes at other times."""
+    return torch.stack([batch(10 * writer + env, first, n, 5 + 2 * env) for env in range(ENVS)])
+
+
+def played_steps(buffer: Any, steps: Any) -> dict[int, list[bool]]:
+    """As :func:`played`, of steps of E environments. Returns the done flags of everyone's environments, in order."""
+    clients = [buffer.client(steps_of(0, 0, 1)) for _ in range(3)]
+    numbers, done = dict.fromkeys((0, 1, 2, OWN), 0), dict[int, list[bool]]()
+    for what, writer, n in steps:
+        if what == "take":
+            buffer.writers.take(everything=True)
+            continue
+        if what == "write" and buffer.writers.counters()[writer].waiting + n > buffer.writers.options.queue_steps:
+            buffer.writers.take(everything=True)
+        given = steps_of(writer, numbers[writer], n)
+        (clients[writer] if what == "write" else buffer).extend(given)
+        numbers[writer] += n
+        for env in range(ENVS):
+            done.setdefault(10 * writer + env, []).extend(given["next", "done"][env, :, 0].tolist())
+    buffer.writers.take(everything=True)
+    for client in clients:
+        client.close()
+    return done
+
+
+def columns_of(buffer: Any) -> list[tuple[list[int], list[int], list[bool]]]:
+    """For each column of ``[T, E]`` the flat positions of its rows, oldest first, their writers, and their ends."""
+    rows, steps = buffer.storage[:], len(buffer) // ENVS
+    first = buffer.storage.cursor // ENVS if len(buffer) == buffer.storage.max_size else 0
+    order = [(first + i) % steps for i in range(steps)]
+    assert are_whole(rows)
+    return [
+        (
+            [ENVS * i + env for i in order],
+            rows["writer"][order, env, 0].tolist(),
+            rows["next", "done"][order, env, 0].tolist(),
+        )
+        for env in range(ENVS)
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(actions, st.sampled_from([1, 3]), st.booleans(), st.sampled_from([24, 2000]))
+def test_steps_of_environments_are_taken_within_one_writer(steps: Any, run: int, share_next: bool, capacity: int):
+    """Columns of ``[T, E]`` from several writers: n-step transitions end where another writer's steps follow."""
+    storage = {"ndim": 2, "share_next": share_next}
+    parts = {"n_steps": 3, "gamma": 1.0, "batch_size": 400, "dim_extend": 1}
+    buffer = buffer_of(capacity, Writers(3, run=run, queue_steps=16), storage=storage, **parts)
+    played_steps(buffer, steps)
+    if not len(buffer):
+        return
+    expected = dict[int, int]()
+    for order, streams, done in columns_of(buffer):
+        expected |= dict(zip(order, oracle(streams, done, 3)[0], strict=True))
+    found, info = buffer.sample(return_info=True)
+    at, envs = torch.as_tensor(info["index"]).unbind(-1) if isinstance(info["index"], torch.Tensor) else info["index"]
+    taken = [expected[int(row) * ENVS + int(env)] for row, env in zip(at, envs, strict=True)]
+    assert found["steps_to_next_obs"][:, 0].tolist() == taken
+    assert found["next", "reward"][:, 0].tolist() == taken
+    coming = found["number"] + torch.tensor(taken)[:, None]
+    assert torch.equal(found["next", "state"], torch.cat([found["writer"], coming], 1).float())
+
+
+@settings(max_examples=30, deadline=None)
+@given(actions, st.sampled_from([1, 4]), st.sampled_from([30, 2000]))
+def test_slices_of_environments_are_of_one_writer(steps: Any, run: int, capacity: int):
+    writers, sampler = Writers(3, run=run, queue_steps=32), SliceSampler(slice_len=3)
+    buffer = buffer_of(
+        capacity, writers, TensorDictReplayBuffer, storage={"ndim": 2}, sampler=sampler, batch_size=60, dim_extend=1
+    )
+    played_steps(buffer, steps)
+    if not len(buffer):
+        return
+    runs = [one for _, streams, done in columns_of(buffer) for one in oracle(streams, done, 1)[1]]
+    assert sorted(map(len, runs)) == sorted(len(one) for one in buffer.query())
+    if max(map(len, runs)) < 3:
+        assert not buffer.can_sample()
+        return
+    found = buffer.sample().reshape(-1, 3)
+    assert (found["writer"] == found["writer"][:, :1]).all()
+    assert (found["number"].diff(dim=1) == 1).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(actions, st.sampled_from([1, 4]), st.sampled_from([30, 2000]))
+def test_returns_add_up_within_one_writer(steps: Any, run: int, capacity: int):
+    """``RewardScale`` has a return for each environment of each writer, whoever's steps come between theirs."""
+    scale = RewardScale(0.9)
+    buffer = buffer_of(
+        capacity, Writers(3, run=run, queue_steps=32), storage={"ndim": 2}, dim_extend=1, process=[scale]
+    )
+    seen = list[float]()
+    for ends in played_steps(buffer, steps).values():
+        value = 0.0
+        for over in ends:
+            value = 0.9 * value + 1
+            seen.append(value)
+            value = 0.0 if over else value
+    if not seen:
+        return
+    assert scale.count().item() == len(seen)
+    assert scale.mean().item() == pytest.approx(np.mean(seen))
+    assert scale.var().item() == pytest.approx(np.var(seen), abs=1e-12)
+
+
 def test_sequences_and_hindsight_stay_within_a_writer():
     """Windows around a row, and goals of later steps, are those of its writer."""
     unit = Sequence(3, burn_in=2)
@@ -528,8 +637,8 @@ def test_mistakes_are_refused_with_a_sentence():
         TensorDictReplayBuffer(LazyTensorStorage(3), writer=TensorDictMaxValueWriter(), writers=1)
     with pytest.raises(ValueError, match="written in turn"):
         ReplayBuffer(LazyTensorStorage(3), consume_after_n_samples=1, writers=1)
-    with pytest.raises(ValueError, match="RewardScale sums rewards along the rows of one writer"):
-        ReplayBuffer(LazyTensorStorage(3), process=[RewardScale(0.99)], writers=1)
+    with pytest.raises(ValueError, match="give the buffer a storage with ndim=2"):
+        ReplayBuffer(LazyTensorStorage(3), process=[RewardScale(0.99, envs=2)], writers=1)
     with pytest.raises(ValueError, match="a Sequence that goes on over the ends of trajectories"):
         ReplayBuffer(LazyTensorStorage(3), sample_unit=Sequence(2, "include_reset"), writers=1)
     for options in ({"count": 0}, {"count": 1, "margin": 1.0}, {"count": 1, "timeout": 0}, {"count": 1, "ratio": -1.0}):

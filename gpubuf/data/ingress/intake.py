@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import os
 import threading
@@ -179,13 +178,16 @@ class Intake:
         self._lock = buffer._lock
         self._queues: Queues | None = None
         self._taken: list[int] = []
-        # Keys as users write them, and the dtypes of those that NumPy lacks.
-        self._keys: list[tuple[Any, torch.dtype | None]] = []
+        # Keys as users write them, and of those whose dtype NumPy lacks the places and dtypes.
+        self._keys: list[Any] = []
+        self._lacking: list[tuple[int, torch.dtype]] = []
         self._clients = 0
         # When writers whose runs are short were last looked for.
         self._looked = 0.0
         self._claim: _Claim | None = None
         self._taking = False
+        # How often rows were taken in before an operation.
+        self._calls = 0
         self._thread: tuple[threading.Thread, threading.Event] | None = None
 
     # Writers come and go
@@ -237,10 +239,9 @@ class Intake:
         rows = dataclasses.replace(rows, steps=options.steps_for(rows.step_bytes))
         self._queues = queues = Queues(rows, options.count)
         self._taken = [0] * options.count
-        self._keys = [
-            (as_written(leaf.key), None if numpy_dtype(leaf.dtype) is not None else leaf.dtype)
-            for leaf in layout.leaves
-        ]
+        self._keys = [as_written(leaf.key) for leaf in layout.leaves]
+        dtypes = enumerate(leaf.dtype for leaf in layout.leaves)
+        self._lacking = [(place, dtype) for place, dtype in dtypes if numpy_dtype(dtype) is None]
         self._set_limit()
         weakref.finalize(self, queues.leave, os.getpid())
         return queues
@@ -302,11 +303,12 @@ class Intake:
         if sampler.consumes or not writer.in_order:
             part = sampler if sampler.consumes else writer
             raise ValueError(f"writers in other processes need rows that are written in turn, not a {part!r}")
-        if pipeline is not None and any(isinstance(step, RewardScale) for step in pipeline.steps):
+        steps = () if pipeline is None else pipeline.steps
+        if any(isinstance(step, RewardScale) and (step.envs or 1) > 1 for step in steps):
             raise ValueError(
-                "RewardScale sums rewards along the rows of one writer, and writers take turns: leave it out"
+                "RewardScale(envs=...) tells environments apart by the turns that they take, and writers take turns, "
+                "too: give the buffer a storage with ndim=2"
             )
-
         if isinstance(unit, Sequence) and not unit.needs_ends:
             raise ValueError(
                 "a Sequence that goes on over the ends of trajectories would join the rows of several writers: give it "
@@ -333,7 +335,7 @@ class Intake:
         options, queues = self.options, self._queues
         if options.ratio is not None and queues is not None:
             rows = options.min_rows + (self.drawn + self._margin) / options.ratio
-            queues.set_limit(max(math.floor(rows) // math.prod(queues.rows.envs), 1))
+            queues.set_limit(max(math.floor(rows) // queues.rows.step_rows, 1))
 
     @property
     def _margin(self) -> float:
@@ -371,7 +373,7 @@ class Intake:
         if take:
             self.take(everything=True)
         options, queues = self.options, self._queues
-        size, envs = len(self._target()._storage), 1 if queues is None else math.prod(queues.rows.envs)
+        size, envs = len(self._target()._storage), 1 if queues is None else queues.rows.step_rows
         ahead = self.drawn + samples - (options.ratio or 0.0) * (sum(self._taken) * envs - options.min_rows)
         return size >= options.min_rows and ahead <= self._margin
 
@@ -402,18 +404,23 @@ class Intake:
         Returns:
             The number of steps that were taken.
         """
+        before, calls = sum(self._taken), self._calls
         with self._lock:
-            return self._take(everything)
+            # The entry of the lock has taken what was ready, unless this thread has had the lock before.
+            if self._calls == calls or (everything and self.run > 1):
+                self._take(everything)
+            return sum(self._taken) - before
 
     def at_call(self) -> None:
         """Called with the buffer's lock held, before an operation."""
         if not self._taking and self._queues is not None and current_recording() is None:
+            self._calls += 1
             self._take(False)
 
-    def _take(self, everything: bool) -> int:
+    def _take(self, everything: bool) -> None:
         queues = self._queues
         if queues is None or self._taking:
-            return 0
+            return
         try:
             # The writes below are operations of the buffer.
             self._taking = True
@@ -421,10 +428,10 @@ class Intake:
                 self._settle(queues, self._claim)
             runs = self._arrived(queues, everything)
             if not runs or self._in_capture():
-                return 0
-            for group in self._groups(queues, runs):
-                self._write(queues, group)
-            return sum([run.steps for run in runs])
+                return
+            buffer = self._target()
+            for group in self._groups(buffer, queues, runs):
+                self._write(buffer, queues, group)
         finally:
             self._taking = False
 
@@ -434,12 +441,12 @@ class Intake:
     def _arrived(self, queues: Queues, everything: bool) -> list[_Run]:
         """What is to be taken in now."""
         found, short = list[_Run](), list[_Run]()
-        run: int | None = None
+        run = 1 if everything else None
         for place, taken in enumerate(self._taken):
             count = queues.published(place) - taken
             if count:
                 run = self.run if run is None else run
-                (found if everything or count >= run else short).append(_Run(place, taken, count))
+                (found if count >= run else short).append(_Run(place, taken, count))
         if short:
             look = time.monotonic() - self._looked > _LOOK_EVERY
             self._looked = time.monotonic() if look else self._looked
@@ -453,12 +460,13 @@ class Intake:
         """Whether a run can't go on before it is taken. ``look``: also look for writers that have ended."""
         return queues.blocks(place) or queues.closed(place) or (look and queues.writer(place) is None)
 
-    def _groups(self, queues: Queues, runs: list[_Run]) -> list[list[_Run]]:
+    @staticmethod
+    def _groups(buffer: Target, queues: Queues, runs: list[_Run]) -> list[list[_Run]]:
         """The writes that runs become: small ones together, others alone. None is larger than the storage."""
-        storage, total = self._target()._storage, sum([run.steps for run in runs])
-        steps = -(-storage.max_size // math.prod(queues.rows.envs))
+        storage, total = buffer._storage, sum([run.steps for run in runs])
+        steps = -(-storage.max_size // queues.rows.step_rows)
         small = total <= steps and total * queues.rows.step_bytes <= JOINED_BYTES
-        if small and storage.initialized and not self._transforms:
+        if small and storage.initialized and not len(buffer._transform):
             return [runs]
         return [
             [_Run(place, first + at, min(steps, count - at))]
@@ -466,25 +474,28 @@ class Intake:
             for at in range(0, count, steps)
         ]
 
-    def _write(self, queues: Queues, runs: list[_Run]) -> None:
+    def _write(self, buffer: Target, queues: Queues, runs: list[_Run]) -> None:
         """Write runs by one operation of the buffer, and release their places in the queues.
 
         An interrupt can come between the two: then the next call finds the claim.
         """
-        buffer = self._target()
         storage = buffer._storage
         self._claim = _Claim(storage.written, runs)
-        starts = itertools.accumulate([run.steps for run in runs], initial=0)
-        storage.streams = [(start, queues.given(run.place)) for start, run in zip(starts, runs, strict=False)]
-        columns = self._columns(queues, runs)
-        rows, steps = queues.rows, sum([run.steps for run in runs])
+        steps, streams = 0, list[tuple[int, int]]()
+        for run in runs:
+            streams.append((steps, queues.given(run.place)))
+            steps += run.steps
+        storage.streams = streams
+        columns, rows = self._columns(queues, runs), queues.rows
         turned = buffer.dim_extend if rows.envs else 0
         if turned:
             columns = [column.swapaxes(0, turned) for column in columns]
         layout = rows.layout
         if storage.initialized and layout.is_tensordict:
-            given = zip(self._keys, columns, strict=True)
-            buffer.extend_columns({key: one if dtype is None else of_bits(one, dtype) for (key, dtype), one in given})
+            given: dict[Any, Any] = dict(zip(self._keys, columns, strict=True))
+            for place, dtype in self._lacking:
+                given[self._keys[place]] = of_bits(columns[place], dtype)
+            buffer.extend_columns(given)
         else:
             tensors = [of_bits(column, leaf.dtype) for column, leaf in zip(columns, layout.leaves, strict=True)]
             shape = [steps, *rows.envs]

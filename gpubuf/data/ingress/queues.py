@@ -109,9 +109,14 @@ class Rows:
     steps: int
 
     @functools.cached_property
+    def step_rows(self) -> int:
+        """Rows of a step: one for each environment."""
+        return math.prod(self.envs)
+
+    @functools.cached_property
     def step_bytes(self) -> int:
         """Bytes of a step."""
-        return self.layout.row_bytes * math.prod(self.envs)
+        return self.layout.row_bytes * self.step_rows
 
     @property
     def offsets(self) -> list[int]:

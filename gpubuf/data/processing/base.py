@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gpubuf.data.storage.end_bits import OWN, Streams
 from gpubuf.data.storage.layout import Data, Key, Leaf, as_key, as_written
 from gpubuf.data.storage.schema import NEXT_KEY
 from gpubuf.kernels.rows import DTYPES
@@ -63,12 +64,15 @@ class Process:
         lock: that of its buffer, for methods that users call on the object itself.
         ring: the counters of its buffer, from :meth:`bind` on: an operation that says it changes them comes, in
             compiled code too, between the launches before and after it.
+        streams: of the batch that is being written: from which step on it is whose, see
+            :data:`gpubuf.data.storage.end_bits.Streams`.
     """
 
     slot: ClassVar[str | None] = None
     keys: tuple[Key, ...]
     lock: AbstractContextManager[Any] = nullcontext()
     ring: Tensor | None = None
+    streams: Streams = OWN
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the lock and the counters of the buffer, which gives a copy its own."""

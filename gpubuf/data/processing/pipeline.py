@@ -12,6 +12,7 @@ from torch import Tensor
 from gpubuf.data.processing.augment import Mirror
 from gpubuf.data.processing.base import Process
 from gpubuf.data.samplers.base import RandomState, demand, is_tensor
+from gpubuf.data.storage.end_bits import OWN, Streams
 from gpubuf.data.storage.layout import Data, Key, Leaf, as_written
 from gpubuf.kernels.rows import BY_CHANCE, OFF
 
@@ -143,9 +144,10 @@ class Pipeline:
         for step in self._checking:
             step.check_write(data, ndim)
 
-    def on_write(self, data: Data, ndim: int, stored: Tensor | None = None) -> None:
-        """A batch has been written, of which the writer kept some rows. See :meth:`Process.on_write`."""
+    def on_write(self, data: Data, ndim: int, stored: Tensor | None = None, streams: Streams = OWN) -> None:
+        """A batch of these streams was written, of which the writer kept some rows. See :meth:`Process.on_write`."""
         for step in self._learning:
+            step.streams = streams
             step.on_write(data, ndim, stored)
 
     @property

@@ -15,6 +15,7 @@ from torch import Tensor
 from gpubuf.data.lock import operation
 from gpubuf.data.processing.base import Process, as_keys, check_bounds, require_floating, tensor_at
 from gpubuf.data.samplers.shards import gathered
+from gpubuf.data.storage.end_bits import OWN
 from gpubuf.data.storage.host_memory import to_device
 from gpubuf.data.storage.layout import Data, Key, Leaf, address, as_key, as_written, batch_shape
 from gpubuf.kernels import moments as kernels
@@ -609,6 +610,7 @@ class RewardScale(RunningStatistics):
 
     The rows of a storage are steps of its environments (its dimensions beyond the first), one step of all of them after
     the other. A storage of one dimension has one environment, or ``envs`` of them, of which each write has whole steps.
+    Writers in other processes have environments of their own, and a G for each. After a restore theirs begin at 0.
 
     Args:
         gamma: the discount of G: that of your loss.
@@ -652,9 +654,11 @@ class RewardScale(RunningStatistics):
         self.gamma, self.g_max = float(gamma), float(g_max)
         self._given_ends = None if end_keys is None else as_keys(end_keys)
         self._ends: tuple[Key, ...] = ENDS
-        self._envs = self._given_envs = envs
+        self._envs = self.envs = envs
         #: For each key gamma * G of the newest step of every environment, float64 [envs, elements]; 0 after an end.
         self._returns: dict[Key, Tensor] = {}
+        # The same of each writer in another process, by the number of its stream.
+        self._of_writers: dict[int, dict[Key, Tensor]] = {}
 
     def serves(self) -> dict[Key, Key]:
         """The keys themselves: a reward has no twin under "next"."""
@@ -682,16 +686,19 @@ class RewardScale(RunningStatistics):
         """Have statistics, and a return for each environment, on the device."""
         super().bind(leaves, envs, device)
         self._ends = self._ends_among(leaves)
-        self._envs = envs if envs > 1 else self._given_envs or 1
+        self._envs = envs if envs > 1 else self.envs or 1
         for key, moments in self._moments.items():
             shape, known = (self._envs, moments.elements), self._returns.get(key)
             if known is None or known.shape != shape:
                 known = torch.zeros(shape, dtype=torch.float64)
             self._returns[key] = known.to(device)
+        moved = {number: {key: one.to(device) for key, one in own.items()} for number, own in self._of_writers.items()}
+        self._of_writers = moved
 
     def tensors(self) -> list[Tensor]:
         """Statistics, what is read of them, and returns."""
-        return [*super().tensors(), *self._returns.values()]
+        streams = (self._returns, *self._of_writers.values())
+        return [*super().tensors(), *(one for returns in streams for one in returns.values())]
 
     # Learning
 
@@ -716,6 +723,7 @@ class RewardScale(RunningStatistics):
         ndim = len(data.batch_size)
         self.check_write(data, ndim)
         with operation(self.lock):
+            self.streams = OWN
             self._learn(data, ndim)
 
     def _learn(self, data: Data, ndim: int, stored: Tensor | None = None) -> None:
@@ -726,7 +734,7 @@ class RewardScale(RunningStatistics):
         if not rows:
             return
         tensors = self._rows(data, (*self.keys, *self._ends))
-        ends: Tensor | None = None
+        ends: Any = None
         for flags in tensors[len(self.keys) :]:
             ended = flags.reshape(rows // envs, envs, -1).ne(0)
             ended = ended.squeeze(-1) if ended.shape[-1] == 1 else ended.any(-1)
@@ -734,11 +742,25 @@ class RewardScale(RunningStatistics):
         for key, rewards in zip(self.keys, tensors, strict=False):
             moments = self._moments[key]
             numbers = rewards.reshape(rows // envs, envs, moments.elements)
-            moments.update(returns(self._returns[key], numbers, ends, moments.rule).flatten(0, 1), self.ring)
+            stops = [start for start, _ in self.streams[1:]] + [len(numbers)]
+            found = [
+                returns(self._before(stream)[key], numbers[start:stop], ends[start:stop], moments.rule)
+                for (start, stream), stop in zip(self.streams, stops, strict=True)
+            ]
+            moments.update((found[0] if len(found) == 1 else torch.cat(found)).flatten(0, 1), self.ring)
+
+    def _before(self, stream: int) -> dict[Key, Tensor]:
+        """``gamma * G`` of the newest step of a stream, by key."""
+        if stream == OWN[0][1]:
+            return self._returns
+        if stream not in self._of_writers:
+            self._of_writers[stream] = {key: torch.zeros_like(one) for key, one in self._returns.items()}
+        return self._of_writers[stream]
 
     def reset(self) -> None:
         """Begin a new trajectory in every environment. Statistics stay as they are. No host sync."""
         with operation(self.lock):
+            self._of_writers.clear()
             for returns in self._returns.values():
                 returns.zero_()
 
@@ -758,6 +780,7 @@ class RewardScale(RunningStatistics):
         """
         super().load_state_dict(state)
         with operation(self.lock):
+            self._of_writers.clear()
             for number, key in enumerate(self.keys):
                 saved, known = state["returns"].get(str(number)), self._returns.get(key)
                 if known is None and saved is not None:
