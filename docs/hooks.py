@@ -33,9 +33,9 @@ OUTSIDE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 PICTURES = (".png", ".svg")
 #: How much a page counts in the search: guides before the reference, before programs, before what developers read.
 SEARCH = (
-    ("howto.md", 2),
+    ("howto.md", 4),
     ("examples/*", 0.2),
-    ("api/*", 0.5),
+    ("api/*", 0.05),
     ("migration-*.md", 0.3),
     ("performance-*.md", 0.4),
     *((f"{page}.md", 0.2) for page in ("changelog", "cases", "contributing", "decisions", "kernels", "architecture")),
