@@ -117,7 +117,7 @@ DEFINED = {
     "docs/prefetch.md": ["up to 32 MiB"],
     "docs/writers.md": ["fit into 8 MiB"],
     "docs/checkpoints.md": ["between 1 MiB and 64 MiB", "than 256 MiB", "of 1 MiB and more", "for 1 GiB and more"],
-    "docs/performance.md": ["an\n  observation of one byte"],
+    "docs/performance-slices.md": ["an\n  observation of one byte"],
 }
 
 

@@ -34,12 +34,43 @@ def nav() -> list[str]:
     """Pages and patterns of the nav: mkdocs.yml is not parsed, because that would take a package."""
     text = (ROOT / "mkdocs.yml").read_text()
     section = text[text.index("\nnav:") : text.index("\ntheme:")]
-    return [match[1] for match in re.finditer(r"^ +- (?:[^:\n]+: )?(\S+(?:\.md|\*))$", section, re.MULTILINE)]
+    return [match[1] for match in re.finditer(r"^ +- (?:Home: )?(\S+(?:\.md|\*))$", section, re.MULTILINE)]
 
 
 def test_every_page_is_in_the_nav_once(hooks: ModuleType):
     pages = hooks.expanded(nav(), list(hooks.sources()))
     assert sorted(pages) == sorted(hooks.sources())
+
+
+def test_a_page_has_one_name(hooks: ModuleType):
+    """The nav gives none beside the heading, and no two pages have the same."""
+    titles = [hooks.title(source) for source in hooks.sources().values() if source.endswith(".md")]
+    assert len(titles) == len(set(titles))
+
+
+#: Sections that have moved to pages of their own, and where they were: links to them still lead there.
+MOVED = {
+    "performance": (
+        *("how-it-is-measured", "between-updates", "on-a-cpu", "why-gpubuf-is-faster", "several-threads"),
+        *("threads-on-the-cpu", "on-a-gpu", "host-time-of-a-call", "prediction-for-an-h200", "slices"),
+    ),
+    "rows": (
+        *("what-happens-to-a-batch-on-its-way-out", "several-batches-at-once", "several-buffers-in-one-batch"),
+        *("writing-back", "hindsight-relabelling"),
+    ),
+    "migration": ("buffers", "storages", "samplers", "replaybuffer", "slicesampler", "sacloss", "value-estimators"),
+}
+
+
+@pytest.mark.parametrize("page", MOVED)
+def test_moved_sections_are_linked_where_they_were(page: str):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    for anchor in MOVED[page]:
+        link = re.search(rf'<a id="{anchor}"></a>\[[^]]+\]\(([\w-]+\.md)(?:#([\w-]+))?\)', text)
+        assert link is not None, anchor
+        there = (ROOT / "docs" / link[1]).read_text()
+        headings = {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in re.findall("^#+ (.+)$", there, re.M)}
+        assert link[2] is None or link[2] in headings, anchor
 
 
 def test_patterns_of_the_nav(hooks: ModuleType):

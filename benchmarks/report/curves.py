@@ -15,7 +15,7 @@ from benchmarks.measure.results import Run
 from benchmarks.report import pictures
 from benchmarks.report.comparison import OURS, libraries, names, read, roofline_of
 from benchmarks.workloads.registry import PEERS, TITLES
-from benchmarks.workloads.slices import SIZES, sized
+from benchmarks.workloads.slices import CURVE, sized
 from benchmarks.workloads.sweeps import AXES, Axis
 
 COLORS = {
@@ -81,7 +81,7 @@ def panels(run: Run, axis: Axis) -> list[Panel]:
         workloads = {name: value for name, value in workloads.items() if name in tried}
         found.append(panel(run, operation.title, axis.label, workloads, PEERS))
     if axis is AXES[0]:
-        slices = {sized(stored, capacity, "write-and-sample"): stored for stored, capacity in SIZES}
+        slices = {sized(stored, capacity, "write-and-sample"): stored for stored, capacity in CURVE}
         sliced = {name: stored for name, stored in slices.items() if run.median(name, OURS) is not None}
         if sliced:
             found.append(panel(run, SLICES_PANEL, "rows stored", sliced, ("torchrl",)))
@@ -93,27 +93,32 @@ def picture(run: Run, axis: Axis, path: Path) -> bool:
     shown = [panel for panel in panels(run, axis) if any(panel.curves.values())]
     if not shown:
         return False
-    columns = min(len(shown), 3)
+    # Two columns: what the text of a page has room for. The legend is where a panel is missing, else below.
+    columns = min(len(shown), 2)
     rows = -(-len(shown) // columns)
-    figure = pictures.new_figure(4.6 * columns, 3.9 * rows + 0.9)
+    hole = len(shown) < rows * columns
+    figure = pictures.new_figure(4.2 * columns, 3.4 * rows + (0.3 if hole else 0.9))
     for i, panel in enumerate(shown, 1):
         draw(pictures.axes_of(figure, panel.title, panel.label, "median µs per call", rows, columns, i), panel)
-    legend = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            # a line with points wins over one that says that there are none
-            if label not in legend or len(handle.get_xdata()):
-                legend[label] = handle
-    labels = [label if len(h.get_xdata()) else f"{label}: not measured" for label, h in legend.items()]
-    figure.legend(legend.values(), labels, loc="outside lower center", ncols=min(len(labels), 4))
+    legend = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    if hole:
+        place = figure.add_subplot(rows, columns, rows * columns)
+        place.axis("off")
+        place.legend(legend.values(), legend, loc="center")
+    else:
+        figure.legend(legend.values(), legend, loc="outside lower center", ncols=min(len(legend), 4))
     figure.suptitle(f"{run.machine['device']['name']}: {axis.fixed}", fontsize=11)
     pictures.save(figure, path, [run])
     return True
 
 
 def draw(axes: Any, panel: Panel) -> None:
-    """One operation, log-log. A library without a point keeps its place in the legend."""
+    """One operation, log-log. A library without a point is not in the legend: the tables say why it has none."""
     for library, points in panel.curves.items():
+        if not points:
+            continue
         x = [value for value, _ in points]
         y = [seconds * 1e6 for _, seconds in points]
         if library in ROOFLINES:
@@ -123,7 +128,8 @@ def draw(axes: Any, panel: Panel) -> None:
             style = {"color": COLORS.get(library, "0.6"), "marker": "o", "markersize": 4}
             style |= {"linewidth": 2.2 if library == "gpubuf" else 1.3}
             label = TITLES[library]
-        axes.loglog(x, y, label=label, **style)
+        axes.plot(x, y, label=label, **style)
+    pictures.log_log(axes)
 
 
 def write(paths: Sequence[Path], out: Path) -> list[Path]:

@@ -96,9 +96,12 @@ def draw_learning(path: Path, run: Run) -> None:
         for env, curves in by_curve(run).items()
         if all(one["points"] for ones in curves.values() for one in ones)
     }
-    figure = pictures.new_figure(6 * len(of_environments), 4)
+    figure = pictures.new_figure(4.4 * len(of_environments), 3.9)
     for panel, (env, curves) in enumerate(of_environments.items(), 1):
         labels = (env, "environment steps", "mean return of five episodes")
         axes = pictures.axes_of(figure, *labels, 1, len(of_environments), panel)
         draw_bands(axes, {curve: [one["points"] for one in ones] for curve, ones in curves.items()})
+        axes.get_legend().remove()
+        axes.xaxis.set_major_formatter(lambda value, _: pictures.tick(value))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     pictures.save(figure, path, [run])

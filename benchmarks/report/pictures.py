@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,31 @@ def axes_of(figure: Any, title: str, x: str, y: str, *place: int) -> Any:
     """A part of the figure, with its labels; ``place`` as for ``Figure.add_subplot``."""
     axes = figure.add_subplot(*place)
     axes.set(title=title, xlabel=x, ylabel=y)
-    axes.grid(alpha=0.3, which="both")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
     return axes
+
+
+def log_log(axes: Any) -> None:
+    """Make both axes logarithmic, with ticks such as 20, 5k and 1M. Call it after the curves are drawn."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = axis.get_data_interval()
+        decades = math.log10(high / low) if 0 < low < high else 0.0
+        steps = (1.0, 2.0, 5.0) if decades < 2.5 else (1.0,)
+        getattr(axes, f"set_{axis.axis_name}scale")("log")
+        axis.set_major_locator(LogLocator(subs=steps, numticks=12))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+        axis.set_minor_locator(NullLocator())
+
+
+def tick(value: float) -> str:
+    """The text at a tick: ``0.5``, ``20``, ``5k``, ``100M``."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
 
 
 def save(figure: Any, path: Path, runs: Iterable[Run], dpi: int = 110) -> None:

@@ -47,7 +47,7 @@ from benchmarks.studies.shards import shards_section
 from benchmarks.studies.side_by_side import TABLES, section
 from benchmarks.workloads.registry import LIBRARIES, REGISTRY, TITLES
 from benchmarks.workloads.replay import WORKLOADS
-from benchmarks.workloads.slices import OPERATIONS, SIZES, SLICES, short, sized
+from benchmarks.workloads.slices import CURVE, OPERATIONS, SIZES, SLICES, short, sized
 
 ROOT = Path(__file__).parents[2]
 PLOT = "docs/slices.png"
@@ -266,17 +266,18 @@ def sliced(runs: Runs) -> list[Run]:
 def draw_plot(path: Path, runs: Runs) -> None:
     """Time to write a row and draw a batch of slices over the rows stored, by library and device, as a PNG."""
     figure = pictures.new_figure(7, 4)
-    axes = pictures.axes_of(figure, "write a row, then sample 256 slices of 4", "rows stored", "µs")
+    axes = pictures.axes_of(figure, "write a row, then sample 256 slices of 4", "rows stored", "median µs per call")
     for kind, style in (("cpu", "-"), ("cuda", "--")):
         for library, color in (("gpubuf", "tab:blue"), ("torchrl", "tab:orange")):
             points = []
-            for stored, capacity in SIZES if kind in runs else ():
+            for stored, capacity in CURVE if kind in runs else ():
                 median = runs[kind].median(sized(stored, capacity, "write-and-sample"), library)
                 if median is not None:
                     points.append((stored, median * 1e6))
             if points:
                 title = f"{TITLES[library]}, {KINDS[kind]}"
-                axes.loglog(*zip(*points, strict=True), style, color=color, marker="o", label=title)
+                axes.plot(*zip(*points, strict=True), style, color=color, marker="o", label=title)
+    pictures.log_log(axes)
     axes.legend(loc="best")
     pictures.save(figure, path, sliced(runs), 120)
 

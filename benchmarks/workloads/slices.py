@@ -167,6 +167,8 @@ SIZES = (
     (100_000_000, 120_000_000),
     (346_000_000, 600_000_000),
 )
+#: What a curve over the rows stored goes through: the smallest capacity for each.
+CURVE = tuple({stored: (stored, capacity) for stored, capacity in reversed(SIZES)}.values())[::-1]
 #: A workload with room for this many rows or more runs on request only.
 HUGE = 50_000_000
 ENVS, ENV_STEPS = 4096, 244

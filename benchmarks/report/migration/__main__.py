@@ -1,18 +1,19 @@
-"""``python -m benchmarks.report.migration``: renders docs/migration.md. With ``--check`` it fails if it is stale."""
+"""``python -m benchmarks.report.migration``: renders docs/migration*.md. With ``--check`` it fails if one is stale."""
 
 import sys
 
-from benchmarks.report.migration.page import PAGE, render, stale_reasons, unexplained
+from benchmarks.report.migration.page import render, stale_reasons, unexplained
 
 
 def main(arguments: list[str]) -> int:
-    """Render the page, or check it."""
-    text = render()
+    """Render the pages, or check them."""
+    pages = render()
     for line in (*stale_reasons(), *(f"{name}: no reason" for name in unexplained())):
         print(line, file=sys.stderr)
     if "--check" in arguments:
-        return int(PAGE.read_text() != text)
-    PAGE.write_text(text)
+        return int(any(not page.exists() or page.read_text() != text for page, text in pages.items()))
+    for page, text in pages.items():
+        page.write_text(text)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Compares TorchRL's names with gpubuf's, and renders docs/migration.md."""
+"""Compares TorchRL's names with gpubuf's, and renders docs/migration.md and the two pages of tables beside it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from benchmarks.report.migration.signatures import REQUIRED, Member, Name, descr
 from gpubuf import missing_names
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[2] / "docs" / "migration.md"
+DOCS = HERE.parents[2] / "docs"
+#: How to switch; every name; what differs in those that both have.
+PAGE, NAMES, ARGUMENTS = DOCS / "migration.md", DOCS / "migration-names.md", DOCS / "migration-arguments.md"
 STATES = ("same", "better", "different", "missing")
 #: The parts of the page: their heading, and the areas that each lists.
 PARTS = {
@@ -237,41 +239,68 @@ def counts(found: list[Compared]) -> str:
     return ", ".join(f"{count} {state}" for state, count in of_each.items() if count)
 
 
-def render() -> str:
-    """The page."""
+def pointers(page: Path, headings: list[str]) -> str:
+    """Links to the sections of another page, which keep the anchors that they had on this one."""
+    links = []
+    for heading in headings:
+        anchor = re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
+        links.append(f'- <a id="{anchor}"></a>[{heading}]({page.name}#{anchor})')
+    return "\n".join(links)
+
+
+def render() -> dict[Path, str]:
+    """The pages."""
     found, data = comparison(), recorded()
     listed = [each for each in found if not each.area.startswith("other: ")]
     inside = [each for each in listed if each.found]
     items = [Compared("", "", reason.state) for each in inside for reason in each.others.values()]
     items += [Compared("", "", "same") for each in inside for _ in each.same]
     by_name = {each.name: each for each in found}
-    parts = [(HERE / "introduction.md").read_text().strip()]
-    parts.append(
-        f"## Every name\n\nTorchRL {data['version']} has {len(listed)} public names for replay buffers and losses: "
-        f"{counts(listed)}. Of the {len(items)} arguments and members of the {len(inside)} names that are here too: "
-        f"{counts(items)}. *Missing* means an error, "
-        "never another result."
+    summary = (
+        f"TorchRL {data['version']} has {len(listed)} public names for replay buffers and losses: {counts(listed)}. Of "
+        f"the {len(items)} arguments and members of the {len(inside)} names that are here too: {counts(items)}. "
+        "*Missing* means an error, never another result."
     )
+    names = {}
     for title, areas in PARTS.items():
         rows = [[f"`{each.name}`", each.state, each.why or told(each)] for each in listed if each.area in areas]
-        parts.append(f"### {title}\n\n{table(rows)}")
+        names[title] = table(rows)
     other: dict[str, list[str]] = {}
     for each in found:
         if each not in listed:
             other.setdefault(each.area.removeprefix("other: "), []).append(f"`{each.name}`")
-    names = "\n".join(f"- {area}: {', '.join(sorted(names))}" for area, names in sorted(other.items()))
-    parts.append(
-        "### The rest of `torchrl.data`\n\nThese names have nothing to do with buffers. Import them from TorchRL; what "
-        f"they do works with gpubuf's buffers as with TorchRL's.\n\n{names}"
+    lines = "\n".join(f"- {area}: {', '.join(sorted(of_area))}" for area, of_area in sorted(other.items()))
+    names["The rest of `torchrl.data`"] = (
+        "These names have nothing to do with buffers. Import them from TorchRL; what they do works with gpubuf's "
+        f"buffers as with TorchRL's.\n\n{lines}"
     )
-    parts.append(
-        "## Arguments and members that differ\n\nOf the classes that both have: all others are the same. A class has "
-        "what its base has, and only what differs from that is listed for it."
-    )
+    arguments = {}
     for each in inside:
         above = [by_name[base] for base in data["names"][each.name].get("bases", ()) if base in by_name]
         said = {item: reason for base in above for item, reason in base.others.items()}
         others = {item: reason for item, reason in each.others.items() if said.get(item) != reason}
         if others:
-            parts.append(f"### `{each.name}`\n\n{differences(others)}")
-    return "\n\n".join(parts) + "\n"
+            arguments[f"`{each.name}`"] = differences(others)
+    introduction = (HERE / "introduction.md").read_text().strip()
+    differing = "Of the classes that both have; all other arguments and members are the same."
+    parts = {
+        PAGE: [
+            introduction,
+            f"## Every name\n\n{summary}",
+            pointers(NAMES, list(names)),
+            f"## Arguments and members that differ\n\n{differing}",
+            pointers(ARGUMENTS, list(arguments)),
+        ],
+        NAMES: [
+            "# Every name of TorchRL",
+            f"{summary} [How to switch](migration.md) is a page of its own; it is generated, as this one is.",
+            *(f"## {title}\n\n{text}" for title, text in names.items()),
+        ],
+        ARGUMENTS: [
+            "# Arguments that differ from TorchRL's",
+            f"{differing} A class has what its base has, and only what differs from that is listed for it. "
+            "[Every name of TorchRL](migration-names.md) has the names that are missing as a whole.",
+            *(f"## {title}\n\n{text}" for title, text in arguments.items()),
+        ],
+    }
+    return {page: "\n\n".join(text) + "\n" for page, text in parts.items()}
