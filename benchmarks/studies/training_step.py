@@ -22,8 +22,9 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.measure import roofline
 from benchmarks.measure.machine import describe
 from benchmarks.measure.results import write_results
+from gpubuf.train.collectors import make_environments
 from gpubuf.train.config import TrainConfig
-from gpubuf.train.trainer import Trainer, make_environments
+from gpubuf.train.trainer import Trainer
 
 STARTS = 1_000
 #: Rows, and width, of the product whose speed counts.
