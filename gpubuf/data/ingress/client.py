@@ -15,7 +15,7 @@ from torch import Tensor
 from gpubuf.data.array_writes import Columns, tensordict_of
 from gpubuf.data.ingress.queues import Queues, as_bits, numpy_dtype, of_bits, start_of, wait
 from gpubuf.data.samplers.sum_tree import refuse_unusable
-from gpubuf.data.storage.layout import as_key, as_written, batch_shape, mapped, tensors_of
+from gpubuf.data.storage.layout import RowLayout, as_key, as_written, batch_shape, mapped, tensors_of
 
 _CHECK_EVERY = 0.25
 """Seconds between two looks at whether the learner is there."""
@@ -104,12 +104,7 @@ class WriterClient:
         data = tensors_of(data)
         if envs and self._time_dim:
             data = mapped(data, lambda value: value.transpose(0, self._time_dim))
-        dims = 1 + len(envs)
-        shape = batch_shape(data, dims)
-        tensors = layout.collect(data, dims)
-        if shape[1:] != envs:
-            raise ValueError(f"a step of the buffer is of {envs} environments, the batch of {shape[1:]}")
-        self._write([as_bits(tensor) for tensor in tensors], shape[0])
+        self._write_batch(data, layout)
 
     def extend_columns(self, columns: Columns) -> None:
         """Write rows given as one array per key: as :meth:`ReplayBuffer.extend_columns`.
@@ -159,17 +154,12 @@ class WriterClient:
         data = tensordict_of(columns, lead, {leaf.key: leaf.dtype for leaf in leaves})
         if one_step:
             data = data.unsqueeze(self._time_dim if envs else 0)
-        layout = self._queues.rows.layout.plain
         missing = [as_written(leaf.key) for leaf in leaves if leaf.key not in map(as_key, data.keys(True, True))]
         if missing:
             raise ValueError(f"the columns differ from the buffer's keys: missing {missing}")
         if envs and self._time_dim:
             data = data.transpose(0, self._time_dim)
-        if tuple(data.batch_size[1:]) != envs:
-            raise ValueError(
-                f"a step of the buffer is of {envs} environments, the batch of {tuple(data.batch_size[1:])}"
-            )
-        self._write([as_bits(tensor) for tensor in layout.collect(data, 1 + len(envs))], data.batch_size[0])
+        self._write_batch(data, self._queues.rows.layout.plain)
 
     def _as_they_are(self, columns: Mapping[Any, Any], one_step: bool) -> list[np.ndarray] | None:
         """Columns by time that need no conversion; None: some do, or are not what a row has."""
@@ -196,6 +186,15 @@ class WriterClient:
         return found
 
     # The queue
+
+    def _write_batch(self, data: Any, layout: RowLayout) -> None:
+        """Write a batch by time, and then environments, of a layout's keys."""
+        envs = self._queues.rows.envs
+        shape = tuple(batch_shape(data, 1 + len(envs)))
+        tensors = layout.collect(data, 1 + len(envs))
+        if shape[1:] != envs:
+            raise ValueError(f"a step of the buffer is of {envs} environments, the batch of {shape[1:]}")
+        self._write([as_bits(tensor) for tensor in tensors], shape[0])
 
     def _write(self, sources: list[np.ndarray], n: int) -> None:
         if self._priority is not None:
