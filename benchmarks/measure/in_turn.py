@@ -29,11 +29,13 @@ class Contender:
         calls: what is timed, by name. The same names in all contenders of a table, as far as they have them.
         n_bytes: of all memory that it keeps; None: not of interest.
         counted: the call whose operations are counted, those that reach PyTorch's dispatcher; None: none is.
+        between: what lies between two calls and is not timed; None: nothing does.
     """
 
     calls: Mapping[str, Call]
     n_bytes: int | None = None
     counted: Call | None = None
+    between: Call | None = None
 
 
 class _Count(TorchDispatchMode):
@@ -53,14 +55,18 @@ def operations(call: Call) -> int:
     return count.operations
 
 
-def turn(call: Call) -> float:
+def turn(call: Call, between: Call | None = None) -> float:
     """Microseconds per call: the mean over a slice of time, so that what is done now and then counts too."""
     call()
-    count, start = 0, time.perf_counter()
-    while (now := time.perf_counter()) < start + TURN or not count:
+    count, took, start = 0, 0.0, time.perf_counter()
+    while (began := time.perf_counter()) < start + TURN or not count:
+        if between is not None:
+            between()
+            began = time.perf_counter()
         call()
+        took += time.perf_counter() - began
         count += 1
-    return (now - start) / count * 1e6
+    return took / count * 1e6
 
 
 def in_turn(contenders: Mapping[str, Contender], rounds: int) -> Found:
@@ -71,7 +77,7 @@ def in_turn(contenders: Mapping[str, Contender], rounds: int) -> Found:
         turn(call)
     for _ in range(rounds):
         for place, call in calls.items():
-            took[place].append(turn(call))
+            took[place].append(turn(call, contenders[place[0]].between))
     found: Found = {}
     for who, made in contenders.items():
         found[who] = {"calls": {what: statistics.median(took[who, what]) for what in made.calls}}

@@ -58,12 +58,14 @@ def _of_stable(title: str, *arguments: Any, page: str = "adapters_sb3", **option
 
 
 _ONE = "one environment, 17 + 6 + 17 numbers, 1 M rows"
+_TRAINED = "an actor and two critics updated between two calls"
 _N_STEP = "n-step returns, n = 3, one environment"
 _WITHOUT_TIMEOUTS: dict[str, Any] = {"once": False, "program": "cleanrl", "handle_timeout_termination": False}
 #: By what is compared and by name.
 TABLES: dict[str, dict[str, Table]] = {
     "adapters": {
         "sb3": _of_stable(_ONE, "ReplayBuffer", adapters.BOX),
+        "sb3_trained": _of_stable(f"{_ONE}, {_TRAINED}", "ReplayBuffer", adapters.BOX, once=False, trained=True),
         "sb3_envs": _of_stable("eight environments, 1 M rows", "ReplayBuffer", adapters.BOX, envs=8),
         "sb3_n_step": _of_stable(_N_STEP, "NStepReplayBuffer", adapters.BOX, once=False),
         "sb3_images": _of_stable(
@@ -71,6 +73,14 @@ TABLES: dict[str, dict[str, Table]] = {
         ),
         "sb3_dicts": _of_stable("dicts of two observations, 1 M rows", "DictReplayBuffer", adapters.DICT),
         "cleanrl": _of_stable(_ONE, "ReplayBuffer", adapters.BOX, page="adapters_cleanrl", **_WITHOUT_TIMEOUTS),
+        "cleanrl_trained": _of_stable(
+            f"{_ONE}, {_TRAINED}",
+            "ReplayBuffer",
+            adapters.BOX,
+            page="adapters_cleanrl",
+            trained=True,
+            **_WITHOUT_TIMEOUTS,
+        ),
         **{
             f"fasttd3_{envs}": Table(
                 "adapters_fasttd3",

@@ -14,8 +14,9 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 
-from benchmarks.measure.in_turn import Contender
+from benchmarks.measure.in_turn import Call, Contender
 from benchmarks.peers.lerobot_buffer import lerobot_buffer
+from benchmarks.workloads.replay import network_updates
 from gpubuf import Codec
 from gpubuf.data.buffer import ReplayBuffer
 
@@ -82,7 +83,7 @@ def stable_steps(space: Any, envs: int, count: int) -> list[tuple[Any, ...]]:
     return found
 
 
-def stable_contender(buffer: Any, steps: list[tuple[Any, ...]]) -> Contender:
+def stable_contender(buffer: Any, steps: list[tuple[Any, ...]], between: Call | None = None) -> Contender:
     """A buffer, full."""
     add = filling(lambda step: buffer.add(*step), steps, buffer.buffer_size)
 
@@ -91,21 +92,40 @@ def stable_contender(buffer: Any, steps: list[tuple[Any, ...]]) -> Contender:
         buffer.sample(BATCH)
 
     calls = {"add": add, f"sample {BATCH}": lambda: buffer.sample(BATCH), f"add and sample {BATCH}": step}
-    return Contender(calls, memory(buffer))
+    return Contender(calls, memory(buffer), between=between)
 
 
 def stable(
-    name: str, space: Any, envs: int = 1, rows: int = ROWS, once: bool = True, program: str = "sb3", **options: Any
+    name: str,
+    space: Any,
+    envs: int = 1,
+    rows: int = ROWS,
+    once: bool = True,
+    program: str = "sb3",
+    trained: bool = False,
+    **options: Any,
 ) -> dict[str, Contender]:
-    """Stable-Baselines3's buffer of that name and ours; ``once``: also those that store observations once."""
+    """Stable-Baselines3's buffer of that name and ours.
+
+    Args:
+        name: of the buffer.
+        space: of observations.
+        envs: environments.
+        rows: of the buffer.
+        once: also compare those that store observations once.
+        program: whose adapter is ours.
+        trained: networks are updated between two calls.
+        options: of both buffers.
+    """
     from stable_baselines3.common import buffers  # type: ignore[import-not-found]
 
     from gpubuf.integrations import cleanrl, sb3
 
     steps = stable_steps(space, envs, 200 if space is IMAGE else STEPS)
+    between = network_updates() if trained else None
 
     def made(kind: Any, **more: Any) -> Contender:
-        return stable_contender(kind(rows, space, ACTION, "cpu", n_envs=envs, **options, **more), steps)
+        return stable_contender(kind(rows, space, ACTION, "cpu", n_envs=envs, **options, **more), steps, between)
 
     ours = getattr(sb3 if program == "sb3" else cleanrl, name)
     found = {"Stable-Baselines3": made(getattr(buffers, name))}

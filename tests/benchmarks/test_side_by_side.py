@@ -76,6 +76,19 @@ def test_calls_take_turns(monkeypatch: pytest.MonkeyPatch):
     assert found["two"].keys() == {"calls"}
 
 
+def test_what_lies_between_two_calls_is_not_timed(monkeypatch: pytest.MonkeyPatch):
+    """A call that takes a second on this clock, after something that takes ten."""
+    clock = [0.0]
+    monkeypatch.setattr(timing, "TURN", 30.0)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def passing(seconds: float):
+        return lambda: clock.__setitem__(0, clock[0] + seconds)
+
+    made = Contender({"a": passing(1.0)}, between=passing(10.0))
+    assert in_turn({"one": made}, 3)["one"]["calls"]["a"] == pytest.approx(1e6)
+
+
 FOUND = {
     "theirs": {"bytes": 3 << 20, "calls": {"add": 10.0, "sample 256": 100.0}},
     "gpubuf": {"bytes": 700, "calls": {"add": 5.0}},
