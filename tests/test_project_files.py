@@ -60,6 +60,33 @@ def test_the_workflow_runs_the_check_on_every_python_and_at_both_ends_of_the_ver
         assert re.search(r"^torch==", (ROOT / f"constraints-{target}.txt").read_text(), re.MULTILINE)
 
 
+@pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
+def test_workflows_are_yaml(workflow: Path):
+    """Every job has steps that either use an action or run a command, and every action has a version."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML, which OmegaConf brings, is not installed")
+    jobs = yaml.safe_load(workflow.read_text())["jobs"]
+    assert jobs
+    for job in jobs.values():
+        assert job["runs-on"] == "ubuntu-latest"
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step), step
+            assert "@" in step.get("uses", "@"), step
+
+
+def test_the_nightly_fuzz_keeps_what_failed():
+    """Examples are restored before the tests and saved after them, also where they fail."""
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    job = workflow.partition("\n  fuzz:\n")[2].partition("\n  torchrl:\n")[0]
+    assert "if: github.event_name == 'schedule'" in job
+    order = [job.index(text) for text in ("cache/restore@", "pytest -n 2 -m hypothesis", "cache/save@")]
+    assert order == sorted(order)
+    assert re.search(r"- if: always\(\)\n *uses: actions/cache/save@", job)
+    assert re.findall(r"path: (.*)", job) == [".hypothesis"] * 3
+    # A variable that the tests read, and a marker that Hypothesis gives.
+    assert re.search(r'GPUBUF_FUZZ: "\d+"', job)
+    assert "GPUBUF_FUZZ" in (ROOT / "tests" / "support" / "fuzzing.py").read_text()
+
+
 def test_the_hooks_are_the_tools_of_make_test():
     """The same commands in the same environment, hence in the versions of constraints.txt."""
     hooks = re.findall(r"^ *entry: (.*)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.MULTILINE)

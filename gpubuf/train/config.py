@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _SAC: dict[str, Any] = {
     "batch_size": 256,
@@ -72,6 +72,13 @@ _UPDATES_A_STEP = 16
 _PRIORITIES = {"priority_alpha": 0.6, "priority_beta": 0.4}
 
 # None: the default comes from `defaults`, or from `ALGORITHM_DEFAULTS`.
+_T = TypeVar("_T")
+#: The type of a setting whose default the environment or the algorithm gives. None is allowed as an argument only; as
+#: libraries that read the annotations must know (OmegaConf's ``structured``).
+if TYPE_CHECKING:
+    Filled = Annotated[_T, "filled by __post_init__"]
+else:
+    Filled = Optional
 _BY_ENVIRONMENT: Any = None
 _BY_ALGORITHM: Any = None
 
@@ -168,32 +175,32 @@ class TrainConfig:
     prioritized: bool = False
     device: str = "auto"
     seed: int = 0
-    total_steps: int = _BY_ENVIRONMENT
-    num_envs: int = _BY_ENVIRONMENT
+    total_steps: Filled[int] = _BY_ENVIRONMENT
+    num_envs: Filled[int] = _BY_ENVIRONMENT
     collectors: int = 0
-    batch_size: int = _BY_ALGORITHM
+    batch_size: Filled[int] = _BY_ALGORITHM
     buffer_size: int | None = None
-    learning_starts: int = _BY_ENVIRONMENT
-    update_ratio: float = _BY_ENVIRONMENT
-    policy_every: int = _BY_ALGORITHM
-    learning_rate: float = _BY_ALGORITHM
-    gamma: float = _BY_ALGORITHM
-    n_steps: int = _BY_ALGORITHM
+    learning_starts: Filled[int] = _BY_ENVIRONMENT
+    update_ratio: Filled[float] = _BY_ENVIRONMENT
+    policy_every: Filled[int] = _BY_ALGORITHM
+    learning_rate: Filled[float] = _BY_ALGORITHM
+    gamma: Filled[float] = _BY_ALGORITHM
+    n_steps: Filled[int] = _BY_ALGORITHM
     share_next: bool = False
     tau: float | None = _BY_ALGORITHM
-    hidden: tuple[int, ...] = _BY_ALGORITHM
-    critics: int = _BY_ALGORITHM
+    hidden: Filled[tuple[int, ...]] = _BY_ALGORITHM
+    critics: Filled[int] = _BY_ALGORITHM
     atoms: int | None = None
     v_min: float | None = None
     v_max: float | None = None
-    scale_rewards: bool = _BY_ALGORITHM
-    normalize_observations: bool = _BY_ALGORITHM
+    scale_rewards: Filled[bool] = _BY_ALGORITHM
+    normalize_observations: Filled[bool] = _BY_ALGORITHM
     noise_hold: int | None = _BY_ALGORITHM
     priority_alpha: float | None = None
     priority_beta: float | None = None
-    eval_every: int = _BY_ENVIRONMENT
-    eval_episodes: int = _BY_ENVIRONMENT
-    log_every: int = _BY_ENVIRONMENT
+    eval_every: Filled[int] = _BY_ENVIRONMENT
+    eval_episodes: Filled[int] = _BY_ENVIRONMENT
+    log_every: Filled[int] = _BY_ENVIRONMENT
     checkpoint_every: int = 0
     threads: int | None = None
     cuda_graph: bool | None = None
@@ -205,6 +212,8 @@ class TrainConfig:
         if self.num_envs is not None:
             self._require("num_envs", self.num_envs >= 1, "at least 1")
         self._fill_defaults()
+        # A list where a library made the object (OmegaConf's to_object).
+        object.__setattr__(self, "hidden", tuple(self.hidden))
         at_least_1 = "total_steps batch_size critics log_every eval_episodes policy_every"
         for name in at_least_1.split():
             self._require(name, getattr(self, name) >= 1, "at least 1")
@@ -328,17 +337,14 @@ class TrainConfig:
 
 
 def setting_types() -> dict[str, tuple[type, ...]]:
-    """The types that a value of each setting may have, that of None among them; ``(tuple,)`` for ``hidden``."""
+    """The types that a value of each setting may have, that of None among them."""
     hints = get_type_hints(TrainConfig)
-    return {
-        name: (get_args(hint) if isinstance(hint, UnionType) else (get_origin(hint) or hint,))
-        for name, hint in hints.items()
-    }
+    return {name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,) for name, hint in hints.items()}
 
 
 def _typed(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
     """``value`` as one of ``kinds``; JSON's lists and whole-number floats are converted."""
-    if name == "hidden":
+    if name == "hidden" and value is not None:
         if isinstance(value, (list, tuple)) and all(type(width) is int for width in value):
             return tuple(value)
         raise UsageError(f"hidden must be a list of integers, got {value!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpubuf.data import (
@@ -14,6 +14,7 @@ from gpubuf.data import (
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
+from tests.support.fuzzing import examples
 from tests.support.torchrl_buffers.consuming import rows
 
 
@@ -31,7 +32,7 @@ def buffer_of(capacity: int = 8, count: int = 1, seed: int = 3) -> TensorDictRep
     st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=14),
     st.integers(0, 2**31),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_model_follows(capacity, count, operations, seed):
     buffer = buffer_of(capacity, count, seed)
     stored: dict[int, list[int]] = {}  # number and draws by place

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
@@ -27,6 +27,7 @@ from gpubuf.data import (
     max_value,
 )
 from gpubuf.data.max_value import Ranks, RankState, comparable
+from tests.support.fuzzing import examples
 
 CPU = torch.device("cpu")
 NO_ROWS = torch.empty(0, dtype=torch.float64)
@@ -120,7 +121,7 @@ def trees_of(fan_out: int, direct: int) -> Iterator[None]:
 
 
 @given(STREAMS, st.sampled_from([(64, 4096), (2, 1), (2, 3), (3, 2)]))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_both_keep_what_a_heap_keeps(stream, tree):
     """Whatever the shape of the tree: one level or several, full or not."""
     with trees_of(*tree):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -30,6 +30,7 @@ from gpubuf.data import Hindsight, RewardScale, Sequence, array_writes
 from gpubuf.data.buffer import ReplayBuffer as CoreBuffer
 from gpubuf.data.ingress.client import WriterClient
 from tests.support.fake_cuda import fake_cuda
+from tests.support.fuzzing import examples
 from tests.support.interrupts import interrupted
 from tests.support.late_gpu import GPU, LateGpu
 from tests.support.written_rows import (
@@ -136,7 +137,7 @@ def played(buffer: Any, steps: Any) -> None:
         client.close()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(actions, st.sampled_from([1, 3]), st.booleans(), st.sampled_from([12, 1000]))
 def test_steps_are_taken_within_one_writer(steps: Any, run: int, share_next: bool, capacity: int):
     """n-step transitions end where another writer's rows follow, as if the row were the newest; rows stay as written.
@@ -166,7 +167,7 @@ def test_steps_are_taken_within_one_writer(steps: Any, run: int, share_next: boo
         assert found["next", "reward"][:, 0].tolist() == steps_taken
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(actions, st.sampled_from([1, 4]), st.sampled_from([15, 1000]), st.sampled_from([None, "writer"]))
 def test_slices_are_of_one_writer(steps: Any, run: int, capacity: int, traj_key: Any):
     """Slices and queries give runs of one writer alone, with identifiers too, though writers may use the same ones."""

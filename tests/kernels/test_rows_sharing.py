@@ -6,11 +6,12 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpubuf.kernels.rows import DRAWN, LOST, NEXT
 from tests.contracts.rows import SHARED, Spec, Store, assert_same, assert_store, expected_batch
+from tests.support.fuzzing import examples
 
 ONE = (Spec(1, DRAWN, torch.int64), Spec(1, NEXT, torch.int64, of=0))
 
@@ -259,7 +260,7 @@ class TestRelink:
             model.check()
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 @given(
     st.integers(1, 5),
     st.integers(1, 2),

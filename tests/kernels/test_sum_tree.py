@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -29,6 +29,7 @@ from gpubuf.kernels.philox.reference import uniforms
 from gpubuf.kernels.sum_tree._cpu_node import choose_leaf, choose_node
 from gpubuf.kernels.sum_tree._triton import choose_child
 from gpubuf.kernels.sum_tree.reference import WeightList
+from tests.support.fuzzing import examples
 from tests.support.sum_tree_checks import assert_consistent, bitmap, bits_of, chi_square, chi_square_bound
 
 ROOT = Path(__file__).parents[2]
@@ -243,17 +244,14 @@ def run(capacity: int, fan_out: int, operations) -> None:
     assert rng.state.tolist() == [17, offset, 0]
 
 
-COMMON = settings(deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-
-
-@settings(COMMON, max_examples=80)
+@examples(80)
 @given(sequences(max_operations=25))
 def test_random_sequences(sequence):
     run(*sequence)
 
 
 @pytest.mark.slow
-@settings(COMMON, max_examples=20)
+@examples(20)
 @given(sequences(max_operations=6))
 def test_random_sequences_of_triton(sequence):
     with triton_on_cpu():

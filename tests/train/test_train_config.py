@@ -84,8 +84,8 @@ def test_json_there_and_back(tmp_path):
         ('{"hidden": 256}', "hidden must be a list of integers"),
         ('{"hidden": [2.5]}', "hidden must be a list of integers"),
         ('{"buffer_size": "all"}', "buffer_size must be of type int or null"),
-        ('{"total_steps": "10"}', "total_steps must be of type int, got '10'"),
-        ('{"update_ratio": true}', "update_ratio must be of type float, got True"),
+        ('{"total_steps": "10"}', "total_steps must be of type int or null, got '10'"),
+        ('{"update_ratio": true}', "update_ratio must be of type float or null, got True"),
         ('{"cuda_graph": 1}', "cuda_graph must be of type bool or null, got 1"),
         ('{"gamma": 2}', r"config.json: gamma must be in \[0, 1\]"),
     ],
@@ -95,6 +95,20 @@ def test_other_files_are_refused(tmp_path, content, message):
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UsageError, match=message):
         TrainConfig.read(tmp_path)
+
+
+def test_omegaconf_structures_the_settings():
+    """As Hydra does: defaults that the environment and the algorithm give are filled when the object is made."""
+    omegaconf = pytest.importorskip("omegaconf", reason="OmegaConf is not installed")
+    config = omegaconf.OmegaConf.structured(TrainConfig)
+    given = omegaconf.OmegaConf.from_dotlist(["algo=fastsac", "total_steps=5000", "hidden=[32,32]"])
+    merged = omegaconf.OmegaConf.merge(config, given)
+    expected = TrainConfig(algo="fastsac", total_steps=5000, hidden=(32, 32))
+    assert omegaconf.OmegaConf.to_object(merged) == expected
+    assert TrainConfig.from_mapping(omegaconf.OmegaConf.to_container(merged)) == expected
+    assert hash(omegaconf.OmegaConf.to_object(merged)) == hash(expected)
+    with pytest.raises(omegaconf.ValidationError):
+        omegaconf.OmegaConf.merge(config, {"total_steps": "many"})
 
 
 def test_settings_that_depend_on_the_environment():
