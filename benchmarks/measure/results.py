@@ -27,6 +27,8 @@ SUBJECTS = (
     "losses",
     "calls",
     "shards",
+    "histories",
+    "writers",
 )
 
 
