@@ -28,6 +28,8 @@ SUBJECTS = (
     "calls",
     "shards",
     "step",
+    "histories",
+    "writers",
 )
 
 

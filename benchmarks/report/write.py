@@ -45,6 +45,8 @@ from benchmarks.studies.kernels import launches_table, resources_table
 from benchmarks.studies.predict import prediction_table
 from benchmarks.studies.shards import shards_section
 from benchmarks.studies.side_by_side import TABLES, section
+from benchmarks.studies.writer_histories import histories_section
+from benchmarks.studies.writer_rates import writers_section
 from benchmarks.workloads.registry import LIBRARIES, REGISTRY, TITLES
 from benchmarks.workloads.replay import WORKLOADS
 from benchmarks.workloads.slices import CURVE, OPERATIONS, SIZES, SLICES, short, sized
@@ -323,6 +325,8 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "prediction": prediction_table,
     "checkpoints": checkpoints_section,
     "shards": shards_section,
+    "writers": writers_section,
+    "histories": histories_section,
     "slices": slices_section,
     "curves": curves_section,
     **{

@@ -267,7 +267,7 @@ def columns_of(buffer: Any) -> list[tuple[list[int], list[int], list[bool]]]:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(actions, st.sampled_from([1, 3]), st.booleans(), st.sampled_from([24, 2000]))
 def test_steps_of_environments_are_taken_within_one_writer(steps: Any, run: int, share_next: bool, capacity: int):
     """Columns of ``[T, E]`` from several writers: n-step transitions end where another writer's steps follow."""
@@ -289,7 +289,7 @@ def test_steps_of_environments_are_taken_within_one_writer(steps: Any, run: int,
     assert torch.equal(found["next", "state"], torch.cat([found["writer"], coming], 1).float())
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(actions, st.sampled_from([1, 4]), st.sampled_from([30, 2000]))
 def test_slices_of_environments_are_of_one_writer(steps: Any, run: int, capacity: int):
     writers, sampler = Writers(3, run=run, queue_steps=32), SliceSampler(slice_len=3)
@@ -309,7 +309,7 @@ def test_slices_of_environments_are_of_one_writer(steps: Any, run: int, capacity
     assert (found["number"].diff(dim=1) == 1).all()
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(actions, st.sampled_from([1, 4]), st.sampled_from([30, 2000]))
 def test_returns_add_up_within_one_writer(steps: Any, run: int, capacity: int):
     """``RewardScale`` has a return for each environment of each writer, whoever's steps come between theirs."""
