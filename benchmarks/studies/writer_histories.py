@@ -170,15 +170,15 @@ def planted(fault: str | None) -> Any:
     # What is replaced has other types.
     intake, all_queues = cast(Any, Intake), cast(Any, Queues)
 
-    def released_too_early(self: Any, queues: Any, runs: Any) -> None:
+    def released_too_early(self: Any, buffer: Any, queues: Any, runs: Any) -> None:
         self._release(queues, runs)
         time.sleep(0.003)
-        write_runs(self, queues, runs)
+        write_runs(self, buffer, queues, runs)
 
-    def taken_twice(self: Any, queues: Any, runs: Any) -> None:
-        write_runs(self, queues, runs)
+    def taken_twice(self: Any, buffer: Any, queues: Any, runs: Any) -> None:
+        write_runs(self, buffer, queues, runs)
         if random.random() < 0.2:
-            write_runs(self, queues, runs)
+            write_runs(self, buffer, queues, runs)
 
     def put_off(self: Any, *given: Any) -> None:
         late.append((self, *given))
