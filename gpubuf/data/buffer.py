@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf.data import moving
@@ -467,12 +468,13 @@ class ReplayBuffer:
         storage = self._storage
         if storage._schema is None and self._has_default_storage:
             storage = self._storage_for(data)
-        if isinstance(data, (dict, list, tuple, np.ndarray)):
-            data = self._as_tensors(data)
-        if isinstance(data, list):
-            if not data:
-                return _no_rows(storage)
-            data = storage.batch_of(data)
+        if type(data) is not TensorDict:
+            if isinstance(data, (dict, list, tuple, np.ndarray)):
+                data = self._as_tensors(data)
+            if isinstance(data, list):
+                if not data:
+                    return _no_rows(storage)
+                data = storage.batch_of(data)
         if len(self._transform):
             # Inverse transforms may set keys in place; the caller's TensorDict must not see them.
             data = self._transform.inv(shallow(data))

@@ -57,12 +57,13 @@ class TensorDictReplayBuffer(ReplayBuffer):
             TypeError: ``data`` is something else.
             ValueError: as :meth:`ReplayBuffer.extend`, or a priority is NaN, infinite or negative (CPU).
         """
-        if isinstance(data, (dict, list)):
-            data = self._as_tensordicts(data, self._storage.ndim)
-        first = data[0] if isinstance(data, list) and data else data
-        # An empty list is an empty write.
-        if not isinstance(first, TensorDictBase | list) and not is_tensorclass(first):
-            raise TypeError(f"{type(self).__name__} stores TensorDicts, got a {type(first).__name__}")
+        if type(data) is not TensorDict:
+            if isinstance(data, (dict, list)):
+                data = self._as_tensordicts(data, self._storage.ndim)
+            first = data[0] if isinstance(data, list) and data else data
+            # An empty list is an empty write.
+            if not isinstance(first, TensorDictBase | list) and not is_tensorclass(first):
+                raise TypeError(f"{type(self).__name__} stores TensorDicts, got a {type(first).__name__}")
         wanted = update_priority is not False and self._sampler.has_priorities
         with operation(self._lock):
             return self._extend(data, self._given_priority if wanted else None)

@@ -274,7 +274,9 @@ def batch_shape(data: Data, ndim: int) -> tuple[int, ...]:
         TypeError: ``data`` has no batch dimensions.
         ValueError: it has fewer than ``ndim``.
     """
-    if isinstance(data, Tensor):
+    if type(data) is TensorDict:
+        shape = data.batch_size
+    elif isinstance(data, Tensor):
         shape = data.shape
     elif isinstance(data, TensorDictBase) or is_tensorclass(data):
         shape = data.batch_size
