@@ -68,9 +68,6 @@ def fill(buffer: ReplayBuffer, total: int, ends: list[set[int]], at_a_time: int 
         buffer.extend(of_envs[0] if len(ends) == 1 else torch.stack(of_envs))
 
 
-ENDS = [{3, 4, 9, 14, 22}, {0, 7, 11, 12, 19}, set()]
-
-
 def samplers() -> dict[str, Any]:
     return {
         "uniform": RandomSampler(),

@@ -1,14 +1,20 @@
-"""Where a buffer goes: the decision on faked figures, the figures themselves, and pinned rows with a faked GPU."""
+"""Where a buffer goes: the decision on faked figures, the figures themselves, and pinned rows with a faked GPU.
+
+Moving and freeing a buffer while it is in use.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from gpubuf.data import (
+    LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
@@ -16,15 +22,18 @@ from gpubuf.data import (
     SamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorStorage,
+    moving,
 )
 from gpubuf.data.storage import host_memory
-from gpubuf.data.storage.column import records
+from gpubuf.data.storage.column import Column, records
 from gpubuf.data.storage.host_memory import Free
 from gpubuf.data.storage.layout import RowLayout
-from gpubuf.data.storage.placement import IndexBytes, NothingFitsError, choose, place, readable
+from gpubuf.data.storage.placement import IndexBytes, NothingFitsError, choose, near_steps, place, readable
+from gpubuf.kernels.rows import ENTRY
 from tests.support.fake_cuda import fake_cuda
+from tests.support.moved_buffers import SAMPLERS, alike, episodes
 from tests.support.placements import GIB, Machine
-from tests.support.transitions import transitions
+from tests.support.transitions import same, transitions
 
 GPU = torch.device("cuda", 0)
 
@@ -305,3 +314,354 @@ def test_pinned_rows_under_a_faked_gpu(monkeypatch, kind):
         assert "pinned host memory" in str(report)
         assert "rows pinned" in repr(buffer)
         assert "pinned host memory" in str(storage.placement)
+
+
+def twin(kind: str, ndim: int = 1, capacity: int = 60, **storage) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(
+        storage=LazyTensorStorage(capacity, ndim=ndim, **storage),
+        sampler=SAMPLERS[kind](),
+        batch_size=8,
+        generator=torch.Generator().manual_seed(3),
+    )
+
+
+def write(buffer: TensorDictReplayBuffer, n: int, start: int) -> None:
+    data = episodes(n, start)
+    buffer.extend(data if buffer.storage.ndim == 1 else data.view(2, n // 2))
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pinned memory is memory that says it is pinned; the CPU does the GPU's work."""
+    return Machine().install(monkeypatch, work_on_cpu=True)
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_while_another_thread_samples(machine, prefetch):
+    """CASES 32: batches are whole, and carry what was written at their index."""
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(500), batch_size=64, prefetch=prefetch)
+    buffer.extend(transitions(500))
+    enough, stop, wrong = threading.Semaphore(0), threading.Event(), []
+
+    def sample():
+        while not stop.is_set():
+            batch = buffer.sample()
+            if not same(batch.exclude("index"), transitions(500)[batch["index"]]):
+                wrong.append(batch)
+            enough.release()
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        for place in ("pinned", "cpu") * 5:
+            assert enough.acquire(timeout=30)
+            buffer.to(place)
+        for _ in range(20):
+            assert enough.acquire(timeout=30)
+    finally:
+        stop.set()
+        thread.join()
+    assert not wrong
+
+
+def test_records_are_released_one_by_one(machine, monkeypatch):
+    """No second full copy: when a record is allocated, those before it have left their old place."""
+    buffer = twin("uniform", device="pinned")
+    write(buffer, 30, 0)
+    of_keys = [t.nbytes for t in buffer.storage.row_tensors]
+    sizes = [sum(of_keys[key] for key in record) for record in records(buffer.storage.layout.leaves)]
+    assert len(sizes) < len(of_keys)
+    assert sum(machine.pinned.values()) == sum(sizes)
+    allocate, left = moving.new_record, []
+
+    def watched(*arguments):
+        left.append(sum(machine.pinned.values()))
+        return allocate(*arguments)
+
+    monkeypatch.setattr(moving, "new_record", watched)
+    buffer.to("cpu")
+    assert left == [sum(sizes[key:]) for key in range(len(sizes))]
+    assert machine.pinned == {}
+
+
+def test_only_rows_that_are_stored_are_copied_in_chunks(machine, monkeypatch, capsys):
+    monkeypatch.setattr(moving, "CHUNK_BYTES", 16)
+    copied = []
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), batch_size=4)
+    buffer.extend(TensorDict({"x": torch.arange(10.0), "wide": torch.zeros(10, 9)}, [10]))
+    monkeypatch.setattr("gpubuf.terminal.show_nothing", copied.append)
+    buffer.to("pinned")
+    assert copied == [16, 16, 8, *[36] * 10]
+    assert capsys.readouterr().err == ""
+    assert buffer[:]["x"].tolist() == list(range(10))
+
+
+def test_progress(machine, capsys):
+    pytest.importorskip("rich")
+    buffer = twin("uniform")
+    write(buffer, 30, 0)
+    buffer.to("pinned", progress=True)
+    assert "to pinned" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"), [("slices", "allocation"), ("prioritized", "sampler"), ("prioritized slices", "sampler")]
+)
+def test_a_move_that_fails_leaves_everything_where_it_was(machine, monkeypatch, kind, where):
+    stays, moves = twin(kind), twin(kind)
+    for buffer in (stays, moves):
+        write(buffer, 75, 0)
+    allocate, calls = moving.new_record, []
+    move = type(moves.sampler).move
+
+    def scarce(*arguments):
+        calls.append(arguments)
+        if len(calls) == 4 and where == "allocation":
+            raise RuntimeError("out of memory")
+        return allocate(*arguments)
+
+    def failing(self):
+        move(self)
+        if moves.storage.placement.kind == "pinned" and where == "sampler":
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(moving, "new_record", scarce)
+    monkeypatch.setattr(type(moves.sampler), "move", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        moves.to("pinned")
+    assert moves.storage.placement.kind == "cpu"
+    assert machine.pinned == {}
+    for buffer in (stays, moves):
+        write(buffer, 10, 75)
+    assert alike(stays, moves)
+
+
+def test_before_the_first_write_a_move_is_a_decision(machine):
+    buffer = twin("uniform").to("pinned")
+    assert not buffer.initialized
+    write(buffer, 10, 0)
+    assert buffer.storage.placement.kind == "pinned"
+    buffer.to("pinned")
+    buffer.free()
+    write(buffer, 10, 0)
+    assert buffer.storage.placement.kind == "pinned"
+
+
+def test_what_can_not_be_moved(tmp_path):
+    buffer = twin("uniform")
+    write(buffer, 10, 0)
+    with pytest.raises(ValueError, match="'auto' is for new ones"):
+        buffer.to("auto")
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="was asked for"):
+            buffer.to("pinned")
+    mapped = TensorDictReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path / "rows"))
+    mapped.extend(episodes(3))
+    with pytest.raises(NotImplementedError, match="stay where they are"):
+        mapped.to("cuda")
+    with pytest.raises(NotImplementedError, match="keeps its rows"):
+        mapped.free()
+    assert len(mapped) == 3
+    assert mapped.memory().placement == "disk"
+    assert "in mapped files" in str(mapped.memory())
+
+
+# Freeing
+
+
+def test_faults_of_before_don_t_keep_the_memory():
+    buffer = twin("prioritized")
+    write(buffer, 75, 0)
+    buffer.storage.ring[3] = 2
+    with pytest.raises(IndexError, match="2 rows"):
+        buffer.free()
+    assert buffer.memory().total == 0
+    write(buffer, 10, 0)
+    assert int((buffer.sampler.tree.leaves > 0).sum()) == 10
+
+
+def test_other_rows_may_follow():
+    buffer = twin("uniform", ndim=2)
+    buffer.extend(TensorDict({"x": torch.zeros(7, 2)}, [7, 2]))
+    assert buffer.storage.max_size == 63
+    buffer.free()
+    assert buffer.storage.max_size == 60
+    buffer.extend(TensorDict({"y": torch.ones(2, 3, dtype=torch.int64)}, [2, 3]))
+    assert tuple(buffer.storage.shape) == (30, 2)
+    assert buffer.sample()["y"].tolist() == [1] * 8
+
+
+def test_memory_report():
+    buffer = twin("prioritized slices")
+    write(buffer, 30, 0)
+    buffer.sample()
+    taken = buffer.memory()
+    tree, index = buffer.sampler.tree, buffer.sampler.trajectory_index
+    assert taken.tree == tree.nbytes
+    assert taken.index == index.nbytes + 8
+    assert taken.counters == 32 + 8 * ENTRY * len(buffer.storage.layout.leaves) + 24
+    assert str(taken).splitlines()[0] == "rows      3.398 KiB on cpu"
+    assert "3.398 KiB" in repr(buffer)
+
+
+CAPACITY = 200
+ROW_BYTES = 58  # of `episodes`
+
+
+@pytest.fixture
+def full_gpu(monkeypatch):
+    """With room for 128 of the rows on the GPU, and nothing else there."""
+    return Machine(device=128 * ROW_BYTES + 20).install(monkeypatch, work_on_cpu=True)
+
+
+# How many steps
+
+
+@pytest.mark.parametrize(
+    ("requested", "room", "expected"),
+    [
+        ("split", 10_000, 1000),
+        ("split", 9_999, 960),  # 999 steps would fit
+        ("split", 640, 64),
+        ("split", 639, 0),
+        ("split", -5, 0),
+        ("split:3000", 9_999, 256),
+        ("split:3KiB", 9_999, 256),
+        ("split:1GB", 10_000, 1000),
+        ("split:50%", 9_999, 448),
+        ("split:0%", 9_999, 0),
+        ("split:100%", 10_000, 1000),
+    ],
+)
+def test_how_many_steps_are_on_the_gpu(requested, room, expected):
+    assert near_steps(requested, 10_000, 1000, room) == expected
+
+
+@pytest.mark.parametrize("requested", ["split:", "split:half", "split:101%", "split:-3", "split:x%", "split:1e3%"])
+def test_sizes_of_no_known_form(requested):
+    if requested == "split:":
+        assert near_steps(requested, 10_000, 1000, 640) == 64
+        return
+    with pytest.raises(ValueError, match=r"expected a (share|number)"):
+        near_steps(requested, 10_000, 1000, 10_000)
+
+
+def test_less_room_than_was_asked_for():
+    with pytest.raises(RuntimeError, match=r"puts 2.93 KiB of rows on the GPU, there is room for 2.441 KiB"):
+        near_steps("split:3000", 10_000, 1000, 2500)
+
+
+def test_all_or_nothing_is_no_split(full_gpu):
+    for room, kind in ((10_000, "cpu"), (639, "pinned"), (5000, "split")):
+        full_gpu.device = room + 7
+        # The stand-in for the GPU is a CPU; with a GPU the first would be "cuda".
+        chosen = place("split", 10_000, IndexBytes(7), (1000,), torch.device("cpu"))
+        assert chosen.kind == kind
+
+
+# Content
+
+
+# Moving
+
+
+def test_what_the_rows_take_on_the_gpu_is_room_for_them(monkeypatch):
+    """On a GPU that is full of this buffer: it moves to a split that leaves half of it there."""
+    Machine(device=GIB).install(monkeypatch)
+    with fake_cuda():
+        buffer = twin("uniform", capacity=CAPACITY, device="cuda")
+        buffer.extend(transitions(CAPACITY, device="cuda"))
+        Machine(device=0).install(monkeypatch)
+        seen = []
+        monkeypatch.setattr(moving, "_move", lambda storage, sampler, before, target, progress: seen.append(target))
+        buffer.to("split:64%")
+        assert (seen[0].kind, seen[0].near_steps) == ("split", 128)
+
+
+# Memory
+
+
+def test_memory_is_taken_once(monkeypatch):
+    """On fake tensors: the first rows on the GPU, the others pinned, neither of them anywhere else."""
+    machine = Machine(device=GIB).install(monkeypatch)
+    torch_empty, on_device = torch.empty, []
+
+    def empty(*size, **kwargs):
+        tensor = torch_empty(*size, **kwargs)
+        on_device.append(tensor.nbytes)
+        return tensor
+
+    with fake_cuda():
+        storage = LazyTensorStorage(10_000, device="split:30%")
+        buffer = TensorDictReplayBuffer(storage=storage, batch_size=8)
+        data = transitions(40, device="cuda")
+        monkeypatch.setattr(torch, "empty", empty)
+        buffer.extend(data)
+        near = 3000 // 64 * 64
+        assert sum(machine.ever_pinned) == (10_000 - near) * 50
+        assert near * 50 <= sum(on_device) < near * 50 + 1000
+        assert storage.ring.device.type == storage.table.device.type == storage.device.type == "cuda"
+        assert {t.device.type for t in storage.row_tensors} == {"cuda", "cpu"}
+        for batch in (buffer.sample(), buffer[2:5], buffer[3]):
+            assert {value.device.type for value in batch.values(True, True)} == {"cuda"}
+        report = buffer.memory()
+        assert (report.placement, report.rows, report.rows_on_host) == ("split", 500_000, (10_000 - near) * 50)
+        assert "in pinned host memory" in str(report)
+        assert "rows split" in repr(buffer)
+        assert f"{near} steps on cuda" in str(storage.placement)
+
+
+# States and checkpoints
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "by"), [("split", "cpu", "state"), ("cpu", "split", "files"), ("split", "split", "files")]
+)
+def test_a_state_goes_from_one_placement_to_another(full_gpu, tmp_path, source, target, by):
+    for n in (40, 150, 330):
+        saved, loaded = (
+            twin("slices", capacity=CAPACITY, device=source),
+            twin("slices", capacity=CAPACITY, device=target),
+        )
+        write(saved, n, 0)
+        saved.sample()
+        if by == "state":
+            loaded.load_state_dict(saved.state_dict())
+        else:
+            saved.save(tmp_path, file_bytes=1000)
+            loaded.load(tmp_path)
+        assert same(saved[:], loaded[:])
+        assert alike(saved, loaded)
+        assert loaded.storage.placement.kind == target
+
+
+def test_only_what_changed_is_saved_again(full_gpu, tmp_path):
+    buffer = twin("uniform", capacity=CAPACITY, device="split")
+    write(buffer, 200, 0)
+    full = buffer.save(tmp_path, file_bytes=20 * ROW_BYTES)
+    write(buffer, 1, 200)
+    assert buffer.save(tmp_path, file_bytes=20 * ROW_BYTES).files_written == 3  # rows, state and manifest
+    buffer.storage.columns[0].parts[1].add_(1)  # rows on the host, in place: PyTorch counts it
+    assert buffer.save(tmp_path, file_bytes=20 * ROW_BYTES).files_written > 3
+    assert full.files_written == 12
+
+
+# A column
+
+
+def test_a_column_in_two_parts_is_one():
+    whole = torch.arange(30.0).view(10, 3)
+    column = Column(whole[:4].clone(), whole[4:].clone())
+    assert (len(column), column.shape, column.dtype, column.nbytes) == (10, (10, 3), torch.float32, 120)
+    for start in range(11):
+        for stop in range(start, 11):
+            assert torch.equal(column[start:stop], whole[start:stop])
+            other = Column(torch.zeros(4, 3), torch.zeros(6, 3))
+            other.write(start, whole[start:stop])
+            expected = torch.zeros(10, 3)
+            expected[start:stop] = whole[start:stop]
+            assert torch.equal(other[0:10], expected)
+    assert column[1:3].data_ptr() == column.parts[0][1:].data_ptr()
+    assert column[5:9].data_ptr() == column.parts[1][1:].data_ptr()
+    with pytest.raises(ValueError, match="unpack"):
+        column.whole  # noqa: B018

@@ -1,15 +1,24 @@
-"""What each object tells the launch, and what it refuses."""
+"""What each object tells the launch, and what it refuses.
 
+The scale of rewards, against a loop over the steps, without a buffer.
+
+Running statistics and normalisation, against plain torch, without a buffer.
+"""
+
+import copy
 import math
 
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from gpubuf.data import Clip, LazyTensorStorage, Mirror, Normalize, RandomShift, RewardScale, TensorDictReplayBuffer
 from gpubuf.data.processing.pipeline import Pipeline
+from gpubuf.data.processing.statistics import merged
+from gpubuf.data.storage.layout import RowLayout
 from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, OFF
-from tests.support.processing_setup import bound, generator
+from tests.support.processing_setup import CPU, bound, close, generator, steps
 
 
 def test_clip_mirror_and_shift_tell_the_launch():
@@ -127,3 +136,250 @@ def test_which_key():
         normalize.mean("action")
     with pytest.raises(KeyError):
         normalize.mean("reward")
+
+
+def loop_of_returns(rewards: Tensor, ends: Tensor, before: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    total, out = before.clone(), []
+    for reward, end in zip(rewards, ends, strict=True):
+        total = total + reward
+        out.append(total)
+        total = torch.where(end.unsqueeze(-1), 0.0, gamma * total)
+    return torch.stack(out), total
+
+
+@pytest.mark.parametrize("cut", [(40,), (1,) * 40, (3, 17, 20)])
+def test_reward_scale_against_a_loop(cut: tuple[int, ...]):
+    data = steps(40, seed=5)
+    scale = RewardScale(0.97, 5.0)
+    pipeline = bound(scale)
+    for part in data.split(list(cut)):
+        pipeline.on_write(part, 1)
+    ends = data["next", "done"]
+    returns, _ = loop_of_returns(
+        data["next", "reward"].double().unsqueeze(1), ends, torch.zeros(1, 1, dtype=torch.float64), 0.97
+    )
+    spread = (returns.var(correction=0) + 1e-8).sqrt()
+    expected = 1 / max(spread.item(), returns.abs().max().item() / 5)
+    close(scale.factor(), torch.tensor([expected], dtype=torch.float32), 1e-6)
+    assert pipeline.options(("next", "reward")).keys() == {"mean", "factor"}
+    assert not scale._moments["next", "reward"].mean.any()
+
+
+def test_reward_scale_of_several_environments():
+    """Rows [T, E], and rows of a storage of one dimension in which environments take turns."""
+    data = TensorDict(
+        {
+            "next": {
+                "reward": torch.randn(12, 4, 1, generator=generator()),
+                "terminated": torch.rand(12, 4, 1, generator=generator(1)) < 0.2,
+            }
+        },
+        [12, 4],
+    )
+    two, one = RewardScale(0.9), RewardScale(0.9, envs=4)
+    a, b = Pipeline([two]), Pipeline([one])
+    a.bind(RowLayout(data, 2).leaves, 4, CPU)
+    b.bind(RowLayout(data, 2).leaves, 1, CPU)
+    for part in data.split(5):
+        a.on_write(part, 2)
+        b.on_write(part.reshape(-1), 1)
+    assert torch.equal(two.factor(), one.factor())
+    returns, _ = loop_of_returns(
+        data["next", "reward"].double(),
+        data["next", "terminated"].squeeze(-1),
+        torch.zeros(4, 1, dtype=torch.float64),
+        0.9,
+    )
+    close(two.var(), returns.flatten(0, 1).var(0, correction=0))
+    with pytest.raises(ValueError, match="4 environments, but 6 rows"):
+        b.check_write(data.reshape(-1)[:6], 1)
+
+
+def test_a_reward_that_is_not_finite_counts_as_zero():
+    data = steps(4, ends=0)
+    data["next", "reward"] = torch.tensor([[1.0], [math.nan], [math.inf], [2.0]])
+    scale = RewardScale(0.5)
+    bound(scale).on_write(data, 1)
+    close(scale.mean(), torch.tensor([(1 + 0.5 + 0.25 + 2.125) / 4], dtype=torch.float64))
+
+
+def test_reset_forgets_the_returns_alone():
+    scale = RewardScale(0.5)
+    pipeline = bound(scale)
+    pipeline.on_write(steps(4, ends=0), 1)
+    factor = scale.factor()
+    scale.reset()
+    assert torch.equal(scale.factor(), factor)
+    assert not scale._returns["next", "reward"].any()
+
+
+def test_reward_scale_needs_ends():
+    data = steps(1).exclude(("next", "done"), ("next", "terminated"))
+    with pytest.raises(ValueError, match="end_keys"):
+        bound(RewardScale(0.9), data=data)
+    with pytest.raises(ValueError, match="end_keys"):
+        bound(RewardScale(0.9, end_keys=["flag"]))
+
+
+# Moments
+
+
+def test_a_batch_with_zero_variance():
+    """Case 44: what equals the mean becomes 0, also after one row; clip bounds the rest."""
+    normalize = Normalize("observation", clip=5)
+    pipeline = bound(normalize)
+    data = steps(1)
+    data["observation"] = torch.full((1, 3), 0.1)
+    for _ in range(3):
+        pipeline.on_write(data, 1)
+        assert normalize(data["observation"]).tolist() == [[0.0] * 3]
+        assert normalize(torch.full((1, 3), 7.0)).tolist() == [[5.0] * 3]
+    assert normalize.var().tolist() == [0, 0, 0]
+
+
+def test_before_the_first_row_nothing_changes():
+    normalize = Normalize("observation")
+    bound(normalize)
+    x = torch.randn(4, 3, generator=generator())
+    assert torch.equal(normalize(x), x)
+
+
+def state_of(rows: torch.Tensor) -> torch.Tensor:
+    variance, mean = torch.var_mean(rows.double(), 0, correction=0)
+    n = torch.full_like(mean, len(rows))
+    return torch.stack((n, mean, variance * n, rows.double().abs().amax(0)))
+
+
+def test_merged_statistics_are_those_of_both():
+    rows = torch.randn(50, 3, generator=generator())
+    a, b, both = (state_of(part) for part in (rows[:20], rows[20:], rows))
+    close(merged(a, b), both)
+    close(merged(a, torch.zeros_like(a)), a)
+    close(merged(torch.zeros_like(a), b), b)
+
+
+# Normalize
+
+
+def test_normalize_learns_from_the_root_and_serves_its_twin():
+    normalize = Normalize(["observation", "action"])
+    pipeline = bound(normalize)
+    batches = [steps(n, seed=n) for n in (1, 6, 30)]
+    for batch in batches:
+        pipeline.on_write(batch, 1)
+    rows = torch.cat(batches)["observation"].double()
+    close(normalize.mean("observation"), rows.mean(0))
+    close(normalize.var(("next", "observation")), rows.var(0, correction=0))
+    assert normalize.count("action").tolist() == [37, 37]
+    assert pipeline.options(("observation",)) == pipeline.options(("next", "observation"))
+    assert pipeline.options(("next", "reward")) == {}
+    out = normalize(batches[0])
+    expected = (batches[0]["next", "observation"] - rows.mean(0)) / (rows.var(0, correction=0) + 1e-8).sqrt()
+    close(out["next", "observation"], expected.float(), 1e-5)
+    assert out["next", "reward"] is batches[0]["next", "reward"]
+    assert torch.equal(batches[0]["observation"], steps(1, seed=1)["observation"])
+
+
+def test_normalize_reads_two_dimensions_and_rows_of_two():
+    data = TensorDict({"observation": torch.randn(6, 4, 2, 3, generator=generator())}, [6, 4])
+    normalize = Normalize("observation")
+    pipeline = Pipeline([normalize])
+    pipeline.bind(RowLayout(data, 2).leaves, 4, CPU)
+    pipeline.on_write(data, 2)
+    close(normalize.mean(), data["observation"].double().mean((0, 1)))
+    assert normalize.mean().shape == (2, 3)
+    assert normalize(data["observation"]).shape == (6, 4, 2, 3)
+
+
+def test_frozen_statistics_stay_and_still_apply():
+    normalize = Normalize("observation")
+    pipeline = bound(normalize)
+    pipeline.on_write(steps(10), 1)
+    before = normalize.mean()
+    factor = pipeline.options(("observation",))
+    assert normalize.eval() is normalize
+    assert not normalize.training
+    pipeline.on_write(steps(10, seed=1), 1)
+    normalize.update(steps(10, seed=2))
+    assert torch.equal(normalize.mean(), before)
+    assert pipeline.options(("observation",)) == factor
+    normalize.train()
+    pipeline.on_write(steps(10, seed=1), 1)
+    assert normalize.count().tolist() == [20] * 3
+
+
+def test_until():
+    normalize = Normalize("observation", until=10)
+    pipeline = bound(normalize)
+    for seed in range(5):
+        pipeline.on_write(steps(4, seed=seed), 1)
+    assert normalize.count().tolist() == [12] * 3
+
+
+def test_addresses_stay_where_they_are():
+    normalize, scale = Normalize("observation"), RewardScale(0.9)
+    pipeline = bound(normalize, scale)
+    before = {key: pipeline.options(key) for key in (("observation",), ("next", "reward"))}
+    pipeline.on_write(steps(5), 1)
+    state = pipeline.state_dict()
+    pipeline.load_state_dict(state)
+    normalize.merge(copy.deepcopy(normalize)).eval()
+    pipeline.bind(RowLayout(steps(1), 1).leaves, 1, CPU)
+    for key, options in before.items():
+        assert pipeline.options(key) == options
+
+
+def test_rewards_given_by_hand_count_as_written_ones():
+    """``update`` learns what a write does. A state that was loaded stays as it is when its object learns more."""
+    written, told = RewardScale(0.9), RewardScale(0.9)
+    pipelines = [bound(scale) for scale in (written, told)]
+    for pipeline in pipelines:
+        pipeline.on_write(steps(6), 1)
+    pipelines[0].on_write(steps(5, seed=1), 1)
+    told.update(steps(5, seed=1))
+    same = [scale.state_dict() for scale in (written, told)]
+    assert torch.equal(same[0]["returns"]["0"], same[1]["returns"]["0"])
+    assert written.count().tolist() == told.count().tolist()
+    close(written.var(), told.var())
+    fresh, loaded = RewardScale(0.9), told.state_dict()
+    fresh.load_state_dict(loaded)
+    bound(fresh).on_write(steps(4, seed=2), 1)
+    assert torch.equal(loaded["returns"]["0"], same[1]["returns"]["0"])
+
+
+def test_merge_of_two_ranks():
+    ranks = [Normalize("observation"), Normalize("observation")]
+    for number, normalize in enumerate(ranks):
+        bound(normalize).on_write(steps(20 + number, seed=number), 1)
+    rows = torch.cat([steps(20), steps(21, seed=1)])["observation"].double()
+    by_state = copy.deepcopy(ranks[0]).merge(ranks[1].state_dict())
+    ranks[0].merge(ranks[1])
+    for merged_one in (by_state, ranks[0]):
+        close(merged_one.mean(), rows.mean(0))
+        close(merged_one.var(), rows.var(0, correction=0))
+    fresh = Normalize("observation").merge(ranks[1])
+    close(fresh.mean(), ranks[1].mean())
+    with pytest.raises(ValueError, match="keys"):
+        ranks[0].merge(Normalize("action"))
+
+
+def test_states_that_can_not_be_loaded():
+    normalize = Normalize("observation")
+    pipeline = bound(normalize)
+    pipeline.on_write(steps(3), 1)
+    good = pipeline.state_dict()
+    wide = bound(Normalize("observation"), data=steps(1, width=5))
+    with pytest.raises(ValueError, match="5 elements"):
+        wide.load_state_dict(good)
+    with pytest.raises(ValueError, match="processing"):
+        bound(Clip("observation", -1, 1)).load_state_dict(good)
+    for damage in (
+        {"count": torch.tensor([-1.0] * 3).double()},
+        {"mean": torch.zeros(3)},
+        {"m2": torch.zeros(2).double()},
+    ):
+        bad = copy.deepcopy(good)
+        bad["steps"]["0"]["moments"]["0"].update(damage)
+        with pytest.raises(ValueError, match=r"float64|lengths|negative"):
+            pipeline.load_state_dict(bad)
+    assert normalize.count().tolist() == [3] * 3

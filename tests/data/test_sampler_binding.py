@@ -1,18 +1,26 @@
-"""A sampler serves the storage that it is bound to; samplers of one's own."""
+"""A sampler serves the storage that it is bound to; samplers of one's own.
+
+Samplers of one's own, written for TorchRL or in the form of this library, in a buffer.
+"""
+
+from __future__ import annotations
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf.data import (
     LazyTensorStorage,
     PrioritizedSampler,
     RandomSampler,
+    ReplayBuffer,
     Sampler,
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictReplayBuffer,
 )
+from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.transitions import transitions
 
 SAMPLERS = {
@@ -130,3 +138,245 @@ def test_a_sampler_of_ones_own_with_priorities():
     batch["td_error"] = torch.full((5, 2), 7.0)
     buffer.update_tensordict_priority(batch)
     assert buffer.sampler.priorities[batch["index"]].tolist() == [7.0] * 5
+
+
+class Newest(Sampler):
+    """As users of TorchRL write a sampler: no constructor of the base class, every abstract method."""
+
+    def __init__(self, newest: int) -> None:
+        self.newest = newest
+        self.heard: list[tuple[str, object]] = []
+        self.emptied = 0
+        self.priorities = torch.ones(100)
+
+    def sample(self, storage, batch_size):
+        age = torch.randint(min(self.newest, len(storage)), (batch_size,), generator=self._rng)
+        index = (storage.cursor - 1 - age) % storage.max_size
+        if storage.ndim > 1:
+            index = torch.unravel_index(index, storage.shape)
+        return index, {"age": age, "weight": age.numpy() + 0.5, "constant": 7, "index": "overwritten"}
+
+    def add(self, index):
+        self.heard.append(("add", index))
+
+    def extend(self, index):
+        self.heard.append(("extend", index.tolist()))
+
+    def mark_update(self, index, *, storage=None):
+        assert storage is not None
+        self.heard.append(("mark_update", torch.as_tensor(index).tolist()))
+
+    def update_priority(self, index, priority, *, storage=None):
+        assert storage is not None
+        self.priorities[index] = priority
+
+    @property
+    def ran_out(self):
+        return False
+
+    def _empty(self):
+        self.emptied += 1
+
+    def state_dict(self):
+        return {"newest": self.newest, "priorities": self.priorities.clone()}
+
+    def load_state_dict(self, state_dict):
+        self.newest = state_dict["newest"]
+        self.priorities.copy_(state_dict["priorities"])
+
+    def dumps(self, path):
+        raise NotImplementedError
+
+    def loads(self, path):
+        raise NotImplementedError
+
+
+class Chooses(Sampler):
+    """In the form of this library, with the methods whose arguments differ from TorchRL's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[list[int]] = []
+
+    def choose(self, n):
+        return torch.arange(n) % len(self.storage), {}
+
+    def extend(self, index):
+        self.heard.append(index.tolist())
+
+
+def numbers(start: int, stop: int) -> TensorDict:
+    return TensorDict({"number": torch.arange(start, stop)}, [stop - start])
+
+
+def new(sampler: Sampler, capacity: int = 10, kind=TensorDictReplayBuffer, **options):
+    return kind(storage=LazyTensorStorage(capacity), sampler=sampler, batch_size=4, **options)
+
+
+def test_one_for_torchrl_draws_and_tells_what_it_knows():
+    buffer = new(Newest(2))
+    buffer.extend(numbers(0, 13))
+    batch, info = buffer.sample(return_info=True)
+    assert batch["number"].min() >= 11
+    assert torch.equal(batch["number"], 12 - batch["age"])
+    assert torch.equal(batch["index"], batch["number"] % 10)
+    assert torch.equal(batch["weight"], batch["age"] + 0.5)
+    assert batch["constant"].tolist() == [7] * 4
+    assert torch.equal(info["index"], batch["index"])
+
+
+def test_one_for_torchrl_hears_of_writes_as_there():
+    sampler = Newest(2)
+    buffer = new(sampler)
+    buffer.extend(numbers(0, 3))
+    assert buffer.add(numbers(3, 4)[0]) == 3
+    assert sampler.heard == [
+        ("mark_update", [0, 1, 2]),
+        ("extend", [0, 1, 2]),
+        ("mark_update", [3]),
+        ("add", 3),
+    ]
+    sampler.heard.clear()
+    buffer.mark_update(torch.tensor([1]))
+    assert sampler.heard == [("mark_update", [1])]
+    buffer.empty()
+    assert sampler.emptied == 1
+    assert len(buffer) == 0
+
+
+def test_one_for_torchrl_takes_priorities():
+    sampler = Newest(2)
+    buffer = new(sampler)
+    buffer.extend(numbers(0, 4))
+    buffer.update_priority(torch.tensor([1, 3]), torch.tensor([5.0, 6.0]))
+    assert sampler.priorities[:4].tolist() == [1, 5, 1, 6]
+    batch = buffer.sample()
+    batch["td_error"] = torch.full((4, 1), 9.0)
+    buffer.update_tensordict_priority(batch)
+    assert (sampler.priorities[batch["index"]] == 9).all()
+    other = new(Newest(2))
+    other.extend(numbers(0, 2).set("td_error", torch.tensor([3.0, 4.0])))
+    assert other.sampler.priorities[:2].tolist() == [3, 4]
+
+
+def test_one_for_torchrl_is_part_of_a_checkpoint(tmp_path):
+    buffer, other = new(Newest(2)), new(Newest(5))
+    buffer.extend(numbers(0, 6))
+    buffer.update_priority(torch.tensor([1]), 5.0)
+    buffer.save(tmp_path / "saved")
+    other.load(tmp_path / "saved")
+    assert other.sampler.newest == 2
+    assert other.sampler.priorities[1] == 5
+    other.load_state_dict(buffer.state_dict())
+    with pytest.raises(ValueError, match="has a Chooses"):
+        new(Chooses()).load(tmp_path / "saved")
+
+
+def test_one_for_torchrl_in_several_dimensions_and_with_a_generator():
+    sampler = Newest(2)
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(10, ndim=2), sampler=sampler, batch_size=4, generator=torch.Generator().manual_seed(3)
+    )
+    assert sampler._rng.initial_seed() == 3
+    buffer.extend(TensorDict({"number": torch.arange(6).view(2, 3)}, [2, 3]))
+    batch = buffer.sample()
+    assert batch["index"].shape == (4, 2)
+    assert torch.equal(batch["number"], batch["index"][:, 1] * 3 + batch["index"][:, 0])
+    assert sampler.heard[-1] == ("extend", [[0, 0], [0, 1], [1, 0], [1, 1], [2, 0], [2, 1]])
+
+
+def test_one_in_our_form_may_hear_of_writes_by_extend():
+    sampler = Chooses()
+    buffer = new(sampler)
+    buffer.extend(numbers(0, 3))
+    buffer.add(numbers(3, 4)[0])
+    assert sampler.heard == [[0, 1, 2], [3]]
+    assert sampler.default_priority == 1.0
+
+
+def test_a_class_derived_from_another_hears_of_a_write_once():
+    class More(Chooses):
+        def extend(self, index):
+            super().extend(index)
+
+        def add(self, index):
+            self.heard.append(index)
+
+    sampler = More()
+    buffer = new(sampler)
+    buffer.extend(numbers(0, 3))
+    buffer.add(numbers(3, 4)[0])
+    assert sampler.heard == [[0, 1, 2], 3]
+
+
+def test_a_prioritized_sampler_may_be_changed_in_torchrls_form():
+    class Anneals(PrioritizedSampler):
+        calls = 0
+        written = 0
+
+        def sample(self, storage, batch_size):
+            self.calls += 1
+            self.beta = min(1.0, 0.1 * self.calls)
+            return super().sample(storage, batch_size)
+
+        def extend(self, index):
+            super().extend(index)
+            self.written += index.numel()
+
+        def update_priority(self, index, priority, *, storage=None):
+            super().update_priority(index, priority * 2, storage=storage)
+
+        def mark_update(self, index, *, storage=None):
+            raise AssertionError("rows are marked once, by on_write")
+
+    sampler = Anneals(10, 1.0, 0.0, eps=0.0)
+    buffer = new(sampler)
+    buffer.extend(numbers(0, 5))
+    assert sampler.written == 5
+    batch = buffer.sample()
+    assert "priority_weight" in batch.keys()
+    assert sampler.beta == 0.1
+    buffer.update_priority(torch.arange(5), torch.arange(5.0))
+    assert sampler.tree.leaves[:5].tolist() == [0, 2, 4, 6, 8]
+    batch["td_error"] = torch.full((4,), 50.0)
+    buffer.extend(numbers(5, 15))
+    expected = sampler.tree.leaves.clone()
+    buffer.update_tensordict_priority(batch)
+    assert torch.equal(sampler.tree.leaves, expected), "these rows have been overwritten"
+
+
+def test_a_negative_position_counts_from_the_last_row():
+    class Last(Sampler):
+        def sample(self, storage, batch_size):
+            return [-1] * batch_size, {}
+
+    buffer = new(Last(), kind=ReplayBuffer)
+    buffer.extend(numbers(0, 5))
+    assert buffer.sample()["number"].tolist() == [4] * 4
+
+
+def test_a_buffer_gives_back_the_part_that_is_replaced():
+    first, second = Chooses(), Chooses()
+    buffer = new(first)
+    writer, storage = buffer.writer, buffer.storage
+    assert buffer.set_sampler(second) is first
+    assert buffer.set_writer(type(writer)()) is writer
+    assert buffer.set_storage(LazyTensorStorage(5)) is storage
+
+
+def test_nothing_waits_for_the_gpu():
+    class Uniform(Sampler):
+        def sample(self, storage, batch_size):
+            return storage._rand_given_ndim(batch_size), {"age": 3}
+
+        def extend(self, index):
+            assert index.device.type == "cuda"
+
+    with fake_cuda(), no_blocking_copies():
+        for ndim in (1, 2):
+            storage = LazyTensorStorage(20, device="cuda", ndim=ndim)
+            buffer = TensorDictReplayBuffer(storage=storage, sampler=Uniform(), batch_size=6)
+            shape = (10,) if ndim == 1 else (2, 5)
+            buffer.extend(TensorDict({"number": torch.empty(*shape, device="cuda")}, shape))
+            buffer.add(TensorDict({"number": torch.empty(shape[:-1], device="cuda")}, shape[:-1]))
+            assert buffer.sample()["age"].shape == (6,)

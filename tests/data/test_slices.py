@@ -1,6 +1,12 @@
-"""Slice samplers: what they draw, what they say about it, and what they refuse."""
+"""Slice samplers: what they draw, what they say about it, and what they refuse.
+
+Slice samplers: where trajectories are told apart, epochs, state, arguments.
+"""
 
 from __future__ import annotations
+
+import inspect
+import warnings
 
 import pytest
 import torch
@@ -8,9 +14,15 @@ from tensordict import TensorDict
 
 from gpubuf import (
     LazyTensorStorage,
+    ListStorage,
+    PrioritizedSliceSampler,
+    RandomSampler,
     ReplayBuffer,
+    SamplerWithoutReplacement,
     SliceSampler,
+    SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
+    TensorStorage,
 )
 from tests.support.slice_model import SliceModel, episodes, filled, split
 from tests.support.sum_tree_checks import chi_square, chi_square_bound
@@ -99,3 +111,262 @@ def test_flags_of_agents():
     assert batch["next", "done"].shape == batch["next", "truncated"].shape == (60, 3, 1)
     assert batch["next", "truncated"].view(10, 6, 3)[:, -1].all()
     assert not batch["next", "truncated"].view(10, 6, 3)[:, :-1].any()
+
+
+# Where trajectories are told apart
+
+
+def test_choice_of_key():
+    def data(**more) -> TensorDict:
+        done = torch.tensor(episodes(4, 4, 4))
+        return TensorDict({"number": torch.arange(12), "next": {"done": done}, **more}, [12])
+
+    ids = torch.arange(12) // 6
+    for keys, lengths in (
+        ({}, [4, 4, 4]),
+        ({"episode": ids}, [6, 6]),
+        ({"episode": ids * 0, "collector": TensorDict({"traj_ids": ids}, [12])}, [6, 6]),
+    ):
+        sampler = SliceSampler(slice_len=2)
+        buffer = ReplayBuffer(storage=LazyTensorStorage(12), sampler=sampler)
+        buffer.extend(data(**keys))
+        assert sampler.trajectories().length.tolist() == lengths
+    for options, lengths in (
+        ({"end_key": ("next", "done")}, [4, 4, 4]),
+        ({"traj_key": "episode"}, [6, 6]),
+        ({"ends": torch.arange(12) % 3 == 2}, [3, 3, 3, 3]),
+        ({"trajectories": torch.arange(12) // 5, "cache_values": True}, [5, 5, 2]),
+    ):
+        sampler = SliceSampler(slice_len=2, **options)
+        buffer = ReplayBuffer(storage=LazyTensorStorage(12), sampler=sampler)
+        buffer.extend(data(episode=ids))
+        assert sampler.trajectories().length.tolist() == lengths
+    for options, lengths in (({"traj_key": "absent"}, [4, 4, 4]), ({"end_key": "absent"}, [6, 6])):
+        sampler = SliceSampler(slice_len=2, **options)
+        buffer = ReplayBuffer(storage=LazyTensorStorage(12), sampler=sampler)
+        with pytest.warns(UserWarning, match="absent.* is not stored"):
+            buffer.extend(data(episode=ids))
+        assert sampler.trajectories().length.tolist() == lengths
+    buffer = ReplayBuffer(storage=LazyTensorStorage(12), sampler=SliceSampler(slice_len=2))
+    with pytest.raises(KeyError, match="nothing tells"):
+        buffer.extend(TensorDict({"number": torch.arange(12)}, [12]))
+    # Nothing was written: other rows may come.
+    assert len(buffer) == 0
+    buffer.extend(data())
+    assert len(buffer) == 12
+
+
+def test_a_storage_that_was_full_before():
+    """Rows that are there already are indexed, and a change of them is announced."""
+    model = SliceModel(12, 1)
+    data = model.write(episodes(5, 7))
+    sampler = SliceSampler(slice_len=5)
+    buffer = TensorDictReplayBuffer(storage=TensorStorage(data), sampler=sampler)
+    assert set(split(buffer.sample(500))) == set(model.slices(5))
+    data["next", "done"][4] = False
+    sampler.rebuild()
+    assert sampler.trajectories().length.tolist() == [12]
+    data["next", "done"][2] = True
+    buffer.mark_update(torch.tensor([2]))
+    assert sampler.trajectories().length.tolist() == [3, 9]
+    other = SliceSampler(slice_len=3)
+    buffer.set_sampler(other)
+    assert other.trajectories().length.tolist() == [3, 9]
+
+
+def interleaved(steps: int, envs: int, **more) -> TensorDict:
+    """Steps of ``envs`` environments in turn, one row each."""
+    n = steps * envs
+    env, t = torch.arange(n) % envs, torch.arange(n) // envs
+    observation = (env * 1000 + t).float().unsqueeze(-1)
+    done = (t % 10 == 9).unsqueeze(-1)
+    extra = {name: value(env, t) for name, value in more.items()}
+    return TensorDict(
+        {"observation": observation, **extra, "next": {"observation": observation + 1, "done": done}}, [n]
+    )
+
+
+def test_interleaved_environments():
+    """CASES 23: a trajectory key separates them, or an error says what to do; they are never mixed silently."""
+
+    def buffer_with(data: TensorDict, **options) -> ReplayBuffer:
+        buffer = ReplayBuffer(storage=LazyTensorStorage(1000), sampler=SliceSampler(slice_len=4, **options))
+        for start in range(0, len(data), 8):
+            buffer.extend(data[start : start + 8])
+        return buffer
+
+    data = interleaved(20, 4)
+    with pytest.raises(RuntimeError, match=r"4 environments take turns.*ndim=2"):
+        buffer_with(data).sample(8)
+    with pytest.warns(UserWarning, match="4 environments take turns"):
+        buffer_with(data, end_key=("next", "done")).sample(8)
+    with pytest.raises(RuntimeError, match=r"take turns.*ndim=2"):
+        buffer_with(interleaved(20, 4, episode=lambda env, t: env * 100 + t // 10)).sample(8)
+    # Written one environment after another, the key separates them.
+    ordered = interleaved(20, 4, episode=lambda env, t: env * 100 + t // 10)
+    ordered = ordered.view(20, 4).transpose(0, 1).reshape(80)
+    batch = buffer_with(ordered).sample(80)
+    assert (batch["observation"].view(20, 4).diff(dim=1) == 1).all()
+    assert (batch["episode"].view(20, 4).diff(dim=1) == 0).all()
+    # Neither a single environment nor returns over several steps are taken for several environments.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        buffer_with(interleaved(80, 1)).sample(8)
+        ahead = interleaved(80, 1, steps_to_next_obs=lambda env, t: torch.full_like(t, 3))
+        ahead["next", "observation"] += 2
+        buffer_with(ahead).sample(8)
+
+
+def several_steps_ahead(steps: int, ahead: int, length: int, walk: str) -> TensorDict:
+    """One environment whose rows have the observation ``ahead`` steps later, or the last one of their episode."""
+    seen = {
+        "steady": lambda: torch.arange(length + 1.0),
+        "random": lambda: torch.randn(length + 1),
+        "random walk": lambda: torch.randn(length + 1).cumsum(0),
+    }
+    t = torch.arange(steps) % length
+    episodes = [seen[walk]() for _ in range(-(-steps // length))]
+    whole = torch.stack(episodes)[torch.arange(steps) // length]
+    observation = whole.gather(1, t.unsqueeze(-1))
+    following = whole.gather(1, (t + ahead).clamp(max=length).unsqueeze(-1))
+    done = (t + ahead >= length).unsqueeze(-1)
+    return TensorDict({"observation": observation, "next": {"observation": following, "done": done}}, [steps])
+
+
+@pytest.mark.parametrize("walk", ["steady", "random", "random walk"])
+@pytest.mark.parametrize("ahead", [2, 3, 5])
+@pytest.mark.parametrize("length", [12, 300])
+def test_one_environment_that_looks_several_steps_ahead(ahead, length, walk):
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for steps in (10, 100, 400):
+            buffer = ReplayBuffer(storage=LazyTensorStorage(1000), sampler=SliceSampler(slice_len=1))
+            buffer.extend(several_steps_ahead(steps, ahead, length, walk))
+            assert len(buffer.sample(8)) == 8
+        # Flags that only the last step of an episode has, and observations that go on.
+        buffer = ReplayBuffer(storage=LazyTensorStorage(1000), sampler=SliceSampler(slice_len=4))
+        data = interleaved(80, 1)
+        data["next", "observation"] += ahead - 1
+        buffer.extend(data)
+        buffer.sample(8)
+
+
+@pytest.mark.parametrize("walk", [torch.rand, lambda *shape: torch.randn(*shape).cumsum(0)])
+@pytest.mark.parametrize("ends", ["together", "apart", "never"])
+def test_environments_in_turn_are_told_from_one_that_looks_ahead(ends, walk):
+    """CASES 23: by what their ends are like, and by how near rows are to each other."""
+    torch.manual_seed(0)
+    steps, envs = 50, 4
+    observation = walk(steps + 1, envs, 3) + 100 * torch.arange(envs).view(1, envs, 1) * (ends == "never")
+    step, env = torch.arange(steps).view(-1, 1), torch.arange(envs)
+    done = {"together": step % 10 == 9 + 0 * env, "apart": (step + 3 * env) % 10 == 9, "never": 0 * (step + env) > 0}
+    data = TensorDict(
+        {"observation": observation[:-1], "next": {"observation": observation[1:], "done": done[ends].unsqueeze(-1)}},
+        [steps, envs],
+    )
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000), sampler=SliceSampler(slice_len=4))
+    buffer.extend(data.reshape(-1))
+    with pytest.raises(RuntimeError, match="4 environments take turns"):
+        buffer.sample(8)
+
+
+def test_environments_that_nothing_tells_from_one_that_looks_ahead():
+    """CASES 23: without order and without ends the rows of both are the same, and pass for one environment."""
+    torch.manual_seed(0)
+    steps, envs = 50, 4
+    observation = torch.rand(steps + 1, envs, 3)
+    in_turn, following = observation[:-1].reshape(-1, 3), observation[1:].reshape(-1, 3)
+    one = observation.reshape(-1, 3)
+    assert torch.equal(in_turn, one[:-envs])
+    assert torch.equal(following, one[envs:])
+    done = torch.zeros(steps * envs, 1, dtype=torch.bool)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000), sampler=SliceSampler(slice_len=4))
+    buffer.extend(TensorDict({"observation": in_turn, "next": {"observation": following, "done": done}}, [len(done)]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(buffer.sample(8)) == 8
+
+
+def test_rows_that_are_batches_themselves():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SliceSampler(slice_len=2))
+    with pytest.raises(ValueError, match="ndim=2"):
+        buffer.extend(TensorDict({"next": {"done": torch.zeros(4, 5, 1, dtype=torch.bool)}}, [4, 5]))
+
+
+# The rest of the interface
+
+
+def test_signatures():
+    """The arguments of TorchRL's samplers, with their defaults; what is ours comes after them."""
+    common = {
+        "num_slices": None,
+        "slice_len": None,
+        "end_key": None,
+        "end_keys": None,
+        "traj_key": None,
+        "ends": None,
+        "trajectories": None,
+        "truncated_key": ("next", "truncated"),
+        "init_key": "is_init",
+        "strict_length": True,
+        "compile": False,
+    }
+    replaced = {"cache_values": False, "span": False}
+    step = {"step_key": "step_count", "fragmented": False, "pad_output": False, "use_gpu": False}
+    due = {
+        SliceSampler: common | replaced | step,
+        SliceSamplerWithoutReplacement: common | {"drop_last": False, "shuffle": True, "use_gpu": False},
+        PrioritizedSliceSampler: common
+        | replaced
+        | {"eps": 1e-8, "dtype": torch.float, "reduction": "max", "max_priority_within_buffer": False},
+    }
+    for cls, defaults in due.items():
+        found = {n: p.default for n, p in inspect.signature(cls).parameters.items() if p.default is not p.empty}
+        assert defaults.items() <= found.items()
+        assert set(found) - set(defaults) <= {"weighting", "stack", "replacement", "process_group"}
+
+
+def test_the_sampler_alone():
+    """``sampler.sample(storage, n)``, as TorchRL calls it: a tuple of indices, one a dimension, and the info."""
+    for envs in (1, 2):
+        sampler = SliceSampler(slice_len=2)
+        buffer, _ = filled(sampler, [[t % 5 == 4] * envs for t in range(20)])
+        index, info = sampler.sample(buffer.storage, 8)
+        assert isinstance(index, tuple)
+        assert len(index) == envs
+        assert all(i.shape == (8,) for i in index)
+        assert info["next", "truncated"].shape == (8, 1)
+        assert buffer.storage[index[0] if envs == 1 else index].batch_size == (8,)
+
+
+@pytest.mark.parametrize("kind", [SliceSampler, SliceSamplerWithoutReplacement])
+def test_the_key_that_was_found(kind):
+    """As TorchRL's samplers say it: from the first use on, unless a key was given; of flags there is none."""
+    ids, of_collector = torch.arange(12) // 4, ("collector", "traj_ids")
+    for given, data, due in (
+        (None, {"episode": ids}, "episode"),
+        (None, {"episode": ids * 0, of_collector: ids}, of_collector),
+        ("episode", {"episode": ids, of_collector: ids * 0}, "episode"),
+        (None, {("next", "done"): torch.tensor(episodes(4, 4, 4))}, None),
+    ):
+        buffer = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(12), sampler=kind(num_slices=2, traj_key=given), batch_size=4
+        )
+        assert buffer.sampler.traj_key == given
+        buffer.extend(TensorDict(data, [12]))
+        buffer.sample()
+        assert buffer.sampler.traj_key == due
+
+
+def test_what_samplers_say_of_themselves_and_of_rows_they_cannot_slice():
+    assert repr(RandomSampler()) == "RandomSampler()"
+    assert repr(SamplerWithoutReplacement(True)) == "SamplerWithoutReplacement(drop_last=True, shuffle=True)"
+    objects = ListStorage(12)
+    objects.set(range(12), list(range(12)))
+    with pytest.raises(RuntimeError, match="Could not get a tensordict out of the storage, which is required for"):
+        SliceSampler(num_slices=2).sample(objects, 4)
+    storage = LazyTensorStorage(12)
+    storage.set(range(12), TensorDict({"episode": torch.arange(12) // 4}, [12]))
+    with pytest.raises(RuntimeError, match="Did not find a single trajectory with sufficient length: 6 steps"):
+        SliceSampler(slice_len=6).sample(storage, 6)

@@ -7,7 +7,6 @@ from collections import deque
 
 import torch
 from tensordict import TensorDict
-from torch import nn
 
 from gpubuf import (
     LazyTensorStorage,
@@ -55,18 +54,6 @@ class Gate:
     def __call__(self, batch: TensorDict) -> TensorDict:
         assert self.permits.acquire(timeout=WAIT)
         return batch
-
-
-class Counter(nn.Module):
-    """A transform with a state: the number of batches that it has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, batch: TensorDict) -> TensorDict:
-        self.seen += 1
-        return batch.set("number", self.seen.expand(batch.batch_size).clone())
 
 
 class Reference:
