@@ -696,7 +696,7 @@ def test_what_can_not_be_loaded_changes_nothing(tmp_path):
     assert [each["a"].tolist() for each in (other, broken)] == [[0, 1], [0, 1, 2]]
 
 
-def test_checkpointers_are_checked():
+def test_checkpointers_are_checked(tmp_path):
     class StorageEnsembleCheckpointer(Remembered): ...
 
     with pytest.raises(TypeError, match="dumps"):
@@ -706,7 +706,7 @@ def test_checkpointers_are_checked():
     buffer = ReplayBuffer(storage=LazyTensorStorage(4, dtypes={"a": torch.int32}), checkpointer=Remembered())
     buffer.extend(rows(2))
     with pytest.raises(NotImplementedError, match="without dtypes"):
-        buffer.save("never")
+        buffer.save(tmp_path / "never")
 
 
 STORAGES = {
