@@ -28,6 +28,7 @@ SUBJECTS = (
     "calls",
     "shards",
     "step",
+    "trained",
     "histories",
     "writers",
 )

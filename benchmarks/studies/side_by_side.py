@@ -3,6 +3,7 @@
 ``python -m benchmarks.studies.side_by_side SUBJECT`` writes one file of results:
 
 * ``adapters``: the buffers of other programs, and those of ``gpubuf.integrations``, full of the same rows;
+* ``trained``: those of them that programs use with one environment, and networks updated between two calls;
 * ``batches``: buffers of ours that compute their batches, and those that copy rows;
 * ``losses``: every loss, forward and backward, by hand in plain PyTorch, by TorchRL, and as its program writes it.
 
@@ -58,14 +59,13 @@ def _of_stable(title: str, *arguments: Any, page: str = "adapters_sb3", **option
 
 
 _ONE = "one environment, 17 + 6 + 17 numbers, 1 M rows"
-_TRAINED = "an actor and two critics updated between two calls"
+_TRAINED = "an actor and two critics updated between two calls, 1 M rows"
 _N_STEP = "n-step returns, n = 3, one environment"
 _WITHOUT_TIMEOUTS: dict[str, Any] = {"once": False, "program": "cleanrl", "handle_timeout_termination": False}
 #: By what is compared and by name.
 TABLES: dict[str, dict[str, Table]] = {
     "adapters": {
         "sb3": _of_stable(_ONE, "ReplayBuffer", adapters.BOX),
-        "sb3_trained": _of_stable(f"{_ONE}, {_TRAINED}", "ReplayBuffer", adapters.BOX, once=False, trained=True),
         "sb3_envs": _of_stable("eight environments, 1 M rows", "ReplayBuffer", adapters.BOX, envs=8),
         "sb3_n_step": _of_stable(_N_STEP, "NStepReplayBuffer", adapters.BOX, once=False),
         "sb3_images": _of_stable(
@@ -73,14 +73,6 @@ TABLES: dict[str, dict[str, Table]] = {
         ),
         "sb3_dicts": _of_stable("dicts of two observations, 1 M rows", "DictReplayBuffer", adapters.DICT),
         "cleanrl": _of_stable(_ONE, "ReplayBuffer", adapters.BOX, page="adapters_cleanrl", **_WITHOUT_TIMEOUTS),
-        "cleanrl_trained": _of_stable(
-            f"{_ONE}, {_TRAINED}",
-            "ReplayBuffer",
-            adapters.BOX,
-            page="adapters_cleanrl",
-            trained=True,
-            **_WITHOUT_TIMEOUTS,
-        ),
         **{
             f"fasttd3_{envs}": Table(
                 "adapters_fasttd3",
@@ -93,6 +85,12 @@ TABLES: dict[str, dict[str, Table]] = {
         "flashsac": Table("adapters_flashsac", "1024 environments, n = 3, 262 144 rows", "flashsac", adapters.flashsac),
         "lerobot": Table(
             "adapters_lerobot", "one camera of 3 x 64 x 64 pixels, 1000 transitions", "lerobot", adapters.camera
+        ),
+    },
+    "trained": {
+        "sb3": _of_stable(_TRAINED, "ReplayBuffer", adapters.BOX, page="trained_sb3", once=False, trained=True),
+        "cleanrl": _of_stable(
+            _TRAINED, "ReplayBuffer", adapters.BOX, page="trained_cleanrl", trained=True, **_WITHOUT_TIMEOUTS
         ),
     },
     "batches": {
