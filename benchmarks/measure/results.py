@@ -27,7 +27,6 @@ SUBJECTS = (
     "losses",
     "calls",
     "shards",
-    "step",
     "trained",
     "histories",
     "writers",

@@ -74,21 +74,6 @@ def speed_section(run: Run) -> str:
     return f"{table(head, rows)}\n\n{conditions(run)}"
 
 
-@of_run("step", "of `python -m benchmarks.studies.training_step`")
-def step_section(run: Run) -> str:
-    """docs/training.md: the parts of a training step, and the least that some could take."""
-    rows = [
-        [
-            one["algorithm"],
-            one["part"],
-            f"{one['seconds'] * 1e3:.2f}",
-            "" if not one["least"] else f"{one['least'] * 1e3:.2f}",
-        ]
-        for one in run.data["step"]
-    ]
-    return f"{table(['algorithm', 'part', 'ms per step', 'at least'], rows)}\n\n{conditions(run)}"
-
-
 def draw_learning(path: Path, run: Run) -> None:
     """A panel for each environment: the mean return over the steps, in a band from the worst seed to the best."""
     of_environments = {

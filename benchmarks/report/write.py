@@ -31,14 +31,7 @@ from benchmarks.measure.machine import RESULTS
 from benchmarks.measure.results import Run, Runs, newest_runs
 from benchmarks.peers.libraries import GpubufGraph
 from benchmarks.report import pictures
-from benchmarks.report.learning import (
-    LEARNING_PLOT,
-    algorithms_section,
-    draw_learning,
-    speed_section,
-    step_section,
-    training_table,
-)
+from benchmarks.report.learning import LEARNING_PLOT, algorithms_section, draw_learning, speed_section, training_table
 from benchmarks.report.memory import memory_tables
 from benchmarks.studies.host import host_section
 from benchmarks.studies.kernels import launches_table, resources_table
@@ -317,7 +310,6 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "training": training_table,
     "host": host_section,
     "speed": speed_section,
-    "step": step_section,
     "algorithms": algorithms_section,
     "memory": memory_tables,
     "launches": launches_table,

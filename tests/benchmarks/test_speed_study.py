@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.studies import speed, training_step
+from benchmarks.studies import speed
 
 
 def test_speed_is_the_steps_between_two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
@@ -37,21 +37,3 @@ def test_speed_is_the_steps_between_two_runs(tmp_path: Path, monkeypatch: pytest
 def test_speed_runs_the_command():
     """The real one, far too short to time."""
     assert speed.seconds(speed.ours("torch/Pendulum", 1, "--num-envs", "1", "--hidden", "8"), speed.STARTS + 3) > 0
-
-
-def test_the_parts_of_a_step_are_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What no operation accounts for is the rest, and the products have the arithmetic of the networks."""
-    monkeypatch.setattr(training_step, "STARTS", 256)
-    monkeypatch.setattr(training_step, "LARGE", 64)
-    monkeypatch.setattr(training_step.roofline, "measure", lambda device: {"copy_bytes_per_second": 1e9})
-    out = tmp_path / "results.json"
-    training_step.main(["--rounds", "1", "--steps", "2", "--out", str(out)])
-    whole, *parts = json.loads(out.read_text())["step"]
-    assert sum(part["seconds"] for part in parts) == pytest.approx(whole["seconds"])
-    found = {part["part"]: part for part in parts}
-    assert found.keys() == {*training_step.PARTS, training_step.ENVIRONMENT, training_step.REST}
-    # Two critics of 4 inputs and two layers of 256, and the policy of 3: their weights, biases and temperature.
-    numbers = 2 * (5 * 256 + 257 * 256 + 257) + 4 * 256 + 257 * 256 + 257 * 2 + 1
-    assert found[training_step.OPTIMISER]["least"] == pytest.approx(7 * 4 * numbers / 1e9)
-    with_work = found[training_step.PRODUCTS]["least"]
-    assert with_work is None or with_work > 0
