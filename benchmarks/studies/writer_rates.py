@@ -361,8 +361,6 @@ def writers_section(run: Run) -> str:
         "Steps per second of `gpubuf train --collectors N` on Pendulum-v1, whose steps are cheap beside an update:",
         table(["collectors", "updates per step", "steps/s"], trained),
         conditions(run),
-        "Others used the machine during the run, so only ratios within it count. Where updates got faster beside "
-        "writers, others had less to do then.",
     ]
     return "\n\n".join(parts)
 
