@@ -59,10 +59,10 @@ def turn(call: Call, between: Call | None = None) -> float:
     """Microseconds per call: the mean over a slice of time, so that what is done now and then counts too."""
     call()
     count, took, start = 0, 0.0, time.perf_counter()
-    while (began := time.perf_counter()) < start + TURN or not count:
+    while time.perf_counter() < start + TURN or not count:
         if between is not None:
             between()
-            began = time.perf_counter()
+        began = time.perf_counter()
         call()
         took += time.perf_counter() - began
         count += 1

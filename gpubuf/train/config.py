@@ -71,7 +71,6 @@ _UPDATES_A_STEP = 16
 #: Defaults of what only prioritized runs have.
 _PRIORITIES = {"priority_alpha": 0.6, "priority_beta": 0.4}
 
-# None: the default comes from `defaults`, or from `ALGORITHM_DEFAULTS`.
 _T = TypeVar("_T")
 #: The type of a setting whose default the environment or the algorithm gives. None is allowed as an argument only; as
 #: libraries that read the annotations must know (OmegaConf's ``structured``).
@@ -79,6 +78,7 @@ if TYPE_CHECKING:
     Filled = Annotated[_T, "filled by __post_init__"]
 else:
     Filled = Optional
+# None: the default comes from `defaults`, or from `ALGORITHM_DEFAULTS`.
 _BY_ENVIRONMENT: Any = None
 _BY_ALGORITHM: Any = None
 

@@ -117,6 +117,16 @@ def oracle(streams: list[int], done: list[bool], n_steps: int) -> tuple[list[int
     return taken, runs
 
 
+def check_slices(buffer: Any, runs: list[list[int]]) -> None:
+    """Slices of three rows are of one writer and without gaps, where a run is that long; else none can be drawn."""
+    if max(map(len, runs)) < 3:
+        assert not buffer.can_sample()
+        return
+    found = buffer.sample().reshape(-1, 3)
+    assert (found["writer"] == found["writer"][:, :1]).all()
+    assert (found["number"].diff(dim=1) == 1).all()
+
+
 def played(buffer: Any, steps: Any) -> None:
     """Do what Hypothesis says: clients and the learner write, the buffer takes rows in."""
     clients = clients_of(buffer, 3)
@@ -185,12 +195,7 @@ def test_slices_are_of_one_writer(steps: Any, run: int, capacity: int, traj_key:
     _, runs = oracle(streams, done if traj_key is None else [False] * size, 1)
     if traj_key is None:
         assert sorted(len(one) for one in runs) == sorted(len(one) for one in buffer.query())
-    if max(map(len, runs)) < 3:
-        assert not buffer.can_sample()
-        return
-    found = buffer.sample().reshape(-1, 3)
-    assert (found["writer"] == found["writer"][:, :1]).all()
-    assert (found["number"].diff(dim=1) == 1).all()
+    check_slices(buffer, runs)
 
 
 @pytest.mark.parametrize("dim_extend", [0, 1])
@@ -301,12 +306,7 @@ def test_slices_of_environments_are_of_one_writer(steps: Any, run: int, capacity
         return
     runs = [one for _, streams, done in columns_of(buffer) for one in oracle(streams, done, 1)[1]]
     assert sorted(map(len, runs)) == sorted(len(one) for one in buffer.query())
-    if max(map(len, runs)) < 3:
-        assert not buffer.can_sample()
-        return
-    found = buffer.sample().reshape(-1, 3)
-    assert (found["writer"] == found["writer"][:, :1]).all()
-    assert (found["number"].diff(dim=1) == 1).all()
+    check_slices(buffer, runs)
 
 
 @examples(30)

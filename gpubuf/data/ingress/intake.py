@@ -226,7 +226,7 @@ class Intake:
             envs = tuple(batch_shape(example, storage.ndim))
             time_dim = buffer.dim_extend
             envs = envs[:time_dim] + envs[time_dim + 1 :]
-        elif storage.initialized and not self._transforms:
+        elif storage.initialized and not len(buffer._transform):
             layout, envs = storage.written_layout, tuple(storage.shape[1:])
         else:
             raise RuntimeError(
@@ -245,10 +245,6 @@ class Intake:
         self._set_limit()
         weakref.finalize(self, queues.leave, os.getpid())
         return queues
-
-    @property
-    def _transforms(self) -> bool:
-        return bool(len(self._target()._transform))
 
     @property
     def run(self) -> int:
