@@ -58,7 +58,10 @@ ALONE = (
     "graphs/test_broken_capture_gpu.py",
 )
 SANITIZED = ("kernels/test_rows_gpu.py", "kernels/test_sum_tree_gpu.py", "kernels/test_trajectories_gpu.py")
-REPLAY = ("uniform-sample-*", "prioritized-sample-*", "priority-update-*", "sample-and-update-*", "*extend-256")
+REPLAY = (
+    *("uniform-sample-*", "prioritized-sample-*", "priority-update-*", "sample-and-update-*", "*extend-256"),
+    *("extend-from-the-host-*", "update-of-networks-*"),
+)
 OTHERS = ("placement-*", "SAC-*")
 SLICES = ("slices-*", "prioritized-slices-*", "filling-*")
 CURVES = ("batch/*", "row/*", "capacity/*")

@@ -107,8 +107,10 @@ class Flashbax(Library):
         return batch
 
     def rows(self, source: TensorDict) -> Any:
-        flat = {name: column.numpy() for name, column in source.flatten_keys(".").items()}
-        return self.jax.device_put(flat, self.home)
+        return self.jax.device_put(self.rows_on_host(source), self.home)
+
+    def rows_on_host(self, source: TensorDict) -> dict[str, np.ndarray]:
+        return {name: column.numpy() for name, column in source.flatten_keys(".").items()}
 
     def priorities(self, index: Tensor, priority: Tensor) -> tuple[Any, Any]:
         pair = (index.numpy().astype(np.int32), priority.numpy())

@@ -95,6 +95,10 @@ class Library(ABC):
     def rows(self, source: TensorDict) -> Any:
         """Rows in the form that :attr:`extend` takes, made before anything is timed."""
 
+    def rows_on_host(self, source: TensorDict) -> Any:
+        """The same where they come from the host and the buffer is on a GPU."""
+        raise UnavailableError(f"{self.title} has no buffer on a GPU")
+
     @abstractmethod
     def priorities(self, index: Tensor, priority: Tensor) -> tuple[Any, Any]:
         """An index and its priorities in the form that :attr:`update` takes."""
@@ -190,6 +194,9 @@ class TorchRLInterface(Library):
 
     def rows(self, source: TensorDict) -> TensorDictBase:
         return source.to(self.device)
+
+    def rows_on_host(self, source: TensorDict) -> TensorDictBase:
+        return source
 
     def priorities(self, index: Tensor, priority: Tensor) -> tuple[Tensor, Tensor]:
         return index.to(self.device), priority.to(self.device)

@@ -134,7 +134,7 @@ def _replay(workload: Workload, libraries: tuple[str, ...], **more: Any) -> Entr
         quick=more.pop("quick", workload.batch <= 256),
         turn=workload.operation.turn,
         workload=workload,
-        devices=more.pop("devices", ("cpu",) if workload.operation.between else ("cpu", "cuda")),
+        devices=more.pop("devices", workload.operation.devices),
         **more,
     )
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from benchmarks.measure import roofline
 from benchmarks.measure.roofline import Traffic
-from benchmarks.peers.libraries import ALPHA, BETA, EPS, Library
+from benchmarks.peers.libraries import ALPHA, BETA, EPS, Library, UnavailableError
 from benchmarks.peers.sources import TRANSITIONS, Layout, Source
 
 CAPACITY = 1_000_000
@@ -167,7 +168,19 @@ def training(library: Library, n: int) -> Callable[[], object]:
     return lambda: library.training_batch(n)
 
 
-def network_updates() -> Callable[[], None]:
+def updating_networks(library: Library, n: int) -> Callable[[], object]:
+    """Update networks, then draw the next batch: on a GPU, where both are queued and can be timed together only.
+
+    Raises:
+        UnavailableError: the library's calls are not on the stream of the networks.
+    """
+    if library.clock != "events":
+        raise UnavailableError(f"{library.title} has another stream than networks in PyTorch")
+    batch, update = training(library, n), network_updates(library.device)
+    return lambda: (update(), batch())
+
+
+def network_updates(device: str = "cpu") -> Callable[[], None]:
     """What lies between two batches of soft actor-critic: an actor and two critics, 256 wide, are updated by Adam.
 
     They pass a few megabytes through the caches, and the code of their operations.
@@ -176,8 +189,8 @@ def network_updates() -> Callable[[], None]:
     work = []
     for given, made in widths.values():
         hidden = [nn.Linear(given, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
-        network = nn.Sequential(*hidden, nn.Linear(256, made))
-        work.append((network, torch.optim.Adam(network.parameters(), 1e-4), torch.randn(256, given)))
+        network = nn.Sequential(*hidden, nn.Linear(256, made)).to(device)
+        work.append((network, torch.optim.Adam(network.parameters(), 1e-4), torch.randn(256, given, device=device)))
 
     def update() -> None:
         for network, optimizer, rows in work:
@@ -192,16 +205,17 @@ def network_updates() -> Callable[[], None]:
 ODD = 7
 
 
-def check_write(library: Library, n: int) -> None:
+def check_write(library: Library, n: int, rows: Callable[[TensorDict], Any]) -> None:
     """Assert that a write of ``n`` rows leaves these rows, whole and in order, in one run, and all others as they were.
 
-    Of a buffer as it was filled the run is the first, and only its surroundings are looked at: it can be a large one.
+    They are written as ``rows`` makes them. Of a buffer as it was filled the run is the first, and only its
+    surroundings are looked at: it can be a large one.
     """
     source, number = library.source, library.source.layout.number
     first = n + ODD
     position = np.arange(min(3 * n, len(source)) if library.untouched else len(source))
     before = library.stored(position)[number][:, 0].astype(np.int64)
-    library.extend(library.rows(source.rows(first, n)))
+    library.extend(rows(source.rows(first, n)))
     stored = library.stored(position)
     after = stored[number][:, 0].astype(np.int64)
     changed = np.flatnonzero(before != after)
@@ -216,10 +230,19 @@ def check_write(library: Library, n: int) -> None:
 
 def extending(library: Library, n: int) -> Callable[[], object]:
     """Write a batch of rows at the cursor. Written are rows that were there before, so that each stays whole."""
+    return _extending(library, n, library.rows)
+
+
+def extending_from_host(library: Library, n: int) -> Callable[[], object]:
+    """The same with rows that come from the host, as environments there give them."""
+    return _extending(library, n, library.rows_on_host)
+
+
+def _extending(library: Library, n: int, rows: Callable[[TensorDict], Any]) -> Callable[[], object]:
     source = library.source
-    check_write(library, n)
+    check_write(library, n, rows)
     starts = range(0, min(POOL * n, len(source) - n + 1), n)
-    batches, extend = cycle([library.rows(source.rows(start, n)) for start in starts]), library.extend
+    batches, extend = cycle([rows(source.rows(start, n)) for start in starts]), library.extend
     return lambda: extend(next(batches))
 
 
@@ -234,6 +257,7 @@ class Operation:
         traffic: what one call has to do, of (batch, layout, capacity, device).
         turn: when, among the operations on one buffer: the more it changes, the later.
         between: networks are updated before each call, so that it finds the caches as a training loop leaves them.
+        devices: where it is measured.
     """
 
     title: str
@@ -242,6 +266,7 @@ class Operation:
     traffic: Callable[[int, Layout, int, str], Traffic]
     turn: int = 0
     between: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 UNIFORM_SAMPLE = Operation(
@@ -272,11 +297,23 @@ SAMPLE_AND_UPDATE = Operation(
     ),
     turn=1,
 )
-TRAINING_BATCH = replace(UNIFORM_SAMPLE, title="batch between updates", prepare=training, between=True)
-PRIORITIZED_TRAINING_BATCH = replace(
-    PRIORITIZED_SAMPLE, title="prioritized batch between updates", prepare=training, between=True
+HOST_EXTEND = Operation(
+    "extend from the host",
+    extending_from_host,
+    False,
+    lambda n, layout, capacity, device: roofline.write(n, layout.row_bytes) + Traffic(0, 1, n * layout.row_bytes),
+    turn=3,
+    devices=("cuda",),
 )
-TRAINING_STEP = replace(SAMPLE_AND_UPDATE, title="sample and update between updates", between=True)
+_BETWEEN: dict[str, Any] = {"between": True, "devices": ("cpu",)}
+TRAINING_BATCH = replace(UNIFORM_SAMPLE, title="batch between updates", prepare=training, **_BETWEEN)
+PRIORITIZED_TRAINING_BATCH = replace(
+    PRIORITIZED_SAMPLE, title="prioritized batch between updates", prepare=training, **_BETWEEN
+)
+TRAINING_STEP = replace(SAMPLE_AND_UPDATE, title="sample and update between updates", **_BETWEEN)
+_UPDATED: dict[str, Any] = {"prepare": updating_networks, "devices": ("cuda",)}
+UPDATE_AND_BATCH = replace(UNIFORM_SAMPLE, title="update of networks and batch", **_UPDATED)
+UPDATE_AND_PRIORITIZED_BATCH = replace(PRIORITIZED_SAMPLE, title="update of networks and prioritized batch", **_UPDATED)
 PRIORITIZED_EXTEND = Operation(
     "prioritized extend",
     extending,
@@ -326,10 +363,15 @@ _ALL = (
     Workload(TRAINING_BATCH, 256),
     Workload(PRIORITIZED_TRAINING_BATCH, 256),
     Workload(TRAINING_STEP, 256),
+    Workload(UPDATE_AND_BATCH, 256),
+    Workload(UPDATE_AND_PRIORITIZED_BATCH, 256),
     Workload(UNIFORM_SAMPLE, 256),
     Workload(UNIFORM_SAMPLE, 4096),
     Workload(UNIFORM_SAMPLE, 32768),
     Workload(EXTEND, 256),
+    Workload(HOST_EXTEND, 1),
+    Workload(HOST_EXTEND, 256),
+    Workload(HOST_EXTEND, 4096),
     Workload(PRIORITIZED_SAMPLE, 256),
     Workload(PRIORITIZED_SAMPLE, 4096),
     Workload(PRIORITY_UPDATE, 256),

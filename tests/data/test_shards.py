@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from gpubuf import capture
 from gpubuf.data import (
     LazyTensorStorage,
     MixedReplayBuffer,
@@ -29,6 +30,8 @@ from gpubuf.data import (
 )
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.ranks import CountedCollectives, run_ranks
+from tests.support.transitions import same
+from tests.support.waiting import no_waiting
 
 ALPHA, BETA, EPS, DRAWN, BATCHES, SLICE = 0.6, 0.4, 1e-8, 400, 50, 3
 
@@ -373,6 +376,45 @@ def test_a_draw_does_not_wait_for_the_gpu(group, name):
         with no_blocking_copies():
             weight = buffer.sample()["priority_weight"]
         assert (weight.device.type, weight.dtype, weight.shape) == ("cuda", torch.float32, (12,))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", NAMES)
+def test_draws_with_nccl_are_captured(name, tmp_path):
+    """One all-gather of 16 bytes, no wait; replays draw what eager steps draw, and with one rank what no group does."""
+    dist.init_process_group("nccl", store=dist.FileStore(f"{tmp_path}/store", 1), rank=0, world_size=1)
+    try:
+        found = []
+        for given, captured in ((dist.group.WORLD, True), (dist.group.WORLD, False), (None, False)):
+            buffer = TensorDictReplayBuffer(
+                storage=LazyTensorStorage(5000, device="cuda"), sampler=samplers(given)[name], priority_key="priority"
+            )
+            buffer.set_rng(torch.Generator().manual_seed(3))
+            rows = rows_of(1).to("cuda")
+            index = buffer.extend(rows)
+            if buffer.sampler.has_priorities:
+                buffer.update_priority(index, rows["priority"])
+
+            def draw(buffer: TensorDictReplayBuffer = buffer) -> TensorDict:
+                batch = drawn(buffer, 4 * SLICE)
+                return batch.set("priority_weight", batch.get("priority_weight", torch.ones(len(batch), device="cuda")))
+
+            step = capture(draw, device="cuda") if captured else draw
+            with CountedCollectives() as counted:
+                batches = [step().clone()]
+            if given is not None:
+                assert [size for _, size in counted.calls] == [16]
+            batches += [step().clone() for _ in range(4)]
+            with no_waiting():
+                batches += [step().clone() for _ in range(5)]
+            assert not captured or step.captured
+            found.append(torch.stack(batches).cpu())
+        assert same(found[0], found[1])
+        assert torch.equal(found[1]["row"], found[2]["row"])
+        torch.testing.assert_close(found[1]["priority_weight"], found[2]["priority_weight"])
+    finally:
+        dist.destroy_process_group()
 
 
 def test_refusals(group):

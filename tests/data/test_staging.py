@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -81,6 +83,70 @@ def test_gradients_end_where_a_batch_is_packed(gpu):
 def test_what_is_there_already_is_left_alone(gpu):
     sources = [torch.ones(3), torch.zeros(2)]
     assert host_memory.to_device(sources, torch.device("cpu")) is sources
+
+
+class Event:
+    """Of a GPU that is late: what was recorded is done when the test says so."""
+
+    late = False
+    recorded: ClassVar[list[Event]] = []
+
+    def query(self) -> bool:
+        return not (self.late and self in self.recorded)
+
+    def record(self) -> None:
+        self.recorded.append(self)
+
+
+def test_kept_memory_is_not_written_to_before_it_was_read(monkeypatch):
+    """Case 51: batches of one form find their memory again, and other memory where the GPU is too late for that."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(host_memory, "staging", lambda n_bytes: torch.empty(n_bytes, dtype=torch.uint8))
+    monkeypatch.setattr(Event, "recorded", [])
+    monkeypatch.setattr(Event, "late", True)
+    rows = [torch.arange(6.0).view(3, 2), torch.tensor([True, False, True]), torch.zeros(3, 0)]
+    kept = host_memory.KeptMemory(rows, torch.device("cpu"))
+    first = kept.copied(rows)
+    assert first is not None
+    assert all(torch.equal(a, b) for a, b in zip(first, rows, strict=True))
+    # Arrived where the first did: on the stream, what read those has been launched before.
+    for number in range(1, 4):
+        others = [rows[0] + number, ~rows[1], rows[2]]
+        arrived = kept.copied(others)
+        assert arrived is not None
+        assert all(torch.equal(a, b) for a, b in zip(arrived, others, strict=True))
+        assert arrived[0].data_ptr() == first[0].data_ptr()
+    held = [memory.clone() for memory, _, _ in kept._slots]
+    assert kept.copied(rows) is None
+    assert all(torch.equal(memory, before) for (memory, _, _), before in zip(kept._slots, held, strict=True))
+    del Event.recorded[0]
+    arrived = kept.copied(rows)
+    assert arrived is not None
+    assert torch.equal(arrived[0], rows[0])
+    assert kept.copied(rows) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_small_batches_find_their_memory_again_on_a_gpu():
+    """From two streams, in inference mode and out of it, behind a GPU that is far behind; nothing waits."""
+    storage = LazyTensorStorage(4000, device="cuda")
+    buffer = TensorDictReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=8)
+    other = torch.cuda.Stream()
+    with torch.inference_mode():
+        buffer.extend(transitions(10))
+    for step in range(1, 400):
+        stream = other if step % 3 == 0 else torch.cuda.current_stream()
+        if step == 8:
+            torch.cuda._sleep(200_000_000)
+            torch.cuda.set_sync_debug_mode("error")
+        with torch.cuda.stream(stream):
+            buffer.extend(transitions(10, 10 * step))
+        torch.cuda.current_stream().wait_stream(other)
+        other.wait_stream(torch.cuda.current_stream())
+    torch.cuda.set_sync_debug_mode("default")
+    assert same(buffer[:].cpu(), transitions(4000))
+    assert len(host_memory._kept.by_form) >= 2
 
 
 @pytest.mark.gpu

@@ -28,11 +28,14 @@ from gpubuf import (
 )
 from gpubuf.data import Hindsight, RewardScale, Sequence, array_writes
 from gpubuf.data.buffer import ReplayBuffer as CoreBuffer
+from gpubuf.data.ingress import intake
 from gpubuf.data.ingress.client import WriterClient
+from gpubuf.data.storage import host_memory
 from tests.support.fake_cuda import fake_cuda
 from tests.support.fuzzing import examples
 from tests.support.interrupts import interrupted
 from tests.support.late_gpu import GPU, LateGpu
+from tests.support.waiting import no_waiting
 from tests.support.written_rows import (
     are_whole,
     batch,
@@ -698,6 +701,151 @@ def test_a_late_gpu_gets_the_rows_of_the_time(monkeypatch: pytest.MonkeyPatch):
     buffer.storage._device = torch.device("cpu")
     assert are_whole(buffer[:])
     assert (numbers_of(buffer, 1), numbers_of(buffer, 2)) == (list(range(10)), list(range(12)))
+
+
+class LateCopies:
+    """In place of copies by a GPU: they are made when the test says so, and read what is there then."""
+
+    def __init__(self, memory: np.ndarray, device: torch.device) -> None:
+        self.queue: list[Any] = []
+
+    def joined(self, columns: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        arrived = [torch.full_like(torch.cat(pieces), 0) for pieces in columns]
+        self.queue.append(lambda: [torch.cat(pieces, out=out) for out, pieces in zip(arrived, columns, strict=True)])
+        return arrived
+
+    @property
+    def done(self) -> bool:
+        return not self.queue
+
+    def finish(self) -> None:
+        for work in self.queue:
+            work()
+        self.queue.clear()
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_a_queue_that_a_gpu_still_reads_is_not_written_to(monkeypatch: pytest.MonkeyPatch, ndim: int):
+    """Large runs of all writers are one write, and their places are given back only once the GPU has read them."""
+    gpu = LateGpu(monkeypatch)
+    monkeypatch.setattr(host_memory, "SideCopies", LateCopies)
+    # What it makes counts as being on the GPU.
+    monkeypatch.setattr(host_memory, "to_device", lambda sources, device: sources)
+    monkeypatch.setattr(intake, "ASIDE_BYTES", 0)
+    # So that columns which are not copied aside would be a write for each writer.
+    monkeypatch.setattr(intake, "JOINED_BYTES", 0)
+    monkeypatch.setattr(array_writes, "past_dispatcher", lambda table: False)
+
+    def steps(writer: int, first: int, n: int) -> Any:
+        rows = batch(writer, first, n)
+        return rows if ndim == 1 else rows.unsqueeze(0)
+
+    buffer = buffer_of(40, Writers(2, queue_steps=4, timeout=0.05), storage={"ndim": ndim})
+    one, other = (buffer.client(steps(0, 0, 1)) for _ in range(2))
+    one.extend(steps(1, 0, 3))
+    assert len(buffer) == 3
+    gpu.synchronize()
+    buffer.storage._device = GPU
+    one.extend(steps(1, 3, 3))
+    other.extend(steps(2, 0, 4))
+    assert buffer.writers.take() == 7
+    assert len(gpu.queue) == 1
+    # Taken, but still where the GPU is about to read them.
+    assert [place.waiting for place in buffer.writers.counters()] == [0, 0]
+    with pytest.raises(TimeoutError, match="the queue of 4 steps was full"):
+        one.extend(steps(1, 6, 3))
+    one.extend(steps(1, 6, 1))
+    buffer.writers.take()
+    copies = buffer.writers._aside
+    assert len(copies.queue) == 2
+    copies.finish()
+    buffer.writers.take()
+    one.extend(steps(1, 7, 4))
+    other.extend(steps(2, 4, 4))
+    buffer.writers.take()
+    copies.finish()
+    gpu.synchronize()
+    buffer.storage._device = torch.device("cpu")
+    rows = buffer[:].reshape(-1)
+    assert are_whole(rows)
+    assert [rows["number"][rows["writer"] == writer].tolist() for writer in (1, 2)] == [list(range(11)), list(range(8))]
+
+
+def test_queues_that_the_driver_refuses_to_lock_are_copied_as_before(monkeypatch: pytest.MonkeyPatch):
+    def refused(*_: Any) -> Any:
+        raise RuntimeError("the CUDA driver refused to pin 4096 bytes of host memory (error 2)")
+
+    gpu = LateGpu(monkeypatch)
+    monkeypatch.setattr(host_memory, "SideCopies", refused)
+    monkeypatch.setattr(intake, "ASIDE_BYTES", 0)
+    monkeypatch.setattr(array_writes, "past_dispatcher", lambda table: False)
+    buffer = buffer_of(writers=1)
+    (client,) = clients_of(buffer, 1)
+    client.extend(batch(0, 0, 2))
+    assert len(buffer) == 2
+    buffer.storage._device = GPU
+    client.extend(batch(0, 2, 2))
+    with pytest.warns(UserWarning, match="the queues of writers are not page-locked: the CUDA driver refused"):
+        buffer.writers.take()
+    client.extend(batch(0, 4, 2))
+    buffer.writers.take()
+    gpu.synchronize()
+    buffer.storage._device = torch.device("cpu")
+    assert are_whole(buffer[:])
+    assert numbers_of(buffer, 0) == list(range(6))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("place", ["cuda", "pinned"])
+@pytest.mark.parametrize("limit", [0, 1 << 40], ids=["aside", "packed"])
+def test_writers_beside_a_busy_gpu(monkeypatch: pytest.MonkeyPatch, limit: int, place: str):
+    """Case 51: queues are filled again while the GPU is far behind. Nothing waits, every row arrives once, whole."""
+    monkeypatch.setattr(intake, "ASIDE_BYTES", limit)
+    buffer = buffer_of(4000, Writers(2, queue_steps=64), TensorDictReplayBuffer, n_steps=3, storage={"device": place})
+    clients = clients_of(buffer, 2)
+    for number, client in enumerate(clients):
+        client.extend_columns(columns(number, 0, 40))
+    buffer.writers.take(everything=True)
+    buffer.sample()
+    first, busy = 40, torch.ones(2048, 2048, device="cuda")
+    with no_waiting():
+        for _ in range(30):
+            for _ in range(8):
+                busy = busy @ busy
+            for number, client in enumerate(clients):
+                client.extend_columns(columns(number, first, 32))
+            first += 32
+            buffer.writers.take(everything=True)
+            while limit == 0 and not buffer.writers._aside.done:
+                pass
+            buffer.sample()
+    rows = buffer[:].cpu()
+    assert are_whole(rows)
+    for number in range(2):
+        assert rows["number"][rows["writer"][:, 0] == number][:, 0].tolist() == list(range(first))
+    assert (buffer.writers._aside is not None) == (limit == 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_processes_write_to_a_buffer_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(intake, "ASIDE_BYTES", 0)
+    buffer = buffer_of(100_000, Writers(2, queue_steps=256), storage={"device": "cuda"})
+    sizes = [1, 3, 50, 7, 256, 300] * 20
+    processes = [
+        SPAWN.Process(target=write_rows, args=(buffer.client(batch(0, 0, 1)), writer, sizes)) for writer in range(2)
+    ]
+    for process in processes:
+        process.start()
+    while any(process.is_alive() for process in processes):
+        if len(buffer):
+            assert are_whole(buffer.sample().cpu())
+    assert [process.exitcode for process in processes] == [0, 0]
+    rows = buffer[:].cpu()
+    assert are_whole(rows)
+    for writer in range(2):
+        assert rows["number"][rows["writer"][:, 0] == writer][:, 0].tolist() == list(range(sum(sizes)))
 
 
 def test_nothing_waits_for_a_gpu():

@@ -53,6 +53,8 @@ class LateGpu:
         monkeypatch.setattr(host_memory, "staging", staged)
         monkeypatch.setattr(host_memory, "cuda_present", lambda: True)
         monkeypatch.setattr(host_memory, "capturing", lambda: False)
+        # Its events, and copies to memory that is there already, are those of a real one.
+        monkeypatch.setattr(host_memory, "KEPT_BYTES", -1)
 
     def pin(self, tensor: Tensor) -> Tensor:
         self.pinned.add(tensor.untyped_storage().data_ptr())

@@ -8,6 +8,7 @@ import math
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from gpubuf.data.recording import capturing, current_recording, refuse_in_captur
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.trajectory_index import RowOrder
 from gpubuf.data.sequences import SampleUnit, Sequence
+from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.end_bits import OWN
 from gpubuf.data.storage.layout import as_key, as_written, batch_shape, layout_of, tensors_of
 from gpubuf.data.storage.list_storage import ListStorage
@@ -40,6 +42,10 @@ LEAST_STEPS, MOST_STEPS = 64, 4096
 JOINED_BYTES = 1 << 20
 """Runs of up to so many bytes in all become one write, by a copy that costs less than a write. Larger ones are written
 where they lie."""
+
+ASIDE_BYTES = 1 << 18
+"""Runs of so many bytes in all are copied to a GPU from the queues themselves. Fewer are packed on the host before, in
+less of its time than a copy per key and writer."""
 
 _RUN = 64
 _MARGIN_ROWS = 1000
@@ -185,6 +191,9 @@ class Intake:
         # When writers whose runs are short were last looked for.
         self._looked = 0.0
         self._claim: _Claim | None = None
+        # Copies from the queues to a GPU, and for which device they are made or refused.
+        self._aside: host_memory.SideCopies | None = None
+        self._asked: torch.device | None = None
         self._taking = False
         # How often rows were taken in before an operation.
         self._calls = 0
@@ -422,6 +431,8 @@ class Intake:
             self._taking = True
             if self._claim is not None:
                 self._settle(queues, self._claim)
+            if self._aside is not None and not self._in_capture():
+                self._give_back(queues)
             runs = self._arrived(queues, everything)
             if not runs or self._in_capture():
                 return
@@ -456,14 +467,15 @@ class Intake:
         """Whether a run can't go on before it is taken. ``look``: also look for writers that have ended."""
         return queues.blocks(place) or queues.closed(place) or (look and queues.writer(place) is None)
 
-    @staticmethod
-    def _groups(buffer: Target, queues: Queues, runs: list[_Run]) -> list[list[_Run]]:
-        """The writes that runs become: small ones together, others alone. None is larger than the storage."""
+    def _groups(self, buffer: Target, queues: Queues, runs: list[_Run]) -> list[list[_Run]]:
+        """The writes that runs become: small ones together, and all on a GPU, others alone. None is larger than the
+        storage."""
         storage, total = buffer._storage, sum([run.steps for run in runs])
         steps = -(-storage.max_size // queues.rows.step_rows)
-        small = total <= steps and total * queues.rows.step_bytes <= JOINED_BYTES
-        if small and storage.initialized and not len(buffer._transform):
-            return [runs]
+        if total <= steps and storage.initialized and not len(buffer._transform):
+            n_bytes = total * queues.rows.step_bytes
+            if n_bytes <= JOINED_BYTES or self._copies(storage, queues, n_bytes) is not None:
+                return [runs]
         return [
             [_Run(place, first + at, min(steps, count - at))]
             for place, first, count in runs
@@ -482,14 +494,16 @@ class Intake:
             streams.append((steps, queues.given(run.place)))
             steps += run.steps
         storage.streams = streams
-        columns, rows = self._columns(queues, runs), queues.rows
+        rows = queues.rows
+        layout, as_columns = rows.layout, storage.initialized and rows.layout.is_tensordict
+        aside = self._copies(storage, queues, steps * rows.step_bytes) if as_columns else None
+        columns: list[Any] = self._columns(queues, runs) if aside is None else self._on_gpu(aside, queues, runs)
         turned = buffer.dim_extend if rows.envs else 0
         if turned:
             columns = [column.swapaxes(0, turned) for column in columns]
-        layout = rows.layout
-        if storage.initialized and layout.is_tensordict:
+        if as_columns:
             given: dict[Any, Any] = dict(zip(self._keys, columns, strict=True))
-            for place, dtype in self._lacking:
+            for place, dtype in self._lacking if aside is None else ():
                 given[self._keys[place]] = of_bits(columns[place], dtype)
             buffer.extend_columns(given)
         else:
@@ -499,6 +513,30 @@ class Intake:
             buffer.extend(layout.assemble(tensors, tuple(shape), None))
         self._release(queues, runs)
         self._claim, storage.streams = None, OWN
+
+    def _copies(self, storage: TensorStorage, queues: Queues, n_bytes: int) -> host_memory.SideCopies | None:
+        """How ``n_bytes`` are copied to the GPU of a storage from where they lie; None: in another way."""
+        device = storage.device
+        if n_bytes < ASIDE_BYTES or device.type != "cuda" or not host_memory.cuda_present():
+            return None
+        if device != self._asked:
+            self._asked = device
+            try:
+                self._aside = host_memory.SideCopies(np.frombuffer(queues.memory, np.uint8), device)
+            except RuntimeError as refused:
+                warnings.warn(f"the queues of writers are not page-locked: {refused}", stacklevel=2)
+        return self._aside
+
+    @staticmethod
+    def _on_gpu(aside: host_memory.SideCopies, queues: Queues, runs: list[_Run]) -> list[torch.Tensor]:
+        """The steps of runs, a tensor per key."""
+        pieces = [(run.place, *piece) for run in runs for piece in queues.pieces(run.first, run.steps)]
+        return aside.joined(
+            [
+                [of_bits(queues.columns[place][key][start:stop], leaf.dtype) for place, start, stop in pieces]
+                for key, leaf in enumerate(queues.rows.layout.leaves)
+            ]
+        )
 
     def _columns(self, queues: Queues, runs: list[_Run]) -> list[np.ndarray]:
         """The steps of runs, an array per key: where they lie, if that is one piece."""
@@ -515,7 +553,18 @@ class Intake:
         for place, first, count in runs:
             # In the mirror first: after an interrupt between the two it is the one that counts.
             self._taken[place] = first + count
-            queues.release(place, first + count)
+            if self._aside is None:
+                queues.release(place, first + count)
+        if self._aside is not None:
+            self._give_back(queues)
+
+    def _give_back(self, queues: Queues) -> None:
+        """Let writers write again where a GPU has read what was taken."""
+        assert self._aside is not None
+        if self._aside.done:
+            for place, taken in enumerate(self._taken):
+                if queues.taken(place) != taken:
+                    queues.release(place, taken)
 
     # By a thread
 

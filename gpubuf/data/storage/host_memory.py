@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +27,12 @@ RESERVE = 10
 
 STAGED_BYTES = 1 << 25
 """Batches up to this size are packed. PyTorch keeps pinned memory, and a large copy outweighs the wait for it."""
+
+KEPT_BYTES = 1 << 18
+"""For batches up to this size memory is kept: :class:`KeptMemory`."""
+
+# Batches that may be on their way at a time from memory that is kept, and forms of batches that a thread keeps it for.
+_SLOTS, _FORMS = 4, 8
 
 # cudaHostRegisterPortable: pinned for every device of the process; cudaHostRegisterMapped: devices can address it.
 _PORTABLE, _MAPPED = 1, 2
@@ -130,7 +139,7 @@ def staging(n_bytes: int) -> torch.Tensor:
     It goes back to the cache with the last reference to it, but is not given out again before all copies from it that
     were asked for with ``non_blocking=True`` are done.
     """
-    return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def pinned(n_bytes: int, device: torch.device) -> np.ndarray:
@@ -142,10 +151,18 @@ def pinned(n_bytes: int, device: torch.device) -> np.ndarray:
     Raises:
         RuntimeError: the driver refuses to lock so much memory, or ``device`` can't read the host's addresses.
     """
-    owner = np.empty(n_bytes, np.uint8)
+    return locked(np.empty(n_bytes, np.uint8), device)
+
+
+def locked(owner: np.ndarray, device: torch.device) -> np.ndarray:
+    """A view of host memory, uint8 ``[n_bytes]``, that stays page-locked as long as the view is referred to.
+
+    Raises:
+        RuntimeError: as :func:`pinned`.
+    """
     memory = owner[:]
-    if n_bytes:
-        register(owner.ctypes.data, n_bytes, device)
+    if owner.nbytes:
+        register(owner.ctypes.data, owner.nbytes, device)
         # Of a view, so that the memory itself outlives a release that has to be put off. Not at exit: the driver may be
         # gone by then, and takes everything with it.
         weakref.finalize(memory, _release, unregister, owner, device).atexit = False
@@ -217,7 +234,7 @@ def synchronize(device: torch.device | None = None) -> None:
 
 
 def to_device(sources: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """The sources on ``device``. You may change those on the host as soon as this returns.
+    """The sources on ``device``, until the next call. You may change those on the host as soon as this returns.
 
     Waits for the GPU only where pinned memory is copied as it is: batches above :data:`STAGED_BYTES`, batches of which
     a part is on another device, and compiled code. While a CUDA graph is captured the copy from pinned memory becomes
@@ -245,11 +262,74 @@ def _packable(sources: list[torch.Tensor]) -> bool:
 
 def _packed(sources: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     offsets, n_bytes = arena_offsets([t.nbytes for t in sources], 1)
+    if n_bytes <= KEPT_BYTES:
+        arrived = _kept_for(sources, device).copied(sources)
+        if arrived is not None:
+            return arrived
     arena = staging(n_bytes)
     with torch.no_grad():
         torch._foreach_copy_(_views(arena, sources, offsets), sources)
     # PyTorch notes the copy, and does not give the arena's memory out again before it is done.
     return _views(arena.to(device, non_blocking=True), sources, offsets)
+
+
+class KeptMemory:
+    """Memory for batches of one form, pinned and on a GPU, which is kept for the next ones of this form.
+
+    To make it, and the views into it, takes the host several times as long as the copies of a small batch do.
+
+    Args:
+        sources: one such batch.
+        device: the GPU. What is copied there is to be read on the stream that is current at the copy.
+    """
+
+    def __init__(self, sources: list[torch.Tensor], device: torch.device) -> None:
+        offsets, n_bytes = arena_offsets([t.nbytes for t in sources], 1)
+        self._arena = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+        self._arrived = _views(self._arena, sources, offsets)
+        # What is copied from, the next one first: memory, views into it, and the event after its last copy.
+        self._slots: deque[tuple[torch.Tensor, list[torch.Tensor], Any]] = deque()
+        for _ in range(_SLOTS):
+            memory = staging(n_bytes)
+            self._slots.append((memory, _views(memory, sources, offsets), torch.cuda.Event()))
+
+    def copied(self, sources: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """A batch on the GPU, until the next call; None: the GPU is so late that all pinned memory is to be read."""
+        memory, views, read = self._slots[0]
+        if not read.query():
+            return None
+        self._slots.rotate(-1)
+        with torch.no_grad():
+            torch._foreach_copy_(views, sources)
+        try:
+            self._arena.copy_(memory, non_blocking=True)
+        finally:
+            read.record()
+        return self._arrived
+
+
+class _Kept(threading.local):
+    """Of each thread, by form and stream, the latest last."""
+
+    def __init__(self) -> None:
+        self.by_form: OrderedDict[Any, KeptMemory] = OrderedDict()
+
+
+_kept = _Kept()
+
+
+def _kept_for(sources: list[torch.Tensor], device: torch.device) -> KeptMemory:
+    form = (torch.cuda.current_stream(device), *[(t.dtype, t.shape) for t in sources])
+    found = _kept.by_form.get(form)
+    if found is None:
+        # What is made in inference mode can't be written to outside of it.
+        with torch.inference_mode(False):
+            found = _kept.by_form[form] = KeptMemory(sources, device)
+        if len(_kept.by_form) > _FORMS:
+            _kept.by_form.popitem(last=False)
+    else:
+        _kept.by_form.move_to_end(form)
+    return found
 
 
 def _views(arena: torch.Tensor, sources: list[torch.Tensor], offsets: list[int]) -> list[torch.Tensor]:
@@ -258,3 +338,48 @@ def _views(arena: torch.Tensor, sources: list[torch.Tensor], offsets: list[int])
         arena[offset : offset + t.nbytes].view(t.dtype).view(t.shape)
         for t, offset in zip(sources, offsets, strict=True)
     ]
+
+
+class SideCopies:
+    """Copies of page-locked memory to a GPU on a stream of their own, beside whatever the GPU does meanwhile.
+
+    Args:
+        memory: where copies are read from, uint8 ``[n_bytes]``. It is page-locked as long as this lives.
+        device: the GPU.
+
+    Attributes:
+        device: as given.
+
+    Raises:
+        RuntimeError: as :func:`pinned`.
+    """
+
+    def __init__(self, memory: np.ndarray, device: torch.device) -> None:
+        self.device = device
+        self._locked = locked(memory, device)
+        self._stream = torch.cuda.Stream(device)
+        self._last = torch.cuda.Event()
+
+    def joined(self, columns: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        """For each column its pieces, ``[n, ...]`` in the memory, one after another on the GPU. No host sync.
+
+        What is launched after this on the current stream finds them there. The memory may change once :attr:`done`.
+        """
+        current = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._stream):
+            arrived = [
+                torch.empty((sum(map(len, p)), *p[0].shape[1:]), dtype=p[0].dtype, device=self.device) for p in columns
+            ]
+            for whole, pieces in zip(arrived, columns, strict=True):
+                for place, piece in zip(whole.split([len(piece) for piece in pieces]), pieces, strict=True):
+                    place.copy_(piece, non_blocking=True)
+                # It is given out again when both streams are done with it.
+                whole.record_stream(current)
+            self._last.record()
+        current.wait_event(self._last)
+        return arrived
+
+    @property
+    def done(self) -> bool:
+        """Whether the GPU has read everything that was to be copied so far."""
+        return bool(self._last.query())
