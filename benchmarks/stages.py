@@ -140,7 +140,7 @@ class Plan:
         peers = [f"--environment={name}" for name in PEERS]
         return [
             Step("tune", tune, 100),
-            self._benchmarks("replay", 70, REPLAY, *peers),
+            self._benchmarks("replay", 110, REPLAY, *peers),
             Step("calls", calls, 75),
             self._benchmarks("placement and SAC", 60, OTHERS),
             self._benchmarks("slices and filling", 70, SLICES),
