@@ -135,12 +135,12 @@ class Plan:
         ]
 
     def _second(self) -> list[Step]:
-        tune = (sys.executable, "-m", "gpubuf", "tune", "--seconds", "70")
+        tune = (sys.executable, "-m", "gpubuf", "tune", "--seconds", "45")
         calls = (*GPU_CALLS, self.kind, "--out", str(self.folder / CALLS))
         peers = [f"--environment={name}" for name in PEERS]
         return [
-            Step("tune", tune, 100),
-            self._benchmarks("replay", 110, REPLAY, *peers),
+            Step("tune", tune, 75),
+            self._benchmarks("replay", 95, REPLAY, *peers),
             Step("calls", calls, 75),
             self._benchmarks("placement and SAC", 60, OTHERS),
             self._benchmarks("slices and filling", 70, SLICES),

@@ -146,7 +146,10 @@ def spread_table(run: Run) -> str:
     parts = [spreads(run, workloads(run)), conditions(run)]
     if "gpu_tests" in run.data:
         tests = run.data["gpu_tests"]
-        parts.append(f"GPU tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped.")
+        failures = "".join(f" Failed: `{name}`." for name in tests["failures"])
+        parts.append(
+            f"GPU tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped.{failures}"
+        )
     return "\n\n".join(parts)
 
 

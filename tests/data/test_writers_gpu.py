@@ -20,7 +20,7 @@ pytestmark = [
 @pytest.mark.parametrize("limit", [0, 1 << 40], ids=["aside", "packed"])
 def test_writers_beside_a_busy_gpu(monkeypatch: pytest.MonkeyPatch, limit: int, place: str):
     """Case 51: queues are filled again while the GPU is far behind. Nothing waits, every row arrives once, whole."""
-    monkeypatch.setattr(intake, "ASIDE_BYTES", limit)
+    monkeypatch.setattr(intake, "JOINED_BYTES", limit)
     storage = LazyTensorStorage(4000, device=place)
     buffer = TensorDictReplayBuffer(storage=storage, batch_size=8, n_steps=3, writers=Writers(2, queue_steps=64))
     clients = [buffer.client(batch(0, 0, 1)) for _ in range(2)]
@@ -48,7 +48,7 @@ def test_writers_beside_a_busy_gpu(monkeypatch: pytest.MonkeyPatch, limit: int, 
 
 
 def test_processes_write_to_a_buffer_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(intake, "ASIDE_BYTES", 0)
+    monkeypatch.setattr(intake, "JOINED_BYTES", 0)
     buffer = ReplayBuffer(LazyTensorStorage(100_000, device="cuda"), batch_size=8, writers=Writers(2, queue_steps=256))
     spawn = multiprocessing.get_context("spawn")
     sizes = [1, 3, 50, 7, 256, 300] * 20

@@ -730,8 +730,6 @@ def test_a_queue_that_a_gpu_still_reads_is_not_written_to(monkeypatch: pytest.Mo
     monkeypatch.setattr(host_memory, "SideCopies", LateCopies)
     # What it makes counts as being on the GPU.
     monkeypatch.setattr(host_memory, "to_device", lambda sources, device: sources)
-    monkeypatch.setattr(intake, "ASIDE_BYTES", 0)
-    # So that columns which are not copied aside would be a write for each writer.
     monkeypatch.setattr(intake, "JOINED_BYTES", 0)
     monkeypatch.setattr(array_writes, "past_dispatcher", lambda table: False)
 
@@ -776,7 +774,7 @@ def test_queues_that_the_driver_refuses_to_lock_are_copied_as_before(monkeypatch
 
     gpu = LateGpu(monkeypatch)
     monkeypatch.setattr(host_memory, "SideCopies", refused)
-    monkeypatch.setattr(intake, "ASIDE_BYTES", 0)
+    monkeypatch.setattr(intake, "JOINED_BYTES", 0)
     monkeypatch.setattr(array_writes, "past_dispatcher", lambda table: False)
     buffer = buffer_of(writers=1)
     (client,) = clients_of(buffer, 1)

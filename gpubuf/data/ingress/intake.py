@@ -41,11 +41,7 @@ LEAST_STEPS, MOST_STEPS = 64, 4096
 
 JOINED_BYTES = 1 << 20
 """Runs of up to so many bytes in all become one write, by a copy that costs less than a write. Larger ones are written
-where they lie."""
-
-ASIDE_BYTES = 1 << 18
-"""Runs of so many bytes in all are copied to a GPU from the queues themselves. Fewer are packed on the host before, in
-less of its time than a copy per key and writer."""
+where they lie. A GPU copies them from there, all in one write."""
 
 _RUN = 64
 _MARGIN_ROWS = 1000
@@ -468,8 +464,7 @@ class Intake:
         return queues.blocks(place) or queues.closed(place) or (look and queues.writer(place) is None)
 
     def _groups(self, buffer: Target, queues: Queues, runs: list[_Run]) -> list[list[_Run]]:
-        """The writes that runs become: small ones together, and all on a GPU, others alone. None is larger than the
-        storage."""
+        """The writes that runs become: small ones together, others alone. None is larger than the storage."""
         storage, total = buffer._storage, sum([run.steps for run in runs])
         steps = -(-storage.max_size // queues.rows.step_rows)
         if total <= steps and storage.initialized and not len(buffer._transform):
@@ -517,7 +512,7 @@ class Intake:
     def _copies(self, storage: TensorStorage, queues: Queues, n_bytes: int) -> host_memory.SideCopies | None:
         """How ``n_bytes`` are copied to the GPU of a storage from where they lie; None: in another way."""
         device = storage.device
-        if n_bytes < ASIDE_BYTES or device.type != "cuda" or not host_memory.cuda_present():
+        if n_bytes <= JOINED_BYTES or device.type != "cuda" or not host_memory.cuda_present():
             return None
         if device != self._asked:
             self._asked = device
