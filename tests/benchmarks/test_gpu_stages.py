@@ -88,7 +88,7 @@ def test_every_workload_is_measured():
     on_gpu = [name for name, entry in REGISTRY.items() if "cuda" in entry.devices]
     assert not [name for name in on_gpu if not any(each.fullmatch(name) for each in expressions)]
     assert "{deadline}" in " ".join(planned(2)["replay"].command)
-    assert "--seconds 70" in " ".join(planned(2)["tune"].command)
+    assert "--seconds 45" in " ".join(planned(2)["tune"].command)
     # The profiler looks at the calls of the headline figures alone.
     assert "--profile-from-start off" in " ".join(planned(3)["profile"].command)
 
@@ -356,4 +356,4 @@ def test_without_a_gpu_a_stage_says_so(tmp_path: Path, capsys: pytest.CaptureFix
     assert "make gpu PYTHON=python3" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     assert stages.main(["2", "--list"]) == 0
-    assert "tune (100 s)" in capsys.readouterr().out
+    assert "tune (75 s)" in capsys.readouterr().out
