@@ -1,5 +1,6 @@
-"""The histories of writers: a short one with kills, and a checker that finds what is planted."""
+"""The studies of writers: a short history with kills, a checker that finds what is planted, and rates."""
 
+import multiprocessing
 import threading
 import time
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.studies import writer_rates
 from benchmarks.studies.writer_histories import (
     FAULTS,
     History,
@@ -84,3 +86,20 @@ def test_a_short_history_with_kills(tmp_path: Path):
     assert history.kills["writers"] >= 1
     assert history.kills["learners"] >= 1
     assert len(history.stored.numbers) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", writer_rates.CONTENDERS)
+def test_rates_in_short(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Rows arrive from one process, and no faster than they are to beside updates."""
+    if name in ("memmap", "collector"):
+        pytest.importorskip("torchrl")
+    monkeypatch.setattr(writer_rates, "TURNS", 2)
+    monkeypatch.setattr(writer_rates, "multiprocessing", multiprocessing.get_context("spawn"))
+    found = writer_rates.contend(name, 180, 1)
+    assert found["rows/s"] > 0
+    if name != "collector":
+        assert found["learner us/row"] > 0
+        assert all(each > 0 for each in found["updates"])
+        # A writer that is late catches up.
+        assert 0 < found["paced rows/s"] < 4 * writer_rates.PACE

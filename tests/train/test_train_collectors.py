@@ -246,3 +246,14 @@ def test_two_collectors_learn_pendulum(tmp_path: Path):
     """A random policy has -1200, a good one about -150."""
     result = train(TrainConfig(collectors=2, prioritized=True), tmp_path)
     assert result.mean_return > -250
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", [each for each in ALGORITHM_DEFAULTS if each != "discrete-sac"])
+def test_every_algorithm_trains_with_collectors(algo: str, tmp_path: Path):
+    """A whole run of processes, and one that goes on from it."""
+    config = tiny(algo=algo, hidden=(8, 8), total_steps=150)
+    assert train(config, tmp_path).steps == 150
+    result = resume(tmp_path, {"total_steps": 200})
+    assert result.steps == 200
+    assert math.isfinite(result.mean_return)
