@@ -18,7 +18,6 @@ from benchmarks.measure.machine import RESULTS, result_path
 SUBJECTS = (
     "checkpoints",
     "kernels",
-    "host",
     "threads",
     "learning",
     "speed",

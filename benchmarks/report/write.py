@@ -33,7 +33,6 @@ from benchmarks.peers.libraries import GpubufGraph
 from benchmarks.report import pictures
 from benchmarks.report.learning import LEARNING_PLOT, algorithms_section, draw_learning, speed_section, training_table
 from benchmarks.report.memory import memory_tables
-from benchmarks.studies.host import host_section
 from benchmarks.studies.kernels import launches_table, resources_table
 from benchmarks.studies.predict import prediction_table
 from benchmarks.studies.shards import shards_section
@@ -308,7 +307,6 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "cpu": of_run("cpu", "on this kind of device")(spread_table),
     "gpu": of_run("cuda", "on this kind of device")(spread_table),
     "training": training_table,
-    "host": host_section,
     "speed": speed_section,
     "algorithms": algorithms_section,
     "memory": memory_tables,
