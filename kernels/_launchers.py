@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpubuf.kernels import config
+from gpubuf.kernels._check import device_name
 from gpubuf.kernels._differentiable import dense
 from gpubuf.kernels._launching import Variant, variant_of
 from gpubuf.kernels._operations import declaration_of, parameters_of, returned
@@ -145,7 +146,7 @@ def launches(
 
     Args:
         operation: what :func:`gpubuf.kernels._operations.declare` returned.
-        plan: a function of sizes, by their names; returns a dataclass.
+        plan: a function of sizes, by their names, and the name of the device; returns a dataclass.
         names: of values, by those parameters of kernels that are called otherwise.
         without_rows: what results are then: nothing is launched.
     """
@@ -158,7 +159,7 @@ def launches(
     places = {f"{name}_ptr": place for place, name in enumerate([*inputs, *declaration.results])}
     optional = [(a.name, place) for place, a in enumerate(schema) if isinstance(a.type, torch.OptionalType)]
     floats = [a.name for a in schema if isinstance(a.type, torch.FloatType)]
-    of_plan = parameters_of(plan)
+    of_plan = parameters_of(plan)[:-1]
 
     def decorate(function: Callable[[Prepared, Any], None]) -> Callable[..., Any]:
         @config.remembered
@@ -167,6 +168,7 @@ def launches(
             given: tuple[Any, ...],
             sizes: tuple[tuple[str, int], ...],
             real: torch.dtype,
+            device: torch.device,
         ) -> Prepared:
             values = {**places, **dict(zip(numbers, given, strict=True)), **dict(sizes), "REAL": REAL[real]}
             for name in floats:
@@ -178,7 +180,7 @@ def launches(
                     values[f"{name}_ptr"] = declaration.principal
             found = Prepared(values, real, names or {})
             if sizes[0][1]:
-                chosen = plan(*[values[name] for name in of_plan])
+                chosen = plan(*[values[name] for name in of_plan], device_name(device))
                 values.update(vars(chosen))
                 function(found, chosen)
             return found
@@ -189,7 +191,7 @@ def launches(
             real = declaration.real(args)
             results = declaration.new_results(args, real)
             kinds = tuple(map(type, args))
-            known = prepared(kinds, take_numbers(args), tuple(sizes.items()), real)
+            known = prepared(kinds, take_numbers(args), tuple(sizes.items()), real, results[0].device)
             for place in tensors:
                 if args[place] is not None and not args[place].is_contiguous():
                     args = tuple(dense(each) if isinstance(each, Tensor) else each for each in args)

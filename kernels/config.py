@@ -163,6 +163,15 @@ def _slices_tile(sizes: Mapping[str, int], config: SliceConfig) -> int:
     return config.block_slices * max(config.block_steps, sizes["fan_out"])
 
 
+def _block_tile(sizes: Mapping[str, int], config: BlockConfig) -> int:
+    return config.block
+
+
+def _rows_tile(name: str) -> Callable[[Mapping[str, int], BlockConfig], int]:
+    """The elements of whole rows, as wide as the size called ``name``, rounded up to a power of two."""
+    return lambda sizes, config: config.block << max(sizes[name] - 1, 0).bit_length()
+
+
 SPACES: dict[str, Space] = {
     "rows_copy": Space(
         ("rows",), ("n_bytes",), RowsConfig, tile=lambda sizes, config: config.tile, refusal=_rows_refusal
@@ -198,6 +207,14 @@ SPACES: dict[str, Space] = {
     ),
     "trajectories_draw": Space(
         ("trajectories",), ("fan_out", "n", "slice_len"), SliceConfig, tile=_slices_tile, exact=("fan_out",)
+    ),
+    "tanh_normal_sample": Space(("tanh_normal",), ("n", "width"), BlockConfig, tile=_block_tile),
+    "tanh_normal_backward": Space(("tanh_normal",), ("n",), BlockConfig, tile=_block_tile),
+    "loss_rows": Space(("td", "sac", "discrete_sac"), ("n",), BlockConfig, tile=_block_tile),
+    "atom_rows": Space(("categorical",), ("n", "atoms"), BlockConfig, tile=_rows_tile("atoms")),
+    "norm_rows": Space(("norms",), ("n", "width"), BlockConfig, tile=_rows_tile("width")),
+    "norm_columns": Space(
+        ("norms",), ("n", "width"), TileConfig, tile=lambda sizes, config: config.block_rows * config.block_columns
     ),
 }
 """Every operation that can be tuned, by its name in tuned files."""
@@ -503,29 +520,29 @@ def index_slices(n: int, slice_len: int) -> SliceConfig:
     return SliceConfig(block_slices=min(32, 512 // block_steps), block_steps=block_steps, num_warps=1)
 
 
-@remembered
-def tanh_normal_sample(n: int, width: int) -> BlockConfig:
+@_choice("tanh_normal_sample")
+def tanh_normal_sample(n: int, width: int, device_name: str | None = None) -> BlockConfig:
     """Launch configuration of ``n`` samples of ``width`` numbers. The rule: no more elements than there are."""
     row = ceil_power(width)
     block = row * min(max(TANH_NORMAL_BLOCK // row, 1), ceil_power(n))
     return BlockConfig(block, min(max(block // 256, 1), 8))
 
 
-@remembered
-def tanh_normal_backward(n: int) -> BlockConfig:
+@_choice("tanh_normal_backward")
+def tanh_normal_backward(n: int, device_name: str | None = None) -> BlockConfig:
     """Launch configuration of the gradients of ``n`` elements."""
     return BlockConfig(TANH_NORMAL_BLOCK, 4)
 
 
-@remembered
-def loss_rows(n: int) -> BlockConfig:
+@_choice("loss_rows")
+def loss_rows(n: int, device_name: str | None = None) -> BlockConfig:
     """Launch configuration of a kernel of a loss over ``n`` rows. The rule: one program while it can."""
     block = min(max(ceil_power(n), 32), LOSS_BLOCK)
     return BlockConfig(block, min(max(block // 64, 1), 16))
 
 
-@remembered
-def atom_rows(n: int, atoms: int) -> BlockConfig:
+@_choice("atom_rows")
+def atom_rows(n: int, atoms: int, device_name: str | None = None) -> BlockConfig:
     """Launch configuration of ``n`` rows of atoms. The rule: up to 1024 numbers and 32 rows, no more than there are."""
     width = ceil_power(atoms)
     block = max(min(MATRIX_TILE // width, 32, ceil_power(n)), 1)
@@ -540,16 +557,16 @@ def moments_tile(n: int, elements: int) -> TileConfig:
     return TileConfig(rows, columns, min(max(rows * columns // 256, 1), 8))
 
 
-@remembered
-def norm_rows(n: int, width: int) -> BlockConfig:
+@_choice("norm_rows")
+def norm_rows(n: int, width: int, device_name: str | None = None) -> BlockConfig:
     """Launch configuration of layer norm or RMS norm of ``n`` rows of a net. The rule: up to 1024 numbers at a time."""
     row = ceil_power(width)
     block = min(max(MATRIX_TILE // row, 1), ceil_power(n))
     return BlockConfig(block, min(max(block * row // 256, 1), 8))
 
 
-@remembered
-def norm_columns(n: int, width: int) -> TileConfig:
+@_choice("norm_columns")
+def norm_columns(n: int, width: int, device_name: str | None = None) -> TileConfig:
     """Launch configuration of batch norm of ``n`` rows of a net.
 
     The rule: columns of a whole line of the cache in float32, and up to 1024 numbers at a time.

@@ -67,6 +67,11 @@ class Shapes:
         """Bytes of one row, all keys together."""
         return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in self.row)
 
+    @property
+    def action_width(self) -> int:
+        """Numbers of an action: of the key of that name, or 6."""
+        return next((math.prod(shape) for key, _, shape in self.row if key[-1] == "action"), 6) or 6
+
     def slices(self, batch_size: int) -> int:
         """Slices of a batch."""
         return max(batch_size // self.slice_len, 1)
@@ -80,6 +85,12 @@ class Shapes:
 THREAD_ELEMENTS = 64
 """Elements of a tile that a thread may hold in a candidate: with more, the registers can't suffice."""
 
+ATOMS = 101
+"""Atoms of a categorical critic: those of FastSAC, FlashSAC and XQC."""
+
+NORM_WIDTHS = (256, 768)
+"""Features of a layer that is normalised; without time for more, the first."""
+
 Sizes = Mapping[str, int]
 
 
@@ -91,6 +102,12 @@ SHARES = {
     "sum_tree_draw": 2,
     "trajectories_update": 3,
     "trajectories_draw": 2,
+    "loss_rows": 1,
+    "tanh_normal_sample": 1,
+    "tanh_normal_backward": 1,
+    "atom_rows": 1,
+    "norm_rows": 1,
+    "norm_columns": 1,
 }
 """The operations in the order in which they are tuned, the headline first: there is most time for it.
 
@@ -118,7 +135,8 @@ class Job:
 def jobs(shapes: Shapes, thorough: bool = False) -> list[Job]:
     """The points to tune, in order: the fan-out of a tree comes before what depends on it."""
     found = []
-    batches = shapes.batch_sizes
+    batches, width = shapes.batch_sizes, shapes.action_width
+    norm_widths = NORM_WIDTHS if thorough else NORM_WIDTHS[:1]
     # The rows of a step are marked. For a few rows there is little to choose.
     marked = {shapes.envs} if thorough or shapes.envs >= 64 else set()
     for capacity in shapes.capacities:
@@ -133,8 +151,15 @@ def jobs(shapes: Shapes, thorough: bool = False) -> list[Job]:
             found += [Job("trajectories_update", index | {"n": n, "by_id": by_id}) for by_id in by_ids]
         counts = sorted(set(map(shapes.slices, batches)))
         found += [Job("trajectories_draw", index | {"n": n, "slice_len": shapes.slice_len}) for n in counts]
-    row_bytes = shapes.row_bytes
-    found += [Job("rows_copy", {"capacity": shapes.capacities[0], "n_bytes": n * row_bytes, "n": n}) for n in batches]
+    for n in batches:
+        found += [
+            Job("rows_copy", {"capacity": shapes.capacities[0], "n_bytes": n * shapes.row_bytes, "n": n}),
+            Job("loss_rows", {"n": n}),
+            Job("tanh_normal_sample", {"n": n, "width": width}),
+            Job("tanh_normal_backward", {"n": n * width}),
+            Job("atom_rows", {"n": n, "atoms": ATOMS}),
+            *(Job(name, {"n": n, "width": cells}) for name in ("norm_rows", "norm_columns") for cells in norm_widths),
+        ]
     return sorted(found, key=lambda job: list(SHARES).index(job.operation))
 
 
@@ -156,6 +181,12 @@ _RULES: dict[str, Callable[[Sizes], Any]] = {
     "sum_tree_draw": lambda sizes: config.tree_draw(sizes["fan_out"], sizes["n"]),
     "trajectories_update": _index_update,
     "trajectories_draw": lambda sizes: config.index_draw(sizes["fan_out"], sizes["n"], sizes["slice_len"]),
+    "tanh_normal_sample": lambda sizes: config.tanh_normal_sample(sizes["n"], sizes["width"]),
+    "tanh_normal_backward": lambda sizes: config.tanh_normal_backward(sizes["n"]),
+    "loss_rows": lambda sizes: config.loss_rows(sizes["n"]),
+    "atom_rows": lambda sizes: config.atom_rows(sizes["n"], sizes["atoms"]),
+    "norm_rows": lambda sizes: config.norm_rows(sizes["n"], sizes["width"]),
+    "norm_columns": lambda sizes: config.norm_columns(sizes["n"], sizes["width"]),
 }
 
 

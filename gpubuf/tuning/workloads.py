@@ -20,7 +20,7 @@ from torch import Tensor
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.kernels import config, rows, trajectories
+from gpubuf.kernels import categorical, config, norms, rows, sac, tanh_normal, td, trajectories
 from gpubuf.tuning.operations import Job, Shapes, steps_of
 
 Call = Callable[[], Any]
@@ -89,6 +89,16 @@ class Bench:
                 return [_Index(self, job.sizes, fan_out).updates(n)]
             case "trajectories_draw":
                 return [_Index(self, job.sizes, fan_out).draws(n)]
+            case "tanh_normal_sample" | "tanh_normal_backward":
+                return [self._tanh_normal(n, job.operation == "tanh_normal_backward")]
+            case "loss_rows":
+                return self._losses(n)
+            case "atom_rows":
+                return self._atoms(n, job.sizes["atoms"])
+            case "norm_rows":
+                return self._row_norms(n, job.sizes["width"])
+            case "norm_columns":
+                return self._batch_norms(n, job.sizes["width"])
         raise ValueError(job.operation)
 
     def _random(self, *shape: int, generator: torch.Generator) -> Tensor:
@@ -180,6 +190,84 @@ class Bench:
         rng = RandomState(0, device=self.device)
         draw = partial(tree.draw, n, rng)
         return Workload(f"draw {n:,}", [draw] * self.rotations, partial(_seeded, rng, draw))
+
+    # Losses
+
+    def _tanh_normal(self, n: int, backward: bool) -> Workload:
+        """``n`` actions, or the gradients of ``n`` numbers of actions."""
+        width, generator = self.shapes.action_width, self._generator()
+        n = max(n // width, 1) if backward else n
+        grads = (self._random(n, width, generator=generator), self._random(n, generator=generator)) if backward else ()
+        function = tanh_normal.sample_backward if backward else tanh_normal.sample
+        calls: list[Call] = []
+        for _ in range(self.rotations):
+            inputs = [self._random(n, width, generator=generator) + 0.1 for _ in range(3)]
+            calls.append(partial(function, *inputs, None, None, *grads, -1.0, 1.0, 1))
+        return Workload(f"tanh-normal {'backward ' if backward else ''}{n:,} x {width}", calls, calls[0])
+
+    def _losses(self, n: int) -> list[Workload]:
+        """The fused pieces of a loss over ``n`` rows, with two critics."""
+        generator = self._generator()
+        one = torch.ones(1, device=self.device)
+        gamma = torch.full((1,), 0.99, dtype=torch.float64, device=self.device)
+        terminated = self._random(n, generator=generator) < 0.01
+        calls: dict[str, list[Call]] = {"target": [], "loss": [], "loss backward": [], "actor loss": []}
+        for _ in range(self.rotations):
+            q = self._random(2, n, generator=generator)
+            target, weight, log_prob = (self._random(n, generator=generator) for _ in range(3))
+            calls["target"].append(partial(td.soft_td_target, q, log_prob, one, target, terminated, gamma, None))
+            calls["loss"].append(partial(td.td_loss, q, target, weight, None, td.L2, td.MEAN))
+            backward = partial(td.td_loss_backward, one, q, target, weight, None, one, td.L2, td.MEAN)
+            calls["loss backward"].append(backward)
+            calls["actor loss"].append(partial(sac.actor_loss, q, log_prob, one, None, None, td.MEAN))
+        return [Workload(f"{name} {n:,}", some, some[0]) for name, some in calls.items()]
+
+    def _atoms(self, n: int, atoms: int) -> list[Workload]:
+        """The losses of two categorical critics over ``n`` rows, but for the target: a row of it has a program."""
+        generator, one, support = self._generator(), torch.ones(1, device=self.device), (-10.0, 10.0)
+        calls: dict[str, list[Call]] = {"loss": [], "loss backward": [], "values": [], "values backward": []}
+        for _ in range(self._alive(2 * n * atoms)):
+            logits, mass = (self._random(2, n, atoms, generator=generator) for _ in range(2))
+            mass, value = mass / mass.sum(-1, keepdim=True), self._random(2, n, generator=generator)
+            rest = (*support, categorical.DIVERGENCE, False, td.MEAN)
+            calls["loss"].append(partial(categorical.categorical_loss, logits, mass, None, None, *rest))
+            backward = (one, logits, mass, None, None, one, False, td.MEAN)
+            calls["loss backward"].append(partial(categorical.categorical_loss_backward, *backward))
+            calls["values"].append(partial(categorical.expected_value, logits, *support))
+            gradient = partial(categorical.expected_value_backward, value, logits, value, *support)
+            calls["values backward"].append(gradient)
+        return [Workload(f"categorical {name} {n:,} x {atoms}", some, some[0]) for name, some in calls.items()]
+
+    def _row_norms(self, n: int, width: int) -> list[Workload]:
+        """Layer norm and SiLU of two nets."""
+        generator = self._generator()
+        weight, bias = (self._random(2, 1, width, generator=generator) for _ in range(2))
+        calls: dict[str, list[Call]] = {"layer norm": [], "layer norm backward": []}
+        for _ in range(self._alive(2 * n * width)):
+            x, grad = (self._random(2, n, width, generator=generator) for _ in range(2))
+            rest = (norms.LAYER, norms.SILU)
+            forward = partial(norms.norm_activation, x, weight, bias, 1e-5, *rest)
+            calls["layer norm"].append(forward)
+            backward = partial(norms.norm_activation_backward, grad, x, weight, bias, forward()[1], *rest)
+            calls["layer norm backward"].append(backward)
+        return [Workload(f"{name} {n:,} x {width}", some, some[0]) for name, some in calls.items()]
+
+    def _batch_norms(self, n: int, width: int) -> list[Workload]:
+        """Batch norm and ReLU of two nets."""
+        generator = self._generator()
+        weight, bias = (self._random(2, 1, width, generator=generator) for _ in range(2))
+        calls: dict[str, list[Call]] = {"moments": [], "batch norm": [], "batch norm backward": []}
+        for _ in range(self._alive(2 * n * width)):
+            x, grad = (self._random(2, n, width, generator=generator) for _ in range(2))
+            calls["moments"].append(partial(norms.batch_moments, x, weight))
+            rest = (x, weight, bias, *norms.batch_moments(x, weight), 1e-5, norms.RELU, True)
+            calls["batch norm"].append(partial(norms.batch_norm_activation, *rest))
+            calls["batch norm backward"].append(partial(norms.batch_norm_activation_backward, grad, *rest))
+        return [Workload(f"{name} {n:,} x {width}", some, some[0]) for name, some in calls.items()]
+
+    def _alive(self, numbers: int) -> int:
+        """How many inputs of so many float32 numbers may be alive at once: all batches of a graph are."""
+        return max(min(self.rotations, 2**31 // (16 * numbers)), 2)
 
 
 def _tensors(found: Any) -> list[Tensor]:

@@ -31,9 +31,9 @@ class AtomPlan:
     row_warps: int
 
 
-def plan_atoms(n: int, atoms: int) -> AtomPlan:
+def plan_atoms(n: int, atoms: int, device_name: str | None = None) -> AtomPlan:
     """Tiles as configured, in as few programs as ``n`` rows need, at least one."""
-    width, chosen = config.ceil_power(atoms), config.atom_rows(n, atoms)
+    width, chosen = config.ceil_power(atoms), config.atom_rows(n, atoms, device_name)
     programs = max(cdiv(n, chosen.block), 1)
     return AtomPlan(width, chosen.block, programs, chosen.num_warps, min(max(width // 128, 1), 8))
 

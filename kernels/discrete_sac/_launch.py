@@ -33,13 +33,13 @@ class TilePlan:
     num_warps: int
 
 
-def plan_tiles(n: int, n_actions: int) -> TilePlan:
+def plan_tiles(n: int, n_actions: int, device_name: str | None = None) -> TilePlan:
     """Tiles of as many elements as a kernel of a loss has rows (see :func:`gpubuf.kernels.config.loss_rows`), at most.
 
     A lane takes one element: with more, the compiler spills.
     """
     actions = min(config.ceil_power(n_actions), MOST_ACTIONS)
-    elements = min(config.loss_rows(n * actions).block, MOST_ELEMENTS)
+    elements = min(config.loss_rows(n * actions, device_name).block, MOST_ELEMENTS)
     rows = max(elements // actions, 1)
     return TilePlan(rows, actions, max(cdiv(n, rows), 1), max(rows * actions // 32, 1))
 

@@ -43,9 +43,9 @@ class NormPlan:
     num_warps: int
 
 
-def plan_norm(nets: int, rows: int, width: int) -> NormPlan:
+def plan_norm(nets: int, rows: int, width: int, device_name: str | None = None) -> NormPlan:
     """Whole rows; a program of the backward has as many as leave :data:`PROGRAMS` programs, at least a few."""
-    block_width, chosen = config.ceil_power(width), config.norm_rows(rows, width)
+    block_width, chosen = config.ceil_power(width), config.norm_rows(rows, width, device_name)
     block_rows = chosen.block
     part_rows = max(cdiv(rows * nets, PROGRAMS), min(PART_ROWS, rows), block_rows)
     part_rows = cdiv(part_rows, block_rows) * block_rows
@@ -80,9 +80,9 @@ class BatchPlan:
     sum_warps: int
 
 
-def plan_batch(rows: int, width: int) -> BatchPlan:
+def plan_batch(rows: int, width: int, device_name: str | None = None) -> BatchPlan:
     """Columns and rows of a program as configured. Where sums are needed, up to twice the rows and the warps."""
-    chosen = config.norm_columns(rows, width)
+    chosen = config.norm_columns(rows, width, device_name)
     block_rows, columns = chosen.block_rows, chosen.block_columns
     sum_rows = min(2 * block_rows, config.ceil_power(rows)) if chosen.num_warps < 8 else block_rows
     part_rows = max(cdiv(rows, BATCH_PARTS), BATCH_ROWS) if rows > 2 * BATCH_ROWS else rows

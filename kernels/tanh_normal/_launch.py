@@ -20,9 +20,9 @@ class SamplePlan:
     num_warps: int
 
 
-def plan_sample(n: int, width: int) -> SamplePlan:
+def plan_sample(n: int, width: int, device_name: str | None = None) -> SamplePlan:
     """Whole rows in every program, as many as its configuration has elements for."""
-    chosen = config.tanh_normal_sample(n, width)
+    chosen = config.tanh_normal_sample(n, width, device_name)
     block_width = config.ceil_power(width)
     block_rows = max(chosen.block // block_width, 1)
     return SamplePlan(block_rows, block_width, cdiv(n, block_rows), chosen.num_warps)
@@ -37,8 +37,8 @@ class ElementPlan:
     num_warps: int
 
 
-def _plan_elements(total: int) -> ElementPlan:
-    chosen = config.tanh_normal_backward(total)
+def _plan_elements(total: int, device_name: str | None) -> ElementPlan:
+    chosen = config.tanh_normal_backward(total, device_name)
     return ElementPlan(chosen.block, cdiv(total, chosen.block), chosen.num_warps)
 
 

@@ -23,13 +23,13 @@ class RowPlan:
     num_warps: int
 
 
-def plan_rows(n: int) -> RowPlan:
+def plan_rows(n: int, device_name: str | None = None) -> RowPlan:
     """As many programs as the configuration for ``n`` rows needs, at least one."""
-    chosen = config.loss_rows(n)
+    chosen = config.loss_rows(n, device_name)
     return RowPlan(chosen.block, max(cdiv(n, chosen.block), 1), chosen.num_warps)
 
 
-def _plan_sequences(n_sequences: int) -> RowPlan:
+def _plan_sequences(n_sequences: int, device_name: str | None) -> RowPlan:
     return RowPlan(SEQUENCES, cdiv(n_sequences, SEQUENCES), 1)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpubuf.kernels import _tuned, config
-from gpubuf.kernels.config import SPACES, DrawConfig, IndexConfig, RowsConfig, SliceConfig, UpdateConfig
+from gpubuf.kernels.config import SPACES, BlockConfig, DrawConfig, IndexConfig, RowsConfig, SliceConfig, UpdateConfig
 from tests.support.tuned_files import DEVICE, FILE, draw, point, write_file
 
 
@@ -37,6 +37,9 @@ def tuned_file(write):
             "sum_tree": [point({"fan_out": 16}, capacity=1_000), point({"fan_out": 128}, capacity=1_000_000)],
             "sum_tree_draw": [draw(2), draw(64, 8, n=65536)],
             "sum_tree_update": [point(update, fan_out=64, n=512)],
+            "tanh_normal_sample": [point({"block": 64, "num_warps": 2}, n=256, width=6)],
+            "tanh_normal_backward": [point({"block": 128, "num_warps": 2}, n=1536)],
+            "loss_rows": [point({"block": 256, "num_warps": 8}, n=256)],
         }
     )
 
@@ -123,6 +126,12 @@ class TestLaunches:
         assert config.rows_copy(1500, DEVICE) == RowsConfig(128, 2)
         assert config.rows_copy(2**28, DEVICE) == RowsConfig(2048, 2)
         assert config.rows_copy(1500, "another") == config.rows_copy(1500)
+
+    def test_tuned_blocks(self, tuned_file):
+        assert config.tanh_normal_sample(256, 6, DEVICE) == BlockConfig(64, 2)
+        assert config.tanh_normal_backward(1000, DEVICE) == BlockConfig(128, 2)
+        assert config.loss_rows(300, DEVICE) == BlockConfig(256, 8)
+        assert config.loss_rows(300) == BlockConfig(512, 8)
 
     @pytest.mark.parametrize(
         ("n_bytes", "tile"),
@@ -238,10 +247,10 @@ class TestUsing:
         forced, rule = DrawConfig(8, 4), config.tree_draw(32, 256)
         with config.using(sum_tree_draw=forced):
             assert config.tree_draw(32, 256) == config.tree_draw(32, 256, DEVICE) == forced
-            with config.using(sum_tree_draw=DrawConfig(1, 1), rows_copy=RowsConfig(32, 1)):
+            with config.using(sum_tree_draw=DrawConfig(1, 1), loss_rows=BlockConfig(32, 1)):
                 assert config.tree_draw(32, 256) == DrawConfig(1, 1)
             assert config.tree_draw(32, 256) == forced
-            assert config.rows_copy(300) != RowsConfig(32, 1)
+            assert config.loss_rows(300) != BlockConfig(32, 1)
         assert config.tree_draw(32, 256) == rule
 
     def test_by_rule(self, tuned_file):
@@ -257,9 +266,9 @@ class TestUsing:
         assert config.tree_draw(32, 256, DEVICE) == DrawConfig(2, 1)
 
     def test_left_by_an_error(self):
-        with pytest.raises(RuntimeError), config.using(rows_copy=RowsConfig(32, 1)):
+        with pytest.raises(RuntimeError), config.using(loss_rows=BlockConfig(32, 1)):
             raise RuntimeError
-        assert config.rows_copy(300) != RowsConfig(32, 1)
+        assert config.loss_rows(300) != BlockConfig(32, 1)
 
 
 # Tuned files: where they are looked for, and what in them is ignored
@@ -308,6 +317,7 @@ LARGEST: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         {"fan_out": 32, "n": 1, "slice_len": 4},
         {"block_slices": 8, "block_steps": 2048, "num_warps": 1},
     ),
+    "loss_rows": ({"n": 256}, {"block": 16384, "num_warps": 1}),
 }
 """Per operation: sizes, and the largest configuration."""
 
@@ -379,6 +389,17 @@ class TestIgnored:
         assert config.rows_copy(1024, DEVICE) == config.rows_copy(1024)
         assert len(caplog.records) == 1
 
+    @pytest.mark.parametrize("changed", ["td", "sac", "discrete_sac"])
+    def test_losses_are_stale_after_a_change_of_any_family(self, write, caplog, changed):
+        """The kernels of all three are launched by `loss_rows`."""
+        points = {"loss_rows": [point({"block": 128, "num_warps": 2}, n=256)]}
+        stamps = {family: _tuned.stamp(family) for family in ("td", "sac", "discrete_sac")}
+        write(points, kernels=stamps)
+        assert config.loss_rows(256, DEVICE) == BlockConfig(128, 2)
+        write(points, kernels=stamps | {changed: "another"})
+        assert config.loss_rows(256, DEVICE) == config.loss_rows(256)
+        assert "loss_rows: stale" in caplog.text
+
     @pytest.mark.parametrize(
         "wrong",
         [
@@ -418,6 +439,7 @@ class TestIgnored:
             ("trajectories_update", {"block_envs": -4}),
             ("trajectories_update", {"block_bytes": 4096}),
             ("trajectories_draw", {"block_steps": 4096}),
+            ("loss_rows", {"block": 32768}),
         ],
     )
     def test_limits(self, operation, wrong):

@@ -15,7 +15,7 @@ from gpubuf.tuning.workloads import Workload
 
 DRAW = Job("sum_tree_draw", {"capacity": 10**6, "n": 256})
 FAN_OUT = Job("sum_tree", {"capacity": 10**6})
-COPY = Job("rows_copy", {"capacity": 10**6, "n_bytes": 42_496, "n": 256})
+BLOCK = Job("loss_rows", {"n": 256})
 
 
 def in_force() -> Any:
