@@ -52,7 +52,7 @@ def test_a_page_has_one_name(hooks: ModuleType):
 MOVED = {
     "performance": (
         *("how-it-is-measured", "between-updates", "on-a-cpu", "why-gpubuf-is-faster", "several-threads"),
-        *("threads-on-the-cpu", "on-a-gpu", "host-time-of-a-call", "prediction-for-an-h200", "slices"),
+        *("threads-on-the-cpu", "on-a-gpu", "prediction-for-an-h200", "slices"),
     ),
     "rows": (
         *("what-happens-to-a-batch-on-its-way-out", "several-batches-at-once", "several-buffers-in-one-batch"),

@@ -16,9 +16,7 @@ from benchmarks.measure.machine import RESULTS, result_path
 
 #: The studies: one of these stands in a file in place of pytest-benchmark's ``benchmarks``.
 SUBJECTS = (
-    "checkpoints",
     "kernels",
-    "host",
     "threads",
     "learning",
     "speed",
@@ -83,7 +81,7 @@ Runs = dict[str, Run]
 
 
 def kind_of(data: dict[str, Any]) -> str | None:
-    """``cpu`` and ``cuda`` for benchmarks, ``learning``, ``checkpoints on cuda`` and the like for other subjects.
+    """``cpu`` and ``cuda`` for benchmarks, ``learning``, ``kernels on cuda`` and the like for other subjects.
 
     None for a file of any other kind.
     """

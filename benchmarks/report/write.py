@@ -21,7 +21,6 @@ from benchmarks.measure.figures import (
     against,
     conditions,
     described,
-    digits,
     microseconds,
     of_run,
     or_open,
@@ -33,7 +32,6 @@ from benchmarks.peers.libraries import GpubufGraph
 from benchmarks.report import pictures
 from benchmarks.report.learning import LEARNING_PLOT, algorithms_section, draw_learning, speed_section, training_table
 from benchmarks.report.memory import memory_tables
-from benchmarks.studies.host import host_section
 from benchmarks.studies.kernels import launches_table, resources_table
 from benchmarks.studies.predict import prediction_table
 from benchmarks.studies.shards import shards_section
@@ -171,36 +169,6 @@ def threads_table(run: Run) -> str:
     return f"{table(['µs per call', 'library', *columns, 'gain'], rows)}\n\n{conditions(run)}"
 
 
-def checkpoints_table(run: Run) -> str:
-    """Saving and loading, against the disk's own speed."""
-    found = run.data["checkpoints"]
-    rows = [
-        [
-            row["operation"],
-            digits(row["bytes"] / 1e6),
-            f"{row['seconds']:.3f}",
-            f"{row['least']:.3f} to {row['most']:.3f}",
-            digits(row["MB/s"]),
-        ]
-        for row in found["results"]
-    ]
-    written = {row["operation"]: row["bytes"] for row in found["results"]}
-    sentences = (
-        f"{found['rows']:,} prioritized rows, median of {found['repeats']}. Where 1 % of the rows were replaced, the "
-        f"next save wrote {written['save after 1 %'] / written['save'] * 100:.1f} % of the bytes of a full one."
-    )
-    head = ["operation", "MB", "seconds", "least to most", "MB/s"]
-    return "\n\n".join([table(head, rows), sentences, conditions(run)])
-
-
-def checkpoints_section(runs: Runs) -> str:
-    """docs/checkpoints.md: every kind of device."""
-    found = [runs[kind] for kind in ("checkpoints", "checkpoints on cuda") if kind in runs]
-    if not found:
-        return f"No run of `python -m benchmarks.studies.checkpoints` is committed: {OPEN}."
-    return "\n\n".join(checkpoints_table(run) for run in found)
-
-
 def sizes_table(run: Run) -> str:
     """Slices from buffers of rising size, and by how much gpubuf's time rises."""
     rows: list[list[str]] = []
@@ -311,14 +279,12 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "cpu": of_run("cpu", "on this kind of device")(spread_table),
     "gpu": of_run("cuda", "on this kind of device")(spread_table),
     "training": training_table,
-    "host": host_section,
     "speed": speed_section,
     "algorithms": algorithms_section,
     "memory": memory_tables,
     "launches": launches_table,
     "resources": resources_table,
     "prediction": prediction_table,
-    "checkpoints": checkpoints_section,
     "shards": shards_section,
     "writers": writers_section,
     "histories": histories_section,

@@ -27,7 +27,7 @@ from benchmarks.measure.elsewhere import ROOT
 from benchmarks.measure.figures import described, of_run, table
 from benchmarks.measure.machine import describe
 from benchmarks.measure.results import Run, write_results
-from benchmarks.studies.checkpoints import rows as transitions
+from benchmarks.peers.sources import transitions
 
 CAPACITY, STORED = 1_000_000, 20_000
 SIZES = {

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import multiprocessing, nn
@@ -34,10 +35,10 @@ from benchmarks.measure.elsewhere import found_by, peer_python
 from benchmarks.measure.figures import conditions, digits, of_run, table
 from benchmarks.measure.machine import describe
 from benchmarks.measure.results import Run, write_results
-from benchmarks.studies.writer_costs import CAPACITY_BYTES, columns, measure
-from gpubuf import LazyTensorStorage, TensorDictReplayBuffer
+from gpubuf import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, Writers
 from gpubuf.train import Reporter, TrainConfig, train
 
+CAPACITY_BYTES = 1 << 26
 ROWS = 16
 """Rows of a write."""
 PACE = 250.0
@@ -56,6 +57,19 @@ TITLES = {
     "memmap": "TorchRL, shared `LazyMemmapStorage`",
     "collector": "TorchRL, `MultiAsyncCollector` with replay buffer",
 }
+
+
+def columns(row_bytes: int, n: int) -> dict[Any, np.ndarray]:
+    """Transitions of about so many bytes: observations, action, reward and two flags."""
+    width = (row_bytes - 30) // 8
+    return {
+        "observation": np.ones((n, width), np.float32),
+        "action": np.ones((n, 6), np.float32),
+        ("next", "observation"): np.ones((n, width), np.float32),
+        ("next", "reward"): np.ones((n, 1), np.float32),
+        ("next", "done"): np.zeros((n, 1), bool),
+        ("next", "terminated"): np.zeros((n, 1), bool),
+    }
 
 
 def rows_of(row_bytes: int, n: int) -> TensorDict:
@@ -288,13 +302,47 @@ def training(collectors: int, ratio: float) -> dict[str, Any]:
     return {"collectors": collectors, "update ratio": ratio, "steps/s": (last - first) / (ended - began)}
 
 
+def microseconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6
+
+
+def measure(row_bytes: int, writers: int, writes: int, rows: int, repeats: int) -> dict[str, float]:
+    """Medians, in µs, of one take of ``writes`` writes of ``rows`` rows from each writer."""
+    capacity = CAPACITY_BYTES // row_bytes
+    ours, plain = (
+        ReplayBuffer(LazyTensorStorage(capacity), batch_size=256, writers=given)
+        for given in (Writers(writers, queue_steps=max(2 * writes * rows, 64)), None)
+    )
+    whole = columns(row_bytes, writers * writes * rows)
+    part = {key: value[:rows] for key, value in whole.items()}
+    clients = [ours.client(rows_of(row_bytes, 1)) for _ in range(writers)]
+    # Memory that was never written costs more.
+    for _ in range(-(-capacity // (writers * writes * rows)) if row_bytes > 1000 else 1):
+        ours.extend_columns(whole)
+        plain.extend_columns(whole)
+    before = ours.write_count
+    found: dict[str, list[float]] = {"take": [], "one write": [], "all writes": [], "writer": []}
+    for _ in range(repeats):
+        for client in clients:
+            found["writer"] += [microseconds(lambda: client.extend_columns(part)) for _ in range(writes)]  # noqa: B023
+        found["take"].append(microseconds(lambda: ours.writers.take(everything=True)))
+        found["one write"].append(microseconds(lambda: plain.extend_columns(whole)))
+        took = sum(microseconds(lambda: plain.extend_columns(part)) for _ in range(writers * writes))
+        found["all writes"].append(took)
+    if ours.write_count - before != repeats * writers * writes * rows:
+        raise RuntimeError(f"{ours.write_count - before} rows have arrived")
+    return {name: statistics.median(took) for name, took in found.items()}
+
+
 def costs(repeats: int) -> list[dict[str, Any]]:
-    """µs of the learner's process, of :func:`benchmarks.studies.writer_costs.measure`."""
+    """µs of the learner's process to take in what clients in this process, which is not timed, have written."""
     found = []
     for row_bytes in ROW_BYTES:
         for writers in WRITERS:
             for writes, rows in ((1, 1), (16, 1), (4, 64)):
-                took = measure(row_bytes, writers, writes, rows, repeats, "cpu")
+                took = measure(row_bytes, writers, writes, rows, repeats)
                 found.append({"row bytes": row_bytes, "writers": writers, "writes": writes, "rows": rows, **took})
     return found
 

@@ -242,7 +242,6 @@ def halves(rows: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
 
 
 REDUCTIONS = {"none": td.NONE, "mean": td.MEAN, "sum": td.SUM}
-COMBINATIONS = {"min": td.SMALLEST, "mean": td.AVERAGE}
 LOSS_FUNCTIONS = {"l1": td.L1, "l2": td.L2, "smooth_l1": td.SMOOTH_L1, "huber": td.SMOOTH_L1}
 
 

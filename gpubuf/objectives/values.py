@@ -16,7 +16,7 @@ from gpubuf.kernels import td
 from gpubuf.kernels._registry import without_dispatch
 from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.base import LossModule, one_of
-from gpubuf.objectives.batch import COMBINATIONS, LOSS_FUNCTIONS, REDUCTIONS, maybe, next_key, per_row
+from gpubuf.objectives.batch import LOSS_FUNCTIONS, REDUCTIONS, maybe, next_key, per_row
 
 
 class ValueEstimators(Enum):
@@ -275,7 +275,6 @@ class TDLossModule(LossModule):
         shape: torch.Size,
         next_log_prob: Tensor | None = None,
         alpha: Tensor | None = None,
-        combine: str = "min",
     ) -> Tensor:
         """What the value estimator makes of rewards and next values. No gradient.
 
@@ -288,7 +287,6 @@ class TDLossModule(LossModule):
             shape: of a row of the loss, S.
             next_log_prob: log-densities of the next actions, S, for a soft target; with ``alpha``.
             alpha: the temperature, ``[]``.
-            combine: "min" or "mean" of the critics.
 
         Returns:
             The targets, S.
@@ -297,15 +295,15 @@ class TDLossModule(LossModule):
         if next_log_prob is None:
             # Without log-densities the target has the shape of the reward.
             reward = reward.reshape(shape)
-        rows, code = (next_q, next_log_prob, alpha, reward, terminated), COMBINATIONS[combine]
+        rows = next_q, next_log_prob, alpha, reward, terminated
         estimator = self._value_estimator
         target: Tensor
         if not isinstance(estimator, TDLambdaEstimator):
-            target = _soft_td_target(*rows, estimator.gamma, steps, code)
+            target = _soft_td_target(*rows, estimator.gamma, steps)
         else:
             done = per_row(self.done(tensordict), shape, str(self.tensor_keys.done))
             _, mask = self.row_weights(tensordict, shape, target=True)
-            settings = estimator.gamma, estimator.lmbda, steps, *steps_of(tensordict, shape), code
+            settings = estimator.gamma, estimator.lmbda, steps, *steps_of(tensordict, shape)
             target = td.soft_lambda_return(*rows, done, mask, *settings)
         return target
 

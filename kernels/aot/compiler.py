@@ -9,7 +9,7 @@ may be specialised, are multiples of 16. On a target whose name ends in ``:unali
 what views at odd addresses and odd sizes run.
 
 ``python -m gpubuf.kernels.aot [TARGET ...]`` prints for every kernel the registers, spills, shared memory, barriers,
-atomics that order memory, and the bytes that a thread moves in one access to global memory. ``--markdown`` is for docs.
+atomics that order memory, and the bytes that a thread moves in one access to global memory.
 """
 
 from __future__ import annotations
@@ -227,12 +227,8 @@ def columns(result: Compiled) -> tuple[str, ...]:
     return (*map(str, numbers), *widths)
 
 
-def report(results: Sequence[Compiled], markdown: bool = False) -> str:
+def report(results: Sequence[Compiled]) -> str:
     """A line for every kernel on every target."""
-    if markdown:
-        head = ("kernel", "target", *COLUMNS)
-        lines = [(f"`{r.spec}`", r.target, *columns(r)) for r in results]
-        return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
     lines = [("target", *COLUMNS, "kernel"), *((r.target, *columns(r), f"{r.spec} {r.error}".strip()) for r in results)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
     return "\n".join("  ".join((*map(str.ljust, line, widths), line[-1])) for line in lines)
@@ -272,10 +268,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--most", type=int, default=0, help="only so many specs of each kernel, the most demanding ones"
     )
     parser.add_argument("--json", action="store_true", help="print the results as one line of JSON")
-    parser.add_argument("--markdown", action="store_true", help="print a table for the docs")
     options = parser.parse_args(arguments)
     specs = _named_specs(options.specs)
     if options.most:
         specs = demanding(specs, options.most)
     results = [result for target in options.targets for result in compile_specs(specs, target)]
-    print(json.dumps([asdict(result) for result in results]) if options.json else report(results, options.markdown))
+    print(json.dumps([asdict(result) for result in results]) if options.json else report(results))

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.measure.machine import RESULTS
-from benchmarks.measure.results import Run, kind_of, newest_runs, write_results
+from benchmarks.measure.results import kind_of, newest_runs, write_results
 from benchmarks.report import pictures, write
 from benchmarks.report.write import rewritten
-from benchmarks.studies import checkpoints
 from tests.support.benchmark_results import a_run, block, entry, line, machine, run_of
 
 REPLAY = [entry("uniform-sample-256", "gpubuf", 20e-6), entry("uniform-sample-256", "torchrl", 150e-6)]
@@ -74,17 +73,6 @@ def test_committed_results_say_where_they_come_from():
             assert "data" not in benchmark["stats"], path
 
 
-def test_checkpoints_measure_what_the_report_reads(tmp_path: Path):
-    """A short run on a small buffer."""
-    out = tmp_path / "results" / "checkpoints.json"
-    checkpoints.main(["--rows", "20000", "--repeats", "1", "--folder", str(tmp_path), "--out", str(out)])
-    data = json.loads(out.read_text())
-    names = [row["operation"] for row in data["checkpoints"]["results"]]
-    assert {"save", "save after 1 %", "load, from the disk", "load, from memory", "disk: write"} <= set(names)
-    text = block("checkpoints", {"checkpoints": Run("x", data)})
-    assert all(line(text, name) for name in names)
-
-
 # Files
 
 
@@ -93,7 +81,7 @@ def test_checkpoints_measure_what_the_report_reads(tmp_path: Path):
     [
         ("cuda", "benchmarks", "cuda"),
         ("cpu", "speed", "speed"),
-        ("cuda", "checkpoints", "checkpoints on cuda"),
+        ("cuda", "kernels", "kernels on cuda"),
         ("cpu", "what somebody else reads", None),
     ],
 )
@@ -106,10 +94,10 @@ def test_written_results_are_found(tmp_path: Path):
     folder = tmp_path / "benchmarks" / "results"
     old = write_results("speed", {"whole": 1}, machine(), folder / "z.json")
     new = write_results("speed", {"whole": 2}, machine(), folder / "a.json", arguments=["x"])
-    write_results("checkpoints", {"rows": 1}, machine(), folder / "c.json")
+    write_results("kernels", {"rows": 1}, machine(), folder / "c.json")
     assert json.loads(old.read_text())["datetime"] < json.loads(new.read_text())["datetime"]
     found = newest_runs(folder)
-    assert sorted(found) == ["checkpoints", "speed"]
+    assert sorted(found) == ["kernels", "speed"]
     assert (found["speed"].data["speed"], found["speed"].source) == ({"whole": 2}, "benchmarks/results/a.json")
     with pytest.raises(ValueError, match="'weather'"):
         write_results("weather", {}, machine(), folder / "w.json")

@@ -8,7 +8,6 @@ Save and load hooks, and checkpointers: TorchRL's and those of users.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import re
 import subprocess
@@ -23,7 +22,6 @@ import torch
 from tensordict import TensorDict, tensorclass
 from torch import nn
 
-from benchmarks.studies import checkpoints as benchmark
 from gpubuf import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -343,15 +341,6 @@ def test_how_rows_are_cut(length, capacity, item, file_bytes, pieces):
     spans = saving.spans(length, capacity, item, file_bytes)
     assert abs(len(spans) - pieces) <= pieces // 50
     assert [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), length]
-
-
-def test_the_benchmark_runs(tmp_path, capsys):
-    benchmark.main(["--rows", "2000", "--repeats", "1", "--folder", str(tmp_path), "--out", str(tmp_path / "out.json")])
-    out = capsys.readouterr().out
-    assert "1 % changed: " in out
-    names = [row["operation"] for row in json.loads((tmp_path / "out.json").read_text())["checkpoints"]["results"]]
-    assert names == ["save", "disk: write", "save after 1 %", "load, from the disk", "load, from memory", "disk: read"]
-    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
 # The folder

@@ -18,11 +18,11 @@ from triton import knobs
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 
-from benchmarks.measure.no_gpu import install
 from gpubuf.kernels import _launching
 from gpubuf.kernels._launching import Variant, launch, variant_of
 from gpubuf.kernels.aot.operations import FAMILIES
 from gpubuf.kernels.aot.recorder import Recorder
+from tests.support.no_gpu import install
 
 
 @triton.jit
