@@ -111,7 +111,7 @@ def tables(found: dict[str, list[list[float]]]) -> dict[str, str]:
     head = ["ranks", "sigma", "law off, without the factor", "with it", "variance with it"]
     skews = [[f"{w:.0f}", f"{s:g}", f"{off:.2f}", f"{rest:.0e}", f"{v:.2f}"] for w, s, off, rest, v in found["skew"]]
     ages = [[f"{ranks:.0f}", *(f"{off:.3f}" for off in offs)] for ranks, *offs in found["stale"]]
-    times = [[f"{ranks:.0f}", f"{16 * ranks:.0f}", f"{share:.0%}"] for ranks, share in found["waiting"]]
+    times = [[f"{ranks:.0f}", f"{24 * ranks:.0f}", f"{share:.0%}"] for ranks, share in found["waiting"]]
     return {
         "skew": table(head, skews),
         "stale": table(["ranks", *(f"sums {age} draws old" for age in AGES)], ages),

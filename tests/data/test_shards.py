@@ -104,6 +104,14 @@ def on_rank(rank: int, size: int, group: dist.ProcessGroup, alone: dist.ProcessG
         buffer.sample(8, batches=3)
     found["calls"]["three batches"] = counted.calls
 
+    # A row that comes after a draw has the largest priority that any rank was given.
+    sampler, plain = PrioritizedSampler(5000, ALPHA, BETA, EPS, process_group=group), rows.exclude("priority")
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(5000), sampler=sampler)
+    buffer.update_priority(buffer.extend(plain), rows["priority"])
+    buffer.sample(4)
+    tree, index = sampler._tree_made(), buffer.extend(plain[:1])
+    found["largest"] = [float(rows["priority"].max()), float(tree.max_priority), float(tree.leaves[index])]
+
     found["refused"] = {}
     for name, sampler in samplers(group).items():
         # Nothing written; too little for a slice.
@@ -308,10 +316,19 @@ def test_one_rank_is_a_buffer_without_a_group(ranks, name):
         assert all(torch.equal(alone[key], nobody[key]) for key in alone)
 
 
-def test_a_draw_takes_one_collective_of_16_bytes(ranks):
+def test_new_rows_have_the_largest_priority_of_all_ranks(ranks):
+    largest = max(found["largest"][0] for found in ranks)
+    assert len({found["largest"][0] for found in ranks}) > 1
+    for found in ranks:
+        _, known, weight = found["largest"]
+        assert known == largest
+        assert weight == pytest.approx((largest + EPS) ** ALPHA)
+
+
+def test_a_draw_takes_one_collective_of_24_bytes(ranks):
     for found in ranks:
         for name, calls in found["calls"].items():
-            assert [size for _, size in calls] == [16], name
+            assert [size for _, size in calls] == [24], name
             assert "allgather" in calls[0][0]
 
 
@@ -382,7 +399,7 @@ def test_a_draw_does_not_wait_for_the_gpu(group, name):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", NAMES)
 def test_draws_with_nccl_are_captured(name, tmp_path):
-    """One all-gather of 16 bytes, no wait; replays draw what eager steps draw, and with one rank what no group does."""
+    """One all-gather of 24 bytes, no wait; replays draw what eager steps draw, and with one rank what no group does."""
     dist.init_process_group("nccl", store=dist.FileStore(f"{tmp_path}/store", 1), rank=0, world_size=1)
     try:
         found = []
@@ -404,7 +421,7 @@ def test_draws_with_nccl_are_captured(name, tmp_path):
             with CountedCollectives() as counted:
                 batches = [step().clone()]
             if given is not None:
-                assert [size for _, size in counted.calls] == [16]
+                assert [size for _, size in counted.calls] == [24]
             batches += [step().clone() for _ in range(4)]
             with no_waiting():
                 batches += [step().clone() for _ in range(5)]

@@ -64,7 +64,7 @@ class PrioritizedSampler(Sampler):
             buffer of all rows, q_min the smallest weight on any rank, times the sum of the weights in this shard over
             the mean of the ranks' sums: with that factor, which may lift weights above 1, the mean gradient of the
             ranks has the expectation of one buffer's (docs/scale.md). The running maximum, which new rows get, is that
-            of the shard. One all-gather of 16 bytes per rank and draw, no host sync with NCCL. One rank is exactly a
+            of the shard. One all-gather of 24 bytes per rank and draw, no host sync with NCCL. One rank is exactly a
             sampler without a group.
 
     Raises:
@@ -218,7 +218,9 @@ class PrioritizedSampler(Sampler):
         if tree is None or (not _compiling() and current.recording is not None):
             tree = self._tree_made()
         # Before the draw, which may raise on this rank alone.
-        factor = None if self.shards is None else self.shards.correction(tree.total, tree.minimum, tree.beta)
+        factor = None
+        if self.shards is not None:
+            factor = self.shards.correction(tree.total, tree.minimum, tree.beta, tree.largest_given)
         positions, weight = tree.draw(n, self.random_state(tree.leaves.device), self.stratified)
         if factor is not None:
             weight.mul_(factor)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpubuf.data.arguments import describe_type
 
-_LEAST = 1
+_LEAST, _LARGEST = 1, 2
 # By its name from torch 2.13 on, where the other one warns.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
@@ -62,8 +62,14 @@ class Shards:
     def __reduce__(self) -> Any:
         raise TypeError("a sampler with a process_group can't be pickled: make it in the process that is the rank")
 
-    def correction(self, mass: Tensor, least: Tensor | None = None, beta: Tensor | None = None) -> Tensor:
-        """What the importance weights of this rank's draws are multiplied by. One all-gather of 16 bytes per rank.
+    def correction(
+        self,
+        mass: Tensor,
+        least: Tensor | None = None,
+        beta: Tensor | None = None,
+        largest: Tensor | None = None,
+    ) -> Tensor:
+        """What the importance weights of this rank's draws are multiplied by. One all-gather of 24 bytes per rank.
 
         No host sync with NCCL. All ranks call it, equally often and in the same order.
 
@@ -72,6 +78,8 @@ class Shards:
             least: the smallest weight in this shard, by which its importance weights are normalised: float64, 0-dim.
                 None: they are all 1.
             beta: their exponent, float64, 0-dim.
+            largest: the largest priority given here, float64, 0-dim. It becomes that of all ranks, in place: a new row
+                gets the priority that it would have in one buffer.
 
         Returns:
             ``W * S_r / S``, times ``(least / smallest least) ** -beta``: float64, 0-dim. Of one rank 1.0.
@@ -80,7 +88,10 @@ class Shards:
             RuntimeError: a rank has nothing to draw (on the CPU; all ranks raise). On a GPU its factor is 0.
         """
         mass = mass.double()
-        every = self._gathered(mass, torch.ones_like(mass) if least is None else least)
+        one = torch.ones_like(mass)
+        every = self._gathered(mass, one if least is None else least, one if largest is None else largest)
+        if largest is not None:
+            largest.copy_(every[:, _LARGEST].amax())
         masses = every[:, 0]
         factor = self.size * mass / masses.sum()
         if least is None or beta is None:
@@ -98,11 +109,11 @@ class Shards:
         """
         on_gpu = str(requested) != "cpu" and "nccl" in str(dist.get_backend_config(self.process_group))
         nothing = torch.zeros((), dtype=torch.float64, device="cuda" if on_gpu else "cpu")
-        self._gathered(nothing, nothing)
+        self._gathered(nothing, nothing, nothing - 1)
 
-    def _gathered(self, mass: Tensor, least: Tensor) -> Tensor:
-        """Both numbers of each rank, float64 ``[W, 2]``: the same bits on every rank."""
-        every = gathered(torch.stack((mass, least)), self.process_group)
+    def _gathered(self, *numbers: Tensor) -> Tensor:
+        """The numbers of each rank, float64 ``[W, 3]``: the same bits on every rank."""
+        every = gathered(torch.stack(numbers), self.process_group)
         if not torch.compiler.is_compiling() and type(every) is Tensor and every.is_cpu:
             empty = (~(every[:, 0] > 0)).nonzero().flatten().tolist()
             if empty:

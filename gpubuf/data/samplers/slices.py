@@ -186,7 +186,7 @@ class SliceSampler(Sampler):
         replacement: False makes a :class:`SliceSamplerWithoutReplacement` of the other arguments.
         process_group: ranks that hold a shard each. Every step then has ``"priority_weight"``, float32: the number of
             trajectories that this rank can draw (with ``weighting="transition"``: of starts), divided by the mean of
-            the ranks' (docs/scale.md). One all-gather of 16 bytes per rank and draw, no host sync with NCCL.
+            the ranks' (docs/scale.md). One all-gather of 24 bytes per rank and draw, no host sync with NCCL.
 
     Raises:
         TypeError: neither or both of ``num_slices`` and ``slice_len`` are given, or ``process_group`` is none of which

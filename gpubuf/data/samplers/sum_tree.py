@@ -315,8 +315,12 @@ class SumTree:
     @property
     def max_priority(self) -> Tensor:
         """Largest priority ever given, before the transformation; 1.0 until there was one: float64, 0-dim."""
-        largest = self.scalars[MAX_PRIORITY]
-        return torch.where(largest < 0, 1.0, largest)
+        return torch.where(self.largest_given < 0, 1.0, self.largest_given)
+
+    @property
+    def largest_given(self) -> Tensor:
+        """:attr:`max_priority` as it is kept, negative until there was a priority: float64, 0-dim, a view."""
+        return self.scalars[MAX_PRIORITY]
 
     @property
     def refused(self) -> Tensor:

@@ -149,7 +149,7 @@ class RandomSampler(Sampler):
     Args:
         replacement: False makes a :class:`SamplerWithoutReplacement` of the other arguments.
         process_group: ranks that hold a shard each. Every batch then has ``"priority_weight"``, float32: the number of
-            rows of this rank's shard, divided by the mean of the ranks' (docs/scale.md). One all-gather of 16 bytes per
+            rows of this rank's shard, divided by the mean of the ranks' (docs/scale.md). One all-gather of 24 bytes per
             rank and draw, no host sync with NCCL. Of one rank all weights are 1.
 
     Raises:
