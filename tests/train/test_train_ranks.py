@@ -142,7 +142,7 @@ def test_collectives_of_a_step(found):
         sizes = [size for _, size in each["calls"]]
         statistics = sizes[:2]
         assert statistics == [4 * 2 * 8, 4 * 1 * 8]
-        assert sizes[2:] == 2 * [16, each["gradient bytes"]]
+        assert sizes[2:] == 2 * [24, each["gradient bytes"]]
 
 
 def test_one_folder_and_one_evaluation(found, folder):
