@@ -52,7 +52,13 @@ def taken_over(kind: Class, loader: Any) -> Docstring | None:
         return None
     module, _, name = other.partition(".")
     found = loader.modules_collection[f"{kind.resolve(module)}.{name}" if name else kind.resolve(module)].docstring
-    return None if found is None else Docstring(found.value, parent=kind)
+    return found and again(found, kind)
+
+
+def again(docstring: Docstring, kind: Class) -> Docstring:
+    """The docstring as that of another class, read by the same parser."""
+    options = {"parser": docstring.parser, "parser_options": docstring.parser_options}
+    return Docstring(docstring.value, parent=kind, **options)
 
 
 def classes(module: Module) -> Iterator[Class]:
@@ -73,7 +79,7 @@ class Roles(Extension):
         for kind in classes(pkg["torchrl"]):
             core = core_of(kind)
             if core is not None:
-                kind.docstring = core.docstring and Docstring(core.docstring.value, parent=kind)
+                kind.docstring = core.docstring and again(core.docstring, kind)
                 if "__init__" in kind.members and "__init__" in core.all_members:
                     own, init = kind.members["__init__"], core.all_members["__init__"]
                     own.parameters, own.docstring = init.parameters, init.docstring
