@@ -42,7 +42,10 @@ def run(options: dict[str, Any]) -> int:
         policy = load_policy(folder)
     except (FileNotFoundError, ValueError) as error:
         raise UsageError(str(error)) from None
-    env = make(name, render_mode="human" if video is None else "rgb_array")
+    try:
+        env = make(name, render_mode="human" if video is None else "rgb_array")
+    except TypeError as error:  # an environment whose class takes no render_mode
+        raise UsageError(f"{name} can't be drawn: {error}") from None
     frames: list[Any] = []
     try:
         for episode in range(options["episodes"]):
