@@ -21,6 +21,7 @@ import importlib.util
 import os
 import posixpath
 import re
+import textwrap
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -104,7 +105,11 @@ def example_page(source: str) -> str:
     title, _, rest = (ast.get_docstring(ast.parse(text)) or "").partition("\n")
     # The docstring is above the code already.
     code = text[text.index('"""', text.index('"""') + 3) + 3 :].strip()
-    about = rest.strip().replace("``", "`")
+    about = rest.strip("\n").replace("``", "`")
+    # Indented lines are commands.
+    about = re.sub(
+        r"(?m)(?:^ {4}\S.*$\n?)+", lambda lines: f"```sh\n{textwrap.dedent(lines[0])}```\n", about + "\n"
+    ).strip()
     return f'# {title.rstrip(".")}\n\n{about}\n\n```python title="{source}"\n{code}\n```\n'
 
 
@@ -326,7 +331,7 @@ def with_tests(markdown: str, repository: str) -> str:
         more = f" and {len(tests) - 3} more" if len(tests) > 3 else ""
         return f"| {match[1]} | {match[2]} | {'<br>'.join(links)}{more} |"
 
-    markdown = markdown.replace("| number | case |\n| --- | --- |", "| number | case | tests |\n| --- | --- | --- |")
+    markdown = markdown.replace("| number | case |\n| ---: | --- |", "| number | case | tests |\n| ---: | --- | --- |")
     return CASE.sub(row, markdown)
 
 

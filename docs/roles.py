@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from griffe import Attribute, Class, Docstring, Extension, Module, Object
+from griffe import Attribute, Class, Docstring, Extension, Function, Module, Object, Parameters
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hooks import ROLE, core_of, public_paths
@@ -52,7 +52,23 @@ def taken_over(kind: Class, loader: Any) -> Docstring | None:
         return None
     module, _, name = other.partition(".")
     found = loader.modules_collection[f"{kind.resolve(module)}.{name}" if name else kind.resolve(module)].docstring
-    return None if found is None else Docstring(found.value, parent=kind)
+    return found and again(found, kind)
+
+
+def unwrapped(function: Function, loader: Any) -> None:
+    """Show a function that says ``@functools.wraps(module.other)`` with the other one's arguments and docstring."""
+    for decorator in function.decorators:
+        other = re.fullmatch(r"functools\.wraps\((\w+)\.(\w+)\)", str(decorator.value))
+        if other is not None:
+            found = loader.modules_collection[f"{function.parent.resolve(other[1])}.{other[2]}"]
+            function.parameters, function.returns = Parameters(*found.parameters), found.returns
+            function.docstring = found.docstring and again(found.docstring, function)
+
+
+def again(docstring: Docstring, kind: Object) -> Docstring:
+    """The docstring as that of another object, read by the same parser."""
+    options = {"parser": docstring.parser, "parser_options": docstring.parser_options}
+    return Docstring(docstring.value, parent=kind, **options)
 
 
 def classes(module: Module) -> Iterator[Class]:
@@ -73,7 +89,7 @@ class Roles(Extension):
         for kind in classes(pkg["torchrl"]):
             core = core_of(kind)
             if core is not None:
-                kind.docstring = core.docstring and Docstring(core.docstring.value, parent=kind)
+                kind.docstring = core.docstring and again(core.docstring, kind)
                 if "__init__" in kind.members and "__init__" in core.all_members:
                     own, init = kind.members["__init__"], core.all_members["__init__"]
                     own.parameters, own.docstring = init.parameters, init.docstring
@@ -81,6 +97,8 @@ class Roles(Extension):
     def on_object(self, *, obj: Object, loader: Any, **kwargs: Any) -> None:
         if obj.docstring is None and isinstance(obj, Class):
             obj.docstring = taken_over(obj, loader)
+        if isinstance(obj, Function):
+            unwrapped(obj, loader)
         if obj.docstring is None:
             return
         integration = obj.path.startswith("gpubuf.integrations.")

@@ -1,4 +1,6 @@
-"""Processes that collect, and one that learns: soft actor-critic with writers in other processes.
+"""Collectors in other processes.
+
+Soft actor-critic whose rows come from writers beside it:
 
     python examples/collectors.py
     python examples/collectors.py --env HalfCheetah-v5 --collectors 8 --steps 100000

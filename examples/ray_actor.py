@@ -1,7 +1,8 @@
-"""A replay buffer for many machines: an actor of Ray owns it, collectors are tasks, and this process learns.
+"""A replay buffer in an actor of Ray.
 
-Learns the values of a random walk. The actor saves its buffer after every round, and Ray starts it again if its process
-ends: kill the one whose number is printed, and the run goes on with the rows of the last save.
+The actor owns the buffer, tasks collect on many machines, and this process learns the values of a random walk. The
+actor saves its buffer after every round, and Ray starts it again if its process ends: kill the one whose number is
+printed, and the run goes on with the rows of the last save.
 
     python examples/ray_actor.py --folder /tmp/replay
 

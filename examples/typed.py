@@ -1,6 +1,6 @@
-"""Checked by mypy and pyright: what calls take and return, as an editor shows it.
+"""Types, checked by mypy and pyright.
 
-Runs one update of soft actor-critic with prioritized replay:
+What calls take and return, as an editor shows it, in one update of soft actor-critic with prioritized replay:
 
     python examples/typed.py
 """

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import os
+import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import gpubuf
 from gpubuf.commands import compare, info, inspect, plan, train, tune, watch
@@ -29,16 +32,40 @@ COMMANDS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line: the usage of a command can be longer than a screen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def unrecognized(words: Sequence[str], known: Iterable[str]) -> str:
+    """What to say of the first word that a command doesn't know."""
+    name = words[0].partition("=")[0]
+    text = f"unrecognized arguments: {' '.join(words)}"
+    if not name.startswith("-"):
+        return f"{text}; an option takes one value, and a list is written with commas, as in --hidden 256,256"
+    # --lr stands for --learning-rate, --steps for --total-steps.
+    short = [option for option in known if "".join(word[:1] for word in option[2:].split("-")) == name.lstrip("-")]
+    part = [option for option in known if option.startswith(name) or option.endswith(name[1:])]
+    near = short or part or difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"{text}; did you mean {' or '.join(near)}?" if near else text
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (by default those of the process) and return the exit code."""
     about = "Replay buffers that stay on the GPU, and training with them."
-    parser = argparse.ArgumentParser(prog="gpubuf", description=about)
+    parser = Parser(prog="gpubuf", description=about)
     parser.add_argument("--version", action="version", version=f"gpubuf {gpubuf.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in COMMANDS.values():
         module.add(commands)
-    options = vars(parser.parse_args(arguments))
+    parsed, unknown = parser.parse_known_args(arguments)
+    options = vars(parsed)
     command = options.pop("command")
+    if unknown:
+        chosen = commands.choices[command]
+        chosen.error(unrecognized(unknown, re.findall(r"--[\w-]+", chosen.format_usage())))
     try:
         code: int = COMMANDS[command].run(options)
         # A full disk, or a reader that has gone, must show here.

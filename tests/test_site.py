@@ -129,6 +129,11 @@ def test_the_cases_name_their_tests(hooks: ModuleType):
     assert all(("/blob/main/tests/" in tests) if "*later*" not in case else tests == "" for case, tests in rows)
 
 
+def test_commands_of_an_example_are_code(hooks: ModuleType):
+    page = hooks.example_page("examples/collectors.py")
+    assert "```sh\npython examples/collectors.py\npython examples/collectors.py --env HalfCheetah-v5" in page
+
+
 def test_nothing_is_loaded_from_elsewhere():
     """The site works without a network: no fonts, scripts or pictures of other hosts."""
     config = (ROOT / "mkdocs.yml").read_text()
@@ -150,5 +155,7 @@ def test_the_site_builds(tmp_path: Path):
     )
     assert run.returncode == 0, run.stdout + run.stderr
     for page in tmp_path.rglob("*.html"):
-        loaded = re.findall(r"<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=\"(https?://[^\"]+)", page.read_text())
+        text = page.read_text()
+        loaded = re.findall(r"<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=\"(https?://[^\"]+)", text)
         assert not [url for url in loaded if not url.startswith("https://repository.example/")], page
+        assert not re.search(r"<p>(?:Args|Returns|Raises):", text), f"{page} shows a docstring that nothing has parsed"

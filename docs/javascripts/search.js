@@ -1,10 +1,12 @@
 // The theme makes a prefix of every word of a query, so that "in" and "n" match all pages, and "goal" is worth no more
 // than "goalkeeper". Here short words stand for themselves, words without a meaning are left out, and a whole word
 // counts more than a prefix.
-const meaningless = /^(a|an|and|are|can|do|does|for|from|have|her|how|i|in|is|it|its|my|of|on|or|the|to|use|what|when|with)$/i;
+const meaningless = /^(a|an|and|are|can|do|does|for|from|have|how|i|in|is|it|its|my|of|on|or|the|to|use|what|when|with)$/i;
 
 function rewritten(query) {
   if (/["+^~]/.test(query)) return query;
+  // The index has no word "her".
+  query = query.replace(/\bher\b/gi, "hindsight");
   const words = query.split(/[\s\-_.]+/).filter((word) => word && !meaningless.test(word));
   return words.map((word) => (word.length < 3 ? `${word}^4` : `${word} ${word}^8`)).join(" ") || query;
 }

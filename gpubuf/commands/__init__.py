@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+from gpubuf.train.config import UsageError
+
+#: Endings of pictures of curves.
+PLOTS = (".png", ".svg", ".pdf")
+
 
 def whole_number(text: str) -> int:
-    """A whole number as people write it: 1000000, 1_000_000, 1e6 or 1M; argparse names the option."""
+    """A whole number as people write it: 1000000, 1_000_000, 1e6 or 1M."""
     times = {"k": 10**3, "m": 10**6, "g": 10**9}.get(text[-1:].lower(), 1)
-    number = float(text if times == 1 else text[:-1]) * times
-    if not number.is_integer():
-        raise ValueError(text)
-    return int(number) if times > 1 or "e" in text.lower() else int(text)
+    try:
+        number = float(text if times == 1 else text[:-1]) * times
+        if not number.is_integer():
+            raise ValueError(text)
+        return int(number) if times > 1 or "e" in text.lower() else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number such as 10000, 1e4 or 10k, got {text!r}") from None
 
 
-whole_number.__name__ = "whole number"  # argparse shows it: invalid whole number value: '1.5'
+def check_ending(option: str, path: Path | None, endings: Collection[str]) -> None:
+    """Refuse a file that can't be written in the format of its name, before anything long begins."""
+    if path is not None and path.suffix.lower() not in endings:
+        raise UsageError(f"{option} takes a file that ends in {', '.join(endings)}, got {path}")
+
+
+def find_modules_here() -> None:
+    """Import ``module:id`` from the working directory too, as ``python -m gpubuf`` does."""
+    if "" not in sys.path:
+        sys.path.append("")

@@ -8,6 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from gpubuf.commands import PLOTS, check_ending
 from gpubuf.terminal import show
 from gpubuf.train.config import CHANGEABLE_ON_RESUME, CONFIG_FILE, TrainConfig, UsageError
 from gpubuf.train.metrics import METRICS_FILE, draw_bands, read
@@ -19,6 +20,7 @@ _NO_MATTER = CHANGEABLE_ON_RESUME | {"seed", "eval_every", "log_every", "buffer_
 
 
 def run(options: dict[str, Any]) -> int:
+    check_ending("--out", options["out"], PLOTS)
     found = {folder: TrainConfig.read(folder) for given in options["runs"] for folder in run_folders(given)}
     names = labels(found)
     curves: dict[str, dict[str, list[Points]]] = {}

@@ -6,11 +6,13 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from gpubuf.commands import PLOTS, check_ending
 from gpubuf.train.config import UsageError
 
 
 def run(options: dict[str, Any]) -> int:
     plot: Path | None = options["plot"]
+    check_ending("--plot", plot, PLOTS)
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError('--plot needs matplotlib: pip install "gpubuf[train]"')
 
@@ -83,4 +85,6 @@ def add(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="what buffer.save() wrote, or the folder of a run")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the lengths and returns of episodes")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw lengths and returns of episodes, .png, .svg or .pdf"
+    )

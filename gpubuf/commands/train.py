@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpubuf.commands import whole_number
+from gpubuf.commands import find_modules_here, whole_number
 from gpubuf.train.config import (
     ALGORITHM_DEFAULTS,
     CHANGEABLE_ON_RESUME,
@@ -41,6 +41,8 @@ def run(options: dict[str, Any]) -> int:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f'training needs {", ".join(missing)}; pip install "gpubuf[train]"')
+
+    find_modules_here()
 
     from gpubuf.train.collectors import CollectorLostError
     from gpubuf.train.environments import NotFiniteError

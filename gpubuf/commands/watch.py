@@ -8,16 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpubuf.commands import whole_number
+from gpubuf.commands import check_ending, find_modules_here, whole_number
 from gpubuf.train.config import TORCH_PREFIX, TrainConfig, UsageError
 
-#: Endings of files that Pillow writes; imageio writes others.
+#: Endings of files that Pillow writes, and of those that imageio does.
 PICTURES = (".gif", ".webp", ".png")
+FILMS = (".mp4", ".mkv", ".mov", ".avi", ".webm")
 
 
 def run(options: dict[str, Any]) -> int:
     folder: Path = options["run"]
     video: Path | None = options["video"]
+    check_ending("--video", video, PICTURES + FILMS)
     name: str = options["env"] or TrainConfig.read(folder).env
     if name.startswith(TORCH_PREFIX):
         raise UsageError(
@@ -35,11 +37,15 @@ def run(options: dict[str, Any]) -> int:
     from gpubuf.train.algorithms import load_policy
     from gpubuf.train.gymnasium_environments import make
 
+    find_modules_here()
     try:
         policy = load_policy(folder)
     except (FileNotFoundError, ValueError) as error:
         raise UsageError(str(error)) from None
-    env = make(name, render_mode="human" if video is None else "rgb_array")
+    try:
+        env = make(name, render_mode="human" if video is None else "rgb_array")
+    except TypeError as error:  # an environment whose class takes no render_mode
+        raise UsageError(f"{name} can't be drawn: {error}") from None
     frames: list[Any] = []
     try:
         for episode in range(options["episodes"]):
