@@ -44,3 +44,20 @@ def each_option(
 def first_quick(values: Iterable[Any], n: int = 1) -> list[Any]:
     """Values for ``pytest.mark.parametrize``, such as seeds: all but the first ``n`` are slow."""
     return [pytest.param(value, marks=() if i < n else pytest.mark.slow) for i, value in enumerate(values)]
+
+
+def on_both(cases: Iterable[Any], quick: Callable[[Any], bool], gate: Sequence[Any] = ()) -> list[Any]:
+    """Cases on both backends, for ``pytest.mark.parametrize`` with ``indirect=["backend"]``.
+
+    Through Triton's interpreter all are slow but ``quick`` ones. The gates run them all the same, or those of ``gate``.
+    """
+    slow = [pytest.mark.slow, pytest.mark.interpreted]
+    return [
+        pytest.param(
+            backend,
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=[pytest.mark.gate] * (case in gate) + slow * (backend == "triton" and not quick(case)),
+        )
+        for case in cases
+        for backend in ("numba", "triton")
+    ]
