@@ -57,9 +57,12 @@ def _quick_interpreter() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["numba", "triton"])
+@pytest.fixture(params=["numba", pytest.param("triton", marks=pytest.mark.slow)])
 def backend(request: pytest.FixtureRequest):
-    """Run a test through the CPU twins and again through the Triton launchers under the interpreter."""
+    """Run a test through the CPU twins and, where slow tests run, through the Triton launchers under the interpreter.
+
+    Quick runs launch all kernels in tests/kernels, and those of a few buffers in their contract.
+    """
     with triton_on_cpu(request.param == "triton"):
         yield request.param
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
@@ -102,6 +101,12 @@ class BufferContract:
             if value != type(self).__dataclass_fields__[name].default
         ]
         return ", ".join(told) or "plain"
+
+    @property
+    def options(self) -> list[tuple[str, Any]]:
+        """What it is made of. Of a number only counts whether it is more than usual."""
+        own = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return [(name, value if isinstance(value, str) else value != usual) for name, (value, usual) in own.items()]
 
     @property
     def capacity(self) -> int:
@@ -486,9 +491,6 @@ CONTRACTS = [
 ]
 
 
-def contracts(
-    suits: Callable[[BufferContract], bool] = lambda contract: True, *, quick: int | None = None
-) -> list[Any]:
-    """The contracts that suit a property, for ``pytest.mark.parametrize``. All but ``quick`` of them are slow tests."""
-    found = [contract for contract in CONTRACTS if suits(contract)]
-    return found[:quick] + [pytest.param(contract, marks=pytest.mark.slow) for contract in found[len(found[:quick]) :]]
+def contracts(suits: Callable[[BufferContract], bool] = lambda contract: True) -> list[BufferContract]:
+    """The contracts that suit a property, for ``pytest.mark.parametrize``."""
+    return [contract for contract in CONTRACTS if suits(contract)]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubuf.kernels import _registry, _threads
-from tests.contracts import pairwise
+from tests.contracts import covering, pairwise
 from tests.support.fake_cuda import fake_cuda
 from tests.support.precision import assert_no_worse
 
@@ -84,10 +84,19 @@ class KernelContract:
 
     @functools.cached_property
     def cases(self) -> list[Arguments]:
+        """With every pair of values."""
+        return self._chosen(pairwise)
+
+    @functools.cached_property
+    def few_cases(self) -> list[Arguments]:
+        """With every value."""
+        return self._chosen(covering)
+
+    def _chosen(self, few: Callable[..., list[tuple[int, ...]]]) -> list[Arguments]:
         axes = {**self.axes, "dtype": self.dtypes}
         # Values need not be hashable: places are.
         places = itertools.product(*(range(len(values)) for values in axes.values()))
-        chosen = pairwise([*places], lambda case: [*enumerate(case)])
+        chosen = few([*places], lambda case: [*enumerate(case)])
         return [{name: axes[name][i] for name, i in zip(axes, case, strict=True)} for case in chosen]
 
     def arguments(self, dtype: torch.dtype = F32, **options: Any) -> Arguments:
@@ -143,9 +152,9 @@ def _same(one: Found, other: Found) -> bool:
     return all(torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
 
 
-def _checked(contract: KernelContract, check: Callable[[Arguments, Arguments], None]) -> None:
-    """Every case; a failure says in which one it was."""
-    for case in contract.cases:
+def _checked(contract: KernelContract, check: Callable[[Arguments, Arguments], None], pairs: bool = True) -> None:
+    """Every case, with all pairs of values or with all values; a failure says in which one it was."""
+    for case in contract.cases if pairs else contract.few_cases:
         try:
             check(case, contract.arguments(**case))
         except BaseException as error:
@@ -153,7 +162,7 @@ def _checked(contract: KernelContract, check: Callable[[Arguments, Arguments], N
             raise
 
 
-def check_values(contract: KernelContract) -> None:
+def check_values(contract: KernelContract, pairs: bool) -> None:
     """No further from the float64 truth than plain PyTorch in the same dtype, in values and in gradients.
 
     Where nothing counts, a mean and its gradients are 0 by contract and NaN by the formula.
@@ -179,7 +188,7 @@ def check_values(contract: KernelContract) -> None:
             tolerance = contract.coarse * ROUNDING[got.dtype]
             assert_no_worse(got, near.nan_to_num(0), exact.nan_to_num(0), tolerance)
 
-    _checked(contract, check)
+    _checked(contract, check, pairs)
 
 
 def check_mixed(contract: KernelContract) -> None:
@@ -204,17 +213,17 @@ def strided(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(-1).repeat(*[1] * tensor.ndim, 2)[..., 0]
 
 
-def check_strides(contract: KernelContract) -> None:
+def check_strides(contract: KernelContract, pairs: bool) -> None:
     """Strided arguments and expanded gradients give, run after run, the bits of dense ones: sums have one order."""
 
     def check(case: Arguments, arguments: Arguments) -> None:
         moved = {n: strided(a) if isinstance(a, Tensor) and a.ndim else a for n, a in arguments.items()}
         assert _same(differentiated(contract, arguments, None, "one"), differentiated(contract, moved, None, "one"))
 
-    _checked(contract, check)
+    _checked(contract, check, pairs)
 
 
-def check_masks(contract: KernelContract) -> None:
+def check_masks(contract: KernelContract, pairs: bool) -> None:
     """What a masked row holds, NaN too, reaches neither the loss nor a gradient; its own gradients are 0."""
 
     def check(case: Arguments, arguments: Arguments) -> None:
@@ -234,7 +243,7 @@ def check_masks(contract: KernelContract) -> None:
             if name in contract.rows:
                 assert not grad.index_select(contract.rows[name], masked).any()
 
-    _checked(contract, check)
+    _checked(contract, check, pairs)
 
 
 def check_refused(contract: KernelContract) -> None:

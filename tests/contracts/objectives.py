@@ -158,8 +158,9 @@ BATCH_NORMS = {
     for kind, make in NORMALISED.items()
 }
 
-#: Those whose compiled code is of a kind of its own.
+#: Those whose compiled code is of a kind of its own. The first two run in quick tests: of values, and of distributions.
 COMPILED = {
+    **{name: CLASSES[name] for name in ("SACLoss", "DistributionalSACLoss")},
     **{name: CLASSES[name] for name in CLASSES if name != "CrossQLoss"},
     "SACLoss, value network and lambda returns": LossContract(_both),
     "CrossQLoss, batch norms, vmap": BATCH_NORMS["CrossQLoss, batch norms, vmap"],

@@ -114,6 +114,11 @@ class SamplerContract:
         return ", ".join(filter(None, told))
 
     @property
+    def options(self) -> list[tuple[str, Any]]:
+        """What it is made of."""
+        return [(name, getattr(self, name)) for name in ("kind", "form", "ends", "envs")]
+
+    @property
     def slices(self) -> bool:
         return "slices" in self.kind
 
@@ -460,7 +465,7 @@ SAMPLERS = pairwise(
         for ends in (ENDS if "slices" in kind else ["done", "identifiers"] if "hindsight" in kind else ["done"])
         for envs in ((1,) if kind == "consuming" else (1, 2))
     ],
-    lambda each: (("kind", each.kind), ("form", each.form), ("ends", each.ends), ("envs", each.envs)),
+    lambda each: each.options,
 )
 
 

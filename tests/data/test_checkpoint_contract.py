@@ -27,6 +27,7 @@ from gpubuf.data.checkpoints import files, restore
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import Pieces
 from gpubuf.data.storage.storage import TensorStorage
+from tests.contracts import each_option
 from tests.contracts.buffers import STEPS, BufferContract, contracts
 from tests.contracts.checkpoints import (
     FILE_BYTES,
@@ -42,7 +43,7 @@ from tests.contracts.checkpoints import (
 )
 from tests.support.interrupts import interrupted
 
-every = pytest.mark.parametrize("contract", contracts(), ids=str)
+each = pytest.mark.parametrize("contract", each_option(contracts()), ids=str)
 prioritized = BufferContract(sampler="prioritized slices", generations=True)
 
 
@@ -55,7 +56,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-@every
+@each
 @pytest.mark.parametrize("n", [60, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_changed_bytes(contract: BufferContract, n: int, tmp_path: Path):
     """Whatever byte of whatever file was changed: refused, unless the files say the same all the same."""
@@ -69,7 +70,7 @@ def test_changed_bytes(contract: BufferContract, n: int, tmp_path: Path):
     assert n_refused > 0.7 * n
 
 
-@every
+@each
 @pytest.mark.parametrize("n", [60, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_changed_meaning(contract: BufferContract, n: int, tmp_path: Path):
     """Fields that no save has written, with all checksums right: refused, or loaded as a whole."""
@@ -93,7 +94,7 @@ def test_changed_meaning(contract: BufferContract, n: int, tmp_path: Path):
     assert 0.2 * n < n_refused < n
 
 
-@pytest.mark.parametrize("contract", contracts(lambda contract: contract.storage != "list"), ids=str)
+@pytest.mark.parametrize("contract", each_option(contracts(lambda contract: contract.storage != "list")), ids=str)
 def test_a_save_writes_what_has_changed(contract: BufferContract, tmp_path: Path):
     contract = replace(contract, steps=200)
     buffer, model = contract.filled(205)
@@ -131,8 +132,7 @@ def test_cut_short_before_every_step(contract: BufferContract, tmp_path: Path, m
     assert outcomes[0] is False
 
 
-@every
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("contract", "late"), each_option(contracts(), [False, True]), ids=str)
 def test_a_part_that_fails_leaves_the_buffer_as_it_was(contract: BufferContract, late: bool, tmp_path: Path):
     """Also a part of the user's own, with what it keeps itself, and the memory of the rows, and the next batches."""
     target = Target(tmp_path / "c", contract)
@@ -239,7 +239,9 @@ def test_a_second_signal_waits_until_the_buffer_is_put_back(monkeypatch: pytest.
 
 # CPython tells of an interrupt while it closes a generator, and goes on.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("pace", [150, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "pace", [390, pytest.param(150, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("lines", [False, True])
 @pytest.mark.parametrize(
     ("contract", "room"),

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import multiprocessing
 import os
-import pickle
 import threading
 
 import pytest
 import torch
 import torch.multiprocessing
 
-from gpubuf import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
+from gpubuf import LazyTensorStorage, TensorDictReplayBuffer
+from tests.contracts.buffers import COPIES
 from tests.support.interrupted_buffers import CAPACITY, SAMPLERS, check, check_goes_on, steps, written
 
-STORAGES = {"memory": LazyTensorStorage, "files": LazyMemmapStorage}
 
-
-def by_torch(buffer):
-    file = io.BytesIO()
-    torch.save(buffer, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {"pickle": lambda buffer: pickle.loads(pickle.dumps(buffer)), "deepcopy": copy.deepcopy, "torch": by_torch}
-
-
-def used(sampler: str, storage: str = "memory", prefetch: int | None = None) -> TensorDictReplayBuffer:
+def used(sampler: str, prefetch: int | None = None) -> TensorDictReplayBuffer:
     """A buffer that has gone round, and has priorities."""
     torch.manual_seed(0)
     buffer = TensorDictReplayBuffer(
-        storage=STORAGES[storage](CAPACITY), sampler=SAMPLERS[sampler](), batch_size=8, prefetch=prefetch
+        storage=LazyTensorStorage(CAPACITY), sampler=SAMPLERS[sampler](), batch_size=8, prefetch=prefetch
     )
     for start in range(0, 90, 30):
         buffer.extend(steps(start, 30))
@@ -42,10 +28,10 @@ def used(sampler: str, storage: str = "memory", prefetch: int | None = None) -> 
     return buffer
 
 
-@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("how", ["pickle", "deepcopy", "torch.save"])
 def test_batches_prepared_ahead_stay_behind(how):
     """Case 55: the copy prepares its own."""
-    other = COPIES[how](used("prioritized", prefetch=2))
+    other = COPIES[how](None, used("prioritized", prefetch=2))
     assert len(other._prefetcher) == 0
     check_goes_on(other)
     assert len(other._prefetcher) == 2
@@ -56,10 +42,9 @@ def _spawned(buffer, queue):
     queue.put(written(buffer))
 
 
-@pytest.mark.parametrize("sampler", ["prioritized slices"])
-def test_a_spawned_process_gets_a_copy(sampler):
+def test_a_spawned_process_gets_a_copy():
     """Case 55: also through ``torch.multiprocessing``, which would share the tensors it is given."""
-    buffer = used(sampler, prefetch=1)
+    buffer = used("prioritized slices", prefetch=1)
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     process = context.Process(target=_spawned, args=(buffer, queue))

@@ -28,6 +28,7 @@ from gpubuf.data import (
 from gpubuf.data.checkpoints import files
 from gpubuf.data.mixed_draws import Offsets, cut, owners
 from gpubuf.kernels._registry import triton_on_cpu
+from tests.contracts import first_quick
 from tests.contracts.checkpoints import cut_short
 from tests.contracts.mixes import MIXES, Count, Mix, MixHistory
 from tests.support.counted_launches import counted_launches
@@ -38,7 +39,7 @@ from tests.support.placements import Machine
 from tests.support.transitions import same, transitions
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", first_quick(range(3)))
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 def test_random_histories(mix: Mix, seed: int):
     """CASES 42, 45, 46, 60, 61: rows, shares, weights and generations; what goes back, copies and emptied buffers."""
@@ -552,7 +553,7 @@ def test_small_shares_in_a_graph(monkeypatch):
         step()
 
 
-@pytest.mark.parametrize("shares", ["whole", "numbers", "on the device"])
+@pytest.mark.parametrize("shares", first_quick(["on the device", "numbers", "whole"], 2))
 def test_compiled(shares):
     torch._dynamo.reset()
     results = []

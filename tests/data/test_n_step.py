@@ -33,6 +33,7 @@ from gpubuf import (
 from gpubuf.data import Sampler, Sequence
 from gpubuf.data.samplers.base import Drawn
 from gpubuf.modules import make_sac_actor, make_sac_critic
+from tests.contracts import first_quick
 from tests.support.counted_launches import counted_launches
 from tests.support.n_step_model import SAMPLERS, Model, agents_rows, filled, new
 from tests.support.placements import Machine
@@ -440,10 +441,10 @@ def test_environments_that_take_turns_are_named_for_every_window(kind):
         buffer.extend(rollouts(20, 8).reshape(-1))
 
 
-@pytest.mark.parametrize(("kind", "launches"), [("uniform", 1), ("prioritized", 2)])
-def test_launches_of_a_sample(interpreter, kind, launches):
+@pytest.mark.parametrize("kind", first_quick(["prioritized", "uniform"]))
+def test_launches_of_a_sample(interpreter, kind):
     """As many as without: one to draw and make all keys, two with priorities. A write takes one more."""
-    sampler = RandomSampler() if kind == "uniform" else PrioritizedSampler(100, 0.6, 0.4)
+    sampler, launches = (RandomSampler(), 1) if kind == "uniform" else (PrioritizedSampler(100, 0.6, 0.4), 2)
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, n_steps=3, batch_size=8)
     model = Model(100)
     buffer.extend(model.write(20))

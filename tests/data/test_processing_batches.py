@@ -29,6 +29,7 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
 )
 from gpubuf.data.processing.statistics import _kept
+from tests.contracts import first_quick
 from tests.support.counted_launches import counted_launches
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
@@ -195,7 +196,7 @@ def test_buffers_that_share_statistics_in_one_batch():
         MixedReplayBuffer([doubled, parts[0]], batch_size=16).sample()
 
 
-@pytest.mark.parametrize("prioritized", [False, True])
+@pytest.mark.parametrize("prioritized", first_quick([True, False]))
 def test_launches(interpreter, prioritized):
     """A batch takes one launch more than the choice by priority. A write takes one a key that is learnt from, and two
     for rewards, beside those that it takes anyway."""

@@ -16,6 +16,7 @@ from gpubuf import capture
 from gpubuf.data import ReplayBuffer
 from gpubuf.data.storage import placement
 from gpubuf.kernels.rows import FAULTS
+from tests.contracts import each_option
 from tests.contracts.buffers import COPIES, write
 from tests.contracts.samplers import (
     REFUSED,
@@ -49,8 +50,13 @@ def drawn(contract: SamplerContract, buffer: ReplayBuffer, model: Model, n: int 
 # What is drawn, and how often
 
 
-@pytest.mark.parametrize("steps", [STEPS - 3, STEPS + 8], ids=["begun", "wrapped"])
-@pytest.mark.parametrize("contract", samplers(lambda contract: not contract.epochs), ids=str)
+#: Steps of a buffer that has begun, and of one that has gone round.
+BEGUN, WRAPPED = STEPS - 3, STEPS + 8
+
+
+@pytest.mark.parametrize(
+    ("contract", "steps"), each_option(samplers(lambda contract: not contract.epochs), [BEGUN, WRAPPED]), ids=str
+)
 def test_frequencies(contract, steps):
     """CASES 3, 4, 7, 19, 20, 22: chi-square of the units of a large batch."""
     buffer, model = contract.filled(steps)
@@ -258,8 +264,7 @@ def test_histories_through_the_kernels(contract, interpreter):
 # The life of a buffer
 
 
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("contract", samplers(), ids=str)
+@pytest.mark.parametrize(("contract", "how"), each_option(samplers(), COPIES), ids=str)
 def test_copies_go_on_with_the_same_batches(contract, how):
     """CASES 10, 18, 55."""
     buffer, model = contract.filled()
@@ -439,7 +444,9 @@ def test_what_the_host_decides_is_not_captured(contract, monkeypatch):
         run(step.model.rows_of(2))
 
 
-@pytest.mark.parametrize("contract", samplers(lambda each: each.capturable and each.ends == "done"), ids=str)
+@pytest.mark.parametrize(
+    "contract", each_option(samplers(lambda each: each.capturable and each.ends == "done")), ids=str
+)
 def test_a_compiled_step_is_one_graph(contract):
     eager, compiled = Step(contract), Step(contract)
     due = eager.run(eager, 4)
@@ -448,7 +455,7 @@ def test_a_compiled_step_is_one_graph(contract):
         assert not differences(compiled.run(torch.compile(compiled.__call__, fullgraph=True, backend="eager"), 4), due)
 
 
-@pytest.mark.parametrize("contract", samplers(lambda contract: contract.capturable), ids=str)
+@pytest.mark.parametrize("contract", each_option(samplers(lambda contract: contract.capturable)), ids=str)
 def test_nothing_waits_for_the_gpu(contract):
     """CASES 28: on fake CUDA tensors, where reading a value raises."""
     rows = Model(contract).rows_of(STEPS + 3)

@@ -28,6 +28,7 @@ from gpubuf.data.storage.share_next import entries_of
 from gpubuf.kernels import _launching as launching
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import FAULTS, LOST
+from tests.contracts import first_quick
 from tests.support.shared_rows import WIDTH, Ring, Stream, check, same_bytes, shared
 
 # Capacity of the memory aside
@@ -201,7 +202,7 @@ def test_lost_rows_are_faults_on_a_gpu(backend):
 # Interrupts
 
 
-@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("place", first_quick([1, 3, 0, 2, 4], 2))
 @pytest.mark.parametrize("write", ["extend", "in place"])
 def test_a_write_that_is_interrupted_between_its_launches(write, place, monkeypatch):
     """Case 54: on a GPU a write is several launches; the next operation makes all of them again."""

@@ -16,6 +16,7 @@ from gpubuf import LazyTensorStorage, PrioritizedSampler, RandomSampler, ReplayB
 from gpubuf.data import Normalize, RewardScale
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.slices import SliceSampler
+from tests.contracts import first_quick
 from tests.support.graph_worlds import CAPACITY, SAMPLERS, WRITTEN, World, differences
 from tests.support.processing_setup import generator, steps
 from tests.support.transitions import transitions
@@ -50,7 +51,12 @@ def world(sampler: str, envs: int, learn: str | None = None, n_steps: int = 1) -
 
 @pytest.mark.parametrize(
     ("sampler", "envs", "n_steps"),
-    [("prioritized within the buffer", 1, 1), ("padded slices", 1, 1), ("prioritized slices", 2, 1), ("uniform", 2, 3)],
+    [
+        ("prioritized within the buffer", 1, 1),
+        ("uniform", 2, 3),
+        pytest.param("padded slices", 1, 1, marks=pytest.mark.slow),
+        pytest.param("prioritized slices", 2, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_no_break_and_no_recompilation(sampler, envs, n_steps):
     """While the buffer fills, wraps, is emptied, and is used in between by code that is not compiled."""
@@ -77,6 +83,7 @@ def test_no_break_and_no_recompilation(sampler, envs, n_steps):
     assert not differences(results[1], results[0])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_step_with_its_losses():
@@ -148,7 +155,7 @@ def _scaled() -> tuple[Callable[[TensorDict], tuple[Any, ...]], list[Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", first_quick(["aot_eager", "inductor"]))
 def test_batches_have_the_statistics_of_their_time(backend):
     """Also within one compiled step: those after the writes and updates before a batch, and no later ones."""
     if backend == "inductor" and shutil.which("g++") is None:

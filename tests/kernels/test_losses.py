@@ -11,9 +11,16 @@ import pytest
 import torch
 
 from tests.contracts import kernels as contract
+from tests.contracts import on_both
 from tests.contracts.losses import CONTRACTS
 
 every = pytest.mark.parametrize("name", CONTRACTS)
+#: Cases with all pairs of values; but few in quick runs through the interpreter, which is slow.
+cases = pytest.mark.parametrize(
+    ("backend", "pairs"),
+    [("triton", False), *on_both([True], quick=lambda pairs: False)],
+    indirect=["backend"],
+)
 
 
 def having(attribute: str) -> Any:
@@ -21,8 +28,9 @@ def having(attribute: str) -> Any:
 
 
 @every
-def test_values_and_gradients(backend, name):
-    contract.check_values(CONTRACTS[name])
+@cases
+def test_values_and_gradients(backend, name, pairs):
+    contract.check_values(CONTRACTS[name], pairs)
 
 
 @every
@@ -31,14 +39,16 @@ def test_mixed_dtypes(backend, name):
 
 
 @every
-def test_strides(backend, name):
-    contract.check_strides(CONTRACTS[name])
+@cases
+def test_strides(backend, name, pairs):
+    contract.check_strides(CONTRACTS[name], pairs)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy
 @having("rows")
-def test_masked_rows_reach_nothing(backend, name):
-    contract.check_masks(CONTRACTS[name])
+@cases
+def test_masked_rows_reach_nothing(backend, name, pairs):
+    contract.check_masks(CONTRACTS[name], pairs)
 
 
 @having("refused")

@@ -18,6 +18,7 @@ from gpubuf.kernels.config import RowsConfig
 from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, DRAWN, LAST, MAX_PAD, NEXT, OFF, STEPS, SUM, _launch
 from gpubuf.kernels.rows._cpu import gather_into, sample_into
 from gpubuf.kernels.rows._triton_tiles import quotient, rows_and_columns, unit_shift
+from tests.contracts import on_both
 from tests.contracts.rows import (
     COPIED,
     SHARED,
@@ -100,7 +101,9 @@ def check_reads(store: Store, seed: int, n_steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.gate] * (name in OF_THE_GATES)) for name in STORES]
+    ("backend", "name"),
+    on_both(STORES, lambda name: name in ("copied", "fields", "shared, records"), OF_THE_GATES),
+    indirect=["backend"],
 )
 def test_histories(backend, name):
     """CASES 11, 15, 36, 37, 39, 46: writes of every length, in place and stale ones, and reads of what is there."""
@@ -166,21 +169,35 @@ def test_an_emptied_ring_goes_on(backend):
 # Copies
 
 
-@pytest.mark.gate
-def test_every_way_to_copy_a_row(backend):
+WIDTHS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 127, 128, 129, 255, 300, 4096, 4097)
+#: Widths of rows, and how many there are.
+WIDE: dict[str, tuple[tuple[int, ...], int]] = {
+    "of any width": (WIDTHS, 9),
+    "of many keys": ((1,) * 130, 4),
+    "of none": ((), 5),
+    "many": ((1, 1), 700),
+    "large": ((2**20,), 2),
+}
+INTERPRETED = ("of any width", "of many keys", "of none")
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"), on_both(WIDE, lambda name: name == "of none", INTERPRETED), indirect=["backend"]
+)
+def test_every_way_to_copy_a_row(backend, name):
     """Rows of any width; larger ones than a span; one key over several programs; more keys than one launch writes."""
-    narrow = byte_rows(1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 127, 128, 129, 255, 300, 4096, 4097)
-    stores = [(narrow, 9), (byte_rows(1) * 130, 4), ([], 5), (byte_rows(1, 1), 700), (byte_rows(2**20), 2)]
-    for specs, capacity in stores if backend == "numba" else stores[:3]:
-        store = Store(specs, capacity, written=capacity, copied=True)
-        index = torch.arange(capacity).flip(0) - 1
-        assert_same(store.gather(index)[0], expected_batch(store, index.tolist()))
-        ring, sources = store.reference(), store.batch(2, 1)
-        store.extend(sources, 2)
-        ring.extend(sources, 2)
-        store.write(sources, torch.tensor([1, 0]))
-        ring.write(sources, [1, 0])
-        assert_store(store, ring)
+    if backend == "triton" and name not in INTERPRETED:
+        pytest.skip("the interpreter is slow")
+    widths, capacity = WIDE[name]
+    store = Store(byte_rows(*widths), capacity, written=capacity, copied=True)
+    index = torch.arange(capacity).flip(0) - 1
+    assert_same(store.gather(index)[0], expected_batch(store, index.tolist()))
+    ring, sources = store.reference(), store.batch(2, 1)
+    store.extend(sources, 2)
+    ring.extend(sources, 2)
+    store.write(sources, torch.tensor([1, 0]))
+    ring.write(sources, [1, 0])
+    assert_store(store, ring)
 
 
 @pytest.mark.parametrize("shift", [1, 2, 4, 8, 16])
@@ -276,7 +293,9 @@ def test_windows_over_words(backend, n_steps, envs, layout):
     assert generation.tolist() == [2 if row % store.capacity < 70 * envs else 1 for row in index.tolist()]
 
 
-@pytest.mark.parametrize("elements", [1, 3, 310])
+@pytest.mark.parametrize(
+    ("backend", "elements"), on_both([1, 3, 310], lambda elements: elements == 3), indirect=["backend"]
+)
 def test_sums(backend, elements):
     """Reward vectors of any dtype, summed in float64, the drawn row first."""
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.bool)
@@ -296,7 +315,9 @@ def test_sums(backend, elements):
 
 @pytest.mark.gate
 @pytest.mark.parametrize("mirror", [OFF, DOUBLED])
-@pytest.mark.parametrize(("n", "size"), [(1, 1), (7, 3), (256, 50)])
+@pytest.mark.parametrize(
+    ("backend", "n", "size"), on_both([(1, 1), (7, 3), (256, 50)], lambda case: case[0] < 256), indirect=["backend"]
+)
 def test_the_law_of_a_sample(backend, n, size, mirror):
     """Case 38: bit for bit from the Philox uniforms; the newest rows as all others; copied rows draw alike."""
     rngs = [philox.new_state(7, "cpu") for _ in range(3)]

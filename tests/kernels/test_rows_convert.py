@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gpubuf.kernels.rows import DRAWN, DTYPES, LAST
+from tests.contracts import on_both
 from tests.contracts.rows import (
     FLOATS,
     INTEGERS,
@@ -42,8 +43,13 @@ def in_rows(numbers: torch.Tensor, elements: int) -> torch.Tensor:
     return numbers[: numbers.numel() // elements * elements].view(-1, elements)
 
 
-@pytest.mark.parametrize("written", [torch.float32, torch.float64])
-@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+HALVED = [(torch.float16, torch.float32), (torch.bfloat16, torch.float64)]
+ROUNDED = list(itertools.product([torch.float16, torch.bfloat16, torch.float32], [torch.float32, torch.float64]))
+
+
+@pytest.mark.parametrize(
+    ("backend", "stored", "written"), on_both(ROUNDED, lambda case: case in HALVED), indirect=["backend"]
+)
 def test_writes_round_as_torch_does(backend, written, stored):
     """Case 41: to the nearest, half to even, subnormals, overflow, NaN and infinity, at every half."""
     source = in_rows(awkward(written), 4097)

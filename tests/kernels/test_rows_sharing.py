@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpubuf.kernels.rows import DRAWN, LOST, NEXT
+from tests.contracts import on_both
 from tests.contracts.rows import SHARED, Spec, Store, assert_same, assert_store, expected_batch
 from tests.support.fuzzing import examples
 
@@ -85,7 +86,9 @@ class Model:
                 assert_same([found[f]], [torch.stack([self.rows[number][f] for number in numbers])])
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("backend", "capacity"), on_both([1, 2, 4], lambda capacity: capacity == 2), indirect=["backend"]
+)
 def test_every_pattern_of_observations(backend, capacity):
     """Case 39, 40: observations of two values, so that a successor is right or wrong by chance, one or two rows a
     write, and one or two entries: writes are refused exactly if the definition says so.
@@ -105,7 +108,11 @@ def test_every_pattern_of_observations(backend, capacity):
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize(("layout", "envs"), [("plain", 3), ("split", 1), ("record", 3)])
+@pytest.mark.parametrize(
+    ("backend", "layout", "envs"),
+    on_both([("plain", 3), ("split", 1), ("record", 3)], lambda case: case[0] == "split"),
+    indirect=["backend"],
+)
 def test_random_histories(backend, layout, envs):
     """Case 39: several keys, a prefix, n-step windows over trajectories with true final observations."""
     store = Store(SHARED, 13 * envs, envs, slots=13 * envs, layout=layout)

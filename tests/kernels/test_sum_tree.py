@@ -29,6 +29,7 @@ from gpubuf.kernels.philox.reference import uniforms
 from gpubuf.kernels.sum_tree._cpu_node import choose_leaf, choose_node
 from gpubuf.kernels.sum_tree._triton import choose_child
 from gpubuf.kernels.sum_tree.reference import WeightList
+from tests.contracts import on_both
 from tests.support.fuzzing import examples
 from tests.support.sum_tree_checks import assert_consistent, bitmap, bits_of, chi_square, chi_square_bound
 
@@ -274,8 +275,11 @@ RUNS = {
 }
 
 
+OF_THE_GATES = ("run", "with gaps")
+
+
 @pytest.mark.parametrize(
-    "rows", [pytest.param(rows, marks=[pytest.mark.gate] * (rows in ("run", "with gaps"))) for rows in RUNS]
+    ("backend", "rows"), on_both(RUNS, lambda rows: rows in OF_THE_GATES, OF_THE_GATES), indirect=["backend"]
 )
 def test_marks_and_refreshes_of_runs(backend, rows):
     """One program looks whether rows follow each other: then it recomputes the nodes above them as they lie."""
@@ -805,8 +809,13 @@ def test_build_update_mark_and_refresh_agree_to_the_bit(capacity, fan_out, geome
         check()
 
 
+SMALL = (2000, 4, 50)
+
+
 @pytest.mark.parametrize(
-    ("capacity", "fan_out", "n"), [pytest.param(2000, 4, 50, marks=pytest.mark.gate), (4000, 8, 50), (16_000, 16, 62)]
+    ("backend", "capacity", "fan_out", "n"),
+    on_both([SMALL, (4000, 8, 50), (16_000, 16, 62)], lambda case: case == SMALL, [SMALL]),
+    indirect=["backend"],
 )
 def test_minima_and_maxima_follow_an_update_of_few_rows(backend, capacity, fan_out, n):
     """Fewer than level 2 has nodes: weights rise, fall, tie and vanish; rows share nodes, and are named twice."""

@@ -19,6 +19,7 @@ from gpubuf.kernels.trajectories import Rule, _launch, reference
 from gpubuf.kernels.trajectories._cpu import prepared_ends
 from gpubuf.kernels.trajectories._triton import nodes_of, words_of
 from gpubuf.kernels.trajectories._triton_update import run_above, run_of_bytes, run_of_steps
+from tests.contracts import on_both
 from tests.contracts.trajectories import Index
 
 # The contract
@@ -57,8 +58,22 @@ INDICES = {
 OF_THE_GATES = ("ids of two steps", "two memories", "several words", "levels of sums")
 
 
+#: All kinds of rules, flags, identifiers, memories and levels, each once.
+INTERPRETED = (
+    "a step",
+    "ids of two steps",
+    "less than a word",
+    "a word",
+    "ids in two memories",
+    "far beyond",
+    "levels of sums",
+)
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.gate] * (name in OF_THE_GATES)) for name in INDICES]
+    ("backend", "name"),
+    on_both(INDICES, lambda name: name in INTERPRETED, OF_THE_GATES),
+    indirect=["backend"],
 )
 def test_every_shape_of_index(backend, name):
     """CASES 15, 16, 19, 21: writes of every size into rings of every shape, over several wraps, by every rule.

@@ -19,6 +19,7 @@ from gpubuf.train.algorithms import StickyNoise
 from gpubuf.train.config import ALGORITHM_DEFAULTS
 from gpubuf.train.torch_environments import Pendulum
 from gpubuf.train.trainer import Trainer
+from tests.contracts import first_quick
 from tests.support.fake_cuda import DataDependentOutputException
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.train_environments import PREFIX
@@ -234,12 +235,9 @@ def test_graphs_do_what_the_trainer_does(algo, changes, monkeypatch):
     assert machine.log.count("replay") == (10 - 3) + 2 * (20 - 3)
 
 
-#: Networks without a norm, and those with the most.
-QUICK = [pytest.param(algo, marks=() if algo in ("sac", "flashsac") else pytest.mark.slow) for algo in ALGORITHMS]
-
-
-# On a CPU the first rows of windows are read, to see whether they continue: so none with several steps here.
-@pytest.mark.parametrize("algo", QUICK)
+# On a CPU the first rows of windows are read, to see whether they continue: so none with several steps here. Losses and
+# norms read nothing by test_no_host_sync of their contract.
+@pytest.mark.parametrize("algo", first_quick(sorted(ALGORITHMS, key=lambda algo: algo != "sac")))
 def test_an_iteration_reads_no_value(algo):
     """Act, step, write, draw, both kinds of updates, priorities: on fake tensors, whose values nobody can read."""
     with FakeTensorMode():
