@@ -89,19 +89,21 @@ def test_python_m_gpubuf_is_the_command():
         (["--resume", "a", "--out", "b"], "--resume a contradicts --out b"),
         (["--resume", "a", "--overwrite"], "--resume and --overwrite contradict each other"),
         (["--resume", "no/such/folder"], "holds no run"),
-        (["--total", "100"], "unrecognized arguments"),
+        (["--total", "100"], "unrecognized arguments: --total 100; did you mean --total-steps?"),
+        (["--lr", "1e-3"], "did you mean --learning-rate?"),
+        (["--hidden", "32", "32"], "a list is written with commas, as in --hidden 256,256"),
+        (["--total-steps", "many"], "expected a whole number such as 10000, 1e4 or 10k, got 'many'"),
     ],
 )
 def test_what_cannot_be_done_is_said_with_exit_code_2(capsys, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    if arguments == ["--total", "100"]:
-        with pytest.raises(SystemExit) as caught:
-            main(["train", *arguments])
-        assert caught.value.code == 2
-        assert message in capsys.readouterr().err
-    else:
-        assert message in refused(capsys, *arguments)
+    try:
+        code: object = main(["train", *arguments])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -142,7 +144,7 @@ def test_train_interrupt_resume(capsys, tmp_path, monkeypatch):
     train_environments.signals_at[60] = [signal.SIGINT]
     assert main(["train", *TINY, "--out", "run"]) == 130
     assert "interrupted after 60 steps" in capsys.readouterr().out
-    assert "already holds a run" in refused(capsys, *TINY, "--out", "run")
+    assert "already holds a run: --resume" in refused(capsys, *TINY, "--out", "run")
     assert "seed is 0 in the run, 5 was asked for" in refused(capsys, "--out", "run", "--resume", "--seed", "5")
     assert "prioritized is False in the run, True" in refused(capsys, "--resume", "run", "--prioritized")
     assert main(["train", "--resume", "run", "--seed", "0"]) == 0

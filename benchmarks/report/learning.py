@@ -25,7 +25,7 @@ def by_curve(run: Run) -> dict[str, dict[str, list[dict[str, Any]]]]:
 
 @of_run("learning", "of `python -m benchmarks.studies.learning`")
 def algorithms_section(run: Run) -> str:
-    """docs/training.md: mean returns at the end by algorithm and seed, those on the way, minutes, and the picture."""
+    """docs/training-measured.md: mean returns by algorithm and seed, at the end and before, minutes, picture."""
     rows = []
     for env, curves in by_curve(run).items():
         for curve, ones in curves.items():
@@ -44,7 +44,7 @@ def algorithms_section(run: Run) -> str:
 
 
 def training_table(runs: Runs) -> str:
-    """docs/training.md: what ``make train`` reaches with every seed, and how fast it is."""
+    """docs/training-measured.md: what ``make train`` reaches with every seed, and how fast it is."""
     run = runs.get("learning")
     shown = {} if run is None else {env: ones for env, ones in by_curve(run).items() if "Pendulum" in env}
     if run is None or not shown:
@@ -63,7 +63,7 @@ def training_table(runs: Runs) -> str:
 
 @of_run("speed", "of `python -m benchmarks.studies.speed`")
 def speed_section(run: Run) -> str:
-    """docs/training.md: steps per second of several programs."""
+    """docs/training-measured.md: steps per second of several programs."""
     found = run.data["speed"]
     rows = []
     for one in found:

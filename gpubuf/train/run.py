@@ -94,7 +94,7 @@ def train(
     path = Path(folder)
     device = _resolve_device(config.device)
     if not overwrite and (ranks is None or ranks.first) and holds_run(path):
-        raise UsageError(f"{path} already holds a run: resume it, overwrite it, or choose another folder")
+        raise UsageError(f"{path} already holds a run: --resume it, --overwrite it, or choose another folder")
     with _threads(config, device):
         run = _Run(config, path, device, reporter, ranks)
         run.begin()
@@ -373,7 +373,8 @@ def _summary(result: TrainResult, checkpoint: str) -> str:
         return f"interrupted after {steps}; saved, go on with: {command}"
     return (
         f"{steps}\n"
-        f"evaluation over {len(result.returns)} episodes: mean return {result.mean_return:.1f} "
+        f"evaluation over {len(result.returns)} episode{'s' * (len(result.returns) != 1)}: mean return "
+        f"{result.mean_return:.1f} "
         f"(from {min(result.returns):.1f} to {max(result.returns):.1f})\n"
         f"in {result.folder}: {CURVE_FILE}, {MODEL_FILE}, {checkpoint}"
     )
