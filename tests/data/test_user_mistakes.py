@@ -5,6 +5,7 @@ What people write before they have read anything works, or says what to write in
 
 from __future__ import annotations
 
+import argparse
 import copy
 import pickle
 
@@ -500,7 +501,7 @@ def test_a_row_without_batch_dimension_is_sent_to_add():
 def test_numbers_on_the_command_line(text, number):
     assert whole_number(text) == number
     for wrong in ("1.5", "M", "1e-1", "many"):
-        with pytest.raises(ValueError):  # noqa: PT011
+        with pytest.raises(argparse.ArgumentTypeError, match=f"such as 10000, 1e4 or 10k, got '{wrong}'"):
             whole_number(wrong)
 
 

@@ -33,6 +33,7 @@ class Machine:
     def install(self, monkeypatch: pytest.MonkeyPatch, *, work_on_cpu: bool = False) -> Machine:
         """Be the machine that the tests run on. ``work_on_cpu``: a CPU does the GPU's work for pinned rows."""
         monkeypatch.setattr(host_memory, "cuda_present", lambda: self.device is not None)
+        monkeypatch.setattr(host_memory, "KEPT_BYTES", -1)
         monkeypatch.setattr(host_memory, "free", lambda device=None: host_memory.Free(self.host, self.device))
         monkeypatch.setattr(host_memory, "register", self._register)
         monkeypatch.setattr(host_memory, "unregister", lambda address, device: self.pinned.pop(address))

@@ -208,7 +208,7 @@ class TestTrack:
         first = list(self.expected(folder))
         assert sent[1:] == [*first, "close"]
         # Messages are shown once.
-        assert capsys.readouterr().out.count("evaluation over 1 episodes") == 1
+        assert capsys.readouterr().out.count("evaluation over 1 episode:") == 1
         begun = len(sent)
         assert main(["train", "--resume", str(folder), "--total-steps", "80", "--track", program]) == 0
         assert sent[begun + 1 : -1] == [each for each in self.expected(folder) if each[-1] > 60]
