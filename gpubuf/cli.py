@@ -75,7 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError, ValueError):
             # Python must not try to print the rest again when the process ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"gpubuf {command}: {error}", file=sys.stderr)
+        # A reader such as head has seen enough.
+        if not isinstance(error, BrokenPipeError):
+            print(f"gpubuf {command}: {error}", file=sys.stderr)
         return 1
     except UsageError as error:
         print(f"gpubuf {command}: error: {error}", file=sys.stderr)

@@ -198,6 +198,16 @@ def test_output_that_cannot_be_written_exits_with_1(capsys, monkeypatch):
     assert capsys.readouterr().err == "gpubuf plan: [Errno 28] No space left on device\n"
 
 
+def test_a_reader_that_has_gone_is_no_message(capsys, monkeypatch):
+    """As of ``gpubuf plan ... | head -1``."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["plan", "--spec", "x=3:int8", "--capacity", "3"]) == 1
+    assert capsys.readouterr().err == ""
+
+
 def test_a_log_gets_plain_lines(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert main(["train", *TINY, "--out", str(tmp_path / "run")]) == 0
