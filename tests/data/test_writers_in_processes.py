@@ -5,7 +5,9 @@ import multiprocessing
 import os
 import threading
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -721,6 +723,34 @@ class LateCopies:
         for work in self.queue:
             work()
         self.queue.clear()
+
+
+def test_queues_are_locked_for_one_gpu_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    """The driver locks memory once; where it refuses after a move, nothing is copied to the GPU of before."""
+    alive = weakref.WeakSet[LateCopies]()
+
+    def made(memory: np.ndarray, device: torch.device) -> LateCopies:
+        assert not alive
+        if device.index == 2:
+            raise RuntimeError("refused")
+        copies = LateCopies(memory, device)
+        alive.add(copies)
+        return copies
+
+    monkeypatch.setattr(host_memory, "SideCopies", made)
+    monkeypatch.setattr(host_memory, "cuda_present", lambda: True)
+    buffer = buffer_of(writers=1)
+    clients_of(buffer, 1)
+    found = []
+    for number in (0, 0, 1):
+        storage: Any = SimpleNamespace(device=torch.device("cuda", number))
+        found.append(id(buffer.writers._copies(storage, buffer.writers._queues, 1 << 30)))
+    assert len(alive) == 1
+    assert found[0] == found[1]
+    storage = SimpleNamespace(device=torch.device("cuda", 2))
+    with pytest.warns(UserWarning, match="not page-locked: refused"):
+        assert buffer.writers._copies(storage, buffer.writers._queues, 1 << 30) is None
+    assert not alive
 
 
 @pytest.mark.parametrize("ndim", [1, 2])

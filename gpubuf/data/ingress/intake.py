@@ -515,7 +515,8 @@ class Intake:
         if n_bytes <= JOINED_BYTES or device.type != "cuda" or not host_memory.cuda_present():
             return None
         if device != self._asked:
-            self._asked = device
+            # The memory can be locked once at a time.
+            self._asked, self._aside = device, None
             try:
                 self._aside = host_memory.SideCopies(np.frombuffer(queues.memory, np.uint8), device)
             except RuntimeError as refused:

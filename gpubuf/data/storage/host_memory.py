@@ -261,11 +261,11 @@ def _packable(sources: list[torch.Tensor]) -> bool:
 
 
 def _packed(sources: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    offsets, n_bytes = arena_offsets([t.nbytes for t in sources], 1)
-    if n_bytes <= KEPT_BYTES:
+    if sum(t.nbytes for t in sources) <= KEPT_BYTES:
         arrived = _kept_for(sources, device).copied(sources)
         if arrived is not None:
             return arrived
+    offsets, n_bytes = arena_offsets([t.nbytes for t in sources], 1)
     arena = staging(n_bytes)
     with torch.no_grad():
         torch._foreach_copy_(_views(arena, sources, offsets), sources)
