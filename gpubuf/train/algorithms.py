@@ -31,7 +31,6 @@ from gpubuf.modules import (
     MLP,
     EnsembleMLP,
     GaussianParameters,
-    TanhNormal,
     TanhNormalActor,
     make_fastsac_actor,
     make_fastsac_critic,
@@ -108,9 +107,7 @@ class Gaussian:
     def explored(self, output: Any, noise: Tensor | None) -> Tensor:
         """An action of the training; ``noise`` is standard normal, `[E, A]`, and drawn anew where it is None."""
         loc, scale = output
-        if noise is None:
-            return TanhNormal(loc, scale).sample()
-        return TanhNormal(torch.addcmul(loc, scale, noise), scale).deterministic_sample
+        return torch.addcmul(loc, scale, torch.randn_like(loc) if noise is None else noise).tanh_()
 
     def random(self, num_envs: int, size: int, device: torch.device) -> Tensor:
         """Actions of a run that has not learnt yet, `[E, A]`: all are equally likely."""
@@ -367,6 +364,7 @@ class Explorer:
         algorithm = ALGORITHMS[config.algo]
         self.actions = algorithm.actions
         self.actor = algorithm.actor(observation_size, action_size, config.hidden, device=device)
+        self._network = network_of(self.actor)
         self.normalize: Normalize | Scaling | None = None
         self._noise: StickyNoise | None = None
         if config.noise_hold is not None and config.noise_hold > 1:
@@ -391,11 +389,11 @@ class Explorer:
         observation = observation.to(self.device)
         if self.normalize is not None:
             observation = self.normalize(observation)
-        return network_of(self.actor)(observation)
+        return self._network(observation)
 
     def weights(self) -> list[Tensor]:
         """All numbers that actions depend on, but for noise: of the network, and what normalises observations."""
-        found = list(network_of(self.actor).state_dict().values())
+        found = list(self._network.state_dict().values())
         if isinstance(self.normalize, Normalize):
             return [*found, self.normalize.mean(), self.normalize.factor()]
         return found if self.normalize is None else [*found, self.normalize.mean, self.normalize.factor]
