@@ -334,7 +334,8 @@ class AdamW(torch.optim.Optimizer):
     It takes the place of ``torch.optim.AdamW``: parameter groups, learning rate schedulers, hooks and state
     dictionaries work, and each loads the state of the other. The numbers are the same up to rounding, and the same bits
     in every run. A gradient that is None skips its parameter; its target moves all the same. A gradient that is not
-    finite spreads, as in torch.
+    finite spreads, as in torch. On a CPU a moment below the normal numbers of its dtype becomes 0: those of units that
+    learn no more would stay there, and make a step several times as long.
 
     :meth:`step` never waits for the GPU, and can be captured in a graph. The kernels read steps and hyperparameters on
     the device. :func:`gpubuf.capture` sends those that were changed before each replay; with a graph of your own call
