@@ -43,9 +43,9 @@ def algorithms_section(run: Run) -> str:
     return "\n\n".join([table(head, rows), described(run), picture])
 
 
-def training_table(runs: Runs) -> str:
+def training_table(runs: Runs, kind: str = "learning") -> str:
     """docs/training-measured.md: what ``make train`` reaches with every seed, and how fast it is."""
-    run = runs.get("learning")
+    run = runs.get(kind)
     shown = {} if run is None else {env: ones for env, ones in by_curve(run).items() if "Pendulum" in env}
     if run is None or not shown:
         return f"No runs of `python -m benchmarks.studies.learning` on Pendulum are committed: {OPEN}."

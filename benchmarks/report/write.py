@@ -279,6 +279,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "cpu": of_run("cpu", "on this kind of device")(spread_table),
     "gpu": of_run("cuda", "on this kind of device")(spread_table),
     "training": training_table,
+    "training_gpu": lambda runs: training_table(runs, "learning on cuda"),
     "speed": speed_section,
     "algorithms": algorithms_section,
     "memory": memory_tables,

@@ -32,6 +32,9 @@ OURS: dict[str, tuple[str, ...]] = {
     "flashsac": ("--algo", "flashsac"),
     "redq": ("--algo", "redq"),
     "crossq": ("--algo", "crossq"),
+    "sac, bfloat16": ("--algo", "sac", "--bfloat16"),
+    "sac, 1024 wide": ("--algo", "sac", "--hidden", "1024,1024"),
+    "sac, 1024 wide, bfloat16": ("--algo", "sac", "--hidden", "1024,1024", "--bfloat16"),
 }
 PEER = "Stable-Baselines3"
 CURVES = ("sac, uniform", "sac, prioritized", "fastsac", "flashsac", PEER)
@@ -54,6 +57,7 @@ class Planned:
     steps: int
     eval_every: int
     eval_episodes: int
+    device: str
     more: tuple[str, ...]
 
     @property
@@ -81,7 +85,7 @@ def run(planned: Planned, folder: Path) -> None:
         command = [sys.executable, "-m", "gpubuf", "train", "--quiet", "--resume", str(folder)]
     else:
         command = [sys.executable, "-m", "gpubuf", "train", "--quiet", "--overwrite", "--out", str(folder)]
-        command += [*OURS[planned.curve], "--device", "cpu", *planned.options]
+        command += [*OURS[planned.curve], "--device", planned.device, *planned.options]
         command += ["--checkpoint-every", str(max(planned.steps // 5, 1))]
     before = _processor_seconds()
     subprocess.run(command, check=True, cwd=ROOT)
@@ -132,7 +136,8 @@ def plan(options: argparse.Namespace, more: Sequence[str]) -> Iterator[Planned]:
     for seed in options.seeds:
         for env in options.envs:
             for curve in options.curves:
-                yield Planned(curve, env, seed, options.steps, options.eval_every, options.eval_episodes, tuple(more))
+                numbers = options.steps, options.eval_every, options.eval_episodes
+                yield Planned(curve, env, seed, *numbers, options.device, tuple(more))
 
 
 def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -155,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=50_000, help="default: 50000")
     parser.add_argument("--eval-every", type=int, default=5_000, help="default: 5000")
     parser.add_argument("--eval-episodes", type=int, default=10, help="default: 10")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of gpubuf's runs; default: cpu")
     parser.add_argument("--folder", type=Path, default=Path("runs/learning"), help="default: runs/learning")
     parser.add_argument(
         "--collect", action="store_true", help="run nothing; write the results of the runs that have ended"
@@ -162,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/learning-<device>-<date>.json")
     options, more = parser.parse_known_args(arguments)
     # The threads are each run's own: one.
-    machine = {**describe("cpu"), "threads": 1}
+    machine = {**describe(options.device), "threads": 1}
     machine["versions"]["mujoco"] = version("mujoco")
     found = []
     for planned in plan(options, more):
@@ -176,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if result is not None:
             print(f"{planned.name}: {result['mean_return']:.1f} in {result['seconds'] / 60:.1f} minutes", flush=True)
             found.append(result)
-    out = options.out or result_path("cpu", "learning")
+    out = options.out or result_path(options.device, "learning")
     if out.exists():
         found = merged(json.loads(out.read_text())["learning"], found)
     write_results("learning", found, machine, out)

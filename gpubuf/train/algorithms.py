@@ -429,7 +429,7 @@ class Agent(Explorer):
         }
         algorithm = ALGORITHMS[config.algo]
         self.title, self.loss_names = algorithm.title, algorithm.losses
-        self._delayed_targets = algorithm.delayed_targets
+        self._delayed_targets, self._bfloat16 = algorithm.delayed_targets, config.bfloat16
         critics = algorithm.critics(config, observation_size, action_size, device)
         options = algorithm.options(config, action_size)
         self.loss = algorithm.loss(self.actor, critics, num_qvalue_nets=config.critics, **options)
@@ -504,7 +504,8 @@ class Agent(Explorer):
 
     def _gradients(self, batch: TensorDict, policy: bool) -> Tensor:
         """Set the gradients of the parameters that learn, and None for others. Returns the values of `loss_names`."""
-        total, values = (self._losses if policy else self._critic_losses)(batch)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._bfloat16):
+            total, values = (self._losses if policy else self._critic_losses)(batch)
         self._optimizer.zero_grad(set_to_none=True)
         total.backward()
         return values

@@ -168,6 +168,8 @@ class TrainConfig:
             CUDA device.
         compile: Compile the losses and their gradients with `torch.compile`; ``None``: on a CUDA device, in a run long
             enough to be worth a minute of compiling.
+        bfloat16: Compute the networks' layers in bfloat16 in updates (`torch.autocast`). Weights, their moments,
+            losses and the policy that acts stay float32.
     """
 
     env: str = "Pendulum-v1"
@@ -205,6 +207,7 @@ class TrainConfig:
     threads: int | None = None
     cuda_graph: bool | None = None
     compile: bool | None = None
+    bfloat16: bool = False
 
     def __post_init__(self) -> None:
         if not self.env:

@@ -200,6 +200,30 @@ def test_options_of_the_command(tmp_path, capsys):
     assert [word for word in (*ALGORITHMS, *options) if word not in text] == []
 
 
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_bfloat16(algo, monkeypatch):
+    """The layers of an update compute in it, and nothing else: losses, parameters and moments are float32."""
+    seen = []
+    layer = torch.nn.functional.linear
+
+    def linear(x, *parameters):
+        out = layer(x, *parameters)
+        seen.append((torch.is_grad_enabled() and out.requires_grad, out.dtype))
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    trainer = Trainer(tiny(algo, bfloat16=True), CPU, lambda record: None)
+    for _ in range(12):
+        trainer.advance()
+    assert {dtype for learns, dtype in seen if learns} == {torch.bfloat16}
+    assert torch.float32 in {dtype for _, dtype in seen}
+    assert trainer._sums.isfinite().all()
+    assert {each.dtype for each in state_of(trainer).values() if each.is_floating_point()} <= {
+        torch.float32,
+        torch.float64,
+    }
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_rewards_are_scaled_by_the_returns_of_each_environment(apart):
     """Of a storage in which environments take turns, and of one with a column for each."""
