@@ -26,7 +26,7 @@ from gpubuf.data import (
     TensorDictRoundRobinWriter,
 )
 from gpubuf.data.checkpoints import files
-from gpubuf.data.mixed_draws import Offsets, cut, owners
+from gpubuf.data.mixed import Offsets, cut, owners
 from gpubuf.kernels._registry import triton_on_cpu
 from tests.contracts import first_quick
 from tests.contracts.checkpoints import cut_short
