@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from gpubuf.kernels import sum_tree
+from gpubuf.kernels._launching import jit_for_any_size
 from gpubuf.kernels.philox._triton import OFFSET, SEED, TICKET, advance_state, philox_uniform_f64, take_ticket
 
 # Planes of ``nodes_ptr``.
@@ -118,7 +119,7 @@ def choose_child(weight, mass, lane, FAN_OUT: tl.constexpr):
     return child, tl.maximum(mass - before, 0.0)
 
 
-@triton.jit(do_not_specialize=["n", "capacity", "n_nodes", "depth"])
+@jit_for_any_size()
 def sum_tree_draw_kernel(
     leaves_ptr,
     nodes_ptr,
