@@ -56,53 +56,6 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_MODULES = {
-    "gpubuf.data": (
-        "Codec",
-        "Hindsight",
-        "ImmutableDatasetWriter",
-        "LazyMemmapStorage",
-        "LazyTensorStorage",
-        "ListStorage",
-        "MixedReplayBuffer",
-        "MultiStepTransform",
-        "PrioritizedReplayBuffer",
-        "PrioritizedSampler",
-        "PrioritizedSliceSampler",
-        "RandomSampler",
-        "ReplayBuffer",
-        "ReplayBufferEnsemble",
-        "RoundRobinWriter",
-        "SamplerWithoutReplacement",
-        "SliceSampler",
-        "SliceSamplerWithoutReplacement",
-        "SumTree",
-        "TensorDictMaxValueWriter",
-        "TensorDictPrioritizedReplayBuffer",
-        "TensorDictReplayBuffer",
-        "TensorDictRoundRobinWriter",
-        "TensorStorage",
-        "WriterClient",
-        "Writers",
-        "from_minari",
-        "load_torchrl",
-        "save_torchrl",
-    ),
-    "gpubuf.graphs": ("CaptureError", "capture"),
-    "gpubuf.planning": ("plan",),
-    "gpubuf.objectives": (
-        "CrossQLoss",
-        "DiscreteSACLoss",
-        "DistributionalSACLoss",
-        "HardUpdate",
-        "REDQLoss",
-        "SACLoss",
-        "SoftUpdate",
-        "TD3Loss",
-    ),
-}
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
-
 __all__ = [
     "CaptureError",
     "Codec",
@@ -146,6 +99,13 @@ __all__ = [
     "save_torchrl",
 ]
 
+#: The modules of names that are not in ``gpubuf.data``.
+_ELSEWHERE = {
+    **dict.fromkeys(("CaptureError", "capture"), "gpubuf.graphs"),
+    **dict.fromkeys((name for name in __all__ if name.endswith(("Loss", "Update"))), "gpubuf.objectives"),
+    "plan": "gpubuf.planning",
+}
+
 
 def _version() -> str:
     """The version in pyproject.toml: from the file itself in a checkout, from the installed package elsewhere."""
@@ -165,9 +125,9 @@ def _version() -> str:
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
-    if name not in _HOME:
+    if name not in __all__:
         importlib.import_module("gpubuf.missing_names").refuse(__name__, name)
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_ELSEWHERE.get(name, "gpubuf.data")), name)
 
 
 def __dir__() -> list[str]:

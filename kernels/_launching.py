@@ -27,11 +27,13 @@ there), hooks, profilers, subclasses of tensors, and a ``JITFunction.run`` that 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import Parameter
 from triton import knobs
@@ -53,6 +55,21 @@ FP_FUSION = True
 """Whether the compiler may round a product and a sum once. Said at every launch: Triton changes its default in 3.10."""
 
 _run = JITFunction.run if JITFunction.run.__module__ == JITFunction.__module__ else None
+
+
+def jit_for_any_size(*unaligned: str) -> Callable[[Any], Any]:
+    """``@triton.jit`` of a kernel that is compiled once for all sizes: Triton does not look at the value of any number.
+
+    Numbers are all arguments that are neither pointers nor constexprs. Nor does Triton look at the alignment of the
+    pointers called ``unaligned``.
+    """
+
+    def decorate(function: Any) -> Any:
+        names = [name for name in inspect.signature(function).parameters if not name.endswith("_ptr")]
+        numbers = [name for name in names if name not in function.__annotations__]
+        return triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=unaligned)
+
+    return decorate
 
 
 def all_registers(num_warps: int) -> int:

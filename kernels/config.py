@@ -234,6 +234,9 @@ MATRIX_TILE = 1024
 MOMENTS_WIDTH = 16
 """Elements of a row that a program of running statistics has, at most: 64 bytes of float32. They share a ticket."""
 
+CHOICES: dict[str, Callable[..., Any]] = {}
+"""What chooses the configuration of an operation, given its sizes by their names. Fan-outs are chosen otherwise."""
+
 _explicit: dict[str, Any] = {}
 _use_files = True
 
@@ -363,7 +366,8 @@ def _choice(operation: str) -> Callable[[_Choice], _Choice]:
             found = tuned(operation, values["device_name"], **sizes)
             return rule(*args, **named) if found is None else found
 
-        return remembered(cast(_Choice, chosen))
+        CHOICES[operation] = made = remembered(cast(_Choice, chosen))
+        return made
 
     return decorate
 

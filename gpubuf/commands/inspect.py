@@ -46,7 +46,7 @@ def saved_storage(folder: Path) -> Any:
         state = load(folder / CHECKPOINT_FILE)["trainer"]["buffer"]["_storage"]
         rows, parts = None, list[list[Any]]()
     else:
-        manifest = files.read_manifest(folder)
+        manifest = files.read_manifest(folder, files.Manifest)
         found, parts = files.read(folder, manifest, show_nothing)
         state, rows = found["_storage"], manifest.rows
     if not state["initialized"]:

@@ -33,15 +33,16 @@ from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import DERIVED, REPLAY, Unfinished, refuse_in_capture
 from gpubuf.data.row_access import RowAccess, flat_entries, is_key
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.consuming import ConsumingSampler, checked_count
+from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.sum_tree import vector
 from gpubuf.data.samplers.trajectory_index import RowOrder
-from gpubuf.data.samplers.uniform import RandomSampler
+from gpubuf.data.samplers.uniform import ConsumingSampler, RandomSampler, checked_count
 from gpubuf.data.sequences import SampleUnit, check_parts, checked_unit
 from gpubuf.data.storage.indexing import as_positions, plain_index
 from gpubuf.data.storage.layout import (
     Data,
+    Key,
     as_key,
     batch_shape,
     inside,
@@ -121,6 +122,7 @@ class ReplayBuffer:
     _default_sampler: type[Sampler] = RandomSampler
     _default_writer: type[Writer] = RoundRobinWriter
     _consuming_sampler: type[ConsumingSampler] = ConsumingSampler
+    _prioritized_sampler: type[PrioritizedSampler] = PrioritizedSampler
     #: Where written rows carry their priorities; ``()``: nowhere.
     priority_key: str | tuple[str, ...] = ()
     #: Whether iteration puts the info of a sample into it.
@@ -796,10 +798,7 @@ class ReplayBuffer:
                 ``prefixes``).
             RuntimeError: nothing has been written yet, or the writer refuses writes. In all cases nothing is written.
         """
-        with self._lock:
-            self._writer.check_writable()
-            self._rows.set_keys({as_key(key): value}, slice(None), whole=True)
-        return self
+        return self._set_keys({as_key(key): value}, slice(None), whole=True)
 
     def set_at_(self, key: Any, value: Any, index: Any) -> Self:
         """Set one key of some rows. No host sync, but for a boolean mask on a GPU.
@@ -818,10 +817,7 @@ class ReplayBuffer:
             IndexError: an index is beyond the rows stored (CPU; a GPU skips the row and counts a fault).
             KeyError, RuntimeError, ValueError: as :meth:`set_`.
         """
-        with self._lock:
-            self._writer.check_writable()
-            self._rows.set_keys({as_key(key): value}, index, whole=False)
-        return self
+        return self._set_keys({as_key(key): value}, index, whole=False)
 
     def update_(
         self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None
@@ -843,9 +839,12 @@ class ReplayBuffer:
         if keys_to_update is not None:
             chosen = [as_key(key) for key in keys_to_update]
             found = {key: value for key, value in found.items() if any(key[: len(one)] == one for one in chosen)}
+        return self._set_keys(found, slice(None), whole=True)
+
+    def _set_keys(self, values: dict[Key, Any], index: Any, *, whole: bool) -> Self:
         with self._lock:
             self._writer.check_writable()
-            self._rows.set_keys(found, slice(None), whole=True)
+            self._rows.set_keys(values, index, whole=whole)
         return self
 
     def read_all_in_order(self, end: int | None = None) -> Data:

@@ -210,8 +210,6 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         storage, **kwargs: as for :class:`ReplayBuffer`.
     """
 
-    _prioritized_sampler: type[PrioritizedSampler] = PrioritizedSampler
-
     def __init__(
         self,
         storage: Storage | Callable[[], Storage] | int | None = None,
@@ -238,8 +236,6 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         alpha, beta, eps, reduction: as for :class:`PrioritizedSampler`.
         storage, **kwargs: as for :class:`TensorDictReplayBuffer`.
     """
-
-    _prioritized_sampler: type[PrioritizedSampler] = PrioritizedSampler
 
     def __init__(
         self,

@@ -278,6 +278,7 @@ class ReplayBuffer(BufferOfTorchRL, data.ReplayBuffer, theirs.ReplayBuffer):
     _default_sampler = RandomSampler
     _default_writer = RoundRobinWriter
     _consuming_sampler = ConsumingSampler
+    _prioritized_sampler = PrioritizedSampler
 
 
 class TensorDictReplayBuffer(ReplayBuffer, data.TensorDictReplayBuffer, theirs.TensorDictReplayBuffer):
@@ -299,8 +300,6 @@ class PrioritizedReplayBuffer(ReplayBuffer, data.PrioritizedReplayBuffer, theirs
         **kwargs: as for :class:`ReplayBuffer`.
     """
 
-    _prioritized_sampler = PrioritizedSampler
-
 
 class TensorDictPrioritizedReplayBuffer(
     TensorDictReplayBuffer,
@@ -314,8 +313,6 @@ class TensorDictPrioritizedReplayBuffer(
             :class:`gpubuf.data.TensorDictPrioritizedReplayBuffer`.
         **kwargs: as for :class:`TensorDictReplayBuffer`.
     """
-
-    _prioritized_sampler = PrioritizedSampler
 
 
 class SampleUnit(Joined, data.SampleUnit, theirs.SampleUnit):

@@ -75,6 +75,7 @@ class ReplayBuffer(CoreBuffer):
 
     _default_storage, _default_objects = LazyTensorStorage, ListStorage
     _default_sampler, _consuming_sampler = RandomSampler, ConsumingSampler
+    _prioritized_sampler = PrioritizedSampler
     _storage: Any = _Assigned("_replace_storage")
     _sampler: Any = _Assigned("set_sampler")
     _writer: Any = _Assigned("set_writer")
@@ -222,8 +223,6 @@ class PrioritizedReplayBuffer(ReplayBuffer, core.PrioritizedReplayBuffer):
         sync: accepted as True; ``shared=True`` has other processes write.
     """
 
-    _prioritized_sampler = PrioritizedSampler
-
     def __init__(
         self,
         storage: Any = None,
@@ -250,8 +249,6 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer, core.TensorDictP
         sampler_device: accepted for compatibility.
         sync: accepted as True; ``shared=True`` has other processes write.
     """
-
-    _prioritized_sampler = PrioritizedSampler
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf.data.samplers import base as core
-from gpubuf.data.samplers import consuming, prioritized, slices, uniform
+from gpubuf.data.samplers import prioritized, slices, uniform
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import TrajectoryIndex
 from gpubuf.data.storage import memmap_files as files
@@ -270,8 +270,8 @@ class RandomSampler(Sampler, uniform.RandomSampler):
     without_replacement = SamplerWithoutReplacement
 
 
-class ConsumingSampler(Sampler, consuming.ConsumingSampler):
-    __doc__ = consuming.ConsumingSampler.__doc__
+class ConsumingSampler(Sampler, uniform.ConsumingSampler):
+    __doc__ = uniform.ConsumingSampler.__doc__
 
 
 class PrioritizedSampler(Sampler, prioritized.PrioritizedSampler):

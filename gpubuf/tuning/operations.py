@@ -173,27 +173,20 @@ def _index_update(sizes: Sizes) -> Any:
     return config.index_update(sizes["fan_out"], sizes["n"], run_words, sizes["envs"], bool(sizes["by_id"]))
 
 
+#: How those are chosen that :data:`config.CHOICES` lacks, or whose sizes are not its arguments.
 _RULES: dict[str, Callable[[Sizes], Any]] = {
-    "rows_copy": lambda sizes: config.rows_copy(sizes["n_bytes"]),
     "sum_tree": lambda sizes: FanOut(config.tree_fan_out(sizes["capacity"], "cuda")),
     "trajectories": lambda sizes: FanOut(config.index_fan_out(steps_of(sizes), sizes["envs"], "cuda")),
-    "sum_tree_update": lambda sizes: config.tree_update(sizes["fan_out"], sizes["n"]),
-    "sum_tree_draw": lambda sizes: config.tree_draw(sizes["fan_out"], sizes["n"]),
     "trajectories_update": _index_update,
-    "trajectories_draw": lambda sizes: config.index_draw(sizes["fan_out"], sizes["n"], sizes["slice_len"]),
-    "tanh_normal_sample": lambda sizes: config.tanh_normal_sample(sizes["n"], sizes["width"]),
-    "tanh_normal_backward": lambda sizes: config.tanh_normal_backward(sizes["n"]),
-    "loss_rows": lambda sizes: config.loss_rows(sizes["n"]),
-    "atom_rows": lambda sizes: config.atom_rows(sizes["n"], sizes["atoms"]),
-    "norm_rows": lambda sizes: config.norm_rows(sizes["n"], sizes["width"]),
-    "norm_columns": lambda sizes: config.norm_columns(sizes["n"], sizes["width"]),
 }
 
 
 @config.by_rule()
 def rule(operation: str, sizes: Sizes) -> Any:
     """The configuration without a tuned file."""
-    return _RULES[operation](sizes)
+    if operation in _RULES:
+        return _RULES[operation](sizes)
+    return config.CHOICES[operation](**{name: sizes[name] for name in SPACES[operation].sizes})
 
 
 def candidates(operation: str, sizes: Sizes, thorough: bool = False) -> list[Any]:

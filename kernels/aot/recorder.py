@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -62,21 +60,11 @@ class Recorder:
         """Call the launcher of an operation that :func:`gpubuf.kernels._registry.define` returned."""
         module, _, name = _registry._implementations[operation][1].partition(":")
         launcher = getattr(importlib.import_module(module), name)
-        with self._recording():
-            return launcher(*args)
-
-    @contextlib.contextmanager
-    def _recording(self) -> Iterator[None]:
-        """Launches are given to :meth:`_note` instead."""
-
-        def launch(variant: Variant, programs: int, arguments: tuple[Any, ...]) -> None:
-            self._note(variant, programs, arguments)
-
         with (
-            mock.patch.object(Variant, "launch", launch),
+            mock.patch.object(Variant, "launch", lambda *launched: self._note(*launched)),
             mock.patch.object(Tensor, "data_ptr", return_value=_ADDRESS),
         ):
-            yield
+            return launcher(*args)
 
     def _note(self, variant: Variant, programs: int, arguments: tuple[Any, ...]) -> None:
         function = variant.kernel.fn

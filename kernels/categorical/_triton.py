@@ -12,9 +12,7 @@ from gpubuf.kernels.categorical._triton_atoms import atom_row, atom_rows, expone
 from gpubuf.kernels.td._triton import power_of
 
 # Values of TARGET.
-OWN = tl.constexpr(categorical.OWN)
-MIN = tl.constexpr(categorical.MIN)
-MIXTURE = tl.constexpr(categorical.MIXTURE)
+OWN, MIN, MIXTURE = map(tl.constexpr, range(categorical.MIXTURE + 1))
 
 
 @triton.jit

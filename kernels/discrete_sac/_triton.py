@@ -24,6 +24,15 @@ COUNTS = tl.constexpr(3)
 
 
 @triton.jit
+def rows_of_program(q_ptr, logits_ptr, n, n_actions, ROWS: tl.constexpr):
+    """(first row, numbers from it on, rows, which of these there are, critics and logits from the first row on)."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    lane = tl.arange(0, ROWS)
+    row = first + lane
+    return first, lane, row, row < n, q_ptr + first * n_actions, logits_ptr + first * n_actions
+
+
+@triton.jit
 def tile_of(lane, inside, start, n_actions, ACTIONS: tl.constexpr):
     """(offsets of ROWS rows by ACTIONS actions from the program's first element, whether each is in bounds).
 
@@ -89,12 +98,7 @@ def soft_value_kernel(
     ACTIONS: tl.constexpr,
 ):
     """value = sum_a p * (min_k q - alpha * log p). Grid: (cdiv(n, ROWS),)."""
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    lane = tl.arange(0, ROWS)
-    row = first + lane
-    inside = row < n
-    logits_ptr += first * n_actions
-    q_ptr += first * n_actions
+    _, lane, row, inside, q_ptr, logits_ptr = rows_of_program(q_ptr, logits_ptr, n, n_actions, ROWS)
     _, _, log_prob, value = expectations(q_ptr, logits_ptr, lane, inside, n_actions, n_elements, n_nets, REAL, ACTIONS)
     tl.store(value_ptr + row, value - tl.load(alpha_ptr).to(REAL) * log_prob, mask=inside)
 
@@ -124,12 +128,7 @@ def actor_loss_kernel(
     ACTIONS: tl.constexpr,
 ):
     """l_i = sum_a p (alpha log p - min_k q), log_prob = sum_a p log p, and the entropy. Grid: (cdiv(n, ROWS),)."""
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    lane = tl.arange(0, ROWS)
-    row = first + lane
-    inside = row < n
-    logits_ptr += first * n_actions
-    q_ptr += first * n_actions
+    _, lane, row, inside, q_ptr, logits_ptr = rows_of_program(q_ptr, logits_ptr, n, n_actions, ROWS)
     _, _, log_prob, value = expectations(q_ptr, logits_ptr, lane, inside, n_actions, n_elements, n_nets, REAL, ACTIONS)
     tl.store(log_prob_ptr + row, log_prob, mask=inside)
     loss = tl.load(alpha_ptr).to(REAL) * log_prob - value
@@ -192,12 +191,7 @@ def actor_loss_backward_kernel(
 
     f_i = grad * norm * w_i. Grid: (cdiv(n, ROWS),).
     """
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    lane = tl.arange(0, ROWS)
-    row = first + lane
-    inside = row < n
-    logits_ptr += first * n_actions
-    q_ptr += first * n_actions
+    first, lane, row, inside, q_ptr, logits_ptr = rows_of_program(q_ptr, logits_ptr, n, n_actions, ROWS)
     weighting = (weight_ptr if HAS_WEIGHT else None, mask_ptr if HAS_MASK else None)
     factor, counts = row_factor(grad_ptr, norm_ptr, weighting, (row, inside), REAL, REDUCTION)
     alpha = tl.load(alpha_ptr).to(REAL)

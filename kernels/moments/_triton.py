@@ -6,15 +6,8 @@ import triton.language as tl
 from gpubuf.kernels import moments
 
 # Rows of ``state_ptr``, and places in ``rule_ptr``.
-COUNT = tl.constexpr(moments.COUNT)
-MEAN = tl.constexpr(moments.MEAN)
-M2 = tl.constexpr(moments.M2)
-PEAK = tl.constexpr(moments.PEAK)
-EPS = tl.constexpr(moments.EPS)
-PEAK_AT = tl.constexpr(moments.PEAK_AT)
-UNTIL = tl.constexpr(moments.UNTIL)
-ACTIVE = tl.constexpr(moments.ACTIVE)
-GAMMA = tl.constexpr(moments.GAMMA)
+COUNT, MEAN, M2, PEAK = map(tl.constexpr, range(moments.PEAK + 1))
+EPS, PEAK_AT, UNTIL, ACTIVE, GAMMA = map(tl.constexpr, range(moments.GAMMA + 1))
 
 INFINITY = tl.constexpr(float("inf"))
 

@@ -6,9 +6,7 @@ import triton.language as tl
 from gpubuf.kernels import philox
 
 # Places in ``rng_ptr``.
-SEED = tl.constexpr(philox.SEED)
-OFFSET = tl.constexpr(philox.OFFSET)
-TICKET = tl.constexpr(philox.TICKET)
+SEED, OFFSET, TICKET = map(tl.constexpr, range(philox.TICKET + 1))
 
 RESOLUTION = tl.constexpr(philox.RESOLUTION)
 

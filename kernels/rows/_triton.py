@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 
 from gpubuf.kernels import rows
+from gpubuf.kernels._launching import jit_for_any_size
 from gpubuf.kernels.philox._triton import OFFSET, SEED, TICKET, advance_state, philox_uniform_f64, take_ticket
 from gpubuf.kernels.rows._triton_tiles import (
     SIZE,
@@ -664,11 +665,8 @@ def make_tiles(
 # Kernels
 
 
-@triton.jit(
-    do_not_specialize=["n_keys", "n", "capacity", "row_programs"],
-    # Two words of an aligned index fit one access, and the compiler would lay out all copies for that.
-    do_not_specialize_on_alignment=["index_ptr", "generation_ptr"],
-)
+# Two words of an aligned index fit one access, and the compiler would lay out all copies for that.
+@jit_for_any_size("index_ptr", "generation_ptr")
 def rows_gather_kernel(
     table_ptr,  # int64 [n_keys, 5]: (device rows, row bytes, split, host rows, row stride), see table_entry
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
@@ -710,10 +708,7 @@ def rows_gather_kernel(
             copy_elements(source, target + (element << shift), shift, mask & valid, mask)
 
 
-@triton.jit(
-    do_not_specialize=["n_keys", "n", "capacity", "row_programs"],
-    do_not_specialize_on_alignment=["index_ptr", "generation_ptr"],
-)
+@jit_for_any_size("index_ptr", "generation_ptr")
 def rows_sample_kernel(
     table_ptr,  # int64 [n_keys, 5]: (device rows, row bytes, split, host rows, row stride), see table_entry
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
@@ -764,12 +759,7 @@ def rows_sample_kernel(
     advance_state(rng_ptr, ticket, rng_offset + n)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "n_keys", "n", "rows", "steps", "envs", "n_steps", "gamma_bits", "mirror", "draws", "row_programs"
-    ],
-    do_not_specialize_on_alignment=["index_ptr", "generation_ptr"],
-)  # fmt: skip
+@jit_for_any_size("index_ptr", "generation_ptr")
 def rows_compute_kernel(
     fields_ptr,  # int64 [n_keys, 32], see gpubuf.kernels.rows.Field
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)

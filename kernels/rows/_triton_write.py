@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from gpubuf.kernels import rows
+from gpubuf.kernels._launching import jit_for_any_size
 from gpubuf.kernels.philox._triton import take_ticket
 from gpubuf.kernels.rows._triton import (
     ALIGNED,
@@ -408,10 +409,7 @@ def rows_compare_kernel(
     tl.store(differs_ptr + i, found | before, mask=i < count)
 
 
-@triton.jit(
-    do_not_specialize=["n", "skipped", "capacity", "envs", "slots"],
-    do_not_specialize_on_alignment=["index_ptr", "winner_ptr", "differs_ptr", "free_ptr"],
-)
+@jit_for_any_size("index_ptr", "winner_ptr", "differs_ptr", "free_ptr")
 def rows_assign_kernel(
     ring_ptr,  # int64 [4]: (written, size, ticket, faults), as before the write
     links_ptr,  # int32 [capacity]

@@ -12,19 +12,14 @@ import triton
 import triton.language as tl
 
 from gpubuf.kernels import sum_tree
+from gpubuf.kernels._launching import jit_for_any_size
 from gpubuf.kernels.philox._triton import OFFSET, SEED, TICKET, advance_state, philox_uniform_f64, take_ticket
 
 # Planes of ``nodes_ptr``.
-SUM = tl.constexpr(sum_tree.SUM)
-MINIMUM = tl.constexpr(sum_tree.MINIMUM)
-MAXIMUM = tl.constexpr(sum_tree.MAXIMUM)
+SUM, MINIMUM, MAXIMUM = map(tl.constexpr, range(sum_tree.MAXIMUM + 1))
 
 # Places in ``scalars_ptr``.
-ALPHA = tl.constexpr(sum_tree.ALPHA)
-BETA = tl.constexpr(sum_tree.BETA)
-EPS = tl.constexpr(sum_tree.EPS)
-MAX_PRIORITY = tl.constexpr(sum_tree.MAX_PRIORITY)
-REFUSED = tl.constexpr(sum_tree.REFUSED)
+ALPHA, BETA, EPS, MAX_PRIORITY, REFUSED = map(tl.constexpr, range(sum_tree.REFUSED + 1))
 
 # The weight of a row, if it is positive.
 SMALLEST = tl.constexpr(sum_tree.SMALLEST)
@@ -118,7 +113,7 @@ def choose_child(weight, mass, lane, FAN_OUT: tl.constexpr):
     return child, tl.maximum(mass - before, 0.0)
 
 
-@triton.jit(do_not_specialize=["n", "capacity", "n_nodes", "depth"])
+@jit_for_any_size()
 def sum_tree_draw_kernel(
     leaves_ptr,
     nodes_ptr,

@@ -3,9 +3,9 @@
 Arguments that kernels share are listed in :mod:`gpubuf.kernels.sum_tree._triton` and ``_triton_stages``.
 """
 
-import triton
 import triton.language as tl
 
+from gpubuf.kernels._launching import jit_for_any_size
 from gpubuf.kernels.sum_tree._triton import level_count, level_start, level_up
 from gpubuf.kernels.sum_tree._triton_stages import (
     first_level,
@@ -21,10 +21,7 @@ from gpubuf.kernels.sum_tree._triton_stages import (
 )
 
 
-@triton.jit(
-    do_not_specialize=["n", "capacity"],
-    do_not_specialize_on_alignment=["index_ptr", "priority_ptr", "generation_ptr", "weight_ptr"],
-)
+@jit_for_any_size("index_ptr", "priority_ptr", "generation_ptr", "weight_ptr")
 def sum_tree_claim_kernel(
     leaves_ptr,
     scalars_ptr,
@@ -48,10 +45,7 @@ def sum_tree_claim_kernel(
     tl.store(weight_ptr + i, weight, mask=claims)
 
 
-@triton.jit(
-    do_not_specialize=["n", "capacity", "n_nodes"],
-    do_not_specialize_on_alignment=["index_ptr"],
-)
+@jit_for_any_size("index_ptr")
 def sum_tree_mark_kernel(
     leaves_ptr,
     nodes_ptr,
@@ -69,10 +63,7 @@ def sum_tree_mark_kernel(
     stage_mark(leaves_ptr, (index_ptr, n), weight, i, capacity.to(tl.int64))
 
 
-@triton.jit(
-    do_not_specialize=["n", "capacity", "n_nodes"],
-    do_not_specialize_on_alignment=["index_ptr"],
-)
+@jit_for_any_size("index_ptr")
 def sum_tree_refresh_leaves_kernel(
     leaves_ptr,
     nodes_ptr,
@@ -98,10 +89,7 @@ def sum_tree_refresh_leaves_kernel(
     stage_refresh_leaves(leaves, nodes, (index_ptr, n), i, within, weight_ptr if HAS_TAGS else None, SHIFT)
 
 
-@triton.jit(
-    do_not_specialize=["n", "capacity", "n_nodes", "level"],
-    do_not_specialize_on_alignment=["index_ptr"],
-)
+@jit_for_any_size("index_ptr")
 def sum_tree_refresh_kernel(
     nodes_ptr,
     index_ptr,  # not read where the whole level is recomputed
@@ -121,10 +109,7 @@ def sum_tree_refresh_kernel(
     stage_refresh(nodes, (index_ptr, n), i, level, below, count, (0, count), SHIFT)
 
 
-@triton.jit(
-    do_not_specialize=["n", "capacity", "n_nodes", "first_level", "depth"],
-    do_not_specialize_on_alignment=["index_ptr"],
-)
+@jit_for_any_size("index_ptr")
 def sum_tree_top_kernel(
     nodes_ptr,
     index_ptr,
@@ -141,10 +126,7 @@ def sum_tree_top_kernel(
     levels_above(nodes, (index_ptr, n), (0, nodes[2] - 1), first_level, depth, SHIFT, BLOCK_NODES)
 
 
-@triton.jit(
-    do_not_specialize=["n", "capacity", "n_nodes", "depth"],
-    do_not_specialize_on_alignment=["index_ptr", "priority_ptr", "generation_ptr"],
-)
+@jit_for_any_size("index_ptr", "priority_ptr", "generation_ptr")
 def sum_tree_update_small_kernel(
     leaves_ptr,
     nodes_ptr,
@@ -187,10 +169,7 @@ def sum_tree_update_small_kernel(
     levels_above(nodes, rows, run, level, depth, SHIFT, BLOCK_NODES)
 
 
-@triton.jit(
-    do_not_specialize=["n", "capacity", "n_nodes", "depth"],
-    do_not_specialize_on_alignment=["index_ptr"],
-)
+@jit_for_any_size("index_ptr")
 def sum_tree_mark_small_kernel(
     leaves_ptr,
     nodes_ptr,
@@ -220,10 +199,7 @@ def sum_tree_mark_small_kernel(
     levels_above(nodes, rows, run, 2, depth, SHIFT, BLOCK_NODES)
 
 
-@triton.jit(
-    do_not_specialize=["n", "capacity", "n_nodes", "depth"],
-    do_not_specialize_on_alignment=["index_ptr"],
-)
+@jit_for_any_size("index_ptr")
 def sum_tree_refresh_small_kernel(
     leaves_ptr,
     nodes_ptr,

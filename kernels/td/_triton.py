@@ -11,9 +11,7 @@ from gpubuf.kernels import td
 from gpubuf.kernels.td._triton_reduce import finish_reduction, row_factor, store_reduced
 
 # Values of LOSS.
-L1 = tl.constexpr(td.L1)
-L2 = tl.constexpr(td.L2)
-SMOOTH_L1 = tl.constexpr(td.SMOOTH_L1)
+L1, L2, SMOOTH_L1 = map(tl.constexpr, range(td.SMOOTH_L1 + 1))
 
 # Value of COMBINE.
 AVERAGE = tl.constexpr(td.AVERAGE)

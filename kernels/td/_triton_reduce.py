@@ -13,14 +13,10 @@ import triton.language as tl
 from gpubuf.kernels import td
 
 # Values of REDUCTION.
-NONE = tl.constexpr(td.NONE)
-MEAN = tl.constexpr(td.MEAN)
-SUM = tl.constexpr(td.SUM)
+NONE, MEAN, SUM = map(tl.constexpr, range(td.SUM + 1))
 
 # Rows of ``partial_ptr``, of one number for each program: sums of w_i * l_i, of w_i, and of the log-densities.
-LOSSES = tl.constexpr(0)
-WEIGHTS = tl.constexpr(1)
-LOG_PROBS = tl.constexpr(2)
+LOSSES, WEIGHTS, LOG_PROBS = map(tl.constexpr, range(3))
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from gpubuf.kernels import trajectories
+from gpubuf.kernels._launching import jit_for_any_size
 from gpubuf.kernels.philox._triton import OFFSET, SEED, TICKET, advance_state, philox_uniform_f64, take_ticket
 from gpubuf.kernels.rows._triton_tiles import SIZE, WRITTEN
 
@@ -235,12 +236,7 @@ def store_slices(slices, i, n, begin, length, env, slice_len, oldest, steps, env
 # Kernels
 
 
-@triton.jit(
-    do_not_specialize=[
-        "n", "words", "root", "depth", "steps", "envs", "levels", "slice_len", "min_len", "before", "after"
-    ],
-    do_not_specialize_on_alignment=["rank_ptr"],
-)  # fmt: skip
+@jit_for_any_size("rank_ptr")
 def trajectories_draw_kernel(
     ends_ptr,
     sums_ptr,
@@ -336,10 +332,7 @@ def trajectories_draw_kernel(
     advance_state(rng_ptr, ticket, offset + 2 * n)
 
 
-@triton.jit(
-    do_not_specialize=["n", "slice_len", "steps", "envs", "levels"],
-    do_not_specialize_on_alignment=["start_ptr"],
-)
+@jit_for_any_size("start_ptr")
 def trajectories_slices_kernel(
     ends_ptr,
     ring_ptr,
@@ -369,7 +362,7 @@ def trajectories_slices_kernel(
     store_slices(slices, i, n, age, length, env, slice_len, oldest, steps, envs, BLOCK_STEPS)
 
 
-@triton.jit(do_not_specialize=["n", "steps", "envs", "levels"], do_not_specialize_on_alignment=["row_ptr"])
+@jit_for_any_size("row_ptr")
 def trajectories_bounds_kernel(
     ends_ptr,
     ring_ptr,

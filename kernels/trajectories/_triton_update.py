@@ -20,6 +20,7 @@ Arguments that all kernels share are those of :mod:`gpubuf.kernels.trajectories.
 import triton
 import triton.language as tl
 
+from gpubuf.kernels._launching import jit_for_any_size
 from gpubuf.kernels.rows._triton_tiles import (
     ENTRY,
     ROW_BYTES,
@@ -344,12 +345,7 @@ def lane_of(i, run, envs, ENVS: tl.constexpr):
     return j, env, (j < run) & (env < envs)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "n_signals", "n", "run_words", "n_others", "words", "depth",
-        "steps", "envs", "levels", "slice_len", "min_len", "before", "after",
-    ]
-)  # fmt: skip
+@jit_for_any_size()
 def trajectories_update_envs_kernel(
     ends_ptr,
     sums_ptr,
@@ -445,7 +441,7 @@ def _any_differs(here, there, column, row_bytes, active, DTYPE: tl.constexpr, BL
     return found
 
 
-@triton.jit(do_not_specialize=["n_pairs", "count", "steps", "envs"], do_not_specialize_on_alignment=["index_ptr"])
+@jit_for_any_size("index_ptr")
 def trajectories_compare_kernel(
     breaks_ptr,  # uint8 [T * E]
     ring_ptr,
@@ -497,7 +493,7 @@ def trajectories_compare_kernel(
     tl.store(breaks_ptr + row, tl.max(found, 1).to(tl.uint8), mask=stored)
 
 
-@triton.jit(do_not_specialize=["n_signals", "n", "steps", "envs"])
+@jit_for_any_size()
 def trajectories_bits_kernel(
     ends_ptr,
     ring_ptr,
@@ -520,7 +516,7 @@ def trajectories_bits_kernel(
     stage_bits(ends_ptr, signals_ptr, n_signals, ring, n, (j, i - j * envs, j >= 0), steps, envs, BY_ID, SPAN)
 
 
-@triton.jit(do_not_specialize=["n", "level", "steps", "envs"])
+@jit_for_any_size()
 def trajectories_bits_above_kernel(
     ends_ptr,
     ring_ptr,
@@ -548,11 +544,7 @@ def trajectories_bits_above_kernel(
     stage_bits_above(ends_ptr, below, first, last, words_of(steps, level - 1), n >= steps, lane, envs)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "n", "run_words", "n_others", "steps", "envs", "levels", "slice_len", "min_len", "before", "after"
-    ]
-)  # fmt: skip
+@jit_for_any_size()
 def trajectories_weights_kernel(
     ends_ptr,
     sums_ptr,
@@ -584,7 +576,7 @@ def trajectories_weights_kernel(
     stage_weights(memory, ring, n.to(tl.int64), lane, run_words, (steps, envs, levels), rule, BY_TRANSITION)
 
 
-@triton.jit(do_not_specialize=["n", "run", "n_others", "level", "words", "steps", "envs"])
+@jit_for_any_size()
 def trajectories_sums_kernel(
     sums_ptr,
     ring_ptr,
@@ -610,7 +602,7 @@ def trajectories_sums_kernel(
     stage_sums(sums_ptr, (others_ptr, begin, run.to(tl.int64), n_others), i, level, below, words, SHIFT)
 
 
-@triton.jit(do_not_specialize=["n", "run", "n_others", "first_level", "depth", "words", "steps", "envs"])
+@jit_for_any_size()
 def trajectories_top_kernel(
     sums_ptr,
     ring_ptr,
@@ -636,7 +628,7 @@ def trajectories_top_kernel(
     all_sums(sums_ptr, runs, first_level, depth, words, SHIFT, BLOCK_NODES)
 
 
-@triton.jit(do_not_specialize=["n_rows", "touched", "need", "run", "steps", "envs", "levels"])
+@jit_for_any_size()
 def trajectories_update_eligible_kernel(
     eligible_ptr,  # int64 [eligible words]
     ends_ptr,

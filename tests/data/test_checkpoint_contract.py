@@ -125,7 +125,7 @@ def test_cut_short_before_every_step(contract: BufferContract, tmp_path: Path, m
         buffer.save(tmp_path, file_bytes=FILE_BYTES)
         other.load(tmp_path)
         model.check_rows(other)
-        named = {file.name for file in files.read_manifest(tmp_path).files}
+        named = {file.name for file in files.read_manifest(tmp_path, files.Manifest).files}
         assert {path.name for path in tmp_path.iterdir()} == {*named, files.MANIFEST}
     assert len(outcomes) > 12
     assert outcomes == sorted(outcomes)

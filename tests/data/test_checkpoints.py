@@ -504,7 +504,7 @@ def test_what_is_on_the_disk_before_the_manifest_names_it(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "replace", note_replace)
     used().save(tmp_path, file_bytes=1_500)
-    assert set(events[:-4]) == {file.name for file in files.read_manifest(tmp_path).files}
+    assert set(events[:-4]) == {file.name for file in files.read_manifest(tmp_path, files.Manifest).files}
     assert events[-4:] == [tmp_path.name, "manifest.json.tmp", "replace", tmp_path.name]
     events.clear()
     MixedReplayBuffer([used("random"), used("random")]).save(tmp_path / "mix")

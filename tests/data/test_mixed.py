@@ -26,7 +26,7 @@ from gpubuf.data import (
     TensorDictRoundRobinWriter,
 )
 from gpubuf.data.checkpoints import files
-from gpubuf.data.mixed_draws import Offsets, cut, owners
+from gpubuf.data.mixed import Offsets, cut, owners
 from gpubuf.kernels._registry import triton_on_cpu
 from tests.contracts import first_quick
 from tests.contracts.checkpoints import cut_short
@@ -290,7 +290,7 @@ def damaged(path: Path) -> Iterator[None]:
 def test_damage_anywhere_changes_nothing(tmp_path: Path):
     """Case 60: the first buffer was replaced before the file of the second was read."""
     mix().save(tmp_path)
-    own = files.read_mix(tmp_path)
+    own = files.read_manifest(tmp_path, files.MixManifest)
     other = mix(9)
     before = told(other)
     named = [tmp_path / "manifest.json", tmp_path / own.state.name]
@@ -386,7 +386,7 @@ def test_cut_short_before_every_step(tmp_path: Path, monkeypatch):
     assert len(outcomes) > 12
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == {False, True}
-    own = files.read_mix(tmp_path)
+    own = files.read_manifest(tmp_path, files.MixManifest)
     assert {path.name for path in tmp_path.iterdir()} == {own.state.name, "manifest.json", "buffer_0", "buffer_1"}
 
 

@@ -374,7 +374,7 @@ def changed(tmp_path, change):
     """A checkpoint whose state was changed by somebody who makes the checksums right again."""
     buffer = used(31)[0]
     buffer.save(tmp_path)
-    made = files.read_manifest(tmp_path)
+    made = files.read_manifest(tmp_path, files.Manifest)
     path = tmp_path / made.state.name
     state = copy.deepcopy(dict(serialization.load(path, made.state.checksum)))
     change(state["_storage"]["sharing"])

@@ -27,7 +27,7 @@ if TRITON == (3, 6):
 
 
 def is_triton_jit(decorator: ast.expr) -> bool:
-    return ast.unparse(decorator).partition("(")[0] in ("triton.jit", "jit")
+    return ast.unparse(decorator).partition("(")[0] in ("triton.jit", "jit", "jit_for_any_size")
 
 
 def kernels_in_the_tree() -> set[str]:
@@ -74,7 +74,7 @@ def test_no_kernel_is_compiled_again_for_another_number_of_rows():
         (found,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
         named = ast.unparse(found.decorator_list[0])
         sizes = {argument.arg for argument in found.args.args} & COUNTS
-        assert not [size for size in sizes if f"'{size}'" not in named], kernel
+        assert named.startswith("jit_for_any_size") or not [size for size in sizes if f"'{size}'" not in named], kernel
         seen += len(sizes)
     assert seen >= len(kernels_in_the_tree())
 

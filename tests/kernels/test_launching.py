@@ -17,7 +17,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from gpubuf.kernels import _launching
-from gpubuf.kernels._launching import Variant, cdiv, key_of, launch
+from gpubuf.kernels._launching import Variant, cdiv, jit_for_any_size, key_of, launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,6 +79,18 @@ def test_a_key_is_read_from_left_to_right_in_one_way():
 def test_addresses_stand_for_tensors():
     x = TENSORS[0]
     assert key_of([x, 7, None], (True, True, True))[1] == [x.data_ptr(), 7, None]
+
+
+def test_a_kernel_for_any_size_is_specialised_on_no_number(monkeypatch):
+    monkeypatch.setattr(triton, "jit", JITFunction)
+
+    @jit_for_any_size("index_ptr")
+    def kernel(rows_ptr, index_ptr, n, envs, block: triton.language.constexpr):
+        pass
+
+    by_value = {param.name: not param.do_not_specialize for param in kernel.params}
+    assert by_value == {"rows_ptr": True, "index_ptr": True, "n": False, "envs": False, "block": True}
+    assert [param.name for param in kernel.params if param.do_not_specialize_on_alignment] == ["index_ptr"]
 
 
 @pytest.mark.parametrize(("count", "block"), [(0, 4), (1, 4), (4, 4), (5, 4), (2**40 + 1, 2**20)])

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from gpubuf import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
-from gpubuf.data.checkpoints.files import MANIFEST, read_manifest
+from gpubuf.data.checkpoints.files import MANIFEST, Manifest, read_manifest
 from tests.support.transitions import transitions
 
 CAPACITY = 200
@@ -116,7 +116,7 @@ def main(folder: str, kills: int, seed: int) -> None:
 
 def not_in_checkpoint(folder: str) -> set[str]:
     """What a save that was cut short has left behind."""
-    named = {file.name for file in read_manifest(Path(folder)).files}
+    named = {file.name for file in read_manifest(Path(folder), Manifest).files}
     return set(os.listdir(folder)) - named - {MANIFEST}
 
 

@@ -34,9 +34,6 @@ from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.terminal import Advance
 
 MANIFEST = "manifest.json"
-FORMAT = "gpubuf-checkpoint"
-MIX_FORMAT = "gpubuf-mixed-checkpoint"
-SHARD_FORMAT = "gpubuf-sharded-checkpoint"
 VERSION = 1
 
 Kind = Literal["rows", "tensor", "state"]
@@ -191,7 +188,12 @@ class ShardManifest:
 
 
 AnyManifest = Manifest | MixManifest | ShardManifest
-_FORMATS: dict[type, str] = {Manifest: FORMAT, MixManifest: MIX_FORMAT, ShardManifest: SHARD_FORMAT}
+#: The format of each kind of manifest, and what that is of.
+_FORMATS: dict[type, tuple[str, str]] = {
+    Manifest: ("gpubuf-checkpoint", ""),
+    MixManifest: ("gpubuf-mixed-checkpoint", " of several buffers"),
+    ShardManifest: ("gpubuf-sharded-checkpoint", " of several ranks"),
+}
 _M = TypeVar("_M", Manifest, MixManifest, ShardManifest)
 
 
@@ -216,7 +218,7 @@ def write_manifest(folder: Path, manifest: AnyManifest) -> int:
     """Put the manifest in place: from here on the checkpoint is this one. Returns its size."""
     content = asdict(manifest)
     # Not indented: that takes an encoder whose functions refer to each other, and stay until garbage is collected.
-    form = _FORMATS[type(manifest)]
+    form, _ = _FORMATS[type(manifest)]
     text = json.dumps({"format": form, "version": VERSION, "checksum": _checksum(content), "content": content}).encode()
     # The names of the files that the manifest refers to must be on the disk before it is.
     serialization.sync_folder(folder)
@@ -267,28 +269,14 @@ class FolderLock(Guard):
 # Reading
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest, verified; the files that it names are not looked at.
+def read_manifest(folder: Path, kind: type[_M]) -> _M:
+    """The manifest, of this kind, verified; the files that it names are not looked at.
 
     Raises:
         FileNotFoundError: there is none.
         DamagedError: it is not one, is damaged, or is of a newer version.
     """
-    return _read(folder, FORMAT, "", Manifest)
-
-
-def read_mix(folder: Path) -> MixManifest:
-    """:func:`read_manifest` of a checkpoint of several buffers."""
-    return _read(folder, MIX_FORMAT, " of several buffers", MixManifest)
-
-
-def read_shards(folder: Path) -> ShardManifest:
-    """:func:`read_manifest` of a checkpoint of the ranks of a process group."""
-    return _read(folder, SHARD_FORMAT, " of several ranks", ShardManifest)
-
-
-def _read(folder: Path, form: str, what: str, kind: type[_M]) -> _M:
-    path = folder / MANIFEST
+    path, (form, what) = folder / MANIFEST, _FORMATS[kind]
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint at {folder}: it has no {MANIFEST}")
     try:

@@ -74,7 +74,7 @@ def load(buffer: Checkpointed, path: str | os.PathLike[str], *, progress: bool |
             read(buffer, folder)
             return
     with files.FolderLock(folder, exclusive=False):
-        load_parts([buffer], [folder], [files.read_manifest(folder)], None, progress)
+        load_parts([buffer], [folder], [files.read_manifest(folder, Manifest)], None, progress)
 
 
 def load_mix(
@@ -97,7 +97,7 @@ def load_mix(
     """
     folder = existing(path)
     with files.FolderLock(folder, exclusive=False):
-        mix = files.read_mix(folder)
+        mix = files.read_manifest(folder, files.MixManifest)
         manifests, shared = mix.parts, files.open_file(folder, mix.state)
         for name in ("_transforms", "_rounding"):
             need(isinstance(shared.get(name), dict), f"{folder} has no {name} of the mix")

@@ -167,7 +167,7 @@ def save_mix(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with files.FolderLock(folder, exclusive=True):
-        earlier(folder, files.read_mix)
+        earlier(folder, files.MixManifest)
         folders = [part_folder(folder, number) for number in range(len(buffers))]
 
         def commit(parts: list[Manifest], shared: dict[str, Any]) -> None:
@@ -236,14 +236,14 @@ def save_parts(
     return holding([files.FolderLock(folder, exclusive=True) for folder in folders], all_of_it)
 
 
-def earlier(folder: Path, read: Callable[[Path], _M]) -> _M | None:
+def earlier(folder: Path, kind: type[_M]) -> _M | None:
     """The checkpoint that is there, if it can be built upon.
 
     Raises:
         ValueError: there is a manifest of another program.
     """
     try:
-        return read(folder)
+        return files.read_manifest(folder, kind)
     except FileNotFoundError:
         return None
     except files.ForeignError as error:
@@ -339,7 +339,7 @@ class _Save:
         #: What goes into the file of the state: all but the rows and large tensors.
         self._state = state = buffer.state_dict()
         custom_rows.save(folder, self._id, storage, state)
-        known, previous = _fingerprints.get(storage, {}), earlier(folder, files.read_manifest)
+        known, previous = _fingerprints.get(storage, {}), earlier(folder, Manifest)
         if not incremental or (previous is not None and previous.id not in known):
             previous = None
         self._now = _Fingerprint.of(storage)

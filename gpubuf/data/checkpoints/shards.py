@@ -108,7 +108,7 @@ def save_shards(
     with files.FolderLock(folder, exclusive=True) if rank == 0 else nullcontext():
         with _Vote(process_group) as vote:
             if rank == 0:
-                earlier(folder, files.read_shards)
+                earlier(folder, files.ShardManifest)
             (save_id, *_) = vote.cast(secrets.token_hex(8))
         own = rank_folder(folder, rank)
         with _Vote(process_group) as vote:
@@ -177,7 +177,7 @@ def load_shards(
     with _Vote(process_group) as vote:
         folder = existing(path)
         with files.FolderLock(folder, exclusive=False):
-            whole = files.read_shards(folder)
+            whole = files.read_manifest(folder, files.ShardManifest)
             there = len(whole.parts)
             if there < ranks:
                 raise ValueError(
@@ -331,7 +331,7 @@ def _one_processing(states: list[dict[str, Any]]) -> dict[str, Any]:
 def _is_sharded(folder: Path) -> bool:
     """Whether a folder holds the checkpoint of several ranks."""
     try:
-        files.read_shards(folder)
+        files.read_manifest(folder, files.ShardManifest)
     except (FileNotFoundError, files.ForeignError):
         return False
     except files.DamagedError:

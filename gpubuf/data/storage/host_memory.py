@@ -245,9 +245,7 @@ def to_device(sources: list[torch.Tensor], device: torch.device) -> list[torch.T
             break
     else:
         return sources
-    if torch.compiler.is_compiling():
-        return [t.to(device) for t in sources]
-    if device.type != "cuda" or not cuda_present():
+    if torch.compiler.is_compiling() or device.type != "cuda" or not cuda_present():
         return [t.to(device) for t in sources]
     captured = capturing()
     if not captured and _packable(sources):

@@ -185,22 +185,16 @@ def create_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...], root: Pa
     """
     n_bytes = math.prod(shape) * dtype.itemsize
     if n_bytes:
-        descriptor = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, root)
-        try:
-            os.truncate(descriptor, n_bytes)
-        finally:
-            os.close(descriptor)
+        with os.fdopen(open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, root), "r+b") as file:
+            file.truncate(n_bytes)
     return map_file(path, dtype, shape, writable=True, root=root)
 
 
 def sync_file(path: Path, root: Path | None = None) -> None:
     """Wait until everything written to a file, through a mapping too, is on the disk."""
     if path.exists():
-        descriptor = open_file(path, os.O_RDONLY, root)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with os.fdopen(open_file(path, os.O_RDONLY, root), "rb") as file:
+            os.fsync(file.fileno())
 
 
 # Metadata
