@@ -24,22 +24,26 @@ def test_writers_beside_a_busy_gpu(monkeypatch: pytest.MonkeyPatch, limit: int, 
     storage = LazyTensorStorage(4000, device=place)
     buffer = TensorDictReplayBuffer(storage=storage, batch_size=8, n_steps=3, writers=Writers(2, queue_steps=64))
     clients = [buffer.client(batch(0, 0, 1)) for _ in range(2)]
-    for number, client in enumerate(clients):
-        client.extend_columns(columns(number, 0, 40))
-    buffer.writers.take(everything=True)
-    buffer.sample()
-    first, busy = 40, torch.ones(2048, 2048, device="cuda")
+    first = 0
+
+    def write(steps: int) -> None:
+        nonlocal first
+        for number, client in enumerate(clients):
+            client.extend_columns(columns(number, first, steps))
+        first += steps
+        buffer.writers.take(everything=True)
+        # A draw gives the places back once the GPU has read them, and this thread can't wait as a writer for them.
+        while limit == 0 and not buffer.writers._aside.done:
+            pass
+        buffer.sample()
+
+    write(40)
+    busy = torch.ones(2048, 2048, device="cuda")
     with no_waiting():
         for _ in range(30):
             for _ in range(8):
                 busy = busy @ busy
-            for number, client in enumerate(clients):
-                client.extend_columns(columns(number, first, 32))
-            first += 32
-            buffer.writers.take(everything=True)
-            while limit == 0 and not buffer.writers._aside.done:
-                pass
-            buffer.sample()
+            write(32)
     rows = buffer[:].cpu()
     assert are_whole(rows)
     for number in range(2):
