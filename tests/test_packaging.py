@@ -190,16 +190,16 @@ def packages_of_extras() -> set[str]:
 def test_the_wheel_installs_into_a_fresh_environment(tree: Path, tmp_path: Path):
     """pip, the command, and the buffers without an extra: writes, priorities, slices, files, checkpoints and a plan.
 
-    The environment sees the packages installed here, so that nothing is downloaded.
+    The environment sees the packages installed here, and is filled by the pip of here: nothing is downloaded.
     """
     missing = packages_of_extras()
     assert {"gymnasium", "rich", "matplotlib", "minari", "pytest"} <= missing
     (wheel,) = (tree / "dist").glob("*.whl")
     environment = tmp_path / "fresh"
-    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     python = environment / "bin" / "python"
     away = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    install = [python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", wheel]
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", "--no-deps", wheel]
     subprocess.run(install, env=away, cwd=tmp_path, check=True, capture_output=True)
     # A plain path: what is installed here as a link to a checkout stays out.
     own = sysconfig.get_path("purelib", vars={"base": str(environment)})

@@ -10,6 +10,9 @@ import pytest
 
 Case = TypeVar("Case")
 
+#: Marks of few cases of a test, and of the rest, whose first ones are slow already.
+QUICK_AND_SLOW, SLOW_AND_NIGHTLY = ((), pytest.mark.slow), (pytest.mark.slow, pytest.mark.nightly)
+
 
 def covering(cases: Sequence[Case], features: Callable[[Case], Iterable[Hashable]]) -> list[Case]:
     """Few of ``cases``, in which every feature occurs that occurs in all of them."""
@@ -29,21 +32,24 @@ def pairwise(cases: Sequence[Case], features: Callable[[Case], Sequence[Hashable
 
 
 def each_option(
-    contracts: Sequence[Any], *others: Iterable[Any], suits: Callable[..., bool] = lambda *case: True
+    contracts: Sequence[Any],
+    *others: Iterable[Any],
+    suits: Callable[..., bool] = lambda *case: True,
+    marks: tuple[Any, Any] = QUICK_AND_SLOW,
 ) -> list[Any]:
     """Contracts, or contracts times the values of others, for ``pytest.mark.parametrize``.
 
     Quick runs have few of them, in which every option of a contract occurs with every value of the others. The rest
-    is slow.
+    is slow. ``marks``: other ones of these few, and of the rest.
     """
     cases = [case for case in itertools.product(contracts, *others) if suits(*case)]
-    quick = covering(cases, lambda case: [(option, *case[1:]) for option in case[0].options])
-    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
+    few = covering(cases, lambda case: [(option, *case[1:]) for option in case[0].options])
+    return [pytest.param(*case, marks=marks[case not in few]) for case in cases]
 
 
-def first_quick(values: Iterable[Any], n: int = 1) -> list[Any]:
-    """Values for ``pytest.mark.parametrize``, such as seeds: all but the first ``n`` are slow."""
-    return [pytest.param(value, marks=() if i < n else pytest.mark.slow) for i, value in enumerate(values)]
+def first_quick(values: Iterable[Any], n: int = 1, marks: tuple[Any, Any] = QUICK_AND_SLOW) -> list[Any]:
+    """Values for ``pytest.mark.parametrize``, such as seeds: all but the first ``n`` are slow, or as ``marks`` say."""
+    return [pytest.param(value, marks=marks[i >= n]) for i, value in enumerate(values)]
 
 
 def on_both(cases: Iterable[Any], quick: Callable[[Any], bool], gate: Sequence[Any] = ()) -> list[Any]:

@@ -103,9 +103,9 @@ def laid_out(slices: Sequence[Sequence[int]], slice_len: int) -> tuple[list[int]
     return index, [len(of_slice) for of_slice in slices], last
 
 
-def some(numbers: list[int]) -> list[int]:
-    """All of them, or a few dozen where the slow interpreter looks at them."""
-    return numbers[:: max(len(numbers) // 24, 1)] if triton_on_cpu_enabled() else numbers
+def some(numbers: list[int], n: int = 24) -> list[int]:
+    """All of them, or about ``n``, the first one among them, where the slow interpreter looks at them."""
+    return numbers[:: max(len(numbers) // n, 1)] if triton_on_cpu_enabled() else numbers
 
 
 class Index:
@@ -246,7 +246,8 @@ class Index:
         units = reference.units(self.model.trajectories(), self.rule, self.envs)
         if not units:
             return
-        for rank in (None, some(list(range(len(units))))):
+        # Each is drawn by a program of its own.
+        for rank in (None, some(list(range(len(units))), 6)):
             count = n if rank is None else len(rank)
             rng = philox.new_state(seed, "cpu")
             rng[philox.OFFSET] = offset

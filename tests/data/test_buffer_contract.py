@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from gpubuf import ReplayBuffer, capture, plan
 from gpubuf.data import LazyMemmapStorage, RandomSampler, load_torchrl, moving, save_torchrl
 from gpubuf.kernels.rows import FAULTS
-from tests.contracts import each_option, first_quick
+from tests.contracts import SLOW_AND_NIGHTLY, each_option, first_quick
 from tests.contracts.buffers import BATCH, COPIES, STEPS, BufferContract, Model, by_files, by_state, contracts, write
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
@@ -182,8 +182,7 @@ def test_random_histories(contract):
     History(contract, 0).run(40)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 20))
+@pytest.mark.parametrize("seed", first_quick(range(1, 20), 4, SLOW_AND_NIGHTLY))
 @pytest.mark.parametrize("contract", contracts(), ids=str)
 def test_long_histories(contract, seed):
     History(contract, seed).run(60)
@@ -460,7 +459,7 @@ def can_run(contract: BufferContract, operation: str) -> bool:
     return operation != "columns" or has_columns(contract)
 
 
-@pytest.mark.parametrize("pace", first_quick([2, 1]))
+@pytest.mark.parametrize("pace", first_quick([2, 1], marks=((), pytest.mark.nightly)))
 @pytest.mark.parametrize(
     ("contract", "operation"), each_option(contracts(on_device), OPERATIONS, suits=can_run), ids=str
 )

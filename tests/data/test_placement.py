@@ -280,7 +280,8 @@ def test_pinned_rows_under_a_faked_gpu(monkeypatch, kind):
         on_host.append(size * np.dtype(dtype).itemsize)
         return numpy_empty(size, dtype)
 
-    with fake_cuda():
+    # What an earlier test has had computed comes from FakeTensor's cache, without torch.empty.
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False), fake_cuda():
         data = transitions(40, device="cuda")
         leaves = RowLayout(data, 1).leaves
         due = sorted(1000 * sum(leaves[position].row_bytes for position in record) for record in records(leaves))
@@ -293,6 +294,9 @@ def test_pinned_rows_under_a_faked_gpu(monkeypatch, kind):
         monkeypatch.setattr(np, "empty", host_empty)
         buffer.extend(data)
         assert sorted(on_host) == sorted(machine.ever_pinned) == due
+        if "slices" in kind:
+            # The first write lists all rows, 8 bytes each, as those that may have become starts of slices. None stays.
+            on_device.remove(8 * 1000)
         assert sum(on_device) < sum(due) / 4
         storage = buffer.storage
         assert {t.device.type for t in storage.row_tensors} == {"cpu"}

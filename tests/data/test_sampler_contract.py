@@ -16,7 +16,7 @@ from gpubuf import capture
 from gpubuf.data import ReplayBuffer
 from gpubuf.data.storage import placement
 from gpubuf.kernels.rows import FAULTS
-from tests.contracts import each_option
+from tests.contracts import SLOW_AND_NIGHTLY, each_option, first_quick
 from tests.contracts.buffers import COPIES, write
 from tests.contracts.samplers import (
     REFUSED,
@@ -240,15 +240,16 @@ def test_random_histories(contract):
         History(contract, seed).run(30)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("seeds", first_quick([range(2, 6), range(6, 20)], marks=SLOW_AND_NIGHTLY), ids=str)
 @pytest.mark.parametrize("contract", samplers(in_order), ids=str)
-def test_long_histories(contract):
-    for seed in range(2, 20):
+def test_long_histories(contract, seeds):
+    for seed in seeds:
         History(contract, seed).run(60)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("contract", samplers(lambda contract: contract.capturable), ids=str)
+@pytest.mark.parametrize(
+    "contract", each_option(samplers(lambda contract: contract.capturable), marks=SLOW_AND_NIGHTLY), ids=str
+)
 def test_histories_through_the_kernels(contract, interpreter):
     """The same on Triton's interpreter, where faults are counted instead of raised."""
     history = History(contract, 0)

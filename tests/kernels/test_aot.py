@@ -93,11 +93,11 @@ def check(results: list[Compiled], target: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "most"), [(target, 2 if target == "sm_90" else 1) for target in TARGETS])
-def test_every_kernel_compiles(target: str, most: int):
-    """The most demanding specs of each. Kernels that fit one NVIDIA GPU fit the others, as a rule."""
-    results = compile_in_subprocess(target, most=most)
-    assert len(results) == len(demanding(all_specs(), most))
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm_100"])
+def test_every_kernel_compiles(target: str):
+    """The most demanding spec of each. What fits sm_90 fits sm_100, as a rule, which has its turn at night."""
+    results = compile_in_subprocess(target, most=1)
+    assert len(results) == len(demanding(all_specs(), 1))
     assert {r.spec.partition("(")[0] for r in results} == {kernel.partition(":")[2] for kernel in kernels_in_the_tree()}
     check(results, target)
 

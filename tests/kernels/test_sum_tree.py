@@ -829,7 +829,8 @@ def test_minima_and_maxima_follow_an_update_of_few_rows(backend, capacity, fan_o
         priority = given[torch.randint(5, (n,), generator=generator)]
         sum_tree.update(*tree, ring_of(capacity, capacity), index, priority, None)
         built = tree._replace(nodes=tree.nodes.clone())
-        sum_tree.build(*built)
+        with triton_on_cpu(False):
+            sum_tree.build(*built)
         assert tree.nodes.equal(built.nodes), f"turn {turn}"
 
 

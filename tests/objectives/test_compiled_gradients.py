@@ -16,6 +16,7 @@ from torch import nn
 from gpubuf.modules import MLP, EnsembleMLP, GaussianParameters, make_flashsac_actor, make_flashsac_critic
 from gpubuf.modules.sac import tanh_normal_actor
 from gpubuf.objectives import CrossQLoss, DiscreteSACLoss, DistributionalSACLoss, REDQLoss, SACLoss, TD3Loss
+from tests.contracts import SLOW_AND_NIGHTLY, first_quick
 from tests.support.losses_setup import ACTIONS, discrete_actor, discrete_batch
 from tests.support.sac_setup import ACTION, KEYS, OBSERVATION, VALUE, make_batch
 
@@ -149,8 +150,16 @@ def check(name, sizes=(6, 10), **options):
     assert moved
 
 
-#: When to run a loss, if not with the slow tests. FlashSAC's takes a minute and a half.
-MARKS = {"CrossQLoss": (), "FlashSAC": pytest.mark.nightly}
+#: At night: FlashSAC's takes a minute and a half, and of what the others are made, other losses are made too.
+NIGHTLY = (
+    "FlashSAC",
+    "SACLoss",
+    "SACLoss, value network",
+    "CrossQLoss, batch renorm",
+    "CrossQLoss, vmap of PyTorch's norms",
+)
+#: When to run a loss, if not with the slow tests.
+MARKS = {"CrossQLoss": (), **dict.fromkeys(NIGHTLY, pytest.mark.nightly)}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, pytest.mark.slow)) for n in LOSSES])
@@ -159,11 +168,12 @@ def test_the_backward_reads_the_statistics_of_its_forward(name):
         check(name, backend=as_inductor)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 # PyTorch's own, of its lowering of `diagonal`.
 @pytest.mark.filterwarnings("ignore:.torch._prims_common.check. is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", ["CrossQLoss", "FlashSAC", "SACLoss, value network"])
+@pytest.mark.parametrize(
+    "name", first_quick(["FlashSAC", "SACLoss, value network", "CrossQLoss"], 2, marks=SLOW_AND_NIGHTLY)
+)
 def test_inductor(name):
     """With the compiler of C++, which takes most of a minute each: those whose lowering is special."""
     check(name, options={"fallback_random": True})

@@ -1,7 +1,6 @@
 """Every loss against its closed form in float64, over agents, dimensions, weights, masks, reductions, critics, atoms.
 
-By default so many shapes that every two values occur together; all of them with the slow tests. And every loss under
-autocast.
+By default so many shapes that every two values occur together; all of them at night. And every loss under autocast.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def test_losses_and_gradients(name, shape):
     check(name, shape)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("critics", AXES["critics"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_full_product(name, critics):

@@ -1,6 +1,6 @@
 """Kill processes that write to mapped files, and look at what they leave. Run by tests/data/test_memmap_crashes.py.
 
-``python -m tests.support.memmap_crashes FOLDER kills KILLS SEED`` kills forks at random times.
+``python -m tests.support.memmap_crashes FOLDER kills KILLS SEED`` kills forks at random times, half of them in writes.
 ``... FOLDER stops all``, or ``few``, ends forks at each point of each kind of write: between any two of its parts, and
 in the middle of rows, where Python stands in for the kernels. After each of them the folder must open, with every row
 whole and in order. All keys of a row can be told from its number and its version.
@@ -152,6 +152,16 @@ def forked(work: Callable[[], None]) -> int:
     return process
 
 
+def stopped_at_random(process: int, folder: Path, chance: random.Random) -> bool:
+    """Stop a process that writes to a folder. Returns whether it is within a write."""
+    time.sleep(chance.uniform(0, 0.01))
+    os.kill(process, signal.SIGSTOP)
+    _, status = os.waitpid(process, os.WUNTRACED)
+    assert os.WIFSTOPPED(status), "the process ended by itself"
+    journal = folder / memmap_files.JOURNAL_FILE
+    return journal.exists() and journal.read_bytes()[:8] != bytes(8)
+
+
 def kills(root: Path, n: int, seed: int) -> None:
     chance, within = random.Random(seed), 0
     folders = {}
@@ -166,13 +176,15 @@ def kills(root: Path, n: int, seed: int) -> None:
         process = forked(lambda folder=folder, report=report, number=number: write_for_ever(folder, report, number))
         os.close(report)
         select.select([reports], [], [])
-        time.sleep(chance.uniform(0, 0.01))
+        writing = stopped_at_random(process, folder, chance)
+        # Every other one is killed within a write, however busy the machine is.
+        while not writing and number % 2 == 0:
+            os.kill(process, signal.SIGCONT)
+            writing = stopped_at_random(process, folder, chance)
         os.kill(process, signal.SIGKILL)
-        _, status = os.waitpid(process, 0)
+        os.waitpid(process, 0)
         os.close(reports)
-        assert os.WIFSIGNALED(status), "the process ended by itself"
-        journal = folder / memmap_files.JOURNAL_FILE
-        within += journal.exists() and journal.read_bytes()[:8] != bytes(8)
+        within += writing
         opened(folder)
         windows_hold_together(folder)
     print(f"{n} kills, {within} of them within a write")

@@ -273,8 +273,15 @@ def test_an_iteration_reads_no_value(algo):
             trainer.advance()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("algo", [algo for algo in ALGORITHMS if algo != "sac"])
+@pytest.mark.parametrize(
+    "algo",
+    [
+        # Compiling flashsac's takes a minute and more, and its loss is that of fastsac.
+        pytest.param(algo, marks=pytest.mark.nightly if algo == "flashsac" else pytest.mark.slow)
+        for algo in ALGORITHMS
+        if algo != "sac"
+    ],
+)
 def test_compiled_updates_are_the_same(algo, monkeypatch):
     """Both kinds of updates become one graph each, by the tracer and AOTAutograd, and compute what they did."""
     compile_ = torch.compile

@@ -29,6 +29,9 @@ from tests.support.train_environments import PREFIX
 CPU = torch.device("cpu")
 WALK = PREFIX + "Walk-v0"
 
+#: These act by the same kind of actor, which the tests of sac run.
+OF_SAC = ("sac", "redq", "fastsac")
+
 
 def tiny(env: str = WALK, **changes: Any) -> TrainConfig:
     """A run that takes little longer than the start of its processes."""
@@ -248,8 +251,14 @@ def test_two_collectors_learn_pendulum(tmp_path: Path):
     assert result.mean_return > -250
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("algo", [each for each in ALGORITHM_DEFAULTS if each != "discrete-sac"])
+@pytest.mark.parametrize(
+    "algo",
+    [
+        pytest.param(algo, marks=pytest.mark.nightly if algo in OF_SAC else pytest.mark.slow)
+        for algo in ALGORITHM_DEFAULTS
+        if algo != "discrete-sac"
+    ],
+)
 def test_every_algorithm_trains_with_collectors(algo: str, tmp_path: Path):
     """A whole run of processes, and one that goes on from it."""
     config = tiny(algo=algo, hidden=(8, 8), total_steps=150)
