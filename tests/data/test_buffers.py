@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from tensordict import TensorDict, tensorclass
+from tensordict import TensorDict
 from torch import nn
 
 from gpubuf.data import (
@@ -191,27 +191,6 @@ class TestSampling:
         for copied in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
             assert [t.shape for t in copied.allocate(3)] == [t.shape for t in layout.allocate(3)]
             assert all(t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes for t in copied.allocate(3))
-
-    def test_tensorclasses_tensors_and_nested_batch_dimensions(self):
-        @tensorclass
-        class Step:
-            x: torch.Tensor
-            y: torch.Tensor
-
-        buffer = ReplayBuffer(storage=LazyTensorStorage(5), batch_size=8)
-        buffer.extend(Step(x=torch.arange(4.0), y=torch.arange(4), batch_size=[4]))
-        batch = buffer.sample()
-        assert isinstance(batch, Step)
-        assert torch.equal(batch.x, batch.y.float())
-
-        plain = ReplayBuffer(storage=LazyTensorStorage(5))
-        plain.extend(torch.arange(6.0).reshape(3, 2))
-        assert plain.sample(4).shape == (4, 2)
-
-        agents = TensorDict({"x": torch.randn(3, 2, 4)}, [3, 2])
-        team = buffer_of(5)
-        team.extend(TensorDict({"agents": agents}, [3]))
-        assert team.sample(6)["agents"].batch_size == (6, 2)
 
 
 def test_defaults():
