@@ -29,7 +29,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def described(run: Run) -> str:
     """Device, versions and conditions of a run, in one sentence."""
     machine = run.machine
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if name != "gpubuf")
+    found = machine["versions"].items()
+    versions = ", ".join(f"{name} {version}" for name, version in found if version and name != "gpubuf")
     threads = f"{machine['threads']} thread" + ("s" if machine["threads"] != 1 else "")
     instructions = f" ({machine['instructions']})" if "instructions" in machine else ""
     return (

@@ -70,16 +70,6 @@ class Target:
         if loaded:
             self.buffer = pickle.loads(self.origin)
 
-    def reseal(self, content: Any) -> None:
-        """Write a manifest whose checksum is right."""
-        try:
-            checksum = files._checksum(content)
-        except ValueError:
-            checksum = 0
-        (self.folder / files.MANIFEST).write_text(
-            json.dumps(self.manifest | {"checksum": checksum, "content": content})
-        )
-
 
 # Changes of bytes, which checksums notice
 
@@ -175,19 +165,29 @@ def change_tree(tree: Any, place: int, chance: random.Random) -> None:
         container[key] = copy.deepcopy(chance.choice(ODD))
 
 
-def change_meaning(target: Target, file: str | None, change: Callable[[Any], None]) -> None:
+def reseal(folder: Path, content: Any) -> None:
+    """Write a manifest whose checksum is right."""
+    try:
+        checksum = files._checksum(content)
+    except ValueError:
+        checksum = 0
+    manifest = json.loads((folder / files.MANIFEST).read_text())
+    (folder / files.MANIFEST).write_text(json.dumps(manifest | {"checksum": checksum, "content": content}))
+
+
+def change_meaning(folder: Path, file: str | None, change: Callable[[Any], None]) -> None:
     """Change what the manifest says, or, if ``file`` is one, that file."""
-    content = copy.deepcopy(target.manifest["content"])
+    content = json.loads((folder / files.MANIFEST).read_text())["content"]
     if file is None:
         change(content)
     else:
         (entry,) = [held for held, key in places(content) if key == "name" and held[key] == file]
-        state = copy.deepcopy(serialization.load(target.folder / file))
+        state = copy.deepcopy(serialization.load(folder / file))
         change(state)
         # Files are created, never overwritten.
-        (target.folder / file).unlink()
-        entry["size"], entry["checksum"] = serialization.write(target.folder / file, serialization.contents(state))
-    target.reseal(content)
+        (folder / file).unlink()
+        entry["size"], entry["checksum"] = serialization.write(folder / file, serialization.contents(state))
+    reseal(folder, content)
 
 
 # Saves that are cut short

@@ -433,7 +433,11 @@ def test_nothing_waits_for_the_gpu(contract):
     with fake_cuda(), no_blocking_copies():
         buffer = contract.new(device="cuda")
         for data in rows:
-            assert buffer.extend(to_cuda(data)).device.type == "cuda"
+            given = to_cuda(data)
+            if contract.rows == "tensordict":
+                given["td_error"] = torch.empty(*given.shape, 1, device="cuda")
+            index = buffer.extend(given)
+            assert index.device.type == "cuda"
             batch, info = buffer.sample(return_info=True)
             assert info["index"].device.type == "cuda"
             leaves = batch.values(True, True) if hasattr(batch, "batch_size") else [info["index"]]
@@ -441,6 +445,14 @@ def test_nothing_waits_for_the_gpu(contract):
             if contract.prioritized:
                 buffer.update_priority(info["index"], torch.empty(BATCH, device="cuda"))
                 buffer.mark_update(info["index"])
+            if has_columns(contract):
+                buffer.extend_columns(dict(given.items(True, True)))
+                buffer.add_columns([given[key][0] for key in buffer.column_keys])
+                number = torch.empty(len(index), 1, dtype=torch.int64, device="cuda")
+                update = {"index": index, "generation": number[:, 0], "patch": {"number": number}}
+                assert buffer.update_if_present(**update).updated.shape == (len(index),)
+                update |= {"version_key": "number", "version": number[:, 0]}
+                assert buffer.submit_update_if_present(**update).done()
         buffer.empty()
 
 

@@ -181,18 +181,12 @@ def on_shard(rank: int, size: int) -> dict[str, Any]:
         return PrioritizedSampler(100, 0.5, 1.0, process_group=group, **options)
 
     index = torch.arange(20)
-    buffer = filled(shard(eps=0.0), rows(0, 20))
-    # Nothing on the left, and much of it on one rank only.
-    buffer.update_priority(index, torch.where(index < 10 + 5 * rank, 0.0, 1.0 + rank))
-    found["4"] = buffer.sample()["index"].min().item()
-
+    buffer = filled(shard(), rows(0, 20))
     try:
         buffer.update_priority(index[:2], torch.tensor([1.0, float("nan") if rank else 1.0]))
         found["8"] = ""
     except ValueError as error:
         found["8"] = str(error)
-    buffer.update_priority(torch.tensor([19, 18, 19, -1]), torch.tensor([3, 4, 9, 7]).unsqueeze(1))
-    found["9, 11"] = buffer.sampler.tree.maximum.item()
 
     # Two ranks of equal rows: weights are of all of them, for every alpha.
     for alpha in (0.0, 2.0):
@@ -207,18 +201,6 @@ def on_shard(rank: int, size: int) -> dict[str, Any]:
     small.update_tensordict_priority(late.set("td_error", torch.full((600,), 100.0)))
     drawn = small.sample()
     found["12"] = (drawn["index"] < 4).float().mean().item()
-
-    slices = SliceSampler(slice_len=SLICE, process_group=group)
-    # Single rows but for one trajectory, at the end of the last rank's shard.
-    lengths = torch.cat([rows(i, 1, episode=1) for i in range(40)] + [rows(40, 4 if rank else 3, episode=50)])
-    buffer = filled(slices, lengths)
-    starts = buffer.sample()["number"].reshape(-1, SLICE)
-    found["20"] = starts.unique(dim=0)
-    # Cut short, not ended.
-    cut = rows(0, 6, episode=50).set(("next", "truncated"), torch.arange(6).unsqueeze(1) == 2)
-    cut["next", "done"] = cut["next", "truncated"]
-    buffer = filled(SliceSampler(slice_len=SLICE, process_group=group, truncated_key=None), cut)
-    found["22"] = buffer.sample()["number"].reshape(-1, SLICE).unique(dim=0)
     try:
         filled(SliceSampler(slice_len=SLICE, process_group=group), rows(0, 4, episode=1 + rank * 9)).sample()
         found["25"] = ""
@@ -228,16 +210,12 @@ def on_shard(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_shards_meet_the_cases():
-    """Cases 4, 8, 9, 11, 12, 14, 20, 22, 25 on two ranks, whose shards differ."""
+    """Cases 8, 12, 14, 25 on two ranks, whose shards differ. The law of what they draw is in test_shards.py."""
     for rank, found in enumerate(run_ranks(on_shard, 2)):
-        assert found["4"] == 10 + 5 * rank
         assert ("entry 1, for row 1, is nan; no priority has been changed" in found["8"]) == bool(rank)
-        assert found["9, 11"] == 3.0
         # By the global sum 10 * (1 + 4) and the least of its weights, times what the rank has more than its half.
         assert found["14: 0.0"].tolist() == [1.0]
         torch.testing.assert_close(found["14: 2.0"], torch.tensor([0.4]))
         # Four rows of weight 1 beside six of 10; had they been given the priorities of those before them, 0.4.
         assert found["12"] < 0.15
-        assert found["20"].tolist() == [[40, 41, 42], [41, 42, 43]][: 1 + rank]
-        assert found["22"].tolist() == [[0, 1, 2], [3, 4, 5]]
         assert "of 2 ranks those numbered [0] have no row that can be drawn" in found["25"]

@@ -39,6 +39,7 @@ from tests.contracts.checkpoints import (
     change_tree,
     cut_short,
     places,
+    reseal,
     state_bytes,
 )
 from tests.support.interrupts import interrupted
@@ -82,7 +83,7 @@ def test_changed_meaning(contract: BufferContract, n: int, tmp_path: Path):
     for name in names:
         fields += [(name, place) for place in range(len(places(serialization.load(target.folder / name))))]
     for file, place in chance.choices(fields, k=n):
-        change_meaning(target, file, lambda tree, place=place: change_tree(tree, place, chance))
+        change_meaning(target.folder, file, lambda tree, place=place: change_tree(tree, place, chance))
         if refused := bool(target.refused()):
             n_refused += 1
         else:
@@ -99,12 +100,18 @@ def test_a_save_writes_what_has_changed(contract: BufferContract, tmp_path: Path
     contract = replace(contract, steps=200)
     buffer, model = contract.filled(205)
     first = buffer.save(tmp_path, file_bytes=FILE_BYTES)
+    assert first.bytes == first.bytes_written
+    assert first.files == first.files_written == len(list(tmp_path.iterdir()))
     assert buffer.save(tmp_path, file_bytes=FILE_BYTES).files_written <= 2
-    buffer.extend(model.write(1))
-    assert buffer.save(tmp_path, file_bytes=FILE_BYTES).bytes_written < first.bytes_written / 2
     other = contract.new()
-    other.load(tmp_path)
-    model.check_rows(other)
+    for each in (buffer, other):
+        # One that was loaded goes on from the files.
+        each.extend(model.write(1))
+        update = each.save(tmp_path, file_bytes=FILE_BYTES)
+        assert update.bytes_written < first.bytes_written / 2
+        assert update.bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+        other.load(tmp_path)
+        model.check_rows(other)
 
 
 @pytest.mark.parametrize("contract", [BufferContract(sampler="prioritized"), *contracts(lambda c: c.envs == 2)[-1:]])
@@ -291,7 +298,7 @@ def test_no_file_outside_of_the_folder_is_named(name: str, tmp_path: Path):
     target = Target(tmp_path / "c", BufferContract())
     content = copy.deepcopy(target.manifest["content"])
     content["state"]["name"] = name
-    target.reseal(content)
+    reseal(target.folder, content)
     assert "is not the name of a file in a checkpoint" in target.refused()
 
 
@@ -320,7 +327,7 @@ def test_rows_that_are_not_described(tmp_path: Path):
         def replace(state: Any) -> None:
             state["_storage"]["form"] = change(state["_storage"]["form"])
 
-        change_meaning(target, target.manifest["content"]["state"]["name"], replace)
+        change_meaning(target.folder, target.manifest["content"]["state"]["name"], replace)
         text = target.refused()
         target.put_back(loaded=False)
         return text

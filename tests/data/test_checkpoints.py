@@ -204,24 +204,6 @@ def test_between_devices(tmp_path):
 # How little is written
 
 
-def test_only_changed_rows_are_written(tmp_path):
-    """1 % of the rows are new: less than 5 % of the bytes are written."""
-    buffer = new(capacity=20_000)
-    buffer.extend(transitions(20_000))
-    full = buffer.save(tmp_path, file_bytes=10_000)
-    assert full.bytes == full.bytes_written == sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert full.files == full.files_written == len(list(tmp_path.iterdir()))
-    buffer.extend(transitions(200, start=20_000))
-    update = buffer.save(tmp_path, file_bytes=10_000)
-    assert update.bytes_written < 0.05 * full.bytes_written
-    assert update.bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
-    other = new(capacity=20_000)
-    other.load(tmp_path)
-    assert numbers(other) == numbers(buffer)
-    other.extend(transitions(200, start=20_200))
-    assert other.save(tmp_path, file_bytes=10_000).bytes_written < 0.05 * full.bytes_written
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_increments_hold_whatever_happened_in_between(seed, tmp_path):
     """Writes of every size, in place and through views, empties, loads: the checkpoint is the buffer every time."""

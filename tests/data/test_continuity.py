@@ -9,7 +9,6 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf import (
-    Hindsight,
     LazyTensorStorage,
     PrioritizedSliceSampler,
     SliceSampler,
@@ -125,12 +124,11 @@ def test_slices(backend, kind, options):
     assert len(found) == sum(broken(buffer)) + 3
 
 
-def test_sequences_hindsight_and_queries():
-    """Case 57: all that knows trajectories."""
+def test_sequences_and_queries():
+    """Case 57: all that knows trajectories. Hindsight is in tests/contracts/buffers.py."""
     stream = Stream(2, seed=5)
     rows = stream.rows(40)
-    rows["goal"] = torch.full_like(rows["of"], -1)
-    for options in ({"sample_unit": Sequence(3, burn_in=1, bootstrap=1)}, {"relabel": hindsight()}, {}):
+    for options in ({"sample_unit": Sequence(3, burn_in=1, bootstrap=1)}, {}):
         buffer = TensorDictReplayBuffer(
             storage=LazyTensorStorage(CAPACITY, ends=CONTINUITY, ndim=2), batch_size=32, **options
         )
@@ -139,19 +137,10 @@ def test_sequences_hindsight_and_queries():
         if "sample_unit" in options:
             windows = batch.reshape(32, 5)
             assert torch.equal(windows["of"], windows["of"][:, 1:2].expand(-1, 5, -1))
-        elif "relabel" in options:
-            assert batch["relabelled"].any()
-            assert torch.equal(batch["goal"], batch["of"])
         else:
             found = buffer.query()
             assert all((trajectory.data["of"] == trajectory.data["of"][0]).all() for trajectory in found)
             assert len(found) == len(rows["of"][:, -24:].unique())
-
-
-def hindsight() -> Hindsight:
-    return Hindsight(
-        lambda achieved, goal, data: (achieved == goal).float(), goal_key="goal", achieved_key="of", ratio=1.0
-    )
 
 
 def test_bytes_are_compared():

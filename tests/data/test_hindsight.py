@@ -12,7 +12,6 @@ from torch import Tensor
 from gpubuf import Hindsight
 from gpubuf.data import (
     LazyTensorStorage,
-    Normalize,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
@@ -20,7 +19,6 @@ from gpubuf.data import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
-from tests.support.placements import Machine
 
 STEPS = 12
 
@@ -90,14 +88,6 @@ def test_with_any_sampler(name):
         assert torch.equal(goal, torch.where(step <= 8, 8.0, 15.0))
 
 
-def test_what_is_stored_stays():
-    buffer = buffer_of(ratio=1.0)
-    fill(buffer, 10, [set()])
-    before = buffer[:]
-    buffer.sample(50)
-    assert all(torch.equal(before[key], buffer[:][key]) for key in before.keys(True, True))
-
-
 def test_flags_of_goals_that_end_a_trajectory():
     """Done is what the goal says, or truncated; rows that keep their goal keep their flags."""
 
@@ -124,51 +114,21 @@ def test_trajectories_told_by_other_keys():
     assert (buffer.sample(10)["desired_goal"][:, 0] == 7).all()
 
 
-def test_flags_that_are_written_back_count():
-    buffer = buffer_of(sampler=PrioritizedSampler(STEPS, 0.6, 0.4), ratio=1.0, strategy="final")
-    fill(buffer, 10, [set()])
-    done = TensorDict({"next": {"done": torch.tensor([[True]])}}, [1])
-    buffer.update_if_present([6], done, generation=torch.tensor([1]))
-    batch = buffer.sample(30)
-    step = batch["next", "achieved_goal"][:, 0]
-    assert torch.equal(batch["desired_goal"][:, 0], torch.where(step <= 6, 6.0, 9.0))
-
-
-def test_other_storages_and_places(monkeypatch):
-    """The ends follow the rows: to other memory, to a storage that replaces the first, and after a new allocation."""
-    Machine(device=10_000).install(monkeypatch, work_on_cpu=True)
-
-    def assert_goals(total: int, end: int) -> None:
+def test_another_storage():
+    """The ends follow the rows to a storage that replaces the first. Moves are in tests/contracts."""
+    buffer = buffer_of(ratio=1.0, strategy="final")
+    for end, total in ((2, 9), (1, 7), (3, 6)):
+        if total == 7:
+            buffer.set_storage(LazyTensorStorage(STEPS))
+        buffer.empty()
+        fill(buffer, total, [{end}])
         batch = buffer.sample(30)
         step = batch["next", "achieved_goal"][:, 0]
         assert torch.equal(batch["desired_goal"][:, 0], torch.where(step <= end, float(end), total - 1.0))
 
-    buffer = buffer_of(storage=LazyTensorStorage(STEPS, device="pinned"), ratio=1.0, strategy="final")
-    fill(buffer, 10, [{4}])
-    assert_goals(10, 4)
-    buffer.to("split:50%")
-    assert_goals(10, 4)
-    buffer.free()
-    fill(buffer, 9, [{2}])
-    assert_goals(9, 2)
-    buffer.set_storage(LazyTensorStorage(STEPS))
-    fill(buffer, 7, [{1}])
-    assert_goals(7, 1)
-    buffer.empty()
-    fill(buffer, 6, [{3}])
-    assert_goals(6, 3)
-
 
 def test_refused():
-    with pytest.raises(ValueError, match="strategy must be one of"):
-        Hindsight(reward, strategy="random")
-    for ratio in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match="ratio must be in"):
-            Hindsight(reward, ratio=ratio)
-    with pytest.raises(ValueError, match="n_steps=3"):
-        ReplayBuffer(relabel=Hindsight(reward), n_steps=3)
-    with pytest.raises(ValueError, match="'desired_goal' is relabelled"):
-        ReplayBuffer(relabel=Hindsight(reward), process=[Normalize("desired_goal")])
+    """Wrong arguments are among those of all samplers, in tests/contracts/samplers.py."""
     data = rows(range(4), set())
     for missing in ("desired_goal", ("next", "achieved_goal"), ("next", "reward")):
         with pytest.raises(KeyError, match="hindsight needs the key"):

@@ -22,6 +22,7 @@ from gpubuf.data import (
 )
 from gpubuf.data.recording import CaptureError, Recording, recorded
 from gpubuf.data.storage.host_rows import HostRows
+from tests.contracts.buffers import flat
 
 
 def rows(n: int, first: int = 0) -> TensorDict:
@@ -42,10 +43,6 @@ def numbers(data: TensorDict) -> list[int]:
         assert [told] if isinstance(told, str) else flat(told) == [f"row {i}" for i in found]
     assert set(flat([data.get("kind").tolist()])) == {"same"}
     return found
-
-
-def flat(nested: list[Any]) -> list[Any]:
-    return [value for item in nested for value in (flat(item) if isinstance(item, list) else [item])]
 
 
 def filled(n: int = 6, capacity: int = 10, **kwargs: Any) -> TensorDictReplayBuffer:

@@ -16,15 +16,12 @@ from gpubuf.data import (
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
-    RandomState,
     Sampler,
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import philox
-from gpubuf.kernels._registry import triton_on_cpu
 from tests.contracts.rows import Spec, Store
 from tests.support.counted_launches import counted_launches
 from tests.support.fake_cuda import fake_cuda
@@ -61,16 +58,6 @@ class TestFineDraws:
         store = Store([Spec(1, stored=torch.uint8)], self.ROWS, written=self.ROWS, copied=True)
         _, index, _ = store.sample(philox.new_state(5, "cpu"), 4096 if backend == "numba" else 128)
         self.assert_fine(index)
-
-    def test_leaves(self, backend: str):
-        """CASES 2, drawing by priority, also through the kernels of the GPU."""
-        with triton_on_cpu(False):
-            tree = SumTree(self.ROWS, fan_out=32)
-            tree.leaves.fill_(1.0)
-            tree.rebuild()
-        index, weight = tree.draw(4096 if backend == "numba" else 128, RandomState(12))
-        self.assert_fine(index)
-        assert (weight == 1).all()
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 7])

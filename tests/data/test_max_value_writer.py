@@ -45,8 +45,10 @@ class Model:
     def __init__(self, capacity: int) -> None:
         self.capacity, self.seen = capacity, 0
         self.heap: list[tuple[float, int]] = []
+        self.ranks: list[float] = []
 
     def show(self, rank: float) -> None:
+        self.ranks.append(rank)
         if len(self.heap) < self.capacity:
             heapq.heappush(self.heap, (rank, self.seen))
         elif rank > self.heap[0][0]:
@@ -56,59 +58,6 @@ class Model:
     @property
     def kept(self) -> list[int]:
         return sorted(number for _, number in self.heap)
-
-
-class Heap:
-    """The ranks of the rows that are kept, with their places, in a heap.
-
-    Args:
-        state: of the rows that are there.
-    """
-
-    def __init__(self, state: RankState) -> None:
-        ranks, ages = state.ranks.tolist(), state.ages.tolist()
-        self.capacity = len(ranks)
-        self.heap = [(ranks[place], age) for place, age in enumerate(ages) if age >= 0]
-        self.places = {age: place for place, age in enumerate(ages) if age >= 0}
-        self.free = [place for place in reversed(range(self.capacity)) if ages[place] < 0]
-        self.next_age, self.entered = state.counts.tolist()
-        heapq.heapify(self.heap)
-
-    def admit(self, ranks: Tensor) -> Tensor:
-        heap, places, first = self.heap, self.places, self.next_age
-        freed: list[int] = []
-        kept = set[int]()
-        for age, rank in enumerate(ranks.tolist(), first):
-            if self.free:
-                freed.append(self.free.pop())
-                heapq.heappush(heap, (rank, age))
-            elif rank > heap[0][0]:
-                _, left = heapq.heapreplace(heap, (rank, age))
-                if left >= first:
-                    kept.remove(left)
-                else:
-                    freed.append(places.pop(left))
-            else:
-                continue
-            kept.add(age)
-        self.next_age += ranks.numel()
-        self.entered += len(kept)
-        index = torch.full((ranks.numel(),), -1, dtype=torch.int64)
-        for age, place in zip(sorted(kept), freed, strict=True):
-            places[age] = place
-            index[age - first] = place
-        return index
-
-    def still_there(self, index: Tensor, first_age: int | Tensor) -> Tensor:
-        there = [self.places.get(int(first_age) + i) == place for i, place in enumerate(index.tolist())]
-        return torch.where(torch.tensor(there), index, -1)
-
-    def state(self) -> RankState:
-        empty = RankState.of(NO_ROWS, self.capacity)
-        for rank, age in self.heap:
-            place = self.places[age]
-            empty.ranks[place], empty.ages[place] = rank, age
-        return empty._replace(counts=torch.tensor([self.next_age, self.entered]))
 
 
 @contextlib.contextmanager
@@ -122,47 +71,43 @@ def trees_of(fan_out: int, direct: int) -> Iterator[None]:
 
 @given(STREAMS, st.sampled_from([(64, 4096), (2, 1), (2, 3), (3, 2)]))
 @examples(200)
-def test_both_keep_what_a_heap_keeps(stream, tree):
+def test_the_rows_that_a_heap_keeps(stream, tree):
     """Whatever the shape of the tree: one level or several, full or not."""
+    capacity, batches = stream
     with trees_of(*tree):
-        follow_a_heap(*stream)
+        follow_a_heap(capacity, [torch.tensor(batch) for batch in batches])
 
 
-def follow_a_heap(capacity: int, batches: list[list[int]]) -> None:
-    model = Model(capacity)
-    both = [
-        Heap(RankState.of(NO_ROWS, capacity)),
-        Ranks(RankState.of(NO_ROWS, capacity), CPU),
-    ]
-    lying: dict[int, int] = {}
-    for batch in batches:
-        first = model.seen
-        for rank in batch:
+def follow_a_heap(capacity: int, batches: list[Tensor]) -> None:
+    """Compare what is kept, and where it lies, with a model; each batch goes on from the state before it."""
+    model, ranks = Model(capacity), Ranks(RankState.of(NO_ROWS, capacity), CPU)
+    lying, entered = dict[int, int](), 0
+    for given_ranks in batches:
+        first, batch = model.seen, comparable(given_ranks)
+        for rank in batch.tolist():
             model.show(rank)
-        index, other = (kept.admit(comparable(torch.tensor(batch))) for kept in both)
-        assert torch.equal(index, other)
+        index = ranks.admit(batch)
         lying |= {place: first + i for i, place in enumerate(index.tolist()) if place >= 0}
+        entered += int((index >= 0).sum())
         assert sorted(lying.values()) == model.kept
-        for kept in both:
-            assert kept.still_there(index, first).tolist() == index.tolist()
-        states = [kept.state() for kept in both]
-        assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
-        # Each goes on from the other's state.
-        both = [Heap(states[1]), Ranks(states[0], CPU)]
+        assert ranks.still_there(index, first).tolist() == index.tolist()
+        state = ranks.state()
+        assert state.counts.tolist() == [model.seen, entered]
+        assert {place: age for place, age in enumerate(state.ages.tolist()) if age >= 0} == lying
+        assert state.ranks[list(lying)].tolist() == [model.ranks[age] for age in lying.values()]
+        ranks = Ranks(state, CPU)
 
 
 @pytest.mark.parametrize("capacity", [3000, 70_000])
 def test_large_rings(capacity):
     """Ties, lowest and infinite ranks among many; small batches, and some as large as the ring or nearly so."""
-    generator = torch.Generator().manual_seed(capacity)
-    heap, tree = Heap(RankState.of(NO_ROWS, capacity)), Ranks(RankState.of(NO_ROWS, capacity), CPU)
+    generator, batches = torch.Generator().manual_seed(capacity), []
     for turn, n in enumerate((1000, capacity, 1, 7, 300, 64, capacity // 2, 1, 2500)):
         batch = torch.randint(0, 500 + 100 * turn, (n,), generator=generator).double()
         batch[torch.rand(n, generator=generator) < 0.01] = torch.nan
         batch[torch.rand(n, generator=generator) < 0.001] = torch.inf
-        batch = comparable(batch)
-        assert torch.equal(heap.admit(batch), tree.admit(batch))
-    assert all(torch.equal(*pair) for pair in zip(heap.state(), tree.state(), strict=True))
+        batches.append(batch)
+    follow_a_heap(capacity, batches)
 
 
 def test_a_write_looks_at_few_rows():

@@ -15,11 +15,10 @@ from tensordict import TensorDict, tensorclass
 from gpubuf import (
     LazyMemmapStorage,
     ReplayBuffer,
-    SliceSampler,
-    TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
 from gpubuf.data import RoundRobinWriter
+from tests.support.transitions import same
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,29 +54,7 @@ def filled(
     return buffer
 
 
-def same(one: TensorDict, other: TensorDict) -> bool:
-    return set(one.keys(True, True)) == set(other.keys(True, True)) and bool((one == other).all())
-
-
 # The same as in memory
-
-
-def test_prioritized_and_slices(tmp_path: Path):
-    """What samplers know is rebuilt from the rows: priorities begin anew, trajectories are found again."""
-    filled(tmp_path / "rows", 23, 20)
-    storage = LazyMemmapStorage.open(tmp_path / "rows")
-    slices = TensorDictReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=3), batch_size=300)
-    step = slices.sample()["step"].view(100, 3)
-    assert (step.diff(dim=1) == 1).all()
-    assert (step[:, 0] // 5 == step[:, -1] // 5).all()
-    assert set(step.flatten().tolist()) == set(range(5, 23))
-    prioritized = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=storage, batch_size=200)
-    batch = prioritized.sample()
-    assert set(batch["step"].tolist()) == set(range(3, 23))
-    assert (batch["priority_weight"] == 1).all()
-    prioritized.update_priority(torch.arange(20), torch.eye(20)[7])
-    prioritized.sampler._eps = 0.0
-    assert storage[7]["step"] in prioritized.sample()["step"]
 
 
 def test_two_dimensions(tmp_path: Path):

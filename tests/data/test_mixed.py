@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import warnings
@@ -29,7 +28,7 @@ from gpubuf.data.checkpoints import files
 from gpubuf.data.mixed import Offsets, cut, owners
 from gpubuf.kernels._registry import triton_on_cpu
 from tests.contracts import first_quick
-from tests.contracts.checkpoints import cut_short
+from tests.contracts.checkpoints import cut_short, state_bytes
 from tests.contracts.mixes import MIXES, Count, Mix, MixHistory
 from tests.support.counted_launches import counted_launches
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
@@ -256,24 +255,6 @@ def mix(n: int = 14, *, kind: str = "prioritized", fails: bool = False, **option
     return MixedReplayBuffer(parts, [0.3, 0.7], transform=Count(), **options)
 
 
-def contents(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything in a state, by where it is."""
-    if isinstance(value, TensorDict):
-        value = value.to_dict()
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from contents(item, f"{path}/{key}")
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            yield from contents(item, f"{path}/{number}")
-    else:
-        yield path, value.tolist() if isinstance(value, torch.Tensor) else value
-
-
-def told(mixed: MixedReplayBuffer) -> dict[str, Any]:
-    return dict(contents(copy.deepcopy(mixed.state_dict())))
-
-
 def damaged(path: Path) -> Iterator[None]:
     """A file with a flipped bit, cut short, and gone."""
     whole = path.read_bytes()
@@ -292,7 +273,7 @@ def test_damage_anywhere_changes_nothing(tmp_path: Path):
     mix().save(tmp_path)
     own = files.read_manifest(tmp_path, files.MixManifest)
     other = mix(9)
-    before = told(other)
+    before = state_bytes(other)
     named = [tmp_path / "manifest.json", tmp_path / own.state.name]
     named += [tmp_path / f"buffer_{k}" / file.name for k in range(2) for file in own.parts[k].files]
     assert len(named) >= 6
@@ -300,9 +281,9 @@ def test_damage_anywhere_changes_nothing(tmp_path: Path):
         for _ in damaged(path):
             with pytest.raises((ValueError, FileNotFoundError)):
                 other.load(tmp_path)
-            assert told(other) == before
+            assert state_bytes(other) == before
     other.load(tmp_path)
-    assert told(other) != before
+    assert state_bytes(other) != before
 
 
 def test_a_part_that_does_not_fit_changes_nothing(tmp_path: Path):
@@ -318,20 +299,20 @@ def test_a_part_that_does_not_fit_changes_nothing(tmp_path: Path):
         (narrow, "next"),
     ):
         other = MixedReplayBuffer([part(9, 0, kind="prioritized", transform=Count()), second], transform=Count())
-        before = told(other)
+        before = state_bytes(other)
         with pytest.raises(ValueError, match=why):
             other.load(tmp_path)
-        assert told(other) == before
+        assert state_bytes(other) == before
         if why != "entries":
             with pytest.raises(ValueError, match=why):
                 other.load_state_dict(state)
-            assert told(other) == before
+            assert state_bytes(other) == before
     other = MixedReplayBuffer(mix(9).buffers)
-    before = told(other)
+    before = state_bytes(other)
     for load in (lambda: other.load(tmp_path), lambda: other.load_state_dict(state)):
         with pytest.raises(ValueError, match="entries"):
             load()
-    assert told(other) == before
+    assert state_bytes(other) == before
 
 
 @pytest.mark.parametrize("by", ["files", "state"])
@@ -354,10 +335,10 @@ def test_a_part_of_the_users_that_fails_puts_all_back(what, by, tmp_path: Path):
     other = made(0 if "empty" in what else 9, True)
     if len(other):
         other.sample(4)
-    before = told(other)
+    before = state_bytes(other)
     with pytest.raises(ArithmeticError, match="not this one"):
         other.load(tmp_path) if by == "files" else other.load_state_dict(saved.state_dict())
-    assert told(other) == before
+    assert state_bytes(other) == before
     assert [buffer.batch_size for buffer in other.buffers] == [buffer._batches.batch_size for buffer in other.buffers]
 
 
@@ -401,7 +382,7 @@ def test_only_what_changed_is_written(tmp_path: Path):
 
 def test_checkpoints_of_others(tmp_path: Path):
     saved, other = MixedReplayBuffer([part(14, 0), part(12, 100)]), MixedReplayBuffer([part(3, 0), part(3, 1)])
-    before = told(other)
+    before = state_bytes(other)
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         other.load(tmp_path)
     saved.save(tmp_path / "two")
@@ -410,7 +391,7 @@ def test_checkpoints_of_others(tmp_path: Path):
     saved[0].save(tmp_path / "one")
     with pytest.raises(ValueError, match="is not the manifest of a gpubuf checkpoint of several buffers"):
         other.load(tmp_path / "one")
-    assert told(other) == before
+    assert state_bytes(other) == before
     for save in (lambda: other.save(tmp_path / "one"), lambda: saved[0].save(tmp_path / "two")):
         with pytest.raises(ValueError, match="would be overwritten"):
             save()
@@ -485,11 +466,11 @@ def test_updates_of_all_or_of_none(what):
     """Case 60: what the second buffer refuses, the first one has not got."""
     made, call = REFUSED[what]
     mixed = made()
-    before = told(mixed)
+    before = state_bytes(mixed)
     text = "index 20 is out of range: buffer 1 has 20 rows" if what == "index" else None
     with pytest.raises((ValueError, IndexError), match=text):
         call(mixed)
-    assert told(mixed) == before
+    assert state_bytes(mixed) == before
 
 
 # Graphs, compiled code, and nothing that waits

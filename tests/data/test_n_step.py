@@ -35,8 +35,7 @@ from gpubuf.data.samplers.base import Drawn
 from gpubuf.modules import make_sac_actor, make_sac_critic
 from tests.contracts import first_quick
 from tests.support.counted_launches import counted_launches
-from tests.support.n_step_model import SAMPLERS, Model, agents_rows, filled, new
-from tests.support.placements import Machine
+from tests.support.n_step_model import Model, agents_rows, filled, new
 
 # The transitions
 
@@ -65,7 +64,7 @@ def test_the_loss_discounts_by_the_steps_really_taken():
     assert sum(parts) == 40
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", ["uniform", "without replacement", "prioritized", "stratified"])
 def test_the_same_rows_are_drawn_as_with_one_step(sampler):
     """Case 38: not only by the same law, but the same ones."""
     plain, several = (new(30, sampler=sampler, n_steps=n) for n in (1, 3))
@@ -96,68 +95,98 @@ def test_several_rewards_and_vectors():
     torch.testing.assert_close(batch["next", "costs"], expected)
 
 
-def test_rewards_and_flags_of_agents():
+def agents_flags() -> tuple[TensorDict, dict[str, Any]]:
     """A flag with several elements ends the trajectory of a row if one of them is set."""
-    reward = torch.arange(24.0).view(8, 3, 1)
     ended = torch.zeros(8, 3, 1, dtype=torch.bool)
     ended[2, 1] = True
+    reward = torch.arange(24.0).view(8, 3, 1)
     rows = agents_rows(8, agents=TensorDict({"reward": reward, "done": ended}, [8, 3]))
-    keys = {"reward_keys": [("next", "agents", "reward")], "end_keys": [("next", ("agents", "done"))]}
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(8), sampler=SamplerWithoutReplacement(shuffle=False), n_steps=2, gamma=0.5, **keys
-    )
-    buffer.extend(rows)
-    batch = buffer.sample(8)
-    assert batch["steps_to_next_obs"].flatten().tolist() == [2, 2, 1, 2, 2, 2, 2, 1]
-    expected = reward + 0.5 * torch.cat([reward[1:], torch.zeros(1, 3, 1)])
-    expected[2] = reward[2]
-    torch.testing.assert_close(batch["next", "agents", "reward"], expected)
-    # Not summed, as it is not named.
-    assert batch["next", "reward"].flatten().tolist() == [1, 2, 2, 4, 5, 6, 7, 7]
+    return rows, {"reward_keys": [("next", "agents", "reward")], "end_keys": [("next", ("agents", "done"))]}
 
 
-def test_flags_at_the_root_where_none_is_under_next():
+def flags_at_the_root() -> tuple[TensorDict, dict[str, Any]]:
+    """Where none is under "next"."""
     step = torch.arange(6.0).unsqueeze(-1)
-    rows = TensorDict({"done": step == 2, "next": {"reward": step}}, [6])
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(6), sampler=SamplerWithoutReplacement(shuffle=False), n_steps=3, gamma=1.0
-    )
-    buffer.extend(rows)
-    batch = buffer.sample(6)
-    assert batch["next", "reward"].flatten().tolist() == [3, 3, 2, 12, 9, 5]
+    return TensorDict({"done": step == 2, "next": {"reward": step}}, [6]), {}
 
 
-def test_integers_as_flags():
+def integers() -> tuple[TensorDict, dict[str, Any]]:
     rows = agents_rows(6)
     rows["next", "done"] = torch.tensor([0, 0, 256, 0, 0, 0]).unsqueeze(-1)
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(6), sampler=SamplerWithoutReplacement(shuffle=False), n_steps=6, gamma=1.0
+    return rows, {}
+
+
+def identifiers() -> tuple[TensorDict, dict[str, Any]]:
+    """A trajectory ends where they change; the newest row never ends one."""
+    return agents_rows(8).set("episode", torch.tensor([3, 3, 3, 1, 1, 7, 7, 7])), {"traj_key": "episode"}
+
+
+@pytest.mark.parametrize(
+    ("made", "n_steps", "due"),
+    [
+        (agents_flags, 2, [2, 2, 1, 2, 2, 2, 2, 1]),
+        (flags_at_the_root, 3, [3, 2, 1, 3, 2, 1]),
+        (integers, 6, [3, 2, 1, 3, 2, 1]),
+        (identifiers, 4, [3, 2, 1, 2, 1, 3, 2, 1]),
+    ],
+)
+def test_what_ends_a_trajectory(made, n_steps, due):
+    """Rewards are summed up to there, and those that are not named are not."""
+    rows, options = made()
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(8),
+        sampler=SamplerWithoutReplacement(shuffle=False),
+        n_steps=n_steps,
+        gamma=0.5,
+        **options,
     )
-    buffer.extend(rows)
-    assert buffer.sample(6)["steps_to_next_obs"].flatten().tolist() == [3, 2, 1, 3, 2, 1]
+    n = len(rows)
+    buffer.extend(rows[: n - 1])
+    assert buffer.sample(n - 1)["steps_to_next_obs"].flatten().tolist() == [
+        min(steps, n - 1 - row) for row, steps in enumerate(due[:-1])
+    ]
+    buffer.extend(rows[n - 1 :])
+    batch = buffer.sample(n)
+    assert batch["steps_to_next_obs"].flatten().tolist() == due
+    (summed,) = options.get("reward_keys", [("next", "reward")])
+    reward = rows[summed]
+    expected = torch.stack([sum(0.5**i * reward[row + i] for i in range(steps)) for row, steps in enumerate(due)])
+    torch.testing.assert_close(batch[summed], expected)
+    if summed != ("next", "reward"):
+        last = torch.arange(n) + torch.tensor(due) - 1
+        assert torch.equal(batch["next", "reward"], rows["next", "reward"][last])
 
 
 # What is refused
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "text"),
+    ("make", "options", "error", "text"),
     [
-        ({"n_steps": 0}, ValueError, r"1 \.\. 64, got 0"),
-        ({"n_steps": 65}, ValueError, r"1 \.\. 64, got 65"),
-        ({"n_steps": 2.0}, TypeError, "whole number, got 2.0"),
-        ({"n_steps": True}, TypeError, "whole number, got True"),
-        ({"gamma": 1.5}, ValueError, r"\[0, 1\], got 1.5"),
-        ({"gamma": -0.1}, ValueError, r"\[0, 1\]"),
-        ({"gamma": float("nan")}, ValueError, r"\[0, 1\]"),
-        ({"reward_keys": "reward"}, TypeError, "list of keys"),
-        ({"reward_keys": []}, ValueError, "reward_keys is empty"),
-        ({"end_keys": []}, ValueError, "end_keys is empty"),
+        (ReplayBuffer, {"n_steps": 0}, ValueError, r"1 \.\. 64, got 0"),
+        (ReplayBuffer, {"n_steps": 65}, ValueError, r"1 \.\. 64, got 65"),
+        (ReplayBuffer, {"n_steps": 2.0}, TypeError, "whole number, got 2.0"),
+        (ReplayBuffer, {"n_steps": True}, TypeError, "whole number, got True"),
+        (ReplayBuffer, {"gamma": 1.5}, ValueError, r"\[0, 1\], got 1.5"),
+        (ReplayBuffer, {"gamma": -0.1}, ValueError, r"\[0, 1\]"),
+        (ReplayBuffer, {"gamma": float("nan")}, ValueError, r"\[0, 1\]"),
+        (ReplayBuffer, {"reward_keys": "reward"}, TypeError, "list of keys"),
+        (ReplayBuffer, {"reward_keys": []}, ValueError, "reward_keys is empty"),
+        (ReplayBuffer, {"end_keys": []}, ValueError, "end_keys is empty"),
+        (ReplayBuffer, {"n_steps": 2, "transform": MultiStepTransform(3, 0.9)}, TypeError, "either n_steps or"),
+        (MultiStepTransform, {"n_steps": 0, "gamma": 0.9}, ValueError, "n_steps must be in"),
+        (MultiStepTransform, {"n_steps": 3, "gamma": 1.1}, ValueError, "gamma must be in"),
+        (
+            MultiStepTransform,
+            {"n_steps": 3, "gamma": 0.9, "mask_key": "valid"},
+            NotImplementedError,
+            "mask_key='valid'",
+        ),
     ],
 )
-def test_arguments_that_make_no_sense(options, error, text):
+def test_arguments_that_make_no_sense(make, options, error, text):
     with pytest.raises(error, match=text):
-        ReplayBuffer(**options)
+        make(**options)
 
 
 @pytest.mark.parametrize(
@@ -311,20 +340,7 @@ def test_one_storage_of_two_buffers():
 # Which rows follow each other
 
 
-def test_identifiers_instead_of_flags():
-    """A trajectory ends where they change; the newest row never ends one."""
-    rows = agents_rows(8).set("episode", torch.tensor([3, 3, 3, 1, 1, 7, 7, 7]))
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(8),
-        sampler=SamplerWithoutReplacement(shuffle=False),
-        n_steps=4,
-        gamma=1.0,
-        traj_key="episode",
-    )
-    buffer.extend(rows[:7])
-    assert buffer.sample(7)["steps_to_next_obs"].flatten().tolist() == [3, 2, 1, 2, 1, 2, 1]
-    buffer.extend(rows[7:])
-    assert buffer.sample(8)["steps_to_next_obs"].flatten().tolist() == [3, 2, 1, 2, 1, 3, 2, 1]
+def test_identifiers_that_do_not_fit():
     with pytest.raises(ValueError, match="exclude each other"):
         ReplayBuffer(n_steps=2, traj_key="episode", end_keys=[("next", "done")])
     with pytest.raises(KeyError, match="'episode', which is not stored"):
@@ -457,17 +473,6 @@ def test_launches_of_a_sample(interpreter, kind):
     assert found.total() == launches, found
 
 
-def test_automatic_placement_counts_the_bits(monkeypatch):
-    """Rows that fit on the GPU alone do not fit with them."""
-    rows = Model(100_000).write(1)
-    row_bytes = sum(value.nbytes for value in rows.values(True, True))
-    for n_steps, kind in ((1, "cuda"), (3, "pinned")):
-        Machine(device=100_000 * row_bytes + 1000).install(monkeypatch, work_on_cpu=True)
-        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100_000, device="auto"), n_steps=n_steps)
-        buffer.extend(rows)
-        assert buffer.storage.placement.kind == kind
-
-
 def test_rows_of_a_checkpoint_that_can_not_be_summed(tmp_path):
     plain = TensorDictReplayBuffer(storage=LazyTensorStorage(8))
     plain.extend(TensorDict({"x": torch.ones(3)}, [3]))
@@ -480,7 +485,7 @@ def test_rows_of_a_checkpoint_that_can_not_be_summed(tmp_path):
     assert len(buffer.sample(4)) == 4
 
 
-# Interrupts
+# MultiStepTransform
 
 
 @pytest.mark.parametrize("given", ["to the constructor", "by a factory", "appended"])
@@ -533,23 +538,10 @@ def test_keys_as_torchrl_names_them():
         assert batch["next", "reward"].flatten().tolist() == [1, 2, 3, 3, 5, 6, 7, 7]
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
-        (lambda: MultiStepTransform(0, 0.9), ValueError, "n_steps must be in"),
-        (lambda: MultiStepTransform(3, 1.1), ValueError, "gamma must be in"),
-        (lambda: MultiStepTransform(3, 0.9, mask_key="valid"), NotImplementedError, "mask_key='valid'"),
-        (lambda: ReplayBuffer(n_steps=2, transform=MultiStepTransform(3, 0.9)), TypeError, "either n_steps or"),
-        (
-            lambda: ReplayBuffer(transform=MultiStepTransform(3, 0.9)).append_transform(MultiStepTransform(3, 0.9)),
-            TypeError,
-            "n_steps is 3 already",
-        ),
-    ],
-)
-def test_what_makes_no_sense(make, error, text):
-    with pytest.raises(error, match=text):
-        make()
+def test_a_second_transform_of_several_steps_is_refused():
+    buffer = ReplayBuffer(transform=MultiStepTransform(3, 0.9))
+    with pytest.raises(TypeError, match="n_steps is 3 already"):
+        buffer.append_transform(MultiStepTransform(3, 0.9))
 
 
 # When rows are written
@@ -584,54 +576,30 @@ def test_what_lies_behind_an_end_does_not_count():
     assert out["next", "reward"].flatten().tolist() == [0.5, 1]
 
 
-def test_rows_that_wait_are_part_of_the_state(tmp_path):
-    """As of any other state of the buffer: saved, and restored."""
-
-    def made():
-        return new(50, transform=MultiStepTransform(4, 0.9, write_time=True))
-
-    first, model = made(), Model(1000)
-    first.extend(model.write(10))
-    first.save(tmp_path / "c")
-    rows = model.write(6)
-    first.extend(rows)
-    second, third = made(), made()
-    second.load(tmp_path / "c")
-    third.extend(Model(1000, seed=9).write(30))
-    third.load(tmp_path / "c")
-    for buffer in (second, third):
-        buffer.extend(rows)
-        assert (buffer[:] == first[:]).all()
-    model.check(second[:].exclude("index"), 4, 0.9)
-
-
-def dotted_rows(n):
+def dotted_rows(n: int) -> TensorDict:
+    """LeRobot's "observation.state" is one name, beside nested keys."""
     rows = TensorDict(
         {"observation.state": torch.rand(n, 3), "a": {"b": {"c": torch.rand(n)}}, "a.b": torch.rand(n)}, [n]
     )
-    done = torch.zeros(n, 1, dtype=torch.bool)
-    return rows.set(
-        "next", TensorDict({"observation.state": torch.rand(n, 3), "reward": torch.rand(n, 1), "done": done}, [n])
-    )
+    following = {"observation.state": torch.rand(n, 3), "reward": torch.rand(n, 1)}
+    return rows.set("next", TensorDict({**following, "done": torch.zeros(n, 1, dtype=torch.bool)}, [n]))
 
 
-def dotted():
-    return TensorDictReplayBuffer(
-        storage=LazyTensorStorage(50), transform=MultiStepTransform(3, 0.9, write_time=True), batch_size=4
-    )
-
-
-def test_keys_with_dots_wait_under_their_own_names(tmp_path):
-    """LeRobot's "observation.state" comes back from a checkpoint as one name, beside nested keys."""
-    first, rows = dotted(), dotted_rows(5)
-    first.extend(dotted_rows(10))
+@pytest.mark.parametrize("rows", [Model(1000).write, dotted_rows], ids=["plain", "keys with dots"])
+def test_rows_that_wait_are_part_of_the_state(rows, tmp_path):
+    """As of any other state of the buffer: saved, and restored, each under its own name."""
+    first, second, third = (new(50, transform=MultiStepTransform(4, 0.9, write_time=True)) for _ in range(3))
+    first.extend(rows(10))
     first.save(tmp_path / "c")
-    second = dotted()
+    more = rows(6)
+    first.extend(more)
     second.load(tmp_path / "c")
-    for buffer in (first, second):
-        buffer.extend(rows)
-    assert len(second) == 13
-    assert (second[:] == first[:]).all()
+    third.extend(rows(30))
+    third.load(tmp_path / "c")
+    for buffer in (second, third):
+        buffer.extend(more)
+        assert len(buffer) == 13
+        assert (buffer[:] == first[:]).all()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from tensordict import TensorDict
 
 from gpubuf.data import (
     LazyTensorStorage,
-    PrioritizedSampler,
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
@@ -74,15 +73,6 @@ def test_an_epoch_of_slices_synchronises_once():
     buffer.extend(batch(100))
     with pytest.raises(DataDependentOutputException):
         buffer.sample(8)
-
-
-def test_priorities_that_come_with_a_write(no_copies):
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(100, device="cuda"), sampler=PrioritizedSampler(100, 0.6, 0.4), batch_size=8
-    )
-    for n in (5, 250):
-        buffer.extend(batch(n).set("td_error", torch.empty(n, 1, device="cuda")))
-    buffer.sample()
 
 
 def test_storage_is_allocated_once_and_on_its_own_device(monkeypatch):

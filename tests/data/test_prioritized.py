@@ -106,15 +106,6 @@ class TestPriorities:
         with pytest.raises(RuntimeError, match="2 rows"):
             buffer.update_priority(torch.tensor([0, 1]), torch.ones(3))
 
-    def test_an_index_out_of_range_raises(self, backend):
-        if backend == "triton":
-            pytest.skip("a GPU refuses the row instead: see test_bad_priorities_are_refused_and_nothing_changes")
-        buffer = buffer_of(4)
-        buffer.extend(transitions(4))
-        with pytest.raises(IndexError):
-            buffer.update_priority(torch.tensor([0, 4]), 2.0)
-        assert weights(buffer) == [1] * 4
-
     @pytest.mark.parametrize("n", [2, 4, 6])
     def test_priorities_given_with_a_write_that_wraps(self, n):
         """CASES 13: cpprb 11 restarts them at the seam: got 1 2 3 1 1 2, due 3 4 5 1 1 2."""

@@ -12,11 +12,9 @@ from gpubuf.data import (
     LazyTensorStorage,
     MixedReplayBuffer,
     PrioritizedSampler,
-    ReplayBuffer,
     SamplerWithoutReplacement,
     SampleUnit,
     Sequence,
-    SliceSampler,
     TensorDictReplayBuffer,
     Transition,
 )
@@ -98,24 +96,7 @@ def test_a_unit_of_your_own():
 
 
 def test_what_does_not_fit_is_refused():
-    for options, text in (
-        ({"sampler": SliceSampler(slice_len=2)}, "SliceSampler"),
-        ({"n_steps": 3}, "n_steps=3"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            ReplayBuffer(storage=LazyTensorStorage(4), sample_unit=Sequence(2), **options)
-    with pytest.raises(TypeError, match="SampleUnit"):
-        ReplayBuffer(storage=LazyTensorStorage(4), sample_unit=3)
-    for wrong in (
-        {"length": 0},
-        {"length": 1, "burn_in": -1},
-        {"length": 1, "dilation": 0},
-        {"length": 1, "bootstrap": -1},
-    ):
-        with pytest.raises(ValueError, match="at least"):
-            Sequence(**wrong)
-    with pytest.raises(ValueError, match="episode_boundary"):
-        Sequence(2, "wrap")
+    """Wrong arguments are among those of all samplers, in tests/contracts/samplers.py."""
     buffer = buffer_of(Sequence(2, done_key="missing"))
     with pytest.raises(KeyError, match="missing"):
         buffer.extend(rows(3))

@@ -66,12 +66,6 @@ def test_info_and_shapes_of_a_plain_buffer():
     assert tensors.sample(batches=3).shape == (3, 2)
 
 
-@pytest.mark.parametrize("batches", [0, -1])
-def test_none_at_all(batches):
-    with pytest.raises(ValueError, match=f"batches must be a whole number of at least 1, got {batches}"):
-        new().sample(batches=batches)
-
-
 @pytest.mark.parametrize("ndim", [1, 2])
 @pytest.mark.parametrize("way", ["all at once", "by index", "one part after the other"])
 def test_priorities_come_back_for_all_parts(way, ndim):

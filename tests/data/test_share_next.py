@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
-import json
 
 import pytest
 import torch
@@ -19,16 +17,14 @@ from gpubuf import (
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictReplayBuffer,
-    from_minari,
-    serialization,
 )
 from gpubuf.data.checkpoints import files
-from gpubuf.data.samplers.trajectory_index import interleaved_environments
 from gpubuf.data.storage.share_next import entries_of
 from gpubuf.kernels import _launching as launching
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import FAULTS, LOST
 from tests.contracts import first_quick
+from tests.contracts.checkpoints import change_meaning
 from tests.support.shared_rows import WIDTH, Ring, Stream, check, same_bytes, shared
 
 # Capacity of the memory aside
@@ -259,26 +255,6 @@ def twins(sampler: str = "uniform", **arguments) -> list[TensorDictReplayBuffer]
     return found
 
 
-def test_environments_that_take_turns_are_noticed():
-    """Whole rows are read, although next observations are stored nowhere."""
-    envs, steps = 3, 12
-    values = torch.randn(1, envs, 6) * 10 + torch.arange(steps + 1.0)[:, None, None]
-    rows = TensorDict(
-        {
-            "observation": values[:-1].reshape(-1, 6),
-            "next": {
-                "observation": values[1:].reshape(-1, 6),
-                "done": torch.zeros(envs * steps, 1, dtype=torch.bool),
-            },
-        },
-        [envs * steps],
-    )
-    for share in (True, False):
-        storage = LazyTensorStorage(ROWS, share_next=share)
-        storage.append(rows)
-        assert interleaved_environments(storage) == envs
-
-
 def test_compiled_writes_in_place():
     torch._dynamo.reset()
     results = []
@@ -370,22 +346,6 @@ def test_a_turn_that_has_come_to_a_taken_entry(way, on_gpu, tmp_path):
 # Files that were changed
 
 
-def changed(tmp_path, change):
-    """A checkpoint whose state was changed by somebody who makes the checksums right again."""
-    buffer = used(31)[0]
-    buffer.save(tmp_path)
-    made = files.read_manifest(tmp_path, files.Manifest)
-    path = tmp_path / made.state.name
-    state = copy.deepcopy(dict(serialization.load(path, made.state.checksum)))
-    change(state["_storage"]["sharing"])
-    path.unlink()
-    size, checksum = serialization.write(path, serialization.contents(state))
-    raw = json.loads((tmp_path / files.MANIFEST).read_text())
-    raw["content"]["state"] |= {"size": size, "checksum": checksum}
-    raw["checksum"] = files._checksum(raw["content"])
-    (tmp_path / files.MANIFEST).write_text(json.dumps(raw))
-
-
 def aside(sharing) -> int:
     return int((sharing["links"] > 0).nonzero()[0])
 
@@ -421,7 +381,9 @@ CHANGES = {
 @pytest.mark.parametrize("kind", CHANGES)
 def test_files_that_lie_are_refused(kind, tmp_path):
     """No link leads out of the memory aside, or to the observation of another row; the buffer is as it was."""
-    changed(tmp_path, CHANGES[kind])
+    used(31)[0].save(tmp_path)
+    file = files.read_manifest(tmp_path).state.name
+    change_meaning(tmp_path, file, lambda state: CHANGES[kind](state["_storage"]["sharing"]))
     for share in (True, False):
         target, ring, _ = used(9, seed=6, share_next=share, next_capacity=CAPACITY if share else None)
         with pytest.raises(ValueError, match=r"\w"):
@@ -430,34 +392,3 @@ def test_files_that_lie_are_refused(kind, tmp_path):
 
 
 # Other programs
-
-
-class Episodes:
-    """A data set like those of Minari."""
-
-    total_steps, total_episodes = 30, 5
-
-    def iterate_episodes(self):
-        from types import SimpleNamespace
-
-        import numpy as np
-
-        for number in range(5):
-            observations = np.arange(7 * 6, dtype=np.float32).reshape(7, 6) + 100 * number
-            flags = np.zeros(6, bool)
-            yield SimpleNamespace(
-                id=number,
-                observations=observations,
-                actions=np.ones((6, 2), np.float32),
-                rewards=np.arange(6, dtype=np.float32),
-                terminations=flags,
-                truncations=flags,
-            )
-
-
-def test_minari_s_episodes():
-    plain = from_minari(Episodes())
-    buffer = from_minari(Episodes(), storage=LazyTensorStorage(30, share_next=True))
-    assert buffer.storage.sharing.used == 4
-    one, other = plain[:], buffer[:]
-    assert all(torch.equal(one[key], other[key]) for key in one.keys(True, True))

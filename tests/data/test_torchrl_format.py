@@ -29,6 +29,7 @@ from gpubuf import (
     save_torchrl,
 )
 from tests.support.torchrl_files.torchrl_rows import configurations, filled, transitions
+from tests.support.transitions import same
 
 DUMPS = Path(__file__).parents[1] / "support" / "torchrl_files" / "torchrl"
 
@@ -41,14 +42,6 @@ def expected(*steps: int) -> TensorDict:
 def stored(buffer: ReplayBuffer) -> TensorDict:
     found = buffer.storage[:]
     return found.exclude("index") if isinstance(found, TensorDict) else found
-
-
-def same(one: TensorDict, other: TensorDict) -> bool:
-    """Keys, dtypes, shapes and values."""
-    mine, theirs = (dict(td.items(True, True)) for td in (one, other))
-    return mine.keys() == theirs.keys() and all(
-        value.dtype is theirs[key].dtype and torch.equal(value, theirs[key]) for key, value in mine.items()
-    )
 
 
 # From TorchRL

@@ -34,7 +34,7 @@ from gpubuf.data import (
     arguments,
     load_torchrl,
 )
-from tests.support.transitions import transitions
+from tests.support.transitions import same, transitions
 
 
 def rows(first: int, n: int) -> TensorDict:
@@ -245,20 +245,15 @@ def test_loads_takes_a_dump_of_torchrl(name: str, capacity: int | None):
             expected[:]["next", "reward"].flatten().tolist()
         )
         if capacity is None:
-            assert_same(buffer[:], expected[:])
+            assert same(buffer[:], expected[:])
         assert buffer.batch_size == expected.batch_size
         batch = buffer.sample(4)
-        assert_same(batch.select("observation", "action"), buffer[batch["index"]].select("observation", "action"))
+        assert same(batch.select("observation", "action"), buffer[batch["index"]].select("observation", "action"))
         buffer.extend(expected[:3].exclude("index"))
         assert len(buffer) == min(len(expected) + 3, size)
     if name == "prioritized" and capacity is None:
         buffer.loads(DUMPS / name)
         assert torch.equal(buffer.sampler.tree.state_dict()["leaves"], expected.sampler.tree.state_dict()["leaves"])
-
-
-def assert_same(one: TensorDict, other: TensorDict) -> None:
-    assert set(one.keys(True, True)) == set(other.keys(True, True))
-    assert all(torch.equal(one[key], other[key]) for key in one.keys(True, True))
 
 
 def test_a_dump_that_does_not_fit_leaves_the_buffer_as_it_was():
@@ -289,9 +284,9 @@ def test_a_storage_of_torchrl_is_replaced_in_files(tmp_path: Path):
     buffer = ReplayBuffer(storage=LazyMemmapStorage(4, scratch_dir=tmp_path / "rows", existsok=True))
     buffer.extend(data)
     assert len(buffer) == 2
-    assert_same(buffer[:], data)
+    assert same(buffer[:], data)
     again = LazyMemmapStorage.open(tmp_path / "rows")
-    assert_same(again[:], data)
+    assert same(again[:], data)
 
 
 # What TorchRL's own tests look at

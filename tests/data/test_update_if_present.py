@@ -21,7 +21,6 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.transitions import same, transitions
 
 CAPACITY = 12
@@ -231,28 +230,3 @@ def test_the_form_with_data_takes_versions_too():
     assert result.updated.tolist() == [True, True, False, False]
     assert buffer[:]["value"].tolist() == [10.0, 20.0, 3.0]
     assert buffer[:]["deep", "v"].tolist() == [0, 5, 2]
-
-
-def test_no_host_sync():
-    with fake_cuda():
-        writer = RoundRobinWriter(track_generations=True)
-        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100, device="cuda"), writer=writer)
-        data = TensorDict(
-            {
-                "value": torch.empty(40, device="cuda"),
-                "version": torch.empty(40, dtype=torch.int64, device="cuda"),
-            },
-            [40],
-        )
-        index = buffer.extend(data)
-        with no_blocking_copies():
-            generation = writer.generations_of(index)
-            result = buffer.update_if_present(
-                index=index,
-                generation=generation,
-                patch={"value": data["value"]},
-                version_key="version",
-                version=data["version"],
-            )
-            assert result.updated.shape == (40,)
-            assert buffer.submit_update_if_present(index=index, generation=generation, patch=data).done()

@@ -131,74 +131,117 @@ def check_slices(buffer: Any, runs: list[list[int]]) -> None:
     assert (found["number"].diff(dim=1) == 1).all()
 
 
-def played(buffer: Any, steps: Any) -> None:
-    """Do what Hypothesis says: clients and the learner write, the buffer takes rows in."""
-    clients = clients_of(buffer, 3)
-    numbers = dict.fromkeys((0, 1, 2, OWN), 0)
+ENVS = 2
+
+
+def steps_of(writer: int, first: int, n: int, envs: int) -> TensorDict:
+    """Steps ``[E, T]`` of a writer, whose environments end their episodes at other times; ``[T]`` of none."""
+    if not envs:
+        return batch(writer, first, n)
+    return torch.stack([batch(10 * writer + env, first, n, 5 + 2 * env) for env in range(envs)])
+
+
+def played(buffer: Any, steps: Any, envs: int) -> dict[int, list[bool]]:
+    """Do what Hypothesis says: clients and the learner write, the buffer takes rows in.
+
+    Returns:
+        The done flags of everyone's environments, in order.
+    """
+    clients = [buffer.client(steps_of(0, 0, 1, envs)) for _ in range(3)]
+    numbers, done = dict.fromkeys((0, 1, 2, OWN), 0), dict[int, list[bool]]()
     for what, writer, n in steps:
-        if what == "write":
-            if buffer.writers.counters()[writer].waiting + n > buffer.writers.options.queue_steps:
-                # The learner is this thread, too.
-                buffer.writers.take(everything=True)
-            clients[writer].extend_columns(columns(writer, numbers[writer], n))
-        elif what == "own":
-            buffer.extend(batch(OWN, numbers[OWN], n))
+        if what == "take":
+            buffer.writers.take(everything=True)
+            continue
+        if what == "write" and buffer.writers.counters()[writer].waiting + n > buffer.writers.options.queue_steps:
+            # The learner is this thread, too.
+            buffer.writers.take(everything=True)
+        given = steps_of(writer, numbers[writer], n, envs)
+        if what == "own":
+            buffer.extend(given)
+        elif envs:
+            clients[writer].extend(given)
         else:
-            buffer.writers.take(everything=n == 0)
+            clients[writer].extend_columns({key: value.numpy() for key, value in given.items(True, True)})
         numbers[writer] += n
+        for env, ends in enumerate(given["next", "done"].reshape(max(envs, 1), n).tolist()):
+            done.setdefault(10 * writer + env, []).extend(ends)
     buffer.writers.take(everything=True)
     for client in clients:
         client.close()
+    return done
 
 
-@examples(60)
-@given(actions, st.sampled_from([1, 3]), st.booleans(), st.sampled_from([12, 1000]))
-def test_steps_are_taken_within_one_writer(steps: Any, run: int, share_next: bool, capacity: int):
+def columns_of(buffer: Any, envs: int) -> list[tuple[list[int], list[int], list[bool]]]:
+    """For each environment the flat positions of its rows, oldest first, their writers, and their ends."""
+    width = max(envs, 1)
+    rows, steps = buffer.storage[:].reshape(-1, width), len(buffer) // width
+    first = buffer.storage.cursor // width if len(buffer) == buffer.storage.max_size else 0
+    order = [(first + i) % steps for i in range(steps)]
+    assert are_whole(rows)
+    return [
+        (
+            [width * i + env for i in order],
+            rows["writer"][order, env, 0].tolist(),
+            rows["next", "done"][order, env, 0].tolist(),
+        )
+        for env in range(width)
+    ]
+
+
+@examples(80)
+@given(actions, st.sampled_from([1, 3]), st.booleans(), st.sampled_from([12, 1000]), st.sampled_from([0, ENVS]))
+def test_steps_are_taken_within_one_writer(steps: Any, run: int, share_next: bool, capacity: int, envs: int):
     """n-step transitions end where another writer's rows follow, as if the row were the newest; rows stay as written.
 
-    Also in a ring that goes round, and after a copy and a checkpoint.
+    Also in columns of ``[T, E]``, in a ring that goes round, and after a copy and a checkpoint.
     """
-    parts = {"n_steps": 3, "gamma": 1.0, "batch_size": 200, "storage": {"share_next": share_next}}
-    buffer = buffer_of(capacity, Writers(3, run=run, queue_steps=16), **copy.deepcopy(parts))
-    played(buffer, steps)
-    size = len(buffer)
-    if not size:
+    capacity *= max(envs, 1)
+    storage = {"share_next": share_next, "ndim": 2 if envs else 1}
+    parts = {"n_steps": 3, "gamma": 1.0, "batch_size": 200, "dim_extend": 1 if envs else None, "storage": storage}
+    buffer = buffer_of(capacity, Writers(3, run=run, queue_steps=16), **parts)
+    played(buffer, steps, envs)
+    if not len(buffer):
         return
-    state = buffer.state_dict()
-    restored = buffer_of(capacity, **copy.deepcopy(parts))
-    restored.load_state_dict(state)
+    restored = buffer_of(capacity, **parts)
+    restored.load_state_dict(buffer.state_dict())
     for one in (buffer, copy.deepcopy(buffer), restored):
-        rows = one[:]
-        assert are_whole(rows)
-        first = one.storage.cursor if size == capacity else 0
-        order = [(first + i) % size for i in range(size)]
-        streams, done = rows["writer"][order, 0].tolist(), rows["next", "done"][order, 0].tolist()
-        taken, _ = oracle(streams, done, 3)
-        expected = dict(zip(order, taken, strict=True))
+        expected = dict[int, int]()
+        for order, streams, done in columns_of(one, envs):
+            expected |= dict(zip(order, oracle(streams, done, 3)[0], strict=True))
         found, info = one.sample(return_info=True)
-        steps_taken = [expected[i] for i in info["index"].tolist()]
-        assert found["steps_to_next_obs"][:, 0].tolist() == steps_taken
-        assert found["next", "reward"][:, 0].tolist() == steps_taken
+        index = (info["index"] * torch.tensor([ENVS, 1])).sum(-1) if envs else info["index"]
+        taken = [expected[row] for row in index.tolist()]
+        assert found["steps_to_next_obs"][:, 0].tolist() == taken
+        assert found["next", "reward"][:, 0].tolist() == taken
+        coming = found["number"] + torch.tensor(taken)[:, None]
+        assert torch.equal(found["next", "state"], torch.cat([found["writer"], coming], 1).float())
 
 
-@examples(40)
-@given(actions, st.sampled_from([1, 4]), st.sampled_from([15, 1000]), st.sampled_from([None, "writer"]))
-def test_slices_are_of_one_writer(steps: Any, run: int, capacity: int, traj_key: Any):
+@examples(70)
+@given(
+    actions,
+    st.sampled_from([1, 4]),
+    st.sampled_from([15, 1000]),
+    st.sampled_from([(0, None), (0, "writer"), (ENVS, None)]),
+)
+def test_slices_are_of_one_writer(steps: Any, run: int, capacity: int, told: Any):
     """Slices and queries give runs of one writer alone, with identifiers too, though writers may use the same ones."""
-    sampler = SliceSampler(slice_len=3, traj_key=traj_key) if traj_key else SliceSampler(slice_len=3)
+    envs, traj_key = told
+    sampler = SliceSampler(slice_len=3, **({"traj_key": traj_key} if traj_key else {}))
+    parts = {"batch_size": 60, "dim_extend": 1 if envs else None, "storage": {"ndim": 2 if envs else 1}}
     writers = Writers(3, run=run, queue_steps=32)
-    buffer = buffer_of(capacity, writers, TensorDictReplayBuffer, sampler=sampler, batch_size=60)
-    played(buffer, steps)
-    size = len(buffer)
-    if not size:
+    buffer = buffer_of(capacity * max(envs, 1), writers, TensorDictReplayBuffer, sampler=sampler, **parts)
+    played(buffer, steps, envs)
+    if not len(buffer):
         return
-    rows = buffer[:]
-    first = buffer.storage.cursor if size == capacity else 0
-    order = [(first + i) % size for i in range(size)]
-    streams, done = rows["writer"][order, 0].tolist(), rows["next", "done"][order, 0].tolist()
-    _, runs = oracle(streams, done if traj_key is None else [False] * size, 1)
+    runs = [
+        one
+        for _, streams, done in columns_of(buffer, envs)
+        for one in oracle(streams, done if traj_key is None else [False] * len(done), 1)[1]
+    ]
     if traj_key is None:
-        assert sorted(len(one) for one in runs) == sorted(len(one) for one in buffer.query())
+        assert sorted(map(len, runs)) == sorted(len(one) for one in buffer.query())
     check_slices(buffer, runs)
 
 
@@ -231,88 +274,6 @@ def test_environments_of_writers_stay_apart(dim_extend: int):
         clients[0].extend(torch.stack([batch(0, 0, 1)] * 3, 1 - dim_extend))
 
 
-ENVS = 2
-
-
-def steps_of(writer: int, first: int, n: int) -> TensorDict:
-    """Steps ``[E, T]`` of a writer, whose environments end their episodes at other times."""
-    return torch.stack([batch(10 * writer + env, first, n, 5 + 2 * env) for env in range(ENVS)])
-
-
-def played_steps(buffer: Any, steps: Any) -> dict[int, list[bool]]:
-    """As :func:`played`, of steps of E environments. Returns the done flags of everyone's environments, in order."""
-    clients = [buffer.client(steps_of(0, 0, 1)) for _ in range(3)]
-    numbers, done = dict.fromkeys((0, 1, 2, OWN), 0), dict[int, list[bool]]()
-    for what, writer, n in steps:
-        if what == "take":
-            buffer.writers.take(everything=True)
-            continue
-        if what == "write" and buffer.writers.counters()[writer].waiting + n > buffer.writers.options.queue_steps:
-            buffer.writers.take(everything=True)
-        given = steps_of(writer, numbers[writer], n)
-        (clients[writer] if what == "write" else buffer).extend(given)
-        numbers[writer] += n
-        for env in range(ENVS):
-            done.setdefault(10 * writer + env, []).extend(given["next", "done"][env, :, 0].tolist())
-    buffer.writers.take(everything=True)
-    for client in clients:
-        client.close()
-    return done
-
-
-def columns_of(buffer: Any) -> list[tuple[list[int], list[int], list[bool]]]:
-    """For each column of ``[T, E]`` the flat positions of its rows, oldest first, their writers, and their ends."""
-    rows, steps = buffer.storage[:], len(buffer) // ENVS
-    first = buffer.storage.cursor // ENVS if len(buffer) == buffer.storage.max_size else 0
-    order = [(first + i) % steps for i in range(steps)]
-    assert are_whole(rows)
-    return [
-        (
-            [ENVS * i + env for i in order],
-            rows["writer"][order, env, 0].tolist(),
-            rows["next", "done"][order, env, 0].tolist(),
-        )
-        for env in range(ENVS)
-    ]
-
-
-@examples(40)
-@given(actions, st.sampled_from([1, 3]), st.booleans(), st.sampled_from([24, 2000]))
-def test_steps_of_environments_are_taken_within_one_writer(steps: Any, run: int, share_next: bool, capacity: int):
-    """Columns of ``[T, E]`` from several writers: n-step transitions end where another writer's steps follow."""
-    storage = {"ndim": 2, "share_next": share_next}
-    parts = {"n_steps": 3, "gamma": 1.0, "batch_size": 400, "dim_extend": 1}
-    buffer = buffer_of(capacity, Writers(3, run=run, queue_steps=16), storage=storage, **parts)
-    played_steps(buffer, steps)
-    if not len(buffer):
-        return
-    expected = dict[int, int]()
-    for order, streams, done in columns_of(buffer):
-        expected |= dict(zip(order, oracle(streams, done, 3)[0], strict=True))
-    found, info = buffer.sample(return_info=True)
-    at, envs = torch.as_tensor(info["index"]).unbind(-1) if isinstance(info["index"], torch.Tensor) else info["index"]
-    taken = [expected[int(row) * ENVS + int(env)] for row, env in zip(at, envs, strict=True)]
-    assert found["steps_to_next_obs"][:, 0].tolist() == taken
-    assert found["next", "reward"][:, 0].tolist() == taken
-    coming = found["number"] + torch.tensor(taken)[:, None]
-    assert torch.equal(found["next", "state"], torch.cat([found["writer"], coming], 1).float())
-
-
-@examples(30)
-@given(actions, st.sampled_from([1, 4]), st.sampled_from([30, 2000]))
-def test_slices_of_environments_are_of_one_writer(steps: Any, run: int, capacity: int):
-    writers, sampler = Writers(3, run=run, queue_steps=32), SliceSampler(slice_len=3)
-    buffer = buffer_of(
-        capacity, writers, TensorDictReplayBuffer, storage={"ndim": 2}, sampler=sampler, batch_size=60, dim_extend=1
-    )
-    played_steps(buffer, steps)
-    if not len(buffer):
-        return
-    runs = [one for _, streams, done in columns_of(buffer) for one in oracle(streams, done, 1)[1]]
-    assert sorted(map(len, runs)) == sorted(len(one) for one in buffer.query())
-    check_slices(buffer, runs)
-
-
 @examples(30)
 @given(actions, st.sampled_from([1, 4]), st.sampled_from([30, 2000]))
 def test_returns_add_up_within_one_writer(steps: Any, run: int, capacity: int):
@@ -322,7 +283,7 @@ def test_returns_add_up_within_one_writer(steps: Any, run: int, capacity: int):
         capacity, Writers(3, run=run, queue_steps=32), storage={"ndim": 2}, dim_extend=1, process=[scale]
     )
     seen = list[float]()
-    for ends in played_steps(buffer, steps).values():
+    for ends in played(buffer, steps, ENVS).values():
         value = 0.0
         for over in ends:
             value = 0.9 * value + 1

@@ -73,6 +73,7 @@ def window(written: int, first: int, env: int, n_steps: int, *, alone: bool = Fa
 @pytest.mark.parametrize("alone", [False, True], ids=["", "truncations alone"])
 @pytest.mark.parametrize("written", WRITTEN)
 def test_every_row_gives_the_n_step_return(written, alone, monkeypatch):
+    """Cases 36 and 37. holosoma adds rewards from beyond the newest row, and behind a truncation that is not done."""
     stored = age_order(written) if written >= STEPS else torch.arange(written)
     batch = batch_at(filled(written, 3, alone=alone), torch.arange(len(stored)), monkeypatch)
     rows = batch.reshape(ENVS, len(stored))
@@ -85,32 +86,6 @@ def test_every_row_gives_the_n_step_return(written, alone, monkeypatch):
             assert row["next", "effective_n_steps"] == len(steps)
             for name in ("observations", "critic_observations", "dones", "truncations"):
                 assert torch.equal(row["next", name], last["next", name]), name
-
-
-def test_rewards_from_beyond_the_newest_row_stay_out(monkeypatch):
-    """Case 36. holosoma adds the oldest rewards there: its mask knows dones, and it marks a truncation."""
-    written = 13
-    theirs = tensors(RECORDED["3 steps, 13 written"])
-    batch = batch_at(filled(written, 3), torch.arange(STEPS), monkeypatch)
-    crossing = crosses_newest(written, 3)
-    wrong = theirs["next.rewards"] != batch["next", "rewards"]
-    assert (wrong & crossing).any()
-    assert not (wrong & ~crossing).any()
-    # The newest row stands for itself.
-    newest = (age_order(written) == written - 1).expand(ENVS, -1).reshape(-1)
-    assert torch.equal(batch["next", "rewards"][newest], step_of(written - 1)["next", "rewards"])
-    assert torch.equal(batch["next", "effective_n_steps"][newest], torch.ones(ENVS))
-    assert torch.equal(batch["next", "truncations"][newest], ends(written - 1)[1])
-
-
-def test_a_truncation_without_done_ends_the_sum(monkeypatch):
-    """Case 37. holosoma goes on to add rewards, and takes its next observation at the truncation."""
-    theirs = tensors(RECORDED["3 steps, 8 written, truncations alone"])
-    batch = batch_at(filled(8, 3, alone=True), torch.arange(STEPS), monkeypatch)
-    cut = (batch["next", "truncations"] == 1) & (batch["next", "dones"] == 0) & ~crosses_newest(8, 3)
-    assert cut.any()
-    assert torch.equal(theirs["next.observations"][cut], batch["next", "observations"][cut])
-    assert (theirs["next.effective_n_steps"] > batch["next", "effective_n_steps"])[cut].any()
 
 
 def test_the_newest_steps_are_drawn_before_the_ring_is_full():

@@ -44,16 +44,6 @@ def test_update_priority_without_priorities():
             buffer.update_priority(torch.arange(3))
 
 
-def test_a_storage_that_is_assigned():
-    """As the decision transformer's script does, for want of a setter in TorchRL then."""
-    buffer = gpubuf.data.TensorDictReplayBuffer(storage=gpubuf.data.LazyTensorStorage(10), batch_size=4)
-    buffer.extend(transitions(10))
-    other = transitions(10).select("observation")
-    buffer._storage = gpubuf.data.TensorStorage(other)
-    assert torch.equal(buffer[:]["observation"], other["observation"])
-    assert set(buffer.sample().keys()) == {"observation", "index"}
-
-
 @pytest.mark.parametrize("first", [range(5), ["a", 0], [None], (1, 2)], ids=["range", "list", "none", "tuple"])
 def test_objects_in_a_buffer_that_was_given_no_storage(first: Any):
     """TorchRL's default storage takes anything; tensors still lie in one piece here."""

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from tensordict import TensorDict
 
-from gpubuf import (
-    PrioritizedSampler,
-    PrioritizedSliceSampler,
-    RandomSampler,
-    SamplerWithoutReplacement,
-    SliceSampler,
-    SliceSamplerWithoutReplacement,
-    TensorDictReplayBuffer,
-)
+from gpubuf import SliceSamplerWithoutReplacement, TensorDictReplayBuffer
 from gpubuf.kernels.rows import SIZE, WRITTEN
+from tests.contracts import buffers
 
 CAPACITY = 50
 
 
-SAMPLERS = {
-    "uniform": RandomSampler,
-    "without replacement": SamplerWithoutReplacement,
-    "prioritized": lambda: PrioritizedSampler(CAPACITY, 0.7, 0.5),
-    "slices": lambda: SliceSampler(slice_len=2),
-    "slices in turn": lambda: SliceSamplerWithoutReplacement(slice_len=2),
-    "prioritized slices": lambda: PrioritizedSliceSampler(CAPACITY, 0.7, 0.5, slice_len=2),
-}
+SAMPLERS = {name: functools.partial(make, CAPACITY) for name, make in buffers.SAMPLERS.items()}
+SAMPLERS["slices in turn"] = functools.partial(SliceSamplerWithoutReplacement, slice_len=2)
 
 
 def steps(start: int, n: int, priority: float = 1.0) -> TensorDict:

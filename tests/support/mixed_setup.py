@@ -8,25 +8,10 @@ import torch
 
 from gpubuf.data import (
     LazyTensorStorage,
-    PrioritizedSampler,
-    PrioritizedSliceSampler,
-    RandomSampler,
-    SamplerWithoutReplacement,
-    SliceSampler,
     TensorDictReplayBuffer,
 )
+from tests.contracts.buffers import SAMPLERS
 from tests.support.transitions import transitions
-
-
-def sampler_of(kind: str, capacity: int) -> Any:
-    return {
-        "uniform": RandomSampler,
-        "prioritized": lambda: PrioritizedSampler(capacity, 0.6, 0.4),
-        "slices": lambda: SliceSampler(slice_len=2),
-        "prioritized slices": lambda: PrioritizedSliceSampler(capacity, 0.6, 0.4, slice_len=2),
-        "without replacement": SamplerWithoutReplacement,
-        "stratified": lambda: PrioritizedSampler(capacity, 0.6, 0.4, stratified=True),
-    }[kind]()
 
 
 def part(n: int, start: int, *, capacity: int = 20, kind: str = "uniform", ndim: int = 1, **options: Any) -> Any:
@@ -36,7 +21,7 @@ def part(n: int, start: int, *, capacity: int = 20, kind: str = "uniform", ndim:
         storage = LazyTensorStorage(capacity, ndim=ndim, device=device)
     buffer = TensorDictReplayBuffer(
         storage=storage,
-        sampler=sampler_of(kind, capacity),
+        sampler=SAMPLERS[kind](capacity),
         generator=torch.Generator().manual_seed(start),
         **options,
     )

@@ -5,13 +5,8 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDict
 
-from gpubuf import (
-    LazyTensorStorage,
-    PrioritizedSampler,
-    RandomSampler,
-    SamplerWithoutReplacement,
-    TensorDictReplayBuffer,
-)
+from gpubuf import LazyTensorStorage, TensorDictReplayBuffer
+from tests.contracts.buffers import SAMPLERS
 
 
 class Model:
@@ -117,14 +112,6 @@ class Model:
                 index = flat["index"][i].tolist()
                 position = index if isinstance(index, int) else index[0] * len(self.rows) + index[1]
                 assert position == self.position(due["number"])
-
-
-SAMPLERS = {
-    "uniform": lambda capacity: RandomSampler(),
-    "without replacement": lambda capacity: SamplerWithoutReplacement(),
-    "prioritized": lambda capacity: PrioritizedSampler(capacity, 0.7, 0.5),
-    "stratified": lambda capacity: PrioritizedSampler(capacity, 0.7, 0.5, stratified=True),
-}
 
 
 def new(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 
@@ -10,26 +11,19 @@ from tensordict import TensorDict
 
 from gpubuf import (
     LazyTensorStorage,
-    PrioritizedSampler,
-    PrioritizedSliceSampler,
-    RandomSampler,
     SamplerWithoutReplacement,
-    SliceSampler,
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
+from tests.contracts import buffers
 from tests.support.transitions import same
 
 WAIT = 30.0  # seconds after which a thread that should have come counts as lost
 
 SAMPLERS = {
-    "uniform": RandomSampler,
-    "without replacement": SamplerWithoutReplacement,
+    **{name: functools.partial(make, 60) for name, make in buffers.SAMPLERS.items()},
     "in order": lambda: SamplerWithoutReplacement(shuffle=False, drop_last=True),
-    "prioritized": lambda: PrioritizedSampler(60, 0.7, 0.5),
-    "slices": lambda: SliceSampler(slice_len=4),
     "slices in turn": lambda: SliceSamplerWithoutReplacement(slice_len=4),
-    "prioritized slices": lambda: PrioritizedSliceSampler(60, 0.7, 0.5, slice_len=4),
 }
 
 
