@@ -382,7 +382,7 @@ CHANGES = {
 def test_files_that_lie_are_refused(kind, tmp_path):
     """No link leads out of the memory aside, or to the observation of another row; the buffer is as it was."""
     used(31)[0].save(tmp_path)
-    file = files.read_manifest(tmp_path).state.name
+    file = files.read_manifest(tmp_path, files.Manifest).state.name
     change_meaning(tmp_path, file, lambda state: CHANGES[kind](state["_storage"]["sharing"]))
     for share in (True, False):
         target, ring, _ = used(9, seed=6, share_next=share, next_capacity=CAPACITY if share else None)
