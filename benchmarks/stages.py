@@ -128,7 +128,7 @@ class Plan:
         trained = ["train/test_train_gpu.py", "tuning/test_tuning_gpu.py"]
         return [
             self._tests("tests", together, 150, each=90, workers=WORKERS),
-            self._tests("training-and-tuning", trained, 130, each=100, workers=WORKERS),
+            self._tests("training-and-tuning", trained, 110, each=90, workers=WORKERS),
             self._tests("placement", ["data/test_placement_gpu.py"], 40, each=25),
             # In a process of its own, because it breaks CUDA for the rest of the process.
             self._tests("broken-capture", ["graphs/test_broken_capture_gpu.py"], 40, each=25),
