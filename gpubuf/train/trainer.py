@@ -98,6 +98,8 @@ class Trainer:
         if compiled is None and not (device.type == "cuda" and config.updates >= _COMPILING_PAYS):
             compiled = False
         self._wrap: _Wrap = graphs.capture if captured else _as_it_is
+        eager = not captured and config.cuda_graph is None and ranks is None
+        recorded = eager and device.type == "cpu" and compiled is False
         words = (config.seed, TRAINING) if ranks is None or ranks.first else (config.seed, TRAINING, ranks.rank)
         self._environments = make_environments(config.env, config.num_envs, words, device)
         self._curve: Evaluation | None = None
@@ -106,7 +108,7 @@ class Trainer:
             raise UsageError(_wrong_actions(config, self._environments.discrete))
         torch.manual_seed(config.seed)
         sizes = self._environments.observation_size, self._environments.action_size
-        self.agent = Agent(config, *sizes, device, compiled=compiled)
+        self.agent = Agent(config, *sizes, device, compiled=compiled, recorded=recorded)
         self.agent.normalize = _make_normalize(config, sizes[0], device)
         if ranks is not None:
             self._join(ranks)

@@ -265,7 +265,9 @@ def test_graphs_do_what_the_trainer_does(algo, changes, monkeypatch):
 def test_an_iteration_reads_no_value(algo):
     """Act, step, write, draw, both kinds of updates, priorities: on fake tensors, whose values nobody can read."""
     with FakeTensorMode():
-        trainer = Trainer(tiny(algo, policy_every=2, noise_hold=4, log_every=8 * 15), CPU, lambda record: None)
+        trainer = Trainer(
+            tiny(algo, policy_every=2, noise_hold=4, log_every=8 * 15, cuda_graph=False), CPU, lambda record: None
+        )
         for _ in range(14):
             trainer.advance()
         assert trainer._updates == 8 * 4
