@@ -143,7 +143,8 @@ class Tape(TorchDispatchMode):
         """The step is over, and somebody else has what it returned."""
         leaves = [each for each in self._constants.values() if each.requires_grad and not each._is_view()]
         graded = [leaf for leaf in leaves if leaf.grad is not None and leaf.grad in self._names]
-        external = list(self._names)
+        gradients = {id(leaf.grad) for leaf in graded}
+        external = [each for each in self._names if id(each) not in gradients]
         found: set[str] = set()
         ends = [", ".join(self._term(each, found) for each in part) for part in (external, [g.grad for g in graded])]
         lines, later = [f"    return [{ends[0]}], [{ends[1]}]"], found
