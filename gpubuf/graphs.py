@@ -462,10 +462,10 @@ def capture(
       the order of threads and streams) is repeated at each replay. So the step must not read a value of a tensor (that
       would wait for the GPU), branch on one, or draw random numbers on the CPU.
 
-    With ``on_cpu``, a step that works on the CPU is recorded by the call after the warm-up: as the list of PyTorch's
-    operations and ours that it came to, which later calls repeat, with the same bits. A step with small networks takes
-    a fifth less time then. It may draw from PyTorch's generator, but must not use a buffer, or compute with
-    anything else than tensors, NumPy for instance: its results would stay what they were at the recording.
+    With ``on_cpu``, a step that works on the CPU is recorded by the call after the warm-up: as the list of operations,
+    PyTorch's and ours, that it came to. Later calls repeat them, with the same bits, in less time where networks are
+    small. Such a step may draw from PyTorch's generator, but must not use a buffer, or compute with anything else than
+    tensors, NumPy for instance: its results would stay what they were at the recording.
 
     Call it from one thread at a time. Only the call that captures synchronises. ``docs/graphs.md`` has a whole training
     step, and a list of what can't be captured.

@@ -55,7 +55,7 @@ _CALLS = {
 class Tape(TorchDispatchMode):
     """Notes the operations of a step, those of its backward too: ``with tape: step()``. :meth:`replay` repeats them.
 
-    An update of small networks spends a fifth of its time between its operations: in modules, TensorDicts and
+    An update of small networks spends much of its time between its operations: in modules, TensorDicts and
     autograd. A replay is Python's code with a line for each operation. Its results have the same bits.
 
     A tensor is the result of an earlier operation, or else a constant, such as a parameter: replays read and write it
