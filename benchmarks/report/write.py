@@ -33,10 +33,8 @@ from benchmarks.report import pictures
 from benchmarks.report.learning import LEARNING_PLOT, algorithms_section, draw_learning, speed_section, training_table
 from benchmarks.report.memory import memory_tables
 from benchmarks.studies.kernels import launches_table
-from benchmarks.studies.shards import shards_section
 from benchmarks.studies.side_by_side import TABLES, section
-from benchmarks.studies.writer_histories import histories_section
-from benchmarks.studies.writer_rates import writers_section
+from benchmarks.studies.writers import writers_section
 from benchmarks.workloads.registry import LIBRARIES, REGISTRY, TITLES
 from benchmarks.workloads.replay import WORKLOADS
 from benchmarks.workloads.slices import CURVE, OPERATIONS, SIZES, SLICES, short, sized
@@ -283,9 +281,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "algorithms": algorithms_section,
     "memory": memory_tables,
     "launches": launches_table,
-    "shards": shards_section,
     "writers": writers_section,
-    "histories": histories_section,
     "slices": slices_section,
     "curves": curves_section,
     **{
