@@ -67,7 +67,7 @@ SLICES = ("slices-*", "prioritized-slices-*", "filling-*")
 CURVES = ("batch/*", "row/*", "capacity/*")
 #: Peers that have buffers on a GPU, measured where their packages are.
 PEERS = ("torchrl", "flashbax")
-GPU_CALLS = (sys.executable, "-m", "benchmarks.studies.gpu_calls")
+GPU_CALLS = (sys.executable, "-m", "benchmarks.studies.kernels")
 #: What that study finds, in a stage's folder.
 CALLS = "calls.json"
 

@@ -27,7 +27,7 @@ _warned = False
 @functools.cache
 def source_stamp() -> tuple[Any, ...]:
     """Names, sizes and times of all files that CPU kernels may be compiled from: `_cpu*.py` and what they import."""
-    others = ("_triton", "_launch", "reference")
+    others = ("_triton", "_launch")
     root = Path(__file__).parent
     files = (path for path in root.rglob("*.py") if not path.stem.startswith(others))
     # Relative, so that a copy of the folder that keeps times (`cp -a`, an image) brings its machine code along.

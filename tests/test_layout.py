@@ -101,30 +101,25 @@ FAMILIES = sorted(path.parent for path in KERNELS.glob("*/_launch.py"))
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda path: path.name)
 def test_families_hold_the_same_files(family: Path):
-    """A file belongs to one backend by its name; ``_check.py`` is for both, and a definition may take several files."""
+    """A file belongs to one backend by its name; ``_check.py`` is for both."""
     names = {path.stem for path in family.glob("*.py")}
-    required = {"__init__", "_launch", "_triton", "_cpu", "reference"}
+    required = {"__init__", "_launch", "_triton", "_cpu"}
     assert required <= names
     others = names - required - {"_check"}
-    assert not [name for name in others if not name.startswith(("_triton_", "_cpu_", "reference_"))]
+    assert not [name for name in others if not name.startswith(("_triton_", "_cpu_"))]
 
 
-@pytest.mark.parametrize(
-    "path", sorted(KERNELS.glob("*/reference*.py")), ids=lambda path: f"{path.parent.name}/{path.stem}"
-)
-def test_references_are_short_and_plain(path: Path):
+REFERENCES = sorted((ROOT / "tests" / "kernels" / "reference").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", REFERENCES, ids=lambda path: path.stem)
+def test_references_are_plain(path: Path):
     """They define the operations: plain Python, NumPy or torch, with nothing of the backends that they define."""
-    assert len(path.read_text().splitlines()) <= (60 if path.stem == "reference" else 120)
-    imported = {name.partition(".")[0] for name in imported_modules(path)}
-    assert imported <= {"__future__", "gpubuf", "numpy", "torch", *sys.stdlib_module_names}
-    for name in imported_modules(path):
-        # of gpubuf: the constants and types of a family
-        assert not name.startswith("gpubuf") or "._" not in name, f"{path} imports {name}"
-    # One definition may build on another's.
-    others = [
-        source for source in SOURCES if not source.name.startswith("reference") and ROOT / "tests" not in source.parents
-    ]
-    assert not [source for source in others if any(".reference" in name for name in imported_modules(source))]
+    imported = imported_modules(path)
+    roots = {name.partition(".")[0] for name in imported if not name.startswith("tests.kernels.reference.")}
+    assert roots <= {"__future__", "gpubuf", "numpy", "torch", *sys.stdlib_module_names}
+    # of gpubuf: the constants and types of a family
+    assert not [name for name in imported if name.startswith("gpubuf") and "._" in name]
 
 
 FOLDERS = ("storage", "samplers", "processing", "checkpoints", "ingress")

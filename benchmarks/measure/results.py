@@ -24,9 +24,7 @@ SUBJECTS = (
     "batches",
     "losses",
     "calls",
-    "shards",
     "trained",
-    "histories",
     "writers",
 )
 

@@ -32,12 +32,9 @@ from benchmarks.peers.libraries import GpubufGraph
 from benchmarks.report import pictures
 from benchmarks.report.learning import LEARNING_PLOT, algorithms_section, draw_learning, speed_section, training_table
 from benchmarks.report.memory import memory_tables
-from benchmarks.studies.kernels import launches_table, resources_table
-from benchmarks.studies.predict import prediction_table
-from benchmarks.studies.shards import shards_section
+from benchmarks.studies.kernels import launches_table
 from benchmarks.studies.side_by_side import TABLES, section
-from benchmarks.studies.writer_histories import histories_section
-from benchmarks.studies.writer_rates import writers_section
+from benchmarks.studies.writers import writers_section
 from benchmarks.workloads.registry import LIBRARIES, REGISTRY, TITLES
 from benchmarks.workloads.replay import WORKLOADS
 from benchmarks.workloads.slices import CURVE, OPERATIONS, SIZES, SLICES, short, sized
@@ -284,11 +281,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "algorithms": algorithms_section,
     "memory": memory_tables,
     "launches": launches_table,
-    "resources": resources_table,
-    "prediction": prediction_table,
-    "shards": shards_section,
     "writers": writers_section,
-    "histories": histories_section,
     "slices": slices_section,
     "curves": curves_section,
     **{

@@ -1,32 +1,37 @@
-"""What is known of the kernels without a GPU: their resources, and what a call launches and executes.
+"""What the calls of a training step launch, and what they take on a GPU.
 
-``python -m benchmarks.studies.kernels`` compiles every kernel ahead of time for four targets. It makes the calls of a
-training step with tests/support/ptx in the place of a GPU, which executes the PTX for sm_90 on the CPU and counts: the
-launches of a call, and of each its programs, warp instructions, bytes and dependent trips to memory. All goes into one
-file of results. :mod:`benchmarks.studies.predict` makes times of it.
+``python -m benchmarks.studies.kernels`` needs no GPU: it makes the calls with tests/support/ptx in the place of one,
+which executes the PTX for sm_90 on the CPU and counts: the launches of a call, and of each its programs, warp
+instructions, bytes and dependent trips to memory. Tests hold the kernels to these counts.
+
+``python -m benchmarks.studies.kernels cuda`` times the calls in replayed graphs of :data:`REPEATS` calls each, so that
+the host takes no part: once as they are, with all that a call reads in the second level of cache, and once with a
+memset larger than that cache before every call, whose own time is taken off. ``--profile`` makes the calls of
+:data:`HEADLINES` once each, for a profiler of NVIDIA's that ``ncu --profile-from-start off`` has told to wait for them:
+buffers are filled, and kernels compiled, before it looks. A stage of ``make gpu`` runs both, :mod:`benchmarks.stages`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
+import gpubuf
+from benchmarks.measure import clocks
 from benchmarks.measure.elsewhere import ROOT
-from benchmarks.measure.figures import described, of_run, table
+from benchmarks.measure.figures import OPEN, described, digits, table
 from benchmarks.measure.machine import describe
-from benchmarks.measure.results import Run, write_results
+from benchmarks.measure.results import Runs, write_results
 from benchmarks.peers.sources import transitions
 
 CAPACITY, STORED = 1_000_000, 20_000
@@ -43,19 +48,6 @@ SLICE = 8
 
 BATCH = 256
 """Rows of the pieces of a SAC loss."""
-
-
-@contextlib.contextmanager
-def shaped_as_on_a_gpu() -> Iterator[None]:
-    """Trees and indices have the fan-outs that they have on a GPU, by the rule."""
-    from gpubuf.kernels import config
-
-    tree, index = config.tree_fan_out, config.index_fan_out
-    with (
-        mock.patch.object(config, "tree_fan_out", lambda capacity, *_: tree(capacity, "cuda")),
-        mock.patch.object(config, "index_fan_out", lambda steps, envs, *_: index(steps, envs, "cuda")),
-    ):
-        yield
 
 
 def episodes(n: int) -> Any:
@@ -149,28 +141,6 @@ def all_calls(device: str = "cpu") -> Iterator[tuple[str, Callable[[], object]]]
     yield from other_calls(device)
 
 
-def resources() -> list[dict[str, Any]]:
-    """The most that any specialisation of a kernel takes, by kernel and target. The targets side by side."""
-    from gpubuf.kernels.aot.compiler import TARGETS, compile_in_subprocess
-    from gpubuf.kernels.aot.operations import all_specs
-
-    specs = all_specs()
-    names = [spec.kernel.partition(":")[2] for spec in specs]
-    found: dict[str, dict[str, Any]] = {
-        name: {"kernel": name, "specialisations": names.count(name), "targets": {}} for name in dict.fromkeys(names)
-    }
-    with ThreadPoolExecutor(len(TARGETS)) as threads:
-        compiled = dict(zip(TARGETS, threads.map(compile_in_subprocess, TARGETS), strict=True))
-    for target, results in compiled.items():
-        for name, result in zip(names, results, strict=True):
-            if result.error:
-                raise RuntimeError(f"{result.spec} on {target}: {result.error}")
-            most = found[name]["targets"].setdefault(target, {"registers": 0, "spill_bytes": 0, "shared_bytes": 0})
-            for what in most:
-                most[what] = max(most[what], getattr(result, what))
-    return list(found.values())
-
-
 def counted_in_subprocess(*options: str) -> list[dict[str, Any]]:
     """What every call launches and executes, from a process whose kernels are compiled, whatever those here are."""
     command = [sys.executable, "-m", "tests.support.ptx.counts", *options]
@@ -180,50 +150,114 @@ def counted_in_subprocess(*options: str) -> list[dict[str, Any]]:
     return found
 
 
-#: The newest run of this study, for a page.
-of_counts = of_run("kernels", "of `python -m benchmarks.studies.kernels`")
+HEADLINES = (
+    "uniform: sample, 256",
+    "uniform: sample, 32768",
+    "prioritized: sample, 256",
+    "prioritized: priority update, 256",
+    "slices: sample, 256",
+    "slices: extend, 256",
+    "statistics of 48 elements, 4096",
+)
+"""The calls that a profiler looks at."""
+
+WARM_UP = 5
+REPEATS = 20
+"""Calls in a graph."""
+
+REPLAYS, ROUNDS = 5, 5
+FLUSHED = 1 << 28
+"""Bytes of the memset: several times the second level of cache."""
 
 
-@of_counts
-def launches_table(run: Run) -> str:
-    """docs/performance.md: the kernels that every call launches."""
-    rows = [
-        [each["call"], str(each["total"]), ", ".join(f"`{name}`" for name in each["kernels"])]
-        for each in run.data["kernels"]["launches"]
-    ]
-    return "\n\n".join([table(["call", "launches", "kernels"], rows), described(run)])
+def microseconds(call: Callable[[], object], device: str) -> float:
+    """Of one call in a graph of many; median over rounds. Synchronises."""
+
+    def many() -> None:
+        for _ in range(REPEATS):
+            call()
+
+    replay = gpubuf.capture(many, device=device)
+    clock = clocks.of(None, device)
+    for _ in range(WARM_UP):
+        replay()
+    rounds = []
+    for _ in range(ROUNDS):
+        begun = clock.timer()
+        for _ in range(REPLAYS):
+            replay()
+        rounds.append((clock.timer() - begun) / (REPLAYS * REPEATS) * 1e6)
+    return statistics.median(rounds)
 
 
-@of_counts
-def resources_table(run: Run) -> str:
-    """docs/performance.md: registers, shared memory and spills of every kernel."""
-    found = run.data["kernels"]["resources"]
-    targets = list(found[0]["targets"])
+def timed(device: str) -> list[dict[str, object]]:
+    """``warm`` and ``cold`` microseconds of every call."""
+    memory = torch.empty(FLUSHED if device == "cuda" else 1, dtype=torch.uint8, device=device)
+    flush = microseconds(memory.zero_, device)
+    found: list[dict[str, object]] = []
+    for name, call in all_calls(device):
 
-    def most(kernel: dict[str, Any], what: str) -> str:
-        return " / ".join(str(kernel["targets"][target][what]) for target in targets)
+        def flushed(call: Callable[[], object] = call) -> None:
+            memory.zero_()
+            call()
 
-    rows = [
-        [f"`{each['kernel']}`", str(each["specialisations"])]
-        + [most(each, what) for what in ("registers", "shared_bytes", "spill_bytes")]
-        for each in found
-    ]
-    sentence = f"The most that any specialisation takes, on {', '.join(targets)}; bytes of shared memory and of spills."
-    return f"{sentence}\n\n{table(['kernel', 'specialisations', 'registers', 'shared memory', 'spills'], rows)}"
+        found.append({"call": name, "warm": microseconds(call, device), "cold": microseconds(flushed, device) - flush})
+        print("{call:44} {warm:7.2f} µs, cold {cold:7.2f} µs".format(**found[-1]), flush=True)
+    return found
+
+
+def profile(device: str) -> None:
+    """Make each of the headline calls once, with the profiler on."""
+    for name, call in all_calls(device):
+        if name not in HEADLINES:
+            continue
+        for _ in range(WARM_UP):
+            call()
+        print(name, flush=True)
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+
+
+def launches_table(runs: Runs) -> str:
+    """docs/performance-launches.md: the kernels that every call launches, and what it took on a GPU."""
+    run, measured = runs.get("kernels"), runs.get("calls on cuda")
+    if run is None:
+        return f"No run of `python -m benchmarks.studies.kernels` is committed: {OPEN}."
+    took = {} if measured is None else {each["call"]: each for each in measured.data["calls"]}
+    rows = []
+    for each in run.data["kernels"]["launches"]:
+        found = took.get(each["call"], {})
+        times = [digits(found[what]) if what in found else OPEN for what in ("warm", "cold")]
+        rows.append([each["call"], str(each["total"]), *times, ", ".join(f"`{name}`" for name in each["kernels"])])
+    shown = table(["call", "launches", "µs, warm", "µs, cold", "kernels"], rows)
+    return "\n\n".join([shown, *(described(each) for each in (measured, run) if each is not None)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.studies.kernels", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/kernels-<device>-<date>.json")
+    parser.add_argument("device", choices=("cuda", "cpu"), nargs="?", help="time the calls there; cpu: a rehearsal")
+    parser.add_argument("--profile", action="store_true", help="for ncu: the headline calls, once")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<kernels or calls>-<device>-<date>.json")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    machine = describe("cpu")
+    if options.profile:
+        profile(options.device)
+        return
+    machine = describe(options.device or "cpu")
+    if options.device:
+        write_results("calls", timed(options.device), machine, options.out)
+        return
     launches = counted_in_subprocess()
     for each in launches:
         print(f"{each['total']:3} {each['call']}: {', '.join(each['kernels'])}")
-    write_results("kernels", {"launches": launches, "resources": resources()}, machine, options.out)
+    write_results("kernels", {"launches": launches}, machine, options.out)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 * ``adapters``: the buffers of other programs, and those of ``gpubuf.integrations``, full of the same rows;
 * ``trained``: those of them that programs use with one environment, and networks updated between two calls;
 * ``batches``: buffers of ours that compute their batches, and those that copy rows;
-* ``losses``: every loss, forward and backward, by hand in plain PyTorch, by TorchRL, and as its program writes it.
+* ``losses``: every loss, forward and backward, by hand in plain PyTorch and by TorchRL.
 
 Each table is measured in a process of its own, in the environment of its peer; ``make bench`` makes those environments.
 FlashSAC is on no package index: run the study with a clone of it in ``PYTHONPATH``.

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.studies import predict
-from tests.support.benchmark_results import block, line, run_of
+from tests.support.ptx import cost as predict
 from tests.support.ptx.parse import parse
 from tests.support.ptx.trips import Trips
 
@@ -72,18 +71,6 @@ def test_what_was_measured(line):
     _, *counted, measured = line.split()
     predicted = predict.microseconds(launch(**dict(zip(names, map(int, counted), strict=True))), predict.PROFILED)
     assert predicted == pytest.approx(float(measured), rel=0.25)
-
-
-def test_the_table_adds_the_launches_of_a_call():
-    launches = [launch(trips=1, programs=3, warps=4, most_instructions=1700), launch(trips=2)]
-    found = {"kernels": run_of(kernels={"launches": [{"call": "a call", "launches": launches}]})}
-    cells = line(block("prediction", found), "a call")
-    assert cells[:3] == ["3 x 4 + 1 x 1", "1,700 + 0", "1 + 2"]
-    for cell, caches in zip(cells[-4::2], (predict.WARM, predict.COLD), strict=True):
-        assert float(cell) == pytest.approx(sum(predict.microseconds(each, caches) for each in launches), rel=0.01)
-    assert cells[-3::2] == ["open", "open"]
-    found["calls on cuda"] = run_of(calls=[{"call": "a call", "warm": 4.0, "cold": 5.55}])
-    assert line(block("prediction", found), "a call")[-3::2] == ["4.00", "5.55"]
 
 
 PTX = """

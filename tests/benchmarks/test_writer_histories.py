@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.studies import writer_rates
-from benchmarks.studies.writer_histories import (
+from benchmarks.studies import writers
+from tests.support.writer_histories import (
     FAULTS,
     History,
     Seen,
@@ -80,7 +80,7 @@ def test_the_checker_finds_each_violation():
 
 
 def test_a_short_history_with_kills(tmp_path: Path):
-    """Writers and the learner are killed; the long form is ``python -m benchmarks.studies.writer_histories``."""
+    """Writers and the learner are killed; the long form is ``python -m tests.support.writer_histories``."""
     history = run_history(tmp_path, writers=2, seconds=2.5, pause=0.8, seed=6)
     assert violations(history) == []
     assert history.kills["writers"] >= 1
@@ -89,17 +89,16 @@ def test_a_short_history_with_kills(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", writer_rates.CONTENDERS)
+@pytest.mark.parametrize("name", writers.CONTENDERS)
 def test_rates_in_short(name: str, monkeypatch: pytest.MonkeyPatch):
     """Rows arrive from one process, and no faster than they are to beside updates."""
-    if name in ("memmap", "collector"):
+    if name == "memmap":
         pytest.importorskip("torchrl")
-    monkeypatch.setattr(writer_rates, "TURNS", 2)
-    monkeypatch.setattr(writer_rates, "multiprocessing", multiprocessing.get_context("spawn"))
-    found = writer_rates.contend(name, 180, 1)
+    monkeypatch.setattr(writers, "TURNS", 2)
+    monkeypatch.setattr(writers, "multiprocessing", multiprocessing.get_context("spawn"))
+    found = writers.contend(name, 180, 1)
     assert found["rows/s"] > 0
-    if name != "collector":
-        assert found["learner us/row"] > 0
-        assert all(each > 0 for each in found["updates"])
-        # A writer that is late catches up.
-        assert 0 < found["paced rows/s"] < 4 * writer_rates.PACE
+    assert found["learner us/row"] > 0
+    assert all(each > 0 for each in found["updates"])
+    # A writer that is late catches up.
+    assert 0 < found["paced rows/s"] < 4 * writers.PACE

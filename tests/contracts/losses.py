@@ -9,17 +9,15 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels import categorical, discrete_sac, norms, sac, tanh_normal, td
-from gpubuf.kernels.categorical import reference as categorical_reference
-from gpubuf.kernels.categorical import reference_loss
 from gpubuf.kernels.config import LOSS_BLOCK, TANH_NORMAL_BLOCK
-from gpubuf.kernels.discrete_sac import reference as discrete_reference
 from gpubuf.kernels.discrete_sac._launch import MOST_ACTIONS, MOST_ELEMENTS
-from gpubuf.kernels.norms import reference as norms_reference
-from gpubuf.kernels.sac import reference as sac_reference
-from gpubuf.kernels.tanh_normal.reference import tanh_normal as tanh_normal_reference
-from gpubuf.kernels.td import reference as td_reference
-from gpubuf.kernels.td import reference_returns
 from tests.contracts.kernels import F32, F64, KernelContract, numbers
+from tests.kernels.reference import categorical as categorical_reference
+from tests.kernels.reference import discrete_sac as discrete_reference
+from tests.kernels.reference import norms as norms_reference
+from tests.kernels.reference import sac as sac_reference
+from tests.kernels.reference import td as td_reference
+from tests.kernels.reference.tanh_normal import tanh_normal as tanh_normal_reference
 
 REDUCTIONS = {td.NONE: "none", td.MEAN: "mean", td.SUM: "sum"}
 DISTANCES = {td.L1: "l1", td.L2: "l2", td.SMOOTH_L1: "smooth_l1"}
@@ -77,7 +75,7 @@ def make_return(batch, nets, soft, steps, combine, masked, lmbda):
 
 def soft_lambda_return(next_log_prob, alpha, gamma, lmbda, length, inner, **rest):
     entropy = (0.0, 0.0) if next_log_prob is None else (next_log_prob, alpha)
-    return reference_returns.soft_lambda_return(
+    return td_reference.soft_lambda_return(
         next_log_prob=entropy[0], alpha=entropy[1], gamma=gamma.item(), lmbda=lmbda.item(), **rest
     )
 
@@ -414,7 +412,7 @@ CONTRACTS: dict[str, KernelContract] = {
     "categorical_loss": KernelContract(
         categorical.categorical_loss,
         make_cross_entropy,
-        functools.partial(reduced, reference_loss.categorical_loss),
+        functools.partial(reduced, categorical_reference.categorical_loss),
         {
             "batch": ((11,), (1,), (0,), (), (35,), (2, 3, 1)),
             "atoms": ATOMS,
@@ -459,7 +457,7 @@ CONTRACTS: dict[str, KernelContract] = {
     "expected_value": KernelContract(
         categorical.expected_value,
         make_expected,
-        reference_loss.expected_value,
+        categorical_reference.expected_value,
         {"shape": ((2, 5, 51), (5, 3, 2, 2), (1, 33, 101), (2, 0, 7), (3, 7))},
         leaves=("logits",),
         coarse=10,

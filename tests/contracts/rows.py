@@ -12,8 +12,7 @@ from torch import Tensor
 from gpubuf.kernels import philox, rows
 from gpubuf.kernels._registry import triton_on_cpu_enabled
 from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, DRAWN, LAST, NEXT, OFF, STEPS, SUM, Field, dtype_code
-from gpubuf.kernels.rows.reference import Ring
-from gpubuf.kernels.rows.reference_elements import ABSENT, Key
+from tests.kernels.reference.rows import ABSENT, Key, Ring
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)

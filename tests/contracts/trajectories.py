@@ -15,8 +15,9 @@ from torch import Tensor
 
 from gpubuf.kernels import philox, rows, trajectories
 from gpubuf.kernels._registry import triton_on_cpu_enabled
-from gpubuf.kernels.philox.reference import uniforms
-from gpubuf.kernels.trajectories import Rule, reference
+from gpubuf.kernels.trajectories import Rule
+from tests.kernels.reference import trajectories as reference
+from tests.kernels.reference.philox import uniforms
 
 
 class Model:

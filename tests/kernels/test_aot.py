@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import gpubuf.kernels
-from gpubuf.kernels.aot.compiler import GATES, TARGETS, Compiled, compile_in_subprocess, demanding
-from gpubuf.kernels.aot.operations import all_specs, specs_of
+from tests.support.aot.compiler import GATES, TARGETS, Compiled, compile_in_subprocess, demanding
+from tests.support.aot.operations import all_specs, specs_of
 
 triton = pytest.importorskip("triton")
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))

@@ -7,9 +7,9 @@ import torch
 
 from gpubuf.kernels import categorical, td
 from gpubuf.kernels._registry import triton_on_cpu
-from gpubuf.kernels.categorical import reference
 from gpubuf.kernels.categorical._launch import plan_atoms
 from gpubuf.kernels.config import MATRIX_TILE
+from tests.kernels.reference import categorical as reference
 from tests.support.categorical_setup import GAMMA, SUPPORT, TARGETS, Rows, projected_atom_by_atom, random
 
 # The interpreter computes with NumPy, which warns of what a kernel then leaves out by selection.

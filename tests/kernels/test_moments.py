@@ -9,9 +9,9 @@ from torch import Tensor
 from gpubuf.kernels import moments
 from gpubuf.kernels.moments import COUNT, M2, MEAN, Rule, new_state
 from gpubuf.kernels.moments._launch import plan_update
-from gpubuf.kernels.moments.reference import factors
-from gpubuf.kernels.moments.reference import returns as reference_returns
-from gpubuf.kernels.moments.reference import update as reference_update
+from tests.kernels.reference.moments import factors
+from tests.kernels.reference.moments import returns as reference_returns
+from tests.kernels.reference.moments import update as reference_update
 
 pytestmark = pytest.mark.usefixtures("backend")
 

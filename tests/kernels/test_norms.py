@@ -10,8 +10,8 @@ from gpubuf.kernels._elementary import exp_of_negative
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels.norms import LAYER, MAX_WIDTH, RELU, SILU, _launch
 from gpubuf.kernels.norms._launch import BatchPlan, NormPlan, plan_batch, plan_norm
-from gpubuf.kernels.norms.reference import batch_norm_activation as batch_reference
-from gpubuf.kernels.norms.reference import norm_activation as reference
+from tests.kernels.reference.norms import batch_norm_activation as batch_reference
+from tests.kernels.reference.norms import norm_activation as reference
 from tests.support.norms_setup import ACTIVATIONS, EPS, KINDS, inputs, results
 
 

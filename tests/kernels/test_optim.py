@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpubuf.kernels import optim
-from gpubuf.kernels.optim.reference import Rule
+from tests.kernels.reference.optim import Rule
 from tests.support.optim_setup import Form, Step
 
 TILE = optim.TILE

@@ -8,7 +8,7 @@ import torch
 
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.kernels import philox
-from gpubuf.kernels.philox import reference
+from tests.kernels.reference import philox as reference
 from tests.support.fake_cuda import fake_cuda
 
 MASK = 0xFFFFFFFF

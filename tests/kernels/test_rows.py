@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from gpubuf.kernels import _threads, config, philox, rows
-from gpubuf.kernels.aot.recorder import Recorder
 from gpubuf.kernels.config import RowsConfig
 from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, DRAWN, LAST, MAX_PAD, NEXT, OFF, STEPS, SUM, _launch
 from gpubuf.kernels.rows._cpu import gather_into, sample_into
@@ -30,6 +29,7 @@ from tests.contracts.rows import (
     every_row,
     expected_batch,
 )
+from tests.support.aot.recorder import Recorder
 
 ID = Spec(1, stored=torch.int64)
 NUMBERED = (ID, Spec(1, LAST, torch.int64, of=0, writes=False), Spec(1, SUM), TRANSITION[-1])

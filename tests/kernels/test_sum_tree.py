@@ -25,11 +25,11 @@ from gpubuf.kernels import config, rows, sum_tree
 from gpubuf.kernels._check import check_devices
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.config import UpdateConfig
-from gpubuf.kernels.philox.reference import uniforms
 from gpubuf.kernels.sum_tree._cpu_node import choose_leaf, choose_node
 from gpubuf.kernels.sum_tree._triton import choose_child
-from gpubuf.kernels.sum_tree.reference import WeightList
 from tests.contracts import on_both
+from tests.kernels.reference.philox import uniforms
+from tests.kernels.reference.sum_tree import WeightList
 from tests.support.fuzzing import examples
 from tests.support.sum_tree_checks import assert_consistent, bitmap, bits_of, chi_square, chi_square_bound
 

@@ -10,13 +10,14 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from gpubuf.kernels.categorical import DIVERGENCE, MIN, reference, reference_loss
-from gpubuf.kernels.td import reference as td
+from gpubuf.kernels.categorical import DIVERGENCE, MIN
 from gpubuf.modules import MLP, BatchNorm, EnsembleMLP
 from gpubuf.modules.norms import count_rows, set_statistics
 from gpubuf.objectives import CrossQLoss, DistributionalSACLoss, SACLoss, SoftUpdate, TD3Loss
 from tests.contracts.objectives import NORMALISED, norms
 from tests.contracts.objectives import normalised_actor as our_actor
+from tests.kernels.reference import categorical as reference
+from tests.kernels.reference import td
 from tests.support.distributional_setup import SUPPORT
 from tests.support.sac_setup import (
     ACTION,
@@ -75,7 +76,7 @@ def formulas(loss, batch, seed, joint_actor=False):
             m = reference.categorical_target(
                 next_logits, next_log_prob, alpha, reward, ended, 0.99, None, 1.0, *limits, MIN
             )
-        out["loss_qvalue"], out["td_error"] = reference_loss.categorical_loss(
+        out["loss_qvalue"], out["td_error"] = reference.categorical_loss(
             both[:, :rows], m, None, None, *limits, DIVERGENCE, loss.average_critics, "mean"
         )
     else:
@@ -88,7 +89,7 @@ def formulas(loss, batch, seed, joint_actor=False):
     action, log_prob = (part[:rows] for part in draw_by_hand(actor, seen, training=training))
     detached = TensorDict({k: v.detach() for k, v in params.items(True, True)}, [])
     value = values_by_hand(loss, detached, batch["observation"], action, training=False)
-    value = reference_loss.expected_value(value, *limits) if value.shape[-1] > 1 else value[..., 0]
+    value = reference.expected_value(value, *limits) if value.shape[-1] > 1 else value[..., 0]
     out["loss_actor"] = (alpha * log_prob - value.min(0).values).mean()
     factor = loss.log_alpha if loss.temperature_loss == "log_alpha" else loss.log_alpha.exp()
     out["loss_alpha"] = -factor * (log_prob.detach().mean() + float(loss.target_entropy))

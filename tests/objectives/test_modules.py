@@ -12,7 +12,6 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType, TensorDictModule, set_interaction_type
 from torch.nn import functional
 
-from gpubuf.kernels.tanh_normal.reference import tanh_normal as reference
 from gpubuf.modules import (
     MLP,
     EnsembleLinear,
@@ -22,6 +21,7 @@ from gpubuf.modules import (
     make_sac_actor,
     make_sac_critic,
 )
+from tests.kernels.reference.tanh_normal import tanh_normal as reference
 
 
 def separate(ensemble: EnsembleMLP, k: int, x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels import categorical
-from gpubuf.kernels.categorical import reference
+from tests.kernels.reference import categorical as reference
 
 GAMMA = 0.97
 SUPPORT = (-10.0, 10.0)

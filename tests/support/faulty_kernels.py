@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.aot.spec import AotSpec
+from tests.support.aot.spec import AotSpec
 
 
 @triton.jit

@@ -20,8 +20,8 @@ from triton.runtime import driver
 
 from gpubuf.kernels import _launching
 from gpubuf.kernels._launching import Variant, launch, variant_of
-from gpubuf.kernels.aot.operations import FAMILIES
-from gpubuf.kernels.aot.recorder import Recorder
+from tests.support.aot.operations import FAMILIES
+from tests.support.aot.recorder import Recorder
 from tests.support.no_gpu import install
 
 

@@ -10,10 +10,10 @@ from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDict
 from torch import Tensor, nn
 from torch.distributions import OneHotCategorical
 
-from gpubuf.kernels.discrete_sac import reference as discrete
-from gpubuf.kernels.td import reference as td
 from gpubuf.modules import MLP, EnsembleMLP, make_sac_critic
 from gpubuf.objectives import DiscreteSACLoss, TD3Loss
+from tests.kernels.reference import discrete_sac as discrete
+from tests.kernels.reference import td
 from tests.support.sac_setup import (
     ACTION,
     CELLS,

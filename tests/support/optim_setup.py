@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gpubuf.kernels import optim
-from gpubuf.kernels.optim.reference import Entry, Rule
-from gpubuf.kernels.optim.reference import adamw as reference_step
+from tests.kernels.reference.optim import Entry, Rule
+from tests.kernels.reference.optim import adamw as reference_step
 
 
 @dataclass(frozen=True)

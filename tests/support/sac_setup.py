@@ -11,14 +11,13 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
-from gpubuf.kernels.categorical.reference import categorical_target
-from gpubuf.kernels.categorical.reference_loss import categorical_loss, expected_value
-from gpubuf.kernels.tanh_normal.reference import tanh_normal
-from gpubuf.kernels.td import reference as td
-from gpubuf.kernels.td.reference_returns import soft_lambda_return
 from gpubuf.modules import MLP, EnsembleMLP, make_sac_actor, make_sac_critic
 from gpubuf.objectives import REDQLoss, SACLoss
 from gpubuf.objectives.distributional import PRIORITIES, TARGETS, DistributionalSACLoss
+from tests.kernels.reference import td
+from tests.kernels.reference.categorical import categorical_loss, categorical_target, expected_value
+from tests.kernels.reference.tanh_normal import tanh_normal
+from tests.kernels.reference.td import soft_lambda_return
 
 OBSERVATION, ACTION, CELLS = 5, 3, (8, 8)
 KEYS = ["observation", "action"]

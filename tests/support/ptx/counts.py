@@ -5,21 +5,33 @@ With ``--small`` of 256 rows alone. Triton must not be in its interpreter's mode
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 
-from benchmarks.studies.kernels import SIZES, calls, other_calls, shaped_as_on_a_gpu
-from gpubuf.kernels import _registry
+from benchmarks.studies.kernels import SIZES, calls, other_calls
+from gpubuf.kernels import _registry, config
 from tests.support.ptx.launch import Executor
 
 COUNTED = ("kernel", "programs", "warps", "instructions", "most_instructions", "bytes_loaded", "bytes_stored", "trips")
 """What is written down of a :class:`~tests.support.ptx.launch.Launch`."""
+
+
+@contextlib.contextmanager
+def shaped_as_on_a_gpu() -> Iterator[None]:
+    """Trees and indices have the fan-outs that they have on a GPU, by the rule."""
+    tree, index = config.tree_fan_out, config.index_fan_out
+    with (
+        mock.patch.object(config, "tree_fan_out", lambda capacity, *_: tree(capacity, "cuda")),
+        mock.patch.object(config, "index_fan_out", lambda steps, envs, *_: index(steps, envs, "cuda")),
+    ):
+        yield
 
 
 def count(sizes: Mapping[str, Sequence[int]] = SIZES) -> list[dict[str, Any]]:

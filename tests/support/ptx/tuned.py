@@ -16,8 +16,6 @@ from unittest import mock
 
 import torch
 
-from benchmarks.studies.kernels import shaped_as_on_a_gpu
-from benchmarks.studies.predict import microseconds
 from gpubuf.kernels import _registry
 from gpubuf.kernels.config import RowsConfig, SliceConfig
 from gpubuf.tuning import operations
@@ -25,6 +23,8 @@ from gpubuf.tuning.operations import Job, Shapes
 from gpubuf.tuning.search import tune
 from gpubuf.tuning.timing import Timing
 from gpubuf.tuning.workloads import Bench
+from tests.support.ptx.cost import microseconds
+from tests.support.ptx.counts import shaped_as_on_a_gpu
 from tests.support.ptx.launch import Executor
 
 SHAPES = Shapes((100_000,), (256, 32_768), slice_len=8)
@@ -42,7 +42,7 @@ JOBS = {
 
 
 class ModelTimer:
-    """The time of a call as :mod:`benchmarks.studies.predict` has it."""
+    """The time of a call as :mod:`tests.support.ptx.cost` has it."""
 
     def __init__(self, executor: Executor) -> None:
         self.launches = executor.launches

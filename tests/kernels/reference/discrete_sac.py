@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpubuf.kernels.td.reference import reduce
+from tests.kernels.reference.td import reduce
 
 
 def expectation(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpubuf.kernels import _registry
 from gpubuf.kernels._launching import Variant
-from gpubuf.kernels.aot.spec import AotSpec
+from tests.support.aot.spec import AotSpec
 
 _POINTERS = {
     torch.float64: "*fp64",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gpubuf.kernels.td import SMALLEST
-from gpubuf.kernels.td.reference import one_critic, reduce
+from tests.kernels.reference.td import one_critic, reduce
 
 
 def actor_loss(

@@ -1,6 +1,6 @@
 """Ahead-of-time compilation of every kernel, for targets that this machine does not have.
 
-What is compiled is what launchers launch: :mod:`gpubuf.kernels.aot.operations` runs every operation on tensors without
+What is compiled is what launchers launch: :mod:`tests.support.aot.operations` runs every operation on tensors without
 memory, and records it. ``tests/kernels/test_aot.py`` compiles all of it in subprocesses (a process that runs the
 interpreter cannot compile) and fails on register spills, and fails if a ``*_kernel`` in ``kernels/`` is never launched.
 
@@ -8,7 +8,7 @@ A kernel is compiled as the JIT specialises it for tensors that torch's allocato
 may be specialised, are multiples of 16. On a target whose name ends in ``:unaligned`` nothing is known of them: this is
 what views at odd addresses and odd sizes run.
 
-``python -m gpubuf.kernels.aot [TARGET ...]`` prints for every kernel the registers, spills, shared memory, barriers,
+``python -m tests.support.aot [TARGET ...]`` prints for every kernel the registers, spills, shared memory, barriers,
 atomics that order memory, and the bytes that a thread moves in one access to global memory.
 """
 
@@ -30,8 +30,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpubuf.kernels.aot import operations
-from gpubuf.kernels.aot.spec import AotSpec
+from tests.support.aot import operations
+from tests.support.aot.spec import AotSpec
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -83,9 +83,9 @@ def compile_in_subprocess(target: str, specs: str = "all", most: int = 0) -> lis
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "gpubuf.kernels.aot", "--json", "--specs", specs, "--most", str(most), target],
+        [sys.executable, "-m", "tests.support.aot", "--json", "--specs", specs, "--most", str(most), target],
         env=environment,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         check=False,
@@ -260,7 +260,7 @@ def demanding(specs: Sequence[AotSpec], most: int) -> list[AotSpec]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m gpubuf.kernels.aot", description="compile every kernel, no GPU needed"
+        prog="python -m tests.support.aot", description="compile every kernel, no GPU needed"
     )
     parser.add_argument("targets", nargs="*", default=GATES, help=f"default: {' '.join(GATES)}")
     parser.add_argument("--specs", default="all", help="one family, such as td, or a module with SPECS; default: all")

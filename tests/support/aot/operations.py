@@ -24,8 +24,8 @@ from gpubuf.kernels import (
     td,
     trajectories,
 )
-from gpubuf.kernels.aot.recorder import Recorder
-from gpubuf.kernels.aot.spec import AotSpec
+from tests.support.aot.recorder import Recorder
+from tests.support.aot.spec import AotSpec
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HUGE = 2**38

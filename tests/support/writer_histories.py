@@ -1,12 +1,11 @@
 """Histories of writers in other processes, checked as Jepsen checks a store: processes are killed, nothing may be lost.
 
-``python -m benchmarks.studies.writer_histories --seconds 600``: writers and a learner that samples and saves; at random
+``python -m tests.support.writer_histories --seconds 600``: writers and a learner that samples and saves; at random
 times one of them gets SIGKILL. A killed writer's place goes to a new one, a killed learner is started again and
 restores its checkpoint. Writers note what they submit, and what was acknowledged. In the end :func:`violations`
 compares all of that with the rows in the buffer.
 
-``--fault`` plants one of :data:`FAULTS`, which the checker has to find. ``--out`` writes the counts into a file of
-``benchmarks/results/``.
+``--fault`` plants one of :data:`FAULTS`, which the checker has to find.
 """
 
 from __future__ import annotations
@@ -27,10 +26,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-
-from benchmarks.measure.figures import conditions, of_run
-from benchmarks.measure.machine import describe
-from benchmarks.measure.results import Run, write_results
 
 WIDTH = 5
 CAPACITY = 1 << 22
@@ -363,19 +358,6 @@ def read_history(folder: Path, kills: dict[str, int]) -> History:
     return History(logged(folder)[0], kept, stored, end["wrong"], kills)
 
 
-@of_run("histories", "of `python -m benchmarks.studies.writer_histories --out`")
-def histories_section(run: Run) -> str:
-    """docs/writers.md: the counts of the newest run."""
-    found = run.data["histories"]
-    sentence = (
-        f"In a run of {found['seconds']:.0f} seconds with {found['at a time']} writers at a time, "
-        f"{found['killed writers']} writers and {found['killed learners']} learners were killed. "
-        f"{found['writers']} writers submitted {found['submitted']:,} rows, of which {found['acknowledged']:,} had to "
-        f"be kept; {found['stored']:,} were stored, with {len(found['violations'])} violations."
-    )
-    return f"{sentence}\n\n{conditions(run)}"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long, without the starts of learners")
@@ -383,9 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pause", type=float, default=2.0, help="seconds between two kills")
     parser.add_argument("--fault", choices=FAULTS, help="what is planted")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="a file of results")
     given = parser.parse_args(arguments)
-    machine = describe("cpu")
     with tempfile.TemporaryDirectory() as folder:
         history = run_history(
             Path(folder),
@@ -399,19 +379,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kept, submitted = sum(history.kept.values()), sum(history.submitted.values())
     print(f"{history.kills} killed, {len(history.submitted)} writers, {submitted} rows submitted, {kept} to be kept")
     print(f"{len(history.stored.numbers)} rows stored, {len(found)} violations", *found, sep="\n")
-    if given.out is not None:
-        counts = {
-            "seconds": given.seconds,
-            "at a time": given.writers,
-            "killed writers": history.kills["writers"],
-            "killed learners": history.kills["learners"],
-            "writers": len(history.submitted),
-            "submitted": submitted,
-            "acknowledged": kept,
-            "stored": len(history.stored.numbers),
-            "violations": found,
-        }
-        write_results("histories", counts, machine, given.out, fault=given.fault, seed=given.seed)
     sys.exit(bool(found) != bool(given.fault))
 
 
