@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf import ReplayBuffer, capture, plan
-from gpubuf.data import LazyMemmapStorage, RandomSampler, load_torchrl, moving, save_torchrl
+from gpubuf.data import LazyMemmapStorage, moving
 from gpubuf.kernels.rows import FAULTS
 from tests.contracts import SLOW_AND_NIGHTLY, each_option, first_quick
 from tests.contracts.buffers import BATCH, COPIES, STEPS, BufferContract, Model, by_files, by_state, contracts, write
@@ -245,21 +245,6 @@ def test_other_storages_take_the_state_over(contract, other):
             now.check_rows(taken)
             now.check_batch(taken, *taken.sample(return_info=True))
             taken.extend(now.write(3))
-
-
-@pytest.mark.parametrize("contract", contracts(has_columns), ids=str)
-def test_files_for_torchrl_hold_whole_rows(contract, tmp_path):
-    """As they were written, whatever way they are stored in."""
-    buffer, model = contract.filled()
-    save_torchrl(buffer, tmp_path / "dump")
-    for storage in (None, contract.storage_of("cpu")):
-        options = {"dim_extend": 0} if contract.envs else {}
-        found = load_torchrl(tmp_path / "dump", storage=storage, sampler=RandomSampler(), batch_size=BATCH, **options)
-        now = copy.deepcopy(model)
-        assert found.write_count == now.written_rows
-        for _ in range(2):
-            now.check_rows(found)
-            found.extend(now.write(3))
 
 
 @pytest.mark.parametrize("contract", contracts(lambda contract: contract.storage == "memmap"), ids=str)

@@ -241,8 +241,8 @@ def test_what_is_timed_compiles_as_it_is_launched():
     launches = json.loads(run.stdout.splitlines()[-1])
     assert {name.partition(":")[0] for name in launches} == set(OPERATIONS)
     for name, number in launches.items():
-        # A batch of thousands is updated stage by stage: claims, the two lowest levels, and all above them.
-        assert number == (4 if name.endswith("update 4,096") else 1), name
+        # A batch of thousands is updated stage by stage: claims, the lowest level, and all above it.
+        assert number == (3 if name.endswith("update 4,096") else 1), name
 
 
 @pytest.mark.nightly
