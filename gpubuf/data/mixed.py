@@ -691,8 +691,8 @@ class Mixture:
             refuse_in_capture("a buffer stores fewer rows than its share, which would stay so: fill it first")
         if found.ends and _compiling():
             raise ValueError(
-                f"compiled code can't round the shares {list(shares)} of {n} rows: give a batch size that makes them whole "
-                "numbers"
+                f"compiled code can't round the shares {list(shares)} of {n} rows: give a batch size that makes them "
+                "whole numbers"
             )
         if found.ends:
             refuse_in_capture("shares are rounded by the host: give a batch size that makes them whole numbers of rows")
