@@ -45,12 +45,10 @@ class Mix:
 
     Attributes:
         parts: its buffers.
-        ordered: no rows of a draw may be left out, so shares are numbers.
         sized: TorchRL's class, whose shares are the numbers of rows that are stored.
     """
 
     parts: tuple[BufferContract, ...]
-    ordered: bool = False
     sized: bool = False
 
     def __str__(self) -> str:
@@ -84,7 +82,7 @@ MIXES = [
     Mix((_C(sampler="prioritized"), _C(sampler="prioritized"))),
     Mix((_C(envs=2), _C(sampler="prioritized", envs=3))),
     Mix((_C(generations=True), _C(storage="memmap"))),
-    Mix((_C(), _C(sampler="stratified")), ordered=True),
+    Mix((_C(), _C(sampler="stratified"))),
     Mix((_C(sampler="prioritized", process=True), _C(process=True))),
     Mix((_C(), _C(sampler="prioritized"), _C(envs=2))),
     Mix((_C(sampler="prioritized"), _C(envs=2)), sized=True),

@@ -215,9 +215,6 @@ def test_refused():
     slices = MixedReplayBuffer([part(12, start, kind="slices") for start in (0, 100)])
     with pytest.raises(RuntimeError, match="divisible by slice_len: got 5 and 2"):
         slices.sample(5)
-    for kind in ("without replacement", "stratified"):
-        with pytest.raises(ValueError, match=r"which a .*Sampler.* does not allow"):
-            MixedReplayBuffer([part(12, 0, kind=kind), part(12, 1)], torch.ones(2)).sample(4)
     less = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
     less.extend(transitions(5).select("observation"))
     with pytest.raises(ValueError, match="store the same keys"):
