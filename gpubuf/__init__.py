@@ -37,9 +37,7 @@ if TYPE_CHECKING:
         TensorStorage,
         WriterClient,
         Writers,
-        from_minari,
         load_torchrl,
-        save_torchrl,
     )
     from gpubuf.graphs import CaptureError, capture
     from gpubuf.objectives import (
@@ -93,10 +91,8 @@ __all__ = [
     "WriterClient",
     "Writers",
     "capture",
-    "from_minari",
     "load_torchrl",
     "plan",
-    "save_torchrl",
 ]
 
 #: The modules of names that are not in ``gpubuf.data``.

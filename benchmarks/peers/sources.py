@@ -129,7 +129,8 @@ class Source:
     def rows(self, start: int, n: int) -> TensorDict:
         """Rows ``start`` to ``start + n``, memory of their own."""
         flat = self._columns(torch.arange(start, start + n))
-        return TensorDict(flat, batch_size=[n]).unflatten_keys(".")
+        nested: TensorDict = TensorDict(flat, batch_size=[n]).unflatten_keys(".")
+        return nested
 
     def columns(self, number: np.ndarray) -> dict[str, np.ndarray]:
         """The content of the rows with these numbers, by flat name."""

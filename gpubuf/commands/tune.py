@@ -11,8 +11,7 @@ from typing import Any
 from gpubuf.commands import whole_number
 from gpubuf.train.config import UsageError
 
-QUICK_SECONDS = 90.0
-THOROUGH_SECONDS = 1800.0
+SECONDS = 60.0
 
 
 def run(options: dict[str, Any]) -> int:
@@ -42,20 +41,16 @@ def run(options: dict[str, Any]) -> int:
     device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     if device.index >= torch.cuda.device_count():
         raise UsageError(f"there is no {device}: there are {torch.cuda.device_count()} GPUs")
-    thorough, seconds = options["thorough"], options["seconds"]
-    if seconds is None:
-        seconds = THOROUGH_SECONDS if thorough else QUICK_SECONDS
-    todo = jobs(shapes, thorough)
-    timer = timing.GraphTimer(device, *((5e-3, 11) if thorough else (2e-3, 5)))
-    # Rows to read, rows to write, and the tree or index of the capacity.
+    todo, timer = jobs(shapes), timing.GraphTimer(device)
+    # Rows to read, rows to write, and the tree of the capacity.
     bench = workloads.Bench(shapes, device, memory=min(2**33, device_memory(device)[0] // 8))
     results = []
     try:
         with torch.cuda.device(device), progress(len(todo)) as show:
-            device_name, made = torch.cuda.get_device_name(device), report.heading(shapes, thorough, timer, device)
+            device_name, made = torch.cuda.get_device_name(device), report.heading(shapes, timer, device)
             # A folder that can't be written to shows now, not after hours of work.
             path = report.save(folder, device_name, [], made)
-            for result in tune(todo, bench, timer, thorough=thorough, budget=seconds or math.inf):
+            for result in tune(todo, bench, timer, budget=options["seconds"] or math.inf):
                 report.save(folder, device_name, [result], made)
                 show(result)
                 results.append(result)
@@ -79,8 +74,7 @@ def _shapes(options: dict[str, Any]) -> Any:
     from gpubuf.planning import parse_entry
     from gpubuf.tuning.operations import Shapes
 
-    given = {name: options[name] for name in ("envs", "slice_len") if options[name] is not None}
-    given |= {name: tuple(options[name]) for name in ("capacities", "batch_sizes") if options[name]}
+    given = {name: tuple(options[name]) for name in ("capacities", "batch_sizes") if options[name]}
     try:
         if options["spec"]:
             given["row"] = tuple(parse_entry(text) for text in options["spec"])
@@ -93,8 +87,9 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
         help="find the fastest configurations of the kernels on this GPU",
-        description="Time the configurations of every kernel on this GPU, for the sizes that you have, and write the "
-        "fastest into a file that gpubuf uses from then on. Points for other sizes stay in the file.",
+        description="Time configurations of the kernels that copy rows, draw by priority and update priorities on this "
+        "GPU, for the sizes that you have, and write the fastest into a file that gpubuf uses from then on. Points for "
+        "other sizes stay in the file.",
         epilog="Exit codes: 0 done, 1 the GPU failed, 2 the request can't be met, such as without a GPU.",
         allow_abbrev=False,
     )
@@ -121,13 +116,8 @@ def add(commands: Any) -> None:
         metavar="KEY=SHAPE:DTYPE",
         help="a key of a row, such as pixels=3x84x84:uint8; once for each key (default: those of a MuJoCo task)",
     )
-    sizes.add_argument("--envs", type=whole_number, metavar="N", help="environments side by side (default: 1)")
-    sizes.add_argument("--slice-len", type=whole_number, metavar="N", help="steps of a slice (default: 4)")
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--quick", action="store_false", dest="thorough", help="about 90 seconds (the default)")
-    mode.add_argument("--thorough", action="store_true", help="many more configurations, up to half an hour")
-    parser.set_defaults(thorough=False)
-    parser.add_argument("--seconds", type=_seconds, metavar="N", help="time for all; 0 for no limit")
+    text = f"time for all; 0 for no limit (default: {SECONDS:.0f})"
+    parser.add_argument("--seconds", type=_seconds, default=SECONDS, metavar="N", help=text)
     parser.add_argument("--device", default="cuda", metavar="NAME", help="cuda or cuda:N (default: the current GPU)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to (default: the user's cache folder)")
 

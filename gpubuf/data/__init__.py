@@ -30,10 +30,9 @@ from gpubuf.torchrl.buffers import (
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
-    from_minari,
 )
 from gpubuf.torchrl.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer
-from gpubuf.torchrl.dumps import load_torchrl, save_torchrl
+from gpubuf.torchrl.dumps import load_torchrl
 from gpubuf.torchrl.ensemble import ReplayBufferEnsemble
 from gpubuf.torchrl.samplers import (
     ConsumingSampler,
@@ -96,10 +95,8 @@ __all__ = [
     "WriterClient",
     "Writers",
     "filter_trajectories",
-    "from_minari",
     "iter_trajectories",
     "load_torchrl",
-    "save_torchrl",
     "traj",
 ]
 

@@ -22,18 +22,15 @@ from gpubuf.data.checkpoints import restore, save
 from gpubuf.data.checkpoints.save import Saved
 from gpubuf.data.lock import BufferLock, under
 from gpubuf.data.prefetch import Batch
-from gpubuf.data.recording import capturing, current_recording, refuse_in_capture
-from gpubuf.data.samplers.base import RandomState, Sampler, demand, is_tensor
-from gpubuf.data.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
+from gpubuf.data.recording import current_recording, refuse_in_capture
+from gpubuf.data.samplers.base import RandomState, demand, is_tensor
+from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.sum_tree import masks_of, priority_vectors, rows_of
-from gpubuf.data.samplers.uniform import SamplerWithoutReplacement
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import MASK_KEY, Data, RowLayout, device_of, layout_of, priority_mask_key
 from gpubuf.data.storage.schema import host_can_read
 from gpubuf.data.transforms import Compose
 from gpubuf.data.updates import ConditionalUpdateResult
-from gpubuf.kernels import philox
-from gpubuf.kernels.rows import SIZE
 
 _compiling = torch.compiler.is_compiling
 
@@ -65,16 +62,14 @@ class MixedReplayBuffer:
 
     A buffer that stores fewer rows than its share of a batch gives those, and the others the rest; an empty one gives
     none. (If all together store fewer rows than the batch has, only empty ones give less.) In a captured step all
-    buffers must store their share; compiled code takes that for granted. Both round on the device, at each run: each
-    buffer then draws a whole batch, as with a tensor of shares.
+    buffers must store their share; compiled code takes that for granted. In both the shares must be whole numbers of
+    rows.
 
     Args:
         buffers: at least one, all on one device by the time of the first draw. Either all of them draw slices, of the
             same length, or none does.
-        shares: a number for each buffer, in proportion to which it gives rows; default: equal ones. A tensor
-            ``[len(buffers)]`` on the buffers' device may be changed in place at any time, also between replays of a
-            captured step: each buffer then draws a whole batch, and the device decides which of these rows are
-            taken. Only empty buffers give less than their share then.
+        shares: a number for each buffer, in proportion to which it gives rows; default: equal ones. They may be set
+            anew between samples.
         batch_size: number of transitions in a batch; :meth:`sample` may override it.
         collate_fn: applied to every batch, before the transforms.
         transform: a callable on a batch, or a module, applied to every batch.
@@ -134,15 +129,15 @@ class MixedReplayBuffer:
         return sum(map(len, self._buffers))
 
     @property
-    def shares(self) -> list[float] | Tensor:
+    def shares(self) -> list[float]:
         """The share of each buffer, as it was set."""
         return self._shares
 
     @shares.setter
     def shares(self, shares: Sequence[float] | Tensor) -> None:
-        check_shares(shares, len(self._buffers))
-        refuse_in_capture("shares are set, which would stay: change a tensor of shares in place")
-        self._shares = shares if isinstance(shares, Tensor) else [float(share) for share in shares]
+        refuse_in_capture("shares are set, which would stay: capture the step anew after it")
+        self._shares = [float(share) for share in shares]
+        check_shares(self._shares, len(self._buffers))
 
     @property
     def batch_size(self) -> int | None:
@@ -199,9 +194,8 @@ class MixedReplayBuffer:
 
         Raises:
             RuntimeError: all the buffers are empty, or no batch size is known.
-            ValueError: the buffers store different keys, or are on different devices; or a sampler can't leave out rows
-                (without replacement, stratified, slices of unequal lengths), and shares are on a device or have to be
-                rounded in captured or compiled code. No host sync.
+            ValueError: the buffers store different keys, or are on different devices; or shares would have to be
+                rounded in compiled code.
         """
         if batches is not None:
             check_batch_size(batches, "batches")
@@ -405,9 +399,8 @@ class MixedReplayBuffer:
         return [buffer._lock for buffer in self._buffers]
 
     def __repr__(self) -> str:
-        shares = f"a tensor on {self._shares.device}" if isinstance(self._shares, Tensor) else self._shares
         parts = "".join(f"\n  {buffer!r},".replace("\n", "\n  ") for buffer in self._buffers)
-        return f"{type(self).__name__}([{parts}\n  ], shares={shares}, batch_size={self._batch_size})"
+        return f"{type(self).__name__}([{parts}\n  ], shares={self._shares}, batch_size={self._batch_size})"
 
 
 # Rows of several buffers
@@ -499,16 +492,12 @@ def update_rows(
 # How a batch is drawn: rows from each buffer by shares
 
 
-def check_shares(shares: Sequence[float] | Tensor, n_buffers: int) -> None:
+def check_shares(shares: Sequence[float], n_buffers: int) -> None:
     """Raise for shares that no batch can have.
 
     Raises:
         ValueError: they are not one for each buffer; or, of numbers, one is negative or not finite, or all are zero.
     """
-    if isinstance(shares, Tensor):
-        if tuple(shares.shape) != (n_buffers,):
-            raise ValueError(f"there are {n_buffers} buffers, and shares of shape {list(shares.shape)}")
-        return
     if len(shares) != n_buffers:
         raise ValueError(f"there are {n_buffers} buffers, and {len(shares)} shares")
     if not all(math.isfinite(share) and share >= 0 for share in shares) or not any(shares):
@@ -572,94 +561,44 @@ remembered_cut = functools.lru_cache(maxsize=256)(cut)
 """The same, for calls that are made over and over. Compiled code can't look there."""
 
 
-def owners(shares: Tensor, n: int, sizes: Tensor, offset: Tensor) -> Tensor:
-    """From which buffer each of ``n`` rows comes, decided on the device: int64 ``[n]``, rising. No host sync.
-
-    An empty buffer's share goes to the others, in proportion to theirs.
-
-    Args:
-        shares: of the buffers, ``[K]``; negative ones count as zero.
-        n: number of rows.
-        sizes: rows in each buffer, int64 ``[K]``.
-        offset: as for :meth:`Cut.rounded`, float64 of one element.
-    """
-    some = (sizes > 0).to(torch.float64)
-    weights = shares.detach().to(torch.float64).clamp(min=0) * some
-    weights = torch.where(weights.sum() > 0, weights, some)
-    ends = n * weights.cumsum(0) / weights.sum()
-    ends = torch.where((ends - ends.round()).abs() <= _ROUNDING * n, ends.round(), ends)
-    row = torch.arange(1, n + 1, dtype=torch.float64, device=shares.device) - offset
-    return (row.unsqueeze(1) > ends[:-1]).sum(1)
-
-
 class Offsets:
-    """The random stream by which shares are rounded: one offset per draw, on the host or on a device.
-
-    It is seeded at the first offset, by torch's global generator, unless :meth:`set_rng` has done it before.
-    """
+    """The random stream by which shares are rounded. It is seeded at its first use, on the host."""
 
     def __init__(self) -> None:
-        self._host: RandomState | None = None
-        self._device: RandomState | None = None
+        self._random: RandomState | None = None
 
     def set_rng(self, generator: torch.Generator | None) -> None:
-        """Start a new stream, seeded by ``generator``; of None at the next offset, by torch's global generator."""
-        self._host = None if generator is None else RandomState(generator=generator)
-        self._device = None
+        """Begin anew, from a generator; None: from torch's global one, at the next use."""
+        self._random = None if generator is None else RandomState(generator=generator)
 
     def on_host(self) -> float:
         """The next offset."""
         return float(self.seeded().uniform(1))
 
-    def on(self, device: torch.device) -> Tensor:
-        """The next offset on ``device``, float64 ``[1]``. No host sync."""
-        return self.prepared(device).uniform(1)
-
     def seeded(self) -> RandomState:
-        """The stream of the host."""
-        if self._host is None:
-            refuse_in_capture("shares are rounded for the first time, which seeds a random stream: sample once before")
-            self._host = RandomState()
-        return self._host
-
-    def prepared(self, device: torch.device) -> RandomState:
-        """The stream of ``device``. On a GPU it is a part of the host's, far from its beginning."""
-        host, own = self.seeded(), self._device
-        if device.type == "cpu":
-            return host
-        if own is None or own.device != device:
-            refuse_in_capture("shares are rounded on this device for the first time: sample once before")
-            fresh, own = own is None, (host if own is None else own).to(device)
-            if fresh:
-                own.state[philox.OFFSET].add_(1 << 62)
-            self._device = own
-        if (recording := current_recording()) is not None:
-            recording.holds(self, "_device")
-        return own
+        """The stream."""
+        if self._random is None:
+            self._random = RandomState()
+        return self._random
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, int64 ``[3]`` for the host and for a device; None where there is no stream yet. Synchronises."""
-        streams = {"host": self._host, "device": self._device}
-        return {name: None if stream is None else stream.state.cpu().clone() for name, stream in streams.items()}
+        """Where the stream is; None: it has no seed yet."""
+        return {"stream": None if self._random is None else self._random.state.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`. A stream that it does not have stays as it is."""
-        if state["host"] is not None:
-            self.seeded().state.copy_(state["host"])
-        if state["device"] is not None:
-            if self._device is None:
-                self._device = RandomState(seed=0)
-            self._device.state.copy_(state["device"])
+        """Restore :meth:`state_dict`."""
+        if state["stream"] is not None:
+            self.seeded().state.copy_(state["stream"])
 
     def check_state(self, state: Any) -> None:
-        """Raise unless ``state``, which was read from a file, can be loaded.
+        """Raise unless :meth:`load_state_dict` can take a state.
 
         Raises:
             ValueError: it can't.
         """
-        streams = [state["host"], state["device"]] if isinstance(state, dict) and len(state) == 2 else [()]
-        usable = all(stream is None or is_tensor(stream, torch.int64, (3,)) for stream in streams)
-        demand(usable, "the random state of the shares is not int64 [3] for the host and for the device")
+        stream = state.get("stream", ()) if isinstance(state, dict) else ()
+        usable = stream is None or is_tensor(stream, torch.int64, (3,))
+        demand(usable, "the random state of the shares is not int64 [3]")
 
 
 class Mixture:
@@ -676,7 +615,7 @@ class Mixture:
         self._buffers = buffers
         self.offsets = Offsets()
 
-    def draw(self, n: int, shares: Sequence[float] | Tensor, batches: int | None) -> Batch:
+    def draw(self, n: int, shares: Sequence[float], batches: int | None) -> Batch:
         """``n`` rows (``batches`` times so many), with all of their info.
 
         Raises:
@@ -685,17 +624,18 @@ class Mixture:
         """
         # Compiled code takes no lock.
         locks = [] if _compiling() else [buffer._lock for buffer in self._buffers]
-        drawn, merge = under(locks, lambda: self._drawn(n, shares, batches))
+        drawn = under(locks, lambda: self._drawn(n, shares, batches))
         # Without the locks, for this calls functions of users.
         parts = {number: self._buffers[number]._batches.finish(batch) for number, batch in drawn.items()}
         number, first = next(iter(parts.items()))
         # What nobody has changed is as the storage has it.
         layout = self._buffers[number]._batches.reader.layout if first is drawn[number] else None
-        data = merge.rows([batch.data for batch in parts.values()], first.info["index"].dim(), layout)
-        return self._batch(data, {number: batch.info for number, batch in parts.items()}, merge)
+        dim = 0 if batches is None else 1
+        data = _joined([batch.data for batch in parts.values()], first.info["index"].dim(), layout, dim)
+        return self._batch(data, {number: batch.info for number, batch in parts.items()}, dim)
 
-    def _drawn(self, n: int, shares: Sequence[float] | Tensor, batches: int | None) -> tuple[dict[int, Batch], _Merge]:
-        """What each buffer gives to a batch, by its number, and how one is made of that."""
+    def _drawn(self, n: int, shares: Sequence[float], batches: int | None) -> dict[int, Batch]:
+        """What each buffer gives to a batch, by its number."""
         unit = self._unit(n)
         for buffer in self._buffers:
             buffer._sampler.ran_out = False
@@ -704,9 +644,8 @@ class Mixture:
         if not any(stored):
             raise RuntimeError("cannot sample: all the buffers are empty")
         self._check_devices(stored)
-        if isinstance(shares, Tensor):
-            return self._by_device(n, unit, shares, stored, batches)
-        return self._by_count(n, unit, shares, stored, batches)
+        counts = self._counts(n, unit, shares, stored)
+        return {number: self._buffers[number]._batches.part(count, batches) for number, count in counts.items()}
 
     # What the buffers have in common
 
@@ -743,50 +682,22 @@ class Mixture:
 
     # Shares that the host knows
 
-    def _by_count(
-        self, n: int, unit: int, shares: Sequence[float], stored: Sequence[int], batches: int | None
-    ) -> tuple[dict[int, Batch], _Merge]:
+    def _counts(self, n: int, unit: int, shares: Sequence[float], stored: Sequence[int]) -> dict[int, int]:
+        """How many rows each buffer gives, by its number."""
         # No more than would be drawn from it: as long as that stays, so does the result.
         units = tuple([min(max(rows // unit, 1), n // unit) if rows else 0 for rows in stored])
         found = (cut if _compiling() else remembered_cut)(tuple(shares), n // unit, units)
         if current_recording() is not None and found != cut(tuple(shares), n // unit, (n,) * len(units)):
             refuse_in_capture("a buffer stores fewer rows than its share, which would stay so: fill it first")
+        if found.ends and _compiling():
+            raise ValueError(
+                f"compiled code can't round the shares {list(shares)} of {n} rows: give a batch size that makes them "
+                "whole numbers"
+            )
         if found.ends:
-            device = next(buffer.storage.device for buffer, rows in zip(self._buffers, stored, strict=True) if rows)
-            self.offsets.prepared(device)
-            if _compiling() or current_recording() is not None or capturing():
-                # Numbers of rows on the host would stay: the device decides, at each run.
-                known = [torch.full((), share, dtype=torch.float64, device=device) for share in shares]
-                return self._by_device(n, unit, torch.stack(known), stored, batches)
+            refuse_in_capture("shares are rounded by the host: give a batch size that makes them whole numbers of rows")
         whole = found.rounded(self.offsets.on_host()) if found.ends else found.whole
-        counts = {number: unit * count for number, count in enumerate(whole) if count}
-        return self._parts(counts, batches), _Merge(0 if batches is None else 1)
-
-    # Shares that the device knows
-
-    def _by_device(
-        self, n: int, unit: int, shares: Tensor, stored: Sequence[int], batches: int | None
-    ) -> tuple[dict[int, Batch], _Merge]:
-        live = [number for number, rows in enumerate(stored) if rows]
-        buffers = [self._buffers[number] for number in live]
-        device = buffers[0].storage.device
-        if shares.device != device:
-            raise ValueError(f"the shares are on {shares.device}, the buffers on {device}")
-        for buffer in buffers:
-            _check_exchangeable(buffer.sampler)
-        if len(live) < len(stored):
-            refuse_in_capture("a buffer is empty, which would stay so: write to it first")
-            shares = torch.stack([shares[number] for number in live])
-        sizes = torch.stack([buffer.storage.ring[SIZE] for buffer in buffers])
-        owner = owners(shares, n // unit, sizes, self.offsets.on(device)).unsqueeze(1).expand(-1, unit)
-        drawn = self._parts(dict.fromkeys(live, n), batches)
-        shape = drawn[live[0]].info["index"].shape
-        # All batches of several are cut alike.
-        owner = owner.reshape(shape if shape.numel() == owner.numel() else shape[1:]).expand(shape)
-        return drawn, _Merge(mine=[owner == number for number in range(1, len(live))])
-
-    def _parts(self, counts: dict[int, int], batches: int | None) -> dict[int, Batch]:
-        return {number: self._buffers[number]._batches.part(count, batches) for number, count in counts.items()}
+        return {number: unit * count for number, count in enumerate(whole) if count}
 
     @property
     def _with_priorities(self) -> bool:
@@ -797,7 +708,7 @@ class Mixture:
         tracks = [getattr(buffer._writer, "track_generations", False) for buffer in self._buffers]
         return self._with_priorities or True in tracks
 
-    def _batch(self, data: Data, infos: dict[int, dict[Any, Tensor]], merge: _Merge) -> Batch:
+    def _batch(self, data: Data, infos: dict[int, dict[Any, Tensor]], dim: int) -> Batch:
         """A batch with the info of its parts, by the numbers of their buffers."""
         parts = list(infos.values())
         # Also where this batch has no row of a buffer with priorities.
@@ -811,7 +722,7 @@ class Mixture:
         for number, info in infos.items():
             info["buffer"] = torch.full_like(info["index"], number)
         merged = {
-            key: merge(values)
+            key: torch.cat(values, dim)
             for key in parts[0]
             if len(values := [info[key] for info in parts if key in info]) == len(parts)
         }
@@ -819,61 +730,25 @@ class Mixture:
         return Batch(data, merged, ran_out)
 
 
-def _check_exchangeable(sampler: Sampler) -> None:
-    """Raise unless any of the rows of a draw may be left out.
-
-    Raises:
-        ValueError: the sampler counts them as drawn, or they are in an order, or their number varies.
-    """
-    ordered = getattr(sampler, "stratified", False)
-    short = isinstance(sampler, SliceSampler) and sampler._may_be_short and not sampler.pad_output
-    if ordered or short or isinstance(sampler, SamplerWithoutReplacement | SliceSamplerWithoutReplacement):
-        raise ValueError(
-            "shares on a device, and in captured and compiled code those that are no whole numbers of rows, leave some "
-            f"of the rows out that each buffer draws, which a {type(sampler).__name__} does not allow (without "
-            "replacement, stratified, or slices of unequal lengths): give shares as numbers, and a batch size that "
-            "makes each of them whole"
-        )
-
-
-class _Merge:
-    """Makes one batch of several.
+def _joined(parts: Sequence[Data], dims: int, layout: RowLayout | None, dim: int) -> Data:
+    """Batches of the same keys as one.
 
     Args:
-        dim: parts of a batch are put one after the other along it.
-        mine: of whole batches, for each but the first: bool of their shape, which rows are taken from it. Empty: see
-            ``dim``.
+        parts: the batches.
+        dims: their batch dimensions.
+        layout: of their rows; None: it is to be found out.
+        dim: the dimension along which they are put one after the other.
+
+    Raises:
+        ValueError: their keys, shapes or dtypes differ.
     """
-
-    def __init__(self, dim: int = 0, mine: Sequence[Tensor] = ()) -> None:
-        self.dim, self.mine = dim, mine
-
-    def __call__(self, parts: Sequence[Tensor]) -> Tensor:
-        if not self.mine:
-            return torch.cat(list(parts), self.dim)
-        chosen = parts[0]
-        for mine, part in zip(self.mine, parts[1:], strict=True):
-            chosen = torch.where(mine.view(*mine.shape, *[1] * (part.dim() - mine.dim())), part, chosen)
-        return chosen
-
-    def rows(self, parts: Sequence[Data], dims: int, layout: RowLayout | None) -> Data:
-        """Batches of the same keys as one.
-
-        Args:
-            parts: the batches.
-            dims: their batch dimensions.
-            layout: of their rows; None: it is to be found out.
-
-        Raises:
-            ValueError: their keys, shapes or dtypes differ.
-        """
-        first, *others = parts
-        if not others:
-            return first
-        layout = layout_of(first, dims) if layout is None else layout
-        try:
-            columns = [layout.collect(part, dims) for part in parts]
-        except ValueError as error:
-            raise ValueError(f"buffers that are mixed store the same keys: {error}") from None
-        tensors = list(map(self, zip(*columns, strict=True)))
-        return layout.assemble(tensors, tuple(tensors[0].shape[:dims]), device_of(first))
+    first, *others = parts
+    if not others:
+        return first
+    layout = layout_of(first, dims) if layout is None else layout
+    try:
+        columns = [layout.collect(part, dims) for part in parts]
+    except ValueError as error:
+        raise ValueError(f"buffers that are mixed store the same keys: {error}") from None
+    tensors = [torch.cat(list(each), dim) for each in zip(*columns, strict=True)]
+    return layout.assemble(tensors, tuple(tensors[0].shape[:dims]), device_of(first))

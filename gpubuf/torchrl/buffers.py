@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import torch
 
-from gpubuf.data import minari
 from gpubuf.data import tensordict_buffers as core
 from gpubuf.data.buffer import ReplayBuffer as CoreBuffer
 from gpubuf.data.samplers.base import Sampler
@@ -278,11 +277,6 @@ def _describe(kind: Any) -> None:
 
 for _kind in (ReplayBuffer, TensorDictReplayBuffer, PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer):
     _describe(_kind)
-
-
-@functools.wraps(minari.from_minari)
-def from_minari(*args: Any, **options: Any) -> Any:
-    return minari.from_minari(*args, kind=TensorDictReplayBuffer, **options)
 
 
 def require_sync(sync: bool) -> None:

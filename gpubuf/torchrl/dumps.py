@@ -1,4 +1,4 @@
-"""Buffers on their way from and to TorchRL: the folders that its ``ReplayBuffer.dumps`` writes and ``loads`` reads.
+"""Buffers on their way from TorchRL: the folders that its ``ReplayBuffer.dumps`` writes.
 
 Rows, cursor and priorities travel; random streams, transforms and prefetched batches, which TorchRL pickles, do not.
 Nothing is unpickled. Written against TorchRL 0.14.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,14 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.data import tensordict_buffers as core
 from gpubuf.data.arguments import component
 from gpubuf.data.checkpoints import restore
 from gpubuf.data.checkpoints.files import MANIFEST
 from gpubuf.data.checkpoints.save import Checkpointed
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import memmap_files as files
-from gpubuf.data.storage.layout import Data, RowLayout, TreeLayout
+from gpubuf.data.storage.layout import Data, RowLayout
 from gpubuf.data.storage.storage import Storage, TensorStorage, rows_state
 from gpubuf.torchrl.buffers import ReplayBuffer, TensorDictReplayBuffer
 from gpubuf.torchrl.samplers import Priorities, PrioritizedSampler, read_priorities
@@ -32,10 +30,6 @@ from gpubuf.torchrl.storages import LazyTensorStorage
 
 WRITER_FILE = "metadata.json"
 BUFFER_FILE = "buffer_metadata.json"
-_INDEX = ("index",)
-_COPY_BYTES = 1 << 26
-# Steps ever written are a C int in TorchRL.
-_MAX_STEPS = 2**31 - 1
 
 
 class Dump(NamedTuple):
@@ -217,73 +211,3 @@ def _guess_ndim(dims: tuple[int, ...], size: int, count: Any) -> int:
     if isinstance(count, int) and len(dims) > 1 and size == min(count, dims[0]) > 0:
         return 1
     return len(dims)
-
-
-# Writing
-
-
-def save_torchrl(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
-    """Write a buffer as TorchRL's ``dumps`` would, for ``loads`` of a TorchRL buffer with the same components.
-
-    The folder appears under its name once it is complete. The random stream and the state of transforms are left out.
-
-    Args:
-        buffer: a buffer that has been written to. Rows on a GPU are copied piece by piece. Tensorclasses become
-            TensorDicts. Keys have the dtypes that were written, however they are stored. The buffer may not be written
-            to meanwhile.
-        path: a folder that does not exist yet.
-
-    Raises:
-        RuntimeError: nothing was ever written to the buffer.
-        FileExistsError: there is something at ``path``.
-        ValueError: a key has a name that TorchRL's metadata needs. Synchronises.
-    """
-    target = Path(path).absolute()
-    if target.exists():
-        raise FileExistsError(f"{target} exists: a dump is written into a new folder")
-    temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
-    temporary.mkdir(parents=True)
-    try:
-        _write_rows(buffer, temporary)
-        sampler: Any = buffer.sampler
-        sampler.dumps(temporary / "sampler")
-        settings = {"batch_size": buffer.batch_size, "consume_after_n_samples": None}
-        files.write_json(temporary / BUFFER_FILE, settings)
-        os.rename(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _write_rows(buffer: ReplayBuffer, folder: Path) -> None:
-    storage = buffer.storage
-    if not storage.initialized:
-        raise RuntimeError("the buffer is empty: nothing was ever written to it")
-    storage.refresh()
-    layout, shape = storage.written_layout, tuple(storage.shape)
-    files.check_names(layout)
-    if layout.host or isinstance(layout, TreeLayout):
-        what = f"{list(layout.host)} are not tensors" if layout.host else "the rows are dicts, tuples or lists"
-        raise ValueError(f"only TensorDicts of tensors are written in TorchRL's form; {what}. save() takes them")
-    (folder / "storage").mkdir()
-    (folder / "writer").mkdir()
-    targets = [
-        files.create_file(files.tensor_file(folder / "storage", leaf.key), leaf.dtype, (*shape, *leaf.shape), folder)
-        for leaf in layout.leaves
-    ]
-    step = max(1, _COPY_BYTES // max(1, layout.row_bytes))
-    for start in range(0, len(storage), step):
-        index = torch.arange(start, min(start + step, len(storage)), device=storage.device)
-        for target, rows in zip(targets, storage.as_written(index), strict=True):
-            target.flatten(0, storage.ndim - 1)[start : start + len(rows)].copy_(rows)
-    # The rows of TorchRL's TensorDict buffers have an index, without which they could not be added to.
-    is_indexed = isinstance(buffer, core.TensorDictReplayBuffer) and layout.is_tensordict
-    extra = (_INDEX,) if is_indexed and layout.position(_INDEX) is None else ()
-    for key in extra:
-        index = files.create_file(files.tensor_file(folder / "storage", key), torch.int64, shape, folder)
-        index.copy_(torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)))
-    files.write_metadata(folder / "storage", layout, shape, len(storage), extra)
-    steps = storage.written // math.prod(shape[1:])
-    if steps > _MAX_STEPS:
-        steps = shape[0] + steps % shape[0]
-    files.write_json(folder / "writer" / WRITER_FILE, {"cursor": steps % shape[0], "write_count": steps})

@@ -18,22 +18,20 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
+from gpubuf import serialization
 from gpubuf.data.samplers import base as core
 from gpubuf.data.samplers import prioritized, slices, uniform
 from gpubuf.data.samplers.sum_tree import SumTree
-from gpubuf.data.samplers.trajectory_index import TrajectoryIndex
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.storage import Storage, TensorStorage
+from gpubuf.data.storage.storage import Storage
 from gpubuf.kernels import sum_tree
 
 _FILE = "sampler_metadata.json"
+_OWN_FILE = "gpubuf.safetensors"
 _VERSION = 1
-# What TorchRL's tree of minima holds where there is no row.
-_NO_MINIMUM = torch.finfo(torch.float32).max
 
 
 # Samplers written for TorchRL
@@ -225,13 +223,21 @@ class Sampler(core.Sampler):
         """Called instead of :meth:`extend` after a write of one row, if it is overridden."""
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Write what TorchRL's sampler of this kind would, into a folder. Nothing, for samplers without such a form.
-
-        A buffer's own :meth:`save` is complete; TorchRL's form has no random stream.
-        """
+        """Write the state into a folder, for :meth:`loads`. A buffer's own :meth:`save` is complete. Synchronises."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        with self.lock:
+            serialization.save(folder / _OWN_FILE, self.state_dict())
 
     def loads(self, path: str | os.PathLike[str]) -> None:
-        """Restore what :meth:`dumps` or TorchRL has written, after the storage has been restored."""
+        """Restore what :meth:`dumps` has written, after the storage has been restored. Synchronises.
+
+        Raises:
+            ValueError: the file is damaged, or that of another sampler.
+            FileNotFoundError: there is none.
+        """
+        with self.lock:
+            self.load_state_dict(serialization.load(Path(path) / _OWN_FILE))
 
 
 class SamplerWithoutReplacement(Sampler, uniform.SamplerWithoutReplacement):
@@ -241,27 +247,6 @@ class SamplerWithoutReplacement(Sampler, uniform.SamplerWithoutReplacement):
     def _sample_list(self) -> Tensor | None:
         """The rest of the epoch, as programs for TorchRL read it."""
         return self._left
-
-    def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
-        """Restore :meth:`state_dict`, or TorchRL's, which has no random stream."""
-        if "_sample_list" in state:
-            self.drop_last = bool(state["drop_last"])
-            state = epoch_of(state)
-        super().load_state_dict(state, order)
-
-    def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Write the epoch into a folder, as TorchRL does. Synchronises."""
-        with self.lock:
-            write_epoch(Path(path), self._left, self._of, self.drop_last, self.ran_out)
-
-    def loads(self, path: str | os.PathLike[str]) -> None:
-        """Restore what :meth:`dumps` or TorchRL has written. Synchronises.
-
-        Raises:
-            ValueError: the files are damaged, or there are none.
-        """
-        with self.lock:
-            self.load_state_dict(read_epoch(Path(path)))
 
 
 class RandomSampler(Sampler, uniform.RandomSampler):
@@ -331,17 +316,6 @@ class PrioritizedSampler(Sampler, prioritized.PrioritizedSampler):
             raise RuntimeError("priorities belong to rows: restore the rows of the storage first")
         return priorities.state(storage.max_size, len(storage), order)
 
-    def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Write exponents and priorities into a folder, as TorchRL does. Synchronises.
-
-        Raises:
-            RuntimeError: nothing has been written to the storage yet.
-        """
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        with self.lock:
-            write_priorities(self, folder)
-
     def loads(self, path: str | os.PathLike[str]) -> None:
         """Restore what :meth:`dumps` or TorchRL has written, after the storage has been restored. Synchronises.
 
@@ -349,6 +323,8 @@ class PrioritizedSampler(Sampler, prioritized.PrioritizedSampler):
             RuntimeError: there are no rows.
             ValueError: the files are damaged, there are none, or they have fewer priorities than there are rows.
         """
+        if (Path(path) / _OWN_FILE).exists():
+            return super().loads(path)
         with self.lock:
             priorities = read_priorities(Path(path))
             if priorities is None:
@@ -371,43 +347,6 @@ class SliceSampler(Sampler, slices.SliceSampler):
 
 class SliceSamplerWithoutReplacement(SliceSampler, slices.SliceSamplerWithoutReplacement):
     __doc__ = slices.SliceSamplerWithoutReplacement.__doc__
-
-    # How many trajectories there were in an epoch of TorchRL's, until the next batch tells whether they are there.
-    _restored: int | None = None
-
-    def _choose_slices(
-        self, storage: TensorStorage, index: TrajectoryIndex, n: int, length: int
-    ) -> tuple[Tensor, Tensor, Tensor, dict[Any, Tensor]]:
-        if self._restored is not None:
-            # Go on with the epoch if there are as many trajectories as then.
-            index.use(self._rule(length))
-            same = int(index.total.item()) == self._restored
-            self._of, self._restored = [storage.written, *index.rule] if same else None, None
-        return super()._choose_slices(storage, index, n, length)
-
-    def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
-        """Restore :meth:`state_dict`, or TorchRL's: what an epoch has left. TorchRL's has no random stream.
-
-        An epoch of TorchRL's begins anew if there are more or less trajectories than there were.
-        """
-        self._restored = None
-        if "_sample_list" not in state:
-            super().load_state_dict(state, order)
-            return
-        epoch = epoch_of(state)
-        left, self.drop_last = epoch["remaining"], bool(state["drop_last"])
-        begun = left is not None and left.numel() > 0 and order is None
-        super().load_state_dict({"ranks": None, "epoch": None, "ran_out": epoch["ran_out"]}, order)
-        self._left = left.to(self.storage.device) if begun else None
-        self._restored = epoch["size"] if begun else None
-
-    def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Write the epoch into a folder, as TorchRL does. Synchronises."""
-        with self.lock:
-            total = 0 if self._left is None or self._index is None else int(self._index.total.item())
-            write_epoch(Path(path), self._left, total, self.drop_last, self.ran_out)
-
-    loads = SamplerWithoutReplacement.loads
 
 
 SliceSampler.without_replacement = SliceSamplerWithoutReplacement
@@ -506,75 +445,6 @@ def read_priorities(folder: Path, root: Path | None = None) -> Priorities | None
         raise ValueError(f"{path}: 'max_capacity' must be a whole number, not {capacity}")
     tree = files.map_file(folder / "sumtree.memmap", torch.float64, (int(capacity),), writable=False, root=root)
     return priorities_of({**content, "_sum_tree": tree}, within_buffer=False, where=str(path))
-
-
-def write_priorities(sampler: Any, folder: Path) -> None:
-    """Write the priorities of a sampler as TorchRL's ``dumps`` does, into an existing folder. Synchronises."""
-    storage, state = sampler.storage, sampler.tree.state_dict()
-    capacity, leaves = max(sampler.max_capacity, storage.max_size), state["leaves"].cpu()
-    for name, empty in (("sumtree", 0.0), ("mintree", _NO_MINIMUM)):
-        path = folder / f"{name}.memmap"
-        path.unlink(missing_ok=True)
-        tree = files.create_file(path, torch.float64, (capacity,))
-        tree.fill_(empty)
-        tree[: leaves.numel()] = torch.where(leaves > 0, leaves, empty)
-    largest = float(state["hyper"][sum_tree.MAX_PRIORITY])
-    files.write_json(
-        folder / _FILE,
-        {
-            "_alpha": sampler.alpha,
-            "_beta": float(sampler.beta),
-            "_eps": sampler.eps,
-            # Not null before the first priority: in TorchRL writing a row counts as giving it priority 1.
-            "_max_priority": [1.0 if largest < 0 else largest, float(leaves.argmax())],
-            "_max_capacity": float(capacity),
-            "_schema_version": _VERSION,
-        },
-    )
-
-
-def epoch_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What :meth:`SamplerWithoutReplacement.load_state_dict` takes, of a ``state_dict()`` of TorchRL's.
-
-    Raises:
-        KeyError: an entry is missing.
-        ValueError: the rows left are not numbers below that of all rows.
-    """
-    size, left = int(state["len_storage"]), state["_sample_list"]
-    remaining = None if left is None else torch.as_tensor(left).detach().cpu().to(torch.int64).reshape(-1).clone()
-    if remaining is not None and bool(((remaining < 0) | (remaining >= size)).any()):
-        raise ValueError(f"the rows left of an epoch must be below {size}, got {remaining.tolist()[:8]}")
-    return {"remaining": remaining, "size": size, "ran_out": bool(state["_ran_out"])}
-
-
-def write_epoch(folder: Path, left: Tensor | None, size: int, drop_last: bool, ran_out: bool) -> None:
-    """Write what an epoch has left as TorchRL's ``dumps`` does.
-
-    Args:
-        folder: where to.
-        left: the rows or trajectories left, int64; None: the epoch has not begun.
-        size: how many there are in all.
-        drop_last, ran_out: the sampler's.
-    """
-    begun = left is not None
-    rest = left.cpu().contiguous() if left is not None else torch.zeros(0, dtype=torch.int64)
-    epoch = {"len_storage": size if begun else 0, "_sample_list": rest, "_ran_out": ran_out, "drop_last": drop_last}
-    TensorDict(epoch).memmap(folder)
-
-
-def read_epoch(folder: Path) -> dict[str, Any]:
-    """A ``state_dict()`` of TorchRL's, from the folder that its ``dumps`` or :func:`write_epoch` has written.
-
-    Raises:
-        ValueError: the files are damaged, or there are none.
-    """
-    found = {
-        name: files.read_tensor(folder, name, folder)
-        for name in ("len_storage", "_sample_list", "drop_last", "_ran_out")
-    }
-    if missing := [name for name, value in found.items() if value is None and name != "_sample_list"]:
-        raise ValueError(f"{folder} has no {missing}: it was not written by a sampler without replacement")
-    return found
 
 
 def _number(value: Any, name: str, where: str) -> float:

@@ -31,14 +31,13 @@ def path_for(folder: Path, device_name: str) -> Path:
     return folder / f"{slug(device_name)}.json"
 
 
-def heading(shapes: Shapes, thorough: bool, timer: Timer, device: torch.device) -> dict[str, Any]:
+def heading(shapes: Shapes, timer: Timer, device: torch.device) -> dict[str, Any]:
     """When and with what a file was made, and the best that the device can do, for people."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "gpubuf": gpubuf.__version__,
         "torch": torch.__version__,
         "triton": importlib.metadata.version("triton"),
-        "mode": "thorough" if thorough else "quick",
         "shapes": shapes.describe(),
         "copy_bytes_per_second": round(copy_bandwidth(timer, device)),
         "launch_seconds": launch_seconds(timer, device),
@@ -72,8 +71,8 @@ def save(folder: Path, device_name: str, results: Iterable[Result], made: Mappin
                 }
                 for name, timing in result.chosen.timings.items()
             }
-            others = [other for other in points.get(result.job.operation, ()) if dict(other.sizes) != result.sizes]
-            points[result.job.operation] = [*others, Point(result.sizes, result.chosen.config, measured)]
+            others = [other for other in points.get(result.job.operation, ()) if dict(other.sizes) != result.job.point]
+            points[result.job.operation] = [*others, Point(result.job.point, result.chosen.config, measured)]
     content = {
         "format": FORMAT,
         "device": device_name,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels import config
-from gpubuf.kernels.config import SPACES, FanOut
-from gpubuf.tuning.operations import SHARES, Job, candidates, rule
+from gpubuf.tuning.operations import Job, candidates
 from gpubuf.tuning.timing import Timer, Timing, UnusableError
 from gpubuf.tuning.workloads import Bench, Workload
 
@@ -35,7 +34,6 @@ class Result:
 
     Attributes:
         job: the point.
-        sizes: the sizes that its configuration depends on, with the fan-out.
         rule: the configuration without a tuned file.
         trials: the configurations that were timed.
         rejected: configurations that can't be used, and why.
@@ -43,7 +41,6 @@ class Result:
     """
 
     job: Job
-    sizes: dict[str, int]
     rule: Any
     trials: tuple[Trial, ...]
     rejected: tuple[tuple[Any, str], ...]
@@ -99,17 +96,15 @@ def tune(
     bench: Bench,
     timer: Timer,
     *,
-    thorough: bool = False,
     budget: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Result]:
     """Tune all points, one after the other, each with its share of the time that is left. Yields every result at once.
 
     Args:
-        todo: the points; the fan-out of a tree before what depends on it.
+        todo: the points.
         bench: makes the workloads.
         timer: times them.
-        thorough: try more configurations.
         budget: seconds for all. The rule's configuration of every point is timed in any case.
         clock: the time, in seconds.
 
@@ -117,52 +112,31 @@ def tune(
         gpubuf.tuning.timing.DeviceError: the device has stopped working.
     """
     end = clock() + budget
-    fan_outs: dict[tuple[str, int], int] = {}
     for number, job in enumerate(todo):
         now = clock()
-        share = SHARES[job.operation] / sum(SHARES[other.operation] for other in todo[number:])
-        sizes = dict(job.sizes)
-        if job.tree:
-            # Without a chosen fan-out it is the rule's.
-            sizes["fan_out"] = fan_outs.get((job.tree, sizes["capacity"]), rule(job.tree, sizes).fan_out)
-        tried = candidates(job.operation, sizes, thorough)
-        deadline = now + (end - now) * share
+        deadline = now + (end - now) / (len(todo) - number)
+        tried = candidates(job)
         with config.by_rule():
-            result = _try_all(job, sizes, tried, bench, timer, clock, deadline)
-        if result.chosen is not None and isinstance(result.chosen.config, FanOut):
-            fan_outs[job.operation, sizes["capacity"]] = result.chosen.config.fan_out
+            result = _try_all(job, tried, bench, timer, lambda deadline=deadline: clock() < deadline)  # type: ignore[misc]
         yield result
 
 
-def _try_all(
-    job: Job,
-    sizes: dict[str, int],
-    tried: Sequence[Any],
-    bench: Bench,
-    timer: Timer,
-    clock: Callable[[], float],
-    deadline: float,
-) -> Result:
+def _try_all(job: Job, tried: Sequence[Any], bench: Bench, timer: Timer, has_time: Callable[[], bool]) -> Result:
     trials: list[Trial] = []
     rejected: list[tuple[Any, str]] = []
     expected: dict[str, list[Tensor]] = {}
     workloads: list[Workload] = []
     untried = 0
     for candidate in tried:
-        if trials and clock() >= deadline:
+        if trials and not has_time():
             untried += 1
             continue
-        is_fan_out = isinstance(candidate, FanOut)
         try:
-            # A tree is built anew for every fan-out; launches are tried on the same one.
-            if is_fan_out or not workloads:
-                workloads = []
-                workloads = bench.workloads(job, candidate.fan_out if is_fan_out else sizes.get("fan_out", 0))
+            workloads = workloads or bench.workloads(job)
             timings = _timings(job.operation, candidate, workloads, timer, expected)
             spilled = next((timing.spilled for timing in timings.values() if timing.spilled), "")
-            # The rule may spill, because it is the alternative; a fan-out too, because the launches on its tree are
-            # the rule's, and still to be tuned.
-            if spilled and candidate != tried[0] and not is_fan_out:
+            # The rule may spill, because it is the alternative.
+            if spilled and candidate != tried[0]:
                 raise UnusableError(f"spills registers: {spilled}")
         except UnusableError as error:
             rejected.append((candidate, str(error)))
@@ -170,8 +144,7 @@ def _try_all(
             rejected.append((candidate, "the GPU's memory does not suffice"))
         else:
             trials.append(Trial(candidate, timings))
-    point = {name: sizes[name] for name in SPACES[job.operation].sizes}
-    return Result(job, point, tried[0], tuple(trials), tuple(rejected), untried)
+    return Result(job, tried[0], tuple(trials), tuple(rejected), untried)
 
 
 def _timings(
@@ -183,7 +156,6 @@ def _timings(
         UnusableError: it can't be used.
     """
     timings = {}
-    # Trees are given their fan-out: for them this has no effect.
     with config.using(**{operation: candidate}):
         for workload in workloads:
             timings[workload.name] = timer.time(workload.calls)

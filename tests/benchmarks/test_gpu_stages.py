@@ -111,7 +111,7 @@ def test_a_sanitizer_has_to_see_a_planted_fault(sanitizer: str, code: int):
 def test_a_bare_machine_has_all_that_tests_and_benchmarks_import():
     """Beside what fetch.sh brings: neither matplotlib nor rich, neither hypothesis nor the linters."""
     brought = (ROOT / "benchmarks" / "wheels" / "packages.txt").read_text()
-    absent = ["matplotlib", "rich", "hypothesis", "ruff", "mypy", "mujoco", "minari", "h5py", "imageio", "PIL"]
+    absent = ["matplotlib", "rich", "hypothesis", "ruff", "mypy", "mujoco", "imageio", "PIL"]
     assert not [name for name in absent if re.search(rf"^{name}\\b", brought, re.MULTILINE)]
     code = f"""
 import sys

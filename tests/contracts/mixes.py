@@ -45,12 +45,10 @@ class Mix:
 
     Attributes:
         parts: its buffers.
-        ordered: no rows of a draw may be left out, so shares are numbers.
         sized: TorchRL's class, whose shares are the numbers of rows that are stored.
     """
 
     parts: tuple[BufferContract, ...]
-    ordered: bool = False
     sized: bool = False
 
     def __str__(self) -> str:
@@ -84,12 +82,12 @@ MIXES = [
     Mix((_C(sampler="prioritized"), _C(sampler="prioritized"))),
     Mix((_C(envs=2), _C(sampler="prioritized", envs=3))),
     Mix((_C(generations=True), _C(storage="memmap"))),
-    Mix((_C(), _C(sampler="stratified")), ordered=True),
+    Mix((_C(), _C(sampler="stratified"))),
     Mix((_C(sampler="prioritized", process=True), _C(process=True))),
     Mix((_C(), _C(sampler="prioritized"), _C(envs=2))),
     Mix((_C(sampler="prioritized"), _C(envs=2)), sized=True),
     Mix((_C(n_steps=3, share_next=True), _C(n_steps=3, sampler="prioritized"))),
-    Mix((_C(narrow=True, share_next=True, transform=True), _C(narrow=True, prefixes=True, transform=True))),
+    Mix((_C(narrow=True, share_next=True, transform=True), _C(narrow=True, transform=True))),
     Mix((_C(sampler="slices"), _C(sampler="slices", envs=2))),
     Mix((_C(sampler="prioritized slices"), _C(sampler="prioritized slices", share_next=True))),
 ]
@@ -130,8 +128,7 @@ class MixHistory:
             return
         shares = [self.random.choice([0.0, 0.1, 0.5, 0.75]) for _ in self.models]
         shares[self.random.randrange(len(shares))] = 0.25
-        on_device = not self.mix.ordered and self.random.random() < 0.5
-        self.mixed.shares = torch.tensor(shares) if on_device else shares
+        self.mixed.shares = shares
 
     def duplicate(self) -> None:
         """A copy goes on with the same batches, and shares nothing (CASES 60)."""
@@ -184,7 +181,6 @@ class MixHistory:
     def check_counts(self, counts: list[int], n: int) -> None:
         """CASES 45 and 61: each buffer gives its share but for a row, an empty one nothing, a short one all it has."""
         unit, stored, shares = self.mix.unit, [len(buffer) for buffer in self.mixed.buffers], self.mixed.shares
-        on_device = isinstance(shares, Tensor)
         given = stored if self.mix.sized else shares
         weights = [float(share) * (rows > 0) for share, rows in zip(given, stored, strict=True)]
         if not any(weights):
@@ -193,7 +189,7 @@ class MixHistory:
         assert sum(counts) == n
         assert all(count == 0 for count, rows in zip(counts, stored, strict=True) if not rows)
         units = [max(rows // unit, 1) if rows else 0 for rows in stored]
-        if on_device or sum(units) < n // unit or all(a <= b for a, b in zip(due, units, strict=True)):
+        if sum(units) < n // unit or all(a <= b for a, b in zip(due, units, strict=True)):
             assert all(abs(count / unit - share) < 1 for count, share in zip(counts, due, strict=True))
         else:
             assert all(count <= unit * most for count, most in zip(counts, units, strict=True))

@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf import ReplayBuffer, capture, plan
-from gpubuf.data import LazyMemmapStorage, RandomSampler, load_torchrl, moving, save_torchrl
+from gpubuf.data import LazyMemmapStorage, moving
 from gpubuf.kernels.rows import FAULTS
 from tests.contracts import SLOW_AND_NIGHTLY, each_option, first_quick
 from tests.contracts.buffers import BATCH, COPIES, STEPS, BufferContract, Model, by_files, by_state, contracts, write
@@ -247,21 +247,6 @@ def test_other_storages_take_the_state_over(contract, other):
             taken.extend(now.write(3))
 
 
-@pytest.mark.parametrize("contract", contracts(has_columns), ids=str)
-def test_files_for_torchrl_hold_whole_rows(contract, tmp_path):
-    """As they were written, whatever way they are stored in."""
-    buffer, model = contract.filled()
-    save_torchrl(buffer, tmp_path / "dump")
-    for storage in (None, contract.storage_of("cpu")):
-        options = {"dim_extend": 0} if contract.envs else {}
-        found = load_torchrl(tmp_path / "dump", storage=storage, sampler=RandomSampler(), batch_size=BATCH, **options)
-        now = copy.deepcopy(model)
-        assert found.write_count == now.written_rows
-        for _ in range(2):
-            now.check_rows(found)
-            found.extend(now.write(3))
-
-
 @pytest.mark.parametrize("contract", contracts(lambda contract: contract.storage == "memmap"), ids=str)
 def test_files_are_opened_again(contract):
     """Without a flush, and without a copy: two storages on the same files see each other's rows."""
@@ -289,12 +274,12 @@ def scarce(*arguments: Any) -> Any:
 
 @pytest.mark.parametrize("contract", each_option(contracts(in_memory)), ids=str)
 def test_rows_lie_anywhere_and_move(contract, monkeypatch):
-    """CASES 27: in one place, pinned, or in two, batches and edits are those of a buffer that stays."""
+    """CASES 27: on the GPU or pinned, batches and edits are those of a buffer that stays."""
     machine = Machine(device=GIB).install(monkeypatch, work_on_cpu=True)
     monkeypatch.setattr(moving, "CHUNK_BYTES", 64)
     contract = replace(contract, steps=140, prefetch=0)
-    stays, moves, model = contract.new(), contract.new(device="split:60%"), Model(contract)
-    for place in ("", "pinned", "cpu", "split:60%", "pinned"):
+    stays, moves, model = contract.new(), contract.new(device="pinned"), Model(contract)
+    for place in ("", "cpu", "pinned", "cpu", "pinned"):
         if place:
             with monkeypatch.context() as patched:
                 patched.setattr(moving, "new_record", scarce)
@@ -327,13 +312,11 @@ def planned(contract: BufferContract) -> bool:
     return in_memory(contract) and has_columns(contract) and not contract.relabel and not contract.prefetch
 
 
-@pytest.mark.parametrize(
-    ("contract", "kind"), each_option(contracts(planned), ["cpu", "cuda", "pinned", "split"]), ids=str
-)
+@pytest.mark.parametrize(("contract", "kind"), each_option(contracts(planned), ["cpu", "cuda", "pinned"]), ids=str)
 def test_memory_is_as_planned(contract, kind, monkeypatch):
     """Byte for byte, wherever it is: rows, tree, index and counters."""
     contract = replace(contract, steps=150)
-    machine = Machine(device=20_000 if kind == "split" else GIB).install(monkeypatch)
+    machine = Machine(device=GIB).install(monkeypatch)
     rows, sampler = Model(contract).write(150), contract.new().sampler
     made = plan(
         rows.reshape(-1),

@@ -139,3 +139,17 @@ def test_refused():
     wrong.extend(data)
     with pytest.raises(ValueError, match="the function gave"):
         wrong.sample(4)
+
+
+def test_knows_its_storage_before_a_draw():
+    """A buffer over rows that are stored already refuses what it can't relabel, and keeps to one kind of ends."""
+    storage = LazyTensorStorage(9)
+    ReplayBuffer(storage=storage).extend(rows(range(4), set()).exclude("desired_goal"))
+    with pytest.raises(KeyError, match="hindsight needs the key"):
+        buffer_of(storage=storage)
+    storage = LazyTensorStorage(9)
+    first, second = buffer_of(storage=storage), buffer_of(storage=storage)
+    with pytest.raises(ValueError, match="tells the ends of trajectories by other keys"):
+        buffer_of(storage=storage, end_keys=[("next", "done")])
+    first.extend(rows(range(4), {3}))
+    assert first.storage.end_bits is second.storage.end_bits is not None

@@ -18,7 +18,6 @@ from gpubuf.data import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorStorage,
-    save_torchrl,
 )
 from gpubuf.data.recording import CaptureError, Recording, recorded
 from gpubuf.data.storage.host_rows import HostRows
@@ -195,8 +194,6 @@ def test_what_is_refused(tmp_path: Path):
         MixedReplayBuffer([buffer, filled()], batch_size=4).sample()
     with pytest.raises(NotImplementedError, match="LazyTensorStorage"):
         ReplayBuffer(storage=LazyMemmapStorage(4, scratch_dir=tmp_path / "rows")).extend(rows(2))
-    with pytest.raises(ValueError, match="not tensors"):
-        save_torchrl(buffer, tmp_path / "dump")
     best = TensorDictReplayBuffer(storage=LazyTensorStorage(4), writer=TensorDictMaxValueWriter(rank_key="number"))
     with pytest.raises(ValueError, match="has no rank"):
         best.extend(rows(2))

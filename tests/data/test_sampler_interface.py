@@ -224,17 +224,6 @@ class TestStates:
         if rows:
             assert leaves(sampler) == [1] * 5
 
-    def test_an_epoch_of_torchrl(self):
-        sampler = SamplerWithoutReplacement()
-        buffer = new(sampler)
-        sampler.load_state_dict(RECORDED["epoch"])
-        assert sampler.drop_last
-        assert buffer.sample(2)["number"].tolist() == RECORDED["epoch"]["_sample_list"][:2]
-        with pytest.raises(ValueError, match="must be below 5"):
-            sampler.load_state_dict({**RECORDED["epoch"], "_sample_list": [5]})
-        sampler.load_state_dict({"len_storage": 0, "_sample_list": None, "drop_last": False, "_ran_out": False})
-        assert sorted(buffer.sample(5)["number"].tolist()) == [0, 1, 2, 3, 4]
-
     @pytest.mark.parametrize("kind", [RandomSampler, lambda: SliceSampler(slice_len=2)], ids=["rows", "slices"])
     def test_a_state_of_torchrl_without_entries(self, kind):
         sampler = kind()
@@ -258,30 +247,24 @@ class TestFiles:
             new(PrioritizedSampler(8, 1.0, 1.0)),
         )
         for _ in range(2):
-            # TorchRL writes into the same folder again.
+            # A folder can be written again.
             buffer.sampler.dumps(tmp_path / "saved")
         other.sampler.loads(str(tmp_path / "saved"))
         assert leaves(other.sampler, 8) == leaves(buffer.sampler, 8)
         assert float(other.sampler.default_priority) == 4.0
         with pytest.raises(ValueError, match="has no priorities"):
             other.sampler.loads(tmp_path)
-        with pytest.raises(RuntimeError, match="before the first write"):
-            new(PrioritizedSampler(8, 1.0, 1.0), rows=0).sampler.dumps(tmp_path / "nothing")
 
     def test_an_epoch_comes_back(self, tmp_path):
-        buffer, other = new(SamplerWithoutReplacement(drop_last=True)), new(SamplerWithoutReplacement())
-        buffer.sampler.dumps(tmp_path / "begun")
-        other.sampler.loads(tmp_path / "begun")
-        assert other.sampler.drop_last
+        buffer, other = new(SamplerWithoutReplacement()), new(SamplerWithoutReplacement())
         buffer.sample(2)
         buffer.sampler.dumps(tmp_path / "saved")
         other.sampler.loads(tmp_path / "saved")
         assert torch.equal(buffer.sample(2)["number"], other.sample(2)["number"])
-        with pytest.raises(ValueError, match=r"meta\.json|can't be read"):
+        with pytest.raises(FileNotFoundError, match="no checkpoint"):
             other.sampler.loads(tmp_path)
 
-    @pytest.mark.parametrize("changed", [False, True])
-    def test_an_epoch_of_slices_comes_back(self, tmp_path, changed):
+    def test_an_epoch_of_slices_comes_back(self, tmp_path):
         def filled() -> TensorDictReplayBuffer:
             sampler = SliceSamplerWithoutReplacement(slice_len=2, end_key=("next", "done"), shuffle=True)
             buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(30), sampler=sampler)
@@ -290,24 +273,10 @@ class TestFiles:
             return buffer
 
         buffer, other = filled(), filled()
-        buffer.sampler.dumps(tmp_path / "begun")
-        other.sampler.loads(tmp_path / "begun")
         seen = buffer.sample(4)["episode"][::2].tolist()
         buffer.sampler.dumps(tmp_path / "saved")
         other.sampler.loads(tmp_path / "saved")
-        copied = other.state_dict()["_sampler"]
-        assert copied["ranks"] is copied["epoch"] is None
-        if changed:
-            other.extend(other[:4])
         rest = [other.sample(4)["episode"][::2] for _ in range(2)]
-        found = sorted([*seen, *torch.cat(rest).tolist()])
-        if not changed:
-            assert found == [0, 1, 2, 3, 4, 5]
-            assert torch.equal(rest[0], buffer.sample(4)["episode"][::2])
-        assert other.sampler.ran_out is not changed
-
-    def test_uniform_samplers_have_nothing_to_write(self, tmp_path):
-        for sampler in (RandomSampler(), SliceSampler(slice_len=2)):
-            sampler.dumps(tmp_path)
-            sampler.loads(tmp_path)
-        assert not list(tmp_path.iterdir())
+        assert sorted([*seen, *torch.cat(rest).tolist()]) == [0, 1, 2, 3, 4, 5]
+        assert torch.equal(rest[0], buffer.sample(4)["episode"][::2])
+        assert other.sampler.ran_out

@@ -16,19 +16,15 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-import gpubuf
 from gpubuf import (
     LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
     ReplayBuffer,
-    SamplerWithoutReplacement,
-    TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     load_torchrl,
-    save_torchrl,
 )
-from tests.support.torchrl_files.torchrl_rows import configurations, filled, transitions
+from tests.support.torchrl_files.torchrl_rows import filled, transitions
 from tests.support.transitions import same
 
 DUMPS = Path(__file__).parents[1] / "support" / "torchrl_files" / "torchrl"
@@ -108,57 +104,32 @@ def test_priorities():
     assert sampler.tree.leaves[6] == 3
 
 
-# To TorchRL
+# As if from TorchRL
 
 
-def json_files(folder: Path) -> dict[str, dict]:
-    return {str(p.relative_to(folder)): json.loads(p.read_text()) for p in sorted(folder.rglob("*.json"))}
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in DUMPS.iterdir()))
-def test_writes_what_torchrl_writes(tmp_path: Path, name: str):
-    """The same buffer, written here and by TorchRL: the same files, byte by byte, and the same metadata."""
-    buffer = configurations(gpubuf)[name]
-    save_torchrl(buffer, tmp_path / name)
-    mine, theirs = tmp_path / name, DUMPS / name
-    assert json_files(mine) == json_files(theirs)
-    arrays = sorted(path.relative_to(theirs) for path in theirs.rglob("*.memmap"))
-    assert sorted(path.relative_to(mine) for path in mine.rglob("*.memmap")) == arrays
-    for array in arrays:
-        mine_bytes, their_bytes = (mine / array).read_bytes(), (theirs / array).read_bytes()
-        if array.name == "index.memmap":
-            # Of rows that were not written yet TorchRL has no index; of a buffer that went round it may be unset.
-            n = 8 * len(buffer)
-            mine_bytes, their_bytes = mine_bytes[:n], their_bytes[:n]
-        if array.name == "mintree.memmap":
-            # TorchRL's smallest weight would be that of the row that is never drawn.
-            assert len(mine_bytes) == len(their_bytes)
-            continue
-        assert mine_bytes == their_bytes, array
+def dump(buffer: ReplayBuffer, folder: Path) -> None:
+    """Write the files that TorchRL would, but for priorities."""
+    buffer.storage.dumps(folder / "storage")
+    buffer.writer.dumps(folder / "writer")
+    (folder / "buffer_metadata.json").write_text(json.dumps({"batch_size": buffer.batch_size}))
 
 
 @pytest.mark.parametrize("capacity", [5, 23])
 def test_there_and_back(tmp_path: Path, capacity: int):
-    """Any state of the ring, with priorities; nested batch dimensions, odd names and elements of no size."""
-    storage = LazyTensorStorage(capacity)
-    buffer = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.3, eps=0.0, storage=storage, batch_size=32)
+    """Any state of the ring; nested batch dimensions, odd names and elements of no size."""
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=32)
     step = torch.arange(19)
     agents = TensorDict({"x": step[:, None, None].expand(19, 2, 1).half()}, [19, 2])
     data = TensorDict({"a b/../c": step, "%": -step, "agents": agents, "deep": {"er": {"z": step.bool()}}}, [19])
     for start in range(0, 19, 4):
-        index = buffer.extend(data[start : start + 4])
-        buffer.update_priority(index, index + 1.0)
-    save_torchrl(buffer, tmp_path / "dump")
+        buffer.extend(data[start : start + 4])
+    dump(buffer, tmp_path / "dump")
     again = load_torchrl(tmp_path / "dump")
     assert same(stored(again), stored(buffer))
     assert (again.write_count, again.storage.max_size, again.batch_size) == (19, capacity, 32)
-    assert torch.equal(again.sampler.tree.leaves, buffer.sampler.tree.leaves)
-    assert again.sampler.default_priority == buffer.sampler.default_priority
     larger = load_torchrl(tmp_path / "dump", storage=LazyTensorStorage(30))
     oldest = 19 - min(19, capacity)
     assert stored(larger)["a b/../c"].tolist() == list(range(oldest, 19))
-    weights = dict(zip(stored(buffer)["a b/../c"].tolist(), buffer.sampler.tree.leaves.tolist(), strict=False))
-    assert larger.sampler.tree.leaves[: 19 - oldest].tolist() == [weights[row] for row in range(oldest, 19)]
 
 
 def test_agents_at_the_root(tmp_path: Path):
@@ -166,48 +137,19 @@ def test_agents_at_the_root(tmp_path: Path):
     for n in (3, 4, 9):
         buffer = ReplayBuffer(storage=LazyTensorStorage(6))
         buffer.extend(TensorDict({"x": torch.arange(2 * n).view(n, 2)}, [n, 2]))
-        save_torchrl(buffer, tmp_path / str(n))
+        dump(buffer, tmp_path / str(n))
         again = load_torchrl(tmp_path / str(n))
         assert (again.storage.ndim, len(again)) == (1, min(n, 6))
         assert same(stored(again), stored(buffer))
 
 
-def test_an_epoch_begins_anew(tmp_path: Path):
-    buffer = filled(TensorDictReplayBuffer(storage=LazyTensorStorage(8), sampler=SamplerWithoutReplacement(True)), 6)
-    save_torchrl(buffer, tmp_path / "dump")
-    state = TensorDict.load_memmap(tmp_path / "dump" / "sampler")
-    assert (int(state["len_storage"]), bool(state["drop_last"]), bool(state["_ran_out"])) == (0, True, False)
-    epoch = load_torchrl(tmp_path / "dump", sampler=SamplerWithoutReplacement(), batch_size=6).sample()
-    assert sorted(epoch["index"].tolist()) == [0, 1, 2, 3, 4, 5]
-
-
-def test_large_tensors_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("gpubuf.torchrl.dumps._COPY_BYTES", 40)
-    buffer = filled(TensorDictReplayBuffer(storage=LazyTensorStorage(8)), 7)
-    save_torchrl(buffer, tmp_path / "dump")
-    assert same(stored(load_torchrl(tmp_path / "dump")), transitions(7))
-
-
 def test_counts_beyond_an_int(tmp_path: Path):
-    """TorchRL counts written steps in a C int: the cursor stays right."""
+    """TorchRL counts written steps in a C int, which wraps: the cursor stays right."""
     buffer = filled(TensorDictReplayBuffer(storage=LazyTensorStorage(7)), 7)
-    buffer.storage.counters.set(2**40, 7)
-    save_torchrl(buffer, tmp_path / "dump")
-    writer = json.loads((tmp_path / "dump" / "writer" / "metadata.json").read_text())
-    assert writer["write_count"] < 2**31
-    assert writer["cursor"] == writer["write_count"] % 7 == 2**40 % 7
+    dump(buffer, tmp_path / "dump")
     (tmp_path / "dump" / "writer" / "metadata.json").write_text(json.dumps({"cursor": 2, "write_count": -5}))
     again = load_torchrl(tmp_path / "dump")
     assert (again.storage.cursor, again.write_count) == (2, 9)
-
-
-def test_refuses_to_overwrite(tmp_path: Path):
-    buffer = filled(TensorDictReplayBuffer(storage=LazyTensorStorage(8)), 7)
-    with pytest.raises(FileExistsError):
-        save_torchrl(buffer, tmp_path)
-    with pytest.raises(RuntimeError, match="empty"):
-        save_torchrl(ReplayBuffer(storage=LazyTensorStorage(8)), tmp_path / "dump")
-    assert list(tmp_path.iterdir()) == []
 
 
 # Errors

@@ -24,7 +24,7 @@ from gpubuf.tuning.timing import launched
 from gpubuf.tuning.workloads import Bench
 from tests.support.tuning_setup import first_of_each
 
-SHAPES = Shapes((100_000,), (256, 4096), envs=64)
+SHAPES = Shapes((100_000,), (256, 4096))
 SMALL = Shapes((100_000,), (256,))
 CPU = torch.device("cpu")
 
@@ -42,13 +42,12 @@ def bench(shapes: Shapes) -> Bench:
 
 
 def corners(job: Job) -> list[Any]:
-    """The quick candidate with the largest tile and the fewest warps for it, and the opposite."""
-    sizes = job.sizes | {"fan_out": 32}
+    """The candidate with the largest tile and the fewest warps for it, and the opposite."""
 
     def size(made: Any) -> tuple[int, int]:
-        return SPACES[job.operation].tile(sizes, made), -getattr(made, "num_warps", 0)
+        return SPACES[job.operation].tile(job.sizes, made), -made.num_warps
 
-    tried = candidates(job.operation, sizes)
+    tried = candidates(job)
     return [max(tried, key=size), min(tried, key=size)]
 
 
@@ -64,14 +63,14 @@ def main() -> None:
     _registry._triton_on_cpu = True
     launches = {}
     for job in jobs(SHAPES):
-        for workload in bench(SHAPES).workloads(job, 32):
+        for workload in bench(SHAPES).workloads(job):
             with launched() as kernels:
                 workload.calls[0]()
             launches[f"{job.operation}: {workload.name}"] = len(kernels)
     for job in first_of_each(SMALL):
         for made in corners(job):
             with config.using(**{job.operation: made}):
-                for workload in bench(SMALL).workloads(job, getattr(made, "fan_out", 32)):
+                for workload in bench(SMALL).workloads(job):
                     workload.calls[0]()
     empty_kernel[(1,)](torch.zeros(1))
     print(json.dumps(launches))

@@ -13,9 +13,8 @@ from gpubuf.tuning.search import Result, tune
 from gpubuf.tuning.timing import Timing, UnusableError
 from gpubuf.tuning.workloads import Workload
 
-DRAW = Job("sum_tree_draw", {"capacity": 10**6, "n": 256})
-FAN_OUT = Job("sum_tree", {"capacity": 10**6})
-BLOCK = Job("loss_rows", {"n": 256})
+DRAW = Job("sum_tree_draw", {"capacity": 10**6, "fan_out": 32, "n": 256})
+COPY = Job("rows_copy", {"capacity": 10**6, "n_bytes": 2**21, "n": 256})
 
 
 def in_force() -> Any:
@@ -41,10 +40,8 @@ class FakeBench:
 
     def __init__(self, result=lambda made: torch.zeros(3)):
         self.result = result
-        self.fan_outs: list[int] = []
 
-    def workloads(self, job, fan_out=0):
-        self.fan_outs.append(fan_out)
+    def workloads(self, job):
         return [Workload(name, [], lambda: self.result(in_force())) for name in ("one", "two")]
 
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from gpubuf.kernels import _tuned, config
-from gpubuf.kernels.config import SPACES, DrawConfig, FanOut
-from gpubuf.tuning.operations import Shapes, candidates, jobs, rule
+from gpubuf.kernels.config import SPACES, DrawConfig
+from gpubuf.tuning.operations import OPERATIONS, Job, Shapes, candidates, jobs, rule
 from gpubuf.tuning.report import notes
 from gpubuf.tuning.search import MARGIN, Trial, choose, disagreement
 from gpubuf.tuning.timing import Timing
-from tests.support.tuning_setup import BLOCK, DRAW, FAN_OUT, FakeBench, FakeTimer, draw_seconds, never, tuned
+from tests.support.tuning_setup import COPY, DRAW, FakeBench, FakeTimer, draw_seconds, never, tuned
 
 ROOT = Path(__file__).parents[2]
 
-LARGE = Shapes((10**6, 6 * 10**8), (1, 256, 100_000), envs=4096, slice_len=100)
+LARGE = Shapes((10**6, 6 * 10**8), (1, 256, 100_000))
 
 
 class TestShapes:
@@ -35,8 +35,6 @@ class TestShapes:
             {"row": ()},
             {"capacities": (0,)},
             {"batch_sizes": (256, -1)},
-            {"envs": 0},
-            {"slice_len": 0},
             {"row": ((("x",), torch.uint8, (0,)),)},
             {"row": ((("x",), torch.uint8, (1,)), (("x",), torch.uint8, (2,)))},
         ],
@@ -47,25 +45,15 @@ class TestShapes:
             Shapes(**wrong)
 
     @pytest.mark.parametrize("shapes", [Shapes(), LARGE, Shapes((1,), (1,))], ids=["default", "large", "one"])
-    @pytest.mark.parametrize("thorough", [False, True])
-    def test_jobs(self, shapes, thorough):
-        """Every operation, every size once, the fan-out of a tree before what depends on it."""
-        found = jobs(shapes, thorough)
-        assert {job.operation for job in found} == SPACES.keys()
+    def test_jobs(self, shapes):
+        """Every operation, every size once."""
+        found = jobs(shapes)
+        assert {job.operation for job in found} == set(OPERATIONS)
         assert len(set(map(str, found))) == len(found)
-        for number, job in enumerate(found):
-            assert set(SPACES[job.operation].sizes) <= {*job.sizes, *(["fan_out"] if job.tree else [])}
-            if job.tree:
-                trees = [(before.operation, before.sizes.get("capacity")) for before in found[:number]]
-                assert (job.tree, job.sizes["capacity"]) in trees
-        for operation in ("sum_tree_draw", "rows_copy", "loss_rows"):
+        for job in found:
+            assert job.point.keys() == set(SPACES[job.operation].sizes)
+        for operation in OPERATIONS:
             assert {job.sizes["n"] for job in found if job.operation == operation} == set(shapes.batch_sizes)
-
-    def test_what_a_step_writes_is_marked(self):
-        """Where it is many rows: for a few there is little to choose, unless time does not matter."""
-        for envs, thorough, due in ((1, False, False), (1, True, True), (4096 * 16, False, True)):
-            found = jobs(Shapes(envs=envs), thorough)
-            assert due == any(job.operation == "sum_tree_update" and job.sizes["n"] == envs for job in found)
 
 
 class TestCandidates:
@@ -73,26 +61,23 @@ class TestCandidates:
 
     @pytest.mark.parametrize("shapes", [Shapes(), LARGE, Shapes((1,), (1,))], ids=["default", "large", "one"])
     @pytest.mark.parametrize("fan_out", [2, 32, 1024])
-    @pytest.mark.parametrize("thorough", [False, True])
-    def test_all_can_be_run(self, shapes, fan_out, thorough):
-        for job in jobs(shapes, thorough):
-            sizes, space = job.sizes | {"fan_out": fan_out}, SPACES[job.operation]
-            tried = candidates(job.operation, sizes, thorough)
+    def test_all_can_be_run(self, shapes, fan_out):
+        for made in jobs(shapes):
+            job = Job(made.operation, made.sizes | {"fan_out": fan_out})
+            tried = candidates(job)
             assert len(set(tried)) == len(tried)
-            assert tried[0] == rule(job.operation, sizes)
+            assert tried[0] == rule(job.operation, job.sizes)
             # The rule's own may be larger than what is worth trying, with a fan-out that nobody would choose.
-            for made in tried[1:]:
-                point = {name: sizes[name] for name in space.sizes}
-                assert not _tuned.invalid(space, point, dataclasses.asdict(made))
+            for other in tried[1:]:
+                assert not _tuned.invalid(SPACES[job.operation], job.point, dataclasses.asdict(other))
 
-    def test_quick_ones_change_one_field(self):
-        found = candidates("sum_tree_draw", {"fan_out": 32, "n": 256})
-        assert found == [DrawConfig(4, 1), DrawConfig(8, 1), DrawConfig(2, 1), DrawConfig(4, 2)]
+    def test_they_change_one_field(self):
+        assert candidates(DRAW) == [DrawConfig(4, 1), DrawConfig(8, 1), DrawConfig(2, 1), DrawConfig(4, 2)]
 
     def test_both_ways_to_update(self):
         """Where one program is faster than a launch a level depends on the device."""
         for n, both in ((256, True), (4096, True), (10**6, False)):
-            tried = candidates("sum_tree_update", {"fan_out": 32, "n": n})
+            tried = candidates(Job("sum_tree_update", {"fan_out": 32, "n": n}))
             assert len({made.single_program for made in tried}) == 1 + both
 
 
@@ -143,24 +128,14 @@ class TestSearch:
         (result,) = tuned([DRAW], timer := FakeTimer(draw_seconds(best)))
         assert result.chosen is not None
         assert result.chosen.config == best
-        assert result.sizes == {"fan_out": 32, "n": 256}
         assert result.rule == DrawConfig(4, 1)
         assert result.by_rule is result.trials[0]
         assert result.chosen.timings.keys() == {"one", "two"}
         assert not result.rejected
         # Both workloads of every candidate were timed with it in force.
-        tried = candidates("sum_tree_draw", result.sizes)
+        tried = candidates(DRAW)
         assert timer.seen == [made for made in tried for _ in range(2)]
         assert config.tree_draw(32, 256) == DrawConfig(4, 1), "nothing stays in force"
-
-    def test_the_chosen_fan_out_is_what_the_rest_is_tuned_for(self):
-        bench = FakeBench()
-        timer = FakeTimer(lambda made: abs(made.fan_out - 65) + 1 if isinstance(made, FanOut) else 1.0)
-        fan_out, draw = tuned([FAN_OUT, DRAW], timer, bench)
-        assert fan_out.chosen is not None
-        assert fan_out.chosen.config == FanOut(64)
-        assert draw.sizes == {"fan_out": 64, "n": 256}
-        assert bench.fan_outs == [32, 64, 16, 128, 8, 64], "a tree for every fan-out, then one for all launches"
 
     @pytest.mark.parametrize("failing", [DrawConfig(8, 1), DrawConfig(4, 1)], ids=["another", "the rule's"])
     def test_what_does_not_run_is_left_out(self, failing):
@@ -172,23 +147,22 @@ class TestSearch:
         assert failing not in [trial.config for trial in result.trials]
         assert (result.by_rule is None) == (failing == result.rule)
 
-    @pytest.mark.parametrize("spilling", [DrawConfig(8, 1), DrawConfig(4, 1), FanOut(64)], ids=str)
+    @pytest.mark.parametrize("spilling", [DrawConfig(8, 1), DrawConfig(4, 1)], ids=str)
     def test_what_spills_is_left_out(self, spilling):
-        """But for the rule's, which is what there is otherwise, and fan-outs, whose launches are still to be tuned."""
+        """But for the rule's, which is what there is otherwise."""
 
         class Spilling(FakeTimer):
             def time(self, calls):
                 timing = super().time(calls)
                 return dataclasses.replace(timing, spilled="kernel 12" if self.seen[-1] == spilling else "")
 
-        job = FAN_OUT if isinstance(spilling, FanOut) else DRAW
-        (result,) = tuned([job], Spilling(lambda made: 1.0 if made == spilling else 2.0))
+        (result,) = tuned([DRAW], Spilling(lambda made: 1.0 if made == spilling else 2.0))
         assert result.chosen is not None
         if spilling == DrawConfig(8, 1):
             assert result.rejected == ((spilling, "spills registers: kernel 12"),)
         else:
             assert result.chosen.config == spilling
-            assert notes([result]) == [f"{job}: spills registers: kernel 12"] * 2
+            assert notes([result]) == [f"{DRAW}: spills registers: kernel 12"] * 2
 
     @pytest.mark.parametrize(
         ("error", "reason"),
@@ -210,13 +184,12 @@ class TestSearch:
 
     def test_too_little_memory(self):
         class Full(FakeBench):
-            def workloads(self, job, fan_out=0):
+            def workloads(self, job):
                 raise torch.OutOfMemoryError("8 GiB")
 
-        fan_out, draw = tuned([FAN_OUT, DRAW], FakeTimer(), Full())
-        assert fan_out.chosen is draw.chosen is None
-        assert {reason for _, reason in fan_out.rejected} == {"the GPU's memory does not suffice"}
-        assert draw.sizes["fan_out"] == 32, "the rule's"
+        (draw,) = tuned([DRAW], FakeTimer(), Full())
+        assert draw.chosen is None
+        assert {reason for _, reason in draw.rejected} == {"the GPU's memory does not suffice"}
 
     def test_little_time(self):
         """The rule is timed whatever it takes, and what is left is shared among the points to come."""
@@ -226,24 +199,24 @@ class TestSearch:
             now[0] += 1.0
             return 1.0
 
-        results = tuned([BLOCK, BLOCK, BLOCK], FakeTimer(seconds), budget=18.0, clock=lambda: now[0])
+        results = tuned([COPY, COPY, COPY], FakeTimer(seconds), budget=18.0, clock=lambda: now[0])
         # Two workloads a candidate: three candidates in the six seconds of the first.
         assert [len(result.trials) for result in results] == [3, 3, 3]
         assert [result.untried for result in results] == [2, 2, 2]
-        results = tuned([BLOCK, BLOCK], FakeTimer(seconds), budget=0.5, clock=lambda: now[0])
+        results = tuned([COPY, COPY], FakeTimer(seconds), budget=0.5, clock=lambda: now[0])
         assert [len(result.trials) for result in results] == [1, 1]
         assert all(result.chosen is not None for result in results)
 
     def test_tuned_files_have_no_say(self, monkeypatch):
-        """Fan-outs are compared by rule: an older file must not favour one of them."""
+        """An older file must not favour one of the candidates."""
         asked = []
         monkeypatch.setattr(config, "folders", lambda: asked.append("folders") or [])
 
         def seconds(made):
-            config.tree_update(made.fan_out, 100, "Some GPU")
+            config.tree_update(16, 100, "Some GPU")
             return 1.0
 
-        tuned([FAN_OUT], FakeTimer(seconds))
+        tuned([DRAW], FakeTimer(seconds))
         assert not asked
         config.tree_update(16, 100, "Some GPU")
         assert asked
@@ -266,37 +239,21 @@ def test_what_is_timed_compiles_as_it_is_launched():
     )
     assert run.returncode == 0, run.stderr
     launches = json.loads(run.stdout.splitlines()[-1])
-    assert {name.partition(":")[0] for name in launches} == SPACES.keys()
+    assert {name.partition(":")[0] for name in launches} == set(OPERATIONS)
     for name, number in launches.items():
-        # A batch of thousands is updated stage by stage: claims, the two lowest levels, and all above them.
-        call = name.partition(": ")[2]
-        stages = {"update 4,096": 4, "loss 4,096": 2, "actor loss 4,096": 2}.get(call, 1)
-        # Sums over programs are added up by another launch.
-        # So are those of batch norm where rows are many.
-        parts = ("moments 4,096", "batch norm backward 4,096")
-        if call.startswith(("categorical loss 256", "categorical loss 4,096", "layer norm backward", *parts)):
-            stages = 2
-        # Of 64 environments every program does some; the sums are left to one more.
-        assert number == (2 if "write" in name else stages), name
+        # A batch of thousands is updated stage by stage: claims, the lowest level, and all above it.
+        assert number == (3 if name.endswith("update 4,096") else 1), name
 
 
-@pytest.mark.parametrize(
-    ("operation", "better"),
-    [
-        # A slice a warp, or several for four warps.
-        pytest.param("trajectories_draw", 0.55, marks=pytest.mark.slow),
-        pytest.param("rows_copy", 0.9, marks=pytest.mark.nightly),
-    ],
-)
-def test_the_tuner_mends_the_rules_that_were_wrong(operation: str, better: float):
-    """Where the cost model is its clock: slices that waited for each other in a warp, and copies in too small tiles."""
-    command = [sys.executable, "-m", "tests.support.ptx.tuned", operation]
+@pytest.mark.nightly
+def test_the_tuner_mends_a_rule_that_was_wrong():
+    """Where the cost model is its clock: copies in too small tiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.support.ptx.tuned"]
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     times = {tuple(config.values()): math.prod(each) ** (1 / len(each)) for config, each in found["tried"]}
     (before, *_), chosen = times.values(), times[tuple(found["chosen"].values())]
-    assert chosen < better * before
+    assert chosen < 0.9 * before
     assert chosen <= 1.02 * min(times.values())
-    rules = {"trajectories_draw": config.index_draw(64, 32, 8), "rows_copy": config.rows_copy(32_768 * 166)}
-    assert times[tuple(dataclasses.asdict(rules[operation]).values())] <= 1.05 * chosen
+    assert times[tuple(dataclasses.asdict(config.rows_copy(32_768 * 166)).values())] <= 1.05 * chosen

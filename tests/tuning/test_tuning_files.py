@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from gpubuf.kernels import _tuned, config
-from gpubuf.kernels.config import SPACES, BlockConfig, DrawConfig
+from gpubuf.kernels.config import SPACES, DrawConfig, RowsConfig
 from gpubuf.tuning.operations import Job
 from gpubuf.tuning.report import HEADING, caveat, notes, path_for, save, table
 from gpubuf.tuning.search import Result
-from tests.support.tuning_setup import BLOCK, DRAW, FakeTimer, draw_seconds, never, tuned
+from tests.support.tuning_setup import COPY, DRAW, FakeTimer, draw_seconds, never, tuned
 
 
 class TestFiles:
@@ -41,9 +41,9 @@ class TestFiles:
     def test_points_for_other_sizes_stay(self, folder):
         save(folder, self.DEVICE, self.results(), {})
         more = Job("sum_tree_draw", DRAW.sizes | {"n": 4096})
-        save(folder, self.DEVICE, self.results(lambda made: 1.0, (more, BLOCK)), {})
+        save(folder, self.DEVICE, self.results(lambda made: 1.0, (more, COPY)), {})
         assert config.tree_draw(32, 256, self.DEVICE) == DrawConfig(8, 1)
-        assert config.loss_rows(256, self.DEVICE) == BlockConfig(256, 4)
+        assert config.rows_copy(2**21, self.DEVICE) == RowsConfig(512, 4)
         points = _tuned.read(path_for(folder, self.DEVICE), SPACES).points["sum_tree_draw"]
         assert [point.sizes["n"] for point in points] == [256, 4096]
         assert all(point.measured for point in points)
@@ -70,7 +70,7 @@ class TestFiles:
 
 class TestReport:
     def test_table(self):
-        results = tuned([DRAW, BLOCK], FakeTimer(lambda made: 2e-6 if made == DrawConfig(4, 1) else 1e-6))
+        results = tuned([DRAW, COPY], FakeTimer(lambda made: 2e-6 if made == DrawConfig(4, 1) else 1e-6))
         lines = table(results)
         assert lines[0] == HEADING
         assert lines[1] == ("sum_tree_draw", "one", "block_draws 8, num_warps 1", "1.00", "2.00", "1")
@@ -82,5 +82,5 @@ class TestReport:
         results = tuned([DRAW], FakeTimer(never))
         assert table(results)[1][:3] == ("sum_tree_draw", str(DRAW), "not tuned")
         (note,) = notes(results)
-        assert note.startswith("sum_tree_draw (capacity 1,000,000, n 256): block_draws 4, num_warps 1; ")
+        assert note.startswith("sum_tree_draw (capacity 1,000,000, fan_out 32, n 256): block_draws 4, num_warps 1; ")
         assert note.endswith(": does not compile")

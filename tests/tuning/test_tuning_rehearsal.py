@@ -17,7 +17,7 @@ from gpubuf.kernels import _tuned, config
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.config import SPACES
 from gpubuf.tuning import operations, report, timing, workloads
-from gpubuf.tuning.operations import Job, Shapes, jobs, rule
+from gpubuf.tuning.operations import OPERATIONS, Shapes, jobs
 from gpubuf.tuning.report import table
 from gpubuf.tuning.search import disagreement
 from gpubuf.tuning.timing import DeviceError, GraphTimer, Timing, UnusableError, copy_bandwidth, launch_seconds
@@ -32,7 +32,7 @@ ROW = (
     (("p",), torch.uint8, (5,)),
     (("nothing",), torch.float32, (0,)),
 )
-SHAPES = Shapes((300,), (8,), ROW, envs=2, slice_len=2)
+SHAPES = Shapes((300,), (8,), ROW)
 SPECS = ("--spec=x=3:float32", "--spec=next.done=1:bool", "--spec=p=5:uint8", "--spec=nothing=0:float32")
 
 
@@ -48,24 +48,21 @@ class CountingTimer:
         return Timing(self.seconds, 1)
 
 
-MARK = Job("sum_tree_update", {"capacity": 300, "n": 2})  # two rows are no batch: they are marked
-
-
-@pytest.mark.parametrize("job", [*first_of_each(SHAPES), MARK], ids=str)
+@pytest.mark.parametrize("job", first_of_each(SHAPES), ids=str)
 def test_the_rule_agrees_with_the_cpu(job):
     """So do the candidates, whose results were those of the rule's above."""
-    expected = [work.result() for work in Bench(SHAPES, CPU, 2, 2**12).workloads(job, 16)]
+    expected = [work.result() for work in Bench(SHAPES, CPU, 2, 2**12).workloads(job)]
     with triton_on_cpu(), config.by_rule():
-        found = [work.result() for work in Bench(SHAPES, CPU, 2, 2**12).workloads(job, 16)]
+        found = [work.result() for work in Bench(SHAPES, CPU, 2, 2**12).workloads(job)]
     assert len(expected) == len(found) >= 1
     for one, other in zip(expected, found, strict=True):
         assert not disagreement(one, other)
 
 
-@pytest.mark.parametrize("job", jobs(Shapes((5,), (8,), ROW, envs=3, slice_len=4)), ids=str)
+@pytest.mark.parametrize("job", jobs(Shapes((5,), (8,), ROW)), ids=str)
 def test_buffers_smaller_than_a_batch(job):
     """Workloads can be made, and their results are the same every time."""
-    for work in Bench(Shapes((5,), (8,), ROW, envs=3, slice_len=4), CPU, 2).workloads(job, 16):
+    for work in Bench(Shapes((5,), (8,), ROW), CPU, 2).workloads(job):
         for call in work.calls:
             call()
         once, again = work.result(), work.result()
@@ -77,20 +74,6 @@ def test_large_buffers_are_represented_by_a_part():
     job = next(job for job in jobs(bench.shapes) if job.operation == "rows_copy")
     bench.workloads(job)
     assert bench._storages["read", 2**12 // bench.shapes.row_bytes].max_size == 2**12 // bench.shapes.row_bytes
-
-
-def test_index_rebuilds_go_by_the_rule(monkeypatch):
-    """A configuration for single steps would make one program do all of a large ring."""
-    job = next(job for job in jobs(SHAPES) if job.operation == "trajectories_update")
-    (work,) = Bench(SHAPES, CPU, 2).workloads(job, 16)
-    due, tried = (rule("trajectories_update", job.sizes | {"fan_out": 16, "n": n}) for n in (150, 1))
-    seen, chosen = [], config.index_update
-    monkeypatch.setattr(config, "index_update", lambda *a: seen.append((a[1], chosen(*a))) or seen[-1][1])
-    with triton_on_cpu(), config.using(trajectories_update=tried):
-        work.result()
-    # The step is launched as it is being tried.
-    assert seen == [(150, due), (1, tried)]
-    assert due != tried
 
 
 # Events and graphs
@@ -216,11 +199,11 @@ class TestCommand:
         with triton_on_cpu():
             yield benches
 
-    OPTIONS = ("--capacity=300", "--batch-size=8", "--envs=2", "--slice-len=2", *SPECS)
+    OPTIONS = ("--capacity=300", "--batch-size=8", *SPECS)
 
     @pytest.mark.slow
     def test_a_whole_tuning(self, gpu, capsys, tmp_path, monkeypatch):
-        """Every operation, every quick candidate, the file that comes of it, and the table."""
+        """Every operation, every candidate, the file that comes of it, and the table."""
         results = []
         monkeypatch.setattr(report, "table", lambda found: results.extend(found) or table(found))
         assert main(["tune", *self.OPTIONS, "--seconds=0"]) == 0
@@ -233,29 +216,27 @@ class TestCommand:
             assert result.chosen is not None
             assert result.chosen == result.trials[-1]
             # The file is in use from now on.
-            assert config.tuned(result.job.operation, DEVICE, **result.sizes) == result.chosen.config
+            assert config.tuned(result.job.operation, DEVICE, **result.job.point) == result.chosen.config
         path = tmp_path / "gpubuf" / "tuned" / "a-gpu-of-paper.json"
         content = json.loads(path.read_text())
-        assert content["points"].keys() == SPACES.keys()
-        assert content["made"]["mode"] == "quick"
+        assert content["points"].keys() == set(OPERATIONS)
         assert not _tuned.read(path, SPACES, DEVICE).problems
         said = capsys.readouterr()
         assert said.err.count("\n") == len(results)
         assert f"{len(results)}/{len(results)} " in said.err
-        assert all(operation in said.out for operation in SPACES)
+        assert all(operation in said.out for operation in OPERATIONS)
         assert "launches" in said.out
         assert f"Written: {path}. gpubuf goes by it from now on." in said.out
 
     def test_another_folder(self, gpu, capsys, tmp_path, monkeypatch):
         """There is time for the rule's configurations alone, of a few operations."""
-        monkeypatch.setattr(operations, "jobs", lambda *arguments: jobs(*arguments)[:3])
-        assert main(["tune", *self.OPTIONS, "--out", str(tmp_path / "here"), "--seconds=1e-9", "--thorough"]) == 0
+        monkeypatch.setattr(operations, "jobs", lambda shapes: jobs(shapes)[:2])
+        assert main(["tune", *self.OPTIONS, "--out", str(tmp_path / "here"), "--seconds=1e-9"]) == 0
         assert (tmp_path / "here" / "a-gpu-of-paper.json").exists()
         said = capsys.readouterr()
         assert said.err.count("(1 of ") == said.err.count("\n")
         assert "not tried for want of time" in said.out
         assert "reads tuned files from" in said.out
-        assert json.loads((tmp_path / "here" / "a-gpu-of-paper.json").read_text())["made"]["mode"] == "thorough"
 
     @pytest.mark.parametrize(
         ("wrong", "said"),
@@ -289,6 +270,6 @@ class TestCommand:
         monkeypatch.setattr(CountingTimer, "time", lost)
         assert main(["tune", *self.OPTIONS, "--seconds=1e-9"]) == 1
         assert "does not answer any more" in capsys.readouterr().err
-        assert json.loads(path.read_text())["points"].keys() == {"sum_tree"}
+        assert json.loads(path.read_text())["points"].keys() == {"rows_copy"}
         assert not config._explicit
         assert config._use_files

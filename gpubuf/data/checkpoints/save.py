@@ -28,7 +28,6 @@ from gpubuf.data.lock import BufferLock, holding, under
 from gpubuf.data.prefetch import Prefetcher, copied
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.storage.column import Column
 from gpubuf.data.storage.layout import Key, Node
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
@@ -385,7 +384,7 @@ class _Save:
         self,
         kind: Kind,
         numbers: list[int],
-        tensors: Sequence[Tensor | Column],
+        tensors: Sequence[Tensor],
         cuts: list[tuple[int, int]],
         item_bytes: int,
         earlier: Sequence[File],

@@ -234,9 +234,7 @@ def read_count(content: dict[str, Any], name: str, path: Path) -> int:
     return int(value)
 
 
-def write_metadata(
-    folder: Path, layout: RowLayout, shape: tuple[int, ...], size: int, extra: tuple[Key, ...] = ()
-) -> None:
+def write_metadata(folder: Path, layout: RowLayout, shape: tuple[int, ...], size: int) -> None:
     """Describe the rows of a folder whose files are there: ``meta.json`` of every level, and the number of rows.
 
     Args:
@@ -244,20 +242,17 @@ def write_metadata(
         layout: what a row looks like. Tensorclasses are written as the TensorDicts that they are made of.
         shape: of the full storage.
         size: number of valid rows, counted as TorchRL does, along all dimensions that index rows.
-        extra: root keys beside those of the layout: int64 of the storage's shape.
     """
     plain: dict[str, Any] = {}
     if isinstance(layout.root, int):
         leaf = layout.leaves[layout.root]
         plain[TENSOR_NAME] = {"dtype": str(leaf.dtype), "shape": [*shape, *leaf.shape]}
     else:
-        _write_level(folder, folder, layout, layout.root, shape, extra)
+        _write_level(folder, folder, layout, layout.root, shape)
     write_json(folder / STORAGE_FILE, {"metadata": plain, "is_pytree": bool(plain), "len": size})
 
 
-def _write_level(
-    root: Path, folder: Path, layout: RowLayout, node: Node, shape: tuple[int, ...], extra: tuple[Key, ...] = ()
-) -> None:
+def _write_level(root: Path, folder: Path, layout: RowLayout, node: Node, shape: tuple[int, ...]) -> None:
     refuse_links(folder, root)
     folder.mkdir(parents=True, exist_ok=True)
     entries: dict[str, Any] = {}
@@ -268,7 +263,6 @@ def _write_level(
         else:
             entries[name] = {"type": "TensorDict"}
             _write_level(root, folder / encoded(name), layout, child, shape)
-    entries.update({key[0]: _entry(shape, torch.int64) for key in extra})
     write_json(
         folder / META_FILE,
         {
@@ -351,20 +345,6 @@ def _read_level(root: Path, folder: Path, batch: tuple[int, ...], writable: bool
             dtype, size = _described(entry, shape, path, name)
             source[name] = map_file(tensor_file(folder, (name,)), dtype, size, writable=writable, root=root)
     return TensorDict(source, shape, device="cpu")
-
-
-def read_tensor(folder: Path, name: str, root: Path) -> Tensor | None:
-    """The tensor of this name at the root of a folder; None if there is none, or something else.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    path = folder / META_FILE
-    entry = read_json(path, root).get(name)
-    if not isinstance(entry, dict) or "type" in entry:
-        return None
-    dtype, shape = _described(entry, (), path, name)
-    return map_file(tensor_file(folder, (name,)), dtype, shape, writable=False, root=root)
 
 
 def _described(entry: Any, batch: tuple[int, ...], path: Path, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
