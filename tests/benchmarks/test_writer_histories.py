@@ -79,6 +79,7 @@ def test_the_checker_finds_each_violation():
     assert "3 rows were acknowledged, 0 are stored" in found([])
 
 
+@pytest.mark.slow
 def test_a_short_history_with_kills(tmp_path: Path):
     """Writers and the learner are killed; the long form is ``python -m tests.support.writer_histories``."""
     history = run_history(tmp_path, writers=2, seconds=2.5, pause=0.8, seed=6)

@@ -188,7 +188,7 @@ def test_long_histories(contract, seed):
     History(contract, seed).run(60)
 
 
-@pytest.mark.parametrize("contract", first_quick(contracts(on_device), 4), ids=str)
+@pytest.mark.parametrize("contract", first_quick(contracts(on_device), 2), ids=str)
 def test_random_histories_through_the_kernels(contract, interpreter):
     """The same on Triton's interpreter."""
     History(contract, 0).run(6)
@@ -388,7 +388,7 @@ def test_replays_of_a_captured_step_are_steps(contract, monkeypatch):
     assert replayed.buffer.storage.counters.updates == eager.buffer.storage.counters.updates
 
 
-@pytest.mark.parametrize("contract", each_option(contracts(captured)), ids=str)
+@pytest.mark.parametrize("contract", first_quick(contracts(captured), 3), ids=str)
 def test_a_compiled_step_is_one_graph(contract):
     eager, compiled = Step(contract), Step(contract)
     due = eager.run(eager, 6)

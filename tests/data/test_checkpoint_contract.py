@@ -27,7 +27,7 @@ from gpubuf.data.checkpoints import files, restore
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import Pieces
 from gpubuf.data.storage.storage import TensorStorage
-from tests.contracts import each_option
+from tests.contracts import each_option, first_quick
 from tests.contracts.buffers import STEPS, BufferContract, contracts
 from tests.contracts.checkpoints import (
     FILE_BYTES,
@@ -249,7 +249,7 @@ def test_a_second_signal_waits_until_the_buffer_is_put_back(monkeypatch: pytest.
 @pytest.mark.parametrize(
     "pace", [390, pytest.param(150, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)]
 )
-@pytest.mark.parametrize("lines", [False, True])
+@pytest.mark.parametrize("lines", first_quick([False, True]))
 @pytest.mark.parametrize(
     ("contract", "room"),
     [

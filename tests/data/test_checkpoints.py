@@ -456,7 +456,9 @@ def test_a_state_and_a_mapped_storage_do_not_follow_links(tmp_path):
 # Saves that others stop, or come between
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "kills", [pytest.param(10, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.nightly)]
+)
 def test_killed_while_saving_in_a_loop(kills, tmp_path):
     """Each time the newest complete checkpoint loads, and nothing that was reported saved is lost."""
     command = [sys.executable, "-m", "tests.support.checkpoint_crashes", str(tmp_path), str(kills), "0"]

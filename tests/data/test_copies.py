@@ -42,6 +42,7 @@ def _spawned(buffer, queue):
     queue.put(written(buffer))
 
 
+@pytest.mark.slow
 def test_a_spawned_process_gets_a_copy():
     """Case 55: also through ``torch.multiprocessing``, which would share the tensors it is given."""
     buffer = used("prioritized slices", prefetch=1)

@@ -26,7 +26,9 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("kills", [9, pytest.param(300, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "kills", [pytest.param(9, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.nightly)]
+)
 def test_killed_while_writing(kills: int, tmp_path: Path):
     """Small and large rows, full and not, writes at the cursor and in place."""
     within = re.search(rf"{kills} kills, (\d+) of them within a write", run(str(tmp_path), "kills", str(kills), "0"))

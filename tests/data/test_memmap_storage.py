@@ -137,6 +137,7 @@ def test_temporary_files_go_with_the_storage(tmp_path: Path, monkeypatch: pytest
     assert view["step"].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_temporary_files_go_with_the_process(tmp_path: Path):
     script = """
 import torch

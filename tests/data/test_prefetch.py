@@ -399,6 +399,7 @@ def test_a_failed_batch_in_the_queue_goes_with_its_buffer(fails):
         gc.enable()
 
 
+@pytest.mark.slow
 def test_the_interpreter_exits_with_batches_in_preparation():
     program = """
 import torch

@@ -278,7 +278,7 @@ def test_copies_go_on_with_the_same_batches(contract, how):
         other.extend(more)
 
 
-@pytest.mark.parametrize("contract", samplers(lambda contract: "fixed" not in contract.ends), ids=str)
+@pytest.mark.parametrize("contract", each_option(samplers(lambda contract: "fixed" not in contract.ends)), ids=str)
 def test_a_state_in_a_larger_storage(contract):
     """CASES 10: the rows lie elsewhere, and what belongs to them goes along; an epoch begins anew."""
     buffer, model = contract.filled()
@@ -295,7 +295,7 @@ def test_a_state_in_a_larger_storage(contract):
         assert larger.extend(model.rows_of(1)).reshape(-1)[0] == STEPS
 
 
-@pytest.mark.parametrize("contract", samplers(), ids=str)
+@pytest.mark.parametrize("contract", each_option(samplers()), ids=str)
 def test_the_same_seed_draws_the_same(contract):
     """Also where batches are prepared ahead; another seed draws others."""
     same, other = (contract.filled()[0] for _ in range(2))
@@ -311,7 +311,7 @@ def test_the_same_seed_draws_the_same(contract):
         assert numbers[2] != numbers[0]
 
 
-@pytest.mark.parametrize("contract", samplers(), ids=str)
+@pytest.mark.parametrize("contract", each_option(samplers()), ids=str)
 def test_several_batches_at_once(contract):
     """CASES 42: all of them from the same rows."""
     buffer, model = contract.filled()
@@ -330,7 +330,7 @@ def test_several_batches_at_once(contract):
         assert set(units) <= set(model.due())
 
 
-@pytest.mark.parametrize("contract", samplers(), ids=str)
+@pytest.mark.parametrize("contract", each_option(samplers()), ids=str)
 def test_an_empty_buffer(contract):
     """Nothing to draw is an error, before the first write and after the last row is gone."""
     buffer, model = contract.new(), Model(contract)
@@ -344,7 +344,7 @@ def test_an_empty_buffer(contract):
         model.empty()
 
 
-@pytest.mark.parametrize("contract", samplers(), ids=str)
+@pytest.mark.parametrize("contract", each_option(samplers()), ids=str)
 def test_memory_is_as_planned(contract):
     buffer, _ = contract.filled()
     buffer.sample()
@@ -355,7 +355,7 @@ def test_memory_is_as_planned(contract):
     assert 0 <= order <= 8 * STEPS * contract.envs
 
 
-@pytest.mark.parametrize("contract", samplers(), ids=str)
+@pytest.mark.parametrize("contract", each_option(samplers()), ids=str)
 def test_a_buffer_that_moves_draws_the_same(contract, monkeypatch):
     """CASES 12: to pinned memory, back, and to another device, where what is not rows is made anew; and freed."""
     Machine().install(monkeypatch, work_on_cpu=True)
@@ -423,7 +423,7 @@ class Step:
         return [step(self.model.rows_of(2)).clone() for _ in range(n)]
 
 
-@pytest.mark.parametrize("contract", samplers(lambda contract: contract.capturable), ids=str)
+@pytest.mark.parametrize("contract", each_option(samplers(lambda contract: contract.capturable)), ids=str)
 def test_replays_of_a_captured_step_are_steps(contract, monkeypatch):
     """CASES 33."""
     eager, replayed = Step(contract), Step(contract)

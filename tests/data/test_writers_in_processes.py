@@ -428,6 +428,7 @@ def test_a_killed_writer_leaves_its_place():
     assert numbers_of(buffer, 4) == [0]
 
 
+@pytest.mark.slow
 def test_a_writer_ends_with_its_learner():
     """A learner that closes its buffer, or loses it, or is killed, ends writers by an error that says so."""
     buffer = buffer_of()

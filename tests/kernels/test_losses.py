@@ -15,12 +15,15 @@ from tests.contracts import on_both
 from tests.contracts.losses import CONTRACTS
 
 every = pytest.mark.parametrize("name", CONTRACTS)
-#: Cases with all pairs of values; but few in quick runs through the interpreter, which is slow.
-cases = pytest.mark.parametrize(
-    ("backend", "pairs"),
-    [("triton", False), *on_both([True], quick=lambda pairs: False)],
-    indirect=["backend"],
-)
+
+
+def over_cases(*few: Any) -> Any:
+    """Cases with all pairs of values; but few through the interpreter, which is slow, with ``few`` as their marks."""
+    return pytest.mark.parametrize(
+        ("backend", "pairs"),
+        [pytest.param("triton", False, marks=few), *on_both([True], quick=lambda pairs: False)],
+        indirect=["backend"],
+    )
 
 
 def having(attribute: str) -> Any:
@@ -28,7 +31,7 @@ def having(attribute: str) -> Any:
 
 
 @every
-@cases
+@over_cases()
 def test_values_and_gradients(backend, name, pairs):
     contract.check_values(CONTRACTS[name], pairs)
 
@@ -39,14 +42,14 @@ def test_mixed_dtypes(backend, name):
 
 
 @every
-@cases
+@over_cases(pytest.mark.slow, pytest.mark.interpreted)
 def test_strides(backend, name, pairs):
     contract.check_strides(CONTRACTS[name], pairs)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy
 @having("rows")
-@cases
+@over_cases(pytest.mark.slow, pytest.mark.interpreted)
 def test_masked_rows_reach_nothing(backend, name, pairs):
     contract.check_masks(CONTRACTS[name], pairs)
 

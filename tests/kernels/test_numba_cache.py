@@ -67,6 +67,7 @@ assert sorted(set(buffer.sample(64)["x"].tolist())) == [0, 1, 2]
 """
 
 
+@pytest.mark.slow
 def test_without_a_folder_to_write_to_the_first_write_compiles_in_memory_and_says_so_once(tmp_path):
     for package in ("gpubuf", "kernels"):
         shutil.copytree(ROOT / package, tmp_path / package, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))

@@ -159,7 +159,7 @@ NIGHTLY = (
     "CrossQLoss, vmap of PyTorch's norms",
 )
 #: When to run a loss, if not with the slow tests.
-MARKS = {"CrossQLoss": (), **dict.fromkeys(NIGHTLY, pytest.mark.nightly)}
+MARKS = {**dict.fromkeys(NIGHTLY, pytest.mark.nightly)}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, pytest.mark.slow)) for n in LOSSES])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from gpubuf.objectives import SoftUpdate
@@ -9,6 +10,7 @@ from tests.support.losses_setup import make_td3
 from tests.support.sac_setup import make_batch, normalised_critic, run_loss
 
 
+@pytest.mark.slow
 def test_a_second_size_of_batch():
     """It was refused: the critics' shape counted as another than the same shape of the actions."""
     loss = make_td3(normalised_critic())

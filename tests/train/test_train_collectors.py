@@ -24,6 +24,7 @@ from gpubuf.train.environments import NotFiniteError
 from gpubuf.train.metrics import read
 from gpubuf.train.run import CHECKPOINT_FILE
 from gpubuf.train.trainer import Trainer
+from tests.contracts import first_quick
 from tests.support.train_environments import PREFIX
 
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ def most_ahead(config: TrainConfig) -> float:
 
 
 @pytest.mark.parametrize("algo", list(ALGORITHM_DEFAULTS))
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("normalize", first_quick([True, False]))
 def test_a_copy_acts_as_the_policy_of_the_learner(algo: str, normalize: bool):
     """Also after updates, which change weights and running statistics of norms."""
     env = PREFIX + "Choices-v0" if algo == "discrete-sac" else WALK
@@ -134,6 +135,7 @@ def test_a_run_with_collectors_goes_on(tmp_path: Path):
     load_policy(tmp_path)
 
 
+@pytest.mark.slow
 def test_collectors_keep_the_pace_of_the_updates():
     """They act at random, and no further than they may, until there are updates. Then by the policy."""
     config = tiny(env=PREFIX + "Choices-v0", algo="discrete-sac", total_steps=10_000)
@@ -170,6 +172,7 @@ def test_collectors_keep_the_pace_of_the_updates():
 # Ends
 
 
+@pytest.mark.slow
 def test_a_lost_collector_ends_the_run_with_everything_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     options = ["--env", PREFIX + "Dying-v0", "--collectors", "2", "--total-steps", "300", "--learning-starts", "60"]
     small = ["--hidden", "8", "--batch-size", "8", "--eval-every", "0", "--quiet", "--out", str(tmp_path / "run")]
@@ -207,6 +210,7 @@ def children(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_for_all_processes_stops_the_run(tmp_path: Path, number: signal.Signals):
     process = command(tmp_path, "--collectors", "2", "--total-steps", "100000")
@@ -219,6 +223,7 @@ def test_a_signal_for_all_processes_stops_the_run(tmp_path: Path, number: signal
     assert not (tmp_path / "result.json").exists()
 
 
+@pytest.mark.slow
 def test_collectors_end_with_their_learner(tmp_path: Path):
     process = command(tmp_path, "--collectors", "2", "--total-steps", "100000")
     begun = children(process.pid)

@@ -181,6 +181,7 @@ def torchrun(n: int, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *options], env=environment, capture_output=True, text=True, timeout=1800)
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path):
     small = [
         "--prioritized",
