@@ -21,13 +21,7 @@ from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS, bitmap_bytes, check_ends, compared_keys
 from gpubuf.data.storage.host_memory import Free
 from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, batch_shape
-from gpubuf.data.storage.placement import (
-    PINNED,
-    IndexBytes,
-    NothingFitsError,
-    choose,
-    readable,
-)
+from gpubuf.data.storage.placement import PINNED, IndexBytes, NothingFitsError, choose, readable
 from gpubuf.data.storage.placement import parse_bytes as parse_bytes
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import Codec, Options, sources
@@ -57,8 +51,7 @@ class KeyPlan:
         name: the key, nested ones with dots.
         dtype: of its elements, as they are stored.
         shape: of one row.
-        row_bytes: bytes of one row; 0 for a key that is the beginning of another, and has no memory of its own, and for
-            a next observation that is read from the next row.
+        row_bytes: bytes of one row; 0 for a next observation that is read from the next row.
         n_bytes: bytes of all rows, or of the next observations that are not in the next row.
     """
 

@@ -77,8 +77,7 @@ class Sharing:
         schema: of the storage; :attr:`Schema.shared` are the columns.
         slots: number of entries.
         shape: of the storage.
-        placement: of the storage. Entries are with the rows, on the GPU for ``"split"``; links are always on the device
-            that does the work.
+        placement: of the storage. Entries are with the rows; links are always on the device that does the work.
         ring: the counters of the storage.
 
     Attributes:
