@@ -3,11 +3,11 @@
 Writes recordings to disk once, then clones their behaviour from batches that come straight from the files:
 
     python examples/offline.py --folder recordings
-    python examples/offline.py --folder recordings --placement pinned
+    python examples/offline.py --folder recordings --placement split:2GiB
 
 The operating system keeps in memory what is in use, so the files may be larger than that. A second call finds them
-and records nothing. With ``--placement`` the rows go into memory instead: "cuda", "pinned" (host
-memory, which the GPU reads by itself), or "auto".
+and records nothing. With ``--placement`` the rows go into memory instead: "cuda", "pinned", "split" (as many as fit on
+the GPU, the others in host memory, which the GPU reads by itself), or "auto".
 """
 
 import argparse
@@ -28,7 +28,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=200_000, help="transitions to record (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1_000, help="updates (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=256, help="(default: %(default)s)")
-    parser.add_argument("--placement", help="copy the rows into memory: cuda, pinned or auto")
+    parser.add_argument("--placement", help="copy the rows into memory: cuda, pinned, split, split:2GiB or auto")
     return parser.parse_args()
 
 

@@ -21,7 +21,15 @@ from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS, bitmap_bytes, check_ends, compared_keys
 from gpubuf.data.storage.host_memory import Free
 from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, batch_shape
-from gpubuf.data.storage.placement import PINNED, IndexBytes, NothingFitsError, choose, readable
+from gpubuf.data.storage.placement import (
+    PINNED,
+    SPLIT,
+    IndexBytes,
+    NothingFitsError,
+    choose,
+    near_steps,
+    readable,
+)
 from gpubuf.data.storage.placement import parse_bytes as parse_bytes
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import Codec, Options, sources
@@ -67,7 +75,8 @@ class Fit:
     """Whether a buffer fits at a placement, on this machine, now.
 
     Attributes:
-        placement: ``"cuda"``, ``"pinned"`` or ``"cpu"``.
+        placement: ``"cuda"``, ``"pinned"``, ``"split"`` or ``"cpu"``. A split is that of this machine now: as many
+            rows as there is room for on the GPU.
         device_bytes: bytes on the GPU.
         host_bytes: bytes on the host.
         index: bytes of tree and index there; the shape of a tree depends on the device.
@@ -173,6 +182,7 @@ def plan(
     envs: int = 1,
     dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
     batch_dtypes: Mapping[Any, torch.dtype] | None = None,
+    prefixes: Mapping[Any, Any] | None = None,
     share_next: bool | Sequence[Any] = False,
     next_capacity: int | None = None,
     ends: str = FLAGS,
@@ -189,7 +199,7 @@ def plan(
         budget: bytes, or text such as ``"24GiB"``, for rows, index and counters together, instead of ``capacity``: the
             plan is for as many transitions as fit, and for no more than one would if it were added.
         envs: environments, for storages with ``ndim=2``.
-        dtypes, batch_dtypes, share_next, next_capacity, ends: as for :class:`gpubuf.LazyTensorStorage`.
+        dtypes, batch_dtypes, prefixes, share_next, next_capacity, ends: as for :class:`gpubuf.LazyTensorStorage`.
         n_steps: as for :class:`gpubuf.ReplayBuffer`. More than one take a few bits per row.
         writers: as for :class:`gpubuf.ReplayBuffer`; 0: none. They take a byte per row, and queues on the host.
 
@@ -208,7 +218,7 @@ def plan(
         check_count(capacity, "capacity")
     check_ends(ends)
     leaves = _leaves(spec)
-    options = Options.of(dtypes, batch_dtypes, share_next, next_capacity)
+    options = Options.of(dtypes, batch_dtypes, prefixes, share_next, next_capacity)
     queues = 0
     if writers:
         places = Writers.of(writers)
@@ -264,7 +274,7 @@ class _Row:
         breaks = continuity and any(not found[coming].follows for coming, _ in compared_keys(written, found))
         leaves = [replace(leaf, dtype=source.stored) for leaf, source in zip(written, found, strict=True)]
         owned = [source.owner == position for position, source in enumerate(found)]
-        follows = [source.follows for source in found]
+        follows = [source.follows and source.whole is None for source in found]
         tables = 8 * ENTRY * sum(owned)
         if any(follows):
             tables += 8 * FIELD * (sum(owned) + sum(follows))
@@ -305,13 +315,19 @@ class _Row:
 
 def _plan(row: _Row, sampler: Sampler, steps: int, envs: int, free: Free, budget: int | None) -> Plan:
     capacity = steps * envs
-    rows, counters = row.n_bytes * capacity + row.beside(steps, envs)[0], row.counters
+    columns, counters = row.n_bytes * capacity, row.counters
+    # Next observations are with the rows, but for a split.
+    aside, _ = row.beside(steps, envs)
+    rows = columns + aside
     on_host, on_device = (row.index(sampler, steps, envs, device_type) for device_type in ("cpu", "cuda"))
     beside = on_device.total + counters
     room = -1 if free.device is None else free.device
+    near = near_steps(SPLIT, columns, steps, room - on_device.total - aside) * columns // steps
+    far, room_for_index = columns - near, on_device.total <= room
     fits = (
         Fit("cuda", rows + beside, 0, on_device, rows + on_device.total <= room),
-        Fit(PINNED, beside, rows, on_device, on_device.total <= room and rows <= free.host),
+        Fit(PINNED, beside, rows, on_device, room_for_index and rows <= free.host),
+        Fit(SPLIT, near + aside + beside, far, on_device, on_device.total + aside <= room and far <= free.host),
         Fit("cpu", 0, rows + on_host.total + counters, on_host, rows + on_host.total <= free.host),
     )
     auto: str | None = None

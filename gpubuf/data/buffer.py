@@ -794,7 +794,8 @@ class ReplayBuffer:
         Raises:
             KeyError: the key is not stored.
             ValueError: the value has another shape, or numbers that the key can't hold, such as 300 or NaN in uint8 (a
-                GPU cuts them to the range and counts a fault); or the key has no memory of its own (``share_next``).
+                GPU cuts them to the range and counts a fault); or the key has no memory of its own (``share_next``,
+                ``prefixes``).
             RuntimeError: nothing has been written yet, or the writer refuses writes. In all cases nothing is written.
         """
         return self._set_keys({as_key(key): value}, slice(None), whole=True)
@@ -920,7 +921,7 @@ class ReplayBuffer:
             RuntimeError: nothing has been written yet.
             NotImplementedError: the storage is a :class:`ListStorage`.
             ValueError: there is no generation, or ``data`` has keys that are not stored, that have no memory of their
-                own (``share_next``), or that an n-step batch has from other rows; or another shape or
+                own (``share_next``, ``prefixes``), or that an n-step batch has from other rows; or another shape or
                 dtype; or a version without its key, or one that its key can't hold, such as 300 in uint8 (a GPU cuts
                 it to the range and counts a fault). Nothing is written.
             IndexError: an index is out of range (CPU; a GPU skips the row and counts a fault). One of -1 (all
@@ -1042,7 +1043,7 @@ class ReplayBuffer:
         time. Prefetched batches go along. Other threads wait until it is done.
 
         Args:
-            device: ``"cpu"``, ``"cuda"``, ``"pinned"`` or a ``torch.device``.
+            device: ``"cpu"``, ``"cuda"``, ``"pinned"``, ``"split"`` or a ``torch.device``.
             progress: whether to show a bar; default: for a GiB and more, on a terminal.
 
         Returns:

@@ -7,7 +7,7 @@ import torch
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.column import new_record
-from gpubuf.data.storage.placement import AUTO, DISK, IndexBytes, MemoryReport, Placement, place, readable
+from gpubuf.data.storage.placement import AUTO, DISK, SPLIT, IndexBytes, MemoryReport, Placement, place, readable
 from gpubuf.data.storage.share_next import Sharing
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.terminal import BINARY_BYTES, Advance, progress_bar, show_nothing
@@ -28,15 +28,20 @@ def move(storage: TensorStorage, sampler: Sampler, requested: torch.device | str
         RuntimeError: there is no such device, or not enough memory there; all is then where it was.
     """
     if requested == AUTO:
-        raise ValueError("a buffer moves to 'cpu', 'cuda', 'pinned' or a torch.device; 'auto' is for new ones")
+        raise ValueError("a buffer moves to 'cpu', 'cuda', 'pinned', 'split' or a torch.device; 'auto' is for new ones")
     if not storage.relocatable:
         raise NotImplementedError(f"the rows of a {type(storage).__name__} stay where they are")
     before, shape = storage.placement, tuple(storage.shape)
-    # An index that is on the GPU already needs no more room there.
+    # An index that is on the GPU already needs no more room there. A split may use the room of the rows there.
+    on_gpu = before is not None and before.device.type == "cuda"
     index = IndexBytes()
-    if before is None or before.device.type != "cuda":
+    if not on_gpu:
         index = sampler.index_beside(requested, shape) + storage.derived_bytes(requested, shape)
-    target = place(requested, storage.nbytes, index, shape, torch.device("cpu"))
+    aside, sides = 0, list[torch.Tensor]()
+    if storage.sharing is not None:
+        aside, sides = storage.sharing.entry_bytes, storage.sharing.sides
+    held = sum(part.nbytes for part in [*storage.row_tensors, *sides] if part.is_cuda)
+    target = place(requested, storage.nbytes - aside, index, shape, torch.device("cpu"), held, aside)
     if before is not None and not before.same_place(target):
         _move(storage, sampler, before, target, progress)
     storage.requested_device = requested
@@ -89,7 +94,7 @@ class _Rows:
         steps = max(CHUNK_BYTES // max(step_bytes, 1), 1)
         for start in range(0, storage.steps_stored, steps):
             stop = min(start + steps, storage.steps_stored)
-            copy[start:stop].copy_(memory[start:stop])
+            copy.write(start, memory[start:stop])
             advance((stop - start) * step_bytes)
         storage.replace_record(number, copy)
         self._places[number] = target
@@ -110,7 +115,8 @@ def report(storage: TensorStorage, sampler: Sampler, processing: int) -> MemoryR
     taken = sampler.memory()
     counters = storage.ring.nbytes + storage.table_bytes + sampler.random_bytes + processing
     kind = placement.kind if storage.relocatable else DISK
+    on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
     index = taken.index + (0 if storage.end_bits is None else storage.end_bits.nbytes)
     index += 0 if storage.breaks is None else storage.breaks.nbytes
     index += 0 if storage.sharing is None else storage.sharing.link_bytes
-    return MemoryReport(kind, str(placement.device), storage.nbytes, taken.tree, index, counters)
+    return MemoryReport(kind, str(placement.device), storage.nbytes, taken.tree, index, counters, on_host)

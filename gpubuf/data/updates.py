@@ -271,9 +271,9 @@ def stored_keys(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tup
     """The positions of keys in the layout of what is written, and ``n`` rows of each.
 
     Raises:
-        ValueError: a key is not stored, has another shape or dtype, or is shared with "next".
+        ValueError: a key is not stored, has another shape or dtype, is a prefix of another, or is shared with "next".
     """
-    layout = storage.written_layout
+    layout, prefixes = storage.written_layout, dict(storage.schema.prefixes)
     keys: list[int] = []
     sources: list[Tensor] = []
     for key, tensor in found.items():
@@ -284,6 +284,9 @@ def stored_keys(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tup
             stored = sorted(leaf.name for leaf in layout.leaves)
             raise UnknownKeyError(f"key {as_written(key)!r} is not stored; the storage has {stored}")
         leaf = layout.leaves[position]
+        if position in prefixes:
+            whole = layout.leaves[prefixes[position]]
+            raise ValueError(f"key {leaf.name} is stored as the first elements of {whole.name}: write that one")
         if storage.schema.columns[position] in storage.schema.shared:
             raise ValueError(
                 f"key {leaf.name} is stored once for two rows (share_next): write whole rows, by buffer[index] = ..."

@@ -44,8 +44,8 @@ class SimpleReplayBuffer:
         n_act: length of an action.
         n_critic_obs: length of an observation of the critic. Without ``asymmetric_obs`` it has no effect.
         asymmetric_obs: whether there are observations of the critic.
-        playground_mode: those begin with the observation. Then observations are not stored: those of batches are
-            views of the critic's.
+        playground_mode: those begin with the observation. Then it is stored as a part of them. On the CPU a write
+            compares the two and raises ValueError if they differ.
         n_steps: steps of a transition, 1 .. 64.
         gamma: the discount.
         device: where the rows are, and the batches: as for :class:`LazyTensorStorage`. Default: the CPU.
@@ -91,8 +91,7 @@ class SimpleReplayBuffer:
         self.gamma = gamma
         self.n_steps = n_steps
         self.device = device
-        widths = {} if self.playground_mode else {"observations": n_obs}
-        widths |= {"critic_observations": n_critic_obs} if asymmetric_obs else {}
+        widths = {"observations": n_obs} | ({"critic_observations": n_critic_obs} if asymmetric_obs else {})
         kinds: dict[Key, tuple[torch.dtype, tuple[int, ...]]] = {
             **{(name,): (torch.float32, (width,)) for name, width in widths.items()},
             ("actions",): (torch.float32, (n_act,)),
@@ -101,6 +100,8 @@ class SimpleReplayBuffer:
             ("next", "dones"): (torch.int64, ()),
             ("next", "truncations"): (torch.int64, ()),
         }
+        # Those with memory of their own.
+        owners = [name for name in widths if not (self.playground_mode and name == "observations")]
         flags = {("next", "dones"): torch.bool, ("next", "truncations"): torch.bool}
         storage = LazyTensorStorage(
             n_env * buffer_size,
@@ -109,7 +110,8 @@ class SimpleReplayBuffer:
             # Windows alone depend on it.
             ends=CONTINUITY if n_steps > 1 else FLAGS,
             dtypes={**flags, **(dtypes or {})},
-            share_next=list(widths) if share_next else False,
+            prefixes={"observations": "critic_observations"} if self.playground_mode else None,
+            share_next=owners if share_next else False,
             next_capacity=next_capacity,
         )
         self.buffer = ReplayBuffer(
@@ -144,7 +146,9 @@ class SimpleReplayBuffer:
 
         Raises:
             KeyError: a key is missing.
-            ValueError: a tensor has another shape; or on the CPU: numbers that its key can't hold. Nothing is written.
+            ValueError: a tensor has another shape; or on the CPU: numbers that its key can't hold, or in
+                ``playground_mode`` observations of the critic that don't begin with the observation. Nothing is
+                written.
         """
         self._steps.write(tensor_dict)
 
@@ -167,8 +171,6 @@ class SimpleReplayBuffer:
         following: TensorDict = data["next"]
         steps = torch.ones_like(following["dones"]) if self.n_steps == 1 else data.pop(STEPS_KEY).squeeze(-1).float()
         following.set("effective_n_steps", steps)
-        for part in (data, following) if self.playground_mode else ():
-            part.set("observations", part["critic_observations"][:, : self.n_obs])
         return data
 
     def state_dict(self) -> dict[str, Any]:

@@ -253,7 +253,7 @@ class CheckpointedRows:
             if not storage.is_plain:
                 raise NotImplementedError(
                     "checkpointers and hooks take rows that are in memory as they were written: save() without them, "
-                    "or make the storage without dtypes, share_next, containers and objects"
+                    "or make the storage without dtypes, prefixes, share_next, 'split', containers and objects"
                 )
             rows = storage._storage
             rows = rows if storage.rows_device.type == "cpu" else rows.to("cpu")

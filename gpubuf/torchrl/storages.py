@@ -144,11 +144,12 @@ class TensorStorage(core.TensorStorage):
         """
         if not self.initialized:
             return None
-        if self.computed:
+        if self.computed or any(len(column.parts) > 1 for column in self._columns):
             raise NotImplementedError(
                 "the rows of this storage are not in memory as they were written: read them by storage[index]"
             )
-        return self.written_layout.assemble(self._columns, tuple(self._shape), self.rows_device)
+        tensors = [column.whole for column in self._columns]
+        return self.written_layout.assemble(tensors, tuple(self._shape), self.rows_device)
 
     def _rand_given_ndim(self, batch_size: int) -> Tensor | tuple[Tensor, ...]:
         """An index of rows drawn uniformly, with torch's generator: samplers written for TorchRL call this."""
@@ -258,7 +259,8 @@ class TensorStorage(core.TensorStorage):
         if not self.initialized:
             return True
         layout = self.written_layout
-        return not self.computed and self.host is None and type(layout) is RowLayout
+        one_place = all(len(column.parts) == 1 for column in self.columns)
+        return one_place and not self.computed and self.host is None and type(layout) is RowLayout
 
 
 def _picked(rows: Data, numbers: list[int]) -> Data:

@@ -274,12 +274,12 @@ def scarce(*arguments: Any) -> Any:
 
 @pytest.mark.parametrize("contract", each_option(contracts(in_memory)), ids=str)
 def test_rows_lie_anywhere_and_move(contract, monkeypatch):
-    """CASES 27: on the GPU or pinned, batches and edits are those of a buffer that stays."""
+    """CASES 27: in one place, pinned, or in two, batches and edits are those of a buffer that stays."""
     machine = Machine(device=GIB).install(monkeypatch, work_on_cpu=True)
     monkeypatch.setattr(moving, "CHUNK_BYTES", 64)
     contract = replace(contract, steps=140, prefetch=0)
-    stays, moves, model = contract.new(), contract.new(device="pinned"), Model(contract)
-    for place in ("", "cpu", "pinned", "cpu", "pinned"):
+    stays, moves, model = contract.new(), contract.new(device="split:60%"), Model(contract)
+    for place in ("", "pinned", "cpu", "split:60%", "pinned"):
         if place:
             with monkeypatch.context() as patched:
                 patched.setattr(moving, "new_record", scarce)
@@ -312,11 +312,13 @@ def planned(contract: BufferContract) -> bool:
     return in_memory(contract) and has_columns(contract) and not contract.relabel and not contract.prefetch
 
 
-@pytest.mark.parametrize(("contract", "kind"), each_option(contracts(planned), ["cpu", "cuda", "pinned"]), ids=str)
+@pytest.mark.parametrize(
+    ("contract", "kind"), each_option(contracts(planned), ["cpu", "cuda", "pinned", "split"]), ids=str
+)
 def test_memory_is_as_planned(contract, kind, monkeypatch):
     """Byte for byte, wherever it is: rows, tree, index and counters."""
     contract = replace(contract, steps=150)
-    machine = Machine(device=GIB).install(monkeypatch)
+    machine = Machine(device=20_000 if kind == "split" else GIB).install(monkeypatch)
     rows, sampler = Model(contract).write(150), contract.new().sampler
     made = plan(
         rows.reshape(-1),

@@ -55,7 +55,7 @@ def assert_same_buffers(one: ReplayBuffer, other: ReplayBuffer) -> None:
     # What was never written is whatever was in the memory.
     for which in (one, other):
         for column in which.storage.columns:
-            column[which.storage.steps_stored :] = 0
+            column.whole[which.storage.steps_stored :] = 0
         which.set_rng(torch.Generator().manual_seed(0))
     assert state_bytes(one) == state_bytes(other)
     assert same(one.sample(), other.sample())

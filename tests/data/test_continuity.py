@@ -158,6 +158,16 @@ def test_bytes_are_compared():
     assert storage.breaks.found[:4].tolist() == [False, False, False, False]
 
 
+def test_prefixes_are_compared_with_their_whole():
+    rows = Stream().rows(30)
+    for part in (rows, rows["next"]):
+        part["actor"] = part["pixels"][:, :2].clone()
+    storage = LazyTensorStorage(CAPACITY, ends=CONTINUITY, prefixes={"actor": "pixels"})
+    buffer = TensorDictReplayBuffer(storage=storage)
+    buffer.extend(rows)
+    assert_breaks(buffer)
+
+
 def test_refusals():
     """Both sides are named, and nothing is written."""
     with pytest.raises(ValueError, match="ends must be 'flags' or 'flags\\+continuity', got 'both'"):

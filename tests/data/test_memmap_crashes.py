@@ -51,7 +51,7 @@ def torn(folder: Path) -> torch.Tensor:
     storage = buffer.storage
     storage._kept(6)
     for column in storage.columns:
-        column[:7] = 0
+        column.whole[:7] = 0
     return torch.from_file(str(folder / "gpubuf.journal"), shared=True, size=64, dtype=torch.int64)
 
 

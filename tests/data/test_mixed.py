@@ -126,9 +126,9 @@ def test_places_and_moves(monkeypatch):
     """Each buffer is read where its rows are now."""
     Machine(device=10_000).install(monkeypatch, work_on_cpu=True)
     mixed = MixedReplayBuffer(
-        [part(190, 0, capacity=200, device="pinned"), part(190, 1000, capacity=200, device="cpu")]
+        [part(190, 0, capacity=200, device="pinned"), part(190, 1000, capacity=200, device="split")]
     )
-    for place in (None, "pinned", "cpu", "pinned"):
+    for place in (None, "pinned", "split:0%", "pinned"):
         if place:
             mixed[1].to(place)
         assert_rows(mixed, mixed.sample(16))

@@ -303,7 +303,7 @@ def test_flags_that_are_changed_in_place():
     ended = TensorDict({"next": {"done": torch.ones(2, 1, dtype=torch.bool)}}, [2])
     other.update_if_present(torch.tensor([4, 5]), ended, generation=torch.tensor([1, 1]))
     assert steps() == [3, 2, 1, 2, 1, 1, 2, 1]
-    column = buffer.storage.columns[buffer.storage.layout.position(("next", "done"))]
+    column = buffer.storage.columns[buffer.storage.layout.position(("next", "done"))].whole
     column[2] = False
     buffer.mark_update(torch.tensor([2]))
     assert steps() == [5, 4, 3, 2, 1, 1, 2, 1]

@@ -25,10 +25,10 @@ from gpubuf.data import (
     moving,
 )
 from gpubuf.data.storage import host_memory
-from gpubuf.data.storage.column import records
+from gpubuf.data.storage.column import Column, records
 from gpubuf.data.storage.host_memory import Free
 from gpubuf.data.storage.layout import RowLayout
-from gpubuf.data.storage.placement import IndexBytes, NothingFitsError, choose, place, readable
+from gpubuf.data.storage.placement import IndexBytes, NothingFitsError, choose, near_steps, place, readable
 from gpubuf.kernels.rows import ENTRY
 from tests.support.fake_cuda import fake_cuda
 from tests.support.moved_buffers import SAMPLERS, alike, episodes
@@ -46,6 +46,8 @@ GPU = torch.device("cuda", 0)
         (9, 1, Free(100, 10), "cuda"),
         (10, 1, Free(100, 10), "pinned"),
         (100, 10, Free(100, 10), "pinned"),
+        (101, 1, Free(100, 10), "split"),
+        (109, 1, Free(100, 10), "split"),
         (9, 1, Free(0, 10), "cuda"),
         (9, 1, Free(10), "cpu"),
         (0, 0, Free(0, 0), "cuda"),
@@ -95,9 +97,9 @@ def test_a_machine_with_cuda_never_uses_pageable_memory(monkeypatch):
             try:
                 chosen = place("auto", rows, IndexBytes(), (100,), torch.device("cpu"))
             except NothingFitsError:
-                assert rows > max(machine.host, machine.device)
+                assert rows > machine.host + machine.device
             else:
-                assert chosen.kind == ("cuda" if rows <= GIB else "pinned")
+                assert chosen.kind == ("cuda" if rows <= GIB else "pinned" if rows <= machine.host else "split")
                 assert chosen.device.type == "cuda"
 
 
@@ -141,6 +143,20 @@ def test_auto_counts_what_the_sampler_takes(monkeypatch):
             placement = buffer.storage.placement
             assert (placement.kind, placement.device.type) == (kind, "cuda")
             assert bool(machine.ever_pinned) == (kind == "pinned")
+
+
+def test_auto_fills_the_gpu_where_neither_has_room(monkeypatch):
+    """As many rows as fit beside the index lie on the GPU, the others on the host."""
+    data = transitions(4)
+    row_bytes = sum(data[key][0].nbytes for key in data.keys(True, True))
+    machine = Machine(device=600 * row_bytes, host=600 * row_bytes).install(monkeypatch)
+    with fake_cuda():
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1000, device="auto"), batch_size=2)
+        buffer.extend(transitions(4))
+        assert (buffer.storage.placement.kind, buffer.storage.placement.device.type) == ("split", "cuda")
+        # A multiple of SPLIT_STEPS.
+        assert buffer.storage.placement.near_steps == 600 // 64 * 64
+    assert sum(machine.ever_pinned) >= 400 * row_bytes
 
 
 def test_nothing_is_left_behind_where_nothing_fits(monkeypatch):
@@ -494,3 +510,162 @@ def test_memory_report():
 
 CAPACITY = 200
 ROW_BYTES = 58  # of `episodes`
+
+
+@pytest.fixture
+def full_gpu(monkeypatch):
+    """With room for 128 of the rows on the GPU, and nothing else there."""
+    return Machine(device=128 * ROW_BYTES + 20).install(monkeypatch, work_on_cpu=True)
+
+
+# How many steps
+
+
+@pytest.mark.parametrize(
+    ("requested", "room", "expected"),
+    [
+        ("split", 10_000, 1000),
+        ("split", 9_999, 960),  # 999 steps would fit
+        ("split", 640, 64),
+        ("split", 639, 0),
+        ("split", -5, 0),
+        ("split:3000", 9_999, 256),
+        ("split:3KiB", 9_999, 256),
+        ("split:1GB", 10_000, 1000),
+        ("split:50%", 9_999, 448),
+        ("split:0%", 9_999, 0),
+        ("split:100%", 10_000, 1000),
+    ],
+)
+def test_how_many_steps_are_on_the_gpu(requested, room, expected):
+    assert near_steps(requested, 10_000, 1000, room) == expected
+
+
+@pytest.mark.parametrize("requested", ["split:", "split:half", "split:101%", "split:-3", "split:x%", "split:1e3%"])
+def test_sizes_of_no_known_form(requested):
+    if requested == "split:":
+        assert near_steps(requested, 10_000, 1000, 640) == 64
+        return
+    with pytest.raises(ValueError, match=r"expected a (share|number)"):
+        near_steps(requested, 10_000, 1000, 10_000)
+
+
+def test_less_room_than_was_asked_for():
+    with pytest.raises(RuntimeError, match=r"puts 2.93 KiB of rows on the GPU, there is room for 2.441 KiB"):
+        near_steps("split:3000", 10_000, 1000, 2500)
+
+
+def test_all_or_nothing_is_no_split(full_gpu):
+    for room, kind in ((10_000, "cpu"), (639, "pinned"), (5000, "split")):
+        full_gpu.device = room + 7
+        # The stand-in for the GPU is a CPU; with a GPU the first would be "cuda".
+        chosen = place("split", 10_000, IndexBytes(7), (1000,), torch.device("cpu"))
+        assert chosen.kind == kind
+
+
+# Content
+
+
+# Moving
+
+
+def test_what_the_rows_take_on_the_gpu_is_room_for_them(monkeypatch):
+    """On a GPU that is full of this buffer: it moves to a split that leaves half of it there."""
+    Machine(device=GIB).install(monkeypatch)
+    with fake_cuda():
+        buffer = twin("uniform", capacity=CAPACITY, device="cuda")
+        buffer.extend(transitions(CAPACITY, device="cuda"))
+        Machine(device=0).install(monkeypatch)
+        seen = []
+        monkeypatch.setattr(moving, "_move", lambda storage, sampler, before, target, progress: seen.append(target))
+        buffer.to("split:64%")
+        assert (seen[0].kind, seen[0].near_steps) == ("split", 128)
+
+
+# Memory
+
+
+def test_memory_is_taken_once(monkeypatch):
+    """On fake tensors: the first rows on the GPU, the others pinned, neither of them anywhere else."""
+    machine = Machine(device=GIB).install(monkeypatch)
+    torch_empty, on_device = torch.empty, []
+
+    def empty(*size, **kwargs):
+        tensor = torch_empty(*size, **kwargs)
+        on_device.append(tensor.nbytes)
+        return tensor
+
+    with fake_cuda():
+        storage = LazyTensorStorage(10_000, device="split:30%")
+        buffer = TensorDictReplayBuffer(storage=storage, batch_size=8)
+        data = transitions(40, device="cuda")
+        monkeypatch.setattr(torch, "empty", empty)
+        buffer.extend(data)
+        near = 3000 // 64 * 64
+        assert sum(machine.ever_pinned) == (10_000 - near) * 50
+        assert near * 50 <= sum(on_device) < near * 50 + 1000
+        assert storage.ring.device.type == storage.table.device.type == storage.device.type == "cuda"
+        assert {t.device.type for t in storage.row_tensors} == {"cuda", "cpu"}
+        for batch in (buffer.sample(), buffer[2:5], buffer[3]):
+            assert {value.device.type for value in batch.values(True, True)} == {"cuda"}
+        report = buffer.memory()
+        assert (report.placement, report.rows, report.rows_on_host) == ("split", 500_000, (10_000 - near) * 50)
+        assert "in pinned host memory" in str(report)
+        assert "rows split" in repr(buffer)
+        assert f"{near} steps on cuda" in str(storage.placement)
+
+
+# States and checkpoints
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "by"), [("split", "cpu", "state"), ("cpu", "split", "files"), ("split", "split", "files")]
+)
+def test_a_state_goes_from_one_placement_to_another(full_gpu, tmp_path, source, target, by):
+    for n in (40, 150, 330):
+        saved, loaded = (
+            twin("slices", capacity=CAPACITY, device=source),
+            twin("slices", capacity=CAPACITY, device=target),
+        )
+        write(saved, n, 0)
+        saved.sample()
+        if by == "state":
+            loaded.load_state_dict(saved.state_dict())
+        else:
+            saved.save(tmp_path, file_bytes=1000)
+            loaded.load(tmp_path)
+        assert same(saved[:], loaded[:])
+        assert alike(saved, loaded)
+        assert loaded.storage.placement.kind == target
+
+
+def test_only_what_changed_is_saved_again(full_gpu, tmp_path):
+    buffer = twin("uniform", capacity=CAPACITY, device="split")
+    write(buffer, 200, 0)
+    full = buffer.save(tmp_path, file_bytes=20 * ROW_BYTES)
+    write(buffer, 1, 200)
+    assert buffer.save(tmp_path, file_bytes=20 * ROW_BYTES).files_written == 3  # rows, state and manifest
+    buffer.storage.columns[0].parts[1].add_(1)  # rows on the host, in place: PyTorch counts it
+    assert buffer.save(tmp_path, file_bytes=20 * ROW_BYTES).files_written > 3
+    assert full.files_written == 12
+
+
+# A column
+
+
+def test_a_column_in_two_parts_is_one():
+    whole = torch.arange(30.0).view(10, 3)
+    column = Column(whole[:4].clone(), whole[4:].clone())
+    assert (len(column), column.shape, column.dtype, column.nbytes) == (10, (10, 3), torch.float32, 120)
+    for start in range(11):
+        for stop in range(start, 11):
+            assert torch.equal(column[start:stop], whole[start:stop])
+            other = Column(torch.zeros(4, 3), torch.zeros(6, 3))
+            other.write(start, whole[start:stop])
+            expected = torch.zeros(10, 3)
+            expected[start:stop] = whole[start:stop]
+            assert torch.equal(other[0:10], expected)
+    assert column[1:3].data_ptr() == column.parts[0][1:].data_ptr()
+    assert column[5:9].data_ptr() == column.parts[1][1:].data_ptr()
+    with pytest.raises(ValueError, match="unpack"):
+        column.whole  # noqa: B018

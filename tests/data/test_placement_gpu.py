@@ -76,10 +76,32 @@ def test_pinned_rows_beside_rows_on_the_gpu(kind):
     assert (report.placement, report.rows) == ("pinned", 1000 * 50)
 
 
+@pytest.mark.parametrize(("kind", "share"), [("uniform", "1%"), *((kind, "30%") for kind in SAMPLERS)])
+def test_rows_in_both_memories_beside_rows_on_the_gpu(kind, share):
+    """Issue 4, split mode: one buffer, the same batches, without a sync."""
+    on_gpu, split = twin(kind, "cuda"), twin(kind, f"split:{share}")
+    for start, n in ((0, 700), (700, 900)):
+        data = transitions(n, start).to("cuda")
+        for buffer in (on_gpu, split):
+            buffer.extend(data)
+        assert alike(on_gpu, split)
+    if share == "1%":
+        assert split.storage.placement.kind == "pinned"  # less than the 64 steps that go together
+    else:
+        assert split.storage.placement.kind == "split"
+        assert {t.device.type for t in split.storage.row_tensors} == {"cuda", "cpu"}
+        assert all(t.is_cuda or t.is_pinned() for t in split.storage.row_tensors)
+    assert same(on_gpu[:], split[:])
+    data = transitions(50, 5000).to("cuda")
+    with no_waiting():
+        split.extend(data)
+        split.sample()
+
+
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_moves(kind):
     stays, moves = twin(kind, "cuda"), twin(kind, "cuda")
-    for number, place in enumerate(("pinned", "cuda", "cpu", "pinned", "cpu", "cuda")):
+    for number, place in enumerate(("pinned", "cuda", "cpu", "pinned", "split:50%", "cpu", "split:20%", "cuda")):
         data = transitions(400, 400 * number)
         for buffer in (stays, moves):
             buffer.extend(data)
@@ -122,7 +144,7 @@ def test_real_figures():
 
 def test_a_state_goes_from_one_placement_to_another():
     places = [("pinned", "cuda"), ("cuda", "pinned"), ("cpu", "pinned"), ("pinned", "cpu")]
-    for source, target in places:
+    for source, target in (*places, ("split:40%", "cuda"), ("cpu", "split:40%")):
         saved, restored = twin("prioritized", source), twin("prioritized", target)
         for start in (0, 700):
             saved.extend(transitions(700, start))

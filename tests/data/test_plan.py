@@ -36,18 +36,19 @@ def test_keys_and_rows():
 @pytest.mark.parametrize(
     ("device", "host", "auto", "fits"),
     [
-        (64 * GIB, 64 * GIB, "cuda", [True, True, True]),
-        (GIB, 64 * GIB, "pinned", [False, True, True]),
-        (GIB, GIB, None, [False, False, False]),
-        (64 * GIB, GIB, "cuda", [True, False, False]),
-        (None, 64 * GIB, "cpu", [False, False, True]),
-        (None, GIB, None, [False, False, False]),
+        (64 * GIB, 64 * GIB, "cuda", [True, True, True, True]),
+        (GIB, 64 * GIB, "pinned", [False, True, True, True]),
+        (GIB, GIB, None, [False, False, False, False]),
+        (64 * GIB, GIB, "cuda", [True, False, True, False]),
+        (16 * GIB, 16 * GIB, "split", [False, False, True, False]),
+        (None, 64 * GIB, "cpu", [False, False, False, True]),
+        (None, GIB, None, [False, False, False, False]),
     ],
 )
 def test_what_fits_where(monkeypatch, device, host, auto, fits):
     Machine(host=host, device=device).install(monkeypatch)
     made = gpubuf.plan(SPEC, 1_000_000, sampler="prioritized")
-    places = ["cuda", "pinned", "cpu"]
+    places = ["cuda", "pinned", "split", "cpu"]
     assert [(fit.placement, fit.fits) for fit in made.fits] == list(zip(places, fits, strict=True))
     assert made.auto == auto
     assert ("fits nowhere" in str(made)) == (auto is None)

@@ -66,7 +66,7 @@ def test_a_codec_with_an_offset(backend):
     assert (made[:]["x"] - angle).abs().max() <= torch.pi / 32767
     shifted = buffer(dtypes={"x": Codec(torch.uint8, scale=2.0, offset=-100.0)})
     shifted.extend(of_one_key(torch.arange(-100.0, 100.0, 4.0)))
-    assert shifted.storage.columns[0][:4].tolist() == [0, 2, 4, 6]
+    assert shifted.storage.columns[0].whole[:4].tolist() == [0, 2, 4, 6]
     assert torch.equal(shifted[:]["x"], torch.arange(-100.0, 100.0, 4.0))
 
 

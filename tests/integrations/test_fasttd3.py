@@ -123,6 +123,15 @@ def test_playground_mode_keeps_the_observation_in_that_of_the_critic(n_steps, sh
     assert all(torch.equal(batches[0][key], batches[1][key]) for key in batches[0].keys(True, True))
 
 
+def test_playground_mode_refuses_another_beginning():
+    ring = fasttd3.SimpleReplayBuffer(ENVS, STEPS, OBS, ACT, CRITIC, True, True)
+    step = step_of(0)
+    step["critic_observations"][1, 0] += 1
+    with pytest.raises(ValueError, match="first elements"):
+        ring.extend(step)
+    assert ring.ptr == 0
+
+
 def test_without_observations_of_the_critic():
     """FastTD3's default: they are neither stored nor in the batch."""
     ring = fasttd3.SimpleReplayBuffer(ENVS, STEPS, OBS, ACT, OBS)

@@ -25,7 +25,7 @@ def stores(capacity: int, specs=COPIED):
 def wholes(store: Store) -> list[torch.Tensor]:
     """The rows of all keys, on the host."""
     torch.cuda.synchronize()
-    return [column.cpu() for column in store.columns]
+    return [column.whole.cpu() for column in store.columns]
 
 
 def assert_gathered(store: Store, found: list[torch.Tensor], index: torch.Tensor) -> None:

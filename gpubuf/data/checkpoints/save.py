@@ -28,6 +28,7 @@ from gpubuf.data.lock import BufferLock, holding, under
 from gpubuf.data.prefetch import Prefetcher, copied
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.storage.column import Column
 from gpubuf.data.storage.layout import Key, Node
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
@@ -384,7 +385,7 @@ class _Save:
         self,
         kind: Kind,
         numbers: list[int],
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Tensor | Column],
         cuts: list[tuple[int, int]],
         item_bytes: int,
         earlier: Sequence[File],

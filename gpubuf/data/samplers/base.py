@@ -18,7 +18,7 @@ from gpubuf.data.recording import current, refuse_in_capture
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import Data, RowLayout
-from gpubuf.data.storage.placement import AUTO, IndexBytes
+from gpubuf.data.storage.placement import IndexBytes, depends_on_room
 from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.kernels import philox
@@ -460,7 +460,7 @@ class Sampler:
 
         The machine is then not asked for its GPU: a process that CUDA woke up in can't be forked to use it.
         """
-        if requested != AUTO:
+        if not depends_on_room(requested):
             return IndexBytes()
         return self.index_bytes(shape, "cuda" if host_memory.cuda_present() else "cpu")
 

@@ -184,7 +184,8 @@ def register(address: int, n_bytes: int, device: torch.device) -> None:
     if not reads_host_addresses(device):
         raise RuntimeError(
             f"{torch.cuda.get_device_name(device)} can't read pinned host memory under the host's own addresses "
-            "(cudaDevAttrCanUseHostPointerForRegisteredMem is 0): rows can lie on 'cuda' or 'cpu' here, not 'pinned'"
+            "(cudaDevAttrCanUseHostPointerForRegisteredMem is 0): rows can lie on 'cuda' or 'cpu' here, not 'pinned' "
+            "or 'split'"
         )
     failed = int(torch.cuda.cudart().cudaHostRegister(address, n_bytes, _PORTABLE | _MAPPED))
     if failed:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.storage import memmap_files as files
-from gpubuf.data.storage.column import Record, separate
+from gpubuf.data.storage.column import Column, Record, separate
 from gpubuf.data.storage.end_bits import FLAGS
 from gpubuf.data.storage.layout import Data, RowLayout, batch_shape, saved_tree, with_tree
 from gpubuf.data.storage.memmap_files import COUNTERS_FILE, GPUBUF_FILE, Journal
@@ -55,7 +55,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         device: ``"cpu"``; ``"auto"`` means the same.
         ndim: number of batch dimensions: 1, or 2 for time-first ``[T, E]`` storage.
         ends: see :class:`LazyTensorStorage`. Opening compares all rows that are there.
-        dtypes, batch_dtypes: not supported: the files hold what is written, for TorchRL reads them.
+        dtypes, batch_dtypes, prefixes: not supported: the files hold what is written, for TorchRL reads them.
         existsok: open the storage that is in ``scratch_dir`` already, if there is one, with the rows it holds. A
             storage of TorchRL's, or a mapped TensorDict, is replaced, as TorchRL does; files of anything else are not.
         compilable: accepted for compatibility; every operation can be compiled.
@@ -65,7 +65,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             Nothing but the storage's own files is ever removed.
 
     Raises:
-        NotImplementedError: ``dtypes``, ``batch_dtypes`` or ``share_next`` are given.
+        NotImplementedError: ``dtypes``, ``batch_dtypes``, ``prefixes`` or ``share_next`` are given.
         ValueError: the device is another, ``max_size`` or ``ndim`` is below 1, or differs from that of the storage in
             ``scratch_dir``.
         RuntimeError: there is a storage in ``scratch_dir``, and ``existsok`` is False.
@@ -81,16 +81,17 @@ class LazyMemmapStorage(LazyTensorStorage):
         ends: str = FLAGS,
         dtypes: None = None,
         batch_dtypes: None = None,
+        prefixes: None = None,
         existsok: bool = False,
         compilable: bool = False,
         shared_init: bool = False,
         auto_cleanup: bool | None = None,
         share_next: bool = False,
     ) -> None:
-        if dtypes or batch_dtypes or share_next:
+        if dtypes or batch_dtypes or prefixes or share_next:
             raise NotImplementedError(
-                "the files of a LazyMemmapStorage hold what is written, for TorchRL reads them: dtypes, batch_dtypes "
-                "and share_next are options of LazyTensorStorage"
+                "the files of a LazyMemmapStorage hold what is written, for TorchRL reads them: dtypes, batch_dtypes, "
+                "prefixes and share_next are options of LazyTensorStorage"
             )
         if device != "auto" and torch.device(device).type != "cpu":
             raise ValueError(
@@ -153,7 +154,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         if not 0 <= size <= min(written, math.prod(shape)):
             raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
         self._mapped_counters, self._journal = counters, journal
-        found = separate(tensors)
+        found = separate(list(map(Column, tensors)))
         self._adopt(self.schema_like(layout), found, shape, Placement("cpu", torch.device("cpu")))
         self.counters.set(written, size)
         self.rebuild()
@@ -182,7 +183,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         try:
             self._mapped_counters = self._create(folder / COUNTERS_FILE, torch.int64, (4,), created)
             columns = [
-                self._create(files.tensor_file(folder, leaf.key), leaf.dtype, (*shape, *leaf.shape), created)
+                Column(self._create(files.tensor_file(folder, leaf.key), leaf.dtype, (*shape, *leaf.shape), created))
                 for leaf in layout.leaves
             ]
             self._create(folder / files.JOURNAL_FILE, torch.int64, (1,), created)

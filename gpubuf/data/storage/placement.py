@@ -16,7 +16,10 @@ from gpubuf.data.storage.host_memory import Free
 
 logger = logging.getLogger("gpubuf")
 
-AUTO, PINNED, DISK = "auto", "pinned", "disk"
+AUTO, PINNED, SPLIT, DISK = "auto", "pinned", "split", "disk"
+
+SPLIT_STEPS = 64
+"""The steps on the GPU are a multiple of this: the trajectory index reads the flags of so many steps as one word."""
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {"": 1} | {
@@ -74,32 +77,37 @@ class Placement:
     """The place of a storage.
 
     Attributes:
-        kind: ``"cpu"``, ``"cuda"``, ``"pinned"``, or the type of another device.
+        kind: ``"cpu"``, ``"cuda"``, ``"pinned"``, ``"split"``, or the type of another device.
         device: where the work is done, ring, tree and index are, and batches come out.
         why: why it lies there.
+        near_steps: of ``"split"``: how many steps, the first ones, are on the device.
     """
 
     kind: str
     device: torch.device
     why: str = "asked for"
+    near_steps: int = 0
 
     @property
     def rows_device(self) -> torch.device:
-        """The device of the rows."""
+        """The device of the rows, or of the first ones with ``"split"``."""
         return torch.device("cpu") if self.kind == PINNED else self.device
 
     @property
     def rows_on_host(self) -> bool:
         """Whether rows are in pinned host memory, all or some: another device than this one works on them."""
-        return self.kind == PINNED
+        return self.kind in (PINNED, SPLIT)
 
     def same_place(self, other: Placement) -> bool:
         """Whether everything lies where another placement has it."""
-        return (self.kind, self.device) == (other.kind, other.device)
+        return (self.kind, self.device, self.near_steps) == (other.kind, other.device, other.near_steps)
 
     def __str__(self) -> str:
-        where = f"rows in pinned host memory, all else on {self.device}" if self.rows_on_host else self.device
-        return f"{where} ({self.why})"
+        where = {
+            PINNED: f"rows in pinned host memory, all else on {self.device}",
+            SPLIT: f"{self.near_steps} steps on {self.device}, the others in pinned host memory",
+        }
+        return f"{where.get(self.kind, self.device)} ({self.why})"
 
 
 @dataclass(frozen=True)
@@ -107,13 +115,14 @@ class MemoryReport:
     """Bytes in each memory.
 
     Attributes:
-        placement: where the rows are: ``"cpu"``, ``"cuda"``, ``"pinned"``, or ``"disk"`` for mapped files;
+        placement: where the rows are: ``"cpu"``, ``"cuda"``, ``"pinned"``, ``"split"``, or ``"disk"`` for mapped files;
             None before the first write.
         device: where all else is; None before the first write.
         rows: of the rows.
         tree: of the sum tree.
         index: of the trajectory index, of eligible starts, of the order of an epoch.
         counters: of the ring's counters, the table of addresses and the random state.
+        rows_on_host: of those rows of ``"split"`` that are in pinned host memory; they are part of ``rows``.
     """
 
     placement: str | None
@@ -122,6 +131,7 @@ class MemoryReport:
     tree: int
     index: int
     counters: int
+    rows_on_host: int = 0
 
     @property
     def total(self) -> int:
@@ -132,6 +142,9 @@ class MemoryReport:
         if self.placement is None:
             return "nothing is allocated before the first write"
         rows = {PINNED: "in pinned host memory", DISK: "in mapped files"}.get(self.placement, f"on {self.device}")
+        if self.placement == SPLIT:
+            near = self.rows - self.rows_on_host
+            rows = f"({readable(near)} on {self.device}, {readable(self.rows_on_host)} in pinned host memory)"
         lines = [f"rows      {readable(self.rows)} {rows}"]
         lines += [
             f"{name:<9} {readable(n_bytes)} on {self.device}"
@@ -158,7 +171,7 @@ def choose(rows: int, index: int, capacity: int, free: Free) -> tuple[str, str]:
         free: what may be taken.
 
     Returns:
-        ``"cuda"``, ``"pinned"`` or ``"cpu"``, and the reason.
+        ``"cuda"``, ``"pinned"``, ``"split"`` or ``"cpu"``, and the reason.
 
     Raises:
         NothingFitsError: none of them has room.
@@ -175,8 +188,9 @@ def choose(rows: int, index: int, capacity: int, free: Free) -> tuple[str, str]:
             return "cuda", f"{need}, {device}"
         if index <= free.device and rows <= free.host:
             return PINNED, f"{need} exceed {device}; {host}"
-        found = f"{device} and {host}"
-        most = max(free.device - index, free.host) if index <= free.device else 0
+        if index <= free.device and rows + index <= free.device + free.host:
+            return SPLIT, f"{need} exceed {device}, and {host}"
+        found, most = f"{device} and {host}", free.device + free.host - index if index <= free.device else 0
     fitting = max(most, 0) * capacity // max(rows, 1)
     raise NothingFitsError(
         f"a buffer of {capacity} rows fits nowhere: {need} are needed, there are {found} (a tenth of all memory is "
@@ -187,7 +201,53 @@ def choose(rows: int, index: int, capacity: int, free: Free) -> tuple[str, str]:
 
 def working_device(requested: torch.device | str) -> torch.device:
     """The device that does the work for a placement asked for by name; not ``"auto"``."""
-    return torch.device("cuda" if requested == PINNED else requested)
+    return torch.device("cuda" if requested == PINNED or wants_split(requested) else requested)
+
+
+def wants_split(requested: torch.device | str) -> bool:
+    """Whether a placement asked for by name is ``"split"``, with or without a size."""
+    return isinstance(requested, str) and requested.partition(":")[0] == SPLIT
+
+
+def depends_on_room(requested: torch.device | str) -> bool:
+    """Whether a placement goes by what fits."""
+    return requested == AUTO or wants_split(requested)
+
+
+def near_steps(requested: str, rows: int, steps: int, room: int) -> int:
+    """How many steps ``"split"`` puts on the GPU. A pure function.
+
+    Args:
+        requested: ``"split"`` for as many as there is room for, ``"split:20GiB"`` for so many bytes of rows, or
+            ``"split:30%"`` for a share of them.
+        rows: bytes of all rows.
+        steps: number of steps.
+        room: bytes free on the GPU for rows.
+
+    Returns:
+        All steps, or a multiple of :data:`SPLIT_STEPS`.
+
+    Raises:
+        ValueError: the size is of another form.
+        RuntimeError: there is less room than was asked for.
+    """
+    size = requested.partition(":")[2]
+    if size.endswith("%"):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)%", size)
+        if match is None or float(match[1]) > 100:
+            raise ValueError(f"expected a share of at most 100%, such as split:30%, got {requested!r}")
+        wanted = int(rows * float(match[1]) / 100)
+    elif size:
+        wanted = min(parse_bytes(size), rows)
+    else:
+        wanted = max(min(rows, room), 0)
+    if wanted > max(room, 0):
+        raise RuntimeError(
+            f"{requested!r} puts {readable(wanted)} of rows on the GPU, there is room for {readable(room)}"
+        )
+    if wanted == rows:
+        return steps
+    return wanted * steps // rows // SPLIT_STEPS * SPLIT_STEPS
 
 
 def named(requested: torch.device | str) -> torch.device:
@@ -215,19 +275,28 @@ def place(
     index: IndexBytes,
     shape: tuple[int, ...],
     data_device: torch.device,
+    held: int = 0,
+    aside: int = 0,
 ) -> Placement:
     """Choose the place of a buffer that is about to be allocated. Logs an automatic choice.
 
     Args:
-        requested: ``"auto"``, ``"pinned"``, or a device.
+        requested: ``"auto"``, ``"pinned"``, ``"split"`` (see :func:`near_steps`), or a device.
         rows, index: as for :func:`choose`.
         shape: of the storage.
         data_device: where the first batch is: of several GPUs ``"auto"`` takes that one, else the current one.
+        held: bytes of rows on the GPU that the buffer gives up on the way.
+        aside: bytes that belong to the rows, but are on the GPU as a whole if these are split.
 
     Raises:
         NothingFitsError: ``"auto"``, and there is no room anywhere.
         RuntimeError: the device that was asked for does not exist.
+        ValueError: the size of a split is of no known form.
     """
+    if wants_split(requested):
+        device = named(requested)
+        room = host_memory.free(device).device or 0
+        return _split(str(requested), rows, shape[0], room + held - index.total - aside, device, "asked for")
     if requested == PINNED:
         return Placement(PINNED, named(PINNED))
     if requested != AUTO:
@@ -239,13 +308,23 @@ def place(
         free = host_memory.free(device)
     else:
         device, free = torch.device("cpu"), host_memory.free()
-    kind, why = choose(rows, index.total, capacity, free)
+    kind, why = choose(rows + aside, index.total, capacity, free)
     why = f"chosen automatically: {why}"
-    placement = Placement(kind, device, why)
+    if kind == SPLIT:
+        placement = _split(SPLIT, rows, shape[0], (free.device or 0) - index.total - aside, device, why)
+    else:
+        placement = Placement(kind, device, why)
     # Rows that did not fit on the GPU cost speed: that is shown also where nobody has set up logging.
     level = logging.WARNING if placement.rows_on_host else logging.INFO
     logger.log(level, "replay buffer of %d rows: %s", capacity, placement)
     return placement
+
+
+def _split(requested: str, rows: int, steps: int, room: int, device: torch.device, why: str) -> Placement:
+    near = near_steps(requested, rows, steps, room)
+    if near == steps:
+        return Placement(device.type, device, why)
+    return Placement(SPLIT, device, why, near) if near else Placement(PINNED, device, why)
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from gpubuf.data.storage.column import entry
+from gpubuf.data.storage.column import Column
 from gpubuf.data.storage.layout import Data, Key, Leaf, RowLayout, as_key, as_written, layout_of, rows_in
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, Schema, check_tells_ends
@@ -288,7 +288,7 @@ class RowPlan:
 
 def fields_of(
     schema: Schema,
-    columns: Sequence[Tensor],
+    columns: Sequence[Column],
     rows_per_step: int,
     batch: RowLayout,
     aside: Mapping[int, tuple[int, int, int]],
@@ -307,13 +307,14 @@ def fields_of(
     of_schema = zip(schema.written.leaves, schema.sources, schema.columns, strict=True)
     for leaf, (written, source, number) in zip(batch.leaves, of_schema, strict=True):
         stored = schema.stored.leaves[number]
-        device_rows, _, split, host_rows, row_stride = entry(columns[number], stored.row_bytes, rows_per_step)
+        device_rows, _, split, host_rows, row_stride = columns[number].entry(stored.row_bytes, rows_per_step)
         # A codec lies between floating-point numbers and what is stored: integers are taken as they are.
         scale, offset = (source.scale, source.offset) if leaf.dtype.is_floating_point else (1.0, 0.0)
         entries, pending, side_stride = aside.get(number, (0, 0, 0)) if source.follows else (0, 0, 0)
         found.append(
             Field(
                 device_rows=device_rows,
+                # Of a prefix these are the first bytes of a row.
                 row_bytes=leaf.n_elements * stored.dtype.itemsize,
                 split=split,
                 host_rows=host_rows,
@@ -328,6 +329,7 @@ def fields_of(
                 entries=entries,
                 pending=pending,
                 side_stride=side_stride,
+                writes=int(source.whole is None),
             )
         )
     return found
@@ -335,7 +337,11 @@ def fields_of(
 
 def as_stored(fields: Sequence[Field]) -> list[Field]:
     """The fields of keys that have memory, or share that of others, which read and write them as they are stored."""
-    return [replace(field, written=field.stored, batch=field.stored, scale=1.0, offset=0.0) for field in fields]
+    return [
+        replace(field, written=field.stored, batch=field.stored, scale=1.0, offset=0.0)
+        for field in fields
+        if field.writes
+    ]
 
 
 def field_table(fields: Sequence[Field], device: torch.device) -> Tensor:

@@ -160,6 +160,7 @@ class Options:
     Attributes:
         dtypes: how keys are stored.
         batch_dtypes: of keys in batches; of others it is the dtype that was written.
+        prefixes: keys that are the first elements of other ones, and have no memory of their own.
         share_next: whether keys under "next" share the memory of those at the root: True for :func:`continued_keys`, or
             the keys at the root.
         next_capacity: room for next observations that are not those of the next row; None: the default.
@@ -167,6 +168,7 @@ class Options:
 
     dtypes: Mapping[Key, Codec] = field(default_factory=dict)
     batch_dtypes: Mapping[Key, torch.dtype] = field(default_factory=dict)
+    prefixes: Mapping[Key, Key] = field(default_factory=dict)
     share_next: bool | tuple[Key, ...] = False
     next_capacity: int | None = None
 
@@ -175,6 +177,7 @@ class Options:
         cls,
         dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
         batch_dtypes: Mapping[Any, torch.dtype] | None = None,
+        prefixes: Mapping[Any, Any] | None = None,
         share_next: bool | Sequence[Any] = False,
         next_capacity: int | None = None,
     ) -> Options:
@@ -196,16 +199,24 @@ class Options:
         }
         for dtype in (batch_dtypes or {}).values():
             check_dtype(dtype)
+        begins = {as_key(key): as_key(whole) for key, whole in (prefixes or {}).items()}
+        for key, whole in begins.items():
+            if key in codecs:
+                raise ValueError(
+                    f"{as_written(key)!r} is a prefix of {as_written(whole)!r}, and has no dtype of its own in storage"
+                )
+            if whole in begins:
+                raise ValueError(f"{as_written(whole)!r} can't be a prefix itself: {as_written(key)!r} is one of it")
         drawn = {as_key(key): dtype for key, dtype in (batch_dtypes or {}).items()}
-        return cls(codecs, drawn, shared, next_capacity)
+        return cls(codecs, drawn, begins, shared, next_capacity)
 
     def __bool__(self) -> bool:
-        return bool(self.dtypes or self.batch_dtypes or self.share_next)
+        return bool(self.dtypes or self.batch_dtypes or self.prefixes or self.share_next)
 
     @property
     def keys(self) -> set[Key]:
         """All keys that are named."""
-        return {*self.dtypes, *self.batch_dtypes}
+        return {*self.dtypes, *self.batch_dtypes, *self.prefixes, *self.prefixes.values()}
 
 
 def _given(options: Mapping[Key, Any], key: Key) -> Any:
@@ -223,6 +234,7 @@ class Source:
         scale, offset: of its codec.
         batch: the dtype in batches.
         follows: whether it is read where the row's next observation is: see :mod:`gpubuf.kernels.rows`.
+        whole: the key whose first elements these are, by its position; None: it is no prefix.
     """
 
     owner: int
@@ -231,6 +243,7 @@ class Source:
     offset: float
     batch: torch.dtype
     follows: bool = False
+    whole: int | None = None
 
 
 def sources(leaves: Sequence[Leaf], options: Options) -> list[Source]:
@@ -245,12 +258,20 @@ def sources(leaves: Sequence[Leaf], options: Options) -> list[Source]:
             f"an option of the storage names {as_written(key)!r}, the batch has {[as_written(k) for k in positions]}"
         )
     found = [_own_column(position, leaf, options) for position, leaf in enumerate(leaves)]
-    shared = shared_keys(leaves, options.share_next)
+    wholes = [_whole(leaf.key, positions, options) for leaf in leaves]
+    # A prefix has no memory that could be shared.
+    shared = shared_keys(
+        [leaf for leaf, whole in zip(leaves, wholes, strict=True) if whole is None], options.share_next
+    )
     for position, leaf in enumerate(leaves):
         if leaf.key[:1] == (NEXT_KEY,) and leaf.key[1:] in shared:
             root = positions[leaf.key[1:]]
             _check_shared(leaf, leaves[root], found[position], found[root])
             found[position] = replace(found[position], owner=root, follows=True)
+    for position, (leaf, whole) in enumerate(zip(leaves, wholes, strict=True)):
+        if whole is not None:
+            _check_prefix(leaf, leaves[whole])
+            found[position] = replace(found[whole], batch=found[position].batch, whole=whole)
     for leaf, source in zip(leaves, found, strict=True):
         _check_conversion(leaf, source)
     return found
@@ -316,12 +337,34 @@ def _own_column(position: int, leaf: Leaf, options: Options) -> Source:
     return Source(position, codec.dtype, codec.scale, codec.offset, batch)
 
 
+def _whole(key: Key, positions: Mapping[Key, int], options: Options) -> int | None:
+    if key in options.prefixes:
+        return positions[options.prefixes[key]]
+    whole = _given(options.prefixes, key)
+    # The rule for a root key holds under "next" where both are there.
+    return None if whole is None else positions.get((NEXT_KEY, *whole))
+
+
 def _check_shared(leaf: Leaf, root: Leaf, own: Source, of_root: Source) -> None:
     codec, of_other = ((source.stored, source.scale, source.offset) for source in (own, of_root))
     if (leaf.dtype, leaf.shape) != (root.dtype, root.shape) or codec != of_other:
         raise ValueError(
             f"{leaf.name} can't share the memory of {root.name}: it is {leaf.dtype} of shape {leaf.shape}, stored with "
             f"(dtype, scale, offset) = {codec}; the other is {root.dtype} of shape {root.shape}, stored with {of_other}"
+        )
+
+
+def _check_prefix(leaf: Leaf, whole: Leaf) -> None:
+    fits = (
+        leaf.dtype is whole.dtype
+        and leaf.shape[1:] == whole.shape[1:]
+        and len(leaf.shape) == len(whole.shape) > 0
+        and leaf.shape[0] <= whole.shape[0]
+    )
+    if not fits:
+        raise ValueError(
+            f"{leaf.name} can't be a prefix of {whole.name}: its rows are {leaf.dtype} of shape {leaf.shape}, those of "
+            f"the other {whole.dtype} of shape {whole.shape}. They may differ in their first dimension alone"
         )
 
 
@@ -385,7 +428,13 @@ class Schema:
     def full(self) -> RowLayout:
         """A row as it is stored, with the next observations that are stored once."""
         leaves = zip(self.written.leaves, self.sources, strict=True)
-        return self.written.plain.with_leaves([replace(leaf, dtype=source.stored) for leaf, source in leaves])
+        stored = [replace(leaf, dtype=source.stored) for leaf, source in leaves if source.whole is None]
+        return self.written.plain.with_leaves(stored)
+
+    @functools.cached_property
+    def prefixes(self) -> list[tuple[int, int]]:
+        """Leaves that are the first elements of others, and these, by their positions."""
+        return [(i, source.whole) for i, source in enumerate(self.sources) if source.whole is not None]
 
 
 def check_tells_ends(schema: Schema, columns: Sequence[int], by_id: bool) -> None:
@@ -495,7 +544,7 @@ def check_same(schema: Schema, saved: Any) -> None:
         if own.get(key) != other.get(key):
             raise ValueError(
                 f"the rows are stored in another way: {as_written(key)!r} {_told(other.get(key))} there, "
-                f"{_told(own.get(key))} in this storage. Give the storage the same dtypes"
+                f"{_told(own.get(key))} in this storage. Give the storage the same dtypes and prefixes"
             )
 
 

@@ -22,6 +22,7 @@ from gpubuf.data.arguments import check_count, warn_of_no_effect
 from gpubuf.data.recording import DERIVED, Unfinished
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.column import (
+    Column,
     Record,
     address_table,
     columns_of,
@@ -61,8 +62,10 @@ from gpubuf.data.storage.layout import (
 from gpubuf.data.storage.placement import (
     AUTO,
     PINNED,
+    SPLIT,
     IndexBytes,
     Placement,
+    depends_on_room,
     place,
     readable,
     working_device,
@@ -75,6 +78,7 @@ from gpubuf.data.storage.schema import (
     Schema,
     check_same,
     described,
+    host_can_read,
     keys_told,
     written_leaves,
 )
@@ -246,7 +250,7 @@ class TensorStorage(Storage):
         self._schema: Schema | None = None
         #: The memory of the rows: see :mod:`~.column`. :attr:`columns` are views of it.
         self.records: list[Record] = []
-        self._columns: list[Tensor] = []
+        self._columns: list[Column] = []
         self._ring: Ring | None = None
         self._placement: Placement | None = None
         # These stay the same, so that captured graphs find their tables.
@@ -293,7 +297,8 @@ class TensorStorage(Storage):
         if self._placement.rows_on_host or not self.relocatable:
             copies, self.records = self.records, self._allocate(schema.stored, tuple(self._shape), self._placement)
             for record, copied in zip(self.records, copies, strict=True):
-                record.memory.copy_(copied.memory)
+                for start, part in copied.memory.pieces():
+                    record.memory.write(start, part)
             if self.sharing is not None:
                 self.sharing.renew(self._placement)
         self._columns = columns_of(self.records, schema.stored.leaves)
@@ -355,7 +360,7 @@ class TensorStorage(Storage):
 
     @property
     def rows_device(self) -> torch.device:
-        """The device of the rows: the CPU for ``"pinned"``, else :attr:`device`.
+        """The device of the rows, with ``"split"`` of the first ones: the CPU for ``"pinned"``, else :attr:`device`.
 
         Raises as :attr:`device`.
         """
@@ -427,14 +432,14 @@ class TensorStorage(Storage):
         return sum(column.nbytes for column in self._columns) + beside
 
     @property
-    def columns(self) -> list[Tensor]:
+    def columns(self) -> list[Column]:
         """The rows: ``[*shape, ...]`` for each of ``layout.leaves``. Those beyond ``len()`` are uninitialised."""
         return self._columns
 
     @property
     def row_tensors(self) -> list[Tensor]:
         """The tensors that the rows are in: one a key, or two where rows are in two places."""
-        return list(self._columns)
+        return [part for column in self._columns for part in column.parts]
 
     @property
     def relocatable(self) -> bool:
@@ -492,11 +497,11 @@ class TensorStorage(Storage):
             row_bytes = sum(leaf.row_bytes for leaf in schema.shared.values())
             aside, links = side_bytes(row_bytes, n, math.prod(shape[1:]), self.options.next_capacity)
         beside = self.beside + self.derived_bytes(self.requested_device, shape) + IndexBytes(index=links)
-        return place(self.requested_device, n * schema.stored.row_bytes + aside, beside, shape, data_device)
+        return place(self.requested_device, n * schema.stored.row_bytes, beside, shape, data_device, aside=aside)
 
     def derived_bytes(self, requested: torch.device | str, shape: tuple[int, ...]) -> IndexBytes:
         """Bytes that a storage of ``shape`` keeps beside its rows; zero for placements that ignore free memory."""
-        if requested != AUTO:
+        if not depends_on_room(requested):
             return IndexBytes()
         index = math.prod(shape) * (self._compares + self.by_writers)
         if self._ends_by is not None:
@@ -584,7 +589,7 @@ class TensorStorage(Storage):
         aside = {} if self.sharing is None else self.sharing.aside
         return fields_of(schema, self._columns, self._envs, batch, aside)
 
-    def replace_record(self, number: int, memory: Tensor) -> None:
+    def replace_record(self, number: int, memory: Column) -> None:
         """Keep the rows of one record in other memory, which holds them. See :meth:`relocated`."""
         self.records[number] = Record(self.records[number].keys, memory)
         self._columns = columns_of(self.records, self.layout.leaves)
@@ -824,6 +829,8 @@ class TensorStorage(Storage):
         sources = schema.written.collect(data, self.ndim)
         if self.ndim > 1 and shape[1:] != self._shape[1:]:
             raise ValueError(f"the storage's shape is {self._shape}, the batch's {shape}: all but the first must agree")
+        if schema.prefixes:
+            sources = self._without_prefixes(sources, self.ndim)
         local, host = self._local(sources, self.ndim), self.host
         if host is None:
             return self._append(local, n)
@@ -834,6 +841,8 @@ class TensorStorage(Storage):
 
     def append_columns(self, sources: list[Tensor], n: int) -> Tensor:
         """:meth:`append` of ``n >= 1`` rows, ``[n, ...]`` for each of ``written_layout.leaves``: nothing is checked."""
+        if self.schema.prefixes:
+            sources = self._without_prefixes(sources, 1)
         return self._append(host_memory.to_device(sources, self._device), n)
 
     def append_prepared(self, launch: Callable[[], Tensor | None], n: int) -> Tensor | None:
@@ -887,6 +896,8 @@ class TensorStorage(Storage):
         if batch_shape(data, 1) != (index.numel(),):
             raise ValueError(f"{index.numel()} rows are addressed, the batch has shape {batch_shape(data, 1)}")
         sources = layout.collect(data, 1)
+        if self.schema.prefixes:
+            sources = self._without_prefixes(sources, 1)
         rows_on_host = None if self.host is None else self.host.rows_of(data, 1)
         self.overwrites += 1
         sharing, local, plans = self.sharing, self._local(sources, 1), self.plans
@@ -941,7 +952,32 @@ class TensorStorage(Storage):
     def _local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
         """The sources on the storage's device, with the batch dimensions flattened."""
         local = host_memory.to_device(sources, self._device)
-        return local if ndim == 1 else [t.flatten(0, ndim - 1) for t in local]
+        # The empty source of a key without a column of its own has one dimension.
+        return local if ndim == 1 else [t.flatten(0, ndim - 1) if t.ndim >= ndim else t for t in local]
+
+    def _without_prefixes(self, given: list[Tensor], batch_dims: int) -> list[Tensor]:
+        """What is written, in the order of ``written_layout``: prefixes are checked, and left out.
+
+        Raises:
+            ValueError: a prefix holds something else than the key that it is one of. Asked only where both are on the
+                CPU, in code that is neither captured nor compiled.
+        """
+        out = list(given)
+        for position, whole in self.schema.prefixes:
+            self._check_prefix(position, whole, given[position], given[whole], batch_dims)
+            out[position] = given[position].new_empty(0)
+        return out
+
+    def _check_prefix(self, position: int, whole: int, part: Tensor, other: Tensor, batch_dims: int) -> None:
+        if not (host_can_read(part) and host_can_read(other)):
+            return
+        leaves = self.written_layout.leaves
+        beginning = other.narrow(batch_dims, 0, leaves[position].shape[0])
+        if not torch.equal(_bits(part), _bits(beginning)):
+            raise ValueError(
+                f"{leaves[position].name} is stored as the first elements of {leaves[whole].name}, but the batch has "
+                "others there: nothing is written"
+            )
 
     # Reading
 
@@ -992,7 +1028,7 @@ class TensorStorage(Storage):
 
         Ints and slices give views of the storage, as they do on tensors; all else gives copies. Where rows are in
         pinned host memory there are only copies, on the GPU, for that orders them with what was launched before. Of a
-        storage with ``dtypes`` or ``batch_dtypes`` there are only copies too, in the dtypes that were
+        storage with ``dtypes``, ``batch_dtypes`` or ``prefixes`` there are only copies too, in the dtypes that were
         written. TensorDicts of a storage that a TensorDict writer writes to carry ``"index"``, as samples do.
 
         Raises:
@@ -1008,7 +1044,7 @@ class TensorStorage(Storage):
     def _rows(self, index: Any) -> Data:
         layout, index = self.written_layout, plain_index(index)
         if isinstance(index, (int, slice)) and self.gives_views:
-            tensors = [column[: self.steps_stored][index] for column in self._columns]
+            tensors = [column.whole[: self.steps_stored][index] for column in self._columns]
             steps = () if isinstance(index, int) else (len(range(self.steps_stored)[index]),)
             return layout.assemble(tensors, (*steps, *self._shape[1:]), self._device)
         flat, batch = self.located(index)
@@ -1067,14 +1103,14 @@ class TensorStorage(Storage):
     def state_dict(self) -> dict[str, Any]:
         """Rows (views, not copies), counters and shape. Synchronises with the device, and refreshes ``len()``.
 
-        Rows are as they are stored: with options ``"form"`` says what was written. Rows that share their observations
-        lack the next ones that are stored once: ``"sharing"`` has those that are not in the next row, and says which
-        these are.
+        The rows of a storage in two places are a list of two batches, which follow each other. They are as they are
+        stored: with options ``"form"`` says what was written. Rows that share their observations lack the next ones
+        that are stored once: ``"sharing"`` has those that are not in the next row, and says which these are.
         """
         if self._schema is None:
             return {"initialized": False, "max_size": self.max_size}
         self.refresh()
-        filled, layout = self.steps_stored, self.layout
+        parts = [self._filled_part(part) for part in range(len(self._columns[0].parts) if self._columns else 1)]
         state = {
             "initialized": True,
             "max_size": self.max_size,
@@ -1083,9 +1119,7 @@ class TensorStorage(Storage):
             "skipped": self.written - self.rows_written,
             "size": len(self),
             "rewritten": self.counters.rewritten,
-            "rows": layout.assemble(
-                [column[:filled] for column in self._columns], (filled, *self._shape[1:]), self.rows_device
-            ),
+            "rows": parts[0] if len(parts) == 1 else parts,
         }
         state |= saved_tree(self.written_layout)
         if self.host is not None:
@@ -1097,6 +1131,16 @@ class TensorStorage(Storage):
         if self.sharing is not None:
             state["sharing"] = self.sharing.state_dict()
         return state
+
+    def _filled_part(self, part: int) -> Data:
+        """The rows stored in one of the places that the storage is in: views."""
+        tensors = [column.parts[part] for column in self._columns]
+        before = sum(len(other) for other in self._columns[0].parts[:part]) if self._columns else 0
+        filled = max(self.steps_stored - before, 0)
+        if tensors:
+            filled = min(filled, len(tensors[0]))
+        device = self.rows_device if part == 0 else torch.device("cpu")
+        return self.layout.assemble([t[:filled] for t in tensors], (filled, *self._shape[1:]), device)
 
     def load_state_dict(self, state: dict[str, Any]) -> Tensor | None:
         """Restore :meth:`state_dict`, copying into this storage's own memory.
@@ -1159,8 +1203,8 @@ class TensorStorage(Storage):
             at = (start - first // per_step) % (old_max // per_step)
             for column, source in zip(self._columns, layout.collect(part, self.ndim), strict=True):
                 before_seam = min(source.shape[0], old_max // per_step - at)
-                column[at : at + before_seam].copy_(source[:before_seam])
-                column[: source.shape[0] - before_seam].copy_(source[before_seam:])
+                column.write(at, source[:before_seam])
+                column.write(0, source[before_seam:])
         if self.sharing is not None and shared is not None:
             self.sharing.restore(shared)
         cuts = state.get("cuts")
@@ -1248,8 +1292,9 @@ class TensorStorage(Storage):
         device: Any = self.requested_device
         keys = "not initialized"
         if self._schema is not None:
-            pinned = self._placement is not None and self._placement.kind == PINNED
-            device = f"{self._device}, rows pinned" if pinned else self._device
+            device = {PINNED: f"{self._device}, rows pinned", SPLIT: f"{self._device}, rows split"}.get(
+                self._placement.kind if self._placement else "", self._device
+            )
             keys = f"{readable(self.nbytes)}, {{{', '.join(keys_told(self.schema))}}}"
         return f"{type(self).__name__}({len(self)}/{self.max_size} rows, device={device}, {keys})"
 
@@ -1264,16 +1309,20 @@ class LazyTensorStorage(TensorStorage):
     Args:
         max_size: capacity in transitions. With ``ndim > 1`` it is rounded up to whole steps of all environments.
         device: ``"cpu"``, ``"cuda"`` or a ``torch.device``; ``"pinned"`` for rows in pinned host memory that the GPU
-            gathers from, with counters, tree and index on the GPU; ``"auto"`` for the first of ``"cuda"`` and
-            ``"pinned"`` that has room for rows and index, and ``"cpu"`` on a machine without CUDA. What it chose, and
-            why, is in :attr:`placement`, and is logged (``logging.getLogger("gpubuf")``,
-            level INFO, or WARNING where rows are on the host).
+            gathers from, with counters, tree and index on the GPU; ``"split"`` for as many rows as there is room for on
+            the GPU and the others in pinned host memory (``"split:20GiB"``, ``"split:30%"`` for so many); ``"auto"``
+            for the first of ``"cuda"``, ``"pinned"`` and ``"split"`` that has room for rows and index, and ``"cpu"`` on
+            a machine without CUDA. What it chose, and why, is in :attr:`placement`, and is logged
+            (``logging.getLogger("gpubuf")``, level INFO, or WARNING where rows are on the host).
         ndim: number of batch dimensions: 1, or 2 for time-first ``[T, E]`` storage.
         dtypes: how keys are stored, by key: a dtype, or a :class:`Codec`. Numbers are converted as ``to()`` of tensors
             does, but to the nearest integer, half to even. Integers out of range raise ValueError at the write (on a
             GPU they are cut, and count as faults).
         batch_dtypes: dtypes that keys have in batches, by key; of others it is the dtype that is written.
             ``storage[i]`` always has that one.
+        prefixes: keys that hold the first elements of others, such as ``{"observation": "critic_observation"}``. They
+            take no memory. The write compares them where both are on the CPU. On a GPU, and in captured or compiled
+            code, nothing is compared, and the longer key counts.
         share_next: store observations once: the next observation of a row is that of the next row, unless the two
             differ. True for every key that is both at the root and under "next", with one shape and dtype, but for
             flags and rewards; or a list of such keys. Any rows may be written, and come back exactly.
@@ -1310,6 +1359,7 @@ class LazyTensorStorage(TensorStorage):
         ndim: int = 1,
         dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
         batch_dtypes: Mapping[Any, torch.dtype] | None = None,
+        prefixes: Mapping[Any, Any] | None = None,
         share_next: bool | Sequence[Any] = False,
         next_capacity: int | None = None,
         ends: str = FLAGS,
@@ -1319,5 +1369,14 @@ class LazyTensorStorage(TensorStorage):
         cleanup_memmap: bool = True,
     ) -> None:
         warn_of_no_effect(consolidated=consolidated, shared_init=shared_init)
-        options = Options.of(dtypes, batch_dtypes, share_next, next_capacity)
+        options = Options.of(dtypes, batch_dtypes, prefixes, share_next, next_capacity)
         self._configure(max_size, device, ndim, ends, options)
+
+
+#: Integers of the size of an element, by which bits are compared.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Values as integers: NaN differs from itself."""
+    return values.resolve_conj().resolve_neg().view(_BITS.get(values.itemsize, values.dtype))
