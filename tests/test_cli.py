@@ -282,6 +282,7 @@ def test_other_places_get_no_bar(monkeypatch):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals between processes")
+@pytest.mark.slow
 def test_ctrl_c_in_a_process_of_its_own(tmp_path):
     """The real thing: SIGINT to the process, exit code 130, a checkpoint, and no traceback."""
     command = [sys.executable, "-m", "gpubuf", "train", "--total-steps", "1000000", "--hidden", "8", "--out", "run"]

@@ -206,6 +206,7 @@ BENCHMARK_ROOMS = ("measure", "peers", "workloads", "studies", "report")
 """Folders of benchmarks/, from the lowest to the highest. The files beside them are commands, and import any room."""
 
 
+@pytest.mark.slow
 def test_any_module_of_a_class_may_be_imported_first():
     """A pickle names the module of a class: in a fresh process nothing of gpubuf may have been imported before it."""
     program = """

@@ -108,6 +108,7 @@ def test_a_sanitizer_has_to_see_a_planted_fault(sanitizer: str, code: int):
     assert main(["sh", "-c", sanitizer]) == code
 
 
+@pytest.mark.slow
 def test_a_bare_machine_has_all_that_tests_and_benchmarks_import():
     """Beside what fetch.sh brings: neither matplotlib nor rich, neither hypothesis nor the linters."""
     brought = (ROOT / "benchmarks" / "wheels" / "packages.txt").read_text()

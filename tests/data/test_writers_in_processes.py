@@ -81,6 +81,8 @@ def test_processes_write_to_a_buffer():
     while any(process.is_alive() for process in processes):
         if len(buffer):
             assert are_whole(buffer.sample())
+        # The processes begin for seconds.
+        time.sleep(0.005)
     for process in processes:
         process.join()
         assert process.exitcode == 0

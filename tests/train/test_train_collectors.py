@@ -104,10 +104,14 @@ def test_weights_are_read_whole():
 # Runs
 
 
-def test_a_run_with_collectors_goes_on(tmp_path: Path):
+def everything() -> TrainConfig:
     """Everything that reads a row with the next ones, and statistics of everything that was written."""
     options = {"n_steps": 3, "share_next": True, "normalize_observations": True, "scale_rewards": True}
-    config = tiny(num_envs=2, prioritized=True, noise_hold=4, checkpoint_every=100, **options)
+    return tiny(num_envs=2, prioritized=True, noise_hold=4, checkpoint_every=100, **options)
+
+
+def test_a_run_with_collectors(tmp_path: Path):
+    config = everything()
     result = train(config, tmp_path)
     assert result.steps == 300
     assert len(result.returns) == 3
@@ -127,6 +131,11 @@ def test_a_run_with_collectors_goes_on(tmp_path: Path):
     assert len(rows["observation"][..., 0].unique()) == result.steps
     trainer.close()
 
+
+@pytest.mark.slow
+def test_a_run_with_collectors_goes_on(tmp_path: Path):
+    config = everything()
+    train(config, tmp_path)
     again = resume(tmp_path, {"total_steps": 400})
     assert again.steps == 400
     later = [each for each in read(tmp_path / "metrics.jsonl") if each["kind"] == "update" and each["step"] >= 380]
