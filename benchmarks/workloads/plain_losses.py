@@ -1,9 +1,8 @@
 """Losses as one would write them by hand in plain PyTorch: what gpubuf's are compared with.
 
 Each has two separate networks (REDQ ten), one after the other, the tanh-normal density in the usual softplus form, and
-no TensorDict within. Those with categorical critics follow their programs: FastSAC adds the mass of
-moved atoms with ``index_add_``, one critic at a time; FlashSAC with ``scatter_add_``, for the critic of the smaller
-mean. Both draw with ``torch.distributions.Normal``.
+no TensorDict within. Those with categorical critics follow their programs: FastSAC adds the mass of moved atoms one
+critic at a time, FlashSAC for the critic of the smaller mean. Both draw with ``torch.distributions.Normal``.
 """
 
 from __future__ import annotations
@@ -322,17 +321,7 @@ def moved_atoms(
     return place, below, above
 
 
-def projected_by_index_add(p: Tensor, place: Tensor, below: Tensor, above: Tensor) -> Tensor:
-    """The mass ``p`` at new places, ``[B, A]``, as FastSAC's program gathers it."""
-    rows, atoms = p.shape
-    start = (torch.arange(rows) * atoms).unsqueeze(1)
-    out = torch.zeros(rows * atoms)
-    out.index_add_(0, (below + start).view(-1), (p * (above.float() - place)).view(-1))
-    out.index_add_(0, (above + start).view(-1), (p * (place - below.float())).view(-1))
-    return out.view(rows, atoms)
-
-
-def projected_by_scatter(p: Tensor, place: Tensor, below: Tensor, above: Tensor) -> Tensor:
+def projected(p: Tensor, place: Tensor, below: Tensor, above: Tensor) -> Tensor:
     """The mass ``p`` at new places, ``[B, A]``."""
     out = torch.zeros_like(p)
     out.scatter_add_(1, below, p * (above.float() - place))
@@ -350,7 +339,7 @@ def own_targets(
 ) -> Tensor:  # fmt: skip
     """FastSAC's targets, ``[N, B, A]``: each critic has its own."""
     places = moved_atoms(reward, bootstraps, shift, gamma, support, logits[0].shape[-1])
-    return torch.stack([projected_by_index_add(each.softmax(-1), *places) for each in logits])
+    return torch.stack([projected(each.softmax(-1), *places) for each in logits])
 
 
 def smallest_targets(
@@ -361,7 +350,7 @@ def smallest_targets(
     stacked = torch.stack(list(logits))
     smallest = expected(stacked, support).argmin(0)
     p = stacked.softmax(-1)[smallest, torch.arange(stacked.shape[1])]
-    return projected_by_scatter(p, *moved_atoms(reward, bootstraps, shift, gamma, support, p.shape[-1]))
+    return projected(p, *moved_atoms(reward, bootstraps, shift, gamma, support, p.shape[-1]))
 
 
 def cross_entropies(target: Tensor, logits: Tensor) -> Tensor:

@@ -55,12 +55,10 @@ from gpubuf.kernels.optim._cpu_numbers import (
 _BLOCK = 1024
 #: Elements that count as one row where a step is cut up for threads: one takes a tenth as long as a gathered row.
 _UNIT = 8
-#: The smallest normal numbers.
-_TINY_F32, _TINY_F64 = np.finfo(np.float32).tiny, np.finfo(np.float64).tiny
 
 
 @jit(forceinline=True)
-def _coefficients(rule, step, norm_address, real, tiny):  # type: ignore[no-untyped-def]
+def _coefficients(rule, step, norm_address, real):  # type: ignore[no-untyped-def]
     """(clip, keep, 1 - beta1, beta2, 1 - beta2, size of a step, scale of a root, eps, tiny) of a parameter's step."""
     bias1, bias2 = 1.0 - rule[BETA1] ** step, 1.0 - rule[BETA2] ** step
     clip = 1.0
@@ -77,7 +75,7 @@ def _coefficients(rule, step, norm_address, real, tiny):  # type: ignore[no-unty
         real(rule[LR] / bias1),
         real(1.0 / math.sqrt(bias2)),
         real(rule[EPS]),
-        tiny,
+        real(np.finfo(real).tiny),
     )
 
 
@@ -205,7 +203,7 @@ def _width(table, n_entries):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def _step(view, view_moments, real, tiny, load, store, table, hyper, grads, clip_norm, steps, n_entries, first, count):  # type: ignore[no-untyped-def]
+def _step(view, view_moments, real, load, store, table, hyper, grads, clip_norm, steps, n_entries, first, count):  # type: ignore[no-untyped-def]
     """The step on a part of all entries' elements, one after the other, and on whole rows only."""
     table = carray(as_i64(table), (n_entries, ENTRY))
     grads, steps = carray(as_i64(grads), n_entries), carray(as_f32(steps), n_entries)
@@ -222,7 +220,7 @@ def _step(view, view_moments, real, tiny, load, store, table, hyper, grads, clip
         rule = carray(as_f64(hyper + table[e, GROUP] * HYPER * 8), HYPER)
         moments = view_moments(table[e, EXP_AVG], numel), view_moments(table[e, EXP_AVG_SQ], numel)
         entry = (view(table[e, PARAM], numel), view(grads[e] & ~1, numel), *moments, view(table[e, TARGET], numel))
-        coefficients = _coefficients(rule, np.float64(steps[e]) + 1.0, clip_norm, real, tiny)
+        coefficients = _coefficients(rule, np.float64(steps[e]) + 1.0, clip_norm, real)
         tau = (real(rule[TAU]), real(1.0 - rule[TAU]), rule[TAU] < 0.5)
         if updates and length > 0:
             # Those slabs of whole rows that begin in this part.
@@ -235,32 +233,17 @@ def _step(view, view_moments, real, tiny, load, store, table, hyper, grads, clip
 
 @kernel
 def _step_f32(table, hyper, grads, norm, steps, n, first, length):  # type: ignore[no-untyped-def]
-    _step(view_f32, view_f32, np.float32, _TINY_F32, in_place, kept, table, hyper, grads, norm, steps, n, first, length)
+    _step(view_f32, view_f32, np.float32, in_place, kept, table, hyper, grads, norm, steps, n, first, length)
 
 
 @kernel
 def _step_f64(table, hyper, grads, norm, steps, n, first, length):  # type: ignore[no-untyped-def]
-    _step(view_f64, view_f64, np.float64, _TINY_F64, in_place, kept, table, hyper, grads, norm, steps, n, first, length)
+    _step(view_f64, view_f64, np.float64, in_place, kept, table, hyper, grads, norm, steps, n, first, length)
 
 
 @kernel
 def _step_bf16(table, hyper, grads, norm, steps, n, first, length):  # type: ignore[no-untyped-def]
-    _step(
-        view_bf16,
-        view_f32,
-        np.float32,
-        _TINY_F32,
-        widened,
-        narrowed,
-        table,
-        hyper,
-        grads,
-        norm,
-        steps,
-        n,
-        first,
-        length,
-    )
+    _step(view_bf16, view_f32, np.float32, widened, narrowed, table, hyper, grads, norm, steps, n, first, length)
 
 
 @kernel

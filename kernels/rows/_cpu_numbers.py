@@ -14,6 +14,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from gpubuf.kernels._jit import jit
+from gpubuf.kernels._pointers import emitted
 from gpubuf.kernels.rows import CODEC_OFFSET, SCALE
 
 # Codes of dtypes, as in the contract.
@@ -47,29 +48,18 @@ def _element(builder: Any, base: Any, i: Any, kind: Any) -> Any:
     return builder.gep(builder.inttoptr(base, kind.as_pointer()), [i], source_etype=kind)
 
 
-def _reader(kind: Any, number: Any, convert: Any = None) -> Any:
-    @intrinsic
-    def read(typingctx, base, i):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            element = builder.load(_element(builder, args[0], args[1], kind), align=1, typ=kind)
-            return element if convert is None else convert(builder, element)
+def _reader(kind: Any, number: Any, convert: Any = lambda builder, element: element) -> Any:
+    def read(builder: Any, base: Any, i: Any) -> Any:
+        return convert(builder, builder.load(_element(builder, base, i, kind), align=1, typ=kind))
 
-        return number(types.int64, types.int64), codegen
-
-    return read
+    return emitted(number(types.int64, types.int64))(read)
 
 
-def _writer(kind: Any, number: Any, convert: Any = None) -> Any:
-    @intrinsic
-    def write(typingctx, base, i, value):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            element = args[2] if convert is None else convert(builder, args[2])
-            builder.store(element, _element(builder, args[0], args[1], kind), align=1)
-            return context.get_dummy_value()
+def _writer(kind: Any, number: Any, convert: Any = lambda builder, value: value) -> Any:
+    def write(builder: Any, base: Any, i: Any, value: Any) -> None:
+        builder.store(convert(builder, value), _element(builder, base, i, kind), align=1)
 
-        return types.void(types.int64, types.int64, number), codegen
-
-    return write
+    return emitted(types.void(types.int64, types.int64, number))(write)
 
 
 def _like(value: Any, kind: Any) -> Any:
@@ -178,20 +168,18 @@ def _vector(builder: Any, base: Any, i: Any, kind: Any) -> Any:
     return builder.load(pointer, align=1, typ=ir.VectorType(kind, _LANES))
 
 
+def _store(builder: Any, value: Any, base: Any, i: Any, kind: Any) -> None:
+    place = builder.bitcast(_element(builder, base, i, kind), value.type.as_pointer())
+    builder.store(value, place, align=1)
+
+
 def _block(kind: Any, convert: Any, result: Any) -> Any:
     """``block(source, target, i)``: convert elements ``i .. i + _LANES - 1``."""
 
-    @intrinsic
-    def block(typingctx, source, target, i):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            converted = convert(builder, _vector(builder, args[0], args[2], kind))
-            place = _element(builder, args[1], args[2], result)
-            builder.store(converted, builder.bitcast(place, converted.type.as_pointer()), align=1)
-            return context.get_dummy_value()
+    def block(builder: Any, source: Any, target: Any, i: Any) -> None:
+        _store(builder, convert(builder, _vector(builder, source, i, kind)), target, i, result)
 
-        return types.void(types.int64, types.int64, types.int64), codegen
-
-    return block
+    return emitted(types.void(types.int64, types.int64, types.int64))(block)
 
 
 _block_f16 = _block(_I16, _half_to_float, _F32)
@@ -201,24 +189,17 @@ _block_to_f16 = _block(_F32, _float_to_half, _I16)
 _block_to_bf16 = _block(_F32, _float_to_bfloat, _I16)
 
 
-@intrinsic
-def _normalise_block(typingctx, source, mean, factor, low, high, target, i):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        numbers, mean, factor = (_vector(builder, base, args[6], _F32) for base in args[:3])
-        numbers = builder.fmul(builder.fsub(numbers, mean), factor)
-        low, high = (_repeated(builder, bound, numbers.type) for bound in args[3:5])
-        numbers = builder.select(builder.fcmp_ordered("<", numbers, low), low, numbers)
-        numbers = builder.select(builder.fcmp_ordered(">", numbers, high), high, numbers)
-        place = _element(builder, args[5], args[6], _F32)
-        builder.store(numbers, builder.bitcast(place, numbers.type.as_pointer()), align=1)
-        return context.get_dummy_value()
-
-    address = types.int64
-    return types.void(address, address, address, types.float32, types.float32, address, types.int64), codegen
-
-
-#: ``_block_normalised(source, mean, factor, low, high, target, i)``: normalise and cut ``_LANES`` elements from i on.
-_block_normalised: Any = _normalise_block
+@emitted(types.void(*[types.int64] * 3, *[types.float32] * 2, *[types.int64] * 2))
+def _block_normalised(
+    builder: Any, source: Any, mean: Any, factor: Any, low: Any, high: Any, target: Any, i: Any
+) -> None:
+    """Normalise and cut ``_LANES`` elements from i on."""
+    numbers, mean, factor = (_vector(builder, base, i, _F32) for base in (source, mean, factor))
+    numbers = builder.fmul(builder.fsub(numbers, mean), factor)
+    low, high = (_repeated(builder, bound, numbers.type) for bound in (low, high))
+    numbers = builder.select(builder.fcmp_ordered("<", numbers, low), low, numbers)
+    numbers = builder.select(builder.fcmp_ordered(">", numbers, high), high, numbers)
+    _store(builder, numbers, target, i, _F32)
 
 
 def _repeated(builder: Any, value: Any, kind: Any) -> Any:
