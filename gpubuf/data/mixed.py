@@ -136,8 +136,9 @@ class MixedReplayBuffer:
     @shares.setter
     def shares(self, shares: Sequence[float] | Tensor) -> None:
         refuse_in_capture("shares are set, which would stay: capture the step anew after it")
-        self._shares = [float(share) for share in shares]
-        check_shares(self._shares, len(self._buffers))
+        shares = [float(share) for share in shares]
+        check_shares(shares, len(self._buffers))
+        self._shares = shares
 
     @property
     def batch_size(self) -> int | None:

@@ -202,6 +202,9 @@ def test_refused():
         with pytest.raises(ValueError, match="shares"):
             MixedReplayBuffer([one, other], shares)
     mixed = MixedReplayBuffer([one, other])
+    with pytest.raises(ValueError, match="shares"):
+        mixed.shares = [-1, 2]
+    assert mixed.shares == [1, 1]
     with pytest.raises(RuntimeError, match="batch_size must be given"):
         mixed.sample()
     with pytest.raises(RuntimeError, match="iteration needs"):
