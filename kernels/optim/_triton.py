@@ -10,10 +10,29 @@ from gpubuf.kernels import optim
 from gpubuf.kernels.philox._triton import is_last, take_ticket
 from gpubuf.kernels.rows._triton_tiles import decoded, select
 
-# Columns of ``table_ptr`` and of ``hyper_ptr``, and their numbers.
-PARAM, EXP_AVG, EXP_AVG_SQ, TARGET, NUMEL, GROUP, LENGTH, INNER, NORM, ENTRY = map(tl.constexpr, range(optim.ENTRY + 1))
-LR, BETA1, BETA2, EPS, WEIGHT_DECAY, TAU = map(tl.constexpr, range(optim.LOG2_BETA1))
-LOG2_BETA1, LOG2_BETA2, MAX_NORM, HYPER = map(tl.constexpr, range(optim.LOG2_BETA1, optim.HYPER + 1))
+# Columns of ``table_ptr``, and their number.
+PARAM = tl.constexpr(optim.PARAM)
+EXP_AVG = tl.constexpr(optim.EXP_AVG)
+EXP_AVG_SQ = tl.constexpr(optim.EXP_AVG_SQ)
+TARGET = tl.constexpr(optim.TARGET)
+NUMEL = tl.constexpr(optim.NUMEL)
+GROUP = tl.constexpr(optim.GROUP)
+LENGTH = tl.constexpr(optim.LENGTH)
+INNER = tl.constexpr(optim.INNER)
+NORM = tl.constexpr(optim.NORM)
+ENTRY = tl.constexpr(optim.ENTRY)
+
+# Columns of ``hyper_ptr``, and their number.
+LR = tl.constexpr(optim.LR)
+BETA1 = tl.constexpr(optim.BETA1)
+BETA2 = tl.constexpr(optim.BETA2)
+EPS = tl.constexpr(optim.EPS)
+WEIGHT_DECAY = tl.constexpr(optim.WEIGHT_DECAY)
+TAU = tl.constexpr(optim.TAU)
+LOG2_BETA1 = tl.constexpr(optim.LOG2_BETA1)
+LOG2_BETA2 = tl.constexpr(optim.LOG2_BETA2)
+MAX_NORM = tl.constexpr(optim.MAX_NORM)
+HYPER = tl.constexpr(optim.HYPER)
 
 SMALLEST_NORM = tl.constexpr(optim.SMALLEST_NORM)
 MAX_ENTRIES = tl.constexpr(optim.MAX_ENTRIES)
