@@ -28,10 +28,10 @@ _REFUSED = {
 _FROM_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _TO_NUMPY = frozenset({Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__})
 
-#: They return their argument, as another object.
-_ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
-
 aten = torch.ops.aten
+
+#: They return their argument, as another object.
+_ALIASES = frozenset({aten.detach.default, aten.alias.default})
 
 #: The same operations as Python calls them, which takes half as long as calls by their schema.
 _CALLS = {

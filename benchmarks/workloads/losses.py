@@ -361,15 +361,7 @@ def made(name: str, who: str, rows: int, device: str = "cpu") -> tuple[Any, Tens
 def recorded_call(loss: Any, batch: TensorDict) -> Call:
     """The call as a step that `gpubuf.capture` repeats from its list of operations."""
     parameters = list(loss.parameters())
-
-    def step(rows: TensorDict) -> Tensor:
-        total = summed(loss(rows))
-        for parameter in parameters:
-            parameter.grad = None
-        total.backward()
-        return total
-
-    recorded = capture(step, warmup=1, on_cpu=True)
+    recorded = capture(lambda rows: forward_backward(loss, parameters, rows)(), warmup=1, on_cpu=True)
     return lambda: recorded(batch)
 
 
