@@ -94,7 +94,7 @@ class Info:
         folders: where tuned files are looked for.
         checks: the features that were tried on the current GPU.
         needs: what Triton's first launch on a GPU needs of the host, looked for also where there is no GPU.
-        caches: where compiled kernels are kept, by compiler.
+        caches: where compiled kernels are kept.
     """
 
     versions: dict[str, str | None]
@@ -158,7 +158,7 @@ def info() -> Info:
         ),
         # The launcher is a piece of C that Triton compiles then, against Python's headers.
         needs=(_check("a C compiler", _find_compiler), _check("Python.h", _find_header)),
-        caches={"Numba": _of(_numba_cache), "Triton": _of(_triton_cache)},
+        caches={"CPU": _of(_machine_code), "Triton": _of(_triton_cache)},
     )
 
 
@@ -283,12 +283,10 @@ def _of(where: Callable[[], str]) -> str:
         return f"unknown ({type(error).__name__}: {error})".partition("\n")[0]
 
 
-def _numba_cache() -> str:
-    # As a compiled kernel says: Numba chooses a folder that it can write to.
-    from gpubuf.kernels.philox import _cpu
+def _machine_code() -> str:
+    from gpubuf.kernels._machine_code import folders
 
-    folder: str = _cpu._uniform.stats.cache_path
-    return folder
+    return str(next((folder for folder in folders() if os.access(folder, os.W_OK)), folders()[-1]))
 
 
 def _triton_cache() -> str:

@@ -74,7 +74,7 @@ class Call:
         bindings, values = self._declaration.bindings, self.values
         binding = bindings.get(id(run))
         if binding is None:
-            binding = bindings[id(run)] = _Binding(run.py_func, values, self._declaration.tensors, share)
+            binding = bindings[id(run)] = _Binding(run.function, values, self._declaration.tensors, share)
         arguments = list(binding.take(values))
         # Copies must outlive the call.
         alive = []

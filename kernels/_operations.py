@@ -35,6 +35,17 @@ def parameters_of(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
+@functools.lru_cache(maxsize=128)
+def vector(n: int, dtype: torch.dtype) -> Tensor:
+    """A tensor ``[n]`` without memory: a model for ``torch.empty_like``, which takes half the time of ``torch.empty``.
+
+    Between the updates of networks it takes much less: storages allocate batches so, and its code is in the caches.
+    """
+    model = torch.empty(n, dtype=dtype)
+    model.untyped_storage().resize_(0)
+    return model
+
+
 def returned(results: list[Tensor]) -> Any:
     """Results as an operation returns them."""
     return tuple(results) if len(results) > 1 else results[0]

@@ -6,27 +6,14 @@ an array more. A CPU kernel therefore takes addresses, and opens views on them.
 
 # Numba reads annotations of nothing here, and its intrinsics need real types: no `from __future__ import annotations`.
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-
-
-@functools.lru_cache(maxsize=128)
-def vector(n: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor ``[n]`` without memory: a model for ``torch.empty_like``, which takes half the time of ``torch.empty``.
-
-    Between the updates of networks it takes much less: storages allocate batches so, and its code is in the caches.
-    """
-    model = torch.empty(n, dtype=dtype)
-    model.untyped_storage().resize_(0)
-    return model
 
 
 def emitted(signature: Any) -> Callable[[Callable[..., Any]], Any]:

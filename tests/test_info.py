@@ -33,7 +33,7 @@ def test_without_a_gpu(capsys, folders):
     """The table says why nothing was tried, and the JSON has the same."""
     assert main(["info"]) == 0
     said = capsys.readouterr().out
-    for text in (f"torch               {torch.__version__}", "no GPU", "not tried", "none in ", "GiB", "Numba"):
+    for text in (f"torch               {torch.__version__}", "no GPU", "not tried", "none in ", "GiB", "CPU"):
         assert text in said
     assert main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -45,7 +45,7 @@ def test_without_a_gpu(capsys, folders):
     tried = {check["name"]: (check["works"], check["why"]) for check in found["checks"]}
     assert tried == dict.fromkeys(["CUDA graphs", "gathers from pinned memory"], (None, found["no_gpu"]))
     assert {check["name"] for check in found["needs"]} == {"a C compiler", "Python.h"}
-    assert set(found["caches"]) == {"Numba", "Triton"}
+    assert set(found["caches"]) == {"CPU", "Triton"}
     assert not any(text.startswith("unknown") for text in found["caches"].values())
 
 

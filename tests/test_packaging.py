@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
-TUNED = "gpubuf/kernels/tuned/a-device.json"
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "machine_code")
+# A tuned file, and what `make dist` compiles.
+MADE = {"gpubuf/kernels/tuned/a-device.json", "gpubuf/kernels/machine_code/a-kernel.o"}
 
 
 def build(source: Path, *what: str) -> None:
@@ -34,7 +35,7 @@ def run_away(python: str | Path, program: str, cwd: Path, env: dict[str, str]) -
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the source tree with a tuned configuration in it, wheel and sdist built in ``dist/``.
+    """A copy of the source tree with made files in it, wheel and sdist built in ``dist/``.
 
     A copy, because setuptools leaves build/ behind, and puts what it finds there into the next wheel.
     """
@@ -42,8 +43,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
     for hidden in (".ci", ".github", ".gitignore", ".pre-commit-config.yaml"):
         (shutil.copytree if (ROOT / hidden).is_dir() else shutil.copy)(ROOT / hidden, copy / hidden)
-    (copy / TUNED).parent.mkdir(exist_ok=True)
-    (copy / TUNED).write_text("{}")
+    for made in MADE:
+        (copy / made).parent.mkdir(exist_ok=True)
+        (copy / made).write_text("{}")
     build(copy, "--wheel", "--sdist")
     return copy
 
@@ -78,7 +80,7 @@ def package_files() -> set[str]:
 def test_wheel_holds_the_package_and_nothing_else(wheel_files: list[str]):
     """The kernels are inside, once, under gpubuf; no top-level `kernels`, no tests."""
     inside = {name for name in wheel_files if not name.partition("/")[0].endswith(".dist-info")}
-    assert inside == package_files() | {TUNED}
+    assert inside == package_files() | MADE
     assert "gpubuf/py.typed" in inside
     assert "gpubuf/kernels/__init__.py" in inside
     assert {name.partition("/")[0] for name in inside} == {"gpubuf"}
@@ -101,7 +103,7 @@ def test_wheel_metadata(tree: Path):
 def test_sdist_holds_the_project(sdist_files: list[str]):
     """Package, tests, benchmarks, documentation, and what the two commands need."""
     present = set(sdist_files)
-    assert package_files() | {TUNED} <= present
+    assert package_files() | MADE <= present
     for folder in ("tests", "benchmarks", "docs", "examples"):
         expected = {p.relative_to(ROOT).as_posix() for p in (ROOT / folder).rglob("*.[pm][yd]")}
         assert expected

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels._check import length_of
-from gpubuf.kernels._jit import address_of
-from gpubuf.kernels._pointers import vector
+from gpubuf.kernels._machine_code import named
+from gpubuf.kernels._operations import vector
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET, check_state
 from gpubuf.kernels.rows import (
@@ -38,33 +38,30 @@ from gpubuf.kernels.rows._check import (
     check_sharing,
     check_source_count,
     check_storage,
+    strided_source,
 )
-from gpubuf.kernels.rows._cpu_copy import describe_sources
-from gpubuf.kernels.rows._cpu_read import (
-    DONE,
-    EMPTY,
-    NEEDS_NARROW,
-    NEEDS_WIDE,
-    compute_narrow,
-    compute_wide,
-    copy_batch,
-    read_batch,
-)
-from gpubuf.kernels.rows._cpu_write import (
-    EVERY,
-    INVALID,
-    MISFIT,
-    NEEDS_STAGING,
-    NEXT_ALONE,
-    NO_ROOM,
-    NOT_NEXT,
-    UNFIT,
-    extend_rows,
-    keep_rows,
-    relink_rows,
-    stage,
-    write_rows,
-)
+
+_copy_batch = named("rows._cpu_read.copy_batch")
+_read_batch = named("rows._cpu_read.read_batch")
+_compute_narrow = named("rows._cpu_read.compute_narrow")
+_compute_wide = named("rows._cpu_read.compute_wide")
+_extend_rows = named("rows._cpu_write.extend_rows")
+_write_rows = named("rows._cpu_write.write_rows")
+_keep_rows = named("rows._cpu_write.keep_rows")
+_relink_rows = named("rows._cpu_write.relink_rows")
+_stage = named("rows._cpu_write.stage")
+
+# Results of kernels that read. Others count from 0: rows, then rows whose next observation is lost, then fields.
+DONE, EMPTY, NEEDS_NARROW, NEEDS_WIDE = -1, -2, -3, -4
+
+# The fields that an operation takes from its sources.
+EVERY, NOT_NEXT, NEXT_ALONE = range(3)
+
+# Results of kernels that write, but for DONE: `problem` of _cpu_write.py adds which field or row.
+MISFIT, UNFIT, UNLINKED, NO_ROOM, INVALID, NEEDS_STAGING = range(6)
+
+# Rows without gaps between them, in place of the bytes from one row to the next.
+CONTIGUOUS = -1
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -160,15 +157,15 @@ def _read(
     before: tuple[Any, ...] = (table.data_ptr(), len(targets), ring.data_ptr(), _address(rng), index.data_ptr())
     after: tuple[Any, ...] = (n, capacity, targets.buffer_info()[0], generation.data_ptr())
     if how is None:
-        results = call_in_parts(copy_batch, before, n, after)
+        results = call_in_parts(_copy_batch, before, n, after)
     else:
         ends, links, noise, *numbers = how
         before, after = (_address(ends), _address(links), _address(noise), *before), (*after, *numbers)
-        results = call_in_parts(read_batch, (*_engines, *before), n, after)
+        results = call_in_parts(_read_batch, (*_engines, *before), n, after)
         while results[0] in (NEEDS_NARROW, NEEDS_WIDE):
             wide = results[0] == NEEDS_WIDE
-            _engines[wide] = address_of(compute_wide if wide else compute_narrow)
-            results = call_in_parts(read_batch, (*_engines, *before), n, after)
+            _engines[wide] = (_compute_wide if wide else _compute_narrow).address
+            results = call_in_parts(_read_batch, (*_engines, *before), n, after)
     for result in results:
         if result != DONE:
             raise _refused_batch(table, given, result, n, capacity)
@@ -200,6 +197,23 @@ def _refused_batch(fields: Tensor, index: Tensor | None, result: int, n: int, ca
 # Writing
 
 
+def describe_sources(sources: list[Tensor], n: int) -> tuple[array[int], list[Tensor]]:
+    """(address, bytes between rows or CONTIGUOUS, bytes of all rows) of every source, and what keeps them alive.
+
+    An array of its own for each call: two threads may write to two storages at the same time.
+    """
+    words: list[int] = []
+    alive: list[Tensor] = []
+    for source in sources:
+        if source.is_contiguous():
+            words += (source.data_ptr(), CONTIGUOUS, source.nbytes)
+        else:
+            rows = strided_source(source, n)
+            alive.append(rows.rows)
+            words += (rows.rows.data_ptr(), rows.stride, rows.row_bytes * n)
+    return array("q", words), alive
+
+
 def _write_with(
     kernel: Any, which: int, table: Tensor, sources: list[Tensor], n: int, skipped: int, others: tuple[int, ...]
 ) -> int:
@@ -211,7 +225,7 @@ def _write_with(
         return result
     staged, scratch = array("q", bytes(16 * len(sources))), torch.empty(result >> 3, dtype=torch.uint8)
     place = staged.buffer_info()[0]
-    result = stage(*given, place, which, n, skipped, scratch.data_ptr())
+    result = _stage(*given, place, which, n, skipped, scratch.data_ptr())
     return kernel(*given, place, *others) if result == DONE else result
 
 
@@ -272,7 +286,7 @@ def extend(
     if links is not None and owners is not None:
         shared = (links.data_ptr(), owners.data_ptr(), owners.numel() - 1)
     others = (ring.data_ptr(), *shared, n, capacity, envs, index.data_ptr())
-    result = _write_with(extend_rows, EVERY, table, sources, n, n - capacity if n > capacity else 0, others)
+    result = _write_with(_extend_rows, EVERY, table, sources, n, n - capacity if n > capacity else 0, others)
     if result != DONE:
         raise _refused_write(table, sources, result, n, None, capacity)
     return index
@@ -320,10 +334,10 @@ class PreparedExtend:
 
         None: the rows were refused, and nothing is written. The operation itself says why.
         """
-        if self._stage and stage(*self._stage) != DONE:
+        if self._stage and _stage(*self._stage) != DONE:
             return None
         index = torch.empty_like(self._index) if self._keeps_index else self._index
-        return index if extend_rows(*self._arguments, index.data_ptr()) == DONE else None
+        return index if _extend_rows(*self._arguments, index.data_ptr()) == DONE else None
 
 
 def _converted_bytes(table: Tensor) -> int:
@@ -342,7 +356,7 @@ def write(
     if n == 0:
         return
     others = (index.data_ptr(), n, capacity, ring.data_ptr(), _address(generation))
-    result = _write_with(write_rows, NOT_NEXT, table, sources, n, 0, others)
+    result = _write_with(_write_rows, NOT_NEXT, table, sources, n, 0, others)
     if result != DONE:
         raise _refused_write(table, sources, result, n, index, capacity)
 
@@ -364,7 +378,7 @@ def relink(
     if n == 0:
         return
     others = (ring.data_ptr(), links.data_ptr(), owners.data_ptr(), slots, index.data_ptr(), n, capacity, envs)
-    result = _write_with(relink_rows, NEXT_ALONE, table, sources, n, 0, others)
+    result = _write_with(_relink_rows, NEXT_ALONE, table, sources, n, 0, others)
     if result != DONE:
         raise _refused_write(table, sources, result, n, index, capacity)
 
@@ -378,7 +392,7 @@ def keep(place: tuple[int, int, int, int], index: Tensor | None, n: int, capacit
     Raises:
         IndexError: an index is out of range.
     """
-    result = keep_rows(*place, _address(index), n, capacity, journal)
+    result = _keep_rows(*place, _address(index), n, capacity, journal)
     if result != DONE:
         assert index is not None
         raise _out_of_range(index, result, capacity)

@@ -1,22 +1,15 @@
-"""What all kernels for rows on the CPU share: addresses, copies, comparisons, prefetches, sources and generations."""
+"""What all kernels for rows on the CPU share: addresses, copies, comparisons, prefetches and generations."""
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
-from array import array
-
 from numba import carray
-from torch import Tensor
 
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._pointers import as_u8, copy_bytes, load_i64, prefetch_l2
 from gpubuf.kernels.rows import DEVICE_ROWS, ENTRIES, HOST_ROWS, PENDING, ROW_BYTES, ROW_STRIDE, SIDE_STRIDE, SPLIT
-from gpubuf.kernels.rows._check import strided_source
 
 #: Rows between a prefetch and its copy: time for a miss at the rate of one small row in 6 ns.
 AHEAD = 32
-
-# Rows without gaps between them, in place of the bytes from one row to the next.
-CONTIGUOUS = -1
 
 # A place of a next observation is the row that it is in, if not negative. Else it is one of these, minus twice the
 # number of the entry or the environment.
@@ -143,20 +136,3 @@ def write_run(entry, position, source, stride, n):  # type: ignore[no-untyped-de
     copy_rows(entry[DEVICE_ROWS] + position * step, step, source, stride, row_bytes, first)
     target = entry[HOST_ROWS] + (position + first) * step
     copy_rows(target, step, source + first * stride, stride, row_bytes, n - first)
-
-
-def describe_sources(sources: list[Tensor], n: int) -> "tuple[array[int], list[Tensor]]":
-    """(address, bytes between rows or CONTIGUOUS, bytes of all rows) of every source, and what keeps them alive.
-
-    An array of its own for each call: two threads may write to two storages at the same time.
-    """
-    words: list[int] = []
-    alive: list[Tensor] = []
-    for source in sources:
-        if source.is_contiguous():
-            words += (source.data_ptr(), CONTIGUOUS, source.nbytes)
-        else:
-            rows = strided_source(source, n)
-            alive.append(rows.rows)
-            words += (rows.rows.data_ptr(), rows.stride, rows.row_bytes * n)
-    return array("q", words), alive

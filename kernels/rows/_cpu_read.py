@@ -15,7 +15,7 @@ from numba import carray
 from gpubuf.kernels._jit import jit, kernel
 from gpubuf.kernels._pointers import as_f32, as_i64, call, copy_bytes, load_i64, prefetch_l2
 from gpubuf.kernels.philox import OFFSET, SEED
-from gpubuf.kernels.philox._cpu import philox_uniform_f64
+from gpubuf.kernels.philox._cpu_kernels import philox_uniform_f64
 from gpubuf.kernels.rows import (
     BATCH,
     BATCH_BYTES,
@@ -54,6 +54,7 @@ from gpubuf.kernels.rows import (
     WIDTH,
     WRITTEN,
 )
+from gpubuf.kernels.rows._cpu import DONE, EMPTY, NEEDS_NARROW, NEEDS_WIDE
 from gpubuf.kernels.rows._cpu_copy import (
     AHEAD,
     ASIDE,
@@ -85,9 +86,6 @@ from gpubuf.kernels.trajectories._cpu_search import divided, lowest_bit
 
 # Rows whose windows are found at a time: few enough to stay in the L1 cache.
 _TOGETHER = 1024
-
-# Results of the kernels. Others count from 0: rows, then rows whose next observation is lost, then fields.
-DONE, EMPTY, NEEDS_NARROW, NEEDS_WIDE = -1, -2, -3, -4
 
 # Bytes that rows to compute are asked for ahead: 8 rows of 310 float32 take 1.4 times as long as to copy them, 32 rows
 # 2.2 times.
@@ -382,7 +380,7 @@ def _compute(field, rows, length, n, how, number_type, target, numbers):  # type
 
 
 # Two kernels, of which most storages need one at most.
-@kernel(no_cfunc_wrapper=False)  # type: ignore[untyped-decorator]
+@kernel
 def compute_narrow(  # type: ignore[no-untyped-def]
     field_address, rows_address, length_address, n, capacity, envs, gamma: float, mirroring, noise, ahead, draws, target
 ):
@@ -402,7 +400,7 @@ def compute_narrow(  # type: ignore[no-untyped-def]
     return _compute(field, rows, length, n, how, np.float32, target, numbers)
 
 
-@kernel(no_cfunc_wrapper=False)  # type: ignore[untyped-decorator]
+@kernel
 def compute_wide(  # type: ignore[no-untyped-def]
     field_address, rows_address, length_address, n, capacity, envs, gamma: float, mirroring, noise, ahead, draws, target
 ):

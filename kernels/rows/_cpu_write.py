@@ -38,9 +38,21 @@ from gpubuf.kernels.rows import (
     WRITTEN_AS,
     WRITTEN_AS_STORED,
 )
+from gpubuf.kernels.rows._cpu import (
+    CONTIGUOUS,
+    DONE,
+    EVERY,
+    INVALID,
+    MISFIT,
+    NEEDS_STAGING,
+    NEXT_ALONE,
+    NO_ROOM,
+    NOT_NEXT,
+    UNFIT,
+    UNLINKED,
+)
 from gpubuf.kernels.rows._cpu_copy import (
     AHEAD,
-    CONTIGUOUS,
     copy_row,
     copy_rows,
     differ,
@@ -66,13 +78,6 @@ from gpubuf.kernels.rows._cpu_numbers import (
     read_i32,
     write_32,
 )
-
-# The fields that an operation takes from its sources.
-EVERY, NOT_NEXT, NEXT_ALONE = range(3)
-
-# Results of the kernels: all is well, or a :func:`problem`.
-DONE = -1
-MISFIT, UNFIT, UNLINKED, NO_ROOM, INVALID, NEEDS_STAGING = range(6)
 
 _SIZES = (1, 1, 2, 4, 8, 2, 2, 4, 8, 1)
 

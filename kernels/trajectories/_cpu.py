@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels._check import length_of
+from gpubuf.kernels._machine_code import named
 from gpubuf.kernels.rows import ENTRY, SIZE
 from gpubuf.kernels.trajectories import Slices, new_slices, touched_rows
 from gpubuf.kernels.trajectories._check import (
@@ -21,22 +22,20 @@ from gpubuf.kernels.trajectories._check import (
     check_signals,
     check_slice_len,
 )
-from gpubuf.kernels.trajectories._cpu_read import (
-    DONE,
-    EMPTY,
-    bounds_of_rows,
-    draw_slices,
-    longest_trajectory,
-    slices_from_rows,
-)
-from gpubuf.kernels.trajectories._cpu_update import (
-    compare_rows,
-    rebuild_index,
-    update_eligible_steps,
-    update_ends_alone,
-    update_index,
-    weigh_again,
-)
+
+_bounds_of_rows = named("trajectories._cpu_read.bounds_of_rows")
+_draw_slices = named("trajectories._cpu_read.draw_slices")
+_longest_trajectory = named("trajectories._cpu_read.longest_trajectory")
+_slices_from_rows = named("trajectories._cpu_read.slices_from_rows")
+_compare_rows = named("trajectories._cpu_update.compare_rows")
+_rebuild_index = named("trajectories._cpu_update.rebuild_index")
+_update_eligible_steps = named("trajectories._cpu_update.update_eligible_steps")
+_update_ends_alone = named("trajectories._cpu_update.update_ends_alone")
+_update_index = named("trajectories._cpu_update.update_index")
+_weigh_again = named("trajectories._cpu_update.weigh_again")
+
+# Results of kernels that are not the position of an offending element.
+DONE, EMPTY = -1, -2
 
 _addresses = functools.partial(map, Tensor.data_ptr)
 
@@ -45,7 +44,7 @@ def update(ends: Tensor, sums: Tensor, ring: Tensor, signals: Tensor, by_id: boo
     """See :data:`gpubuf.kernels.trajectories.update`."""
     check_index(ends, sums, ring, *index)
     n_keys = check_signals(signals, by_id, n)
-    run = update_index if n < index[0] else rebuild_index
+    run = _update_index if n < index[0] else _rebuild_index
     run(ends.data_ptr(), sums.data_ptr(), ring.data_ptr(), signals.data_ptr(), n_keys, by_id, n, *index)
 
 
@@ -57,7 +56,7 @@ def prepared_ends(
     To be called as often as one likes, as long as the caller, who vouches for the arguments, keeps the tensors alive.
     """
     n_keys = signals.numel() // ENTRY
-    return functools.partial(update_ends_alone, *_addresses((ends, ring, signals)), n_keys, by_id, n, steps, envs)
+    return functools.partial(_update_ends_alone, *_addresses((ends, ring, signals)), n_keys, by_id, n, steps, envs)
 
 
 def compare(breaks: Tensor, ring: Tensor, pairs: Tensor, index: Tensor | None, n: int, steps: int, envs: int) -> None:
@@ -66,13 +65,13 @@ def compare(breaks: Tensor, ring: Tensor, pairs: Tensor, index: Tensor | None, n
     # Memory of an empty tensor has no address.
     if index is None or index.numel():
         given, count = (0, 0) if index is None else (index.data_ptr(), index.numel())
-        compare_rows(*_addresses((breaks, ring, pairs)), n_pairs, given, count, n, steps, envs)
+        _compare_rows(*_addresses((breaks, ring, pairs)), n_pairs, given, count, n, steps, envs)
 
 
 def resum(ends: Tensor, sums: Tensor, ring: Tensor, *index: int) -> None:
     """See :data:`gpubuf.kernels.trajectories.resum`."""
     check_index(ends, sums, ring, *index)
-    weigh_again(*_addresses((ends, sums, ring)), *index)
+    _weigh_again(*_addresses((ends, sums, ring)), *index)
 
 
 def draw(ends: Tensor, sums: Tensor, ring: Tensor, rng: Tensor, rank: Tensor | None, n: int, *index: int) -> Slices:
@@ -86,9 +85,9 @@ def draw(ends: Tensor, sums: Tensor, ring: Tensor, rng: Tensor, rank: Tensor | N
     rows, length, last = slices
     random = (rng.data_ptr(), 0 if rank is None else rank.data_ptr(), n)
     given = (ends.data_ptr(), sums.data_ptr(), ring.data_ptr(), *random, *index)
-    code = draw_slices(*given, rows.data_ptr(), length.data_ptr(), last.data_ptr())
+    code = _draw_slices(*given, rows.data_ptr(), length.data_ptr(), last.data_ptr())
     if code == EMPTY:
-        longest = longest_trajectory(*_addresses((ends, ring)), steps, envs)
+        longest = _longest_trajectory(*_addresses((ends, ring)), steps, envs)
         raise RuntimeError(
             f"no trajectory is long enough: the longest has {longest} steps, but at least {min_len} are needed "
             f"(min_len={min_len})"
@@ -106,7 +105,7 @@ def slices(ends: Tensor, ring: Tensor, start: Tensor, slice_len: int, steps: int
     n = length_of("start", start)
     found = index, length, last = new_slices(start, n, slice_len)
     given = (ends.data_ptr(), ring.data_ptr(), start.data_ptr(), n, slice_len, steps, envs)
-    code = slices_from_rows(*given, index.data_ptr(), length.data_ptr(), last.data_ptr())
+    code = _slices_from_rows(*given, index.data_ptr(), length.data_ptr(), last.data_ptr())
     if code != DONE:
         _raise_row(start, code, ring)
     return found
@@ -117,7 +116,7 @@ def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Te
     check_ends(ends, ring, steps, envs)
     n = length_of("row", row)
     out = torch.empty(3, n, dtype=torch.int64)
-    code = bounds_of_rows(*_addresses((ends, ring, row)), n, steps, envs, out.data_ptr())
+    code = _bounds_of_rows(*_addresses((ends, ring, row)), n, steps, envs, out.data_ptr())
     if code != DONE:
         _raise_row(row, code, ring)
     return out
@@ -131,7 +130,7 @@ def update_eligible(
     check_eligible(eligible, n, need, steps, envs)
     count = touched_rows(n, need, steps, envs)
     rows = torch.empty(count, dtype=torch.int64)
-    update_eligible_steps(
+    _update_eligible_steps(
         *_addresses((eligible, ends, ring)), count // envs, need, starts_too, steps, envs, rows.data_ptr()
     )
     return rows

@@ -11,8 +11,9 @@ from numba import carray
 from gpubuf.kernels._jit import jit, kernel
 from gpubuf.kernels._pointers import as_i64, as_u8
 from gpubuf.kernels.philox import OFFSET, SEED
-from gpubuf.kernels.philox._cpu import philox_uniform_f64
+from gpubuf.kernels.philox._cpu_kernels import philox_uniform_f64
 from gpubuf.kernels.rows._cpu_copy import first_outside
+from gpubuf.kernels.trajectories._cpu import DONE, EMPTY
 from gpubuf.kernels.trajectories._cpu_search import (
     age_of,
     age_of_end_before,
@@ -32,10 +33,6 @@ from gpubuf.kernels.trajectories._cpu_search import (
 
 # Slices that are searched together: enough to hide the latency of memory, few enough to stay in the L1 cache.
 _TOGETHER = 512
-
-# Results of the kernels that are not the position of an offending element.
-DONE = -1
-EMPTY = -2
 
 
 @jit(forceinline=True)

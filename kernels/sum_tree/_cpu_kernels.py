@@ -1,0 +1,239 @@
+"""Kernels of the sum tree on the CPU: breadth-first over the batch, so that the loads of many draws overlap.
+
+The first five numbers that a kernel takes are a tree, as ``_cpu_levels.py`` has it.
+"""
+
+# Numba needs the real signatures: no `from __future__ import annotations`.
+
+import numpy as np
+from numba import carray
+
+from gpubuf.kernels._elementary import exp_below_700, f32_of_bits, is_positive_normal, log_of_normal
+from gpubuf.kernels._jit import jit, kernel
+from gpubuf.kernels._pointers import as_f32, as_f64, as_i64, as_u32, prefetch
+from gpubuf.kernels.philox import OFFSET, SEED
+from gpubuf.kernels.philox._cpu_kernels import philox_uniform_f64
+from gpubuf.kernels.rows import SIZE, WRITTEN
+from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, LARGEST, MAX_PRIORITY, MAXIMUM, MINIMUM, SMALLEST, SUM
+from gpubuf.kernels.sum_tree._cpu_levels import (
+    parents,
+    planes_of,
+    prefetch_children,
+    refresh_above,
+    refresh_all,
+    shift_of,
+    store_level_starts,
+)
+from gpubuf.kernels.sum_tree._cpu_node import WIDTH, choose_by_table, choose_leaf, choose_node, store_prefixes
+
+# Draws that go down the tree together: enough to hide the latency of memory, few enough to stay in the L1 cache.
+_TOGETHER = 512
+
+# A level gets a table of prefix sums if its parents have so many draws each on average: measured, with room to spare.
+_DRAWS_A_PARENT = 4
+
+# Leaves between a prefetch and its write.
+_AHEAD = 32
+
+
+@jit(forceinline=True)
+def _weight_of(priority, alpha, eps):  # type: ignore[no-untyped-def]
+    """(priority + eps) ** alpha in float64, to be rounded once; 0 or a normal float32. No branch, no call."""
+    base = priority + eps
+    # e^100 is above the largest float32.
+    weight = exp_below_700(min(alpha * log_of_normal(base), 100.0)) if is_positive_normal(base) else 0.0
+    weight = base if alpha == 1.0 else (1.0 if alpha == 0.0 else weight)
+    weight = SMALLEST if base > 0.0 and weight < SMALLEST else weight
+    # abs: a priority of -0.0 must not leave its sign bit in a leaf, which the GPU reads as a tag.
+    return abs(weight if weight < LARGEST else LARGEST)
+
+
+@jit(forceinline=True)
+def _refused(priority):  # type: ignore[no-untyped-def]
+    return not ((priority >= 0.0) & (priority <= LARGEST))
+
+
+@jit(forceinline=True)
+def _outside(index, n, capacity):  # type: ignore[no-untyped-def]
+    """0, or minus (position + 1) of the first index that is neither a row nor -1."""
+    # Counting first is a loop that the compiler vectorises; looking for the place is not.
+    outside = 0
+    for i in range(n):
+        outside += (index[i] < -1) | (index[i] >= capacity)
+    if outside == 0:
+        return 0
+    for i in range(n):
+        if index[i] < -1 or index[i] >= capacity:
+            return -(i + 1)
+    return 0
+
+
+@kernel
+def build(leaves, nodes, eligible, capacity, fan_out):  # type: ignore[no-untyped-def]
+    refresh_all((leaves, nodes, eligible, capacity, fan_out))
+
+
+@kernel
+def refresh(leaves, nodes, eligible, capacity, fan_out, index_address, n):  # type: ignore[no-untyped-def]
+    """0, or minus (position + 1) of the first index out of range."""
+    index = carray(as_i64(index_address), n)
+    outside = _outside(index, n, capacity)
+    if outside == 0:
+        refresh_above((leaves, nodes, eligible, capacity, fan_out), index, n)
+    return outside
+
+
+@kernel
+def update(  # type: ignore[no-untyped-def]
+    leaves, nodes, eligible, capacity, fan_out, scalars_address, ring_address, index_address, priority_address,
+    generation_address, n,
+):  # fmt: skip
+    """0, or position + 1 of the first refused priority, or minus (position + 1) of the first index out of range.
+
+    ``generation_address`` is 0 where there are no generations.
+    """
+    leaf = carray(as_f32(leaves), capacity)
+    scalars = carray(as_f64(scalars_address), 5)
+    ring = carray(as_i64(ring_address), 4)
+    index = carray(as_i64(index_address), n)
+    priority = carray(as_f32(priority_address), n)
+    bits = carray(as_u32(priority_address), n)
+    generation = carray(as_i64(generation_address), n)
+    has_generation = generation_address != 0
+    size = ring[SIZE]
+    # (written - row + capacity - 1) // capacity, without a division for every row.
+    laps, cursor = ring[WRITTEN] // capacity, ring[WRITTEN] % capacity
+
+    # Everything is looked at before anything is changed: first whether there are faults, and then where.
+    rows = np.empty(n, np.int64)
+    faults, n_kept, largest = 0, 0, np.uint32(0)
+    for i in range(n):
+        row = index[i]
+        kept = (row >= 0) & (row < size)
+        if has_generation:
+            kept &= generation[i] == laps + (row < cursor)
+        faults += (row < -1) | (row >= capacity) | (kept & _refused(priority[i]))
+        rows[i] = row if kept else -1
+        n_kept += kept
+        # Without their sign, floats are in the order of their bits, and a maximum of integers is vectorised.
+        magnitude = bits[i] & np.uint32(0x7FFFFFFF)
+        largest = max(largest, magnitude if kept else np.uint32(0))
+    if faults > 0:
+        for i in range(n):
+            if index[i] < -1 or index[i] >= capacity:
+                return -(i + 1)
+            if rows[i] >= 0 and _refused(priority[i]):
+                return i + 1
+
+    alpha, eps = scalars[ALPHA], scalars[EPS]
+    # All of them in a loop of their own, which is vectorised: a power a time takes five times as long.
+    weight = np.empty(n, np.float32)
+    for i in range(n):
+        weight[i] = np.float32(_weight_of(np.float64(priority[i]), alpha, eps))
+    for i in range(n):
+        prefetch(leaves + 4 * rows[min(i + _AHEAD, n - 1)])
+        if rows[i] >= 0:
+            leaf[rows[i]] = weight[i]
+    if n_kept > 0:
+        scalars[MAX_PRIORITY] = max(scalars[MAX_PRIORITY], np.float64(f32_of_bits(largest)))
+    refresh_above((leaves, nodes, eligible, capacity, fan_out), rows, n)
+    return 0
+
+
+@kernel
+def mark(  # type: ignore[no-untyped-def]
+    leaves, nodes, eligible, capacity, fan_out, scalars_address, index_address, n, within_buffer: bool
+):
+    """0, or minus (position + 1) of the first index out of range."""
+    tree = (leaves, nodes, eligible, capacity, fan_out)
+    leaf = carray(as_f32(leaves), capacity)
+    scalars = carray(as_f64(scalars_address), 5)
+    index = carray(as_i64(index_address), n)
+    outside = _outside(index, n, capacity)
+    if outside != 0:
+        return outside
+    largest_weight = planes_of(tree)[MAXIMUM, -1]
+    given = scalars[MAX_PRIORITY]
+    if within_buffer and largest_weight > 0.0:
+        weight = largest_weight
+    else:
+        weight = _weight_of(1.0 if within_buffer or given < 0.0 else given, scalars[ALPHA], scalars[EPS])
+    for i in range(n):
+        if index[i] >= 0:
+            leaf[index[i]] = np.float32(weight)
+    refresh_above(tree, index, n)
+    return 0
+
+
+@kernel
+def draw(  # type: ignore[no-untyped-def]
+    leaves, nodes, eligible, capacity, fan_out, scalars_address, rng_address, index_address, weight_address,
+    begin, n, of, stratified: bool,
+):  # fmt: skip
+    """0, or 1 where there is nothing to draw from.
+
+    Makes draws ``begin .. begin + n - 1`` of ``of``. Advances the random stream only if these are all of them.
+    """
+    leaf, planes = carray(as_f32(leaves), capacity), planes_of((leaves, nodes, eligible, capacity, fan_out))
+    rng = carray(as_i64(rng_address), 3)
+    index = carray(as_i64(index_address + 8 * begin), n)
+    weight = carray(as_f32(weight_address + 4 * begin), n)
+    beta = carray(as_f64(scalars_address), 5)[BETA]
+    total, least = planes[SUM, -1], planes[MINIMUM, -1]
+    if not total > 0.0:
+        return 1
+
+    shift = shift_of(fan_out)
+    level_start = np.empty(64, np.int64)
+    depth = store_level_starts(capacity, fan_out, level_start)
+
+    # Of levels with far fewer parents than there are draws, prefix sums are worked out once a parent, not once a draw.
+    table_start, n_tables, level = np.empty(64, np.int64), 0, depth - 1
+    while fan_out == WIDTH and level >= 0 and _DRAWS_A_PARENT * parents(capacity, shift, level) <= n:
+        table_start[level] = n_tables
+        n_tables += 2 * WIDTH * parents(capacity, shift, level)
+        level -= 1
+    first_untabled = level
+    tables = np.empty(n_tables)
+    for level in range(first_untabled + 1, depth):
+        sums = nodes + 8 * level_start[level]
+        store_prefixes(sums, parents(capacity, shift, level), tables, table_start[level])
+
+    seed, offset = rng[SEED], rng[OFFSET] + begin
+    left = np.empty(min(n, _TOGETHER))
+    for first in range(0, n, _TOGETHER):
+        together = min(_TOGETHER, n - first)
+        for i in range(together):
+            uniform = philox_uniform_f64(seed, offset + first + i)
+            left[i] = (begin + first + i + uniform) / of * total if stratified else uniform * total
+            index[first + i] = 0
+        # Down to the parents of the leaves, level 0: ``index`` is a node, then one of its children, a level below.
+        for level in range(depth - 1, -1, -1):
+            here = nodes + 8 * level_start[level]
+            below = nodes + 8 * level_start[level - 1] if level > 0 else leaves
+            if level > first_untabled:
+                for i in range(together):
+                    first_child = index[first + i] << shift
+                    table = table_start[level] + 2 * first_child
+                    child, left[i] = choose_by_table(here + 8 * first_child, tables, table, left[i])
+                    index[first + i] = first_child + child
+                if level == first_untabled + 1:
+                    for i in range(together):
+                        prefetch_children(below, eligible, level, index[first + i] << shift)
+            else:
+                for i in range(together):
+                    first_child = index[first + i] << shift
+                    child, left[i] = choose_node(here + 8 * first_child, left[i], fan_out)
+                    index[first + i] = first_child + child
+                    prefetch_children(below, eligible, level, (first_child + child) << shift)
+        for i in range(together):
+            first_child = index[first + i] << shift
+            row = first_child + choose_leaf(leaves, eligible, first_child, left[i], fan_out)
+            index[first + i] = row
+            left[i] = np.float64(leaf[row]) / least
+        # A loop of its own, without calls, so that it is vectorised: (q / q_min) ** -beta, of ratios of at least 1.
+        for i in range(together):
+            weight[first + i] = np.float32(exp_below_700(-beta * log_of_normal(left[i])))
+    if n == of:
+        rng[OFFSET] = offset + n
+    return 0
