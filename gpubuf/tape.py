@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gpubuf.data.recording import CaptureError
-from gpubuf.kernels._differentiable import direct
+from gpubuf.kernels._operations import direct
 from gpubuf.kernels._registry import NAMESPACE
 
 _READS = torch.Tag.data_dependent_output

@@ -93,7 +93,7 @@ def jit(function: Any = None, **options: Any) -> Any:
 
 
 def address_of(kernel: Any) -> int:
-    """The address of a kernel's machine code, for :func:`gpubuf.kernels._pointers.call`; compiles it if need be.
+    """The address of a kernel's machine code, for :func:`gpubuf.kernels._primitives.call`; compiles it if need be.
 
     The kernel has the option ``no_cfunc_wrapper=False``.
     """

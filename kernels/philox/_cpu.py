@@ -8,7 +8,7 @@ from numba import carray
 from torch import Tensor
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._pointers import as_f64, as_i64
+from gpubuf.kernels._primitives import as_f64, as_i64
 from gpubuf.kernels.philox import OFFSET, RESOLUTION, SEED, check_request
 
 # Unsigned 64-bit throughout: Numba turns a mixture of signed and unsigned operands into floats.

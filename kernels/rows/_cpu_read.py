@@ -13,7 +13,7 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._pointers import as_f32, as_i64, call, copy_bytes, load_i64, prefetch_l2
+from gpubuf.kernels._primitives import as_f32, as_i64, call, copy_bytes, load_i64, prefetch_l2
 from gpubuf.kernels.philox import OFFSET, SEED
 from gpubuf.kernels.philox._cpu import philox_uniform_f64
 from gpubuf.kernels.rows import (
@@ -58,28 +58,26 @@ from gpubuf.kernels.rows._cpu_copy import (
     AHEAD,
     ASIDE,
     AT_END,
-    copy_row,
-    first_outside,
-    place_address,
-    prefetch_row,
-    row_address,
-    write_generations,
-)
-from gpubuf.kernels.rows._cpu_numbers import (
     F32,
     F64,
     I64,
+    copy_row,
     decode,
     decode_f32,
     encode,
     encode_integers,
+    first_outside,
     float_of,
     is_coded,
     is_integer,
     normalise_f32,
+    place_address,
+    prefetch_row,
     read_f32,
     read_i32,
+    row_address,
     write_f32,
+    write_generations,
 )
 from gpubuf.kernels.trajectories._cpu_search import divided, lowest_bit
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpubuf.kernels import config, tanh_normal
-from gpubuf.kernels._launchers import launcher
-from gpubuf.kernels._launching import cdiv
+from gpubuf.kernels._launching import cdiv, launcher
 from gpubuf.kernels.tanh_normal import _triton as kernels
 
 

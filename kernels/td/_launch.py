@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpubuf.kernels import config, td
-from gpubuf.kernels._launchers import Finish, launcher
-from gpubuf.kernels._launching import cdiv
+from gpubuf.kernels._launching import Finish, cdiv, launcher
 from gpubuf.kernels.td import _triton as kernels
-from gpubuf.kernels.td._triton_returns import soft_lambda_return_kernel
 
 SEQUENCES = 32
 """Sequences of a program, one a lane of its only warp: each step waits for the one before, so spread them widely."""
@@ -36,7 +34,7 @@ def _plan_sequences(n_sequences: int, device_name: str | None) -> RowPlan:
 _ENTROPY, _DISTANCE = {"HAS_LOG_PROB": "HAS_NEXT_LOG_PROB"}, {"LOSS": "loss_function"}
 
 soft_td_target = launcher(td.soft_td_target, kernels.soft_td_target_kernel, plan_rows, names=_ENTROPY)
-soft_lambda_return = launcher(td.soft_lambda_return, soft_lambda_return_kernel, _plan_sequences, names=_ENTROPY)
+soft_lambda_return = launcher(td.soft_lambda_return, kernels.soft_lambda_return_kernel, _plan_sequences, names=_ENTROPY)
 finish_loss = Finish(kernels.finish_loss_kernel, 2)
 loss = launcher(td.td_loss, kernels.td_loss_kernel, plan_rows, finish=finish_loss, names=_DISTANCE)
 loss_backward = launcher(td.td_loss_backward, kernels.td_loss_backward_kernel, plan_rows, names=_DISTANCE)
