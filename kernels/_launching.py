@@ -257,6 +257,15 @@ def launch(
     variant_of(kernel, num_warps, maxnreg, constexprs).launch(programs, arguments)
 
 
+@dataclass(frozen=True)
+class BlockPlan:
+    """How a kernel covers rows or elements, a block of them in each program."""
+
+    block: int
+    programs: int
+    num_warps: int
+
+
 REAL = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 FINISH_BLOCK = 256

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gpubuf.kernels import config, td
-from gpubuf.kernels._launching import Finish, cdiv, launcher
+from gpubuf.kernels._launching import BlockPlan, Finish, cdiv, launcher
 from gpubuf.kernels.td import _triton as kernels
 
 SEQUENCES = 32
 """Sequences of a program, one a lane of its only warp: each step waits for the one before, so spread them widely."""
 
 
-@dataclass(frozen=True)
-class RowPlan:
-    """How a kernel over rows covers ``n`` of them."""
-
-    block: int
-    programs: int
-    num_warps: int
-
-
-def plan_rows(n: int, device_name: str | None = None) -> RowPlan:
+def plan_rows(n: int, device_name: str | None = None) -> BlockPlan:
     """As many programs as the configuration for ``n`` rows needs, at least one."""
     chosen = config.loss_rows(n, device_name)
-    return RowPlan(chosen.block, max(cdiv(n, chosen.block), 1), chosen.num_warps)
+    return BlockPlan(chosen.block, max(cdiv(n, chosen.block), 1), chosen.num_warps)
 
 
-def _plan_sequences(n_sequences: int, device_name: str | None) -> RowPlan:
-    return RowPlan(SEQUENCES, cdiv(n_sequences, SEQUENCES), 1)
+def _plan_sequences(n_sequences: int, device_name: str | None) -> BlockPlan:
+    return BlockPlan(SEQUENCES, cdiv(n_sequences, SEQUENCES), 1)
 
 
 _ENTROPY, _DISTANCE = {"HAS_LOG_PROB": "HAS_NEXT_LOG_PROB"}, {"LOSS": "loss_function"}
