@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpubuf.data.recording import CaptureError, Lock, Recording, capture_under_way, recorded, watched
 from gpubuf.data.storage.host_memory import cuda_present
 from gpubuf.kernels.config import launches_in_graph
-from gpubuf.tape import Tape, TensorsAlone
+from gpubuf.tape import Tape, TensorsAlone, is_mask, tensors_in
 
 Map = Callable[[str, Tensor], Tensor]
 """From the place of a tensor, and the tensor, to its replacement."""
@@ -285,17 +285,9 @@ _COPIES = frozenset({"aten::copy_", "aten::copy", "aten::_to_copy", "aten::_fore
 _HOST = "which a replay would not do again: work on the GPU, or outside of the step"
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
 def _masks(schema_name: str, args: tuple[Any, ...]) -> bool:
     """Whether an indexing operation has to count the elements that a mask selects."""
-    if not any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1])):
+    if not any(map(is_mask, tensors_in(args[1]))):
         return False
     # With one value for all of them it is a masked_fill_, which counts nothing.
     return schema_name == "aten::index" or args[2].numel() != 1
@@ -305,7 +297,7 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from _tensors((value,))
+            yield from tensors_in((value,))
 
 
 _CPU_GENERATOR = "torch's CPU generator"
@@ -355,7 +347,7 @@ class Devices(_Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.found |= {tensor.device for tensor in _tensors((*args, out))}
+        self.found |= {tensor.device for tensor in tensors_in((*args, out))}
         return out
 
 
@@ -380,11 +372,11 @@ class NoHostWork(_Watch):
         if not isinstance(func, torch._ops.OpOverload):
             # An operation that calls others, as compiled code has. Its parts were checked when it was compiled.
             return func(*args, **kwargs)
-        given = list(_tensors((*args, *kwargs.values())))
+        given = list(tensors_in((*args, *kwargs.values())))
         self._check_before(func, args, kwargs, given)
         self._keep(given)
         out = func(*args, **kwargs)
-        results = list(_tensors(out if isinstance(out, list | tuple) else (out,)))
+        results = list(tensors_in(out if isinstance(out, list | tuple) else (out,)))
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         for tensor in results:
             if self._on_host(tensor) and (tensor.ndim > 0 or seeded):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gpubuf.data.recording import CaptureError
-from gpubuf.kernels._differentiable import direct
+from gpubuf.kernels._operations import direct
 from gpubuf.kernels._registry import NAMESPACE
 
 _READS = torch.Tag.data_dependent_output
@@ -84,10 +84,10 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             raise CaptureError(f"the step can't be recorded: {func} calls operations of its own")
-        given = list(_tensors((*args, *kwargs.values())))
+        given = list(tensors_in((*args, *kwargs.values())))
         for tag, reason in _REFUSED.items():
             # Indices keep sizes, but for masks.
-            if tag in func.tags and not (func is aten.index.Tensor and not any(map(_is_mask, given[1:]))):
+            if tag in func.tags and not (func is aten.index.Tensor and not any(map(is_mask, given[1:]))):
                 raise CaptureError(f"the step can't be recorded: {func.name()} {reason}")
         if not all(tensor.is_cpu for tensor in given):
             raise CaptureError(f"the step can't be recorded: {func.name()} works on another device than the CPU")
@@ -98,7 +98,7 @@ class Tape(TorchDispatchMode):
         elif variable or not func.is_view:
             self._note(func, args, kwargs, out)
         else:
-            self._constants.update((id(tensor), tensor) for tensor in (*given, *_tensors([out])))
+            self._constants.update((id(tensor), tensor) for tensor in (*given, *tensors_in([out])))
         return out
 
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
@@ -194,13 +194,15 @@ class TensorsAlone(TorchFunctionMode):
         return out.clone() if func in _FROM_NUMBERS and not isinstance(args[0], Tensor) else out
 
 
-def _is_mask(index: Tensor) -> bool:
+def is_mask(index: Tensor) -> bool:
+    """Whether an index selects the elements where it holds."""
     return index.dtype in (torch.bool, torch.uint8)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments or results of an operation, and in lists of them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import dense
 from gpubuf.kernels._jit import kernel
-from gpubuf.kernels._operations import Declaration, declaration_of, parameters_of, returned
+from gpubuf.kernels._operations import Declaration, declaration_of, dense, parameters_of, returned
 from gpubuf.kernels._threads import call_in_parts
 
 #: Arguments that say yes or no of a row. They have any dtype, and are read as bytes.

@@ -73,7 +73,7 @@ class Kernel:
 
     @property
     def address(self) -> int:
-        """That of the machine code, for :func:`gpubuf.kernels._pointers.call`."""
+        """That of the machine code, for :func:`gpubuf.kernels._primitives.call`."""
         self.load()
         return self._address
 

@@ -1,9 +1,9 @@
-"""Operations that are one kernel: their declarations, and how each backend runs them.
+"""Operations that are one kernel: their declarations, how each backend runs them, and their gradients.
 
 Losses, norms and distributions compute some tensors from others. What such an operation takes, checks and returns is
 said once, by :func:`declare`, in the ``__init__.py`` of its family. A backend then adds a kernel: ``_cpu.py`` a
 compiled loop (``loop`` of ``_loops.py``), ``_launch.py`` a Triton kernel and how it is cut into programs (``launcher``
-of ``_launchers.py``).
+of ``_launching.py``).
 
 A kernel's parameters get what has their name:
 
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._registry import define, is_tensor, pick
+from gpubuf.kernels._registry import define, eager, is_tensor, library, pick, without_dispatch
 
 
 @functools.cache
@@ -150,3 +150,200 @@ def declare(
 def declaration_of(operation: Any) -> Declaration:
     """What :func:`declare` was told."""
     return _declared[operation]
+
+
+def computing_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 if any of ``tensors`` is float64, else float32: what float16 and bfloat16 are computed in, too."""
+    for tensor in tensors:
+        if tensor.dtype is torch.float64:
+            return torch.float64
+    return torch.float32
+
+
+def direct(op: Any) -> Callable[..., Any]:
+    """``op`` without its gradient, called past PyTorch's dispatcher where that has nothing to decide.
+
+    Lazy tensors (:func:`~gpubuf.kernels._registry.is_lazy`) are copied first, as the dispatcher would do. Users may
+    pass them, and so may autograd, as gradients.
+    """
+    return without_dispatch(op, given=None)
+
+
+def past_functorch(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` without its Python, which serves transforms of torch.func: for calls that never are in one."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
+def _once(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward``, whose gradients refuse to be differentiated: as constants they would give a wrong result."""
+
+    def gradient(ctx: Any, *grads: Tensor | None) -> Any:
+        found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        # They depend on all of these: autograd skips what no path leads through.
+        sources = [each for each in (*grads, *ctx.saved_tensors) if each is not None and each.requires_grad]
+        tensors = [each for each in found if each is not None]
+        refusing = torch._C._functions.DelayedError(
+            f"{name} has no gradient of its gradient: write what you differentiate twice in PyTorch's own operations",
+            len(tensors) + len(sources),
+        )
+        left = iter(refusing(*tensors, *sources) if tensors and sources else tensors)
+        return tuple(None if each is None else next(left) for each in found)
+
+    return gradient
+
+
+def register_autograd(
+    op: Any, setup_context: Callable[..., None], backward: Callable[..., Any], *, twice: bool = False
+) -> Callable[..., Any]:
+    """Register the gradient of ``op``, as ``torch.library.register_autograd`` does, at a third of its cost a call.
+
+    Args:
+        op: the overload that :func:`~gpubuf.kernels._registry.define` returned.
+        setup_context: ``(ctx, inputs, output)``; saves what the backward needs.
+        backward: ``(ctx, *grads)``; one gradient, or None, for each input.
+        twice: ``backward`` returns gradients that can be differentiated while gradients are enabled. Otherwise a
+            second derivative raises RuntimeError.
+
+    Returns:
+        ``op``, called past PyTorch's dispatcher where that has nothing to decide: in eager mode, for plain tensors.
+    """
+    straight = direct(op)
+    names = [argument.name for argument in op._schema.arguments]
+    tensors = pick(names, [a.name for a in op._schema.arguments if is_tensor(a)])
+    backward = backward if twice else _once(op.name(), backward)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            output = straight(*args)
+        setup_context(ctx, args, output)
+        return output
+
+    gradient: Any = type(
+        f"{op.name()}_gradient",
+        (torch.autograd.Function,),
+        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
+    )
+
+    apply = past_functorch(gradient)
+
+    def needed(args: tuple[Any, ...]) -> bool:
+        if torch.is_grad_enabled():
+            for tensor in tensors(args):
+                if tensor is not None and tensor.requires_grad:
+                    return True
+        return False
+
+    defaults = tuple(argument.default_value for argument in op._schema.arguments)
+
+    def differentiable(*args: Any) -> Any:
+        # The dispatcher leaves out what has its default value.
+        args += defaults[len(args) :]
+        if needed(args):
+            return gradient.apply(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args) if torch._C._are_functorch_transforms_active() else straight(*args)
+
+    library.impl(op.name().partition("::")[2], differentiable, "Autograd")
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return op(*args)
+        if not needed(args):
+            return straight(*args)
+        return apply(*args) if eager(args[0]) else op(*args)
+
+    return call
+
+
+def differentiable(op: Any, backward: Any, composed: Callable[..., Tensor] | None = None) -> Callable[..., Any]:
+    """Register the gradient of ``op`` by its first result, or by several, as the schemas say it.
+
+    Args:
+        op: the overload of an operation whose results have names.
+        backward: that of its gradient. An argument ``grad`` is the gradient of the first result, ``grad_x`` that of
+            result x. All others are arguments or results of ``op``, or are called ``with_x`` and say whether the
+            gradient of x is needed. Its results are called ``grad_x``, after an argument of ``op``. Other results of
+            ``op`` have no gradient.
+        composed: takes the arguments of ``op``, and returns its first result, made of PyTorch's operations. They give
+            the gradient while gradients are enabled, so that it can be differentiated. None: that raises RuntimeError.
+
+    Returns:
+        ``op``, called past PyTorch's dispatcher where that has nothing to decide. Give all arguments, by position.
+    """
+    inputs = [argument.name for argument in op._schema.arguments]
+    outputs = [result.name for result in op._schema.returns]
+    taken = [argument.name for argument in backward._schema.arguments]
+    grads = ["grad" if "grad" in taken and i == 0 else f"grad_{name}" for i, name in enumerate(outputs)]
+    constant = pick(grads, [grad for grad in grads if grad not in taken])
+    # A context keeps tensors apart from other arguments.
+    numbers = [a.name for a in op._schema.arguments if not is_tensor(a)]
+    tensors = [name for name in inputs if name not in numbers]
+    kept = [name for name in outputs if name in taken]
+    names = [*tensors, *kept, *numbers]
+    save = pick([*inputs, *(f"{name} out" for name in outputs)], [*tensors, *(f"{name} out" for name in kept)])
+    rest, given = pick(inputs, numbers), pick(names, inputs)
+    order = pick([*names, *grads, *(f"with_{name}" for name in inputs)], taken)
+    made = [result.name for result in backward._schema.returns]
+    gradient, nothing = direct(backward), (None,) * len(inputs)
+
+    @functools.cache
+    def by_input(needs: tuple[bool, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+        """Takes the gradients of inputs that need one, else None, from those that are made and None."""
+        wanted = [f"grad_{name}" if need else "" for name, need in zip(inputs, needs, strict=True)]
+        return pick([*made, ""], [name if name in made else "" for name in wanted])
+
+    def setup(ctx: Any, args: tuple[Any, ...], output: Any) -> None:
+        results = output if type(output) is tuple else (output,)
+        ctx.save_for_backward(*save((*args, *results)))
+        ctx.constants = rest(args)
+        ctx.mark_non_differentiable(*constant(results))
+        ctx.set_materialize_grads(False)
+
+    def by_arguments(ctx: Any, *given_grads: Tensor | None) -> Any:
+        for grad in given_grads:
+            if grad is not None:
+                break
+        else:
+            return nothing
+        needs, values = ctx.needs_input_grad, (*ctx.saved_tensors, *ctx.constants)
+        if composed is not None and torch.is_grad_enabled():
+            arguments = given(values)
+            return _composed_gradient(composed(*arguments), given_grads[0], arguments)
+        found = gradient(*order((*values, *given_grads, *needs)))
+        return by_input(needs)((*found, None) if type(found) is tuple else (found, None))
+
+    return register_autograd(op, setup, by_arguments, twice=composed is not None)
+
+
+def _composed_gradient(y: Tensor, grad: Tensor | None, arguments: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """Gradients of ``y`` that have gradients themselves; None for arguments that need none."""
+    needed = [isinstance(a, Tensor) and a.requires_grad for a in arguments]
+    given = [argument for argument, need in zip(arguments, needed, strict=True) if need]
+    found = iter(torch.autograd.grad(y, given, grad, create_graph=True))
+    return tuple(next(found) if need else None for need in needed)
+
+
+library.define("snapshot(Tensor x) -> Tensor")
+library.impl("snapshot", torch.clone, "CompositeExplicitAutograd")
+
+snapshot = torch.ops.gpubuf.snapshot.default
+"""A copy of ``x`` as it is now, without gradient, that a compiled backward reads too.
+
+Inductor computes a plain copy anew in the backward, and there finds what the forward has since written into ``x``.
+What no compiler can see into is saved.
+"""
+
+
+@functools.partial(torch.library.register_vmap, "gpubuf::snapshot", lib=library)
+def _snapshot_vmap(_: Any, dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | None]:
+    return snapshot(x), dims[0]
+
+
+def dense(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``tensor`` itself if it is contiguous and of ``dtype`` (None: any), else a copy that is."""
+    if dtype is not None and tensor.dtype is not dtype:
+        tensor = tensor.to(dtype)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as every_module
 
-from gpubuf.kernels._differentiable import past_functorch
+from gpubuf.kernels._operations import past_functorch
 from gpubuf.modules.fast_call import hooked
 from gpubuf.modules.weight_norm import draw_rows
 

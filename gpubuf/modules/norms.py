@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gpubuf.kernels import norms
-from gpubuf.kernels._differentiable import snapshot
+from gpubuf.kernels._operations import snapshot
 
 Statistics = Literal["update", "batch", "running"]
 NormName = Literal["layer", "rms", "batch", "batch_renorm"]

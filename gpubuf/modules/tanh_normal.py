@@ -11,7 +11,7 @@ from torch.distributions import Distribution, constraints
 from torch.nn.functional import softplus
 
 from gpubuf.kernels import tanh_normal
-from gpubuf.kernels._differentiable import computing_dtype
+from gpubuf.kernels._operations import computing_dtype
 
 
 class TanhNormal(Distribution):

@@ -12,7 +12,7 @@ from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 
 from gpubuf.kernels import td
-from gpubuf.kernels._differentiable import computing_dtype
+from gpubuf.kernels._operations import computing_dtype
 from gpubuf.modules.fast_call import entry
 
 

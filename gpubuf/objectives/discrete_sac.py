@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributions import Categorical, OneHotCategorical
 
 from gpubuf.kernels import discrete_sac
-from gpubuf.kernels._differentiable import direct
+from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.actor_critic import leaf_of
 from gpubuf.objectives.base import warn

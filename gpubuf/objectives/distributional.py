@@ -13,7 +13,7 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor
 
 from gpubuf.kernels import categorical
-from gpubuf.kernels._differentiable import direct
+from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.base import one_of
 from gpubuf.objectives.batch import REDUCTIONS, halves, joined, reduced

@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase, TensorDictParams
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from gpubuf.kernels._differentiable import snapshot
+from gpubuf.kernels._operations import snapshot
 from gpubuf.modules.norms import BatchNorm, count_rows, set_statistics
 
 Path = tuple[str, ...]

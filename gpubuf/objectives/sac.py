@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor, nn
 
 from gpubuf.kernels import sac, td
-from gpubuf.kernels._differentiable import direct
+from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of
 from gpubuf.objectives.batch import HAS_TARGET, REDUCTIONS, checked_values, counting_rows, halves, joined, reduced

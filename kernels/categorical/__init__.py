@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import differentiable
-from gpubuf.kernels._operations import declare
+from gpubuf.kernels._operations import declare, differentiable
 from gpubuf.kernels.td import NONE, check_rows
 
 OWN, MIN, MIXTURE = range(3)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpubuf.kernels import categorical, config
-from gpubuf.kernels._launchers import launcher
-from gpubuf.kernels._launching import cdiv
+from gpubuf.kernels._launching import cdiv, launcher
 from gpubuf.kernels.categorical import _triton as kernels
-from gpubuf.kernels.categorical import _triton_loss as loss_kernels
 from gpubuf.kernels.td._launch import finish_loss
 
 
@@ -46,10 +44,10 @@ target = launcher(
     warps="row_warps",
     names={"HAS_LOG_PROB": "HAS_NEXT_LOG_PROB", "scale_ptr": "reward_scale_ptr", "HAS_SCALE": "HAS_REWARD_SCALE"},
 )
-loss = launcher(categorical.categorical_loss, loss_kernels.categorical_loss_kernel, plan_atoms, finish=finish_loss)
+loss = launcher(categorical.categorical_loss, kernels.categorical_loss_kernel, plan_atoms, finish=finish_loss)
 loss_backward = launcher(
     categorical.categorical_loss_backward,
-    loss_kernels.categorical_loss_backward_kernel,
+    kernels.categorical_loss_backward_kernel,
     plan_atoms,
     programs=lambda nets, programs: nets * programs,
 )

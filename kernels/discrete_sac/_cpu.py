@@ -11,10 +11,9 @@ import math
 import numpy as np
 
 from gpubuf.kernels import discrete_sac
-from gpubuf.kernels._elementary import exp_below_700
-from gpubuf.kernels._floats import load, read, store, write
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._loops import loop
+from gpubuf.kernels._primitives import exp_below_700, load, read, store, write
 from gpubuf.kernels.td import NONE
 from gpubuf.kernels.td._cpu_reduce import load_smallest, normaliser, weight_of
 

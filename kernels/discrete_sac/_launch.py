@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpubuf.kernels import config, discrete_sac
-from gpubuf.kernels._launchers import Finish, launcher
-from gpubuf.kernels._launching import cdiv
+from gpubuf.kernels._launching import Finish, cdiv, launcher
 from gpubuf.kernels.discrete_sac import _triton as kernels
 
 MOST_ACTIONS = 128

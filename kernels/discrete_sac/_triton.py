@@ -2,20 +2,20 @@
 
 Every kernel computes in REAL, float32 or float64, whatever the dtypes of its arguments. Rows are flat and contiguous;
 logits are ``[n, n_actions]``, critics ``[n_nets, n, n_actions]``. A program takes ROWS rows, ACTIONS actions at a time.
-The reductions are those of ``td/_triton_reduce.py``.
+The reductions are those of ``td/_triton.py``.
 """
 
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.td._triton import smallest_critic
-from gpubuf.kernels.td._triton_reduce import (
+from gpubuf.kernels.td._triton import (
     LOG_PROBS,
     NONE,
     add_partials,
     finish_reduction,
     mask_weights,
     row_factor,
+    smallest_critic,
     store_reduced,
 )
 

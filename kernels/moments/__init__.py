@@ -24,8 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._check import check_devices
-from gpubuf.kernels._registry import define
+from gpubuf.kernels._registry import check_devices, define
 from gpubuf.kernels.config import MOMENTS_WIDTH
 
 COUNT, MEAN, M2, PEAK = range(4)

@@ -10,7 +10,7 @@ from numba import carray
 from torch import Tensor
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._pointers import as_f32, as_f64, as_u8
+from gpubuf.kernels._primitives import as_f32, as_f64, as_u8
 from gpubuf.kernels.moments import (
     ACTIVE,
     COUNT,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels import config
-from gpubuf.kernels._check import check_devices, demand_int64
 from gpubuf.kernels._launching import cdiv, launch
+from gpubuf.kernels._registry import check_devices, demand_int64
 from gpubuf.kernels.config import ceil_power
 from gpubuf.kernels.moments import check_returns, check_update, n_tickets
 from gpubuf.kernels.moments._triton import moments_returns_kernel, moments_update_kernel

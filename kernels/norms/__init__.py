@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gpubuf.kernels._differentiable import computing_dtype, differentiable, direct
-from gpubuf.kernels._operations import declare
+from gpubuf.kernels._operations import computing_dtype, declare, differentiable, direct
 
 LAYER, RMS = range(2)
 """Norms: of what is left of a row without its mean, and of the row as it is."""

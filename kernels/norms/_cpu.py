@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from gpubuf.kernels import norms
-from gpubuf.kernels._elementary import exp_of_negative
-from gpubuf.kernels._floats import view
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._loops import Call, for_each_dtype, loop, loops
+from gpubuf.kernels._primitives import exp_of_negative, view
 from gpubuf.kernels.norms import LAYER, RELU, SILU
 
 #: Lets LLVM add the elements of a row in several lanes. Nothing else: NaN and infinity behave as ever.

@@ -6,10 +6,8 @@ import math
 from dataclasses import dataclass
 
 from gpubuf.kernels import config, norms
-from gpubuf.kernels._launchers import Prepared, launcher, launches
-from gpubuf.kernels._launching import cdiv
+from gpubuf.kernels._launching import Prepared, cdiv, launcher, launches
 from gpubuf.kernels.norms import _triton as kernels
-from gpubuf.kernels.norms import _triton_batch as batch_kernels
 
 #: Programs of the backward, about: enough for every multiprocessor to have some, and few sums to add at the end.
 PROGRAMS = 512
@@ -123,19 +121,19 @@ def norm_batch_moments(to: Prepared, plan: BatchPlan) -> None:
     blocks = to.values["nets"] * plan.blocks
     to.values["BLOCK_ROWS"] = plan.sum_rows
     if plan.parts == 1:
-        to.launch(batch_kernels.batch_moments_kernel, blocks, plan.sum_warps)
+        to.launch(kernels.batch_moments_kernel, blocks, plan.sum_warps)
         return
     _sums(to, plan)
     means, variances = to.halves()
-    kernel = batch_kernels.batch_moments_kernel
+    kernel = kernels.batch_moments_kernel
     to.launch(kernel, blocks * plan.parts, plan.sum_warps, mean_ptr=means, var_ptr=variances)
     how = {"means_ptr": means, "vars_ptr": variances, "BLOCK_PARTS": config.ceil_power(plan.parts)}
-    to.launch(batch_kernels.finish_batch_moments_kernel, blocks, plan.sum_warps, **how)
+    to.launch(kernels.finish_batch_moments_kernel, blocks, plan.sum_warps, **how)
 
 
 batch_norm_activation = launcher(
     norms.batch_norm_activation,
-    batch_kernels.batch_norm_activation_kernel,
+    kernels.batch_norm_activation_kernel,
     plan_batch,
     programs=lambda nets, blocks, row_blocks: nets * blocks * row_blocks,
     names={"n_parts": "row_blocks"},
@@ -146,7 +144,7 @@ batch_norm_activation = launcher(
 def batch_norm_activation_backward(to: Prepared, plan: BatchPlan) -> None:
     programs = to.values["nets"] * plan.blocks * plan.parts
     to.values["BLOCK_ROWS"], to.values["PARTS"] = plan.sum_rows, plan.parts > 1
-    kernel = batch_kernels.batch_norm_activation_backward_kernel
+    kernel = kernels.batch_norm_activation_backward_kernel
     if plan.parts == 1:
         to.launch(kernel, programs, plan.sum_warps)
         return
@@ -158,4 +156,4 @@ def batch_norm_activation_backward(to: Prepared, plan: BatchPlan) -> None:
         _finish_gradients(to)
         return
     how = {"by_weight_ptr": by_weight, "by_bias_ptr": by_bias, "BLOCK_PARTS": config.ceil_power(plan.parts)}
-    to.launch(batch_kernels.apply_batch_norm_gradients_kernel, programs, plan.sum_warps, **how)
+    to.launch(kernels.apply_batch_norm_gradients_kernel, programs, plan.sum_warps, **how)

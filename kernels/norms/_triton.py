@@ -1,6 +1,9 @@
 """Norms with activations on the GPU. Computes in REAL, float32 or float64, whatever the arguments are.
 
-Rows are flat and contiguous, ``[nets, rows, width]``. A program holds whole rows of one net: BLOCK_WIDTH >= width.
+Rows are flat and contiguous, ``[nets, rows, width]``. In norms of rows, a program holds whole rows of one net:
+BLOCK_WIDTH >= width. Of batch norms, where sums over rows are wanted, a program has some columns of one net, and all
+its rows while they are few. Sums of parts of many rows are added by another launch, in an order that depends on the
+shape alone.
 """
 
 import triton
@@ -191,3 +194,280 @@ def finish_norm_gradients_kernel(
         by_bias += tl.load(partial_ptr + offset + nets.to(tl.int64) * n_parts * width, mask=inside, other=0)
     tl.store(grad_weight_ptr + net * width + column, tl.sum(by_weight, 0), mask=in_row)
     tl.store(grad_bias_ptr + net * width + column, tl.sum(by_bias, 0), mask=in_row)
+
+
+@triton.jit
+def load_columns(pointers, place, inside, EPS: tl.constexpr, REAL: tl.constexpr):
+    """(mean, 1 / sqrt(var + EPS), weight, bias) of each column; ``pointers`` of mean, variance, weight and bias."""
+    mean_ptr, var_ptr, weight_ptr, bias_ptr = pointers
+    mean = load_vector(mean_ptr, place, inside, REAL)
+    rstd = 1 / tl.sqrt(load_vector(var_ptr, place, inside, REAL) + EPS)
+    return mean, rstd, load_vector(weight_ptr, place, inside, REAL), load_vector(bias_ptr, place, inside, REAL)
+
+
+@triton.jit
+def part_of(n_rows, width, n_blocks, n_parts, part_rows, BLOCK: tl.constexpr):
+    """(columns, which of them are in a row, number of the part among those of all nets, net, first row, end of rows).
+
+    Of the program, in a grid of (nets * n_parts * n_blocks,).
+    """
+    program = tl.program_id(0)
+    column = (program % n_blocks) * BLOCK + tl.arange(0, BLOCK)
+    place = (program // n_blocks).to(tl.int64)
+    begin = (place % n_parts) * part_rows
+    return column, column < width, place, place // n_parts, begin, tl.minimum(begin + part_rows, n_rows)
+
+
+@triton.jit
+def load_tile(pointer, row, within, REAL: tl.constexpr):
+    """(rows up to the last, 0 elsewhere; which of them these are).
+
+    ``within`` is (place of each column in the first row, end of the rows, width, which columns are in a row).
+    """
+    first, last, width, in_row = within
+    inside = (row < last)[:, None] & in_row[None, :]
+    return tl.load(pointer + first[None, :] + row[:, None] * width, mask=inside, other=0).to(REAL), inside
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_parts", "part_rows"])
+def batch_moments_kernel(
+    x_ptr,  # any float [nets, n_rows, width]
+    mean_ptr,  # REAL [nets, n_parts, width], out
+    var_ptr,  # REAL [nets, n_parts, width], out
+    n_rows,  # of a net
+    width,
+    n_blocks,  # blocks of columns of a net
+    n_parts,  # of the rows of a net
+    part_rows,  # rows of a part
+    REAL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """mean(x) and mean((x - mean)^2) of each column over the rows of a part. The first rows stay in registers.
+
+    Grid: (nets * n_parts * n_blocks,), n_blocks = cdiv(width, BLOCK), n_parts = cdiv(n_rows, part_rows).
+    """
+    column, in_row, place, net, begin, last = part_of(n_rows, width, n_blocks, n_parts, part_rows, BLOCK)
+    within = (net * n_rows * width + column, last, width, in_row)
+    row = begin + tl.arange(0, BLOCK_ROWS)
+    x, inside = load_tile(x_ptr, row, within, REAL)
+    total = x
+    for start in range(BLOCK_ROWS, last - begin, BLOCK_ROWS):
+        more, _ = load_tile(x_ptr, row + start, within, REAL)
+        total += more
+    mean = tl.sum(total, 0) / (last - begin)
+    centred = tl.where(inside, x - mean[None, :], 0.0)
+    total = centred * centred
+    for start in range(BLOCK_ROWS, last - begin, BLOCK_ROWS):
+        more, there = load_tile(x_ptr, row + start, within, REAL)
+        centred = tl.where(there, more - mean[None, :], 0.0)
+        total += centred * centred
+    tl.store(mean_ptr + place * width + column, mean, mask=in_row)
+    tl.store(var_ptr + place * width + column, tl.sum(total, 0) / (last - begin), mask=in_row)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_parts", "part_rows"])
+def finish_batch_moments_kernel(
+    means_ptr,  # REAL [nets, n_parts, width]
+    vars_ptr,  # REAL [nets, n_parts, width]
+    mean_ptr,  # REAL [nets, width], out
+    var_ptr,  # REAL [nets, width], out
+    n_rows,  # of a net
+    width,
+    n_blocks,  # blocks of columns of a net
+    n_parts,  # of the rows of a net
+    part_rows,  # rows of a part, of the last one what is left
+    REAL: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,  # at least n_parts
+    BLOCK: tl.constexpr,
+):
+    """mean = sum(n_i mean_i) / n and var = sum(n_i (var_i + (mean_i - mean)^2)) / n over the parts of a net.
+
+    Grid: (nets * n_blocks,), n_blocks = cdiv(width, BLOCK).
+    """
+    net = (tl.program_id(0) // n_blocks).to(tl.int64)
+    column = (tl.program_id(0) % n_blocks) * BLOCK + tl.arange(0, BLOCK)
+    in_row = column < width
+    part = tl.arange(0, BLOCK_PARTS)
+    inside = (part < n_parts)[:, None] & in_row[None, :]
+    share = tl.minimum(part_rows, n_rows - part * part_rows).to(REAL)[:, None] / n_rows
+    offset = (net * n_parts + part)[:, None] * width + column[None, :]
+    means = tl.load(means_ptr + offset, mask=inside, other=0)
+    variances = tl.load(vars_ptr + offset, mask=inside, other=0)
+    mean = tl.sum(share * means, 0)
+    step = means - mean[None, :]
+    var = tl.sum(tl.where(inside, share * (variances + step * step), 0.0), 0)
+    tl.store(mean_ptr + net * width + column, mean, mask=in_row)
+    tl.store(var_ptr + net * width + column, var, mask=in_row)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_parts"])
+def batch_norm_activation_kernel(
+    x_ptr,  # any float [nets, n_rows, width]
+    weight_ptr,  # any float [nets, width]
+    bias_ptr,  # any float [nets, width]
+    mean_ptr,  # any float [nets, width]
+    var_ptr,  # any float [nets, width]
+    y_ptr,  # as x, out
+    n_rows,  # of a net
+    width,
+    n_blocks,  # blocks of columns of a net
+    n_parts,  # blocks of rows of a net
+    REAL: tl.constexpr,
+    EPS: tl.constexpr,  # a run-time float would be rounded to float32
+    ACTIVATION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """y = activation((x - mean) / sqrt(var + EPS) * weight + bias).
+
+    Grid: (nets * n_parts * n_blocks,), n_blocks = cdiv(width, BLOCK), n_parts = cdiv(n_rows, BLOCK_ROWS).
+    """
+    program = tl.program_id(0)
+    column = (program % n_blocks) * BLOCK + tl.arange(0, BLOCK)
+    in_row = column < width
+    row = ((program // n_blocks) % n_parts) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    net = (program // n_blocks // n_parts).to(tl.int64)
+    vector = net * width + column
+    mean, rstd, weight, bias = load_columns((mean_ptr, var_ptr, weight_ptr, bias_ptr), vector, in_row, EPS, REAL)
+    scale = weight * rstd
+    inside = (row < n_rows)[:, None] & in_row[None, :]
+    offset = (net * n_rows + row)[:, None] * width + column[None, :]
+    x = tl.load(x_ptr + offset, mask=inside, other=0).to(REAL)
+    z = (x - mean[None, :]) * scale[None, :] + bias[None, :]
+    tl.store(y_ptr + offset, activate(z, ACTIVATION), mask=inside)
+
+
+@triton.jit
+def gradient_tile(grad_ptr, x_ptr, row, within, columns, REAL: tl.constexpr, ACTIVATION: tl.constexpr):
+    """(g, h) of rows up to the last: g = grad * activation'(z), h = (x - mean) * rstd; g is 0 elsewhere.
+
+    ``columns`` are what :func:`load_columns` returns.
+    """
+    mean, rstd, weight, bias = columns
+    x, _ = load_tile(x_ptr, row, within, REAL)
+    grad, _ = load_tile(grad_ptr, row, within, REAL)
+    h = (x - mean[None, :]) * rstd[None, :]
+    return activation_gradient(grad, h * weight[None, :] + bias[None, :], ACTIVATION), h
+
+
+@triton.jit
+def store_tile(pointer, row, within, values):
+    """Rows up to the last."""
+    first, last, width, in_row = within
+    inside = (row < last)[:, None] & in_row[None, :]
+    tl.store(pointer + first[None, :] + row[:, None] * width, values, mask=inside)
+
+
+@triton.jit
+def store_gradient(
+    grad_ptr, x_ptr, grad_x_ptr, begin, within, columns, mean_g, mean_gh, REAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """grad_x of rows up to the last, whose statistics are those of x."""
+    row = begin + tl.arange(0, BLOCK_ROWS)
+    for start in range(0, within[1] - begin, BLOCK_ROWS):
+        g, h = gradient_tile(grad_ptr, x_ptr, row + start, within, columns, REAL, ACTIVATION)
+        out = (g - mean_g[None, :] - h * mean_gh[None, :]) * (columns[2] * columns[1])[None, :]
+        store_tile(grad_x_ptr, row + start, within, out)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_parts", "part_rows"])
+def batch_norm_activation_backward_kernel(
+    grad_ptr,  # any float [nets, n_rows, width]
+    x_ptr,  # any float [nets, n_rows, width]
+    weight_ptr,  # any float [nets, width]
+    bias_ptr,  # any float [nets, width]
+    mean_ptr,  # any float [nets, width]
+    var_ptr,  # any float [nets, width]
+    grad_x_ptr,  # as x, out unless OWN and PARTS
+    grad_weight_ptr,  # any float [nets, width], out; REAL [nets, n_parts, width] with PARTS
+    grad_bias_ptr,  # as grad_weight, out
+    n_rows,  # of a net
+    width,
+    n_blocks,  # blocks of columns of a net
+    n_parts,  # of the rows of a net
+    part_rows,  # rows of a part
+    REAL: tl.constexpr,
+    EPS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OWN: tl.constexpr,  # whether mean and variance are those of x
+    PARTS: tl.constexpr,  # whether a net has several parts
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """With g = grad * activation'(z): grad_bias = sum(g), grad_weight = sum(g * h), over the rows of a part.
+
+    grad_x = weight / sqrt(var + EPS) * (g - mean(g) - h * mean(g * h)), without the means unless OWN. With the means of
+    several parts, apply_batch_norm_gradients_kernel computes it.
+
+    Grid: (nets * n_parts * n_blocks,), n_blocks = cdiv(width, BLOCK), n_parts = cdiv(n_rows, part_rows).
+    """
+    column, in_row, place, net, begin, last = part_of(n_rows, width, n_blocks, n_parts, part_rows, BLOCK)
+    vector = net * width + column
+    columns = load_columns((mean_ptr, var_ptr, weight_ptr, bias_ptr), vector, in_row, EPS, REAL)
+    within = (net * n_rows * width + column, last, width, in_row)
+    row = begin + tl.arange(0, BLOCK_ROWS)
+    by_weight = tl.zeros([BLOCK_ROWS, BLOCK], REAL)
+    by_bias = tl.zeros([BLOCK_ROWS, BLOCK], REAL)
+    for start in range(0, last - begin, BLOCK_ROWS):
+        g, h = gradient_tile(grad_ptr, x_ptr, row + start, within, columns, REAL, ACTIVATION)
+        by_weight += g * h
+        by_bias += g
+        if not OWN:
+            store_tile(grad_x_ptr, row + start, within, g * (columns[2] * columns[1])[None, :])
+    sum_weight = tl.sum(by_weight, 0)
+    sum_bias = tl.sum(by_bias, 0)
+    tl.store(grad_weight_ptr + place * width + column, sum_weight, mask=in_row)
+    tl.store(grad_bias_ptr + place * width + column, sum_bias, mask=in_row)
+    if OWN and not PARTS:
+        store_gradient(
+            grad_ptr, x_ptr, grad_x_ptr, begin, within, columns, sum_bias / n_rows, sum_weight / n_rows,
+            REAL, ACTIVATION, BLOCK_ROWS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_parts", "part_rows"])
+def apply_batch_norm_gradients_kernel(
+    grad_ptr,  # any float [nets, n_rows, width]
+    x_ptr,  # any float [nets, n_rows, width]
+    weight_ptr,  # any float [nets, width]
+    bias_ptr,  # any float [nets, width]
+    mean_ptr,  # any float [nets, width]
+    var_ptr,  # any float [nets, width]
+    by_weight_ptr,  # REAL [nets, n_parts, width]: sum(g * h) of each part
+    by_bias_ptr,  # REAL [nets, n_parts, width]: sum(g) of each part
+    grad_x_ptr,  # as x, out
+    grad_weight_ptr,  # any float [nets, width], out
+    grad_bias_ptr,  # any float [nets, width], out
+    n_rows,  # of a net
+    width,
+    n_blocks,  # blocks of columns of a net
+    n_parts,  # of the rows of a net
+    part_rows,  # rows of a part
+    REAL: tl.constexpr,
+    EPS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,  # at least n_parts
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Every program adds the sums of all parts, in one order, and computes grad_x of its own.
+
+    Grid: (nets * n_parts * n_blocks,), n_blocks = cdiv(width, BLOCK), n_parts = cdiv(n_rows, part_rows).
+    """
+    column, in_row, _, net, begin, last = part_of(n_rows, width, n_blocks, n_parts, part_rows, BLOCK)
+    each = tl.arange(0, BLOCK_PARTS)
+    sums = (each < n_parts)[:, None] & in_row[None, :]
+    offset = (net * n_parts + each)[:, None] * width + column[None, :]
+    sum_weight = tl.sum(tl.load(by_weight_ptr + offset, mask=sums, other=0), 0)
+    sum_bias = tl.sum(tl.load(by_bias_ptr + offset, mask=sums, other=0), 0)
+    vector = net * width + column
+    tl.store(grad_weight_ptr + vector, sum_weight, mask=in_row & (begin == 0))
+    tl.store(grad_bias_ptr + vector, sum_bias, mask=in_row & (begin == 0))
+    columns = load_columns((mean_ptr, var_ptr, weight_ptr, bias_ptr), vector, in_row, EPS, REAL)
+    within = (net * n_rows * width + column, last, width, in_row)
+    store_gradient(
+        grad_ptr, x_ptr, grad_x_ptr, begin, within, columns, sum_bias / n_rows, sum_weight / n_rows,
+        REAL, ACTIVATION, BLOCK_ROWS,
+    )  # fmt: skip

@@ -8,8 +8,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpubuf.kernels._check import check_devices
 from gpubuf.kernels._launching import encode_arguments, launch
+from gpubuf.kernels._registry import check_devices
 from gpubuf.kernels.optim import ROW_TILE, STRIDED_TILE, TILE
 from gpubuf.kernels.optim._check import check_step, gradient_codes
 from gpubuf.kernels.optim._triton import optim_adamw_kernel

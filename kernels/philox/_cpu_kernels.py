@@ -6,7 +6,7 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._pointers import as_f64, as_i64
+from gpubuf.kernels._primitives import as_f64, as_i64
 from gpubuf.kernels.philox import OFFSET, RESOLUTION, SEED
 
 # Unsigned 64-bit throughout: Numba turns a mixture of signed and unsigned operands into floats.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._check import demand_int64, demand_words
+from gpubuf.kernels._registry import demand_int64, demand_words
 from gpubuf.kernels.philox import check_state
 from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, ENTRY, FIELD, MAX_STEPS, OFF, Reading
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._check import length_of
 from gpubuf.kernels._machine_code import named
 from gpubuf.kernels._operations import vector
+from gpubuf.kernels._registry import length_of
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET, check_state
 from gpubuf.kernels.rows import (

@@ -5,7 +5,7 @@
 from numba import carray
 
 from gpubuf.kernels._jit import jit
-from gpubuf.kernels._pointers import as_u8, copy_bytes, load_i64, prefetch_l2
+from gpubuf.kernels._primitives import as_u8, copy_bytes, load_i64, prefetch_l2
 from gpubuf.kernels.rows import DEVICE_ROWS, ENTRIES, HOST_ROWS, PENDING, ROW_BYTES, ROW_STRIDE, SIDE_STRIDE, SPLIT
 
 #: Rows between a prefetch and its copy: time for a miss at the rate of one small row in 6 ns.

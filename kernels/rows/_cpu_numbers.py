@@ -14,7 +14,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from gpubuf.kernels._jit import jit
-from gpubuf.kernels._pointers import emitted
+from gpubuf.kernels._primitives import emitted
 from gpubuf.kernels.rows import CODEC_OFFSET, SCALE
 
 # Codes of dtypes, as in the contract.

@@ -13,7 +13,7 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._pointers import as_f32, as_i64, call, copy_bytes, load_i64, prefetch_l2
+from gpubuf.kernels._primitives import as_f32, as_i64, call, copy_bytes, load_i64, prefetch_l2
 from gpubuf.kernels.philox import OFFSET, SEED
 from gpubuf.kernels.philox._cpu_kernels import philox_uniform_f64
 from gpubuf.kernels.rows import (

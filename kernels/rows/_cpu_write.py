@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._pointers import as_i64
+from gpubuf.kernels._primitives import as_i64
 from gpubuf.kernels.rows import (
     CODEC_OFFSET,
     DEVICE_ROWS,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._check import check_devices, device_name, length_of
 from gpubuf.kernels._launching import Variant, all_registers, cdiv, encode_arguments, launch, variant_of
+from gpubuf.kernels._registry import check_devices, device_name, length_of
 from gpubuf.kernels.config import ceil_power, remembered, rows_copy
 from gpubuf.kernels.philox import check_state
 from gpubuf.kernels.rows import ALIGNMENT, ENTRY, WRITTEN, Reading, float_bits

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import differentiable, register_autograd
-from gpubuf.kernels._operations import declare
+from gpubuf.kernels._operations import declare, differentiable, register_autograd
 from gpubuf.kernels.td import check_critics, check_rows, loss_shape
 
 # --- actor objective --------------------------------------------------------------------------------------------------

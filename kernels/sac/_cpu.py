@@ -9,8 +9,8 @@ arithmetic is float64 either way. The address 0 stands for an absent argument.
 import numpy as np
 
 from gpubuf.kernels import sac
-from gpubuf.kernels._floats import load, read, store, total_of, write
 from gpubuf.kernels._loops import loop
+from gpubuf.kernels._primitives import load, read, store, total_of, write
 from gpubuf.kernels.td import AVERAGE, NONE
 from gpubuf.kernels.td._cpu_reduce import (
     TILE,

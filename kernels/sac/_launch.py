@@ -1,7 +1,7 @@
 """Launches the kernels of soft actor-critic's own losses."""
 
 from gpubuf.kernels import sac
-from gpubuf.kernels._launchers import Finish, launcher
+from gpubuf.kernels._launching import Finish, launcher
 from gpubuf.kernels.sac import _triton as kernels
 from gpubuf.kernels.td._launch import plan_rows
 

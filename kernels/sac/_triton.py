@@ -1,14 +1,14 @@
 """Soft actor-critic's own losses on the GPU.
 
 Every kernel computes in REAL, float32 or float64, whatever the dtypes of its arguments. Rows are flat and contiguous;
-critics are ``[n_nets, n]``. The reductions are those of ``td/_triton_reduce.py``.
+critics are ``[n_nets, n]``. The reductions are those of ``td/_triton.py``.
 """
 
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.td._triton import AVERAGE, one_critic, smallest_critic
-from gpubuf.kernels.td._triton_reduce import (
+from gpubuf.kernels.td._triton import (
+    AVERAGE,
     LOG_PROBS,
     LOSSES,
     MEAN,
@@ -18,7 +18,9 @@ from gpubuf.kernels.td._triton_reduce import (
     finish_reduction,
     inverse_or_zero,
     mask_weights,
+    one_critic,
     row_factor,
+    smallest_critic,
     store_reduced,
 )
 

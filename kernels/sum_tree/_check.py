@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._check import demand
+from gpubuf.kernels._registry import demand
 from gpubuf.kernels.sum_tree import eligible_words, level_sizes
 
 

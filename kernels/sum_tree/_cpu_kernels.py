@@ -8,9 +8,18 @@ The first five numbers that a kernel takes are a tree, as ``_cpu_levels.py`` has
 import numpy as np
 from numba import carray
 
-from gpubuf.kernels._elementary import exp_below_700, f32_of_bits, is_positive_normal, log_of_normal
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._pointers import as_f32, as_f64, as_i64, as_u32, prefetch
+from gpubuf.kernels._primitives import (
+    as_f32,
+    as_f64,
+    as_i64,
+    as_u32,
+    exp_below_700,
+    f32_of_bits,
+    is_positive_normal,
+    log_of_normal,
+    prefetch,
+)
 from gpubuf.kernels.philox import OFFSET, SEED
 from gpubuf.kernels.philox._cpu_kernels import philox_uniform_f64
 from gpubuf.kernels.rows import SIZE, WRITTEN

@@ -13,7 +13,7 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit
-from gpubuf.kernels._pointers import as_f64, prefetch, prefetch_l2
+from gpubuf.kernels._primitives import as_f64, prefetch, prefetch_l2
 from gpubuf.kernels.sum_tree import MAXIMUM, MINIMUM, SUM
 from gpubuf.kernels.sum_tree._cpu_node import extremes_of_nodes, stats_of_leaves, sum_of_nodes
 

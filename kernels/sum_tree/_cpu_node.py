@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import carray, types
 
 from gpubuf.kernels._jit import jit
-from gpubuf.kernels._pointers import as_f32, as_f64, as_i64, emitted
+from gpubuf.kernels._primitives import as_f32, as_f64, as_i64, emitted
 from gpubuf.kernels.sum_tree import MAXIMUM, MINIMUM, SUM
 
 WIDTH = 16

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels import config
-from gpubuf.kernels._check import check_devices, device_name
 from gpubuf.kernels._launching import Variant, all_registers, cdiv, launch, variant_of
+from gpubuf.kernels._registry import check_devices, device_name
 from gpubuf.kernels.config import UpdateConfig
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.sum_tree import Tree

@@ -14,8 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import differentiable
-from gpubuf.kernels._operations import declare
+from gpubuf.kernels._operations import declare, differentiable
 
 LOG_2 = math.log(2)
 HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)

@@ -11,9 +11,17 @@ import math
 import numpy as np
 
 from gpubuf.kernels import tanh_normal
-from gpubuf.kernels._elementary import exp_below_700, is_positive_normal, log1p_of_fraction, log_of_normal
-from gpubuf.kernels._floats import load, read, store, write
 from gpubuf.kernels._loops import loop
+from gpubuf.kernels._primitives import (
+    exp_below_700,
+    is_positive_normal,
+    load,
+    log1p_of_fraction,
+    log_of_normal,
+    read,
+    store,
+    write,
+)
 from gpubuf.kernels.tanh_normal import HALF_LOG_2_PI, LOG_2
 
 #: Elements that are worked on at a time, in buffers that stay in the first cache.

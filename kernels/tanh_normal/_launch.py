@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpubuf.kernels import config, tanh_normal
-from gpubuf.kernels._launchers import launcher
-from gpubuf.kernels._launching import cdiv
+from gpubuf.kernels._launching import BlockPlan, cdiv, launcher
 from gpubuf.kernels.tanh_normal import _triton as kernels
 
 
@@ -28,18 +27,9 @@ def plan_sample(n: int, width: int, device_name: str | None = None) -> SamplePla
     return SamplePlan(block_rows, block_width, cdiv(n, block_rows), chosen.num_warps)
 
 
-@dataclass(frozen=True)
-class ElementPlan:
-    """How the backward covers all elements."""
-
-    block: int
-    programs: int
-    num_warps: int
-
-
-def _plan_elements(total: int, device_name: str | None) -> ElementPlan:
+def _plan_elements(total: int, device_name: str | None) -> BlockPlan:
     chosen = config.tanh_normal_backward(total, device_name)
-    return ElementPlan(chosen.block, cdiv(total, chosen.block), chosen.num_warps)
+    return BlockPlan(chosen.block, cdiv(total, chosen.block), chosen.num_warps)
 
 
 _NAMES = {"HAS_BOUNDS": "HAS_LOW", "LOW": "low_value", "HIGH": "high_value"}

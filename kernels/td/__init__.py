@@ -29,8 +29,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import differentiable
-from gpubuf.kernels._operations import declare
+from gpubuf.kernels._operations import declare, differentiable
 
 NONE, MEAN, SUM = range(3)
 """Reductions."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype
+from gpubuf.kernels._operations import computing_dtype
 from gpubuf.kernels.td import AVERAGE, L1, L2, MEAN, NONE, SMALLEST, check_loss, check_sequences, check_target
 
 

@@ -4,9 +4,8 @@
 
 from numba import carray
 
-from gpubuf.kernels._floats import load, read
 from gpubuf.kernels._jit import jit
-from gpubuf.kernels._pointers import as_u8
+from gpubuf.kernels._primitives import as_u8, load, read
 from gpubuf.kernels.td import MEAN, NONE
 
 #: Rows that the loops work on at a time: the buffers of a tile stay in the first cache.

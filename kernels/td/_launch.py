@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gpubuf.kernels import config, td
-from gpubuf.kernels._launchers import Finish, launcher
-from gpubuf.kernels._launching import cdiv
+from gpubuf.kernels._launching import BlockPlan, Finish, cdiv, launcher
 from gpubuf.kernels.td import _triton as kernels
-from gpubuf.kernels.td._triton_returns import soft_lambda_return_kernel
 
 SEQUENCES = 32
 """Sequences of a program, one a lane of its only warp: each step waits for the one before, so spread them widely."""
 
 
-@dataclass(frozen=True)
-class RowPlan:
-    """How a kernel over rows covers ``n`` of them."""
-
-    block: int
-    programs: int
-    num_warps: int
-
-
-def plan_rows(n: int, device_name: str | None = None) -> RowPlan:
+def plan_rows(n: int, device_name: str | None = None) -> BlockPlan:
     """As many programs as the configuration for ``n`` rows needs, at least one."""
     chosen = config.loss_rows(n, device_name)
-    return RowPlan(chosen.block, max(cdiv(n, chosen.block), 1), chosen.num_warps)
+    return BlockPlan(chosen.block, max(cdiv(n, chosen.block), 1), chosen.num_warps)
 
 
-def _plan_sequences(n_sequences: int, device_name: str | None) -> RowPlan:
-    return RowPlan(SEQUENCES, cdiv(n_sequences, SEQUENCES), 1)
+def _plan_sequences(n_sequences: int, device_name: str | None) -> BlockPlan:
+    return BlockPlan(SEQUENCES, cdiv(n_sequences, SEQUENCES), 1)
 
 
 _ENTROPY, _DISTANCE = {"HAS_LOG_PROB": "HAS_NEXT_LOG_PROB"}, {"LOSS": "loss_function"}
 
 soft_td_target = launcher(td.soft_td_target, kernels.soft_td_target_kernel, plan_rows, names=_ENTROPY)
-soft_lambda_return = launcher(td.soft_lambda_return, soft_lambda_return_kernel, _plan_sequences, names=_ENTROPY)
+soft_lambda_return = launcher(td.soft_lambda_return, kernels.soft_lambda_return_kernel, _plan_sequences, names=_ENTROPY)
 finish_loss = Finish(kernels.finish_loss_kernel, 2)
 loss = launcher(td.td_loss, kernels.td_loss_kernel, plan_rows, finish=finish_loss, names=_DISTANCE)
 loss_backward = launcher(td.td_loss_backward, kernels.td_loss_backward_kernel, plan_rows, names=_DISTANCE)

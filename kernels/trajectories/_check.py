@@ -8,7 +8,7 @@ from typing import Never
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._check import demand_int64, demand_words, length_of
+from gpubuf.kernels._registry import demand_int64, demand_words, length_of
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.rows import ENTRY
 from gpubuf.kernels.trajectories import bit_levels, eligible_words, level_sizes

@@ -9,8 +9,8 @@ from typing import Never
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._check import length_of
 from gpubuf.kernels._machine_code import named
+from gpubuf.kernels._registry import length_of
 from gpubuf.kernels.rows import ENTRY, SIZE
 from gpubuf.kernels.trajectories import Slices, new_slices, touched_rows
 from gpubuf.kernels.trajectories._check import (

@@ -9,7 +9,7 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._pointers import as_i64, as_u8
+from gpubuf.kernels._primitives import as_i64, as_u8
 from gpubuf.kernels.philox import OFFSET, SEED
 from gpubuf.kernels.philox._cpu_kernels import philox_uniform_f64
 from gpubuf.kernels.rows._cpu_copy import first_outside

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import carray, types
 
 from gpubuf.kernels._jit import jit
-from gpubuf.kernels._pointers import as_i64, emitted, load_i64, prefetch_l2
+from gpubuf.kernels._primitives import as_i64, emitted, load_i64, prefetch_l2
 from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.sum_tree._cpu_node import chosen, everywhere, prefix_sums
 

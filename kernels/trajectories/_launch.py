@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels import config
-from gpubuf.kernels._check import check_devices, device_name, length_of
 from gpubuf.kernels._launching import all_registers, cdiv, launch
+from gpubuf.kernels._registry import check_devices, device_name, length_of
 from gpubuf.kernels.config import IndexConfig, SliceConfig
 from gpubuf.kernels.trajectories import Slices, bit_levels, eligible_words, level_sizes, new_slices, touched_rows
 from gpubuf.kernels.trajectories import _triton as readers

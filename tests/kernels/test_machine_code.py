@@ -101,7 +101,7 @@ def test_a_change_of_any_source_compiles_again_and_deletes_the_old_code(source, 
 
 def test_the_stamp_covers_helpers_of_all_families():
     names = {path.relative_to(ROOT / "gpubuf" / "kernels").as_posix() for path in _machine_code.sources()}
-    assert {"_pointers.py", "_jit.py", "philox/_cpu_kernels.py", "sum_tree/_cpu_node.py", "rows/_cpu.py"} <= names
+    assert {"_primitives.py", "_jit.py", "philox/_cpu_kernels.py", "sum_tree/_cpu_node.py", "rows/_cpu.py"} <= names
 
 
 @pytest.mark.parametrize("damage", [lambda code: code[:-9], lambda code: bytes(len(code)), lambda code: b""])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gpubuf.kernels import norms
-from gpubuf.kernels._elementary import exp_of_negative
 from gpubuf.kernels._jit import jit
+from gpubuf.kernels._primitives import exp_of_negative
 from gpubuf.kernels.norms import LAYER, MAX_WIDTH, RELU, SILU, _launch
 from gpubuf.kernels.norms._launch import BatchPlan, NormPlan, plan_batch, plan_norm
 from tests.kernels.reference.norms import batch_norm_activation as batch_reference

@@ -22,8 +22,7 @@ import triton.language as tl
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import config, rows, sum_tree
-from gpubuf.kernels._check import check_devices
-from gpubuf.kernels._registry import triton_on_cpu
+from gpubuf.kernels._registry import check_devices, triton_on_cpu
 from gpubuf.kernels.config import UpdateConfig
 from gpubuf.kernels.sum_tree._cpu_node import choose_leaf, choose_node
 from gpubuf.kernels.sum_tree._triton import choose_child

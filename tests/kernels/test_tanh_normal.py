@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpubuf.kernels import tanh_normal
-from gpubuf.kernels._elementary import (
+from gpubuf.kernels._primitives import (
     exp_below_88_f32,
     exp_below_700,
     log1p_of_fraction,

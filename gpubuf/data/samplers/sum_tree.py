@@ -19,8 +19,7 @@ from gpubuf.data.storage.layout import MASK_KEY
 from gpubuf.data.storage.placement import device_name
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels import config, rows, sum_tree
-from gpubuf.kernels._check import demand_int64
-from gpubuf.kernels._registry import is_lazy, without_dispatch
+from gpubuf.kernels._registry import demand_int64, is_lazy, without_dispatch
 from gpubuf.kernels.rows import SIZE
 from gpubuf.kernels.sum_tree import (
     ALPHA,

@@ -20,20 +20,6 @@ from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, Schema, check_tells_ends
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
-from gpubuf.kernels.rows import (
-    DRAWN,
-    DTYPES,
-    FIELD,
-    LAST,
-    MAX_STEPS,
-    NEXT,
-    STEPS,
-    SUM,
-    Field,
-    Reading,
-    arena_offsets,
-    dtype_code,
-)
 
 NOT_INITIALIZED = "the storage is not initialized: write a batch first"
 
@@ -102,7 +88,7 @@ class RowPlan:
         ring: Ring,
         capacity: int,
         links: tuple[Any, ...] = (),
-        reading: Reading | None = None,
+        reading: rows.Reading | None = None,
     ) -> None:
         """Read and write rows where they are now.
 
@@ -174,7 +160,7 @@ class RowPlan:
             found = torch.empty((n, *leaf.shape), dtype=leaf.dtype)
             _gather_into(table, ring, in_memory(index), self._capacity, [found], *self._reading)
             return found
-        n_bytes = arena_offsets([leaf.row_bytes], n)[1]
+        n_bytes = rows.arena_offsets([leaf.row_bytes], n)[1]
         return rows_in(_gather(table, ring, index, self._capacity, n_bytes, *self._reading)[0], leaf, n)
 
     def sample_uniform(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -292,7 +278,7 @@ def fields_of(
     rows_per_step: int,
     batch: RowLayout,
     aside: Mapping[int, tuple[int, int, int]],
-) -> list[Field]:
+) -> list[rows.Field]:
     """A field for each leaf of a batch, with the addresses of now.
 
     Args:
@@ -312,17 +298,17 @@ def fields_of(
         scale, offset = (source.scale, source.offset) if leaf.dtype.is_floating_point else (1.0, 0.0)
         entries, pending, side_stride = aside.get(number, (0, 0, 0)) if source.follows else (0, 0, 0)
         found.append(
-            Field(
+            rows.Field(
                 device_rows=device_rows,
                 # Of a prefix these are the first bytes of a row.
                 row_bytes=leaf.n_elements * stored.dtype.itemsize,
                 split=split,
                 host_rows=host_rows,
                 row_stride=row_stride,
-                row=NEXT if source.follows else DRAWN,
-                stored=dtype_code(stored.dtype),
-                written=dtype_code(written.dtype),
-                batch=dtype_code(leaf.dtype),
+                row=rows.NEXT if source.follows else rows.DRAWN,
+                stored=rows.dtype_code(stored.dtype),
+                written=rows.dtype_code(written.dtype),
+                batch=rows.dtype_code(leaf.dtype),
                 elements=leaf.n_elements,
                 scale=scale,
                 offset=offset,
@@ -335,7 +321,7 @@ def fields_of(
     return found
 
 
-def as_stored(fields: Sequence[Field]) -> list[Field]:
+def as_stored(fields: Sequence[rows.Field]) -> list[rows.Field]:
     """The fields of keys that have memory, or share that of others, which read and write them as they are stored."""
     return [
         replace(field, written=field.stored, batch=field.stored, scale=1.0, offset=0.0)
@@ -344,9 +330,9 @@ def as_stored(fields: Sequence[Field]) -> list[Field]:
     ]
 
 
-def field_table(fields: Sequence[Field], device: torch.device) -> Tensor:
+def field_table(fields: Sequence[rows.Field], device: torch.device) -> Tensor:
     """The kernels' table of fields, int64 ``[F, FIELD]`` on ``device``."""
-    table = torch.tensor([field.encoded() for field in fields], dtype=torch.int64).reshape(-1, FIELD)
+    table = torch.tensor([field.encoded() for field in fields], dtype=torch.int64).reshape(-1, rows.FIELD)
     # Not waited for: CUDA has read memory that is not pinned when the call returns.
     return table.to(device, non_blocking=True)
 
@@ -355,8 +341,8 @@ def field_table(fields: Sequence[Field], device: torch.device) -> Tensor:
 
 REWARD_KEYS: tuple[Key, ...] = (("next", "reward"),)
 STEPS_KEY: Key = ("steps_to_next_obs",)
-_INT64 = dtype_code(torch.int64)
-_STEPS_FIELD = Field(0, 8, 0, 0, 8, STEPS, _INT64, _INT64, _INT64, 1, writes=0)
+_INT64 = rows.dtype_code(torch.int64)
+_STEPS_FIELD = rows.Field(0, 8, 0, 0, 8, rows.STEPS, _INT64, _INT64, _INT64, 1, writes=0)
 
 
 class Processing(Protocol):
@@ -422,8 +408,8 @@ class Recipe:
         """
         if isinstance(n_steps, bool) or not isinstance(n_steps, int):
             raise TypeError(f"n_steps must be a whole number, got {n_steps!r}")
-        if not 1 <= n_steps <= MAX_STEPS:
-            raise ValueError(f"n_steps must be in 1 .. {MAX_STEPS}, got {n_steps}")
+        if not 1 <= n_steps <= rows.MAX_STEPS:
+            raise ValueError(f"n_steps must be in 1 .. {rows.MAX_STEPS}, got {n_steps}")
         gamma = float(gamma)
         if not (math.isfinite(gamma) and 0 <= gamma <= 1):
             raise ValueError(f"gamma must be in [0, 1], got {gamma}")
@@ -469,7 +455,7 @@ class Recipe:
             )
         for position in self.rewards(schema):
             leaf = schema.batch.leaves[position]
-            if not leaf.dtype.is_floating_point or leaf.dtype not in DTYPES:
+            if not leaf.dtype.is_floating_point or leaf.dtype not in rows.DTYPES:
                 raise ValueError(
                     f"n_steps={self.n_steps} sums the reward {leaf.name} with discounts, but it is {leaf.dtype}: write "
                     "floating-point numbers of 16, 32 or 64 bits, or give the storage batch_dtypes"
@@ -487,7 +473,7 @@ class Recipe:
         keys = REWARD_KEYS if self.reward_keys is None else self.reward_keys
         return frozenset(_position(schema.written, key, f"n_steps={self.n_steps} sums the reward") for key in keys)
 
-    def fields(self, schema: Schema, fields: list[Field]) -> list[Field]:
+    def fields(self, schema: Schema, fields: list[rows.Field]) -> list[rows.Field]:
         """The fields of a batch, from those of single rows: each with the row that it reads, and what happens to it."""
         if self.processing is not None:
             leaves = schema.batch.leaves
@@ -498,9 +484,9 @@ class Recipe:
         rewards, chosen = self.rewards(schema), []
         for position, (leaf, field) in enumerate(zip(schema.batch.leaves, fields, strict=True)):
             if position in rewards:
-                field = replace(field, row=SUM)
-            elif leaf.key[0] == NEXT_KEY and field.row != NEXT:
-                field = replace(field, row=LAST)
+                field = replace(field, row=rows.SUM)
+            elif leaf.key[0] == NEXT_KEY and field.row != rows.NEXT:
+                field = replace(field, row=rows.LAST)
             chosen.append(field)
         return [*chosen, _STEPS_FIELD]
 

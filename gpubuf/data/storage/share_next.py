@@ -167,13 +167,8 @@ class Sharing:
         if _compiling() or capturing():
             return self.plan.extend(sources, n)
         # Several launches, of which the last one moves the counters. All may be made twice.
-        self._again = functools.partial(self._extend_unless_done, self._ring.written, sources, n)
-        try:
-            index = self.plan.extend(sources, n)
-        except Exception:
-            self._again = None
-            raise
-        self._again = None
+        again = functools.partial(self._extend_unless_done, self._ring.written, sources, n)
+        index: Tensor = self._made(functools.partial(self.plan.extend, sources, n), again)
         return index
 
     def _extend_unless_done(self, written: int, sources: list[Tensor], n: int) -> None:
@@ -198,16 +193,11 @@ class Sharing:
             return
         # A write can be refused on the CPU alone.
         kept = stored.gather(index)[0] if past_dispatcher(self.links) else None
-        self._again = functools.partial(change, kept)
+        change = functools.partial(change, kept)
         try:
-            self._again()
+            self._made(change, change)
         except NoRoomError as error:
-            self._again = None
             raise self._advised(error) from None
-        except Exception:
-            self._again = None
-            raise
-        self._again = None
 
     def _change(
         self,
@@ -233,6 +223,17 @@ class Sharing:
                 # They are continued again: entries that were taken for them come free.
                 self.raw.relink(coming, before)
             raise
+
+    def _made(self, change: Callable[[], Any], again: Callable[[], None]) -> Any:
+        """What ``change`` returns. An interrupt of it leaves ``again`` to :meth:`redo`."""
+        self._again = again
+        try:
+            found = change()
+        except Exception:
+            self._again = None
+            raise
+        self._again = None
+        return found
 
     def redo(self) -> None:
         """Make a change again that was interrupted. One that there was no room for is undone."""

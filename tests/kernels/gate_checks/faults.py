@@ -208,7 +208,7 @@ FAULTS = {
     ),
     "no mask": Fault("trajectories._triton:store_slices", ", mask=i < n)", ")", "out-of-bounds", index_used),
     "offset of a level": Fault(
-        "sum_tree._triton_stages:_recompute", "tl.multiple_of(below, 1 << columns)", "below + 4",
+        "sum_tree._triton_update:_recompute", "tl.multiple_of(below, 1 << columns)", "below + 4",
         "out-of-bounds", tree_used,
     ),
     "words of any address": Fault(
@@ -229,7 +229,7 @@ FAULTS = {
         "alias", index_of_three_levels,
     ),
     "everyone's partial sum": Fault(
-        "td._triton_reduce:store_reduced", "partial_ptr + program", "partial_ptr", "race", loss_computed
+        "td._triton:store_reduced", "partial_ptr + program", "partial_ptr", "race", loss_computed
     ),
     "type that changes in a loop": Fault(
         "sum_tree._triton:level_start", "start += count << SHIFT", "start += (count << SHIFT).to(tl.float32)",
