@@ -13,7 +13,7 @@ from torch import nn
 from gpubuf.kernels.categorical import DIVERGENCE, MIN
 from gpubuf.modules import MLP, BatchNorm, EnsembleMLP
 from gpubuf.modules.norms import count_rows, set_statistics
-from gpubuf.objectives import CrossQLoss, DistributionalSACLoss, SACLoss, SoftUpdate, TD3Loss
+from gpubuf.objectives import CrossQLoss, DistributionalSACLoss, SACLoss, TD3Loss
 from tests.contracts.objectives import NORMALISED, norms
 from tests.contracts.objectives import normalised_actor as our_actor
 from tests.kernels.reference import categorical as reference
@@ -143,14 +143,6 @@ def test_joint_batches_without_target_networks():
     out = run_loss(loss, make_batch(6), 0)
     assert not torch.equal(norm.running_mean, before)
     assert all(gradient.isfinite().all() for gradient in gradients(loss, total(out)).values())
-
-
-def test_there_are_no_target_networks(backend):
-    loss = CrossQLoss(make_actor(), CRITICS["ensemble"][0](1))
-    assert not [name for name, _ in loss.named_buffers() if name.startswith("target_")]
-    with pytest.raises(RuntimeError, match="Did not find any target parameters"):
-        SoftUpdate(loss, tau=0.1)
-    agree(CrossQLoss(make_actor(), CRITICS["ensemble"][0](1), target_entropy=-2.0), make_batch(5))
 
 
 def test_nan_in_terminal_observations():

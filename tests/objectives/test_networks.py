@@ -32,7 +32,6 @@ from gpubuf.modules import (
     make_fastsac_critic,
     make_flashsac_actor,
     make_flashsac_critic,
-    make_sac_actor,
     normalize_weights,
     set_statistics,
     unit_weights,
@@ -572,37 +571,6 @@ def test_in_a_loss(name, privileged):
         if key.startswith("target_"):
             online = after[key.removeprefix("target_")]
             torch.testing.assert_close(value, first[key] + 0.25 * (online - first[key]))
-
-
-def critic_alone(**options):
-    """One network, which the loss copies and stacks."""
-    return TensorDictModule(MLP(8, 1, (6,), **options), ["observation", "action"], ["state_action_value"])
-
-
-@pytest.mark.parametrize("vmap", [True, False], ids=["vmap", "loop"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"norm": "layer", "activation": nn.SiLU},
-        {"norm": "rms", "dropout": 0.1},
-        {"norm": "batch_renorm", "norm_place": "before", "norm_kwargs": {"renorm_warmup": 1}},
-        {"norm": "batch", "num_blocks": 1, "unit_rows": True},
-    ],
-    ids=["layer", "rms", "renorm", "blocks"],
-)
-def test_copied_networks(options, vmap):
-    loss = SACLoss(make_sac_actor(5, 3, (8,)), critic_alone(**options), num_qvalue_nets=2, deactivate_vmap=not vmap)
-    first = running(loss)
-    for _ in range(2):
-        total(loss(batch(6))).backward()
-    after = running(loss)
-    for key, value in after.items():
-        assert torch.equal(value, first[key]) is key.startswith("target_"), key
-    counters = {key: value.tolist() for key, value in loss.state_dict().items() if "num_batches" in key}
-    assert all(value == ([0, 0] if key.startswith("target_") else [2, 2]) for key, value in counters.items())
-    with torch.no_grad():
-        loss(batch(6))
-    assert all(torch.equal(value, after[key]) for key, value in running(loss).items())
 
 
 def test_first_policies_and_weights_of_the_programs():

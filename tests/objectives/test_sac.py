@@ -5,7 +5,6 @@ SACLoss on batches that a buffer sampled, on actors that others built, and on on
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -27,13 +26,10 @@ from gpubuf.objectives import SACLoss, ValueEstimators
 from gpubuf.objectives.batch import rows_of
 from tests.support import sac_setup
 from tests.support.losses_setup import agree
-from tests.support.precision import assert_no_worse
 from tests.support.sac_setup import (
     ACTION,
     OBSERVATION,
-    by_hand,
     gradients,
-    linear_critic,
     make_actor,
     make_batch,
     make_loss,
@@ -72,38 +68,6 @@ def test_separate_steps_in_torchrl_order():
     out["loss_actor"].backward()
     out["loss_qvalue"].backward()
     assert all(parameter.grad is not None for parameter in loss.parameters())
-
-
-def test_float32_is_no_worse_than_plain_torch():
-    """The ml-cross-entropy criterion for the whole loss."""
-    torch.manual_seed(0)
-    loss = separated(make_loss(target_entropy=-3.0))
-    batch = make_batch(64)
-    truth = by_hand(loss, batch, 0)
-    expected = gradients(loss, total(truth))
-    # The noise of another dtype is another one: take it where both have the same, from the actor's mean.
-    single = copy.deepcopy(loss).to(torch.float32)
-    torch.manual_seed(0)
-    noises = [torch.randn(64, 3, dtype=torch.float64) for _ in range(2)]
-
-    def run(function):
-        # one list for each evaluation
-        queue = [noise.float() for noise in noises]
-        original = torch.randn
-        torch.randn = lambda *_, **__: queue.pop(0)
-        try:
-            return function()
-        finally:
-            torch.randn = original
-
-    batch32 = batch.apply(lambda t: t.float() if t.is_floating_point() else t)
-    ours = run(lambda: run_loss(single, batch32, 0))
-    plain = run(lambda: by_hand(single, batch32, 0))
-    for name in truth:
-        assert_no_worse(ours[name].detach(), plain[name].detach(), truth[name].detach(), 1e-6)
-    found, other = gradients(single, total(ours)), gradients(single, total(plain))
-    for name in expected:
-        assert_no_worse(found[name], other[name], expected[name], 1e-6)
 
 
 def test_the_actors_key_is_taken_over():
@@ -346,36 +310,3 @@ def test_a_flag_against_an_observation(flag, features, expected):
     found = rows_of(torch.tensor(flag), torch.zeros(features))
     assert found.tolist() == expected
     assert torch.broadcast_shapes(found.shape, features) == features
-
-
-def test_an_observation_that_agents_share():
-    """CASES 29: the critics see a common state next to the agents' own; rows of one agent that ended keep it."""
-    state, shape = 4, (5, 2)
-    batch = make_batch(*shape)
-    batch.batch_size = [5]
-    batch["next"].batch_size = [5]
-    batch["state"], batch["next", "state"] = (torch.randn(5, state, dtype=F64) for _ in range(2))
-    ended = torch.tensor([[True, True], [True, False], [False, False], [False, True], [True, True]])
-    batch["next", "terminated"], batch["next", "done"] = ended.unsqueeze(-1), ended.unsqueeze(-1)
-
-    class WithState(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = linear_critic().module
-            self.state = nn.Linear(state, 1, dtype=F64)
-
-        def forward(self, observation, action, shared):
-            return self.net(observation, action) + self.state(shared).unsqueeze(-2)
-
-    keys = ["observation", "action", "state"]
-    members = [TensorDictModule(WithState(), keys, ["state_action_value"]) for _ in range(2)]
-    plain, skipping = (SACLoss(make_actor(), members, skip_done_states=flag) for flag in (False, True))
-    skipping.load_state_dict(plain.state_dict())
-    truth = run_loss(plain, batch, 3)
-    torch.testing.assert_close(run_loss(skipping, batch, 3), truth)
-    # Where both agents ended, the next state may be anything; the others' must be seen as it is.
-    gone = batch.clone()
-    gone["next", "state"][ended.all(-1)] = math.nan
-    found = run_loss(skipping, gone, 3)
-    torch.testing.assert_close(found, truth)
-    assert all(gradient.isfinite().all() for gradient in gradients(skipping, total(found)).values())

@@ -27,24 +27,6 @@ def test_the_dimension_named_time():
     torch.testing.assert_close(target, truth.T)
 
 
-def test_truncation_bootstraps_and_termination_does_not(backend):
-    """Case 22 in sequences: what follows an end is another trajectory."""
-    loss, batch = lambda_loss(1.0), make_batch(2, 4)
-    for name in ("terminated", "truncated", "done"):
-        batch["next", name][:] = False
-    batch["next", "done"][:, 1] = True
-    batch["next", "terminated"][0, 1] = True
-    values = torch.full((2, 2, 4), 10.0, dtype=F64)
-    target = loss.td_target(values, batch, torch.Size([2, 4]))
-    r = batch["next", "reward"].squeeze(-1)
-    last = 0.9 * 10
-    expected = [
-        [r[0, 0] + 0.9 * r[0, 1], r[0, 1], r[0, 2] + 0.9 * (r[0, 3] + last), r[0, 3] + last],
-        [r[1, 0] + 0.9 * (r[1, 1] + last), r[1, 1] + last, r[1, 2] + 0.9 * (r[1, 3] + last), r[1, 3] + last],
-    ]
-    torch.testing.assert_close(target, torch.tensor(expected, dtype=F64))
-
-
 @pytest.mark.parametrize("make", [lambda_loss, make_loss], ids=["sequences", "one step"])
 def test_flags_of_one_kind_stand_in_for_the_other(make):
     loss, batch = make(), make_batch(3, 4)
