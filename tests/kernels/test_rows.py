@@ -67,10 +67,8 @@ CONVERTED = (
 STORES: dict[str, dict[str, Any]] = {
     "copied": {"specs": COPIED, "capacity": 11, "copied": True},
     "copied, split": {"specs": COPIED, "capacity": 9, "copied": True, "layout": "split"},
-    "copied, records": {"specs": COPIED, "capacity": 5, "copied": True, "layout": "record"},
     "fields": {"specs": (*COPIED[:9], *TRANSITION, *CONVERTED), "capacity": 21, "envs": 3},
     "fields, split": {"specs": TRANSITION, "capacity": 10, "envs": 2, "layout": "split"},
-    "shared": {"specs": SHARED, "capacity": 13, "slots": 13},
     "shared, records": {"specs": SHARED, "capacity": 21, "envs": 3, "slots": 40, "layout": "record"},
 }
 OF_THE_GATES = ("copied", "copied, split", "shared, records")
@@ -253,7 +251,7 @@ def test_offsets_are_aligned():
 # Windows
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 3, 5, 6, 7, 4])  # quick runs interpret the first and the last one
+@pytest.mark.parametrize("capacity", [1, 2, 3, 5, 4])  # quick runs interpret the first and the last one
 def test_every_window_of_small_rings(backend, capacity):
     """Case 36, 37: all patterns of ends, cursors, and n to 4: nothing from beyond the cursor, and the steps taken."""
     patterns = list(itertools.product([0, 1], repeat=capacity))
@@ -663,13 +661,13 @@ def test_grids(n):
 def test_fewer_programs_than_tiles_copy_all(programs, monkeypatch):
     """The number of programs is a guess: any will do. Wide and narrow keys, aligned and not."""
     store = Store([*COPIED, *byte_rows(200), Spec(40, stored=torch.int64)], 50, written=50, copied=True)
-    index = torch.randint(-50, 50, (40,), generator=seeded(1))
+    index = torch.randint(-50, 50, (20,), generator=seeded(1))
     monkeypatch.setattr(_launch, "copying_programs", lambda *_: programs)
     with config.using(rows_copy=RowsConfig(64, 4)):
         assert_same(store.gather(index)[0], expected_batch(store, index.tolist()), exact=True)
-        ring, sources = store.reference(), store.batch(40, 7)
-        store.extend(sources, 40)
-        ring.extend(sources, 40)
+        ring, sources = store.reference(), store.batch(20, 7)
+        store.extend(sources, 20)
+        ring.extend(sources, 20)
         store.write(sources, index)
         ring.write(sources, index.tolist())
         assert_store(store, ring)

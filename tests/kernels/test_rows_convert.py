@@ -18,7 +18,6 @@ from tests.contracts.rows import (
     assert_same,
     assert_store,
     expected_batch,
-    random_elements,
 )
 
 
@@ -216,8 +215,3 @@ def test_every_width(backend, layout):
     assert_store(store, ring)
     index = torch.tensor([4, 0, 2])
     assert_same(store.gather(index)[0], [source[index] for source in sources])
-
-
-def test_random_elements_have_what_is_awkward():
-    for dtype, special in itertools.product(FLOATS, (torch.isnan, torch.isinf)):
-        assert special(random_elements((40, 40), dtype, 1)).any()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
@@ -84,27 +82,6 @@ class Model:
         for f, spec in enumerate(self.store.specs):
             if spec.row in (DRAWN, NEXT) and spec.writes:
                 assert_same([found[f]], [torch.stack([self.rows[number][f] for number in numbers])])
-
-
-@pytest.mark.parametrize(
-    ("backend", "capacity"), on_both([1, 2, 4], lambda capacity: capacity == 2), indirect=["backend"]
-)
-def test_every_pattern_of_observations(backend, capacity):
-    """Case 39, 40: observations of two values, so that a successor is right or wrong by chance, one or two rows a
-    write, and one or two entries: writes are refused exactly if the definition says so.
-    """
-    patterns = list(itertools.product(range(4), repeat=4))
-    if backend == "triton":
-        patterns = patterns[70:71]
-    for number, pattern in enumerate(patterns):
-        store = Store(ONE, capacity, slots=1 + number % 2 if backend == "numba" else capacity)
-        model = Model(store)
-        for turn, value in enumerate(pattern + pattern[::-1]):
-            n = 1 + (number + turn) % 2
-            observation = torch.full((n, 1), value % 2)
-            following = torch.full((n, 1), value // 2)
-            model.write([observation, following], n)
-            model.check()
 
 
 @pytest.mark.gate

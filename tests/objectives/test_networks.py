@@ -355,16 +355,6 @@ def test_autocast(name):
     assert all(b.dtype is torch.float32 for b in ensemble.buffers())
 
 
-def test_compiled():
-    """In one graph, with the running statistics."""
-    ensemble = EnsembleMLP(2, 5, 3, CELLS, **OPTIONS["flashsac"], **DOUBLE)
-    other = copy.deepcopy(ensemble)
-    x = draw(6, 5)
-    torch.testing.assert_close(torch.compile(ensemble, fullgraph=True, backend="aot_eager")(x), other(x))
-    for one, two in zip(ensemble.buffers(), other.buffers(), strict=True):
-        torch.testing.assert_close(one, two)
-
-
 @pytest.mark.parametrize("statistics", ["batch", "running"])
 def test_batch_norms_are_few_operations(backend, statistics):
     """Moments, forward and backward, on both backends; running statistics may move before the backward."""

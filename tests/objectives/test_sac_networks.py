@@ -28,10 +28,6 @@ from tests.support.sac_setup import (
 )
 
 
-def independent_normal(loc, scale):
-    return torch.distributions.Independent(torch.distributions.Normal(loc, scale), 1)
-
-
 def other_actor(distribution):
     network = nn.Sequential(MLP(OBSERVATION, 2 * ACTION, CELLS, dtype=torch.float64), make_actor()[0].module[1])
     return ProbabilisticTensorDictSequential(
