@@ -110,6 +110,14 @@ POINTS = tuple(_tuned.Point({"n": n, "m": m}, (n, m)) for n, m in ((1, 1), (4, 1
 def test_the_nearest_in_log_space(sizes, exact, due):
     found = _tuned.nearest(POINTS, dict(zip("nm", sizes, strict=True)), exact)
     assert (None if found is None else found.config) == due
+
+
+def test_the_reach_of_a_point():
+    """Sixteen times as much or as little; nothing counts as one."""
+    for one, other, near in ((1, 16, True), (1, 17, False), (0, 16, True), (0, 17, False)):
+        for size, asked in ((one, other), (other, one)):
+            found = _tuned.nearest([_tuned.Point({"n": size}, 7)], {"n": asked})
+            assert (found is not None) == near
     assert _tuned.nearest([], {"n": 1}) is None
 
 

@@ -107,7 +107,7 @@ def test_histories(backend, name):
     """CASES 11, 15, 36, 37, 39, 46: writes of every length, in place and stale ones, and reads of what is there."""
     store = Store(**STORES[name])
     steps = store.capacity // store.envs
-    lengths = [3, steps - 3, 2, steps + 1, 0, 1, steps, 2 * steps + 3, 1, steps - 1, 5, 2]
+    lengths = [3, steps - 3, 2, steps + 1, 0, steps, 2 * steps + 3, steps - 1]
     for seed, length in enumerate(lengths if backend == "numba" else lengths[1:4:2]):
         ring, n = store.reference(), length * store.envs
         sources = store.batch(n, seed)

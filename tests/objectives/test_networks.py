@@ -40,6 +40,7 @@ from gpubuf.modules.linear import Linear, linear_product
 from gpubuf.objectives import SACLoss, SoftUpdate
 from gpubuf.optim import AdamW
 from tests.support.dispatched import Count
+from tests.support.sac_setup import total
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -355,6 +356,16 @@ def test_autocast(name):
     assert all(b.dtype is torch.float32 for b in ensemble.buffers())
 
 
+def test_compiled():
+    """In one graph, with the running statistics."""
+    ensemble = EnsembleMLP(2, 5, 3, CELLS, **OPTIONS["flashsac"], **DOUBLE)
+    other = copy.deepcopy(ensemble)
+    x = draw(6, 5)
+    torch.testing.assert_close(torch.compile(ensemble, fullgraph=True, backend="aot_eager")(x), other(x))
+    for one, two in zip(ensemble.buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(one, two)
+
+
 @pytest.mark.parametrize("statistics", ["batch", "running"])
 def test_batch_norms_are_few_operations(backend, statistics):
     """Moments, forward and backward, on both backends; running statistics may move before the backward."""
@@ -471,10 +482,6 @@ def batch(*shape, privileged=0):
     following = {**state(), "reward": torch.randn(*shape, 1, generator=generator), "done": flags, "terminated": flags}
     action = torch.rand(*shape, 3, generator=generator) * 2 - 1
     return TensorDict({**state(), "action": action, "next": following}, shape)
-
-
-def total(out):
-    return sum(value for key, value in out.items() if key.startswith("loss_"))
 
 
 def running(loss):

@@ -52,13 +52,13 @@ def test_a_thousand_steps_are_those_of_torch(dtype, tolerance, decay):
             torch.testing.assert_close(a.state[p][name], b.state[q][name].to(a.state[p][name].dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_moments_of_dead_units_end_at_zero(dtype):
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.float64, 2200), (torch.float32, 300)], ids=str)
+def test_moments_of_dead_units_end_at_zero(dtype, steps):
     """On the CPU they don't stay below the normal numbers, which slow every step down; parameters are torch's."""
     ours, theirs = network(dtype), network(dtype)
     a, b = AdamW(ours.parameters(), betas=(0.5, 0.6)), torch.optim.AdamW(theirs.parameters(), betas=(0.5, 0.6))
     random_gradients(ours, torch.Generator().manual_seed(1), theirs)
-    for _ in range(2200):
+    for _ in range(steps):
         a.step()
         b.step()
         for param in (*ours.parameters(), *theirs.parameters()):
