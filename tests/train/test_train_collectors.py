@@ -73,7 +73,7 @@ def test_a_copy_acts_as_the_policy_of_the_learner(algo: str, normalize: bool):
     weights, shared = copy.weights(), SharedWeights(agent.weights())
     assert not shared.read(weights)
     observation = torch.randn(50, 2, generator=torch.Generator().manual_seed(0))
-    for steps in (5, 20):
+    for steps in (5, 40):
         for _ in range(60 + steps - trainer.step):
             trainer.advance()
         assert not torch.allclose(copy.act(observation), agent.act(observation))
