@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import triton
 
@@ -11,6 +12,8 @@ from benchmarks.measure.results import newest_runs
 from benchmarks.studies import kernels
 from gpubuf.kernels.config import tree_fan_out
 from gpubuf.kernels.sum_tree import level_sizes
+from tests.support.ptx.parse import parse
+from tests.support.ptx.trips import Trips
 
 
 def tree_depth() -> int:
@@ -26,37 +29,28 @@ def committed() -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def counted() -> dict[str, dict[str, int]]:
-    """Launches by kernel, of every call with 256 rows. That they are so still is what the slow tests count."""
-    return {each["call"]: each["kernels"] for each in committed()["launches"] if each["call"].endswith(", 256")}
+#: Launches of a call with 256 rows, at most: one for all keys of a batch, and the levels of a tree of priorities.
+MOST = {
+    "uniform: sample": 1,
+    "prioritized: sample": 2,
+    "slices: sample": 2,
+    "prioritized slices: sample": 3,
+    "prioritized: priority update": 4,
+    "prioritized slices: priority update": 4,
+    "uniform: extend": 1,
+    **{f"{kind}: extend": 5 for kind in kernels.SIZES if kind != "uniform"},
+}
 
 
-@pytest.mark.slow
-def test_launches_of_a_sample(counted: dict[str, dict[str, int]]):
-    """All keys of a batch: one launch, two with priorities or slices."""
+def test_launches_of_small_batches():
+    """Of what is committed. That it is so still is what the slow tests count."""
+    counted = {each["call"]: each["kernels"] for each in committed()["launches"]}
+    for call, most in MOST.items():
+        launched = counted[f"{call}, 256"]
+        assert 1 <= sum(launched.values()) <= most, call
+        assert "extend" not in call or launched["rows_extend_kernel"] == 1
     assert counted["uniform: sample, 256"] == {"rows_sample_kernel": 1}
-    assert sum(counted["prioritized: sample, 256"].values()) <= 2
-    assert sum(counted["slices: sample, 256"].values()) <= 2
-    assert sum(counted["prioritized slices: sample, 256"].values()) <= 3
-
-
-@pytest.mark.slow
-def test_launches_of_a_priority_update(counted: dict[str, dict[str, int]]):
-    """At most one a level of the tree, and one for the leaves."""
     assert tree_depth() == 3
-    for kind in ("prioritized", "prioritized slices"):
-        assert 1 <= sum(counted[f"{kind}: priority update, 256"].values()) <= tree_depth() + 1
-
-
-@pytest.mark.slow
-def test_launches_of_a_write(counted: dict[str, dict[str, int]]):
-    """One for the rows of all keys; what the sampler knows is brought up to date by at most four more."""
-    writes = {call: launched for call, launched in counted.items() if "extend" in call}
-    assert len(writes) == len(kernels.SIZES)
-    assert all(launched["rows_extend_kernel"] == 1 for launched in writes.values())
-    assert sum(writes["uniform: extend, 256"].values()) == 1
-    assert max(sum(launched.values()) for launched in writes.values()) <= 5
 
 
 def check_counts(found: list[dict[str, Any]]) -> None:
@@ -109,3 +103,39 @@ def test_large_updates_take_a_launch_a_level():
     totals = {each["call"]: each["total"] for each in committed()["launches"]}
     assert totals["prioritized: priority update, 256"] == 1
     assert totals["prioritized: priority update, 4096"] > tree_depth()
+
+
+PTX = """
+.visible .entry a_kernel(
+)
+.reqntid 64
+{
+    ld.global.b32 %r1, [%rd1];
+    ld.global.b32 %r2, [%rd2];
+    add.s32 %r3, %r1, %r2;
+    add.s32 %r4, %r2, %r2;
+    ld.global.b32 %r5, [%rd3];
+    mov.b32 %r5, 0;
+    add.s32 %r6, %r5, %r5;
+$L__loop:
+    ld.shared.b32 %r7, [%r6];
+    ld.global.b32 %r8, [%r7];
+    @%p1 bra $L__loop;
+    st.global.b32 [%rd1], %r8;
+    ret;
+}
+"""
+
+
+def test_loads_that_are_under_way_together_are_one_trip():
+    """A wait is for all loads before it; what is overwritten, or comes from shared memory, is not waited for."""
+    trips = Trips(parse(PTX))
+    counts, pending = np.zeros((2, 2), np.int64)
+    trips.count(0, counts, pending, slice(None))
+    assert counts.tolist() == [1, 1]
+    # Nobody uses in the loop what the loop loads: whoever goes round again asks for it anew.
+    first = np.array([True, False])
+    for warps in (slice(None), first, first):
+        trips.count(1, counts, pending, warps)
+    trips.count(2, counts, pending, slice(None))
+    assert counts.tolist() == [2, 2]

@@ -87,10 +87,6 @@ FOUND = {
     "theirs": {"bytes": 3 << 20, "calls": {"add": 10.0, "sample 256": 100.0}},
     "gpubuf": {"bytes": 700, "calls": {"add": 5.0}},
 }
-LOSSES = {
-    "plain PyTorch": {"calls": {"batch of 256": 6000.0}, "operations": 300},
-    "gpubuf, compiled": {"calls": {"batch of 256": 4500.0}},
-}
 
 
 def test_the_command(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

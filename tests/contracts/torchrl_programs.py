@@ -370,23 +370,6 @@ def dimensions(lib: Any, kind: str, ndim: int) -> Any:
 # Writers
 
 
-@program(20, 30)
-def best_rows_stay(lib: Any, size: int) -> Any:
-    buffer = lib.TensorDictReplayBuffer(
-        storage=lib.LazyTensorStorage(size),
-        sampler=lib.SamplerWithoutReplacement(),
-        batch_size=10,
-        writer=lib.TensorDictMaxValueWriter(rank_key="key"),
-    )
-    found = []
-    for low, one_by_one in ((0.0, False), (0.3, False), (0.6, True), (-1.0, False)):
-        rows = TensorDict({"key": low + torch.arange(size) / size / 4, "obs": torch.arange(size)}, [size])
-        for part in rows if one_by_one else [rows]:
-            buffer.add(part) if one_by_one else buffer.extend(part)
-        found.append([sorted(buffer[:]["key"].tolist()), len(buffer.sample()["index"].unique())])
-    return found
-
-
 @program(*(((2, 3), reduction) for reduction in ("max", "min", "mean", "median", "sum")), ((), "max"))
 def rank(lib: Any, shape: tuple[int, ...], reduction: str) -> Any:
     writer = lib.TensorDictMaxValueWriter(rank_key="key", reduction=reduction)
@@ -410,16 +393,6 @@ def generations(lib: Any, kind: str, track: bool) -> Any:
     found += [after - before, buffer[[2, 5]]["a"], writer._cursor, len(buffer)]
     buffer.empty()
     return [*found, writer._cursor, buffer.write_count, len(buffer)]
-
-
-@program()
-def immutable(lib: Any) -> Any:
-    rows = KINDS["TensorDict"]
-    buffer = lib.TensorDictReplayBuffer(
-        storage=lib.TensorStorage(rows(5)), writer=lib.ImmutableDatasetWriter(), batch_size=3
-    )
-    found = [len(buffer), len(buffer.sample()), fact(buffer.extend, rows(2)), fact(buffer.add, rows(1)[0])]
-    return [*found, fact(buffer.empty)]
 
 
 @program(*range(12))
@@ -739,16 +712,6 @@ def rows_that_are_trajectories(lib: Any, kind: str) -> Any:
     return [[name, form(rows)] for name, rows in (found | {"several": buffer[torch.tensor([1, 2])]}).items()]
 
 
-@program()
-def one_storage_of_two_buffers(lib: Any) -> Any:
-    storage, writer = lib.LazyTensorStorage(100), lib.RoundRobinWriter()
-    uniform = lib.ReplayBuffer(storage=storage, writer=writer, sampler=lib.RandomSampler(), batch_size=10)
-    sampler = lib.PrioritizedSampler(max_capacity=100, alpha=0.7, beta=1.1)
-    other = lib.ReplayBuffer(storage=storage, writer=writer, sampler=sampler, batch_size=10)
-    uniform.extend(TensorDict({"a": torch.arange(50)}, [50]))
-    return [len(uniform.sample()), len(other.sample()), len(uniform), len(storage), len(other), leaves(sampler, 60)]
-
-
 @program(("RandomSampler", "state"), ("PrioritizedSampler", "folder"), ("SliceSampler", "folder"))
 def seed(lib: Any, sampler: str, way: str) -> Any:
     """A buffer with a generator draws the same after the same state."""
@@ -819,15 +782,6 @@ def slices(lib: Any, kind: str, size: int, key: Any, done_key: Any, options: dic
     return [*told, sorted(str(key) for key in info), list(info[truncated].shape[1:]), type(index).__name__]
 
 
-@program(True, False)
-def short_trajectories(lib: Any, strict: bool) -> Any:
-    sampler = lib.SliceSampler(num_slices=2, strict_length=strict, traj_key="which")
-    buffer = lib.ReplayBuffer(storage=lib.LazyTensorStorage(12), sampler=sampler, batch_size=8)
-    buffer.extend(trajectories(None, None, (2, 10)))
-    batches = [buffer.sample() for _ in range(60)]
-    return [{len(batch) for batch in batches}, {int(number) for batch in batches for number in batch["which"]}]
-
-
 @program((2, 2), (True, 1), ((False, True), 2), (3, 1))
 def span(lib: Any, given: Any, ndim: int) -> Any:
     """How far slices reach beyond their trajectory."""
@@ -842,18 +796,6 @@ def span(lib: Any, given: Any, ndim: int) -> Any:
             part, begin = batch[begin : stop + 1], stop + 1
             lengths.add((len(part), len(part) < 5 and int(part["steps"][0]) == 0))
     return lengths
-
-
-@program()
-def epoch_of_slices(lib: Any) -> Any:
-    kept = lib.LazyTensorStorage(100)
-    kept.set(range(100), trajectories("episode", "done", (5,) * 20))
-    sampler = lib.SliceSamplerWithoutReplacement(num_slices=4, traj_key="episode", end_key="done")
-    found: list[int] = []
-    for _ in range(5):
-        index, info = sampler.sample(kept, batch_size=20)
-        found += kept[index]["which"].view(4, -1)[:, 0].tolist()
-    return [sorted(found) == list(range(1, 21)), sorted(map(str, info))]
 
 
 # Programs that people run with TorchRL: the calls of their buffers, with random data and no learning

@@ -111,8 +111,6 @@ def test_results_without_arguments_noise_and_numbers_of_the_host():
     assert all(map(torch.equal, run(on_cpu=False), run(on_cpu=True)))
 
 
-WEIGHT = torch.ones(3)
-
 REFUSED = {
     "reads a value": lambda x: x * x.sum().item(),
     "size depends": lambda x: x[x > 0],

@@ -13,10 +13,11 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from gpubuf.modules import MLP, EnsembleMLP, GaussianParameters, make_flashsac_actor, make_flashsac_critic
-from gpubuf.modules.sac import tanh_normal_actor
+from gpubuf.modules import MLP, EnsembleMLP, make_flashsac_actor, make_flashsac_critic
 from gpubuf.objectives import CrossQLoss, DiscreteSACLoss, DistributionalSACLoss, REDQLoss, SACLoss, TD3Loss
 from tests.contracts import SLOW_AND_NIGHTLY, first_quick
+from tests.contracts.objectives import NORMALISED, TorchCritic, norms
+from tests.contracts.objectives import normalised_actor as actor
 from tests.support.losses_setup import ACTIONS, discrete_actor, discrete_batch
 from tests.support.sac_setup import ACTION, KEYS, OBSERVATION, VALUE, make_batch
 
@@ -24,37 +25,21 @@ from tests.support.sac_setup import ACTION, KEYS, OBSERVATION, VALUE, make_batch
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
 F64 = {"dtype": torch.float64}
-FAST = {"norm": "batch", "norm_kwargs": {"momentum": 0.5}, **F64}
-RENORM = {"norm": "batch_renorm", "norm_kwargs": {"momentum": 0.5, "renorm_warmup": 0}, **F64}
+FAST, RENORM = norms(), norms("batch_renorm", renorm_warmup=0)
 PAIR = OBSERVATION + ACTION
 
 
-def actor(**options):
-    network = nn.Sequential(MLP(OBSERVATION, 2 * ACTION, (8,), **{**FAST, **options}), GaussianParameters())
-    return tanh_normal_actor(network, ACTION, **F64)
-
-
 def critic(outputs=1, nets=2, **options):
-    return TensorDictModule(EnsembleMLP(nets, PAIR, outputs, (8,), **{**FAST, **options}), KEYS, VALUE)
+    return TensorDictModule(EnsembleMLP(nets, PAIR, outputs, (8,), **(options or FAST)), KEYS, VALUE)
 
 
-class TorchCritic(nn.Module):
-    """One critic around PyTorch's batch norm; with ``ensemble_size`` it runs as it is."""
+class Batched(TorchCritic):
+    """It runs as it is, as a batch of one."""
 
-    def __init__(self, ensemble_size=None) -> None:
-        super().__init__()
-        self.before, self.head = nn.Linear(PAIR, 8, **F64), nn.Linear(8, 1, **F64)
-        self.norm = nn.BatchNorm1d(8, momentum=0.5, **F64)
-        if ensemble_size is not None:
-            self.ensemble_size = ensemble_size
+    ensemble_size = 1
 
     def forward(self, observation, action):
-        value = self.head(self.norm(self.before(torch.cat([observation, action], -1))).tanh())
-        return value if getattr(self, "ensemble_size", None) is None else value.unsqueeze(0)
-
-
-def torch_critics(n):
-    return [TensorDictModule(TorchCritic(), KEYS, VALUE) for _ in range(n)]
+        return super().forward(observation, action).unsqueeze(0)
 
 
 def state_value():
@@ -85,7 +70,7 @@ LOSSES = {
     "SACLoss": lambda: SACLoss(actor(), critic(), **ENTROPY),
     "SACLoss, batch renorm": lambda: SACLoss(actor(**RENORM), critic(**RENORM), delay_actor=True, **ENTROPY),
     "SACLoss, value network": lambda: SACLoss(actor(), critic(), state_value(), **ENTROPY),
-    "SACLoss, PyTorch's norms": lambda: SACLoss(actor(), torch_critics(2), **ENTROPY),
+    "SACLoss, PyTorch's norms": lambda: SACLoss(actor(), NORMALISED["vmap"](), **ENTROPY),
     "DiscreteSACLoss": lambda: DiscreteSACLoss(
         discrete_actor(network=MLP(OBSERVATION, ACTIONS, (8,), **FAST)),
         values_of_actions(),
@@ -96,13 +81,13 @@ LOSSES = {
     "REDQLoss": lambda: REDQLoss(actor(), critic(nets=3), num_qvalue_nets=3, sub_sample_len=2, **ENTROPY),
     "CrossQLoss": lambda: CrossQLoss(actor(), critic(), **ENTROPY),
     "CrossQLoss, batch renorm": lambda: CrossQLoss(actor(**RENORM), critic(**RENORM), **ENTROPY),
-    "CrossQLoss, vmap of PyTorch's norms": lambda: CrossQLoss(actor(), torch_critics(2), **ENTROPY),
+    "CrossQLoss, vmap of PyTorch's norms": lambda: CrossQLoss(actor(), NORMALISED["vmap"](), **ENTROPY),
     "CrossQLoss, vmap of ours": lambda: CrossQLoss(
         actor(), TensorDictModule(MLP(PAIR, 1, (8,), **RENORM), KEYS, VALUE), **ENTROPY
     ),
-    "CrossQLoss, loop": lambda: CrossQLoss(actor(), torch_critics(2), deactivate_vmap=True, **ENTROPY),
+    "CrossQLoss, loop": lambda: CrossQLoss(actor(), NORMALISED["vmap"](), deactivate_vmap=True, **ENTROPY),
     "CrossQLoss, PyTorch's norm in a batched network": lambda: CrossQLoss(
-        actor(), TensorDictModule(TorchCritic(1), KEYS, VALUE), num_qvalue_nets=1, **ENTROPY
+        actor(), TensorDictModule(Batched(), KEYS, VALUE), num_qvalue_nets=1, **ENTROPY
     ),
     "FastSAC": lambda: DistributionalSACLoss.fastsac(actor(), critic(11), v_min=-3.0, v_max=3.0, num_atoms=11),
     "FlashSAC": flashsac,

@@ -25,6 +25,10 @@ from tests.support.sac_setup import gradients, run_loss, total
 SEED = 3
 every = pytest.mark.parametrize("contract", CONTRACTS.values(), ids=list(CONTRACTS))
 of_each_class = pytest.mark.parametrize("contract", CLASSES.values(), ids=list(CLASSES))
+#: Each class in every setting that changes what rows mean to it, of one kind of networks.
+SETTINGS = ("value network", "lambda returns", "own, next", "mixture", "min, sigma")
+FORMS = {name: each for name, each in CONTRACTS.items() if each in CLASSES.values() or name.endswith(SETTINGS)}
+of_each_form = pytest.mark.parametrize("contract", FORMS.values(), ids=list(FORMS))
 class_names = pytest.mark.parametrize("name", CLASSES)
 
 
@@ -83,7 +87,7 @@ def test_sequences(name, lmbda):
     assert_agrees(loss, run_loss(loss, batch, SEED), contract.oracle(loss, batch, SEED, gamma=0.9, lmbda=lmbda))
 
 
-@every
+@of_each_form
 def test_truncated_rows_bootstrap(contract):
     """CASES 22: truncated and not terminated: the next value counts, also with ``skip_done_states``."""
     for skip in (False, True):
@@ -94,7 +98,7 @@ def test_truncated_rows_bootstrap(contract):
         assert not torch.equal(run_loss(loss, flag(batch, terminated=True), SEED)["td_error"], ours["td_error"])
 
 
-@every
+@of_each_form
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy
 def test_terminated_rows_may_hold_anything(contract, backend):
     """CASES 29 (TorchRL 2590): NaN there, and all is as if it weren't: the value is selected away, not multiplied."""
@@ -115,7 +119,7 @@ def test_terminated_rows_may_hold_anything(contract, backend):
             torch.testing.assert_close(found[name], slope)
 
 
-@every
+@of_each_form
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_masked_rows_hold_reaches_nothing(contract, bad):
     """No mean and, as 0 times NaN, no gradient; what counts is as if these rows were not there."""
@@ -295,7 +299,7 @@ def test_each_loss_reaches_its_own_parameters_only(contract):
         assert all(key.startswith(owners[name]) for key in reached), name
 
 
-@every
+@of_each_form
 def test_updates_that_leave_the_actor_alone(contract):
     """``critic_losses`` gives the numbers and gradients of a whole call with the same noise, and nothing to others."""
     loss, batch = contract.loss(), contract.batch(6)
@@ -391,7 +395,7 @@ def test_weights_can_be_refused_and_demanded(contract):
         contract.loss(use_prioritized_weights=True)(batch)
 
 
-@every
+@of_each_form
 def test_discount_and_steps(contract):
     """gamma to the number of steps that the reward spans."""
     batch = contract.batch(6)

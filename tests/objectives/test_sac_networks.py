@@ -28,30 +28,12 @@ from tests.support.sac_setup import (
 )
 
 
-def independent_normal(loc, scale):
-    return torch.distributions.Independent(torch.distributions.Normal(loc, scale), 1)
-
-
 def other_actor(distribution):
     network = nn.Sequential(MLP(OBSERVATION, 2 * ACTION, CELLS, dtype=torch.float64), make_actor()[0].module[1])
     return ProbabilisticTensorDictSequential(
         TensorDictModule(network, ["observation"], ["loc", "scale"]),
         ProbabilisticTensorDictModule(["loc", "scale"], ["action"], distribution_class=distribution),
     )
-
-
-def test_any_reparametrised_distribution():
-    """rsample() and log_prob() serve where there is no rsample_and_log_prob()."""
-    loss = make_loss(actor=other_actor(independent_normal), target_entropy=-1.0)
-    batch = make_batch(6)
-    out = run_loss(loss, batch, 4)
-    torch.manual_seed(4)
-    with torch.no_grad():
-        loss.actor_network.get_dist(batch["next"].copy()).rsample()
-        dist = loss.actor_network.get_dist(batch.copy())
-        entropy = -dist.log_prob(dist.rsample()).mean()
-    torch.testing.assert_close(out["entropy"], entropy)
-    assert gradients(loss, total(out))
 
 
 def test_a_distribution_without_reparametrisation_is_refused():
@@ -97,18 +79,6 @@ def test_the_policy_is_the_users_own():
     mine = {id(parameter) for parameter in actor.parameters()}
     assert mine == {id(parameter) for parameter in loss.actor_network_params.parameters()}
     assert mine <= {id(parameter) for parameter in loss.parameters()}
-
-
-def test_delayed_actor():
-    """The next action comes from the target policy: changing the policy leaves the target value alone."""
-    loss, batch = make_loss(delay_actor=True), make_batch(6)
-    before = run_loss(loss, batch, 0)
-    with torch.no_grad():
-        for parameter in loss.actor_network_params.parameters():
-            parameter.add_(0.3)
-    after = run_loss(loss, batch, 0)
-    torch.testing.assert_close(after["td_error"], before["td_error"])
-    assert not torch.equal(after["loss_actor"], before["loss_actor"])
 
 
 def test_without_delayed_critics_the_present_ones_are_the_target():

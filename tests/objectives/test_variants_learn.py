@@ -1,4 +1,4 @@
-"""Each loss of continuous actions finds the best action of a bandit, with the networks that belong to it."""
+"""Each loss of continuous actions but SACLoss finds the best action of a bandit; SACLoss learns in tests/train."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType, TensorDictModule, set_interaction_type
 from torch import nn
 
-from gpubuf import CrossQLoss, DistributionalSACLoss, REDQLoss, SACLoss, SoftUpdate, TD3Loss
+from gpubuf import CrossQLoss, DistributionalSACLoss, REDQLoss, SoftUpdate, TD3Loss
 from gpubuf.modules import (
     MLP,
     EnsembleMLP,
@@ -46,16 +46,12 @@ def redq():
     return REDQLoss(make_sac_actor(1, 1, (32,)), critics, num_qvalue_nets=5, fixed_alpha=True, alpha_init=0.1)
 
 
-def sac():
-    return SACLoss(make_sac_actor(1, 1, (32,)), make_sac_critic(1, 1, (32,)), target_entropy=-2.0)
-
-
 def td3():
     actor = TensorDictModule(nn.Sequential(MLP(1, 1, (32,)), nn.Tanh()), ["observation"], ["action"])
     return TD3Loss(actor, make_sac_critic(1, 1, (32,)), bounds=(-1.0, 1.0))
 
 
-@pytest.mark.parametrize("make", first_quick([sac, flashsac, crossq, redq, fastsac, td3], 2))
+@pytest.mark.parametrize("make", first_quick([flashsac, crossq, redq, fastsac, td3]))
 def test_learning_on_a_bandit(make):
     """One step episodes with reward -(a - s)^2 for s in -0.5 .. 0.5: the policy finds s."""
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpubuf.modules import MLP, EnsembleMLP
 from gpubuf.objectives import DistributionalSACLoss
-from tests.support.sac_setup import ACTION, CELLS, KEYS, OBSERVATION, VALUE, make_actor
+from tests.support.sac_setup import ACTION, CELLS, KEYS, OBSERVATION, VALUE, make_actor, separated
 
 ATOMS, LOW, HIGH = 11, -4.0, 6.0
 SUPPORT = {"v_min": LOW, "v_max": HIGH, "num_atoms": ATOMS}
@@ -56,7 +56,7 @@ CRITICS: dict[str, Any] = {
 def make_distributional(
     critics: str = "ensemble", actor: Any = None, nets: int = 2, atoms: int = ATOMS, **kwargs: Any
 ) -> DistributionalSACLoss:
-    """The loss with target critics that differ from the critics, and logits that differ much among the atoms."""
+    """The loss with targets that differ from its networks, and logits that differ much among the atoms."""
     actor = make_actor() if actor is None else actor
     networks = make_logits(nets, atoms) if critics == "ensemble" else CRITICS[critics]()
     options = {**SUPPORT, "num_atoms": atoms, "num_qvalue_nets": nets, **kwargs}
@@ -66,7 +66,7 @@ def make_distributional(
             parameter.mul_(3)
         for target in loss.target_qvalue_network_params.values(True, True):
             target.mul_(2.5)
-    return loss
+    return separated(loss)
 
 
 def gaussian_entropy(sigma: float) -> float:

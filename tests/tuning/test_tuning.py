@@ -21,8 +21,6 @@ from gpubuf.tuning.search import MARGIN, Trial, choose, disagreement
 from gpubuf.tuning.timing import Timing
 from tests.support.tuning_setup import COPY, DRAW, FakeBench, FakeTimer, draw_seconds, never, tuned
 
-ROOT = Path(__file__).parents[2]
-
 LARGE = Shapes((10**6, 6 * 10**8), (1, 256, 100_000))
 
 
@@ -243,17 +241,3 @@ def test_what_is_timed_compiles_as_it_is_launched():
     for name, number in launches.items():
         # A batch of thousands is updated stage by stage: claims, the lowest level, and all above it.
         assert number == (3 if name.endswith("update 4,096") else 1), name
-
-
-@pytest.mark.nightly
-def test_the_tuner_mends_a_rule_that_was_wrong():
-    """Where the cost model is its clock: copies in too small tiles."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.support.ptx.tuned"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    times = {tuple(config.values()): math.prod(each) ** (1 / len(each)) for config, each in found["tried"]}
-    (before, *_), chosen = times.values(), times[tuple(found["chosen"].values())]
-    assert chosen < 0.9 * before
-    assert chosen <= 1.02 * min(times.values())
-    assert times[tuple(dataclasses.asdict(config.rows_copy(32_768 * 166)).values())] <= 1.05 * chosen
