@@ -323,10 +323,10 @@ def test_a_write_that_is_interrupted_between_its_launches(write, place, monkeypa
     """Case 54: on a GPU a write is several launches; the next operation makes all of them again."""
     stream, buffer, ring = Stream(5), shared(12), Ring(12)
     index, other, launches, made = [3, 8], Stream(6).rows_at(2), itertools.count(), launching.Variant.launch
+    rows = stream.steps(17)
+    buffer.extend(rows)
+    ring.extend(rows)
     with triton_on_cpu():
-        rows = stream.steps(17)
-        buffer.extend(rows)
-        ring.extend(rows)
 
         def launch(variant: launching.Variant, *args) -> None:
             if next(launches) == place:
