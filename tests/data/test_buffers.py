@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import warnings
 
 import pytest
@@ -85,11 +83,6 @@ class TestWriting:
         assert same(data, before)
         assert buffer.storage[:]["observation"].equal(before["observation"] * 2)
 
-    def test_a_list_of_rows_is_stacked(self):
-        buffer = buffer_of(4)
-        buffer.extend([transitions(3)[i] for i in range(3)])
-        assert same(buffer[:], transitions(3))
-
     def test_strided_and_expanded_batches(self):
         buffer = buffer_of(8)
         buffer.extend(transitions(8)[::2])
@@ -101,29 +94,6 @@ class TestWriting:
         data = TensorDict({"x": torch.randn(2, 3, requires_grad=True)}, [2])
         buffer.extend(data)
         assert not buffer.sample(2)["x"].requires_grad
-
-    @pytest.mark.parametrize(
-        ("change", "words"),
-        [
-            (lambda td: td.exclude("action"), ["missing", "action", "all rows have the keys of the first write"]),
-            (lambda td: td.exclude(("next", "reward")), ["missing", "next", "reward"]),
-            (lambda td: td.set("surplus", torch.zeros(2)), ["extra", "surplus"]),
-            (lambda td: td.set(("next", "surplus"), torch.zeros(2)), ["extra", "next", "surplus"]),
-            (lambda td: td.set("action", torch.zeros(2, 1)), ["action", "float64", "float32"]),
-            (lambda td: td.set("action", torch.zeros(2, 3, dtype=torch.float64)), ["action", "(1,)", "(3,)"]),
-            (lambda td: td.set("next", torch.zeros(2)), ["next", "TensorDict", "Tensor"]),
-        ],
-    )
-    def test_a_batch_that_does_not_fit_is_refused_whole(self, change, words):
-        buffer = buffer_of(8)
-        buffer.extend(transitions(3))
-        before, counters = buffer[:].clone(), buffer.storage.ring.clone()
-        with pytest.raises(ValueError, match="storage") as raised:
-            buffer.extend(change(transitions(2, 100)))
-        assert all(word in str(raised.value) for word in words)
-        assert same(buffer[:], before)
-        assert torch.equal(buffer.storage.ring, counters)
-        assert buffer.extend(transitions(1)).tolist() == [3]
 
     def test_rows_out_of_range_are_reported_by_whatever_synchronises(self, backend):
         """A GPU can't raise without a sync; the interpreter shows what it does instead."""
@@ -181,16 +151,6 @@ class TestSampling:
         for value in buffer.sample(3).values(True, True):
             assert value.is_contiguous()
             assert value.data_ptr() % 16 == 0
-
-    def test_copies_of_a_layout_make_batches_too(self):
-        """What a layout keeps of earlier batch sizes has no memory, and is left out of copies."""
-        buffer = buffer_of(10)
-        buffer.extend(transitions(10))
-        buffer.sample(3)
-        layout = buffer.storage.layout
-        for copied in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
-            assert [t.shape for t in copied.allocate(3)] == [t.shape for t in layout.allocate(3)]
-            assert all(t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes for t in copied.allocate(3))
 
 
 def test_defaults():

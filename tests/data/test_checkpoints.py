@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from gpubuf import (
     LazyTensorStorage,
     MixedReplayBuffer,
     PrioritizedSampler,
+    RandomSampler,
     ReplayBuffer,
     SliceSampler,
     TensorDictReplayBuffer,
@@ -40,10 +42,46 @@ from gpubuf.data import (
 from gpubuf.data.checkpoints import files
 from gpubuf.data.checkpoints import save as saving
 from gpubuf.train.metrics import JsonLines
-from tests.support.checkpoint_setup import CAPACITY, new, numbers, restored, used
 from tests.support.threads import wait_for_line
 from tests.support.torchrl_buffers.hooks import Doubled, Halved, Remembered, filled, rows
 from tests.support.transitions import same, transitions
+
+CAPACITY = 60
+
+
+SAMPLERS: dict[str, Callable[[], object]] = {
+    "random": RandomSampler,
+    "prioritized": lambda: PrioritizedSampler(CAPACITY, 0.7, 0.5),
+}
+
+
+def new(sampler: str = "prioritized", capacity: int = CAPACITY, **arguments) -> TensorDictReplayBuffer:
+    made = SAMPLERS[sampler]()
+    if capacity != CAPACITY:
+        made = PrioritizedSampler(capacity, 0.7, 0.5)
+    return TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), sampler=made, **arguments)
+
+
+def used(sampler: str = "prioritized", n: int = 85) -> TensorDictReplayBuffer:
+    """A buffer that has gone round, with priorities, in the middle of an epoch."""
+    buffer = new(sampler)
+    buffer.extend(transitions(n))
+    batch = buffer.sample(12)
+    if "prioritized" in sampler:
+        buffer.update_priority(batch["index"], torch.rand(len(batch)) * 5)
+    return buffer
+
+
+def numbers(buffer: ReplayBuffer) -> list[int]:
+    return buffer[:]["next", "step"].tolist()
+
+
+def restored(folder: Path, sampler: str = "prioritized") -> TensorDictReplayBuffer:
+    """A new buffer with what is in a folder."""
+    buffer = new(sampler)
+    buffer.load(folder)
+    return buffer
+
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,7 +125,10 @@ def test_keys_of_no_width(storage, keys, backend, tmp_path):
     buffer[2:4] = rows(2, start=100)
     buffer.save(tmp_path, file_bytes=50)
     other.load(tmp_path)
-    for batch, n in ((buffer.sample(), 4), (other.sample(), 4), (other[:], 10), (other[[1, 2]], 2)):
+    found = [(buffer.sample(), 4), (other.sample(), 4), (other[:], 10), (other[[1, 2]], 2)]
+    if storage is LazyMemmapStorage:
+        found.append((LazyMemmapStorage.open(buffer.storage.scratch_dir)[:], 10))
+    for batch, n in found:
         assert (batch["none"].shape, batch["inner"].shape) == ((n, 0), (n, 3, 0, 2))
     assert (len(other), other.write_count) == (10, 13)
     if keys == "some":

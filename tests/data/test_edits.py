@@ -113,19 +113,6 @@ def test_inverse_transforms_apply_to_write_all():
     assert buffer.storage[:]["a"].tolist() == [1, 2, 3, 4]
 
 
-def test_the_count_of_written_rows_is_saved(tmp_path):
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10))
-    buffer.extend(rows(7))
-    buffer.empty()
-    buffer.extend(rows(4))
-    buffer.save(tmp_path / "made")
-    other = ReplayBuffer(storage=LazyTensorStorage(10))
-    other.load(tmp_path / "made")
-    assert other.write_count == buffer.write_count == 4
-    other.extend(rows(1))
-    assert other.write_count == 5
-
-
 def test_an_immutable_buffer_refuses_every_write():
     whole = rows(6)
     sampler = PrioritizedSampler(6, 1, 1)

@@ -20,7 +20,6 @@ from gpubuf.data import (
     TensorStorage,
 )
 from gpubuf.data.recording import CaptureError, Recording, recorded
-from gpubuf.data.storage.host_rows import HostRows
 from tests.contracts.buffers import flat
 
 
@@ -161,28 +160,6 @@ def test_what_changes_batches_keeps_them_with_their_rows():
     converted.extend(rows(6))
     assert numbers(converted.sample())
     assert numbers(converted[:]) == list(range(6))
-
-
-def test_an_interrupted_write_is_finished(monkeypatch: pytest.MonkeyPatch):
-    buffer = filled()
-    settle = HostRows.settle
-
-    def interrupted(self: HostRows, written: int) -> None:
-        monkeypatch.setattr(HostRows, "settle", settle)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(HostRows, "settle", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        buffer.extend(rows(3, 6))
-    assert numbers(buffer[:]) == list(range(9))
-    # One that has written nothing leaves nothing behind.
-    monkeypatch.setattr(LazyTensorStorage, "_append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        buffer.extend(rows(3, 90))
-    monkeypatch.undo()
-    assert numbers(buffer[:]) == list(range(9))
-    buffer.extend(rows(1, 9))
-    assert numbers(buffer[:]) == list(range(10))
 
 
 def test_what_is_refused(tmp_path: Path):

@@ -38,25 +38,23 @@ def new_buffer(sampler: str, n: int, prefetch: int | None = None) -> TensorDictR
 
 #: Some of the places; at night all of them. ``test_buffer_contract.py`` interrupts every kind of buffer.
 pace = pytest.mark.parametrize("pace", [7, pytest.param(1, marks=pytest.mark.nightly)])
-few = pytest.mark.parametrize("sampler", ["uniform", "prioritized slices"])
 
 
 @pace
 @pytest.mark.parametrize(("filled", "stride"), [(0, 11), (45, 2)], ids=["first write", "over the seam"])
-@pytest.mark.parametrize(("sampler", "priorities"), [("slices in turn", False), ("prioritized slices", True)])
-def test_a_write_that_is_interrupted_anywhere(sampler, priorities, filled, stride, pace):
+def test_a_write_that_is_interrupted_anywhere(filled, stride, pace):
     """Case 54: all of a write with its priorities, or nothing of it; the sampler knows of all rows that are there."""
     outcomes = set()
 
     def interrupt(place: int) -> bool:
         """Whether the operation went on as far as ``place``."""
-        buffer = new_buffer(sampler, filled)
-        write = functools.partial(buffer.extend, steps(filled, 11, 3.0), update_priority=priorities)
+        buffer = new_buffer("prioritized slices", filled)
+        write = functools.partial(buffer.extend, steps(filled, 11, 3.0), update_priority=True)
         if not interrupted(write, place):
             return False
         outcomes.add(written(buffer))
         check(buffer)
-        if priorities and written(buffer) > filled:
+        if written(buffer) > filled:
             rows = torch.arange(filled, filled + 11) % CAPACITY
             torch.testing.assert_close(buffer.sampler.tree.leaves[rows], torch.full((11,), 3.0**0.7))
         check_goes_on(buffer)
@@ -117,8 +115,7 @@ def test_a_change_of_alpha_is_interrupted_anywhere(monkeypatch, sampler, pace):
 
 
 @pace
-@few
-@pytest.mark.parametrize("prefetch", [None, 2])
+@pytest.mark.parametrize(("sampler", "prefetch"), [("uniform", 2), ("prioritized slices", None)])
 def test_a_move_that_is_interrupted_anywhere(monkeypatch, sampler, prefetch, pace):
     """Case 54: the whole buffer is in one place or in the other, with all rows.
 
@@ -181,7 +178,7 @@ def check_nothing_waits(buffer: TensorDictReplayBuffer, folder: Path, names: Ite
 
 
 @pytest.mark.parametrize("lines", [False, True], ids=["signals", "lines"])
-@few
+@pytest.mark.parametrize("sampler", ["uniform", "prioritized slices"])
 def test_nothing_waits_after_a_sample_that_was_interrupted(sampler, lines, tmp_path):
     """Case 63: with the interrupt kept, as ``sys.last_exc`` does, and with it the frames that it came through."""
     quick = [name for name in OPERATIONS if name not in ("save", "load", "copy", "next")]

@@ -204,22 +204,6 @@ def test_priorities_of_new_rows_and_late_ones(kind):
     assert buffer[:]["number"].tolist() == [3] * 4
 
 
-def test_add_returns_the_place_or_none(kind):
-    buffer = buffer_of(2)
-    assert [buffer.add(rows([rank])[0]) for rank in (4, 2, 1, 3, 9)] == [0, 1, None, 1, 1]
-    assert buffer.write_count == 4
-    assert sorted(buffer[:]["rank"].tolist()) == [4, 9]
-
-
-@pytest.mark.parametrize(("reduction", "due"), [("sum", 1), ("max", 0), ("min", 2), ("mean", 1), ("median", 1)])
-def test_a_rank_of_several_elements(reduction, due):
-    writer = TensorDictMaxValueWriter("r", reduction)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(1), writer=writer)
-    ranks = torch.tensor([[9, -9, 0], [7, 4, 0], [3, 3, 3]])
-    index = buffer.extend(TensorDict({"r": ranks.unsqueeze(-1)}, [3, 3]))
-    assert index.tolist() == [0 if row == due else -1 for row in range(3)]
-
-
 def test_ranks_without_an_order_are_the_lowest(kind):
     buffer = buffer_of(2)
     nan, inf = float("nan"), float("inf")

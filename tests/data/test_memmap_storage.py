@@ -85,14 +85,6 @@ def test_tensors_and_tensorclasses(tmp_path: Path):
     assert again[:]["x"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_keys_without_elements(tmp_path: Path):
-    """A row of no elements has no bytes, and so no file."""
-    buffer = ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=tmp_path))
-    buffer.extend(TensorDict({"x": torch.arange(3), "nothing": torch.zeros(3, 0)}, [3]))
-    again = LazyMemmapStorage.open(tmp_path)[:]
-    assert (again["x"].tolist(), again["nothing"].shape) == ([0, 1, 2], (3, 0))
-
-
 # Reopening
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -73,28 +72,3 @@ def test_an_epoch_of_slices_synchronises_once():
     buffer.extend(batch(100))
     with pytest.raises(DataDependentOutputException):
         buffer.sample(8)
-
-
-def test_storage_is_allocated_once_and_on_its_own_device(monkeypatch):
-    """CASES 27: the full CPU buffer first allocated on the GPU (TorchRL 2187)."""
-    allocated = []
-    torch_empty, numpy_empty = torch.empty, np.empty
-
-    def on_device(*size, **kwargs):
-        tensor = torch_empty(*size, **kwargs)
-        if tensor.numel() >= 1000:
-            allocated.append((tensor.device.type, tensor.nbytes))
-        return tensor
-
-    def on_host(size, dtype):
-        allocated.append(("cpu", size * np.dtype(dtype).itemsize))
-        return numpy_empty(size, dtype)
-
-    monkeypatch.setattr(torch, "empty", on_device)
-    monkeypatch.setattr(np, "empty", on_host)
-    data = batch(4)
-    due = sorted(1000 * data[key][0].nbytes for key in data.keys(True, True))
-    for device in ("cpu", "cuda"):
-        allocated.clear()
-        TensorDictReplayBuffer(storage=LazyTensorStorage(1000, device=device), batch_size=8).extend(data)
-        assert sorted(allocated) == [(device, n_bytes) for n_bytes in due]

@@ -80,16 +80,14 @@ class TestArguments:
             assert type(again) is SliceSamplerWithoutReplacement
             assert again.slice_len == 3
 
-    @pytest.mark.parametrize("replacement", [True, False])
-    def test_samplers_without_replacement_take_the_argument(self, replacement):
-        assert SamplerWithoutReplacement(replacement=replacement).shuffle
-        assert SliceSamplerWithoutReplacement(slice_len=2, replacement=replacement).slice_len == 2
-
     def test_with_replacement_is_the_same_class(self):
         assert type(RandomSampler(replacement=True)) is RandomSampler
         assert type(SliceSampler(slice_len=2, replacement=True)) is SliceSampler
         assert type(PrioritizedSampler(4, 1.0, 1.0, replacement=True)) is PrioritizedSampler
         assert PrioritizedSliceSampler(4, 1.0, 1.0, slice_len=2, replacement=True).slice_len == 2
+        for given in (True, False):
+            assert SamplerWithoutReplacement(replacement=given).shuffle
+            assert SliceSamplerWithoutReplacement(slice_len=2, replacement=given).slice_len == 2
 
 
 class TestExponents:

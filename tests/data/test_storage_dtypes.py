@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,20 @@ from gpubuf.data import (
 )
 from gpubuf.kernels import rows
 from tests.support.moved_buffers import episodes
-from tests.support.stored_dtypes import LOSSLESS, LOSSLESS_BYTES
 from tests.support.transitions import same, transitions
+
+#: For `transitions` of numbers below 250: every number has the same value in these.
+LOSSLESS: dict[Any, torch.dtype | Codec] = {
+    "observation": torch.bfloat16,
+    "action": torch.float32,
+    "pixels": Codec(torch.float16, scale=0.5, offset=3.0),
+    ("next", "reward"): torch.float16,
+    ("next", "step"): torch.int16,
+    ("next", "done"): torch.uint8,
+}
+
+#: Bytes of a row of `transitions` then.
+LOSSLESS_BYTES = 6 + 4 + 14 + 6 + 2 + 1 + 2
 
 CAPACITY = 60
 

@@ -47,6 +47,9 @@ from tests.support.written_rows import (
 )
 
 SPAWN = multiprocessing.get_context("spawn")
+#: Its processes are forked from one that has imported all that they need.
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["tests.support.written_rows"])
 OWN = 99
 
 
@@ -69,12 +72,12 @@ def numbers_of(buffer: Any, writer: int) -> list[int]:
 
 
 def test_processes_write_to_a_buffer():
-    """Two spawned writers, one by columns and one by TensorDicts: every row once, whole, in its writer's order."""
+    """A spawned writer by columns and a forked one by TensorDicts: every row once, whole, in its writer's order."""
     buffer = buffer_of(100_000, 2)
     sizes = [1, 3, 50, 7] * 20
     processes = [
-        SPAWN.Process(target=write_rows, args=(buffer.client(batch(0, 0, 1)), writer, sizes, form))
-        for writer, form in enumerate(("columns", "batches"))
+        context.Process(target=write_rows, args=(buffer.client(batch(0, 0, 1)), writer, sizes, form))
+        for writer, (context, form) in enumerate(((SPAWN, "columns"), (FORKED, "batches")))
     ]
     for process in processes:
         process.start()
@@ -335,7 +338,7 @@ def test_continuity_and_writers_end_trajectories():
     assert torch.equal(found["steps_to_next_obs"][:, 0], expected[info["index"]])
 
 
-@pytest.mark.parametrize(("lines", "apart"), [(False, 3), (True, 17)])
+@pytest.mark.parametrize(("lines", "apart"), [(False, 5), (True, 29)])
 def test_an_interrupted_intake_is_finished(lines: bool, apart: int):
     """An interrupt at some places of an intake: each row is there once, and cut where it was."""
     for at in range(0, 5000, apart):
@@ -411,7 +414,7 @@ def test_a_killed_writer_leaves_its_place():
     """Its rows are there, also of a run that is shorter than wanted; another one takes its place and goes on."""
     buffer = buffer_of(writers=Writers(1, run=50))
     for writer in (1, 2):
-        process = SPAWN.Process(target=write_and_die, args=(buffer.client(batch(0, 0, 1)), writer, 3))
+        process = FORKED.Process(target=write_and_die, args=(buffer.client(batch(0, 0, 1)), writer, 3))
         process.start()
         with pytest.raises(RuntimeError, match=r"all 1 places are taken \(0: (no process has come yet|process)"):
             buffer.client()

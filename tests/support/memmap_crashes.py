@@ -1,8 +1,8 @@
 """Kill processes that write to mapped files, and look at what they leave. Run by tests/data/test_memmap_crashes.py.
 
-``python -m tests.support.memmap_crashes FOLDER kills KILLS SEED`` kills forks at random times, half of them in writes.
-``... FOLDER stops all``, or ``few``, ends forks at each point of each kind of write: between any two of its parts, and
-in the middle of rows, where Python stands in for the kernels. After each of them the folder must open, with every row
+``python -m tests.support.memmap_crashes FOLDER KILLS SEED`` kills forks at random times, half of them in writes.
+:func:`stops` ends forks at each point of each kind of write: between any two of its parts, and in the middle of rows,
+where Python stands in for the kernels. After each of them the folder must open, with every row
 whole and in order. All keys of a row can be told from its number and its version.
 """
 
@@ -425,7 +425,4 @@ def first_write(root: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[2] == "kills":
-        kills(Path(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4]))
-    else:
-        stops(Path(sys.argv[1]), sys.argv[3])
+    kills(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
