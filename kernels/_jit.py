@@ -114,7 +114,7 @@ def object_code(function: Callable[..., Any], symbol: str, processor: str = "") 
         _entry(module, symbol, target, compiled.fndesc)
         library.add_ir_module(module)
         whole = binding.parse_bitcode(library.emit_bitcode())
-    machine = target_machine(binding, processor, reloc="pic", codemodel="default")
+    machine = target_machine(binding, processor)
     for value in (*whole.functions, *whole.global_variables):
         if not value.is_declaration:
             value.linkage = "external" if value.name in (symbol, f"{symbol}_plain") else "internal"

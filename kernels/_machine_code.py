@@ -258,12 +258,22 @@ def _loaded(code: bytes, symbol: str) -> tuple[Callable[..., Any], int]:
     return new(ctypes.addressof(method), None, None), engine.get_function_address(f"{symbol}_plain")
 
 
-def target_machine(binding: Any, processor: str = "", **options: Any) -> Any:
-    """LLVM's target machine of exactly this processor, or of one of :data:`PROCESSORS`."""
+def target_machine(binding: Any, processor: str = "") -> Any:
+    """LLVM's target machine of exactly this processor, or of one of :data:`PROCESSORS`.
+
+    Its code has addresses of 64 bits. The parts of an object file, Python and the C library may lie far apart in a
+    process, as they do beside CUDA, and LLVM ends the process where a distance does not fit 32 bits.
+    """
     _initialize(binding)
-    features = "" if processor else binding.get_host_cpu_features().flatten()
-    target, processor = binding.Target.from_default_triple(), processor or binding.get_host_cpu_name()
-    return target.create_target_machine(cpu=processor, features=features, opt=3, **options)
+    target = binding.Target.from_default_triple()
+    return target.create_target_machine(
+        cpu=processor or binding.get_host_cpu_name(),
+        features="" if processor else binding.get_host_cpu_features().flatten(),
+        opt=3,
+        reloc="static" if target.name.startswith("x86") else "default",
+        codemodel="jitdefault",
+        jit=True,
+    )
 
 
 #: What machine code may call or read: of Python, and of the C library.
