@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import logging
+import math
 import os
 import platform
 import shutil
@@ -12,9 +13,12 @@ import struct
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpubuf.kernels import _jit, _machine_code
 
@@ -22,7 +26,9 @@ ROOT = Path(__file__).parents[2]
 
 SOURCE = """
 import numpy as np
+from numba import carray
 from gpubuf.kernels._jit import jit, kernel
+from gpubuf.kernels._primitives import as_i64
 
 @kernel
 def twice(x):
@@ -39,6 +45,20 @@ def nothing(x):
 @kernel
 def first_of(n):
     return np.empty(n)[0]
+
+@kernel
+def inverse(x: float):
+    return 1.0 / x
+
+@kernel
+def wait(flag, count, limit):
+    # The store may be to the flag for all that the compiler knows: it reads that anew.
+    flags, counts = carray(as_i64(flag), 1), carray(as_i64(count), 1)
+    for i in range(limit):
+        counts[0] = i
+        if flags[0] != 0:
+            return i
+    return -1
 
 @jit(forceinline=True)
 def times(x, factor):
@@ -120,6 +140,7 @@ def test_arguments_and_results(source):
     module = source()
     assert (module.scaled(3, 0.5, False), module.scaled(3, 0.5, True), module.scaled(3, 2, 1)) == (1.5, -1.5, -6.0)
     assert module.nothing(1) is None
+    assert module.inverse(0) == math.inf
     with pytest.raises(TypeError, match="takes 1 argument"):
         module.twice(1, 2)
     with pytest.raises(TypeError, match="integer"):
@@ -135,6 +156,18 @@ def test_arguments_and_results(source):
         module.nothing(1)
     # Of a Python where None isn't immortal, each call takes a reference and gives it away.
     assert abs(sys.getrefcount(None) - references) < 500
+
+
+def test_other_threads_run_beside_a_kernel(source):
+    module, flag, count = source(), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    module.wait(flag.data_ptr(), count.data_ptr(), 1)
+    with ThreadPoolExecutor(1) as executor:
+        # It ends by itself after some seconds, so that the test fails and does not hang.
+        waiting = executor.submit(module.wait, flag.data_ptr(), count.data_ptr(), 10**10)
+        while count.item() == 0 and not waiting.done():
+            time.sleep(0)
+        flag.fill_(1)
+    assert waiting.result() > 0
 
 
 def test_a_helper_is_compiled_once_for_all_constants_and_can_be_called_from_python(source):
