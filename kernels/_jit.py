@@ -1,7 +1,6 @@
 """Compiles the CPU kernels with Numba, into object files that need neither Numba nor its runtime."""
 
 import functools
-import importlib
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -126,9 +125,6 @@ def object_code(function: Callable[..., Any], symbol: str, processor: str = "") 
 
 def ship() -> None:
     """Compile all kernels for the processors of :data:`PROCESSORS`, into the folder that a wheel brings along."""
-    root = SHIPPED.parent
-    for path in root.rglob("_cpu*.py"):
-        importlib.import_module(".".join(("gpubuf.kernels", *path.relative_to(root).with_suffix("").parts)))
     shutil.rmtree(SHIPPED, ignore_errors=True)
     for each in kernels():
         for processor in PROCESSORS:

@@ -119,7 +119,10 @@ def of_function(name: str, function: Callable[..., Any], compiler: Compiler) -> 
 
 
 def kernels() -> list[Kernel]:
-    """Those of all modules that have been imported."""
+    """All kernels; imports their modules."""
+    root = Path(__file__).parent
+    for path in root.rglob("_cpu*.py"):
+        importlib.import_module(".".join(("gpubuf.kernels", *path.relative_to(root).with_suffix("").parts)))
     return list(_kernels.values())
 
 
