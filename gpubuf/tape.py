@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gpubuf.data.recording import CaptureError
 from gpubuf.kernels._operations import Dense, NotRepeatableError, Number, direct
 from gpubuf.kernels._registry import NAMESPACE, cpu_function
-from gpubuf.kernels.tape import A_STRIDES, OPERATION, OUT_STRIDES, PRODUCT
+from gpubuf.kernels.tape import A_STRIDES, COPY, OPERATION, OUT_STRIDES
 from gpubuf.kernels.tape._records import Record, blas, changes_first, copy_of, records_of, run, table
 
 _READS = torch.Tag.data_dependent_output
@@ -127,7 +127,7 @@ class _Operation:
         if len(self.records) != 1 or self.results[0] is None:
             return None
         fields, (to, *read) = self.records[0]
-        if fields[OPERATION] == PRODUCT:
+        if fields[OPERATION] < COPY:
             return None
         (over, at), (other, _) = read
         strides = [[fields[first + j] for j in range(3)] for first in (OUT_STRIDES, A_STRIDES)]

@@ -38,6 +38,7 @@ from gpubuf.kernels.tape import (
     SIZES,
     STEPS,
     SUBTRACT,
+    SUM,
     TRANSPOSED_A,
     TRANSPOSED_B,
     A,
@@ -142,6 +143,35 @@ def _elementwise(at, out, a, b, tile):  # type: ignore[no-untyped-def]
 
 
 @jit
+def _sum(at, out, a):  # type: ignore[no-untyped-def]
+    """Rows are added as in PyTorch, in sums of sums of at least 16 rows each."""
+    field = carray(as_i64(at), FIELDS)
+    rows, width = field[SIZES + 1], field[SIZES + 2]
+    power = 4
+    while 1 << (4 * power + 3) < rows:
+        power += 1
+    sums = np.empty((4, width), np.float32)
+    for j in range(field[SIZES]):
+        sums[:] = 0
+        for i in range(rows):
+            row = carray(as_f32(a + 4 * width * (j * rows + i)), width)
+            for k in range(width):
+                sums[0, k] += row[k]
+            done = i + 1
+            if not done & ((1 << power) - 1):
+                for level in range(1, 4):
+                    for k in range(width):
+                        sums[level, k] += sums[level - 1, k]
+                        sums[level - 1, k] = 0
+                    if done & (((1 << power) - 1) << (level * power)):
+                        break
+        for level in range(1, 4):
+            for k in range(width):
+                sums[0, k] += sums[level, k]
+        copy_bytes(out + 4 * width * j, sums.ctypes.data, 4 * width)
+
+
+@jit
 def _product(at, out, a, b, sgemm):  # type: ignore[no-untyped-def]
     for j in range(load_i64(at + 8 * COUNT)):
         call(
@@ -208,5 +238,7 @@ def run(records, first, count, slots, sgemm, sgemm_batch):  # type: ignore[no-un
             _product(at, out, a, b, sgemm)
         elif operation == PRODUCTS:
             _products(at, out, a, b, sgemm_batch)
+        elif operation == SUM:
+            _sum(at, out, a)
         else:
             _elementwise(at, out, a, b, tile)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import struct
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,7 @@ from gpubuf.kernels.tape import (
     SIZES,
     STEPS,
     SUBTRACT,
+    SUM,
     TRANSPOSED_A,
     TRANSPOSED_B,
     A,
@@ -75,6 +77,10 @@ class Record(NamedTuple):
 
     fields: dict[int, int]
     tensors: tuple[Tensor, Tensor, Tensor]
+
+
+Candidates = Iterator[list[Record]]
+"""Ways to carry out an operation, none of them or one or more records each."""
 
 
 @functools.cache
@@ -111,25 +117,43 @@ def records_of(
     """
     if not isinstance(out, Tensor) or not _is_plain(out) or not out.numel():
         return []
-    make = _PRODUCTS.get(func) or _ELEMENTWISE.get(func)
-    shared = func not in _PRODUCTS and out.numel() > SHARED and torch.get_num_threads() > 1
+    make = _ROUNDED.get(func) or _ELEMENTWISE.get(func)
+    shared = func not in _ROUNDED and out.numel() > SHARED and torch.get_num_threads() > 1
     if make is None or shared or not _OF_RESULTS.issuperset(kwargs):
         return []
-    ways = [(i, records) for i, records in enumerate(make(out, *args)) if records and _same_bits(records, out, before)]
-    if func in _PRODUCTS:
-        # Two ways may round these few numbers alike, and others not.
-        for _ in range(max(2, min(_NUMBERS_TRIED // out.numel(), 64))):
-            drawn = [_drawn_like(each) if isinstance(each, Tensor) else each for each in args]
-            expected = func(*drawn, **kwargs)
-            others = list(make(expected, *drawn))
-            ways = [(i, records) for i, records in ways if _same_bits(others[i], expected, None)]
-    return ways[0][1] if ways else []
+    if func in _ROUNDED:
+        way = _way(func, make, args, kwargs, out)
+        return [] if way is None else list(make(out, *args))[way]
+    return next((records for records in make(out, *args) if records and _same_bits(records, out, before)), [])
+
+
+#: For tensors of some shapes and strides, which of the ways to compute a product or a sum is PyTorch's.
+_ways: dict[Any, int | None] = {}
+
+
+def _way(func: Any, make: Callable[..., Candidates], args: Any, kwargs: dict[str, Any], out: Tensor) -> int | None:
+    given = [(each.shape, each.stride()) if isinstance(each, Tensor) else repr(each) for each in args]
+    key = func, *given, repr(kwargs)
+    if key not in _ways:
+        # Two ways may round a few numbers alike, and others not.
+        count = max(2, min(_NUMBERS_TRIED // out.numel(), 64))
+        tried = [[_drawn_like(each) if isinstance(each, Tensor) else each for each in args] for _ in range(count)]
+        tries = [(args, out), *((drawn, func(*drawn, **kwargs)) for drawn in tried)]
+        _ways[key] = next(
+            (
+                i
+                for i, records in enumerate(make(out, *args))
+                if records and all(_same_bits(list(make(result, *given))[i], result, None) for given, result in tries)
+            ),
+            None,
+        )
+    return _ways[key]
 
 
 def _drawn_like(tensor: Tensor) -> Tensor:
     """Random numbers with the strides of a tensor."""
     reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return torch.randn(reach, generator=_generator()).as_strided(tensor.size(), tensor.stride())
+    return torch.rand(reach, generator=_generator()).sub_(0.5).as_strided(tensor.size(), tensor.stride())
 
 
 @functools.cache
@@ -200,9 +224,6 @@ def _record(operation: int, out: Tensor, a: Tensor, b: Tensor | None = None, num
         for field, step in zip((OUT_STRIDES, A_STRIDES, B_STRIDES), strides, strict=True):
             fields[field + i] = step
     yield Record(fields, (out, a, b))
-
-
-Candidates = Iterator[list[Record]]
 
 
 def _of_one(operation: int) -> Callable[..., Candidates]:
@@ -334,9 +355,22 @@ def _added(out: Tensor, bias: Tensor, x: Tensor, y: Tensor, *rest: Any) -> Candi
     return iter(()) if rest else _products(out, x, y, bias)
 
 
-_PRODUCTS: dict[Any, Callable[..., Candidates]] = {
+# Sums
+
+
+def _summed(out: Tensor, x: Tensor, dims: Sequence[int] | None, keepdim: bool = False) -> Candidates:
+    if dims is None or len(dims) != 1 or not (_is_plain(x) and x.is_contiguous() and out.is_contiguous()):
+        return
+    at = dims[0] % x.ndim
+    sizes = math.prod(x.shape[:at]), x.shape[at], math.prod(x.shape[at + 1 :])
+    yield [Record({OPERATION: SUM, **{SIZES + i: each for i, each in enumerate(sizes)}}, (out, x, x))]
+
+
+#: Those that may be computed in several ways, which round differently.
+_ROUNDED: dict[Any, Callable[..., Candidates]] = {
     aten.mm.default: _multiplied,
     aten.bmm.default: _multiplied,
     aten.addmm.default: _added,
     aten.baddbmm.default: _added,
+    aten.sum.dim_IntList: _summed,
 }
