@@ -19,7 +19,7 @@ from gpubuf.data.recording import CaptureError
 from gpubuf.kernels._operations import Dense, NotRepeatableError, Number, direct
 from gpubuf.kernels._registry import NAMESPACE, cpu_function
 from gpubuf.kernels.tape import A_STRIDES, COPY, OPERATION, OUT_STRIDES
-from gpubuf.kernels.tape._records import Record, blas, changes_first, copy_of, records_of, run, table
+from gpubuf.kernels.tape._records import Record, blas, changes_first, copy_of, records_of, room_for, run, table
 
 _READS = torch.Tag.data_dependent_output
 
@@ -331,8 +331,9 @@ class _Replay:
         records = [each for operation in operations for each in operation.records]
         numbers = table([(fields, [(self._slot(memory), at) for memory, at in where]) for fields, where in records])
         slots = array("q", [0 if m.place is None else m.place.data_ptr() for m in self._slots] or [0])
+        room = room_for([fields for fields, _ in records])
         self.scope: dict[str, Any] = {
-            **{"run": run, "blas": blas(), "numbers": numbers, "slots": slots},
+            **{"run": run, "blas": blas(), "kept": (numbers, room), "slots": slots, "room": room.data_ptr()},
             **{"first_record": numbers.buffer_info()[0], "first_slot": slots.buffer_info()[0]},
         }
         self._write(ends)
@@ -400,7 +401,7 @@ class _Replay:
 
     def _run_records(self) -> None:
         if self._waiting:
-            self._line(f"run(first_record, {self._done}, {self._waiting}, first_slot, *blas)")
+            self._line(f"run(first_record, {self._done}, {self._waiting}, first_slot, room, *blas)")
         self._done, self._waiting = self._done + self._waiting, 0
 
     def _line(self, text: str) -> None:

@@ -16,6 +16,9 @@ COUNT, STEPS, ROWS, COLUMNS, INNER, TRANSPOSED_A, TRANSPOSED_B, LEADING_A, LEADI
 )  # fmt: skip
 FIELDS = 22
 
+#: Elements that are worked on at a time, in the first cache, where a result takes the place of what it is computed of.
+TILE = 2048
+
 # Operations; NUMBER is the bits of a float64.
 PRODUCT = 0
 PRODUCTS = 1  # at once

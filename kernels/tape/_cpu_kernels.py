@@ -6,7 +6,7 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._primitives import as_f32, as_i64, call, copy_bytes, float_of_bits, load_i64
+from gpubuf.kernels._primitives import as_f32, as_i64, call, copy_bytes, float_of_bits, load_i64, store_i64
 from gpubuf.kernels.tape import (
     A_STRIDES,
     ADD,
@@ -39,14 +39,12 @@ from gpubuf.kernels.tape import (
     STEPS,
     SUBTRACT,
     SUM,
+    TILE,
     TRANSPOSED_A,
     TRANSPOSED_B,
     A,
     B,
 )
-
-#: Elements that are worked on at a time, in the first cache.
-TILE = 2048
 
 
 @jit(forceinline=True)
@@ -73,9 +71,10 @@ def _one(operation, a, b, number):  # type: ignore[no-untyped-def]
     return a * number
 
 
-@jit(forceinline=True)
-def _row(operation, y, x, z, n, number):  # type: ignore[no-untyped-def]
-    """A row whose elements are side by side everywhere."""
+@jit
+def _dense(operation, out, a, b, n, number):  # type: ignore[no-untyped-def]
+    """A row whose elements are side by side everywhere, and not written where they are read."""
+    y, x, z = carray(as_f32(out), n), carray(as_f32(a), n), carray(as_f32(b), n)
     # A choice within the loop would keep LLVM from vectorising it.
     if operation == COPY:
         for j in range(n):
@@ -107,68 +106,74 @@ def _row(operation, y, x, z, n, number):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def _any_row(operation, y, x, x_stride, z, z_stride, n, number):  # type: ignore[no-untyped-def]
-    if x_stride == 1 and z_stride == 1:
-        _row(operation, y, x, z, n, number)
-    elif x_stride == 1 and z_stride == 0 and operation == ADD:
-        _row(ADD_NUMBER, y, x, x, n, z[0])
-    elif x_stride == 1 and z_stride == 0 and operation == MULTIPLY:
-        _row(MULTIPLY_BY_NUMBER, y, x, x, n, z[0])
-    else:
-        for j in range(n):
-            y[j] = _one(operation, x[j * x_stride], z[j * z_stride], number)
+def _strided(operation, out, a, a_stride, b, b_stride, n, number):  # type: ignore[no-untyped-def]
+    y = carray(as_f32(out), n)
+    x, z = carray(as_f32(a), n * a_stride + 1), carray(as_f32(b), n * b_stride + 1)
+    for j in range(n):
+        y[j] = _one(operation, x[j * a_stride], z[j * b_stride], number)
 
 
 @jit
 def _elementwise(at, out, a, b, tile):  # type: ignore[no-untyped-def]
     field = carray(as_i64(at), FIELDS)
     operation, n, number = field[OPERATION], field[SIZES + 2], np.float32(float_of_bits(field[NUMBER]))
-    x_stride, z_stride = field[A_STRIDES + 2], field[B_STRIDES + 2]
+    a_stride, b_stride = field[A_STRIDES + 2], field[B_STRIDES + 2]
+    dense = a_stride == 1 and b_stride == 1
+    # With one element for a whole row.
+    by_number = ADD_NUMBER if operation == ADD else MULTIPLY_BY_NUMBER if operation == MULTIPLY else -1
+    if a_stride != 1 or b_stride != 0:
+        by_number = -1
     for j in range(field[SIZES]):
         for k in range(field[SIZES + 1]):
             to = out + 4 * (j * field[OUT_STRIDES] + k * field[OUT_STRIDES + 1])
-            one = a + 4 * (j * field[A_STRIDES] + k * field[A_STRIDES + 1])
-            other = b + 4 * (j * field[B_STRIDES] + k * field[B_STRIDES + 1])
-            if to != one and to != other:
-                x, z = carray(as_f32(one), n * x_stride + 1), carray(as_f32(other), n * z_stride + 1)
-                _any_row(operation, carray(as_f32(to), n), x, x_stride, z, z_stride, n, number)
-                continue
-            for start in range(0, n, TILE):
-                count = min(TILE, n - start)
-                x = carray(as_f32(one + 4 * start * x_stride), count * x_stride + 1)
-                z = carray(as_f32(other + 4 * start * z_stride), count * z_stride + 1)
-                # What is written may be what is read: LLVM would not vectorise that.
-                _any_row(operation, tile, x, x_stride, z, z_stride, count, number)
-                copy_bytes(to + 4 * start, tile.ctypes.data, 4 * count)
+            x = a + 4 * (j * field[A_STRIDES] + k * field[A_STRIDES + 1])
+            z = b + 4 * (j * field[B_STRIDES] + k * field[B_STRIDES + 1])
+            # LLVM's vectors need memory that nothing else in the loop refers to: a tile, where that is not so.
+            aside = to in (x, z)
+            part = TILE if aside else n
+            for start in range(0, n, part):
+                count = min(part, n - start)
+                here, x_here, z_here = to + 4 * start, x + 4 * start * a_stride, z + 4 * start * b_stride
+                target = tile if aside else here
+                if dense:
+                    _dense(operation, target, x_here, z_here, count, number)
+                elif by_number >= 0:
+                    _dense(by_number, target, x_here, x_here, count, carray(as_f32(z), 1)[0])
+                else:
+                    _strided(operation, target, x_here, a_stride, z_here, b_stride, count, number)
+                if aside:
+                    copy_bytes(here, tile, 4 * count)
 
 
 @jit
-def _sum(at, out, a):  # type: ignore[no-untyped-def]
-    """Rows are added as in PyTorch, in sums of sums of at least 16 rows each."""
+def _add_row(total, row, n):  # type: ignore[no-untyped-def]
+    y, x = carray(as_f32(total), n), carray(as_f32(row), n)
+    for k in range(n):
+        y[k] += x[k]
+
+
+@jit
+def _sum(at, out, a, sums):  # type: ignore[no-untyped-def]
+    """Rows are added as in PyTorch, in sums of sums of at least 16 rows each; ``sums`` is room for four rows."""
     field = carray(as_i64(at), FIELDS)
     rows, width = field[SIZES + 1], field[SIZES + 2]
     power = 4
     while 1 << (4 * power + 3) < rows:
         power += 1
-    sums = np.empty((4, width), np.float32)
+    mask = (1 << power) - 1
     for j in range(field[SIZES]):
-        sums[:] = 0
-        for i in range(rows):
-            row = carray(as_f32(a + 4 * width * (j * rows + i)), width)
-            for k in range(width):
-                sums[0, k] += row[k]
-            done = i + 1
-            if not done & ((1 << power) - 1):
-                for level in range(1, 4):
-                    for k in range(width):
-                        sums[level, k] += sums[level - 1, k]
-                        sums[level - 1, k] = 0
-                    if done & (((1 << power) - 1) << (level * power)):
-                        break
+        _dense(FILL, sums, sums, sums, 4 * width, np.float32(0))
+        for i in range(1, rows + 1):
+            _add_row(sums, a + 4 * width * (j * rows + i - 1), width)
+            level = 0
+            while level < 3 and not i & (mask << (level * power)):
+                lower = sums + 4 * width * level
+                _add_row(lower + 4 * width, lower, width)
+                _dense(FILL, lower, lower, lower, width, np.float32(0))
+                level += 1
         for level in range(1, 4):
-            for k in range(width):
-                sums[0, k] += sums[level, k]
-        copy_bytes(out + 4 * width * j, sums.ctypes.data, 4 * width)
+            _add_row(sums, sums + 4 * width * level, width)
+        copy_bytes(out + 4 * width * j, sums, 4 * width)
 
 
 @jit
@@ -195,13 +200,13 @@ def _product(at, out, a, b, sgemm):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _products(at, out, a, b, sgemm_batch):  # type: ignore[no-untyped-def]
+def _products(at, out, a, b, where, sgemm_batch):  # type: ignore[no-untyped-def]
+    """``where`` is room for three addresses for each."""
     count = load_i64(at + 8 * COUNT)
-    where = np.empty(3 * count, np.int64)
     for j in range(count):
-        where[j] = a + j * load_i64(at + 8 * STEPS + 8)
-        where[count + j] = b + j * load_i64(at + 8 * STEPS + 16)
-        where[2 * count + j] = out + j * load_i64(at + 8 * STEPS)
+        store_i64(where + 8 * j, a + j * load_i64(at + 8 * STEPS + 8))
+        store_i64(where + 8 * (count + j), b + j * load_i64(at + 8 * STEPS + 16))
+        store_i64(where + 8 * (2 * count + j), out + j * load_i64(at + 8 * STEPS))
     call(
         sgemm_batch,
         (
@@ -211,12 +216,12 @@ def _products(at, out, a, b, sgemm_batch):  # type: ignore[no-untyped-def]
             at + 8 * COLUMNS,
             at + 8 * INNER,
             at + 8 * ONE,
-            where.ctypes.data,
+            where,
             at + 8 * LEADING_A,
-            where[count:].ctypes.data,
+            where + 8 * count,
             at + 8 * LEADING_B,
             at + 8 * BETA,
-            where[2 * count :].ctypes.data,
+            where + 16 * count,
             at + 8 * LEADING_OUT,
             at + 8 * GROUPS,
             at + 8 * COUNT,
@@ -225,9 +230,12 @@ def _products(at, out, a, b, sgemm_batch):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def run(records, first, count, slots, sgemm, sgemm_batch):  # type: ignore[no-untyped-def]
-    """Carry out ``count`` records of a table, from ``first`` on. The last two are the addresses of BLAS's functions."""
-    tile = np.empty(TILE, np.float32)
+def run(records, first, count, slots, room, sgemm, sgemm_batch):  # type: ignore[no-untyped-def]
+    """Carry out ``count`` records of a table, from ``first`` on.
+
+    ``room`` is memory for :data:`ROOM` bytes, or more where a record needs it. The last two are the addresses of BLAS's
+    functions.
+    """
     for i in range(first, first + count):
         at = records + 8 * i * FIELDS
         out = load_i64(slots + 8 * load_i64(at + 8 * OUT)) + load_i64(at + 8 * OUT + 8)
@@ -237,8 +245,8 @@ def run(records, first, count, slots, sgemm, sgemm_batch):  # type: ignore[no-un
         if operation == PRODUCT:
             _product(at, out, a, b, sgemm)
         elif operation == PRODUCTS:
-            _products(at, out, a, b, sgemm_batch)
+            _products(at, out, a, b, room, sgemm_batch)
         elif operation == SUM:
-            _sum(at, out, a)
+            _sum(at, out, a, room)
         else:
-            _elementwise(at, out, a, b, tile)
+            _elementwise(at, out, a, b, room)

@@ -7,7 +7,7 @@ import functools
 import math
 import struct
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ from gpubuf.kernels.tape import (
     STEPS,
     SUBTRACT,
     SUM,
+    TILE,
     TRANSPOSED_A,
     TRANSPOSED_B,
     A,
@@ -102,6 +103,14 @@ def table(records: Sequence[tuple[dict[int, int], Sequence[tuple[int, int]]]]) -
         for field, value in found.items():
             numbers[i * FIELDS + field] = value
     return numbers
+
+
+def room_for(records: Collection[dict[int, int]]) -> Tensor:
+    """Memory that :data:`run` needs for records, given their fields, beside what they say."""
+    needs = [4 * TILE]
+    needs += [16 * fields[SIZES + 2] for fields in records if fields[OPERATION] == SUM]
+    needs += [24 * fields[COUNT] for fields in records if fields[OPERATION] == PRODUCTS]
+    return torch.empty(max(needs), dtype=torch.uint8)
 
 
 def records_of(
@@ -179,7 +188,8 @@ def _same_bits(records: list[Record], out: Tensor, before: Tensor | None) -> boo
             for r in records
         ]
     )
-    run(numbers.buffer_info()[0], 0, len(records), absolute.buffer_info()[0], *blas())
+    room = room_for([record.fields for record in records])
+    run(numbers.buffer_info()[0], 0, len(records), absolute.buffer_info()[0], room.data_ptr(), *blas())
     return torch.equal(again.view(torch.int32), out.view(torch.int32))
 
 
