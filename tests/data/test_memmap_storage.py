@@ -1,5 +1,6 @@
 """Memory-mapped storage: rows as on any other storage, there again after a restart, and refused when damaged."""
 
+import copy
 import json
 import os
 import shutil
@@ -111,6 +112,10 @@ def test_temporary_files_go_with_the_storage(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     storage = LazyMemmapStorage(10)
     storage.append(transitions(4))
+    # A copy has files of its own.
+    other = copy.deepcopy(storage)
+    assert LazyMemmapStorage.open(other.scratch_dir)[:]["step"].tolist() == [0, 1, 2, 3]
+    del other
     assert list(tmp_path.iterdir()) == [storage.scratch_dir]
     view = storage[:]
     del storage
