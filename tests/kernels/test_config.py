@@ -182,7 +182,7 @@ class TestRules:
     def test_fan_outs_of_ones_own(self):
         for device in ("cpu", "cuda"):
             assert config.tree_fan_out(1_000_000, device, DEVICE, 8) == 8
-        assert config.index_fan_out(10, 1, "cuda", explicit=4) == 4
+        assert config.index_fan_out(10, 1, "cuda", explicit=2) == 2
         assert config.index_fan_out(65, 100, "cuda") == config.tree_fan_out(200, "cuda")
         for wrong in (0, 1, 3, 48):
             with pytest.raises(ValueError, match=f"power of two of at least 2, but is {wrong}"):
