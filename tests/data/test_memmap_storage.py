@@ -1,5 +1,6 @@
 """Memory-mapped storage: rows as on any other storage, there again after a restart, and refused when damaged."""
 
+import copy
 import json
 import os
 import shutil
@@ -57,17 +58,6 @@ def filled(
 # The same as in memory
 
 
-def test_two_dimensions(tmp_path: Path):
-    buffer = ReplayBuffer(storage=LazyMemmapStorage(11, scratch_dir=tmp_path / "rows", ndim=2))
-    buffer.extend(transitions(10).reshape(2, 5))
-    assert buffer.storage.shape == (6, 2)
-    again = LazyMemmapStorage.open(tmp_path / "rows")
-    assert (again.shape, again.ndim, len(again), again.max_size) == ((6, 2), 2, 10, 12)
-    # The capacity was rounded up: the argument of then opens it again.
-    assert LazyMemmapStorage(11, scratch_dir=tmp_path / "rows", ndim=2, existsok=True).max_size == 12
-    assert again[:]["step"].tolist() == [[0, 5], [1, 6], [2, 7], [3, 8], [4, 9]]
-
-
 def test_tensors_and_tensorclasses(tmp_path: Path):
     """A plain tensor comes back as one; a tensorclass as a TensorDict, because no class is looked up by name."""
     ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=tmp_path / "tensor")).extend(torch.arange(3.0))
@@ -122,6 +112,10 @@ def test_temporary_files_go_with_the_storage(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     storage = LazyMemmapStorage(10)
     storage.append(transitions(4))
+    # A copy has files of its own.
+    other = copy.deepcopy(storage)
+    assert LazyMemmapStorage.open(other.scratch_dir)[:]["step"].tolist() == [0, 1, 2, 3]
+    del other
     assert list(tmp_path.iterdir()) == [storage.scratch_dir]
     view = storage[:]
     del storage
@@ -160,7 +154,7 @@ def test_what_a_killed_process_leaves_goes_with_the_next_temporary_folder(
     (tmp_path / "gpubuf-link").symlink_to(tmp_path / "gpubuf-empty")
     kept = LazyMemmapStorage(10, auto_cleanup=False)
     kept.append(transitions(4))
-    before = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
+    before, opened = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}, len(os.listdir("/proc/self/fd"))
     gone = {Path("gpubuf-left"), *(path for path in before if path.parts[0] == "gpubuf-left")}
     gone |= {path for path in before if path.parts[0] == "gpubuf-noted" and path.suffix in (".json", ".memmap", ".tmp")}
     new = LazyMemmapStorage(10)
@@ -168,7 +162,9 @@ def test_what_a_killed_process_leaves_goes_with_the_next_temporary_folder(
     after = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if new.scratch_dir not in (path, *path.parents)}
     assert before - after == gone | {Path("gpubuf-noted/gpubuf.lock")}
     assert living[:]["step"].tolist() == [0, 1, 2, 3]
-    del living, new
+    del new
+    assert len(os.listdir("/proc/self/fd")) == opened
+    del living
     assert {path.name for path in tmp_path.iterdir()} == {"gpubuf-noted", "gpubuf-empty", "gpubuf-link"} | {
         kept.scratch_dir.name
     }
@@ -290,6 +286,9 @@ def test_only_the_same_storage_is_opened(tmp_path: Path):
         LazyMemmapStorage(11, scratch_dir=tmp_path / "rows", existsok=True)
     with pytest.raises(ValueError, match=r"ndim=1, asked for is ndim=2"):
         LazyMemmapStorage(10, ndim=2, scratch_dir=tmp_path / "rows", existsok=True)
+    # A capacity that was rounded up: the argument of then opens it again.
+    ReplayBuffer(storage=LazyMemmapStorage(11, scratch_dir=tmp_path / "two", ndim=2)).extend(transitions(4).view(2, 2))
+    assert LazyMemmapStorage(11, scratch_dir=tmp_path / "two", ndim=2, existsok=True).max_size == 12
     again = ReplayBuffer(storage=LazyMemmapStorage.open(tmp_path / "rows"), writer=RoundRobinWriter())
     with pytest.raises(ValueError, match="keys differ"):
         again.extend(transitions(2).exclude("step"))
