@@ -18,7 +18,6 @@ def assert_same(actual, expected):
     if isinstance(expected, torch.Tensor):
         assert actual.dtype == expected.dtype
         assert torch.equal(actual, expected)
-        assert actual.data_ptr() % actual.element_size() == 0
     elif isinstance(expected, dict):
         assert list(actual) == list(expected)
         for key in expected:
@@ -59,11 +58,6 @@ STATES = {
         "": torch.tensor(4),
     },
     "tensors that share memory": {"whole": BASE, "part": BASE[2:5], "again": BASE},
-    "shapes and strides": {
-        str(dtype): {"strided": of_dtype.T, "scalar": of_dtype[0, 0], "none": of_dtype[:0], "row": of_dtype[1]}
-        for dtype in (torch.bool, torch.bfloat16, torch.complex128)
-        for of_dtype in [torch.rand(6, 5).to(dtype)]
-    },
 }
 
 
@@ -74,6 +68,26 @@ def test_what_is_saved_returns_with_its_types(tmp_path, what, chunk, monkeypatch
     monkeypatch.setattr(serialization, "_CHUNK_BYTES", chunk)
     save(tmp_path / "state", STATES[what])
     assert_same(load(tmp_path / "state"), STATES[what])
+
+
+def raw(tensor):
+    # First as bytes where that needs no copy: some dtypes can't be copied in another order.
+    return (tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor).contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.parametrize("dtype", sorted(serialization.NAMES, key=str), ids=str)
+def test_every_dtype_shape_and_stride(tmp_path, dtype):
+    numbers = torch.randint(0, 2 if dtype is torch.bool else 256, (6, 4 * dtype.itemsize), dtype=torch.uint8)
+    base = numbers.view(dtype)
+    state = {"strided": base.T, "scalar": base[0, 0], "none": base[:0], "row": base[1]}
+    save(tmp_path / "state", state)
+    loaded = load(tmp_path / "state")
+    for name, tensor in state.items():
+        assert loaded[name].dtype == dtype
+        assert loaded[name].shape == tensor.shape
+        assert torch.equal(raw(loaded[name]), raw(tensor))
+        assert loaded[name].data_ptr() % tensor.element_size() == 0
 
 
 def test_tensordicts_return_as_tensordicts(tmp_path):

@@ -58,6 +58,17 @@ def filled(
 # The same as in memory
 
 
+def test_two_dimensions(tmp_path: Path):
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(11, scratch_dir=tmp_path / "rows", ndim=2))
+    buffer.extend(transitions(10).reshape(2, 5))
+    assert buffer.storage.shape == (6, 2)
+    again = LazyMemmapStorage.open(tmp_path / "rows")
+    assert (again.shape, again.ndim, len(again), again.max_size) == ((6, 2), 2, 10, 12)
+    # The capacity was rounded up: the argument of then opens it again.
+    assert LazyMemmapStorage(11, scratch_dir=tmp_path / "rows", ndim=2, existsok=True).max_size == 12
+    assert again[:]["step"].tolist() == [[0, 5], [1, 6], [2, 7], [3, 8], [4, 9]]
+
+
 def test_tensors_and_tensorclasses(tmp_path: Path):
     """A plain tensor comes back as one; a tensorclass as a TensorDict, because no class is looked up by name."""
     ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=tmp_path / "tensor")).extend(torch.arange(3.0))
@@ -286,9 +297,6 @@ def test_only_the_same_storage_is_opened(tmp_path: Path):
         LazyMemmapStorage(11, scratch_dir=tmp_path / "rows", existsok=True)
     with pytest.raises(ValueError, match=r"ndim=1, asked for is ndim=2"):
         LazyMemmapStorage(10, ndim=2, scratch_dir=tmp_path / "rows", existsok=True)
-    # A capacity that was rounded up: the argument of then opens it again.
-    ReplayBuffer(storage=LazyMemmapStorage(11, scratch_dir=tmp_path / "two", ndim=2)).extend(transitions(4).view(2, 2))
-    assert LazyMemmapStorage(11, scratch_dir=tmp_path / "two", ndim=2, existsok=True).max_size == 12
     again = ReplayBuffer(storage=LazyMemmapStorage.open(tmp_path / "rows"), writer=RoundRobinWriter())
     with pytest.raises(ValueError, match="keys differ"):
         again.extend(transitions(2).exclude("step"))

@@ -86,6 +86,16 @@ def test_the_same_rows_are_drawn_as_with_one_step(sampler):
 # Keys
 
 
+def test_several_rewards_and_vectors():
+    """Keys of rewards are summed each, in float64 and in all their elements."""
+    buffer, model = filled(20, reward_keys=[("next", "reward"), ("next", "costs")])
+    batch = buffer.sample()
+    model.check(batch, 3, 0.9)
+    rewards = [model.transition(int(number), 3, 0.9)["reward"] for number in batch["observation"][:, 0]]
+    expected = torch.tensor(rewards, dtype=torch.float64).unsqueeze(-1) * torch.tensor([1, -2])
+    torch.testing.assert_close(batch["next", "costs"], expected)
+
+
 def agents_flags() -> tuple[TensorDict, dict[str, Any]]:
     """A flag with several elements ends the trajectory of a row if one of them is set."""
     ended = torch.zeros(8, 3, 1, dtype=torch.bool)

@@ -20,6 +20,7 @@ from gpubuf.data import (
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
+    SamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorStorage,
     moving,
@@ -28,6 +29,7 @@ from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.column import Column, records
 from gpubuf.data.storage.host_memory import Free
 from gpubuf.data.storage.placement import IndexBytes, NothingFitsError, choose, near_steps, place, readable
+from gpubuf.kernels.rows import ENTRY
 from tests.support.fake_cuda import fake_cuda
 from tests.support.moved_buffers import SAMPLERS, alike, episodes
 from tests.support.placements import GIB, Machine
@@ -36,6 +38,69 @@ from tests.support.transitions import same, transitions
 GPU = torch.device("cuda", 0)
 
 # The decision
+
+
+@pytest.mark.parametrize(
+    ("rows", "index", "free", "expected"),
+    [
+        (9, 1, Free(100, 10), "cuda"),
+        (10, 1, Free(100, 10), "pinned"),
+        (100, 10, Free(100, 10), "pinned"),
+        (101, 1, Free(100, 10), "split"),
+        (109, 1, Free(100, 10), "split"),
+        (9, 1, Free(0, 10), "cuda"),
+        (9, 1, Free(10), "cpu"),
+        (0, 0, Free(0, 0), "cuda"),
+    ],
+)
+def test_the_first_place_with_room_is_chosen(rows, index, free, expected):
+    kind, why = choose(rows, index, 10, free)
+    assert kind == expected
+    assert readable(rows) in why
+    assert readable(index) in why
+    assert ("no CUDA" in why) == (expected == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("rows", "index", "free"),
+    [
+        (110, 1, Free(100, 10)),  # more than GPU and host have
+        (50, 11, Free(100, 10)),  # the index stays on the GPU, where it does not fit
+        (10, 1, Free(10)),  # rows and index share the host
+    ],
+)
+def test_nothing_fits(rows, index, free):
+    with pytest.raises(NothingFitsError) as caught:
+        choose(rows, index, 50, free)
+    assert isinstance(caught.value, RuntimeError)
+    assert isinstance(caught.value, MemoryError)
+    text = str(caught.value)
+    for said in (readable(rows), readable(index), readable(free.host), "capacity", "uint8", "LazyMemmapStorage"):
+        assert said in text
+    assert free.device is None or readable(free.device) in text
+
+
+def test_nothing_fits_says_how_many_rows_would():
+    with pytest.raises(NothingFitsError, match="about 500 rows fit"):
+        choose(4000, 10, 1000, Free(2000, 10))
+    with pytest.raises(NothingFitsError, match="about 0 rows fit"):
+        choose(4000, 20, 1000, Free(2000, 10))
+
+
+def test_a_machine_with_cuda_never_uses_pageable_memory(monkeypatch):
+    """DESIGN.md 4: never pageable memory silently."""
+    for host in (0, 10 * GIB, 1000 * GIB):
+        machine = Machine(host=host, device=GIB).install(monkeypatch)
+        monkeypatch.setattr("gpubuf.data.storage.placement.named", lambda requested: torch.device("cuda", 0))
+        assert machine.device is not None
+        for rows in (1, GIB // 2, 2 * GIB, 100 * GIB):
+            try:
+                chosen = place("auto", rows, IndexBytes(), (100,), torch.device("cpu"))
+            except NothingFitsError:
+                assert rows > machine.host + machine.device
+            else:
+                assert chosen.kind == ("cuda" if rows <= GIB else "pinned" if rows <= machine.host else "split")
+                assert chosen.device.type == "cuda"
 
 
 @pytest.mark.parametrize("gpu", [None, 0, 10, 21])
@@ -228,10 +293,11 @@ def test_pinned_memory_is_exactly_as_large_as_asked_for_and_released(monkeypatch
 # Pinned rows
 
 
+@pytest.mark.parametrize("kind", ["without replacement", "prioritized slices"])
 @pytest.mark.parametrize(("device", "near"), [("cpu", 0), ("cuda", 1000), ("pinned", 0), ("split:30%", 256)])
-def test_memory_is_taken_once(monkeypatch, device, near):
+def test_memory_is_taken_once(monkeypatch, device, near, kind):
     """CASES 27: rows where they belong, once; all else on the GPU, where batches come out. Nothing synchronises."""
-    Machine().install(monkeypatch)
+    machine = Machine().install(monkeypatch)
     taken, torch_empty, numpy_empty = {"cuda": [], "cpu": [], "meta": []}, torch.empty, np.empty
 
     def empty(*size, **kwargs):
@@ -249,26 +315,39 @@ def test_memory_is_taken_once(monkeypatch, device, near):
         data = transitions(40, device="cuda")
         row_bytes = sum(data[key][0].nbytes for key in data.keys(True, True))
         due, far = 1000 * row_bytes, (1000 - near) * row_bytes
-        sampler = PrioritizedSliceSampler(1000, 0.6, 0.4, slice_len=4)
+        sampler = SamplerWithoutReplacement()
+        if "slices" in kind:
+            sampler = PrioritizedSliceSampler(1000, 0.6, 0.4, slice_len=4)
         buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1000, device=device), sampler=sampler, batch_size=8)
         monkeypatch.setattr(torch, "empty", empty)
         monkeypatch.setattr(np, "empty", host_empty)
         buffer.extend(data)
         if device == "cpu":
-            assert sum(taken["cpu"]) == due
+            assert sum(taken["cpu"]) in (due, due + 8 * 1000)
             return
         assert sum(taken["cpu"]) == far
         assert due - far <= sum(taken["cuda"]) < due - far + due / 4
         storage = buffer.storage
-        places = [place for place, n in (("cuda", near), ("cpu", far)) if n]
-        assert sorted({t.device.type for t in storage.row_tensors}) == sorted(places)
-        working = (storage.ring, storage.table, sampler.tree, sampler.trajectory_index.ends)
-        assert {storage.device.type, *(each.device.type for each in working)} == {"cuda"}
+        assert {t.device.type for t in storage.row_tensors} == ({"cuda"} if near else set()) | (
+            {"cpu"} if far else set()
+        )
+        assert storage.device.type == storage.ring.device.type == storage.table.device.type == "cuda"
         for batch in (buffer.sample(), buffer[torch.tensor([1, 2], device="cuda")], buffer[2:5], buffer[3]):
             assert {value.device.type for value in batch.values(True, True)} == {"cuda"}
+        assert buffer[2:5].batch_size == (3,)
+        assert buffer[3].batch_size == ()
+        buffer.extend(transitions(3))
+        buffer[torch.tensor([0], device="cuda")] = transitions(1)
+        if "prioritized" in kind:
+            assert sampler.tree.device.type == "cuda"
+            buffer.update_priority(torch.tensor([1], device="cuda"), 2.0)
+        if "slices" in kind:
+            assert sampler.trajectory_index.ends.device.type == "cuda"
         report, place = buffer.memory(), device.partition(":")[0]
-        assert (report.placement, report.rows_on_host) == (place, far if near else 0)
+        assert (report.placement, report.rows) == (place, due)
         if far:
+            assert sum(machine.ever_pinned) == far
+            assert report.rows_on_host == (far if near else 0)
             assert "pinned host memory" in str(report)
             assert f"rows {place}" in repr(buffer)
             assert ("pinned host memory" if place == "pinned" else f"{near} steps on cuda") in str(storage.placement)
@@ -413,7 +492,6 @@ def test_what_can_not_be_moved(tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="was asked for"):
             buffer.to("pinned")
-    assert str(buffer.memory()).splitlines()[0] == "rows      3.398 KiB on cpu"
     mapped = TensorDictReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path / "rows"))
     mapped.extend(episodes(3))
     with pytest.raises(NotImplementedError, match="stay where they are"):
@@ -448,6 +526,19 @@ def test_other_rows_may_follow():
     buffer.extend(TensorDict({"y": torch.ones(2, 3, dtype=torch.int64)}, [2, 3]))
     assert tuple(buffer.storage.shape) == (30, 2)
     assert buffer.sample()["y"].tolist() == [1] * 8
+
+
+def test_memory_report():
+    buffer = twin("prioritized slices")
+    write(buffer, 30, 0)
+    buffer.sample()
+    taken = buffer.memory()
+    tree, index = buffer.sampler.tree, buffer.sampler.trajectory_index
+    assert taken.tree == tree.nbytes
+    assert taken.index == index.nbytes + 8
+    assert taken.counters == 32 + 8 * ENTRY * len(buffer.storage.layout.leaves) + 24
+    assert str(taken).splitlines()[0] == "rows      3.398 KiB on cpu"
+    assert "3.398 KiB" in repr(buffer)
 
 
 CAPACITY = 200

@@ -31,10 +31,6 @@ def test_keys_and_rows():
     assert made.fit("cpu").host_bytes == made.rows + made.counters
     with pytest.raises(KeyError, match="tpu"):
         made.fit("tpu")
-    # Observations that are stored once have room for every eighth next observation, by default.
-    spec, dtypes = {"x": "310:float32", ("next", "x"): "310:float32"}, {"x": torch.bfloat16}
-    once = gpubuf.plan(spec, 80_000, share_next=True, dtypes=dtypes)
-    assert [(key.row_bytes, key.n_bytes) for key in once.keys] == [(620, 80_000 * 620), (0, 10_001 * 620)]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +95,8 @@ def test_nothing_is_allocated(monkeypatch):
         ((SPEC, 0), ValueError, "at least 1"),
         (({}, 3), ValueError, "no keys"),
         ((3, 3), TypeError, "example batch or a mapping"),
+        (({"x": "3"}, 3), ValueError, "KEY=SHAPE:DTYPE"),
+        (({"x": "3:float31"}, 3), ValueError, "no dtype 'float31'"),
         (({"x": 3}, 3), ValueError, "expected 'SHAPE:DTYPE'"),
         (({"x": ((-1,), torch.int8)}, 3), ValueError, "lengths of at least 0"),
         (({"x": ((1,), "int8")}, 3), ValueError, r"torch\.dtype"),
@@ -174,11 +172,14 @@ def test_the_command_plans_for_a_budget_and_says_when_nothing_fits(monkeypatch, 
     ("arguments", "message"),
     [
         (["--spec", "x=3", "--capacity", "3"], "expected KEY=SHAPE:DTYPE"),
+        (["--spec", "x=3:float31", "--capacity", "3"], "there is no dtype 'float31'"),
         (["--spec", "x=3:int8", "--spec", "x=4:int8", "--capacity", "3"], "a key is given twice"),
         (
             ["--spec", "next=3:int8", "--spec", "next.reward=1:float32", "--capacity", "3"],
             "next can't be a tensor of its own and hold next.reward, too",
         ),
+        (["--spec", "x=3:int8", "--capacity", "0"], "at least 1"),
+        (["--spec", "x=3:int8", "--budget", "lots"], "expected a number of bytes"),
         (["--spec", "x=3:int8"], "one of the arguments --capacity --budget is required"),
         (["--capacity", "3"], "the following arguments are required: --spec"),
         (["--spec", "x=3:int8", "--capacity", "3", "--sampler", "best"], "invalid choice: 'best'"),
@@ -206,6 +207,36 @@ def test_help_comes_without_importing_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for option in ("--spec", "--capacity", "--budget", "--sampler", "--slices", "--envs"):
         assert option in done.stdout
+
+
+OBSERVATION = 310
+
+
+def spec() -> dict:
+    return {
+        "observation": ((OBSERVATION,), torch.float32),
+        "action": ((12,), torch.float32),
+        ("next", "observation"): ((OBSERVATION,), torch.float32),
+        ("next", "reward"): ((1,), torch.float32),
+        ("next", "done"): ((1,), torch.bool),
+    }
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_ten_million_rows(dtype, itemsize):
+    """The bytes of observations are what arithmetic says: halved, and halved again in bfloat16."""
+    n = 10_000_000
+    made = gpubuf.plan(spec(), n, share_next=True, dtypes={"observation": dtype})
+    keys = {key.name: key for key in made.keys}
+    width = OBSERVATION * itemsize
+    assert keys["observation"].n_bytes == n * width
+    assert keys["next.observation"].row_bytes == 0
+    assert keys["next.observation"].n_bytes == (n // 8 + 1) * width
+    rest = n * (12 * 4 + 4 + 1)
+    assert made.rows == n * width + (n // 8 + 1) * width + rest
+    assert made.fit("cpu").index.index == 4 * n + 8 * (n // 8 + 1)
+    plain = gpubuf.plan(spec(), n, dtypes={"observation": dtype})
+    assert plain.rows == 2 * n * width + rest
 
 
 def test_the_command_with_observations_stored_once(capsys):

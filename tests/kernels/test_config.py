@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 from typing import Any
 
@@ -120,6 +121,10 @@ def test_the_reach_of_a_point():
     assert _tuned.nearest([], {"n": 1}) is None
 
 
+def powers_of_two(*values: int) -> bool:
+    return all(value > 0 and value & (value - 1) == 0 for value in values)
+
+
 #: Sizes, and the fields of the configuration. Tiles are powers of two, as Triton needs, and fit the registers.
 RULES: dict[Any, dict[tuple[Any, ...], Any]] = {
     config.rows_copy: {(2**20,): (256, 4), (2**20 + 1,): (512, 4), (2**22 - 1,): (512, 4), (2**22,): (1024, 4)},
@@ -187,6 +192,53 @@ class TestRules:
         for wrong in (0, 1, 3, 48):
             with pytest.raises(ValueError, match=f"power of two of at least 2, but is {wrong}"):
                 config.tree_fan_out(10, "cpu", explicit=wrong)
+
+    @pytest.mark.parametrize(
+        ("n_bytes", "tile"),
+        [(0, 256), (1, 256), (2**20, 256), (2**20 + 1, 512), (2**22 - 1, 512), (2**22, 1024), (2**40, 1024)],
+    )
+    def test_rows(self, n_bytes, tile):
+        assert config.rows_copy(n_bytes) == RowsConfig(tile, 4)
+
+    @pytest.mark.parametrize("fan_out", [2, 16, 32, 64, 1024, 4096])
+    def test_trees(self, fan_out):
+        """In graphs a launch costs the host nothing: there updates take several of them earlier."""
+        for n in (1, 256, 257, 1024, 1025, 10**7):
+            draw, update = config.tree_draw(fan_out, n), config.tree_update(fan_out, n)
+            assert powers_of_two(draw.block_draws, draw.num_warps)
+            assert powers_of_two(update.block_entries, update.block_nodes, update.num_warps)
+            assert draw.block_draws * fan_out <= max(512, fan_out)
+            assert update.block_nodes * fan_out <= max(1024 * update.num_warps, fan_out)
+            assert update.single_program == (n <= 1024)
+            in_graph = config.tree_update(fan_out, n, in_graph=True)
+            assert in_graph == config.tree_update(fan_out, n if n <= 256 else max(n, 1025))
+
+    @pytest.mark.parametrize(("n", "run_words"), [(1, 1), (1, 2), (64, 3), (4096, 66), (32000, 502), (10**6, 15627)])
+    def test_updates_of_the_index(self, n, run_words):
+        """Many environments stay side by side; no program has more than 512 words of bits."""
+        for fan_out, envs, by_id in itertools.product((2, 16, 64, 4096), (1, 3, 32, 33, 4096), (False, True)):
+            chosen = config.index_update(fan_out, n, run_words, envs, by_id)
+            assert powers_of_two(chosen.block_bytes, chosen.block_weights, chosen.block_nodes, chosen.num_warps)
+            assert chosen.block_envs & (chosen.block_envs - 1) == 0
+            assert chosen.block_envs * run_words <= 512
+            assert chosen.block_envs == 0 or chosen.block_envs >= min(envs, 32)
+            assert chosen.block_bytes * config.index_span(n, by_id) <= 1024
+            assert chosen.block_nodes * fan_out <= max(1024, fan_out)
+            assert (chosen.block_envs > 0) == (run_words * min(1 << (envs - 1).bit_length(), 32) <= 512)
+        # A lane reads a byte of flags, but the one flag of a single step; identifiers tell that of the step before.
+        assert [config.index_span(n, by_id) for by_id in (False, True)] == [1 if n == 1 else 8, 8]
+
+    @pytest.mark.parametrize("slice_len", [1, 4, 9, 1000])
+    def test_slices(self, slice_len):
+        for n in (1, 512, 513, 10**6):
+            for chosen in (config.index_draw(32, n, slice_len), config.index_slices(n, slice_len)):
+                assert powers_of_two(chosen.block_slices, chosen.block_steps, chosen.num_warps)
+                assert chosen.block_steps == max(8, min(64, 1 << (slice_len - 1).bit_length()))
+                assert chosen.block_slices * chosen.block_steps <= 1024
+
+    def test_slices_are_drawn_side_by_side(self):
+        """Issue 23: four slices a program made eight warps for 32 slices, each of more than three times the work."""
+        assert [config.index_draw(32, n, 8).block_slices for n in (1, 32, 4096, 4097)] == [1, 1, 1, 16]
 
     def test_by_value(self):
         """At both sides of every bound that a rule has."""
