@@ -19,7 +19,7 @@ from gpubuf.data.recording import CaptureError
 from gpubuf.kernels._operations import Dense, NotRepeatableError, Number, direct
 from gpubuf.kernels._registry import NAMESPACE, cpu_function
 from gpubuf.kernels.tape import A_STRIDES, COPY, OPERATION, OUT_STRIDES
-from gpubuf.kernels.tape._records import Record, blas, changes_first, copy_of, records_of, room_for, run, table
+from gpubuf.kernels.tape._records import Record, blas, copy_of, records_of, room_for, run, table, to_be_changed
 
 _READS = torch.Tag.data_dependent_output
 
@@ -96,7 +96,7 @@ class _Value:
         assert place is not None
         if not self.memory.owned:
             return place
-        return place.as_strided(self.size, self.stride, self.offset // place.element_size())
+        return place.view(self.dtype).as_strided(self.size, self.stride, self.offset // self.dtype.itemsize)
 
 
 @dataclass(eq=False)
@@ -159,10 +159,8 @@ class Tape(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         # Of results. They are not kept alive: autograd copies gradients that anybody else refers to.
         self._values: Any = WeakIdKeyDictionary()
-        self._constants: dict[int, Tensor] = {}
-        self._constant_values: dict[int, _Value] = {}
+        self._constants: dict[int, _Value] = {}
         self._operations: list[_Operation] = []
-        self._scope: dict[str, Any] = {}
 
     # The step
 
@@ -179,7 +177,7 @@ class Tape(TorchDispatchMode):
                 raise CaptureError(f"the step can't be recorded: {func.name()} {reason}")
         if not all(tensor.is_cpu for tensor in given):
             raise CaptureError(f"the step can't be recorded: {func.name()} works on another device than the CPU")
-        before = args[0].clone() if changes_first(func) else None
+        before = to_be_changed(func, args)
         out = func(*args, **kwargs)
         variable = [tensor for tensor in given if tensor in self._values]
         if func in _ALIASES and variable:
@@ -187,7 +185,8 @@ class Tape(TorchDispatchMode):
         elif variable or not func.is_view:
             self._note(func, args, kwargs, given, out, before)
         else:
-            self._constants.update((id(tensor), tensor) for tensor in (*given, *tensors_in([out])))
+            for tensor in (*given, *tensors_in([out])):
+                self._value(tensor)
         return out
 
     def _note(
@@ -199,7 +198,8 @@ class Tape(TorchDispatchMode):
             raise CaptureError(f"the step can't be recorded: {func.name()} returns {type(out).__name__}, not tensors")
         outs = [out] if out is None or isinstance(out, Tensor) else list(out)
         owners = {tensor.untyped_storage().data_ptr(): self._value(tensor).memory for tensor in given}
-        is_view, results = False, list[_Value | None]()
+        results: list[_Value | None] = []
+        parts = 0
         for tensor in outs:
             # What was written in place has a value already, or is a constant.
             if tensor is None or tensor in self._values or id(tensor) in self._constants:
@@ -209,9 +209,11 @@ class Tape(TorchDispatchMode):
             if owner is None or owner.place is not None or not tensor.numel():
                 owner = _Memory(tensor)
             else:
-                is_view = True
+                parts += 1
             value = self._values[tensor] = _Value.of(tensor, owner)
             results.append(value)
+        # Some operations return a part of what they were given beside something new.
+        is_view = 0 < parts == len(results)
         ours = func.namespace == NAMESPACE
         operation = _Operation(
             direct(func) if ours else _CALLS.get(func, func),
@@ -223,7 +225,7 @@ class Tape(TorchDispatchMode):
             is_view,
         )
         self._operations.append(operation)
-        if is_view:
+        if parts:
             return
         records: list[Record] = []
         noted = getattr(cpu_function(func), "noted", None) if ours else None
@@ -233,7 +235,7 @@ class Tape(TorchDispatchMode):
                 operation.kernels = [(kernel, self._encoded(taken)) for kernel, taken in calls]
         else:
             records = records_of(func, args, kwargs, out, before)
-        places = {each.untyped_storage().data_ptr(): self._value(each).memory for each in tensors_in([*given, *outs])}
+        places = owners | {each.untyped_storage().data_ptr(): self._value(each).memory for each in tensors_in(outs)}
         for record in records if operation.kernels or not ours else ():
             where = [self._within(each, places) for each in record.tensors]
             operation.records.append((record.fields, where))
@@ -258,10 +260,10 @@ class Tape(TorchDispatchMode):
         if tensor in self._values:
             found: _Value = self._values[tensor]
             return found
-        if id(tensor) not in self._constant_values:
-            self._constants[id(tensor)] = tensor
-            self._constant_values[id(tensor)] = _Value.of(tensor, _Memory(tensor, constant=True))
-        return self._constant_values[id(tensor)]
+        if id(tensor) not in self._constants:
+            # Its memory refers to it, so that nothing else gets this number.
+            self._constants[id(tensor)] = _Value.of(tensor, _Memory(tensor, constant=True))
+        return self._constants[id(tensor)]
 
     def _encoded(self, value: Any) -> Any:
         """An argument, with values in the place of tensors."""
@@ -278,18 +280,18 @@ class Tape(TorchDispatchMode):
 
     def finish(self) -> None:
         """The step is over, and somebody else has what it returned."""
-        leaves = [each for each in self._constants.values() if each.requires_grad and not each._is_view()]
+        self._fixed = [each.tensor() for each in self._constants.values()]
+        self._addresses = list(map(Tensor.data_ptr, self._fixed))
+        leaves = [each for each in self._fixed if each.requires_grad and not each._is_view()]
         graded = [leaf for leaf in leaves if leaf.grad is not None and leaf.grad in self._values]
         gradients = {id(leaf.grad) for leaf in graded}
         external = [each for each in self._values if id(each) not in gradients]
         ends = [[self._values[each] for each in part] for part in (external, [leaf.grad for leaf in graded])]
         replay = _Replay(self._operations, ends)
-        self._scope, self.source = replay.scope, "\n".join(replay.lines)
-        exec(self.source, self._scope)
-        self._run: Callable[[], tuple[list[Tensor], list[Tensor]]] = self._scope["operations"]
+        self.source = "\n".join(replay.lines)
+        exec(self.source, replay.scope)
+        self._run: Callable[[], tuple[list[Tensor], list[Tensor]]] = replay.scope["operations"]
         self._external_tensors, self._graded = external, graded
-        self._fixed = list(self._constants.values())
-        self._addresses = list(map(Tensor.data_ptr, self._fixed))
 
     def replay(self) -> None:
         """Repeat the step. Its results, and what else it has left behind, then refer to the new numbers.
@@ -368,11 +370,9 @@ class _Replay:
         """Give what is kept between replays its memory, which later results take over."""
         free: dict[Any, list[Tensor]] = defaultdict(list)
         for i, operation in enumerate(self._operations):
-            made = [value.memory for value in operation.results if value is not None and not operation.is_view]
+            computed = operation.records or operation.kernels
             over = operation.may_overwrite(i)
-            for memory in made:
-                if not memory.kept:
-                    continue
+            for memory in [value.memory for value in operation.results if value is not None and computed]:
                 if over is not None and over.place is not None:
                     memory.place, over.end = over.place, -1
                 elif free[memory.numbers]:
@@ -417,10 +417,9 @@ class _Replay:
         targets = [self._variable(value) for value in operation.results]
         target = "".join(f"{each}, " for each in targets) if operation.is_tuple else targets[0]
         self._line(f"{target or '_'} = {self._constant(operation.run)}({', '.join(terms)})")
-        if not operation.is_view:
-            for name, value in zip(targets, operation.results, strict=True):
-                if value is not None and value.memory.slot is not None:
-                    self._line(f"slots[{value.memory.slot}] = {name}.data_ptr()")
+        for name, value in zip(targets, operation.results, strict=True):
+            if name != "_" and value is not None and value.memory.slot is not None and not value.offset:
+                self._line(f"slots[{value.memory.slot}] = {name}.data_ptr()")
 
     def _variable(self, value: _Value | None) -> str:
         if value is None or (value.memory.kept and value not in self._needed):

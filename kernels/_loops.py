@@ -22,7 +22,7 @@ from gpubuf.kernels._operations import (
     parameters_of,
     returned,
 )
-from gpubuf.kernels._threads import ROWS_A_THREAD, call_in_parts
+from gpubuf.kernels._threads import TWO_PARTS, call_in_parts
 
 #: Arguments that say yes or no of a row. They have any dtype, and are read as bytes.
 FLAGS = {"mask", "terminated", "done"}
@@ -127,7 +127,7 @@ class Call:
                 arguments[place] = Dense(argument)
         if share is not None:
             count, work = share(*[self.values[name] for name in binding.share])
-            if count * work >= 2 * ROWS_A_THREAD:
+            if count * work >= TWO_PARTS:
                 raise NotRepeatableError
             arguments[binding.before : binding.before] = 0, count
         return run, arguments
@@ -143,17 +143,21 @@ def loops(operation: Any) -> Callable[[Callable[[Call], None]], Callable[..., An
     outputs = [f"{name}_out" for name in declaration.results]
 
     def decorate(function: Callable[[Call], None]) -> Callable[..., Any]:
-        def noted(args: tuple[Any, ...], results: Sequence[Tensor]) -> list[KernelCall]:
-            calls: list[KernelCall] = []
-            args = declaration.complete(args)
-            values: dict[str, Any] = declaration.sizes(args)
-            real = declaration.real(args)
-            if any(each.dtype is not real for each in results):
-                raise NotRepeatableError
+        def perform(
+            values: dict[str, Any], args: Any, results: Sequence[Tensor], real: Any, noted: list[KernelCall] | None
+        ) -> None:
             values.update(zip(names, args, strict=False))
             values.update(zip(outputs, results, strict=False))
             values["wide"] = real is torch.float64
-            function(Call(values, real, declaration, calls))
+            function(Call(values, real, declaration, noted))
+
+        def noted(args: tuple[Any, ...], results: Sequence[Tensor]) -> list[KernelCall]:
+            calls: list[KernelCall] = []
+            args = declaration.complete(args)
+            real = declaration.real(args)
+            if any(each.dtype is not real for each in results):
+                raise NotRepeatableError
+            perform(declaration.sizes(args), args, results, real, calls)
             return calls
 
         def run(*args: Any) -> Any:
@@ -165,10 +169,7 @@ def loops(operation: Any) -> Callable[[Callable[[Call], None]], Callable[..., An
                 if result.dtype is not real:
                     written = [torch.empty_like(each, dtype=real) for each in results]
                     break
-            values.update(zip(names, args, strict=False))
-            values.update(zip(outputs, written, strict=False))
-            values["wide"] = real is torch.float64
-            function(Call(values, real, declaration))
+            perform(values, args, written, real, None)
             if written is not results:
                 for result, computed in zip(results, written, strict=True):
                     result.copy_(computed)

@@ -119,10 +119,9 @@ def _elementwise(at, out, a, b, tile):  # type: ignore[no-untyped-def]
     operation, n, number = field[OPERATION], field[SIZES + 2], np.float32(float_of_bits(field[NUMBER]))
     a_stride, b_stride = field[A_STRIDES + 2], field[B_STRIDES + 2]
     dense = a_stride == 1 and b_stride == 1
-    # With one element for a whole row.
-    by_number = ADD_NUMBER if operation == ADD else MULTIPLY_BY_NUMBER if operation == MULTIPLY else -1
-    if a_stride != 1 or b_stride != 0:
-        by_number = -1
+    # One element for a whole row is a number.
+    by_number = a_stride == 1 and b_stride == 0 and operation in (ADD, MULTIPLY)
+    with_number = ADD_NUMBER if operation == ADD else MULTIPLY_BY_NUMBER
     for j in range(field[SIZES]):
         for k in range(field[SIZES + 1]):
             to = out + 4 * (j * field[OUT_STRIDES] + k * field[OUT_STRIDES + 1])
@@ -137,8 +136,8 @@ def _elementwise(at, out, a, b, tile):  # type: ignore[no-untyped-def]
                 target = tile if aside else here
                 if dense:
                     _dense(operation, target, x_here, z_here, count, number)
-                elif by_number >= 0:
-                    _dense(by_number, target, x_here, x_here, count, carray(as_f32(z), 1)[0])
+                elif by_number:
+                    _dense(with_number, target, x_here, x_here, count, carray(as_f32(z), 1)[0])
                 else:
                     _strided(operation, target, x_here, a_stride, z_here, b_stride, count, number)
                 if aside:
@@ -233,8 +232,8 @@ def _products(at, out, a, b, where, sgemm_batch):  # type: ignore[no-untyped-def
 def run(records, first, count, slots, room, sgemm, sgemm_batch):  # type: ignore[no-untyped-def]
     """Carry out ``count`` records of a table, from ``first`` on.
 
-    ``room`` is memory for :data:`ROOM` bytes, or more where a record needs it. The last two are the addresses of BLAS's
-    functions.
+    ``room`` is memory beside what the records say, as ``room_for`` of ``_records.py`` gives it. The last two are the
+    addresses of BLAS's functions.
     """
     for i in range(first, first + count):
         at = records + 8 * i * FIELDS

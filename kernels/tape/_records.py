@@ -9,7 +9,7 @@ import struct
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ class Record(NamedTuple):
 
 
 Candidates = Iterator[list[Record]]
-"""Ways to carry out an operation, none of them or one or more records each."""
+"""Ways to carry out a product or a sum: records for each, or none where it has none."""
 
 
 @functools.cache
@@ -122,25 +122,25 @@ def records_of(
         func: an overload.
         args, kwargs: what it was called with.
         out: what it has returned.
-        before: if it has changed its first argument, a copy of what that was.
+        before: what :func:`to_be_changed` has returned.
     """
-    if not isinstance(out, Tensor) or not _is_plain(out) or not out.numel():
-        return []
-    make = _ROUNDED.get(func) or _ELEMENTWISE.get(func)
-    shared = func not in _ROUNDED and out.numel() > SHARED and torch.get_num_threads() > 1
-    if make is None or shared or not _OF_RESULTS.issuperset(kwargs):
+    if not _is_plain(out) or not out.numel() or not _OF_RESULTS.issuperset(kwargs):
         return []
     if func in _ROUNDED:
-        way = _way(func, make, args, kwargs, out)
-        return [] if way is None else list(make(out, *args))[way]
-    return next((records for records in make(out, *args) if records and _same_bits(records, out, before)), [])
+        way = _way(func, args, kwargs, out)
+        return [] if way is None else list(_ROUNDED[func](out, *args))[way]
+    if func not in _ELEMENTWISE or (out.numel() > SHARED and torch.get_num_threads() > 1):
+        return []
+    records = _ELEMENTWISE[func](out, *args)
+    return records if records and _same_bits(records, out, before) else []
 
 
 #: For tensors of some shapes and strides, which of the ways to compute a product or a sum is PyTorch's.
 _ways: dict[Any, int | None] = {}
 
 
-def _way(func: Any, make: Callable[..., Candidates], args: Any, kwargs: dict[str, Any], out: Tensor) -> int | None:
+def _way(func: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> int | None:
+    make = _ROUNDED[func]
     given = [(each.shape, each.stride()) if isinstance(each, Tensor) else repr(each) for each in args]
     key = func, *given, repr(kwargs)
     if key not in _ways:
@@ -162,7 +162,7 @@ def _way(func: Any, make: Callable[..., Candidates], args: Any, kwargs: dict[str
 def _drawn_like(tensor: Tensor) -> Tensor:
     """Random numbers with the strides of a tensor."""
     reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return torch.rand(reach, generator=_generator()).sub_(0.5).as_strided(tensor.size(), tensor.stride())
+    return torch.rand(max(reach, 0), generator=_generator()).sub_(0.5).as_strided(tensor.size(), tensor.stride())
 
 
 @functools.cache
@@ -170,17 +170,20 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def changes_first(func: Any) -> bool:
-    """Whether an operation that may have records changes its first argument."""
-    return func in _ELEMENTWISE and func._schema.is_mutable
+def to_be_changed(func: Any, args: tuple[Any, ...]) -> Tensor | None:
+    """A copy of the first argument, with its strides, if an operation that may have records is about to change it."""
+    if func not in _ELEMENTWISE or not func._schema.is_mutable:
+        return None
+    return torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype).copy_(args[0])
 
 
-def _is_plain(tensor: Any) -> bool:
+def _is_plain(tensor: Any) -> TypeGuard[Tensor]:
     return isinstance(tensor, Tensor) and tensor.dtype is torch.float32 and not (tensor.is_neg() or tensor.is_conj())
 
 
 def _same_bits(records: list[Record], out: Tensor, before: Tensor | None) -> bool:
-    again = torch.empty_strided(out.size(), out.stride()) if before is None else before
+    # No memory of before, which might hold the numbers that are expected.
+    again = torch.empty_strided(out.size(), out.stride()).fill_(torch.nan) if before is None else before
     here, moved, absolute = out.untyped_storage().data_ptr(), again.data_ptr() - out.data_ptr(), array("q", [0])
     numbers = table(
         [
@@ -202,17 +205,17 @@ def copy_of(source: Tensor, target: Tensor) -> list[Record]:
     Raises:
         NotRepeatableError: it is not of float32, or has too many dimensions.
     """
-    records = list(_record(COPY, target, source)) if target.numel() else []
+    records = _record(COPY, target, source) if target.numel() else []
     if not records:
         raise NotRepeatableError
     return records
 
 
-def _record(operation: int, out: Tensor, a: Tensor, b: Tensor | None = None, number: float = 0.0) -> Iterator[Record]:
+def _record(operation: int, out: Tensor, a: Tensor, b: Tensor | None = None, number: float = 0.0) -> list[Record]:
     """One record, or none: broadcast, in as few dimensions as it has."""
     b = a if b is None else b
     if not (_is_plain(a) and _is_plain(b)):
-        return
+        return []
     read = [x.expand(out.shape).stride() for x in (a, b)]
     every = [(n, strides) for n, *strides in zip(out.shape, out.stride(), *read, strict=True) if n > 1]
     dimensions: list[tuple[int, list[int]]] = []
@@ -223,7 +226,7 @@ def _record(operation: int, out: Tensor, a: Tensor, b: Tensor | None = None, num
     if not dimensions or dimensions[0][1][0] != 1:
         dimensions.insert(0, (1, [1, 1, 1]))
     if len(dimensions) > 3:
-        return
+        return []
     dimensions += [(1, [0, 0, 0])] * (3 - len(dimensions))
     if operation in (ADD, MULTIPLY) and dimensions[0][1][1] == 0:
         # The loop over a row is faster with the one element as B.
@@ -233,52 +236,49 @@ def _record(operation: int, out: Tensor, a: Tensor, b: Tensor | None = None, num
         fields[SIZES + i] = n
         for field, step in zip((OUT_STRIDES, A_STRIDES, B_STRIDES), strides, strict=True):
             fields[field + i] = step
-    yield Record(fields, (out, a, b))
+    return [Record(fields, (out, a, b))]
 
 
-def _of_one(operation: int) -> Callable[..., Candidates]:
-    def make(out: Tensor, a: Tensor, *rest: Any) -> Candidates:
-        if not rest:
-            yield list(_record(operation, out, a))
-
-    return make
+def _of_one(operation: int) -> Callable[..., list[Record]]:
+    return lambda out, a, *rest: [] if rest else _record(operation, out, a)
 
 
-def _of_two(of_tensor: int, of_number: int, sign: int = 1) -> Callable[..., Candidates]:
-    def make(out: Tensor, a: Tensor, b: Any, *rest: Any) -> Candidates:
+def _of_two(of_tensor: int, of_number: int, sign: int = 1) -> Callable[..., list[Record]]:
+    def make(out: Tensor, a: Tensor, b: Any, *rest: Any) -> list[Record]:
         if rest:
-            return
-        if isinstance(b, Tensor):
-            yield list(_record(of_tensor, out, a, b))
-        else:
-            yield list(_record(of_number, out, a, number=sign * b))
+            return []
+        return _record(of_tensor, out, a, b) if isinstance(b, Tensor) else _record(of_number, out, a, number=sign * b)
 
     return make
 
 
-def _relu_gradient(out: Tensor, grad: Tensor, x: Tensor, threshold: float) -> Candidates:
-    if threshold == 0:
-        yield list(_record(RELU_GRADIENT, out, grad, x))
+def _relu_gradient(out: Tensor, grad: Tensor, x: Tensor, threshold: float) -> list[Record]:
+    return _record(RELU_GRADIENT, out, grad, x) if threshold == 0 else []
 
 
-def _copied(out: Tensor, target: Tensor, source: Tensor, non_blocking: bool = False) -> Candidates:
-    yield list(_record(COPY, out, source))
+def _copied(out: Tensor, target: Tensor, source: Tensor, non_blocking: bool = False) -> list[Record]:
+    return _record(COPY, out, source)
 
 
-def _joined(out: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> Candidates:
-    pieces = out.split([each.shape[dim] for each in tensors], dim)
-    yield [r for to, each in zip(pieces, tensors, strict=True) if to.numel() for r in _record(COPY, to, each)]
+def _joined(out: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> list[Record]:
+    return _copies(out.split([each.shape[dim] for each in tensors], dim), tensors)
 
 
-def _stacked(out: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> Candidates:
-    yield [r for to, each in zip(out.unbind(dim), tensors, strict=True) for r in _record(COPY, to, each)]
+def _stacked(out: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> list[Record]:
+    return _copies(out.unbind(dim), tensors)
 
 
-def _filled(out: Tensor, *args: Any) -> Candidates:
-    yield list(_record(FILL, out, out, number=out.flatten()[0].item()))
+def _copies(pieces: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Record]:
+    """Records for all tensors, or none."""
+    found = [_record(COPY, to, each) for to, each in zip(pieces, tensors, strict=True) if to.numel()]
+    return [record for records in found for record in records] if all(found) else []
 
 
-_ELEMENTWISE: dict[Any, Callable[..., Candidates]] = {
+def _filled(out: Tensor, *args: Any) -> list[Record]:
+    return _record(FILL, out, out, number=out.flatten()[0].item())
+
+
+_ELEMENTWISE: dict[Any, Callable[..., list[Record]]] = {
     aten.relu.default: _of_one(RELU),
     aten.relu_.default: _of_one(RELU),
     aten.threshold_backward.default: _relu_gradient,
@@ -317,12 +317,11 @@ def _products(out: Tensor, x: Tensor, y: Tensor, bias: Tensor | None) -> Candida
     """Each way to compute ``x @ y + bias``, of matrices or of N of them: PyTorch's own way has the same bits."""
     if not (out.is_contiguous() and _is_plain(x) and _is_plain(y) and x.shape[-1]):
         return
-    first = [] if bias is None else list(_record(COPY, out, bias))
+    first = [] if bias is None else _record(COPY, out, bias)
     if bias is not None and not first:
         return
     if x.shape[-1] == 1:
-        added = [] if bias is None else list(_record(ADD, out, out, bias))
-        yield [*_record(MULTIPLY, out, x, y), *added]
+        yield _record(MULTIPLY, out, x, y) + ([] if bias is None else _record(ADD, out, out, bias))
     count = out.shape[0] if out.ndim == 3 else 1
     steps = [4 * each.stride(0) if each.ndim == 3 else 0 for each in (out, x, y)]
     (rows, inner), columns = x.shape[-2:], y.shape[-1]

@@ -426,7 +426,7 @@ def rarely_compiled(contract: BufferContract) -> bool:
 @pytest.mark.parametrize("contract", first_quick(sorted(contracts(compiled), key=rarely_compiled), 4), ids=str)
 def test_a_compiled_step_is_one_graph(contract):
     """While the ring fills, too. Compiled code may change a copy of a tensor, and put it back in the end."""
-    eager, compiled = Step(contract, 4), Step(contract, 4)
+    eager, compiled = Step(contract, 6), Step(contract, 6)
     due = eager.run(eager, 6)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):

@@ -13,6 +13,17 @@ from gpubuf.tape import Tape
 
 ROWS, WIDTH = 6, 5
 
+
+def _times(x: Tensor, rows: slice) -> Tensor:
+    return x * x[rows]
+
+
+def _shifted(x: Tensor) -> Tensor:
+    x[:, :2].add_(1)
+    x[1:4, 2:].mul_(2)
+    return x
+
+
 #: Operations of one tensor ``[ROWS, WIDTH]`` that return another. ``c`` are constants, some of them written to.
 ONE = {
     "relu": lambda x, c: x.relu(),
@@ -31,7 +42,15 @@ ONE = {
     "nets of one column": lambda x, c: torch.bmm(x.expand(3, -1, -1), c["nets"][:, :, :1])[1] * x,
     "joined": lambda x, c: torch.cat([x[:, 3:], x[:, :3]], -1),
     "stacked": lambda x, c: torch.stack([x[0], x[2], x[1], x[3], x[5], x[4]]),
-    "turned": lambda x, c: x.t().contiguous().t() + x,
+    "turned": lambda x, c: (x + 1).t().contiguous().t() + x,
+    "times its own row": lambda x, c: _times(x + 1, slice(0, 1)),
+    "a part in place": lambda x, c: _shifted(x.clone()),
+    "other dtype": lambda x, c: ((x + 1).view(torch.int32) & 0x7FFFFFFF).view(torch.float32),
+    "a part for PyTorch": lambda x, c: torch.cat([(x + 1)[2:].tanh(), x[:2]]),
+    "a constant of another shape": lambda x, c: x + torch.ops.aten._unsafe_view(c["square"], [25])[3:8].tanh(),
+    "no inner elements": lambda x, c: torch.addmm(x, x[:, :0], c["biases"].view(1, 15)[:0, :5]),
+    "a copy and a part": lambda x, c: operator.mul(*torch.ops.aten.native_dropout(x + 1, 0.5, False)) + x,
+    "whole numbers beside": lambda x, c: torch.cat([x[:3], torch.ones(3, WIDTH, dtype=torch.int64)]),
     "overlapping": lambda x, c: torch.cat([x[1:], x[:1]]) + x.roll(1, 0),
     "filled": lambda x, c: torch.zeros_like(x).add_(x) + torch.ones_like(x),
     "PyTorch's own": lambda x, c: x.tanh().softmax(-1),
@@ -84,7 +103,8 @@ def run(steps: list[tuple], returned: list[int], on_cpu: bool) -> list[Tensor]:
 
 #: What is left to PyTorch; it multiplies small batches of matrices without BLAS.
 CALLED = {"nets": 1, "nets of one column": 1, "overlapping": 1, "PyTorch's own": 2, "of a view of a result": 1}
-CALLED |= {"drawn": 1, "double": 3, "not a number": 3}
+CALLED |= {"drawn": 1, "double": 3, "not a number": 3, "a constant of another shape": 3, "a copy and a part": 2}
+CALLED |= {"a part for PyTorch": 1, "no inner elements": 1, "other dtype": 1, "whole numbers beside": 2}
 
 
 @given(st.lists(STEP, min_size=1, max_size=14), st.lists(st.integers(0, 14), max_size=2))
