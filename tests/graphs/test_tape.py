@@ -44,6 +44,7 @@ ONE = {
     "stacked": lambda x, c: torch.stack([x[0], x[2], x[1], x[3], x[5], x[4]]),
     "turned": lambda x, c: (x + 1).t().contiguous().t() + x,
     "times its own row": lambda x, c: _times(x + 1, slice(0, 1)),
+    "times a row": lambda x, c: (x + 1)[:1] * x,
     "a part in place": lambda x, c: _shifted(x.clone()),
     "other dtype": lambda x, c: ((x + 1).view(torch.int32) & 0x7FFFFFFF).view(torch.float32),
     "a part for PyTorch": lambda x, c: torch.cat([(x + 1)[2:].tanh(), x[:2]]),
