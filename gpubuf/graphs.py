@@ -74,7 +74,7 @@ def _is_tensordict(value: Any) -> bool:
 def _inside(value: Any) -> list[tuple[Any, Any]] | None:
     """The parts of a container by key, in an order that does not depend on how it was filled; None for no container."""
     if _is_tensordict(value) and not is_non_tensor(value):
-        return sorted(((key, value.get(key)) for key in value.keys()), key=lambda item: item[0])
+        return sorted(value.items())
     if isinstance(value, dict):
         return sorted(value.items(), key=lambda item: repr(item[0]))
     if isinstance(value, list | tuple):

@@ -41,8 +41,11 @@ _ALIASES = frozenset({aten.detach.default, aten.alias.default})
 #: The same operations as Python calls them, which takes half as long as calls by their schema.
 _CALLS = {
     aten.add.Tensor: torch.add,
+    aten.exp.default: torch.exp,
     aten.expand.default: Tensor.expand,
     aten.mul.Tensor: torch.mul,
+    aten.randn.default: torch.randn,
+    aten.softplus.default: torch.nn.functional.softplus,
     aten.sum.dim_IntList: torch.sum,
     aten.t.default: torch.t,
     aten.transpose.int: torch.transpose,

@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.studies.speed`` runs every program twice, for a few and for many steps, and divides the steps
 between by the time between. What comes before the first update and after the last one so cancels out. All have batches
-of 256, two critics and a policy with two hidden layers of 256, and 1,000 random steps before the first update. They
-take turns, several rounds, and the median counts.
+of 256, two critics and a policy with two hidden layers of 256, and 1,000 random steps before the first update. In a
+round all runs go on at once, half a second each in turn. The median of some rounds counts.
 
 CleanRL is no package: ``--cleanrl FILE`` names its ``sac_continuous_action.py``, which runs in the environment of
 Stable-Baselines3 (with ``pip install tyro``). SBX is Stable-Baselines3 in JAX.
@@ -12,13 +12,15 @@ Stable-Baselines3 (with ``pip install tyro``). SBX is Stable-Baselines3 in JAX.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.measure.elsewhere import ROOT, own_python
@@ -27,6 +29,8 @@ from benchmarks.measure.results import write_results
 from benchmarks.studies.learning import PEER_PYTHON, PEER_SCRIPT
 
 STARTS = 1_000
+#: Seconds that a program runs before it is the next one's turn.
+SLICE = 0.5
 #: Of gpubuf, beside SAC.
 ALGORITHMS = ("fastsac", "flashsac", "redq", "crossq")
 #: Environment, name and arguments of the programs that the script of the study of learning trains.
@@ -63,21 +67,45 @@ def cleanrl(env: str, script: Path) -> Command:
     ]
 
 
-def seconds(command: Command, steps: int, threads: int = 1) -> float:
-    """What a whole run of the program takes, on as many cores as it may have threads: XLA has no other limit."""
-    number = str(threads)
+def seconds(commands: Mapping[tuple[str, int], Command], threads: int = 1) -> dict[tuple[str, int], float]:
+    """What whole runs of programs take, given program and number of steps.
+
+    They run at once, a slice of time each in turn, so that all meet the same machine: its speed may change by half from
+    minute to minute. They have as many cores as they may have threads: XLA has no other limit.
+    """
+    number, cores = str(threads), sorted(os.sched_getaffinity(0))[:threads]
     limited = {**os.environ, "OMP_NUM_THREADS": number, "MKL_NUM_THREADS": number}
-    with tempfile.TemporaryDirectory() as folder:
-        began = time.perf_counter()
-        cores = sorted(os.sched_getaffinity(0))[:threads]
-        subprocess.run(
-            ["taskset", "-c", ",".join(map(str, cores)), *command(steps, Path(folder))],
-            check=True,
-            cwd=ROOT,
-            env=limited,
-            stdout=subprocess.DEVNULL,
-        )
-        return time.perf_counter() - began
+    pinned = ["taskset", "-c", ",".join(map(str, cores))]
+    spent = dict.fromkeys(commands, 0.0)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ended:
+        running = {}
+        for i, (what, command) in enumerate(commands.items()):
+            own = Path(folder, str(i))
+            own.mkdir()
+            words = [*pinned, *command(what[1], own)]
+            process = subprocess.Popen(words, cwd=ROOT, env=limited, stdout=subprocess.DEVNULL, start_new_session=True)
+            ended.callback(kill, process)
+            os.killpg(process.pid, signal.SIGSTOP)
+            running[what] = process
+        while running:
+            for what, process in list(running.items()):
+                began = time.perf_counter()
+                os.killpg(process.pid, signal.SIGCONT)
+                try:
+                    if process.wait(SLICE):
+                        raise subprocess.CalledProcessError(process.returncode, process.args)
+                    del running[what]
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGSTOP)
+                spent[what] += time.perf_counter() - began
+    return spent
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a program, and what it has started, if it still runs."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -110,12 +138,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         programs |= {f"gpubuf, {name}": ours(env, threads, "--algo", name) for name in ALGORITHMS}
     machine = {**describe("cpu"), "threads": threads}
     speeds: dict[str, list[float]] = {name: [] for name in programs}
+    few, many = STARTS + options.few, STARTS + options.many
     for _ in range(options.rounds):
-        for name, command in programs.items():
-            short, long = (seconds(command, STARTS + updates, threads) for updates in (options.few, options.many))
-            speeds[name].append((options.many - options.few) / (long - short))
+        found = seconds({(name, steps): programs[name] for name in programs for steps in (few, many)}, threads)
+        for name in programs:
+            speeds[name].append((many - few) / (found[name, many] - found[name, few]))
             print(f"{name}: {speeds[name][-1]:.1f} steps per second", flush=True)
-    found = [
+    results = [
         {
             "program": name,
             "env": options.env,
@@ -124,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         for name, rounds in speeds.items()
     ]
-    write_results("speed", found, machine, options.out)
+    write_results("speed", results, machine, options.out)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,15 @@ class Environments(abc.ABC):
 _MOST_STEPS = 10_000
 
 
+Wrap = Callable[[Callable[[], Any]], Callable[[], Any]]
+"""Captures a function of no arguments, such as `gpubuf.capture`, or not."""
+
+
+def as_it_is(function: Callable[[], Any]) -> Callable[[], Any]:
+    """The `Wrap` that captures nothing."""
+    return function
+
+
 class Evaluation:
     """Plays one episode in each of a set of environments; they begin alike every time.
 
@@ -123,7 +132,7 @@ class Evaluation:
         self,
         environments: Environments,
         act: Callable[[Tensor], Tensor],
-        wrap: Callable[[Callable[[], None]], Callable[[], Any]] = lambda step: step,
+        wrap: Wrap = as_it_is,
     ) -> None:
         self._environments = environments
         self._act = act

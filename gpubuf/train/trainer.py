@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from gpubuf.data.storage.layout import Leaf, as_key
 from gpubuf.train.algorithms import ALGORITHMS, Agent
 from gpubuf.train.collectors import Collector, Collectors, make_environments, rows_apart
 from gpubuf.train.config import TrainConfig, UsageError
-from gpubuf.train.environments import CURVE, FINAL, TRAINING, Evaluation, NotFiniteError
+from gpubuf.train.environments import CURVE, FINAL, TRAINING, Evaluation, NotFiniteError, Wrap, as_it_is
 from gpubuf.train.progress import Status
 from gpubuf.train.ranks import Ranks
 
@@ -40,8 +41,6 @@ _LARGEST_RETURN = 5.0
 # FastSAC's program divides observations by their standard deviation and this. Here it is the least one: the same for
 # elements that hardly change, and 1 % more for others.
 _LEAST_DEVIATION = 0.01
-
-_Wrap = Callable[[Callable[[], None]], Callable[[], Any]]
 
 
 class DivergedError(NotFiniteError):
@@ -97,7 +96,7 @@ class Trainer:
         compiled = config.compile
         if compiled is None and not (device.type == "cuda" and config.updates >= _COMPILING_PAYS):
             compiled = False
-        self._wrap: _Wrap = graphs.capture if captured else _as_it_is
+        self._wrap: Wrap = graphs.capture if captured else as_it_is
         eager = not captured and config.cuda_graph is None and ranks is None
         recorded = eager and device.type == "cpu" and compiled is False
         words = (config.seed, TRAINING) if ranks is None or ranks.first else (config.seed, TRAINING, ranks.rank)
@@ -116,9 +115,12 @@ class Trainer:
         self._statistics = _make_statistics(config, self.agent.normalize)
         self.buffer = _make_buffer(config, device, self._statistics, ranks)
         self._collectors = Collectors(config, self.agent, self.buffer, sizes) if config.collectors else None
-        own = None if config.collectors else Collector(config, self._environments, self.agent, self.buffer)
-        self._collector = own
-        if own is not None:
+        self._collector: Collector | None = None
+        if not config.collectors:
+            # Statistics of observations are a buffer's, and drawing a category reads a value.
+            repeatable = recorded and self.agent.normalize is None and not self._environments.discrete
+            explored: Wrap = functools.partial(graphs.capture, warmup=1, on_cpu=True) if repeatable else as_it_is
+            own = self._collector = Collector(config, self._environments, self.agent, self.buffer, explored)
             self._step_by_policy = self._wrap(own.step) if self._environments.capturable else own.step
         self._updates = 0
         self._sums = torch.zeros(len(self.agent.loss_names), device=device)
@@ -274,7 +276,7 @@ class Trainer:
 
     def _evaluation(self, episodes: int, stream: int) -> Evaluation:
         environments = make_environments(self.config.env, episodes, (self.config.seed, stream), self._device)
-        wrap = self._wrap if environments.capturable else _as_it_is
+        wrap = self._wrap if environments.capturable else as_it_is
         return Evaluation(environments, self.agent.act, wrap)
 
     def save_model(self, path: Path) -> None:
@@ -376,10 +378,6 @@ def _wrong_actions(config: TrainConfig, discrete: bool) -> str:
         f"{config.env} has {kinds[discrete]} actions, and {config.algo} learns {kinds[not discrete]} ones: say "
         f"--algo {' or '.join(others)}"
     )
-
-
-def _as_it_is(function: Callable[[], None]) -> Callable[[], Any]:
-    return function
 
 
 def _evaluation_record(kind: str, step: int, returns: list[float]) -> dict[str, Any]:
