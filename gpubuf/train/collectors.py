@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import NestedKey, TensorDict
 from torch import Tensor
 
 from gpubuf.data import ReplayBuffer, WriterClient, Writers
@@ -128,28 +128,23 @@ class Collector:
 
     def _store(self, action: Tensor) -> None:
         steps = self.environments.step(action)
-        # A buffer moves the batch to its own device.
-        self._buffer.extend(_transitions(self.observation, action, steps, self._apart))
+        # A buffer moves them to its own device.
+        self._buffer.extend_columns(_transitions(self.observation, action, steps, self._apart))
         self.observation.copy_(steps.observation)
 
 
-def _transitions(observation: Tensor, action: Tensor, steps: Steps, apart: bool) -> TensorDict:
-    """One transition of each environment, `[E]`, or `[E, 1]` where they stay apart."""
-    batch = TensorDict(
-        {
-            "observation": observation,
-            "action": action,
-            "next": {
-                "observation": steps.next_observation,
-                "reward": steps.reward,
-                "done": steps.terminated | steps.truncated,
-                "terminated": steps.terminated,
-                "truncated": steps.truncated,
-            },
-        },
-        [observation.shape[0]],
-    )
-    return batch.unsqueeze(1) if apart else batch
+def _transitions(observation: Tensor, action: Tensor, steps: Steps, apart: bool) -> dict[NestedKey, Tensor]:
+    """The columns of one transition of each environment, `[E, ...]`, or `[E, 1, ...]` where they stay apart."""
+    columns: dict[NestedKey, Tensor] = {
+        "observation": observation,
+        "action": action,
+        ("next", "observation"): steps.next_observation,
+        ("next", "reward"): steps.reward,
+        ("next", "done"): steps.terminated | steps.truncated,
+        ("next", "terminated"): steps.terminated,
+        ("next", "truncated"): steps.truncated,
+    }
+    return {key: column.unsqueeze(1) for key, column in columns.items()} if apart else columns
 
 
 class SharedWeights:
@@ -266,7 +261,9 @@ class Collectors:
         observation, action = (torch.zeros(self._config.num_envs, size) for size in self._sizes)
         reward, flag = torch.zeros(len(observation), 1), torch.zeros(len(observation), 1, dtype=torch.bool)
         steps = Steps(observation, observation, reward, flag, flag)
-        return _transitions(observation, action, steps, rows_apart(self._config))
+        apart = rows_apart(self._config)
+        columns: Any = _transitions(observation, action, steps, apart)
+        return TensorDict(columns, [len(observation), 1] if apart else [len(observation)])
 
     def wait(self) -> None:
         """Wait until rows arrive and were taken in, or for a moment."""
