@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gpubuf.data.recording import CaptureError
 from gpubuf.kernels._operations import Dense, NotRepeatableError, Number, direct
 from gpubuf.kernels._registry import NAMESPACE, cpu_function
-from gpubuf.kernels.tape import A_STRIDES, COPY, OPERATION, OUT_STRIDES
+from gpubuf.kernels.tape import A_STRIDES, ADD, ADD_RELU, COPY, OPERATION, OUT_STRIDES, RELU, SIZES
 from gpubuf.kernels.tape._records import Record, blas, copy_of, records_of, room_for, run, table, to_be_changed
 
 _READS = torch.Tag.data_dependent_output
@@ -138,6 +140,18 @@ class _Operation:
             over.owned and over.end == i and over.numbers == to[0].numbers and strides[0] == strides[1] and at == to[1]
         )
         return over if same and other is not over else None
+
+    def join(self, before: _Operation) -> None:
+        """If this is the ReLU, in place, of a sum that the operation before ends with, do both at once."""
+        if len(self.records) != 1 or len(before.records) < 2:
+            return
+        (fields, places), (sum_fields, sum_places) = self.records[0], before.records[-1]
+        same = places[0] == places[1] == sum_places[0] and [fields[SIZES + i] for i in range(2)] == [1, 1]
+        whole = fields[SIZES + 2] == math.prod(sum_fields[SIZES + i] for i in range(3))
+        if same and whole and (fields[OPERATION], sum_fields[OPERATION]) == (RELU, ADD):
+            before.records.pop()
+            self.records = [({**sum_fields, OPERATION: ADD_RELU}, sum_places)]
+            self.uses |= before.uses
 
 
 class Tape(TorchDispatchMode):
@@ -331,6 +345,8 @@ class _Replay:
         self._needed: set[_Value] = set()
         # Records that have been written, and that come next.
         self._done = self._waiting = 0
+        for before, operation in pairwise(operations):
+            operation.join(before)
         self._mark(ends)
         self._place()
         records = [each for operation in operations for each in operation.records]

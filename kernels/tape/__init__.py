@@ -14,6 +14,7 @@ SIZES, OUT_STRIDES, A_STRIDES, B_STRIDES, NUMBER = 7, 10, 13, 16, 19
 COUNT, STEPS, ROWS, COLUMNS, INNER, TRANSPOSED_A, TRANSPOSED_B, LEADING_A, LEADING_B, LEADING_OUT, ONE, BETA, GROUPS = (
     7, 8, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
 )  # fmt: skip
+PARTS = 10
 FIELDS = 22
 
 #: Elements that are worked on at a time, in the first cache, where a result takes the place of what it is computed of.
@@ -22,7 +23,7 @@ TILE = 2048
 # Operations; NUMBER is the bits of a float64.
 PRODUCT = 0
 PRODUCTS = 1  # at once
-SUM = 2  # of A over the middle one of SIZES; OUT has the other two
+SUM = 2  # of A over the middle one of SIZES, as the sum of PARTS sums of every PARTS-th row; OUT has the other two
 COPY = 3  # A; elementwise from here on
 FILL = 4  # the number
 RELU = 5  # max(A, 0)
@@ -32,3 +33,4 @@ SUBTRACT = 8  # A - B
 MULTIPLY = 9  # A B
 ADD_NUMBER = 10  # A plus the number
 MULTIPLY_BY_NUMBER = 11  # A times the number
+ADD_RELU = 12  # max(A + B, 0), where OUT is A

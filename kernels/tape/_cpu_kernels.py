@@ -11,6 +11,7 @@ from gpubuf.kernels.tape import (
     A_STRIDES,
     ADD,
     ADD_NUMBER,
+    ADD_RELU,
     B_STRIDES,
     BETA,
     COLUMNS,
@@ -30,6 +31,7 @@ from gpubuf.kernels.tape import (
     OPERATION,
     OUT,
     OUT_STRIDES,
+    PARTS,
     PRODUCT,
     PRODUCTS,
     RELU,
@@ -68,6 +70,8 @@ def _one(operation, a, b, number):  # type: ignore[no-untyped-def]
         return a * b
     if operation == ADD_NUMBER:
         return a + number
+    if operation == ADD_RELU:
+        return zero if a + b < zero else a + b
     return a * number
 
 
@@ -100,6 +104,9 @@ def _dense(operation, out, a, b, n, number):  # type: ignore[no-untyped-def]
     elif operation == ADD_NUMBER:
         for j in range(n):
             y[j] = x[j] + number
+    elif operation == ADD_RELU:
+        for j in range(n):
+            y[j] = _one(ADD_RELU, y[j], z[j], number)
     else:
         for j in range(n):
             y[j] = x[j] * number
@@ -128,10 +135,10 @@ def _elementwise(at, out, a, b, tile):  # type: ignore[no-untyped-def]
             x = a + 4 * (j * field[A_STRIDES] + k * field[A_STRIDES + 1])
             z = b + 4 * (j * field[B_STRIDES] + k * field[B_STRIDES + 1])
             # LLVM's vectors need memory that nothing else in the loop refers to: a tile, where that is not so.
-            aside = to in (x, z)
-            part = TILE if aside else n
-            for start in range(0, n, part):
-                count = min(part, n - start)
+            aside = to in (x, z) and operation != ADD_RELU
+            start = 0
+            while start < n:
+                count = min(TILE, n - start) if aside else n
                 here, x_here, z_here = to + 4 * start, x + 4 * start * a_stride, z + 4 * start * b_stride
                 target = tile if aside else here
                 if dense:
@@ -142,6 +149,7 @@ def _elementwise(at, out, a, b, tile):  # type: ignore[no-untyped-def]
                     _strided(operation, target, x_here, a_stride, z_here, b_stride, count, number)
                 if aside:
                     copy_bytes(here, tile, 4 * count)
+                start += count
 
 
 @jit
@@ -153,25 +161,32 @@ def _add_row(total, row, n):  # type: ignore[no-untyped-def]
 
 @jit
 def _sum(at, out, a, sums):  # type: ignore[no-untyped-def]
-    """Rows are added as in PyTorch, in sums of sums of at least 16 rows each; ``sums`` is room for four rows."""
+    """Rows are added as in PyTorch, in sums of sums of at least 16 rows each; ``sums`` is room for four of them."""
     field = carray(as_i64(at), FIELDS)
-    rows, width = field[SIZES + 1], field[SIZES + 2]
+    rows, width, parts = field[SIZES + 1], field[SIZES + 2], field[PARTS]
+    # A row of every part is one row here.
+    many, wide = rows // parts, parts * width
     power = 4
-    while 1 << (4 * power + 3) < rows:
+    while 1 << (4 * power + 3) < many:
         power += 1
     mask = (1 << power) - 1
     for j in range(field[SIZES]):
-        _dense(FILL, sums, sums, sums, 4 * width, np.float32(0))
-        for i in range(1, rows + 1):
-            _add_row(sums, a + 4 * width * (j * rows + i - 1), width)
+        first = a + 4 * width * j * rows
+        _dense(FILL, sums, sums, sums, 4 * wide, np.float32(0))
+        for i in range(1, many + 1):
+            _add_row(sums, first + 4 * wide * (i - 1), wide)
             level = 0
             while level < 3 and not i & (mask << (level * power)):
-                lower = sums + 4 * width * level
-                _add_row(lower + 4 * width, lower, width)
-                _dense(FILL, lower, lower, lower, width, np.float32(0))
+                lower = sums + 4 * wide * level
+                _add_row(lower + 4 * wide, lower, wide)
+                _dense(FILL, lower, lower, lower, wide, np.float32(0))
                 level += 1
         for level in range(1, 4):
-            _add_row(sums, sums + 4 * width * level, width)
+            _add_row(sums, sums + 4 * wide * level, wide)
+        for i in range(many * parts, rows):
+            _add_row(sums, first + 4 * width * i, width)
+        for part in range(1, parts):
+            _add_row(sums, sums + 4 * width * part, width)
         copy_bytes(out + 4 * width * j, sums, 4 * width)
 
 

@@ -39,6 +39,7 @@ from gpubuf.kernels.tape import (
     OPERATION,
     OUT,
     OUT_STRIDES,
+    PARTS,
     PRODUCT,
     PRODUCTS,
     RELU,
@@ -108,7 +109,7 @@ def table(records: Sequence[tuple[dict[int, int], Sequence[tuple[int, int]]]]) -
 def room_for(records: Collection[dict[int, int]]) -> Tensor:
     """Memory that :data:`run` needs for records, given their fields, beside what they say."""
     needs = [4 * TILE]
-    needs += [16 * fields[SIZES + 2] for fields in records if fields[OPERATION] == SUM]
+    needs += [16 * fields[PARTS] * fields[SIZES + 2] for fields in records if fields[OPERATION] == SUM]
     needs += [24 * fields[COUNT] for fields in records if fields[OPERATION] == PRODUCTS]
     return torch.empty(max(needs), dtype=torch.uint8)
 
@@ -317,27 +318,29 @@ def _products(out: Tensor, x: Tensor, y: Tensor, bias: Tensor | None) -> Candida
     """Each way to compute ``x @ y + bias``, of matrices or of N of them: PyTorch's own way has the same bits."""
     if not (out.is_contiguous() and _is_plain(x) and _is_plain(y) and x.shape[-1]):
         return
+    # Before the product, a copy of the bias that it is added to; or a sum after it, which a ReLU may join.
     first = [] if bias is None else _record(COPY, out, bias)
-    if bias is not None and not first:
+    last = [] if bias is None else _record(ADD, out, out, bias)
+    if bias is not None and not (first and last):
         return
     if x.shape[-1] == 1:
-        yield _record(MULTIPLY, out, x, y) + ([] if bias is None else _record(ADD, out, out, bias))
+        yield _record(MULTIPLY, out, x, y) + last
     count = out.shape[0] if out.ndim == 3 else 1
     steps = [4 * each.stride(0) if each.ndim == 3 else 0 for each in (out, x, y)]
     (rows, inner), columns = x.shape[-2:], y.shape[-1]
     functions = [each for each, address in zip((PRODUCT, PRODUCTS), blas(), strict=True) if address]
     matrices = [each[0] if each.ndim == 3 else each for each in (x, y)]
     layouts = product(*map(_layouts, matrices))
-    for function, (left, right) in product(functions, layouts):
-        shared = {OPERATION: function, COUNT: count, INNER: inner, ONE: _BITS_OF_1, GROUPS: 1}
-        shared[BETA] = 0 if bias is None else _BITS_OF_1
+    orders = [([], 0, last)] if bias is None else [([], 0, last), (first, _BITS_OF_1, [])]
+    for function, (left, right), (before, beta, after) in product(functions, layouts, orders):
+        shared = {OPERATION: function, COUNT: count, INNER: inner, ONE: _BITS_OF_1, BETA: beta, GROUPS: 1}
         # Fortran's matrices have their columns side by side: it computes the transposed product.
         sides = (y, right, steps[2]), (x, left, steps[1])
-        yield [*first, _product(shared, columns, rows, out, steps[0], *sides)]
+        yield [*before, _product(shared, columns, rows, out, steps[0], *sides), *after]
         if columns == 1:
             # The one column is also that of the product itself.
             sides = (x, (not left[0], left[1]), steps[1]), (y, (not right[0], right[1]), steps[2])
-            yield [*first, _product(shared, rows, 1, out, steps[0], *sides)]
+            yield [*before, _product(shared, rows, 1, out, steps[0], *sides), *after]
 
 
 _Side = tuple[Tensor, tuple[bool, int], int]
@@ -371,8 +374,17 @@ def _summed(out: Tensor, x: Tensor, dims: Sequence[int] | None, keepdim: bool = 
     if dims is None or len(dims) != 1 or not (_is_plain(x) and x.is_contiguous() and out.is_contiguous()):
         return
     at = dims[0] % x.ndim
-    sizes = math.prod(x.shape[:at]), x.shape[at], math.prod(x.shape[at + 1 :])
-    yield [Record({OPERATION: SUM, **{SIZES + i: each for i, each in enumerate(sizes)}}, (out, x, x))]
+    count, rows, width = math.prod(x.shape[:at]), x.shape[at], math.prod(x.shape[at + 1 :])
+    for parts in (1, 4):
+        yield [_sum((count, rows, width), parts, out, x)]
+    for lanes in (16, 8) if width == 1 and rows % 16 == 0 else ():
+        # One number is summed as a vector's lanes first.
+        each = x.new_empty(count, lanes)
+        yield [_sum((count, rows // lanes, lanes), 4, each, x), _sum((count, lanes, 1), 1, out, each)]
+
+
+def _sum(sizes: tuple[int, int, int], parts: int, out: Tensor, x: Tensor) -> Record:
+    return Record({OPERATION: SUM, PARTS: parts, **{SIZES + i: n for i, n in enumerate(sizes)}}, (out, x, x))
 
 
 #: Those that may be computed in several ways, which round differently.

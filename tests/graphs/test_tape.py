@@ -45,6 +45,10 @@ ONE = {
     "turned": lambda x, c: (x + 1).t().contiguous().t() + x,
     "times its own row": lambda x, c: _times(x + 1, slice(0, 1)),
     "times a row": lambda x, c: (x + 1)[:1] * x,
+    "a layer": lambda x, c: torch.addmm(c["row"], x, c["square"]).relu_(),
+    "layers of nets": lambda x, c: torch.baddbmm(c["biases"], x.expand(3, -1, -1), c["nets"]).relu_()[1],
+    "sums of few columns": lambda x, c: (c["tall"][:, :4] * x[:1, :4]).sum(0, keepdim=True)[:, 1:2] * x,
+    "sums of one column": lambda x, c: (c["tall"][:, :1] * x[:1, :1]).sum(0, keepdim=True) * x,
     "a part in place": lambda x, c: _shifted(x.clone()),
     "other dtype": lambda x, c: ((x + 1).view(torch.int32) & 0x7FFFFFFF).view(torch.float32),
     "a part for PyTorch": lambda x, c: torch.cat([(x + 1)[2:].tanh(), x[:2]]),
@@ -78,7 +82,7 @@ STEP = st.one_of(
 def constants() -> dict[str, Tensor]:
     drawn = torch.Generator().manual_seed(1)
     sizes = {"row": (1, WIDTH), "column": (ROWS, 1), "number": (), "square": (WIDTH, WIDTH)}
-    sizes |= {"nets": (3, WIDTH, WIDTH), "biases": (3, 1, WIDTH), "count": (1,)}
+    sizes |= {"nets": (3, WIDTH, WIDTH), "biases": (3, 1, WIDTH), "count": (1,), "tall": (48, WIDTH)}
     return {name: torch.randn(size, generator=drawn) for name, size in sizes.items()}
 
 
@@ -103,7 +107,14 @@ def run(steps: list[tuple], returned: list[int], on_cpu: bool) -> list[Tensor]:
 
 
 #: What is left to PyTorch; it multiplies small batches of matrices without BLAS.
-CALLED = {"nets": 1, "nets of one column": 1, "overlapping": 1, "PyTorch's own": 2, "of a view of a result": 1}
+CALLED = {
+    "nets": 1,
+    "nets of one column": 1,
+    "layers of nets": 1,
+    "overlapping": 1,
+    "PyTorch's own": 2,
+    "of a view of a result": 1,
+}
 CALLED |= {"drawn": 1, "double": 3, "not a number": 3, "a constant of another shape": 3, "a copy and a part": 2}
 CALLED |= {"a part for PyTorch": 1, "no inner elements": 1, "other dtype": 1, "whole numbers beside": 2}
 
