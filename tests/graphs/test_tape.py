@@ -44,7 +44,7 @@ ONE = {
     "stacked": lambda x, c: torch.stack([x[0], x[2], x[1], x[3], x[5], x[4]]),
     "turned": lambda x, c: (x + 1).t().contiguous().t() + x,
     "times its own row": lambda x, c: _times(x + 1, slice(0, 1)),
-    "times a row": lambda x, c: (x + 1)[:1] * x,
+    "times a first row": lambda x, c: (x + 1)[:1] * x,
     "a layer": lambda x, c: torch.addmm(c["row"], x, c["square"]).relu_(),
     "layers of nets": lambda x, c: torch.baddbmm(c["biases"], x.expand(3, -1, -1), c["nets"]).relu_()[1],
     "sums of few columns": lambda x, c: (c["tall"][:, :4] * x[:1, :4]).sum(0, keepdim=True)[:, 1:2] * x,
