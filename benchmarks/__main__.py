@@ -16,10 +16,9 @@ import torch
 
 from benchmarks.measure.machine import result_path
 from benchmarks.report import curves
-from benchmarks.report.comparison import missing, names, placements, read, table
+from benchmarks.report.comparison import missing, read, table
 from benchmarks.run import compare_threads, curves_path, run_benchmarks
 from benchmarks.workloads.registry import REGISTRY, TITLES
-from benchmarks.workloads.sweeps import AXES
 from gpubuf.terminal import show
 from gpubuf.train.config import UsageError
 
@@ -103,12 +102,8 @@ def measured(options: dict[str, Any]) -> int:
     if not paths:
         raise UsageError("nothing of that kind can be measured here")
     results = read(paths)
-    workloads = [name for axis in (None, *(axis.name for axis in AXES)) for name in names(results, axis)]
-    if workloads:
-        show(table(results, workloads))
-    placed = placements(results)
-    if placed:
-        show(placed)
+    if results.workloads:
+        show(table(results))
     left_out = missing(results)
     if left_out:
         print("Not measured:\n" + "\n".join(f"  {line}" for line in left_out))
