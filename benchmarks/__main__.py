@@ -30,7 +30,7 @@ def registered() -> list[tuple[str, ...]]:
     """Every workload with its sizes and the libraries that run it."""
     lines: list[tuple[str, ...]] = [("workload", "capacity", "batch", "bytes per row", "libraries")]
     for entry in REGISTRY.values():
-        sizes = (f"{size:,}" for size in (entry.sizes.capacity, entry.sizes.batch, entry.sizes.row_bytes))
+        sizes = (f"{size:,}" for size in (entry.capacity, entry.batch, entry.row_bytes))
         lines.append((entry.name, *sizes, " ".join(entry.libraries)))
     return lines
 

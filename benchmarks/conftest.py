@@ -16,8 +16,9 @@ import torch
 from benchmarks.measure import clocks
 from benchmarks.measure.machine import describe
 from benchmarks.measure.results import write_whole
-from benchmarks.workloads.registry import REGISTRY, TITLES, Entry, environment, in_order
+from benchmarks.workloads.registry import REGISTRY, TITLES, environment, in_order
 from benchmarks.workloads.replay import network_updates
+from benchmarks.workloads.workload import Workload
 
 #: Seconds that a benchmark is repeated for: those of the tables, and the points of curves.
 SECONDS, POINT_SECONDS = 2.0, 0.25
@@ -63,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[RESULTS] = {**machine, "benchmarks": [], "skipped": [], **known}
 
 
-def chosen(config: pytest.Config) -> list[Entry]:
+def chosen(config: pytest.Config) -> list[Workload]:
     """The workloads that the options ask for."""
     option = config.getoption
     return [
@@ -120,15 +121,15 @@ def within_the_deadline(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def measure(benchmark, device: str) -> Callable[[Entry, str, Any, Callable[[], object]], None]:
+def measure(benchmark, device: str) -> Callable[[Workload, str, Any, Callable[[], object]], None]:
     """``measure(entry, library, filled, call)`` times the call, in the group of its workload."""
 
-    def run(entry: Entry, library: str, filled: Any, call: Callable[[], object]) -> None:
+    def run(entry: Workload, library: str, filled: Any, call: Callable[[], object]) -> None:
         between = network_updates() if entry.between else None
         clock = clocks.of(filled, device)
         clocks.warm_up(call, clock, HUGE_WARM_UP if entry.huge else benchmark._max_time / 4)
         many, calls = clocks.repeated(call, clock)
-        traffic = entry.traffic(library, device) if entry.traffic else None
+        traffic = entry.traffic(library, device)
         benchmark.group = entry.name
         benchmark.extra_info.update(
             workload=entry.name,
@@ -137,10 +138,9 @@ def measure(benchmark, device: str) -> Callable[[Entry, str, Any, Callable[[], o
             calls=calls,
             clock=clock.name,
             title=entry.title,
-            operation=entry.operation,
-            capacity=entry.sizes.capacity,
-            batch=entry.sizes.batch,
-            row_bytes=entry.sizes.row_bytes,
+            capacity=entry.capacity,
+            batch=entry.batch,
+            row_bytes=entry.row_bytes,
             **({"axis": entry.axis, "value": entry.value} if entry.axis else {}),
             **({"bytes": traffic.bytes, "launches": traffic.launches, "bus": traffic.bus} if traffic else {}),
             **entry.extra(filled, library),

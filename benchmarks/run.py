@@ -21,7 +21,8 @@ from benchmarks.measure import roofline
 from benchmarks.measure.elsewhere import PEER_ENVIRONMENTS, ROOT, peer_python
 from benchmarks.measure.machine import PACKAGES, describe, result_path
 from benchmarks.measure.results import write_results
-from benchmarks.workloads.registry import PEERS, REGISTRY, TITLES, environment
+from benchmarks.peers.libraries import PEERS
+from benchmarks.workloads.registry import REGISTRY, TITLES, environment
 
 
 def benchmark_options(into: Path, kind: str) -> list[str]:

@@ -27,6 +27,11 @@ class Column:
         """Bytes of it in a row."""
         return self.width * self.dtype.itemsize
 
+    @property
+    def array_dtype(self) -> np.dtype:
+        """The dtype of a NumPy array of it."""
+        return torch.empty(0, dtype=self.dtype).numpy().dtype
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -28,7 +28,7 @@ from benchmarks.measure.figures import (
 )
 from benchmarks.measure.machine import RESULTS
 from benchmarks.measure.results import Run, Runs, newest_runs
-from benchmarks.peers.libraries import GpubufGraph
+from benchmarks.peers.libraries import LIBRARIES, GpubufGraph
 from benchmarks.report import pictures
 from benchmarks.report.comparison import libraries, medians
 from benchmarks.report.learning import LEARNING_PLOT, algorithms_section, draw_learning, speed_section, training_table
@@ -36,7 +36,7 @@ from benchmarks.report.memory import memory_tables
 from benchmarks.studies.kernels import launches_table
 from benchmarks.studies.side_by_side import TABLES, section
 from benchmarks.studies.writers import writers_section
-from benchmarks.workloads.registry import LIBRARIES, REGISTRY, TITLES
+from benchmarks.workloads.registry import REGISTRY, TITLES
 from benchmarks.workloads.replay import WORKLOADS
 from benchmarks.workloads.slices import CURVE, OPERATIONS, SIZES, SLICES, short, sized
 
@@ -165,7 +165,7 @@ def sizes_table(run: Run) -> str:
             if ours is not None:
                 found.setdefault(stored, []).append(ours)
             row += [or_open(ours), against(ours, run.median(workload, "torchrl"))]
-            if "torchrl-uncached" in SLICES[workload].variants:
+            if "torchrl-uncached" in SLICES[workload].libraries:
                 row.append(against(ours, run.median(workload, "torchrl-uncached")))
         found_here = run.of(sized(stored, capacity, "sample")).get("gpubuf", {"extra_info": {}})
         index_bytes = found_here["extra_info"].get("index_bytes_per_row")

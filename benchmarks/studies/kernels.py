@@ -181,13 +181,7 @@ def microseconds(call: Callable[[], object], device: str) -> float:
     clock = clocks.of(None, device)
     for _ in range(WARM_UP):
         replay()
-    rounds = []
-    for _ in range(ROUNDS):
-        begun = clock.timer()
-        for _ in range(REPLAYS):
-            replay()
-        rounds.append((clock.timer() - begun) / (REPLAYS * REPEATS) * 1e6)
-    return statistics.median(rounds)
+    return statistics.median(clocks.runs(replay, clock, ROUNDS, REPLAYS)) / REPEATS * 1e6
 
 
 def timed(device: str) -> list[dict[str, object]]:
