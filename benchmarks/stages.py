@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import roofline
-from benchmarks.measure.machine import RESULTS, describe
+from benchmarks.measure.elsewhere import ROOT
+from benchmarks.measure.machine import RESULTS
 from benchmarks.measure.results import Run, write_whole
 from benchmarks.report import curves
 from benchmarks.report.comparison import combined
-from benchmarks.run import ROOT, benchmark_options, curves_path, of_curves
+from benchmarks.run import begin, benchmark_command, curves_path, write_parts
 from gpubuf.kernels._tuned import slug, user_folder
 
 #: Seconds of a stage. A step that would have less than ``LEAST`` is left out, and said.
@@ -202,10 +202,10 @@ class Plan:
         return Step(name, command, seconds, given, junit, before[0] if before else "")
 
     def _benchmarks(self, name: str, seconds: float, workloads: Sequence[str], *more: str) -> Step:
-        options = [*benchmark_options(self.results, self.kind), "--environment=gpubuf", "--deadline={deadline}"]
-        options += [f"--workload={pattern}" for pattern in workloads]
-        options += ["--quick", "--seconds=0.05"] if self.kind == "cpu" else []
-        return Step(name, (sys.executable, "-m", "pytest", "-W", "default", *options, *more), seconds, PLUGINS)
+        command = benchmark_command(sys.executable, self.results, self.kind, ["gpubuf"])
+        options = ["--deadline={deadline}", *(f"--workload={pattern}" for pattern in workloads)]
+        options += ["--quick"] if self.kind == "cpu" else []
+        return Step(name, (*command, *options, *more), seconds, PLUGINS)
 
 
 def gpu_files() -> list[str]:
@@ -349,25 +349,14 @@ def keep_tuned(data: dict[str, Any], folder: Path) -> None:
 
 
 def describe_machine(path: Path, kind: str) -> None:
-    """Begin the file of results with a description of the machine, and print more about it.
-
-    The speeds come last: they are the first launches of Triton's, and may fail or hang.
-    """
-    machine = describe(kind)
-    write_whole(path, {"machine_info": machine})
+    """Begin the file of results, after printing what there is about the machine."""
     # Of the machine itself too: what compute-sanitizer and ncu can do depends on what runs the guest.
     runtime = (["uname", "-a"], ["systemd-detect-virt"], ["cat", "/proc/version", "/proc/driver/nvidia/params"])
-    for command in (
-        *runtime,
-        ["nvidia-smi"],
-        [sys.executable, "-m", "pip", "list"],
-        [sys.executable, "-m", "gpubuf", "info"],
-    ):
+    ours = ([sys.executable, "-m", *words] for words in (["pip", "list"], ["gpubuf", "info"]))
+    for command in (*runtime, ["nvidia-smi"], *ours):
         with contextlib.suppress(OSError):
             subprocess.run(command, cwd=ROOT, check=False)
-    machine["roofline"] = roofline.measure(kind)
-    print(f"this machine: {roofline.describe(machine['roofline'])}", flush=True)
-    write_whole(path, {"machine_info": machine})
+    begin(path, kind)
 
 
 def gather(folders: Sequence[Path], out: Path) -> list[Path]:
@@ -389,16 +378,8 @@ def gather(folders: Sequence[Path], out: Path) -> list[Path]:
     data["gpu_tests"] = together([run.data["gpu_tests"] for run in runs if "gpu_tests" in run.data])
     data["datetime"] = max(run.data["datetime"] for run in runs)
     del data["stage"]
-    machine = data["machine_info"]
-    machine["environments"] = dict.fromkeys(("gpubuf", *PEERS), machine["versions"])
-    path = out / f"{slug(machine['device']['name'])}-{data['datetime'][:10]}.json"
-    written = []
-    for each, points in ((path, False), (curves_path(path), True)):
-        chosen = of_curves(data, points)
-        if chosen["benchmarks"]:
-            each.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(each, chosen)
-            written.append(each)
+    path = out / f"{slug(data['machine_info']['device']['name'])}-{data['datetime'][:10]}.json"
+    written = write_parts(data, path)
     calls = [each for folder in folders for each in folder.glob(CALLS)]
     written += [Path(shutil.copy(each, out / f"calls-{path.name}")) for each in calls]
     for tuned in (each for folder in folders for each in folder.glob("tuned/*.json")):
