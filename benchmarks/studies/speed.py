@@ -18,66 +18,53 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.measure.elsewhere import ROOT, own_python
 from benchmarks.measure.machine import describe
 from benchmarks.measure.results import write_results
-from benchmarks.studies.learning import PEER_PYTHON, PEER_SCRIPT
+from benchmarks.studies.learning import PEER_SCRIPT
 
 STARTS = 1_000
-#: Of gpubuf, beside SAC.
-ALGORITHMS = ("fastsac", "flashsac", "redq", "crossq")
-#: Environment, name and arguments of the programs that the script of the study of learning trains.
-PEERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (("sb3", "Stable-Baselines3", ()), ("sbx", "SBX", ("--sbx",)))
-
-Command = Callable[[int, Path], list[str]]
-"""The command that trains for so many steps, with a folder for what it writes."""
+_SHARED = f"--env {{env}} --threads {{threads}} --total-steps {{steps}} --learning-starts {STARTS} --eval-every 0"
+#: The words after the interpreter. Stable-Baselines3 and SBX are trained by the script of the study of learning.
+OURS = f"-m gpubuf train --quiet --overwrite --device cpu --eval-episodes 1 --out {{folder}}/run {_SHARED}"
+STABLE = f"{PEER_SCRIPT.relative_to(ROOT)} --seed 0 --eval-episodes 1 --out {{folder}}/sb3.json {_SHARED}"
+CLEANRL = f"{{script}} --env-id {{env}} --no-cuda --total-timesteps {{steps}} --learning-starts {STARTS}"
 
 
-def ours(env: str, threads: int, *more: str) -> Command:
-    """``gpubuf train``."""
-    fixed = ("--env", env, "--device", "cpu", "--threads", str(threads))
-    fixed += ("--eval-every", "0", "--eval-episodes", "1", *more)
-    return lambda steps, folder: [
-        *(sys.executable, "-m", "gpubuf", "train", "--quiet", "--overwrite", "--out", str(folder / "run")),
-        *("--total-steps", str(steps), "--learning-starts", str(STARTS), *fixed),
-    ]
-
-
-def stable_baselines3(env: str, threads: int, python: Path, *more: str) -> Command:
-    """Its SAC, or that of SBX, by the script of the study of learning."""
-    fixed = ("--env", env, "--seed", "0", "--eval-every", "0", "--eval-episodes", "1", "--threads", str(threads), *more)
-    return lambda steps, folder: [
-        *(str(python), str(PEER_SCRIPT), "--total-steps", str(steps), "--learning-starts", str(STARTS)),
-        *("--out", str(folder / "sb3.json"), *fixed),
-    ]
-
-
-def cleanrl(env: str, script: Path) -> Command:
-    """Its SAC for continuous actions."""
-    return lambda steps, folder: [
-        *(str(PEER_PYTHON), str(script), "--env-id", env, "--no-cuda"),
-        *("--total-timesteps", str(steps), "--learning-starts", str(STARTS)),
-    ]
-
-
-def seconds(command: Command, steps: int, threads: int = 1) -> float:
+def seconds(command: Sequence[str], steps: int, threads: int = 1) -> float:
     """What a whole run of the program takes, on as many cores as it may have threads: XLA has no other limit."""
     number = str(threads)
     limited = {**os.environ, "OMP_NUM_THREADS": number, "MKL_NUM_THREADS": number}
+    cores = sorted(os.sched_getaffinity(0))[:threads]
     with tempfile.TemporaryDirectory() as folder:
+        words = [word.replace("{steps}", str(steps)).replace("{folder}", folder) for word in command]
         began = time.perf_counter()
-        cores = sorted(os.sched_getaffinity(0))[:threads]
-        subprocess.run(
-            ["taskset", "-c", ",".join(map(str, cores)), *command(steps, Path(folder))],
-            check=True,
-            cwd=ROOT,
-            env=limited,
-            stdout=subprocess.DEVNULL,
-        )
+        limit = ["taskset", "-c", ",".join(map(str, cores))]
+        subprocess.run([*limit, *words], check=True, cwd=ROOT, env=limited, stdout=subprocess.DEVNULL)
         return time.perf_counter() - began
+
+
+def programs(env: str, threads: int, script: Path | None) -> dict[str, list[str]]:
+    """The command of every program that is installed; in its words ``{steps}`` and ``{folder}`` stay open."""
+    stable, sbx = (str(own_python(peer)) for peer in ("sb3", "sbx"))
+    commands = {
+        "gpubuf, uniform": (sys.executable, OURS),
+        "gpubuf, prioritized": (sys.executable, f"{OURS} --prioritized"),
+        "Stable-Baselines3": (stable, STABLE),
+        "SBX": (sbx, f"{STABLE} --sbx"),
+        **({"CleanRL": (stable, CLEANRL)} if script else {}),
+    }
+    given = {"{env}": env, "{threads}": str(threads), "{script}": str(script and script.resolve())}
+    found = {}
+    for name, (python, words) in commands.items():
+        if Path(python).exists():
+            found[name] = [python, *(given.get(word, word) for word in words.split())]
+        else:
+            print(f"left out: {name}, whose environment is missing; `make {Path(python).parents[1]}/.ready` makes it")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -87,41 +74,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--many", type=int, default=3_500, help="updates of the long run; default: 3500")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     parser.add_argument("--threads", type=int, default=1, help="of every program, on so many cores; default: 1")
-    parser.add_argument("--algorithms", action="store_true", help="also gpubuf's other algorithms")
     parser.add_argument("--cleanrl", type=Path, help="CleanRL's sac_continuous_action.py")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/speed-<device>-<date>.json")
     options = parser.parse_args(arguments)
     if options.many <= options.few:
         parser.error("--many must be more than --few")
-    env, threads = options.env, options.threads
-    programs = {
-        "gpubuf, uniform": ours(env, threads),
-        "gpubuf, prioritized": ours(env, threads, "--prioritized"),
-    }
-    for peer, title, more in PEERS:
-        python = own_python(peer)
-        if python.exists():
-            programs[title] = stable_baselines3(env, threads, python, *more)
-        else:
-            print(f"left out: {title}, which is not in .peers/{peer}; `make .peers/{peer}/.ready` installs it")
-    if options.cleanrl is not None and "Stable-Baselines3" in programs:
-        programs["CleanRL"] = cleanrl(env, options.cleanrl.resolve())
-    if options.algorithms:
-        programs |= {f"gpubuf, {name}": ours(env, threads, "--algo", name) for name in ALGORITHMS}
-    machine = {**describe("cpu"), "threads": threads}
-    speeds: dict[str, list[float]] = {name: [] for name in programs}
+    machine = {**describe("cpu"), "threads": options.threads}
+    speeds: dict[str, list[float]] = {}
+    chosen = programs(options.env, options.threads, options.cleanrl)
     for _ in range(options.rounds):
-        for name, command in programs.items():
-            short, long = (seconds(command, STARTS + updates, threads) for updates in (options.few, options.many))
-            speeds[name].append((options.many - options.few) / (long - short))
-            print(f"{name}: {speeds[name][-1]:.1f} steps per second", flush=True)
+        for name, command in chosen.items():
+            short, long = (seconds(command, STARTS + n, options.threads) for n in (options.few, options.many))
+            speeds.setdefault(name, []).append(round((options.many - options.few) / (long - short), 1))
+            print(f"{name}: {speeds[name][-1]} steps per second", flush=True)
     found = [
-        {
-            "program": name,
-            "env": options.env,
-            "steps_per_second": round(statistics.median(rounds), 1),
-            "rounds": [round(speed, 1) for speed in rounds],
-        }
+        {"program": name, "env": options.env, "steps_per_second": round(statistics.median(rounds), 1), "rounds": rounds}
         for name, rounds in speeds.items()
     ]
     write_results("speed", found, machine, options.out)
