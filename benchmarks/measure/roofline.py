@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -131,12 +130,6 @@ def _measure_gpu() -> dict[str, float]:
     }
 
 
-def describe(measured: dict[str, Any]) -> str:
+def describe(measured: dict[str, float]) -> str:
     """The measured speeds, for people."""
-    parts = [f"copies at {measured['copy_bytes_per_second'] / 1e9:.1f} GB/s"]
-    if "bus_bytes_per_second" in measured:
-        parts.append(f"pinned memory to the GPU at {measured['bus_bytes_per_second'] / 1e9:.1f} GB/s")
-    parts.append(f"{measured['launch_seconds'] * 1e6:.2f} µs per launch")
-    if "graph_launch_seconds" in measured:
-        parts.append(f"{measured['graph_launch_seconds'] * 1e6:.2f} µs inside a graph")
-    return ", ".join(parts)
+    return ", ".join(f"{speed:.3g} {name.replace('_', ' ')}" for name, speed in measured.items())

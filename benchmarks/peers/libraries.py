@@ -327,7 +327,8 @@ class Cpprb(Library):
 
     def open(self) -> None:
         columns = {
-            column.name: {"shape": column.width, "dtype": column.array_dtype} for column in self.source.layout.columns
+            name: {"shape": column.shape[1], "dtype": column.numpy().dtype}
+            for name, column in self.source.layout.row.items()
         }
         if self.prioritized:
             buffer = self.library.PrioritizedReplayBuffer(len(self.source), columns, alpha=ALPHA, eps=EPS)
@@ -516,12 +517,12 @@ class StableBaselines(Library):
 
     def row_bytes(self) -> int:
         # observation and next observation, action, and three float32: reward, done, timeout
-        return 24 if self.source.layout is TINY else self.source.layout.row_bytes + 10
+        return 24 if self.source.layout == TINY else self.source.layout.row_bytes + 10
 
     def open(self) -> None:
-        layout = self.source.layout
-        seen = self.box(0, 1, (layout.width("observation"),), np.int32 if layout is TINY else np.float32)
-        action = self.box(-1, 1, (max(layout.width("action"), 1),), np.float32)
+        observation, layout = self.source.layout.row["observation"].numpy(), self.source.layout
+        seen = self.box(0, 1, observation.shape[1:], observation.dtype)
+        action = self.box(-1, 1, (max(layout.action, 1),), np.float32)
         self.buffer = self.buffer_class(len(self.source), seen, action, device=self.device, n_envs=self.envs)
         self.sample = self.buffer.sample
         self.extend = self.write
@@ -562,8 +563,8 @@ class StableBaselines(Library):
 
     def named(self, array: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
         """The columns of the layout, with their dtypes, out of arrays by the library's names."""
-        columns = [column for column in self.source.layout.columns if column.name not in self.lacks]
-        return {column.name: array(STABLE_NAMES[column.name]).astype(column.array_dtype) for column in columns}
+        columns = {name: column for name, column in self.source.layout.row.items() if name not in self.lacks}
+        return {name: array(STABLE_NAMES[name]).astype(column.numpy().dtype) for name, column in columns.items()}
 
 
 class Placed(Gpubuf):

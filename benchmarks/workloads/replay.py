@@ -30,7 +30,7 @@ from benchmarks.peers.libraries import (
     Library,
     UnavailableError,
 )
-from benchmarks.peers.sources import TRANSITIONS, Layout, Source, transitions_layout
+from benchmarks.peers.sources import TRANSITIONS, Layout, Source
 from benchmarks.workloads.workload import Workload
 
 CAPACITY = 1_000_000
@@ -372,7 +372,7 @@ def replay(
 def _placement(batch: int) -> Replay:
     """A batch of rows that are not all on the GPU."""
     # An observation and the next one of 2 KiB each: rows of 4 KiB, and a GiB of them.
-    layout = transitions_layout(512, 1)
+    layout = Layout(512, 1)
     rows = (1 << 30) // layout.row_bytes // 64 * 64
     named = {"name": f"placement-{batch}", "title": f"uniform sample, {batch}, rows of 4 KiB by where they lie"}
     return replay(UNIFORM_SAMPLE, batch, rows, layout, libraries=tuple(PLACEMENTS), devices=("cuda",), **named)

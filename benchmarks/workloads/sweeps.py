@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from benchmarks.peers.sources import TINY, TRANSITIONS, Layout, transitions_layout
+from benchmarks.peers.sources import TINY, TRANSITIONS, Layout
 from benchmarks.workloads.replay import (
     CAPACITY,
     EXTEND,
@@ -57,7 +57,7 @@ class Axis:
 
 
 def _by_row(numbers: int) -> tuple[int, int, Layout]:
-    layout = transitions_layout(numbers, 1)
+    layout = Layout(numbers, 1)
     # A multiple of 64, which a library that writes steps of many environments needs.
     return 256, min(CAPACITY, ROWS_BYTES // layout.row_bytes // 64 * 64), layout
 
