@@ -100,12 +100,15 @@ def device(request: pytest.FixtureRequest) -> str:
     return kind
 
 
-@pytest.fixture(autouse=True)
-def within_the_deadline(request: pytest.FixtureRequest) -> None:
+def in_time(deadline: float | None) -> None:
     """Skip a benchmark that would begin too late."""
-    deadline = request.config.getoption("--deadline")
     if deadline is not None and time.time() > deadline:
         pytest.skip("the time for this run was over")
+
+
+@pytest.fixture(autouse=True)
+def within_the_deadline(request: pytest.FixtureRequest) -> None:
+    in_time(request.config.getoption("--deadline"))
 
 
 @pytest.fixture
