@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,26 @@ def vector(n: int, dtype: torch.dtype) -> Tensor:
 def returned(results: list[Tensor]) -> Any:
     """Results as an operation returns them."""
     return tuple(results) if len(results) > 1 else results[0]
+
+
+class Number(NamedTuple):
+    """The value of a tensor in a :data:`KernelCall`."""
+
+    tensor: Tensor
+
+
+class Dense(NamedTuple):
+    """A dense copy of a tensor in a :data:`KernelCall`."""
+
+    tensor: Tensor
+
+
+KernelCall = tuple[Any, list[Any]]
+"""A kernel, and its arguments: numbers, tensors whose addresses it takes, :class:`Number` and :class:`Dense`."""
+
+
+class NotRepeatableError(Exception):
+    """A call that converts its arguments, or shares its rows among threads."""
 
 
 class Declaration:

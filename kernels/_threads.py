@@ -18,6 +18,9 @@ import torch
 #: millisecond. To hand them over takes 10 to 20 µs where a core is idle, and a time slice where none is.
 ROWS_A_THREAD = 8_192
 
+#: Rows from which on there may be two parts.
+TWO_PARTS = 2 * ROWS_A_THREAD
+
 # Parts begin at multiples of this, so that no two threads write to one cache line.
 _STEP = 64
 
@@ -140,7 +143,7 @@ def call_in_parts(
 
     The caller's thread does the first part, and waits for all. ``work`` as in :func:`parts`.
     """
-    if n * work < 2 * ROWS_A_THREAD:
+    if n * work < TWO_PARTS:
         return (kernel(*before, 0, n, *after),)
     return _workers.call(kernel, [(*before, first, length, *after) for first, length in parts(n, work)])
 

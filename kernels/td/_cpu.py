@@ -1,15 +1,71 @@
-"""Temporal-difference learning on the CPU, in plain PyTorch: see docs/decisions.md for what compiled loops would save.
+"""Temporal-difference learning on the CPU: compiled loops, and lambda returns in plain PyTorch.
 
-Rows are one dimension here, critics ``[N, n]``, and numbers of one element are read at once.
+One kernel serves both precisions: the flag ``wide`` says whether every float array is float64 or float32, and the
+arithmetic is float64 either way. The address 0 stands for an absent argument.
 """
 
-from __future__ import annotations
+# Numba needs the real signatures: no `from __future__ import annotations`.
 
+import numpy as np
 import torch
+from numba import carray
 from torch import Tensor
 
+from gpubuf.kernels import td
+from gpubuf.kernels._jit import jit
+from gpubuf.kernels._loops import loop
 from gpubuf.kernels._operations import computing_dtype
-from gpubuf.kernels.td import AVERAGE, L1, L2, MEAN, NONE, SMALLEST, check_loss, check_sequences, check_target
+from gpubuf.kernels._primitives import as_u8, load, read, store, total_of, write
+from gpubuf.kernels.td import AVERAGE, L1, L2, NONE, SMALLEST, check_sequences, check_target
+from gpubuf.kernels.td._cpu_reduce import (
+    TILE,
+    load_factors,
+    load_mean,
+    load_smallest,
+    load_weights,
+    normaliser,
+)
+
+
+@loop(td.soft_td_target)
+def soft_td_target(  # type: ignore[no-untyped-def]
+    next_q,
+    next_log_prob,
+    alpha,
+    reward,
+    terminated,
+    gamma: float,
+    steps,
+    combine,
+    n,
+    nets,
+    wide: bool,
+    target_out,
+):
+    temperature = read(alpha, wide, 0) if alpha else 0.0
+    ended = carray(as_u8(terminated), n)
+    values, rewards, other, which = np.empty(TILE), np.empty(TILE), np.empty(TILE), np.empty(TILE, np.int64)
+    for first in range(0, n, TILE):
+        count = min(TILE, n - first)
+        if combine == AVERAGE:
+            load_mean(next_q, wide, n, nets, first, count, values, other)
+        else:
+            load_smallest(next_q, wide, n, nets, first, count, values, which, other)
+        if next_log_prob:
+            load(next_log_prob, wide, first, count, other)
+            for j in range(count):
+                values[j] -= temperature * other[j]
+        if steps:
+            load(steps, wide, first, count, other)
+            for j in range(count):
+                values[j] *= gamma ** other[j]
+        else:
+            for j in range(count):
+                values[j] *= gamma
+        load(reward, wide, first, count, rewards)
+        for j in range(count):
+            values[j] = rewards[j] if ended[first + j] else rewards[j] + values[j]
+        store(values, target_out, wide, first, count)
 
 
 def _flat(tensor: Tensor, n: int, dtype: torch.dtype) -> Tensor:
@@ -17,22 +73,6 @@ def _flat(tensor: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     # `to` and `reshape` take a microsecond each where there is nothing to do.
     tensor = tensor if tensor.dtype is dtype else tensor.to(dtype)
     return tensor if tensor.ndim == 1 else tensor.reshape(n)
-
-
-def _weights_of(
-    weight: Tensor | None, mask: Tensor | None, n: int, real: torch.dtype
-) -> tuple[Tensor | None, Tensor | None]:
-    """(weights with 0 in masked rows, which rows count), both ``[n]``; None where all are 1, and where all count."""
-    counts = None if mask is None else _flat(mask, n, torch.bool)
-    if weight is None:
-        return (None if counts is None else counts.to(real)), counts
-    weight = _flat(weight, n, real)
-    return (weight if counts is None else torch.where(counts, weight, 0.0)), counts
-
-
-def _selected(rows: Tensor, counts: Tensor | None) -> Tensor:
-    """``rows``, and 0 where a row does not count."""
-    return rows if counts is None else torch.where(counts, rows, 0.0)
 
 
 def _next_value(
@@ -44,25 +84,6 @@ def _next_value(
     if next_log_prob is not None and alpha is not None:
         value.sub_(_flat(next_log_prob, n, real), alpha=alpha.item())
     return value
-
-
-def soft_td_target(
-    next_q: Tensor,
-    next_log_prob: Tensor | None,
-    alpha: Tensor | None,
-    reward: Tensor,
-    terminated: Tensor,
-    gamma: Tensor,
-    steps: Tensor | None,
-    combine: int = SMALLEST,
-) -> Tensor:
-    """See :data:`gpubuf.kernels.td.soft_td_target`."""
-    check_target(next_q, next_log_prob, alpha, reward, terminated, gamma, steps, combine)
-    rows = (reward if next_log_prob is None else next_log_prob).shape
-    n, real = rows.numel(), computing_dtype(next_q)
-    target = _next_value(next_q, next_log_prob, alpha, combine, n, real)
-    target.mul_(gamma.item() if steps is None else gamma.item() ** _flat(steps, n, real))
-    return target.masked_fill_(_flat(terminated, n, torch.bool), 0).add_(_flat(reward, n, real)).reshape(rows)
 
 
 def soft_lambda_return(
@@ -112,55 +133,87 @@ def soft_lambda_return(
     return out.reshape(rows)
 
 
-def loss(
-    q: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, loss_function: int, reduction: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :data:`gpubuf.kernels.td.td_loss`."""
-    check_loss(q, target, weight, mask)
-    n = target.numel()
-    distance = _differences(q, target, n).abs_()
-    td_error = distance.amax(0).reshape(target.shape)
-    if loss_function == L2:
-        distance = distance.square_()
-    elif loss_function != L1:
-        # As Huber's, with one pass less: the square of what is below 1, and the rest.
-        near = distance.clamp(max=1)
-        distance = near.mul(-0.5).add_(distance).mul_(near)
-    rows = distance.sum(0)
-    w, counts = _weights_of(weight, mask, n, rows.dtype)
-    total = n if w is None else w.sum().item()
-    norm = 1.0 if reduction != MEAN else 1 / total if total else 0.0
-    rows = _selected(rows if w is None else w * rows, counts)
-    reduced = rows.reshape(target.shape) if reduction == NONE else rows.sum().mul_(norm)
-    return reduced, td_error, rows.new_full((), norm)
-
-
-def _differences(q: Tensor, target: Tensor, n: int) -> Tensor:
-    """``[N, n]``, in memory of its own."""
-    real = computing_dtype(q)
-    return (q if q.dtype is real else q.to(real)).reshape(q.shape[0], n) - _flat(target, n, real)
-
-
-def loss_backward(
-    grad: Tensor,
-    q: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    mask: Tensor | None,
-    norm: Tensor,
-    loss_function: int,
-    reduction: int,
-) -> Tensor:
-    """See :data:`gpubuf.kernels.td.td_loss_backward`."""
-    n = target.numel()
-    slope = _differences(q, target, n)
-    if loss_function == L2:
-        slope.mul_(2)
-    elif loss_function == L1:
-        slope = torch.where(slope.isnan(), slope, slope.sign())
+@jit(forceinline=True)
+def _add_distances(d, loss_function, count, loss, largest):  # type: ignore[no-untyped-def]
+    """Add one critic's distances to ``loss``; by differences ``d`` of a tile of rows."""
+    for j in range(count):
+        magnitude = abs(d[j])
+        far = (magnitude > largest[j]) | (magnitude != magnitude)
+        largest[j] = magnitude if far else largest[j]
+    if loss_function == L1:
+        for j in range(count):
+            loss[j] += abs(d[j])
+    elif loss_function == L2:
+        for j in range(count):
+            loss[j] += d[j] * d[j]
     else:
-        slope.clamp_(-1, 1)
-    w, counts = _weights_of(weight, mask, n, slope.dtype)
-    factor = (grad.reshape(n) if reduction == NONE else grad).to(norm.dtype) * norm
-    by_q = _selected(slope.mul_(factor if w is None else factor * w), counts).reshape(q.shape)
-    return by_q if by_q.dtype is q.dtype else by_q.to(q.dtype)
+        for j in range(count):
+            magnitude = abs(d[j])
+            loss[j] += 0.5 * d[j] * d[j] if magnitude < 1 else magnitude - 0.5
+
+
+@loop(td.td_loss)
+def loss(  # type: ignore[no-untyped-def]
+    q, target, weight, mask, loss_function, reduction, n, nets, wide: bool, loss_out, td_error_out, norm_out
+):
+    total = mass = 0.0
+    targets, d, rows, largest = np.empty(TILE), np.empty(TILE), np.empty(TILE), np.empty(TILE)
+    weights, counts = np.empty(TILE), np.empty(TILE, np.bool_)
+    for first in range(0, n, TILE):
+        count = min(TILE, n - first)
+        load(target, wide, first, count, targets)
+        for j in range(count):
+            rows[j] = largest[j] = 0.0
+        for net in range(nets):
+            load(q, wide, net * n + first, count, d)
+            for j in range(count):
+                d[j] -= targets[j]
+            _add_distances(d, loss_function, count, rows, largest)
+        store(largest, td_error_out, wide, first, count)
+        load_weights(weight, mask, wide, first, count, weights, counts)
+        for j in range(count):
+            rows[j] = weights[j] * rows[j] if counts[j] else 0.0
+        if reduction == NONE:
+            store(rows, loss_out, wide, first, count)
+        total += total_of(rows, count)
+        mass += total_of(weights, count)
+    norm = normaliser(mass, reduction)
+    write(norm_out, wide, 0, norm)
+    if reduction != NONE:
+        write(loss_out, wide, 0, total * norm)
+
+
+@jit(forceinline=True)
+def _slopes(d, loss_function, count):  # type: ignore[no-untyped-def]
+    """Derivatives of the distance, in the place of differences ``d``. By comparisons that a NaN fails: it stays one."""
+    if loss_function == L2:
+        for j in range(count):
+            d[j] *= 2
+    elif loss_function == L1:
+        for j in range(count):
+            d[j] = (1.0 if d[j] > 0 else -1.0) if abs(d[j]) > 0 else d[j]
+    else:
+        for j in range(count):
+            d[j] = (1.0 if d[j] > 0 else -1.0) if abs(d[j]) >= 1 else d[j]
+
+
+@loop(td.td_loss_backward)
+def loss_backward(  # type: ignore[no-untyped-def]
+    grad, q, target, weight, mask, norm, loss_function, reduction, n, nets, wide: bool, grad_q_out
+):
+    scale = read(norm, wide, 0)
+    targets, d, factors, grads = np.empty(TILE), np.empty(TILE), np.empty(TILE), np.empty(TILE)
+    counts = np.empty(TILE, np.bool_)
+    for first in range(0, n, TILE):
+        count = min(TILE, n - first)
+        load(target, wide, first, count, targets)
+        load_weights(weight, mask, wide, first, count, factors, counts)
+        load_factors(grad, scale, reduction, wide, first, count, factors, grads)
+        for net in range(nets):
+            load(q, wide, net * n + first, count, d)
+            for j in range(count):
+                d[j] -= targets[j]
+            _slopes(d, loss_function, count)
+            for j in range(count):
+                d[j] = d[j] * factors[j] if counts[j] else 0.0
+            store(d, grad_q_out, wide, net * n + first, count)

@@ -320,12 +320,12 @@ def test_links_versions_and_formats(tmp_path: Path):
 
 
 def test_rows_that_are_not_described(tmp_path: Path):
-    """They were a RuntimeError and TypeErrors."""
+    """They were a RuntimeError and TypeErrors; or links that lead out of the rows."""
     target = Target(tmp_path / "c", BufferContract(share_next=True, narrow=True))
 
-    def refused(change: Callable[[Any], Any]) -> str:
+    def refused(change: Callable[[Any], Any], part: str = "form") -> str:
         def replace(state: Any) -> None:
-            state["_storage"]["form"] = change(state["_storage"]["form"])
+            state["_storage"][part] = change(state["_storage"][part])
 
         change_meaning(target.folder, target.manifest["content"]["state"]["name"], replace)
         text = target.refused()
@@ -337,6 +337,17 @@ def test_rows_that_are_not_described(tmp_path: Path):
         changed = refused(lambda form, part=part: [*form[:-1], part and {**form[-1], **part}])
         assert "does not say what was written" in changed
     assert "does not say what was written" in refused(lambda form: None)
+    for name, change, text in (
+        ("links", lambda links: links.fill_(100), "links lead nowhere"),
+        ("links", lambda links: links.fill_(-100), "links lead nowhere"),
+        ("links", lambda links: links.roll(1), "contradict each other"),
+        ("owners", lambda owners: owners.index_fill(0, torch.tensor([0]), 99), "owners are no rows"),
+        ("slots", lambda slots: 0, "room for 0 next observations"),
+        ("keys", lambda keys: [["no", "such"], *keys[1:]], r"can't share ('no', 'such')"),
+        ("keys", lambda keys: [keys[1], keys[1]], "shares a key twice"),
+    ):
+        changed = refused(lambda raw, name=name, change=change: {**raw, name: change(raw[name])}, "sharing")
+        assert text in changed, (name, changed)
 
 
 @pytest.mark.parametrize("info", [[], [["index", torch.zeros(1)], [[], torch.zeros(1)]]])

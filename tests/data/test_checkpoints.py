@@ -7,6 +7,7 @@ Save and load hooks, and checkpointers: TorchRL's and those of users.
 
 from __future__ import annotations
 
+import _thread
 import gc
 import os
 import re
@@ -414,6 +415,7 @@ def test_what_cannot_be_saved_leaves_the_previous_checkpoint(tmp_path):
     assert restored(tmp_path, "random").write_count == 85
     with pytest.raises(ValueError, match="at least 1"):
         buffer.save(tmp_path, file_bytes=0)
+    assert new().save(tmp_path / "none", file_bytes=1).files == 2
 
 
 def test_progress(tmp_path, capsys, monkeypatch):
@@ -614,7 +616,7 @@ def tracked() -> int:
 
 
 def test_no_garbage_is_left_for_the_collector(tmp_path):
-    """What refers to itself would keep copies of rows until somebody collects garbage."""
+    """What refers to itself would keep copies of rows until somebody collects garbage. No thread is left, either."""
     buffer, other = used(), new()
 
     def turn(n: int) -> None:
@@ -628,10 +630,12 @@ def test_no_garbage_is_left_for_the_collector(tmp_path):
         # A buffer remembers the last few of its checkpoints.
         for n in range(10):
             turn(n)
-        before = tracked()
+        before, threads = tracked(), _thread._count()
         for n in range(20):
             turn(n)
         assert tracked() - before < 20
+        # Those that bring files to the disk end by themselves.
+        assert _thread._count() - threads < 8
     finally:
         gc.enable()
 

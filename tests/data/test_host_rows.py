@@ -20,6 +20,7 @@ from gpubuf.data import (
     TensorStorage,
 )
 from gpubuf.data.recording import CaptureError, Recording, recorded
+from gpubuf.kernels.rows import NoRoomError
 from tests.contracts.buffers import flat
 
 
@@ -73,6 +74,12 @@ def test_a_batch_that_does_not_fit_is_refused_and_nothing_written():
         buffer[0] = rows(1).exclude("text")[0]
     assert numbers(buffer[:]) == list(range(6))
     assert numbers(buffer.sample())
+    once = TensorDictReplayBuffer(storage=LazyTensorStorage(6, share_next=True, next_capacity=1), batch_size=4)
+    number = torch.arange(7)
+    once.extend(rows(6).set("next", {"number": number[1:]}))
+    with pytest.raises(NoRoomError):
+        once.extend(rows(3, 6).set("next", {"number": number[:3]}))
+    assert numbers(once[:]) == list(range(6))
     plain = ReplayBuffer(storage=LazyTensorStorage(4))
     plain.extend(TensorDict({"a": torch.zeros(2)}, [2]))
     with pytest.raises(ValueError, match="text"):

@@ -1,5 +1,6 @@
 """Memory-mapped storage: rows as on any other storage, there again after a restart, and refused when damaged."""
 
+import copy
 import json
 import os
 import shutil
@@ -122,6 +123,10 @@ def test_temporary_files_go_with_the_storage(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     storage = LazyMemmapStorage(10)
     storage.append(transitions(4))
+    # A copy has files of its own.
+    other = copy.deepcopy(storage)
+    assert LazyMemmapStorage.open(other.scratch_dir)[:]["step"].tolist() == [0, 1, 2, 3]
+    del other
     assert list(tmp_path.iterdir()) == [storage.scratch_dir]
     view = storage[:]
     del storage
@@ -160,7 +165,7 @@ def test_what_a_killed_process_leaves_goes_with_the_next_temporary_folder(
     (tmp_path / "gpubuf-link").symlink_to(tmp_path / "gpubuf-empty")
     kept = LazyMemmapStorage(10, auto_cleanup=False)
     kept.append(transitions(4))
-    before = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
+    before, opened = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}, len(os.listdir("/proc/self/fd"))
     gone = {Path("gpubuf-left"), *(path for path in before if path.parts[0] == "gpubuf-left")}
     gone |= {path for path in before if path.parts[0] == "gpubuf-noted" and path.suffix in (".json", ".memmap", ".tmp")}
     new = LazyMemmapStorage(10)
@@ -168,7 +173,9 @@ def test_what_a_killed_process_leaves_goes_with_the_next_temporary_folder(
     after = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if new.scratch_dir not in (path, *path.parents)}
     assert before - after == gone | {Path("gpubuf-noted/gpubuf.lock")}
     assert living[:]["step"].tolist() == [0, 1, 2, 3]
-    del living, new
+    del new
+    assert len(os.listdir("/proc/self/fd")) == opened
+    del living
     assert {path.name for path in tmp_path.iterdir()} == {"gpubuf-noted", "gpubuf-empty", "gpubuf-link"} | {
         kept.scratch_dir.name
     }

@@ -30,7 +30,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from gpubuf.data import Sampler, Sequence
+from gpubuf.data import Compose, Sampler, Sequence
 from gpubuf.data.samplers.base import Drawn
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.modules import make_sac_actor, make_sac_critic
@@ -348,29 +348,6 @@ def test_identifiers_that_do_not_fit():
         ReplayBuffer(storage=TensorStorage(agents_rows(3)), n_steps=2, traj_key="episode")
 
 
-def in_turn(envs: int, n: int) -> TensorDict:
-    """Steps of several environments, one after the other."""
-    return Model(1000, envs, seed=3).write(n).transpose(0, 1).reshape(-1)
-
-
-def test_environments_that_take_turns():
-    """In a 1-D storage windows would mix them: a warning says so, once."""
-    rows = in_turn(4, 20)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(100), n_steps=3)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for start in range(0, 80, 4):
-            buffer.extend(rows[start : start + 4])
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    assert "rows of 4 environments take turns" in str(caught[0].message)
-    assert "n_steps=3 mixes them: use a storage with ndim=2" in str(caught[0].message)
-    for options in ({"n_steps": 1}, {"n_steps": 3, "traj_key": "env"}):
-        ReplayBuffer(storage=LazyTensorStorage(100), **options).extend(rows.clone().set("env", torch.arange(80) % 4))
-    single = ReplayBuffer(storage=LazyTensorStorage(100), n_steps=3)
-    single.extend(in_turn(1, 80))
-
-
 def rollouts(steps: int, envs: int, kind: str = "counts") -> TensorDict:
     """``[T, E]``: what rsl_rl, CleanRL and Isaac Lab write."""
     time, env = torch.arange(steps).view(-1, 1, 1), torch.arange(envs).view(1, -1, 1)
@@ -398,9 +375,9 @@ WINDOWS = {
 }
 
 
-def order_warnings(batches: list[TensorDict], **options: Any) -> list[str]:
+def order_warnings(batches: list[TensorDict], ndim: int = 2, **options: Any) -> list[str]:
     """What is said at each of the writes, "" where nothing is."""
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4000, ndim=2), **options)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4000, ndim=ndim), **options)
     said = []
     for batch in batches:
         with warnings.catch_warnings(record=True) as caught:
@@ -450,12 +427,21 @@ def test_no_false_alarm_about_the_order(kind, shape):
         assert order_warnings([rollouts(*shape, kind)] * 3, n_steps=3) == [""] * 3
 
 
-@pytest.mark.parametrize("kind", ["sequences", "hindsight"])
-def test_environments_that_take_turns_are_named_for_every_window(kind):
-    """Case 58, in one dimension: not for n-step returns alone. Slices are refused when they are drawn."""
-    buffer = ReplayBuffer(storage=LazyTensorStorage(400), **WINDOWS[kind]())
-    with pytest.warns(UserWarning, match="rows of 8 environments take turns.*windows of several steps mix them"):
-        buffer.extend(rollouts(20, 8).reshape(-1))
+@pytest.mark.parametrize("kind", ["n_steps", "sequences", "hindsight"])
+def test_environments_that_take_turns(kind):
+    """Case 58: in a 1-D storage windows would mix them: said once. Slices are refused when they are drawn."""
+    rows = rollouts(20, 4).reshape(-1)
+    said = [words for words in order_warnings(list(rows.split(4)), ndim=1, **WINDOWS[kind]()) if words]
+    assert len(said) == 1
+    mixes = "n_steps=3 mixes them" if kind == "n_steps" else "windows of several steps mix them"
+    assert all(words in said[0] for words in ("rows of 4 environments take turns", mixes, "use a storage with ndim=2"))
+    rows["env"] = torch.arange(80) % 4
+    for given, options in (
+        (rows, {"n_steps": 1}),
+        (rows, {"n_steps": 3, "traj_key": "env"}),
+        (rows[::4], {"n_steps": 3}),
+    ):
+        assert order_warnings([given], ndim=1, **options) == [""]
 
 
 @pytest.mark.parametrize("kind", first_quick(["prioritized", "uniform"]))
@@ -506,10 +492,17 @@ def test_a_buffer_takes_it_for_n_steps(given):
     assert "steps_to_next_obs" not in buffer[:].keys()
 
 
-def test_with_other_transforms():
+@pytest.mark.parametrize("given", ["appended", "composed"])
+def test_with_other_transforms(given):
     """Those see batches as they are drawn."""
-    buffer, model = new(12, transform=lambda data: data.set("k", data["steps_to_next_obs"] * 10)), Model(12)
-    buffer.append_transform(MultiStepTransform(2, 0.5))
+
+    def other(data: TensorDict) -> TensorDict:
+        return data.set("k", data["steps_to_next_obs"] * 10)
+
+    several = MultiStepTransform(2, 0.5)
+    buffer, model = new(12, transform=other if given == "appended" else Compose(several, other)), Model(12)
+    if given == "appended":
+        buffer.append_transform(several)
     buffer.extend(model.write(20))
     batch = buffer.sample()
     model.check(batch, 2, 0.5)

@@ -5,6 +5,7 @@ Moving and freeing a buffer while it is in use.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 
@@ -102,6 +103,32 @@ def test_a_machine_with_cuda_never_uses_pageable_memory(monkeypatch):
                 assert chosen.device.type == "cuda"
 
 
+@pytest.mark.parametrize("gpu", [None, 0, 10, 21])
+def test_where_a_buffer_goes(gpu):
+    """DESIGN.md 4: the first place with room, never pageable memory where there is CUDA; or what would have fitted."""
+    for rows, index, host in itertools.product((0, 9, 10, 11, 99, 100, 101, 109, 110), (0, 1, 10, 11), (0, 10, 100)):
+        beside = gpu is not None and index <= gpu
+        places = {
+            "cuda": beside and rows + index <= gpu,
+            "pinned": beside and rows <= host,
+            "split": beside and rows + index <= gpu + host,
+            "cpu": gpu is None and rows + index <= host,
+        }
+        said = [readable(rows), readable(index)]
+        if any(places.values()):
+            kind, text = choose(rows, index, 50, Free(host, gpu))
+            assert kind == next(place for place, fits in places.items() if fits)
+            assert ("no CUDA" in text) == (kind == "cpu")
+        else:
+            with pytest.raises(NothingFitsError) as caught:
+                choose(rows, index, 50, Free(host, gpu))
+            text, room = str(caught.value), host - index + (gpu or 0) if beside or gpu is None else 0
+            fitting = min(max(room, 0) * 50 // max(rows, 1), 50)
+            said += [f"about {fitting} rows fit", readable(host), "uint8", "LazyMemmapStorage"]
+            said += [] if gpu is None else [readable(gpu)]
+        assert all(words in text for words in said), (rows, index, host)
+
+
 def test_the_choice_is_said_once(monkeypatch, caplog):
     Machine(device=None).install(monkeypatch)
     caplog.set_level(logging.INFO, "gpubuf")
@@ -179,11 +206,13 @@ def test_what_was_asked_for_and_is_not_there(device):
         TensorStorage(transitions(3), device=device)
 
 
-def test_a_given_tensor_stays_where_it_is_by_auto():
+def test_a_given_tensor_stays_where_it_is_by_auto(machine):
     data = transitions(5)
     storage = TensorStorage(data, device="auto")
     assert storage.placement.kind == "cpu"
     assert storage.row_tensors[0].data_ptr() == data["observation"].data_ptr()
+    for device in ("pinned", "split:50%"):
+        assert same(TensorStorage(transitions(200), device=device)[:], transitions(200))
 
 
 # Memory figures

@@ -125,9 +125,52 @@ def powers_of_two(*values: int) -> bool:
     return all(value > 0 and value & (value - 1) == 0 for value in values)
 
 
-class TestRules:
-    """Powers of two, as Triton needs, and tiles that fit the registers."""
+#: Sizes, and the fields of the configuration. Tiles are powers of two, as Triton needs, and fit the registers.
+RULES: dict[Any, dict[tuple[Any, ...], Any]] = {
+    config.rows_copy: {(2**20,): (256, 4), (2**20 + 1,): (512, 4), (2**22 - 1,): (512, 4), (2**22,): (1024, 4)},
+    config.tree_update: {
+        (2, 64): (True, 64, 64, 4),
+        (64, 1): (True, 64, 32, 4),
+        (64, 65): (True, 128, 64, 8),
+        (2, 256): (True, 256, 256, 8),
+        (2, 257): (True, 1024, 256, 8),
+        (32, 1024): (True, 1024, 256, 8),
+        (256, 1025): (False, 32, 1, 1),
+        (2, 2**14): (False, 32, 8, 1),
+        (2, 2**14 + 1): (False, 256, 32, 4),
+        (1024, 2**14 + 1): (False, 256, 1, 4),
+        # In graphs a launch costs the host nothing: updates take several of them earlier.
+        (2, 256, None, True): (True, 256, 256, 8),
+        (2, 257, None, True): (False, 32, 8, 1),
+    },
+    config.tree_draw: {(2, 512): (4, 1), (2, 513): (16, 1), (64, 513): (8, 4), (512, 1): (1, 4)},
+    # Many environments stay side by side; no program has more than 512 words of bits.
+    config.index_update: {
+        (2, 1, 1, 1): (1, 32, 32, 4, 1),
+        (2, 1, 1, 33): (32, 128, 128, 512, 4),
+        (128, 1, 95, 1): (1, 32, 32, 1, 1),
+        (2, 1, 96, 1): (1, 128, 128, 512, 4),
+        (2, 2, 16, 1): (1, 128, 128, 128, 4),
+        (2, 1, 502, 2): (0, 128, 128, 512, 4),
+        (2, 1, 512, 1): (1, 128, 128, 512, 4),
+        (2, 1, 513, 1): (0, 128, 128, 512, 4),
+    },
+    # A lane reads a byte of flags, but the one flag of a single step; identifiers tell that of the step before.
+    config.index_span: {(1, False): 1, (1, True): 8, (2, False): 8},
+    # Issue 23: four slices a program made eight warps for 32 slices, each of more than three times the work.
+    config.index_draw: {(2, 4096, 1): (1, 8, 1), (2, 4097, 1): (16, 8, 1), (512, 4097, 65): (1, 64, 2)},
+    config.index_slices: {(1, 1): (32, 8, 1), (1, 9): (32, 16, 1), (1, 65): (8, 64, 1)},
+    config.tanh_normal_sample: {(0, 1): (1, 1), (0, 4000): (4096, 8), (2, 1000): (1024, 4)},
+    config.tanh_normal_backward: {(1,): (512, 4)},
+    config.loss_rows: {(0,): (32, 1), (65,): (128, 2), (10**6,): (1024, 16)},
+    config.atom_rows: {(0, 4000): (1, 8), (2, 1000): (1, 4), (33, 1): (32, 1)},
+    config.moments_tile: {(2, 1): (2, 1, 1), (257, 5): (256, 8, 8), (4096, 1): (2048, 1, 8)},
+    config.norm_rows: {(0, 1): (1, 1), (2, 4000): (1, 8), (257, 1): (512, 2)},
+    config.norm_columns: {(0, 33): (1, 32, 1), (33, 5): (64, 8, 2), (33, 17): (32, 32, 4)},
+}
 
+
+class TestRules:
     @pytest.mark.parametrize(
         ("capacity", "due"), [(1, 16), (16, 16), (17, 32), (33, 64), (65, 16), (10**6, 32), (6 * 10**8, 64)]
     )
@@ -144,7 +187,7 @@ class TestRules:
     def test_fan_outs_of_ones_own(self):
         for device in ("cpu", "cuda"):
             assert config.tree_fan_out(1_000_000, device, DEVICE, 8) == 8
-        assert config.index_fan_out(10, 1, "cuda", explicit=4) == 4
+        assert config.index_fan_out(10, 1, "cuda", explicit=2) == 2
         assert config.index_fan_out(65, 100, "cuda") == config.tree_fan_out(200, "cuda")
         for wrong in (0, 1, 3, 48):
             with pytest.raises(ValueError, match=f"power of two of at least 2, but is {wrong}"):
@@ -197,6 +240,16 @@ class TestRules:
         """Issue 23: four slices a program made eight warps for 32 slices, each of more than three times the work."""
         assert [config.index_draw(32, n, 8).block_slices for n in (1, 32, 4096, 4097)] == [1, 1, 1, 16]
 
+    def test_by_value(self):
+        """At both sides of every bound that a rule has."""
+        for choose, rules in RULES.items():
+            for sizes, due in rules.items():
+                found = choose(*sizes)
+                assert (dataclasses.astuple(found) if dataclasses.is_dataclass(found) else found) == due, (
+                    choose,
+                    sizes,
+                )
+
 
 def test_launches_in_a_graph():
     assert not config.in_graph()
@@ -220,6 +273,7 @@ class TestUsing:
         """Neither files nor what is in force around it; but what is said inside."""
         rule = config.tree_draw(32, 256)
         with config.using(sum_tree_draw=DrawConfig(8, 4)):
+            assert config.tree_draw(32, 256, DEVICE) == DrawConfig(8, 4)
             with config.by_rule():
                 assert config.tree_draw(32, 256, DEVICE) == rule
                 with config.using(sum_tree_draw=DrawConfig(1, 2)):
@@ -345,19 +399,22 @@ class TestIgnored:
 LARGEST: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "rows_copy": ({"n_bytes": 1024}, {"tile": 16, "num_warps": 2}),
     "sum_tree": ({"capacity": 100}, {"fan_out": 1024}),
+    "trajectories": ({"words": 100}, {"fan_out": 2}),
     "sum_tree_update": (
         {"fan_out": 32, "n": 256},
         {"single_program": True, "block_entries": 256, "block_nodes": 512, "num_warps": 16},
     ),
     "trajectories_update": (
         {"fan_out": 32, "n": 1, "envs": 1, "by_id": 0},
-        {"block_envs": 4, "block_bytes": 16, "block_weights": 64, "block_nodes": 16, "num_warps": 1},
+        {"block_envs": 0, "block_bytes": 2048, "block_weights": 64, "block_nodes": 16, "num_warps": 1},
     ),
     "trajectories_draw": (
         {"fan_out": 32, "n": 1, "slice_len": 4},
         {"block_slices": 8, "block_steps": 2048, "num_warps": 1},
     ),
     "loss_rows": ({"n": 256}, {"block": 16384, "num_warps": 1}),
+    "atom_rows": ({"n": 256, "atoms": 33}, {"block": 256, "num_warps": 1}),
+    "norm_rows": ({"n": 256, "width": 1}, {"block": 16384, "num_warps": 1}),
 }
 """Per operation: sizes, and a configuration at the limit of what kernels can run."""
 
@@ -367,7 +424,7 @@ LARGEST: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     [
         ("rows_copy", {"tile": 8}),
         ("sum_tree", {"fan_out": 2048}),
-        ("sum_tree", {"fan_out": 1}),
+        ("trajectories", {"fan_out": 1}),
         ("sum_tree_update", {"single_program": 1}),
         ("sum_tree_update", {"block_nodes": 1024}),
         ("trajectories_update", {"block_envs": 3}),
@@ -375,6 +432,8 @@ LARGEST: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         ("trajectories_update", {"block_bytes": 4096}),
         ("trajectories_draw", {"block_steps": 4096}),
         ("loss_rows", {"block": 32768}),
+        ("atom_rows", {"block": 512}),
+        ("norm_rows", {"block": 32768}),
     ],
 )
 def test_limits(operation, wrong):

@@ -72,7 +72,12 @@ def check(buffer: TensorDictReplayBuffer) -> None:
 
 
 def check_derived(sampler: Sampler) -> None:
-    """Sums of priorities, and the index of trajectories, are what they are when they are made anew."""
+    """Sums of priorities, the index and the ends of trajectories are what they are when they are made anew."""
+    bits = sampler.storage.end_bits
+    if bits is not None:
+        ends = bits.ends.clone()
+        sampler.storage.rebuild()
+        assert torch.equal(ends, bits.ends)
     tree = getattr(sampler, "_tree", None)
     if tree is not None:
         nodes = tree.nodes.clone()

@@ -45,7 +45,9 @@ def _after_calls(code: CodeType) -> frozenset[int]:
     )
 
 
-def interrupted(operation: Callable[[], Any], place: int, *, lines: bool = False) -> KeyboardInterrupt | None:
+def interrupted(
+    operation: Callable[[], Any], place: int, *, lines: bool = False, since: Callable[[], bool] | None = None
+) -> KeyboardInterrupt | None:
     """Run ``operation``, and send SIGINT at the place of this number, if it has so many.
 
     No garbage is collected meanwhile: an interrupt in a finalizer of another object would go unseen.
@@ -54,6 +56,7 @@ def interrupted(operation: Callable[[], Any], place: int, *, lines: bool = False
         operation: what to interrupt.
         place: how many places it goes past.
         lines: count the beginnings of lines: also those at which CPython doesn't look, such as the end of a ``with``.
+        since: count the places where this holds; None: all.
 
     Returns:
         The interrupt. Whoever keeps it keeps the frames that it came through, as an interactive Python does.
@@ -68,7 +71,7 @@ def interrupted(operation: Callable[[], Any], place: int, *, lines: bool = False
             frame.f_trace_opcodes, frame.f_trace_lines = not lines, lines
         elif event != ("line" if lines else "opcode") or not (lines or frame.f_lasti in _after_calls(frame.f_code)):
             return trace
-        left -= 1
+        left -= since is None or since()
         if left < 0:
             sys.settrace(None)
             signal.raise_signal(signal.SIGINT)

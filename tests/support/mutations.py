@@ -45,6 +45,10 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("kernels/rows/_cpu*.py", "gpubuf/data/storage/plan.py"),
         ("tests/kernels/test_rows*.py", "tests/data/test_n_step*.py", "tests/data/test_buffer_contract.py"),
     ),
+    "recorded steps": (
+        ("gpubuf/tape.py", "kernels/tape/_records.py", "kernels/tape/_cpu_kernels.py"),
+        ("tests/graphs/test_tape.py", "tests/graphs/test_recorded.py"),
+    ),
     "share_next": (
         ("gpubuf/data/storage/share_next.py",),
         ("tests/data/test_share*.py", "tests/data/test_buffer_contract.py"),
@@ -53,11 +57,13 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             "gpubuf/data/storage/column.py",
             "gpubuf/data/storage/placement.py",
+            "gpubuf/data/storage/memmap*.py",
             "gpubuf/data/moving.py",
             "gpubuf/planning.py",
         ),
         (
             "tests/data/test_placement*.py",
+            "tests/data/test_memmap*.py",
             "tests/data/test_plan.py",
             "tests/data/test_buffer_contract.py",
             "tests/data/test_sampler_contract.py",
@@ -109,6 +115,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "tests/kernels/test_lambda*.py",
         ),
     ),
+    "launch rules": (("kernels/config.py",), ("tests/kernels/test_config.py",)),
     "adapters": (("gpubuf/integrations/*.py",), ("tests/integrations/test_*.py",)),
     "training": (("gpubuf/train/*.py",), ("tests/train/test_*.py", "tests/test_cli.py")),
 }

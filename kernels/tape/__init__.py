@@ -1,0 +1,34 @@
+"""Operations of float32 tensors in a row, which one compiled call carries out: see :mod:`gpubuf.tape`.
+
+An operation is a record of :data:`FIELDS` int64 in a table. It says where its tensors are: in a *slot*, which holds an
+address, and at how many bytes from it. So memory may move without a new table. ``A`` and ``B`` are what it reads.
+
+Elementwise operations go through ``SIZES`` elements, in three dimensions, with strides in elements. The last stride of
+``OUT`` is 1. Products of matrices are ``COUNT`` calls of BLAS's ``sgemm``, or one of its ``sgemm_batch``: PyTorch calls
+these functions too. Fortran takes the addresses of its arguments: those of fields.
+"""
+
+# Fields. Of OUT, A and B: the slot, then the bytes.
+OPERATION, OUT, A, B = 0, 1, 3, 5
+SIZES, OUT_STRIDES, A_STRIDES, B_STRIDES, NUMBER = 7, 10, 13, 16, 19
+COUNT, STEPS, ROWS, COLUMNS, INNER, TRANSPOSED_A, TRANSPOSED_B, LEADING_A, LEADING_B, LEADING_OUT, ONE, BETA, GROUPS = (
+    7, 8, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+)  # fmt: skip
+FIELDS = 22
+
+#: Elements that are worked on at a time, in the first cache, where a result takes the place of what it is computed of.
+TILE = 2048
+
+# Operations; NUMBER is the bits of a float64.
+PRODUCT = 0
+PRODUCTS = 1  # at once
+SUM = 2  # of A over the middle one of SIZES; OUT has the other two
+COPY = 3  # A; elementwise from here on
+FILL = 4  # the number
+RELU = 5  # max(A, 0)
+RELU_GRADIENT = 6  # A where B > 0, else 0
+ADD = 7  # A + B
+SUBTRACT = 8  # A - B
+MULTIPLY = 9  # A B
+ADD_NUMBER = 10  # A plus the number
+MULTIPLY_BY_NUMBER = 11  # A times the number

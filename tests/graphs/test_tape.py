@@ -1,0 +1,131 @@
+"""Steps of random operations: a replay has the bits of the step, whatever is computed where."""
+
+import operator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gpubuf import capture
+from gpubuf.tape import Tape
+
+ROWS, WIDTH = 6, 5
+
+
+def _times(x: Tensor, rows: slice) -> Tensor:
+    return x * x[rows]
+
+
+def _shifted(x: Tensor) -> Tensor:
+    x[:, :2].add_(1)
+    x[1:4, 2:].mul_(2)
+    return x
+
+
+#: Operations of one tensor ``[ROWS, WIDTH]`` that return another. ``c`` are constants, some of them written to.
+ONE = {
+    "relu": lambda x, c: x.relu(),
+    "in place": lambda x, c: x.clone().relu_().add_(1).mul_(x).sub_(x),
+    "numbers": lambda x, c: (x + 2) * 0.3 - 1,
+    "times a row": lambda x, c: x * c["row"],
+    "plus a column": lambda x, c: c["column"] + x,
+    "minus one number": lambda x, c: x - c["number"],
+    "outer": lambda x, c: x[:, :1] * c["row"],
+    "product": lambda x, c: x @ c["square"],
+    "transposed product": lambda x, c: x @ c["square"].t() + c["row"],
+    "one column": lambda x, c: torch.addmm(c["number"], x, c["row"].t()) * x,
+    "inner one": lambda x, c: torch.addmm(x, x[:, 1:2], c["row"]),
+    "gram": lambda x, c: x @ (x.t() @ x),
+    "nets": lambda x, c: torch.baddbmm(c["biases"], x.expand(3, -1, -1), c["nets"]).sum(0),
+    "nets of one column": lambda x, c: torch.bmm(x.expand(3, -1, -1), c["nets"][:, :, :1])[1] * x,
+    "joined": lambda x, c: torch.cat([x[:, 3:], x[:, :3]], -1),
+    "stacked": lambda x, c: torch.stack([x[0], x[2], x[1], x[3], x[5], x[4]]),
+    "turned": lambda x, c: (x + 1).t().contiguous().t() + x,
+    "times its own row": lambda x, c: _times(x + 1, slice(0, 1)),
+    "times a row": lambda x, c: (x + 1)[:1] * x,
+    "a part in place": lambda x, c: _shifted(x.clone()),
+    "other dtype": lambda x, c: ((x + 1).view(torch.int32) & 0x7FFFFFFF).view(torch.float32),
+    "a part for PyTorch": lambda x, c: torch.cat([(x + 1)[2:].tanh(), x[:2]]),
+    "a constant of another shape": lambda x, c: x + torch.ops.aten._unsafe_view(c["square"], [25])[3:8].tanh(),
+    "no inner elements": lambda x, c: torch.addmm(x, x[:, :0], c["biases"].view(1, 15)[:0, :5]),
+    "a copy and a part": lambda x, c: operator.mul(*torch.ops.aten.native_dropout(x + 1, 0.5, False)) + x,
+    "whole numbers beside": lambda x, c: torch.cat([x[:3], torch.ones(3, WIDTH, dtype=torch.int64)]),
+    "overlapping": lambda x, c: torch.cat([x[1:], x[:1]]) + x.roll(1, 0),
+    "filled": lambda x, c: torch.zeros_like(x).add_(x) + torch.ones_like(x),
+    "PyTorch's own": lambda x, c: x.tanh().softmax(-1),
+    "of a view of a result": lambda x, c: x.exp().t()[1:4].t() @ c["square"][:3],
+    "drawn": lambda x, c: x + torch.randn(ROWS, WIDTH),
+    "counted": lambda x, c: x + c["count"].add_(1),
+    "double": lambda x, c: (x.double() * 2).float(),
+    "not a number": lambda x, c: x.relu() + torch.where(x > 9, torch.nan, x),
+}
+TWO = {
+    "plus": operator.add,
+    "minus": operator.sub,
+    "times": operator.mul,
+    "gradient of relu": lambda x, y: torch.ops.aten.threshold_backward(x, y, 0),
+    "product": lambda x, y: x @ (y.t() @ x),
+    "scaled": lambda x, y: torch.add(x, y, alpha=0.5),
+}
+STEP = st.one_of(
+    st.tuples(st.sampled_from(sorted(ONE)), st.integers(0, 9)),
+    st.tuples(st.sampled_from(sorted(TWO)), st.integers(0, 9), st.integers(0, 9)),
+)
+
+
+def constants() -> dict[str, Tensor]:
+    drawn = torch.Generator().manual_seed(1)
+    sizes = {"row": (1, WIDTH), "column": (ROWS, 1), "number": (), "square": (WIDTH, WIDTH)}
+    sizes |= {"nets": (3, WIDTH, WIDTH), "biases": (3, 1, WIDTH), "count": (1,)}
+    return {name: torch.randn(size, generator=drawn) for name, size in sizes.items()}
+
+
+def run(steps: list[tuple], returned: list[int], on_cpu: bool) -> list[Tensor]:
+    own = constants()
+
+    def step(x: Tensor) -> list[Tensor]:
+        found = [x]
+        for name, *of in steps:
+            given_to = [found[i % len(found)] for i in of]
+            found.append(TWO[name](*given_to) if len(of) == 2 else ONE[name](*given_to, own))
+            # Large numbers would overflow, and hide what comes later.
+            found[-1] = found[-1] * 0.1
+        return [found[i % len(found)] for i in (*returned, -1)]
+
+    torch.manual_seed(0)
+    taken, inputs = capture(step, warmup=1, on_cpu=on_cpu, device=None if on_cpu else "cpu"), torch.Generator()
+    inputs.manual_seed(2)
+    return [each.clone() for _ in range(4) for each in taken(torch.randn(ROWS, WIDTH, generator=inputs))] + [
+        own["count"]
+    ]
+
+
+#: What is left to PyTorch; it multiplies small batches of matrices without BLAS.
+CALLED = {"nets": 1, "nets of one column": 1, "overlapping": 1, "PyTorch's own": 2, "of a view of a result": 1}
+CALLED |= {"drawn": 1, "double": 3, "not a number": 3, "a constant of another shape": 3, "a copy and a part": 2}
+CALLED |= {"a part for PyTorch": 1, "no inner elements": 1, "other dtype": 1, "whole numbers beside": 2}
+
+
+@given(st.lists(STEP, min_size=1, max_size=14), st.lists(st.integers(0, 14), max_size=2))
+@settings(deadline=None, max_examples=60)
+def test_replays_of_random_steps_have_their_bits(steps, returned):
+    expected, found = (run(steps, returned, on_cpu) for on_cpu in (False, True))
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", sorted(ONE))
+def test_each_operation_has_its_bits(name):
+    test_replays_of_random_steps_have_their_bits.hypothesis.inner_test([(name, 0), (name, 1)], [1])
+
+
+@pytest.mark.parametrize("name", sorted(ONE))
+def test_operations_that_records_can_do_are_records(name):
+    own, tape = constants(), Tape()
+    x = torch.randn(ROWS, WIDTH) + 0
+    with tape:
+        ONE[name](x, own)
+    tape.finish()
+    assert tape.source.count(" = kept_") == CALLED.get(name, 0), tape.source
