@@ -14,19 +14,20 @@ import pytest
 import torch
 
 from benchmarks.measure import clocks
-from benchmarks.measure.machine import describe
+from benchmarks.measure.machine import add_versions, describe
 from benchmarks.measure.results import write_whole
-from benchmarks.workloads.registry import REGISTRY, TITLES, Entry, environment, in_order
+from benchmarks.workloads.registry import REGISTRY, TITLES, environment, in_order
 from benchmarks.workloads.replay import network_updates
+from benchmarks.workloads.workload import Workload
 
-#: Seconds that a benchmark is repeated for: those of the tables, and the points of curves.
-SECONDS, POINT_SECONDS = 2.0, 0.25
+#: Seconds that a benchmark is repeated for: those of the tables, points of curves, and all of a quick run. Microseconds
+#: on the GPU's clock are exact after fewer rounds.
+SECONDS, POINT_SECONDS, QUICK_SECONDS = {"cpu": 2.0, "cuda": 0.5}, 0.25, 0.1
 #: Calls, for each of these seconds, that networks are updated before.
 BETWEEN_PER_SECOND = 150
 #: Seconds of calls beforehand on a huge buffer: its first rows come from memory that the machine has to find again.
 HUGE_WARM_UP = 1.0
 RESULTS = pytest.StashKey[dict[str, Any]]()
-DONE = pytest.StashKey[list[float]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,13 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--workload", action="append", metavar="PATTERN", help="only workloads of such a name")
     group.addoption("--library", action="append", metavar="NAME", help="only these libraries")
     group.addoption("--environment", action="append", metavar="NAME", help="only libraries of these environments")
-    group.addoption("--seconds", type=float, help="how long a benchmark of the tables is repeated")
     group.addoption("--threads", type=int, default=1, help="how many threads every library may use; default: 1")
     group.addoption("--deadline", type=float, help="time.time() after which nothing more is begun")
     group.addoption(
         "--into", type=Path, help="a file of results, written after every benchmark; an existing one is continued"
     )
-    group.addoption("--progress", action="store_true", help="a line for each benchmark, no table at the end")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,15 +54,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("XLA_FLAGS", f"--xla_cpu_multi_thread_eigen={several} intra_op_parallelism_threads={threads}")
     # JAX would take most of the GPU's memory when it starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    config.stash[DONE] = []
     path = config.getoption("--into")
-    if path is not None:
-        known = json.loads(path.read_text()) if path.exists() else {}
-        machine = {} if "machine_info" in known else {"machine_info": describe(config.getoption("--device"))}
-        config.stash[RESULTS] = {**machine, "benchmarks": [], "skipped": [], **known}
+    known = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    machine = {} if "machine_info" in known else {"machine_info": describe(config.getoption("--device"))}
+    config.stash[RESULTS] = {**machine, "benchmarks": [], "skipped": [], **known}
 
 
-def chosen(config: pytest.Config) -> list[Entry]:
+def chosen(config: pytest.Config) -> list[Workload]:
     """The workloads that the options ask for."""
     option = config.getoption
     return [
@@ -87,16 +84,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         of_these = not environments or environment(library) in environments
         return of_these and (not libraries or library in libraries)
 
+    seconds = QUICK_SECONDS if config.getoption("--quick") else SECONDS[config.getoption("--device")]
     parameters = []
     for workload, library in in_order(chosen(config), wanted):
-        # Microseconds on the GPU's clock are exact after fewer rounds.
-        seconds = config.getoption("--seconds") or (SECONDS if config.getoption("--device") == "cpu" else 0.5)
-        if config.getoption("--quick"):
-            seconds = min(seconds, 0.1)
-        if REGISTRY[workload].axis:
-            seconds = min(seconds, POINT_SECONDS)
-        options = {"max_time": seconds, "min_rounds": 5}
-        parameters.append(pytest.param(workload, library, marks=pytest.mark.benchmark(**options)))
+        mark = pytest.mark.benchmark(max_time=min(seconds, POINT_SECONDS) if REGISTRY[workload].axis else seconds)
+        parameters.append(pytest.param(workload, library, marks=mark))
     metafunc.parametrize(("workload", "library"), parameters)
 
 
@@ -120,15 +112,15 @@ def within_the_deadline(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def measure(benchmark, device: str) -> Callable[[Entry, str, Any, Callable[[], object]], None]:
+def measure(benchmark, device: str) -> Callable[[Workload, str, Any, Callable[[], object]], None]:
     """``measure(entry, library, filled, call)`` times the call, in the group of its workload."""
 
-    def run(entry: Entry, library: str, filled: Any, call: Callable[[], object]) -> None:
+    def run(entry: Workload, library: str, filled: Any, call: Callable[[], object]) -> None:
         between = network_updates() if entry.between else None
         clock = clocks.of(filled, device)
         clocks.warm_up(call, clock, HUGE_WARM_UP if entry.huge else benchmark._max_time / 4)
         many, calls = clocks.repeated(call, clock)
-        traffic = entry.traffic(library, device) if entry.traffic else None
+        traffic = entry.traffic(library, device)
         benchmark.group = entry.name
         benchmark.extra_info.update(
             workload=entry.name,
@@ -137,10 +129,9 @@ def measure(benchmark, device: str) -> Callable[[Entry, str, Any, Callable[[], o
             calls=calls,
             clock=clock.name,
             title=entry.title,
-            operation=entry.operation,
-            capacity=entry.sizes.capacity,
-            batch=entry.sizes.batch,
-            row_bytes=entry.sizes.row_bytes,
+            capacity=entry.capacity,
+            batch=entry.batch,
+            row_bytes=entry.row_bytes,
             **({"axis": entry.axis, "value": entry.value} if entry.axis else {}),
             **({"bytes": traffic.bytes, "launches": traffic.launches, "bus": traffic.bus} if traffic else {}),
             **entry.extra(filled, library),
@@ -157,10 +148,10 @@ def measure(benchmark, device: str) -> Callable[[Entry, str, Any, Callable[[], o
 
 def note(config: pytest.Config, kind: str, found: dict[str, Any]) -> None:
     """Record one benchmark, measured or left out, at once: a run that is cut keeps all that came before."""
-    path = config.getoption("--into")
+    path, results = config.getoption("--into"), config.stash[RESULTS]
+    results[kind].append(found)
     if path is not None:
-        config.stash[RESULTS][kind].append(found)
-        write_whole(path, config.stash[RESULTS])
+        write_whole(path, results)
 
 
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
@@ -181,18 +172,18 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     elif benchmark is None or benchmark.stats is None:
         return
     else:
+        add_versions(item.config.stash[RESULTS]["machine_info"], environment(library))
         # Without the single timings: megabytes that nobody reads.
         note(item.config, "benchmarks", benchmark.stats.as_dict(include_data=False))
         outcome = f"{benchmark.stats.stats.median / benchmark.extra_info['calls'] * 1e6:.2f} µs"
-    item.config.stash[DONE].append(0.0)
     reporter = item.config.pluginmanager.get_plugin("terminalreporter")
-    if item.config.getoption("--progress") and reporter is not None:
-        count = f"{len(item.config.stash[DONE])}/{item.session.testscollected}"
+    if reporter is not None:
+        count = f"{item.session.items.index(item) + 1}/{item.session.testscollected}"
         reporter.write_line(f"{count:>9}  {REGISTRY[workload].title:<46} {TITLES[library]:<26} {outcome}")
 
 
-def pytest_report_teststatus(report: pytest.TestReport, config: pytest.Config) -> tuple[str, str, str] | None:
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     """No dots between the lines of progress."""
-    if config.getoption("--progress") and not report.failed:
-        return ("skipped" if report.skipped else "passed" if report.when == "call" else "", "", "")
-    return None
+    if report.failed:
+        return None
+    return ("skipped" if report.skipped else "passed" if report.when == "call" else "", "", "")

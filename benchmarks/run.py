@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,18 @@ import torch
 
 from benchmarks.measure import roofline
 from benchmarks.measure.elsewhere import PEER_ENVIRONMENTS, ROOT, peer_python
-from benchmarks.measure.machine import PACKAGES, describe, result_path
-from benchmarks.measure.results import write_results
-from benchmarks.workloads.registry import PEERS, REGISTRY, TITLES, environment
+from benchmarks.measure.machine import describe, result_path
+from benchmarks.measure.results import write_results, write_whole
+from benchmarks.peers.libraries import PEERS
+from benchmarks.workloads.registry import REGISTRY, TITLES, environment
 
 
-def benchmark_options(into: Path, kind: str) -> list[str]:
-    """How pytest runs the benchmarks on a kind of device, into a file of results."""
-    shown = ["--benchmark-enable", "--benchmark-quiet", "-q", "--no-header", "--no-summary", "--progress"]
-    return ["benchmarks", *shown, f"--into={into}", f"--device={kind}", "-p", "no:cacheprovider"]
+def benchmark_command(python: str | Path, into: Path, kind: str, environments: Sequence[str]) -> list[str]:
+    """How pytest runs the benchmarks of some environments on a kind of device; ``into`` is their file of results."""
+    # Peers warn about themselves, and other versions of torch about other things: shown, but no error here.
+    quiet = ["-W", "default", "-p", "no:cacheprovider", "-q", "--no-header", "--no-summary"]
+    shown = ["--benchmark-enable", "--benchmark-quiet", f"--into={into}", f"--device={kind}"]
+    return [str(python), "-m", "pytest", "benchmarks", *quiet, *shown, *(f"--environment={n}" for n in environments)]
 
 
 def interpreters(folder: Path = PEER_ENVIRONMENTS) -> dict[Path, list[str]]:
@@ -38,81 +40,46 @@ def interpreters(folder: Path = PEER_ENVIRONMENTS) -> dict[Path, list[str]]:
     return serves
 
 
-@dataclass(frozen=True)
-class Part:
-    """The results of one environment.
+def begin(into: Path, kind: str) -> None:
+    """Begin a file of results with a description of the machine.
 
-    Attributes:
-        environments: whose libraries.
-        data: ``benchmarks`` as pytest-benchmark writes them, ``skipped`` with ``workload``, ``library`` and ``reason``
-            of each that was not measured, and ``machine_info``; empty where nothing was tried.
-        code: pytest's exit code.
+    The speeds come last: on a GPU they are the first launches of Triton's, and may fail or hang.
     """
-
-    environments: tuple[str, ...]
-    data: dict[str, Any]
-    code: int
-
-
-def measure_part(python: Path, environments: Sequence[str], kind: str, arguments: Sequence[str]) -> Part:
-    """Run the benchmarks of some environments in one process of their interpreter."""
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder, "results.json")
-        options = [f"--environment={name}" for name in environments]
-        # Peers warn about themselves, and other versions of torch about other things: shown, but no error here.
-        command = [
-            str(python),
-            "-m",
-            "pytest",
-            "-W",
-            "default",
-            *benchmark_options(results, kind),
-            *options,
-            *arguments,
-        ]
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
-        return Part(tuple(environments), json.loads(results.read_text()) if results.exists() else {}, code)
+    machine = describe(kind)
+    write_whole(into, {"machine_info": machine})
+    machine["roofline"] = roofline.measure(kind)
+    print(f"this machine: {roofline.describe(machine['roofline'])}", flush=True)
+    write_whole(into, {"machine_info": machine})
 
 
-def measure_all(kind: str, arguments: Sequence[str]) -> list[Part]:
-    """Run the benchmarks in every environment, or in those of the libraries that ``arguments`` name."""
+def measure(kind: str, arguments: Sequence[str]) -> tuple[dict[str, Any], int]:
+    """Run the benchmarks in every environment, or in those of the libraries that ``arguments`` name.
+
+    Returns:
+        ``machine_info``; ``benchmarks`` as pytest-benchmark writes them, in the order of the registry; ``skipped`` with
+        ``workload``, ``library`` and ``reason`` of each that was not measured. And 0, or the exit code of the first
+        pytest that failed.
+    """
     asked = {environment(given.partition("=")[2]) for given in arguments if given.startswith("--library=")}
-    return [
-        measure_part(python, names, kind, arguments)
-        for python, names in interpreters().items()
-        if not asked or asked & set(names)
-    ]
+    first = 0
+    with tempfile.TemporaryDirectory() as folder:
+        into = Path(folder, "results.json")
+        begin(into, kind)
+        for python, names in interpreters().items():
+            if not asked or asked & set(names):
+                command = [*benchmark_command(python, into, kind, names), *arguments]
+                code = subprocess.run(command, cwd=ROOT, check=False).returncode
+                # 5: there are no such benchmarks in that environment.
+                first = first or (0 if code == 5 else code)
+        data = {"datetime": datetime.datetime.now(datetime.UTC).isoformat(), **json.loads(into.read_text())}
+    workloads, libraries = list(REGISTRY), list(TITLES)
 
+    def place(benchmark: dict[str, Any]) -> tuple[int, int]:
+        extra = benchmark["extra_info"]
+        return workloads.index(extra["workload"]), libraries.index(extra["library"])
 
-def first_failure(parts: Sequence[Part]) -> int:
-    """0, or the exit code of the first pytest that failed. 5 is none: no such benchmarks in that environment."""
-    return next((part.code for part in parts if part.code not in (0, 5)), 0)
-
-
-def merged(parts: Sequence[Part], machine: dict[str, Any]) -> dict[str, Any]:
-    """One file of results out of those of all environments, in the order of the registry."""
-    order = {name: i for i, name in enumerate(REGISTRY)}
-    who = {name: i for i, name in enumerate(TITLES)}
-    found = [benchmark for part in parts for benchmark in part.data.get("benchmarks", [])]
-    found.sort(key=lambda b: (order[b["extra_info"]["workload"]], who[b["extra_info"]["library"]]))
-    versions: dict[str, dict[str, str]] = {}
-    for part in parts:
-        for name in part.environments if part.data.get("benchmarks") else ():
-            versions[name] = part.data["machine_info"]["versions"]
-    together = dict(machine["versions"])
-    for packages in versions.values():
-        together = {**packages, **together}
-    machine = {
-        **machine,
-        "versions": {name: together[name] for name in PACKAGES if name in together},
-        "environments": versions,
-    }
-    return {
-        "datetime": datetime.datetime.now(datetime.UTC).isoformat(),
-        "machine_info": machine,
-        "benchmarks": found,
-        "skipped": [skip for part in parts for skip in part.data.get("skipped", [])],
-    }
+    data["benchmarks"] = sorted(data.get("benchmarks", []), key=place)
+    return data, first
 
 
 def of_curves(data: dict[str, Any], curves: bool) -> dict[str, Any]:
@@ -120,7 +87,7 @@ def of_curves(data: dict[str, Any], curves: bool) -> dict[str, Any]:
     return {
         **data,
         "benchmarks": [b for b in data["benchmarks"] if bool(b["extra_info"].get("axis")) == curves],
-        "skipped": [skip for skip in data["skipped"] if bool(REGISTRY[skip["workload"]].axis) == curves],
+        "skipped": [skip for skip in data.get("skipped", []) if bool(REGISTRY[skip["workload"]].axis) == curves],
     }
 
 
@@ -129,7 +96,19 @@ def curves_path(path: Path) -> Path:
     return path.parent / "curves" / path.name
 
 
-def run_benchmarks(kind: str, out: Path, *arguments: str) -> int:
+def write_parts(data: dict[str, Any], path: Path) -> list[Path]:
+    """Write tables to ``path`` and points of curves to :func:`curves_path`, where there are any; returns the files."""
+    written = []
+    for each, curves in ((path, False), (curves_path(path), True)):
+        chosen = of_curves(data, curves)
+        if chosen["benchmarks"] or chosen["skipped"]:
+            each.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(each, chosen)
+            written.append(each)
+    return written
+
+
+def run_benchmarks(kind: str, out: Path, *arguments: str) -> tuple[list[Path], int]:
     """Run the benchmarks on a kind of device, every library in its own environment.
 
     Args:
@@ -138,20 +117,14 @@ def run_benchmarks(kind: str, out: Path, *arguments: str) -> int:
         arguments: for pytest, see benchmarks/conftest.py.
 
     Returns:
-        0, or the exit code of the first pytest that failed.
+        The files, and the exit code of :func:`measure`.
     """
     torch.set_num_threads(1)
-    machine = {**describe(kind), "roofline": roofline.measure(kind)}
-    print(f"this machine: {roofline.describe(machine['roofline'])}", flush=True)
-    parts = measure_all(kind, arguments)
-    data = merged(parts, machine)
-    for path, curves in ((out, False), (curves_path(out), True)):
-        chosen = of_curves(data, curves)
-        if chosen["benchmarks"] or chosen["skipped"]:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(chosen, indent=1))
-            print(f"results: {path}")
-    return first_failure(parts)
+    data, code = measure(kind, arguments)
+    written = write_parts(data, out)
+    for path in written:
+        print(f"results: {path}")
+    return written, code
 
 
 #: The calls that :func:`compare_threads` measures: one that is too small for a second thread, then ever larger ones.
@@ -168,14 +141,8 @@ def compare_threads(numbers: Sequence[int], folder: Path, *arguments: str) -> in
     Returns:
         0, or the exit code of the first pytest that failed.
     """
-    machine, code = describe("cpu"), 0
     chosen = [f"--workload={name}" for name in THREADED]
-    found: dict[str, list[dict[str, Any]]] = {}
-    for number in numbers:
-        options = (*chosen, "--curves", f"--threads={number}", *arguments)
-        parts = measure_all("cpu", options)
-        together = merged(parts, machine)
-        machine, found[str(number)] = together["machine_info"], together["benchmarks"]
-        code = code or first_failure(parts)
-    write_results("threads", found, machine, result_path("cpu", "threads", folder))
-    return code
+    runs = [measure("cpu", (*chosen, "--curves", f"--threads={number}", *arguments)) for number in numbers]
+    found = {str(number): data["benchmarks"] for number, (data, _) in zip(numbers, runs, strict=True)}
+    write_results("threads", found, runs[0][0]["machine_info"], result_path("cpu", "threads", folder))
+    return next((code for _, code in runs if code), 0)

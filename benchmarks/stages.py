@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import roofline
-from benchmarks.measure.machine import RESULTS, describe
+from benchmarks.measure.elsewhere import ROOT
+from benchmarks.measure.machine import RESULTS
 from benchmarks.measure.results import Run, write_whole
 from benchmarks.report import curves
 from benchmarks.report.comparison import combined
-from benchmarks.run import ROOT, benchmark_options, curves_path, of_curves
+from benchmarks.run import begin, benchmark_command, curves_path, write_parts
 from gpubuf.kernels._tuned import slug, user_folder
 
 #: Seconds of a stage. A step that would have less than ``LEAST`` is left out, and said.
@@ -202,10 +202,10 @@ class Plan:
         return Step(name, command, seconds, given, junit, before[0] if before else "")
 
     def _benchmarks(self, name: str, seconds: float, workloads: Sequence[str], *more: str) -> Step:
-        options = [*benchmark_options(self.results, self.kind), "--environment=gpubuf", "--deadline={deadline}"]
-        options += [f"--workload={pattern}" for pattern in workloads]
-        options += ["--quick", "--seconds=0.05"] if self.kind == "cpu" else []
-        return Step(name, (sys.executable, "-m", "pytest", "-W", "default", *options, *more), seconds, PLUGINS)
+        command = benchmark_command(sys.executable, self.results, self.kind, ["gpubuf"])
+        options = ["--deadline={deadline}", *(f"--workload={pattern}" for pattern in workloads)]
+        options += ["--quick"] if self.kind == "cpu" else []
+        return Step(name, (*command, *options, *more), seconds, PLUGINS)
 
 
 def gpu_files() -> list[str]:
@@ -277,10 +277,11 @@ def outcomes(report: Path, cut: bool = False) -> dict[str, Any]:
     return {**{outcome: len(names) for outcome, names in found.items()}, "failures": found["failed"]}
 
 
-def together(tests: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The sum of several :func:`outcomes`."""
-    counts = {name: sum(each[name] for each in tests) for name in ("passed", "failed", "skipped")}
-    return {**counts, "failures": [name for each in tests for name in each["failures"]]}
+def together(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The sum of the :func:`outcomes` of some steps, under ``gpu_tests``; nothing where none of them has any."""
+    tests = [step["tests"] for step in steps if "tests" in step]
+    counts: dict[str, Any] = {name: sum(each[name] for each in tests) for name in ("passed", "failed", "skipped")}
+    return {"gpu_tests": {**counts, "failures": [name for each in tests for name in each["failures"]]}} if tests else {}
 
 
 def run_stage(plan: Plan, steps: Sequence[Step], limit: float = LIMIT) -> int:
@@ -295,7 +296,8 @@ def run_stage(plan: Plan, steps: Sequence[Step], limit: float = LIMIT) -> int:
     started, first = time.monotonic(), 0
     for step in steps:
         left = limit - (time.monotonic() - started)
-        reason = f"{left:.0f} s were left" if left < LEAST else f"there is no {step.needs}" if missing(step) else ""
+        absent = step.needs and shutil.which(step.needs) is None
+        reason = f"{left:.0f} s were left" if left < LEAST else f"there is no {step.needs}" if absent else ""
         begun, allowed = time.monotonic(), min(step.seconds, left)
         if reason:
             print(f"{step.name}: left out, {reason}", flush=True)
@@ -313,11 +315,6 @@ def run_stage(plan: Plan, steps: Sequence[Step], limit: float = LIMIT) -> int:
     return first
 
 
-def missing(step: Step) -> bool:
-    """Whether the program that a step needs is not there."""
-    return bool(step.needs) and shutil.which(step.needs) is None
-
-
 def keep(plan: Plan, step: Step, entry: dict[str, Any]) -> str:
     """Enter a step into the file of results, and keep its tuned file; returns the counts of its tests, for people."""
     data = json.loads(plan.results.read_text()) if plan.results.exists() else {}
@@ -328,46 +325,31 @@ def keep(plan: Plan, step: Step, entry: dict[str, Any]) -> str:
     data = {"benchmarks": [], "skipped": [], "steps": [], **data, "stage": plan.stage}
     data["datetime"] = datetime.datetime.now(datetime.UTC).isoformat()
     data["steps"].append(entry)
-    tests = [each["tests"] for each in data["steps"] if "tests" in each]
-    if tests:
-        data["gpu_tests"] = together(tests)
+    data |= together(data["steps"])
     write_whole(plan.results, data)
-    if step.name == "tune":
-        keep_tuned(data, plan.folder)
+    source = user_folder()
+    if step.name == "tune" and source is not None and "machine_info" in data:
+        name = f"{slug(data['machine_info']['device']['name'])}.json"
+        if (source / name).exists():
+            copy(source / name, plan.folder / "tuned" / name)
     return said
 
 
-def keep_tuned(data: dict[str, Any], folder: Path) -> None:
-    """Copy the tuned file that the benchmarks go by beside the results."""
-    source = user_folder()
-    if source is None or "machine_info" not in data:
-        return
-    name = f"{slug(data['machine_info']['device']['name'])}.json"
-    if (source / name).exists():
-        (folder / "tuned").mkdir(exist_ok=True)
-        shutil.copy(source / name, folder / "tuned" / name)
+def copy(source: Path, target: Path) -> Path:
+    """A file, in a folder that is made for it; returns ``target``."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copy(source, target))
 
 
 def describe_machine(path: Path, kind: str) -> None:
-    """Begin the file of results with a description of the machine, and print more about it.
-
-    The speeds come last: they are the first launches of Triton's, and may fail or hang.
-    """
-    machine = describe(kind)
-    write_whole(path, {"machine_info": machine})
+    """Begin the file of results, after printing what there is about the machine."""
     # Of the machine itself too: what compute-sanitizer and ncu can do depends on what runs the guest.
     runtime = (["uname", "-a"], ["systemd-detect-virt"], ["cat", "/proc/version", "/proc/driver/nvidia/params"])
-    for command in (
-        *runtime,
-        ["nvidia-smi"],
-        [sys.executable, "-m", "pip", "list"],
-        [sys.executable, "-m", "gpubuf", "info"],
-    ):
+    ours = ([sys.executable, "-m", *words] for words in (["pip", "list"], ["gpubuf", "info"]))
+    for command in (*runtime, ["nvidia-smi"], *ours):
         with contextlib.suppress(OSError):
             subprocess.run(command, cwd=ROOT, check=False)
-    machine["roofline"] = roofline.measure(kind)
-    print(f"this machine: {roofline.describe(machine['roofline'])}", flush=True)
-    write_whole(path, {"machine_info": machine})
+    begin(path, kind)
 
 
 def gather(folders: Sequence[Path], out: Path) -> list[Path]:
@@ -386,24 +368,14 @@ def gather(folders: Sequence[Path], out: Path) -> list[Path]:
     data["benchmarks"] = list(kept.values())
     data["skipped"] = [skip for skip in data["skipped"] if (skip["workload"], skip["library"]) not in kept]
     data["steps"] = [{"stage": run.data["stage"], **step} for run in runs for step in run.data["steps"]]
-    data["gpu_tests"] = together([run.data["gpu_tests"] for run in runs if "gpu_tests" in run.data])
+    data |= together(data["steps"])
     data["datetime"] = max(run.data["datetime"] for run in runs)
     del data["stage"]
-    machine = data["machine_info"]
-    machine["environments"] = dict.fromkeys(("gpubuf", *PEERS), machine["versions"])
-    path = out / f"{slug(machine['device']['name'])}-{data['datetime'][:10]}.json"
-    written = []
-    for each, points in ((path, False), (curves_path(path), True)):
-        chosen = of_curves(data, points)
-        if chosen["benchmarks"]:
-            each.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(each, chosen)
-            written.append(each)
-    calls = [each for folder in folders for each in folder.glob(CALLS)]
-    written += [Path(shutil.copy(each, out / f"calls-{path.name}")) for each in calls]
-    for tuned in (each for folder in folders for each in folder.glob("tuned/*.json")):
-        (out / "tuned").mkdir(parents=True, exist_ok=True)
-        written.append(Path(shutil.copy(tuned, out / "tuned" / tuned.name)))
+    path = out / f"{slug(data['machine_info']['device']['name'])}-{data['datetime'][:10]}.json"
+    written = write_parts(data, path)
+    for folder in folders:
+        written += [copy(each, out / f"calls-{path.name}") for each in folder.glob(CALLS)]
+        written += [copy(each, out / "tuned" / each.name) for each in folder.glob("tuned/*.json")]
     if curves_path(path) in written:
         curves.write([path, curves_path(path)], curves_path(path).with_suffix(""))
     return written

@@ -82,6 +82,17 @@ def warm_up(call: Callable[[], object], clock: Clock, seconds: float) -> None:
             return
 
 
+def runs(call: Callable[[], object], clock: Clock, repeats: int, calls: int = 1) -> list[float]:
+    """Seconds per call, of so many runs of some calls in a row."""
+    found = []
+    for _ in range(repeats):
+        start = clock.timer()
+        for _ in range(calls):
+            call()
+        found.append((clock.timer() - start) / calls)
+    return found
+
+
 def repeated(call: Callable[[], object], clock: Clock) -> tuple[Callable[[], object], int]:
     """One round to time, and how many (warm) calls it has: one on a CPU, many where calls are queued."""
     if clock.wait is None:

@@ -27,6 +27,20 @@ def version(package: str) -> str | None:
         return None
 
 
+def versions() -> dict[str, str]:
+    """The installed ones of :data:`PACKAGES`."""
+    return {name: found for name in PACKAGES if (found := version(name)) is not None}
+
+
+def add_versions(machine: dict[str, Any], environment: str) -> None:
+    """Enter what an environment has that is measured in it, beside the machine that others have described."""
+    environments = machine.setdefault("environments", {})
+    if environment not in environments:
+        environments[environment] = versions()
+        known = {**environments[environment], **machine["versions"]}
+        machine["versions"] = {name: known[name] for name in PACKAGES if name in known}
+
+
 def device_name(kind: str) -> str:
     """The name of the GPU (``cuda``) or of the processor (``cpu``)."""
     if kind == "cuda":
@@ -45,7 +59,7 @@ def describe(kind: str) -> dict[str, Any]:
     return {
         "device": {"kind": kind, "name": device_name(kind)},
         **instructions,
-        "versions": {name: found for name in PACKAGES if (found := version(name)) is not None},
+        "versions": versions(),
         "python_version": platform.python_version(),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),

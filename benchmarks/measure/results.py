@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,8 @@ from benchmarks.measure.machine import RESULTS, result_path
 
 #: The studies: one of these stands in a file in place of pytest-benchmark's ``benchmarks``.
 SUBJECTS = (
-    "kernels",
-    "threads",
-    "learning",
-    "speed",
-    "adapters",
-    "batches",
-    "losses",
-    "calls",
-    "trained",
-    "writers",
+    *("kernels", "calls", "threads", "learning", "speed", "writers"),
+    *("adapters", "batches", "losses", "trained"),
 )
 
 
@@ -48,18 +41,21 @@ class Run:
         machine: dict[str, Any] = self.data["machine_info"]
         return machine
 
-    def benchmark(self, workload: str, library: str) -> dict[str, Any] | None:
-        """pytest-benchmark's entry for one library on one workload, or None."""
-        found: dict[str, Any]
-        for found in self.data["benchmarks"]:
-            extra = found["extra_info"]
-            if (extra.get("workload"), extra.get("library")) == (workload, library):
-                return found
-        return None
+    @cached_property
+    def _by_workload(self) -> dict[str, dict[str, dict[str, Any]]]:
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        for benchmark in self.data["benchmarks"]:
+            extra = benchmark["extra_info"]
+            found.setdefault(extra["workload"], {}).setdefault(extra["library"], benchmark)
+        return found
+
+    def of(self, workload: str) -> dict[str, dict[str, Any]]:
+        """pytest-benchmark's entries for one workload, by library."""
+        return self._by_workload.get(workload, {})
 
     def entry(self, workload: str, library: str) -> dict[str, Any] | None:
         """The statistics of one library on one workload, in seconds per call, or None."""
-        found = self.benchmark(workload, library)
+        found = self.of(workload).get(library)
         if found is None:
             return None
         return {name: found["stats"][name] / found["extra_info"]["calls"] for name in ("median", "iqr", "min")}
@@ -69,9 +65,10 @@ class Run:
         entry = self.entry(workload, library)
         return entry["median"] if entry else None
 
-    def measured(self, what: str) -> set[str]:
-        """Every ``workload`` or every ``library`` that was measured."""
-        return {b["extra_info"][what] for b in self.data["benchmarks"] if what in b["extra_info"]}
+    @property
+    def workloads(self) -> list[str]:
+        """Every workload that was measured, in the order of the file."""
+        return list(self._by_workload)
 
 
 #: By kind, see :func:`kind_of`.
@@ -108,7 +105,7 @@ def write_whole(path: Path, data: dict[str, Any]) -> None:
     beside.replace(path)
 
 
-def write_results(subject: str, results: object, machine: dict[str, Any], out: Path | None, **more: object) -> Path:
+def write_results(subject: str, results: object, machine: dict[str, Any], out: Path | None) -> Path:
     """Write one file of results.
 
     Args:
@@ -116,7 +113,6 @@ def write_results(subject: str, results: object, machine: dict[str, Any], out: P
         results: the findings.
         machine: what :func:`benchmarks.measure.machine.describe` said before it was measured.
         out: where to; None: ``benchmarks/results/<subject>-<device>-<date>.json``.
-        more: further entries of the file.
 
     Returns:
         The file's path, which is printed as well.
@@ -124,13 +120,8 @@ def write_results(subject: str, results: object, machine: dict[str, Any], out: P
     if subject not in SUBJECTS:
         raise ValueError(f"results are about one of {SUBJECTS}, not about {subject!r}")
     out = out or result_path(machine["device"]["kind"], subject)
-    data = {
-        "datetime": datetime.datetime.now(datetime.UTC).isoformat(),
-        "machine_info": machine,
-        **more,
-        subject: results,
-    }
+    now = datetime.datetime.now(datetime.UTC).isoformat()
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(data, indent=1))
+    write_whole(out, {"datetime": now, "machine_info": machine, subject: results})
     print(f"results: {out}")
     return out

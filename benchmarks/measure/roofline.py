@@ -8,13 +8,13 @@ do.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from benchmarks.measure import clocks
+from benchmarks.measure.clocks import Clock
 from gpubuf.kernels import config, sum_tree
 from gpubuf.kernels._registry import without_dispatch
 
@@ -57,59 +57,38 @@ def seconds(traffic: Traffic, measured: dict[str, float], launch: str = "launch_
 # Counting
 
 
-def gather(batch: int, row_bytes: int) -> Traffic:
-    """Draw and copy: rows are read and written, the index is written. One launch."""
-    return Traffic(batch * (2 * row_bytes + INDEX), 1)
+def counted(parts: Sequence[str], batch: int, row_bytes: int = 0, capacity: int = 1, device: str = "cpu") -> Traffic:
+    """The work of a call on ``batch`` rows that has these parts.
 
-
-def write(batch: int, row_bytes: int) -> Traffic:
-    """Rows are read and written. One launch."""
-    return Traffic(batch * 2 * row_bytes, 1)
-
-
-def draw(batch: int) -> Traffic:
-    """The priorities of the rows drawn are read, index and weight written. One launch."""
-    return Traffic(batch * (INDEX + 2 * PRIORITY), 1)
-
-
-def set_priorities(batch: int, capacity: int, device: str) -> Traffic:
-    """Index and priorities are read, leaves written. On a CPU one call.
-
-    On a GPU one launch for a small batch; else one that writes the leaves, and one for each level above them.
+    * ``gather``: rows are read and written, their index is written. One launch.
+    * ``draw``: the priorities of the rows drawn are read, index and weight written. One launch.
+    * ``update``: index and priorities are read, leaves written. One launch for a small batch on a GPU, else one that
+      writes the leaves, and one for each level above them; on a CPU one call.
+    * ``write``: rows are read and written. One launch.
+    * ``upload``: rows cross the bus. One launch.
+    * ``trajectories``: the index of trajectories is read or written. One launch.
     """
     fan_out = config.tree_fan_out(capacity, device)
     one = device == "cpu" or config.tree_update(fan_out, batch).single_program
-    return Traffic(batch * (INDEX + 2 * PRIORITY), 1 if one else len(sum_tree.level_sizes(capacity, fan_out)) + 1)
+    priorities = batch * (INDEX + 2 * PRIORITY)
+    work = {
+        "gather": Traffic(batch * (2 * row_bytes + INDEX), 1),
+        "draw": Traffic(priorities, 1),
+        "update": Traffic(priorities, 1 if one else len(sum_tree.level_sizes(capacity, fan_out)) + 1),
+        "write": Traffic(batch * 2 * row_bytes, 1),
+        "upload": Traffic(0, 1, batch * row_bytes),
+        "trajectories": Traffic(0, 1),
+    }
+    return sum((work[part] for part in parts), Traffic(0, 0))
 
 
 # Measuring
 
 
-def best_of(call: Callable[[], object], repeats: int, calls: int = 1) -> float:
-    """Seconds a call of the fastest of some runs of ``calls`` calls, on the host's clock."""
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        best = min(best, (time.perf_counter() - start) / calls)
-    return best
-
-
-def best_on_gpu(call: Callable[[], object], repeats: int, calls: int = 1) -> float:
-    """The same on the GPU's clock, between two events around the calls."""
+def best_of(call: Callable[[], object], clock: Clock, repeats: int, calls: int = 1) -> float:
+    """Seconds per call of the fastest of some runs of ``calls`` calls."""
     call()
-    best = float("inf")
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / 1e3 / calls)
-    return best
+    return min(clocks.runs(call, clock, repeats, calls))
 
 
 def measure(device: str) -> dict[str, float]:
@@ -125,11 +104,12 @@ def measure(device: str) -> dict[str, float]:
 def _measure_cpu() -> dict[str, float]:
     target = torch.zeros(COPIED, dtype=torch.uint8)
     source = torch.ones_like(target)
-    copy = best_of(lambda: target.copy_(source), 8)
+    clock = clocks.of(None, "cpu")
+    copy = best_of(lambda: target.copy_(source), clock, 8)
     tree = sum_tree.new_tree(16, 16, "cpu")
     nothing = torch.empty(0, dtype=torch.int64)
     refresh = without_dispatch(sum_tree.refresh)
-    call = best_of(lambda: refresh(*tree, nothing), 50, 100)
+    call = best_of(lambda: refresh(*tree, nothing), clock, 50, 100)
     return {"copy_bytes_per_second": 2 * target.nbytes / copy, "launch_seconds": call}
 
 
@@ -138,24 +118,18 @@ def _measure_gpu() -> dict[str, float]:
     from gpubuf.tuning.timing import GraphTimer, copy_bandwidth, launch_seconds
 
     device = torch.device("cuda", torch.cuda.current_device())
-    timer = GraphTimer(device)
+    timer, clock = GraphTimer(device), clocks.of(None, "cuda")
     host = torch.zeros(COPIED, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(host, device=device)
     anything = torch.zeros(1, device=device)
     return {
         "copy_bytes_per_second": copy_bandwidth(timer, device),
-        "bus_bytes_per_second": host.nbytes / best_on_gpu(lambda: target.copy_(host, non_blocking=True), 8, 2),
-        "launch_seconds": best_on_gpu(lambda: empty_kernel[(1,)](anything), 20, 200),
+        "bus_bytes_per_second": host.nbytes / best_of(lambda: target.copy_(host, non_blocking=True), clock, 8, 2),
+        "launch_seconds": best_of(lambda: empty_kernel[(1,)](anything), clock, 20, 200),
         "graph_launch_seconds": launch_seconds(timer, device),
     }
 
 
-def describe(measured: dict[str, Any]) -> str:
+def describe(measured: dict[str, float]) -> str:
     """The measured speeds, for people."""
-    parts = [f"copies at {measured['copy_bytes_per_second'] / 1e9:.1f} GB/s"]
-    if "bus_bytes_per_second" in measured:
-        parts.append(f"pinned memory to the GPU at {measured['bus_bytes_per_second'] / 1e9:.1f} GB/s")
-    parts.append(f"{measured['launch_seconds'] * 1e6:.2f} µs per launch")
-    if "graph_launch_seconds" in measured:
-        parts.append(f"{measured['graph_launch_seconds'] * 1e6:.2f} µs inside a graph")
-    return ", ".join(parts)
+    return ", ".join(f"{speed:.3g} {name.replace('_', ' ')}" for name, speed in measured.items())

@@ -5,6 +5,7 @@ An adapter does nothing that is timed: a benchmark times the functions that it r
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -16,11 +17,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from benchmarks.peers.sources import Source
+from benchmarks.peers.sources import TINY, Source
 
 ALPHA, BETA, EPS = 0.6, 0.4, 1e-8
-#: Bytes, and rows, of a write that fills a buffer.
-CHUNK_BYTES, CHUNK_ROWS = 1 << 25, 1_000_000
+#: Bytes, and rows, of a write that fills a buffer; it is a multiple of the rows of any step of many environments.
+CHUNK_BYTES, CHUNK_ROWS, WHOLE_STEPS = 1 << 25, 1_000_000, 256
+#: The most rows of a peer's buffer, uniform and prioritized: beyond, filling and checking it takes minutes.
+LARGEST = (100_000_000, 10_000_000)
 
 
 class UnavailableError(Exception):
@@ -41,6 +44,11 @@ def needing(library: str) -> Iterator[None]:
         if "SegmentTree" not in str(error):
             raise
         raise UnavailableError(f"TorchRL's prioritized sampler does not load here: {error}") from error
+
+
+def flat_arrays(data: TensorDictBase) -> dict[str, np.ndarray]:
+    """Columns by flat name, ``next.reward`` for ``("next", "reward")``."""
+    return {name: column.cpu().numpy() for name, column in data.flatten_keys(".").items()}
 
 
 class Library(ABC):
@@ -140,7 +148,8 @@ class Library(ABC):
 
     def fill(self) -> None:
         """Write all rows."""
-        n = max(min(CHUNK_BYTES // self.source.layout.row_bytes, CHUNK_ROWS), 1)
+        n = min(CHUNK_BYTES // self.source.layout.row_bytes, CHUNK_ROWS)
+        n = max(n - n % WHOLE_STEPS, WHOLE_STEPS)
         for start in range(0, len(self.source), n):
             self.extend(self.rows(self.source.rows(start, min(n, len(self.source) - start))))
 
@@ -213,7 +222,7 @@ class TorchRLInterface(Library):
         )
 
     def columns(self, batch: TensorDictBase) -> dict[str, np.ndarray]:
-        flat = {name: column.cpu().numpy() for name, column in batch.flatten_keys(".").items()}
+        flat = flat_arrays(batch)
         if "priority_weight" in flat:
             flat["weight"] = flat.pop("priority_weight")
         return flat
@@ -318,8 +327,8 @@ class Cpprb(Library):
 
     def open(self) -> None:
         columns = {
-            column.name: {"shape": column.width, "dtype": torch.empty(0, dtype=column.dtype).numpy().dtype}
-            for column in self.source.layout.columns
+            name: {"shape": column.shape[1], "dtype": column.numpy().dtype}
+            for name, column in self.source.layout.row.items()
         }
         if self.prioritized:
             buffer = self.library.PrioritizedReplayBuffer(len(self.source), columns, alpha=ALPHA, eps=EPS)
@@ -338,7 +347,7 @@ class Cpprb(Library):
         return batch
 
     def rows(self, source: TensorDict) -> dict[str, np.ndarray]:
-        return {name: column.numpy() for name, column in source.flatten_keys(".").items()}
+        return flat_arrays(source)
 
     def priorities(self, index: Tensor, priority: Tensor) -> tuple[np.ndarray, np.ndarray]:
         return index.numpy().astype(np.uint64), priority.numpy()
@@ -357,3 +366,259 @@ class Cpprb(Library):
 
     def stored(self, position: np.ndarray) -> dict[str, np.ndarray]:
         return {name: column[position] for name, column in self.buffer.get_all_transitions().items()}
+
+
+class Flashbax(Library):
+    """flashbax: pure functions on a state of JAX arrays, compiled; the state is donated, as its documentation says.
+
+    A call that returns has only been queued, so every call waits for its result: on a CPU there is nothing to overlap
+    with. Weights are the user's business there: computed from the probabilities, in the same compiled function.
+    """
+
+    name = "flashbax"
+    title = "flashbax"
+    # the sum tree has two float32 for each leaf of the next power of two
+    tree_bytes = 16
+    weights_over = "batch"
+    exact_sums = False
+
+    def load(self) -> None:
+        with needing("flashbax"):
+            import flashbax
+            import jax
+        self.library, self.jax = flashbax, jax
+        kind = "gpu" if self.device == "cuda" else "cpu"
+        try:
+            self.home = jax.devices(kind)[0]
+        except RuntimeError as error:
+            raise UnavailableError(f"JAX sees no {kind} here: {error}") from error
+        if len(self.source) >= 1 << 31:
+            raise UnavailableError("flashbax counts rows in int32")
+
+    def open(self) -> None:
+        jax = self.jax
+        row = {name: jax.device_put(column[0], self.home) for name, column in self.rows(self.source.rows(0, 1)).items()}
+        # The state depends on the size of the buffer alone, not on that of batches.
+        buffer = self.make(1)
+        with jax.default_device(self.home):
+            self.state = buffer.init(row)
+            self.key = jax.random.PRNGKey(0)
+        self.add = jax.jit(buffer.add, donate_argnums=0)
+        if self.prioritized:
+            self.set_priorities = jax.jit(buffer.set_priorities, donate_argnums=0)
+        self.draws: dict[int, Callable[..., Any]] = {}
+        self.steps: dict[int, Callable[..., Any]] = {}
+        self.extend, self.sample = self.write, self.draw
+        self.update, self.step = self.change, self.take_step
+
+    def make(self, n: int) -> Any:
+        """The functions of a buffer whose batches have ``n`` rows."""
+        options = {"max_length": len(self.source), "min_length": 1, "sample_batch_size": n, "add_batches": True}
+        if not self.prioritized:
+            return self.library.make_item_buffer(**options)
+        kind = "gpu" if self.device == "cuda" else "cpu"
+        return self.library.make_prioritised_item_buffer(**options, priority_exponent=ALPHA, device=kind)
+
+    def drawing(self, n: int) -> Callable[[Any, Any], tuple[Any, Any]]:
+        """A function of state and key: the next key, and a batch of ``n``."""
+        buffer, split = self.make(n), self.jax.random.split
+
+        def draw(state: Any, key: Any) -> tuple[Any, Any]:
+            key, this = split(key)
+            drawn = buffer.sample(state, this)
+            batch = dict(drawn.experience)
+            if self.prioritized:
+                weight = drawn.probabilities**-BETA
+                batch |= {"index": drawn.indices, "weight": weight / weight.max()}
+            return key, batch
+
+        return draw
+
+    def write(self, rows: Any) -> None:
+        self.state = self.jax.block_until_ready(self.add(self.state, rows))
+
+    def draw(self, n: int) -> Any:
+        if n not in self.draws:
+            self.draws[n] = self.jax.jit(self.drawing(n))
+        self.key, batch = self.jax.block_until_ready(self.draws[n](self.state, self.key))
+        return batch
+
+    def change(self, index: Any, priority: Any) -> None:
+        self.state = self.jax.block_until_ready(self.set_priorities(self.state, index, priority))
+
+    def take_step(self, n: int, priority: Any) -> Any:
+        if n not in self.steps:
+            draw, set_priorities = self.drawing(n), self.make(n).set_priorities
+
+            def step(state: Any, key: Any, priority: Any) -> tuple[Any, Any, Any]:
+                key, batch = draw(state, key)
+                return set_priorities(state, batch["index"], priority), key, batch
+
+            self.steps[n] = self.jax.jit(step, donate_argnums=0)
+        result = self.jax.block_until_ready(self.steps[n](self.state, self.key, priority))
+        self.state, self.key, batch = result
+        return batch
+
+    def rows(self, source: TensorDict) -> Any:
+        return self.jax.device_put(self.rows_on_host(source), self.home)
+
+    def rows_on_host(self, source: TensorDict) -> dict[str, np.ndarray]:
+        return flat_arrays(source)
+
+    def priorities(self, index: Tensor, priority: Tensor) -> tuple[Any, Any]:
+        pair = (index.numpy().astype(np.int32), priority.numpy())
+        return tuple(self.jax.device_put(pair, self.home))
+
+    def training_batch(self, n: int) -> tuple[Any, ...]:
+        batch = self.sample(n)
+        names = ("observation", "action", "next.observation", "next.reward", "next.terminated")
+        return tuple(batch[name] for name in names)
+
+    def columns(self, batch: Any) -> dict[str, np.ndarray]:
+        return {name: np.asarray(column) for name, column in batch.items()}
+
+    def stored(self, position: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: np.asarray(column[0, position]) for name, column in self.state.experience.items()}
+
+    @property
+    def clock(self) -> str:
+        return "wall"
+
+
+#: The arrays and the parts of a batch of Stable-Baselines3, by our names.
+STABLE_NAMES = {
+    "observation": "observations",
+    "action": "actions",
+    "next.observation": "next_observations",
+    "next.reward": "rewards",
+    "next.terminated": "dones",
+}
+
+
+class StableBaselines(Library):
+    """Stable-Baselines3's ``ReplayBuffer``: NumPy arrays on the host, batches copied to the device; uniform only.
+
+    It writes a step of all environments at a time. There are as many as divide both the capacity and 256, so that a
+    batch of rows is some whole steps. Rows of :data:`TINY` get the action, reward and flags that it can't leave out.
+    """
+
+    name = "sb3"
+    title = "Stable-Baselines3"
+    lacks = frozenset({"next.done"})
+
+    def load(self) -> None:
+        if self.prioritized:
+            raise UnavailableError("Stable-Baselines3 has no prioritized buffer")
+        with needing("Stable-Baselines3"):
+            from gymnasium import spaces
+            from stable_baselines3.common.buffers import ReplayBuffer
+        self.box, self.buffer_class = spaces.Box, ReplayBuffer
+        self.envs = math.gcd(len(self.source), WHOLE_STEPS)
+
+    def row_bytes(self) -> int:
+        # observation and next observation, action, and three float32: reward, done, timeout
+        return 24 if self.source.layout == TINY else self.source.layout.row_bytes + 10
+
+    def open(self) -> None:
+        observation, layout = self.source.layout.row["observation"].numpy(), self.source.layout
+        seen = self.box(0, 1, observation.shape[1:], observation.dtype)
+        action = self.box(-1, 1, (max(layout.action, 1),), np.float32)
+        self.buffer = self.buffer_class(len(self.source), seen, action, device=self.device, n_envs=self.envs)
+        self.sample = self.buffer.sample
+        self.extend = self.write
+
+    def write(self, steps: list[tuple[Any, ...]]) -> None:
+        add = self.buffer.add
+        for step in steps:
+            add(*step)
+
+    def rows(self, source: TensorDict) -> list[tuple[Any, ...]]:
+        if len(source) % self.envs:
+            raise UnavailableError(f"it writes steps of all its {self.envs} environments, not {len(source)} rows")
+        flat, nothing = flat_arrays(source), np.zeros((len(source), 1), np.float32)
+        done = flat.get("next.done", nothing).astype(bool)
+        timeouts = done & ~flat.get("next.terminated", done)
+        seen, reward = flat["observation"], flat.get("next.reward", nothing)[:, 0]
+        columns = (seen, flat.get("next.observation", seen), flat.get("action", nothing), reward, done[:, 0])
+        infos = [{"TimeLimit.truncated": True} if timeout else {} for timeout in timeouts[:, 0].tolist()]
+        steps = (slice(start, start + self.envs) for start in range(0, len(source), self.envs))
+        return [(*(column[step] for column in columns), infos[step]) for step in steps]
+
+    def priorities(self, index: Tensor, priority: Tensor) -> tuple[Any, Any]:
+        raise NotImplementedError("Stable-Baselines3 has no priorities")
+
+    def training_batch(self, n: int) -> tuple[Any, ...]:
+        batch = self.buffer.sample(n)
+        return batch.observations, batch.actions, batch.next_observations, batch.rewards, batch.dones
+
+    def columns(self, batch: Any) -> dict[str, np.ndarray]:
+        return self.named(lambda name: getattr(batch, name).cpu().numpy())
+
+    def stored(self, position: np.ndarray) -> dict[str, np.ndarray]:
+        def array(name: str) -> np.ndarray:
+            found = getattr(self.buffer, name) * (1 - self.buffer.timeouts if name == "dones" else 1)
+            return found.reshape(len(self.source), -1)[position]
+
+        return self.named(array)
+
+    def named(self, array: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
+        """The columns of the layout, with their dtypes, out of arrays by the library's names."""
+        columns = {name: column for name, column in self.source.layout.row.items() if name not in self.lacks}
+        return {name: array(STABLE_NAMES[name]).astype(column.numpy().dtype) for name, column in columns.items()}
+
+
+class Placed(Gpubuf):
+    """gpubuf, its rows in one of its placements beside a GPU; a batch always comes out on the GPU."""
+
+    placement: ClassVar[str]
+    #: The share of a batch's rows that crosses the bus.
+    over_the_bus: ClassVar[float]
+
+    def load(self) -> None:
+        if self.device != "cuda":
+            raise UnavailableError("where rows lie beside a GPU can be compared only on a machine with one")
+        super().load()
+
+    def storage(self) -> Any:
+        return self.storage_class(len(self.source), device=self.placement)
+
+
+class OnGpu(Placed):
+    """All rows in the GPU's memory."""
+
+    name, title, placement, over_the_bus = "gpubuf-cuda", "rows on the GPU", "cuda", 0.0
+
+
+class Split(Placed):
+    """Half of the rows on the GPU, the others in pinned host memory; one launch per batch."""
+
+    name, title, placement, over_the_bus = "gpubuf-split", "half the rows on the GPU", "split:50%", 0.5
+
+
+class Pinned(Placed):
+    """All rows in pinned host memory, which the GPU reads in the same launch."""
+
+    name, title, placement, over_the_bus = "gpubuf-pinned", "rows in pinned memory", "pinned", 1.0
+
+
+class GatherAndCopy(Placed):
+    """The usual way: the CPU gathers a batch from ordinary memory, and copies it to the GPU."""
+
+    name, title, placement, over_the_bus = "gpubuf-copy", "gathered by the CPU, copied", "cpu", 1.0
+
+    def open(self) -> None:
+        super().open()
+        sample = self.sample
+        self.sample = lambda n: sample(n).to("cuda", non_blocking=True)
+
+    def rows(self, source: Any) -> Any:
+        return source
+
+
+#: Libraries beside ours; each has an environment of this name.
+PEERS = ("torchrl", "cpprb", "flashbax", "sb3")
+PLACEMENTS: dict[str, type[Placed]] = {placed.name: placed for placed in (OnGpu, Split, Pinned, GatherAndCopy)}
+#: By their names in files of results.
+LIBRARIES: dict[str, type[Library]] = {
+    library.name: library for library in (Gpubuf, GpubufGraph, TorchRL, Cpprb, Flashbax, StableBaselines)
+}

@@ -21,16 +21,16 @@ from stable_baselines3.common.monitor import Monitor
 
 
 class Curve(BaseCallback):
-    """Mean returns of a few deterministic episodes, every so many steps."""
+    """Mean returns of five deterministic episodes, every so many steps."""
 
-    def __init__(self, env: Any, every: int, episodes: int) -> None:
+    def __init__(self, env: Any, every: int) -> None:
         super().__init__()
-        self.env, self.every, self.episodes = env, every, episodes
+        self.env, self.every = env, every
         self.points: list[tuple[int, float]] = []
 
     def _on_step(self) -> bool:
         if self.every and self.num_timesteps % self.every == 0:
-            mean, _ = evaluate_policy(self.model, self.env, self.episodes)
+            mean, _ = evaluate_policy(self.model, self.env, 5)
             self.points.append((self.num_timesteps, float(mean)))
         return True
 
@@ -43,8 +43,6 @@ def main() -> None:
     parser.add_argument("--learning-starts", type=int, default=1000)
     parser.add_argument("--eval-every", type=int, required=True)
     parser.add_argument("--eval-episodes", type=int, required=True)
-    parser.add_argument("--curve-episodes", type=int, default=5)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sbx", action="store_true", help="train by SBX")
@@ -54,14 +52,14 @@ def main() -> None:
     model = library.SAC(
         "MlpPolicy",
         Monitor(gym.make(options.env)),
-        learning_rate=options.learning_rate,
+        learning_rate=1e-3,
         learning_starts=options.learning_starts,
         seed=options.seed,
         device="cpu",
     )
     evaluated = Monitor(gym.make(options.env))
     evaluated.reset(seed=options.seed + 1_000_000)
-    curve = Curve(evaluated, options.eval_every, options.curve_episodes)
+    curve = Curve(evaluated, options.eval_every)
     began = time.monotonic()
     model.learn(options.total_steps, callback=curve)
     seconds = time.monotonic() - began

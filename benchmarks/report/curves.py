@@ -1,4 +1,4 @@
-"""Latency over capacity, batch and row as pictures: :func:`panels` collects the curves, :func:`write` draws them.
+"""Latency over capacity, batch and row as pictures: :func:`curves` collects them, :func:`write` draws.
 
 A picture shows one axis of :data:`benchmarks.workloads.sweeps.AXES`, with a panel for each operation, and in a panel a
 curve for each library and one for the roofline.
@@ -6,16 +6,14 @@ curve for each library and one for the roofline.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.measure.results import Run
 from benchmarks.report import pictures
-from benchmarks.report.comparison import OURS, libraries, names, read, roofline_of
-from benchmarks.workloads.registry import PEERS, TITLES
-from benchmarks.workloads.slices import CURVE, sized
+from benchmarks.report.comparison import libraries, read, roofline_of
+from benchmarks.workloads.registry import TITLES
+from benchmarks.workloads.replay import Operation
 from benchmarks.workloads.sweeps import AXES, Axis
 
 COLORS = {
@@ -26,110 +24,54 @@ COLORS = {
     "flashbax": "tab:red",
     "sb3": "tab:purple",
 }
-ROOFLINES = {"roofline": "roofline", "roofline-graph": "roofline, in a graph"}
-#: The rows that slices are drawn from grow as well; this panel stands beside those over the capacity.
-SLICES_PANEL = "slices: write a row and sample"
+ROOFLINES = {"roofline": ("roofline", "--"), "roofline-graph": ("roofline, in a graph", ":")}
+
+Curves = dict[str, list[tuple[int, float]]]
+"""By library, or key of :data:`ROOFLINES`: (value on the axis, seconds) of all points, by value."""
 
 
-Points = list[tuple[int, float]]
-"""(value on the axis, seconds), by value."""
-
-
-@dataclass(frozen=True)
-class Panel:
-    """The curves of one operation over one axis.
-
-    Attributes:
-        title: the operation.
-        label: of the axis.
-        curves: of each library; ``roofline`` and ``roofline-graph`` are the least possible time. Empty: not measured.
-    """
-
-    title: str
-    label: str
-    curves: dict[str, Points]
-
-
-def measured(points: Iterable[tuple[int, float | None]]) -> Points:
-    """Those that were measured."""
-    return [(value, seconds) for value, seconds in points if seconds is not None]
-
-
-def panel(run: Run, title: str, label: str, workloads: dict[str, int], peers: Sequence[str]) -> Panel:
-    """The curves through these workloads, of every library that was asked and of every peer, asked or not.
-
-    The rooflines come last: the one inside a CUDA graph where that was measured.
-    """
-    asked = libraries(run, workloads)
-    curves = {
-        name: measured((value, run.median(workload, name)) for workload, value in workloads.items())
-        for name in TITLES
-        if name in asked or name in peers
+def curves(run: Run, axis: Axis, operation: Operation) -> Curves:
+    """The curves of one operation over one axis, of everything that was measured."""
+    values = {axis.name_of(operation, value): value for value in axis.values}
+    found = {
+        library: {value: run.median(name, library) for name, value in values.items()}
+        for library in libraries(run, values)
     }
-    for name, library in (("roofline", OURS), ("roofline-graph", f"{OURS}-graph")):
-        least = measured((value, roofline_of(run, workload, library)) for workload, value in workloads.items())
-        curves |= {name: least} if least else {}
-    return Panel(title, label, curves)
-
-
-def panels(run: Run, axis: Axis) -> list[Panel]:
-    """All panels of an axis, in the order of its operations; the capacity has one more, of slices."""
-    tried = set(names(run, axis.name)) | {skip["workload"] for skip in run.data.get("skipped", [])}
-    found = []
-    for operation in axis.operations:
-        workloads = {axis.name_of(operation, value): value for value in axis.values}
-        workloads = {name: value for name, value in workloads.items() if name in tried}
-        found.append(panel(run, operation.title, axis.label, workloads, PEERS))
-    if axis is AXES[0]:
-        slices = {sized(stored, capacity, "write-and-sample"): stored for stored, capacity in CURVE}
-        sliced = {name: stored for name, stored in slices.items() if run.median(name, OURS) is not None}
-        if sliced:
-            found.append(panel(run, SLICES_PANEL, "rows stored", sliced, ("torchrl",)))
-    return found
+    for name in ROOFLINES if found else ():
+        graph = name.endswith("-graph")
+        found[name] = {value: roofline_of(run, workload, graph) for workload, value in values.items()}
+    measured = {
+        name: [(value, seconds) for value, seconds in points.items() if seconds is not None]
+        for name, points in found.items()
+    }
+    return {name: points for name, points in measured.items() if points}
 
 
 def picture(run: Run, axis: Axis, path: Path) -> bool:
-    """The pictures of an axis side by side, as one PNG; whether anything was measured."""
-    shown = [panel for panel in panels(run, axis) if any(panel.curves.values())]
-    if not shown:
+    """The panels of an axis, two in a row, as one PNG; whether anything was measured."""
+    panels = {operation.title: curves(run, axis, operation) for operation in axis.operations}
+    panels = {title: found for title, found in panels.items() if found}
+    if not panels:
         return False
-    # Two columns: what the text of a page has room for. The legend is where a panel is missing, else below.
-    columns = min(len(shown), 2)
-    rows = -(-len(shown) // columns)
-    hole = len(shown) < rows * columns
-    figure = pictures.new_figure(4.2 * columns, 3.4 * rows + (0.3 if hole else 0.9))
-    for i, panel in enumerate(shown, 1):
-        draw(pictures.axes_of(figure, panel.title, panel.label, "median µs per call", rows, columns, i), panel)
-    legend = {
-        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    if hole:
-        place = figure.add_subplot(rows, columns, rows * columns)
-        place.axis("off")
-        place.legend(legend.values(), legend, loc="center")
-    else:
-        figure.legend(legend.values(), legend, loc="outside lower center", ncols=min(len(legend), 4))
+    rows = -(-len(panels) // 2)
+    figure = pictures.new_figure(8.4, 3.4 * rows + 0.9)
+    legend = {}
+    for i, (title, found) in enumerate(panels.items(), 1):
+        axes = pictures.axes_of(figure, title, axis.label, "median µs per call", rows, 2, i)
+        for name, points in found.items():
+            if name in ROOFLINES:
+                label, dashes = ROOFLINES[name]
+                style = {"color": "0.35", "linestyle": dashes}
+            else:
+                label = TITLES[name]
+                style = {"color": COLORS[name], "marker": "o", "markersize": 4}
+            x, y = zip(*points, strict=True)
+            (legend[label],) = axes.plot(x, [seconds * 1e6 for seconds in y], **style)
+        pictures.log_log(axes)
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=4)
     figure.suptitle(f"{run.machine['device']['name']}: {axis.fixed}", fontsize=11)
     pictures.save(figure, path, [run])
     return True
-
-
-def draw(axes: Any, panel: Panel) -> None:
-    """One operation, log-log. A library without a point is not in the legend: the tables say why it has none."""
-    for library, points in panel.curves.items():
-        if not points:
-            continue
-        x = [value for value, _ in points]
-        y = [seconds * 1e6 for _, seconds in points]
-        if library in ROOFLINES:
-            style = {"color": "0.35", "linestyle": "--" if library == "roofline" else ":", "marker": ""}
-            label = ROOFLINES[library]
-        else:
-            style = {"color": COLORS.get(library, "0.6"), "marker": "o", "markersize": 4}
-            style |= {"linewidth": 2.2 if library == "gpubuf" else 1.3}
-            label = TITLES[library]
-        axes.plot(x, y, label=label, **style)
-    pictures.log_log(axes)
 
 
 def write(paths: Sequence[Path], out: Path) -> list[Path]:

@@ -28,14 +28,15 @@ from benchmarks.measure.figures import (
 )
 from benchmarks.measure.machine import RESULTS
 from benchmarks.measure.results import Run, Runs, newest_runs
-from benchmarks.peers.libraries import GpubufGraph
+from benchmarks.peers.libraries import LIBRARIES, GpubufGraph
 from benchmarks.report import pictures
+from benchmarks.report.comparison import libraries, medians
 from benchmarks.report.learning import LEARNING_PLOT, algorithms_section, draw_learning, speed_section, training_table
 from benchmarks.report.memory import memory_tables
 from benchmarks.studies.kernels import launches_table
 from benchmarks.studies.side_by_side import TABLES, section
 from benchmarks.studies.writers import writers_section
-from benchmarks.workloads.registry import LIBRARIES, REGISTRY, TITLES
+from benchmarks.workloads.registry import REGISTRY, TITLES
 from benchmarks.workloads.replay import WORKLOADS
 from benchmarks.workloads.slices import CURVE, OPERATIONS, SIZES, SLICES, short, sized
 
@@ -44,37 +45,24 @@ PLOT = "docs/slices.png"
 KINDS = {"cpu": "CPU", "cuda": "GPU"}
 
 
-def libraries(run: Run) -> list[str]:
-    """Which libraries were measured, gpubuf first."""
-    measured = run.measured("library")
-    return [name for name in TITLES if name in measured]
-
-
 def workloads(run: Run) -> list[str]:
     """Which workloads were measured, in their registered order; slices are not among them."""
-    measured = run.measured("workload") - SLICES.keys()
+    measured = set(run.workloads) - SLICES.keys()
     return [name for name in WORKLOADS if name in measured] + sorted(measured - WORKLOADS.keys())
 
 
 def slice_workloads(run: Run) -> list[str]:
     """Which workloads of slices were measured, in their registered order."""
-    measured = run.measured("workload")
-    return [name for name in SLICES if name in measured]
+    return [name for name in SLICES if name in run.workloads]
 
 
 def comparison_table(run: Run, replay: bool) -> str:
     """docs/performance.md: median time of a call on one kind of device, and how many times as long the peers take."""
-    rows_of = [name for name in workloads(run) if (name in WORKLOADS) == replay]
-    if not rows_of:
+    names = [name for name in workloads(run) if (name in WORKLOADS) == replay]
+    if not names:
         return f"Nothing of this is measured: {OPEN}."
-    columns = [name for name in libraries(run) if any(run.entry(workload, name) for workload in rows_of)]
-    rows = []
-    for workload in rows_of:
-        ours = run.median(workload, "gpubuf")
-        found = [(name, run.median(workload, name)) for name in columns if name != "gpubuf"]
-        beside = [against(None if name.startswith("gpubuf") else ours, time, missing="") for name, time in found]
-        rows.append([REGISTRY[workload].title, or_open(ours), *beside])
-    return table(["median µs per call", *(TITLES[name] for name in columns)], rows)
+    head, *rows = medians(run, names)
+    return table(head, rows)
 
 
 HEADLINES = (
@@ -86,7 +74,7 @@ HEADLINES = (
 
 def headline_table(runs: Runs) -> str:
     """README: the calls of a training step on every kind of device, beside TorchRL and the fastest other library."""
-    measured = {name for kind in KINDS if kind in runs for name in runs[kind].measured("workload")}
+    measured = {name for kind in KINDS if kind in runs for name in runs[kind].workloads}
     names = [name for name in HEADLINES if name in measured]
     head, rows = ["median µs per call"], [[REGISTRY[name].title] for name in names]
     others = [name for name in TITLES if not name.startswith(("gpubuf", "torchrl")) and name != "plain"]
@@ -128,9 +116,8 @@ def spreads(run: Run, names: Sequence[str]) -> str:
     """Median, interquartile range and minimum of every library."""
     rows = []
     for workload in names:
-        for library in libraries(run):
-            entry = run.entry(workload, library)
-            if entry:
+        for library in libraries(run, [workload]):
+            if entry := run.entry(workload, library):
                 numbers = [microseconds(entry[name]) for name in ("median", "iqr", "min")]
                 rows.append([REGISTRY[workload].title, TITLES[library], *numbers])
     return table(["µs per call", "library", "median", "interquartile range", "minimum"], rows)
@@ -154,8 +141,8 @@ def threads_table(run: Run) -> str:
     each = {n: Run(run.source, {**run.data, "benchmarks": found}) for n, found in run.data["threads"].items()}
     (first, few), *_, (last, many) = each.items()
     rows = []
-    for workload in dict.fromkeys(b["extra_info"]["workload"] for b in few.data["benchmarks"]):
-        for library in libraries(few):
+    for workload in few.workloads:
+        for library in libraries(few, [workload]):
             before, after = few.entry(workload, library), many.entry(workload, library)
             if before and after:
                 numbers = [microseconds(entry[name]) for entry in (before, after) for name in ("median", "min")]
@@ -178,9 +165,9 @@ def sizes_table(run: Run) -> str:
             if ours is not None:
                 found.setdefault(stored, []).append(ours)
             row += [or_open(ours), against(ours, run.median(workload, "torchrl"))]
-            if "torchrl-uncached" in SLICES[workload].variants:
+            if "torchrl-uncached" in SLICES[workload].libraries:
                 row.append(against(ours, run.median(workload, "torchrl-uncached")))
-        found_here = run.benchmark(sized(stored, capacity, "sample"), "gpubuf") or {"extra_info": {}}
+        found_here = run.of(sized(stored, capacity, "sample")).get("gpubuf", {"extra_info": {}})
         index_bytes = found_here["extra_info"].get("index_bytes_per_row")
         rows.append([*row, OPEN if index_bytes is None else f"{index_bytes:.3f}"])
     head = ["rows stored, in room for", "sample", "TorchRL, cached", "TorchRL, uncached"]

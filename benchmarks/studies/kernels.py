@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,7 +25,7 @@ import torch
 
 import gpubuf
 from benchmarks.measure import clocks
-from benchmarks.measure.elsewhere import ROOT
+from benchmarks.measure.elsewhere import found_by
 from benchmarks.measure.figures import OPEN, described, digits, table
 from benchmarks.measure.machine import describe
 from benchmarks.measure.results import Runs, write_results
@@ -143,10 +140,8 @@ def all_calls(device: str = "cpu") -> Iterator[tuple[str, Callable[[], object]]]
 
 def counted_in_subprocess(*options: str) -> list[dict[str, Any]]:
     """What every call launches and executes, from a process whose kernels are compiled, whatever those here are."""
-    command = [sys.executable, "-m", "tests.support.ptx.counts", *options]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: list[dict[str, Any]] = json.loads(run.stdout.splitlines()[-1])
+    found: list[dict[str, Any]]
+    found = found_by(sys.executable, "tests.support.ptx.counts", *options, env={"TRITON_INTERPRET": ""})
     return found
 
 
@@ -181,13 +176,7 @@ def microseconds(call: Callable[[], object], device: str) -> float:
     clock = clocks.of(None, device)
     for _ in range(WARM_UP):
         replay()
-    rounds = []
-    for _ in range(ROUNDS):
-        begun = clock.timer()
-        for _ in range(REPLAYS):
-            replay()
-        rounds.append((clock.timer() - begun) / (REPLAYS * REPEATS) * 1e6)
-    return statistics.median(rounds)
+    return statistics.median(clocks.runs(replay, clock, ROUNDS, REPLAYS)) / REPEATS * 1e6
 
 
 def timed(device: str) -> list[dict[str, object]]:

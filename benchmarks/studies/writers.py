@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             try:
                 rates.append(contend(name, row_bytes, writers))
                 print(rates[-1], file=sys.stderr)
-            except (RuntimeError, OSError, EOFError) as error:
+            except (ImportError, RuntimeError, OSError, EOFError) as error:
                 print(f"{name} can't be measured: {error}", file=sys.stderr)
         print(json.dumps({"rates": rates, "versions": describe("cpu")["versions"]}))
         return

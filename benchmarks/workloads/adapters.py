@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
 from tensordict import TensorDict
 
 from benchmarks.measure.in_turn import Call, Contender
@@ -64,16 +65,9 @@ DICT = spaces.Dict({"position": BOX, "goal": spaces.Box(-10, 10, (3,), np.float3
 
 def stable_steps(space: Any, envs: int, count: int) -> list[tuple[Any, ...]]:
     """The arguments of ``add`` for steps, each continued by the next one."""
-    rng = np.random.default_rng(0)
-
-    def observed() -> Any:
-        if isinstance(space, spaces.Dict):
-            return {name: rng.standard_normal((envs, *part.shape), np.float32) for name, part in space.spaces.items()}
-        if space.dtype == np.uint8:
-            return rng.integers(0, 255, (envs, *space.shape), np.uint8)
-        return rng.standard_normal((envs, *space.shape), np.float32)
-
-    observations = [observed() for _ in range(count)]
+    rng, seen = np.random.default_rng(0), batch_space(space, envs)
+    seen.seed(0)
+    observations = [seen.sample() for _ in range(count)]
     found = []
     for at in range(count):
         done = np.full(envs, at % EPISODE == EPISODE - 1)

@@ -23,7 +23,7 @@ Draw = Callable[[int], object]
 
 def steps(n: int, observation: int = WIDE) -> TensorDict:
     """Steps of one environment: each next observation is the observation of the next row, but for 1 row in 500."""
-    rows = transitions(n, 0, observation, 6)
+    rows = transitions(n, observation, 6)
     following = rows["observation"].roll(-1, 0)
     following[rows["next", "done"].view(-1)] += 1
     rows["next", "observation"] = following

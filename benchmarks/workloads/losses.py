@@ -9,27 +9,35 @@ import copy
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from typing import Any
 from unittest import mock
 
 import torch
 from tensordict import TensorDict
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor, nn
+from torch.distributions import Categorical
 
 from benchmarks.measure.in_turn import Call, Contender
 from benchmarks.peers.libraries import UnavailableError, needing
 from benchmarks.workloads import plain_losses as plain
 from benchmarks.workloads.plain_losses import ACTION, OBSERVATION, PlainLoss, make_batch
-from gpubuf import capture
+from gpubuf import capture, modules, objectives
+from gpubuf.modules import MLP, EnsembleMLP
 
 #: Losses that are compiled at every size of a batch.
 COMPILED_WIDE = ("sac", "fastsac", "flashsac")
 LOSSES = ("loss_actor", "loss_qvalue", "loss_alpha")
 #: Contenders: a loss by hand, ours and TorchRL's.
 BY_HAND, OURS, TORCHRL = "plain PyTorch", "gpubuf", "TorchRL"
+
+Networks = tuple[Any, Any]
+"""(actor, critics)."""
 
 
 def wave(shape: Sequence[int], device: Any = None) -> Tensor:
@@ -79,97 +87,68 @@ class Workload:
     """One loss.
 
     Attributes:
-        title: for people.
+        name: gpubuf's name of the loss, or of one of its presets; TorchRL's is the same.
         plain: makes the loss by hand.
         networks: makes gpubuf's (actor, critics).
-        ours: makes gpubuf's loss of these networks.
-        torchrl: TorchRL's name of the loss and its options, or None.
-        same: the losses in which TorchRL's agrees.
-        discrete: actions are indices.
+        options: of gpubuf's loss and TorchRL's.
+        same: the losses in which TorchRL's agrees; none: it has no such loss.
+        more: of the title.
     """
 
-    title: str
+    name: str
     plain: Callable[[], PlainLoss]
-    networks: Callable[[], tuple[Any, Any]]
-    ours: Callable[[Any, Any], Any]
-    torchrl: tuple[str, dict[str, Any]] | None = None
+    networks: Callable[[], Networks]
+    options: Mapping[str, Any] = field(default_factory=dict)
     same: tuple[str, ...] = LOSSES
-    discrete: bool = False
+    more: str = ""
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.name}{self.more}"
 
     @property
     def contenders(self) -> list[str]:
         """Who can do it, the one that the others are compared with first."""
-        there = {BY_HAND: self.plain, OURS: self.ours, TORCHRL: self.torchrl}
-        return [who for who, made in there.items() if made is not None]
+        return [BY_HAND, OURS, *([TORCHRL] if self.same else [])]
+
+    def ours(self, actor: Any, critics: Any) -> Any:
+        """gpubuf's loss of these networks."""
+        return attrgetter(self.name)(objectives)(actor, critics, **self.options)
 
 
-def gaussian_and_values(nets: int, **critic_options: Any) -> tuple[Any, Any]:
+VALUES = (["observation", "action"], ["state_action_value"])
+ACTION_VALUES = (["observation"], ["action_value"])
+
+
+def gaussian_and_values(nets: int, **critic_options: Any) -> Networks:
     """SAC's actor, and critics of two hidden layers."""
-    from tensordict.nn import TensorDictModule
-
-    from gpubuf.modules import EnsembleMLP, make_sac_actor
-
     critics = EnsembleMLP(nets, OBSERVATION + ACTION, 1, (256, 256), **critic_options)
-    return make_sac_actor(OBSERVATION, ACTION), TensorDictModule(
-        critics, ["observation", "action"], ["state_action_value"]
-    )
-
-
-def discrete_networks() -> tuple[Any, Any]:
-    from tensordict.nn import TensorDictModule
-
-    from gpubuf.modules import MLP, EnsembleMLP
-
-    actor = categorical_actor(MLP(OBSERVATION, plain.ACTIONS, (256, 256)))
-    critics = EnsembleMLP(2, OBSERVATION, plain.ACTIONS, (256, 256))
-    return actor, TensorDictModule(critics, ["observation"], ["action_value"])
+    return modules.make_sac_actor(OBSERVATION, ACTION), TensorDictModule(critics, *VALUES)
 
 
 def categorical_actor(network: nn.Module) -> Any:
     """A policy over indices."""
-    from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
-    from torch.distributions import Categorical
-
     options = {"distribution_class": Categorical, "distribution_kwargs": {"validate_args": False}}
     head = ProbabilisticTensorDictModule(["logits"], ["action"], **options)
     return ProbabilisticTensorDictSequential(TensorDictModule(network, ["observation"], ["logits"]), head)
 
 
-def deterministic_networks() -> tuple[Any, Any]:
-    from tensordict.nn import TensorDictModule
+def discrete_networks() -> Networks:
+    critics = EnsembleMLP(2, OBSERVATION, plain.ACTIONS, (256, 256))
+    actor = categorical_actor(MLP(OBSERVATION, plain.ACTIONS, (256, 256)))
+    return actor, TensorDictModule(critics, *ACTION_VALUES)
 
-    from gpubuf.modules import MLP
 
+def deterministic_networks() -> Networks:
     network = nn.Sequential(MLP(OBSERVATION, ACTION, (256, 256)), nn.Tanh())
     return TensorDictModule(network, ["observation"], ["action"]), gaussian_and_values(2)[1]
 
 
-def fastsac_networks() -> tuple[Any, Any]:
-    from gpubuf.modules import make_fastsac_actor, make_fastsac_critic
-
-    cells = plain.FASTSAC_CELLS
-    return make_fastsac_actor(OBSERVATION, ACTION, cells), make_fastsac_critic(OBSERVATION, ACTION, cells)
-
-
-def flashsac_networks() -> tuple[Any, Any]:
-    from gpubuf.modules import make_flashsac_actor, make_flashsac_critic
-
-    narrow, wide = plain.FLASHSAC_WIDTHS
-    return make_flashsac_actor(OBSERVATION, ACTION, narrow), make_flashsac_critic(OBSERVATION, ACTION, wide)
-
-
-def objective(name: str, **options: Any) -> Callable[[Any, Any], Any]:
-    """Makes the loss called ``name``, or one of its presets."""
-
-    def make(actor: Any, critics: Any) -> Any:
-        from gpubuf import objectives
-
-        found: Any = objectives
-        for part in name.split("."):
-            found = getattr(found, part)
-        return found(actor, critics, **options)
-
-    return make
+def program_networks(program: str, actor: Any, critics: Any) -> Networks:
+    """Those of FastSAC or FlashSAC, of sizes as :mod:`benchmarks.workloads.plain_losses` has them."""
+    make_actor, make_critics = (getattr(modules, f"make_{program}_{part}") for part in ("actor", "critic"))
+    return make_actor(OBSERVATION, ACTION, actor), make_critics(OBSERVATION, ACTION, critics)
 
 
 ENTROPY = {"target_entropy": -float(ACTION)}
@@ -177,52 +156,30 @@ TEN = {"num_qvalue_nets": 10, **ENTROPY}
 DISCRETE = {"action_space": "categorical", "num_actions": plain.ACTIONS}
 BOUNDS = {"bounds": (-1.0, 1.0)}
 WORKLOADS = {
-    "sac": Workload(
-        "SACLoss", plain.PlainSAC, lambda: gaussian_and_values(2), objective("SACLoss", **ENTROPY), ("SACLoss", ENTROPY)
-    ),
+    "sac": Workload("SACLoss", plain.PlainSAC, partial(gaussian_and_values, 2), ENTROPY),
+    # Its entropy, and so the temperature's loss, mixes in the actions of the next states.
     "redq": Workload(
-        "REDQLoss, ten critics",
-        plain.PlainREDQ,
-        lambda: gaussian_and_values(10),
-        objective("REDQLoss", **TEN),
-        ("REDQLoss", TEN),
-        # Its entropy, and so the temperature's loss, mixes in the actions of the next states.
-        same=("loss_actor", "loss_qvalue"),
+        "REDQLoss", plain.PlainREDQ, partial(gaussian_and_values, 10), TEN, same=LOSSES[:2], more=", ten critics"
     ),
     "crossq": Workload(
         "CrossQLoss",
         plain.PlainCrossQ,
-        lambda: gaussian_and_values(2, norm="batch", norm_kwargs={"momentum": 0.01}),
-        objective("CrossQLoss", **ENTROPY),
-        ("CrossQLoss", ENTROPY),
+        partial(gaussian_and_values, 2, norm="batch", norm_kwargs={"momentum": 0.01}),
+        ENTROPY,
     ),
-    "discrete": Workload(
-        "DiscreteSACLoss",
-        plain.PlainDiscreteSAC,
-        discrete_networks,
-        objective("DiscreteSACLoss", **DISCRETE),
-        ("DiscreteSACLoss", DISCRETE),
-        discrete=True,
-    ),
-    "td3": Workload(
-        "TD3Loss",
-        plain.PlainTD3,
-        deterministic_networks,
-        objective("TD3Loss", **BOUNDS),
-        ("TD3Loss", BOUNDS),
-        same=("loss_actor", "loss_qvalue"),
-    ),
+    "discrete": Workload("DiscreteSACLoss", plain.PlainDiscreteSAC, discrete_networks, DISCRETE),
+    "td3": Workload("TD3Loss", plain.PlainTD3, deterministic_networks, BOUNDS, same=LOSSES[:2]),
     "fastsac": Workload(
         "DistributionalSACLoss.fastsac",
         plain.PlainFastSAC,
-        fastsac_networks,
-        objective("DistributionalSACLoss.fastsac"),
+        partial(program_networks, "fastsac", plain.FASTSAC_CELLS, plain.FASTSAC_CELLS),
+        same=(),
     ),
     "flashsac": Workload(
         "DistributionalSACLoss.flashsac",
         plain.PlainFlashSAC,
-        flashsac_networks,
-        objective("DistributionalSACLoss.flashsac"),
+        partial(program_networks, "flashsac", *plain.FLASHSAC_WIDTHS),
+        same=(),
     ),
 }
 
@@ -256,15 +213,13 @@ def for_torchrl(network: nn.Module) -> nn.Module:
 
 def torchrls(workload: Workload, by_hand: PlainLoss) -> nn.Module:
     """TorchRL's loss, on copies of the networks of ``by_hand``."""
-    assert workload.torchrl is not None
     with needing("TorchRL"):
-        from tensordict.nn import TensorDictModule
         from torchrl import objectives
         from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal
-    name, options = workload.torchrl
+    name, keys = workload.name, VALUES
     network: nn.Module = copy.deepcopy(by_hand.actor)
     if name == "DiscreteSACLoss":
-        actor: Any = categorical_actor(network)
+        actor, keys = categorical_actor(network), ACTION_VALUES
     elif name == "TD3Loss":
         actor = TensorDictModule(network, ["observation"], ["action"])
     else:
@@ -273,16 +228,11 @@ def torchrls(workload: Workload, by_hand: PlainLoss) -> nn.Module:
         actor = ProbabilisticActor(
             head, in_keys=["loc", "scale"], distribution_class=TanhNormal, return_log_prob=name == "REDQLoss"
         )
-    keys = (["observation"], ["action_value"]) if workload.discrete else (
-        ["observation", "action"],
-        ["state_action_value"],
-    )  # fmt: skip
     critics = [TensorDictModule(Pair(for_torchrl(critic)), *keys) for critic in by_hand.critics]
-    bounds = {"bounds": options["bounds"]} if name == "TD3Loss" else options
     with needing("TorchRL"):
-        loss = getattr(objectives, name)(actor, critics, **{"num_qvalue_nets": len(critics), **bounds})
+        loss = getattr(objectives, name)(actor, critics, **{"num_qvalue_nets": len(critics), **workload.options})
         loss.make_value_estimator(gamma=by_hand.gamma)
-        if "Target" not in name and any("target_qvalue" in key for key in loss._modules):
+        if any("target_qvalue" in key for key in loss._modules):
             objectives.SoftUpdate(loss, tau=0.005)
     return loss  # type: ignore[no-any-return]
 
@@ -339,7 +289,7 @@ def made(name: str, who: str, rows: int, device: str = "cpu") -> tuple[Any, Tens
     workload = WORKLOADS[name]
     torch.manual_seed(0)
     batch = make_batch(rows).to(device)
-    if workload.discrete:
+    if name == "discrete":
         batch["action"] = torch.randint(plain.ACTIONS, (rows,), device=device)
     by_hand = workload.plain()
     actor, critics = workload.networks()

@@ -148,13 +148,12 @@ class PlainLoss(nn.Module):
         weight = self.log_alpha if weight is None else weight
         return -(weight * (log_prob.detach() + self.target_entropy)).mean()
 
-
-def td_losses(values: Sequence[Tensor], target: Tensor) -> tuple[Tensor, Tensor]:
-    """(the sum of the critics' losses, the largest error of each row)."""
-    losses = [functional.smooth_l1_loss(value, target) for value in values]
-    with torch.no_grad():
-        error = torch.stack([value - target for value in values]).abs().amax(0)
-    return torch.stack(losses).sum(), error
+    def td_losses(self, values: Sequence[Tensor], target: Tensor) -> tuple[Tensor, Tensor]:
+        """(the sum of the critics' losses, the largest error of each row)."""
+        losses = [functional.smooth_l1_loss(value, target) for value in values]
+        with torch.no_grad():
+            error = torch.stack([value - target for value in values]).abs().amax(0)
+        return torch.stack(losses).sum(), error
 
 
 class PlainSAC(PlainLoss):
@@ -163,8 +162,11 @@ class PlainSAC(PlainLoss):
     nets = 2
 
     def __init__(self) -> None:
-        critics = [perceptron(OBSERVATION + ACTION, 1) for _ in range(self.nets)]
-        super().__init__(perceptron(OBSERVATION, 2 * ACTION), critics)
+        super().__init__(perceptron(OBSERVATION, 2 * ACTION), [self.critic() for _ in range(self.nets)])
+
+    def critic(self) -> nn.Module:
+        """A new critic."""
+        return perceptron(OBSERVATION + ACTION, 1)
 
     def next_value(self, pair: Tensor) -> Tensor:
         """By the targets, ``[B, 1]``."""
@@ -174,15 +176,20 @@ class PlainSAC(PlainLoss):
         """For the actor, ``[B, 1]``."""
         return torch.minimum(self.critics[0](pair), self.critics[1](pair))
 
-    def forward(self, batch: TensorDict) -> dict[str, Tensor]:
-        """The losses of a batch, and |td_error| of every row, in ``"td_error"``."""
-        following, alpha = batch["next"], self.log_alpha.detach().exp()
+    def critics_losses(self, batch: TensorDict, alpha: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`td_losses`."""
+        following = batch["next"]
         with torch.no_grad():
             action, log_prob = self.draw(following["observation"])
             value = self.next_value(torch.cat([following["observation"], action], -1)).squeeze(-1)
             target = self.bootstrapped(following, value - alpha * log_prob)
         pair = torch.cat([batch["observation"], batch["action"]], -1)
-        loss, error = td_losses([critic(pair).squeeze(-1) for critic in self.critics], target)
+        return self.td_losses([critic(pair).squeeze(-1) for critic in self.critics], target)
+
+    def forward(self, batch: TensorDict) -> dict[str, Tensor]:
+        """The losses of a batch, and |td_error| of every row, in ``"td_error"``."""
+        alpha = self.log_alpha.detach().exp()
+        loss, error = self.critics_losses(batch, alpha)
         action, log_prob = self.draw(batch["observation"])
         pair = torch.cat([batch["observation"], action], -1)
         value = self.without_gradient(lambda: self.value(pair)).squeeze(-1)
@@ -209,37 +216,30 @@ class PlainREDQ(PlainSAC):
     def temperature_loss(self, log_prob: Tensor, weight: Tensor | None = None) -> Tensor:
         return super().temperature_loss(log_prob, self.log_alpha.exp())
 
-    def forward(self, batch: TensorDict) -> dict[str, Tensor]:
-        out = super().forward(batch)
-        return {**out, "loss_qvalue": out["loss_qvalue"] / 10}
+    def td_losses(self, values: Sequence[Tensor], target: Tensor) -> tuple[Tensor, Tensor]:
+        loss, error = super().td_losses(values, target)
+        return loss / 10, error
 
 
-class PlainCrossQ(PlainLoss):
+class PlainCrossQ(PlainSAC):
     """No targets: (s, a) and (s', a') pass the critics as one batch."""
 
-    def __init__(self) -> None:
-        critics = [batch_normed(OBSERVATION + ACTION, 1, 256) for _ in range(2)]
-        super().__init__(perceptron(OBSERVATION, 2 * ACTION), critics)
+    def critic(self) -> nn.Module:
+        return batch_normed(OBSERVATION + ACTION, 1, 256)
 
-    def forward(self, batch: TensorDict) -> dict[str, Tensor]:
-        observation, following, alpha = batch["observation"], batch["next"], self.log_alpha.detach().exp()
+    def value(self, pair: Tensor) -> Tensor:
+        return torch.minimum(*(critic(pair, False) for critic in self.critics))
+
+    def critics_losses(self, batch: TensorDict, alpha: Tensor) -> tuple[Tensor, Tensor]:
+        following = batch["next"]
         with torch.no_grad():
             action, log_prob = self.draw(following["observation"])
-        present = torch.cat([observation, batch["action"]], -1)
+        present = torch.cat([batch["observation"], batch["action"]], -1)
         pairs = torch.cat([present, torch.cat([following["observation"], action], -1)])
         halves = [critic(pairs).squeeze(-1).chunk(2) for critic in self.critics]
         value = torch.minimum(halves[0][1], halves[1][1]).detach()
         target = self.bootstrapped(following, value - alpha * log_prob)
-        loss, error = td_losses([half[0] for half in halves], target)
-        action, log_prob = self.draw(observation)
-        pair = torch.cat([observation, action], -1)
-        value = self.without_gradient(lambda: torch.minimum(*(critic(pair, False) for critic in self.critics)))
-        return {
-            "loss_actor": (alpha * log_prob - value.squeeze(-1)).mean(),
-            "loss_qvalue": loss,
-            "loss_alpha": self.temperature_loss(log_prob),
-            "td_error": error,
-        }
+        return self.td_losses([half[0] for half in halves], target)
 
 
 class PlainDiscreteSAC(PlainLoss):
@@ -259,7 +259,7 @@ class PlainDiscreteSAC(PlainLoss):
             target = self.bootstrapped(following, (log_p.exp() * (value - alpha * log_p)).sum(-1))
         values = [critic(observation) for critic in self.critics]
         index = batch["action"].unsqueeze(-1)
-        loss, error = td_losses([value.gather(-1, index).squeeze(-1) for value in values], target)
+        loss, error = self.td_losses([value.gather(-1, index).squeeze(-1) for value in values], target)
         log_p = self.actor(observation).log_softmax(-1)
         p, value = log_p.exp(), torch.minimum(*values).detach()
         log_prob = (p * log_p).sum(-1)
@@ -291,7 +291,7 @@ class PlainTD3(PlainLoss):
             value = torch.minimum(self.targets[0](pair), self.targets[1](pair)).squeeze(-1)
             target = self.bootstrapped(following, value)
         pair = torch.cat([observation, batch["action"]], -1)
-        loss, error = td_losses([critic(pair).squeeze(-1) for critic in self.critics], target)
+        loss, error = self.td_losses([critic(pair).squeeze(-1) for critic in self.critics], target)
         return {"loss_actor": loss_actor, "loss_qvalue": loss, "td_error": error.square()}
 
 
@@ -305,22 +305,6 @@ def draw_with_normal(parameters: Tensor, low: float, high: float) -> tuple[Tenso
     return x.tanh(), (normal.log_prob(x) - log_slope).sum(-1)
 
 
-def moved_atoms(
-    reward: Tensor, bootstraps: Tensor, shift: Tensor, gamma: float, support: tuple[float, float], atoms: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(positions of the moved atoms among the atoms, whole numbers below and above)."""
-    low, high = support
-    z = torch.linspace(low, high, atoms)
-    moved = reward.unsqueeze(1) + gamma * bootstraps.unsqueeze(1) * (z - shift.unsqueeze(1))
-    place = (moved.clamp(low, high) - low) / ((high - low) / (atoms - 1))
-    below, above = place.floor().long(), place.ceil().long()
-    # One moved onto an atom would count for neither neighbour.
-    on_atom = below == above
-    below = torch.where(on_atom & (below > 0), below - 1, below)
-    above = torch.where(on_atom & (above == 0), above + 1, above)
-    return place, below, above
-
-
 def projected(p: Tensor, place: Tensor, below: Tensor, above: Tensor) -> Tensor:
     """The mass ``p`` at new places, ``[B, A]``."""
     out = torch.zeros_like(p)
@@ -328,37 +312,36 @@ def projected(p: Tensor, place: Tensor, below: Tensor, above: Tensor) -> Tensor:
     return out.scatter_add_(1, above, p * (place - below.float()))
 
 
-def expected(logits: Tensor, support: tuple[float, float]) -> Tensor:
-    """The mean values of distributions."""
-    return (logits.softmax(-1) * torch.linspace(*support, logits.shape[-1])).sum(-1)
-
-
-def own_targets(
-    logits: Sequence[Tensor], reward: Tensor, bootstraps: Tensor, shift: Tensor, gamma: float,
-    support: tuple[float, float],
-) -> Tensor:  # fmt: skip
-    """FastSAC's targets, ``[N, B, A]``: each critic has its own."""
-    places = moved_atoms(reward, bootstraps, shift, gamma, support, logits[0].shape[-1])
-    return torch.stack([projected(each.softmax(-1), *places) for each in logits])
-
-
-def smallest_targets(
-    logits: Sequence[Tensor], reward: Tensor, bootstraps: Tensor, shift: Tensor, gamma: float,
-    support: tuple[float, float],
-) -> Tensor:  # fmt: skip
-    """FlashSAC's targets, ``[B, A]``: that of the critic with the smaller mean."""
-    stacked = torch.stack(list(logits))
-    smallest = expected(stacked, support).argmin(0)
-    p = stacked.softmax(-1)[smallest, torch.arange(stacked.shape[1])]
-    return projected(p, *moved_atoms(reward, bootstraps, shift, gamma, support, p.shape[-1]))
-
-
 def cross_entropies(target: Tensor, logits: Tensor) -> Tensor:
     """Of each critic, the mean over rows: ``[N]``."""
     return -(target * logits.log_softmax(-1)).sum(-1).mean(-1)
 
 
-class PlainFastSAC(PlainLoss):
+class PlainDistributional(PlainLoss):
+    """Base class: critics that say a distribution over atoms."""
+
+    support: tuple[float, float]
+
+    def moved_atoms(self, following: TensorDict, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(positions of the moved atoms among the atoms, whole numbers below and above)."""
+        low, high = self.support
+        z = torch.linspace(low, high, ATOMS)
+        bootstraps = 1 - following["terminated"].float()
+        moved = following["reward"] + self.gamma * bootstraps * (z - shift.unsqueeze(1))
+        place = (moved.clamp(low, high) - low) / ((high - low) / (ATOMS - 1))
+        below, above = place.floor().long(), place.ceil().long()
+        # One moved onto an atom would count for neither neighbour.
+        on_atom = below == above
+        below = torch.where(on_atom & (below > 0), below - 1, below)
+        above = torch.where(on_atom & (above == 0), above + 1, above)
+        return place, below, above
+
+    def expected(self, logits: Tensor) -> Tensor:
+        """The mean values of distributions."""
+        return (logits.softmax(-1) * torch.linspace(*self.support, ATOMS)).sum(-1)
+
+
+class PlainFastSAC(PlainDistributional):
     """Each critic learns from its own distribution, the actor from the mean of the critics."""
 
     support = (-20.0, 20.0)
@@ -373,22 +356,21 @@ class PlainFastSAC(PlainLoss):
         with torch.no_grad():
             action, next_log_prob = draw_with_normal(self.actor(following["observation"]), -5.0, 0.0)
             pair = torch.cat([following["observation"], action], -1)
-            reward, bootstraps = following["reward"].squeeze(-1), 1 - following["terminated"].squeeze(-1).float()
-            logits = [critic(pair) for critic in self.targets]
-            target = own_targets(logits, reward, bootstraps, alpha * next_log_prob, self.gamma, self.support)
+            places = self.moved_atoms(following, alpha * next_log_prob)
+            target = torch.stack([projected(critic(pair).softmax(-1), *places) for critic in self.targets])
         pair = torch.cat([observation, batch["action"]], -1)
         loss = cross_entropies(target, torch.stack([critic(pair) for critic in self.critics])).sum()
         action, log_prob = draw_with_normal(self.actor(observation), -5.0, 0.0)
         pair = torch.cat([observation, action], -1)
-        logits_here = self.without_gradient(lambda: torch.stack([critic(pair) for critic in self.critics]))
+        values = self.without_gradient(lambda: torch.stack([critic(pair) for critic in self.critics]))
         return {
-            "loss_actor": (alpha * log_prob - expected(logits_here, self.support).mean(0)).mean(),
+            "loss_actor": (alpha * log_prob - self.expected(values).mean(0)).mean(),
             "loss_qvalue": loss,
             "loss_alpha": self.temperature_loss(next_log_prob, self.log_alpha.exp()),
         }
 
 
-class PlainFlashSAC(PlainLoss):
+class PlainFlashSAC(PlainDistributional):
     """All critics learn from the target of the smallest; present and next rows pass the networks as one batch."""
 
     support = (-5.0, 5.0)
@@ -404,9 +386,10 @@ class PlainFlashSAC(PlainLoss):
         with torch.no_grad():
             action, next_log_prob = draw_with_normal(self.actor(after, False), -10.0, 2.0)
             pairs = torch.cat([torch.cat([observation, batch["action"]], -1), torch.cat([after, action], -1)])
-            reward, bootstraps = following["reward"].squeeze(-1), 1 - following["terminated"].squeeze(-1).float()
-            logits = [critic(pairs).chunk(2)[1] for critic in self.targets]
-            target = smallest_targets(logits, reward, bootstraps, alpha * next_log_prob, self.gamma, self.support)
+            logits = torch.stack([critic(pairs).chunk(2)[1] for critic in self.targets])
+            smallest = self.expected(logits).argmin(0)
+            p = logits.softmax(-1)[smallest, torch.arange(len(smallest))]
+            target = projected(p, *self.moved_atoms(following, alpha * next_log_prob))
         here = torch.stack([critic(pairs).chunk(2)[0] for critic in self.critics])
         loss = cross_entropies(target, here).mean()
         drawn, log_probs = draw_with_normal(self.actor(torch.cat([observation, after])), -10.0, 2.0)
@@ -414,7 +397,7 @@ class PlainFlashSAC(PlainLoss):
         pair = torch.cat([observation, drawn.chunk(2)[0]], -1)
         values = self.without_gradient(lambda: torch.stack([critic(pair, False) for critic in self.critics]))
         return {
-            "loss_actor": (alpha * log_prob - expected(values, self.support).amin(0)).mean(),
+            "loss_actor": (alpha * log_prob - self.expected(values).amin(0)).mean(),
             "loss_qvalue": loss,
             "loss_alpha": self.temperature_loss(log_prob, self.log_alpha.exp()),
         }

@@ -6,8 +6,8 @@ so that a batch tells which rows it was made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle
 from typing import Any
@@ -19,8 +19,19 @@ from torch import Tensor, nn
 
 from benchmarks.measure import roofline
 from benchmarks.measure.roofline import Traffic
-from benchmarks.peers.libraries import ALPHA, BETA, EPS, Library, UnavailableError
+from benchmarks.peers.libraries import (
+    ALPHA,
+    BETA,
+    EPS,
+    LARGEST,
+    LIBRARIES,
+    PEERS,
+    PLACEMENTS,
+    Library,
+    UnavailableError,
+)
 from benchmarks.peers.sources import TRANSITIONS, Layout, Source
+from benchmarks.workloads.workload import Workload
 
 CAPACITY = 1_000_000
 #: Different batches that a benchmark goes through in turn, so that none of them stays in the caches.
@@ -253,132 +264,123 @@ class Operation:
     Attributes:
         title: for people.
         prepare: checks the library against the oracle, and returns the call to time.
-        prioritized: which of the two buffers.
-        traffic: what one call has to do, of (batch, layout, capacity, device).
+        work: the parts of a call, see :func:`benchmarks.measure.roofline.counted`.
         turn: when, among the operations on one buffer: the more it changes, the later.
-        between: networks are updated before each call, so that it finds the caches as a training loop leaves them.
+        between: networks are updated before each call.
         devices: where it is measured.
+        graphed: it is also measured as replays of a graph. Others take arguments, which would be copied first.
     """
 
     title: str
     prepare: Callable[[Library, int], Callable[[], object]]
-    prioritized: bool
-    traffic: Callable[[int, Layout, int, str], Traffic]
+    work: tuple[str, ...]
     turn: int = 0
     between: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
+    graphed: bool = False
+
+    @property
+    def prioritized(self) -> bool:
+        """Which of the two buffers."""
+        return bool({"draw", "update"} & set(self.work))
+
+    @property
+    def name(self) -> str:
+        """In files of results: ``uniform-sample``."""
+        return self.title.replace(" ", "-")
 
 
-UNIFORM_SAMPLE = Operation(
-    "uniform sample", sampling, False, lambda n, layout, capacity, device: roofline.gather(n, layout.row_bytes)
-)
-EXTEND = Operation(
-    "extend", extending, False, lambda n, layout, capacity, device: roofline.write(n, layout.row_bytes), turn=3
-)
-PRIORITIZED_SAMPLE = Operation(
-    "prioritized sample",
-    sampling,
-    True,
-    lambda n, layout, capacity, device: roofline.draw(n) + roofline.gather(n, layout.row_bytes),
-)
-PRIORITY_UPDATE = Operation(
-    "priority update",
-    updating,
-    True,
-    lambda n, layout, capacity, device: roofline.set_priorities(n, capacity, device),
-    turn=2,
-)
-SAMPLE_AND_UPDATE = Operation(
-    "sample and update",
-    stepping,
-    True,
-    lambda n, layout, capacity, device: (
-        PRIORITIZED_SAMPLE.traffic(n, layout, capacity, device) + PRIORITY_UPDATE.traffic(n, layout, capacity, device)
-    ),
-    turn=1,
-)
-HOST_EXTEND = Operation(
-    "extend from the host",
-    extending_from_host,
-    False,
-    lambda n, layout, capacity, device: roofline.write(n, layout.row_bytes) + Traffic(0, 1, n * layout.row_bytes),
-    turn=3,
-    devices=("cuda",),
-)
+_DRAWN, _WRITTEN = ("gather",), ("write",)
+_BY_PRIORITY, _STEP = ("draw", "gather"), ("draw", "gather", "update")
 _BETWEEN: dict[str, Any] = {"between": True, "devices": ("cpu",)}
-TRAINING_BATCH = replace(UNIFORM_SAMPLE, title="batch between updates", prepare=training, **_BETWEEN)
-PRIORITIZED_TRAINING_BATCH = replace(
-    PRIORITIZED_SAMPLE, title="prioritized batch between updates", prepare=training, **_BETWEEN
-)
-TRAINING_STEP = replace(SAMPLE_AND_UPDATE, title="sample and update between updates", **_BETWEEN)
 _UPDATED: dict[str, Any] = {"prepare": updating_networks, "devices": ("cuda",)}
-UPDATE_AND_BATCH = replace(UNIFORM_SAMPLE, title="update of networks and batch", **_UPDATED)
-UPDATE_AND_PRIORITIZED_BATCH = replace(PRIORITIZED_SAMPLE, title="update of networks and prioritized batch", **_UPDATED)
-PRIORITIZED_EXTEND = Operation(
-    "prioritized extend",
-    extending,
-    True,
-    lambda n, layout, capacity, device: (
-        roofline.write(n, layout.row_bytes) + roofline.set_priorities(n, capacity, device)
-    ),
-    turn=3,
-)
+UNIFORM_SAMPLE = Operation("uniform sample", sampling, _DRAWN, graphed=True)
+PRIORITIZED_SAMPLE = Operation("prioritized sample", sampling, _BY_PRIORITY, graphed=True)
+SAMPLE_AND_UPDATE = Operation("sample and update", stepping, _STEP, turn=1, graphed=True)
+PRIORITY_UPDATE = Operation("priority update", updating, ("update",), turn=2)
+EXTEND = Operation("extend", extending, _WRITTEN, turn=3)
+HOST_EXTEND = Operation("extend from the host", extending_from_host, ("write", "upload"), turn=3, devices=("cuda",))
+#: With the sizes of the batches that are measured, in the order of the tables.
+OPERATIONS = {
+    Operation("batch between updates", training, _DRAWN, **_BETWEEN): (256,),
+    Operation("prioritized batch between updates", training, _BY_PRIORITY, **_BETWEEN): (256,),
+    Operation("sample and update between updates", stepping, _STEP, turn=1, **_BETWEEN): (256,),
+    Operation("update of networks and batch", work=_DRAWN, **_UPDATED): (256,),
+    Operation("update of networks and prioritized batch", work=_BY_PRIORITY, **_UPDATED): (256,),
+    UNIFORM_SAMPLE: (256, 4096, 32768),
+    EXTEND: (256,),
+    HOST_EXTEND: (1, 256, 4096),
+    PRIORITIZED_SAMPLE: (256, 4096),
+    PRIORITY_UPDATE: (256, 4096),
+    SAMPLE_AND_UPDATE: (256, 4096),
+    Operation("prioritized extend", extending, ("write", "update"), turn=3): (256,),
+}
 
 
-@dataclass(frozen=True)
-class Workload:
+@dataclass(frozen=True, kw_only=True)
+class Replay(Workload):
     """One operation on a full buffer.
 
     Attributes:
         operation: the operation.
-        batch: number of rows.
-        capacity: rows of the buffer.
         layout: the keys of a row.
     """
 
     operation: Operation
-    batch: int
-    capacity: int = CAPACITY
     layout: Layout = TRANSITIONS
 
     @property
-    def name(self) -> str:
-        """``uniform-sample-256`` for "uniform sample" and 256."""
-        return f"{self.operation.title.replace(' ', '-')}-{self.batch}"
+    def between(self) -> bool:  # type: ignore[override]
+        return self.operation.between
 
     def source(self) -> Source:
         """The rows that fill the buffer."""
         return Source(self.layout, self.capacity)
 
-    def prepare(self, library: Library) -> Callable[[], object]:
-        """Check the library against the oracle, and return the call to time."""
-        return self.operation.prepare(library, self.batch)
+    def fill(self, library: str, device: str) -> Library:
+        most = LARGEST[self.operation.prioritized]
+        if not library.startswith("gpubuf") and self.capacity > most:
+            raise UnavailableError(f"left out beyond {most:,} rows: filling and checking it takes minutes")
+        kinds = PLACEMENTS if library in PLACEMENTS else LIBRARIES
+        return kinds[library](self.source(), self.operation.prioritized, device)
 
-    def traffic(self, device: str) -> Traffic:
-        """The work of one call."""
-        return self.operation.traffic(self.batch, self.layout, self.capacity, device)
+    def prepare(self, filled: Library, library: str, device: str) -> Callable[[], object]:
+        return self.operation.prepare(filled, self.batch)
+
+    def contents(self, library: str) -> Hashable:
+        return library, self.source(), self.operation.prioritized
+
+    def traffic(self, library: str, device: str) -> Traffic:
+        work = roofline.counted(self.operation.work, self.batch, self.row_bytes, self.capacity, device)
+        if library not in PLACEMENTS:
+            return work
+        over = int(self.batch * self.row_bytes * PLACEMENTS[library].over_the_bus)
+        return Traffic(work.bytes - over, work.launches, over)
 
 
-_ALL = (
-    Workload(TRAINING_BATCH, 256),
-    Workload(PRIORITIZED_TRAINING_BATCH, 256),
-    Workload(TRAINING_STEP, 256),
-    Workload(UPDATE_AND_BATCH, 256),
-    Workload(UPDATE_AND_PRIORITIZED_BATCH, 256),
-    Workload(UNIFORM_SAMPLE, 256),
-    Workload(UNIFORM_SAMPLE, 4096),
-    Workload(UNIFORM_SAMPLE, 32768),
-    Workload(EXTEND, 256),
-    Workload(HOST_EXTEND, 1),
-    Workload(HOST_EXTEND, 256),
-    Workload(HOST_EXTEND, 4096),
-    Workload(PRIORITIZED_SAMPLE, 256),
-    Workload(PRIORITIZED_SAMPLE, 4096),
-    Workload(PRIORITY_UPDATE, 256),
-    Workload(PRIORITY_UPDATE, 4096),
-    Workload(SAMPLE_AND_UPDATE, 256),
-    Workload(SAMPLE_AND_UPDATE, 4096),
-    Workload(PRIORITIZED_EXTEND, 256),
-)
+def replay(
+    operation: Operation, batch: int, capacity: int = CAPACITY, layout: Layout = TRANSITIONS, **more: Any
+) -> Any:
+    """The workload of an operation, with its name and all libraries unless ``more`` names others."""
+    graphed = ("gpubuf-graph",) if operation.graphed else ()
+    given: dict[str, Any] = {"name": f"{operation.name}-{batch}", "title": f"{operation.title}, {batch}"}
+    given |= {"libraries": ("gpubuf", *graphed, *PEERS), "quick": batch <= 256, "devices": operation.devices}
+    sizes = {"capacity": capacity, "batch": batch, "row_bytes": layout.row_bytes}
+    return Replay(operation=operation, layout=layout, turn=operation.turn, **{**given, **sizes, **more})
+
+
+def _placement(batch: int) -> Replay:
+    """A batch of rows that are not all on the GPU."""
+    # An observation and the next one of 2 KiB each: rows of 4 KiB, and a GiB of them.
+    layout = Layout(512, 1)
+    rows = (1 << 30) // layout.row_bytes // 64 * 64
+    named = {"name": f"placement-{batch}", "title": f"uniform sample, {batch}, rows of 4 KiB by where they lie"}
+    return replay(UNIFORM_SAMPLE, batch, rows, layout, libraries=tuple(PLACEMENTS), devices=("cuda",), **named)
+
+
 #: By name.
-WORKLOADS = {workload.name: workload for workload in _ALL}
+WORKLOADS = {
+    workload.name: workload
+    for workload in (replay(operation, batch) for operation, sizes in OPERATIONS.items() for batch in sizes)
+}
+PLACED = {workload.name: workload for workload in (_placement(batch) for batch in (256, 4096))}

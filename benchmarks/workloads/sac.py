@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.peers.libraries import ALPHA, BETA, EPS, UnavailableError, needing
-from benchmarks.workloads.losses import OURS, TORCHRL, made
+from benchmarks.peers.sources import TRANSITIONS
+from benchmarks.workloads import losses
+from benchmarks.workloads.losses import BY_HAND, OURS, TORCHRL
 from benchmarks.workloads.plain_losses import make_batch
+from benchmarks.workloads.workload import Workload
 
+#: How the contenders of the study of losses are called here.
+WHO = {"torchrl": TORCHRL, "plain": BY_HAND}
 #: Rows of the buffer that updates draw from, speed of the targets, learning rate.
 STORED, TAU, RATE = 100_000, 0.005, 3e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sac(Workload):
+    """Soft actor-critic: the loss and its backward, or a whole update."""
+
+    def prepare(self, filled: None, library: str, device: str) -> Callable[[], object]:
+        if self.name.startswith("SAC-update"):
+            return prepare_update(library, self.batch, device)
+        return losses.prepare("sac", WHO.get(library, OURS), self.batch, device)
 
 
 def prepare_update(library: str, rows: int, device: str) -> Callable[[], object]:
     """A whole update: sample by priority, losses, backward, Adam, targets, new priorities."""
     if library == "gpubuf-graph" and device != "cuda":
         raise UnavailableError("CUDA graphs need a GPU: elsewhere gpubuf.capture runs the same calls one by one")
-    loss, _ = made("sac", TORCHRL if library == "torchrl" else OURS, rows, device)
+    loss, _ = losses.made("sac", WHO.get(library, OURS), rows, device)
     buffer = filled_buffer(library, device)
     update = updating(library, loss, buffer, rows, device)
     if library == "gpubuf-graph":
@@ -84,3 +100,16 @@ def check_update(loss: Any, buffer: Any, update: Callable[[], Any], rows: int, d
     again = buffer.sample(rows)["index"].cpu()
     assert torch.isin(again, drawn).float().mean() > 0.5
     buffer.update_priority(everything, torch.ones(STORED, device=device))
+
+
+def _workload(title: str, rows: int, libraries: tuple[str, ...], stored: int) -> Sac:
+    named = {"name": f"{title.replace(' ', '-')}-{rows}", "title": f"{title}, {rows}", "libraries": libraries}
+    return Sac(**named, capacity=stored, batch=rows, row_bytes=TRANSITIONS.row_bytes, quick=rows == 256)
+
+
+_ALL = (
+    *(_workload("SAC loss and backward", rows, ("gpubuf", "torchrl", "plain"), rows) for rows in (256, 1024)),
+    _workload("SAC update", 256, ("gpubuf", "gpubuf-graph", "torchrl"), STORED),
+)
+#: By name.
+WORKLOADS = {workload.name: workload for workload in _ALL}

@@ -5,7 +5,7 @@ Goals and results are in docs/performance.md, section "Slices".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -13,10 +13,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.measure import roofline
+from benchmarks.measure.roofline import Traffic
 from benchmarks.peers.libraries import ALPHA, BETA, EPS
 from benchmarks.peers.sources import TRANSITIONS
 from benchmarks.workloads.replay import OVERWHELMING, POOL
-from benchmarks.workloads.slice_buffers import Scene, SliceBuffer, Stream, environments_stream, thin_stream, wide_stream
+from benchmarks.workloads.slice_buffers import (
+    VARIANTS,
+    Scene,
+    SliceBuffer,
+    Stream,
+    environments_stream,
+    thin_stream,
+    wide_stream,
+)
+from benchmarks.workloads.workload import Workload
+
+Prepare = Callable[[SliceBuffer], Callable[[], object]]
 
 
 def sampling(filled: SliceBuffer) -> Callable[[], object]:
@@ -123,25 +136,53 @@ def stepping(filled: SliceBuffer) -> Callable[[], object]:
     return call
 
 
-@dataclass(frozen=True)
-class SliceWorkload:
+@dataclass(frozen=True, kw_only=True)
+class Slices(Workload):
     """One operation on one scene.
 
     Attributes:
-        name: the group of its benchmarks.
-        title: for people.
         scene: the stored trajectories.
         operation: checks the library against the oracle, and returns the call to time.
-        variants: who does it.
-        huge: needs gigabytes and minutes.
     """
 
-    name: str
-    title: str
     scene: Scene
-    operation: Callable[[SliceBuffer], Callable[[], object]]
-    variants: tuple[str, ...] = ("gpubuf", "torchrl")
-    huge: bool = False
+    operation: Prepare
+
+    def fill(self, library: str, device: str) -> SliceBuffer:
+        return SliceBuffer(library, self.scene, device)
+
+    def prepare(self, filled: SliceBuffer, library: str, device: str) -> Callable[[], object]:
+        filled.use(library)
+        return self.operation(filled)
+
+    def contents(self, library: str) -> Hashable:
+        # A sampler's options may differ, its kind may not.
+        return VARIANTS[library].module, VARIANTS[library].slices, self.scene
+
+    def traffic(self, library: str, device: str) -> Traffic | None:
+        """The rows, and two launches for a batch and for a write each: one for the rows, one for the index of them."""
+        if self.scene.prioritized:
+            return None
+        total = Traffic(0, 0)
+        if self.operation is not filling:
+            total += roofline.counted(("gather", "trajectories"), self.batch, self.row_bytes)
+        if self.operation is not sampling:
+            total += roofline.counted(("write", "trajectories"), self.scene.at_a_time * self.scene.envs, self.row_bytes)
+        return total
+
+    def extra(self, filled: SliceBuffer, library: str) -> dict[str, Any]:
+        return {"index_bytes_per_row": filled.index_bytes()} if library == "gpubuf" else {}
+
+
+BOTH = ("gpubuf", "torchrl")
+
+
+def slices(name: str, title: str, scene: Scene, operation: Prepare, libraries: tuple[str, ...] = BOTH) -> Slices:
+    """A workload with all sizes of a scene."""
+    capacity, turn = scene.capacity * scene.envs, int(operation is writing_and_sampling)
+    sizes = {"capacity": capacity, "batch": scene.batch_size, "row_bytes": scene.row_bytes}
+    given = {"libraries": libraries, "quick": capacity <= 200_000, "turn": turn}
+    return Slices(name=name, title=title, scene=scene, operation=operation, **sizes, **given)
 
 
 def short(n: int) -> str:
@@ -149,6 +190,7 @@ def short(n: int) -> str:
     return f"{n / 1e6:g}M" if n >= 1_000_000 else f"{n / 1e3:g}k"
 
 
+#: Name and title of what is done on every one of :data:`SIZES`, and by whom.
 OPERATIONS = {"sample": "sample", "write-and-sample": "write a row and sample"}
 
 
@@ -169,32 +211,28 @@ SIZES = (
 )
 #: What a curve over the rows stored goes through: the smallest capacity for each.
 CURVE = tuple({stored: (stored, capacity) for stored, capacity in reversed(SIZES)}.values())[::-1]
-#: A workload with room for this many rows or more runs on request only.
-HUGE = 50_000_000
-ENVS, ENV_STEPS = 4096, 244
+ENVS = 4096
 
 
-def _of_size(stored: int, capacity: int) -> Iterator[SliceWorkload]:
+def _of_size(stored: int, capacity: int) -> Iterator[Slices]:
     scene = Scene(lambda: thin_stream(1_000_000), capacity, stored, n_slices=256, slice_len=4)
-    title, huge = f"slices, {short(stored)} in {short(capacity)}", capacity >= HUGE
-    for name, operation, variants in (
-        ("sample", sampling, ("gpubuf", "torchrl", "torchrl-uncached")),
-        ("write-and-sample", writing_and_sampling, ("gpubuf", "torchrl")),
+    for name, operation, libraries in (
+        ("sample", sampling, (*BOTH, "torchrl-uncached")),
+        ("write-and-sample", writing_and_sampling, BOTH),
     ):
-        yield SliceWorkload(
-            sized(stored, capacity, name), f"{title}: {OPERATIONS[name]}", scene, operation, variants, huge
-        )
+        title = f"slices, {short(stored)} in {short(capacity)}: {OPERATIONS[name]}"
+        yield slices(sized(stored, capacity, name), title, scene, operation, libraries)
 
 
-def _filling(name: str, title: str, stream: Callable[[], Stream], capacity: int, row_bytes: int) -> SliceWorkload:
+def _filling(name: str, title: str, stream: Callable[[], Stream], capacity: int, row_bytes: int) -> Slices:
     scene = Scene(stream, capacity, stored=0, n_slices=256, slice_len=4, at_a_time=4096, row_bytes=row_bytes)
-    return SliceWorkload(name, title, scene, filling, ("gpubuf-random", "gpubuf", "torchrl"))
+    return slices(name, title, scene, filling, ("gpubuf-random", *BOTH))
 
 
 _ENVS = Scene(
     lambda: environments_stream(300, ENVS, 20, 200),
-    ENV_STEPS,
-    stored=ENV_STEPS + 20,
+    244,
+    stored=264,
     n_slices=1024,
     slice_len=8,
     chunk=50,
@@ -221,19 +259,17 @@ _ALL = (
         1_000_000,
         TRANSITIONS.row_bytes,
     ),
-    SliceWorkload("slices-envs-sample", f"{ENVS} environments: sample", _ENVS, sampling),
-    SliceWorkload(
+    slices("slices-envs-sample", f"{ENVS} environments: sample", _ENVS, sampling),
+    slices(
         "slices-envs-write-and-sample", f"{ENVS} environments: write a step and sample", _ENVS, writing_and_sampling
     ),
-    SliceWorkload("prioritized-slices-sample", "prioritized slices: sample", _PRIORITIZED, sampling),
-    SliceWorkload(
-        "prioritized-slices-sample-and-update", "prioritized slices: sample and update", _PRIORITIZED, stepping
-    ),
-    SliceWorkload(
-        "prioritized-slices-write-and-sample",
-        "prioritized slices: write a row and sample",
-        _PRIORITIZED,
-        writing_and_sampling,
+    *(
+        slices(f"prioritized-slices-{name}", f"prioritized slices: {title}", _PRIORITIZED, operation)
+        for name, title, operation in (
+            ("sample", "sample", sampling),
+            ("sample-and-update", "sample and update", stepping),
+            ("write-and-sample", "write a row and sample", writing_and_sampling),
+        )
     ),
 )
 #: By name.

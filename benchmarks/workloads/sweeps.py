@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from benchmarks.peers.sources import TINY, transitions_layout
+from benchmarks.peers.sources import TINY, TRANSITIONS, Layout
 from benchmarks.workloads.replay import (
     CAPACITY,
     EXTEND,
@@ -13,18 +14,12 @@ from benchmarks.workloads.replay import (
     PRIORITY_UPDATE,
     UNIFORM_SAMPLE,
     Operation,
-    Workload,
+    Replay,
+    replay,
 )
 
 #: The most bytes of rows in the buffers whose rows grow.
 ROWS_BYTES = 1 << 29
-#: Up to which capacity a peer takes part, (uniform, prioritized): beyond, filling and checking it takes minutes.
-LARGEST = {
-    "torchrl": (100_000_000, 10_000_000),
-    "cpprb": (100_000_000, 10_000_000),
-    "flashbax": (100_000_000, 10_000_000),
-    "sb3": (100_000_000, 100_000_000),
-}
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,7 @@ class Axis:
         values: all points.
         quick: those of a quick run.
         operations: the calls.
-        workload: the workload of an operation at a value.
+        sizes: batch, capacity and layout of a row at a value.
     """
 
     name: str
@@ -47,19 +42,24 @@ class Axis:
     values: tuple[int, ...]
     quick: tuple[int, ...]
     operations: tuple[Operation, ...]
-    workload: Callable[[Operation, int], Workload]
+    sizes: Callable[[int], tuple[int, int, Layout]]
 
     def name_of(self, operation: Operation, value: int) -> str:
         """``capacity/uniform-sample/100000``."""
-        return f"{self.name}/{operation.title.replace(' ', '-')}/{value}"
+        return f"{self.name}/{operation.name}/{value}"
+
+    def points(self) -> Iterator[Replay]:
+        """The workloads of all points."""
+        for operation, value in itertools.product(self.operations, self.values):
+            named = {"name": self.name_of(operation, value), "title": f"{operation.title}, {self.name} {value:,}"}
+            point = {"axis": self.name, "value": value, "quick": value in self.quick}
+            yield replay(operation, *self.sizes(value), **named, **point)
 
 
-def by_row(operation: Operation, numbers: int) -> Workload:
-    """Observations of a number of numbers, in as many rows as fit :data:`ROWS_BYTES`."""
-    layout = transitions_layout(numbers, 1)
+def _by_row(numbers: int) -> tuple[int, int, Layout]:
+    layout = Layout(numbers, 1)
     # A multiple of 64, which a library that writes steps of many environments needs.
-    capacity = min(CAPACITY, ROWS_BYTES // layout.row_bytes // 64 * 64)
-    return Workload(operation, 256, capacity, layout)
+    return 256, min(CAPACITY, ROWS_BYTES // layout.row_bytes // 64 * 64), layout
 
 
 _FOUR = (UNIFORM_SAMPLE, PRIORITIZED_SAMPLE, PRIORITY_UPDATE, EXTEND)
@@ -71,7 +71,7 @@ AXES = (
         (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000, 600_000_000),
         (10_000, 1_000_000),
         _FOUR,
-        lambda operation, value: Workload(operation, 256, value, TINY),
+        lambda value: (256, value, TINY),
     ),
     Axis(
         "batch",
@@ -80,7 +80,7 @@ AXES = (
         (16, 64, 256, 1024, 4096, 16384, 65536),
         (64, 4096),
         _FOUR,
-        lambda operation, value: Workload(operation, value),
+        lambda value: (value, CAPACITY, TRANSITIONS),
     ),
     Axis(
         "row",
@@ -89,14 +89,9 @@ AXES = (
         (1, 8, 64, 512, 4096),
         (1, 512),
         (UNIFORM_SAMPLE, EXTEND),
-        by_row,
+        _by_row,
     ),
 )
 
-
-def too_large(library: str, workload: Workload) -> str:
-    """Why a peer is left out of a point, or an empty string."""
-    most = LARGEST.get(library)
-    if most is None or workload.capacity <= most[workload.operation.prioritized]:
-        return ""
-    return f"left out beyond {most[workload.operation.prioritized]:,} rows: filling and checking it takes minutes"
+#: The workloads of all axes.
+POINTS = {point.name: point for axis in AXES for point in axis.points()}

@@ -93,7 +93,7 @@ def test_written_results_are_found(tmp_path: Path):
     """The newest of each kind, and no other."""
     folder = tmp_path / "benchmarks" / "results"
     old = write_results("speed", {"whole": 1}, machine(), folder / "z.json")
-    new = write_results("speed", {"whole": 2}, machine(), folder / "a.json", arguments=["x"])
+    new = write_results("speed", {"whole": 2}, machine(), folder / "a.json")
     write_results("kernels", {"rows": 1}, machine(), folder / "c.json")
     assert json.loads(old.read_text())["datetime"] < json.loads(new.read_text())["datetime"]
     found = newest_runs(folder)

@@ -26,7 +26,7 @@ def test_losses_agree(name: str):
 
 
 def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plain_losses, "expected", lambda logits, support: logits.mean(-1))
+    monkeypatch.setattr(plain_losses.PlainDistributional, "expected", lambda self, logits: logits.mean(-1))
     with pytest.raises(AssertionError, match="loss_actor of gpubuf"):
         losses.calls("fastsac", 32, compiled=False)
 

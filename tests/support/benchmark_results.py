@@ -15,11 +15,10 @@ GPU_ROOFLINE = {**ROOFLINE, "bus_bytes_per_second": 5e10, "graph_launch_seconds"
 def entry(workload: str, library: str, seconds: float) -> dict[str, Any]:
     """What ten calls of so many seconds each give, with a tenth of that as spread, and the half as minimum."""
     known = REGISTRY[workload]
-    extra: dict[str, Any] = {"workload": workload, "library": library, "calls": 10, "title": known.title}
-    extra["batch"] = known.sizes.batch
+    extra: dict[str, Any] = {"workload": workload, "library": library, "calls": 10}
     extra |= {"axis": known.axis, "value": known.value} if known.axis else {}
-    if known.traffic is not None:
-        traffic = known.traffic(library, "cpu")
+    traffic = known.traffic(library, "cpu")
+    if traffic is not None:
         extra |= {"bytes": traffic.bytes, "launches": traffic.launches, "bus": traffic.bus}
     return {"extra_info": extra, "stats": {"median": 10 * seconds, "iqr": seconds, "min": 5 * seconds}}
 

@@ -2,13 +2,14 @@
 
 import sys
 
-from benchmarks.report.migration.page import render, stale_reasons, unexplained
+from benchmarks.report.migration.page import comparison, render
 
 
 def main(arguments: list[str]) -> int:
     """Render the pages, or check them."""
     pages = render()
-    for line in (*stale_reasons(), *(f"{name}: no reason" for name in unexplained())):
+    _, wrong = comparison()
+    for line in wrong:
         print(line, file=sys.stderr)
     if "--check" in arguments:
         return int(any(not page.exists() or page.read_text() != text for page, text in pages.items()))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import gpubuf.data
 import gpubuf.objectives
-from benchmarks.report.migration.signatures import REQUIRED, Member, Name, described
+from benchmarks.report.migration.signatures import REQUIRED, Entry, described
 from gpubuf import missing_names
 
 HERE = Path(__file__).parent
@@ -33,7 +33,7 @@ PARTS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reason:
     """Why a name or an item is not the same.
 
@@ -42,12 +42,14 @@ class Reason:
         why: one sentence or two.
         probe: a call that raises while the reason holds, for an argument that is accepted at its default only.
         whole: the sentence says it for all members of the class, and they are not listed.
+        used: something is as it says; else it is stale.
     """
 
     state: str
     why: str
     probe: str = ""
     whole: bool = False
+    used: bool = False
 
 
 @dataclass
@@ -59,8 +61,11 @@ class Compared:
     state: str
     why: str = ""
     found: bool = False
-    same: list[str] = field(default_factory=list)
-    others: dict[str, Reason] = field(default_factory=dict)
+    items: dict[str, Reason] = field(default_factory=dict)
+
+
+#: Of an item that nothing has to be said about.
+SAME = Reason("same", "")
 
 
 def recorded() -> dict[str, Any]:
@@ -89,115 +94,88 @@ def reasons() -> dict[str, Reason]:
     return found
 
 
-def own_names() -> dict[str, Any]:
-    """gpubuf's public names in the same modules."""
-    return {name: getattr(module, name) for module in (gpubuf.data, gpubuf.objectives) for name in module.__all__}
-
-
-def items_of(entry: Name) -> Iterator[tuple[str, str]]:
-    """Every item of a class with the default of an argument, or nothing. A member comes before its arguments."""
-    for name, default in entry.get("args", {}).items():
-        yield f"({name})", default
+def items_of(entry: Entry) -> Iterator[str]:
+    """Every item of a class. A member comes before its arguments."""
+    yield from (f"({name})" for name in entry.get("args", {}))
     for name, member in entry.get("members", {}).items():
-        yield f".{name}", ""
-        for argument, default in member.get("args", {}).items():
-            yield f".{name}({argument})", default
+        yield f".{name}"
+        yield from (f".{name}({argument})" for argument in member.get("args", {}))
 
 
-def automatic(theirs: Member, own: Member, argument: str, item: str) -> Reason | None:
+def automatic(theirs: Entry, own: Entry, argument: str) -> Reason | None:
     """The difference of one argument of a method, or of a constructor, if there is one."""
     default, found = theirs["args"][argument], own.get("args", {})
     if argument in found:
         if found[argument] == default:
             return None
-        here = "required" if found[argument] == REQUIRED else f"`{found[argument]}`"
-        there = "required" if default == REQUIRED else f"`{default}`"
+        here, there = (each if each == REQUIRED else f"`{each}`" for each in (found[argument], default))
         return Reason("different", f"Default here: {here}; there: {there}.")
     if own.get("passes_on"):
         return None
     position = list(theirs["args"]).index(argument)
     at_position = list(found)[position : position + 1]
-    if default == REQUIRED and item.startswith(".") and at_position and at_position[0] not in theirs["args"]:
+    if default == REQUIRED and theirs["kind"] == "method" and at_position and at_position[0] not in theirs["args"]:
         return Reason("different", f"Named `{at_position[0]}` here: pass it by position.")
     return Reason("missing", "")
 
 
-def compared(name: str, entry: Name, value: Any, written: dict[str, Reason]) -> Compared:
+def compared(name: str, entry: Entry, value: Any, written: dict[str, Reason]) -> Compared:
     """A name that both have, item by item."""
     found = Compared(name, entry["area"], "same", found=True)
-    own = described(value, "gpubuf", set())
-    theirs: dict[str, Member] = {"": {"args": entry.get("args", {})}, **entry.get("members", {})}
-    ours: dict[str, Member] = {"": {"args": own.get("args", {})}, **own.get("members", {})}
+    theirs, ours = ({"": each, **each.get("members", {})} for each in (entry, described(value, "gpubuf", set())))
     bases = (name, *entry.get("bases", ()))
-    for item, _ in items_of(entry):
+    for item in items_of(entry):
         member, _, argument = item.removeprefix(".").rstrip(")").partition("(")
         exists = member in ours or hasattr(value, member)
         if argument and not exists:
             continue  # said once, for the member
         difference = None if exists else Reason("missing", "")
-        if argument and ours.get(member, {}).get("kind", "method") == "method" and member in ours:
-            difference = automatic(theirs[member], ours[member], argument, item)
-        by_hand = next((written[f"{base}{item}"] for base in bases if f"{base}{item}" in written), None)
-        if by_hand is None and difference is not None and not difference.why:
-            by_hand = next((written[f"{base}.*"] for base in bases if f"{base}.*" in written), None)
-        if by_hand is not None or difference is not None:
-            found.others[item] = by_hand or difference  # type: ignore[assignment]
-        else:
-            found.same.append(item)
-    reason = written.get(name)
-    if reason is not None:
+        if argument and ours.get(member, {}).get("kind") in ("method", "class"):
+            difference = automatic(theirs[member], ours[member], argument)
+        keys = [f"{base}{item}" for base in bases]
+        if difference is not None and not difference.why:
+            keys += [f"{base}.*" for base in bases]
+        by_hand = next((written[key] for key in keys if key in written), None)
+        found.items[item] = by_hand or difference or SAME
+        if by_hand is not None:
+            # What is there is not missing, unless it is refused.
+            gone = difference is not None and difference.state == "missing"
+            by_hand.used |= by_hand.state != "missing" or bool(by_hand.probe) or gone
+    states = {each.state for each in found.items.values()}
+    if name in written:
+        reason = written[name]
+        reason.used = reason.state != "missing"
         found.state, found.why = reason.state, reason.why
         if reason.whole:
-            found.same, found.others = [], {}
-    elif any(reason.state in ("different", "missing") for reason in found.others.values()):
+            found.items = {}
+    elif states & {"different", "missing"}:
         found.state = "different"
-    elif any(reason.state == "better" for reason in found.others.values()):
+    elif "better" in states:
         found.state = "better"
     return found
 
 
-def comparison() -> list[Compared]:
-    """Every name of TorchRL's."""
-    own, written = own_names(), reasons()
-    found = []
+def comparison() -> tuple[list[Compared], list[str]]:
+    """Every name of TorchRL's; and which reasons are stale or missing, a line for each."""
+    own = {name: getattr(module, name) for module in (gpubuf.data, gpubuf.objectives) for name in module.__all__}
+    written, found, wrong = reasons(), [], []
     for name, entry in recorded()["names"].items():
         if name in own:
             found.append(compared(name, entry, own[name], written))
-        else:
-            area = "losses" if name.endswith("Loss") else f"area {entry['area']}"
-            reason = written.get(name) or written.get(area) or Reason("missing", "")
-            found.append(Compared(name, entry["area"], reason.state, reason.why))
-    return found
-
-
-def stale_reasons() -> list[str]:
-    """Reasons for names that TorchRL has no more, and those that call missing what is here."""
-    names, own = recorded()["names"], own_names()
-    known = {f"area {entry['area']}" for entry in names.values()} | set(names) | {"losses"}
-    known |= {f"{name}.*" for name, entry in names.items() if "members" in entry}
-    known |= {f"{name}{item}" for name, entry in names.items() for item, _ in items_of(entry)}
-    here = set(own) | {
-        f"{name}{item}" for name, value in own.items() for item, _ in items_of(described(value, "gpubuf", set()))
-    }
-    stale = []
-    for key, reason in reasons().items():
-        if key not in known:
-            stale.append(f"{key}: TorchRL has no such name")
-        elif reason.state not in STATES:
-            stale.append(f"{key}: {reason.state} is no state")
-        elif reason.state == "missing" and not reason.probe and key in here:
-            stale.append(f"{key}: it is here, so it is not missing")
-    return stale
-
-
-def unexplained() -> list[str]:
-    """Names and items that are not the same, with no sentence that says why."""
-    found = []
-    for each in comparison():
-        if each.state != "same" and not each.why and not each.found and not each.area.startswith("other: "):
-            found.append(each.name)
-        found += [f"{each.name}{item}" for item, reason in each.others.items() if not reason.why]
-    return found
+            wrong += [
+                f"{name}{item}: no reason"
+                for item, reason in found[-1].items.items()
+                if reason is not SAME and not reason.why
+            ]
+            continue
+        area = "losses" if name.endswith("Loss") else f"area {entry['area']}"
+        reason = written.get(name) or written.get(area) or Reason("missing", "")
+        reason.used = True
+        found.append(Compared(name, entry["area"], reason.state, reason.why))
+        if not reason.why and not entry["area"].startswith("other: "):
+            wrong.append(f"{name}: no reason")
+    wrong += [f"{key}: its reason is stale" for key, reason in written.items() if not reason.used]
+    return found, wrong
 
 
 # Rendering
@@ -215,26 +193,23 @@ def table(rows: list[list[str]]) -> str:
     return head + "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def differences(others: dict[str, Reason]) -> str:
+def differences(items: dict[str, Reason]) -> str:
     """The table of what differs in one class: items of one state and reason together."""
     together: dict[tuple[str, str], list[str]] = {}
-    for item, reason in sorted(others.items(), key=lambda pair: (STATES.index(pair[1].state), pair[0])):
+    for item, reason in sorted(items.items(), key=lambda pair: (STATES.index(pair[1].state), pair[0])):
         together.setdefault((reason.state, reason.why), []).append(code(item))
     return table([[", ".join(items), *reason] for reason, items in together.items()])
 
 
 def told(each: Compared) -> str:
     """The sentence of a class that nothing was written about: how many of its items are the same."""
-    if not each.same and not each.others:
-        return ""
-    total = len(each.same) + len(each.others)
-    same = len(each.same) + sum(reason.state in ("same", "better") for reason in each.others.values())
+    total, same = len(each.items), sum(reason.state in ("same", "better") for reason in each.items.values())
     which = f"All {total}" if same == total else f"{same} of {total}"
-    return f"{which} arguments and members are the same."
+    return f"{which} arguments and members are the same." if total else ""
 
 
-def counts(found: list[Compared]) -> str:
-    """How many names are in which state."""
+def counts(found: Sequence[Compared | Reason]) -> str:
+    """How many names, or items, are in which state."""
     of_each = {state: sum(each.state == state for each in found) for state in STATES}
     return ", ".join(f"{count} {state}" for state, count in of_each.items() if count)
 
@@ -250,21 +225,20 @@ def pointers(page: Path, headings: list[str]) -> str:
 
 def render() -> dict[Path, str]:
     """The pages."""
-    found, data = comparison(), recorded()
+    (found, _), data = comparison(), recorded()
     listed = [each for each in found if not each.area.startswith("other: ")]
     inside = [each for each in listed if each.found]
-    items = [Compared("", "", reason.state) for each in inside for reason in each.others.values()]
-    items += [Compared("", "", "same") for each in inside for _ in each.same]
+    items = [reason for each in inside for reason in each.items.values()]
     by_name = {each.name: each for each in found}
     summary = (
         f"TorchRL {data['version']} has {len(listed)} public names for replay buffers and losses: {counts(listed)}. Of "
         f"the {len(items)} arguments and members of the {len(inside)} names that are here too: {counts(items)}. "
         "*Missing* means an error, never another result."
     )
-    names = {}
-    for title, areas in PARTS.items():
-        rows = [[f"`{each.name}`", each.state, each.why or told(each)] for each in listed if each.area in areas]
-        names[title] = table(rows)
+    names = {
+        title: table([[f"`{each.name}`", each.state, each.why or told(each)] for each in listed if each.area in areas])
+        for title, areas in PARTS.items()
+    }
     other: dict[str, list[str]] = {}
     for each in found:
         if each not in listed:
@@ -276,9 +250,9 @@ def render() -> dict[Path, str]:
     )
     arguments = {}
     for each in inside:
-        above = [by_name[base] for base in data["names"][each.name].get("bases", ()) if base in by_name]
-        said = {item: reason for base in above for item, reason in base.others.items()}
-        others = {item: reason for item, reason in each.others.items() if said.get(item) != reason}
+        bases = [by_name[base] for base in data["names"][each.name].get("bases", ()) if base in by_name]
+        said = {item: reason for base in bases for item, reason in base.items.items() if reason is not SAME}
+        others = {item: reason for item, reason in each.items.items() if reason not in (SAME, said.get(item))}
         if others:
             arguments[f"`{each.name}`"] = differences(others)
     introduction = (HERE / "introduction.md").read_text().strip()

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report.migration.signatures import Name, described
+from benchmarks.report.migration.signatures import Entry, described
 
 TARGET = Path(__file__).with_name("torchrl.json")
 #: Modules whose public names are listed, with the part of the page that lists them.
@@ -70,7 +70,7 @@ def names() -> dict[str, tuple[str, Any]]:
 def recorded() -> dict[str, Any]:
     """The contents of the file."""
     found = names()
-    listed: dict[str, Name] = {}
+    listed: dict[str, Entry] = {}
     for name, (area, value) in sorted(found.items()):
         entry = described(value, "torchrl", set(found))
         if area not in COMPARED and name not in LOSSES:

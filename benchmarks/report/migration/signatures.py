@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import enum
 import inspect
-from typing import Any, TypedDict
+from typing import Any
 
 REQUIRED = "required"
 
+Entry = dict[str, Any]
+"""A name: its ``kind``; ``args`` with their defaults, and ``passes_on`` if a method takes any keyword.
 
-class Member(TypedDict, total=False):
-    """A method, a property or an attribute. Only methods have arguments."""
-
-    kind: str
-    args: dict[str, str]
-    passes_on: bool  # whether it takes any keyword
-
-
-class Name(TypedDict, total=False):
-    """A public name. Only classes have bases and members; a class's arguments are those of its constructor."""
-
-    kind: str
-    area: str
-    bases: list[str]
-    args: dict[str, str]
-    members: dict[str, Member]
+A class has ``bases`` and ``members`` as well, which are such entries by name.
+"""
 
 
 def default_of(parameter: inspect.Parameter) -> str:
@@ -42,16 +30,17 @@ def default_of(parameter: inspect.Parameter) -> str:
 
 def arguments(function: Any) -> dict[str, str]:
     """Argument names with their defaults, without ``self``, ``*args`` and ``**kwargs``."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}
-    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {
         name: default_of(parameter)
-        for name, parameter in parameters.items()
-        if parameter.kind in plain and name not in ("self", "cls")
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and name not in ("self", "cls")
     }
+
+
+def passes_on(function: Any) -> bool:
+    """Whether it takes any keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def constructor(cls: type) -> dict[str, str]:
@@ -61,27 +50,23 @@ def constructor(cls: type) -> dict[str, str]:
         own = vars(base).get("__init__")
         if own is None or base is object:
             continue
-        for name, default in arguments(own).items():
-            found.setdefault(name, default)
-        kinds = [parameter.kind for parameter in inspect.signature(own).parameters.values()]
-        if inspect.Parameter.VAR_KEYWORD not in kinds:
+        found |= {name: default for name, default in arguments(own).items() if name not in found}
+        if not passes_on(own):
             break
     return found
 
 
-def member(cls: type, name: str) -> Member:
+def member(cls: type, name: str) -> Entry:
     """What a class has under ``name``."""
     found = inspect.getattr_static(cls, name)
     if isinstance(found, (staticmethod, classmethod)):
         found = found.__func__
     if inspect.isfunction(found):
-        kinds = [parameter.kind for parameter in inspect.signature(found).parameters.values()]
-        more: Member = {"passes_on": True} if inspect.Parameter.VAR_KEYWORD in kinds else {}
-        return {"kind": "method", "args": arguments(found), **more}
+        return {"kind": "method", "args": arguments(found), **({"passes_on": True} if passes_on(found) else {})}
     return {"kind": "property" if isinstance(found, property) else "attribute"}
 
 
-def public_members(cls: type, package: str) -> dict[str, Member]:
+def public_members(cls: type, package: str) -> dict[str, Entry]:
     """All that the classes of ``package`` among a class's bases define, without names that begin with ``_``."""
     names = {
         name
@@ -93,16 +78,9 @@ def public_members(cls: type, package: str) -> dict[str, Member]:
     return {name: member(cls, name) for name in sorted(names) if hasattr(cls, name)}
 
 
-def described(value: Any, package: str, bases: set[str]) -> Name:
+def described(value: Any, package: str, bases: set[str]) -> Entry:
     """A class with its members, a function with its arguments, or another value."""
     if isinstance(value, type):
         above = [base.__name__ for base in value.__mro__[1:] if base.__name__ in bases]
-        return {
-            "kind": "class",
-            "bases": above,
-            "args": constructor(value),
-            "members": public_members(value, package),
-        }
-    if inspect.isfunction(value):
-        return {"kind": "function", "args": arguments(value)}
-    return {"kind": "value"}
+        return {"kind": "class", "bases": above, "args": constructor(value), "members": public_members(value, package)}
+    return {"kind": "function", "args": arguments(value)} if inspect.isfunction(value) else {"kind": "value"}

@@ -1,0 +1,69 @@
+"""What every workload of the registry has: sizes, the libraries that are asked, and how to fill, check and time it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from benchmarks.measure.roofline import Traffic
+
+#: Rows of a buffer that takes gigabytes and minutes to fill.
+HUGE = 50_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One workload of the registry; a class for each kind.
+
+    Attributes:
+        name: the group of its benchmarks, and the key in files of results.
+        title: for people.
+        libraries: who is asked to do it; who can't says so.
+        capacity: rows of the buffer.
+        batch: rows of a batch.
+        row_bytes: bytes of a row.
+        axis: the name of the axis that it is a point of; empty: it stands in the tables.
+        value: where on the axis.
+        quick: part of a quick run.
+        turn: when, among those that share a buffer: the more a call changes, the later.
+        devices: where it makes sense.
+        between: networks are updated before each call, so that it finds the caches as a training loop leaves them.
+    """
+
+    name: str
+    title: str
+    libraries: tuple[str, ...]
+    capacity: int
+    batch: int
+    row_bytes: int
+    axis: str = ""
+    value: int = 0
+    quick: bool = True
+    turn: int = 0
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    between: ClassVar[bool] = False
+
+    @property
+    def huge(self) -> bool:
+        """Whether it takes gigabytes and minutes."""
+        return self.capacity >= HUGE
+
+    def fill(self, library: str, device: str) -> Any:
+        """What :meth:`prepare` gets. It raises UnavailableError where that can't be."""
+
+    def prepare(self, filled: Any, library: str, device: str) -> Callable[[], object]:
+        """Check what is filled against the oracle, and return the call to time."""
+        raise NotImplementedError
+
+    def contents(self, library: str) -> Hashable:
+        """Equal for two workloads that can share a filled buffer."""
+        return self.name, library
+
+    def traffic(self, library: str, device: str) -> Traffic | None:
+        """The least work of a call; None: it is not counted."""
+        return None
+
+    def extra(self, filled: Any, library: str) -> dict[str, Any]:
+        """Further entries of the file of results."""
+        return {}
