@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import subprocess
-import sys
 import threading
 import traceback
 import weakref
@@ -26,9 +24,10 @@ from gpubuf import (
 )
 from gpubuf.data import moving
 from gpubuf.data.prefetch import Prefetcher
-from tests.contracts import buffers
+from tests.contracts import buffers, first_quick
 from tests.support.threads import wait_until
 from tests.support.transitions import same, transitions
+from tests.support.written_rows import FORKED
 
 WAIT = 30.0  # seconds after which a thread that should have come counts as lost
 
@@ -446,34 +445,40 @@ def test_a_failed_batch_in_the_queue_goes_with_its_buffer(fails):
         gc.enable()
 
 
-@pytest.mark.slow
-def test_the_interpreter_exits_with_batches_in_preparation():
-    program = """
-import torch
+BEGIN = """
+import ctypes, os, torch
 from tensordict import TensorDict
 from gpubuf import LazyTensorStorage, TensorDictReplayBuffer
+for descriptor in (1, 2):
+    os.dup2(os.open(OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+rows = TensorDict({"x": torch.arange(8)}, [8])
+"""
+PREPARES = """
 buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=4, prefetch=50)
 buffer.append_transform(lambda batch: (torch.ones(300, 300) @ torch.ones(300, 300), batch)[1])
-buffer.extend(TensorDict({"x": torch.arange(8)}, [8]))
+buffer.extend(rows)
 assert buffer.sample()["x"].shape == (4,)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_the_interpreter_exits_after_an_interrupt_that_somebody_keeps():
-    """Wherever it struck while the worker was started: its traceback held what told that the worker was there."""
-    program = """
-import torch
-from tensordict import TensorDict
-from gpubuf import LazyTensorStorage, TensorDictReplayBuffer
+#: Wherever the interrupt struck while the worker was started: its traceback held what told that the worker was there.
+INTERRUPTED = """
 from tests.support.interrupts import interrupted
-kept, rows = [], TensorDict({"x": torch.arange(8)}, [8])
+kept = []
 while not kept or kept[-1] is not None:
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=4, prefetch=2)
     buffer.extend(rows)
     kept.append(interrupted(buffer._prefetcher._running, len(kept), lines=True))
 assert len(kept) > 5
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("program", first_quick([INTERRUPTED, PREPARES]), ids=["interrupted", "prepares"])
+def test_the_interpreter_exits(program, tmp_path):
+    """With batches in preparation, and after an interrupt that somebody keeps: in a process that shuts Python down."""
+    names = {"OUTPUT": str(tmp_path / "output")}
+    process = FORKED.Process(target=exec, args=(f"{BEGIN}{program}\nctypes.pythonapi.Py_Exit(17)", names))
+    process.start()
+    process.join(120)
+    try:
+        assert (process.exitcode, (tmp_path / "output").read_text()) == (17, "")
+    finally:
+        process.kill()

@@ -169,14 +169,15 @@ class History:
 
     def sample(self) -> None:
         model, contract = self.model, self.contract
-        if not self.possible():
+        can = self.buffer.initialized and self.buffer.can_sample()
+        # Of rows it does not look at priorities, all of which may be zero.
+        unaware = contract.prioritized and not contract.slices
+        if not can or (unaware and not self.possible()):
+            assert not self.possible()
             with pytest.raises((RuntimeError, ValueError)):
                 self.buffer.sample()
-            # Of rows it does not look at priorities, all of which may be zero.
-            unaware = contract.prioritized and not contract.slices
-            assert unaware or not (self.buffer.initialized and self.buffer.can_sample())
             return
-        assert self.buffer.can_sample()
+        # What is drawn is checked against what is possible.
         data, info = self.buffer.sample(return_info=True)
         units = model.check(data, info)
         if not contract.epochs:

@@ -38,6 +38,7 @@ from tests.support.fuzzing import examples
 from tests.support.interrupts import interrupted
 from tests.support.late_gpu import GPU, LateGpu
 from tests.support.written_rows import (
+    FORKED,
     are_whole,
     batch,
     columns,
@@ -46,10 +47,6 @@ from tests.support.written_rows import (
     write_rows,
 )
 
-SPAWN = multiprocessing.get_context("spawn")
-#: Its processes are forked from one that has imported all that they need.
-FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["tests.support.written_rows"])
 OWN = 99
 
 
@@ -72,12 +69,12 @@ def numbers_of(buffer: Any, writer: int) -> list[int]:
 
 
 def test_processes_write_to_a_buffer():
-    """A spawned writer by columns and a forked one by TensorDicts: every row once, whole, in its writer's order."""
+    """One writes columns and one TensorDicts: every row once, whole, in its writer's order."""
     buffer = buffer_of(100_000, 2)
     sizes = [1, 3, 50, 7] * 20
     processes = [
-        context.Process(target=write_rows, args=(buffer.client(batch(0, 0, 1)), writer, sizes, form))
-        for writer, (context, form) in enumerate(((SPAWN, "columns"), (FORKED, "batches")))
+        FORKED.Process(target=write_rows, args=(buffer.client(batch(0, 0, 1)), writer, sizes, form))
+        for writer, form in enumerate(("columns", "batches"))
     ]
     for process in processes:
         process.start()
@@ -448,9 +445,10 @@ def test_a_writer_ends_with_its_learner():
     del buffer
     with pytest.raises(RuntimeError, match="takes no more rows: it was closed, or is gone"):
         one.extend(batch(1, 0, 1))
-    answers = SPAWN.Queue()
+    spawn = multiprocessing.get_context("spawn")
+    answers = spawn.Queue()
     named = set(os.listdir("/dev/shm"))
-    learner = SPAWN.Process(target=learn_and_die, args=(answers,))
+    learner = spawn.Process(target=learn_and_die, args=(answers,))
     learner.start()
     assert answers.get(timeout=100) == "begun"
     kind, message, seconds = answers.get(timeout=60)

@@ -12,6 +12,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 WIDTH = 5
+#: Its processes are forked from one that has imported this, which takes seconds.
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload([__name__])
 
 
 def payload(writer: Any, number: Any) -> Any:
