@@ -341,16 +341,16 @@ class Model(SliceModel):
             found = self.slices(SLICE, strict, before, after, "by transition" in contract.kind)
             return {unit: float(share) for unit, share in found.items()}
         anchors, shares = self.anchors, dict[Unit, float]()
+        total = sum(anchors.values())
+        around = {row.number: t for t in self.trajectories() for row in t}
         for number, q in anchors.items():
-            units = self.units_of(number)
-            for unit, share in units.items():
-                shares[unit] = shares.get(unit, 0.0) + share * q / sum(anchors.values())
+            for unit, share in self.units_of(number, [row.number for row in around[number]]).items():
+                shares[unit] = shares.get(unit, 0.0) + share * q / total
         return shares
 
-    def units_of(self, number: int) -> dict[Unit, float]:
-        """What comes with a row that was chosen, and how likely each is."""
+    def units_of(self, number: int, around: list[int]) -> dict[Unit, float]:
+        """What comes with a row that was chosen, and how likely each is. ``around``: its trajectory."""
         contract = self.contract
-        (around,) = ([r.number for r in t] for t in self.trajectories() if any(r.number == number for r in t))
         at = around.index(number)
         if contract.slices:
             return {tuple(around[at : at + SLICE]): 1.0}
