@@ -31,7 +31,6 @@ from gpubuf.data.lock import NO_LOCK, BufferLock, operation
 from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import DERIVED, REPLAY, Unfinished, refuse_in_capture
-from gpubuf.data.row_access import RowAccess, flat_entries, is_key
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.slices import SliceSampler
@@ -59,13 +58,13 @@ from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import LazyTensorStorage, Storage, TensorStorage
 from gpubuf.data.trajectories import Predicate, Trajectory, stored_trajectories
 from gpubuf.data.transforms import Compose, without_multi_steps
-from gpubuf.data.updates import ConditionalUpdateResult, Updates
+from gpubuf.data.updates import ConditionalUpdateResult, RowAccess, flat_entries, is_key
 from gpubuf.data.writers import RoundRobinWriter, Writer
 
 DEFAULT_CAPACITY = 1_000
 _BYTES = "_bytes"
 # A copy gets new ones: they have locks, threads and addresses.
-_OF_THE_PROCESS = ("_lock", "_prefetcher", "_batches", "_arrays", "_updates", "_rows", "_intake")
+_OF_THE_PROCESS = ("_lock", "_prefetcher", "_batches", "_arrays", "_rows", "_intake")
 _compiling = torch.compiler.is_compiling
 
 
@@ -292,8 +291,7 @@ class ReplayBuffer:
             dim_extend=self.dim_extend,
             priority_key=self.priority_key,
         )
-        self._updates = Updates(storage, sampler, writer, self._recipe)
-        self._rows = RowAccess(storage, sampler, self.dim_extend)
+        self._rows = RowAccess(storage, sampler, writer, self._recipe, self.dim_extend)
 
     def _reader_of(self, storage: TensorStorage) -> RowPlan:
         """Reads ``storage`` by the buffer's recipe."""
@@ -928,7 +926,7 @@ class ReplayBuffer:
                 coordinates) is that of a row that is gone.
         """
         with operation(self._lock):
-            apply, result = self._updates.prepare(
+            apply, result = self._rows.prepare(
                 index,
                 data,
                 generation=generation,

@@ -468,7 +468,7 @@ def update_rows(
                 check_rows(buffers[number : number + 1], torch.where(mine, positions, -1), torch.zeros_like(owner))
             # No row has the generation -1.
             marks = torch.where(mine, generation.reshape(-1).to(mine.device), -1)
-            found = buffer._updates.prepare(torch.where(mine, positions, 0), data, generation=marks, **what)
+            found = buffer._rows.prepare(torch.where(mine, positions, 0), data, generation=marks, **what)
             # The kernels of a storage with codecs look at the values: these may still refuse.
             prepared.append((not buffer.storage.computed, *found))
         for _, apply, _ in sorted(prepared, key=operator.itemgetter(0)):
