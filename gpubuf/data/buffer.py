@@ -1077,7 +1077,18 @@ class ReplayBuffer:
         with self._lock:
             if self._intake is not None:
                 self._intake.take(everything=True)
-            return save.state_of(self)
+            with self._prefetcher.quiet():
+                state = {
+                    "_storage": self._storage.state_dict(),
+                    "_sampler": self._sampler.state_dict(),
+                    "_writer": self._writer.state_dict(),
+                    "_transforms": self._transform.state_dict(),
+                    "_batch_size": self._batch_size,
+                    "_prefetch": self._prefetcher.state_dict(),
+                }
+                if self._pipeline is not None:
+                    state["_processing"] = self._pipeline.state_dict()
+                return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict` into this buffer's own memory: all of it, or nothing. Synchronises.

@@ -29,7 +29,6 @@ from gpubuf import serialization
 from gpubuf.data.lock import Guard
 from gpubuf.data.prefetch import copied
 from gpubuf.data.storage.layout import Data, Key, Pieces, RowLayout
-from gpubuf.data.storage.share_next import Repeated
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.terminal import Advance
 
@@ -432,7 +431,7 @@ def pieces(storage: TensorStorage, rows: RowFiles, parts: list[list[Tensor]], ad
                 told.add(file.name)
                 advance(file.size)
 
-    return Pieces(data(empty), Repeated(each))
+    return Pieces(data(empty), each)
 
 
 def _batch(rows: RowFiles, tensors: list[Tensor]) -> Data:

@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, FunctionType, MethodType, ModuleType, TracebackType
@@ -35,7 +35,7 @@ from gpubuf.data.samplers.base import is_count
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import Data, Pieces, RowLayout
 from gpubuf.data.storage.schema import NEXT_KEY, Schema, written_leaves
-from gpubuf.data.storage.share_next import Repeated, SharedState
+from gpubuf.data.storage.share_next import SharedState
 from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.kernels.rows import LOST
 from gpubuf.terminal import BYTES, progress_bar
@@ -425,26 +425,22 @@ def together(*transforms: nn.Module) -> Iterator[Together]:
 def load_state(buffer: Checkpointed, state: dict[str, Any]) -> None:
     """Restore a state into a buffer's own memory. See :meth:`gpubuf.ReplayBuffer.load_state_dict`."""
     with buffer._lock:
-        _restore(buffer, state)
-
-
-def _restore(buffer: Checkpointed, state: dict[str, Any]) -> None:
-    storage, sampler, ahead = buffer._storage, buffer._sampler, buffer._prefetcher
-    group: Together | None = state.get(TOGETHER)
-    rows, queue = check(buffer, state), state.get("_prefetch", [])
-    with ahead.quiet(), together() if group is None else contextlib.nullcontext(group) as whole:
-        replacement = whole.stack.enter_context(Replacement(buffer, whole))
-        buffer._transform.load_state_dict(state["_transforms"])
-        if buffer._pipeline is not None:
-            buffer._pipeline.load_state_dict(state["_processing"])
-        slots = ahead.prepared(queue, buffer._pin_memory) if storage.initialized else None
-        order = storage.load_state_dict(replacement.watched(rows))
-        replacement.begun = True
-        sampler.load_state_dict(state["_sampler"], order)
-        buffer._writer.load_state_dict(state["_writer"])
-        if slots is None:
-            slots = ahead.prepared(queue, buffer._pin_memory)
-        whole.last.append(functools.partial(replacement.take, slots, state["_batch_size"]))
+        storage, sampler, ahead = buffer._storage, buffer._sampler, buffer._prefetcher
+        group: Together | None = state.get(TOGETHER)
+        rows, queue = check(buffer, state), state.get("_prefetch", [])
+        with ahead.quiet(), together() if group is None else contextlib.nullcontext(group) as whole:
+            replacement = whole.stack.enter_context(Replacement(buffer, whole))
+            buffer._transform.load_state_dict(state["_transforms"])
+            if buffer._pipeline is not None:
+                buffer._pipeline.load_state_dict(state["_processing"])
+            slots = ahead.prepared(queue, buffer._pin_memory) if storage.initialized else None
+            order = storage.load_state_dict(replacement.watched(rows))
+            replacement.begun = True
+            sampler.load_state_dict(state["_sampler"], order)
+            buffer._writer.load_state_dict(state["_writer"])
+            if slots is None:
+                slots = ahead.prepared(queue, buffer._pin_memory)
+            whole.last.append(functools.partial(replacement.take, slots, state["_batch_size"]))
 
 
 # The rows
@@ -482,12 +478,13 @@ class Replacement:
         """The storage's state; :attr:`begun` is set when the first of its rows are asked for."""
         if not state["initialized"]:
             return state
-        example, parts = state["rows"]
-        return {**state, "rows": Pieces(example, Repeated(functools.partial(self._watched, parts)))}
+        rows = state["rows"]
 
-    def _watched(self, parts: Iterable[tuple[int, Data]]) -> Iterator[tuple[int, Data]]:
-        self.begin()
-        yield from parts
+        def parts() -> Iterator[tuple[int, Data]]:
+            self.begin()
+            yield from rows.parts()
+
+        return {**state, "rows": Pieces(rows.example, parts)}
 
     def begin(self) -> None:
         """Rows are replaced from here on."""

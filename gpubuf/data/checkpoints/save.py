@@ -64,30 +64,13 @@ class Checkpointed(Protocol):
     _batch_size: int | None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that it needs to go on: see :func:`state_of`."""
+        """Everything that it needs to go on with the same batches."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore that: see :func:`gpubuf.data.checkpoints.restore.load_state`."""
 
     def _assemble(self) -> None:
         """Make batches of the parts that it has now."""
-
-
-def state_of(buffer: Checkpointed) -> dict[str, Any]:
-    """Everything that a buffer needs to go on with the same batches. Row tensors are views. Synchronises.
-
-    Waits until the batches in preparation are finished; they are part of the state.
-    """
-    with buffer._lock, buffer._prefetcher.quiet():
-        state = {
-            "_storage": buffer._storage.state_dict(),
-            "_sampler": buffer._sampler.state_dict(),
-            "_writer": buffer._writer.state_dict(),
-            "_transforms": buffer._transform.state_dict(),
-            "_batch_size": buffer._batch_size,
-            "_prefetch": buffer._prefetcher.state_dict(),
-        }
-        return state if buffer._pipeline is None else {**state, "_processing": buffer._pipeline.state_dict()}
 
 
 @dataclass(frozen=True)

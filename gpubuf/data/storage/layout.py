@@ -8,7 +8,7 @@ and lists are TensorDicts inside (:class:`TreeLayout`): kernels and checkpoints 
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -328,11 +328,11 @@ class Pieces(NamedTuple):
 
     Attributes:
         example: what all pieces look like; it may have no rows.
-        parts: the first step of every piece, and the piece.
+        parts: gives the first step of every piece, and the piece, from the beginning at each call.
     """
 
     example: Data
-    parts: Iterable[tuple[int, Data]]
+    parts: Callable[[], Iterator[tuple[int, Data]]]
 
     @classmethod
     def of(cls, rows: Any, ndim: int) -> Pieces:
@@ -343,7 +343,7 @@ class Pieces(NamedTuple):
         for batch in rows if isinstance(rows, list) else [rows]:
             parts.append((start, batch))
             start += batch_shape(batch, ndim)[0]
-        return cls(parts[0][1], parts)
+        return cls(parts[0][1], parts.__iter__)
 
 
 def _by_level(entries: Mapping[Any, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[Key, Tensor]]]:

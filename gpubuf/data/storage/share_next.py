@@ -287,16 +287,6 @@ class Sharing:
         return f"Sharing({', '.join(str(as_written(key)) for key in self.keys)}, room for {self.slots} aside)"
 
 
-class Repeated:
-    """An iterable that begins anew each time, from a function that returns an iterator."""
-
-    def __init__(self, begin: Callable[[], Iterator[tuple[int, Data]]]) -> None:
-        self._begin = begin
-
-    def __iter__(self) -> Iterator[tuple[int, Data]]:
-        return self._begin()
-
-
 class SharedState(NamedTuple):
     """What a state says about observations stored once.
 
@@ -366,7 +356,7 @@ def oldest_first(state: dict[str, Any], ndim: int, chunk: int) -> Iterator[Data]
     full = state["size"] == state["max_size"]
     oldest = state["written"] // span.envs % span.steps if full else 0
     for low, high in ((oldest, span.steps), (0, oldest)):
-        for start, part in Pieces.of(state["rows"], ndim).parts:
+        for start, part in Pieces.of(state["rows"], ndim).parts():
             first, last = max(start, low), min(start + part.shape[0], high)
             for at in range(first, last, chunk):
                 yield part[at - start : min(at + chunk, last) - start]
@@ -387,11 +377,11 @@ def full_state(state: dict[str, Any], ndim: int) -> dict[str, Any]:
     pieces, span = Pieces.of(state["rows"], ndim), Span.of(state)
 
     def each() -> Iterator[tuple[int, Data]]:
-        for start, part, following in with_successors(pieces.parts, shared.keys):
+        for start, part, following in with_successors(pieces.parts(), shared.keys):
             yield start, _completed(part, next_of(start, following, shared, span), shared.keys)
 
     none = [value_of(pieces.example, key)[:0] for key in shared.keys]
-    rows = Pieces(_completed(pieces.example[:0], none, shared.keys), Repeated(each))
+    rows = Pieces(_completed(pieces.example[:0], none, shared.keys), each)
     return {name: value for name, value in state.items() if name != "sharing"} | {"rows": rows}
 
 

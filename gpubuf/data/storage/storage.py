@@ -1198,7 +1198,7 @@ class TensorStorage(Storage):
         self._set_counters(state, order)
         if self.host is not None:
             self.host.load(state["host"], order)
-        for start, part in () if anew else pieces.parts:
+        for start, part in () if anew else pieces.parts():
             # The oldest step comes to lie first: all others turn with it.
             at = (start - first // per_step) % (old_max // per_step)
             for column, source in zip(self._columns, layout.collect(part, self.ndim), strict=True):
