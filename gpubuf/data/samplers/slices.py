@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpubuf.data.arguments import check_count
 from gpubuf.data.recording import DERIVED, current_recording, refuse_in_capture
-from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler
+from gpubuf.data.samplers.base import Drawn, Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.samplers.trajectory_index import (
@@ -22,6 +22,7 @@ from gpubuf.data.samplers.trajectory_index import (
     TrajectoryIndex,
     fixed_signal,
     interleaved_environments,
+    next_look,
     signal_keys,
     stored_signal,
 )
@@ -356,14 +357,13 @@ class SliceSampler(Sampler):
 
     def _check_order(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
         """Refuse environments that take turns in a 1-D storage, as far as the stored rows tell."""
-        self._check_order_at = 2 * len(storage) if len(storage) <= 4096 else None
+        self._check_order_at = None
         if storage.ndim > 1 or storage.by_writers or index.signal.by_id or index.signal.fixed is not None:
-            self._check_order_at = None
             return
         apart = interleaved_environments(storage, self._end_keys)
-        if apart == 1:
-            self._check_order_at = None
-        elif apart is not None:
+        if apart is None:
+            self._check_order_at = next_look(len(storage))
+        elif apart > 1:
             message = (
                 f"the rows of {apart} environments take turns in this 1-D storage, so that slices would mix them: "
                 "use a storage with ndim=2 and batches of shape [envs, steps], or traj_key"
@@ -372,7 +372,6 @@ class SliceSampler(Sampler):
                 self._check_order_at = 2
                 raise RuntimeError(message)
             warnings.warn(message, stacklevel=6)
-            self._check_order_at = None
 
     def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
         """Index the steps of one write."""
@@ -460,9 +459,7 @@ class SliceSampler(Sampler):
             RuntimeError: no trajectory is long enough (CPU; on a GPU the rows read as zeros, and whatever synchronises
                 next raises an IndexError), the batch size doesn't fit, or environments take turns in 1-D storage.
         """
-        storage = self._storage
-        if storage is None:
-            raise RuntimeError(UNBOUND)
+        storage = self.storage
         n, length = partition(batch_size, self.num_slices, self.slice_len)
         n *= batches
         index = self.trajectory_index
