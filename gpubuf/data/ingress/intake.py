@@ -29,7 +29,7 @@ from gpubuf.data.samplers.trajectory_index import RowOrder
 from gpubuf.data.sequences import SampleUnit, Sequence
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.end_bits import OWN
-from gpubuf.data.storage.layout import as_key, as_written, batch_shape, layout_of, tensors_of
+from gpubuf.data.storage.layout import as_key, batch_shape, layout_of, tensors_of
 from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
@@ -180,9 +180,6 @@ class Intake:
         self._lock = buffer._lock
         self._queues: Queues | None = None
         self._taken: list[int] = []
-        # Keys as users write them, and of those whose dtype NumPy lacks the places and dtypes.
-        self._keys: list[Any] = []
-        self._lacking: list[tuple[int, torch.dtype]] = []
         self._clients = 0
         # When writers whose runs are short were last looked for.
         self._looked = 0.0
@@ -244,9 +241,6 @@ class Intake:
         rows = dataclasses.replace(rows, steps=options.steps_for(rows.step_bytes))
         self._queues = queues = Queues(rows, options.count)
         self._taken = [0] * options.count
-        self._keys = [as_written(leaf.key) for leaf in layout.leaves]
-        dtypes = enumerate(leaf.dtype for leaf in layout.leaves)
-        self._lacking = [(place, dtype) for place, dtype in dtypes if numpy_dtype(dtype) is None]
         self._set_limit()
         weakref.finalize(self, queues.leave, os.getpid())
         return queues
@@ -497,10 +491,10 @@ class Intake:
         if turned:
             columns = [column.swapaxes(0, turned) for column in columns]
         if as_columns:
-            given: dict[Any, Any] = dict(zip(self._keys, columns, strict=True))
-            for place, dtype in self._lacking if aside is None else ():
-                given[self._keys[place]] = of_bits(columns[place], dtype)
-            buffer.extend_columns(given)
+            for place, leaf in enumerate(layout.leaves if aside is None else ()):
+                if numpy_dtype(leaf.dtype) is None:
+                    columns[place] = of_bits(columns[place], leaf.dtype)
+            buffer.extend_columns(dict(zip(layout.keys, columns, strict=True)))
         else:
             tensors = [of_bits(column, leaf.dtype) for column, leaf in zip(columns, layout.leaves, strict=True)]
             shape = [steps, *rows.envs]
