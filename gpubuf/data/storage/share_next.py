@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.data.arguments import check_count
 from gpubuf.data.recording import capturing
 from gpubuf.data.storage.layout import Data, Key, Leaf, Pieces, address, as_written
 from gpubuf.data.storage.placement import Placement, allocate
@@ -46,14 +45,8 @@ def entries_of(capacity: int, envs: int, next_capacity: int | None) -> int:
 
     Returns:
         The number, at most ``capacity``: no row has two.
-
-    Raises:
-        ValueError: ``next_capacity`` is below 1.
     """
-    if next_capacity is None:
-        next_capacity = max(-(-capacity // SHARE), LEAST, envs)
-    check_count(next_capacity, "next_capacity")
-    return min(next_capacity, capacity)
+    return min(max(-(-capacity // SHARE), LEAST, envs) if next_capacity is None else next_capacity, capacity)
 
 
 def side_bytes(row_bytes: int, capacity: int, envs: int, next_capacity: int | None) -> tuple[int, int]:
