@@ -152,7 +152,8 @@ class _Look:
         self.rows, self.envs, self.flat = len(storage), storage.shape[1:].numel(), storage.ndim == 1
         keys = continued_keys([leaf for leaf in self.leaves if leaf.key])
         self.pairs = [(self.place[NEXT_KEY, *key], self.place[key]) for key in keys]
-        self.bounds: list[tuple[Tensor, Tensor] | None] = [None] * len(self.leaves)
+        nothing = torch.tensor([torch.inf, -torch.inf], dtype=torch.float64, device=storage.device)
+        self.bounds = [(nothing[0], nothing[1])] * len(self.leaves)
         self.alike = [torch.tensor(True, device=storage.device)] * len(self.leaves)
         self.first: list[Tensor] = []
         self.not_finite = [0] * len(self.leaves)
@@ -197,11 +198,11 @@ class _Look:
         return len(found)
 
     def _columns(self, positions: Tensor, rows: list[Tensor]) -> None:
+        if not self.steps:
+            self.first = [values[0, 0] for values in rows]
         for i, values in enumerate(rows):
             if not values.numel():
                 continue
-            if not self.steps:
-                self.first.append(values[0, 0])
             self.alike[i] = self.alike[i] & (values == self.first[i]).all()
             if values.is_floating_point():
                 finite = values.isfinite()
@@ -210,8 +211,7 @@ class _Look:
                 low, high = values.where(finite, torch.inf).amin(), values.where(finite, -torch.inf).amax()
             else:
                 low, high = values.amin().double(), values.amax().double()
-            before = self.bounds[i]
-            self.bounds[i] = (low, high) if before is None else (low.minimum(before[0]), high.maximum(before[1]))
+            self.bounds[i] = low.minimum(self.bounds[i][0]), high.maximum(self.bounds[i][1])
 
     def _continuity(self, positions: Tensor, rows: list[Tensor], done: Tensor) -> None:
         if not self.pairs or len(positions) < 2:
@@ -271,8 +271,7 @@ class _Look:
         """What was found, and what of it is wrong."""
         columns = list[Column]()
         for i, leaf in enumerate(self.leaves):
-            bounds = self.bounds[i]
-            low, high = (float(bound) for bound in bounds) if bounds is not None else (torch.nan, torch.nan)
+            low, high = map(float, self.bounds[i])
             if low > high:
                 low = high = torch.nan
             constant = bool(self.alike[i]) and self.rows > 1
