@@ -294,11 +294,12 @@ class RowAccess:
     def _coordinates(self, index: Any) -> Tensor:
         """The positions of ``read(index)`` of ints and slices, above one dimension: int64 ``[..., ndim]``."""
         storage = self.storage
-        # Of those asked for alone: a list of all positions would take longer, and more memory than the rows.
-        parts = chosen(index, self._written_shape())
-        spans = [torch.arange(*_limits(part), device=storage.device) for part in parts]
-        places = torch.stack(swapped(torch.meshgrid(*spans, indexing="ij"), self.dim_extend), -1)
-        return places.reshape(*(len(part) for part in parts if isinstance(part, range)), storage.ndim)
+        # What the index takes of a tensor without memory: to list all positions would take more than the rows do.
+        taken = torch.empty(self._written_shape(), device="meta")[index]
+        place = torch.full((), int(taken.storage_offset()), device=storage.device)
+        for length, stride in zip(taken.shape, taken.stride(), strict=True):
+            place = place.unsqueeze(-1) + torch.arange(length, device=storage.device) * stride
+        return torch.stack(swapped(torch.unravel_index(place, self._written_shape()), self.dim_extend), -1)
 
     def _written_shape(self) -> tuple[int, ...]:
         """The sizes of all rows, as they were written."""
@@ -313,31 +314,10 @@ def swapped(values: Sequence[_T], dim: int) -> tuple[_T, ...]:
     return tuple(out)
 
 
-def chosen(index: Any, sizes: Sequence[int]) -> list[int | range]:
-    """What a plain index takes of each dimension: a place, or a range of them. IndexError as tensors raise it."""
-    given = list(index) if isinstance(index, tuple) else [index]
-    if given.count(Ellipsis) > 1 or len(given) - given.count(Ellipsis) > len(sizes):
-        raise IndexError(f"too many indices for the {len(sizes)} dimensions of the buffer: {index}")
-    at = given.index(Ellipsis) if Ellipsis in given else len(given)
-    missing = len(sizes) - (len(given) - given.count(Ellipsis))
-    given[at : at + 1] = [slice(None)] * missing
-    parts = []
-    for dim, (size, part) in enumerate(zip(sizes, given, strict=True)):
-        if isinstance(part, int) and not -size <= part < size:
-            raise IndexError(f"index {part} is out of bounds for dimension {dim} with size {size}")
-        if isinstance(part, slice) and part.step is not None and part.step <= 0:
-            raise ValueError(f"the step of a slice must be above 0, not {part.step}")
-        parts.append(range(size)[part])
-    return parts
-
-
-def _limits(part: int | range) -> tuple[int, int, int]:
-    return (part, part + 1, 1) if isinstance(part, int) else (part.start, max(part.start, part.stop), part.step)
-
-
 def is_key(index: Any) -> bool:
     """Whether an index is a key: a name, or a tuple of names."""
-    return isinstance(index, str) or (isinstance(index, tuple) and index != () and all(map(_is_name, index)))
+    names = index if isinstance(index, tuple) else (index,)
+    return names != () and all(isinstance(name, str) for name in names)
 
 
 def is_plain(index: Any) -> bool:
@@ -345,10 +325,6 @@ def is_plain(index: Any) -> bool:
     if isinstance(index, tuple):
         return all(map(is_plain, index))
     return index is Ellipsis or isinstance(index, slice) or (isinstance(index, int) and not isinstance(index, bool))
-
-
-def _is_name(part: Any) -> bool:
-    return isinstance(part, str)
 
 
 def flat_entries(value: Any, path: Key) -> dict[Key, Any]:
