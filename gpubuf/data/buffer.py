@@ -869,10 +869,9 @@ class ReplayBuffer:
         with self._lock:
             self._writer.check_writable()
             if len(self._transform):
-                transformed = self._transform.inv(data if isinstance(data, Tensor) else data.copy())
-                if transformed is None:
+                data = self._transform.inv(shallow(data))
+                if data is None:
                     return
-                data = transformed
             self._rows.write_first(data, end)
 
     write_all_in_order = write_all

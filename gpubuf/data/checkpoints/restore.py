@@ -526,10 +526,6 @@ class Replacement:
         error.add_note("the rows were being replaced: the buffer is empty now")
 
 
-def _is_own(component: object) -> bool:
-    return type(component).__module__.partition(".")[0] == __name__.partition(".")[0]
-
-
 def _kept(storage: TensorStorage) -> dict[str, Any] | None:
     """A copy of a storage's state on the host; None where that would take more than half of the free memory."""
     state = storage.state_dict()
@@ -570,10 +566,10 @@ class Before:
                 self._containers.append((value, value.copy()))
             for item in list(value.values()) if isinstance(value, dict) else value:
                 self._note(item, home)
-        elif hasattr(value, "__dict__") and (
-            isinstance(value, nn.Module) or _is_own(value) or type(value).__module__ == home
-        ):
-            self._note(vars(value), type(value).__module__)
+        elif hasattr(value, "__dict__"):
+            module = type(value).__module__
+            if isinstance(value, nn.Module) or module == home or module.startswith("gpubuf."):
+                self._note(vars(value), module)
 
     def put_back(self) -> None:
         """Make all of it what it was."""

@@ -343,11 +343,15 @@ class Span(NamedTuple):
         return cls(envs, steps, (state["written"] // envs - 1) % steps if state["size"] else -1)
 
 
+def oldest_of(state: dict[str, Any]) -> int:
+    """The position of the oldest row of a storage's state; 0 if it has none."""
+    return int(state["written"] % state["max_size"]) if state["size"] == state["max_size"] else 0
+
+
 def oldest_first(state: dict[str, Any], ndim: int, chunk: int) -> Iterator[Data]:
     """The rows of a state in the order of time, ``chunk`` steps or fewer at once."""
     span = Span.of(state)
-    full = state["size"] == state["max_size"]
-    oldest = state["written"] // span.envs % span.steps if full else 0
+    oldest = oldest_of(state) // span.envs
     for low, high in ((oldest, span.steps), (0, oldest)):
         for start, part in Pieces.of(state["rows"], ndim).parts():
             first, last = max(start, low), min(start + part.shape[0], high)

@@ -89,6 +89,7 @@ from gpubuf.data.storage.share_next import (
     entries_of,
     full_state,
     oldest_first,
+    oldest_of,
     side_bytes,
 )
 from gpubuf.kernels.rows import OFF, Field, NoRoomError, Reading
@@ -1177,8 +1178,7 @@ class TensorStorage(Storage):
         size, old_max, shape = state["size"], state["max_size"], tuple(state["shape"])
         layout = schema.written if as_written else schema.full if anew else schema.stored
         layout.collect(pieces.example, self.ndim)
-        own = shape[1:] if self._schema is None else self._shape[1:]
-        if own != shape[1:]:
+        if self._schema is not None and self._shape[1:] != shape[1:]:
             raise ValueError(f"the checkpoint's rows have shape {shape}, the storage's {self._shape}")
         per_step = math.prod(shape[1:])
         room = -(-self.max_size // per_step) * per_step
@@ -1188,7 +1188,7 @@ class TensorStorage(Storage):
             self._establish(schema, self.full_shape(shape), device_of(pieces.example))
         order, first = None, 0
         if self.max_size != old_max:
-            first = state["written"] % old_max if size == old_max else 0
+            first = oldest_of(state)
             order = (torch.arange(size) + first) % old_max
         if self._placement is not None and self._placement.rows_on_host:
             # The host is about to write where the GPU may still be reading.
