@@ -472,6 +472,12 @@ class RowLayout:
 
     # From a batch to tensors
 
+    def is_one_row(self, data: Data) -> bool:
+        """Whether a batch is one row, without a batch dimension."""
+        if isinstance(data, Tensor):
+            return isinstance(self.root, int) and data.ndim == len(self.leaves[self.root].shape)
+        return is_data(data) and len(data.batch_size) == len(self.nested_batch)
+
     def collect(self, data: Data, batch_dims: int) -> list[Tensor]:
         """The batch's tensors in the order of ``leaves``, checked. ``batch_dims`` leading dimensions are free.
 
@@ -752,7 +758,8 @@ class TreeLayout(RowLayout):
         return out
 
     def is_one_row(self, data: Data) -> bool:
-        """Whether a batch is one row, without a batch dimension."""
+        if is_data(data):
+            return super().is_one_row(data)
         value, at = self.tree.values(data)[0], self._slots[0]
         dims, own = (value.ndim, self.leaves[at].shape) if isinstance(at, int) else (len(value.shape), at.batch_suffix)
         return dims == len(own)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
-from tensordict import TensorDictBase, is_tensorclass
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count, warn_of_no_effect
@@ -49,7 +49,6 @@ from gpubuf.data.storage.layout import (
     Data,
     Pieces,
     RowLayout,
-    TreeLayout,
     batch_shape,
     device_of,
     first_of,
@@ -226,7 +225,7 @@ class TensorStorage(Storage):
         self._adopt(self.schema_like(layout), separate(columns), shape, placement)
         self.counters.set(self.max_size, self.max_size)
         if self.host is not None:
-            self.host.announce(storage, shape, 0)
+            self.host.expect(self.host.rows_of(storage, ndim), 0)
             self.host.settle(self.max_size)
         self.rebuild()
 
@@ -835,7 +834,7 @@ class TensorStorage(Storage):
         local, host = self._local(sources, self.ndim), self.host
         if host is None:
             return self._append(local, n)
-        host.announce(data, shape, self.written)
+        host.expect(host.rows_of(data, self.ndim), self.written)
         index = self._append(local, n)
         host.settle(self.written)
         return index
@@ -891,7 +890,7 @@ class TensorStorage(Storage):
             IndexError: an index is out of range (on CPU; a GPU skips the row and counts a fault).
         """
         layout = self.written_layout
-        if self._is_one_row(data):
+        if layout.is_one_row(data):
             n = index.numel()
             data = mapped(data, lambda row: row.expand(n, *row.shape))
         if batch_shape(data, 1) != (index.numel(),):
@@ -918,15 +917,6 @@ class TensorStorage(Storage):
         if derived:
             self._tell_ends_anew(index)
             self.end(before)
-
-    def _is_one_row(self, data: Data) -> bool:
-        """Whether a batch to be written is one row, without a batch dimension."""
-        layout = self.written_layout
-        if isinstance(data, TensorDictBase) or is_tensorclass(data):
-            return len(data.batch_size) == len(layout.nested_batch)
-        if isinstance(data, Tensor):
-            return isinstance(layout.root, int) and data.ndim == len(layout.leaves[layout.root].shape)
-        return isinstance(layout, TreeLayout) and layout.is_one_row(data)
 
     def update(self, index: Tensor, keys: Sequence[int], sources: list[Tensor], generation: Tensor) -> None:
         """Overwrite single keys of rows in place, of those that were not overwritten since they were drawn.
