@@ -344,8 +344,8 @@ class _Save:
         steps, step_bytes = len(storage) // per_step, per_step * layout.row_bytes
         leaves = tuple(LeafSpec(leaf.key, _name(leaf.dtype, leaf.name), leaf.shape) for leaf in layout.leaves)
         form = RowFiles(leaves, tuple(_nested_batch(layout.root, ())), (steps, *shape[1:]), ())
-        same_form = previous is not None and previous.rows is not None and previous.rows.leaves == leaves
-        earlier = previous.rows.files if same_form and previous is not None and previous.rows is not None else ()
+        before = None if previous is None else previous.rows
+        earlier = before.files if before is not None and before.leaves == leaves else ()
 
         def certain(start: int, stop: int) -> bool:
             rows = (start * per_step, stop * per_step)
@@ -358,8 +358,8 @@ class _Save:
         self, number: int, path: Key, tensor: Tensor, before: TensorFiles | None
     ) -> tuple[TensorFiles, list[_Piece]]:
         form = TensorFiles(path, _name(tensor.dtype, ".".join(path)), tuple(tensor.shape), ())
-        same_form = before is not None and (before.dtype, before.shape[1:]) == (form.dtype, form.shape[1:])
-        earlier = before.files if before is not None and same_form else ()
+        same = before is not None and (before.dtype, before.shape[1:]) == (form.dtype, form.shape[1:])
+        earlier = before.files if before is not None and same else ()
         item_bytes = tensor.nbytes // len(tensor)
         cuts = spans(len(tensor), len(tensor), item_bytes, self._file_bytes)
         return form, self._pieces("tensor", [number], [tensor], cuts, item_bytes, earlier, lambda *_: False)
