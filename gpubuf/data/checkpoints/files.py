@@ -210,6 +210,12 @@ def need(condition: bool, what: str) -> None:
         raise DamagedError(what)
 
 
+def need_form(text: str, tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raise :class:`DamagedError`, whose text begins with ``text``, unless ``tensor`` has this dtype and shape."""
+    found = (tensor.dtype, tuple(tensor.shape)) if isinstance(tensor, Tensor) else type(tensor).__name__
+    need(found == (dtype, shape), f"{text} {found}, expected {(dtype, shape)}")
+
+
 # Writing
 
 
@@ -372,12 +378,7 @@ def read(folder: Path, manifest: Manifest, advance: Advance) -> tuple[dict[str, 
         need(isinstance(found, list) and len(found) == len(specs), f"{file.name} doesn't hold what it should")
         assert found is not None
         for tensor, (dtype, shape) in zip(found, specs, strict=True):
-            due = (dtype, (file.stop - file.start, *shape))
-            is_tensor = isinstance(tensor, Tensor)
-            need(
-                is_tensor and (tensor.dtype, tuple(tensor.shape)) == due,
-                f"{file.name} holds {tensor.dtype, tuple(tensor.shape)}, expected {due}" if is_tensor else file.name,
-            )
+            need_form(f"{file.name} holds", tensor, dtype, (file.stop - file.start, *shape))
         advance(file.size)
         return found
 

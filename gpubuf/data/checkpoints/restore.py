@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from gpubuf import serialization
 from gpubuf.data.checkpoints import custom_rows, files
-from gpubuf.data.checkpoints.files import Manifest, RowFiles, need
+from gpubuf.data.checkpoints.files import Manifest, RowFiles, need, need_form
 from gpubuf.data.checkpoints.save import BAR_BYTES, Checkpointed, part_folder, remember
 from gpubuf.data.lock import BufferLock, holding, under
 from gpubuf.data.prefetch import copied, tensors_of
@@ -260,10 +260,10 @@ def _check_storage(storage: TensorStorage, manifest: Manifest, state: dict[str, 
     need(is_count(skipped) and skipped <= written, f"the checkpoint counts {written} rows written, {skipped!r} skipped")
     rewritten = state.get("rewritten")
     if rewritten is not None:
-        _need_form("rewritten", rewritten, torch.int64, (capacity,))
+        need_form("the checkpoint's rewritten are", rewritten, torch.int64, (capacity,))
     cuts = state.get("cuts")
     if cuts is not None:
-        _need_form("cuts", cuts, torch.uint8, (size,))
+        need_form("the checkpoint's cuts are", cuts, torch.uint8, (size,))
     per_step = math.prod(shape[1:])
     need(
         per_step > 0 and math.prod(shape) == capacity and size <= min(capacity, written) and written % per_step == 0,
@@ -295,14 +295,14 @@ def _check_sharing(state: dict[str, Any], rows: RowFiles) -> None:
         need(own and (NEXT_KEY, *key) not in known and (NEXT_KEY,) not in leaves, f"the checkpoint can't share {key!r}")
     need(0 < len(set(shared.keys)) == len(shared.keys), "the checkpoint shares a key twice, or none")
     links, owners = shared.links, shared.owners
-    _need_form("links", links, torch.int32, (capacity,))
-    _need_form("owners", owners, torch.int64, (slots + 1,))
+    need_form("the checkpoint's links are", links, torch.int32, (capacity,))
+    need_form("the checkpoint's owners are", owners, torch.int64, (slots + 1,))
     taken = int(owners[-1])
     used = min(taken, slots)
     for key, entries, pending in zip(shared.keys, shared.entries, shared.pending, strict=True):
         dtype = serialization.DTYPES[leaves[key].dtype]
-        _need_form("entries", entries, dtype, (used, *leaves[key].shape))
-        _need_form("pending", pending, dtype, (envs, *leaves[key].shape))
+        need_form("the checkpoint's entries are", entries, dtype, (used, *leaves[key].shape))
+        need_form("the checkpoint's pending are", pending, dtype, (envs, *leaves[key].shape))
     need(taken >= 0 and int(links.min()) >= LOST and int(links.max()) <= used, "the checkpoint's links lead nowhere")
     need(int(owners[:-1].min()) >= -1 and int(owners[:-1].max()) < written, "the checkpoint's owners are no rows")
     position = torch.arange(size)
@@ -313,12 +313,6 @@ def _check_sharing(state: dict[str, Any], rows: RowFiles) -> None:
     position, entry = position[entry > 0], entry[entry > 0]
     number = written - 1 - (written - 1 - position) % capacity
     need(torch.equal(owners[entry - 1], number), "the checkpoint's links and owners contradict each other")
-
-
-def _need_form(name: str, tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raise unless ``tensor`` is one of this dtype and shape."""
-    found = (tensor.dtype, tuple(tensor.shape)) if isinstance(tensor, Tensor) else type(tensor).__name__
-    need(found == (dtype, shape), f"the checkpoint's {name} are {found}, expected {(dtype, shape)}")
 
 
 def check_transforms(transform: nn.Module, state: dict[str, Any]) -> None:
