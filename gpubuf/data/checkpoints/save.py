@@ -129,10 +129,7 @@ def save_mix(
     buffers: Sequence[Checkpointed],
     state_now: Callable[[], dict[str, Any]],
     path: str | os.PathLike[str],
-    *,
-    incremental: bool = True,
-    progress: bool | None = None,
-    file_bytes: int | None = None,
+    **options: Any,
 ) -> list[Saved]:
     """:func:`save` of several buffers, each to a folder of its own in ``path``, as of one moment.
 
@@ -143,7 +140,7 @@ def save_mix(
         buffers: the buffers.
         state_now: gives what they share; called while all locks are held.
         path: the folder of all.
-        incremental, progress, file_bytes: as for :func:`save`.
+        options: ``incremental``, ``progress`` and ``file_bytes``, as for :func:`save`.
 
     Raises as :func:`save`.
     """
@@ -161,9 +158,7 @@ def save_mix(
             files.write_manifest(folder, mix)
             files.remove_others(folder, mix)
 
-        return save_parts(
-            buffers, folders, commit, state_now, incremental=incremental, progress=progress, file_bytes=file_bytes
-        )
+        return save_parts(buffers, folders, commit, state_now, **options)
 
 
 def save_parts(

@@ -151,6 +151,10 @@ class _Run(NamedTuple):
     steps: int
 
 
+#: A part of the queue of a place that is in one piece: its place, where it begins and where it ends.
+_Piece = tuple[int, int, int]
+
+
 class _Claim(NamedTuple):
     """A write that is under way: how many rows had ever been written, and the runs that it takes."""
 
@@ -486,7 +490,8 @@ class Intake:
         rows = queues.rows
         layout, as_columns = rows.layout, storage.initialized and rows.layout.is_tensordict
         aside = self._copies(storage, queues, steps * rows.step_bytes) if as_columns else None
-        columns: list[Any] = self._columns(queues, runs) if aside is None else self._on_gpu(aside, queues, runs)
+        pieces = [(run.place, *piece) for run in runs for piece in queues.pieces(run.first, run.steps)]
+        columns: list[Any] = self._columns(queues, pieces) if aside is None else self._on_gpu(aside, queues, pieces)
         turned = buffer.dim_extend if rows.envs else 0
         if turned:
             columns = [column.swapaxes(0, turned) for column in columns]
@@ -518,9 +523,8 @@ class Intake:
         return self._aside
 
     @staticmethod
-    def _on_gpu(aside: host_memory.SideCopies, queues: Queues, runs: list[_Run]) -> list[torch.Tensor]:
-        """The steps of runs, a tensor per key."""
-        pieces = [(run.place, *piece) for run in runs for piece in queues.pieces(run.first, run.steps)]
+    def _on_gpu(aside: host_memory.SideCopies, queues: Queues, pieces: list[_Piece]) -> list[torch.Tensor]:
+        """The steps of pieces, a tensor per key."""
         return aside.joined(
             [
                 [of_bits(queues.columns[place][key][start:stop], leaf.dtype) for place, start, stop in pieces]
@@ -528,9 +532,9 @@ class Intake:
             ]
         )
 
-    def _columns(self, queues: Queues, runs: list[_Run]) -> list[np.ndarray]:
-        """The steps of runs, an array per key: where they lie, if that is one piece."""
-        pieces = [(run.place, *piece) for run in runs for piece in queues.pieces(run.first, run.steps)]
+    @staticmethod
+    def _columns(queues: Queues, pieces: list[_Piece]) -> list[np.ndarray]:
+        """The steps of pieces, an array per key: where they lie, if that is one piece."""
         if len(pieces) == 1:
             ((place, start, stop),) = pieces
             return [column[start:stop] for column in queues.columns[place]]
