@@ -21,15 +21,7 @@ from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS, bitmap_bytes, check_ends, compared_keys
 from gpubuf.data.storage.host_memory import Free
 from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, batch_shape
-from gpubuf.data.storage.placement import (
-    PINNED,
-    SPLIT,
-    IndexBytes,
-    NothingFitsError,
-    choose,
-    near_steps,
-    readable,
-)
+from gpubuf.data.storage.placement import PINNED, SPLIT, IndexBytes, NothingFitsError, choose, near_steps, readable
 from gpubuf.data.storage.placement import parse_bytes as parse_bytes
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import Codec, Options, Schema

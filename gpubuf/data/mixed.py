@@ -467,8 +467,7 @@ class MixedReplayBuffer:
         The shares are yours.
         """
         return under(
-            self._locks,
-            lambda: {"_buffers": [buffer.state_dict() for buffer in self._buffers], **self._own_state()},
+            self._locks, lambda: {"_buffers": [buffer.state_dict() for buffer in self._buffers], **self._own_state()}
         )
 
     def _own_state(self) -> dict[str, Any]:

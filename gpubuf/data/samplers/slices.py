@@ -684,15 +684,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         if before:
             warnings.warn(f"{type(self).__name__} draws the first step itself: the left span is ignored", stacklevel=2)
         PrioritizedSampler.__init__(
-            self,
-            max_capacity,
-            alpha,
-            beta,
-            eps,
-            dtype,
-            reduction,
-            max_priority_within_buffer,
-            replacement=replacement,
+            self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, replacement=replacement
         )
         SliceSampler.__init__(
             self,

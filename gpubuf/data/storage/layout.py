@@ -703,11 +703,7 @@ class TreeLayout(RowLayout):
     """
 
     def __init__(
-        self,
-        example: Data,
-        batch_dims: int,
-        ignored: frozenset[str] = frozenset(),
-        tree: Container | None = None,
+        self, example: Data, batch_dims: int, ignored: frozenset[str] = frozenset(), tree: Container | None = None
     ) -> None:
         found = structure_of(example) if tree is None else tree
         assert found is not None

@@ -230,12 +230,7 @@ class TensorStorage(Storage):
         self.rebuild()
 
     def _configure(
-        self,
-        max_size: int,
-        device: torch.device | str,
-        ndim: int,
-        ends: str = FLAGS,
-        options: Options = PLAIN,
+        self, max_size: int, device: torch.device | str, ndim: int, ends: str = FLAGS, options: Options = PLAIN
     ) -> None:
         if isinstance(max_size, bool) or max_size < 1 or max_size % 1:
             raise ValueError(f"a storage needs room for a whole number of rows, one or more, got max_size={max_size}")
