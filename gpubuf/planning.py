@@ -133,23 +133,15 @@ class Plan:
         lines.append(("all rows", "", "", f"{self.row_bytes:,}", readable(self.rows)))
         return lines
 
-    def fit_table(self) -> list[tuple[str, str, str, str, str, str]]:
+    def fit_table(self) -> list[tuple[str, ...]]:
         """Rows of a table, under a heading: the bytes in each memory at each placement, and whether they fit."""
-        lines = [("placement", "tree", "index", "on the GPU", "on the host", "fits")]
+        lines: list[tuple[str, ...]] = [("placement", "tree", "index", "on the GPU", "on the host", "fits")]
         for fit in self.fits:
             fits = "yes" if fit.fits else "no"
             if self.free.device is None and fit.placement != "cpu":
                 fits = "no GPU"
-            lines.append(
-                (
-                    fit.placement,
-                    readable(fit.index.tree),
-                    readable(fit.index.index),
-                    readable(fit.device_bytes),
-                    readable(fit.host_bytes),
-                    fits,
-                )
-            )
+            n_bytes = fit.index.tree, fit.index.index, fit.device_bytes, fit.host_bytes
+            lines.append((fit.placement, *map(readable, n_bytes), fits))
         return lines
 
     @property
