@@ -254,10 +254,7 @@ class _Row:
 
     def beside(self, steps: int, envs: int) -> tuple[int, IndexBytes]:
         """Bytes of next observations that are not in the next row, and of the links to them."""
-        if not self.schema.shared:
-            return 0, IndexBytes()
-        row_bytes = sum(leaf.row_bytes for leaf in self.schema.shared.values())
-        entries, links = side_bytes(row_bytes, steps * envs, envs, self.options.next_capacity)
+        entries, links = side_bytes(self.schema, steps * envs, envs, self.options.next_capacity)
         return entries, IndexBytes(index=links)
 
     def index(self, sampler: Sampler, steps: int, envs: int, device_type: str) -> IndexBytes:

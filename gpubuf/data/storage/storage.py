@@ -487,10 +487,8 @@ class TensorStorage(Storage):
 
     def _place(self, data_device: torch.device, schema: Schema, shape: tuple[int, ...]) -> Placement:
         """The placement of rows of ``shape``, whose first batch is on ``data_device``."""
-        n, aside, links = math.prod(shape), 0, 0
-        if schema.shared:
-            row_bytes = sum(leaf.row_bytes for leaf in schema.shared.values())
-            aside, links = side_bytes(row_bytes, n, math.prod(shape[1:]), self.options.next_capacity)
+        n = math.prod(shape)
+        aside, links = side_bytes(schema, n, math.prod(shape[1:]), self.options.next_capacity)
         beside = self.beside + self.derived_bytes(self.requested_device, shape) + IndexBytes(index=links)
         return place(self.requested_device, n * schema.stored.row_bytes, beside, shape, data_device, aside=aside)
 
@@ -739,19 +737,15 @@ class TensorStorage(Storage):
             self._connect(self._schema, self.counters, anew=True)
             self.rebuild()
 
-    def rebuild(self) -> None:
-        """Rows were changed in place: compute anew what is known about them. O(capacity). No host sync."""
+    def rebuild(self, index: Tensor | None = None) -> None:
+        """Rows were changed in place: compute anew what is known about them. O(capacity). No host sync.
+
+        ``index``: which rows, int64 ``[n]``, flat; None: any.
+        """
         if self._ring is None:
             return
         if self.breaks is not None:
-            self.breaks.rebuild(self._ring.counters)
-        if self.end_bits is not None:
-            self.end_bits.rebuild()
-
-    def _tell_ends_anew(self, index: Tensor) -> None:
-        """Rows were changed in place, in keys that tell where trajectories end."""
-        if self.breaks is not None:
-            self.breaks.rewrite(self.ring, index)
+            self.breaks.rebuild(self._ring.counters, index)
         if self.end_bits is not None:
             self.end_bits.rebuild()
 
@@ -910,7 +904,7 @@ class TensorStorage(Storage):
         if rows_on_host is not None and self.host is not None:
             self.host.put(index.tolist(), rows_on_host)
         if derived:
-            self._tell_ends_anew(index)
+            self.rebuild(index)
             self.end(before)
 
     def update(self, index: Tensor, keys: Sequence[int], sources: list[Tensor], generation: Tensor) -> None:
@@ -932,7 +926,7 @@ class TensorStorage(Storage):
         before = self.begin(DERIVED) if ends else None
         self.plans.written.update(self._local(sources, 1), keys, index, generation)
         if ends:
-            self._tell_ends_anew(index)
+            self.rebuild(index)
             self.end(before)
 
     def _local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
