@@ -254,6 +254,8 @@ class _Row:
 
     def beside(self, steps: int, envs: int) -> tuple[int, IndexBytes]:
         """Bytes of next observations that are not in the next row, and of the links to them."""
+        if not self.schema.shared:
+            return 0, IndexBytes()
         entries, links = side_bytes(self.schema, steps * envs, envs, self.options.next_capacity)
         return entries, IndexBytes(index=links)
 

@@ -50,12 +50,10 @@ def entries_of(capacity: int, envs: int, next_capacity: int | None) -> int:
 
 
 def side_bytes(schema: Schema, capacity: int, envs: int, next_capacity: int | None) -> tuple[int, int]:
-    """Bytes beside the rows of a schema: of next observations, and of the links to them; (0, 0) if none are shared.
+    """Bytes beside the rows of a schema that shares keys: of next observations, and of the links to them.
 
     ``capacity``, ``envs`` and ``next_capacity`` are as for :func:`entries_of`.
     """
-    if not schema.shared:
-        return 0, 0
     row_bytes = sum(leaf.row_bytes for leaf in schema.shared.values())
     slots = entries_of(capacity, envs, next_capacity)
     return (slots + envs) * row_bytes, 4 * capacity + 8 * (slots + 1)

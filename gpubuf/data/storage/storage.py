@@ -487,8 +487,9 @@ class TensorStorage(Storage):
 
     def _place(self, data_device: torch.device, schema: Schema, shape: tuple[int, ...]) -> Placement:
         """The placement of rows of ``shape``, whose first batch is on ``data_device``."""
-        n = math.prod(shape)
-        aside, links = side_bytes(schema, n, math.prod(shape[1:]), self.options.next_capacity)
+        n, aside, links = math.prod(shape), 0, 0
+        if schema.shared:
+            aside, links = side_bytes(schema, n, math.prod(shape[1:]), self.options.next_capacity)
         beside = self.beside + self.derived_bytes(self.requested_device, shape) + IndexBytes(index=links)
         return place(self.requested_device, n * schema.stored.row_bytes, beside, shape, data_device, aside=aside)
 
