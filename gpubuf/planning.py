@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, is_tensorclass
+from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count
@@ -21,18 +21,10 @@ from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS, bitmap_bytes, check_ends, compared_keys
 from gpubuf.data.storage.host_memory import Free
 from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, batch_shape
-from gpubuf.data.storage.placement import (
-    PINNED,
-    SPLIT,
-    IndexBytes,
-    NothingFitsError,
-    choose,
-    near_steps,
-    readable,
-)
+from gpubuf.data.storage.placement import PINNED, SPLIT, IndexBytes, NothingFitsError, choose, near_steps, readable
 from gpubuf.data.storage.placement import parse_bytes as parse_bytes
 from gpubuf.data.storage.plan import Recipe
-from gpubuf.data.storage.schema import Codec, Options, sources
+from gpubuf.data.storage.schema import Codec, Options, Schema
 from gpubuf.data.storage.share_next import entries_of, side_bytes
 from gpubuf.data.writers import DERIVED_KEYS
 from gpubuf.kernels.rows import ENTRY, FIELD
@@ -141,23 +133,15 @@ class Plan:
         lines.append(("all rows", "", "", f"{self.row_bytes:,}", readable(self.rows)))
         return lines
 
-    def fit_table(self) -> list[tuple[str, str, str, str, str, str]]:
+    def fit_table(self) -> list[tuple[str, ...]]:
         """Rows of a table, under a heading: the bytes in each memory at each placement, and whether they fit."""
-        lines = [("placement", "tree", "index", "on the GPU", "on the host", "fits")]
+        lines: list[tuple[str, ...]] = [("placement", "tree", "index", "on the GPU", "on the host", "fits")]
         for fit in self.fits:
             fits = "yes" if fit.fits else "no"
             if self.free.device is None and fit.placement != "cpu":
                 fits = "no GPU"
-            lines.append(
-                (
-                    fit.placement,
-                    readable(fit.index.tree),
-                    readable(fit.index.index),
-                    readable(fit.device_bytes),
-                    readable(fit.host_bytes),
-                    fits,
-                )
-            )
+            n_bytes = fit.index.tree, fit.index.index, fit.device_bytes, fit.host_bytes
+            lines.append((fit.placement, *map(readable, n_bytes), fits))
         return lines
 
     @property
@@ -217,14 +201,17 @@ def plan(
     if capacity is not None:
         check_count(capacity, "capacity")
     check_ends(ends)
-    leaves = _leaves(spec)
     options = Options.of(dtypes, batch_dtypes, prefixes, share_next, next_capacity)
+    schema = Schema.of(_layout(spec), options)
     queues = 0
     if writers:
         places = Writers.of(writers)
-        step_bytes = envs * sum(leaf.row_bytes for leaf in leaves)
+        step_bytes = envs * schema.written.row_bytes
         queues = places.count * places.steps_for(step_bytes) * step_bytes
-    row = _Row.of(leaves, options, next_capacity, Recipe.of(n_steps).n_steps > 1, ends == CONTINUITY, bool(writers))
+    compared = compared_keys(schema.written.leaves, schema.sources) if ends == CONTINUITY else []
+    # The links of observations stored once tell it anyway.
+    breaks = any(not schema.sources[coming].follows for coming, _ in compared)
+    row = _Row(schema, options, Recipe.of(n_steps).n_steps > 1, breaks + bool(writers))
     chosen = _sampler(sampler)
     free = host_memory.free()
     device_type = "cpu" if free.device is None else "cuda"
@@ -242,58 +229,34 @@ class _Row:
     """What a row takes.
 
     Attributes:
-        leaves: the keys that are written, of the dtypes that are stored.
-        widths: bytes of each of them in a row; 0 for those without a column.
-        aside: bytes of each of them in a next observation that is not in the next row.
-        counters: bytes of the counters and tables.
-        next_capacity: as for :class:`gpubuf.LazyTensorStorage`.
+        schema: of the rows.
+        options: of the storage.
         has_ends: whether the storage keeps the ends of trajectories, for transitions of several steps.
         flags: bytes that say of a row that the next one does not continue it, or is of another writer.
     """
 
-    leaves: list[Leaf]
-    widths: list[int]
-    aside: list[int]
-    counters: int
-    next_capacity: int | None
+    schema: Schema
+    options: Options
     has_ends: bool
     flags: int
 
-    @classmethod
-    def of(
-        cls,
-        written: list[Leaf],
-        options: Options,
-        next_capacity: int | None,
-        has_ends: bool,
-        continuity: bool,
-        has_writers: bool,
-    ) -> _Row:
-        found = sources(written, options)
-        # The links of observations stored once tell it anyway.
-        breaks = continuity and any(not found[coming].follows for coming, _ in compared_keys(written, found))
-        leaves = [replace(leaf, dtype=source.stored) for leaf, source in zip(written, found, strict=True)]
-        owned = [source.owner == position for position, source in enumerate(found)]
-        follows = [source.follows and source.whole is None for source in found]
-        tables = 8 * ENTRY * sum(owned)
-        if any(follows):
-            tables += 8 * FIELD * (sum(owned) + sum(follows))
-        if options:
-            as_written = all(source.batch is leaf.dtype for source, leaf in zip(found, written, strict=True))
-            tables += 8 * FIELD * len(leaves) * (1 if as_written else 2)
-        widths = [leaf.row_bytes if own else 0 for leaf, own in zip(leaves, owned, strict=True)]
-        aside = [leaf.row_bytes if elsewhere else 0 for leaf, elsewhere in zip(leaves, follows, strict=True)]
-        return cls(leaves, widths, aside, _COUNTERS + tables, next_capacity, has_ends, breaks + has_writers)
-
     @property
-    def n_bytes(self) -> int:
-        return sum(self.widths)
+    def counters(self) -> int:
+        """Bytes of the counters and tables."""
+        schema = self.schema
+        tables = ENTRY * len(schema.stored.leaves)
+        if schema.shared:
+            tables += FIELD * len(schema.full.leaves)
+        if self.options:
+            dtypes = ([leaf.dtype for leaf in layout.leaves] for layout in (schema.written, schema.batch))
+            tables += FIELD * len(schema.written.leaves) * len(set(map(tuple, dtypes)))
+        return _COUNTERS + 8 * tables
 
     def beside(self, steps: int, envs: int) -> tuple[int, IndexBytes]:
         """Bytes of next observations that are not in the next row, and of the links to them."""
-        if not any(self.aside):
+        if not self.schema.shared:
             return 0, IndexBytes()
-        entries, links = side_bytes(sum(self.aside), steps * envs, envs, self.next_capacity)
+        entries, links = side_bytes(self.schema, steps * envs, envs, self.options.next_capacity)
         return entries, IndexBytes(index=links)
 
     def index(self, sampler: Sampler, steps: int, envs: int, device_type: str) -> IndexBytes:
@@ -305,17 +268,22 @@ class _Row:
 
     def plans(self, steps: int, envs: int) -> tuple[KeyPlan, ...]:
         """What every key takes."""
-        capacity = steps * envs
-        entries = entries_of(capacity, envs, self.next_capacity) + envs  # the last ones are pending
-        return tuple(
-            KeyPlan(".".join(leaf.key) or "(tensor)", leaf.dtype, leaf.shape, width, width * capacity + aside * entries)
-            for leaf, width, aside in zip(self.leaves, self.widths, self.aside, strict=True)
-        )
+        capacity, found = steps * envs, []
+        entries = entries_of(capacity, envs, self.options.next_capacity) + envs  # the last ones are pending
+        for position, (leaf, source) in enumerate(zip(self.schema.written.leaves, self.schema.sources, strict=True)):
+            row_bytes = leaf.n_elements * source.stored.itemsize
+            width = row_bytes if source.owner == position else 0
+            n_bytes = width * capacity
+            if source.follows and source.whole is None:
+                n_bytes += row_bytes * entries
+            found.append(KeyPlan(".".join(leaf.key) or "(tensor)", source.stored, leaf.shape, width, n_bytes))
+        return tuple(found)
 
 
 def _plan(row: _Row, sampler: Sampler, steps: int, envs: int, free: Free, budget: int | None) -> Plan:
     capacity = steps * envs
-    columns, counters = row.n_bytes * capacity, row.counters
+    row_bytes, counters = row.schema.stored.row_bytes, row.counters
+    columns = row_bytes * capacity
     # Next observations are with the rows, but for a split.
     aside, _ = row.beside(steps, envs)
     rows = columns + aside
@@ -335,12 +303,12 @@ def _plan(row: _Row, sampler: Sampler, steps: int, envs: int, free: Free, budget
         auto, why = choose(rows, (on_host if free.device is None else on_device).total, capacity, free)
     except NothingFitsError as error:
         why = str(error)
-    return Plan(capacity, row.plans(steps, envs), row.n_bytes, rows, counters, free, fits, auto, why, budget)
+    return Plan(capacity, row.plans(steps, envs), row_bytes, rows, counters, free, fits, auto, why, budget)
 
 
 def _largest(row: _Row, sampler: Sampler, budget: int, envs: int, device_type: str) -> int:
     """The largest number of whole steps of ``envs`` rows that fits."""
-    row_bytes, fixed = row.n_bytes, row.counters
+    row_bytes, fixed = row.schema.stored.row_bytes, row.counters
     if row_bytes == 0:
         raise ValueError("rows of no bytes fit without end")
 
@@ -368,10 +336,10 @@ def _sampler(given: str | Sampler | Callable[[], Sampler]) -> Sampler:
     return sampler
 
 
-def _leaves(spec: Any) -> list[Leaf]:
+def _layout(spec: Any) -> RowLayout:
     if isinstance(spec, (Tensor, TensorDictBase)) or is_tensorclass(spec):
         batch_shape(spec, 1)
-        return RowLayout(spec, 1, DERIVED_KEYS).leaves
+        return RowLayout(spec, 1, DERIVED_KEYS)
     if not isinstance(spec, Mapping):
         raise TypeError(f"expected an example batch or a mapping from keys to shapes, got {type(spec).__name__}")
     if not spec:
@@ -382,7 +350,7 @@ def _leaves(spec: Any) -> list[Leaf]:
         inner = next((key[:n] for n in range(1, len(key)) if key[:n] in keys), None)
         if inner is not None:
             raise ValueError(f"{'.'.join(inner)} can't be a tensor of its own and hold {'.'.join(key)}, too")
-    return leaves
+    return RowLayout(TensorDict({}, [0]), 1).with_leaves(leaves)
 
 
 def _shape_and_dtype(key: Any, value: Any) -> tuple[torch.dtype, tuple[int, ...]]:

@@ -357,11 +357,7 @@ def _header(tensors: Mapping[str, Tensor], tree: str) -> bytes:
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
+        entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     checksum_place = [offset, offset + _CHECKSUM_BYTES]
     entries[_CHECKSUM] = {"dtype": "U8", "shape": [_CHECKSUM_BYTES], "data_offsets": checksum_place}

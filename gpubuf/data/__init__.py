@@ -18,12 +18,7 @@ from gpubuf.data.storage.storage import Storage
 from gpubuf.data.trajectories import Trajectory, TrajectoryPredicate, filter_trajectories, iter_trajectories, traj
 from gpubuf.data.transforms import Compose, MultiStepTransform
 from gpubuf.data.updates import ConditionalUpdateResult
-from gpubuf.data.writers import (
-    ImmutableDatasetWriter,
-    RoundRobinWriter,
-    TensorDictRoundRobinWriter,
-    Writer,
-)
+from gpubuf.data.writers import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter, Writer
 from gpubuf.missing_names import refuse
 from gpubuf.torchrl.buffers import (
     PrioritizedReplayBuffer,

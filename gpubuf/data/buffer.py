@@ -31,7 +31,6 @@ from gpubuf.data.lock import NO_LOCK, BufferLock, operation
 from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import DERIVED, REPLAY, Unfinished, refuse_in_capture
-from gpubuf.data.row_access import RowAccess, flat_entries, is_key
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.slices import SliceSampler
@@ -59,13 +58,13 @@ from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import LazyTensorStorage, Storage, TensorStorage
 from gpubuf.data.trajectories import Predicate, Trajectory, stored_trajectories
 from gpubuf.data.transforms import Compose, without_multi_steps
-from gpubuf.data.updates import ConditionalUpdateResult, Updates
+from gpubuf.data.updates import ConditionalUpdateResult, RowAccess, flat_entries, is_key
 from gpubuf.data.writers import RoundRobinWriter, Writer
 
 DEFAULT_CAPACITY = 1_000
 _BYTES = "_bytes"
 # A copy gets new ones: they have locks, threads and addresses.
-_OF_THE_PROCESS = ("_lock", "_prefetcher", "_batches", "_arrays", "_updates", "_rows", "_intake")
+_OF_THE_PROCESS = ("_lock", "_prefetcher", "_batches", "_arrays", "_rows", "_intake")
 _compiling = torch.compiler.is_compiling
 
 
@@ -292,8 +291,7 @@ class ReplayBuffer:
             dim_extend=self.dim_extend,
             priority_key=self.priority_key,
         )
-        self._updates = Updates(storage, sampler, writer, self._recipe)
-        self._rows = RowAccess(storage, sampler, self.dim_extend)
+        self._rows = RowAccess(storage, sampler, writer, self._recipe, self.dim_extend)
 
     def _reader_of(self, storage: TensorStorage) -> RowPlan:
         """Reads ``storage`` by the buffer's recipe."""
@@ -871,10 +869,9 @@ class ReplayBuffer:
         with self._lock:
             self._writer.check_writable()
             if len(self._transform):
-                transformed = self._transform.inv(data if isinstance(data, Tensor) else data.copy())
-                if transformed is None:
+                data = self._transform.inv(shallow(data))
+                if data is None:
                     return
-                data = transformed
             self._rows.write_first(data, end)
 
     write_all_in_order = write_all
@@ -928,7 +925,7 @@ class ReplayBuffer:
                 coordinates) is that of a row that is gone.
         """
         with operation(self._lock):
-            apply, result = self._updates.prepare(
+            apply, result = self._rows.prepare(
                 index,
                 data,
                 generation=generation,
@@ -1079,7 +1076,18 @@ class ReplayBuffer:
         with self._lock:
             if self._intake is not None:
                 self._intake.take(everything=True)
-            return save.state_of(self)
+            with self._prefetcher.quiet():
+                state = {
+                    "_storage": self._storage.state_dict(),
+                    "_sampler": self._sampler.state_dict(),
+                    "_writer": self._writer.state_dict(),
+                    "_transforms": self._transform.state_dict(),
+                    "_batch_size": self._batch_size,
+                    "_prefetch": self._prefetcher.state_dict(),
+                }
+                if self._pipeline is not None:
+                    state["_processing"] = self._pipeline.state_dict()
+                return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict` into this buffer's own memory: all of it, or nothing. Synchronises.

@@ -128,8 +128,8 @@ def check(storage: TensorStorage) -> Report:
 
 
 def _chunks(storage: TensorStorage) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """(flat positions ``[C, E]``, values of each key ``[C, E, *row]``) of the stored steps; the first step of a chunk
-    is the last of the one before it.
+    """(flat positions ``[C, E]``, values of each key ``[C, E, elements of a row]``) of the stored steps; the first step
+    of a chunk is the last of the one before it.
     """
     steps, envs, layout = storage.shape[0], storage.shape[1:].numel(), storage.written_layout
     count, newest = len(storage) // envs, storage.written // envs
@@ -139,7 +139,7 @@ def _chunks(storage: TensorStorage) -> Iterator[tuple[Tensor, list[Tensor]]]:
         step = (torch.arange(first, min(begin + chunk, count)) + (newest - count)) % steps
         positions = step[:, None] * envs + torch.arange(envs)
         tensors = layout.collect(storage.get(positions.flatten().to(storage.device)), 1)
-        rows = [t.reshape(len(step), envs, *leaf.shape) for t, leaf in zip(tensors, layout.leaves, strict=True)]
+        rows = [t.reshape(len(step), envs, leaf.n_elements) for t, leaf in zip(tensors, layout.leaves, strict=True)]
         yield positions, rows
 
 
@@ -152,7 +152,8 @@ class _Look:
         self.rows, self.envs, self.flat = len(storage), storage.shape[1:].numel(), storage.ndim == 1
         keys = continued_keys([leaf for leaf in self.leaves if leaf.key])
         self.pairs = [(self.place[NEXT_KEY, *key], self.place[key]) for key in keys]
-        self.bounds: list[tuple[Tensor, Tensor] | None] = [None] * len(self.leaves)
+        nothing = torch.tensor([torch.inf, -torch.inf], dtype=torch.float64, device=storage.device)
+        self.bounds = [(nothing[0], nothing[1])] * len(self.leaves)
         self.alike = [torch.tensor(True, device=storage.device)] * len(self.leaves)
         self.first: list[Tensor] = []
         self.not_finite = [0] * len(self.leaves)
@@ -174,7 +175,7 @@ class _Look:
         # The first step of all chunks but the first was looked at already.
         new = 0 if not self.steps else 1
         self._columns(positions[new:], [values[new:] for values in rows])
-        flags = {name: self._any(rows[self._flag(name) or 0]) for name in self.flags}
+        flags = {name: rows[self._flag(name) or 0].bool().any(-1) for name in self.flags}
         for name, flag in flags.items():
             self.flags[name] += int(flag[new:].sum())
         done = next((flags[name] for name in FLAGS if name in flags), None)
@@ -189,10 +190,6 @@ class _Look:
         self._episodes(rows, done, new)
         self.steps += len(positions) - new
 
-    @staticmethod
-    def _any(values: Tensor) -> Tensor:
-        return values.bool().flatten(2).any(-1) if values.ndim > 2 else values.bool()
-
     def _name(self, what: str, positions: Tensor, wrong: Tensor) -> int:
         """Keep the first rows that are wrong. Returns how many are."""
         found = positions[wrong]
@@ -201,22 +198,20 @@ class _Look:
         return len(found)
 
     def _columns(self, positions: Tensor, rows: list[Tensor]) -> None:
+        if not self.steps:
+            self.first = [values[0, 0] for values in rows]
         for i, values in enumerate(rows):
             if not values.numel():
                 continue
-            if not self.steps:
-                self.first.append(values[0, 0])
             self.alike[i] = self.alike[i] & (values == self.first[i]).all()
             if values.is_floating_point():
                 finite = values.isfinite()
-                wrong = ~(finite.flatten(2).all(-1) if values.ndim > 2 else finite)
-                self.not_finite[i] += self._name(f"finite {i}", positions, wrong.cpu())
+                self.not_finite[i] += self._name(f"finite {i}", positions, ~finite.all(-1).cpu())
                 values = values.double()
                 low, high = values.where(finite, torch.inf).amin(), values.where(finite, -torch.inf).amax()
             else:
                 low, high = values.amin().double(), values.amax().double()
-            before = self.bounds[i]
-            self.bounds[i] = (low, high) if before is None else (low.minimum(before[0]), high.maximum(before[1]))
+            self.bounds[i] = low.minimum(self.bounds[i][0]), high.maximum(self.bounds[i][1])
 
     def _continuity(self, positions: Tensor, rows: list[Tensor], done: Tensor) -> None:
         if not self.pairs or len(positions) < 2:
@@ -228,8 +223,7 @@ class _Look:
             for coming, root in self.pairs:
                 one = rows[coming][: len(done) - lag, : self.envs - env]
                 other = rows[root][lag:, env:]
-                equal = (one == other) | ((one != one) & (other != other))
-                same |= equal.flatten(2).all(-1) if equal.ndim > 2 else equal
+                same |= ((one == other) | ((one != one) & (other != other))).all(-1)
             return same
 
         following = fits(1)
@@ -258,9 +252,7 @@ class _Look:
         if reward is None:
             sums = self.sums.expand(len(over), -1)
         else:
-            values = rows[reward][new:].double()
-            values = values.flatten(2).sum(-1) if values.ndim > 2 else values
-            sums = self.sums + values.cpu().cumsum(0)
+            sums = self.sums + rows[reward][new:].double().sum(-1).cpu().cumsum(0)
         env, step = over.T.nonzero(as_tuple=True)
         count, total = self.steps + step + 1, sums[step, env]
         # Ends of an environment follow each other; before its first one here lies the last one of earlier chunks.
@@ -279,8 +271,7 @@ class _Look:
         """What was found, and what of it is wrong."""
         columns = list[Column]()
         for i, leaf in enumerate(self.leaves):
-            bounds = self.bounds[i]
-            low, high = (float(bound) for bound in bounds) if bounds is not None else (torch.nan, torch.nan)
+            low, high = map(float, self.bounds[i])
             if low > high:
                 low = high = torch.nan
             constant = bool(self.alike[i]) and self.rows > 1

@@ -12,8 +12,8 @@ from torch import Tensor
 from gpubuf.data.processing.base import Process
 from gpubuf.data.samplers.base import Drawn, RandomState
 from gpubuf.data.samplers.trajectory_index import TrajectoryBounds
-from gpubuf.data.storage.layout import Data, Key, Leaf, RowLayout, as_key, as_written
-from gpubuf.data.storage.plan import Recipe
+from gpubuf.data.storage.layout import Data, Key, RowLayout, as_key, as_written
+from gpubuf.data.storage.plan import Recipe, position_of
 from gpubuf.data.storage.schema import NEXT_KEY, Schema
 from gpubuf.data.storage.storage import TensorStorage
 
@@ -22,6 +22,7 @@ RELABELLED = "relabelled"
 _TERMINATED: Key = ("next", "terminated")
 _TRUNCATED: Key = ("next", "truncated")
 _DONE: Key = ("next", "done")
+_NEEDS = "hindsight needs the key"
 
 
 class Hindsight(TrajectoryBounds):
@@ -90,9 +91,10 @@ class Hindsight(TrajectoryBounds):
             KeyError: a key is not stored.
             ValueError: goals and what is achieved differ in shape or dtype.
         """
-        goals = self._goals(schema.batch)
-        achieved = self._leaf(schema.batch, self.achieved_key)
-        self._leaf(schema.batch, self.reward_key)
+        layout = schema.batch
+        goals = [layout.leaves[position] for position in self._goals(layout)]
+        achieved = layout.leaves[position_of(layout, self.achieved_key, _NEEDS)]
+        position_of(layout, self.reward_key, _NEEDS)
         for leaf in goals:
             if (leaf.shape, leaf.dtype) != (achieved.shape, achieved.dtype):
                 raise ValueError(
@@ -120,18 +122,10 @@ class Hindsight(TrajectoryBounds):
                         f"{as_written(key)!r} is relabelled in hindsight, and can't be processed by {step!r}"
                     )
 
-    def _goals(self, layout: RowLayout) -> list[Leaf]:
-        goal = self._leaf(layout, self.goal_key)
-        position = layout.position((NEXT_KEY, *self.goal_key))
-        return [goal] if position is None else [goal, layout.leaves[position]]
-
-    @staticmethod
-    def _leaf(layout: RowLayout, key: Key) -> Leaf:
-        position = layout.position(key)
-        if position is None:
-            stored = layout.keys
-            raise KeyError(f"hindsight needs the key {as_written(key)!r}, which is not stored; the keys are {stored}")
-        return layout.leaves[position]
+    def _goals(self, layout: RowLayout) -> list[int]:
+        """The positions of the goals in a layout."""
+        goal, coming = position_of(layout, self.goal_key, _NEEDS), layout.position((NEXT_KEY, *self.goal_key))
+        return [goal] if coming is None else [goal, coming]
 
     # Relabelling
 
@@ -141,16 +135,12 @@ class Hindsight(TrajectoryBounds):
         n = rows.numel()
         uniform = random.uniform(2 * n)
         relabelled, target = self._targets(storage, rows, uniform[:n] < self.ratio, uniform[n:])
-        position = layout.position(self.achieved_key)
-        assert position is not None
-        goal = storage.gather_key(position, target)
+        goal = storage.gather_key(position_of(layout, self.achieved_key, _NEEDS), target)
         lead = drawn.batch_size or (n,)
         goal = goal.view(*lead, *goal.shape[1:])
         mask = relabelled.view(*lead, *[1] * (goal.dim() - len(lead)))
         tensors = list(drawn.tensors)
-        for leaf in self._goals(layout):
-            number = layout.position(leaf.key)
-            assert number is not None
+        for number in self._goals(layout):
             tensors[number] = torch.where(mask, goal, tensors[number])
         return drawn._replace(tensors=tensors, info={**drawn.info, RELABELLED: relabelled.view(lead)})
 

@@ -62,8 +62,11 @@ class StreamOrder:
         if last is None or torch.cuda.is_current_stream_capturing():
             return
         stream = torch.cuda.current_stream(device)
-        if stream == last:
-            return
+        if stream != last:
+            self._wait(stream, last)
+
+    def _wait(self, stream: torch.cuda.Stream, last: torch.cuda.Stream) -> None:
+        """Make a stream wait for the last operation, which was on another one."""
         if self._event is None:
             stream.wait_stream(last)
         else:
@@ -102,12 +105,8 @@ class StreamOrder:
         if last is None:
             return
         for stream in self._used:
-            if stream == last:
-                continue
-            if self._event is None:
-                stream.wait_stream(last)
-            else:
-                stream.wait_event(self._event)
+            if stream != last:
+                self._wait(stream, last)
 
 
 _compiling = torch.compiler.is_compiling

@@ -102,7 +102,8 @@ class MixedReplayBuffer:
             raise ValueError(f"expected one or more buffers, each of them once, got {len(buffers)}")
         check_sizes(None, batch_size)
         self._buffers = buffers
-        self._mixture = Mixture(buffers)
+        #: The random stream by which shares are rounded.
+        self._offsets = Offsets()
         self.shares = [1.0] * len(buffers) if shares is None else shares
         self._batch_size = batch_size
         self._collate_fn = collate_fn
@@ -137,7 +138,10 @@ class MixedReplayBuffer:
     def shares(self, shares: Sequence[float] | Tensor) -> None:
         refuse_in_capture("shares are set, which would stay: capture the step anew after it")
         shares = [float(share) for share in shares]
-        check_shares(shares, len(self._buffers))
+        if len(shares) != len(self._buffers):
+            raise ValueError(f"there are {len(self._buffers)} buffers, and {len(shares)} shares")
+        if not all(math.isfinite(share) and share >= 0 for share in shares) or not any(shares):
+            raise ValueError(f"shares must be finite and not negative, and one must be positive, got {shares}")
         self._shares = shares
 
     @property
@@ -216,10 +220,6 @@ class MixedReplayBuffer:
         check_sizes(None, n)
         return n
 
-    def _draw(self, n: int, batches: int | None) -> Batch:
-        drawn = self._mixture.draw(n, self._shares, batches)
-        return finished(drawn, self._collate_fn, self._transform, self._pin_memory)
-
     def __iter__(self) -> Iterator[Any]:
         """Batches of the constructor's ``batch_size``, until a sampler has run out (one epoch) or for ever."""
         if self._batch_size is None:
@@ -228,6 +228,107 @@ class MixedReplayBuffer:
         while not ran_out:
             yield self.sample()
             ran_out = any(buffer.sampler.ran_out for buffer in self._buffers)
+
+    # How a batch is drawn
+
+    def _draw(self, n: int, batches: int | None) -> Batch:
+        """``n`` rows (``batches`` times so many), with all of their info.
+
+        Raises:
+            RuntimeError: all the buffers are empty.
+            ValueError: the buffers don't go together.
+        """
+        drawn = under(self._locks, lambda: self._drawn(n, batches))
+        # Without the locks, for this calls functions of users.
+        parts = {number: self._buffers[number]._batches.finish(batch) for number, batch in drawn.items()}
+        number, first = next(iter(parts.items()))
+        # What nobody has changed is as the storage has it.
+        layout = self._buffers[number]._batches.reader.layout if first is drawn[number] else None
+        dim = 0 if batches is None else 1
+        data = _joined([batch.data for batch in parts.values()], first.info["index"].dim(), layout, dim)
+        whole = self._batch(data, {number: batch.info for number, batch in parts.items()}, dim)
+        return finished(whole, self._collate_fn, self._transform, self._pin_memory)
+
+    def _drawn(self, n: int, batches: int | None) -> dict[int, Batch]:
+        """What each buffer gives to a batch, by its number."""
+        unit = self._unit(n)
+        for buffer in self._buffers:
+            buffer._sampler.ran_out = False
+        # Compiled code may not depend on the number of rows.
+        stored = [n if _compiling() else len(buffer._storage) for buffer in self._buffers]
+        if not any(stored):
+            raise RuntimeError("cannot sample: all the buffers are empty")
+        devices = {b.storage.device for b, n_rows in zip(self._buffers, stored, strict=True) if n_rows}
+        if len(devices) > 1:
+            raise ValueError(f"the buffers are on different devices: {sorted(map(str, devices))}; move them by to()")
+        counts = self._counts(n, unit, stored)
+        return {number: self._buffers[number]._batches.part(count, batches) for number, count in counts.items()}
+
+    def _unit(self, n: int) -> int:
+        """Rows that stay together: the length of slices, or 1.
+
+        Raises:
+            ValueError: slices have different lengths, or some of the buffers draw none.
+            RuntimeError: ``n`` is no multiple of it.
+        """
+        samplers = [buffer._sampler for buffer in self._buffers]
+        if any(sampler.shards is not None for sampler in samplers):
+            raise ValueError(
+                "a buffer whose sampler has a process_group can't have a part in batches of several buffers: each rank "
+                "decides for itself which of them it draws from, and the others would wait"
+            )
+        if True not in [isinstance(sampler, SliceSampler) for sampler in samplers]:
+            return 1
+        forms = {(s.slice_len, s.stack) if isinstance(s, SliceSampler) else None for s in samplers}
+        (form,) = forms if len(forms) == 1 else (None,)
+        if form is None or form[0] is None:
+            raise ValueError(
+                "buffers that draw slices are mixed with buffers that draw slices of the same length: give all their "
+                f"samplers the same slice_len and stack, got {samplers}"
+            )
+        if n % form[0]:
+            raise RuntimeError(f"the batch size must be divisible by slice_len: got {n} and {form[0]}")
+        return form[0]
+
+    def _counts(self, n: int, unit: int, stored: Sequence[int]) -> dict[int, int]:
+        """How many rows each buffer gives, by its number."""
+        # No more than would be drawn from it: as long as that stays, so does the result.
+        units = tuple([min(max(rows // unit, 1), n // unit) if rows else 0 for rows in stored])
+        found = (cut if _compiling() else remembered_cut)(tuple(self._shares), n // unit, units)
+        if current_recording() is not None and found != cut(tuple(self._shares), n // unit, (n,) * len(units)):
+            refuse_in_capture("a buffer stores fewer rows than its share, which would stay so: fill it first")
+        if found.ends and _compiling():
+            raise ValueError(
+                f"compiled code can't round the shares {self._shares} of {n} rows: give a batch size that makes them "
+                "whole numbers"
+            )
+        if found.ends:
+            refuse_in_capture("shares are rounded by the host: give a batch size that makes them whole numbers of rows")
+        whole = found.rounded(self._offsets.on_host()) if found.ends else found.whole
+        return {number: unit * count for number, count in enumerate(whole) if count}
+
+    def _batch(self, data: Data, infos: dict[int, dict[Any, Tensor]], dim: int) -> Batch:
+        """A batch with the info of its parts, by the numbers of their buffers."""
+        parts = list(infos.values())
+        prioritized = True in [buffer._sampler.has_priorities for buffer in self._buffers]
+        # Also where this batch has no row of a buffer with priorities.
+        if prioritized or True in [WEIGHT in info for info in parts]:
+            for info in parts:
+                if WEIGHT not in info:
+                    info[WEIGHT] = torch.ones(info["index"].shape, device=info["index"].device)
+        tracks = [getattr(buffer._writer, "track_generations", False) for buffer in self._buffers]
+        if not prioritized and True not in tracks:
+            for info in parts:
+                info.pop("index_generation", None)
+        for number, info in infos.items():
+            info["buffer"] = torch.full_like(info["index"], number)
+        merged = {
+            key: torch.cat(values, dim)
+            for key in parts[0]
+            if len(values := [info[key] for info in parts if key in info]) == len(parts)
+        }
+        ran_out = any(self._buffers[number].sampler.ran_out for number in infos)
+        return Batch(data, merged, ran_out)
 
     # Priorities, and single keys
 
@@ -265,7 +366,7 @@ class MixedReplayBuffer:
                     # A position of -1 is ignored.
                     part.update_priority(torch.where(owner == k, positions, -1), values, generation=marks)
 
-        under([] if _compiling() else self._locks, update)
+        under(self._locks, update)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Take over the priorities that a sampled batch carries under ``priority_key``, each in its buffer.
@@ -312,7 +413,39 @@ class MixedReplayBuffer:
             )
         if not what and True not in [part.initialized for part in self._buffers]:
             return None
-        return update_rows(self._buffers, index, data, buffer.reshape(-1), generation, **what)
+        owner = buffer.reshape(-1)
+
+        def both() -> list[ConditionalUpdateResult | None]:
+            prepared = []
+            for number, part in enumerate(self._buffers):
+                if not part.initialized:
+                    continue
+                mine = (owner == number).to(part.storage.device)
+                positions = positions_in(part, index)
+                if positions.numel() == owner.numel():
+                    check_rows([part], torch.where(mine, positions, -1), torch.zeros_like(owner))
+                # No row has the generation -1.
+                marks = torch.where(mine, generation.reshape(-1).to(mine.device), -1)
+                found = part._rows.prepare(torch.where(mine, positions, 0), data, generation=marks, **what)
+                # The kernels of a storage with codecs look at the values: these may still refuse.
+                prepared.append((not part.storage.computed, *found))
+            for _, apply, _ in sorted(prepared, key=operator.itemgetter(0)):
+                apply()
+            return [result for _, _, result in prepared]
+
+        results = under(self._locks, both)
+        if not results:
+            raise RuntimeError("nothing has been written to any of the buffers")
+        updated = rejected = None
+        for found in results:
+            if found is None:
+                return None
+            updated = found.updated if updated is None else updated | found.updated.to(updated.device)
+            if found.version_rejected is not None:
+                lost = found.version_rejected
+                rejected = lost if rejected is None else rejected | lost.to(rejected.device)
+        assert updated is not None
+        return ConditionalUpdateResult(updated, rejected)
 
     # State
 
@@ -320,7 +453,7 @@ class MixedReplayBuffer:
         """Start new random streams in all the buffers and for shares, seeded by ``generator`` one after the other."""
         for buffer in self._buffers:
             buffer.set_rng(generator)
-        self._mixture.offsets.set_rng(generator)
+        self._offsets.set_rng(generator)
 
     def to(self, device: torch.device | str) -> MixedReplayBuffer:
         """Move all the buffers. See :meth:`ReplayBuffer.to`."""
@@ -334,12 +467,11 @@ class MixedReplayBuffer:
         The shares are yours.
         """
         return under(
-            self._locks,
-            lambda: {"_buffers": [buffer.state_dict() for buffer in self._buffers], **self._own_state()},
+            self._locks, lambda: {"_buffers": [buffer.state_dict() for buffer in self._buffers], **self._own_state()}
         )
 
     def _own_state(self) -> dict[str, Any]:
-        return {"_transforms": self._transform.state_dict(), "_rounding": self._mixture.offsets.state_dict()}
+        return {"_transforms": self._transform.state_dict(), "_rounding": self._offsets.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict` into all the buffers, or into none; see :meth:`ReplayBuffer.load_state_dict`.
@@ -357,7 +489,7 @@ class MixedReplayBuffer:
 
     def _restore(self, states: Sequence[dict[str, Any]], own: dict[str, Any]) -> None:
         """Restore the states of the buffers and ``own``, that of the mix."""
-        transform, offsets = self._transform, self._mixture.offsets
+        transform, offsets = self._transform, self._offsets
         restore.check_transforms(transform, own["_transforms"])
         offsets.check_state(own["_rounding"])
         for buffer, state in zip(self._buffers, states, strict=True):
@@ -379,7 +511,7 @@ class MixedReplayBuffer:
         """
         if any(buffer.initialized for buffer in self._buffers):
             # A stream that is seeded only later would not be the same in the restored mix.
-            self._mixture.offsets.seeded()
+            self._offsets.seeded()
         return save.save_mix(self._buffers, self._own_state, path, **options)
 
     def load(self, path: str | os.PathLike[str], **options: Any) -> None:
@@ -397,7 +529,8 @@ class MixedReplayBuffer:
 
     @property
     def _locks(self) -> list[BufferLock]:
-        return [buffer._lock for buffer in self._buffers]
+        """The locks of all the buffers. Compiled code takes none."""
+        return [] if _compiling() else [buffer._lock for buffer in self._buffers]
 
     def __repr__(self) -> str:
         parts = "".join(f"\n  {buffer!r},".replace("\n", "\n  ") for buffer in self._buffers)
@@ -452,57 +585,7 @@ def check_rows(buffers: Sequence[ReplayBuffer], positions: Tensor, owner: Tensor
         raise IndexError(f"index {position} is out of range: buffer {number} has {int(limits[number])} rows")
 
 
-def update_rows(
-    buffers: Sequence[ReplayBuffer], index: Any, data: Any, owner: Tensor, generation: Tensor, **what: Any
-) -> ConditionalUpdateResult | None:
-    """:meth:`ReplayBuffer.update_if_present` in each buffer for its rows: in all of them, or in none. No host sync."""
-
-    def both() -> list[ConditionalUpdateResult | None]:
-        prepared = []
-        for number, buffer in enumerate(buffers):
-            if not buffer.initialized:
-                continue
-            mine = (owner == number).to(buffer.storage.device)
-            positions = positions_in(buffer, index)
-            if positions.numel() == owner.numel():
-                check_rows(buffers[number : number + 1], torch.where(mine, positions, -1), torch.zeros_like(owner))
-            # No row has the generation -1.
-            marks = torch.where(mine, generation.reshape(-1).to(mine.device), -1)
-            found = buffer._updates.prepare(torch.where(mine, positions, 0), data, generation=marks, **what)
-            # The kernels of a storage with codecs look at the values: these may still refuse.
-            prepared.append((not buffer.storage.computed, *found))
-        for _, apply, _ in sorted(prepared, key=operator.itemgetter(0)):
-            apply()
-        return [result for _, _, result in prepared]
-
-    results = under([] if _compiling() else [buffer._lock for buffer in buffers], both)
-    if not results:
-        raise RuntimeError("nothing has been written to any of the buffers")
-    updated = rejected = None
-    for found in results:
-        if found is None:
-            return None
-        updated = found.updated if updated is None else updated | found.updated.to(updated.device)
-        if found.version_rejected is not None:
-            part = found.version_rejected
-            rejected = part if rejected is None else rejected | part.to(rejected.device)
-    assert updated is not None
-    return ConditionalUpdateResult(updated, rejected)
-
-
-# How a batch is drawn: rows from each buffer by shares
-
-
-def check_shares(shares: Sequence[float], n_buffers: int) -> None:
-    """Raise for shares that no batch can have.
-
-    Raises:
-        ValueError: they are not one for each buffer; or, of numbers, one is negative or not finite, or all are zero.
-    """
-    if len(shares) != n_buffers:
-        raise ValueError(f"there are {n_buffers} buffers, and {len(shares)} shares")
-    if not all(math.isfinite(share) and share >= 0 for share in shares) or not any(shares):
-        raise ValueError(f"shares must be finite and not negative, and one must be positive, got {list(shares)}")
+# Shares of a batch
 
 
 class Cut(NamedTuple):
@@ -600,135 +683,6 @@ class Offsets:
         stream = state.get("stream", ()) if isinstance(state, dict) else ()
         usable = stream is None or is_tensor(stream, torch.int64, (3,))
         demand(usable, "the random state of the shares is not int64 [3]")
-
-
-class Mixture:
-    """Draws batches from several buffers.
-
-    Args:
-        buffers: where the rows are.
-
-    Attributes:
-        offsets: the random stream by which shares are rounded.
-    """
-
-    def __init__(self, buffers: Sequence[ReplayBuffer]) -> None:
-        self._buffers = buffers
-        self.offsets = Offsets()
-
-    def draw(self, n: int, shares: Sequence[float], batches: int | None) -> Batch:
-        """``n`` rows (``batches`` times so many), with all of their info.
-
-        Raises:
-            RuntimeError: all the buffers are empty.
-            ValueError: the buffers don't go together.
-        """
-        # Compiled code takes no lock.
-        locks = [] if _compiling() else [buffer._lock for buffer in self._buffers]
-        drawn = under(locks, lambda: self._drawn(n, shares, batches))
-        # Without the locks, for this calls functions of users.
-        parts = {number: self._buffers[number]._batches.finish(batch) for number, batch in drawn.items()}
-        number, first = next(iter(parts.items()))
-        # What nobody has changed is as the storage has it.
-        layout = self._buffers[number]._batches.reader.layout if first is drawn[number] else None
-        dim = 0 if batches is None else 1
-        data = _joined([batch.data for batch in parts.values()], first.info["index"].dim(), layout, dim)
-        return self._batch(data, {number: batch.info for number, batch in parts.items()}, dim)
-
-    def _drawn(self, n: int, shares: Sequence[float], batches: int | None) -> dict[int, Batch]:
-        """What each buffer gives to a batch, by its number."""
-        unit = self._unit(n)
-        for buffer in self._buffers:
-            buffer._sampler.ran_out = False
-        # Compiled code may not depend on the number of rows.
-        stored = [n if _compiling() else len(buffer._storage) for buffer in self._buffers]
-        if not any(stored):
-            raise RuntimeError("cannot sample: all the buffers are empty")
-        self._check_devices(stored)
-        counts = self._counts(n, unit, shares, stored)
-        return {number: self._buffers[number]._batches.part(count, batches) for number, count in counts.items()}
-
-    # What the buffers have in common
-
-    def _unit(self, n: int) -> int:
-        """Rows that stay together: the length of slices, or 1.
-
-        Raises:
-            ValueError: slices have different lengths, or some of the buffers draw none.
-            RuntimeError: ``n`` is no multiple of it.
-        """
-        samplers = [buffer._sampler for buffer in self._buffers]
-        if any(sampler.shards is not None for sampler in samplers):
-            raise ValueError(
-                "a buffer whose sampler has a process_group can't have a part in batches of several buffers: each rank "
-                "decides for itself which of them it draws from, and the others would wait"
-            )
-        if True not in [isinstance(sampler, SliceSampler) for sampler in samplers]:
-            return 1
-        forms = {(s.slice_len, s.stack) if isinstance(s, SliceSampler) else None for s in samplers}
-        (form,) = forms if len(forms) == 1 else (None,)
-        if form is None or form[0] is None:
-            raise ValueError(
-                "buffers that draw slices are mixed with buffers that draw slices of the same length: give all their "
-                f"samplers the same slice_len and stack, got {samplers}"
-            )
-        if n % form[0]:
-            raise RuntimeError(f"the batch size must be divisible by slice_len: got {n} and {form[0]}")
-        return form[0]
-
-    def _check_devices(self, stored: Sequence[int]) -> None:
-        devices = {b.storage.device for b, n_rows in zip(self._buffers, stored, strict=True) if n_rows}
-        if len(devices) > 1:
-            raise ValueError(f"the buffers are on different devices: {sorted(map(str, devices))}; move them by to()")
-
-    # Shares that the host knows
-
-    def _counts(self, n: int, unit: int, shares: Sequence[float], stored: Sequence[int]) -> dict[int, int]:
-        """How many rows each buffer gives, by its number."""
-        # No more than would be drawn from it: as long as that stays, so does the result.
-        units = tuple([min(max(rows // unit, 1), n // unit) if rows else 0 for rows in stored])
-        found = (cut if _compiling() else remembered_cut)(tuple(shares), n // unit, units)
-        if current_recording() is not None and found != cut(tuple(shares), n // unit, (n,) * len(units)):
-            refuse_in_capture("a buffer stores fewer rows than its share, which would stay so: fill it first")
-        if found.ends and _compiling():
-            raise ValueError(
-                f"compiled code can't round the shares {list(shares)} of {n} rows: give a batch size that makes them "
-                "whole numbers"
-            )
-        if found.ends:
-            refuse_in_capture("shares are rounded by the host: give a batch size that makes them whole numbers of rows")
-        whole = found.rounded(self.offsets.on_host()) if found.ends else found.whole
-        return {number: unit * count for number, count in enumerate(whole) if count}
-
-    @property
-    def _with_priorities(self) -> bool:
-        return True in [buffer._sampler.has_priorities for buffer in self._buffers]
-
-    @property
-    def _with_generations(self) -> bool:
-        tracks = [getattr(buffer._writer, "track_generations", False) for buffer in self._buffers]
-        return self._with_priorities or True in tracks
-
-    def _batch(self, data: Data, infos: dict[int, dict[Any, Tensor]], dim: int) -> Batch:
-        """A batch with the info of its parts, by the numbers of their buffers."""
-        parts = list(infos.values())
-        # Also where this batch has no row of a buffer with priorities.
-        if self._with_priorities or True in [WEIGHT in info for info in parts]:
-            for info in parts:
-                if WEIGHT not in info:
-                    info[WEIGHT] = torch.ones(info["index"].shape, device=info["index"].device)
-        if not self._with_generations:
-            for info in parts:
-                info.pop("index_generation", None)
-        for number, info in infos.items():
-            info["buffer"] = torch.full_like(info["index"], number)
-        merged = {
-            key: torch.cat(values, dim)
-            for key in parts[0]
-            if len(values := [info[key] for info in parts if key in info]) == len(parts)
-        }
-        ran_out = any(self._buffers[number].sampler.ran_out for number in infos)
-        return Batch(data, merged, ran_out)
 
 
 def _joined(parts: Sequence[Data], dims: int, layout: RowLayout | None, dim: int) -> Data:

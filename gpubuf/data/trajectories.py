@@ -11,7 +11,7 @@ from tensordict import TensorDictBase, is_tensorclass, lazy_stack
 from torch import Tensor
 
 from gpubuf.data.storage.layout import as_key, as_written
-from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY
+from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, default_ends
 from gpubuf.data.storage.storage import TensorStorage
 
 Keys = frozenset[Any] | None
@@ -340,17 +340,15 @@ def _ends(rows: TensorDictBase, ndim: int, oldest: int, trajectory_key: Any) -> 
             return ends
     if trajectory_key is not None:
         raise KeyError(f"trajectory_key {trajectory_key!r} is not stored")
-    for group in ([(NEXT_KEY, name) for name in END_NAMES], [(name,) for name in END_NAMES]):
-        flags = [flag for key in group if (flag := rows.get(as_written(key), None)) is not None]
-        if flags:
-            ended = torch.stack([flag.reshape(*shape, -1).ne(0).any(-1) for flag in flags]).any(0)
-            ended = ended.roll(-oldest, 0)
-            ended[-1] = True
-            return ended
-    raise KeyError(
-        f"Cannot split data into trajectories: neither {[str(key) for key in _IDENTIFIERS]} nor {list(END_NAMES)} are "
-        "stored; give trajectory_key"
-    )
+    keys = default_ends(lambda key: rows.get(key, None) is not None)
+    if not keys:
+        raise KeyError(
+            f"Cannot split data into trajectories: neither {[str(key) for key in _IDENTIFIERS]} nor {list(END_NAMES)} "
+            "are stored; give trajectory_key"
+        )
+    ended = torch.stack([rows.get(key).reshape(*shape, -1).ne(0).any(-1) for key in keys]).any(0).roll(-oldest, 0)
+    ended[-1] = True
+    return ended
 
 
 def iter_trajectories(data: TensorDictBase, trajectory_key: Any = None) -> Iterator[Trajectory]:

@@ -177,8 +177,6 @@ class MultiStepTransform(nn.Module):
         write_time: bool = False,
     ) -> None:
         super().__init__()
-        if mask_key not in (None, _MASK_KEY):
-            raise NotImplementedError(f"mask_key={mask_key!r} is not supported by gpubuf: store valid rows only")
         self.n_steps, self.gamma = n_steps, gamma
         self.reward_keys, self.done_key, self.done_keys, self.mask_key = reward_keys, done_key, done_keys, mask_key
         self.write_time = write_time

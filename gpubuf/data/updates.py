@@ -1,11 +1,17 @@
-"""Writing keys of drawn rows back: latents, values, priorities, anything that was computed from a batch."""
+"""Rows of a buffer by their index: read, and overwritten in place, whole or key by key.
+
+Keys of drawn rows are written back, such as latents, values, anything that was computed from a batch, unless the rows
+were overwritten since, or have a newer version.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDictBase, is_tensorclass
@@ -14,13 +20,15 @@ from torch import Tensor
 from gpubuf.data.recording import DERIVED
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.sum_tree import vector
-from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.layout import Data, Key, as_key, as_written
+from gpubuf.data.storage.indexing import as_positions, plain_index
+from gpubuf.data.storage.layout import Data, Key, Leaf, as_key, as_written, batch_shape, is_data, mapped
 from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import NEXT_KEY, Schema, as_numbers, stored_as
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.writers import Writer
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -137,20 +145,85 @@ _OF_THE_DRAW = frozenset({("index",), ("index_generation",), ("priority_weight",
 
 
 @dataclass(frozen=True)
-class Updates:
-    """Writes keys of drawn rows back, with the buffer's lock held.
+class RowAccess:
+    """Reads and changes the rows of a buffer by their index, with the buffer's lock held. The cursor stays.
+
+    Of a storage of two dimensions, ints, slices and keys see the rows as they were written: ``[E, T]``, or ``[T, E]``
+    with ``dim_extend=0``. Tensors, sequences and tuples of tensors are positions as samples carry them.
 
     Attributes:
         storage: holds the rows.
-        sampler: is notified of keys that it has derived data from.
+        sampler: is notified of keys that it has derived data from. A sampler of slices indexes all rows anew, which is
+            O(capacity).
         writer: may refuse writes.
         recipe: that of the buffer's batches.
+        dim_extend: the dimension of a written batch along which time runs.
     """
 
     storage: TensorStorage
     sampler: Sampler
     writer: Writer
     recipe: Recipe
+    dim_extend: int
+
+    def read(self, index: Any) -> Data:
+        """The rows at ``index``: views for ints and slices where the storage gives views, and copies otherwise."""
+        storage = self.storage
+        if storage.ndim == 1 or not storage.initialized or not is_plain(index):
+            return storage[index]
+        if storage.gives_views:
+            return mapped(storage[:], lambda value: self.in_written_order(value)[index])
+        where = self._coordinates(index)
+        rows = storage[where.reshape(-1, storage.ndim)]
+        return mapped(rows, lambda value: value.reshape(*where.shape[:-1], *value.shape[1:]))
+
+    def write(self, index: Any, data: Data) -> None:
+        """Overwrite the rows at ``index``."""
+        storage = self.storage
+        index = plain_index(index)
+        before = storage.begin(DERIVED)
+        if storage.ndim > 1 and storage.initialized and is_plain(index):
+            where = self._coordinates(index)
+            lead = where.shape[:-1]
+            # Rows of one environment may be those of all, as on a TensorDict.
+            few = isinstance(data, TensorDictBase) and data.batch_dims < len(lead)
+            data = data.expand(*lead) if few else data
+            rows = mapped(data, lambda value: value.reshape(math.prod(lead), *value.shape[len(lead) :]))
+            storage[where.reshape(-1, storage.ndim)] = rows
+        else:
+            storage[index] = data
+        # The sampler finds anew where trajectories end, if it keeps that.
+        if storage.initialized and self.sampler.depends_on(range(len(storage.layout.leaves))):
+            self.sampler.rows_changed()
+        storage.end(before)
+
+    def write_first(self, data: Data, end: int | None) -> None:
+        """Overwrite the first rows, as many as ``data`` has; raises as :meth:`ReplayBuffer.write_all`."""
+        shape, held = batch_shape(data, self.storage.ndim), self._written_shape()
+        if shape[0] > held[0] or (end is not None and shape[0] != min(end, held[0])):
+            wanted = f"{held[0]} are stored" if end is None else f"{min(end, held[0])} are addressed"
+            raise ValueError(f"the data has {shape[0]} rows, {wanted}: extend() adds rows")
+        if tuple(shape[1:]) != held[1:]:
+            raise ValueError(f"the data has the shape {list(shape)}, the buffer {list(held)}")
+        if math.prod(shape):
+            self.write(slice(shape[0]), data)
+
+    def set_keys(self, values: Mapping[Key, Any], index: Any, *, whole: bool) -> None:
+        """Set single keys of the rows at ``index``; raises as :meth:`ReplayBuffer.set_`.
+
+        Args:
+            values: by key; a TensorDict or a dict stands for the keys below its own.
+            index: as for ``buffer[index]``.
+            whole: whether the index is that of all rows; a value then has all of them, or is one number.
+        """
+        storage = self.storage
+        positions, batch = storage.located(index)
+        found: dict[Key, Tensor] = {}
+        for key, value in (item for path, given in values.items() for item in flat_entries(given, path).items()):
+            leaf = storage.written_layout.leaves[stored_position(storage, key)]
+            found[key] = _fitted(value, leaf, batch, whole, storage.ring)
+        keys, sources = stored_keys(storage, found, positions.numel())
+        self._update(positions, keys, sources, storage.generations(positions))
 
     def prepare(
         self,
@@ -163,7 +236,7 @@ class Updates:
         version: Any = None,
         require_newer: bool = False,
     ) -> tuple[Callable[[], None], ConditionalUpdateResult | None]:
-        """:meth:`update_if_present` with the lock held, up to the point from which on rows change: the rest of it."""
+        """:meth:`ReplayBuffer.update_if_present`, up to the point from which on rows change: the rest of it."""
         if (data is None) == (patch is None):
             raise TypeError("update_if_present needs the values to write, as data or as patch, not both")
         if (version_key is None) != (version is None):
@@ -172,7 +245,10 @@ class Updates:
         storage = self.storage
         if isinstance(storage, ListStorage):
             raise NotImplementedError("a ListStorage has no conditional updates: its objects have no keys")
-        found = entries(data) if patch is None else _of_patch(patch)
+        given = data if patch is None else patch
+        if not is_data(given) and not (patch is not None and isinstance(patch, Mapping)):
+            raise TypeError(f"expected a TensorDict, a tensorclass or a tensor, got {type(given).__name__}")
+        found = {key: torch.as_tensor(value) for key, value in flat_entries(given, ()).items()}
         if generation is None:
             generation = found.get(("index_generation",))
         if generation is None:
@@ -196,19 +272,90 @@ class Updates:
             result = apply_versions(storage, positions, generation, version_key, incoming, require_newer)
             # No row has the generation -1.
             generation = torch.where(result.updated, generation, -1)
+        return functools.partial(self._update, positions, keys, sources, generation), result
 
-        def apply() -> None:
-            if keys:
-                update_keys(
-                    storage,
-                    self.sampler,
-                    positions,
-                    keys,
-                    sources,
-                    storage.counters.without_rewrites(positions, generation),
-                )
+    def _update(self, positions: Tensor, keys: list[int], sources: list[Tensor], generation: Tensor) -> None:
+        """Overwrite single keys of rows that still have their generation, and tell the sampler of what it goes by."""
+        if not keys:
+            return
+        storage = self.storage
+        generation = storage.counters.without_rewrites(positions, generation)
+        depends = self.sampler.depends_on([storage.schema.columns[key] for key in keys])
+        before = storage.begin(DERIVED) if depends else None
+        storage.update(positions, keys, sources, generation)
+        if depends:
+            self.sampler.rows_changed()
+            storage.end(before)
 
-        return apply, result
+    def in_written_order(self, value: Any) -> Any:
+        """``[T, E, ...]`` with the dimensions that a written batch has."""
+        return value.transpose(0, self.dim_extend) if self.dim_extend else value
+
+    def _coordinates(self, index: Any) -> Tensor:
+        """The positions of ``read(index)`` of ints and slices, above one dimension: int64 ``[..., ndim]``."""
+        storage = self.storage
+        # What the index takes of a tensor without memory: to list all positions would take more than the rows do.
+        taken = torch.empty(self._written_shape(), device="meta")[index]
+        place = torch.full((), int(taken.storage_offset()), device=storage.device)
+        for length, stride in zip(taken.shape, taken.stride(), strict=True):
+            place = place.unsqueeze(-1) + torch.arange(length, device=storage.device) * stride
+        return torch.stack(swapped(torch.unravel_index(place, self._written_shape()), self.dim_extend), -1)
+
+    def _written_shape(self) -> tuple[int, ...]:
+        """The sizes of all rows, as they were written."""
+        storage = self.storage
+        return swapped((storage.steps_stored, *storage.shape[1:]), self.dim_extend)
+
+
+def swapped(values: Sequence[_T], dim: int) -> tuple[_T, ...]:
+    """The values of each dimension, that of ``dim`` and the first exchanged."""
+    out = list(values)
+    out[0], out[dim] = out[dim], out[0]
+    return tuple(out)
+
+
+def is_key(index: Any) -> bool:
+    """Whether an index is a key: a name, or a tuple of names."""
+    names = index if isinstance(index, tuple) else (index,)
+    return names != () and all(isinstance(name, str) for name in names)
+
+
+def is_plain(index: Any) -> bool:
+    """Whether an index is made of ints, slices and ``...``, which count rows as they were written."""
+    if isinstance(index, tuple):
+        return all(map(is_plain, index))
+    return index is Ellipsis or isinstance(index, slice) or (isinstance(index, int) and not isinstance(index, bool))
+
+
+def flat_entries(value: Any, path: Key) -> dict[Key, Any]:
+    """The values under ``path``, by key."""
+    if not isinstance(value, (Mapping, TensorDictBase)) and not is_tensorclass(value):
+        return {path: value}
+    found: dict[Key, Any] = {}
+    for name, item in value.items():
+        found |= flat_entries(item, (*path, *as_key(name)))
+    return found
+
+
+def _fitted(value: Any, leaf: Leaf, batch: tuple[int, ...], whole: bool, ring: Tensor) -> Tensor:
+    """A value as ``[*batch, ...]`` of a key's dtype.
+
+    Raises:
+        ValueError: it has another shape, or numbers that the key can't hold.
+    """
+    tensor = stored_as(as_numbers(value), leaf.dtype, leaf.name, ring)
+    target = (*batch, *leaf.shape)
+    if tensor.shape == target:
+        return tensor
+    if tuple(tensor.shape) == batch and leaf.n_elements == 1:
+        return tensor.reshape(target)
+    # All rows at once are given row by row, or by one number: anything between would hide a mistake.
+    if tensor.dim() == 0 or not whole:
+        try:
+            return tensor.expand(target)
+        except RuntimeError:
+            pass
+    raise ValueError(f"key {leaf.name}: expected the shape {target}, got {tuple(tensor.shape)}")
 
 
 def finished_future(
@@ -223,48 +370,17 @@ def finished_future(
     return future
 
 
-def update_keys(
-    storage: TensorStorage,
-    sampler: Sampler,
-    positions: Tensor,
-    keys: list[int],
-    sources: list[Tensor],
-    generation: Tensor,
-) -> None:
-    """Overwrite single keys of rows in place, and tell the sampler if it has derived anything from them.
+def stored_position(storage: TensorStorage, key: Key) -> int:
+    """The position of a key in the layout of what is written.
 
-    Args:
-        storage, positions, keys, sources, generation: as for :meth:`TensorStorage.update`.
-        sampler: that of the buffer.
+    Raises:
+        UnknownKeyError: it is not stored.
     """
-    columns = [storage.schema.columns[key] for key in keys]
-    before = storage.begin(DERIVED) if sampler.depends_on(columns) else None
-    storage.update(positions, keys, sources, generation)
-    if sampler.depends_on(columns):
-        sampler.rows_changed()
-        storage.end(before)
-
-
-def _of_patch(patch: Any) -> dict[Key, Tensor]:
-    """As :func:`entries`, also of a dict of tensors by key."""
-    if not isinstance(patch, Mapping):
-        return entries(patch)
-    return {as_key(key): torch.as_tensor(value) for key, value in patch.items()}
-
-
-def entries(data: Data) -> dict[Key, Tensor]:
-    """The tensors of a batch by key; that of a batch which is a tensor has the empty key."""
-    if isinstance(data, Tensor):
-        return {(): data}
-    if not isinstance(data, TensorDictBase) and not is_tensorclass(data):
-        raise TypeError(f"expected a TensorDict, a tensorclass or a tensor, got {type(data).__name__}")
-    found: dict[Key, Tensor] = {}
-    for name, value in data.items():
-        if isinstance(value, Tensor):
-            found[name,] = value
-        else:
-            found |= {(name, *key): tensor for key, tensor in entries(value).items()}
-    return found
+    position = storage.written_layout.position(key)
+    if position is None:
+        stored = sorted(leaf.name for leaf in storage.written_layout.leaves)
+        raise UnknownKeyError(f"key {as_written(key)!r} is not stored; the storage has {stored}")
+    return position
 
 
 def stored_keys(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tuple[list[int], list[Tensor]]:
@@ -277,12 +393,9 @@ def stored_keys(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tup
     keys: list[int] = []
     sources: list[Tensor] = []
     for key, tensor in found.items():
-        position = layout.position(key)
-        if position is None:
-            if key in _OF_THE_DRAW:
-                continue
-            stored = sorted(leaf.name for leaf in layout.leaves)
-            raise UnknownKeyError(f"key {as_written(key)!r} is not stored; the storage has {stored}")
+        if key in _OF_THE_DRAW and layout.position(key) is None:
+            continue
+        position = stored_position(storage, key)
         leaf = layout.leaves[position]
         if position in prefixes:
             whole = layout.leaves[prefixes[position]]

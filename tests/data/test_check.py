@@ -157,6 +157,9 @@ def test_other_rows_than_tensordicts():
     flat = ReplayBuffer(10)
     flat.extend(torch.arange(5))
     assert flat.check().columns[0].key == "row"
+    empty = ReplayBuffer(10)
+    empty.extend(TensorDict({"nothing": torch.zeros(5, 0), "number": torch.arange(5.0)}, [5]))
+    assert [column.lowest for column in empty.check().columns][1] == 0.0
     assert ReplayBuffer(10).check().findings[0].text == "nothing is stored"
     with pytest.raises(TypeError, match="a ListStorage holds any objects"):
         ReplayBuffer(storage=ListStorage(10)).check()

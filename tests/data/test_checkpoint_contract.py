@@ -214,7 +214,7 @@ def test_signals_between_rows(monkeypatch: pytest.MonkeyPatch, caplog: Any, room
             signal.raise_signal(signal.SIGINT)
         yield 5, rows[5:]
 
-    state["_storage"]["rows"] = Pieces(rows, parts())
+    state["_storage"]["rows"] = Pieces(rows, parts)
     with pytest.raises(KeyboardInterrupt if times else FailedError) as raised:
         buffer.load_state_dict(state)
     assert signal.getsignal(signal.SIGINT) is handler

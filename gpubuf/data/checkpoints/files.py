@@ -29,7 +29,6 @@ from gpubuf import serialization
 from gpubuf.data.lock import Guard
 from gpubuf.data.prefetch import copied
 from gpubuf.data.storage.layout import Data, Key, Pieces, RowLayout
-from gpubuf.data.storage.share_next import Repeated
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.terminal import Advance
 
@@ -211,6 +210,12 @@ def need(condition: bool, what: str) -> None:
         raise DamagedError(what)
 
 
+def need_form(text: str, tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raise :class:`DamagedError`, whose text begins with ``text``, unless ``tensor`` has this dtype and shape."""
+    found = (tensor.dtype, tuple(tensor.shape)) if isinstance(tensor, Tensor) else type(tensor).__name__
+    need(found == (dtype, shape), f"{text} {found}, expected {(dtype, shape)}")
+
+
 # Writing
 
 
@@ -373,12 +378,7 @@ def read(folder: Path, manifest: Manifest, advance: Advance) -> tuple[dict[str, 
         need(isinstance(found, list) and len(found) == len(specs), f"{file.name} doesn't hold what it should")
         assert found is not None
         for tensor, (dtype, shape) in zip(found, specs, strict=True):
-            due = (dtype, (file.stop - file.start, *shape))
-            is_tensor = isinstance(tensor, Tensor)
-            need(
-                is_tensor and (tensor.dtype, tuple(tensor.shape)) == due,
-                f"{file.name} holds {tensor.dtype, tuple(tensor.shape)}, expected {due}" if is_tensor else file.name,
-            )
+            need_form(f"{file.name} holds", tensor, dtype, (file.stop - file.start, *shape))
         advance(file.size)
         return found
 
@@ -432,7 +432,7 @@ def pieces(storage: TensorStorage, rows: RowFiles, parts: list[list[Tensor]], ad
                 told.add(file.name)
                 advance(file.size)
 
-    return Pieces(data(empty), Repeated(each))
+    return Pieces(data(empty), each)
 
 
 def _batch(rows: RowFiles, tensors: list[Tensor]) -> Data:

@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, FunctionType, MethodType, ModuleType, TracebackType
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from gpubuf import serialization
 from gpubuf.data.checkpoints import custom_rows, files
-from gpubuf.data.checkpoints.files import Manifest, RowFiles, need
+from gpubuf.data.checkpoints.files import Manifest, RowFiles, need, need_form
 from gpubuf.data.checkpoints.save import BAR_BYTES, Checkpointed, part_folder, remember
 from gpubuf.data.lock import BufferLock, holding, under
 from gpubuf.data.prefetch import copied, tensors_of
@@ -35,7 +35,7 @@ from gpubuf.data.samplers.base import is_count
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import Data, Pieces, RowLayout
 from gpubuf.data.storage.schema import NEXT_KEY, Schema, written_leaves
-from gpubuf.data.storage.share_next import Repeated, SharedState
+from gpubuf.data.storage.share_next import SharedState
 from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.kernels.rows import LOST
 from gpubuf.terminal import BYTES, progress_bar
@@ -260,10 +260,10 @@ def _check_storage(storage: TensorStorage, manifest: Manifest, state: dict[str, 
     need(is_count(skipped) and skipped <= written, f"the checkpoint counts {written} rows written, {skipped!r} skipped")
     rewritten = state.get("rewritten")
     if rewritten is not None:
-        _need_form("rewritten", rewritten, torch.int64, (capacity,))
+        need_form("the checkpoint's rewritten are", rewritten, torch.int64, (capacity,))
     cuts = state.get("cuts")
     if cuts is not None:
-        _need_form("cuts", cuts, torch.uint8, (size,))
+        need_form("the checkpoint's cuts are", cuts, torch.uint8, (size,))
     per_step = math.prod(shape[1:])
     need(
         per_step > 0 and math.prod(shape) == capacity and size <= min(capacity, written) and written % per_step == 0,
@@ -295,14 +295,14 @@ def _check_sharing(state: dict[str, Any], rows: RowFiles) -> None:
         need(own and (NEXT_KEY, *key) not in known and (NEXT_KEY,) not in leaves, f"the checkpoint can't share {key!r}")
     need(0 < len(set(shared.keys)) == len(shared.keys), "the checkpoint shares a key twice, or none")
     links, owners = shared.links, shared.owners
-    _need_form("links", links, torch.int32, (capacity,))
-    _need_form("owners", owners, torch.int64, (slots + 1,))
+    need_form("the checkpoint's links are", links, torch.int32, (capacity,))
+    need_form("the checkpoint's owners are", owners, torch.int64, (slots + 1,))
     taken = int(owners[-1])
     used = min(taken, slots)
     for key, entries, pending in zip(shared.keys, shared.entries, shared.pending, strict=True):
         dtype = serialization.DTYPES[leaves[key].dtype]
-        _need_form("entries", entries, dtype, (used, *leaves[key].shape))
-        _need_form("pending", pending, dtype, (envs, *leaves[key].shape))
+        need_form("the checkpoint's entries are", entries, dtype, (used, *leaves[key].shape))
+        need_form("the checkpoint's pending are", pending, dtype, (envs, *leaves[key].shape))
     need(taken >= 0 and int(links.min()) >= LOST and int(links.max()) <= used, "the checkpoint's links lead nowhere")
     need(int(owners[:-1].min()) >= -1 and int(owners[:-1].max()) < written, "the checkpoint's owners are no rows")
     position = torch.arange(size)
@@ -313,12 +313,6 @@ def _check_sharing(state: dict[str, Any], rows: RowFiles) -> None:
     position, entry = position[entry > 0], entry[entry > 0]
     number = written - 1 - (written - 1 - position) % capacity
     need(torch.equal(owners[entry - 1], number), "the checkpoint's links and owners contradict each other")
-
-
-def _need_form(name: str, tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raise unless ``tensor`` is one of this dtype and shape."""
-    found = (tensor.dtype, tuple(tensor.shape)) if isinstance(tensor, Tensor) else type(tensor).__name__
-    need(found == (dtype, shape), f"the checkpoint's {name} are {found}, expected {(dtype, shape)}")
 
 
 def check_transforms(transform: nn.Module, state: dict[str, Any]) -> None:
@@ -425,26 +419,22 @@ def together(*transforms: nn.Module) -> Iterator[Together]:
 def load_state(buffer: Checkpointed, state: dict[str, Any]) -> None:
     """Restore a state into a buffer's own memory. See :meth:`gpubuf.ReplayBuffer.load_state_dict`."""
     with buffer._lock:
-        _restore(buffer, state)
-
-
-def _restore(buffer: Checkpointed, state: dict[str, Any]) -> None:
-    storage, sampler, ahead = buffer._storage, buffer._sampler, buffer._prefetcher
-    group: Together | None = state.get(TOGETHER)
-    rows, queue = check(buffer, state), state.get("_prefetch", [])
-    with ahead.quiet(), together() if group is None else contextlib.nullcontext(group) as whole:
-        replacement = whole.stack.enter_context(Replacement(buffer, whole))
-        buffer._transform.load_state_dict(state["_transforms"])
-        if buffer._pipeline is not None:
-            buffer._pipeline.load_state_dict(state["_processing"])
-        slots = ahead.prepared(queue, buffer._pin_memory) if storage.initialized else None
-        order = storage.load_state_dict(replacement.watched(rows))
-        replacement.begun = True
-        sampler.load_state_dict(state["_sampler"], order)
-        buffer._writer.load_state_dict(state["_writer"])
-        if slots is None:
-            slots = ahead.prepared(queue, buffer._pin_memory)
-        whole.last.append(functools.partial(replacement.take, slots, state["_batch_size"]))
+        storage, sampler, ahead = buffer._storage, buffer._sampler, buffer._prefetcher
+        group: Together | None = state.get(TOGETHER)
+        rows, queue = check(buffer, state), state.get("_prefetch", [])
+        with ahead.quiet(), together() if group is None else contextlib.nullcontext(group) as whole:
+            replacement = whole.stack.enter_context(Replacement(buffer, whole))
+            buffer._transform.load_state_dict(state["_transforms"])
+            if buffer._pipeline is not None:
+                buffer._pipeline.load_state_dict(state["_processing"])
+            slots = ahead.prepared(queue, buffer._pin_memory) if storage.initialized else None
+            order = storage.load_state_dict(replacement.watched(rows))
+            replacement.begun = True
+            sampler.load_state_dict(state["_sampler"], order)
+            buffer._writer.load_state_dict(state["_writer"])
+            if slots is None:
+                slots = ahead.prepared(queue, buffer._pin_memory)
+            whole.last.append(functools.partial(replacement.take, slots, state["_batch_size"]))
 
 
 # The rows
@@ -482,12 +472,13 @@ class Replacement:
         """The storage's state; :attr:`begun` is set when the first of its rows are asked for."""
         if not state["initialized"]:
             return state
-        example, parts = state["rows"]
-        return {**state, "rows": Pieces(example, Repeated(functools.partial(self._watched, parts)))}
+        rows = state["rows"]
 
-    def _watched(self, parts: Iterable[tuple[int, Data]]) -> Iterator[tuple[int, Data]]:
-        self.begin()
-        yield from parts
+        def parts() -> Iterator[tuple[int, Data]]:
+            self.begin()
+            yield from rows.parts()
+
+        return {**state, "rows": Pieces(rows.example, parts)}
 
     def begin(self) -> None:
         """Rows are replaced from here on."""
@@ -527,10 +518,6 @@ class Replacement:
         self._storage.empty()
         self._sampler.empty()
         error.add_note("the rows were being replaced: the buffer is empty now")
-
-
-def _is_own(component: object) -> bool:
-    return type(component).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _kept(storage: TensorStorage) -> dict[str, Any] | None:
@@ -573,10 +560,10 @@ class Before:
                 self._containers.append((value, value.copy()))
             for item in list(value.values()) if isinstance(value, dict) else value:
                 self._note(item, home)
-        elif hasattr(value, "__dict__") and (
-            isinstance(value, nn.Module) or _is_own(value) or type(value).__module__ == home
-        ):
-            self._note(vars(value), type(value).__module__)
+        elif hasattr(value, "__dict__"):
+            module = type(value).__module__
+            if isinstance(value, nn.Module) or module == home or module.startswith("gpubuf."):
+                self._note(vars(value), module)
 
     def put_back(self) -> None:
         """Make all of it what it was."""

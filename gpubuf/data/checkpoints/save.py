@@ -64,30 +64,13 @@ class Checkpointed(Protocol):
     _batch_size: int | None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that it needs to go on: see :func:`state_of`."""
+        """Everything that it needs to go on with the same batches."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore that: see :func:`gpubuf.data.checkpoints.restore.load_state`."""
 
     def _assemble(self) -> None:
         """Make batches of the parts that it has now."""
-
-
-def state_of(buffer: Checkpointed) -> dict[str, Any]:
-    """Everything that a buffer needs to go on with the same batches. Row tensors are views. Synchronises.
-
-    Waits until the batches in preparation are finished; they are part of the state.
-    """
-    with buffer._lock, buffer._prefetcher.quiet():
-        state = {
-            "_storage": buffer._storage.state_dict(),
-            "_sampler": buffer._sampler.state_dict(),
-            "_writer": buffer._writer.state_dict(),
-            "_transforms": buffer._transform.state_dict(),
-            "_batch_size": buffer._batch_size,
-            "_prefetch": buffer._prefetcher.state_dict(),
-        }
-        return state if buffer._pipeline is None else {**state, "_processing": buffer._pipeline.state_dict()}
 
 
 @dataclass(frozen=True)
@@ -146,10 +129,7 @@ def save_mix(
     buffers: Sequence[Checkpointed],
     state_now: Callable[[], dict[str, Any]],
     path: str | os.PathLike[str],
-    *,
-    incremental: bool = True,
-    progress: bool | None = None,
-    file_bytes: int | None = None,
+    **options: Any,
 ) -> list[Saved]:
     """:func:`save` of several buffers, each to a folder of its own in ``path``, as of one moment.
 
@@ -160,7 +140,7 @@ def save_mix(
         buffers: the buffers.
         state_now: gives what they share; called while all locks are held.
         path: the folder of all.
-        incremental, progress, file_bytes: as for :func:`save`.
+        options: ``incremental``, ``progress`` and ``file_bytes``, as for :func:`save`.
 
     Raises as :func:`save`.
     """
@@ -178,9 +158,7 @@ def save_mix(
             files.write_manifest(folder, mix)
             files.remove_others(folder, mix)
 
-        return save_parts(
-            buffers, folders, commit, state_now, incremental=incremental, progress=progress, file_bytes=file_bytes
-        )
+        return save_parts(buffers, folders, commit, state_now, **options)
 
 
 def save_parts(
@@ -361,8 +339,8 @@ class _Save:
         steps, step_bytes = len(storage) // per_step, per_step * layout.row_bytes
         leaves = tuple(LeafSpec(leaf.key, _name(leaf.dtype, leaf.name), leaf.shape) for leaf in layout.leaves)
         form = RowFiles(leaves, tuple(_nested_batch(layout.root, ())), (steps, *shape[1:]), ())
-        same_form = previous is not None and previous.rows is not None and previous.rows.leaves == leaves
-        earlier = previous.rows.files if same_form and previous is not None and previous.rows is not None else ()
+        before = None if previous is None else previous.rows
+        earlier = before.files if before is not None and before.leaves == leaves else ()
 
         def certain(start: int, stop: int) -> bool:
             rows = (start * per_step, stop * per_step)
@@ -375,8 +353,8 @@ class _Save:
         self, number: int, path: Key, tensor: Tensor, before: TensorFiles | None
     ) -> tuple[TensorFiles, list[_Piece]]:
         form = TensorFiles(path, _name(tensor.dtype, ".".join(path)), tuple(tensor.shape), ())
-        same_form = before is not None and (before.dtype, before.shape[1:]) == (form.dtype, form.shape[1:])
-        earlier = before.files if before is not None and same_form else ()
+        same = before is not None and (before.dtype, before.shape[1:]) == (form.dtype, form.shape[1:])
+        earlier = before.files if before is not None and same else ()
         item_bytes = tensor.nbytes // len(tensor)
         cuts = spans(len(tensor), len(tensor), item_bytes, self._file_bytes)
         return form, self._pieces("tensor", [number], [tensor], cuts, item_bytes, earlier, lambda *_: False)

@@ -30,7 +30,7 @@ from gpubuf.data.checkpoints.save import Checkpointed, FileWriter, Saved, earlie
 from gpubuf.data.lock import holding
 from gpubuf.data.processing.statistics import merged_entries
 from gpubuf.data.storage.layout import Data, Pieces
-from gpubuf.data.storage.share_next import Repeated, full_state
+from gpubuf.data.storage.share_next import full_state, oldest_of
 from gpubuf.kernels.sum_tree import MAX_PRIORITY
 
 #: Flags that say where a trajectory ends. Where the last is stored, targets go by it, and a cut changes none.
@@ -234,9 +234,7 @@ def _bytes(state: dict[str, Any]) -> bytes:
 
 def _oldest_first(storage: dict[str, Any]) -> Tensor:
     """The positions of the rows of a storage, int64 ``[size]``."""
-    size, capacity = int(storage["size"]), int(storage["max_size"])
-    first = int(storage["written"]) % capacity if size == capacity else 0
-    return (torch.arange(size) + first) % capacity
+    return (torch.arange(int(storage["size"])) + oldest_of(storage)) % int(storage["max_size"])
 
 
 def _one_storage(storages: list[dict[str, Any]], ranks: list[int], ndim: int) -> dict[str, Any]:
@@ -255,8 +253,8 @@ def _one_storage(storages: list[dict[str, Any]], ranks: list[int], ndim: int) ->
     def each() -> Any:
         start = 0
         for number, (rank, whole, part) in enumerate(zip(ranks, wholes, pieces, strict=True)):
-            rows: Data = torch.cat([data for _, data in part.parts])
-            oldest = int(_oldest_first(whole)[0]) // per_step if whole["size"] else 0
+            rows: Data = torch.cat([data for _, data in part.parts()])
+            oldest = oldest_of(whole) // per_step
             rows = torch.cat([rows[oldest:], rows[:oldest]])
             if number + 1 < len(ranks) and len(rows):
                 _cut(rows, rank)
@@ -269,7 +267,7 @@ def _one_storage(storages: list[dict[str, Any]], ranks: list[int], ndim: int) ->
         need(len(cuts) == len(wholes), f"some of the ranks {ranks} have rows of several writers, and others have none")
         one["cuts"] = torch.cat(cuts)
     counters = {"written": size, "size": size, "max_size": size, "shape": [size // per_step, *rest]}
-    return {**one, **counters, "rows": Pieces(pieces[-1].example, Repeated(each))}
+    return {**one, **counters, "rows": Pieces(pieces[-1].example, each)}
 
 
 def _cut(rows: Data, rank: int) -> None:

@@ -29,7 +29,7 @@ from gpubuf.data.samplers.trajectory_index import RowOrder
 from gpubuf.data.sequences import SampleUnit, Sequence
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.end_bits import OWN
-from gpubuf.data.storage.layout import as_key, as_written, batch_shape, layout_of, tensors_of
+from gpubuf.data.storage.layout import as_key, batch_shape, layout_of, tensors_of
 from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
@@ -151,6 +151,10 @@ class _Run(NamedTuple):
     steps: int
 
 
+#: A part of the queue of a place that is in one piece: its place, where it begins and where it ends.
+_Piece = tuple[int, int, int]
+
+
 class _Claim(NamedTuple):
     """A write that is under way: how many rows had ever been written, and the runs that it takes."""
 
@@ -180,9 +184,6 @@ class Intake:
         self._lock = buffer._lock
         self._queues: Queues | None = None
         self._taken: list[int] = []
-        # Keys as users write them, and of those whose dtype NumPy lacks the places and dtypes.
-        self._keys: list[Any] = []
-        self._lacking: list[tuple[int, torch.dtype]] = []
         self._clients = 0
         # When writers whose runs are short were last looked for.
         self._looked = 0.0
@@ -244,9 +245,6 @@ class Intake:
         rows = dataclasses.replace(rows, steps=options.steps_for(rows.step_bytes))
         self._queues = queues = Queues(rows, options.count)
         self._taken = [0] * options.count
-        self._keys = [as_written(leaf.key) for leaf in layout.leaves]
-        dtypes = enumerate(leaf.dtype for leaf in layout.leaves)
-        self._lacking = [(place, dtype) for place, dtype in dtypes if numpy_dtype(dtype) is None]
         self._set_limit()
         weakref.finalize(self, queues.leave, os.getpid())
         return queues
@@ -492,15 +490,16 @@ class Intake:
         rows = queues.rows
         layout, as_columns = rows.layout, storage.initialized and rows.layout.is_tensordict
         aside = self._copies(storage, queues, steps * rows.step_bytes) if as_columns else None
-        columns: list[Any] = self._columns(queues, runs) if aside is None else self._on_gpu(aside, queues, runs)
+        pieces = [(run.place, *piece) for run in runs for piece in queues.pieces(run.first, run.steps)]
+        columns: list[Any] = self._columns(queues, pieces) if aside is None else self._on_gpu(aside, queues, pieces)
         turned = buffer.dim_extend if rows.envs else 0
         if turned:
             columns = [column.swapaxes(0, turned) for column in columns]
         if as_columns:
-            given: dict[Any, Any] = dict(zip(self._keys, columns, strict=True))
-            for place, dtype in self._lacking if aside is None else ():
-                given[self._keys[place]] = of_bits(columns[place], dtype)
-            buffer.extend_columns(given)
+            for place, leaf in enumerate(layout.leaves if aside is None else ()):
+                if numpy_dtype(leaf.dtype) is None:
+                    columns[place] = of_bits(columns[place], leaf.dtype)
+            buffer.extend_columns(dict(zip(layout.keys, columns, strict=True)))
         else:
             tensors = [of_bits(column, leaf.dtype) for column, leaf in zip(columns, layout.leaves, strict=True)]
             shape = [steps, *rows.envs]
@@ -524,9 +523,8 @@ class Intake:
         return self._aside
 
     @staticmethod
-    def _on_gpu(aside: host_memory.SideCopies, queues: Queues, runs: list[_Run]) -> list[torch.Tensor]:
-        """The steps of runs, a tensor per key."""
-        pieces = [(run.place, *piece) for run in runs for piece in queues.pieces(run.first, run.steps)]
+    def _on_gpu(aside: host_memory.SideCopies, queues: Queues, pieces: list[_Piece]) -> list[torch.Tensor]:
+        """The steps of pieces, a tensor per key."""
         return aside.joined(
             [
                 [of_bits(queues.columns[place][key][start:stop], leaf.dtype) for place, start, stop in pieces]
@@ -534,9 +532,9 @@ class Intake:
             ]
         )
 
-    def _columns(self, queues: Queues, runs: list[_Run]) -> list[np.ndarray]:
-        """The steps of runs, an array per key: where they lie, if that is one piece."""
-        pieces = [(run.place, *piece) for run in runs for piece in queues.pieces(run.first, run.steps)]
+    @staticmethod
+    def _columns(queues: Queues, pieces: list[_Piece]) -> list[np.ndarray]:
+        """The steps of pieces, an array per key: where they lie, if that is one piece."""
         if len(pieces) == 1:
             ((place, start, stop),) = pieces
             return [column[start:stop] for column in queues.columns[place]]

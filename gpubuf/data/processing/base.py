@@ -55,7 +55,7 @@ class Process:
     """Base class of what may happen to batches. See :class:`gpubuf.data.processing.pipeline.Pipeline` for the order.
 
     A buffer calls :meth:`check` before its first rows are written, :meth:`bind` once they are, and :meth:`on_write`
-    after every write, the first one included. Memory whose address :meth:`options` has given stays where it is until
+    after every write, the first one included. Memory whose address :meth:`options_of` has given stays where it is until
     the next :meth:`bind`.
 
     Attributes:
@@ -127,13 +127,11 @@ class Process:
         Called again after the rows have moved to another device. May synchronise.
         """
 
-    def options(self, leaf: Leaf) -> dict[str, Any]:
-        """Attributes of :class:`gpubuf.kernels.rows.Field` for a leaf of the batch, after :meth:`bind`."""
-        origin = self.serves().get(leaf.key)
-        return {} if origin is None else self.options_of(leaf, origin)
-
     def options_of(self, leaf: Leaf, origin: Key) -> dict[str, Any]:
-        """Those of a leaf that it serves, for which the key ``origin`` stands."""
+        """Attributes of :class:`gpubuf.kernels.rows.Field` for a leaf of the batch that it serves, after :meth:`bind`.
+
+        ``origin`` is the key that stands for it.
+        """
         return {}
 
     def check_write(self, data: Data, ndim: int) -> None:

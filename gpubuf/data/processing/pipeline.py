@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
@@ -84,28 +85,28 @@ class Pipeline:
         new addresses.
         """
         self.check(leaves)
+        self._options, self._pairs = {leaf.key: {} for leaf in leaves}, 0
         for step in self.steps:
             step.ring = ring
             step.bind(leaves, envs, device)
-        self._options, self._pairs = {}, 0
-        for leaf in leaves:
-            self._options[leaf.key] = self._merged(leaf)
+            for leaf, origin in step.served_leaves(leaves):
+                self._merge(leaf, step.options_of(leaf, origin.key))
+        for found in self._options.values():
+            if "pad" in found:
+                found["pair"] = self._pairs
+                self._pairs += 1
         if self.draws:
             own = self.random or RandomState(generator=self._generator, device=device)
             self.random = own.to(device)
 
-    def _merged(self, leaf: Leaf) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for step in self.steps:
-            for name, value in step.options(leaf).items():
-                tighter = {"low": max, "high": min}.get(name)
-                found[name] = value if tighter is None or name not in found else tighter(value, found[name])
-        if found.get("low", 0.0) > found.get("high", found.get("low", 0.0)):
+    def _merge(self, leaf: Leaf, options: dict[str, Any]) -> None:
+        """Add what one object asks of a leaf. Of several bounds the tightest hold."""
+        found = self._options[leaf.key]
+        for name, value in options.items():
+            tighter = {"low": max, "high": min}.get(name)
+            found[name] = value if tighter is None or name not in found else tighter(value, found[name])
+        if found.get("low", -math.inf) > found.get("high", math.inf):
             raise ValueError(f"the bounds of {leaf.name} leave nothing between {found['low']} and {found['high']}")
-        if "pad" in found:
-            found["pair"] = self._pairs
-            self._pairs += 1
-        return found
 
     # For the launch
 

@@ -388,7 +388,7 @@ class RunningStatistics(Process):
                 raise ValueError(f"expected statistics of the keys {list(self.keys)}, got {list(other.keys)}")
             states = {key: moments.state for key, moments in other._moments.items()}
         else:
-            states = self._checked(other)
+            states = {key: state for key, (state, _) in self._checked(other).items()}
         self._check_elements(states)
         with operation(self.lock):
             for key, state in states.items():
@@ -450,9 +450,9 @@ class RunningStatistics(Process):
         with operation(self.lock):
             for key in self.keys:
                 if key in found:
-                    known = self._of(key, found[key].shape[1])
-                    known.put(found[key].to(known.state.device))
-                    shared = self._entry(state, key).get("shared")
+                    own, shared = found[key]
+                    known = self._of(key, own.shape[1])
+                    known.put(own.to(known.state.device))
                     known.shared = None if shared is None else shared.to(known.state.device, copy=True)
                 elif key in self._moments:
                     self._moments[key].put(torch.zeros_like(self._moments[key].state))
@@ -464,9 +464,8 @@ class RunningStatistics(Process):
         if not isinstance(state.get("training"), bool):
             raise ValueError("the statistics don't say whether they were frozen")
         found = self._checked(state)
-        self._check_elements(found)
-        for key, own in found.items():
-            shared = self._entry(state, key).get("shared")
+        self._check_elements({key: own for key, (own, _) in found.items()})
+        for own, shared in found.values():
             if shared is not None:
                 packed(
                     dict(zip(_NAMES, shared, strict=True)) if isinstance(shared, Tensor) and len(shared) == 4 else {}
@@ -474,19 +473,15 @@ class RunningStatistics(Process):
                 if shared.shape != own.shape or bool((shared[COUNT] > own[COUNT]).any()):
                     raise ValueError("what the ranks share is not part of the statistics")
 
-    def _entry(self, state: dict[str, Any], key: Key) -> dict[str, Any]:
-        """What :meth:`Moments.state_dict` said of a key."""
-        entry: dict[str, Any] = state["moments"][str(self.keys.index(key))]
-        return entry
-
-    def _checked(self, state: dict[str, Any]) -> dict[Key, Tensor]:
+    def _checked(self, state: dict[str, Any]) -> dict[Key, tuple[Tensor, Any]]:
+        """The states by key, and what all ranks have of each."""
         entries = state.get("moments") if isinstance(state, dict) else None
         if not isinstance(entries, dict) or len(entries) != len(self.keys):
             raise ValueError(
                 f"expected statistics of {len(self.keys)} key(s), got {entries if entries is None else len(entries)}"
             )
         given: dict[Key, Any] = {key: entries.get(str(number)) for number, key in enumerate(self.keys)}
-        return {key: packed(entry) for key, entry in given.items() if entry != {}}
+        return {key: (packed(entry), entry.get("shared")) for key, entry in given.items() if entry != {}}
 
 
 class Normalize(RunningStatistics):

@@ -47,10 +47,7 @@ class RandomState:
     """
 
     def __init__(
-        self,
-        seed: int | None = None,
-        generator: torch.Generator | None = None,
-        device: torch.device | str = "cpu",
+        self, seed: int | None = None, generator: torch.Generator | None = None, device: torch.device | str = "cpu"
     ) -> None:
         self.state: Tensor
         if seed is not None:

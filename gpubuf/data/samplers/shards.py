@@ -63,11 +63,7 @@ class Shards:
         raise TypeError("a sampler with a process_group can't be pickled: make it in the process that is the rank")
 
     def correction(
-        self,
-        mass: Tensor,
-        least: Tensor | None = None,
-        beta: Tensor | None = None,
-        largest: Tensor | None = None,
+        self, mass: Tensor, least: Tensor | None = None, beta: Tensor | None = None, largest: Tensor | None = None
     ) -> Tensor:
         """What the importance weights of this rank's draws are multiplied by. One all-gather of 24 bytes per rank.
 

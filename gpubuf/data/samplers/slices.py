@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpubuf.data.arguments import check_count
 from gpubuf.data.recording import DERIVED, current_recording, refuse_in_capture
-from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler
+from gpubuf.data.samplers.base import Drawn, Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.samplers.trajectory_index import (
@@ -22,6 +22,7 @@ from gpubuf.data.samplers.trajectory_index import (
     TrajectoryIndex,
     fixed_signal,
     interleaved_environments,
+    next_look,
     signal_keys,
     stored_signal,
 )
@@ -56,10 +57,8 @@ def partition(batch_size: int, num_slices: int | None, slice_len: int | None) ->
     Raises:
         RuntimeError: the batch can't be cut like that.
     """
-    divisor = num_slices or slice_len
-    assert divisor is not None
+    name, divisor = ("num_slices", num_slices) if num_slices else ("slice_len", slice_len or 1)
     if batch_size % divisor:
-        name = "num_slices" if num_slices else "slice_len"
         raise RuntimeError(f"the batch size must be divisible by {name}: got {batch_size} and {divisor}")
     other = batch_size // divisor
     return (divisor, other) if num_slices else (other, divisor)
@@ -142,6 +141,9 @@ class SliceFlags:
 
 
 WEIGHTINGS = ("trajectory", "transition")
+
+#: Index, lengths and ends of slices, and info that has an entry for each slice.
+Chosen = tuple[Tensor, Tensor, Tensor, dict[Any, Tensor]]
 
 
 class SliceSampler(Sampler):
@@ -356,14 +358,13 @@ class SliceSampler(Sampler):
 
     def _check_order(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
         """Refuse environments that take turns in a 1-D storage, as far as the stored rows tell."""
-        self._check_order_at = 2 * len(storage) if len(storage) <= 4096 else None
+        self._check_order_at = None
         if storage.ndim > 1 or storage.by_writers or index.signal.by_id or index.signal.fixed is not None:
-            self._check_order_at = None
             return
         apart = interleaved_environments(storage, self._end_keys)
-        if apart == 1:
-            self._check_order_at = None
-        elif apart is not None:
+        if apart is None:
+            self._check_order_at = next_look(len(storage))
+        elif apart > 1:
             message = (
                 f"the rows of {apart} environments take turns in this 1-D storage, so that slices would mix them: "
                 "use a storage with ndim=2 and batches of shape [envs, steps], or traj_key"
@@ -372,7 +373,6 @@ class SliceSampler(Sampler):
                 self._check_order_at = 2
                 raise RuntimeError(message)
             warnings.warn(message, stacklevel=6)
-            self._check_order_at = None
 
     def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
         """Index the steps of one write."""
@@ -460,9 +460,7 @@ class SliceSampler(Sampler):
             RuntimeError: no trajectory is long enough (CPU; on a GPU the rows read as zeros, and whatever synchronises
                 next raises an IndexError), the batch size doesn't fit, or environments take turns in 1-D storage.
         """
-        storage = self._storage
-        if storage is None:
-            raise RuntimeError(UNBOUND)
+        storage = self.storage
         n, length = partition(batch_size, self.num_slices, self.slice_len)
         n *= batches
         index = self.trajectory_index
@@ -474,18 +472,16 @@ class SliceSampler(Sampler):
             and storage.device.type == "cpu"
         ):
             self._check_order(storage, index)
-        return self._read(storage, index, *self._choose_slices(storage, index, n, length), length)
+        return self._read(index, *self._choose_slices(index, n, length), length)
 
-    def _choose_slices(
-        self, storage: TensorStorage, index: TrajectoryIndex, n: int, length: int
-    ) -> tuple[Tensor, Tensor, Tensor, dict[Any, Tensor]]:
-        """Index, lengths and ends of ``n`` slices, and info that has an entry for each slice."""
+    def _choose_slices(self, index: TrajectoryIndex, n: int, length: int) -> Chosen:
+        """Choose ``n`` slices."""
         index.use(self._rule(length))
         info: dict[Any, Tensor] = {}
         if self.shards is not None:
             # Before the draw, which may raise on this rank alone.
             info["priority_weight"] = self.shards.weights(index.total, n)
-        return *index.draw(n, self.random_state(storage.device)), info
+        return *index.draw(n, self.random_state(index.storage.device)), info
 
     def _nothing_eligible(self, index: TrajectoryIndex) -> str:
         """The message for a user if no slice can be drawn. Synchronises."""
@@ -493,7 +489,6 @@ class SliceSampler(Sampler):
 
     def _read(
         self,
-        storage: TensorStorage,
         index: TrajectoryIndex,
         rows: Tensor,
         lengths: Tensor,
@@ -610,13 +605,11 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
         )
         EpochSampler.__init__(self, drop_last, shuffle)
 
-    def _choose_slices(
-        self, storage: TensorStorage, index: TrajectoryIndex, n: int, length: int
-    ) -> tuple[Tensor, Tensor, Tensor, dict[Any, Tensor]]:
+    def _choose_slices(self, index: TrajectoryIndex, n: int, length: int) -> Chosen:
         refuse_in_capture(
             "an epoch begins when the host says so: sample slices without replacement outside of the step"
         )
-        rule = self._rule(length)
+        rule, storage = self._rule(length), index.storage
         index.use(rule)
         ranks = self._next(n, [storage.written, *rule], lambda: self._count(index))
         return *index.draw(ranks.numel(), self.random_state(storage.device), ranks), {}
@@ -691,15 +684,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         if before:
             warnings.warn(f"{type(self).__name__} draws the first step itself: the left span is ignored", stacklevel=2)
         PrioritizedSampler.__init__(
-            self,
-            max_capacity,
-            alpha,
-            beta,
-            eps,
-            dtype,
-            reduction,
-            max_priority_within_buffer,
-            replacement=replacement,
+            self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, replacement=replacement
         )
         SliceSampler.__init__(
             self,
@@ -728,9 +713,9 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     def _steps_needed(self, length: int) -> int:
         return length - self._rule(length).after
 
-    def _restrict(self, storage: TensorStorage, index: TrajectoryIndex, need: int) -> Tensor:
+    def _restrict(self, index: TrajectoryIndex, need: int) -> Tensor:
         """Tell the tree which starts are eligible, of slices that need ``need`` steps. O(capacity)."""
-        eligible = self._eligible
+        eligible, storage = self._eligible, index.storage
         recording = current_recording()
         if recording is not None:
             recording.after(functools.partial(setattr, self, "_need", need))
@@ -745,22 +730,20 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         storage.end(before)
         return eligible
 
-    def _require(self, storage: TensorStorage, index: TrajectoryIndex, need: int) -> None:
+    def _require(self, index: TrajectoryIndex, need: int) -> None:
         if self._eligible is None or need != self._need:
-            self._restrict(storage, index, need)
+            self._restrict(index, need)
 
-    def _note_need(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
+    def _note_need(self, index: TrajectoryIndex) -> None:
         """A graph that is captured now finds the starts that are eligible now, at each replay."""
         recording = current_recording()
         if recording is not None:
             recording.holds(self, "_eligible")
-            recording.before(self, functools.partial(self._require, storage, index, self._need))
+            recording.before(self, functools.partial(self._require, index, self._need))
 
-    def _choose_slices(
-        self, storage: TensorStorage, index: TrajectoryIndex, n: int, length: int
-    ) -> tuple[Tensor, Tensor, Tensor, dict[Any, Tensor]]:
-        self._note_need(storage, index)
-        self._require(storage, index, self._steps_needed(length))
+    def _choose_slices(self, index: TrajectoryIndex, n: int, length: int) -> Chosen:
+        self._note_need(index)
+        self._require(index, self._steps_needed(length))
         try:
             start, info = PrioritizedSampler.choose(self, n)
         except RuntimeError as error:
@@ -771,7 +754,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         return *index.slices(start, length), info
 
     def _can_draw(self, index: TrajectoryIndex, length: int) -> bool:
-        self._require(index.storage, index, self._steps_needed(length))
+        self._require(index, self._steps_needed(length))
         return float(self._tree_made().total) > 0
 
     def _nothing_eligible(self, index: TrajectoryIndex) -> str:
@@ -782,15 +765,13 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
         """Index the steps of one write, and give them their priority, in one tree update."""
-        trajectories, storage = self.trajectory_index, self.storage
+        trajectories = self.trajectory_index
         n = positions.numel() // trajectories.envs
-        self._note_need(storage, trajectories)
+        self._note_need(trajectories)
         trajectories.write(n)
         eligible = self._eligible
         if eligible is None:
-            eligible = self._restrict(
-                storage, trajectories, self._steps_needed(self.slice_len) if self.slice_len else 1
-            )
+            eligible = self._restrict(trajectories, self._steps_needed(self.slice_len) if self.slice_len else 1)
         touched = trajectories.update_eligible(eligible, n, self._need, not self.strict_length)
         PrioritizedSampler.on_write(self, positions, priority)
         self._tree_made().refresh(touched)
@@ -804,7 +785,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         with self.lock:
             super().rebuild()
             if self._index is not None and self._eligible is not None:
-                self._restrict(self._index.storage, self._index, self._need)
+                self._restrict(self._index, self._need)
 
     def empty(self) -> None:
         super().empty()
@@ -819,7 +800,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     def move(self) -> None:
         super().move()
-        storage = self.storage
-        if self._index is not None and self._eligible is not None and self._eligible.device != storage.device:
+        index, eligible = self._index, self._eligible
+        if index is not None and eligible is not None and eligible.device != self.storage.device:
             self._eligible = None
-            self._restrict(storage, self._index, self._need)
+            self._restrict(index, self._need)

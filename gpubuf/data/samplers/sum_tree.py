@@ -361,12 +361,7 @@ class SumTree:
     # Writing and drawing
 
     def update(
-        self,
-        index: Tensor,
-        priority: Tensor | float,
-        *,
-        ring: Tensor | None = None,
-        generation: Tensor | None = None,
+        self, index: Tensor, priority: Tensor | float, *, ring: Tensor | None = None, generation: Tensor | None = None
     ) -> None:
         """Set priorities; of duplicates the last one wins. No host sync.
 

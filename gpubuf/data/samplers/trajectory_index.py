@@ -431,8 +431,10 @@ class TrajectoryBounds:
         return storage.end_bits.bounds(row)
 
 
-# The first rows tell. They are looked at whenever their number has doubled, up to so many.
-_LAST_LOOK = 4096
+def next_look(n: int) -> int | None:
+    """How many rows are stored when their order is looked at again, after a look at ``n``; None: not any more."""
+    # The first rows tell.
+    return 2 * n if n <= 4096 else None
 
 
 class RowOrder:
@@ -463,17 +465,12 @@ class RowOrder:
         if storage.ndim > 2 or known or (storage.ndim == 1 and self._refused):
             self._look_at = None
             return
-        self._look_at = 2 * len(storage) if len(storage) <= _LAST_LOOK else None
         ends = self._recipe.end_keys or [(NEXT_KEY, name) for name in END_NAMES]
         apart = interleaved_environments(storage, ends)
-        across = None
-        if storage.ndim == 2:
-            across = continues_across(storage, ends) if apart is None else apart > 1
-        elif apart is not None:
-            across = apart > 1
-        if across is None:
-            return
-        self._look_at = None
+        across = None if apart is None else apart > 1
+        if across is None and storage.ndim == 2:
+            across = continues_across(storage, ends)
+        self._look_at = next_look(len(storage)) if across is None else None
         if across and storage.ndim == 2:
             time = self._dim_extend
             warnings.warn(

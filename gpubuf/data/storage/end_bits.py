@@ -219,12 +219,6 @@ class Breaks:
         if saved is not None:
             self.cuts[: len(saved)] = saved.to(self.cuts.device)
 
-    def rewrite(self, ring: Tensor, index: Tensor) -> None:
-        """Rows of ``index`` (int64 ``[n]``, flat) were changed in place. No host sync."""
-        self._compare(ring, index, 0)
-        if torch.compiler.is_compiling():
-            self._publish(ring, index)
-
     def _compare(self, ring: Tensor, index: Tensor | None, steps: int) -> None:
         if self.rows is not None:
             _compare(self.rows, ring, self._pairs, index, steps, self._steps, self._envs)
@@ -241,9 +235,14 @@ class Breaks:
         index = torch.where(index < ring[SIZE], index, 0)
         _publish(self.entries, [flags[index] for flags in self._flags], ring, index, capacity)
 
-    def rebuild(self, ring: Tensor) -> None:
-        """Compare all rows anew, O(capacity). No host sync."""
-        self._compare(ring, None, self._steps)
+    def rebuild(self, ring: Tensor, index: Tensor | None = None) -> None:
+        """Compare rows anew that were changed in place: those of ``index`` (int64 ``[n]``, flat), or all, O(capacity).
+
+        No host sync.
+        """
+        self._compare(ring, index, self._steps if index is None else 0)
+        if index is not None and torch.compiler.is_compiling():
+            self._publish(ring, index)
 
 
 def bitmap_bytes(shape: Sequence[int], device_type: str) -> int:

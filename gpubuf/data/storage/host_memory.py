@@ -248,14 +248,11 @@ def to_device(sources: list[torch.Tensor], device: torch.device) -> list[torch.T
     if torch.compiler.is_compiling() or device.type != "cuda" or not cuda_present():
         return [t.to(device) for t in sources]
     captured = capturing()
-    if not captured and _packable(sources):
+    on_host = all(t.device.type == "cpu" for t in sources)
+    if not captured and on_host and sum(t.nbytes for t in sources) <= STAGED_BYTES:
         return _packed(sources, device)
     # From memory that is not pinned CUDA has read by the time at which the call returns.
     return [t.to(device, non_blocking=captured or not (t.device.type == "cpu" and t.is_pinned())) for t in sources]
-
-
-def _packable(sources: list[torch.Tensor]) -> bool:
-    return all(t.device.type == "cpu" for t in sources) and sum(t.nbytes for t in sources) <= STAGED_BYTES
 
 
 def _packed(sources: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

@@ -46,29 +46,23 @@ class HostRows:
 
     # Writing
 
-    def announce(self, data: Data, shape: tuple[int, ...], written: int) -> None:
+    def expect(self, rows: dict[Key, list[Any]], written: int) -> None:
         """Rows are about to be written; :meth:`settle` puts them in place once they have been.
 
         Args:
-            data: a batch.
-            shape: of its batch dimensions.
+            rows: the values of each key.
             written: how many rows were ever written before.
 
         Raises:
-            ValueError: a key is missing, or its rows have other dimensions.
             CaptureError: a graph is being captured.
         """
-        self.expect(self.rows_of(data, len(shape)), written)
-
-    def expect(self, rows: dict[Key, list[Any]], written: int) -> None:
-        """As :meth:`announce`, with the values of each key."""
         refuse_in_capture("data that are not tensors are written by the host: write them outside of the step")
         if torch.compiler.is_compiling():
             raise RuntimeError("data that are not tensors are written by the host, not by compiled code")
         self._pending = _Pending(written, rows)
 
     def settle(self, written: int) -> None:
-        """Put the announced rows in place, if the write has been made: ``written`` says how many there are now."""
+        """Put the expected rows in place, if the write has been made: ``written`` says how many there are now."""
         pending = self._pending
         if pending is None:
             return

@@ -8,7 +8,7 @@ and lists are TensorDicts inside (:class:`TreeLayout`): kernels and checkpoints 
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -328,11 +328,11 @@ class Pieces(NamedTuple):
 
     Attributes:
         example: what all pieces look like; it may have no rows.
-        parts: the first step of every piece, and the piece.
+        parts: gives the first step of every piece, and the piece, from the beginning at each call.
     """
 
     example: Data
-    parts: Iterable[tuple[int, Data]]
+    parts: Callable[[], Iterator[tuple[int, Data]]]
 
     @classmethod
     def of(cls, rows: Any, ndim: int) -> Pieces:
@@ -343,7 +343,7 @@ class Pieces(NamedTuple):
         for batch in rows if isinstance(rows, list) else [rows]:
             parts.append((start, batch))
             start += batch_shape(batch, ndim)[0]
-        return cls(parts[0][1], parts)
+        return cls(parts[0][1], parts.__iter__)
 
 
 def _by_level(entries: Mapping[Any, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[Key, Tensor]]]:
@@ -360,18 +360,13 @@ def _by_level(entries: Mapping[Any, Tensor]) -> tuple[dict[str, Tensor], dict[st
     return own, nested
 
 
-def _tensordict_of(data: Data) -> TensorDictBase:
-    own: TensorDictBase = data if type(data) is TensorDict or not is_tensorclass(data) else data._tensordict
-    return own
-
-
 def _entries(data: Data, path: Key) -> dict[str, Any]:
     """The entries of a TensorDict or a tensorclass, by name.
 
     Raises:
         ValueError: it is a lazy stack, and some of its TensorDicts have keys that others lack.
     """
-    own = _tensordict_of(data)
+    own = data._tensordict if is_tensorclass(data) else data
     if isinstance(own, LazyStackedTensorDict):
         several = {name for td in own.tensordicts for name in td.keys()} - set(own.keys())
         if several:
@@ -398,17 +393,21 @@ class RowLayout:
         #: The keys of data that are not tensors, and the batch dimensions that a row of each has.
         self.host: dict[Key, tuple[int, ...]] = {}
         self.root = self._describe(example, (), batch_dims)
-        #: Whether a batch is a plain TensorDict, rather than a tensor or a tensorclass.
-        self.is_tensordict = isinstance(self.root, Node) and self.root.tensorclass is None
-        #: Whether info about rows can be an entry of a batch as it is: rows have no batch dimensions of their own.
-        self.takes_info = self.is_tensordict and not self.nested_batch
-        self._positions = {leaf.key: position for position, leaf in enumerate(self.leaves)}
+        self._look_up()
         self._keys: list[Any] | None = None
         self._arenas: dict[int, ArenaPlan] = {}
         self._models: dict[int, list[Tensor]] = {}
         self._device: torch.device | None = None
         #: For each batch size on that device: an empty tensor, offset (in elements), size and stride of every view.
         self._cuts: dict[int, list[tuple[Tensor, int, tuple[int, ...], tuple[int, ...]]]] = {}
+
+    def _look_up(self) -> None:
+        """Note what is asked of root and leaves over and over."""
+        #: Whether a batch is a plain TensorDict, rather than a tensor or a tensorclass.
+        self.is_tensordict = isinstance(self.root, Node) and self.root.tensorclass is None
+        #: Whether info about rows can be an entry of a batch as it is: rows have no batch dimensions of their own.
+        self.takes_info = self.is_tensordict and not self.nested_batch
+        self._positions = {leaf.key: position for position, leaf in enumerate(self.leaves)}
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is kept to save time: models of batches have shapes, but no memory that could be copied."""
@@ -447,9 +446,7 @@ class RowLayout:
         vars(other).update(self.__getstate__())
         other.leaves = list(leaves)
         other.root = _tree(list(enumerate(leaves)), (), self.root)
-        other.is_tensordict = isinstance(other.root, Node) and other.root.tensorclass is None
-        other.takes_info = other.is_tensordict and not other.nested_batch
-        other._positions = {leaf.key: position for position, leaf in enumerate(leaves)}
+        other._look_up()
         return other
 
     @property
@@ -474,6 +471,12 @@ class RowLayout:
         return self._positions.get(key)
 
     # From a batch to tensors
+
+    def is_one_row(self, data: Data) -> bool:
+        """Whether a batch is one row, without a batch dimension."""
+        if isinstance(data, Tensor):
+            return isinstance(self.root, int) and data.ndim == len(self.leaves[self.root].shape)
+        return is_data(data) and len(data.batch_size) == len(self.nested_batch)
 
     def collect(self, data: Data, batch_dims: int) -> list[Tensor]:
         """The batch's tensors in the order of ``leaves``, checked. ``batch_dims`` leading dimensions are free.
@@ -700,25 +703,21 @@ class TreeLayout(RowLayout):
     """
 
     def __init__(
-        self,
-        example: Data,
-        batch_dims: int,
-        ignored: frozenset[str] = frozenset(),
-        tree: Container | None = None,
+        self, example: Data, batch_dims: int, ignored: frozenset[str] = frozenset(), tree: Container | None = None
     ) -> None:
         found = structure_of(example) if tree is None else tree
         assert found is not None
         self.tree: Container = found
         inside = example if is_data(example) else _inside(found, example, batch_dims)
         super().__init__(inside, batch_dims, ignored)
+
+    def _look_up(self) -> None:
+        """Find the leaf, or the node, of each value in the containers, too."""
+        super()._look_up()
         if self.host:
             raise TypeError(
                 f"{list(self.host)} are not tensors: a TensorDict holds such data, a ListStorage any object"
             )
-        self._place_values()
-
-    def _place_values(self) -> None:
-        """Find the leaf, or the node, of each value in the containers."""
         self.is_tensordict = self.takes_info = False
         self._names = self.tree.names
         self._slots: list[int | Node] = []
@@ -730,19 +729,14 @@ class TreeLayout(RowLayout):
                 raise ValueError(f"the structure of the rows names {names!r}, which is not stored")
             self._slots.append(at)
 
-    def with_leaves(self, leaves: Sequence[Leaf]) -> RowLayout:
-        other = super().with_leaves(leaves)
-        assert isinstance(other, TreeLayout)
-        other._place_values()
-        return other
-
     @property
     def plain(self) -> RowLayout:
         other = object.__new__(RowLayout)
         inside = {
             name: value for name, value in self.__getstate__().items() if name not in ("tree", "_names", "_slots")
         }
-        vars(other).update({**inside, "is_tensordict": True, "takes_info": not self.nested_batch})
+        vars(other).update(inside)
+        other._look_up()
         return other
 
     def collect(self, data: Data, batch_dims: int) -> list[Tensor]:
@@ -760,7 +754,8 @@ class TreeLayout(RowLayout):
         return out
 
     def is_one_row(self, data: Data) -> bool:
-        """Whether a batch is one row, without a batch dimension."""
+        if is_data(data):
+            return super().is_one_row(data)
         value, at = self.tree.values(data)[0], self._slots[0]
         dims, own = (value.ndim, self.leaves[at].shape) if isinstance(at, int) else (len(value.shape), at.batch_suffix)
         return dims == len(own)
@@ -803,9 +798,11 @@ def with_tree(layout: RowLayout, saved: Any) -> RowLayout:
     tree = read_structure(saved)
     if tree is None:
         return layout
+    if layout.host:
+        raise ValueError(f"the state has rows in containers, and {list(layout.host)}, which are not tensors")
     other = object.__new__(TreeLayout)
     vars(other).update({**layout.__getstate__(), "tree": tree})
-    other._place_values()
+    other._look_up()
     return other
 
 

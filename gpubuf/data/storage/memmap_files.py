@@ -259,7 +259,8 @@ def _write_level(root: Path, folder: Path, layout: RowLayout, node: Node, shape:
     for name, child in node.children.items():
         if isinstance(child, int):
             leaf = layout.leaves[child]
-            entries[name] = _entry((*shape, *leaf.shape), leaf.dtype)
+            full = [*shape, *leaf.shape]
+            entries[name] = {"device": "cpu", "shape": full, "dtype": str(leaf.dtype), "is_nested": False}
         else:
             entries[name] = {"type": "TensorDict"}
             _write_level(root, folder / encoded(name), layout, child, shape)
@@ -274,10 +275,6 @@ def _write_level(root: Path, folder: Path, layout: RowLayout, node: Node, shape:
             "_class": "tensordict:TensorDict",
         },
     )
-
-
-def _entry(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-    return {"device": "cpu", "shape": list(shape), "dtype": str(dtype), "is_nested": False}
 
 
 def check_names(layout: RowLayout) -> None:

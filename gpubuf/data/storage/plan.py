@@ -17,7 +17,7 @@ from torch import Tensor
 from gpubuf.data.storage.column import Column
 from gpubuf.data.storage.layout import Data, Key, Leaf, RowLayout, as_key, as_written, layout_of, rows_in
 from gpubuf.data.storage.ring import Ring
-from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, Schema, check_tells_ends
+from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, Schema, check_tells_ends, default_ends
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
 
@@ -471,7 +471,7 @@ class Recipe:
         if self.n_steps == 1:
             return frozenset()
         keys = REWARD_KEYS if self.reward_keys is None else self.reward_keys
-        return frozenset(_position(schema.written, key, f"n_steps={self.n_steps} sums the reward") for key in keys)
+        return frozenset(position_of(schema.written, key, f"n_steps={self.n_steps} sums the reward") for key in keys)
 
     def fields(self, schema: Schema, fields: list[rows.Field]) -> list[rows.Field]:
         """The fields of a batch, from those of single rows: each with the row that it reads, and what happens to it."""
@@ -507,7 +507,7 @@ class Recipe:
             ValueError: a key has no memory of its own, or is stored in a way that does not tell.
         """
         keys = self.end_keys or (None if self.traj_key is None else (self.traj_key,)) or self._default_ends(schema)
-        positions = tuple(_position(schema.written, key, "the ends of trajectories are told by") for key in keys)
+        positions = tuple(position_of(schema.written, key, "the ends of trajectories are told by") for key in keys)
         for key, position in zip(keys, positions, strict=True):
             if schema.sources[position].follows:
                 raise ValueError(f"{as_written(key)!r} marks trajectory ends; exclude it from the keys of share_next")
@@ -516,28 +516,22 @@ class Recipe:
         return positions, by_id
 
     def _default_ends(self, schema: Schema) -> list[Key]:
-        below: list[Key] = [(NEXT_KEY, name) for name in END_NAMES]
-        at_root: list[Key] = [(name,) for name in END_NAMES]
-        for choice in (below, at_root):
-            found = [key for key in choice if schema.written.position(key) is not None]
-            if found:
-                return found
-        raise KeyError(
-            f"n_steps={self.n_steps} needs the ends of trajectories, and none of {below} is stored: give end_keys; "
-            f"{_stored(schema.written)}"
-        )
+        layout = schema.written
+        found = default_ends(lambda key: layout.position(key) is not None)
+        if not found:
+            raise KeyError(
+                f"n_steps={self.n_steps} needs the ends of trajectories, and none of "
+                f"{[(NEXT_KEY, name) for name in END_NAMES]} is stored: give end_keys; the keys are {layout.keys}"
+            )
+        return found
 
 
-def _position(layout: RowLayout, key: Key, what: str) -> int:
+def position_of(layout: RowLayout, key: Key, what: str) -> int:
+    """The position of a key in a layout. KeyError if it is not stored: ``what`` is the beginning of its text."""
     position = layout.position(key)
     if position is None:
-        raise KeyError(f"{what} {as_written(key)!r}, which is not stored; {_stored(layout)}")
+        raise KeyError(f"{what} {as_written(key)!r}, which is not stored; the keys are {layout.keys}")
     return position
-
-
-def _stored(layout: RowLayout) -> str:
-    """The keys that there are, for the message of an error."""
-    return f"the keys are {layout.keys}"
 
 
 def _keys(name: str, keys: Sequence[Any] | None) -> tuple[Key, ...] | None:

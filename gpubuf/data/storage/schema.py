@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -149,6 +149,13 @@ def _integers(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 NEXT_KEY = "next"
 END_NAMES = ("done", "terminated", "truncated")
 
+
+def default_ends(stored: Callable[[Key], bool]) -> list[Key]:
+    """The flags that end trajectories where none are named: those that are stored under "next", or else at the root."""
+    below, at_root = ([key for name in END_NAMES if stored(key := (*parent, name))] for parent in ((NEXT_KEY,), ()))
+    return below or at_root
+
+
 #: Keys that ``share_next=True`` leaves out: flags and rewards belong to steps, not states.
 OF_A_STEP = frozenset({*END_NAMES, "reward"})
 
@@ -266,7 +273,13 @@ def sources(leaves: Sequence[Leaf], options: Options) -> list[Source]:
     for position, leaf in enumerate(leaves):
         if leaf.key[:1] == (NEXT_KEY,) and leaf.key[1:] in shared:
             root = positions[leaf.key[1:]]
-            _check_shared(leaf, leaves[root], found[position], found[root])
+            # Shapes and dtypes are equal: the key is one of :func:`shared_keys`.
+            own, other = ((source.stored, source.scale, source.offset) for source in (found[position], found[root]))
+            if own != other:
+                raise ValueError(
+                    f"{leaf.name} can't share the memory of {leaves[root].name}: it is stored with (dtype, scale, "
+                    f"offset) = {own}, the other with {other}"
+                )
             found[position] = replace(found[position], owner=root, follows=True)
     for position, (leaf, whole) in enumerate(zip(leaves, wholes, strict=True)):
         if whole is not None:
@@ -343,15 +356,6 @@ def _whole(key: Key, positions: Mapping[Key, int], options: Options) -> int | No
     whole = _given(options.prefixes, key)
     # The rule for a root key holds under "next" where both are there.
     return None if whole is None else positions.get((NEXT_KEY, *whole))
-
-
-def _check_shared(leaf: Leaf, root: Leaf, own: Source, of_root: Source) -> None:
-    codec, of_other = ((source.stored, source.scale, source.offset) for source in (own, of_root))
-    if (leaf.dtype, leaf.shape) != (root.dtype, root.shape) or codec != of_other:
-        raise ValueError(
-            f"{leaf.name} can't share the memory of {root.name}: it is {leaf.dtype} of shape {leaf.shape}, stored with "
-            f"(dtype, scale, offset) = {codec}; the other is {root.dtype} of shape {root.shape}, stored with {of_other}"
-        )
 
 
 def _check_prefix(leaf: Leaf, whole: Leaf) -> None:
@@ -510,9 +514,12 @@ def written_leaves(saved: Any) -> list[Leaf]:
 
 
 def _leaf_of(entry: Any) -> Leaf:
-    if not (isinstance(entry["column"], list) and type(entry["follows"]) is bool):
-        raise TypeError(f"expected a column, got {entry['column']!r}")
-    return Leaf(tuple(map(_text, entry["key"])), _DTYPES[entry["written"]], tuple(map(_length, entry["shape"])))
+    key, shape = entry["key"], entry["shape"]
+    names = all(isinstance(name, str) for name in key)
+    lengths = all(type(length) is int and length >= 0 for length in shape)
+    if not (names and lengths and isinstance(entry["column"], list) and type(entry["follows"]) is bool):
+        raise TypeError(f"{entry!r} describes no key")
+    return Leaf(tuple(key), _DTYPES[entry["written"]], tuple(shape))
 
 
 def _in_order(keys: Sequence[Key]) -> bool:
@@ -570,15 +577,3 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).val
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected a name, got {value!r}")
-    return value
-
-
-def _length(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError(f"expected a length, got {value!r}")
-    return value

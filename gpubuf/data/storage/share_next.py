@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.data.arguments import check_count
 from gpubuf.data.recording import capturing
 from gpubuf.data.storage.layout import Data, Key, Leaf, Pieces, address, as_written
 from gpubuf.data.storage.placement import Placement, allocate
@@ -46,23 +45,16 @@ def entries_of(capacity: int, envs: int, next_capacity: int | None) -> int:
 
     Returns:
         The number, at most ``capacity``: no row has two.
-
-    Raises:
-        ValueError: ``next_capacity`` is below 1.
     """
-    if next_capacity is None:
-        next_capacity = max(-(-capacity // SHARE), LEAST, envs)
-    check_count(next_capacity, "next_capacity")
-    return min(next_capacity, capacity)
+    return min(max(-(-capacity // SHARE), LEAST, envs) if next_capacity is None else next_capacity, capacity)
 
 
-def side_bytes(row_bytes: int, capacity: int, envs: int, next_capacity: int | None) -> tuple[int, int]:
-    """Bytes beside the rows: of next observations, and of the links to them.
+def side_bytes(schema: Schema, capacity: int, envs: int, next_capacity: int | None) -> tuple[int, int]:
+    """Bytes beside the rows of a schema that shares keys: of next observations, and of the links to them.
 
-    Args:
-        row_bytes: of one row of all shared keys, as they are stored.
-        capacity, envs, next_capacity: as for :func:`entries_of`.
+    ``capacity``, ``envs`` and ``next_capacity`` are as for :func:`entries_of`.
     """
+    row_bytes = sum(leaf.row_bytes for leaf in schema.shared.values())
     slots = entries_of(capacity, envs, next_capacity)
     return (slots + envs) * row_bytes, 4 * capacity + 8 * (slots + 1)
 
@@ -287,16 +279,6 @@ class Sharing:
         return f"Sharing({', '.join(str(as_written(key)) for key in self.keys)}, room for {self.slots} aside)"
 
 
-class Repeated:
-    """An iterable that begins anew each time, from a function that returns an iterator."""
-
-    def __init__(self, begin: Callable[[], Iterator[tuple[int, Data]]]) -> None:
-        self._begin = begin
-
-    def __iter__(self) -> Iterator[tuple[int, Data]]:
-        return self._begin()
-
-
 class SharedState(NamedTuple):
     """What a state says about observations stored once.
 
@@ -360,13 +342,17 @@ class Span(NamedTuple):
         return cls(envs, steps, (state["written"] // envs - 1) % steps if state["size"] else -1)
 
 
+def oldest_of(state: dict[str, Any]) -> int:
+    """The position of the oldest row of a storage's state; 0 if it has none."""
+    return int(state["written"] % state["max_size"]) if state["size"] == state["max_size"] else 0
+
+
 def oldest_first(state: dict[str, Any], ndim: int, chunk: int) -> Iterator[Data]:
     """The rows of a state in the order of time, ``chunk`` steps or fewer at once."""
     span = Span.of(state)
-    full = state["size"] == state["max_size"]
-    oldest = state["written"] // span.envs % span.steps if full else 0
+    oldest = oldest_of(state) // span.envs
     for low, high in ((oldest, span.steps), (0, oldest)):
-        for start, part in Pieces.of(state["rows"], ndim).parts:
+        for start, part in Pieces.of(state["rows"], ndim).parts():
             first, last = max(start, low), min(start + part.shape[0], high)
             for at in range(first, last, chunk):
                 yield part[at - start : min(at + chunk, last) - start]
@@ -387,11 +373,11 @@ def full_state(state: dict[str, Any], ndim: int) -> dict[str, Any]:
     pieces, span = Pieces.of(state["rows"], ndim), Span.of(state)
 
     def each() -> Iterator[tuple[int, Data]]:
-        for start, part, following in with_successors(pieces.parts, shared.keys):
+        for start, part, following in with_successors(pieces.parts(), shared.keys):
             yield start, _completed(part, next_of(start, following, shared, span), shared.keys)
 
     none = [value_of(pieces.example, key)[:0] for key in shared.keys]
-    rows = Pieces(_completed(pieces.example[:0], none, shared.keys), Repeated(each))
+    rows = Pieces(_completed(pieces.example[:0], none, shared.keys), each)
     return {name: value for name, value in state.items() if name != "sharing"} | {"rows": rows}
 
 

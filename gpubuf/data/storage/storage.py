@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
-from tensordict import TensorDictBase, is_tensorclass
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count, warn_of_no_effect
@@ -49,7 +49,6 @@ from gpubuf.data.storage.layout import (
     Data,
     Pieces,
     RowLayout,
-    TreeLayout,
     batch_shape,
     device_of,
     first_of,
@@ -89,6 +88,7 @@ from gpubuf.data.storage.share_next import (
     entries_of,
     full_state,
     oldest_first,
+    oldest_of,
     side_bytes,
 )
 from gpubuf.kernels.rows import OFF, Field, NoRoomError, Reading
@@ -225,17 +225,12 @@ class TensorStorage(Storage):
         self._adopt(self.schema_like(layout), separate(columns), shape, placement)
         self.counters.set(self.max_size, self.max_size)
         if self.host is not None:
-            self.host.announce(storage, shape, 0)
+            self.host.expect(self.host.rows_of(storage, ndim), 0)
             self.host.settle(self.max_size)
         self.rebuild()
 
     def _configure(
-        self,
-        max_size: int,
-        device: torch.device | str,
-        ndim: int,
-        ends: str = FLAGS,
-        options: Options = PLAIN,
+        self, max_size: int, device: torch.device | str, ndim: int, ends: str = FLAGS, options: Options = PLAIN
     ) -> None:
         if isinstance(max_size, bool) or max_size < 1 or max_size % 1:
             raise ValueError(f"a storage needs room for a whole number of rows, one or more, got max_size={max_size}")
@@ -494,8 +489,7 @@ class TensorStorage(Storage):
         """The placement of rows of ``shape``, whose first batch is on ``data_device``."""
         n, aside, links = math.prod(shape), 0, 0
         if schema.shared:
-            row_bytes = sum(leaf.row_bytes for leaf in schema.shared.values())
-            aside, links = side_bytes(row_bytes, n, math.prod(shape[1:]), self.options.next_capacity)
+            aside, links = side_bytes(schema, n, math.prod(shape[1:]), self.options.next_capacity)
         beside = self.beside + self.derived_bytes(self.requested_device, shape) + IndexBytes(index=links)
         return place(self.requested_device, n * schema.stored.row_bytes, beside, shape, data_device, aside=aside)
 
@@ -744,19 +738,15 @@ class TensorStorage(Storage):
             self._connect(self._schema, self.counters, anew=True)
             self.rebuild()
 
-    def rebuild(self) -> None:
-        """Rows were changed in place: compute anew what is known about them. O(capacity). No host sync."""
+    def rebuild(self, index: Tensor | None = None) -> None:
+        """Rows were changed in place: compute anew what is known about them. O(capacity). No host sync.
+
+        ``index``: which rows, int64 ``[n]``, flat; None: any.
+        """
         if self._ring is None:
             return
         if self.breaks is not None:
-            self.breaks.rebuild(self._ring.counters)
-        if self.end_bits is not None:
-            self.end_bits.rebuild()
-
-    def _tell_ends_anew(self, index: Tensor) -> None:
-        """Rows were changed in place, in keys that tell where trajectories end."""
-        if self.breaks is not None:
-            self.breaks.rewrite(self.ring, index)
+            self.breaks.rebuild(self._ring.counters, index)
         if self.end_bits is not None:
             self.end_bits.rebuild()
 
@@ -834,7 +824,7 @@ class TensorStorage(Storage):
         local, host = self._local(sources, self.ndim), self.host
         if host is None:
             return self._append(local, n)
-        host.announce(data, shape, self.written)
+        host.expect(host.rows_of(data, self.ndim), self.written)
         index = self._append(local, n)
         host.settle(self.written)
         return index
@@ -890,7 +880,7 @@ class TensorStorage(Storage):
             IndexError: an index is out of range (on CPU; a GPU skips the row and counts a fault).
         """
         layout = self.written_layout
-        if self._is_one_row(data):
+        if layout.is_one_row(data):
             n = index.numel()
             data = mapped(data, lambda row: row.expand(n, *row.shape))
         if batch_shape(data, 1) != (index.numel(),):
@@ -915,17 +905,8 @@ class TensorStorage(Storage):
         if rows_on_host is not None and self.host is not None:
             self.host.put(index.tolist(), rows_on_host)
         if derived:
-            self._tell_ends_anew(index)
+            self.rebuild(index)
             self.end(before)
-
-    def _is_one_row(self, data: Data) -> bool:
-        """Whether a batch to be written is one row, without a batch dimension."""
-        layout = self.written_layout
-        if isinstance(data, TensorDictBase) or is_tensorclass(data):
-            return len(data.batch_size) == len(layout.nested_batch)
-        if isinstance(data, Tensor):
-            return isinstance(layout.root, int) and data.ndim == len(layout.leaves[layout.root].shape)
-        return isinstance(layout, TreeLayout) and layout.is_one_row(data)
 
     def update(self, index: Tensor, keys: Sequence[int], sources: list[Tensor], generation: Tensor) -> None:
         """Overwrite single keys of rows in place, of those that were not overwritten since they were drawn.
@@ -946,7 +927,7 @@ class TensorStorage(Storage):
         before = self.begin(DERIVED) if ends else None
         self.plans.written.update(self._local(sources, 1), keys, index, generation)
         if ends:
-            self._tell_ends_anew(index)
+            self.rebuild(index)
             self.end(before)
 
     def _local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
@@ -1177,8 +1158,7 @@ class TensorStorage(Storage):
         size, old_max, shape = state["size"], state["max_size"], tuple(state["shape"])
         layout = schema.written if as_written else schema.full if anew else schema.stored
         layout.collect(pieces.example, self.ndim)
-        own = shape[1:] if self._schema is None else self._shape[1:]
-        if own != shape[1:]:
+        if self._schema is not None and self._shape[1:] != shape[1:]:
             raise ValueError(f"the checkpoint's rows have shape {shape}, the storage's {self._shape}")
         per_step = math.prod(shape[1:])
         room = -(-self.max_size // per_step) * per_step
@@ -1188,7 +1168,7 @@ class TensorStorage(Storage):
             self._establish(schema, self.full_shape(shape), device_of(pieces.example))
         order, first = None, 0
         if self.max_size != old_max:
-            first = state["written"] % old_max if size == old_max else 0
+            first = oldest_of(state)
             order = (torch.arange(size) + first) % old_max
         if self._placement is not None and self._placement.rows_on_host:
             # The host is about to write where the GPU may still be reading.
@@ -1198,7 +1178,7 @@ class TensorStorage(Storage):
         self._set_counters(state, order)
         if self.host is not None:
             self.host.load(state["host"], order)
-        for start, part in () if anew else pieces.parts:
+        for start, part in () if anew else pieces.parts():
             # The oldest step comes to lie first: all others turn with it.
             at = (start - first // per_step) % (old_max // per_step)
             for column, source in zip(self._columns, layout.collect(part, self.ndim), strict=True):
