@@ -220,7 +220,10 @@ class RowAccess:
         positions, batch = storage.located(index)
         found: dict[Key, Tensor] = {}
         for key, value in (item for path, given in values.items() for item in flat_entries(given, path).items()):
-            leaf = storage.written_layout.leaves[stored_position(storage, key)]
+            try:
+                leaf = storage.written_layout.leaves[stored_position(storage, key)]
+            except UnknownKeyError as error:
+                raise KeyError(str(error)) from None
             found[key] = _fitted(value, leaf, batch, whole, storage.ring)
         keys, sources = stored_keys(storage, found, positions.numel())
         self._update(positions, keys, sources, storage.generations(positions))
