@@ -20,54 +20,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.measure.elsewhere import ROOT, own_python
 from benchmarks.measure.machine import describe
 from benchmarks.measure.results import write_results
-from benchmarks.studies.learning import PEER_PYTHON, PEER_SCRIPT
+from benchmarks.studies.learning import PEER_SCRIPT
 
 STARTS = 1_000
 #: Seconds that a program runs before it is the next one's turn.
 SLICE = 0.5
 #: Of gpubuf, beside SAC.
 ALGORITHMS = ("fastsac", "flashsac", "redq", "crossq")
-#: Environment, name and arguments of the programs that the script of the study of learning trains.
-PEERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (("sb3", "Stable-Baselines3", ()), ("sbx", "SBX", ("--sbx",)))
-
-Command = Callable[[int, Path], list[str]]
-"""The command that trains for so many steps, with a folder for what it writes."""
-
-
-def ours(env: str, threads: int, *more: str) -> Command:
-    """``gpubuf train``."""
-    fixed = ("--env", env, "--device", "cpu", "--threads", str(threads))
-    fixed += ("--eval-every", "0", "--eval-episodes", "1", *more)
-    return lambda steps, folder: [
-        *(sys.executable, "-m", "gpubuf", "train", "--quiet", "--overwrite", "--out", str(folder / "run")),
-        *("--total-steps", str(steps), "--learning-starts", str(STARTS), *fixed),
-    ]
+_SHARED = f"--env {{env}} --threads {{threads}} --total-steps {{steps}} --learning-starts {STARTS} --eval-every 0"
+#: The words after the interpreter. Stable-Baselines3 and SBX are trained by the script of the study of learning.
+OURS = f"-m gpubuf train --quiet --overwrite --device cpu --eval-episodes 1 --out {{folder}}/run {_SHARED}"
+STABLE = f"{PEER_SCRIPT.relative_to(ROOT)} --seed 0 --eval-episodes 1 --out {{folder}}/sb3.json {_SHARED}"
+CLEANRL = f"{{script}} --env-id {{env}} --no-cuda --total-timesteps {{steps}} --learning-starts {STARTS}"
 
 
-def stable_baselines3(env: str, threads: int, python: Path, *more: str) -> Command:
-    """Its SAC, or that of SBX, by the script of the study of learning."""
-    fixed = ("--env", env, "--seed", "0", "--eval-every", "0", "--eval-episodes", "1", "--threads", str(threads), *more)
-    return lambda steps, folder: [
-        *(str(python), str(PEER_SCRIPT), "--total-steps", str(steps), "--learning-starts", str(STARTS)),
-        *("--out", str(folder / "sb3.json"), *fixed),
-    ]
-
-
-def cleanrl(env: str, script: Path) -> Command:
-    """Its SAC for continuous actions."""
-    return lambda steps, folder: [
-        *(str(PEER_PYTHON), str(script), "--env-id", env, "--no-cuda"),
-        *("--total-timesteps", str(steps), "--learning-starts", str(STARTS)),
-    ]
-
-
-def seconds(commands: Mapping[tuple[str, int], Command], threads: int = 1) -> dict[tuple[str, int], float]:
+def seconds(commands: Mapping[tuple[str, int], Sequence[str]], threads: int = 1) -> dict[tuple[str, int], float]:
     """What whole runs of programs take, given program and number of steps.
 
     They run at once, a slice of time each in turn, so that all meet the same machine: its speed may change by half from
@@ -75,15 +48,16 @@ def seconds(commands: Mapping[tuple[str, int], Command], threads: int = 1) -> di
     """
     number, cores = str(threads), sorted(os.sched_getaffinity(0))[:threads]
     limited = {**os.environ, "OMP_NUM_THREADS": number, "MKL_NUM_THREADS": number}
-    pinned = ["taskset", "-c", ",".join(map(str, cores))]
+    limit = ["taskset", "-c", ",".join(map(str, cores))]
     spent = dict.fromkeys(commands, 0.0)
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ended:
+    with contextlib.ExitStack() as ended:
         running = {}
-        for i, (what, command) in enumerate(commands.items()):
-            own = Path(folder, str(i))
-            own.mkdir()
-            words = [*pinned, *command(what[1], own)]
-            process = subprocess.Popen(words, cwd=ROOT, env=limited, stdout=subprocess.DEVNULL, start_new_session=True)
+        for what, command in commands.items():
+            folder = ended.enter_context(tempfile.TemporaryDirectory())
+            words = [word.replace("{steps}", str(what[1])).replace("{folder}", folder) for word in command]
+            process = subprocess.Popen(
+                [*limit, *words], cwd=ROOT, env=limited, stdout=subprocess.DEVNULL, start_new_session=True
+            )
             ended.callback(kill, process)
             os.killpg(process.pid, signal.SIGSTOP)
             running[what] = process
@@ -108,6 +82,27 @@ def kill(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+def programs(env: str, threads: int, script: Path | None, algorithms: bool = False) -> dict[str, list[str]]:
+    """The command of every program that is installed; in its words ``{steps}`` and ``{folder}`` stay open."""
+    stable, sbx = (str(own_python(peer)) for peer in ("sb3", "sbx"))
+    commands = {
+        "gpubuf, uniform": (sys.executable, OURS),
+        "gpubuf, prioritized": (sys.executable, f"{OURS} --prioritized"),
+        "Stable-Baselines3": (stable, STABLE),
+        "SBX": (sbx, f"{STABLE} --sbx"),
+        **({"CleanRL": (stable, CLEANRL)} if script else {}),
+        **({f"gpubuf, {name}": (sys.executable, f"{OURS} --algo {name}") for name in ALGORITHMS} if algorithms else {}),
+    }
+    given = {"{env}": env, "{threads}": str(threads), "{script}": str(script and script.resolve())}
+    found = {}
+    for name, (python, words) in commands.items():
+        if Path(python).exists():
+            found[name] = [python, *(given.get(word, word) for word in words.split())]
+        else:
+            print(f"left out: {name}, whose environment is missing; `make {Path(python).parents[1]}/.ready` makes it")
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.speed", description=__doc__.partition("\n")[0])
     parser.add_argument("--env", default="Pendulum-v1", help="default: Pendulum-v1")
@@ -121,39 +116,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.many <= options.few:
         parser.error("--many must be more than --few")
-    env, threads = options.env, options.threads
-    programs = {
-        "gpubuf, uniform": ours(env, threads),
-        "gpubuf, prioritized": ours(env, threads, "--prioritized"),
-    }
-    for peer, title, more in PEERS:
-        python = own_python(peer)
-        if python.exists():
-            programs[title] = stable_baselines3(env, threads, python, *more)
-        else:
-            print(f"left out: {title}, which is not in .peers/{peer}; `make .peers/{peer}/.ready` installs it")
-    if options.cleanrl is not None and "Stable-Baselines3" in programs:
-        programs["CleanRL"] = cleanrl(env, options.cleanrl.resolve())
-    if options.algorithms:
-        programs |= {f"gpubuf, {name}": ours(env, threads, "--algo", name) for name in ALGORITHMS}
-    machine = {**describe("cpu"), "threads": threads}
-    speeds: dict[str, list[float]] = {name: [] for name in programs}
+    machine = {**describe("cpu"), "threads": options.threads}
+    chosen = programs(options.env, options.threads, options.cleanrl, options.algorithms)
+    speeds: dict[str, list[float]] = {name: [] for name in chosen}
     few, many = STARTS + options.few, STARTS + options.many
     for _ in range(options.rounds):
-        found = seconds({(name, steps): programs[name] for name in programs for steps in (few, many)}, threads)
-        for name in programs:
-            speeds[name].append((many - few) / (found[name, many] - found[name, few]))
-            print(f"{name}: {speeds[name][-1]:.1f} steps per second", flush=True)
-    results = [
-        {
-            "program": name,
-            "env": options.env,
-            "steps_per_second": round(statistics.median(rounds), 1),
-            "rounds": [round(speed, 1) for speed in rounds],
-        }
+        spent = seconds({(name, steps): chosen[name] for name in chosen for steps in (few, many)}, options.threads)
+        for name in chosen:
+            speeds[name].append(round((many - few) / (spent[name, many] - spent[name, few]), 1))
+            print(f"{name}: {speeds[name][-1]} steps per second", flush=True)
+    found = [
+        {"program": name, "env": options.env, "steps_per_second": round(statistics.median(rounds), 1), "rounds": rounds}
         for name, rounds in speeds.items()
     ]
-    write_results("speed", results, machine, options.out)
+    write_results("speed", found, machine, options.out)
 
 
 if __name__ == "__main__":

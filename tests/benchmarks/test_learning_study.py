@@ -1,12 +1,14 @@
-"""The study of what each algorithm learns: runs that go on where they stopped, its file of results, table, picture."""
+"""The studies that train: runs that go on where they stopped, their files of results, what the committed ones say."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.measure.results import newest_runs
-from benchmarks.studies import learning
+from benchmarks.studies import learning, speed
 from gpubuf import cli
 
 TINY = ["--learning-starts", "240", "--eval-every", "100", "--eval-episodes", "2"]
@@ -35,60 +37,40 @@ def test_a_run_is_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert "torch-Pendulum-sac-uniform-seed4-250: " in capsys.readouterr().out
 
 
-@pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
-    """Every command that would have run. Stable-Baselines3's writes its findings, the others none."""
-    seen: list[list[str]] = []
+def test_the_peer_runs_in_its_own_environment_and_ours_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Stable-Baselines3's script writes its findings; a run of ours that was interrupted has left a checkpoint."""
+    python, seen = tmp_path / "python", list[list[str]]()
+    python.touch()
 
     def run(command, **_):
         seen.append(command)
-        if str(learning.PEER_SCRIPT) in command:
+        if command[0] == str(python):
             result = {"steps": 250, "returns": [1.0, 3.0], "curve": [[100, -5.0], [200, 1.5]], "seconds": 60.0}
             Path(command[command.index("--out") + 1]).write_text(json.dumps(result))
 
     monkeypatch.setattr(learning.subprocess, "run", run)
-    return seen
-
-
-def test_the_peer_runs_in_its_own_environment(tmp_path: Path, commands, monkeypatch: pytest.MonkeyPatch, capsys):
-    arguments = ["--envs", "Hopper-v5", "--curves", learning.PEER, "--seeds", "0", "1"]
-    monkeypatch.setattr(learning, "PEER_PYTHON", tmp_path / "python")
+    monkeypatch.setattr(learning, "PEER_PYTHON", tmp_path / "absent")
+    arguments = ["--envs", "Hopper-v5", "--curves", learning.PEER, "flashsac", "--seeds", "0"]
+    assert study(tmp_path, *arguments, "--collect") == seen == []
     assert study(tmp_path, *arguments) == []
-    assert "left out: Stable-Baselines3" in capsys.readouterr().out
-    (tmp_path / "python").touch()
-    found = study(tmp_path, *arguments)
-    assert [(one["seed"], one["mean_return"], one["std_return"], one["seconds"]) for one in found] == [
-        (0, 2.0, 1.0, 60.0),
-        (1, 2.0, 1.0, 60.0),
-    ]
-    assert [command[0] for command in commands] == [str(tmp_path / "python")] * 2
-    assert "--learning-starts" in commands[0]
-
-
-def test_an_interrupted_run_goes_on(tmp_path: Path, commands):
-    arguments = ["--envs", "Hopper-v5", "--curves", "flashsac", "--seeds", "0"]
-    assert study(tmp_path, *arguments, "--collect") == commands == []
+    monkeypatch.setattr(learning, "PEER_PYTHON", python)
     folder = tmp_path / "runs" / "Hopper-v5-flashsac-seed0-250"
-    study(tmp_path, *arguments)
     (folder / "checkpoint.safetensors").touch()
-    study(tmp_path, *arguments)
-    begun, resumed = commands
+    (found,) = study(tmp_path, *arguments)
+    assert (found["mean_return"], found["std_return"], found["seconds"]) == (2.0, 1.0, 60.0)
+    begun, peer, resumed = seen
     assert begun[begun.index("--algo") + 1] == "flashsac"
     assert begun[begun.index("--checkpoint-every") + 1] == "50"
+    assert "--learning-starts" in peer
     assert resumed[-2:] == ["--resume", str(folder)]
-
-
-def one(curve: str, seed: int, final: float, env: str = "Hopper-v5") -> dict:
-    points = [[5000, final / 2], [10_000, final]]
-    found = {"curve": curve, "env": env, "seed": seed, "steps": 10_000, "points": points}
-    seconds = {"seconds": 150.0, "steps_per_second": 66.7, "processor_seconds": 120.0}
-    return {**found, **seconds, "mean_return": final, "std_return": 1.0, "episodes": 10, "options": ""}
 
 
 def test_runs_are_added_to_those_of_the_file(tmp_path: Path):
     """A run again counts once, the new one."""
-    old, new = [one("redq", 0, 1.0), one("redq", 1, 2.0)], [one("redq", 1, 3.0), one("crossq", 0, 4.0)]
-    assert [run["mean_return"] for run in learning.merged(old, new)] == [4.0, 1.0, 3.0]
+    old, new = [("redq", 0, 1.0), ("redq", 1, 2.0)], [("redq", 1, 3.0), ("crossq", 0, 4.0)]
+    same = {"env": "Hopper-v5", "steps": 10_000}
+    old, new = ([{**same, "curve": c, "seed": s, "return": r} for c, s, r in runs] for runs in (old, new))
+    assert [run["return"] for run in learning.merged(old, new)] == [4.0, 1.0, 3.0]
     out = tmp_path / "results.json"
     out.write_text(json.dumps({"learning": old}))
     learning.main(["--collect", "--folder", str(tmp_path / "runs"), "--out", str(out)])
@@ -112,3 +94,49 @@ def test_halfcheetah_rises():
     cheetah = [r for r in committed() if r["env"] == "HalfCheetah-v5" and r["curve"].startswith("sac")]
     assert cheetah
     assert all(r["mean_return"] > r["points"][0][1] for r in cheetah)
+
+
+def test_speed_is_the_steps_between_two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """Programs that take 5 seconds before they learn, and a hundredth, or a fiftieth, of a second a step then."""
+    commands = []
+
+    def seconds(programs, threads):
+        commands.extend(programs.values())
+        fast = {name: "gpubuf" in words and "--prioritized" not in words for (name, _), words in programs.items()}
+        return {(name, steps): 5 + steps * (0.01 if fast[name] else 0.02) for name, steps in programs}
+
+    monkeypatch.setattr(speed, "seconds", seconds)
+    monkeypatch.setattr(speed, "own_python", lambda peer: tmp_path / peer / "bin" / "python")
+    out = tmp_path / "results.json"
+    speed.main(["--rounds", "2", "--out", str(out)])
+    assert "left out: Stable-Baselines3" in capsys.readouterr().out
+    assert len(commands) == 8
+    for peer in ("sb3", "sbx"):
+        (tmp_path / peer / "bin").mkdir(parents=True)
+        (tmp_path / peer / "bin" / "python").touch()
+    speed.main(["--rounds", "1", "--algorithms", "--cleanrl", str(tmp_path / "sac.py"), "--out", str(out)])
+    found = {one["program"]: one["steps_per_second"] for one in json.loads(out.read_text())["speed"]}
+    peers = dict.fromkeys(("Stable-Baselines3", "SBX", "CleanRL"), 50)
+    others = dict.fromkeys((f"gpubuf, {name}" for name in speed.ALGORITHMS), 100)
+    assert found == {"gpubuf, uniform": 100, "gpubuf, prioritized": 50, **peers, **others}
+    assert all(words[words.index("--learning-starts") + 1] == "1000" for words in commands)
+
+
+def test_programs_run_in_turn(monkeypatch: pytest.MonkeyPatch):
+    """Each has its own time. If one fails, the others end."""
+    monkeypatch.setattr(speed, "SLICE", 0.05)
+    naps = [sys.executable, "-c", "import time\nfor _ in range({steps}): time.sleep(0.01)"]
+    found = speed.seconds({("short", 20): naps, ("long", 80): naps})
+    # A nap may go on while its program is stopped.
+    assert found["short", 20] > 0.1
+    assert found["long", 80] > 0.4
+    with pytest.raises(subprocess.CalledProcessError):
+        speed.seconds({("broken", 1): ["false"], ("long", 10_000): naps})
+
+
+@pytest.mark.slow
+def test_speed_runs_the_command():
+    """The real one, far too short to time."""
+    command = speed.programs("torch/Pendulum", 1, None)["gpubuf, uniform"]
+    what = ("gpubuf", speed.STARTS + 3)
+    assert speed.seconds({what: [*command, "--num-envs", "1", "--hidden", "8"]})[what] > 0
