@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gpubuf.data.recording import CaptureError
-from gpubuf.kernels._operations import Dense, NotRepeatableError, Number, direct
+from gpubuf.kernels._operations import Addresses, Dense, NotRepeatableError, Number, direct
 from gpubuf.kernels._registry import NAMESPACE, cpu_function
 from gpubuf.kernels.tape import A_STRIDES, ADD, ADD_RELU, COPY, OPERATION, OUT_STRIDES, RELU, SIZES
 from gpubuf.kernels.tape._records import Record, blas, copy_of, records_of, room_for, run, table, to_be_changed
@@ -43,13 +43,16 @@ _ALIASES = frozenset({aten.detach.default, aten.alias.default})
 #: The same operations as Python calls them, which takes half as long as calls by their schema.
 _CALLS = {
     aten.add.Tensor: torch.add,
+    aten.addcmul.default: torch.addcmul,
     aten.exp.default: torch.exp,
     aten.expand.default: Tensor.expand,
     aten.mul.Tensor: torch.mul,
     aten.randn.default: torch.randn,
+    aten.randn_like.default: torch.randn_like,
     aten.softplus.default: torch.nn.functional.softplus,
     aten.sum.dim_IntList: torch.sum,
     aten.t.default: torch.t,
+    aten.tanh_.default: Tensor.tanh_,
     aten.transpose.int: torch.transpose,
     aten.view.default: Tensor.view,
 }
@@ -246,7 +249,7 @@ class Tape(TorchDispatchMode):
             return
         records: list[Record] = []
         noted = getattr(cpu_function(func), "noted", None) if ours else None
-        if noted is not None and None not in results:
+        if noted is not None and (out is None or None not in results):
             with contextlib.suppress(NotRepeatableError):
                 calls = [(kernel, [self._densely(x, records) for x in taken]) for kernel, taken in noted(args, outs)]
                 operation.kernels = [(kernel, self._encoded(taken)) for kernel, taken in calls]
@@ -453,7 +456,21 @@ class _Replay:
         if isinstance(argument, _Value):
             place = argument.memory.place
             return f"{self._term(argument)}.data_ptr()" if place is None else str(place.data_ptr() + argument.offset)
+        if isinstance(argument, Addresses):
+            return self._array(argument)
         return repr(argument)
+
+    def _array(self, of: Addresses) -> str:
+        """The address of an array, where those that change are set by lines of their own."""
+        numbers = array("q", of.plus)
+        name = self._constant(numbers)
+        for i, each in enumerate(of.tensors):
+            term = "0" if each is None else self._address(each)
+            if term.isdecimal():
+                numbers[i] += int(term)
+            else:
+                self._line(f"{name}[{i}] = {term} + {of.plus[i]}")
+        return str(numbers.buffer_info()[0])
 
     def _term(self, value: Any) -> str:
         """How an argument is written."""

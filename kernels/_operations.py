@@ -63,8 +63,15 @@ class Dense(NamedTuple):
     tensor: Tensor
 
 
+class Addresses(NamedTuple):
+    """An array of the addresses of tensors, 0 for None, each plus a number, in a :data:`KernelCall`."""
+
+    tensors: Sequence[Tensor | None]
+    plus: Sequence[int]
+
+
 KernelCall = tuple[Any, list[Any]]
-"""A kernel, and its arguments: numbers, tensors whose addresses it takes, :class:`Number` and :class:`Dense`."""
+"""A kernel, and its arguments: numbers, tensors whose addresses it takes, :class:`Number` and its like."""
 
 
 class NotRepeatableError(Exception):

@@ -58,12 +58,14 @@ def _onednn() -> Any:
     """oneDNN's linear layer where its products are faster than MKL's, else None.
 
     PyTorch's float32 products on x86 are MKL's, which takes its path for AVX2 on processors that are not Intel's. On
-    those with AVX-512 it reaches half the speed of oneDNN. Decided by the processor, not by a measurement that might
-    come out otherwise the next time: a run has the same bits as the one before.
+    those whose units have 512 bits, AMD's from Zen 5 on, it reaches half the speed of oneDNN. On Zen 4 it is a little
+    slower, and a recorded step gains more by calling MKL itself. Decided by the processor, not by a measurement that
+    might come out otherwise the next time: a run has the same bits as the one before.
     """
     from llvmlite.binding import get_host_cpu_name
 
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not get_host_cpu_name().startswith("znver"):
+    name = get_host_cpu_name()
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not name.startswith("znver") or name == "znver4":
         return None
     return getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 

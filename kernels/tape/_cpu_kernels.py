@@ -19,6 +19,7 @@ from gpubuf.kernels.tape import (
     COUNT,
     FIELDS,
     FILL,
+    FUSED,
     GROUPS,
     INNER,
     LEADING_A,
@@ -37,8 +38,10 @@ from gpubuf.kernels.tape import (
     RELU,
     RELU_GRADIENT,
     ROWS,
+    SHORT_PRODUCT,
     SIZES,
     STEPS,
+    STRIDES,
     SUBTRACT,
     SUM,
     TILE,
@@ -243,6 +246,59 @@ def _products(at, out, a, b, where, sgemm_batch):  # type: ignore[no-untyped-def
     )
 
 
+def _add_four(total, a, right, b, down, n):  # type: ignore[no-untyped-def]
+    """Add four rows of B, each times an element of A, in turn."""
+    y, s = carray(as_f32(total), n), carray(as_f32(a), 3 * right + 1)
+    s0, s1, s2, s3 = s[0], s[right], s[2 * right], s[3 * right]
+    x0, x1 = carray(as_f32(b), n), carray(as_f32(b + down), n)
+    x2, x3 = carray(as_f32(b + 2 * down), n), carray(as_f32(b + 3 * down), n)
+    for j in range(n):
+        y[j] = (((y[j] + s0 * x0[j]) + s1 * x1[j]) + s2 * x2[j]) + s3 * x3[j]
+
+
+def _add_one(total, a, right, b, down, n):  # type: ignore[no-untyped-def]
+    """Add a row of B, times an element of A."""
+    y, s, x = carray(as_f32(total), n), carray(as_f32(a), 1)[0], carray(as_f32(b), n)
+    for j in range(n):
+        y[j] = y[j] + s * x[j]
+
+
+_four, _rest = jit(_add_four), jit(_add_one)
+_fused_four, _fused_rest = jit(fastmath={"contract"})(_add_four), jit(fastmath={"contract"})(_add_one)
+
+
+@jit
+def _short_product(at, out, a, b, room):  # type: ignore[no-untyped-def]
+    """A row of OUT at a time, in ``room`` where its elements are not side by side."""
+    field = carray(as_i64(at), FIELDS)
+    inner, columns, right, down = field[INNER], field[COLUMNS], field[STRIDES + 1], 4 * field[STRIDES + 2]
+    apart = field[STRIDES + 4]
+    for j in range(field[COUNT]):
+        rows_of_b = b + j * field[STEPS + 2]
+        for i in range(field[ROWS]):
+            to = out + j * field[STEPS] + 4 * i * field[STRIDES + 3]
+            x = a + j * field[STEPS + 1] + 4 * i * field[STRIDES]
+            total = to if apart == 1 else room
+            _dense(FILL, total, total, total, columns, np.float32(0))
+            fours = inner // 4 * 4
+            for k in range(0, fours, 4):
+                at_k = total, x + 4 * k * right, right, rows_of_b + k * down, down, columns
+                if field[FUSED]:
+                    _fused_four(*at_k)
+                else:
+                    _four(*at_k)
+            for k in range(fours, inner):
+                at_k = total, x + 4 * k * right, right, rows_of_b + k * down, down, columns
+                if field[FUSED]:
+                    _fused_rest(*at_k)
+                else:
+                    _rest(*at_k)
+            if apart != 1:
+                y, row = carray(as_f32(to), columns * apart), carray(as_f32(room), columns)
+                for k in range(columns):
+                    y[k * apart] = row[k]
+
+
 @kernel
 def run(records, first, count, slots, room, sgemm, sgemm_batch):  # type: ignore[no-untyped-def]
     """Carry out ``count`` records of a table, from ``first`` on.
@@ -260,6 +316,8 @@ def run(records, first, count, slots, room, sgemm, sgemm_batch):  # type: ignore
             _product(at, out, a, b, sgemm)
         elif operation == PRODUCTS:
             _products(at, out, a, b, room, sgemm_batch)
+        elif operation == SHORT_PRODUCT:
+            _short_product(at, out, a, b, room)
         elif operation == SUM:
             _sum(at, out, a, room)
         else:

@@ -27,6 +27,7 @@ from gpubuf.kernels.tape import (
     COUNT,
     FIELDS,
     FILL,
+    FUSED,
     GROUPS,
     INNER,
     LEADING_A,
@@ -45,8 +46,10 @@ from gpubuf.kernels.tape import (
     RELU,
     RELU_GRADIENT,
     ROWS,
+    SHORT_PRODUCT,
     SIZES,
     STEPS,
+    STRIDES,
     SUBTRACT,
     SUM,
     TILE,
@@ -61,6 +64,9 @@ run = named("tape._cpu_kernels.run")
 
 #: Elements of a result from which on several threads of PyTorch's are faster.
 SHARED = 1 << 18
+
+#: Rows or inner elements of a product up to which our own loop is faster than BLAS.
+SHORT = 8
 
 #: Numbers that each way to compute a product is compared by.
 _NUMBERS_TRIED = 4096
@@ -111,6 +117,7 @@ def room_for(records: Collection[dict[int, int]]) -> Tensor:
     needs = [4 * TILE]
     needs += [16 * fields[PARTS] * fields[SIZES + 2] for fields in records if fields[OPERATION] == SUM]
     needs += [24 * fields[COUNT] for fields in records if fields[OPERATION] == PRODUCTS]
+    needs += [4 * fields[COLUMNS] for fields in records if fields[OPERATION] == SHORT_PRODUCT]
     return torch.empty(max(needs), dtype=torch.uint8)
 
 
@@ -325,6 +332,9 @@ def _products(out: Tensor, x: Tensor, y: Tensor, bias: Tensor | None) -> Candida
         return
     if x.shape[-1] == 1:
         yield _record(MULTIPLY, out, x, y) + last
+    for turned, fused in product((False, True), (1, 0)):
+        records = _short(fused, out.mT, y.mT, x.mT) if turned else _short(fused, out, x, y)
+        yield records and [*records, *last]
     count = out.shape[0] if out.ndim == 3 else 1
     steps = [4 * each.stride(0) if each.ndim == 3 else 0 for each in (out, x, y)]
     (rows, inner), columns = x.shape[-2:], y.shape[-1]
@@ -341,6 +351,20 @@ def _products(out: Tensor, x: Tensor, y: Tensor, bias: Tensor | None) -> Candida
             # The one column is also that of the product itself.
             sides = (x, (not left[0], left[1]), steps[1]), (y, (not right[0], right[1]), steps[2])
             yield [*before, _product(shared, rows, 1, out, steps[0], *sides), *after]
+
+
+def _short(fused: int, out: Tensor, x: Tensor, y: Tensor) -> list[Record]:
+    """The record of a short product, or none: one of many elements is left to BLAS's threads."""
+    (rows, inner), columns = x.shape[-2:], y.shape[-1]
+    short = min(rows, inner) <= SHORT and y.stride(-1) == 1
+    if not short or (out.numel() > SHARED and torch.get_num_threads() > 1):
+        return []
+    fields = {OPERATION: SHORT_PRODUCT, ROWS: rows, COLUMNS: columns, INNER: inner, FUSED: fused}
+    fields[COUNT] = out.shape[0] if out.ndim == 3 else 1
+    strides = [*x.stride()[-2:], y.stride(-2), *out.stride()[-2:]]
+    fields |= {STRIDES + i: each for i, each in enumerate(strides)}
+    fields |= {STEPS + i: 4 * each.stride(0) if each.ndim == 3 else 0 for i, each in enumerate((out, x, y))}
+    return [Record(fields, (out, x, y))]
 
 
 _Side = tuple[Tensor, tuple[bool, int], int]

@@ -92,6 +92,32 @@ def test_what_a_step_leaves_behind_is_that_of_the_last_replay():
     assert all(map(torch.equal, run(on_cpu=False), run(on_cpu=True)))
 
 
+@pytest.mark.parametrize("empty", [False, True])
+def test_the_optimizer_finds_gradients_wherever_they_are(empty):
+    """That of ``tanh`` is in new memory at every replay, that of a weight is not. An empty one has no address."""
+
+    def run(on_cpu: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(size)) for size in ((4,), (2, 2), (4,), (0,))]
+        optimizer, kept = AdamW(parameters, 1e-2), []
+
+        def update(x: Tensor) -> None:
+            bias, weight, _, last = parameters
+            optimizer.zero_grad()
+            ((bias.tanh() * x).sum() + (x.view(2, 2) @ weight).sum() + (last.sum() if empty else 0)).backward()
+            optimizer.step()
+
+        step = capture(update, warmup=1, on_cpu=on_cpu)
+        for i in range(6):
+            step(torch.randn(4))
+            # Freed memory would be used again at once.
+            kept += [torch.empty(4) for _ in range(i)]
+        assert step.captured == on_cpu
+        return [*parameters, *(each for state in optimizer.state.values() for each in state.values())]
+
+    assert all(map(torch.equal, run(on_cpu=False), run(on_cpu=True)))
+
+
 def test_results_without_arguments_noise_and_numbers_of_the_host():
     total = torch.zeros(())
 

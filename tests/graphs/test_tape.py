@@ -18,6 +18,12 @@ def _times(x: Tensor, rows: slice) -> Tensor:
     return x * x[rows]
 
 
+def _long(x: Tensor, c: dict[str, Tensor], nets: int | None = None) -> Tensor:
+    square = (c["tall"] * x[:1]) @ c["tall"].t()
+    squares = square if nets is None else square.expand(nets, -1, -1)
+    return (squares @ square.t() if nets is None else torch.bmm(squares, squares.mT)[-1])[:ROWS, :WIDTH] * x
+
+
 def _shifted(x: Tensor) -> Tensor:
     x[:, :2].add_(1)
     x[1:4, 2:].mul_(2)
@@ -40,6 +46,11 @@ ONE = {
     "gram": lambda x, c: x @ (x.t() @ x),
     "nets": lambda x, c: torch.baddbmm(c["biases"], x.expand(3, -1, -1), c["nets"]).sum(0),
     "nets of one column": lambda x, c: torch.bmm(x.expand(3, -1, -1), c["nets"][:, :, :1])[1] * x,
+    "few columns": lambda x, c: (c["tall"] @ c["tall"].t())[:ROWS] @ c["tall"] * x,
+    "gradient of a weight": lambda x, c: (c["tall"].t() @ (c["tall"] @ c["square"]))[:1] * x,
+    "gradient of a wide weight": lambda x, c: ((c["tall"] @ c["square"]).t() @ c["tall"][:, :3])[:, 0] * x,
+    "long product": _long,
+    "long products": lambda x, c: _long(x, c, 3),
     "joined": lambda x, c: torch.cat([x[:, 3:], x[:, :3]], -1),
     "stacked": lambda x, c: torch.stack([x[0], x[2], x[1], x[3], x[5], x[4]]),
     "turned": lambda x, c: (x + 1).t().contiguous().t() + x,
@@ -106,15 +117,10 @@ def run(steps: list[tuple], returned: list[int], on_cpu: bool) -> list[Tensor]:
     ]
 
 
-#: What is left to PyTorch; it multiplies small batches of matrices without BLAS.
-CALLED = {
-    "nets": 1,
-    "nets of one column": 1,
-    "layers of nets": 1,
-    "overlapping": 1,
-    "PyTorch's own": 2,
-    "of a view of a result": 1,
-}
+#: PyTorch multiplies small batches of matrices without BLAS: some processors round as our own loop does.
+WITHOUT_BLAS = {"nets", "nets of one column", "layers of nets"}
+#: What is left to PyTorch.
+CALLED = {"overlapping": 1, "PyTorch's own": 2, "of a view of a result": 1}
 CALLED |= {"drawn": 1, "double": 3, "not a number": 3, "a constant of another shape": 3, "a copy and a part": 2}
 CALLED |= {"a part for PyTorch": 1, "no inner elements": 1, "other dtype": 1, "whole numbers beside": 2}
 
@@ -139,4 +145,5 @@ def test_operations_that_records_can_do_are_records(name):
     with tape:
         ONE[name](x, own)
     tape.finish()
-    assert tape.source.count(" = kept_") == CALLED.get(name, 0), tape.source
+    called = tape.source.count(" = kept_")
+    assert called == CALLED.get(name, 0) or (name in WITHOUT_BLAS and called == 1), tape.source
