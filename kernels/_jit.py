@@ -17,6 +17,7 @@ from numba.core.registry import cpu_target
 from gpubuf.kernels._machine_code import (
     PROCESSORS,
     SHIPPED,
+    TYPE_ERROR,
     Kernel,
     file_name,
     kernels,
@@ -161,7 +162,7 @@ def _entry(module: Any, name: str, target: Any, compiled: Any) -> None:
     _, given, count = function.args
     expected = len(compiled.argtypes)
     with builder.if_then(builder.icmp_signed("!=", count, _I64(expected)), likely=False):
-        error = builder.load(cgutils.add_global_variable(module, _POINTER, "PyExc_TypeError"))
+        error = cgutils.add_global_variable(module, ir.IntType(8), TYPE_ERROR)
         text = cgutils.global_constant(
             builder, f"{name}_arity", cgutils.make_bytearray(f"{name} takes {expected} arguments\0".encode())
         )

@@ -282,9 +282,11 @@ def target_machine(binding: Any, processor: str = "") -> Any:
 #: What machine code may call or read: of Python, and of the C library.
 _PYTHON = (
     *("PyLong_AsLongLong", "PyLong_FromLongLong", "PyFloat_AsDouble", "PyFloat_FromDouble", "PyObject_IsTrue"),
-    *("PyBool_FromLong", "PyErr_SetString", "PyErr_Occurred", "PyErr_NoMemory", "PyExc_TypeError", "Py_IncRef"),
+    *("PyBool_FromLong", "PyErr_SetString", "PyErr_Occurred", "PyErr_NoMemory", "Py_IncRef"),
     *("_Py_NoneStruct", "PyEval_SaveThread", "PyEval_RestoreThread"),
 )
+#: TypeError itself. Python's own name for it is that of a pointer to it, and Numba gives LLVM another meaning of that.
+TYPE_ERROR = "gpubuf_type_error"
 _C = ("malloc", "free", "memcpy", "memmove", "memset", "sqrt", "sqrtf")
 
 
@@ -295,6 +297,7 @@ def _initialize(binding: Any) -> None:
     for library, names in ((ctypes.pythonapi, _PYTHON), (ctypes.CDLL("ucrtbase" if os.name == "nt" else None), _C)):
         for name in names:
             binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+    binding.add_symbol(TYPE_ERROR, id(TypeError))
 
 
 # What takes long

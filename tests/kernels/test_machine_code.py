@@ -234,6 +234,34 @@ def test_all_machine_code_on_disk_is_loaded_without_numba():
     assert done.returncode == 0, done.stderr
 
 
+BESIDE_NUMBA = """
+import numba
+from gpubuf.kernels._machine_code import named
+named("optim._cpu._count").load()
+# Numba tells LLVM what it takes Python's names for.
+assert numba.njit(lambda x: x + 1)(1) == 2
+try:
+    named("moments._cpu._returns")()
+except TypeError:
+    print("refused")
+@numba.njit
+def refuse():
+    raise TypeError("by Numba")
+try:
+    refuse()
+except TypeError as error:
+    print(error)
+"""
+
+
+def test_errors_beside_functions_of_numbas():
+    for name in ("optim._cpu._count", "moments._cpu._returns"):
+        _machine_code.named(name).load()
+    done = subprocess.run([sys.executable, "-c", BESIDE_NUMBA], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "refused\nby Numba\n"
+
+
 FIRST_CALLS = """
 import sys
 import torch
