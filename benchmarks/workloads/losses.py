@@ -335,7 +335,7 @@ def calls(name: str, rows: int, compiled: bool) -> dict[str, Call]:
     return found
 
 
-def contenders(name: str, batches: Sequence[int] = (256, 8192)) -> dict[str, Contender]:
+def contenders(name: str, batches: Sequence[int] = (256, 1024)) -> dict[str, Contender]:
     """A loss with its networks at every size of a batch; compiled where there is a C++ compiler, and at most sizes."""
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     found: dict[str, dict[str, Call]] = {}
