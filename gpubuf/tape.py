@@ -20,7 +20,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gpubuf.data.recording import CaptureError
 from gpubuf.kernels._operations import Addresses, Dense, NotRepeatableError, Number, direct
 from gpubuf.kernels._registry import NAMESPACE, cpu_function
-from gpubuf.kernels.tape import A_STRIDES, ADD, ADD_RELU, COPY, OPERATION, OUT_STRIDES, RELU, SIZES
+from gpubuf.kernels.tape import (
+    A_STRIDES,
+    ADD,
+    ADD_RELU,
+    COLUMNS,
+    COPY,
+    COUNT,
+    OPERATION,
+    OUT_STRIDES,
+    POSITIVE,
+    RELU,
+    ROWS,
+    SIZES,
+    TILED_PRODUCT,
+)
 from gpubuf.kernels.tape._records import Record, blas, copy_of, records_of, room_for, run, table, to_be_changed
 
 _READS = torch.Tag.data_dependent_output
@@ -118,6 +132,7 @@ class _Operation:
         is_view: whether its results are part of what it was given.
         records: the fields of each; the memory, and the bytes from its base, of what it writes and reads.
         kernels: kernels with their arguments; values in the place of tensors.
+        is_joined: whether the records of the operation before do it.
     """
 
     run: Callable[..., Any]
@@ -129,6 +144,7 @@ class _Operation:
     is_view: bool = False
     records: list[tuple[dict[int, int], list[tuple[_Memory, int]]]] = field(default_factory=list)
     kernels: list[tuple[Any, list[Any]]] = field(default_factory=list)
+    is_joined: bool = False
 
     def may_overwrite(self, i: int) -> _Memory | None:
         """What the ``i``-th operation reads and nothing needs after it, if its result may be there too."""
@@ -145,16 +161,20 @@ class _Operation:
         return over if same and other is not over else None
 
     def join(self, before: _Operation) -> None:
-        """If this is the ReLU, in place, of a sum that the operation before ends with, do both at once."""
-        if len(self.records) != 1 or len(before.records) < 2:
+        """If this is the ReLU, in place, of what the operation before ends with, do both at once."""
+        if len(self.records) != 1 or not before.records or self.records[0][0][OPERATION] != RELU:
             return
-        (fields, places), (sum_fields, sum_places) = self.records[0], before.records[-1]
-        same = places[0] == places[1] == sum_places[0] and [fields[SIZES + i] for i in range(2)] == [1, 1]
-        whole = fields[SIZES + 2] == math.prod(sum_fields[SIZES + i] for i in range(3))
-        if same and whole and (fields[OPERATION], sum_fields[OPERATION]) == (RELU, ADD):
-            before.records.pop()
-            self.records = [({**sum_fields, OPERATION: ADD_RELU}, sum_places)]
-            self.uses |= before.uses
+        (fields, places), (last, last_places) = self.records[0], before.records[-1]
+        if last[OPERATION] == TILED_PRODUCT:
+            count, both = last[COUNT] * last[ROWS] * last[COLUMNS], {POSITIVE: 1}
+        elif last[OPERATION] == ADD and len(before.records) > 1:
+            count, both = math.prod(last[SIZES + i] for i in range(3)), {OPERATION: ADD_RELU}
+        else:
+            return
+        same = places[0] == places[1] == last_places[0]
+        if same and [fields[SIZES + i] for i in range(3)] == [1, 1, count]:
+            before.records[-1] = {**last, **both}, last_places
+            self.records, self.is_joined = [], True
 
 
 class Tape(TorchDispatchMode):
@@ -384,8 +404,9 @@ class _Replay:
 
     def _is_called(self, operation: _Operation) -> bool:
         """Views are needed only of what PyTorch's calls return: other memory has its place."""
-        return not operation.is_view or any(
-            each in self._needed and not each.memory.kept for each in operation.results if each
+        return not operation.is_joined and (
+            not operation.is_view
+            or any(each in self._needed and not each.memory.kept for each in operation.results if each)
         )
 
     def _place(self) -> None:

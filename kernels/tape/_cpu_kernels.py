@@ -12,6 +12,7 @@ from gpubuf.kernels.tape import (
     ADD,
     ADD_NUMBER,
     ADD_RELU,
+    ADDED,
     B_STRIDES,
     BETA,
     COLUMNS,
@@ -45,11 +46,13 @@ from gpubuf.kernels.tape import (
     SUBTRACT,
     SUM,
     TILE,
+    TILED_PRODUCT,
     TRANSPOSED_A,
     TRANSPOSED_B,
     A,
     B,
 )
+from gpubuf.kernels.tape._cpu_product import tiled_product
 
 
 @jit(forceinline=True)
@@ -318,6 +321,9 @@ def run(records, first, count, slots, room, sgemm, sgemm_batch):  # type: ignore
             _products(at, out, a, b, room, sgemm_batch)
         elif operation == SHORT_PRODUCT:
             _short_product(at, out, a, b, room)
+        elif operation == TILED_PRODUCT:
+            added = load_i64(slots + 8 * load_i64(at + 8 * ADDED)) + load_i64(at + 8 * ADDED + 8)
+            tiled_product(at, out, a, b, added, room)
         elif operation == SUM:
             _sum(at, out, a, room)
         else:

@@ -20,15 +20,19 @@ from gpubuf.kernels.tape import (
     A_STRIDES,
     ADD,
     ADD_NUMBER,
+    ADDED,
+    ADDED_STEP,
     B_STRIDES,
     BETA,
     COLUMNS,
     COPY,
     COUNT,
+    DEPTH,
     FIELDS,
     FILL,
     FUSED,
     GROUPS,
+    HAS_ADDED,
     INNER,
     LEADING_A,
     LEADING_B,
@@ -53,8 +57,10 @@ from gpubuf.kernels.tape import (
     SUBTRACT,
     SUM,
     TILE,
+    TILED_PRODUCT,
     TRANSPOSED_A,
     TRANSPOSED_B,
+    WIDTH,
     A,
     B,
 )
@@ -80,11 +86,12 @@ class Record(NamedTuple):
 
     Attributes:
         fields: its fields.
-        tensors: what it writes, and what it reads: tensors of the operation, or views of them.
+        tensors: what it writes, and what it reads: tensors of the operation, or views of them. The last one of four is
+            what a tiled product adds.
     """
 
     fields: dict[int, int]
-    tensors: tuple[Tensor, Tensor, Tensor]
+    tensors: tuple[Tensor, ...]
 
 
 Candidates = Iterator[list[Record]]
@@ -105,7 +112,7 @@ def table(records: Sequence[tuple[dict[int, int], Sequence[tuple[int, int]]]]) -
     numbers = array("q", [0] * FIELDS * max(len(records), 1))
     for i, (fields, places) in enumerate(records):
         found = {**fields}
-        for field, (slot, at) in zip((OUT, A, B), places, strict=True):
+        for field, (slot, at) in zip((OUT, A, B, ADDED), places, strict=False):
             found |= {field: slot, field + 1: at}
         for field, value in found.items():
             numbers[i * FIELDS + field] = value
@@ -118,6 +125,7 @@ def room_for(records: Collection[dict[int, int]]) -> Tensor:
     needs += [16 * fields[PARTS] * fields[SIZES + 2] for fields in records if fields[OPERATION] == SUM]
     needs += [24 * fields[COUNT] for fields in records if fields[OPERATION] == PRODUCTS]
     needs += [4 * fields[COLUMNS] for fields in records if fields[OPERATION] == SHORT_PRODUCT]
+    needs += [4 * DEPTH * WIDTH for fields in records if fields[OPERATION] == TILED_PRODUCT]
     return torch.empty(max(needs), dtype=torch.uint8)
 
 
@@ -150,7 +158,7 @@ _ways: dict[Any, int | None] = {}
 def _way(func: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> int | None:
     make = _ROUNDED[func]
     given = [(each.shape, each.stride()) if isinstance(each, Tensor) else repr(each) for each in args]
-    key = func, *given, repr(kwargs)
+    key = func, torch.get_num_threads() == 1, *given, repr(kwargs)
     if key not in _ways:
         # Two ways may round a few numbers alike, and others not.
         count = max(2, min(_NUMBERS_TRIED // out.numel(), 64))
@@ -332,6 +340,7 @@ def _products(out: Tensor, x: Tensor, y: Tensor, bias: Tensor | None) -> Candida
         return
     if x.shape[-1] == 1:
         yield _record(MULTIPLY, out, x, y) + last
+    yield _tiled(out, x, y, bias)
     for turned, fused in product((False, True), (1, 0)):
         records = _short(fused, out.mT, y.mT, x.mT) if turned else _short(fused, out, x, y)
         yield records and [*records, *last]
@@ -365,6 +374,33 @@ def _short(fused: int, out: Tensor, x: Tensor, y: Tensor) -> list[Record]:
     fields |= {STRIDES + i: each for i, each in enumerate(strides)}
     fields |= {STEPS + i: 4 * each.stride(0) if each.ndim == 3 else 0 for i, each in enumerate((out, x, y))}
     return [Record(fields, (out, x, y))]
+
+
+@functools.cache
+def _tiles_pay() -> bool:
+    """Whether tiles are faster than MKL, which has no path for AVX-512 on AMD's processors."""
+    from llvmlite.binding import get_host_cpu_name
+
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and get_host_cpu_name().startswith("znver")
+
+
+def _tiled(out: Tensor, x: Tensor, y: Tensor, bias: Tensor | None) -> list[Record]:
+    """The record of a tiled product, or none: of too few columns, or where BLAS has several threads."""
+    (rows, inner), columns = x.shape[-2:], y.shape[-1]
+    if rows < 4 or columns < WIDTH // 2 or torch.get_num_threads() > 1 or not _tiles_pay():
+        return []
+    fields = {OPERATION: TILED_PRODUCT, ROWS: rows, COLUMNS: columns, INNER: inner}
+    fields[COUNT] = out.shape[0] if out.ndim == 3 else 1
+    fields |= {STRIDES + i: each for i, each in enumerate((*x.stride()[-2:], *y.stride()[-2:]))}
+    steps = [4 * each.stride(0) if each.ndim == 3 else 0 for each in (out, x, y)]
+    fields |= {STEPS + i: each for i, each in enumerate(steps)}
+    if bias is None:
+        return [Record(fields, (out, x, y))]
+    added = bias.expand(out.shape)
+    if added.stride()[-2:] != (0, 1) or not _is_plain(bias):
+        return []
+    fields |= {HAS_ADDED: 1, ADDED_STEP: 4 * added.stride(0) if out.ndim == 3 else 0}
+    return [Record(fields, (out, x, y, bias))]
 
 
 _Side = tuple[Tensor, tuple[bool, int], int]

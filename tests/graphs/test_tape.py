@@ -1,6 +1,7 @@
 """Steps of random operations: a replay has the bits of the step, whatever is computed where."""
 
 import operator
+from array import array
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpubuf import capture
+from gpubuf.kernels.tape import POSITIVE, _records
 from gpubuf.tape import Tape
 
 ROWS, WIDTH = 6, 5
@@ -147,3 +149,35 @@ def test_operations_that_records_can_do_are_records(name):
     tape.finish()
     called = tape.source.count(" = kept_")
     assert called == CALLED.get(name, 0) or (name in WITHOUT_BLAS and called == 1), tape.source
+
+
+SIZES = st.tuples(st.integers(4, 40), st.integers(1, 300), st.integers(16, 70))
+
+
+@given(SIZES, st.sampled_from([None, 2]), st.booleans(), st.booleans(), st.booleans(), st.booleans())
+@settings(deadline=None, max_examples=80)
+def test_tiled_products(sizes, nets, turned_x, turned_y, biased, positive):
+    """As in float64, whatever lies how; nothing else is written, and numbers that are none stay."""
+    rows, inner, columns = sizes
+    drawn, many = torch.Generator().manual_seed(sum(sizes)), () if nets is None else (nets,)
+
+    def matrix(down: int, right: int, turned: bool) -> Tensor:
+        found = torch.randn(*many, *((right, down) if turned else (down, right)), generator=drawn)
+        return found.mT if turned else found
+
+    x, y = matrix(rows, inner, turned_x), matrix(inner, columns, turned_y)
+    x[..., 1, 0] = torch.nan
+    bias = torch.randn(*many, 1, columns, generator=drawn) if biased else None
+    memory = torch.full((2 + (nets or 1) * rows * columns,), 7.0)
+    out = memory[1:-1].view(*many, rows, columns)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_records, "_tiles_pay", lambda: True)
+        (record,) = _records._tiled(out, x, y, bias)
+    fields = {**record.fields, POSITIVE: int(positive)}
+    numbers = _records.table([(fields, [(0, each.data_ptr()) for each in record.tensors])])
+    room, slots = _records.room_for([fields]), array("q", [0])
+    _records.run(numbers.buffer_info()[0], 0, 1, slots.buffer_info()[0], room.data_ptr(), *_records.blas())
+    expected = x.double() @ y.double() + (0 if bias is None else bias)
+    expected = expected.relu() if positive else expected
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4, equal_nan=True)
+    assert memory[0] == memory[-1] == 7
