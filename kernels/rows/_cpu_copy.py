@@ -23,6 +23,12 @@ def row_address(entry, position):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
+def wrapped(row, capacity):  # type: ignore[no-untyped-def]
+    """``row`` modulo the capacity, less than twice which it is."""
+    return row if row < capacity else row - capacity
+
+
+@jit(forceinline=True)
 def differ(a, b, row_bytes):  # type: ignore[no-untyped-def]
     """Whether the rows at two addresses have different bytes."""
     if row_bytes == 8:

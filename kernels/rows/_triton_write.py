@@ -25,9 +25,9 @@ from gpubuf.kernels.rows._triton import (
     ELEMENTS,
     ENTRIES,
     FIELD,
+    KIND,
     NEXT,
     PENDING,
-    ROW,
     SCALE,
     SIDE_STRIDE,
     STEPS,
@@ -75,7 +75,7 @@ LOST = tl.constexpr(rows.LOST)
 @triton.jit
 def load_shared(fields_ptr, lanes, n_keys):
     """Whether fields ``lanes`` are next observations that writes give."""
-    kind = tl.load(fields_ptr + lanes * FIELD + ROW, mask=lanes < n_keys, other=0)
+    kind = tl.load(fields_ptr + lanes * FIELD + KIND, mask=lanes < n_keys, other=0)
     return (kind == NEXT) & (tl.load(fields_ptr + lanes * FIELD + WRITES, mask=lanes < n_keys, other=0) != 0)
 
 
@@ -93,7 +93,7 @@ def load_write_tiles(
         if SHARED:
             some = load_shared(table_ptr, lanes, n_keys)
         else:
-            kind = tl.load(entry_ptr + ROW, mask=some, other=STEPS)
+            kind = tl.load(entry_ptr + KIND, mask=some, other=STEPS)
             some = (kind != NEXT) & (kind != STEPS)
             some = some & (tl.load(entry_ptr + WRITES, mask=some, other=0) != 0)
         words = tl.load(entry_ptr + ROW_BYTES, mask=some, other=0)

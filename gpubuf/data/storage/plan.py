@@ -305,7 +305,7 @@ def fields_of(
                 split=split,
                 host_rows=host_rows,
                 row_stride=row_stride,
-                row=rows.NEXT if source.follows else rows.DRAWN,
+                kind=rows.NEXT if source.follows else rows.DRAWN,
                 stored=rows.dtype_code(stored.dtype),
                 written=rows.dtype_code(written.dtype),
                 batch=rows.dtype_code(leaf.dtype),
@@ -484,9 +484,9 @@ class Recipe:
         rewards, chosen = self.rewards(schema), []
         for position, (leaf, field) in enumerate(zip(schema.batch.leaves, fields, strict=True)):
             if position in rewards:
-                field = replace(field, row=rows.SUM)
-            elif leaf.key[0] == NEXT_KEY and field.row != rows.NEXT:
-                field = replace(field, row=rows.LAST)
+                field = replace(field, kind=rows.SUM)
+            elif leaf.key[0] == NEXT_KEY and field.kind != rows.NEXT:
+                field = replace(field, kind=rows.LAST)
             chosen.append(field)
         return [*chosen, _STEPS_FIELD]
 
