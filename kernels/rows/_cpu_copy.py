@@ -23,9 +23,9 @@ def row_address(entry, position):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def wrapped(row, capacity):  # type: ignore[no-untyped-def]
-    """``row`` modulo the capacity, less than twice which it is."""
-    return row if row < capacity else row - capacity
+def forward(row, by, capacity):  # type: ignore[no-untyped-def]
+    """The row ``by`` rows after, ``by`` up to the capacity."""
+    return row + by if row + by < capacity else row + by - capacity
 
 
 @jit(forceinline=True)

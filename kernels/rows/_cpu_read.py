@@ -61,10 +61,10 @@ from gpubuf.kernels.rows._cpu_copy import (
     AT_END,
     copy_row,
     first_outside,
+    forward,
     place_address,
     prefetch_row,
     row_address,
-    wrapped,
     write_generations,
 )
 from gpubuf.kernels.rows._cpu_numbers import (
@@ -355,7 +355,7 @@ def _compute(field, rows, length, n, how, number_type, target, numbers):  # type
                     for e in range(elements):
                         sums[e] = numbers[e] if step == 0 else sums[e] + discount * numbers[e]
                     discount *= gamma
-                    row = wrapped(row + envs, capacity)
+                    row = forward(row, envs, capacity)
                     address = row_address(field, row)
             if kind == SUM:
                 for e in range(elements):
@@ -447,7 +447,7 @@ def _find_windows(ends, written, capacity, envs, n_steps, position, n, length, l
         if ends != 0 and k > 1:
             k = _to_first_end(ends, steps, envs, env, step, k)
         length[i] = k
-        last[i] = wrapped(position[i] + (k - 1) * envs, capacity)
+        last[i] = forward(position[i], (k - 1) * envs, capacity)
 
 
 @jit(forceinline=True)
@@ -468,7 +468,7 @@ def _find_next(links, written, capacity, envs, last, n, place):  # type: ignore[
         else:
             if link < 0:
                 lost = i
-            place[i] = wrapped(row + envs, capacity)
+            place[i] = forward(row, envs, capacity)
     return lost
 
 
@@ -499,7 +499,7 @@ def _sum_rows(target, field, rows, length, n, capacity, envs, gamma):  # type: i
         coming = min(i + AHEAD, n - 1)
         # All rows of the window: those of one environment often share a line, but not always.
         for j in range(length[coming]):
-            row = wrapped(rows[coming] + j * envs, capacity)
+            row = forward(rows[coming], j * envs, capacity)
             prefetch_row((base if row < split else beyond) + row * stride, row_bytes)
         steps = length[i] - 1
         for e in range(elements):
@@ -507,7 +507,7 @@ def _sum_rows(target, field, rows, length, n, capacity, envs, gamma):  # type: i
             total, discount = float(read_f32((base if row < split else beyond) + row * stride, e)), 1.0
             for _ in range(steps):
                 discount *= gamma
-                row = wrapped(row + envs, capacity)
+                row = forward(row, envs, capacity)
                 total += discount * float(read_f32((base if row < split else beyond) + row * stride, e))
             write_f32(target, i * elements + e, np.float32(total))
 

@@ -57,9 +57,9 @@ from gpubuf.kernels.rows._cpu_copy import (
     copy_rows,
     differ,
     first_outside,
+    forward,
     prefetch_row,
     row_address,
-    wrapped,
     write_run,
 )
 from gpubuf.kernels.rows._cpu_numbers import (
@@ -207,7 +207,7 @@ def keep_rows(table_address, keys_address, n_keys, ring_address, index_address, 
         words[JOURNAL_WORDS + k] = keys[k]
     first = ring[WRITTEN] % capacity
     for i in range(n):
-        at = given[i] if has_index else wrapped(first + i, capacity)
+        at = given[i] if has_index else forward(first, i, capacity)
         position[i] = at + capacity if at < 0 else at
     before_seam = min(n, capacity - first)
     target = journal_address + 8 * (JOURNAL_WORDS + n_keys + n)
@@ -344,7 +344,7 @@ def extend_rows(  # type: ignore[no-untyped-def]
     position = written % capacity
     for i in range(n):
         index[i] = position
-        position = wrapped(position + 1, capacity)
+        position = forward(position, 1, capacity)
     first = (written + n - kept) % capacity
     before_seam = min(kept, capacity - first)
     for f in range(n_fields):
@@ -386,7 +386,7 @@ def _set_links(  # type: ignore[no-untyped-def]
             _put_next(fields, n_fields, staged, i, ENTRIES, entry)
             link = entry + 1
         write_32(links, row, link)
-        row = wrapped(row + 1, capacity)
+        row = forward(row, 1, capacity)
 
 
 @kernel
@@ -468,7 +468,7 @@ def relink_rows(  # type: ignore[no-untyped-def]
         separate[i] = 0
         row = rows[i]
         if row >= 0 and not newest <= row < newest + envs:
-            after = wrapped(row + envs, capacity)
+            after = forward(row, envs, capacity)
             for f in range(n_fields):
                 if is_taken(fields[f], NEXT_ALONE):
                     source = staged[f, 0] + i * staged[f, 1]

@@ -307,7 +307,7 @@ def newest_step(written, steps, envs):
 
 @triton.jit
 def forward(step, by, steps):
-    """The step ``by`` steps after, ``by`` up to ``steps``."""
+    """The step ``by`` steps after, ``by`` up to ``steps``. Rows go round their ring in the same way."""
     return tl.where(step + by < steps, step + by, step + by - steps)
 
 

@@ -37,6 +37,7 @@ from gpubuf.kernels.rows._triton import (
     WRITTEN_AS_STORED,
     divided,
     encoded_bits,
+    forward,
     item_shift,
     load_bits,
     load_float,
@@ -220,7 +221,7 @@ def rows_extend_kernel(
         begin = written + program * TILE
         begin -= quotient(begin, capacity) * capacity
         if capacity >= TILE:
-            position = tl.where(begin + lane < capacity, begin + lane, begin + lane - capacity)
+            position = forward(begin, lane, capacity)
         else:
             position = ((begin.to(tl.int32) + lane) % capacity.to(tl.int32)).to(tl.int64)
         row = program * TILE + lane
@@ -237,8 +238,7 @@ def rows_extend_kernel(
             _as_stored, _shift, _words, _first_row, _first_word, passes = elements
             for part in range(0, passes):
                 row, column = elements_of(elements, part, TILE)
-                position = cursor + row
-                position = tl.where(position < capacity, position, position - capacity)
+                position = forward(cursor, row, capacity)
                 target = row_address(position, *memory)
                 chosen = (row < kept) & (source != 0)
                 put_elements(key, elements, ring_ptr, row, column, target, chosen, chosen, PLAIN)
@@ -364,7 +364,7 @@ def rows_compare_kernel(
         written, size, index_ptr, winner_ptr, i, n, skipped.to(tl.int64), capacity, envs, RELINK
     )
     active = there & ~newest
-    successor = tl.where(position + envs < capacity, position + envs, position + envs - capacity)
+    successor = forward(position, envs, capacity)
     lanes = tl.arange(0, KEYS)
     shared = load_shared(fields_ptr, lanes, n_keys).to(tl.int32)
     number = tl.cumsum(shared, 0) * shared
@@ -576,8 +576,7 @@ def rows_aside_kernel(
                 # The steps are whole: the last rows are of environments in their order.
                 source = skipped + row
                 env = row - (kept - envs)
-                position = begin + row
-                position = tl.where(position < capacity, position, position - capacity)
+                position = forward(begin, row, capacity)
                 newest = env >= 0
                 there = row < kept
             link = tl.load(links_ptr + position, mask=there & ~newest, other=0).to(tl.int64)
