@@ -211,7 +211,7 @@ def plan(
     compared = compared_keys(schema.written.leaves, schema.sources) if ends == CONTINUITY else []
     # The links of observations stored once tell it anyway.
     breaks = any(not schema.sources[coming].follows for coming, _ in compared)
-    row = _Row(schema, options, Recipe.of(n_steps).n_steps > 1, breaks + bool(writers))
+    row = _Row(schema, options, Recipe(n_steps).n_steps > 1, breaks + bool(writers))
     chosen = _sampler(sampler)
     free = host_memory.free()
     device_type = "cpu" if free.device is None else "cuda"

@@ -229,19 +229,19 @@ def _open(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tenso
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         start = _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        _need(_LENGTH_BYTES < start <= size, f"a header of {start - _LENGTH_BYTES} bytes in a file of {size}")
+        need(_LENGTH_BYTES < start <= size, f"a header of {start - _LENGTH_BYTES} bytes in a file of {size}")
         header = json.loads(file.read(start - _LENGTH_BYTES).decode())
     # Private: the file stays as it is. Not `mmap`, which keeps a file descriptor for as long as there is a tensor.
     memory = torch.from_file(os.fspath(path), shared=False, size=size, dtype=torch.uint8)
-    _need(isinstance(header, dict), f"the header is a {type(header).__name__}")
+    need(isinstance(header, dict), f"the header is a {type(header).__name__}")
     metadata = header.pop("__metadata__", {})
-    _need(isinstance(metadata, dict), f"the metadata is a {type(metadata).__name__}")
+    need(isinstance(metadata, dict), f"the metadata is a {type(metadata).__name__}")
     entries = {name: _entry(entry, start) for name, entry in header.items()}
     at = start
     for _, _, begin, end in sorted(entries.values(), key=lambda entry: entry[2:]):
-        _need(begin == at, f"byte {at} belongs to none or to two of the tensors")
+        need(begin == at, f"byte {at} belongs to none or to two of the tensors")
         at = end
-    _need(at == size, f"the tensors end at byte {at} of {size}")
+    need(at == size, f"the tensors end at byte {at} of {size}")
     return metadata, {
         name: memory[begin:end].view(dtype).view(shape) for name, (dtype, shape, begin, end) in entries.items()
     }
@@ -249,19 +249,20 @@ def _open(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tenso
 
 def _entry(raw: Any, start: int) -> tuple[torch.dtype, list[int], int, int]:
     """Dtype, shape, and first byte and end in the file of one tensor of a header whose data begins at ``start``."""
-    _need(isinstance(raw, dict) and raw.keys() == {"dtype", "shape", "data_offsets"}, f"{raw!r} describes no tensor")
+    need(isinstance(raw, dict) and raw.keys() == {"dtype", "shape", "data_offsets"}, f"{raw!r} describes no tensor")
     dtype, shape, offsets = DTYPES.get(str(raw["dtype"])), raw["shape"], raw["data_offsets"]
     for counts in (shape, offsets):
         is_counts = isinstance(counts, list) and all(type(n) is int and n >= 0 for n in counts)
-        _need(is_counts, f"expected counts, got {counts!r}")
-    _need(dtype is not None and len(offsets) == 2, f"{raw!r} describes no tensor")
+        need(is_counts, f"expected counts, got {counts!r}")
+    need(dtype is not None and len(offsets) == 2, f"{raw!r} describes no tensor")
     assert dtype is not None
     begin, end = (start + offset for offset in offsets)
-    _need(end - begin == math.prod(shape) * dtype.itemsize, f"{shape} of {dtype} in {end - begin} bytes")
+    need(end - begin == math.prod(shape) * dtype.itemsize, f"{shape} of {dtype} in {end - begin} bytes")
     return dtype, shape, begin, end
 
 
-def _need(condition: bool, otherwise: str) -> None:
+def need(condition: bool, otherwise: str) -> None:
+    """Raise a ValueError unless ``condition`` holds."""
     if not condition:
         raise ValueError(otherwise)
 

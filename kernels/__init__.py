@@ -3,11 +3,13 @@
 Each family of operations is a package of the same files, which share one vocabulary:
 
 * ``__init__.py``: the schema of every operation, its documentation, and its fake (meta) implementation;
-* ``reference.py``: the definition of the operations in a page of plain Python, which the tests use. Read it first;
 * ``_launch.py``: plans how Triton kernels cut their work up, and launches them;
 * ``_triton.py``, ``_triton_*.py``: ``@triton.jit`` functions only;
-* ``_cpu.py``, ``_cpu_*.py``: the CPU backend, compiled by Numba;
+* ``_cpu.py``, ``_cpu_*.py``: the CPU backend: what is called, and the loops that Numba compiles, in files of their own
+  where there are many;
 * ``_check.py``, where there is one: checks of arguments, for both backends.
+
+``tests/kernels/reference/`` has the definition of the operations in plain Python and PyTorch. Read it first.
 
 Operations are registered with ``torch.library``, so PyTorch's dispatcher picks the backend by the tensors' device;
 eager calls on plain tensors go past it, by the same rule. Nothing here imports from the rest of gpubuf.

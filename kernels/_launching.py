@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from types import NoneType
@@ -281,8 +281,8 @@ class Prepared:
             an optional argument in capitals.
     """
 
-    def __init__(self, values: dict[str, Any], real: torch.dtype, names: Mapping[str, str]) -> None:
-        self.values, self._real, self._names = values, real, names
+    def __init__(self, values: dict[str, Any], real: torch.dtype) -> None:
+        self.values, self._real = values, real
         self._sums: tuple[int, ...] = ()
         self._halved = False
         self._launches: list[tuple[Variant, int, Any, list[int]]] = []
@@ -304,11 +304,8 @@ class Prepared:
         numbers: list[int] = []
         constants: dict[str, Any] = {}
         for parameter in parameters_of(kernel.fn):
-            name = self._names.get(parameter, parameter)
-            for known in (name, name.lower(), name.removeprefix("n_")):
-                if known in values:
-                    break
-            else:
+            known = parameter if parameter in values else parameter.lower()
+            if known not in values:
                 raise TypeError(
                     f"nothing is called {parameter}, as a parameter of {kernel.fn.__name__}: {list(values)}"
                 )
@@ -353,7 +350,6 @@ def launcher(
     programs: Callable[..., int] | None = None,
     warps: str = "num_warps",
     finish: Finish | None = None,
-    names: Mapping[str, str] | None = None,
 ) -> Callable[..., Any]:
     """The GPU's function of an operation: one launch, and one more to finish a reduction over several programs.
 
@@ -364,7 +360,6 @@ def launcher(
         programs: a function of values by their names that returns the size of the grid; None: that of the plan.
         warps: which attribute of the plan says how many warps a program has.
         finish: what adds the sums of programs.
-        names: as of :func:`launches`.
     """
 
     of_programs = [] if programs is None else parameters_of(programs)
@@ -383,18 +378,17 @@ def launcher(
         if finish is not None and count > 1 and (finish.always or values["reduction"]):
             to.launch(finish.kernel, 1, 2, count=count, BLOCK=FINISH_BLOCK)
 
-    return launches(operation, plan, names)(prepare)
+    return launches(operation, plan)(prepare)
 
 
 def launches(
-    operation: Any, plan: Callable[..., Any], names: Mapping[str, str] | None = None, without_rows: float = 0.0
+    operation: Any, plan: Callable[..., Any], without_rows: float = 0.0
 ) -> Callable[[Callable[[Prepared, Any], None]], Callable[..., Any]]:
     """Decorates a function that prepares the launches of an operation, given a :class:`Prepared` and its plan.
 
     Args:
         operation: what :func:`gpubuf.kernels._operations.declare` returned.
         plan: a function of sizes, by their names, and the name of the device; returns a dataclass.
-        names: of values, by those parameters of kernels that are called otherwise.
         without_rows: what results are then: nothing is launched.
     """
     declaration, schema = declaration_of(operation), operation._schema.arguments
@@ -425,7 +419,7 @@ def launches(
                 values[f"HAS_{name.upper()}"] = kinds[place] is not NoneType
                 if kinds[place] is NoneType:
                     values[f"{name}_ptr"] = declaration.principal
-            found = Prepared(values, real, names or {})
+            found = Prepared(values, real)
             if sizes[0][1]:
                 chosen = plan(*[values[name] for name in of_plan], device_name(device))
                 values.update(vars(chosen))

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
@@ -314,11 +315,11 @@ def demand_int64(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     demand(name, tensor, torch.int64, shape)
 
 
-def demand_words(name: str, tensor: Tensor, count: int) -> None:
-    """Raise TypeError or ValueError unless ``tensor`` is contiguous and int64, of ``count`` numbers."""
+def demand_dense(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
+    """As :func:`demand`, of a tensor that is read alike whatever its shape: it may have another of as many elements."""
     # One condition on the hot path; what is wrong is only looked for when something is.
-    if tensor.dtype is not torch.int64 or tensor.numel() != count or not tensor.is_contiguous():
-        demand_int64(name, tensor, (count,))
+    if tensor.dtype is not dtype or tensor.numel() != math.prod(shape) or not tensor.is_contiguous():
+        demand(name, tensor, dtype, shape)
 
 
 def length_of(name: str, vector: Tensor) -> int:

@@ -165,7 +165,7 @@ class ArrayWrites:
     row_order: RowOrder | None
     dim_extend: int
     priority_key: Any
-    _plan: _Plan | None = None
+    _route: _Route | None = None
 
     @property
     def keys(self) -> list[Any]:
@@ -174,26 +174,26 @@ class ArrayWrites:
 
     def write(self, columns: Columns, one_step: bool) -> bool:
         """Write rows, in eager mode. False: they take the general way, as :meth:`as_batch`, and nothing has changed."""
-        storage, plan = self.storage, self._plan
-        if plan is None or storage._schema is not plan.form or storage.table is not plan.table:
-            plan = self._plan = self._new_plan()
-        if plan is None or not plan.direct or len(self.transform) or current.recording is not None:
+        storage, route = self.storage, self._route
+        if route is None or storage._schema is not route.form or storage.table is not route.table:
+            route = self._route = self._new_route()
+        if route is None or not route.direct or len(self.transform) or current.recording is not None:
             return False
         index, n = None, 0
-        if past_dispatcher(plan.table):
-            ready = plan.prepared(columns, one_step)
+        if past_dispatcher(route.table):
+            ready = route.prepared(columns, one_step)
             if ready is not None:
                 n = ready.n
                 index = storage.append_prepared(ready.launch, n)
         if index is None:
-            sources, n = plan.sources(columns, one_step, self.dim_extend)
+            sources, n = route.sources(columns, one_step, self.dim_extend)
             if n == 0:
                 return True
             index = storage.append_columns(sources, n)
         if n > storage.max_size:
             # Of more rows than the capacity only the newest are there.
             index = index[-storage.max_size :]
-        if plan.tells:
+        if route.tells:
             self.sampler.on_write(index, None)
         storage.unfinished = None
         if self.row_order is not None:
@@ -218,7 +218,7 @@ class ArrayWrites:
         leaves = storage.written_layout.leaves if storage.initialized else []
         return tensordict_of(columns, lead, {leaf.key: leaf.dtype for leaf in leaves})
 
-    def _new_plan(self) -> _Plan | None:
+    def _new_route(self) -> _Route | None:
         """How columns are written now; None before the first write."""
         storage = self.storage
         if not storage.initialized:
@@ -229,7 +229,7 @@ class ArrayWrites:
         learns = pipeline is not None and pipeline.learns
         plain = type(self.writer).extend is RoundRobinWriter.extend and not sampler.consumes
         direct = plain and storage.host is None and not (given or learns)
-        return _Plan(storage, sampler, direct=direct)
+        return _Route(storage, sampler, direct=direct)
 
 
 def tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, torch.dtype]) -> TensorDict:
@@ -257,12 +257,12 @@ def tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, to
     return out
 
 
-class _Plan:
+class _Route:
     """How columns are written to a storage, as long as its form stays.
 
     Attributes:
         direct: whether columns can be written at all; if not, they become a TensorDict.
-        form, table: what the plan was made for.
+        form, table: what the route was made for.
         tells: whether the sampler is notified of writes.
         step: batch dimensions of one step.
     """

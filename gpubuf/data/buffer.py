@@ -165,7 +165,7 @@ class ReplayBuffer:
         self._batch_size = batch_size
         self._transform = Compose()
         self._pipeline = Pipeline.of(process)
-        self._recipe = Recipe.of(n_steps, gamma, reward_keys, end_keys, traj_key, self._pipeline)
+        self._recipe = Recipe(n_steps, gamma, reward_keys, end_keys, traj_key, self._pipeline)
         transform, self._recipe = without_multi_steps(transform, self._recipe)
         if transform is not None:
             self._transform.append(transform)

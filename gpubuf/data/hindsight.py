@@ -80,7 +80,7 @@ class Hindsight(TrajectoryBounds):
         self.reward, self.terminated = reward, terminated
         self.goal_key, self.achieved_key, self.reward_key = as_key(goal_key), as_key(achieved_key), as_key(reward_key)
         self.strategy, self.ratio = strategy, ratio
-        super().__init__(Recipe.of(end_keys=end_keys, traj_key=traj_key))
+        super().__init__(Recipe(end_keys=end_keys, traj_key=traj_key))
 
     # What it needs
 

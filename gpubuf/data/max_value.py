@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.recording import Unfinished, refuse_in_capture
-from gpubuf.data.samplers.base import Sampler, demand, is_tensor
+from gpubuf.data.samplers.base import Sampler, is_tensor
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.storage.layout import Data, as_key, as_written, batch_shape, layout_of
 from gpubuf.data.storage.list_storage import UNLIMITED, ListStorage
@@ -23,6 +23,7 @@ from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.storage import Storage
 from gpubuf.data.writers import DERIVED_KEYS, Writer
+from gpubuf.serialization import need
 
 NEVER = 2**62
 """The age of places that are none: above those of all rows."""
@@ -459,12 +460,12 @@ class TensorDictMaxValueWriter(Writer):
         if state.get("ranks") is None:
             return
         ages, counts = state["ages"], state["counts"]
-        demand(is_tensor(state["ranks"], torch.float64, (size,)), f"the checkpoint has no ranks of {size} rows")
-        demand(is_tensor(ages, torch.int64, (size,)), f"the checkpoint has no order of {size} rows")
-        demand(is_tensor(counts, torch.int64, (2,)), "the checkpoint has no counts of ranked rows")
+        need(is_tensor(state["ranks"], torch.float64, (size,)), f"the checkpoint has no ranks of {size} rows")
+        need(is_tensor(ages, torch.int64, (size,)), f"the checkpoint has no order of {size} rows")
+        need(is_tensor(counts, torch.int64, (2,)), "the checkpoint has no counts of ranked rows")
         usable = bool((ages >= 0).all() and (ages < counts[0]).all() and ages.unique().numel() == size)
-        demand(usable, "the checkpoint's order of ranked rows is impossible")
-        demand(not bool(state["ranks"].isnan().any() or state["ranks"].isneginf().any()), "a rank is no number")
+        need(usable, "the checkpoint's order of ranked rows is impossible")
+        need(not bool(state["ranks"].isnan().any() or state["ranks"].isneginf().any()), "a rank is no number")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank_key={as_written(self.rank_key)!r}, reduction={self.reduction!r})"

@@ -23,7 +23,7 @@ from gpubuf.data.checkpoints.save import Saved
 from gpubuf.data.lock import BufferLock, under
 from gpubuf.data.prefetch import Batch
 from gpubuf.data.recording import current_recording, refuse_in_capture
-from gpubuf.data.samplers.base import RandomState, demand, is_tensor
+from gpubuf.data.samplers.base import RandomState, is_tensor
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.sum_tree import masks_of, priority_vectors, rows_of
 from gpubuf.data.storage.indexing import as_positions
@@ -31,6 +31,7 @@ from gpubuf.data.storage.layout import MASK_KEY, Data, RowLayout, device_of, lay
 from gpubuf.data.storage.schema import host_can_read
 from gpubuf.data.transforms import Compose
 from gpubuf.data.updates import ConditionalUpdateResult
+from gpubuf.serialization import need
 
 _compiling = torch.compiler.is_compiling
 
@@ -682,7 +683,7 @@ class Offsets:
         """
         stream = state.get("stream", ()) if isinstance(state, dict) else ()
         usable = stream is None or is_tensor(stream, torch.int64, (3,))
-        demand(usable, "the random state of the shares is not int64 [3]")
+        need(usable, "the random state of the shares is not int64 [3]")
 
 
 def _joined(parts: Sequence[Data], dims: int, layout: RowLayout | None, dim: int) -> Data:

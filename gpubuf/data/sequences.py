@@ -119,7 +119,7 @@ class Sequence(SampleUnit, TrajectoryBounds):
         self.length, self.burn_in, self.bootstrap, self.dilation = length, burn_in, bootstrap, dilation
         self.episode_boundary = episode_boundary
         self.done_key = None if done_key is None else as_key(done_key)
-        super().__init__(Recipe.of(end_keys=None if self.done_key is None else [self.done_key]))
+        super().__init__(Recipe(end_keys=None if self.done_key is None else [self.done_key]))
 
     @property
     def needs_ends(self) -> bool:

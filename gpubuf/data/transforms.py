@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
@@ -263,13 +262,13 @@ def _recipe(transform: Any, recipe: Recipe) -> Recipe:
     if end_keys is None or set(map(as_key, end_keys)) == {(name,) for name in END_NAMES}:
         end_keys = None if transform.done_key in (None, "done") else [transform.done_key]
     rewards = transform.reward_keys
-    steps = Recipe.of(
+    return Recipe(
         transform.n_steps,
         transform.gamma,
         None if rewards is None else [_under_next(key) for key in rewards],
         None if end_keys is None else [_under_next(key) for key in end_keys],
+        processing=recipe.processing,
     )
-    return dataclasses.replace(steps, processing=recipe.processing)
 
 
 def _under_next(key: Any) -> Key:

@@ -73,7 +73,8 @@ class SoftActorCriticLoss(ActorCriticLossModule):
     temperature_from = "current"
     #: The factor of ``log pi + target_entropy`` in the temperature's loss: "log_alpha" or "alpha".
     temperature_loss = "log_alpha"
-    #: Which networks see present and next rows as one batch: False, "critics", or "all", the actor too.
+    #: Whether the critics see present and next rows as one batch: False or "critics". "all", the actor too, is for
+    #: DistributionalSACLoss alone.
     joint_batch: bool | str = False
 
     log_alpha: Tensor

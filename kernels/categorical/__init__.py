@@ -57,16 +57,9 @@ def check_support(v_min: float, v_max: float) -> None:
 
 
 def _check_target(
-    next_logits: Tensor,
-    next_log_prob: Tensor | None,
-    alpha: Tensor | None,
-    reward: Tensor,
-    terminated: Tensor,
-    gamma: Tensor,
-    steps: Tensor | None,
-    reward_scale: Tensor | None,
-    target: int,
-) -> None:
+    next_logits: Tensor, next_log_prob: Tensor | None, alpha: Tensor | None, reward: Tensor, terminated: Tensor,
+    gamma: Tensor, steps: Tensor | None, reward_scale: Tensor | None, target: int,
+) -> None:  # fmt: skip
     if (next_log_prob is None) != (alpha is None):
         raise ValueError("next_log_prob and alpha go together: give both, or neither")
     n = reward.numel()

@@ -42,7 +42,6 @@ target = launcher(
     plan_atoms,
     programs=lambda targets, n: targets * n,
     warps="row_warps",
-    names={"HAS_LOG_PROB": "HAS_NEXT_LOG_PROB", "scale_ptr": "reward_scale_ptr", "HAS_SCALE": "HAS_REWARD_SCALE"},
 )
 loss = launcher(categorical.categorical_loss, kernels.categorical_loss_kernel, plan_atoms, finish=finish_loss)
 loss_backward = launcher(

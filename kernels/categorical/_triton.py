@@ -100,22 +100,22 @@ def project_row(
 
 @triton.jit(do_not_specialize=["n"])
 def categorical_target_kernel(
-    next_logits_ptr,  # any float [n_nets, n, ATOMS]
-    next_log_prob_ptr,  # any float [n], read where HAS_LOG_PROB
-    alpha_ptr,  # any float [1], read where HAS_LOG_PROB
+    next_logits_ptr,  # any float [nets, n, ATOMS]
+    next_log_prob_ptr,  # any float [n], read where HAS_NEXT_LOG_PROB
+    alpha_ptr,  # any float [1], read where HAS_NEXT_LOG_PROB
     reward_ptr,  # any number [n]
     terminated_ptr,  # bool as uint8, or any number [n]
     gamma_ptr,  # any float [1]
     steps_ptr,  # any number [n], read where HAS_STEPS
-    scale_ptr,  # any float [1], read where HAS_SCALE
-    target_ptr,  # REAL [n_nets or 1, n, ATOMS], out
+    reward_scale_ptr,  # any float [1], read where HAS_REWARD_SCALE
+    target_ptr,  # REAL [nets or 1, n, ATOMS], out
     n,
-    n_nets,
+    nets,
     REAL: tl.constexpr,
     TARGET: tl.constexpr,
-    HAS_LOG_PROB: tl.constexpr,
+    HAS_NEXT_LOG_PROB: tl.constexpr,
     HAS_STEPS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
+    HAS_REWARD_SCALE: tl.constexpr,
     V_MIN: tl.constexpr,
     V_MAX: tl.constexpr,
     ATOMS: tl.constexpr,
@@ -123,7 +123,7 @@ def categorical_target_kernel(
 ):
     """m_k = sum_j p_j max(0, 1 - |T z_j - z_k| / D), T z_j = clip(r + gamma^steps (z_j - alpha * log_prob)).
 
-    A program has one row of one target. Places are in units of atoms, and in float64. Grid: (n_nets * n,) where each
+    A program has one row of one target. Places are in units of atoms, and in float64. Grid: (nets * n,) where each
     critic has a target of its own, else (n,).
     """
     program = tl.program_id(0).to(tl.int64)
@@ -131,14 +131,14 @@ def categorical_target_kernel(
     low = tl.full([], V_MIN, tl.float64)
     spacing = (tl.full([], V_MAX, tl.float64) - low) / (ATOMS - 1)
     reward = tl.load(reward_ptr + row).to(tl.float64)
-    if HAS_SCALE:
-        reward *= tl.load(scale_ptr).to(tl.float64)
+    if HAS_REWARD_SCALE:
+        reward *= tl.load(reward_scale_ptr).to(tl.float64)
     gamma = tl.load(gamma_ptr).to(tl.float64)
     slope = gamma
     if HAS_STEPS:
         slope = power_of(gamma, tl.load(steps_ptr + row).to(tl.float64))
     bonus = low * 0
-    if HAS_LOG_PROB:
+    if HAS_NEXT_LOG_PROB:
         bonus = tl.load(alpha_ptr).to(tl.float64) * tl.load(next_log_prob_ptr + row).to(tl.float64)
     terminated = tl.load(terminated_ptr + row) != 0
     alone = (reward - low) / spacing
@@ -162,16 +162,16 @@ def categorical_target_kernel(
         out = project_row(row_ptr, mass, top, inverse, first, slope, before, near, ATOMS, WIDTH, REAL)
     elif TARGET == MIXTURE:
         out = tl.zeros([WIDTH], REAL)
-        for _ in range(n_nets):
+        for _ in range(nets):
             mass, top, inverse = softmax_of_row(row_ptr, ATOMS, WIDTH, REAL)
-            out += project_row(row_ptr, mass, top, inverse, first, slope, before, near, ATOMS, WIDTH, REAL) / n_nets
+            out += project_row(row_ptr, mass, top, inverse, first, slope, before, near, ATOMS, WIDTH, REAL) / nets
             row_ptr += stride
     else:
         # The order of the expected values is that of the expected places. A NaN is the smallest, so that it is seen.
         mass, top, inverse = softmax_of_row(row_ptr, ATOMS, WIDTH, REAL)
         smallest = tl.sum(mass * atom, 0)
         which = row * 0
-        for net in range(1, n_nets):
+        for net in range(1, nets):
             row_ptr += stride
             mass, _, _ = softmax_of_row(row_ptr, ATOMS, WIDTH, REAL)
             value = tl.sum(mass * atom, 0)
@@ -247,8 +247,8 @@ def x_log_x(x):
 
 @triton.jit(do_not_specialize=["n"])
 def categorical_loss_kernel(
-    logits_ptr,  # any float [n_nets, n, ATOMS]
-    target_ptr,  # any float [n_nets, n, ATOMS], or [n, ATOMS] where SHARED
+    logits_ptr,  # any float [nets, n, ATOMS]
+    target_ptr,  # any float [nets, n, ATOMS], or [n, ATOMS] where SHARED
     weight_ptr,  # any float [n], read where HAS_WEIGHT
     mask_ptr,  # uint8 [n], read where HAS_MASK
     loss_ptr,  # REAL [n] or [1], out
@@ -256,7 +256,7 @@ def categorical_loss_kernel(
     norm_ptr,  # REAL [1], out
     partial_ptr,  # REAL [2, programs], out where not SINGLE
     n,
-    n_nets,
+    nets,
     REAL: tl.constexpr,
     PRIORITY: tl.constexpr,
     AVERAGE: tl.constexpr,
@@ -278,7 +278,7 @@ def categorical_loss_kernel(
     stride = n.to(tl.int64) * ATOMS
     loss = tl.zeros([BLOCK], REAL)
     largest = tl.zeros([BLOCK], REAL)
-    for _ in range(n_nets):
+    for _ in range(nets):
         target = atom_rows(target_ptr, row, inside, ATOMS, WIDTH, REAL, 0.0)
         e, below, _ = exponentials(atom_rows(logits_ptr, row, inside, ATOMS, WIDTH, REAL, -float("inf")))
         total = tl.sum(e, 1)
@@ -297,7 +297,7 @@ def categorical_loss_kernel(
         if not SHARED:
             target_ptr += stride
     if AVERAGE:
-        loss /= n_nets
+        loss /= nets
     tl.store(priority_ptr + row, largest, mask=inside)
     weighting = (weight_ptr if HAS_WEIGHT else None, mask_ptr if HAS_MASK else None)
     store_reduced(loss, weighting, (loss_ptr, norm_ptr, partial_ptr), (row, inside), REAL, REDUCTION, SINGLE)
@@ -306,14 +306,14 @@ def categorical_loss_kernel(
 @triton.jit(do_not_specialize=["n"])
 def categorical_loss_backward_kernel(
     grad_ptr,  # any float [n] where REDUCTION is NONE, else [1]
-    logits_ptr,  # any float [n_nets, n, ATOMS]
-    target_ptr,  # any float [n_nets, n, ATOMS], or [n, ATOMS] where SHARED
+    logits_ptr,  # any float [nets, n, ATOMS]
+    target_ptr,  # any float [nets, n, ATOMS], or [n, ATOMS] where SHARED
     weight_ptr,  # any float [n], read where HAS_WEIGHT
     mask_ptr,  # uint8 [n], read where HAS_MASK
     norm_ptr,  # REAL [1]
-    grad_logits_ptr,  # any float [n_nets, n, ATOMS], out
+    grad_logits_ptr,  # any float [nets, n, ATOMS], out
     n,
-    n_nets,
+    nets,
     REAL: tl.constexpr,
     AVERAGE: tl.constexpr,
     REDUCTION: tl.constexpr,
@@ -326,7 +326,7 @@ def categorical_loss_backward_kernel(
 ):
     """grad_logits[k, i] = grad * norm * w_i * (softmax(logits[k, i]) - target[k, i]).
 
-    A program has a block of rows of one critic. Grid: (n_nets * cdiv(n, BLOCK),).
+    A program has a block of rows of one critic. Grid: (nets * cdiv(n, BLOCK),).
     """
     blocks = tl.cdiv(n, BLOCK)
     net = (tl.program_id(0) // blocks).to(tl.int64)
@@ -335,7 +335,7 @@ def categorical_loss_backward_kernel(
     weighting = (weight_ptr if HAS_WEIGHT else None, mask_ptr if HAS_MASK else None)
     factor, counts = row_factor(grad_ptr, norm_ptr, weighting, (row, inside), REAL, REDUCTION)
     if AVERAGE:
-        factor /= n_nets
+        factor /= nets
     offset = net * n * ATOMS
     if SHARED:
         target = atom_rows(target_ptr, row, inside, ATOMS, WIDTH, REAL, 0.0)

@@ -1,7 +1,7 @@
 """Discrete soft actor-critic on the GPU.
 
 Every kernel computes in REAL, float32 or float64, whatever the dtypes of its arguments. Rows are flat and contiguous;
-logits are ``[n, n_actions]``, critics ``[n_nets, n, n_actions]``. A program takes ROWS rows, ACTIONS actions at a time.
+logits are ``[n, n_actions]``, critics ``[nets, n, n_actions]``. A program takes ROWS rows, ACTIONS actions at a time.
 The reductions are those of ``td/_triton.py``.
 """
 
@@ -64,7 +64,7 @@ def exponentials(logits_ptr, offset, within, largest, REAL: tl.constexpr):
 
 @triton.jit
 def expectations(
-    q_ptr, logits_ptr, lane, inside, n_actions, n_elements, n_nets, REAL: tl.constexpr, ACTIONS: tl.constexpr
+    q_ptr, logits_ptr, lane, inside, n_actions, n_elements, nets, REAL: tl.constexpr, ACTIONS: tl.constexpr
 ):
     """(largest logit, sum_a e, sum_a p log p, sum_a p min_k q) with e = exp(logit - largest) and p = e / sum e."""
     largest = largest_logit(logits_ptr, lane, inside, n_actions, REAL, ACTIONS)
@@ -74,7 +74,7 @@ def expectations(
     for start in range(0, n_actions, ACTIONS):
         offset, within = tile_of(lane, inside, start, n_actions, ACTIONS)
         shifted, e = exponentials(logits_ptr, offset, within, largest, REAL)
-        smallest, _ = smallest_critic(q_ptr, offset, within, n_elements, n_nets, REAL)
+        smallest, _ = smallest_critic(q_ptr, offset, within, n_elements, nets, REAL)
         total += tl.sum(e, 1)
         by_logit += tl.sum(e * shifted, 1)
         by_value += tl.sum(e * tl.where(e == 0, 0.0, smallest), 1)
@@ -85,27 +85,27 @@ def expectations(
 
 @triton.jit(do_not_specialize=["n"])
 def soft_value_kernel(
-    q_ptr,  # any float [n_nets, n, n_actions]
+    q_ptr,  # any float [nets, n, n_actions]
     logits_ptr,  # any float [n, n_actions]
     alpha_ptr,  # any float [1]
     value_ptr,  # REAL [n], out
     n,
     n_actions,
     n_elements,  # n * n_actions
-    n_nets,
+    nets,
     REAL: tl.constexpr,
     ROWS: tl.constexpr,
     ACTIONS: tl.constexpr,
 ):
     """value = sum_a p * (min_k q - alpha * log p). Grid: (cdiv(n, ROWS),)."""
     _, lane, row, inside, q_ptr, logits_ptr = rows_of_program(q_ptr, logits_ptr, n, n_actions, ROWS)
-    _, _, log_prob, value = expectations(q_ptr, logits_ptr, lane, inside, n_actions, n_elements, n_nets, REAL, ACTIONS)
+    _, _, log_prob, value = expectations(q_ptr, logits_ptr, lane, inside, n_actions, n_elements, nets, REAL, ACTIONS)
     tl.store(value_ptr + row, value - tl.load(alpha_ptr).to(REAL) * log_prob, mask=inside)
 
 
 @triton.jit(do_not_specialize=["n"])
 def actor_loss_kernel(
-    q_ptr,  # any float [n_nets, n, n_actions]
+    q_ptr,  # any float [nets, n, n_actions]
     logits_ptr,  # any float [n, n_actions]
     alpha_ptr,  # any float [1]
     weight_ptr,  # any float [n], read where HAS_WEIGHT
@@ -118,7 +118,7 @@ def actor_loss_kernel(
     n,
     n_actions,
     n_elements,  # n * n_actions
-    n_nets,
+    nets,
     REAL: tl.constexpr,
     REDUCTION: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -129,7 +129,7 @@ def actor_loss_kernel(
 ):
     """l_i = sum_a p (alpha log p - min_k q), log_prob = sum_a p log p, and the entropy. Grid: (cdiv(n, ROWS),)."""
     _, lane, row, inside, q_ptr, logits_ptr = rows_of_program(q_ptr, logits_ptr, n, n_actions, ROWS)
-    _, _, log_prob, value = expectations(q_ptr, logits_ptr, lane, inside, n_actions, n_elements, n_nets, REAL, ACTIONS)
+    _, _, log_prob, value = expectations(q_ptr, logits_ptr, lane, inside, n_actions, n_elements, nets, REAL, ACTIONS)
     tl.store(log_prob_ptr + row, log_prob, mask=inside)
     loss = tl.load(alpha_ptr).to(REAL) * log_prob - value
     weighting = (weight_ptr if HAS_WEIGHT else None, mask_ptr if HAS_MASK else None)
@@ -167,18 +167,18 @@ def finish_actor_loss_kernel(
 @triton.jit(do_not_specialize=["n"])
 def actor_loss_backward_kernel(
     grad_ptr,  # any float [n] where REDUCTION is NONE, else [1]
-    q_ptr,  # any float [n_nets, n, n_actions]
+    q_ptr,  # any float [nets, n, n_actions]
     logits_ptr,  # any float [n, n_actions]
     alpha_ptr,  # any float [1]
     weight_ptr,  # any float [n], read where HAS_WEIGHT
     mask_ptr,  # uint8 [n], read where HAS_MASK
     norm_ptr,  # REAL [1]
     grad_logits_ptr,  # any float [n, n_actions], out
-    grad_q_ptr,  # any float [n_nets, n, n_actions], out where WITH_Q
+    grad_q_ptr,  # any float [nets, n, n_actions], out where WITH_Q
     n,
     n_actions,
     n_elements,  # n * n_actions
-    n_nets,
+    nets,
     REAL: tl.constexpr,
     REDUCTION: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -196,7 +196,7 @@ def actor_loss_backward_kernel(
     factor, counts = row_factor(grad_ptr, norm_ptr, weighting, (row, inside), REAL, REDUCTION)
     alpha = tl.load(alpha_ptr).to(REAL)
     largest, total, log_prob, value = expectations(
-        q_ptr, logits_ptr, lane, inside, n_actions, n_elements, n_nets, REAL, ACTIONS
+        q_ptr, logits_ptr, lane, inside, n_actions, n_elements, nets, REAL, ACTIONS
     )
     loss = alpha * log_prob - value
     log_total = tl.log(total)
@@ -205,13 +205,13 @@ def actor_loss_backward_kernel(
     for start in range(0, n_actions, ACTIONS):
         offset, within = tile_of(lane, inside, start, n_actions, ACTIONS)
         shifted, e = exponentials(logits_ptr, offset, within, largest, REAL)
-        smallest, which = smallest_critic(q_ptr, offset, within, n_elements, n_nets, REAL)
+        smallest, which = smallest_critic(q_ptr, offset, within, n_elements, nets, REAL)
         takes_part = counts[:, None] & (e != 0)
         mass = tl.where(takes_part, (factor / total)[:, None] * e, 0.0)
         slope = alpha * (shifted - log_total[:, None]) - smallest - loss[:, None]
         tl.store(grad_logits_ptr + offset, tl.where(takes_part, mass * slope, 0.0), mask=within)
         if WITH_Q:
             by_q_ptr = grad_q_ptr
-            for net in range(n_nets):
+            for net in range(nets):
                 tl.store(by_q_ptr + offset, tl.where(which == net, -mass, 0.0), mask=within)
                 by_q_ptr += n_elements

@@ -22,7 +22,7 @@ FINISH_BLOCK, FINISH_PARTS = 32, 32
 
 @dataclass(frozen=True)
 class NormPlan:
-    """How kernels cover ``[nets, n_rows, width]`` elements.
+    """How kernels cover ``[nets, rows, width]`` elements.
 
     Attributes:
         block_rows: rows at a time.
@@ -53,7 +53,7 @@ def plan_norm(nets: int, rows: int, width: int, device_name: str | None = None) 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How kernels cover the columns of ``[nets, n_rows, width]`` elements.
+    """How kernels cover the columns of ``[nets, rows, width]`` elements.
 
     Attributes:
         block_rows: rows of a program that needs no sums.
@@ -112,7 +112,7 @@ def _sums(to: Prepared, plan: NormPlan | BatchPlan) -> int:
 def _finish_gradients(to: Prepared) -> None:
     """Add the sums of all parts."""
     blocks = cdiv(to.values["width"], FINISH_BLOCK)
-    how = {"n_blocks": blocks, "BLOCK_PARTS": FINISH_PARTS, "BLOCK": FINISH_BLOCK}
+    how = {"blocks": blocks, "BLOCK_PARTS": FINISH_PARTS, "BLOCK": FINISH_BLOCK}
     to.launch(kernels.finish_norm_gradients_kernel, to.values["nets"] * blocks, 4, **how)
 
 
@@ -136,7 +136,6 @@ batch_norm_activation = launcher(
     kernels.batch_norm_activation_kernel,
     plan_batch,
     programs=lambda nets, blocks, row_blocks: nets * blocks * row_blocks,
-    names={"n_parts": "row_blocks"},
 )
 
 

@@ -58,17 +58,17 @@ def load_vector(pointer, offset, inside, REAL: tl.constexpr):
     return out
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_blocks", "total"])
+@triton.jit(do_not_specialize=["rows", "blocks", "total"])
 def norm_activation_kernel(
-    x_ptr,  # any float [nets, n_rows, width]
+    x_ptr,  # any float [nets, rows, width]
     weight_ptr,  # any float [nets, width]
     bias_ptr,  # any float [nets, width], read where HAS_BIAS
     y_ptr,  # as x, out
-    statistics_ptr,  # REAL [2, nets, n_rows], out: mean and rstd
-    n_rows,  # of a net
+    statistics_ptr,  # REAL [2, nets, rows], out: mean and rstd
+    rows,  # of a net
     width,
-    n_blocks,  # blocks of rows of a net
-    total,  # nets * n_rows
+    blocks,  # blocks of rows of a net
+    total,  # nets * rows
     REAL: tl.constexpr,
     EPS: tl.constexpr,  # a run-time float would be rounded to float32
     NORM: tl.constexpr,
@@ -79,14 +79,14 @@ def norm_activation_kernel(
 ):
     """y = activation(h * weight + bias), h = (x - mean) * rstd with mean and 1 / rstd of each row.
 
-    Grid: (nets * n_blocks,), n_blocks = cdiv(n_rows, BLOCK_ROWS).
+    Grid: (nets * blocks,), blocks = cdiv(rows, BLOCK_ROWS).
     """
-    net = (tl.program_id(0) // n_blocks).to(tl.int64)
-    row = (tl.program_id(0) % n_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    net = (tl.program_id(0) // blocks).to(tl.int64)
+    row = (tl.program_id(0) % blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_WIDTH)
     in_row = column < width
-    inside = (row < n_rows)[:, None] & in_row[None, :]
-    place = net * n_rows + row
+    inside = (row < rows)[:, None] & in_row[None, :]
+    place = net * rows + row
     offset = place[:, None] * width + column[None, :]
     x = tl.load(x_ptr + offset, mask=inside, other=0).to(REAL)
     mean = tl.zeros([BLOCK_ROWS], REAL)
@@ -99,24 +99,24 @@ def norm_activation_kernel(
     bias = load_vector(bias_ptr if HAS_BIAS else None, net * width + column, in_row, REAL)
     z = centred * rstd[:, None] * weight[None, :] + bias[None, :]
     tl.store(y_ptr + offset, activate(z, ACTIVATION), mask=inside)
-    tl.store(statistics_ptr + place, mean, mask=row < n_rows)
-    tl.store(statistics_ptr + total.to(tl.int64) + place, rstd, mask=row < n_rows)
+    tl.store(statistics_ptr + place, mean, mask=row < rows)
+    tl.store(statistics_ptr + total.to(tl.int64) + place, rstd, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_parts", "part_rows", "total"])
+@triton.jit(do_not_specialize=["rows", "parts", "part_rows", "total"])
 def norm_activation_backward_kernel(
-    grad_ptr,  # any float [nets, n_rows, width]
-    x_ptr,  # any float [nets, n_rows, width]
+    grad_ptr,  # any float [nets, rows, width]
+    x_ptr,  # any float [nets, rows, width]
     weight_ptr,  # any float [nets, width]
     bias_ptr,  # any float [nets, width], read where HAS_BIAS
-    statistics_ptr,  # REAL [2, nets, n_rows]: mean and rstd
+    statistics_ptr,  # REAL [2, nets, rows]: mean and rstd
     grad_x_ptr,  # as x, out
-    partial_ptr,  # REAL [2, nets * n_parts, width], out: sums by weight, by bias, over the rows of a part
-    n_rows,  # of a net
+    partial_ptr,  # REAL [2, nets * parts, width], out: sums by weight, by bias, over the rows of a part
+    rows,  # of a net
     width,
-    n_parts,  # programs of a net
+    parts,  # programs of a net
     part_rows,  # rows of a program
-    total,  # nets * n_rows
+    total,  # nets * rows
     REAL: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -128,22 +128,22 @@ def norm_activation_backward_kernel(
 
     Also sum(g * h) and sum(g) over the rows of this program. Without mean(u) where NORM is not LAYER.
 
-    Grid: (nets * n_parts,).
+    Grid: (nets * parts,).
     """
     program = tl.program_id(0).to(tl.int64)
-    net = program // n_parts
+    net = program // parts
     column = tl.arange(0, BLOCK_WIDTH)
     in_row = column < width
     weight = load_vector(weight_ptr, net * width + column, in_row, REAL)
     bias = load_vector(bias_ptr if HAS_BIAS else None, net * width + column, in_row, REAL)
     by_weight = tl.zeros([BLOCK_WIDTH], REAL)
     by_bias = tl.zeros([BLOCK_WIDTH], REAL)
-    first = (program % n_parts) * part_rows
+    first = (program % parts) * part_rows
     for start in range(0, part_rows, BLOCK_ROWS):
         row = first + start + tl.arange(0, BLOCK_ROWS)
-        here = (row < n_rows) & (start + tl.arange(0, BLOCK_ROWS) < part_rows)
+        here = (row < rows) & (start + tl.arange(0, BLOCK_ROWS) < part_rows)
         inside = here[:, None] & in_row[None, :]
-        place = net * n_rows + row
+        place = net * rows + row
         offset = place[:, None] * width + column[None, :]
         mean = tl.load(statistics_ptr + place, mask=here, other=0)
         rstd = tl.load(statistics_ptr + total.to(tl.int64) + place, mask=here, other=0)
@@ -164,34 +164,34 @@ def norm_activation_backward_kernel(
     tl.store(sums + tl.num_programs(0).to(tl.int64) * width, by_bias, mask=in_row)
 
 
-@triton.jit(do_not_specialize=["nets", "n_parts", "n_blocks"])
+@triton.jit(do_not_specialize=["nets", "parts", "blocks"])
 def finish_norm_gradients_kernel(
-    partial_ptr,  # REAL [2, nets * n_parts, width]
+    partial_ptr,  # REAL [2, nets * parts, width]
     grad_weight_ptr,  # any float [nets, width], out
     grad_bias_ptr,  # any float [nets, width], out
     nets,
     width,
-    n_parts,
-    n_blocks,  # blocks of elements of a row
+    parts,
+    blocks,  # blocks of elements of a row
     REAL: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Add the sums of all parts of each net, in an order that depends on their number alone.
 
-    Grid: (nets * n_blocks,), n_blocks = cdiv(width, BLOCK).
+    Grid: (nets * blocks,), blocks = cdiv(width, BLOCK).
     """
-    net = (tl.program_id(0) // n_blocks).to(tl.int64)
-    column = (tl.program_id(0) % n_blocks) * BLOCK + tl.arange(0, BLOCK)
+    net = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     in_row = column < width
     by_weight = tl.zeros([BLOCK_PARTS, BLOCK], REAL)
     by_bias = tl.zeros([BLOCK_PARTS, BLOCK], REAL)
-    for start in range(0, n_parts, BLOCK_PARTS):
+    for start in range(0, parts, BLOCK_PARTS):
         part = start + tl.arange(0, BLOCK_PARTS)
-        inside = (part < n_parts)[:, None] & in_row[None, :]
-        offset = (net * n_parts + part)[:, None] * width + column[None, :]
+        inside = (part < parts)[:, None] & in_row[None, :]
+        offset = (net * parts + part)[:, None] * width + column[None, :]
         by_weight += tl.load(partial_ptr + offset, mask=inside, other=0)
-        by_bias += tl.load(partial_ptr + offset + nets.to(tl.int64) * n_parts * width, mask=inside, other=0)
+        by_bias += tl.load(partial_ptr + offset + nets.to(tl.int64) * parts * width, mask=inside, other=0)
     tl.store(grad_weight_ptr + net * width + column, tl.sum(by_weight, 0), mask=in_row)
     tl.store(grad_bias_ptr + net * width + column, tl.sum(by_bias, 0), mask=in_row)
 
@@ -206,16 +206,16 @@ def load_columns(pointers, place, inside, EPS: tl.constexpr, REAL: tl.constexpr)
 
 
 @triton.jit
-def part_of(n_rows, width, n_blocks, n_parts, part_rows, BLOCK: tl.constexpr):
+def part_of(rows, width, blocks, parts, part_rows, BLOCK: tl.constexpr):
     """(columns, which of them are in a row, number of the part among those of all nets, net, first row, end of rows).
 
-    Of the program, in a grid of (nets * n_parts * n_blocks,).
+    Of the program, in a grid of (nets * parts * blocks,).
     """
     program = tl.program_id(0)
-    column = (program % n_blocks) * BLOCK + tl.arange(0, BLOCK)
-    place = (program // n_blocks).to(tl.int64)
-    begin = (place % n_parts) * part_rows
-    return column, column < width, place, place // n_parts, begin, tl.minimum(begin + part_rows, n_rows)
+    column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    place = (program // blocks).to(tl.int64)
+    begin = (place % parts) * part_rows
+    return column, column < width, place, place // parts, begin, tl.minimum(begin + part_rows, rows)
 
 
 @triton.jit
@@ -229,15 +229,15 @@ def load_tile(pointer, row, within, REAL: tl.constexpr):
     return tl.load(pointer + first[None, :] + row[:, None] * width, mask=inside, other=0).to(REAL), inside
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_parts", "part_rows"])
+@triton.jit(do_not_specialize=["rows", "blocks", "parts", "part_rows"])
 def batch_moments_kernel(
-    x_ptr,  # any float [nets, n_rows, width]
-    mean_ptr,  # REAL [nets, n_parts, width], out
-    var_ptr,  # REAL [nets, n_parts, width], out
-    n_rows,  # of a net
+    x_ptr,  # any float [nets, rows, width]
+    mean_ptr,  # REAL [nets, parts, width], out
+    var_ptr,  # REAL [nets, parts, width], out
+    rows,  # of a net
     width,
-    n_blocks,  # blocks of columns of a net
-    n_parts,  # of the rows of a net
+    blocks,  # blocks of columns of a net
+    parts,  # of the rows of a net
     part_rows,  # rows of a part
     REAL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -245,10 +245,10 @@ def batch_moments_kernel(
 ):
     """mean(x) and mean((x - mean)^2) of each column over the rows of a part. The first rows stay in registers.
 
-    Grid: (nets * n_parts * n_blocks,), n_blocks = cdiv(width, BLOCK), n_parts = cdiv(n_rows, part_rows).
+    Grid: (nets * parts * blocks,), blocks = cdiv(width, BLOCK), parts = cdiv(rows, part_rows).
     """
-    column, in_row, place, net, begin, last = part_of(n_rows, width, n_blocks, n_parts, part_rows, BLOCK)
-    within = (net * n_rows * width + column, last, width, in_row)
+    column, in_row, place, net, begin, last = part_of(rows, width, blocks, parts, part_rows, BLOCK)
+    within = (net * rows * width + column, last, width, in_row)
     row = begin + tl.arange(0, BLOCK_ROWS)
     x, inside = load_tile(x_ptr, row, within, REAL)
     total = x
@@ -266,32 +266,32 @@ def batch_moments_kernel(
     tl.store(var_ptr + place * width + column, tl.sum(total, 0) / (last - begin), mask=in_row)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_parts", "part_rows"])
+@triton.jit(do_not_specialize=["rows", "blocks", "parts", "part_rows"])
 def finish_batch_moments_kernel(
-    means_ptr,  # REAL [nets, n_parts, width]
-    vars_ptr,  # REAL [nets, n_parts, width]
+    means_ptr,  # REAL [nets, parts, width]
+    vars_ptr,  # REAL [nets, parts, width]
     mean_ptr,  # REAL [nets, width], out
     var_ptr,  # REAL [nets, width], out
-    n_rows,  # of a net
+    rows,  # of a net
     width,
-    n_blocks,  # blocks of columns of a net
-    n_parts,  # of the rows of a net
+    blocks,  # blocks of columns of a net
+    parts,  # of the rows of a net
     part_rows,  # rows of a part, of the last one what is left
     REAL: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,  # at least n_parts
+    BLOCK_PARTS: tl.constexpr,  # at least parts
     BLOCK: tl.constexpr,
 ):
     """mean = sum(n_i mean_i) / n and var = sum(n_i (var_i + (mean_i - mean)^2)) / n over the parts of a net.
 
-    Grid: (nets * n_blocks,), n_blocks = cdiv(width, BLOCK).
+    Grid: (nets * blocks,), blocks = cdiv(width, BLOCK).
     """
-    net = (tl.program_id(0) // n_blocks).to(tl.int64)
-    column = (tl.program_id(0) % n_blocks) * BLOCK + tl.arange(0, BLOCK)
+    net = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     in_row = column < width
     part = tl.arange(0, BLOCK_PARTS)
-    inside = (part < n_parts)[:, None] & in_row[None, :]
-    share = tl.minimum(part_rows, n_rows - part * part_rows).to(REAL)[:, None] / n_rows
-    offset = (net * n_parts + part)[:, None] * width + column[None, :]
+    inside = (part < parts)[:, None] & in_row[None, :]
+    share = tl.minimum(part_rows, rows - part * part_rows).to(REAL)[:, None] / rows
+    offset = (net * parts + part)[:, None] * width + column[None, :]
     means = tl.load(means_ptr + offset, mask=inside, other=0)
     variances = tl.load(vars_ptr + offset, mask=inside, other=0)
     mean = tl.sum(share * means, 0)
@@ -301,18 +301,18 @@ def finish_batch_moments_kernel(
     tl.store(var_ptr + net * width + column, var, mask=in_row)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_parts"])
+@triton.jit(do_not_specialize=["rows", "blocks", "row_blocks"])
 def batch_norm_activation_kernel(
-    x_ptr,  # any float [nets, n_rows, width]
+    x_ptr,  # any float [nets, rows, width]
     weight_ptr,  # any float [nets, width]
     bias_ptr,  # any float [nets, width]
     mean_ptr,  # any float [nets, width]
     var_ptr,  # any float [nets, width]
     y_ptr,  # as x, out
-    n_rows,  # of a net
+    rows,  # of a net
     width,
-    n_blocks,  # blocks of columns of a net
-    n_parts,  # blocks of rows of a net
+    blocks,  # blocks of columns of a net
+    row_blocks,  # blocks of rows of a net
     REAL: tl.constexpr,
     EPS: tl.constexpr,  # a run-time float would be rounded to float32
     ACTIVATION: tl.constexpr,
@@ -321,18 +321,18 @@ def batch_norm_activation_kernel(
 ):
     """y = activation((x - mean) / sqrt(var + EPS) * weight + bias).
 
-    Grid: (nets * n_parts * n_blocks,), n_blocks = cdiv(width, BLOCK), n_parts = cdiv(n_rows, BLOCK_ROWS).
+    Grid: (nets * row_blocks * blocks,), blocks = cdiv(width, BLOCK), row_blocks = cdiv(rows, BLOCK_ROWS).
     """
     program = tl.program_id(0)
-    column = (program % n_blocks) * BLOCK + tl.arange(0, BLOCK)
+    column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
     in_row = column < width
-    row = ((program // n_blocks) % n_parts) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    net = (program // n_blocks // n_parts).to(tl.int64)
+    row = ((program // blocks) % row_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    net = (program // blocks // row_blocks).to(tl.int64)
     vector = net * width + column
     mean, rstd, weight, bias = load_columns((mean_ptr, var_ptr, weight_ptr, bias_ptr), vector, in_row, EPS, REAL)
     scale = weight * rstd
-    inside = (row < n_rows)[:, None] & in_row[None, :]
-    offset = (net * n_rows + row)[:, None] * width + column[None, :]
+    inside = (row < rows)[:, None] & in_row[None, :]
+    offset = (net * rows + row)[:, None] * width + column[None, :]
     x = tl.load(x_ptr + offset, mask=inside, other=0).to(REAL)
     z = (x - mean[None, :]) * scale[None, :] + bias[None, :]
     tl.store(y_ptr + offset, activate(z, ACTIVATION), mask=inside)
@@ -372,21 +372,21 @@ def store_gradient(
         store_tile(grad_x_ptr, row + start, within, out)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_parts", "part_rows"])
+@triton.jit(do_not_specialize=["rows", "blocks", "parts", "part_rows"])
 def batch_norm_activation_backward_kernel(
-    grad_ptr,  # any float [nets, n_rows, width]
-    x_ptr,  # any float [nets, n_rows, width]
+    grad_ptr,  # any float [nets, rows, width]
+    x_ptr,  # any float [nets, rows, width]
     weight_ptr,  # any float [nets, width]
     bias_ptr,  # any float [nets, width]
     mean_ptr,  # any float [nets, width]
     var_ptr,  # any float [nets, width]
     grad_x_ptr,  # as x, out unless OWN and PARTS
-    grad_weight_ptr,  # any float [nets, width], out; REAL [nets, n_parts, width] with PARTS
+    grad_weight_ptr,  # any float [nets, width], out; REAL [nets, parts, width] with PARTS
     grad_bias_ptr,  # as grad_weight, out
-    n_rows,  # of a net
+    rows,  # of a net
     width,
-    n_blocks,  # blocks of columns of a net
-    n_parts,  # of the rows of a net
+    blocks,  # blocks of columns of a net
+    parts,  # of the rows of a net
     part_rows,  # rows of a part
     REAL: tl.constexpr,
     EPS: tl.constexpr,
@@ -401,12 +401,12 @@ def batch_norm_activation_backward_kernel(
     grad_x = weight / sqrt(var + EPS) * (g - mean(g) - h * mean(g * h)), without the means unless OWN. With the means of
     several parts, apply_batch_norm_gradients_kernel computes it.
 
-    Grid: (nets * n_parts * n_blocks,), n_blocks = cdiv(width, BLOCK), n_parts = cdiv(n_rows, part_rows).
+    Grid: (nets * parts * blocks,), blocks = cdiv(width, BLOCK), parts = cdiv(rows, part_rows).
     """
-    column, in_row, place, net, begin, last = part_of(n_rows, width, n_blocks, n_parts, part_rows, BLOCK)
+    column, in_row, place, net, begin, last = part_of(rows, width, blocks, parts, part_rows, BLOCK)
     vector = net * width + column
     columns = load_columns((mean_ptr, var_ptr, weight_ptr, bias_ptr), vector, in_row, EPS, REAL)
-    within = (net * n_rows * width + column, last, width, in_row)
+    within = (net * rows * width + column, last, width, in_row)
     row = begin + tl.arange(0, BLOCK_ROWS)
     by_weight = tl.zeros([BLOCK_ROWS, BLOCK], REAL)
     by_bias = tl.zeros([BLOCK_ROWS, BLOCK], REAL)
@@ -422,52 +422,52 @@ def batch_norm_activation_backward_kernel(
     tl.store(grad_bias_ptr + place * width + column, sum_bias, mask=in_row)
     if OWN and not PARTS:
         store_gradient(
-            grad_ptr, x_ptr, grad_x_ptr, begin, within, columns, sum_bias / n_rows, sum_weight / n_rows,
+            grad_ptr, x_ptr, grad_x_ptr, begin, within, columns, sum_bias / rows, sum_weight / rows,
             REAL, ACTIVATION, BLOCK_ROWS,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_parts", "part_rows"])
+@triton.jit(do_not_specialize=["rows", "blocks", "parts", "part_rows"])
 def apply_batch_norm_gradients_kernel(
-    grad_ptr,  # any float [nets, n_rows, width]
-    x_ptr,  # any float [nets, n_rows, width]
+    grad_ptr,  # any float [nets, rows, width]
+    x_ptr,  # any float [nets, rows, width]
     weight_ptr,  # any float [nets, width]
     bias_ptr,  # any float [nets, width]
     mean_ptr,  # any float [nets, width]
     var_ptr,  # any float [nets, width]
-    by_weight_ptr,  # REAL [nets, n_parts, width]: sum(g * h) of each part
-    by_bias_ptr,  # REAL [nets, n_parts, width]: sum(g) of each part
+    by_weight_ptr,  # REAL [nets, parts, width]: sum(g * h) of each part
+    by_bias_ptr,  # REAL [nets, parts, width]: sum(g) of each part
     grad_x_ptr,  # as x, out
     grad_weight_ptr,  # any float [nets, width], out
     grad_bias_ptr,  # any float [nets, width], out
-    n_rows,  # of a net
+    rows,  # of a net
     width,
-    n_blocks,  # blocks of columns of a net
-    n_parts,  # of the rows of a net
+    blocks,  # blocks of columns of a net
+    parts,  # of the rows of a net
     part_rows,  # rows of a part
     REAL: tl.constexpr,
     EPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,  # at least n_parts
+    BLOCK_PARTS: tl.constexpr,  # at least parts
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Every program adds the sums of all parts, in one order, and computes grad_x of its own.
 
-    Grid: (nets * n_parts * n_blocks,), n_blocks = cdiv(width, BLOCK), n_parts = cdiv(n_rows, part_rows).
+    Grid: (nets * parts * blocks,), blocks = cdiv(width, BLOCK), parts = cdiv(rows, part_rows).
     """
-    column, in_row, _, net, begin, last = part_of(n_rows, width, n_blocks, n_parts, part_rows, BLOCK)
+    column, in_row, _, net, begin, last = part_of(rows, width, blocks, parts, part_rows, BLOCK)
     each = tl.arange(0, BLOCK_PARTS)
-    sums = (each < n_parts)[:, None] & in_row[None, :]
-    offset = (net * n_parts + each)[:, None] * width + column[None, :]
+    sums = (each < parts)[:, None] & in_row[None, :]
+    offset = (net * parts + each)[:, None] * width + column[None, :]
     sum_weight = tl.sum(tl.load(by_weight_ptr + offset, mask=sums, other=0), 0)
     sum_bias = tl.sum(tl.load(by_bias_ptr + offset, mask=sums, other=0), 0)
     vector = net * width + column
     tl.store(grad_weight_ptr + vector, sum_weight, mask=in_row & (begin == 0))
     tl.store(grad_bias_ptr + vector, sum_bias, mask=in_row & (begin == 0))
     columns = load_columns((mean_ptr, var_ptr, weight_ptr, bias_ptr), vector, in_row, EPS, REAL)
-    within = (net * n_rows * width + column, last, width, in_row)
+    within = (net * rows * width + column, last, width, in_row)
     store_gradient(
-        grad_ptr, x_ptr, grad_x_ptr, begin, within, columns, sum_bias / n_rows, sum_weight / n_rows,
+        grad_ptr, x_ptr, grad_x_ptr, begin, within, columns, sum_bias / rows, sum_weight / rows,
         REAL, ACTIVATION, BLOCK_ROWS,
     )  # fmt: skip

@@ -148,7 +148,7 @@ OPAQUE = len(DTYPES)
 _INTEGER_OF = {dtype.itemsize: DTYPES.index(dtype) for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)}
 
 DRAWN, LAST, NEXT, SUM, STEPS = range(5)
-"""Which row a field reads: values of :attr:`Field.row`."""
+"""Which row a field reads: values of :attr:`Field.kind`."""
 
 OFF, BY_CHANCE, DOUBLED = range(3)
 """Mirroring of a batch. ``BY_CHANCE`` decides for each row. ``DOUBLED`` gives 2n rows for n drawn ones: as they are,
@@ -175,7 +175,7 @@ class Field:
     Attributes:
         device_rows, row_bytes, split, host_rows, row_stride: the column, as in :func:`table_entry`.
             ``row_bytes`` may be less than a row of the column, for a field that is a prefix of it.
-        row: which row is read.
+        kind: which row is read.
         stored, written, batch: codes of the dtypes: of the column, of written data, and of the batch.
         elements: of a row of this field. ``row_bytes`` is so many times the size of the stored dtype.
         scale, offset: of the codec; 1 and 0 change nothing.
@@ -199,7 +199,7 @@ class Field:
     split: int
     host_rows: int
     row_stride: int
-    row: int
+    kind: int
     stored: int
     written: int
     batch: int
@@ -228,7 +228,7 @@ class Field:
             # A GPU learns from the code how large an element is. Integers of that size are moved bit for bit.
             values[STORED] = values[WRITTEN_AS] = values[BATCH] = _INTEGER_OF[self.row_bytes // self.elements]
         aligned = self.device_rows | self.row_bytes | self.host_rows | self.row_stride
-        if self.row == NEXT:
+        if self.kind == NEXT:
             aligned |= self.entries | self.pending | self.side_stride
         batch_bytes = self.row_bytes if self.batch == OPAQUE else self.elements * DTYPES[self.batch].itemsize
         values += [self._copied(), aligned, batch_bytes, int(self.stored == self.written and not self._has_codec)]
@@ -242,7 +242,7 @@ class Field:
     def _is_computed(self) -> bool:
         """Whether elements of batches are computed even where they are neither mirrored nor shifted."""
         bounded = self.low != float("-inf") or self.high != float("inf")
-        changed = self.row in (SUM, STEPS) or self.stored != self.batch or self._has_codec
+        changed = self.kind in (SUM, STEPS) or self.stored != self.batch or self._has_codec
         return bool(changed or self.mean or self.factor or bounded)
 
     def _is_moved_unknown(self) -> bool:
@@ -261,7 +261,7 @@ FIELD = 32
 """Length of an entry of ``fields``."""
 
 # Places in an entry, after those of its column.
-ROW, STORED, WRITTEN_AS, BATCH, ELEMENTS = range(5, 10)
+KIND, STORED, WRITTEN_AS, BATCH, ELEMENTS = range(5, 10)
 SCALE, CODEC_OFFSET, MEAN, FACTOR, LOW, HIGH, PERMUTATION, SIGN, PAD, HEIGHT, WIDTH, PAIR = range(10, 22)
 ENTRIES, PENDING, SIDE_STRIDE, WRITES = range(22, 26)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._registry import demand_int64, demand_words
+from gpubuf.kernels._registry import demand_dense, demand_int64
 from gpubuf.kernels.philox import check_state
 from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, ENTRY, FIELD, MAX_STEPS, OFF, Reading
 
@@ -21,14 +21,14 @@ def check_storage(table: Tensor, ring: Tensor, capacity: int) -> int:
     if not fits or table.dtype is not torch.int64 or not table.is_contiguous():
         width = FIELD if table.shape[-1:] == (FIELD,) else ENTRY
         demand_int64("table", table, (table.numel() // width, width))
-    demand_words("ring", ring, 4)
+    demand_dense("ring", ring, torch.int64, 4)
     return table.shape[0]
 
 
 def check_generation(generation: Tensor | None, n: int) -> None:
     """Raise TypeError or ValueError unless ``generation`` is None or has ``n`` entries."""
     if generation is not None:
-        demand_words("generation", generation, n)
+        demand_dense("generation", generation, torch.int64, n)
 
 
 def check_count(n: int) -> None:

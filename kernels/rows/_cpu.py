@@ -139,15 +139,9 @@ _engines = [0, 0]
 
 
 def _read(
-    table: Tensor,
-    ring: Tensor,
-    rng: Tensor | None,
-    given: Tensor | None,
-    n: int,
-    capacity: int,
-    targets: array[int],
+    table: Tensor, ring: Tensor, rng: Tensor | None, given: Tensor | None, n: int, capacity: int, targets: array[int],
     reading: tuple[Any, ...],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Copy or compute a batch of ``given`` rows, or of ``n`` rows that ``rng`` draws; returns index and generations."""
     how = None if table.shape[1] == ENTRY else Reading(*reading)
     generation = torch.empty_like(vector(n if how is None else how.rows(n), torch.int64))
@@ -161,11 +155,9 @@ def _read(
     else:
         ends, links, noise, *numbers = how
         before, after = (_address(ends), _address(links), _address(noise), *before), (*after, *numbers)
-        results = call_in_parts(_read_batch, (*_engines, *before), n, after)
-        while results[0] in (NEEDS_NARROW, NEEDS_WIDE):
+        while (results := call_in_parts(_read_batch, (*_engines, *before), n, after))[0] in (NEEDS_NARROW, NEEDS_WIDE):
             wide = results[0] == NEEDS_WIDE
             _engines[wide] = (_compute_wide if wide else _compute_narrow).address
-            results = call_in_parts(_read_batch, (*_engines, *before), n, after)
     for result in results:
         if result != DONE:
             raise _refused_batch(table, given, result, n, capacity)
@@ -262,17 +254,9 @@ def _refused_write(
 
 
 def extend(
-    table: Tensor,
-    sources: list[Tensor],
-    ring: Tensor,
-    n: int,
-    capacity: int,
-    envs: int = 1,
-    links: Tensor | None = None,
-    owners: Tensor | None = None,
-    *,
-    trusted: bool = False,
-) -> Tensor:
+    table: Tensor, sources: list[Tensor], ring: Tensor, n: int, capacity: int, envs: int = 1,
+    links: Tensor | None = None, owners: Tensor | None = None, *, trusted: bool = False,
+) -> Tensor:  # fmt: skip
     """See :data:`gpubuf.kernels.rows.extend`. ``trusted``: the caller vouches for all but sizes and numbers."""
     if not trusted:
         n_keys = check_storage(table, ring, capacity)
@@ -301,17 +285,9 @@ class PreparedExtend:
     """
 
     def __init__(
-        self,
-        table: Tensor,
-        sources: list[Tensor],
-        ring: Tensor,
-        n: int,
-        capacity: int,
-        keeps_index: bool,
-        envs: int = 1,
-        links: Tensor | None = None,
-        owners: Tensor | None = None,
-    ) -> None:
+        self, table: Tensor, sources: list[Tensor], ring: Tensor, n: int, capacity: int, keeps_index: bool,
+        envs: int = 1, links: Tensor | None = None, owners: Tensor | None = None,
+    ) -> None:  # fmt: skip
         n_keys = check_storage(table, ring, capacity)
         check_count(n)
         check_source_count(sources, n_keys)
@@ -362,15 +338,9 @@ def write(
 
 
 def relink(
-    table: Tensor,
-    sources: list[Tensor],
-    ring: Tensor,
-    index: Tensor,
-    capacity: int,
-    envs: int,
-    links: Tensor,
+    table: Tensor, sources: list[Tensor], ring: Tensor, index: Tensor, capacity: int, envs: int, links: Tensor,
     owners: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """See :data:`gpubuf.kernels.rows.relink`."""
     n_keys, n = check_storage(table, ring, capacity), length_of("index", index)
     check_source_count(sources, n_keys)

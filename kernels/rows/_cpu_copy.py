@@ -23,6 +23,12 @@ def row_address(entry, position):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
+def forward(row, by, capacity):  # type: ignore[no-untyped-def]
+    """The row ``by`` rows after, ``by`` up to the capacity."""
+    return row + by if row + by < capacity else row + by - capacity
+
+
+@jit(forceinline=True)
 def differ(a, b, row_bytes):  # type: ignore[no-untyped-def]
     """Whether the rows at two addresses have different bytes."""
     if row_bytes == 8:

@@ -32,6 +32,7 @@ from gpubuf.kernels.rows import (
     HEIGHT,
     HIGH,
     HOST_ROWS,
+    KIND,
     LAST,
     LOW,
     MEAN,
@@ -41,7 +42,6 @@ from gpubuf.kernels.rows import (
     PAD,
     PAIR,
     PERMUTATION,
-    ROW,
     ROW_BYTES,
     ROW_STRIDE,
     SCALE,
@@ -61,6 +61,7 @@ from gpubuf.kernels.rows._cpu_copy import (
     AT_END,
     copy_row,
     first_outside,
+    forward,
     place_address,
     prefetch_row,
     row_address,
@@ -196,7 +197,7 @@ def copy_batch(  # type: ignore[no-untyped-def]
 @jit(forceinline=True)
 def is_wide(field):  # type: ignore[no-untyped-def]
     """Whether a field is computed in float64."""
-    summed = field[ROW] == SUM and is_integer(field[STORED])
+    summed = field[KIND] == SUM and is_integer(field[STORED])
     return field[STORED] == F64 or field[BATCH] == F64 or summed
 
 
@@ -216,7 +217,7 @@ def is_moved(field):  # type: ignore[no-untyped-def]
     """Whether elements are those of rows, or the same integers of another dtype, unless they are mirrored."""
     stored, batch = field[STORED], field[BATCH]
     same = stored == batch or (is_integer(stored) and is_integer(batch))
-    return same and not _is_changed(field) and field[ROW] < SUM
+    return same and not _is_changed(field) and field[KIND] < SUM
 
 
 @jit
@@ -286,7 +287,7 @@ def _convert(field, rows, n, capacity, target, numbers):  # type: ignore[no-unty
     scale, offset = np.float32(float_of(field[SCALE])), np.float32(float_of(field[CODEC_OFFSET]))
     low, high = np.float32(float_of(field[LOW])), np.float32(float_of(field[HIGH]))
     coded, clipped = is_coded(field), _is_clipped(field)
-    base, stride, elsewhere = field[DEVICE_ROWS], field[ROW_STRIDE], field[SPLIT] < capacity or field[ROW] == NEXT
+    base, stride, elsewhere = field[DEVICE_ROWS], field[ROW_STRIDE], field[SPLIT] < capacity or field[KIND] == NEXT
     scratch, ahead = np.int64(numbers.ctypes.data), _rows_ahead(row_bytes)
     for i in range(n):
         row, coming = rows[i], rows[min(i + ahead, n - 1)]
@@ -324,7 +325,7 @@ def _compute(field, rows, length, n, how, number_type, target, numbers):  # type
         state = carray(as_i64(noise), 3)
         seed, offset = state[SEED], state[OFFSET] + ahead
     elements, stored, batch, row_bytes = field[ELEMENTS], field[STORED], field[BATCH], field[BATCH_BYTES]
-    kind, pad = field[ROW], field[PAD]
+    kind, pad = field[KIND], field[PAD]
     moved = is_moved(field)
     mirroring = mirroring if field[PERMUTATION] != 0 else NONE
     mirrored_numbers = np.empty_like(numbers) if field[PERMUTATION] != 0 else numbers
@@ -354,7 +355,7 @@ def _compute(field, rows, length, n, how, number_type, target, numbers):  # type
                     for e in range(elements):
                         sums[e] = numbers[e] if step == 0 else sums[e] + discount * numbers[e]
                     discount *= gamma
-                    row = row + envs if row + envs < capacity else row + envs - capacity
+                    row = forward(row, envs, capacity)
                     address = row_address(field, row)
             if kind == SUM:
                 for e in range(elements):
@@ -393,7 +394,7 @@ def compute_narrow(  # type: ignore[no-untyped-def]
     rows, length = carray(as_i64(rows_address), n), carray(as_i64(length_address), n)
     numbers = np.empty(field[ELEMENTS], np.float32)
     mirrored = mirroring != NONE and field[PERMUTATION] != 0
-    if field[BATCH] == F32 and field[ROW] < SUM and field[PAD] == 0 and not mirrored:
+    if field[BATCH] == F32 and field[KIND] < SUM and field[PAD] == 0 and not mirrored:
         _convert(field, rows, n, capacity, target, numbers)
         return n
     how = (capacity, envs, gamma, mirroring, noise, ahead, draws)
@@ -446,8 +447,7 @@ def _find_windows(ends, written, capacity, envs, n_steps, position, n, length, l
         if ends != 0 and k > 1:
             k = _to_first_end(ends, steps, envs, env, step, k)
         length[i] = k
-        row = position[i] + (k - 1) * envs
-        last[i] = row if row < capacity else row - capacity
+        last[i] = forward(position[i], (k - 1) * envs, capacity)
 
 
 @jit(forceinline=True)
@@ -468,7 +468,7 @@ def _find_next(links, written, capacity, envs, last, n, place):  # type: ignore[
         else:
             if link < 0:
                 lost = i
-            place[i] = row + envs if row + envs < capacity else row + envs - capacity
+            place[i] = forward(row, envs, capacity)
     return lost
 
 
@@ -478,14 +478,14 @@ def _find_next(links, written, capacity, envs, last, n, place):  # type: ignore[
 @jit(forceinline=True)
 def _is_plain_sum(field, mirror):  # type: ignore[no-untyped-def]
     """Whether a field is a sum of float32 that becomes nothing else."""
-    is_sum = field[ROW] == SUM and field[STORED] == F32 and field[BATCH] == F32
+    is_sum = field[KIND] == SUM and field[STORED] == F32 and field[BATCH] == F32
     return is_sum and not _is_changed(field) and (field[PERMUTATION] == 0 or mirror == OFF)
 
 
 @jit(forceinline=True)
 def _is_plain_length(field):  # type: ignore[no-untyped-def]
     """Whether a field is the number of steps as int64."""
-    is_length = field[ROW] == STEPS and field[BATCH] == I64
+    is_length = field[KIND] == STEPS and field[BATCH] == I64
     return is_length and field[MEAN] == 0 and field[PERMUTATION] == 0 and not _is_clipped(field)
 
 
@@ -499,8 +499,7 @@ def _sum_rows(target, field, rows, length, n, capacity, envs, gamma):  # type: i
         coming = min(i + AHEAD, n - 1)
         # All rows of the window: those of one environment often share a line, but not always.
         for j in range(length[coming]):
-            row = rows[coming] + j * envs
-            row = row if row < capacity else row - capacity
+            row = forward(rows[coming], j * envs, capacity)
             prefetch_row((base if row < split else beyond) + row * stride, row_bytes)
         steps = length[i] - 1
         for e in range(elements):
@@ -508,7 +507,7 @@ def _sum_rows(target, field, rows, length, n, capacity, envs, gamma):  # type: i
             total, discount = float(read_f32((base if row < split else beyond) + row * stride, e)), 1.0
             for _ in range(steps):
                 discount *= gamma
-                row = row + envs if row + envs < capacity else row + envs - capacity
+                row = forward(row, envs, capacity)
                 total += discount * float(read_f32((base if row < split else beyond) + row * stride, e))
             write_f32(target, i * elements + e, np.float32(total))
 
@@ -516,9 +515,9 @@ def _sum_rows(target, field, rows, length, n, capacity, envs, gamma):  # type: i
 @jit(forceinline=True)
 def _rows_of(field, drawn, last, place):  # type: ignore[no-untyped-def]
     """The rows that a field reads first."""
-    if field[ROW] == NEXT:
+    if field[KIND] == NEXT:
         return place
-    return last if field[ROW] == LAST else drawn
+    return last if field[KIND] == LAST else drawn
 
 
 @jit(forceinline=True)
@@ -534,7 +533,7 @@ def _first_wrong(fields, n_fields, has_links, mirror):  # type: ignore[no-untype
     """The first field that can't be read: without links, or elements that are computed but can't be; or -1."""
     for f in range(n_fields):
         field = fields[f]
-        if field[ROW] == NEXT and not has_links:
+        if field[KIND] == NEXT and not has_links:
             return f
         if field[STORED] >= OPAQUE or field[BATCH] >= OPAQUE:
             is_mirrored = field[PERMUTATION] != 0 and mirror != OFF
@@ -571,15 +570,15 @@ def read_batch(  # type: ignore[no-untyped-def]
     targets = carray(as_i64(targets_address), n_fields)
     has_windows, has_next = False, False
     for f in range(n_fields):
-        has_windows |= fields[f, ROW] != DRAWN
-        has_next |= fields[f, ROW] == NEXT
+        has_windows |= fields[f, KIND] != DRAWN
+        has_next |= fields[f, KIND] == NEXT
     together = min(n, _TOGETHER)
     length, last = np.empty(together, np.int64), np.empty(together, np.int64)
     place = np.empty(together if has_next else 0, np.int64)
     for start in range(0, n, together):
         count = min(together, n - start)
         drawn = carray(as_i64(at + 8 * start), count)
-        if n_fields > 0 and fields[0, ROW] != STEPS:
+        if n_fields > 0 and fields[0, KIND] != STEPS:
             _prefetch_first(fields[0], drawn, count)
         if has_windows:
             _find_windows(ends, written, capacity, envs, n_steps, drawn, count, length, last)
@@ -591,11 +590,11 @@ def read_batch(  # type: ignore[no-untyped-def]
         for f in range(n_fields):
             field = fields[f]
             rows, width = _rows_of(field, drawn, last, place), field[BATCH_BYTES]
-            if f + 1 < n_fields and fields[f + 1, ROW] != STEPS:
+            if f + 1 < n_fields and fields[f + 1, KIND] != STEPS:
                 _prefetch_first(fields[f + 1], _rows_of(fields[f + 1], drawn, last, place), count)
             target, halves = targets[f] + row * width, 1
             if field[COPIED] == 2 or (field[COPIED] == 1 and mirror != BY_CHANCE):
-                _copy_rows(target, field, rows, count, field[SPLIT] < capacity or field[ROW] == NEXT)
+                _copy_rows(target, field, rows, count, field[SPLIT] < capacity or field[KIND] == NEXT)
             elif _is_plain_sum(field, mirror):
                 _sum_rows(target, field, rows, length, count, capacity, envs, gamma)
             elif _is_plain_length(field):
@@ -604,7 +603,7 @@ def read_batch(  # type: ignore[no-untyped-def]
                     lengths[i] = length[i // field[ELEMENTS]]
             else:
                 halves = 0
-            if mirror == DOUBLED and (field[COPIED] == 2 or (halves == 1 and field[ROW] >= SUM)):
+            if mirror == DOUBLED and (field[COPIED] == 2 or (halves == 1 and field[KIND] >= SUM)):
                 copy_bytes(target + of * width, target, count * width)
                 halves = 2
             # Those that are left: as they are, or by chance; and then all of them mirrored.

@@ -23,9 +23,9 @@ from gpubuf.kernels.rows import (
     JOURNAL_SIZE,
     JOURNAL_WORDS,
     JOURNAL_WRITTEN,
+    KIND,
     NEXT,
     PENDING,
-    ROW,
     ROW_BYTES,
     ROW_STRIDE,
     SCALE,
@@ -57,6 +57,7 @@ from gpubuf.kernels.rows._cpu_copy import (
     copy_rows,
     differ,
     first_outside,
+    forward,
     prefetch_row,
     row_address,
     write_run,
@@ -93,9 +94,9 @@ def is_taken(field, which):  # type: ignore[no-untyped-def]
     """Whether an operation writes a key: a column, or a field."""
     if len(field) == ENTRY:
         return True
-    if field[WRITES] == 0 or field[ROW] == STEPS:
+    if field[WRITES] == 0 or field[KIND] == STEPS:
         return False
-    return which == EVERY or (field[ROW] == NEXT) == (which == NEXT_ALONE)
+    return which == EVERY or (field[KIND] == NEXT) == (which == NEXT_ALONE)
 
 
 @jit
@@ -206,7 +207,7 @@ def keep_rows(table_address, keys_address, n_keys, ring_address, index_address, 
         words[JOURNAL_WORDS + k] = keys[k]
     first = ring[WRITTEN] % capacity
     for i in range(n):
-        at = given[i] if has_index else first + i - (capacity if first + i >= capacity else 0)
+        at = given[i] if has_index else forward(first, i, capacity)
         position[i] = at + capacity if at < 0 else at
     before_seam = min(n, capacity - first)
     target = journal_address + 8 * (JOURNAL_WORDS + n_keys + n)
@@ -258,7 +259,7 @@ def _partner(fields, n_fields, f):  # type: ignore[no-untyped-def]
     """The field that writes the column in which the next observations of a field are; -1 if there is none."""
     for g in range(n_fields):
         if (
-            fields[g, ROW] != NEXT
+            fields[g, KIND] != NEXT
             and is_taken(fields[g], EVERY)
             and fields[g, DEVICE_ROWS] == fields[f, DEVICE_ROWS]
             and fields[g, ROW_BYTES] == fields[f, ROW_BYTES]
@@ -343,7 +344,7 @@ def extend_rows(  # type: ignore[no-untyped-def]
     position = written % capacity
     for i in range(n):
         index[i] = position
-        position = position + 1 if position + 1 < capacity else 0
+        position = forward(position, 1, capacity)
     first = (written + n - kept) % capacity
     before_seam = min(kept, capacity - first)
     for f in range(n_fields):
@@ -385,7 +386,7 @@ def _set_links(  # type: ignore[no-untyped-def]
             _put_next(fields, n_fields, staged, i, ENTRIES, entry)
             link = entry + 1
         write_32(links, row, link)
-        row = row + 1 if row + 1 < capacity else 0
+        row = forward(row, 1, capacity)
 
 
 @kernel
@@ -467,7 +468,7 @@ def relink_rows(  # type: ignore[no-untyped-def]
         separate[i] = 0
         row = rows[i]
         if row >= 0 and not newest <= row < newest + envs:
-            after = row + envs if row + envs < capacity else row + envs - capacity
+            after = forward(row, envs, capacity)
             for f in range(n_fields):
                 if is_taken(fields[f], NEXT_ALONE):
                     source = staged[f, 0] + i * staged[f, 1]

@@ -129,16 +129,9 @@ def sample(
 
 
 def _read(
-    table: Tensor,
-    ring: Tensor,
-    rng: Tensor | None,
-    given: Tensor | None,
-    n: int,
-    capacity: int,
-    arena_bytes: int,
-    reading: tuple[Any, ...],
-    trusted: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    table: Tensor, ring: Tensor, rng: Tensor | None, given: Tensor | None, n: int, capacity: int, arena_bytes: int,
+    reading: tuple[Any, ...], trusted: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Arena, index and generations of a batch of ``given`` rows, or of ``n`` rows that the kernel draws by ``rng``."""
     if not trusted:
         check_storage(table, ring, capacity)
@@ -182,14 +175,9 @@ class Read(NamedTuple):
 
 @remembered
 def prepared_read(
-    device: torch.device,
-    n_keys: int,
-    n: int,
-    capacity: int,
-    arena_bytes: int,
-    drawn: bool,
+    device: torch.device, n_keys: int, n: int, capacity: int, arena_bytes: int, drawn: bool,
     computed: tuple[Any, ...] | None,
-) -> Read:
+) -> Read:  # fmt: skip
     """How a batch of ``n`` rows is launched, which depends on sizes alone.
 
     Args:
@@ -271,15 +259,9 @@ def parts_of(table: Tensor, sources: Sequence[Tensor], n: int) -> list[Part]:
 
 
 def extend(
-    table: Tensor,
-    sources: Sequence[Tensor],
-    ring: Tensor,
-    n: int,
-    capacity: int,
-    envs: int = 1,
-    links: Tensor | None = None,
-    owners: Tensor | None = None,
-) -> Tensor:
+    table: Tensor, sources: Sequence[Tensor], ring: Tensor, n: int, capacity: int, envs: int = 1,
+    links: Tensor | None = None, owners: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """See :data:`gpubuf.kernels.rows.extend`."""
     n_keys = check_storage(table, ring, capacity)
     check_count(n)
@@ -324,13 +306,9 @@ def winners(index: Tensor, capacity: int, ring: Tensor, generation: Tensor | Non
 
 
 def write(
-    table: Tensor,
-    sources: Sequence[Tensor],
-    ring: Tensor,
-    index: Tensor,
-    capacity: int,
+    table: Tensor, sources: Sequence[Tensor], ring: Tensor, index: Tensor, capacity: int,
     generation: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """See :data:`gpubuf.kernels.rows.write`."""
     n_keys, n = check_storage(table, ring, capacity), length_of("index", index)
     check_generation(generation, n)
@@ -348,15 +326,9 @@ def write(
 
 
 def relink(
-    table: Tensor,
-    sources: Sequence[Tensor],
-    ring: Tensor,
-    index: Tensor,
-    capacity: int,
-    envs: int,
-    links: Tensor,
+    table: Tensor, sources: Sequence[Tensor], ring: Tensor, index: Tensor, capacity: int, envs: int, links: Tensor,
     owners: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """See :data:`gpubuf.kernels.rows.relink`."""
     n_keys, n = check_storage(table, ring, capacity), length_of("index", index)
     check_sharing(links, owners, 0, capacity, envs)

@@ -64,14 +64,14 @@ from gpubuf.kernels.trajectories._triton import lowest_bit
 UINT8, INT8, INT16, INT32, INT64, FLOAT16, BFLOAT16, FLOAT32, FLOAT64, BOOL = map(tl.constexpr, range(rows.OPAQUE))
 
 # Places in an entry of ``fields_ptr`` after those of its column, and their number.
-ROW, STORED, WRITTEN_AS, BATCH, ELEMENTS = map(tl.constexpr, range(rows.ROW, rows.SCALE))
+KIND, STORED, WRITTEN_AS, BATCH, ELEMENTS = map(tl.constexpr, range(rows.KIND, rows.SCALE))
 SCALE, CODEC_OFFSET, MEAN, FACTOR, LOW, HIGH, PERMUTATION = map(tl.constexpr, range(rows.SCALE, rows.SIGN))
 SIGN, PAD, HEIGHT, WIDTH, PAIR = map(tl.constexpr, range(rows.SIGN, rows.ENTRIES))
 ENTRIES, PENDING, SIDE_STRIDE, WRITES = map(tl.constexpr, range(rows.ENTRIES, rows.COPIED))
 COPIED, ALIGNED, BATCH_BYTES, WRITTEN_AS_STORED = map(tl.constexpr, range(rows.COPIED, rows.WRITTEN_AS_STORED + 1))
 FIELD = tl.constexpr(rows.FIELD)
 
-# Values of ROW and of ``mirror``.
+# Values of KIND and of ``mirror``.
 DRAWN, LAST, NEXT, SUM, STEPS = map(tl.constexpr, range(rows.DRAWN, rows.STEPS + 1))
 OFF, BY_CHANCE, DOUBLED = map(tl.constexpr, range(rows.OFF, rows.DOUBLED + 1))
 
@@ -307,7 +307,7 @@ def newest_step(written, steps, envs):
 
 @triton.jit
 def forward(step, by, steps):
-    """The step ``by`` steps after, ``by`` up to ``steps``."""
+    """The step ``by`` steps after, ``by`` up to ``steps``. Rows go round their ring in the same way."""
     return tl.where(step + by < steps, step + by, step + by - steps)
 
 
@@ -400,7 +400,7 @@ def first_end(ends_ptr, step, env, active, steps, envs, n_steps):
 
 @triton.jit
 def load_places(memory, position, valid, kind, window, has):
-    """The places that a field of this kind (its ROW) reads for rows of a batch, int64; -1 for rows not to be read.
+    """The places that a field of this kind reads for rows of a batch, int64; -1 for rows not to be read.
 
     The place of a SUM is ``position * 128 + length of the window``, that of STEPS the length alone.
     """
@@ -558,7 +558,7 @@ def _compute_floats(entry_ptr, place, element, column, mirrored, mask, codes, ga
 def _compute_tile(entry_ptr, place, twist, column, mask, target, gamma, window, mirror):
     """Compute and store elements ``column`` [TILE] of rows at places of a field, to int64 addresses of these rows."""
     _newest, steps, envs, _n_steps = window
-    kind = tl.load(entry_ptr + ROW)
+    kind = tl.load(entry_ptr + KIND)
     stored = tl.load(entry_ptr + STORED)
     batch = tl.load(entry_ptr + BATCH)
     valid = mask & (place >= 0)
@@ -612,21 +612,9 @@ def _look_up(memory, before, batch, row, kind, pad, pair, window, has):
 
 @triton.jit
 def make_tiles(
-    fields_ptr,
-    arena_ptr,
-    memory,
-    before,
-    batch,
-    window,
-    gamma,
-    begin,
-    programs,
-    n_keys,
-    has,
-    KEYS: tl.constexpr,
-    TILE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):
+    fields_ptr, arena_ptr, memory, before, batch, window, gamma, begin, programs, n_keys, has, KEYS: tl.constexpr,
+    TILE: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
     """The tiles ``begin``, ``begin + programs``, ... of a batch."""
     _n, rows, mirror, _draws = batch
     _newest, steps, envs, _n_steps = window
@@ -634,7 +622,7 @@ def make_tiles(
     for tile in range(begin, tl.sum(tiles, 0), programs):
         key, number, offset = find_tile(tiles, sizes, lanes, tile, ALIGNMENT)
         entry_ptr = fields_ptr + key * FIELD
-        kind = tl.load(entry_ptr + ROW)
+        kind = tl.load(entry_ptr + KIND)
         pad = tl.load(entry_ptr + PAD)
         pair = tl.load(entry_ptr + PAIR)
         copied = tl.load(entry_ptr + COPIED) > (mirror != OFF).to(tl.int64)

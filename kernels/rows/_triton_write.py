@@ -25,9 +25,9 @@ from gpubuf.kernels.rows._triton import (
     ELEMENTS,
     ENTRIES,
     FIELD,
+    KIND,
     NEXT,
     PENDING,
-    ROW,
     SCALE,
     SIDE_STRIDE,
     STEPS,
@@ -37,6 +37,7 @@ from gpubuf.kernels.rows._triton import (
     WRITTEN_AS_STORED,
     divided,
     encoded_bits,
+    forward,
     item_shift,
     load_bits,
     load_float,
@@ -75,7 +76,7 @@ LOST = tl.constexpr(rows.LOST)
 @triton.jit
 def load_shared(fields_ptr, lanes, n_keys):
     """Whether fields ``lanes`` are next observations that writes give."""
-    kind = tl.load(fields_ptr + lanes * FIELD + ROW, mask=lanes < n_keys, other=0)
+    kind = tl.load(fields_ptr + lanes * FIELD + KIND, mask=lanes < n_keys, other=0)
     return (kind == NEXT) & (tl.load(fields_ptr + lanes * FIELD + WRITES, mask=lanes < n_keys, other=0) != 0)
 
 
@@ -93,7 +94,7 @@ def load_write_tiles(
         if SHARED:
             some = load_shared(table_ptr, lanes, n_keys)
         else:
-            kind = tl.load(entry_ptr + ROW, mask=some, other=STEPS)
+            kind = tl.load(entry_ptr + KIND, mask=some, other=STEPS)
             some = (kind != NEXT) & (kind != STEPS)
             some = some & (tl.load(entry_ptr + WRITES, mask=some, other=0) != 0)
         words = tl.load(entry_ptr + ROW_BYTES, mask=some, other=0)
@@ -220,7 +221,7 @@ def rows_extend_kernel(
         begin = written + program * TILE
         begin -= quotient(begin, capacity) * capacity
         if capacity >= TILE:
-            position = tl.where(begin + lane < capacity, begin + lane, begin + lane - capacity)
+            position = forward(begin, lane, capacity)
         else:
             position = ((begin.to(tl.int32) + lane) % capacity.to(tl.int32)).to(tl.int64)
         row = program * TILE + lane
@@ -237,8 +238,7 @@ def rows_extend_kernel(
             _as_stored, _shift, _words, _first_row, _first_word, passes = elements
             for part in range(0, passes):
                 row, column = elements_of(elements, part, TILE)
-                position = cursor + row
-                position = tl.where(position < capacity, position, position - capacity)
+                position = forward(cursor, row, capacity)
                 target = row_address(position, *memory)
                 chosen = (row < kept) & (source != 0)
                 put_elements(key, elements, ring_ptr, row, column, target, chosen, chosen, PLAIN)
@@ -364,7 +364,7 @@ def rows_compare_kernel(
         written, size, index_ptr, winner_ptr, i, n, skipped.to(tl.int64), capacity, envs, RELINK
     )
     active = there & ~newest
-    successor = tl.where(position + envs < capacity, position + envs, position + envs - capacity)
+    successor = forward(position, envs, capacity)
     lanes = tl.arange(0, KEYS)
     shared = load_shared(fields_ptr, lanes, n_keys).to(tl.int32)
     number = tl.cumsum(shared, 0) * shared
@@ -576,8 +576,7 @@ def rows_aside_kernel(
                 # The steps are whole: the last rows are of environments in their order.
                 source = skipped + row
                 env = row - (kept - envs)
-                position = begin + row
-                position = tl.where(position < capacity, position, position - capacity)
+                position = forward(begin, row, capacity)
                 newest = env >= 0
                 there = row < kept
             link = tl.load(links_ptr + position, mask=there & ~newest, other=0).to(tl.int64)

@@ -1,7 +1,7 @@
 """Soft actor-critic's own losses on the GPU.
 
 Every kernel computes in REAL, float32 or float64, whatever the dtypes of its arguments. Rows are flat and contiguous;
-critics are ``[n_nets, n]``. The reductions are those of ``td/_triton.py``.
+critics are ``[nets, n]``. The reductions are those of ``td/_triton.py``.
 """
 
 import triton
@@ -27,7 +27,7 @@ from gpubuf.kernels.td._triton import (
 
 @triton.jit(do_not_specialize=["n"])
 def actor_loss_kernel(
-    q_ptr,  # any float [n_nets, n]
+    q_ptr,  # any float [nets, n]
     log_prob_ptr,  # any float [n]
     alpha_ptr,  # any float [1]
     weight_ptr,  # any float [n], read where HAS_WEIGHT
@@ -37,7 +37,7 @@ def actor_loss_kernel(
     norm_ptr,  # REAL [1], out
     partial_ptr,  # REAL [3, programs], out where not SINGLE
     n,
-    n_nets,
+    nets,
     REAL: tl.constexpr,
     REDUCTION: tl.constexpr,
     COMBINE: tl.constexpr,
@@ -49,7 +49,7 @@ def actor_loss_kernel(
     """l_i = alpha * log_prob[i] - min_k or mean_k q[k, i], and the entropy -mean(log_prob). Grid: (cdiv(n, BLOCK),)."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < n
-    value, _ = one_critic(q_ptr, row, inside, n, n_nets, REAL, COMBINE)
+    value, _ = one_critic(q_ptr, row, inside, n, nets, REAL, COMBINE)
     log_prob = tl.load(log_prob_ptr + row, mask=inside, other=0).to(REAL)
     loss = tl.load(alpha_ptr).to(REAL) * log_prob - value
     weighting = (weight_ptr if HAS_WEIGHT else None, mask_ptr if HAS_MASK else None)
@@ -82,15 +82,15 @@ def finish_actor_loss_kernel(
 @triton.jit(do_not_specialize=["n"])
 def actor_loss_backward_kernel(
     grad_ptr,  # any float [n] where REDUCTION is NONE, else [1]
-    q_ptr,  # any float [n_nets, n]
+    q_ptr,  # any float [nets, n]
     alpha_ptr,  # any float [1]
     weight_ptr,  # any float [n], read where HAS_WEIGHT
     mask_ptr,  # uint8 [n], read where HAS_MASK
     norm_ptr,  # REAL [1]
-    grad_q_ptr,  # any float [n_nets, n], out
+    grad_q_ptr,  # any float [nets, n], out
     grad_log_prob_ptr,  # any float [n], out
     n,
-    n_nets,
+    nets,
     REAL: tl.constexpr,
     REDUCTION: tl.constexpr,
     COMBINE: tl.constexpr,
@@ -110,13 +110,13 @@ def actor_loss_backward_kernel(
     tl.store(grad_log_prob_ptr + row, factor * alpha, mask=inside)
     grad_q_ptr += row
     if COMBINE == AVERAGE:
-        share = -factor / n_nets
-        for _ in range(n_nets):
+        share = -factor / nets
+        for _ in range(nets):
             tl.store(grad_q_ptr, share, mask=inside)
             grad_q_ptr += n
     else:
-        _, which = smallest_critic(q_ptr, row, inside, n, n_nets, REAL)
-        for net in range(n_nets):
+        _, which = smallest_critic(q_ptr, row, inside, n, nets, REAL)
+        for net in range(nets):
             tl.store(grad_q_ptr, tl.where(which == net, -factor, 0.0), mask=inside)
             grad_q_ptr += n
 

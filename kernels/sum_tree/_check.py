@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._registry import demand
+from gpubuf.kernels._registry import demand_dense
 from gpubuf.kernels.sum_tree import eligible_words, level_sizes
 
 
@@ -32,33 +31,27 @@ def check_tree(
 ) -> None:
     """Raise TypeError or ValueError unless these are a :class:`gpubuf.kernels.sum_tree.Tree`."""
     n_leaves, n_nodes, _ = tree_shape(capacity, fan_out)
-    _check("leaves", leaves, torch.float32, n_leaves)
-    _check("nodes", nodes, torch.float64, 3, n_nodes)
-    _check("scalars", scalars, torch.float64, 5)
+    demand_dense("leaves", leaves, torch.float32, n_leaves)
+    demand_dense("nodes", nodes, torch.float64, 3, n_nodes)
+    demand_dense("scalars", scalars, torch.float64, 5)
     if eligible is not None:
         check_eligible(eligible, capacity)
 
 
 def check_eligible(eligible: Tensor, capacity: int) -> None:
     """Raise TypeError or ValueError unless ``eligible`` is a bitmap of that many rows."""
-    _check("eligible", eligible, torch.int64, eligible_words(capacity))
+    demand_dense("eligible", eligible, torch.int64, eligible_words(capacity))
 
 
 def check_index(index: Tensor) -> None:
     """Raise TypeError or ValueError unless ``index`` is a contiguous int64 vector."""
-    _check("index", index, torch.int64, index.numel())
+    demand_dense("index", index, torch.int64, index.numel())
 
 
 def check_update(ring: Tensor, index: Tensor, priority: Tensor, generation: Tensor | None) -> None:
     """Raise TypeError or ValueError unless the tensors of an update fit together."""
     check_index(index)
-    _check("ring", ring, torch.int64, 4)
-    _check("priority", priority, torch.float32, index.numel())
+    demand_dense("ring", ring, torch.int64, 4)
+    demand_dense("priority", priority, torch.float32, index.numel())
     if generation is not None:
-        _check("generation", generation, torch.int64, index.numel())
-
-
-def _check(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
-    # A contiguous tensor of so many elements is read alike whatever its shape.
-    if tensor.dtype is not dtype or tensor.numel() != math.prod(shape) or not tensor.is_contiguous():
-        demand(name, tensor, dtype, shape)
+        demand_dense("generation", generation, torch.int64, index.numel())

@@ -376,16 +376,9 @@ def sum_tree_claim_kernel(
 
 @jit_for_any_size("index_ptr")
 def sum_tree_mark_kernel(
-    leaves_ptr,
-    nodes_ptr,
-    scalars_ptr,
-    index_ptr,
-    n,
-    capacity,
-    n_nodes,
-    WITHIN_BUFFER: tl.constexpr,
+    leaves_ptr, nodes_ptr, scalars_ptr, index_ptr, n, capacity, n_nodes, WITHIN_BUFFER: tl.constexpr,
     BLOCK_ENTRIES: tl.constexpr,
-):
+):  # fmt: skip
     """Write the weight of a new row into leaves; reads the root. Grid: (cdiv(n, BLOCK_ENTRIES),)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK_ENTRIES + tl.arange(0, BLOCK_ENTRIES)
     weight = new_weight(nodes_ptr, scalars_ptr, n_nodes.to(tl.int64), WITHIN_BUFFER)

@@ -30,20 +30,9 @@ _CHUNK = 256
 
 @loop(tanh_normal.sample)
 def sample(  # type: ignore[no-untyped-def]
-    loc,
-    scale,
-    noise,
-    low,
-    high,
-    low_value: float,
-    high_value: float,
-    n,
-    width,
-    last,
-    wide: bool,
-    action_out,
+    loc, scale, noise, low, high, low_value: float, high_value: float, n, width, last, wide: bool, action_out,
     log_prob_out,
-):
+):  # fmt: skip
     lows, highs, constants = np.empty(last), np.empty(last), np.empty(last)
     for i in range(last):
         lows[i] = read(low, wide, i) if low else low_value
@@ -86,22 +75,9 @@ def sample(  # type: ignore[no-untyped-def]
 
 @loop(tanh_normal.sample_backward)
 def sample_backward(  # type: ignore[no-untyped-def]
-    loc,
-    scale,
-    noise,
-    low,
-    high,
-    grad_action,
-    grad_log_prob,
-    low_value: float,
-    high_value: float,
-    n,
-    width,
-    last,
-    wide: bool,
-    grad_loc_out,
-    grad_scale_out,
-):
+    loc, scale, noise, low, high, grad_action, grad_log_prob, low_value: float, high_value: float, n, width, last,
+    wide: bool, grad_loc_out, grad_scale_out,
+):  # fmt: skip
     halves = np.empty(last)
     for i in range(last):
         halves[i] = (read(high, wide, i) - read(low, wide, i)) * 0.5 if low else (high_value - low_value) * 0.5

@@ -32,9 +32,5 @@ def _plan_elements(total: int, device_name: str | None) -> BlockPlan:
     return BlockPlan(chosen.block, cdiv(total, chosen.block), chosen.num_warps)
 
 
-_NAMES = {"HAS_BOUNDS": "HAS_LOW", "LOW": "low_value", "HIGH": "high_value"}
-
-sample = launcher(tanh_normal.sample, kernels.tanh_normal_sample_kernel, plan_sample, names=_NAMES)
-sample_backward = launcher(
-    tanh_normal.sample_backward, kernels.tanh_normal_sample_backward_kernel, _plan_elements, names=_NAMES
-)
+sample = launcher(tanh_normal.sample, kernels.tanh_normal_sample_kernel, plan_sample)
+sample_backward = launcher(tanh_normal.sample_backward, kernels.tanh_normal_sample_backward_kernel, _plan_elements)

@@ -28,19 +28,13 @@ def tanh_sech2(x):
 
 @triton.jit
 def action_bounds(
-    low_ptr,
-    high_ptr,
-    column,
-    inside,
-    REAL: tl.constexpr,
-    HAS_BOUNDS: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-):
+    low_ptr, high_ptr, column, inside, REAL: tl.constexpr, HAS_LOW: tl.constexpr, LOW_VALUE: tl.constexpr,
+    HIGH_VALUE: tl.constexpr,
+):  # fmt: skip
     """(low, high) of each action component."""
-    low = tl.full(column.shape, LOW, REAL)
-    high = tl.full(column.shape, HIGH, REAL)
-    if HAS_BOUNDS:
+    low = tl.full(column.shape, LOW_VALUE, REAL)
+    high = tl.full(column.shape, HIGH_VALUE, REAL)
+    if HAS_LOW:
         low = tl.load(low_ptr + column, mask=inside, other=-1).to(REAL)
         high = tl.load(high_ptr + column, mask=inside, other=1).to(REAL)
     return low, high
@@ -51,17 +45,17 @@ def tanh_normal_sample_kernel(
     loc_ptr,  # any float [n, width]
     scale_ptr,  # any float [n, width]
     noise_ptr,  # any float [n, width]
-    low_ptr,  # any float [last], read where HAS_BOUNDS
-    high_ptr,  # any float [last], read where HAS_BOUNDS
+    low_ptr,  # any float [last], read where HAS_LOW
+    high_ptr,  # any float [last], read where HAS_LOW
     action_ptr,  # any float [n, width], out
     log_prob_ptr,  # REAL [n], out
     n,
     width,  # components whose log-densities are summed
     last,  # components that have their own bounds; divides the flat index
     REAL: tl.constexpr,
-    HAS_BOUNDS: tl.constexpr,
-    LOW: tl.constexpr,  # the bounds without HAS_BOUNDS; a run-time float would be rounded to float32
-    HIGH: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    LOW_VALUE: tl.constexpr,  # the bounds without HAS_LOW; a run-time float would be rounded to float32
+    HIGH_VALUE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
@@ -76,7 +70,7 @@ def tanh_normal_sample_kernel(
     scale = tl.where(inside, tl.load(scale_ptr + offset, mask=inside, other=0).to(REAL), 1.0)
     noise = tl.load(noise_ptr + offset, mask=inside, other=0).to(REAL)
     x = tl.load(loc_ptr + offset, mask=inside, other=0).to(REAL) + scale * noise
-    low, high = action_bounds(low_ptr, high_ptr, offset % last, inside, REAL, HAS_BOUNDS, LOW, HIGH)
+    low, high = action_bounds(low_ptr, high_ptr, offset % last, inside, REAL, HAS_LOW, LOW_VALUE, HIGH_VALUE)
     half = (high - low) * 0.5
     tanh, _, log_sech2 = tanh_sech2(x)
     action = (high + low) * 0.5 + half * tanh
@@ -95,8 +89,8 @@ def tanh_normal_sample_backward_kernel(
     loc_ptr,  # any float [n, width]
     scale_ptr,  # any float [n, width]
     noise_ptr,  # any float [n, width]
-    low_ptr,  # any float [last], read where HAS_BOUNDS
-    high_ptr,  # any float [last], read where HAS_BOUNDS
+    low_ptr,  # any float [last], read where HAS_LOW
+    high_ptr,  # any float [last], read where HAS_LOW
     grad_loc_ptr,  # any float [n, width], out
     grad_scale_ptr,  # any float [n, width], out
     total,  # n * width
@@ -105,9 +99,9 @@ def tanh_normal_sample_backward_kernel(
     REAL: tl.constexpr,
     HAS_GRAD_ACTION: tl.constexpr,
     HAS_GRAD_LOG_PROB: tl.constexpr,
-    HAS_BOUNDS: tl.constexpr,
-    LOW: tl.constexpr,  # the bounds without HAS_BOUNDS; a run-time float would be rounded to float32
-    HIGH: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    LOW_VALUE: tl.constexpr,  # the bounds without HAS_LOW; a run-time float would be rounded to float32
+    HIGH_VALUE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Gradients by loc, grad_action * half * sech(x)^2 + grad_log_prob * 2 tanh(x), and by scale.
@@ -129,7 +123,7 @@ def tanh_normal_sample_backward_kernel(
         by_loc += grad_log_prob * 2 * tanh
         by_scale -= grad_log_prob / scale
     if HAS_GRAD_ACTION:
-        low, high = action_bounds(low_ptr, high_ptr, offset % last, inside, REAL, HAS_BOUNDS, LOW, HIGH)
+        low, high = action_bounds(low_ptr, high_ptr, offset % last, inside, REAL, HAS_LOW, LOW_VALUE, HIGH_VALUE)
         by_loc += tl.load(grad_action_ptr + offset, mask=inside, other=0).to(REAL) * (high - low) * 0.5 * sech2
     tl.store(grad_loc_ptr + offset, by_loc, mask=inside)
     tl.store(grad_scale_ptr + offset, by_scale + by_loc * noise, mask=inside)

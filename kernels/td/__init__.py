@@ -1,8 +1,8 @@
 """Temporal-difference learning after the networks: targets, the loss of an ensemble of critics, and reductions.
 
 A loss on values (DQN, TD3, SAC's critics) takes its target from :data:`soft_td_target`, or over whole sequences from
-:data:`soft_lambda_return`, and its loss with the priority
-of each row from :data:`td_loss`. The reductions are shared by every family of losses.
+:data:`soft_lambda_return`, and its loss with the priority of each row from :data:`td_loss`. The reductions are shared
+by every family of losses.
 
 ``n`` is the number of rows (all batch dimensions together, agents included) and ``N`` the number of critics. A
 per-row argument is any tensor of ``n`` elements, read in row-major order: ``[B]`` and ``[B, 1]`` are the same, so that
@@ -57,15 +57,9 @@ def check_critics(q: Tensor, n: int, combine: int = SMALLEST) -> None:
 
 
 def check_target(
-    next_q: Tensor,
-    next_log_prob: Tensor | None,
-    alpha: Tensor | None,
-    reward: Tensor,
-    terminated: Tensor,
-    gamma: Tensor,
-    steps: Tensor | None,
-    combine: int,
-) -> None:
+    next_q: Tensor, next_log_prob: Tensor | None, alpha: Tensor | None, reward: Tensor, terminated: Tensor,
+    gamma: Tensor, steps: Tensor | None, combine: int,
+) -> None:  # fmt: skip
     if (next_log_prob is None) != (alpha is None):
         raise ValueError("next_log_prob and alpha go together: give both, or neither")
     rows = reward if next_log_prob is None else next_log_prob

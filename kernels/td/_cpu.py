@@ -29,18 +29,7 @@ from gpubuf.kernels.td._cpu_reduce import (
 
 @loop(td.soft_td_target)
 def soft_td_target(  # type: ignore[no-untyped-def]
-    next_q,
-    next_log_prob,
-    alpha,
-    reward,
-    terminated,
-    gamma: float,
-    steps,
-    combine,
-    n,
-    nets,
-    wide: bool,
-    target_out,
+    next_q, next_log_prob, alpha, reward, terminated, gamma: float, steps, combine, n, nets, wide: bool, target_out
 ):
     temperature = read(alpha, wide, 0) if alpha else 0.0
     ended = carray(as_u8(terminated), n)
@@ -87,20 +76,10 @@ def _next_value(
 
 
 def soft_lambda_return(
-    next_q: Tensor,
-    next_log_prob: Tensor | None,
-    alpha: Tensor | None,
-    reward: Tensor,
-    terminated: Tensor,
-    done: Tensor,
-    mask: Tensor | None,
-    gamma: Tensor,
-    lmbda: Tensor,
-    steps: Tensor | None,
-    length: int,
-    inner: int,
+    next_q: Tensor, next_log_prob: Tensor | None, alpha: Tensor | None, reward: Tensor, terminated: Tensor,
+    done: Tensor, mask: Tensor | None, gamma: Tensor, lmbda: Tensor, steps: Tensor | None, length: int, inner: int,
     combine: int = SMALLEST,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """See :data:`gpubuf.kernels.td.soft_lambda_return`.
 
     ``G_t = a_t + b_t G_{t+1}``. A round makes of that ``a + b G`` of twice as many rows further on, so that a sequence

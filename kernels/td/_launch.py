@@ -20,10 +20,8 @@ def _plan_sequences(n_sequences: int, device_name: str | None) -> BlockPlan:
     return BlockPlan(SEQUENCES, cdiv(n_sequences, SEQUENCES), 1)
 
 
-_ENTROPY, _DISTANCE = {"HAS_LOG_PROB": "HAS_NEXT_LOG_PROB"}, {"LOSS": "loss_function"}
-
-soft_td_target = launcher(td.soft_td_target, kernels.soft_td_target_kernel, plan_rows, names=_ENTROPY)
-soft_lambda_return = launcher(td.soft_lambda_return, kernels.soft_lambda_return_kernel, _plan_sequences, names=_ENTROPY)
+soft_td_target = launcher(td.soft_td_target, kernels.soft_td_target_kernel, plan_rows)
+soft_lambda_return = launcher(td.soft_lambda_return, kernels.soft_lambda_return_kernel, _plan_sequences)
 finish_loss = Finish(kernels.finish_loss_kernel, 2)
-loss = launcher(td.td_loss, kernels.td_loss_kernel, plan_rows, finish=finish_loss, names=_DISTANCE)
-loss_backward = launcher(td.td_loss_backward, kernels.td_loss_backward_kernel, plan_rows, names=_DISTANCE)
+loss = launcher(td.td_loss, kernels.td_loss_kernel, plan_rows, finish=finish_loss)
+loss_backward = launcher(td.td_loss_backward, kernels.td_loss_backward_kernel, plan_rows)

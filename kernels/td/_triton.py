@@ -1,7 +1,7 @@
 """Temporal-difference targets and losses on the GPU, and the reductions that the kernels of all losses call.
 
 Every kernel computes in REAL, float32 or float64, whatever the dtypes of its arguments. Rows are flat and contiguous;
-critics are ``[n_nets, n]``. ``rows`` are (numbers of rows, which of them are there); ``weighting`` is (weight_ptr,
+critics are ``[nets, n]``. ``rows`` are (numbers of rows, which of them are there); ``weighting`` is (weight_ptr,
 mask_ptr), with None for what is not given.
 
 Reductions are blocked: a program writes the sums of its block, and either it is the only one (SINGLE) and finishes, or
@@ -97,7 +97,7 @@ def row_factor(grad_ptr, norm_ptr, weighting, rows, REAL: tl.constexpr, REDUCTIO
     return grad * tl.load(norm_ptr).to(REAL) * weight, counts
 
 
-# Values of LOSS.
+# Values of LOSS_FUNCTION.
 L1, L2, SMOOTH_L1 = map(tl.constexpr, range(td.SMOOTH_L1 + 1))
 
 # Value of COMBINE.
@@ -105,12 +105,12 @@ AVERAGE = tl.constexpr(td.AVERAGE)
 
 
 @triton.jit
-def smallest_critic(q_ptr, row, inside, n, n_nets, REAL: tl.constexpr):
+def smallest_critic(q_ptr, row, inside, n, nets, REAL: tl.constexpr):
     """(min_k q[k], the first k that attains it) of each row; a NaN is the smallest, so that it is seen."""
     q_ptr += row
     smallest = tl.load(q_ptr, mask=inside, other=0).to(REAL)
     which = tl.zeros(row.shape, tl.int32)
-    for net in range(1, n_nets):
+    for net in range(1, nets):
         # Stepping the pointer keeps net * n out of 32-bit arithmetic.
         q_ptr += n
         q = tl.load(q_ptr, mask=inside, other=0).to(REAL)
@@ -121,18 +121,18 @@ def smallest_critic(q_ptr, row, inside, n, n_nets, REAL: tl.constexpr):
 
 
 @triton.jit
-def one_critic(q_ptr, row, inside, n, n_nets, REAL: tl.constexpr, COMBINE: tl.constexpr):
+def one_critic(q_ptr, row, inside, n, nets, REAL: tl.constexpr, COMBINE: tl.constexpr):
     """(the smallest critic or the mean of all of them, the first k that attains the minimum) of each row."""
     if COMBINE == AVERAGE:
         q_ptr += row
         value = tl.zeros(row.shape, REAL)
         which = tl.zeros(row.shape, tl.int32)
-        for _ in range(n_nets):
+        for _ in range(nets):
             value += tl.load(q_ptr, mask=inside, other=0).to(REAL)
             q_ptr += n
-        value = value / n_nets
+        value = value / nets
     else:
-        value, which = smallest_critic(q_ptr, row, inside, n, n_nets, REAL)
+        value, which = smallest_critic(q_ptr, row, inside, n, nets, REAL)
     return value, which
 
 
@@ -144,14 +144,12 @@ def power_of(gamma, steps):
 
 
 @triton.jit
-def next_value(
-    next_q_ptr, entropy, steps_ptr, gamma, row, inside, n, n_nets, REAL: tl.constexpr, COMBINE: tl.constexpr
-):
+def next_value(next_q_ptr, entropy, steps_ptr, gamma, row, inside, n, nets, REAL: tl.constexpr, COMBINE: tl.constexpr):
     """(min_k or mean_k next_q[k] - alpha * next_log_prob, gamma^steps) of each row.
 
     ``entropy`` is (next_log_prob_ptr, alpha_ptr), or None; without ``steps_ptr`` every row has one step.
     """
-    value, _ = one_critic(next_q_ptr, row, inside, n, n_nets, REAL, COMBINE)
+    value, _ = one_critic(next_q_ptr, row, inside, n, nets, REAL, COMBINE)
     if entropy is not None:
         alpha = tl.load(entropy[1]).to(REAL)
         value -= alpha * tl.load(entropy[0] + row, mask=inside, other=0).to(REAL)
@@ -163,18 +161,18 @@ def next_value(
 
 @triton.jit(do_not_specialize=["n"])
 def soft_td_target_kernel(
-    next_q_ptr,  # any float [n_nets, n]
-    next_log_prob_ptr,  # any float [n], read where HAS_LOG_PROB
-    alpha_ptr,  # any float [1], read where HAS_LOG_PROB
+    next_q_ptr,  # any float [nets, n]
+    next_log_prob_ptr,  # any float [n], read where HAS_NEXT_LOG_PROB
+    alpha_ptr,  # any float [1], read where HAS_NEXT_LOG_PROB
     reward_ptr,  # any number [n]
     terminated_ptr,  # bool as uint8, or any number [n]
     gamma_ptr,  # any float [1]
     steps_ptr,  # any number [n], read where HAS_STEPS
     target_ptr,  # REAL [n], out
     n,
-    n_nets,
+    nets,
     REAL: tl.constexpr,
-    HAS_LOG_PROB: tl.constexpr,
+    HAS_NEXT_LOG_PROB: tl.constexpr,
     HAS_STEPS: tl.constexpr,
     COMBINE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -186,21 +184,21 @@ def soft_td_target_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < n
     gamma = tl.load(gamma_ptr).to(tl.float64)
-    entropy = (next_log_prob_ptr, alpha_ptr) if HAS_LOG_PROB else None
+    entropy = (next_log_prob_ptr, alpha_ptr) if HAS_NEXT_LOG_PROB else None
     steps = steps_ptr if HAS_STEPS else None
-    value, discount = next_value(next_q_ptr, entropy, steps, gamma, row, inside, n, n_nets, REAL, COMBINE)
+    value, discount = next_value(next_q_ptr, entropy, steps, gamma, row, inside, n, nets, REAL, COMBINE)
     terminated = tl.load(terminated_ptr + row, mask=inside, other=0) != 0
     reward = tl.load(reward_ptr + row, mask=inside, other=0).to(REAL)
     tl.store(target_ptr + row, reward + tl.where(terminated, 0.0, discount * value), mask=inside)
 
 
 @triton.jit
-def distance_value(d, LOSS: tl.constexpr):
+def distance_value(d, LOSS_FUNCTION: tl.constexpr):
     """|d| (L1), d^2 (L2), or d^2/2 below 1 and |d| - 1/2 above (SMOOTH_L1)."""
     magnitude = tl.abs(d)
-    if LOSS == L1:
+    if LOSS_FUNCTION == L1:
         out = magnitude
-    elif LOSS == L2:
+    elif LOSS_FUNCTION == L2:
         out = d * d
     else:
         out = tl.where(magnitude < 1, 0.5 * d * d, magnitude - 0.5)
@@ -208,12 +206,12 @@ def distance_value(d, LOSS: tl.constexpr):
 
 
 @triton.jit
-def distance_slope(d, LOSS: tl.constexpr):
+def distance_slope(d, LOSS_FUNCTION: tl.constexpr):
     """Derivative of distance_value; 0 at the kink of |d|."""
     sign = tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, d))
-    if LOSS == L1:
+    if LOSS_FUNCTION == L1:
         out = sign
-    elif LOSS == L2:
+    elif LOSS_FUNCTION == L2:
         out = 2 * d
     else:
         out = tl.where(tl.abs(d) < 1, d, sign)
@@ -222,7 +220,7 @@ def distance_slope(d, LOSS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def td_loss_kernel(
-    q_ptr,  # any float [n_nets, n]
+    q_ptr,  # any float [nets, n]
     target_ptr,  # any float [n]
     weight_ptr,  # any float [n], read where HAS_WEIGHT
     mask_ptr,  # uint8 [n], read where HAS_MASK
@@ -231,9 +229,9 @@ def td_loss_kernel(
     norm_ptr,  # REAL [1], out
     partial_ptr,  # REAL [2, programs], out where not SINGLE
     n,
-    n_nets,
+    nets,
     REAL: tl.constexpr,
-    LOSS: tl.constexpr,
+    LOSS_FUNCTION: tl.constexpr,
     REDUCTION: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -247,10 +245,10 @@ def td_loss_kernel(
     loss = tl.zeros([BLOCK], REAL)
     largest = tl.zeros([BLOCK], REAL)
     q_ptr += row
-    for _ in range(n_nets):
+    for _ in range(nets):
         d = tl.load(q_ptr, mask=inside, other=0).to(REAL) - target
         q_ptr += n
-        loss += distance_value(d, LOSS)
+        loss += distance_value(d, LOSS_FUNCTION)
         # A NaN stays: the comparison of a NaN with itself fails, and so does any that would replace it.
         largest = tl.where((tl.abs(d) > largest) | (d != d), tl.abs(d), largest)
     tl.store(td_error_ptr + row, largest, mask=inside)
@@ -275,16 +273,16 @@ def finish_loss_kernel(
 @triton.jit(do_not_specialize=["n"])
 def td_loss_backward_kernel(
     grad_ptr,  # any float [n] where REDUCTION is NONE, else [1]
-    q_ptr,  # any float [n_nets, n]
+    q_ptr,  # any float [nets, n]
     target_ptr,  # any float [n]
     weight_ptr,  # any float [n], read where HAS_WEIGHT
     mask_ptr,  # uint8 [n], read where HAS_MASK
     norm_ptr,  # REAL [1]
-    grad_q_ptr,  # any float [n_nets, n], out
+    grad_q_ptr,  # any float [nets, n], out
     n,
-    n_nets,
+    nets,
     REAL: tl.constexpr,
-    LOSS: tl.constexpr,
+    LOSS_FUNCTION: tl.constexpr,
     REDUCTION: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -298,18 +296,18 @@ def td_loss_backward_kernel(
     target = tl.load(target_ptr + row, mask=inside, other=0).to(REAL)
     q_ptr += row
     grad_q_ptr += row
-    for _ in range(n_nets):
+    for _ in range(nets):
         d = tl.load(q_ptr, mask=inside, other=0).to(REAL) - target
-        tl.store(grad_q_ptr, tl.where(counts, factor * distance_slope(d, LOSS), 0.0), mask=inside)
+        tl.store(grad_q_ptr, tl.where(counts, factor * distance_slope(d, LOSS_FUNCTION), 0.0), mask=inside)
         q_ptr += n
         grad_q_ptr += n
 
 
 @triton.jit(do_not_specialize=["n", "n_sequences", "length"])
 def soft_lambda_return_kernel(
-    next_q_ptr,  # any float [n_nets, n]
-    next_log_prob_ptr,  # any float [n], read where HAS_LOG_PROB
-    alpha_ptr,  # any float [1], read where HAS_LOG_PROB
+    next_q_ptr,  # any float [nets, n]
+    next_log_prob_ptr,  # any float [n], read where HAS_NEXT_LOG_PROB
+    alpha_ptr,  # any float [1], read where HAS_NEXT_LOG_PROB
     reward_ptr,  # any number [n]
     terminated_ptr,  # bool as uint8, or any number [n]
     done_ptr,  # bool as uint8, or any number [n]
@@ -322,9 +320,9 @@ def soft_lambda_return_kernel(
     n_sequences,
     length,
     inner,
-    n_nets,
+    nets,
     REAL: tl.constexpr,
-    HAS_LOG_PROB: tl.constexpr,
+    HAS_NEXT_LOG_PROB: tl.constexpr,
     HAS_STEPS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     COMBINE: tl.constexpr,
@@ -345,9 +343,9 @@ def soft_lambda_return_kernel(
     target = tl.zeros([BLOCK], REAL)
     follows = tl.zeros([BLOCK], tl.int1)
     for _ in range(length):
-        entropy = (next_log_prob_ptr, alpha_ptr) if HAS_LOG_PROB else None
+        entropy = (next_log_prob_ptr, alpha_ptr) if HAS_NEXT_LOG_PROB else None
         steps = steps_ptr if HAS_STEPS else None
-        value, discount = next_value(next_q_ptr, entropy, steps, gamma, row, inside, n, n_nets, REAL, COMBINE)
+        value, discount = next_value(next_q_ptr, entropy, steps, gamma, row, inside, n, nets, REAL, COMBINE)
         done = tl.load(done_ptr + row, mask=inside, other=0) != 0
         terminated = tl.load(terminated_ptr + row, mask=inside, other=0) != 0
         reward = tl.load(reward_ptr + row, mask=inside, other=0).to(REAL)

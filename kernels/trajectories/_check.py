@@ -8,7 +8,7 @@ from typing import Never
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._registry import demand_int64, demand_words, length_of
+from gpubuf.kernels._registry import demand_dense, demand_int64, length_of
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.rows import ENTRY
 from gpubuf.kernels.trajectories import bit_levels, eligible_words, level_sizes
@@ -109,7 +109,7 @@ def check_draw(rng: Tensor, rank: Tensor | None, n: int) -> None:
     """Raise TypeError or ValueError unless ``n`` slices can be drawn from ``rng``, by ``rank`` where it is given."""
     check_request(rng, n)
     if rank is not None:
-        demand_words("rank", rank, n)
+        demand_dense("rank", rank, torch.int64, n)
 
 
 def check_slice_len(slice_len: int) -> None:
@@ -122,4 +122,4 @@ def check_eligible(eligible: Tensor, n: int, need: int, steps: int, envs: int) -
     """Raise TypeError or ValueError unless ``eligible`` is a bitmap over the ring, and ``n`` and ``need`` can be."""
     if n < 0 or need < 1:
         raise ValueError(f"n must be at least 0 and need at least 1, not n={n} and need={need}")
-    demand_words("eligible", eligible, eligible_words(steps * envs))
+    demand_dense("eligible", eligible, torch.int64, eligible_words(steps * envs))

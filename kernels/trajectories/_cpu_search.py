@@ -165,8 +165,7 @@ def weight_of(length, slice_len, min_len, before, after, by_transition):  # type
 def load_word(ends, envs, env, slot, oldest, filled, steps):  # type: ignore[no-untyped-def]
     """The ends in a word, the virtual end included. There must be a step in the ring."""
     word = load_i64(ends + 8 * (slot * envs + env))
-    newest = oldest + filled - 1
-    newest = newest if newest < steps else newest - steps
+    newest = step_of(filled - 1, oldest, steps)
     return word | (1 << (newest & 63)) if newest >> 6 == slot else word
 
 

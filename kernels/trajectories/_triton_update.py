@@ -495,17 +495,9 @@ def trajectories_compare_kernel(
 
 @jit_for_any_size()
 def trajectories_bits_kernel(
-    ends_ptr,
-    ring_ptr,
-    signals_ptr,
-    n_signals,
-    n,
-    steps,
-    envs,
-    BY_ID: tl.constexpr,
-    SPAN: tl.constexpr,
+    ends_ptr, ring_ptr, signals_ptr, n_signals, n, steps, envs, BY_ID: tl.constexpr, SPAN: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
-):
+):  # fmt: skip
     """First launch of a large update: the flags of the steps written. Grid: (cdiv(bytes of the run, BLOCK_BYTES),)."""
     n = n.to(tl.int64)
     steps = steps.to(tl.int64)
@@ -518,14 +510,7 @@ def trajectories_bits_kernel(
 
 @jit_for_any_size()
 def trajectories_bits_above_kernel(
-    ends_ptr,
-    ring_ptr,
-    n,
-    level,
-    steps,
-    envs,
-    BY_ID: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr,
+    ends_ptr, ring_ptr, n, level, steps, envs, BY_ID: tl.constexpr, BLOCK_BYTES: tl.constexpr
 ):
     """The next launches: the summaries on ``level``, from 1 up. Grid: (cdiv(bytes of the run, BLOCK_BYTES),)."""
     n = n.to(tl.int64)

@@ -1,7 +1,7 @@
 """What every operation without state must do, checked on both backends against its definition in float64.
 
-:class:`KernelContract` says what an operation takes, and the checks below run it. An operation is one row of a table:
-see tests/kernels/test_losses.py.
+:class:`KernelContract` says what an operation takes, and the checks below run it. An operation is one row of
+:data:`tests.contracts.losses.CONTRACTS`.
 """
 
 from __future__ import annotations

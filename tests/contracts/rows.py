@@ -23,7 +23,7 @@ class Spec:
     """A field to test. ``of`` is the number of the field whose column it reads; None: it has a column of its own."""
 
     elements: int
-    row: int = DRAWN
+    kind: int = DRAWN
     stored: torch.dtype = torch.float32
     written: torch.dtype | None = None
     batch: torch.dtype | None = None
@@ -183,7 +183,7 @@ class Store:
         self.memory: list[dict[str, Tensor]] = []
         for f, spec in enumerate(self.specs):
             whole = random_elements((capacity, spec.elements), spec.stored, seed + f)
-            owns = spec.of is None and spec.row != STEPS
+            owns = spec.of is None and spec.kind != STEPS
             self.columns.append(Columns(whole, layout, device) if owns else None)
             self.memory.append(self._memory(spec, slots or 0, seed + 100 + f))
         self.ring = rows.new_ring(self.device)
@@ -205,7 +205,7 @@ class Store:
             order = torch.randperm(spec.elements, generator=torch.Generator().manual_seed(seed + 2))
             found["permutation"] = order.int()
             found["sign"] = (order % 3 - 1).float()
-        if spec.row == NEXT and spec.writes:
+        if spec.kind == NEXT and spec.writes:
             found["entries"] = random_elements((slots, spec.elements), spec.stored, seed + 3)
             found["pending"] = random_elements((self.envs, spec.elements), spec.stored, seed + 4)
         return found
@@ -218,10 +218,10 @@ class Store:
     def aside(self, f: int) -> dict[str, Tensor]:
         """The memory of next observations that a field reads: its own, or that of which it is a prefix."""
         spec = self.specs[f]
-        if spec.row != NEXT or spec.writes:
+        if spec.kind != NEXT or spec.writes:
             return self.memory[f]
         for g, other in enumerate(self.specs):
-            if other.row == NEXT and other.writes and self.root(g) == self.root(f):
+            if other.kind == NEXT and other.writes and self.root(g) == self.root(f):
                 return {**self.memory[f], "entries": self.memory[g]["entries"], "pending": self.memory[g]["pending"]}
         raise AssertionError("a prefix needs the field of which it is one")
 
@@ -246,7 +246,7 @@ class Store:
         return Field(
             **place,
             row_bytes=spec.elements * spec.stored.itemsize,
-            row=spec.row,
+            kind=spec.kind,
             stored=stored,
             written=written,
             batch=batch,
@@ -263,9 +263,9 @@ class Store:
             height=spec.height,
             width=spec.width,
             pair=spec.pair,
-            entries=aside["entries"].data_ptr() if spec.row == NEXT else 0,
-            pending=aside["pending"].data_ptr() if spec.row == NEXT else 0,
-            side_stride=aside["pending"][0].nbytes if spec.row == NEXT else 0,
+            entries=aside["entries"].data_ptr() if spec.kind == NEXT else 0,
+            pending=aside["pending"].data_ptr() if spec.kind == NEXT else 0,
+            side_stride=aside["pending"][0].nbytes if spec.kind == NEXT else 0,
             writes=int(spec.writes),
         )
 
@@ -291,8 +291,8 @@ class Store:
         for f, spec in enumerate(self.specs):
             column, (_, written, batch) = wholes[self.root(f)], self.dtypes(f)
             key = Key(self.keys_of[f], ABSENT if column is None else column, written, batch, **memory[f])
-            if spec.row == NEXT and not spec.writes:
-                writer = next(k for k in keys if k.field.row == NEXT and k.column is column)
+            if spec.kind == NEXT and not spec.writes:
+                writer = next(k for k in keys if k.field.kind == NEXT and k.column is column)
                 key.entries, key.pending = writer.entries, writer.pending
             keys.append(key)
         ring = Ring(keys, self.capacity, self.envs, int(self.ring[0]), refuses=not triton_on_cpu_enabled())
@@ -371,7 +371,7 @@ class Store:
                 continue
             generator = torch.Generator().manual_seed(1000 * seed + f)
             numbers = torch.randint(4, (n, spec.elements), generator=generator)
-            skipped = spec.row == STEPS or not spec.writes
+            skipped = spec.kind == STEPS or not spec.writes
             found.append(torch.empty(0) if skipped else numbers.to(self.dtypes(f)[1]))
         return found
 
@@ -429,7 +429,7 @@ def assert_store(store: Store, ring: Ring) -> None:
             assert_same([column.whole], [key.column], store.copied)
             column.check_gaps()
     for spec, memory, key in zip(store.specs, store.memory, ring.keys, strict=True):
-        if spec.row == NEXT and spec.writes:
+        if spec.kind == NEXT and spec.writes:
             assert_same([memory["pending"], memory["entries"]], [key.pending, key.entries])
     assert store.counters == [ring.written, ring.size, 0, ring.faults]
     if store.links is not None and store.owners is not None:

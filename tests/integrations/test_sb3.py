@@ -463,7 +463,7 @@ def test_a_step_that_waited_is_written_by_a_prepared_launch(space, monkeypatch: 
     def refuse(*arguments: Any) -> None:
         raise AssertionError("the step took the general way")
 
-    monkeypatch.setattr(array_writes._Plan, "sources", refuse)
+    monkeypatch.setattr(array_writes._Route, "sources", refuse)
     buffer.add(*written[2])
     buffer.sample(4)
     assert buffer.size() == 3

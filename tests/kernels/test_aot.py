@@ -61,7 +61,7 @@ def test_constexprs_are_passed_in_the_order_of_the_kernel():
         assert parameters == [*spec.signature, *spec.constexprs], spec.kernel
 
 
-COUNTS = {"n", "count", "total", "n_rows", "n_others", "n_signals", "n_keys"}
+COUNTS = {"n", "count", "total", "rows", "n_rows", "n_others", "n_signals", "n_keys"}
 
 
 def test_no_kernel_is_compiled_again_for_another_number_of_rows():

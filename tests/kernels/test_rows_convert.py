@@ -83,7 +83,7 @@ def test_every_pair_of_dtypes(backend):
     found = store.gather(torch.arange(9), 2)[0]
     assert_same(found, expected_batch(store, range(9), 2))
     for spec, column, rows_of_key in zip(store.specs, store.columns, found, strict=True):
-        if spec.row == DRAWN and spec.stored.is_floating_point and spec.batch.is_floating_point:
+        if spec.kind == DRAWN and spec.stored.is_floating_point and spec.batch.is_floating_point:
             assert_same([rows_of_key], [column.whole.to(spec.batch)])
     store = Store([Spec(3, DRAWN, stored, written) for written, stored in pairs], 7, written=5, layout="split")
     ring, sources = store.reference(), store.batch(4, 3)

@@ -28,7 +28,7 @@ class Model:
         envs, n = self.store.envs, steps * self.store.envs
         generator = torch.Generator().manual_seed(seed)
         sources = self.store.batch(n, seed)
-        for f in (f for f, spec in enumerate(self.store.specs) if spec.row == NEXT and spec.writes):
+        for f in (f for f, spec in enumerate(self.store.specs) if spec.kind == NEXT and spec.writes):
             root = sources[self.store.root(f)]
             for i in range(n - envs):
                 if torch.rand((), generator=generator) >= broken:
@@ -70,7 +70,7 @@ class Model:
         written = int(self.store.ring[0])
         for i, row in enumerate(index.tolist()):
             number = written - 1 - (written - 1 - row) % self.store.capacity
-            for f in (f for f, spec in enumerate(self.store.specs) if spec.row == NEXT and spec.writes):
+            for f in (f for f, spec in enumerate(self.store.specs) if spec.kind == NEXT and spec.writes):
                 self.rows[number][f] = sources[f][i]
         return True
 
@@ -82,7 +82,7 @@ class Model:
         numbers = range(written - size, written)
         found, _ = self.store.gather(torch.tensor([number % self.store.capacity for number in numbers]))
         for f, spec in enumerate(self.store.specs):
-            if spec.row in (DRAWN, NEXT) and spec.writes:
+            if spec.kind in (DRAWN, NEXT) and spec.writes:
                 assert_same([found[f]], [torch.stack([self.rows[number][f] for number in numbers])])
 
 

@@ -258,12 +258,9 @@ def _check_storage(storage: TensorStorage, manifest: Manifest, state: dict[str, 
     )
     skipped = state.get("skipped", 0)
     need(is_count(skipped) and skipped <= written, f"the checkpoint counts {written} rows written, {skipped!r} skipped")
-    rewritten = state.get("rewritten")
-    if rewritten is not None:
-        need_form("the checkpoint's rewritten are", rewritten, torch.int64, (capacity,))
-    cuts = state.get("cuts")
-    if cuts is not None:
-        need_form("the checkpoint's cuts are", cuts, torch.uint8, (size,))
+    for name, dtype, length in (("rewritten", torch.int64, capacity), ("cuts", torch.uint8, size)):
+        if state.get(name) is not None:
+            need_form(f"the checkpoint's {name} are", state[name], dtype, (length,))
     per_step = math.prod(shape[1:])
     need(
         per_step > 0 and math.prod(shape) == capacity and size <= min(capacity, written) and written % per_step == 0,

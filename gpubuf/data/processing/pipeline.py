@@ -12,10 +12,11 @@ from torch import Tensor
 
 from gpubuf.data.processing.augment import Mirror
 from gpubuf.data.processing.base import Process
-from gpubuf.data.samplers.base import RandomState, demand, is_tensor
+from gpubuf.data.samplers.base import RandomState, is_tensor
 from gpubuf.data.storage.end_bits import OWN, Streams
 from gpubuf.data.storage.layout import Data, Key, Leaf, as_written
 from gpubuf.kernels.rows import BY_CHANCE, OFF
+from gpubuf.serialization import need
 
 
 class Pipeline:
@@ -184,4 +185,4 @@ class Pipeline:
             step.check_state(state["steps"][str(number)])
         random = state["random"]
         usable = random is None or is_tensor(random["state"], torch.int64, (3,))
-        demand(usable, "the random state of the processing is not int64 [3]")
+        need(usable, "the random state of the processing is not int64 [3]")

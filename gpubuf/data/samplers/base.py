@@ -23,6 +23,7 @@ from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.kernels import philox
 from gpubuf.kernels._registry import without_dispatch
+from gpubuf.serialization import need
 
 _uniform = without_dispatch(philox.uniform)
 
@@ -108,12 +109,6 @@ class RandomState:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(device={str(self.device)!r})"
-
-
-def demand(condition: bool, text: str) -> None:
-    """Raise a ValueError unless ``condition`` holds."""
-    if not condition:
-        raise ValueError(text)
 
 
 def is_count(value: Any, at_least: int = 0) -> bool:
@@ -505,11 +500,11 @@ class Sampler:
             ValueError: it can't.
         """
         own = type(self).__name__
-        demand(state["type"] == own, f"the checkpoint is of a buffer with a {state['type']}, this buffer has a {own}")
+        need(state["type"] == own, f"the checkpoint is of a buffer with a {state['type']}, this buffer has a {own}")
         random = state["random"]
         if random is not None:
             is_state = isinstance(random, dict) and is_tensor(random["state"], torch.int64, (3,))
-            demand(is_state, "the checkpoint's random state is not int64 [3]")
+            need(is_state, "the checkpoint's random state is not int64 [3]")
 
 
 def require_rows(storage: TensorStorage, shards: Shards | None = None) -> None:

@@ -14,13 +14,14 @@ from torch import Tensor
 from gpubuf.data.arguments import check_count
 from gpubuf.data.lock import operation
 from gpubuf.data.recording import DERIVED, current, current_recording, refuse_in_capture, traced_property
-from gpubuf.data.samplers.base import Sampler, demand
+from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.samplers.sum_tree import SumTree, check_beta, exponent, refuse_negative, refuse_unusable, rows_at
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.kernels.sum_tree import ALPHA, EPS, REFUSED
+from gpubuf.serialization import need
 
 _compiling = torch.compiler.is_compiling
 
@@ -411,7 +412,7 @@ class PrioritizedSampler(Sampler):
         super().check_state(state, capacity, size)
         for name in ("alpha", "beta", "eps"):
             number = state[name]
-            demand(
+            need(
                 type(number) in (int, float) and math.isfinite(number) and number >= 0,
                 f"the checkpoint's {name} is {number!r}",
             )
@@ -423,7 +424,7 @@ class PrioritizedSampler(Sampler):
         except (TypeError, LookupError, AttributeError) as error:
             raise ValueError("the checkpoint's tree is damaged") from error
         # One that has refused priorities is never saved.
-        demand(float(tree["hyper"][REFUSED]) == 0, "the checkpoint's tree has refused priorities")
+        need(float(tree["hyper"][REFUSED]) == 0, "the checkpoint's tree has refused priorities")
 
     def __repr__(self) -> str:
         tree = "" if self._tree is None else f", tree={self._tree}"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpubuf.data.recording import refuse_in_capture
-from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, demand, is_count, is_tensor, positions_below
+from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, is_count, is_tensor, positions_below
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import Data, RowLayout, batch_shape
@@ -19,6 +19,7 @@ from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.kernels.rows import SIZE
+from gpubuf.serialization import need
 
 
 class EpochSampler(Sampler):
@@ -91,7 +92,7 @@ class EpochSampler(Sampler):
         counts = of if isinstance(of, list) else [0 if of is None else of]
         usable = type(state["ran_out"]) is bool and all(is_count(int(count)) for count in counts)
         # Of trajectories there is at most one a row.
-        demand(usable and (left is None or positions_below(left, size)), "the checkpoint's epoch is damaged")
+        need(usable and (left is None or positions_below(left, size)), "the checkpoint's epoch is damaged")
 
 
 class SamplerWithoutReplacement(EpochSampler):
@@ -366,10 +367,8 @@ class ConsumingSampler(Sampler):
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         super().check_state(state, capacity, size)
         drawn = state["drawn"]
-        demand(
-            drawn is None or is_tensor(drawn, torch.int64, (2, size)), f"the checkpoint has no counts of {size} rows"
-        )
-        demand(is_count(state["draws"]) and is_count(state["cursor"]), "the checkpoint's draws are damaged")
+        need(drawn is None or is_tensor(drawn, torch.int64, (2, size)), f"the checkpoint has no counts of {size} rows")
+        need(is_count(state["draws"]) and is_count(state["cursor"]), "the checkpoint's draws are damaged")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_sample_count={self.max_sample_count}, left={self.available()})"

@@ -1,6 +1,6 @@
 """Plans: how rows go between the columns of a storage and batches, in one launch per operation.
 
-This is the only module that calls the kernels of :mod:`gpubuf.kernels.rows` for a storage.
+They call the kernels of :mod:`gpubuf.kernels.rows`. Besides, only the journal of files and the flags of breaks do.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -305,7 +305,7 @@ def fields_of(
                 split=split,
                 host_rows=host_rows,
                 row_stride=row_stride,
-                row=rows.NEXT if source.follows else rows.DRAWN,
+                kind=rows.NEXT if source.follows else rows.DRAWN,
                 stored=rows.dtype_code(stored.dtype),
                 written=rows.dtype_code(written.dtype),
                 batch=rows.dtype_code(leaf.dtype),
@@ -342,7 +342,10 @@ def field_table(fields: Sequence[rows.Field], device: torch.device) -> Tensor:
 REWARD_KEYS: tuple[Key, ...] = (("next", "reward"),)
 STEPS_KEY: Key = ("steps_to_next_obs",)
 _INT64 = rows.dtype_code(torch.int64)
-_STEPS_FIELD = rows.Field(0, 8, 0, 0, 8, rows.STEPS, _INT64, _INT64, _INT64, 1, writes=0)
+_STEPS_FIELD = rows.Field(
+    device_rows=0, row_bytes=8, split=0, host_rows=0, row_stride=8, kind=rows.STEPS,
+    stored=_INT64, written=_INT64, batch=_INT64, elements=1, writes=0,
+)  # fmt: skip
 
 
 class Processing(Protocol):
@@ -381,42 +384,36 @@ class Recipe:
             ``"truncated"`` that are stored under ``"next"``, or else at the root.
         traj_key: identifiers of trajectories, which tell the ends instead of flags.
         processing: what happens to the keys of a batch; None: nothing.
+
+    Keys may be given as users write them; the attributes are tuples of names.
+
+    Raises:
+        TypeError: ``n_steps`` is no whole number, or keys are given as one string.
+        ValueError: ``n_steps`` is not in 1 .. 64, ``gamma`` not in [0, 1], a list of keys is empty, or there are both
+            ``end_keys`` and a ``traj_key``.
     """
 
     n_steps: int = 1
     gamma: float = 0.99
-    reward_keys: tuple[Key, ...] | None = None
-    end_keys: tuple[Key, ...] | None = None
-    traj_key: Key | None = None
+    reward_keys: Sequence[Any] | None = None
+    end_keys: Sequence[Any] | None = None
+    traj_key: Any = None
     processing: Processing | None = None
 
-    @classmethod
-    def of(
-        cls,
-        n_steps: int = 1,
-        gamma: float = 0.99,
-        reward_keys: Sequence[Any] | None = None,
-        end_keys: Sequence[Any] | None = None,
-        traj_key: Any = None,
-        processing: Processing | None = None,
-    ) -> Self:
-        """The recipe of arguments as users give them.
-
-        Raises:
-            TypeError: ``n_steps`` is no whole number, or keys are given as one string.
-            ValueError: ``n_steps`` is not in 1 .. 64, ``gamma`` not in [0, 1], or a list of keys is empty.
-        """
-        if isinstance(n_steps, bool) or not isinstance(n_steps, int):
-            raise TypeError(f"n_steps must be a whole number, got {n_steps!r}")
-        if not 1 <= n_steps <= rows.MAX_STEPS:
-            raise ValueError(f"n_steps must be in 1 .. {rows.MAX_STEPS}, got {n_steps}")
-        gamma = float(gamma)
+    def __post_init__(self) -> None:
+        if isinstance(self.n_steps, bool) or not isinstance(self.n_steps, int):
+            raise TypeError(f"n_steps must be a whole number, got {self.n_steps!r}")
+        if not 1 <= self.n_steps <= rows.MAX_STEPS:
+            raise ValueError(f"n_steps must be in 1 .. {rows.MAX_STEPS}, got {self.n_steps}")
+        gamma = float(self.gamma)
         if not (math.isfinite(gamma) and 0 <= gamma <= 1):
             raise ValueError(f"gamma must be in [0, 1], got {gamma}")
-        if end_keys is not None and traj_key is not None:
+        if self.end_keys is not None and self.traj_key is not None:
             raise ValueError("end_keys and traj_key exclude each other")
-        keys = _keys("reward_keys", reward_keys), _keys("end_keys", end_keys)
-        return cls(n_steps, gamma, *keys, None if traj_key is None else as_key(traj_key), processing)
+        object.__setattr__(self, "gamma", gamma)
+        object.__setattr__(self, "reward_keys", _keys("reward_keys", self.reward_keys))
+        object.__setattr__(self, "end_keys", _keys("end_keys", self.end_keys))
+        object.__setattr__(self, "traj_key", None if self.traj_key is None else as_key(self.traj_key))
 
     @property
     def is_plain(self) -> bool:
@@ -484,9 +481,9 @@ class Recipe:
         rewards, chosen = self.rewards(schema), []
         for position, (leaf, field) in enumerate(zip(schema.batch.leaves, fields, strict=True)):
             if position in rewards:
-                field = replace(field, row=rows.SUM)
-            elif leaf.key[0] == NEXT_KEY and field.row != rows.NEXT:
-                field = replace(field, row=rows.LAST)
+                field = replace(field, kind=rows.SUM)
+            elif leaf.key[0] == NEXT_KEY and field.kind != rows.NEXT:
+                field = replace(field, kind=rows.LAST)
             chosen.append(field)
         return [*chosen, _STEPS_FIELD]
 

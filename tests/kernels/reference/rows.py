@@ -70,7 +70,7 @@ def encoded(key: Key, source: Tensor) -> Tensor:
 
 
 def numbers_of(key: Key, stored: Tensor) -> Tensor:
-    summed = key.field.row == SUM and is_integer(stored.dtype)
+    summed = key.field.kind == SUM and is_integer(stored.dtype)
     wide = summed or torch.float64 in (stored.dtype, key.batch)
     numbers = stored.to(torch.float64 if wide else torch.float32)
     if not has_codec(key):
@@ -162,14 +162,14 @@ class StoredOnce:
 
     def put(self, stored: list[Tensor], rows: dict[int, int]) -> None:
         for key, source in zip(self.keys, stored, strict=True):
-            if key.field.writes and key.field.row not in (NEXT, STEPS):
+            if key.field.writes and key.field.kind not in (NEXT, STEPS):
                 for row, i in rows.items():
                     key.column[row] = source[i]
 
     def _set_next(self, number: int, stored: list[Tensor], i: int, live: int) -> None:
         """Row ``i`` of what is stored has the next observations of a row: pending, where they are already, or aside."""
         row = number % self.capacity
-        keys = [f for f, key in enumerate(self.keys) if key.field.row == NEXT and key.field.writes]
+        keys = [f for f, key in enumerate(self.keys) if key.field.kind == NEXT and key.field.writes]
         shared = [(self.keys[f], stored[f][i]) for f in keys]
         self.links[row] = IN_SUCCESSOR
         if self.is_newest(row):
@@ -213,7 +213,7 @@ class Ring(StoredOnce):
         return rows
 
     def read(self, key: Key, row: int, n_steps: int, gamma: float, mirrored: bool, shift: tuple[int, int]) -> Tensor:
-        rows, kind = self.window(row, n_steps), key.field.row
+        rows, kind = self.window(row, n_steps), key.field.kind
         if kind in (SUM, STEPS):
             wide = torch.float64 in (key.column.dtype, key.batch)
             steps = torch.full((key.field.elements,), len(rows), dtype=torch.float64 if wide else torch.float32)
