@@ -134,12 +134,8 @@ def tiled_product(at, out, a, b, added, room):  # type: ignore[no-untyped-def]
     """A record's product. As MKL does on AMD, each element is a sum of sums of :data:`DEPTH` inner elements."""
     field = carray(as_i64(at), FIELDS)
     rows, inner, columns, row_bytes = field[ROWS], field[INNER], field[COLUMNS], 4 * field[COLUMNS]
-    down, right, b_down, b_right = (
-        4 * field[STRIDES],
-        4 * field[STRIDES + 1],
-        4 * field[STRIDES + 2],
-        4 * field[STRIDES + 3],
-    )
+    down, right = 4 * field[STRIDES], 4 * field[STRIDES + 1]
+    b_down, b_right = 4 * field[STRIDES + 2], 4 * field[STRIDES + 3]
     for j in range(field[COUNT]):
         for first in range(0, columns, WIDTH):
             width = min(columns - first, WIDTH)
@@ -153,49 +149,16 @@ def tiled_product(at, out, a, b, added, room):  # type: ignore[no-untyped-def]
                 other, other_down, other_width = added + j * field[ADDED_STEP] + 4 * first, 0, width * field[HAS_ADDED]
                 if start:
                     other, other_down, other_width = to, row_bytes, width
-                rest = other_down, width, other_width, positive
                 row = 0
                 while row < rows:
-                    moved = row * row_bytes
+                    ends = panel, panel_down, to + row * row_bytes, row_bytes, other + row * other_down, other_down
+                    here = (depth, x + row * down, down, right, *ends, width, other_width, positive)
                     if rows - row >= 12:
-                        _twelve(
-                            depth,
-                            x + row * down,
-                            down,
-                            right,
-                            panel,
-                            panel_down,
-                            to + moved,
-                            row_bytes,
-                            other + row * other_down,
-                            *rest,
-                        )
+                        _twelve(*here)
                         row += 12
                     elif rows - row >= 4:
-                        _four(
-                            depth,
-                            x + row * down,
-                            down,
-                            right,
-                            panel,
-                            panel_down,
-                            to + moved,
-                            row_bytes,
-                            other + row * other_down,
-                            *rest,
-                        )
+                        _four(*here)
                         row += 4
                     else:
-                        _one(
-                            depth,
-                            x + row * down,
-                            down,
-                            right,
-                            panel,
-                            panel_down,
-                            to + moved,
-                            row_bytes,
-                            other + row * other_down,
-                            *rest,
-                        )
+                        _one(*here)
                         row += 1
