@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gpubuf.kernels._tuned import user_folder
 
 logger = logging.getLogger("gpubuf.kernels")
@@ -277,6 +279,15 @@ def target_machine(binding: Any, processor: str = "") -> Any:
         codemodel="jitdefault",
         jit=True,
     )
+
+
+@functools.cache
+def amd_with_avx512() -> str:
+    """LLVM's name of this processor if it is AMD's and PyTorch uses its AVX-512, which MKL does not; else empty."""
+    from llvmlite.binding import get_host_cpu_name
+
+    name: str = get_host_cpu_name()
+    return name if torch.backends.cpu.get_cpu_capability() == "AVX512" and name.startswith("znver") else ""
 
 
 #: What machine code may call or read: of Python, and of the C library.

@@ -52,6 +52,13 @@ def emitted(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
+def repeated(builder: Any, value: Any, lanes: int) -> Any:
+    """For intrinsics: a vector with a value in every lane."""
+    kind, first = ir.VectorType(value.type, lanes), ir.IntType(32)(0)
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, first)
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(first.type, lanes), None))
+
+
 def _pointer_cast(element: Any) -> Any:
     @intrinsic
     def as_pointer(typingctx, address):  # type: ignore[no-untyped-def]

@@ -44,10 +44,12 @@ def prepare_update(library: str, rows: int, device: str, recorded: bool = False)
         raise UnavailableError("CUDA graphs need a GPU: elsewhere gpubuf.capture runs the same calls one by one")
     loss, _ = losses.made("sac", WHO.get(library, OURS), rows, device)
     buffer = filled_buffer(library, device)
-    make = recording if recorded and library == "gpubuf" else updating
-    update = make(library, loss, buffer, rows, device)
+    recorded = recorded and library == "gpubuf"
+    update = recording(loss, buffer, rows) if recorded else updating(library, loss, buffer, rows, device)
     if library == "gpubuf-graph":
         update = capture(update)
+    if recorded or library == "gpubuf-graph":
+        # So that replays are checked, and timed: the first calls are those of the step itself.
         for _ in range(6):
             update()
     check_update(loss, buffer, update, rows, device)
@@ -84,7 +86,7 @@ def updating(library: str, loss: Any, buffer: Any, rows: int, device: str) -> Ca
     return update
 
 
-def recording(library: str, loss: Any, buffer: Any, rows: int, device: str) -> Callable[[], Any]:
+def recording(loss: Any, buffer: Any, rows: int) -> Callable[[], Any]:
     """As :func:`updating`, with what is between the two calls of the buffer recorded."""
     optimizer = AdamW(loss.parameters(), RATE, weight_decay=0.0, targets=loss, tau=TAU)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as every_module
 
+from gpubuf.kernels._machine_code import amd_with_avx512
 from gpubuf.kernels._operations import past_functorch
 from gpubuf.modules.fast_call import hooked
 from gpubuf.modules.weight_norm import draw_rows
@@ -62,10 +63,7 @@ def _onednn() -> Any:
     slower, and a recorded step gains more by calling MKL itself. Decided by the processor, not by a measurement that
     might come out otherwise the next time: a run has the same bits as the one before.
     """
-    from llvmlite.binding import get_host_cpu_name
-
-    name = get_host_cpu_name()
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not name.startswith("znver") or name == "znver4":
+    if amd_with_avx512() in ("", "znver4"):
         return None
     return getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 

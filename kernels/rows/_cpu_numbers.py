@@ -14,7 +14,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from gpubuf.kernels._jit import jit
-from gpubuf.kernels._primitives import emitted
+from gpubuf.kernels._primitives import emitted, repeated
 from gpubuf.kernels.rows import CODEC_OFFSET, SCALE
 
 # Codes of dtypes, as in the contract.
@@ -196,18 +196,10 @@ def _block_normalised(
     """Normalise and cut ``_LANES`` elements from i on."""
     numbers, mean, factor = (_vector(builder, base, i, _F32) for base in (source, mean, factor))
     numbers = builder.fmul(builder.fsub(numbers, mean), factor)
-    low, high = (_repeated(builder, bound, numbers.type) for bound in (low, high))
+    low, high = (repeated(builder, bound, numbers.type.count) for bound in (low, high))
     numbers = builder.select(builder.fcmp_ordered("<", numbers, low), low, numbers)
     numbers = builder.select(builder.fcmp_ordered(">", numbers, high), high, numbers)
     _store(builder, numbers, target, i, _F32)
-
-
-def _repeated(builder: Any, value: Any, kind: Any) -> Any:
-    """A value in every lane."""
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _I32(0))
-    return builder.shuffle_vector(
-        first, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(_I32, kind.count), None)
-    )
 
 
 def _llvm_of_float(name: str, result: Any, suffix: str) -> Any:

@@ -2,7 +2,7 @@
 
 On AMD's processors MKL takes its path for AVX2, in smaller tiles, with the bias before and the ReLU after them. A tile
 here reads its columns where they are, a row of them at a time, and each factor of a row for all of its columns. Columns
-that don't lie side by side, and those at the right end, are copied first: that is a 32nd of the work.
+that don't lie side by side, and those at the right end, are copied first, once for all rows.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
@@ -14,7 +14,7 @@ from numba import carray, types
 from numba.core import cgutils
 
 from gpubuf.kernels._jit import jit
-from gpubuf.kernels._primitives import as_f32, as_i64, emitted
+from gpubuf.kernels._primitives import as_f32, as_i64, emitted, repeated
 from gpubuf.kernels.tape import (
     ADDED_STEP,
     COLUMNS,
@@ -40,12 +40,6 @@ def _pointer(builder: Any, address: Any, moved: Any, kind: Any = _VECTOR) -> Any
     return builder.inttoptr(builder.add(address, moved), kind.as_pointer())
 
 
-def _everywhere(builder: Any, value: Any) -> Any:
-    """A vector of one value."""
-    one = builder.insert_element(ir.Constant(ir.VectorType(value.type, _LANES), ir.Undefined), value, _I32(0))
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, _LANES), [0] * _LANES))
-
-
 def _function(builder: Any, name: str, result: Any, *taken: Any) -> Any:
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, taken), name)
 
@@ -54,7 +48,7 @@ def _first(builder: Any, width: Any) -> list[Any]:
     """The masks of the first ``width`` columns in both vectors of a row."""
     lanes = ir.Constant(ir.VectorType(_I64, _LANES), list(range(_LANES)))
     lefts = [builder.sub(width, _I64(half * _LANES)) for half in range(2)]
-    return [builder.icmp_signed("<", lanes, _everywhere(builder, left)) for left in lefts]
+    return [builder.icmp_signed("<", lanes, repeated(builder, left, _LANES)) for left in lefts]
 
 
 def _tile_of(rows: int) -> Any:
@@ -75,7 +69,7 @@ def _tile_of(rows: int) -> Any:
         columns = [builder.load(_pointer(builder, y, _I64(64 * half)), align=4) for half in range(2)]
         new = []
         for i in range(rows):
-            factor = _everywhere(builder, builder.load(_pointer(builder, x, downs[i], _F32), align=4))
+            factor = repeated(builder, builder.load(_pointer(builder, x, downs[i], _F32), align=4), _LANES)
             new += [builder.call(fma, [factor, columns[half], sums[2 * i + half]]) for half in range(2)]
         following = builder.add(k, _I64(1)), builder.add(x, right), builder.add(y, b_down)
         starts = _I64(0), a, b, *[_ZERO] * len(sums)
@@ -84,7 +78,7 @@ def _tile_of(rows: int) -> Any:
             phi.add_incoming(value, loop)
         builder.cbranch(builder.icmp_signed("<", following[0], inner), loop, done)
         builder.position_at_end(done)
-        kept, there, positive = _first(builder, width), _first(builder, added_width), _everywhere(builder, relu)
+        kept, there, positive = _first(builder, width), _first(builder, added_width), repeated(builder, relu, _LANES)
         for i in range(rows):
             for half in range(2):
                 moved = [builder.add(builder.mul(each, _I64(i)), _I64(64 * half)) for each in (added_down, out_down)]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._machine_code import named
+from gpubuf.kernels._machine_code import amd_with_avx512, named
 from gpubuf.kernels._operations import NotRepeatableError
 from gpubuf.kernels.tape import (
     A_STRIDES,
@@ -112,7 +112,7 @@ def table(records: Sequence[tuple[dict[int, int], Sequence[tuple[int, int]]]]) -
     numbers = array("q", [0] * FIELDS * max(len(records), 1))
     for i, (fields, places) in enumerate(records):
         found = {**fields}
-        for field, (slot, at) in zip((OUT, A, B, ADDED), places, strict=False):
+        for field, (slot, at) in zip((OUT, A, B, ADDED)[: len(places)], places, strict=True):
             found |= {field: slot, field + 1: at}
         for field, value in found.items():
             numbers[i * FIELDS + field] = value
@@ -345,7 +345,7 @@ def _products(out: Tensor, x: Tensor, y: Tensor, bias: Tensor | None) -> Candida
         records = _short(fused, out.mT, y.mT, x.mT) if turned else _short(fused, out, x, y)
         yield records and [*records, *last]
     count = out.shape[0] if out.ndim == 3 else 1
-    steps = [4 * each.stride(0) if each.ndim == 3 else 0 for each in (out, x, y)]
+    steps = _steps(out, x, y)
     (rows, inner), columns = x.shape[-2:], y.shape[-1]
     functions = [each for each, address in zip((PRODUCT, PRODUCTS), blas(), strict=True) if address]
     matrices = [each[0] if each.ndim == 3 else each for each in (x, y)]
@@ -362,45 +362,41 @@ def _products(out: Tensor, x: Tensor, y: Tensor, bias: Tensor | None) -> Candida
             yield [*before, _product(shared, rows, 1, out, steps[0], *sides), *after]
 
 
+def _steps(*tensors: Tensor) -> list[int]:
+    """The bytes from one matrix of each to its next."""
+    return [4 * each.stride(0) if each.ndim == 3 else 0 for each in tensors]
+
+
+def _matrices(operation: int, out: Tensor, x: Tensor, y: Tensor) -> dict[int, int]:
+    """How many matrices, and how large, a product of our own goes through."""
+    fields = {OPERATION: operation, ROWS: out.shape[-2], COLUMNS: out.shape[-1], INNER: x.shape[-1]}
+    fields[COUNT] = out.shape[0] if out.ndim == 3 else 1
+    return fields | {STEPS + i: step for i, step in enumerate(_steps(out, x, y))}
+
+
 def _short(fused: int, out: Tensor, x: Tensor, y: Tensor) -> list[Record]:
     """The record of a short product, or none: one of many elements is left to BLAS's threads."""
-    (rows, inner), columns = x.shape[-2:], y.shape[-1]
-    short = min(rows, inner) <= SHORT and y.stride(-1) == 1
+    short = min(x.shape[-2:]) <= SHORT and y.stride(-1) == 1
     if not short or (out.numel() > SHARED and torch.get_num_threads() > 1):
         return []
-    fields = {OPERATION: SHORT_PRODUCT, ROWS: rows, COLUMNS: columns, INNER: inner, FUSED: fused}
-    fields[COUNT] = out.shape[0] if out.ndim == 3 else 1
     strides = [*x.stride()[-2:], y.stride(-2), *out.stride()[-2:]]
-    fields |= {STRIDES + i: each for i, each in enumerate(strides)}
-    fields |= {STEPS + i: 4 * each.stride(0) if each.ndim == 3 else 0 for i, each in enumerate((out, x, y))}
-    return [Record(fields, (out, x, y))]
-
-
-@functools.cache
-def _tiles_pay() -> bool:
-    """Whether tiles are faster than MKL, which has no path for AVX-512 on AMD's processors."""
-    from llvmlite.binding import get_host_cpu_name
-
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and get_host_cpu_name().startswith("znver")
+    fields = _matrices(SHORT_PRODUCT, out, x, y) | {STRIDES + i: each for i, each in enumerate(strides)}
+    return [Record({**fields, FUSED: fused}, (out, x, y))]
 
 
 def _tiled(out: Tensor, x: Tensor, y: Tensor, bias: Tensor | None) -> list[Record]:
-    """The record of a tiled product, or none: of too few columns, or where BLAS has several threads."""
-    (rows, inner), columns = x.shape[-2:], y.shape[-1]
-    if rows < 4 or columns < WIDTH // 2 or torch.get_num_threads() > 1 or not _tiles_pay():
+    """The record of a tiled product, or none: of too few columns, or where BLAS is as fast or has several threads."""
+    rows, columns = out.shape[-2:]
+    if rows < 4 or columns < WIDTH // 2 or torch.get_num_threads() > 1 or not amd_with_avx512():
         return []
-    fields = {OPERATION: TILED_PRODUCT, ROWS: rows, COLUMNS: columns, INNER: inner}
-    fields[COUNT] = out.shape[0] if out.ndim == 3 else 1
-    fields |= {STRIDES + i: each for i, each in enumerate((*x.stride()[-2:], *y.stride()[-2:]))}
-    steps = [4 * each.stride(0) if each.ndim == 3 else 0 for each in (out, x, y)]
-    fields |= {STEPS + i: each for i, each in enumerate(steps)}
+    strides = (*x.stride()[-2:], *y.stride()[-2:])
+    fields = _matrices(TILED_PRODUCT, out, x, y) | {STRIDES + i: each for i, each in enumerate(strides)}
     if bias is None:
         return [Record(fields, (out, x, y))]
     added = bias.expand(out.shape)
     if added.stride()[-2:] != (0, 1) or not _is_plain(bias):
         return []
-    fields |= {HAS_ADDED: 1, ADDED_STEP: 4 * added.stride(0) if out.ndim == 3 else 0}
-    return [Record(fields, (out, x, y, bias))]
+    return [Record({**fields, HAS_ADDED: 1, ADDED_STEP: _steps(added)[0]}, (out, x, y, bias))]
 
 
 _Side = tuple[Tensor, tuple[bool, int], int]

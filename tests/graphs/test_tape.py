@@ -171,7 +171,7 @@ def test_tiled_products(sizes, nets, turned_x, turned_y, biased, positive):
     memory = torch.full((2 + (nets or 1) * rows * columns,), 7.0)
     out = memory[1:-1].view(*many, rows, columns)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_records, "_tiles_pay", lambda: True)
+        patched.setattr(_records, "amd_with_avx512", lambda: "znver4")
         (record,) = _records._tiled(out, x, y, bias)
     fields = {**record.fields, POSITIVE: int(positive)}
     numbers = _records.table([(fields, [(0, each.data_ptr()) for each in record.tensors])])
