@@ -1,4 +1,7 @@
-"""Writes of rows that come as one array per key: from NumPy or as tensors, without a TensorDict around them."""
+"""Writes of rows that come as one array per key: from NumPy, as tensors, or in a plain TensorDict.
+
+On the CPU their launch is prepared: only addresses change from one write to the next.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,7 @@ READ_IN_PLACE = 1 << 12
 _SIZES = 8
 
 _array = np.ndarray
-# The address of an array, in a tenth of the time of `array.ctypes.data`.
 _first_byte: Callable[[Any], Any] = ctypes.c_char.from_buffer
-_address_of = ctypes.addressof
 
 
 class PreparedRows:
@@ -64,11 +65,10 @@ class PreparedRows:
         memory = layout.cut(torch.zeros(layout.arena(self.n).n_bytes, dtype=torch.uint8), self.n)
         self.launch: Any = storage.plans.written.prepared_extend(memory, self.n, keeps_index)
         self._keys = layout.keys
-        # Whether small columns are read elsewhere than in the memory.
-        self._moved = False
-        # The memory as NumPy sees it, None of dtypes that it lacks; dtype and shape of a column; its dtype as a tensor,
-        # None if its numbers may differ from what is in memory; whether it is large; and the memory's address.
-        self._columns: list[tuple[Any, Any, tuple[int, ...], torch.dtype | None, bool, int]] = []
+        # Where its address is kept; dtype of a column as a tensor, None if its numbers may differ from what is in
+        # memory; its shape; the memory as NumPy sees it, None of dtypes that it lacks; its dtype; whether it is large;
+        # and the memory's address.
+        self._columns: list[tuple[int, torch.dtype | None, tuple[int, ...], Any, Any, bool, int]] = []
         for leaf, source in zip(layout.leaves, memory, strict=True):
             shape = (*lead, *leaf.shape)
             try:
@@ -77,7 +77,8 @@ class PreparedRows:
                 array = None
             dtype, tensor_dtype = getattr(array, "dtype", None), None if leaf.dtype.is_complex else leaf.dtype
             large = source.nbytes >= READ_IN_PLACE
-            self._columns.append((array, dtype, shape, tensor_dtype, large, source.data_ptr()))
+            place = 3 * len(self._columns)
+            self._columns.append((place, tensor_dtype, shape, array, dtype, large, source.data_ptr()))
 
     @staticmethod
     def of(storage: TensorStorage, lead: tuple[int, ...], *, keeps_index: bool) -> PreparedRows | None:
@@ -90,10 +91,6 @@ class PreparedRows:
 
     def fill(self, columns: Columns) -> bool:
         """Set all columns; False if some of them are anything but arrays and tensors of the right shape and dtype."""
-        if self._moved:
-            for place in range(len(self._columns)):
-                self._at_home(place)
-            self._moved = False
         if type(columns) is dict:
             values: Sequence[Any] = [columns.get(key) for key in self._keys]
         elif type(columns) is list or type(columns) is tuple:
@@ -102,44 +99,39 @@ class PreparedRows:
             return False
         if len(columns) != len(self._columns):
             return False
-        place = -1
-        for value, (array, dtype, shape, tensor_dtype, large, _) in zip(values, self._columns, strict=True):
-            place += 1
-            if type(value) is _array:
-                if value.dtype != dtype or value.shape != shape or array is None:
-                    return False
-                if large:
-                    if self._placed(place, value):
-                        continue
-                    self._at_home(place)
-                array[...] = value
-            elif (
-                type(value) is Tensor
-                and value.dtype is tensor_dtype
-                and value.shape == shape
-                and value.is_cpu
-                and value.is_contiguous()
-                and not value.is_neg()
+        described = self.launch.described
+        for value, (place, tensor_dtype, shape, array, dtype, large, own) in zip(values, self._columns, strict=True):
+            if type(value) is Tensor:
                 # Tensors of zeros may have no memory.
-                and (address := value.data_ptr())
-            ):
-                self.launch.described[3 * place] = address
-                self._moved = True
+                if (
+                    value.dtype is not tensor_dtype
+                    or value.shape != shape
+                    or not value.is_cpu
+                    or not value.is_contiguous()
+                    or value.is_neg()
+                    or not (address := value.data_ptr())
+                ):
+                    return False
+            elif type(value) is _array and value.dtype == dtype and value.shape == shape and array is not None:
+                address = _address(value) if large else 0
+                if not address:
+                    address = own
+                    array[...] = value
             else:
                 return False
+            described[place] = address
         return True
 
-    def _placed(self, place: int, value: np.ndarray) -> bool:
-        """Have an array read where it is; False if it is not contiguous, or can't be written to."""
-        try:
-            self.launch.described[3 * place] = _address_of(_first_byte(value))
-        except (TypeError, ValueError):
-            return False
-        return True
 
-    def _at_home(self, place: int) -> None:
-        """Have a column read in the memory."""
-        self.launch.described[3 * place] = self._columns[place][-1]
+def _address(array: np.ndarray) -> int:
+    """Where an array is; 0 if it is not contiguous, or can't be written to.
+
+    In a tenth of the time of ``array.ctypes.data``.
+    """
+    try:
+        return ctypes.addressof(_first_byte(array))
+    except (TypeError, ValueError):
+        return 0
 
 
 @dataclass(eq=False)
@@ -174,31 +166,62 @@ class ArrayWrites:
 
     def write(self, columns: Columns, one_step: bool) -> bool:
         """Write rows, in eager mode. False: they take the general way, as :meth:`as_batch`, and nothing has changed."""
-        storage, route = self.storage, self._route
-        if route is None or storage._schema is not route.form or storage.table is not route.table:
-            route = self._route = self._new_route()
-        if route is None or not route.direct or len(self.transform) or current.recording is not None:
+        route = self._current_route()
+        if route is None:
             return False
         index, n = None, 0
-        if past_dispatcher(route.table):
-            ready = route.prepared(columns, one_step)
-            if ready is not None:
+        if past_dispatcher(route.ring):
+            ready = route.one_step if one_step else route.sized(columns)
+            if ready is not None and ready.fill(columns):
                 n = ready.n
-                index = storage.append_prepared(ready.launch, n)
+                index = self.storage.append_prepared(ready.launch, n)
         if index is None:
             sources, n = route.sources(columns, one_step, self.dim_extend)
             if n == 0:
                 return True
-            index = storage.append_columns(sources, n)
-        if n > storage.max_size:
+            index = self.storage.append_columns(sources, n)
+        if n > self.storage.max_size:
             # Of more rows than the capacity only the newest are there.
-            index = index[-storage.max_size :]
+            index = index[-self.storage.max_size :]
+        self._end(route, index)
+        return True
+
+    def write_batch(self, batch: TensorDict) -> Tensor | None:
+        """Write the rows of a TensorDict, in eager mode on the CPU. Returns their index.
+
+        None: they take the general way, and nothing has changed.
+        """
+        route = self._current_route()
+        if route is None or not past_dispatcher(route.ring):
+            return None
+        size = batch.batch_size
+        ready = route.of_size(size[0], keeps_index=True) if size else None
+        tensors = route.layout.entries_of(batch)
+        if ready is None or ready.n > self.storage.max_size or tensors is None or not ready.fill(tensors):
+            return None
+        index = self.storage.append_prepared(ready.launch, ready.n)
+        if index is not None:
+            self._end(route, index)
+        return index
+
+    def _current_route(self) -> _Route | None:
+        """How columns are written now; None if they become a batch that is written in the general way."""
+        # Past properties: every write comes here.
+        storage, route = self.storage, self._route
+        ring = storage._ring
+        if route is None or ring is None or storage._schema is not route.form or ring.counters is not route.ring:
+            route = self._route = self._new_route()
+        if route is None or not route.direct or len(self.transform) or current.recording is not None:
+            return None
+        return route
+
+    def _end(self, route: _Route, index: Tensor) -> None:
+        """Tell whoever has to know of the rows at ``index``, which are written."""
         if route.tells:
             self.sampler.on_write(index, None)
-        storage.unfinished = None
+        self.storage.unfinished = None
         if self.row_order is not None:
-            self.row_order.look(storage)
-        return True
+            self.row_order.look(self.storage)
 
     def as_batch(self, columns: Columns, one_step: bool) -> TensorDict:
         """Columns as a TensorDict, which the buffer can transform and write.
@@ -262,38 +285,48 @@ class _Route:
 
     Attributes:
         direct: whether columns can be written at all; if not, they become a TensorDict.
-        form, table: what the route was made for.
+        form, ring: what the route was made for.
+        layout: of the rows as they are written.
         tells: whether the sampler is notified of writes.
         step: batch dimensions of one step.
+        one_step: the write of one step on the CPU, ready to launch; None if it takes the general way.
     """
 
     def __init__(self, storage: TensorStorage, sampler: Sampler, *, direct: bool) -> None:
         self.direct = direct
-        self.form, self.table = storage.schema, storage.table
+        self.form, self.ring = storage.schema, storage.ring
         self.tells = type(sampler).on_write is not Sampler.on_write
         self.step = tuple(storage.shape[1:])
+        self.layout = storage.written_layout
+        self.one_step = PreparedRows.of(storage, self.step, keeps_index=self.tells)
         self._storage = storage
-        self._layout = storage.written_layout
-        self._keys = self._layout.keys
-        self._one_step = PreparedRows.of(storage, self.step, keeps_index=self.tells)
-        self._of_size: dict[int, PreparedRows | None] = {}
+        self._keys = self.layout.keys
+        self._of_size: dict[tuple[int, bool], PreparedRows | None] = {}
 
-    def prepared(self, columns: Columns, one_step: bool) -> PreparedRows | None:
-        """The write of these columns on the CPU, ready to launch; None if it takes the general way."""
-        ready = self._one_step if one_step else self._sized(columns)
-        return ready if ready is not None and ready.fill(columns) else None
-
-    def _sized(self, columns: Columns) -> PreparedRows | None:
-        """The write of as many rows as the first of ``columns`` has, to a storage of one dimension."""
+    def sized(self, columns: Columns) -> PreparedRows | None:
+        """:meth:`of_size` for as many rows as the first of ``columns`` has."""
         first: Any = next(iter(columns.values() if isinstance(columns, Mapping) else columns), None)
-        if self.step or not isinstance(first, (_array, Tensor)) or first.ndim == 0:
+        if not isinstance(first, (_array, Tensor)) or first.ndim == 0:
             return None
-        n = first.shape[0]
-        if n not in self._of_size:
+        return self.of_size(first.shape[0], keeps_index=self.tells)
+
+    def of_size(self, n: int, *, keeps_index: bool) -> PreparedRows | None:
+        """The write of ``n`` rows to a storage of one dimension on the CPU, ready to launch.
+
+        None if it takes the general way, and at the first write of ``n`` rows: to prepare it takes longer.
+        """
+        if self.step:
+            return None
+        size = n, keeps_index
+        if size not in self._of_size:
             if len(self._of_size) >= _SIZES:
                 self._of_size.clear()
-            self._of_size[n] = PreparedRows.of(self._storage, (n,), keeps_index=self.tells)
-        return self._of_size[n]
+            self._of_size[size] = None
+            return None
+        ready = self._of_size[size]
+        if ready is None:
+            ready = self._of_size[size] = PreparedRows.of(self._storage, (n,), keeps_index=keeps_index)
+        return ready
 
     def sources(self, columns: Columns, one_step: bool, dim_extend: int) -> tuple[list[Tensor], int]:
         """Columns as tensors ``[n, ...]``, and the number of rows.
@@ -304,7 +337,7 @@ class _Route:
         ndim = self._storage.ndim
         lead = self.step if one_step else None
         sources: list[Tensor] = []
-        for leaf, value in zip(self._layout.leaves, self._values(columns), strict=True):
+        for leaf, value in zip(self.layout.leaves, self._values(columns), strict=True):
             tensor = value if isinstance(value, Tensor) else _as_tensor(value, leaf)
             if lead is None:
                 lead = tuple(tensor.shape[:ndim])
@@ -333,10 +366,10 @@ class _Route:
         if isinstance(columns, Mapping):
             if columns.keys() == set(self._keys):
                 return [columns[key] for key in self._keys]
-            ignored = self._layout.ignored
+            ignored = self.layout.ignored
             by_key = {as_key(key): value for key, value in columns.items()}
             given = {key: value for key, value in by_key.items() if not (len(key) == 1 and key[0] in ignored)}
-            stored = [leaf.key for leaf in self._layout.leaves]
+            stored = [leaf.key for leaf in self.layout.leaves]
             if given.keys() != set(stored):
                 missing = [as_written(key) for key in stored if key not in given]
                 extra = [as_written(key) for key in given if key not in stored]

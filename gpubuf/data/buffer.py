@@ -466,8 +466,13 @@ class ReplayBuffer:
 
     def _extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
         storage = self._storage
-        if storage._schema is None and self._has_default_storage:
-            storage = self._storage_for(data)
+        if storage._schema is None:
+            if self._has_default_storage:
+                storage = self._storage_for(data)
+        elif type(data) is TensorDict and not _compiling():
+            index = self._arrays.write_batch(data)
+            if index is not None:
+                return index
         if type(data) is not TensorDict:
             if isinstance(data, (dict, list, tuple, np.ndarray)):
                 data = self._as_tensors(data)

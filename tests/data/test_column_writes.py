@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -190,3 +192,52 @@ def test_tensors_of_a_step_that_are_refused():
     for which in (made, theirs):
         which.add_columns(tensors(3))
     assert_same_buffers(made, theirs)
+
+
+def test_tensordicts_of_one_size_again_and_again():
+    """Their launch is prepared: rows, index and what is refused stay as at the first write."""
+    made, n = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=4), 5
+    strange = [
+        lambda value: value,
+        lambda value: torch.stack([value, value], 1)[:, 0],
+        lambda value: torch._neg_view(value.neg()),
+        lambda value: torch._efficientzerotensor(value.shape, dtype=value.dtype),
+    ]
+    written, indices = [], []
+    for number in range(4 * len(strange)):
+        batch = tensordict(rows((n,), n * number), (n,))
+        batch["obs"] = strange[number % len(strange)](batch["obs"])
+        indices.append(made.extend(batch))
+        written.append(batch.clone())
+        stored = torch.cat(written)[-CAPACITY:]
+        places = torch.arange(n * (number + 1))[-CAPACITY:] % CAPACITY
+        assert same(made[places], stored)
+    assert torch.equal(torch.cat(indices), torch.arange(n * len(indices)) % CAPACITY)
+
+    def changed(change: Callable[[TensorDict], object]) -> TensorDict:
+        batch = tensordict(rows((n,), 0), (n,))
+        change(batch)
+        return batch
+
+    before = state_bytes(made)
+    for bad in (
+        changed(lambda batch: batch.pop("action")),
+        changed(lambda batch: batch.set("more", torch.zeros(n))),
+        changed(lambda batch: batch.rename_key_("action", "Action")),
+        changed(lambda batch: batch["next"].pop("done")),
+        changed(lambda batch: batch["next"].set("more", torch.zeros(n))),
+        changed(lambda batch: batch.set("next", torch.zeros(n))),
+        changed(lambda batch: batch.set("obs", batch["obs"].double())),
+        changed(lambda batch: batch.set("obs", batch["obs"][:, :2].clone())),
+        changed(lambda batch: batch.set("obs", batch["obs"].to("meta"))),
+        changed(lambda batch: setattr(batch, "batch_size", [])),
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            made.extend(bad)
+        assert state_bytes(made) == before
+    assert same(made[made.extend(written[0])], written[0])
+    # More rows than the capacity.
+    for _ in range(3):
+        index = made.extend(tensordict(rows((CAPACITY + 1,), 0), (CAPACITY + 1,)))
+        assert index[0] == -1
+        assert index[1:].sort().values.equal(torch.arange(CAPACITY))

@@ -73,7 +73,8 @@ def traces() -> dict[str, list[Step]]:
         return TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(1000), batch_size=BATCH)
 
     buffer, unused = new(), new()
-    buffer.extend(rows)
+    for _ in range(3):
+        buffer.extend(rows)
     batch = buffer.sample().set("td_error", torch.ones(BATCH))
     buffer.update_tensordict_priority(batch)
     return {

@@ -360,6 +360,23 @@ def _by_level(entries: Mapping[Any, Tensor]) -> tuple[dict[str, Tensor], dict[st
     return own, nested
 
 
+def _find_entries(node: Node, data: Any, found: list[Any]) -> bool:
+    """Append what ``data`` has for each leaf of ``node``. Returns whether it is a plain TensorDict with these keys."""
+    if type(data) is not TensorDict:
+        return False
+    # The TensorDict's own entries, which are only read here.
+    entries: dict[str, Any] = data._tensordict
+    if len(entries) != len(node.children):
+        return False
+    for name, child in node.children.items():
+        value = entries.get(name)
+        if isinstance(child, int):
+            found.append(value)
+        elif not _find_entries(child, value, found):
+            return False
+    return True
+
+
 def _entries(data: Data, path: Key) -> dict[str, Any]:
     """The entries of a TensorDict or a tensorclass, by name.
 
@@ -477,6 +494,11 @@ class RowLayout:
         if isinstance(data, Tensor):
             return isinstance(self.root, int) and data.ndim == len(self.leaves[self.root].shape)
         return is_data(data) and len(data.batch_size) == len(self.nested_batch)
+
+    def entries_of(self, data: TensorDict) -> list[Any] | None:
+        """What a plain TensorDict has for each of ``leaves``, unchecked; None if it has other keys."""
+        found: list[Any] = []
+        return found if isinstance(self.root, Node) and _find_entries(self.root, data, found) else None
 
     def collect(self, data: Data, batch_dims: int) -> list[Tensor]:
         """The batch's tensors in the order of ``leaves``, checked. ``batch_dims`` leading dimensions are free.
