@@ -100,6 +100,24 @@ def copy_bytes(builder: Any, destination: Any, source: Any, n_bytes: Any) -> Non
     cgutils.raw_memcpy(builder, target, origin, n_bytes, 1)
 
 
+@emitted(types.void(types.int64, types.int64))
+def stream_line(builder: Any, destination: Any, source: Any) -> None:
+    """``stream_line(destination, source)``: 64 bytes to a multiple of 64, past the caches; see :func:`fence`.
+
+    Memory that is not in a cache is otherwise read before it is written.
+    """
+    line = ir.VectorType(ir.IntType(64), 8).as_pointer()
+    value = builder.load(builder.inttoptr(source, line), align=1)
+    store = builder.store(value, builder.inttoptr(destination, line), align=64)
+    store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+
+
+@emitted(types.void())
+def fence(builder: Any) -> None:
+    """``fence()``: whoever sees what is written after this sees what was written before, streamed lines included."""
+    builder.fence("seq_cst")
+
+
 def _prefetch_into(level: int) -> Any:
     @emitted(types.void(types.int64))
     def prefetch_line(builder: Any, address: Any) -> None:

@@ -5,11 +5,14 @@
 from numba import carray
 
 from gpubuf.kernels._jit import jit
-from gpubuf.kernels._primitives import as_u8, copy_bytes, load_i64, prefetch_l2
+from gpubuf.kernels._primitives import as_u8, copy_bytes, fence, load_i64, prefetch_l2, stream_line
 from gpubuf.kernels.rows import DEVICE_ROWS, ENTRIES, HOST_ROWS, PENDING, ROW_BYTES, ROW_STRIDE, SIDE_STRIDE, SPLIT
 
 #: Rows between a prefetch and its copy: time for a miss at the rate of one small row in 6 ns.
 AHEAD = 32
+
+# Runs of so many bytes are streamed to columns of so many: what is written there is read long after it left the caches.
+_STREAMED_RUN, _STREAMED_COLUMN = 1 << 11, 1 << 24
 
 # A place of a next observation is the row that it is in, if not negative. Else it is one of these, minus twice the
 # number of the entry or the environment.
@@ -135,10 +138,27 @@ def copy_rows(target, target_stride, source, stride, row_bytes, n):  # type: ign
 
 
 @jit(forceinline=True)
-def write_run(entry, position, source, stride, n):  # type: ignore[no-untyped-def]
+def _stream(target, source, n_bytes):  # type: ignore[no-untyped-def]
+    """Copy at least 64 bytes past the caches."""
+    head = -target & 63
+    copy_bytes(target, source, head)
+    end = head + (n_bytes - head & ~63)
+    for i in range(head, end, 64):
+        stream_line(target + i, source + i)
+    copy_bytes(target + end, source + end, n_bytes - end)
+    fence()
+
+
+@jit(forceinline=True)
+def write_run(entry, position, source, stride, n, capacity):  # type: ignore[no-untyped-def]
     """Copy ``n`` rows to consecutive positions, some of which may lie in one memory and some in another."""
     row_bytes, step = entry[ROW_BYTES], entry[ROW_STRIDE]
     first = min(max(entry[SPLIT] - position, 0), n)
-    copy_rows(entry[DEVICE_ROWS] + position * step, step, source, stride, row_bytes, first)
+    target = entry[DEVICE_ROWS] + position * step
+    large = first * step >= _STREAMED_RUN and capacity * step >= _STREAMED_COLUMN
+    if large and stride == row_bytes and step == row_bytes:
+        _stream(target, source, first * step)
+    else:
+        copy_rows(target, step, source, stride, row_bytes, first)
     target = entry[HOST_ROWS] + (position + first) * step
     copy_rows(target, step, source + first * stride, stride, row_bytes, n - first)

@@ -350,8 +350,8 @@ def extend_rows(  # type: ignore[no-untyped-def]
     for f in range(n_fields):
         if is_taken(fields[f], NOT_NEXT):
             source, stride = staged[f, 0], staged[f, 1]
-            write_run(fields[f], first, source, stride, before_seam)
-            write_run(fields[f], 0, source + before_seam * stride, stride, kept - before_seam)
+            write_run(fields[f], first, source, stride, before_seam, capacity)
+            write_run(fields[f], 0, source + before_seam * stride, stride, kept - before_seam, capacity)
     ring[WRITTEN] = written + n
     ring[SIZE] = min(size + n, capacity)
     return DONE

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from gpubuf.kernels import _threads, config, philox, rows
 from gpubuf.kernels.config import RowsConfig
-from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, DRAWN, LAST, MAX_PAD, NEXT, OFF, STEPS, SUM, _launch
+from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, DRAWN, LAST, MAX_PAD, NEXT, OFF, STEPS, SUM, _cpu_copy, _launch
 from gpubuf.kernels.rows._cpu import gather_into, sample_into
 from gpubuf.kernels.rows._triton_tiles import quotient, rows_and_columns, unit_shift
 from tests.contracts import first_quick, on_both
@@ -216,6 +216,23 @@ def test_addresses_of_any_alignment(backend, shift, stride):
     expected[-memory.data_ptr() % 32 + shift :].as_strided((6, 32), (stride, 1))[[4, 0]] = source
     rows.write(table, [source], ring, torch.tensor([4, 0]), 6)
     assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize("row_bytes", [32, 33, 2048])
+def test_long_writes_to_large_columns(row_bytes):
+    """The CPU writes them past its caches, a line of 64 bytes at a time: bytes beside them stay, at any address."""
+    capacity, gap = _cpu_copy._STREAMED_COLUMN // row_bytes + 1, 100
+    split, first = capacity - 400, 37
+    memory = torch.zeros(capacity * row_bytes + 200, dtype=torch.uint8)
+    expected, address = memory.clone(), memory[first:].data_ptr()
+    table = torch.tensor([rows.table_entry(address, row_bytes, split, address + split * row_bytes + gap)])
+    ring = torch.tensor([capacity - 1000, 0, 0, 0])
+    for seed, n in enumerate((2048 // row_bytes, 700, 1, 701, 66, 67)):
+        source = torch.randint(256, (n, row_bytes), generator=seeded(seed), dtype=torch.uint8)
+        index = rows.extend(table, [source], ring, n, capacity)
+        starts = first + index * row_bytes + gap * (index >= split)
+        expected[starts[:, None] + torch.arange(row_bytes)] = source
+        assert torch.equal(memory, expected)
 
 
 @pytest.mark.gate
