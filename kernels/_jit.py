@@ -118,8 +118,11 @@ def object_code(function: Callable[..., Any], symbol: str, processor: str = "") 
     for value in (*whole.functions, *whole.global_variables):
         if not value.is_declaration:
             value.linkage = "external" if value.name in (symbol, f"{symbol}_plain") else "internal"
-        elif not value.name.startswith("llvm.") and binding.address_of_symbol(value.name) is None:
-            raise RuntimeError(f"{symbol} needs {value.name}, which is not in this process")
+        elif not value.name.startswith("llvm."):
+            # Numba's own are only here while something is compiled.
+            own = value.name.startswith(("NRT_", "numba_"))
+            if own or binding.address_of_symbol(value.name) is None:
+                raise RuntimeError(f"{symbol} needs {value.name}, which is not in every process")
     code: bytes = machine.emit_object(whole)
     return code
 

@@ -49,3 +49,8 @@ MULTIPLY = 11  # A B
 ADD_NUMBER = 12  # A plus the number
 MULTIPLY_BY_NUMBER = 13  # A times the number
 ADD_RELU = 14  # max(A + B, 0), where OUT is A
+
+
+def tiled_room(rows: int, inner: int, columns: int) -> int:
+    """Bytes that a tiled product needs: for a panel, and for a product without the rows and columns of zeros."""
+    return 4 * (DEPTH * WIDTH + (rows + columns) * inner + rows * columns)

@@ -3,18 +3,23 @@
 On AMD's processors MKL takes its path for AVX2, in smaller tiles, with the bias before and the ReLU after them. A tile
 here reads its columns where they are, a row of them at a time, and each factor of a row for all of its columns. Columns
 that don't lie side by side, and those at the right end, are copied first, once for all rows.
+
+Zeros are left out, which changes no bit of a sum. When a network of ReLUs has learned for a while, a third or two of
+its last hidden units are zero for a whole batch, and so are their gradients; and of the values of two critics only the
+smaller one has a gradient. So the rows, columns and inner elements that are not zero alone become a smaller product.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
 
 from gpubuf.kernels._jit import jit
-from gpubuf.kernels._primitives import as_f32, as_i64, emitted, repeated
+from gpubuf.kernels._primitives import as_f32, as_i64, as_u32, copy_bytes, emitted, repeated
 from gpubuf.kernels.tape import (
     ADDED_STEP,
     COLUMNS,
@@ -34,6 +39,8 @@ _LANES = 16
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VECTOR, _MASK = ir.VectorType(_F32, _LANES), ir.VectorType(ir.IntType(1), _LANES)
 _ZERO = ir.Constant(_VECTOR, [0.0] * _LANES)
+# The bits of infinity without the sign; those of what is no number are larger.
+_INFINITY = np.uint32(0xFF000000)
 
 
 def _pointer(builder: Any, address: Any, moved: Any, kind: Any = _VECTOR) -> Any:
@@ -124,35 +131,158 @@ def _panel(b, down, right, inner, width, room):  # type: ignore[no-untyped-def]
 
 
 @jit
+def _look(lines, n, length, of_lines, of_elements):  # type: ignore[no-untyped-def]
+    """Write the bits of the largest number of each line, and of each element of all lines, without signs.
+
+    Returns those of the largest one of all. Infinity stands for all of them if neither lie side by side.
+    """
+    source, line, step = lines
+    if line == 4:
+        line, step, n, length, of_lines, of_elements = step, line, length, n, of_elements, of_lines
+    least = np.uint32(0) if step == 4 else _INFINITY
+    for k in range(length):
+        of_elements[k] = least
+    largest_of_all = least
+    for i in range(n):
+        largest = least
+        if step == 4:
+            numbers = as_u32(source + i * line)
+            for k in range(length):
+                bits = np.uint32(numbers[k] << 1)
+                of_elements[k] = max(of_elements[k], bits)
+                largest = np.uint32(max(largest, bits))
+        of_lines[i] = largest
+        largest_of_all = max(largest_of_all, largest)
+    return largest_of_all
+
+
+@jit
+def _find_kept(bits, n, kept):  # type: ignore[no-untyped-def]
+    """Write to ``kept`` which of ``n`` bits are not 0, and return how many; all of them if nearly all are."""
+    count = 0
+    for i in range(n):
+        kept[count] = i
+        count += bits[i] != 0
+    if count < n - n // 8:
+        return count
+    for i in range(n):
+        kept[i] = i
+    return n
+
+
+@jit
+def _copy_kept(lines, kept, n, kept_elements, length, target):  # type: ignore[no-untyped-def]
+    """Copy ``length`` elements of ``n`` lines. Returns the copy's lines, which lie as those that are copied."""
+    source, line, step = lines
+    turned = step != 4
+    if turned:
+        line, kept, n, kept_elements, length = step, kept_elements, length, kept, n
+    for i in range(n):
+        at, to = source + kept[i] * line, target + 4 * i * length
+        if kept_elements[length - 1] == length - 1:
+            copy_bytes(to, at, 4 * length)
+        else:
+            numbers, copy = as_f32(at), as_f32(to)
+            for k in range(length):
+                copy[k] = numbers[kept_elements[k]]
+    return (target, 4, 4 * length) if turned else (target, 4 * length, 4)
+
+
+@jit
+def _tiles(a, b, rows, columns, ends, out, added, n_added, positive, room):  # type: ignore[no-untyped-def]
+    """A product, plus what is at ``added`` for all rows: ``n_added`` columns of it.
+
+    Args:
+        a, b: rows of A and columns of B, with their strides in bytes.
+        ends: where each part of the inner elements ends, after a 0. As MKL does on AMD, an element is a sum of sums.
+    """
+    x, down, right = a
+    y, b_right, b_down = b
+    row_bytes = 4 * columns
+    for first in range(0, columns, WIDTH):
+        width, to = min(columns - first, WIDTH), out + 4 * first
+        for part in range(len(ends) - 1):
+            start, inner = ends[part], ends[part + 1] - ends[part]
+            if inner == 0:
+                continue
+            panel, panel_down = y + start * b_down + first * b_right, b_down
+            if b_right != 4 or width < WIDTH:
+                _panel(panel, b_down, b_right, inner, width, room)
+                panel, panel_down = room, 4 * WIDTH
+            other, other_down, other_width = added + 4 * first, 0, min(width, n_added)
+            if start:
+                other, other_down, other_width = to, row_bytes, width
+            row, cut = 0, positive and part + 2 == len(ends)
+            while row < rows:
+                places = panel, panel_down, to + row * row_bytes, row_bytes, other + row * other_down, other_down
+                here = (inner, x + start * right + row * down, down, right, *places, width, other_width, cut)
+                if rows - row >= 12:
+                    _twelve(*here)
+                    row += 12
+                elif rows - row >= 4:
+                    _four(*here)
+                    row += 4
+                else:
+                    _one(*here)
+                    row += 1
+
+
+@jit
+def _without_zeros(x, y, rows, inner, columns, out, room):  # type: ignore[no-untyped-def]
+    """The product of those rows, inner elements and columns that are not zero alone.
+
+    Returns False, with nothing done, if those are nearly all, or if a number is infinite: that times 0 is none.
+    """
+    of_rows, of_inner, of_inner_too = np.empty(rows, np.uint32), np.empty(inner, np.uint32), np.empty(inner, np.uint32)
+    of_columns, largest = np.empty(columns, np.uint32), _look(x, rows, inner, of_rows, of_inner)
+    if max(largest, _look(y, columns, inner, of_columns, of_inner_too)) >= _INFINITY:
+        return False
+    for k in range(inner):
+        of_inner[k] = min(of_inner[k], of_inner_too[k])
+    kept_rows, kept, kept_columns = np.empty(rows, np.int64), np.empty(inner, np.int64), np.empty(columns, np.int64)
+    n_rows, n_columns = _find_kept(of_rows, rows, kept_rows), _find_kept(of_columns, columns, kept_columns)
+    n = _find_kept(of_inner, inner, kept)
+    if n_rows + n + n_columns == rows + inner + columns:
+        return False
+    ends, part = np.full((inner + DEPTH - 1) // DEPTH + 1, n), 0
+    for k in range(n):
+        while kept[k] >= part * DEPTH:
+            ends[part] = k
+            part += 1
+    x_room = room + 4 * DEPTH * WIDTH
+    y_room = x_room + 4 * rows * inner
+    result = y_room + 4 * inner * columns
+    if n_rows + n < rows + inner:
+        x = _copy_kept(x, kept_rows, n_rows, kept, n, x_room)
+    if n_columns + n < columns + inner:
+        y = _copy_kept(y, kept_columns, n_columns, kept, n, y_room)
+    if n > 0 and n_rows + n_columns == rows + columns:
+        _tiles(x, y, rows, columns, ends, out, out, 0, False, room)
+        return True
+    _tiles(x, y, n_rows, n_columns, ends, result, result, 0, False, room)
+    carray(as_f32(out), rows * columns)[:] = 0
+    for i in range(n_rows if n > 0 else 0):
+        to, numbers = out + 4 * kept_rows[i] * columns, as_f32(result + 4 * i * n_columns)
+        if n_columns == columns:
+            copy_bytes(to, result + 4 * i * columns, 4 * columns)
+        else:
+            row = as_f32(to)
+            for k in range(n_columns):
+                row[kept_columns[k]] = numbers[k]
+    return True
+
+
+@jit
 def tiled_product(at, out, a, b, added, room):  # type: ignore[no-untyped-def]
-    """A record's product. As MKL does on AMD, each element is a sum of sums of :data:`DEPTH` inner elements."""
+    """A record's product."""
     field = carray(as_i64(at), FIELDS)
-    rows, inner, columns, row_bytes = field[ROWS], field[INNER], field[COLUMNS], 4 * field[COLUMNS]
-    down, right = 4 * field[STRIDES], 4 * field[STRIDES + 1]
-    b_down, b_right = 4 * field[STRIDES + 2], 4 * field[STRIDES + 3]
+    rows, inner, columns, strides = field[ROWS], field[INNER], field[COLUMNS], 4 * field[STRIDES : STRIDES + 4]
+    biased, positive = field[HAS_ADDED] != 0, field[POSITIVE] != 0
+    ends = np.minimum(np.arange((inner + DEPTH - 1) // DEPTH + 1) * DEPTH, inner)
     for j in range(field[COUNT]):
-        for first in range(0, columns, WIDTH):
-            width = min(columns - first, WIDTH)
-            for start in range(0, inner, DEPTH):
-                depth, positive = min(inner - start, DEPTH), field[POSITIVE] != 0 and start + DEPTH >= inner
-                panel, panel_down = b + j * field[STEPS + 2] + start * b_down + first * b_right, b_down
-                if b_right != 4 or width < WIDTH:
-                    _panel(panel, b_down, b_right, depth, width, room)
-                    panel, panel_down = room, 4 * WIDTH
-                x, to = a + j * field[STEPS + 1] + start * right, out + j * field[STEPS] + 4 * first
-                other, other_down, other_width = added + j * field[ADDED_STEP] + 4 * first, 0, width * field[HAS_ADDED]
-                if start:
-                    other, other_down, other_width = to, row_bytes, width
-                row = 0
-                while row < rows:
-                    ends = panel, panel_down, to + row * row_bytes, row_bytes, other + row * other_down, other_down
-                    here = (depth, x + row * down, down, right, *ends, width, other_width, positive)
-                    if rows - row >= 12:
-                        _twelve(*here)
-                        row += 12
-                    elif rows - row >= 4:
-                        _four(*here)
-                        row += 4
-                    else:
-                        _one(*here)
-                        row += 1
+        to = out + j * field[STEPS]
+        x = a + j * field[STEPS + 1], strides[0], strides[1]
+        y = b + j * field[STEPS + 2], strides[3], strides[2]
+        if biased or positive or not _without_zeros(x, y, rows, inner, columns, to, room):
+            other, n_added = added + j * field[ADDED_STEP], columns if biased else 0
+            _tiles(x, y, rows, columns, ends, to, other, n_added, positive, room)

@@ -27,7 +27,6 @@ from gpubuf.kernels.tape import (
     COLUMNS,
     COPY,
     COUNT,
-    DEPTH,
     FIELDS,
     FILL,
     FUSED,
@@ -63,6 +62,7 @@ from gpubuf.kernels.tape import (
     WIDTH,
     A,
     B,
+    tiled_room,
 )
 
 aten = torch.ops.aten
@@ -125,7 +125,8 @@ def room_for(records: Collection[dict[int, int]]) -> Tensor:
     needs += [16 * fields[PARTS] * fields[SIZES + 2] for fields in records if fields[OPERATION] == SUM]
     needs += [24 * fields[COUNT] for fields in records if fields[OPERATION] == PRODUCTS]
     needs += [4 * fields[COLUMNS] for fields in records if fields[OPERATION] == SHORT_PRODUCT]
-    needs += [4 * DEPTH * WIDTH for fields in records if fields[OPERATION] == TILED_PRODUCT]
+    tiled = [fields for fields in records if fields[OPERATION] == TILED_PRODUCT]
+    needs += [tiled_room(fields[ROWS], fields[INNER], fields[COLUMNS]) for fields in tiled]
     return torch.empty(max(needs), dtype=torch.uint8)
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpubuf import capture
-from gpubuf.kernels.tape import POSITIVE, _records
+from gpubuf.kernels.tape import DEPTH, POSITIVE, _records
+from gpubuf.kernels.tape import WIDTH as TILE_WIDTH
 from gpubuf.tape import Tape
 
 ROWS, WIDTH = 6, 5
@@ -154,30 +155,73 @@ def test_operations_that_records_can_do_are_records(name):
 SIZES = st.tuples(st.integers(4, 40), st.integers(1, 300), st.integers(16, 70))
 
 
+def matrix(drawn: torch.Generator, shape: tuple[int, ...], turned: bool) -> Tensor:
+    """Numbers whose rows lie side by side, or whose columns do."""
+    *many, down, right = shape
+    return torch.randn(*many, right, down, generator=drawn).mT if turned else torch.randn(shape, generator=drawn)
+
+
+def tiled(out: Tensor, x: Tensor, y: Tensor, bias: Tensor | None, positive: bool) -> tuple[Tensor, bool]:
+    """A product by tiles, in ``out``; and whether it was one of copies of the factors."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_records, "amd_with_avx512", lambda: "znver4")
+        (record,) = _records._tiled(out, x, y, bias)
+    fields = {**record.fields, POSITIVE: int(positive)}
+    numbers = _records.table([(fields, [(0, each.data_ptr()) for each in record.tensors])])
+    room, slots = _records.room_for([fields]).fill_(255), array("q", [0])
+    _records.run(numbers.buffer_info()[0], 0, 1, slots.buffer_info()[0], room.data_ptr(), *_records.blas())
+    return out, bool((room[4 * DEPTH * TILE_WIDTH :] != 255).any())
+
+
 @given(SIZES, st.sampled_from([None, 2]), st.booleans(), st.booleans(), st.booleans(), st.booleans())
 @settings(deadline=None, max_examples=80)
 def test_tiled_products(sizes, nets, turned_x, turned_y, biased, positive):
     """As in float64, whatever lies how; nothing else is written, and numbers that are none stay."""
     rows, inner, columns = sizes
     drawn, many = torch.Generator().manual_seed(sum(sizes)), () if nets is None else (nets,)
-
-    def matrix(down: int, right: int, turned: bool) -> Tensor:
-        found = torch.randn(*many, *((right, down) if turned else (down, right)), generator=drawn)
-        return found.mT if turned else found
-
-    x, y = matrix(rows, inner, turned_x), matrix(inner, columns, turned_y)
+    x = matrix(drawn, (*many, rows, inner), turned_x)
+    y = matrix(drawn, (*many, inner, columns), turned_y)
     x[..., 1, 0] = torch.nan
     bias = torch.randn(*many, 1, columns, generator=drawn) if biased else None
     memory = torch.full((2 + (nets or 1) * rows * columns,), 7.0)
-    out = memory[1:-1].view(*many, rows, columns)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_records, "amd_with_avx512", lambda: "znver4")
-        (record,) = _records._tiled(out, x, y, bias)
-    fields = {**record.fields, POSITIVE: int(positive)}
-    numbers = _records.table([(fields, [(0, each.data_ptr()) for each in record.tensors])])
-    room, slots = _records.room_for([fields]), array("q", [0])
-    _records.run(numbers.buffer_info()[0], 0, 1, slots.buffer_info()[0], room.data_ptr(), *_records.blas())
+    out, _ = tiled(memory[1:-1].view(*many, rows, columns), x, y, bias, positive)
     expected = x.double() @ y.double() + (0 if bias is None else bias)
     expected = expected.relu() if positive else expected
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4, equal_nan=True)
+    assert memory[0] == memory[-1] == 7
+
+
+ZEROS = st.sampled_from([0.0, 0.05, 0.5, 0.95])
+TURNED = st.tuples(st.booleans(), st.booleans())
+INFINITE = st.sampled_from([None, torch.inf, -torch.inf, torch.nan])
+
+
+@given(SIZES, ZEROS, ZEROS, ZEROS | st.just(1), ZEROS, st.sampled_from([0, 1, 150]), TURNED, INFINITE)
+@settings(deadline=None, max_examples=200)
+def test_tiled_products_without_what_is_zero(sizes, of_rows, of_x, of_y, of_columns, first, turned, infinite):
+    """The bits are those of the whole product. What is infinite isn't left out, since 0 times that is no number."""
+    rows, inner, columns = sizes
+    drawn = torch.Generator().manual_seed(sum(sizes))
+    x, y = matrix(drawn, (2, rows, inner), turned[0]), matrix(drawn, (2, inner, columns), turned[1])
+
+    def some(share: float, n: int) -> Tensor:
+        return torch.rand(n, generator=drawn) < share
+
+    x[0, some(of_rows, rows)] = 0
+    x[0, :, some(of_x, inner)] = -0.0
+    x[0, :, :first] = 0
+    # Of all those that x has, too.
+    y[0, (x[0] != 0).any(0) if of_y == 1 else some(of_y, inner)] = 0
+    y[0, :, some(of_columns, columns)] = 0
+    if infinite is not None:
+        y[0, 0, 0] = infinite
+    whole, memory = torch.empty(2, rows, columns), torch.full((2 + 2 * rows * columns,), 7.0)
+    # What is added keeps zeros in.
+    tiled(whole, x, y, torch.zeros(2, 1, columns), False)
+    out, copied = tiled(memory[1:-1].view_as(whole), x, y, None, False)
+    torch.testing.assert_close(out, whole, rtol=0, atol=0, equal_nan=True)
+    kept = [(x[0] != 0).any(1), (x[0] != 0).any(0) & (y[0] != 0).any(1), (y[0] != 0).any(0)]
+    some_are_left_out = any((~each).sum() > len(each) // 8 for each in kept)
+    if all(each.any() for each in kept):
+        assert copied == (infinite is None and some_are_left_out)
     assert memory[0] == memory[-1] == 7

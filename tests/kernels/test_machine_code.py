@@ -47,6 +47,12 @@ def first_of(n):
     return np.empty(n)[0]
 
 @kernel
+def raised(n):
+    found = np.zeros(n)
+    found[1:] += 1
+    return found[1]
+
+@kernel
 def inverse(x: float):
     return 1.0 / x
 
@@ -156,6 +162,12 @@ def test_arguments_and_results(source):
         module.nothing(1)
     # Of a Python where None isn't immortal, each call takes a reference and gives it away.
     assert abs(sys.getrefcount(None) - references) < 500
+
+
+def test_code_that_needs_numba_is_refused(source):
+    """Its next process would call what isn't there."""
+    with pytest.raises(RuntimeError, match="raised needs NRT_Allocate, which is not in every process"):
+        source().raised(2)
 
 
 def test_other_threads_run_beside_a_kernel(source):
