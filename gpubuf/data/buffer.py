@@ -470,6 +470,8 @@ class ReplayBuffer:
             if self._has_default_storage:
                 storage = self._storage_for(data)
         elif type(data) is TensorDict and not _compiling():
+            # As in `extend_columns`.
+            self._given = None
             index = self._arrays.write_batch(data)
             if index is not None:
                 return index
