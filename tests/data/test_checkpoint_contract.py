@@ -244,6 +244,14 @@ def test_a_second_signal_waits_until_the_buffer_is_put_back(monkeypatch: pytest.
     assert state_bytes(target.buffer) == target.before
 
 
+def test_a_handler_that_was_asked_for_during_a_load_waits_no_longer():
+    """As one of a program that calls the one from before it."""
+    with restore.together():
+        before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        before(signal.SIGINT, None)
+
+
 # CPython tells of an interrupt while it closes a generator, and goes on.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
@@ -302,6 +310,15 @@ def test_no_file_outside_of_the_folder_is_named(name: str, tmp_path: Path):
     assert "is not the name of a file in a checkpoint" in target.refused()
 
 
+@pytest.mark.parametrize("size", [-1, 2**63, 1.5, True, "7"])
+def test_sizes_are_counts(size: Any, tmp_path: Path):
+    target = Target(tmp_path / "c", BufferContract())
+    content = copy.deepcopy(target.manifest["content"])
+    content["state"]["size"] = size
+    reseal(target.folder, content)
+    assert "expected a int" in target.refused()
+
+
 def test_links_versions_and_formats(tmp_path: Path):
     target = Target(tmp_path / "c", BufferContract())
     name = target.manifest["content"]["state"]["name"]
@@ -337,6 +354,7 @@ def test_rows_that_are_not_described(tmp_path: Path):
         changed = refused(lambda form, part=part: [*form[:-1], part and {**form[-1], **part}])
         assert "does not say what was written" in changed
     assert "does not say what was written" in refused(lambda form: None)
+    assert "state and its rows contradict each other" in refused(lambda initialized: False, "initialized")
     for name, change, text in (
         ("links", lambda links: links.fill_(100), "links lead nowhere"),
         ("links", lambda links: links.fill_(-100), "links lead nowhere"),
@@ -348,6 +366,24 @@ def test_rows_that_are_not_described(tmp_path: Path):
     ):
         changed = refused(lambda raw, name=name, change=change: {**raw, name: change(raw[name])}, "sharing")
         assert text in changed, (name, changed)
+    written, capacity = (target.manifest["content"][name] for name in ("written", "capacity"))
+    for place in {*range(capacity)} - {(written - 1) % capacity}:
+
+        def mislead(links: Any, place: int = place) -> Any:
+            return links.index_fill(0, torch.tensor([place]), links[place] % 7 + 1)
+
+        changed = refused(lambda raw, mislead=mislead: {**raw, "links": mislead(raw["links"])}, "sharing")
+        assert "links and owners contradict each other" in changed
+    # The first key is shared. From the third on they are under "next".
+    for keys in ([["next", "observation"]], [["next", "observation", "part"]], [["next"], ["a"], ["b"], ["c"]]):
+
+        def rename(content: Any, keys: list[list[str]] = keys) -> None:
+            for leaf, key in zip(content["rows"]["leaves"][2:], keys, strict=False):
+                leaf["key"] = key
+
+        change_meaning(target.folder, None, rename)
+        assert "can't share ('observation',)" in target.refused()
+        target.put_back(loaded=False)
 
 
 @pytest.mark.parametrize("info", [[], [["index", torch.zeros(1)], [[], torch.zeros(1)]]])

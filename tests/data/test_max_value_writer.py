@@ -27,6 +27,7 @@ from gpubuf.data import (
     max_value,
 )
 from gpubuf.data.max_value import Ranks, RankState, comparable
+from gpubuf.data.recording import Recording, recorded
 from tests.support.fuzzing import examples
 
 CPU = torch.device("cpu")
@@ -293,6 +294,15 @@ def test_an_emptied_and_a_freed_buffer_begin_anew(kind):
     for late in (old, newer):
         buffer.update_priority(late["index"], 50.0, generation=late["index_generation"])
     assert float(buffer.sampler.tree.max_priority) == 1.0
+
+
+def test_a_replay_counts_the_rows_that_it_keeps():
+    buffer, recording = buffer_of(6), Recording()
+    buffer.extend(rows([1, 2]))
+    with recorded(recording):
+        buffer.extend(rows([3, 4]))
+    recording.replay(lambda: None)
+    assert (len(buffer), buffer.write_count) == (4, 4)
 
 
 class StopError(Exception):

@@ -65,6 +65,16 @@ def test_two_dimensions(tmp_path: Path):
     assert numbers(tmp_path) == [*[0] * 6, *range(6, 12), 0, 0, *range(14, 40)]
 
 
+def test_rows_that_are_gone_count_as_emptied_ones(tmp_path: Path):
+    """No later row has the generation of one that was lost."""
+    buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(40, scratch_dir=tmp_path))
+    buffer.extend(transitions(55))
+    buffer.storage._journal.void()
+    del buffer
+    storage = opened(tmp_path)
+    assert (storage.written, len(storage)) == (80, 0)
+
+
 def spoil(words: torch.Tensor, place: int, value: int, sums: bool) -> None:
     words[JOURNAL_CHECK] += (value - words[place]) if sums else 0
     words[place] = value

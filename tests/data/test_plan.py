@@ -12,6 +12,7 @@ from tensordict import TensorDict
 import gpubuf
 from gpubuf.cli import main
 from gpubuf.data.storage import host_memory
+from gpubuf.data.storage.placement import SPLIT_STEPS
 from gpubuf.planning import SAMPLERS, parse_bytes, parse_entry
 from tests.support.placements import GIB, Machine
 
@@ -57,24 +58,61 @@ def test_what_fits_where(monkeypatch, device, host, auto, fits):
     assert ("no GPU" in str(made)) == (device is None)
 
 
+@pytest.mark.parametrize("share_next", [False, True])
+def test_a_buffer_fits_until_a_byte_is_missing(monkeypatch, share_next):
+    """Wherever it is, it takes the same rows and counters."""
+
+    def planned(device, host):
+        Machine(host=host, device=device).install(monkeypatch)
+        spec = {"x": "5:float32", ("next", "x"): "5:float32"}
+        return gpubuf.plan(spec, 100_000, sampler="prioritized", share_next=share_next)
+
+    made = planned(GIB, GIB)
+    index, near_index, rows = made.fit("cpu").index.total, made.fit("cuda").index.total, made.rows
+    aside = rows - made.row_bytes * made.capacity
+    room = near_index + aside + rows // 3
+    split = planned(room, GIB).fit("split")
+    near = split.device_bytes - made.counters
+    assert 0 <= room - near < SPLIT_STEPS * made.row_bytes
+    for fit in (*made.fits, split):
+        assert fit.device_bytes + fit.host_bytes == rows + made.counters + fit.index.total
+    places = [("cuda", rows + near_index, 0), ("pinned", near_index, rows), ("cpu", None, rows + index)]
+    for place, device, host in (*places, ("split", near, split.host_bytes)):
+        found = planned(device, host)
+        assert found.fit(place).fits
+        assert found.auto == place
+        assert not (device and planned(device - 1, host).fit(place).fits)
+        assert not (host and planned(device, host - 1).fit(place).fits)
+    assert planned(near_index + aside, GIB).fit("split").fits
+    assert not planned(near_index + aside - 1, GIB).fit("split").fits
+
+
 @pytest.mark.parametrize(
-    ("sampler", "device", "envs"), [*((sampler, None, 12) for sampler in SAMPLERS), ("prioritized", GIB, 1)]
+    ("sampler", "device", "envs", "share_next"),
+    [
+        *((sampler, None, 12, False) for sampler in SAMPLERS),
+        ("prioritized", GIB, 1, False),
+        ("prioritized", None, 12, True),
+    ],
 )
-def test_the_largest_capacity_for_a_budget(monkeypatch, sampler, device, envs):
+def test_the_largest_capacity_for_a_budget(monkeypatch, sampler, device, envs, share_next):
     """It fits, and one more step doesn't; asked for the capacity, the same plan comes out."""
     Machine(device=device).install(monkeypatch)
     kind = "cpu" if device is None else "cuda"
-    for budget in (30_000, 1_234_567, 5 * GIB):
-        made = gpubuf.plan({"x": "5:float32"}, budget=budget, sampler=sampler, envs=envs)
+    spec = {"x": "5:float32"} | ({("next", "x"): "5:float32"} if share_next else {})
+    options = {"sampler": sampler, "envs": envs, "share_next": share_next}
 
-        def total(capacity):
-            fit = gpubuf.plan({"x": "5:float32"}, capacity, sampler=sampler, envs=envs).fit(kind)
-            return fit.device_bytes + fit.host_bytes
+    def total(capacity):
+        fit = gpubuf.plan(spec, capacity, **options).fit(kind)
+        return fit.device_bytes + fit.host_bytes
 
+    # The first budget is the least that there can be.
+    for budget in (total(envs), 30_000, 1_234_567, 5 * GIB):
+        made = gpubuf.plan(spec, budget=budget, **options)
         assert made.capacity % envs == 0
         assert total(made.capacity) <= budget < total(made.capacity + envs)
         assert made.budget == budget
-        assert made.fits == gpubuf.plan({"x": "5:float32"}, made.capacity, sampler=sampler, envs=envs).fits
+        assert made.fits == gpubuf.plan(spec, made.capacity, **options).fits
 
 
 def test_nothing_is_allocated(monkeypatch):

@@ -30,7 +30,7 @@ from gpubuf.data import (
     Writers,
 )
 from gpubuf.data.checkpoints.save import FileWriter
-from gpubuf.data.checkpoints.shards import _one_state, load_shards, save_shards
+from gpubuf.data.checkpoints.shards import _one_state, load_shards, rank_folder, save_shards
 from tests.support.ranks import leave, run_ranks
 
 CAPACITY, N_STEPS, ALPHA, EPS, WORLD = 40, 3, 0.6, 1e-8, 4
@@ -156,7 +156,9 @@ def refusals(rank: int, folder: Path, group: dist.ProcessGroup) -> dict[str, str
     buffer.load(path, process_group=group)
     # A checkpoint of one rank, for four.
     alone, _ = dist.new_subgroups(1)
+    buffer.save(folder / "one", process_group=group)
     if rank == 0:
+        (rank_folder(folder / "one", 2) / "notes.txt").write_text("mine")
         filled(KINDS[0], 0).save(folder / "one", process_group=alone)
     dist.barrier()
     # A folder that another program holds.
@@ -263,6 +265,14 @@ def test_four_shards_in_one_buffer(ranks, folder, kind):
     buffer = new(kind, 4 * CAPACITY)
     buffer.load(folder / kind)
     check(kind, [1, 2, 3, 0], stored(buffer))
+
+
+def test_one_rank_removes_what_four_have_left(ranks, folder):
+    """Files of others stay."""
+    left = {rank: rank_folder(folder / "one", rank) for rank in range(WORLD)}
+    assert [rank for rank, path in left.items() if path.exists()] == [0, 2]
+    assert [path.name for path in left[2].iterdir()] == ["notes.txt"]
+    new(KINDS[0]).load(folder / "one")
 
 
 def test_one_rank_that_fails_is_heard_by_all(ranks):

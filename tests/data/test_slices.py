@@ -113,6 +113,15 @@ def test_flags_of_agents():
     assert not batch["next", "truncated"].view(10, 6, 3)[:, :-1].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.int64])
+def test_flags_of_any_width(dtype):
+    """Any byte of a flag says that the trajectory ends: the first one of a 1 in float16 is 0."""
+    done = (torch.arange(140) % 7 == 6).to(dtype).unsqueeze(-1)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(140), sampler=SliceSampler(slice_len=2))
+    buffer.extend(TensorDict({"next": {"done": done}}, [140]))
+    assert buffer.sampler.trajectories().length.tolist() == [7] * 20
+
+
 # Where trajectories are told apart
 
 

@@ -152,6 +152,31 @@ def test_operations_that_records_can_do_are_records(name):
     assert called == CALLED.get(name, 0) or (name in WITHOUT_BLAS and called == 1), tape.source
 
 
+def carry_out(records: list[_records.Record]) -> Tensor:
+    """Returns what else they have written to, of what held 255 everywhere."""
+    numbers = _records.table([(fields, [(0, each.data_ptr()) for each in tensors]) for fields, tensors in records])
+    room, slots = _records.room_for([fields for fields, _ in records]).fill_(255), array("q", [0])
+    _records.run(numbers.buffer_info()[0], 0, len(records), slots.buffer_info()[0], room.data_ptr(), *_records.blas())
+    return room
+
+
+@pytest.mark.parametrize("nets", [(), (3,)])
+@pytest.mark.parametrize("columns", [1, 7])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_each_way_to_multiply(nets, columns, turned, biased):
+    """Which of them has PyTorch's bits depends on the processor."""
+    x, y = torch.randn(*nets, 6, 12), torch.randn(*nets, columns, 12).mT
+    y, bias = y if turned else y.contiguous(), torch.randn(*nets, 1, columns) if biased else None
+    expected, out = x @ y + (0 if bias is None else bias), torch.empty(*nets, 6, columns)
+    ways = [way for way in _records._products(out, x, y, bias) if way]
+    assert ways
+    for way in ways:
+        out.fill_(torch.nan)
+        carry_out(way)
+        torch.testing.assert_close(out, expected)
+
+
 SIZES = st.tuples(st.integers(4, 40), st.integers(1, 300), st.integers(16, 70))
 
 
@@ -166,10 +191,7 @@ def tiled(out: Tensor, x: Tensor, y: Tensor, bias: Tensor | None, positive: bool
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_records, "amd_with_avx512", lambda: "znver4")
         (record,) = _records._tiled(out, x, y, bias)
-    fields = {**record.fields, POSITIVE: int(positive)}
-    numbers = _records.table([(fields, [(0, each.data_ptr()) for each in record.tensors])])
-    room, slots = _records.room_for([fields]).fill_(255), array("q", [0])
-    _records.run(numbers.buffer_info()[0], 0, 1, slots.buffer_info()[0], room.data_ptr(), *_records.blas())
+    room = carry_out([record._replace(fields={**record.fields, POSITIVE: int(positive)})])
     return out, bool((room[4 * DEPTH * TILE_WIDTH :] != 255).any())
 
 
