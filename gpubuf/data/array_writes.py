@@ -196,8 +196,10 @@ class ArrayWrites:
             return None
         size = batch.batch_size
         ready = route.of_size(size[0], keeps_index=True) if size else None
+        if ready is None or ready.n > self.storage.max_size:
+            return None
         tensors = route.layout.entries_of(batch)
-        if ready is None or ready.n > self.storage.max_size or tensors is None or not ready.fill(tensors):
+        if tensors is None or not ready.fill(tensors):
             return None
         index = self.storage.append_prepared(ready.launch, ready.n)
         if index is not None:

@@ -4,9 +4,10 @@ On AMD's processors MKL takes its path for AVX2, in smaller tiles, with the bias
 here reads its columns where they are, a row of them at a time, and each factor of a row for all of its columns. Columns
 that don't lie side by side, and those at the right end, are copied first, once for all rows.
 
-Zeros are left out, which changes no bit of a sum. When a network of ReLUs has learned for a while, a third or two of
-its last hidden units are zero for a whole batch, and so are their gradients; and of the values of two critics only the
-smaller one has a gradient. So the rows, columns and inner elements that are not zero alone become a smaller product.
+Zeros are left out, which changes no bit of a sum but the sign of one that is zero. When a network of ReLUs has learned
+for a while, a third or two of its last hidden units are zero for a whole batch, and so are their gradients; and of the
+values of two critics only the smaller one has a gradient. So the rows, columns and inner elements that are not zero
+alone become a smaller product.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.

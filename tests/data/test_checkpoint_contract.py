@@ -301,22 +301,22 @@ def test_a_new_buffer_copies_no_rows(monkeypatch: pytest.MonkeyPatch):
 # What the manifest may name
 
 
-@pytest.mark.parametrize("name", ["../out.safetensors", "/tmp/out.safetensors", "sub/rows.safetensors", "..", ""])
-def test_no_file_outside_of_the_folder_is_named(name: str, tmp_path: Path):
-    target = Target(tmp_path / "c", BufferContract())
-    content = copy.deepcopy(target.manifest["content"])
-    content["state"]["name"] = name
-    reseal(target.folder, content)
-    assert "is not the name of a file in a checkpoint" in target.refused()
+OUTSIDE = ("../out.safetensors", "/tmp/out.safetensors", "sub/rows.safetensors", "..", "")
 
 
-@pytest.mark.parametrize("size", [-1, 2**63, 1.5, True, "7"])
-def test_sizes_are_counts(size: Any, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("entry", "value", "text"),
+    [
+        *(("name", name, "is not the name of a file in a checkpoint") for name in OUTSIDE),
+        *(("size", size, "expected a int") for size in (-1, 2**63, 1.5, True, "7")),
+    ],
+)
+def test_no_file_outside_of_the_folder_is_named_and_sizes_are_counts(entry: str, value: Any, text: str, tmp_path: Path):
     target = Target(tmp_path / "c", BufferContract())
     content = copy.deepcopy(target.manifest["content"])
-    content["state"]["size"] = size
+    content["state"][entry] = value
     reseal(target.folder, content)
-    assert "expected a int" in target.refused()
+    assert text in target.refused()
 
 
 def test_links_versions_and_formats(tmp_path: Path):
