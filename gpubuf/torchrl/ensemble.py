@@ -108,7 +108,7 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
     def _draw(self, n: int, batches: int | None) -> Batch:
         if self._by_size:
             rows = [float(len(buffer)) for buffer in self._buffers]
-            self._shares = rows if any(rows) else [1.0] * len(rows)
+            self.shares = rows if any(rows) else [1.0] * len(rows)
         batch = super()._draw(n, batches)
         batch.info["buffer_ids"] = batch.info["buffer"]
         return batch
