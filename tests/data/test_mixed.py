@@ -535,6 +535,20 @@ def test_numbers_are_part_of_a_graph(monkeypatch):
         step()
 
 
+def test_sizes_as_shares_in_a_graph(monkeypatch):
+    """CASES 74: a graph has the sizes of its capture, and is refused once a draw has found others."""
+    RecordedCuda().install(monkeypatch)
+    sized = ReplayBufferEnsemble(part(5, 0), part(15, 1000), p="sampleable", batch_size=20)
+    step = capture(lambda: sized.sample()["index"], warmup=1)
+    for _ in range(3):
+        step()
+        assert torch.bincount(sized.sample()["buffer"]).tolist() == [5, 15]
+    sized.extend(transitions(5, 50))
+    assert sized.sample(40)["buffer"].sum() == 24
+    with pytest.raises(Exception, match="or shares since its step was captured"):
+        step()
+
+
 def test_small_shares_in_a_graph(monkeypatch):
     """Case 61: the host rounds, so a graph, which would give the same rows for ever, is refused."""
     RecordedCuda().install(monkeypatch)
