@@ -106,9 +106,10 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
         self._buffers: tuple[ReplayBuffer, ...] = tuple(buffers)
 
     def _draw(self, n: int, batches: int | None) -> Batch:
-        if self._by_size:
-            rows = [float(len(buffer)) for buffer in self._buffers]
-            self._shares = rows if any(rows) else [1.0] * len(rows)
+        rows = tuple([float(len(buffer)) for buffer in self._buffers]) if self._by_size else ()
+        # Not anew, or a graph would be refused that they are part of.
+        if any(rows) and rows != self._shares:
+            self.shares = rows
         batch = super()._draw(n, batches)
         batch.info["buffer_ids"] = batch.info["buffer"]
         return batch
