@@ -19,7 +19,7 @@ from torch import Tensor
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import current
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.trajectory_index import RowOrder
+from gpubuf.data.samplers.row_order import RowOrder
 from gpubuf.data.storage.layout import Key, Leaf, as_key, as_written, of_array
 from gpubuf.data.storage.schema import as_numbers, stored_as
 from gpubuf.data.storage.storage import TensorStorage

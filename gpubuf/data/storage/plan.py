@@ -443,7 +443,8 @@ class Recipe:
         if layout.nested_batch:
             raise ValueError(
                 f"n_steps={self.n_steps} needs the steps of each environment in order, but the rows have batch "
-                f"dimensions of their own, {list(layout.nested_batch)}: give the storage so many more by ndim"
+                f"dimensions of their own, {list(layout.nested_batch)}: give the storage so many more, as ndim="
+                f"{1 + len(layout.nested_batch)} in place of 1"
             )
         if layout.position(STEPS_KEY) is not None:
             raise ValueError(

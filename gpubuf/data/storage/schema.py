@@ -296,7 +296,8 @@ def continued_keys(leaves: Sequence[Leaf]) -> tuple[Key, ...]:
     return tuple(
         leaf.key
         for leaf in leaves
-        if leaf.key[-1] not in OF_A_STEP
+        if leaf.key
+        and leaf.key[-1] not in OF_A_STEP
         and (other := by_key.get((NEXT_KEY, *leaf.key))) is not None
         and (other.dtype, other.shape) == (leaf.dtype, leaf.shape)
     )
