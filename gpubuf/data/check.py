@@ -83,8 +83,8 @@ class Report:
     rates: dict[str, float] = field(default_factory=dict)
     compared: int = 0
     broken: int = 0
-    lengths: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    returns: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    lengths: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
+    returns: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64, device="cpu"))
     findings: list[Finding] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -154,8 +154,8 @@ def _chunks(storage: TensorStorage) -> Iterator[tuple[Tensor, list[Tensor]]]:
     chunk = max(1, CHUNK_BYTES // max(1, layout.row_bytes * envs))
     for begin in range(0, count, chunk):
         first = max(begin - 1, 0)
-        step = (torch.arange(first, min(begin + chunk, count)) + (newest - count)) % steps
-        positions = step[:, None] * envs + torch.arange(envs)
+        step = (torch.arange(first, min(begin + chunk, count), device="cpu") + (newest - count)) % steps
+        positions = step[:, None] * envs + torch.arange(envs, device="cpu")
         tensors = layout.collect(storage.get(positions.flatten().to(storage.device)), 1)
         rows = [t.reshape(len(step), envs, leaf.n_elements) for t, leaf in zip(tensors, layout.leaves, strict=True)]
         yield positions, rows
@@ -181,8 +181,11 @@ class _Look:
         self.turns: str | None = None
         # Of each environment: steps and rewards so far, and those at its last end; -1 before the first.
         self.steps = 0
-        self.sums = torch.zeros(self.envs, dtype=torch.float64)
-        self.ended = torch.full((self.envs,), -1), torch.zeros(self.envs, dtype=torch.float64)
+        self.sums = torch.zeros(self.envs, dtype=torch.float64, device="cpu")
+        self.ended = (
+            torch.full((self.envs,), -1, device="cpu"),
+            torch.zeros(self.envs, dtype=torch.float64, device="cpu"),
+        )
         self.episodes: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -273,7 +276,7 @@ class _Look:
         env, step = over.T.nonzero(as_tuple=True)
         count, total = self.steps + step + 1, sums[step, env]
         # Ends of an environment follow each other; before its first one here lies the last one of earlier chunks.
-        same = torch.zeros(len(env), dtype=torch.bool)
+        same = torch.zeros(len(env), dtype=torch.bool, device="cpu")
         same[1:] = env[1:] == env[:-1]
         count_before = torch.where(same, count.roll(1), self.ended[0][env])
         total_before = torch.where(same, total.roll(1), self.ended[1][env])

@@ -1181,7 +1181,7 @@ class TensorStorage(Storage):
         order, first = None, 0
         if self.max_size != old_max:
             first = oldest_of(state)
-            order = (torch.arange(size) + first) % old_max
+            order = (torch.arange(size, device="cpu") + first) % old_max
         if self._placement is not None and self._placement.rows_on_host:
             # The host is about to write where the GPU may still be reading.
             host_memory.synchronize(self._device)
