@@ -77,8 +77,11 @@ class _Reader:
         ended = torch.zeros(n, dtype=torch.bool, device="cpu")
         for key in self._ends:
             ended |= tensors[key].reshape(n, -1).bool().any(1).cpu()
-        as_bytes = (torch.cat([t.contiguous().view(torch.uint8) for t in side], 1) for side in (now, coming))
-        return _Steps(torch.cat([t.float() for t in numbers], 1), *as_bytes, ended)
+        return _Steps(torch.cat([t.float() for t in numbers], 1), _as_bytes(now), _as_bytes(coming), ended)
+
+
+def _as_bytes(keys: list[Tensor]) -> Tensor:
+    return torch.cat([values.contiguous().view(torch.uint8) for values in keys], 1)
 
 
 def _span(first: int, n: int) -> Tensor:
