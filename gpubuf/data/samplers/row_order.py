@@ -46,10 +46,11 @@ class _Reader:
 
     Args:
         storage: holds the rows.
-        end_keys: flags that end an episode; None: those that :func:`default_ends` finds.
+        end_keys: flags that end an episode; none: those that :func:`default_ends` finds.
 
     Attributes:
         comparable: whether rows can be compared. Not those whose next observations may be several steps ahead.
+        chunk: how many rows are read at a time where all are searched.
         most: how many rows are compared at a look.
     """
 
@@ -61,12 +62,12 @@ class _Reader:
             place[key] for key in continued_keys(layout.leaves) if layout.leaves[place[key]].dtype is not torch.bool
         ]
         self._pairs = [(root, place[NEXT_KEY, *layout.leaves[root].key]) for root in roots]
-        ends = default_ends(place.__contains__) if end_keys is None else map(as_key, end_keys)
+        ends = map(as_key, end_keys) if end_keys else default_ends(place.__contains__)
         self._ends = [place[key] for key in ends if key in place]
         width = sum(layout.leaves[root].row_bytes for root in roots)
         self.comparable = width > 0 and layout.position(("steps_to_next_obs",)) is None
-        self.most = max(min(_ROWS, _BYTES // max(width, 1)), _FEW)
         self.chunk = max(_CHUNK_BYTES // max(layout.row_bytes, 1), 1)
+        self.most = max(min(_ROWS, _BYTES // max(width, 1), self.chunk), _FEW)
 
     def __call__(self, rows: Tensor) -> _Steps:
         """Rows at int64 ``[n]``, counted from position 0, also beyond the end of the ring."""
