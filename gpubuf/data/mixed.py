@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data.arguments import check_batch_size, check_sizes
+from gpubuf.data.arguments import as_tensor, check_batch_size, check_sizes
 from gpubuf.data.batches import attach_info, finished
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.checkpoints import restore, save
@@ -566,7 +566,7 @@ def positions_in(buffer: ReplayBuffer, index: Any) -> Tensor:
         limits = torch.tensor(tuple(storage.shape), device=index.device)
         index = torch.minimum(index, limits - 1)
         return as_positions(index.reshape(-1, storage.ndim), storage.shape, storage.device, handles=True)
-    return as_positions(torch.as_tensor(index).reshape(-1), storage.shape, storage.device, handles=True)
+    return as_positions(as_tensor(index).reshape(-1), storage.shape, storage.device, handles=True)
 
 
 def check_rows(buffers: Sequence[ReplayBuffer], positions: Tensor, owner: Tensor) -> None:
@@ -583,7 +583,7 @@ def check_rows(buffers: Sequence[ReplayBuffer], positions: Tensor, owner: Tensor
     """
     if not (host_can_read(positions) and host_can_read(owner)) or not positions.numel():
         return
-    limits = torch.tensor([b.storage.max_size if b.initialized else positions.max() + 1 for b in buffers])
+    limits = torch.tensor([b.storage.max_size if b.initialized else positions.max() + 1 for b in buffers], device="cpu")
     wrong = (owner >= 0) & ((positions < -1) | (positions >= limits[checked_owners(owner.clamp(min=0), len(buffers))]))
     if bool(wrong.any()):
         number, position = int(owner[wrong][0]), int(positions[wrong][0])

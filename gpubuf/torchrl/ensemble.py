@@ -139,7 +139,7 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
         if len(self._transform):
             data = self._transform.inv(data.copy())
         if data is None:
-            return self._written(None, torch.empty(0, dtype=torch.int64))
+            return self._written(None, torch.empty(0, dtype=torch.int64, device="cpu"))
         owner = self._owners(data)
         return self._written(data.reshape(-1), owner)
 
@@ -291,7 +291,7 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
             if not len(storage):
                 continue
             newest = (storage.cursor - 1) % storage.max_size
-            row = storage[torch.tensor([newest])][0]
+            row = storage[torch.tensor([newest], device="cpu")][0]
             ended, cut = row.get(end_key, None), row.get(truncated_key, None) if truncated_key is not None else None
             if ended is None:
                 raise KeyError(f"the end_key {end_key!r} is not stored")
