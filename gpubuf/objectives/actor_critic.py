@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -515,7 +516,7 @@ def _drawn(dist: Any) -> tuple[Any, Tensor]:
         rows = len(dist.batch_shape)
         of_parts = [each.flatten(rows).sum(-1) if each.ndim > rows else each for _, each in parts.values()]
         action = TensorDict({key: action for key, (action, _) in parts.items()}, dist.batch_shape)
-        return action, torch.stack(of_parts).sum(0)
+        return action, functools.reduce(torch.add, of_parts)
     fused = getattr(dist, "rsample_and_log_prob", None)
     if fused is not None:
         action, log_prob = fused()
