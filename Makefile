@@ -39,7 +39,7 @@ help:
 	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --prioritized --seed 1 ...'"
 	@echo "make test    ruff, mypy and the tests; ARGS go to pytest; with SLOW=1 also the tests marked slow,"
 	@echo "             with SLOW=nightly every test"
-	@echo "make compat  the tests on the oldest torch and triton supported (downloads gigabytes); ARGS and SLOW as above"
+	@echo "make compat  the tests on the oldest torch, triton and tensordict supported (downloads gigabytes); ARGS and SLOW as above"
 	@echo "make newest  the same on the newest ones, those that pip installs today"
 	@echo "make torchrl run programs and losses on TorchRL and on gpubuf, and compare what they give"
 	@echo "make ray     the tests of buffers in actors of Ray"
@@ -127,7 +127,8 @@ $(COMPAT)/.test $(NEWEST)/.test: export PIP_BUILD_CONSTRAINT = $(PIP_CONSTRAINT)
 $(COMPAT)/.test: constraints-compat.txt
 $(NEWEST)/.test: constraints-newest.txt
 $(COMPAT)/.test $(NEWEST)/.test: %/.test: %/.created $(DECIDES)
-	grep -vE '^(torch|triton|numpy|setuptools)==' constraints.txt | cat - constraints-$(@D:.%=%).txt > $(@D)/constraints.txt
+	grep -vE "^($$(sed -n 's/==.*//p' constraints-$(@D:.%=%).txt | paste -sd '|'))==" constraints.txt \
+	  | cat - constraints-$(@D:.%=%).txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install -q -e '.[train,test]'
 	@touch $@
 

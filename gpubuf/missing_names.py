@@ -53,12 +53,13 @@ OTHER_OBJECTIVES = "use TorchRL's: it works on gpubuf's batches too"
 def refuse(module: str, name: str) -> NoReturn:
     """For the ``__getattr__`` of a module: raise, with a sentence if the name is one of TorchRL's.
 
+    ``from module import name`` makes Python's own ImportError of it, without the sentence.
+
     Raises:
-        ImportError: ``name`` is TorchRL's. An AttributeError would lose its sentence on the way out of an import.
-        AttributeError: it is not.
+        AttributeError: always, so that ``hasattr`` is False and ``getattr`` gives its default.
     """
     if module in ("gpubuf", "gpubuf.data") and name in DATA:
-        raise ImportError(f"{module} has no {name} as TorchRL does: {DATA[name]}")
+        raise AttributeError(f"{module} has no {name} as TorchRL does: {DATA[name]}")
     if module in ("gpubuf", "gpubuf.objectives") and name.endswith("Loss"):
-        raise ImportError(f"{module} has no {name} as TorchRL may do: {OBJECTIVES}")
+        raise AttributeError(f"{module} has no {name} as TorchRL may do: {OBJECTIVES}")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")

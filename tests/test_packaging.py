@@ -1,5 +1,6 @@
 """Wheel and sdist hold what they should: a checkout without symlinks would silently lose the kernels."""
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "machine_code")
@@ -172,6 +174,28 @@ print(gpubuf.plan(buffer[:4], 1_000).row_bytes)
 """
 
 
+def away() -> dict[str, str]:
+    """The environment variables of a process that sees neither this checkout nor its constraints."""
+    ours = ("PYTHONPATH", "PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT")
+    return {name: value for name, value in os.environ.items() if name not in ours}
+
+
+def fresh_environment(folder: Path) -> Path:
+    """The interpreter of a new environment in ``folder``, which sees the packages that are installed here."""
+    environment = folder / "fresh"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    # A plain path: what is installed here as a link to a checkout stays out.
+    own = sysconfig.get_path("purelib", vars={"base": str(environment)})
+    Path(own, "shared.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    return environment / "bin" / "python"
+
+
+def pip(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the pip of here on the environment of ``python``."""
+    command = [sys.executable, "-m", "pip", "--python", str(python), *arguments]
+    return subprocess.run(command, env=away(), cwd=python.parents[2], capture_output=True, text=True, check=False)
+
+
 def packages_of_extras() -> set[str]:
     """Import names of everything that only an extra installs, and of what these bring along."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -196,24 +220,53 @@ def test_the_wheel_installs_into_a_fresh_environment(tree: Path, tmp_path: Path)
     missing = packages_of_extras()
     assert {"gymnasium", "rich", "matplotlib", "pytest"} <= missing
     (wheel,) = (tree / "dist").glob("*.whl")
-    environment = tmp_path / "fresh"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-    python = environment / "bin" / "python"
-    away = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", "--no-deps", wheel]
-    subprocess.run(install, env=away, cwd=tmp_path, check=True, capture_output=True)
-    # A plain path: what is installed here as a link to a checkout stays out.
-    own = sysconfig.get_path("purelib", vars={"base": str(environment)})
-    Path(own, "shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    python = fresh_environment(tmp_path)
+    pip(python, "install", "-q", "--no-index", "--no-deps", str(wheel)).check_returncode()
     program = WITHOUT_EXTRAS.format(missing=missing)
-    run = run_away(python, program, tmp_path, away)
+    run = run_away(python, program, tmp_path, away())
     assert run.returncode == 0, run.stderr
     file, version, *_ = run.stdout.split()
-    assert file.startswith(str(environment))
+    assert file.startswith(str(python.parents[1]))
     assert version == wheel.name.split("-")[1]
-    command = [environment / "bin" / "gpubuf", "plan", "--spec", "observation=3:float32", "--capacity", "100"]
-    planned = subprocess.run(command, env=away, cwd=tmp_path, capture_output=True, text=True, check=False)
+    command = [python.with_name("gpubuf"), "plan", "--spec", "observation=3:float32", "--capacity", "100"]
+    planned = subprocess.run(command, env=away(), cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "observation" in planned.stdout, planned.stderr
+
+
+def programs_of_the_readme() -> tuple[str, str]:
+    """The line of TorchRL's that the first diff changes, and the program below it."""
+    text = (ROOT / "README.md").read_text()
+    change, program = re.search(r"```diff\n-(.*)\n.*\n```\n\n```python\n(.*?)```", text, re.DOTALL).groups()
+    return change, program
+
+
+@pytest.mark.network
+@pytest.mark.parametrize(
+    ("other", "oldest", "program"),
+    [
+        ("torchrl", (0, 14, 1), "\n".join(programs_of_the_readme())),
+        ("stable-baselines3", (2, 9), "from gpubuf.integrations.sb3 import DictReplayBuffer, ReplayBuffer"),
+    ],
+)
+def test_pip_finds_the_newest_of_others(other: str, oldest: tuple[int, ...], program: str, tree: Path, tmp_path: Path):
+    """CASES 86: gpubuf and the newest TorchRL or Stable-Baselines3 go together, and run in what pip installs.
+
+    TensorDict is what pip would have to replace here. PyTorch stays the one of here.
+    """
+    (wheel,) = (tree / "dist").glob("*.whl")
+    (tmp_path / "constraints.txt").write_text(f"torch=={torch.__version__}\n")
+    python = fresh_environment(tmp_path)
+    if pip(python, "index", "versions", "--retries", "0", other).returncode:
+        pytest.skip(f"no index that has {other} can be reached")
+    options = ["--report", str(tmp_path / "report.json"), "--constraint", str(tmp_path / "constraints.txt")]
+    run = pip(python, "install", "-q", "--no-compile", *options, str(wheel), other)
+    assert run.returncode == 0, run.stderr
+    items = json.loads((tmp_path / "report.json").read_text())["install"]
+    installed = {item["metadata"]["name"]: item["metadata"]["version"] for item in items}
+    (version,) = (version for name, version in installed.items() if name.replace("_", "-") == other)
+    assert tuple(map(int, version.split("."))) >= oldest, installed
+    run = run_away(python, program, tmp_path, away())
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.slow

@@ -60,6 +60,19 @@ def test_the_workflow_runs_the_check_on_every_python_and_at_both_ends_of_the_ver
         assert re.search(r"^torch==", (ROOT / f"constraints-{target}.txt").read_text(), re.MULTILINE)
 
 
+def test_the_oldest_versions_are_tested():
+    """`make compat` has what pyproject.toml still accepts, and the documentation says so."""
+    accepted = dict(
+        re.findall(r"^(torch|triton|tensordict)>=([\d.]+)", "\n".join(PROJECT["dependencies"]), re.MULTILINE)
+    )
+    pinned = dict(re.findall(r"^(\w+)==([\d.]+)$", (ROOT / "constraints-compat.txt").read_text(), re.MULTILINE))
+    assert list(accepted) == ["torch", "triton", "tensordict"]
+    oldest = {name: version if version.count(".") == 2 else f"{version}.0" for name, version in accepted.items()}
+    assert {name: pinned.get(name) for name in accepted} == oldest
+    (row,) = re.findall(r"^\| oldest \|.*$", (ROOT / "docs" / "stability.md").read_text(), re.MULTILINE)
+    assert row == f"| oldest | {PYTHONS[0]} | {' | '.join(oldest.values())} | `make compat` |"
+
+
 @pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
 def test_workflows_are_yaml(workflow: Path):
     """Every job has steps that either use an action or run a command, and every action has a version."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -10,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictParams, dispatch
+from tensordict.nn import CompositeDistribution, TensorDictModule, TensorDictParams, dispatch
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor, nn
 
@@ -468,21 +469,7 @@ class ActorCriticLossModule(TDLossModule):
         log-density is then the sum of all parts.
         """
         counts = counting_rows(tensordict, actor.in_keys)
-        dist = run_counting(actor, counts, lambda: actor.get_dist(tensordict))
-        fused = getattr(dist, "rsample_and_log_prob", None)
-        if fused is not None:
-            action, log_prob = fused()
-        elif not dist.has_rsample:
-            raise TypeError(f"SAC differentiates through the action: {type(dist).__name__} has no rsample")
-        else:
-            action = dist.rsample()
-            log_prob = dist.log_prob(action)
-        if isinstance(log_prob, TensorDictBase):
-            rows = action.ndim
-            log_prob = sum(each.flatten(rows).sum(-1) if each.ndim > rows else each for each in leaves(log_prob))
-        if not isinstance(log_prob, Tensor):
-            raise TypeError(f"the log-density of an action must be one tensor, got {type(log_prob).__name__}")
-        return action, log_prob
+        return _drawn(run_counting(actor, counts, lambda: actor.get_dist(tensordict)))
 
     def _act(self, state: TensorDictBase, action: Any) -> None:
         """Put what :meth:`_draw` returned into ``state``, where the critics find it.
@@ -516,6 +503,31 @@ class ActorCriticLossModule(TDLossModule):
     def _checked(self, q: Tensor, shape: torch.Size) -> Tensor:
         """``q``, which critics have returned; ValueError unless it goes with rows of ``shape``."""
         return checked_values(q, shape, self.tensor_keys.state_action_value, self._rows)
+
+
+def _drawn(dist: Any) -> tuple[Any, Tensor]:
+    """What :meth:`ActorCriticLossModule._draw` returns, of the distribution ``dist``.
+
+    A ``CompositeDistribution`` is drawn part by part: tensordict 0.14 knows no reparameterized draw of a composite that
+    comes with its log-density.
+    """
+    if isinstance(dist, CompositeDistribution):
+        parts = {key: _drawn(part) for key, part in dist.dists.items()}
+        rows = len(dist.batch_shape)
+        of_parts = [each.flatten(rows).sum(-1) if each.ndim > rows else each for _, each in parts.values()]
+        action = TensorDict({key: action for key, (action, _) in parts.items()}, dist.batch_shape)
+        return action, functools.reduce(torch.add, of_parts)
+    fused = getattr(dist, "rsample_and_log_prob", None)
+    if fused is not None:
+        action, log_prob = fused()
+    elif not dist.has_rsample:
+        raise TypeError(f"SAC differentiates through the action: {type(dist).__name__} has no rsample")
+    else:
+        action = dist.rsample()
+        log_prob = dist.log_prob(action)
+    if not isinstance(log_prob, Tensor):
+        raise TypeError(f"the log-density of an action must be one tensor, got {type(log_prob).__name__}")
+    return action, log_prob
 
 
 def _read_by(network: Any) -> list[NestedKey]:

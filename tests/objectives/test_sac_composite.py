@@ -13,7 +13,7 @@ from tensordict.nn import (
     set_composite_lp_aggregate,
 )
 from torch import Tensor, nn
-from torch.distributions import Independent, Normal
+from torch.distributions import Categorical, Independent, Normal
 from torch.func import functional_call
 
 from gpubuf.modules import MLP
@@ -86,9 +86,17 @@ def make_batch(root: tuple[str, ...] = ("action",), *shape: int) -> TensorDict:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("root", [("action",), ()], ids=["nested", "flat"])
-@pytest.mark.parametrize(("aggregate", "distribution"), [(False, normal), (True, normal), (False, Normal)])
-def test_composite_actions(backend, root, aggregate, distribution, monkeypatch):
-    """One log-density, the sum of both parts', and the losses and gradients of the formulas."""
+@pytest.mark.parametrize(
+    ("aggregate", "distribution", "joint"),
+    [(False, normal, True), (True, normal, True), (False, Normal, True), (False, normal, False), (True, Normal, False)],
+)
+def test_composite_actions(backend, root, aggregate, distribution, joint, monkeypatch):
+    """One log-density, the sum of both parts', and the losses and gradients of the formulas.
+
+    ``joint``: whether tensordict's composite has ``rsample_and_log_prob``, as from 0.15 on.
+    """
+    if not joint:
+        monkeypatch.delattr(CompositeDistribution, "rsample_and_log_prob", raising=False)
     with set_composite_lp_aggregate(aggregate):
         loss, batch = composite_loss(root, distribution), make_batch(root, 2, 3)
         before = batch.clone()
@@ -110,6 +118,26 @@ def test_composite_actions(backend, root, aggregate, distribution, monkeypatch):
     monkeypatch.setattr(sac_setup, "values_by_hand", values)
     whole = batch.select("observation", "next").set("action", torch.cat([batch[(*root, part)] for part in PARTS], -1))
     assert_agrees(loss, ours, sac_setup.by_hand(loss, whole, 0))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_parts_that_know_both_at_once(monkeypatch):
+    """A part's own ``rsample_and_log_prob`` is called, in whatever version of tensordict."""
+
+    class Known(Normal):
+        def rsample_and_log_prob(self) -> tuple[Tensor, Tensor]:
+            return self.loc, torch.full_like(self.loc, 0.5)
+
+    monkeypatch.delattr(CompositeDistribution, "rsample_and_log_prob", raising=False)
+    assert float(composite_loss(distribution=Known)(make_batch())["entropy"]) == -2.5
+
+
+def test_a_part_that_cannot_be_differentiated():
+    def categorical(loc: Tensor, scale: Tensor) -> Categorical:
+        return Categorical(logits=loc)
+
+    with pytest.raises(TypeError, match=r"^SAC differentiates through the action: Categorical has no rsample$"):
+        composite_loss(distribution=categorical)(make_batch())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
