@@ -474,7 +474,8 @@ class ReplayBuffer:
             index = self._arrays.write_batch(data)
             if index is not None:
                 return index
-        self._writer.check_writable()
+        if storage.owner is not None:
+            storage.check_owned()
         if storage._schema is None and self._has_default_storage:
             storage = self._storage_for(data)
         if type(data) is not TensorDict:
@@ -495,7 +496,7 @@ class ReplayBuffer:
         if storage.ndim > 1 and self.dim_extend != 0:
             data = mapped(data, lambda value: value.transpose(0, self.dim_extend))
         pipeline, consumes, in_order = self._pipeline, self._sampler.consumes, self._writer.in_order
-        if priority is not None or pipeline is not None or consumes or not in_order:
+        if not first_write and (priority is not None or pipeline is not None or consumes or not in_order):
             # They read the batch again after some of it is written.
             data = storage.apart(data)
         given = priority(data) if priority is not None else None
@@ -543,7 +544,7 @@ class ReplayBuffer:
         """
         with self._lock:
             if self._storage._schema is None and self._has_default_storage:
-                self._writer.check_writable()
+                self._storage.check_owned()
                 self._storage_for(data)
             cursor = self._storage.cursor
             data = self._as_tensors(data)

@@ -8,7 +8,7 @@ Small keys of one dtype (done and terminated, say) therefore share one place. Ke
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,7 +19,6 @@ from gpubuf.data.storage.layout import Leaf, address
 from gpubuf.data.storage.placement import PINNED, SPLIT, Placement, allocate
 from gpubuf.kernels._registry import in_memory
 from gpubuf.kernels.rows import ENTRY, table_entry
-
 
 _compiling = torch.compiler.is_compiling
 
@@ -174,9 +173,9 @@ def owned_column(tensor: Tensor, placement: Placement) -> Column:
 
 def extent(tensor: Tensor) -> tuple[int, int]:
     """The address of a tensor's first byte, and that after its last one."""
-    first = address(tensor)
-    if tensor.numel() == 0:
-        return first, first
+    first = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return first, first + tensor.nbytes
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first, first + (last + 1) * tensor.itemsize
 
@@ -185,7 +184,7 @@ class RowAddresses:
     """The addresses at which a storage has its rows. They tell a batch that is a view of them from any other.
 
     Args:
-        memory: all tensors that rows are in, on any devices: addresses of GPUs are none of the host's.
+        memory: all tensors that rows are in, contiguous ones, on any devices: addresses of GPUs are none of the host's.
 
     Attributes:
         low, high: all rows lie between these, which lets most batches pass by two comparisons.
@@ -194,8 +193,13 @@ class RowAddresses:
     def __init__(self, memory: Iterable[Tensor] = ()) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
-        # Tensors of users may overlap each other. Fake ones are nowhere.
-        for start, end in sorted(found for found in map(extent, memory) if found[0] and found[0] < found[1]):
+        found: list[tuple[int, int]] = []
+        for tensor in memory:
+            # Fake ones have no address.
+            if type(tensor) is Tensor and tensor.nbytes:
+                insort(found, (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+        for start, end in found:
+            # Tensors of users may overlap each other.
             if self._ends and start <= self._ends[-1]:
                 self._ends[-1] = max(end, self._ends[-1])
             else:

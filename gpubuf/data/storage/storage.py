@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count, warn_of_no_effect
-from gpubuf.data.recording import DERIVED, Unfinished, current_recording
+from gpubuf.data.recording import DERIVED, Unfinished
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.column import (
     Column,
@@ -551,7 +551,10 @@ class TensorStorage(Storage):
         ``anew``: it is to be found out where trajectories end.
         """
         device, sharing = self._device, self.sharing
-        self.addresses = RowAddresses([*self.row_tensors, *([] if sharing is None else sharing.sides)])
+        memory = [] if sharing is None else list(sharing.sides)
+        for record in self.records:
+            memory += record.memory.parts
+        self.addresses = RowAddresses(memory)
         stored, written, batch = self.plans
         row_bytes = [leaf.row_bytes for leaf in schema.stored.leaves]
         table = address_table(self._columns, row_bytes, self._envs, device)
@@ -959,23 +962,17 @@ class TensorStorage(Storage):
 
         Raises as :meth:`append`.
         """
-        if self._schema is None or not self.addresses.high:
+        if not self.addresses.high or math.prod(batch_shape(data, self.ndim)) == 0:
             return data
-        found = self._schema.written.collect(data, self.ndim)
+        found = self.written_layout.collect(data, self.ndim)
         return data if self.addresses.apart(found) is found else mapped(data, lambda value: value.clone())
 
     def check_owned(self) -> None:
-        """Raise if another process handed these rows to this one: it would not hear of a write. So do replays.
+        """Raise if another process handed these rows to this one: it would not hear of a write.
 
         Raises:
             RuntimeError: one did.
         """
-        recording = current_recording()
-        if recording is not None:
-            recording.before((id(self), "owner"), self._refuse_unless_owned)
-        self._refuse_unless_owned()
-
-    def _refuse_unless_owned(self) -> None:
         if self.owner is not None:
             raise RuntimeError(
                 f"this buffer is a copy of one of process {self.owner}, which would not get rows that are written, "
