@@ -433,7 +433,7 @@ class ReplayBuffer:
 
         Args:
             data: ``[n]`` rows (for storages of two dimensions ``[E, T]``, see ``dim_extend``), or a list of rows. It
-                is never changed. NumPy arrays and numbers, and those in dicts, are stored as tensors, but in a
+                is never changed, and may be a view of the rows: see :meth:`TensorStorage.append`. NumPy arrays and numbers, and those in dicts, are stored as tensors, but in a
                 :class:`ListStorage`. An empty list, no rows, or, as the first write, no keys: nothing changes.
             update_priority: not for this class (NotImplementedError): see :class:`TensorDictReplayBuffer`.
 
@@ -443,6 +443,8 @@ class ReplayBuffer:
 
         Raises:
             ValueError: a key is missing or unknown, or has another shape or dtype; nothing is written.
+            RuntimeError: another process handed the buffer to this one. So do all methods that add, change or forget
+                rows: see docs/writers.md.
         """
         if update_priority is not None:
             raise NotImplementedError("update_priority is for TensorDictReplayBuffer, whose batches carry priorities")

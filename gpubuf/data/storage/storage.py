@@ -808,8 +808,9 @@ class TensorStorage(Storage):
 
         Args:
             data: a batch of shape ``[n]`` (or ``[T, E]`` for ``ndim=2``). One without rows changes nothing, nor does a
-                first one without keys. It is never changed. It may be a view of the rows stored (not in compiled
-                code). Its tensors on the host may be changed as soon as this returns, whether they are pinned or not.
+                first one without keys. It is never changed. It may be a view of the rows stored, and is copied
+                then: compiled code does not see that, and nobody sees it of files that are mapped a second time. Its
+                tensors on the host may be changed as soon as this returns, whether they are pinned or not.
 
         Returns:
             int64 ``[n]`` (``[T * E]``) on the storage's device. Of more rows than ``max_size`` the newest stay: the
