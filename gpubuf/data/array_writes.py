@@ -62,13 +62,14 @@ class PreparedRows:
     def __init__(self, storage: TensorStorage, lead: tuple[int, ...], *, keeps_index: bool) -> None:
         layout = storage.written_layout
         self.n = math.prod(lead)
+        self._storage = storage
         memory = layout.cut(torch.zeros(layout.arena(self.n).n_bytes, dtype=torch.uint8, device="cpu"), self.n)
         self.launch: Any = storage.plans.written.prepared_extend(memory, self.n, keeps_index)
         self._keys = layout.keys
         # Where its address is kept; dtype of a column as a tensor, None if its numbers may differ from what is in
-        # memory; its shape; the memory as NumPy sees it, None of dtypes that it lacks; its dtype; whether it is large;
-        # and the memory's address.
-        self._columns: list[tuple[int, torch.dtype | None, tuple[int, ...], Any, Any, bool, int]] = []
+        # memory; its shape; the memory as NumPy sees it, None of dtypes that it lacks; its dtype; its bytes; and the
+        # memory's address.
+        self._columns: list[tuple[int, torch.dtype | None, tuple[int, ...], Any, Any, int, int]] = []
         for leaf, source in zip(layout.leaves, memory, strict=True):
             shape = (*lead, *leaf.shape)
             try:
@@ -76,9 +77,9 @@ class PreparedRows:
             except TypeError:
                 array = None
             dtype, tensor_dtype = getattr(array, "dtype", None), None if leaf.dtype.is_complex else leaf.dtype
-            large = source.nbytes >= READ_IN_PLACE
             place = 3 * len(self._columns)
-            self._columns.append((place, tensor_dtype, shape, array, dtype, large, source.data_ptr()))
+            self._columns.append((place, tensor_dtype, shape, array, dtype, source.nbytes, source.data_ptr()))
+        self._reach = max((source.nbytes for source in memory), default=0)
 
     @staticmethod
     def of(storage: TensorStorage, lead: tuple[int, ...], *, keeps_index: bool) -> PreparedRows | None:
@@ -90,7 +91,9 @@ class PreparedRows:
         return PreparedRows(storage, lead, keeps_index=keeps_index)
 
     def fill(self, columns: Columns) -> bool:
-        """Set all columns; False if some of them are anything but arrays and tensors of the right shape and dtype."""
+        """Set all columns; False if some are anything but arrays and tensors of the right shape and dtype, or are views
+        of the rows.
+        """
         if type(columns) is dict:
             values: Sequence[Any] = [columns.get(key) for key in self._keys]
         elif type(columns) is list or type(columns) is tuple:
@@ -99,8 +102,9 @@ class PreparedRows:
             return False
         if len(columns) != len(self._columns):
             return False
-        described = self.launch.described
-        for value, (place, tensor_dtype, shape, array, dtype, large, own) in zip(values, self._columns, strict=True):
+        described, addresses = self.launch.described, self._storage.addresses
+        low, high = addresses.low - self._reach, addresses.high
+        for value, (place, tensor_dtype, shape, array, dtype, n_bytes, own) in zip(values, self._columns, strict=True):
             if type(value) is Tensor:
                 # Tensors of zeros may have no memory.
                 if (
@@ -113,11 +117,13 @@ class PreparedRows:
                 ):
                     return False
             elif type(value) is _array and value.dtype == dtype and value.shape == shape and array is not None:
-                address = _address(value) if large else 0
+                address = _address(value) if n_bytes >= READ_IN_PLACE else 0
                 if not address:
                     address = own
                     array[...] = value
             else:
+                return False
+            if low < address < high and addresses.meet(address, address + n_bytes):
                 return False
             described[place] = address
         return True
@@ -253,7 +259,7 @@ class ArrayWrites:
         given = sampler.has_priorities and storage.written_layout.position(as_key(self.priority_key)) is not None
         learns = pipeline is not None and pipeline.learns
         plain = type(self.writer).extend is RoundRobinWriter.extend and not sampler.consumes
-        direct = plain and storage.host is None and not (given or learns)
+        direct = plain and storage.owner is None and storage.host is None and not (given or learns)
         return _Route(storage, sampler, direct=direct)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import pickle
 import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Self
 
 import numpy as np
@@ -62,7 +64,7 @@ from gpubuf.data.updates import ConditionalUpdateResult, RowAccess, flat_entries
 from gpubuf.data.writers import RoundRobinWriter, Writer
 
 DEFAULT_CAPACITY = 1_000
-_BYTES = "_bytes"
+_BYTES, _OWNER = "_bytes", "_owner"
 # A copy gets new ones: they have locks, threads and addresses.
 _OF_THE_PROCESS = ("_lock", "_prefetcher", "_batches", "_arrays", "_rows", "_intake")
 _compiling = torch.compiler.is_compiling
@@ -431,7 +433,7 @@ class ReplayBuffer:
 
         Args:
             data: ``[n]`` rows (for storages of two dimensions ``[E, T]``, see ``dim_extend``), or a list of rows. It
-                is never changed. NumPy arrays and numbers, and those in dicts, are stored as tensors, but in a
+                is never changed, and may be a view of the rows: see :meth:`TensorStorage.append`. NumPy arrays and numbers, and those in dicts, are stored as tensors, but in a
                 :class:`ListStorage`. An empty list, no rows, or, as the first write, no keys: nothing changes.
             update_priority: not for this class (NotImplementedError): see :class:`TensorDictReplayBuffer`.
 
@@ -441,6 +443,8 @@ class ReplayBuffer:
 
         Raises:
             ValueError: a key is missing or unknown, or has another shape or dtype; nothing is written.
+            RuntimeError: another process handed the buffer to this one. So do all methods that add, change or forget
+                rows: see docs/writers.md.
         """
         if update_priority is not None:
             raise NotImplementedError("update_priority is for TensorDictReplayBuffer, whose batches carry priorities")
@@ -466,15 +470,16 @@ class ReplayBuffer:
 
     def _extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
         storage = self._storage
-        if storage._schema is None:
-            if self._has_default_storage:
-                storage = self._storage_for(data)
-        elif type(data) is TensorDict and not _compiling():
+        if storage._schema is not None and type(data) is TensorDict and not _compiling():
             # As in `extend_columns`.
             self._given = None
             index = self._arrays.write_batch(data)
             if index is not None:
                 return index
+        if storage.owner is not None:
+            storage.check_owned()
+        if storage._schema is None and self._has_default_storage:
+            storage = self._storage_for(data)
         if type(data) is not TensorDict:
             if isinstance(data, (dict, list, tuple, np.ndarray)):
                 data = self._as_tensors(data)
@@ -492,26 +497,29 @@ class ReplayBuffer:
             return _no_rows(storage)
         if storage.ndim > 1 and self.dim_extend != 0:
             data = mapped(data, lambda value: value.transpose(0, self.dim_extend))
+        pipeline, consumes, in_order = self._pipeline, self._sampler.consumes, self._writer.in_order
+        if not first_write and (priority is not None or pipeline is not None or consumes or not in_order):
+            # They read the batch again after some of it is written.
+            data = storage.apart(data)
         given = priority(data) if priority is not None else None
         if first_write:
             refuse_in_capture("the first write allocates the storage: write before")
             self._sampler.check_rows(layout_of(data, storage.ndim, storage.ignored_keys), storage.ndim)
             full = storage.full_shape(batch_shape(data, storage.ndim))
             storage.beside = self._sampler.index_beside(storage.requested_device, full)
-        pipeline = self._pipeline
         if pipeline is not None:
             pipeline.check_write(data, storage.ndim)
         self._given = given
         append = self._writer.extend
-        index = self._sampler.write(append, data) if self._sampler.consumes else append(data)
+        index = self._sampler.write(append, data) if consumes else append(data)
         if index.numel() == 0:
             return _no_rows(storage)
         # Of more rows than the capacity only the newest are there.
-        newest = index.numel() > storage.max_size and self._writer.in_order
+        newest = index.numel() > storage.max_size and in_order
         self._tell_sampler(index[-storage.max_size :] if newest else index)
         if pipeline is not None:
             rows = inside(storage.written_layout, data, storage.ndim)
-            kept = None if self._writer.in_order else index >= 0
+            kept = None if in_order else index >= 0
             pipeline.on_write(rows, storage.ndim, kept, storage.streams)
         storage.end(None)
         self._given = None
@@ -538,6 +546,7 @@ class ReplayBuffer:
         """
         with self._lock:
             if self._storage._schema is None and self._has_default_storage:
+                self._storage.check_owned()
                 self._storage_for(data)
             cursor = self._storage.cursor
             data = self._as_tensors(data)
@@ -620,6 +629,7 @@ class ReplayBuffer:
             RuntimeError: the buffer has no writers, all places are taken, or nothing tells what a row is.
             TypeError: rows hold other things than tensors. No host sync.
         """
+        self._storage.check_owned()
         if self._intake is None:
             raise RuntimeError("this buffer takes rows of its own process alone: make it with writers=, or shared=True")
         return self._intake.client(example, place)
@@ -1183,7 +1193,11 @@ class ReplayBuffer:
             self._tell_sampler(index)
         return n > 0
 
-    # Copies, which have memory of their own, and forked processes
+    # Copies, which have memory of their own, and other processes
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        ForkingPickler.register(cls, _passed)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of everything as of one moment. Synchronises."""
@@ -1195,13 +1209,15 @@ class ReplayBuffer:
             state = {**copy.deepcopy(state), "_prefetch": self._prefetcher.depth}
         # A process that is being spawned gets bytes: torch would pass it the memory of tensors as open files, and fails
         # if two tensors share it.
-        return state if get_spawning_popen() is None else {_BYTES: pickle.dumps(state)}
+        return state if get_spawning_popen() is None else {_BYTES: pickle.dumps(state), _OWNER: os.getpid()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        owner = state.get(_OWNER)
         if _BYTES in state:
             state = pickle.loads(state[_BYTES])
         prefetch = state.pop("_prefetch")
         vars(self).update(state)
+        self._storage.owner = None if owner == os.getpid() else owner
         # Writers write to the buffer that made their clients.
         self._intake = None
         self._connect(prefetch)
@@ -1217,6 +1233,7 @@ class ReplayBuffer:
         If a thread of the parent was in the middle of an operation, the next one here finishes it.
         """
         lock, storage = self._lock, self._storage
+        storage.owner = storage.owner or os.getppid()
         if lock.abandon() and storage.initialized:
             storage.unfinished = storage.unfinished or REPLAY
         self._prefetcher = Prefetcher(self._prefetcher.depth, lock)
@@ -1240,6 +1257,24 @@ def _no_rows(storage: TensorStorage) -> Tensor:
     shape = (0,) if storage.ndim == 1 else (0, storage.ndim)
     return torch.empty(shape, dtype=torch.int64, device=storage.device if storage.initialized else None)
 
+
+def _passed(buffer: ReplayBuffer) -> Any:
+    """What multiprocessing passes of a buffer, to a process that it starts, and through queues, pipes and pools."""
+    if get_spawning_popen() is not None:
+        return buffer.__reduce_ex__(2)
+    return _arrived, (os.getpid(), pickle.dumps(buffer))
+
+
+def _arrived(sender: int, content: bytes) -> ReplayBuffer:
+    """A buffer from a queue. Its parent's stays that of the parent; any other is a message, which the reader owns."""
+    buffer: ReplayBuffer = pickle.loads(content)
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid == sender:
+        buffer._storage.owner = sender
+    return buffer
+
+
+ForkingPickler.register(ReplayBuffer, _passed)
 
 _buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpubuf.data.batches import collapsed
 from gpubuf.data.buffer import ReplayBuffer
-from gpubuf.data.lock import operation
+from gpubuf.data.lock import NO_LOCK
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.sum_tree import masks_of, rows_of
 from gpubuf.data.sequences import by_anchor
@@ -19,6 +19,8 @@ from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import MASK_KEY, Data, batch_shape, priority_mask_key, tensors_of
 from gpubuf.data.storage.storage import Storage
 from gpubuf.data.writers import TensorDictRoundRobinWriter
+
+_compiling = torch.compiler.is_compiling
 
 
 class TensorDictReplayBuffer(ReplayBuffer):
@@ -65,7 +67,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
             if not isinstance(first, TensorDictBase | list) and not is_tensorclass(first):
                 raise TypeError(f"{type(self).__name__} stores TensorDicts, got a {type(first).__name__}")
         wanted = update_priority is not False and self._sampler.has_priorities
-        with operation(self._lock):
+        # `operation` spelled out.
+        with NO_LOCK if _compiling() else self._lock:
             return self._extend(data, self._given_priority if wanted else None)
 
     def _as_tensordicts(self, data: Any, ndim: int) -> Any:

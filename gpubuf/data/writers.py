@@ -92,7 +92,12 @@ class Writer:
         """An operation was interrupted that may have written rows. What is derived from them is to be made anew."""
 
     def check_writable(self) -> None:
-        """Called before rows are changed, added or forgotten: raise if the writer allows none of that."""
+        """Called before rows are changed, added or forgotten: raise if the writer allows none of that.
+
+        Raises:
+            RuntimeError: the rows are a copy of those of another process: see :meth:`TensorStorage.check_owned`.
+        """
+        self._storage.check_owned()
 
     @property
     def write_count(self) -> int:

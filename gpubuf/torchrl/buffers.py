@@ -148,7 +148,8 @@ class ReplayBuffer(CoreBuffer):
 
         Without, as TorchRL has it, the buffer itself: it is in this process.
         """
-        return self if self.writers is None else super().client(example, place=place)
+        here = self.writers is None and self.storage.owner is None
+        return self if here else super().client(example, place=place)
 
     def share(self, shared: bool = True) -> Self:
         """The buffer itself, if it is as ``shared`` says.

@@ -56,6 +56,7 @@ class TensorStorage(core.TensorStorage):
             ValueError: a key, shape or dtype differs from the storage's.
             NotImplementedError: rows are added to a storage of several dimensions. An index on a GPU synchronises.
         """
+        self.check_owned()
         size = len(self)
         if not set_cursor and not self.initialized:
             raise RuntimeError(NOT_INITIALIZED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import threading
@@ -37,7 +38,14 @@ def test_batches_prepared_ahead_stay_behind(how):
     assert len(other._prefetcher) == 2
 
 
+def own(buffer: TensorDictReplayBuffer) -> TensorDictReplayBuffer:
+    """In a process that was handed a buffer, which may only be read there: one to write to."""
+    assert buffer.sample().numel() > 0
+    return copy.deepcopy(buffer)
+
+
 def _spawned(buffer, queue):
+    buffer = own(buffer)
     check_goes_on(buffer)
     queue.put(written(buffer))
 
@@ -79,7 +87,7 @@ def test_forks_of_a_buffer_with_prefetch_go_on_and_draw_batches_of_their_own():
 
     def work():
         numbers = buffer.sample()["number"].tolist()
-        check_goes_on(buffer)
+        check_goes_on(own(buffer))
         return numbers
 
     drawn = {tuple(in_fork(work)) for _ in range(3)}
@@ -101,8 +109,9 @@ def test_a_fork_during_another_threads_turn_has_a_lock_of_its_own():
     begun.wait()
 
     def work():
-        check_goes_on(buffer)
-        return written(buffer)
+        mine = own(buffer)
+        check_goes_on(mine)
+        return written(mine)
 
     try:
         assert in_fork(work) == 99

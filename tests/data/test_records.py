@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 import gpubuf
 from gpubuf.data import LazyTensorStorage, TensorDictReplayBuffer, TensorStorage
-from gpubuf.data.storage.column import records
+from gpubuf.data.storage.column import RowAddresses, records
 from gpubuf.data.storage.layout import Leaf
 from gpubuf.kernels import rows
 from tests.support.transitions import same, transitions
@@ -92,3 +92,18 @@ def test_pickle_writes_every_row_once(given):
     other = pickle.loads(written)
     assert same(other[:], each[:])
     assert other.memory() == each.memory()
+
+
+def test_what_only_lies_near_is_not_copied():
+    """Addresses between those of two keys are none of the rows'; every other byte of a row's memory is."""
+    memory = torch.zeros(100, dtype=torch.uint8)
+    addresses = RowAddresses([memory[20:30], memory[60:70], memory[65:80], memory[:0]])
+    first = memory.data_ptr()
+    assert (addresses.low, addresses.high) == (first + 20, first + 80)
+    for start, end, meets in ((0, 20, 0), (0, 21, 1), (29, 31, 1), (30, 60, 0), (10, 90, 1), (79, 80, 1), (80, 100, 0)):
+        view = memory[start:end]
+        assert addresses.meet(first + start, first + end) == bool(meets)
+        assert (addresses.apart([view])[0] is not view) == bool(meets)
+    strided = memory[10:61].view(-1)[::50]
+    assert addresses.apart([strided])[0] is not strided
+    assert RowAddresses().apart([memory])[0] is memory

@@ -8,7 +8,8 @@ Small keys of one dtype (done and terminated, say) therefore share one place. Ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from gpubuf.data.storage.layout import Leaf, address
 from gpubuf.data.storage.placement import PINNED, SPLIT, Placement, allocate
 from gpubuf.kernels._registry import in_memory
 from gpubuf.kernels.rows import ENTRY, table_entry
+
+_compiling = torch.compiler.is_compiling
 
 
 class Column:
@@ -166,6 +169,65 @@ def owned_column(tensor: Tensor, placement: Placement) -> Column:
         column.write(0, tensor)
         return column
     return Column(in_memory(tensor.to(placement.device)).contiguous())
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """The address of a tensor's first byte, and that after its last one."""
+    first = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return first, first + tensor.nbytes
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (last + 1) * tensor.itemsize
+
+
+class RowAddresses:
+    """The addresses at which a storage has its rows. They tell a batch that is a view of them from any other.
+
+    Args:
+        memory: all tensors that rows are in, contiguous ones, on any devices: addresses of GPUs are none of the host's.
+
+    Attributes:
+        low, high: all rows lie between these, which lets most batches pass by two comparisons.
+    """
+
+    def __init__(self, memory: Iterable[Tensor] = ()) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        found: list[tuple[int, int]] = []
+        for tensor in memory:
+            # Fake ones have no address.
+            if type(tensor) is Tensor and tensor.nbytes:
+                insort(found, (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+        for start, end in found:
+            # Tensors of users may overlap each other.
+            if self._ends and start <= self._ends[-1]:
+                self._ends[-1] = max(end, self._ends[-1])
+            else:
+                self._starts.append(start)
+                self._ends.append(end)
+        self.low, self.high = (self._starts[0], self._ends[-1]) if self._starts else (0, 0)
+
+    def meet(self, start: int, end: int) -> bool:
+        """Whether any row has a byte from ``start`` on, before ``end``."""
+        place = bisect_left(self._starts, end)
+        return place > 0 and self._ends[place - 1] > start
+
+    def apart(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The tensors, with copies of those that overlap rows. No host sync. Compiled code has no addresses to look at.
+
+        Returns:
+            ``tensors`` itself, if none does.
+        """
+        if _compiling() or not self.high:
+            return tensors
+        low, high = self.low, self.high
+        for place, tensor in enumerate(tensors):
+            at = tensor.data_ptr()
+            # Only what is not contiguous reaches further than its size.
+            if at < high and (at + tensor.nbytes > low or not tensor.is_contiguous()) and self.meet(*extent(tensor)):
+                copies = [t.detach().clone() if self.meet(*extent(t)) else t for t in tensors[place:]]
+                return [*tensors[:place], *copies]
+        return tensors
 
 
 SMALL = 16

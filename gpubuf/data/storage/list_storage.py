@@ -161,6 +161,7 @@ class ListStorage(TensorStorage):
                 stored[position] = item
 
     def __setitem__(self, index: Any, data: Any) -> None:
+        self.check_owned()
         if is_int(index):
             data, index = [data], [int(index)]
         self.write(self._positions(index), data)

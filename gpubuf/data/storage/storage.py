@@ -24,6 +24,7 @@ from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.column import (
     Column,
     Record,
+    RowAddresses,
     address_table,
     columns_of,
     new_record,
@@ -187,6 +188,8 @@ class TensorStorage(Storage):
         breaks: where rows are not continued by the next ones, with ``ends="flags+continuity"``. None: without that, or
             nothing is allocated.
         end_bits: where trajectories end, if a buffer needs that. None: none does, or nothing is allocated.
+        addresses: where the rows are.
+        owner: the process that handed a buffer with these rows to this one, and alone may write; None: this process.
         table: the addresses of :attr:`columns`, int64 ``[K, 5]``; see :mod:`gpubuf.kernels.rows`.
 
     Raises:
@@ -246,8 +249,10 @@ class TensorStorage(Storage):
         #: The memory of the rows: see :mod:`~.column`. :attr:`columns` are views of it.
         self.records: list[Record] = []
         self._columns: list[Column] = []
+        self.addresses = RowAddresses()
         self._ring: Ring | None = None
         self._placement: Placement | None = None
+        self.owner: int | None = None
         # These stay the same, so that captured graphs find their tables.
         stored = RowPlan()
         batch = RowPlan() if options else stored
@@ -279,8 +284,12 @@ class TensorStorage(Storage):
         self.unfinished: Unfinished | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but addresses, and views of records: pickle would write their memory once for each key."""
-        return {**vars(self), "table": None, "_followers": None, "_columns": []}
+        """All but addresses, and views of records: pickle would write their memory once for each key.
+
+        Who has a copy may write to it.
+        """
+        nowhere = {"table": None, "addresses": RowAddresses(), "owner": None}
+        return {**vars(self), **nowhere, "_followers": None, "_columns": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -554,6 +563,10 @@ class TensorStorage(Storage):
         ``anew``: it is to be found out where trajectories end.
         """
         device, sharing = self._device, self.sharing
+        memory = [] if sharing is None else list(sharing.sides)
+        for record in self.records:
+            memory += record.memory.parts
+        self.addresses = RowAddresses(memory)
         stored, written, batch = self.plans
         row_bytes = [leaf.row_bytes for leaf in schema.stored.leaves]
         table = address_table(self._columns, row_bytes, self._envs, device)
@@ -637,7 +650,7 @@ class TensorStorage(Storage):
             self._laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
             self._schema = self._ring = self._placement = None
             self.host = self.sharing = self.breaks = self.end_bits = None
-            self.records, self._columns = [], []
+            self.records, self._columns, self.addresses = [], [], RowAddresses()
             self._forget_plans()
             self.max_size = self.requested_size
             self.overwrites += 1
@@ -807,8 +820,9 @@ class TensorStorage(Storage):
 
         Args:
             data: a batch of shape ``[n]`` (or ``[T, E]`` for ``ndim=2``). One without rows changes nothing, nor does a
-                first one without keys. It is never changed. Its tensors on the host
-                may be changed as soon as this returns, whether they are pinned or not.
+                first one without keys. It is never changed. It may be a view of the rows stored, and is copied
+                then: compiled code does not see that, and nobody sees it of files that are mapped a second time. Its
+                tensors on the host may be changed as soon as this returns, whether they are pinned or not.
 
         Returns:
             int64 ``[n]`` (``[T * E]``) on the storage's device. Of more rows than ``max_size`` the newest stay: the
@@ -845,7 +859,7 @@ class TensorStorage(Storage):
         """:meth:`append` of ``n >= 1`` rows, ``[n, ...]`` for each of ``written_layout.leaves``: nothing is checked."""
         if self.schema.prefixes:
             sources = self._without_prefixes(sources, 1)
-        return self._append(host_memory.to_device(sources, self._device), n)
+        return self._append(self._local(sources, 1), n)
 
     def append_prepared(self, launch: Callable[[], Tensor | None], n: int) -> Tensor | None:
         """:meth:`append` of ``n`` rows by a prepared launch, in eager mode on the CPU; None: it has refused them."""
@@ -885,7 +899,8 @@ class TensorStorage(Storage):
 
         Args:
             index: int64 ``[n]`` flat positions on the storage's device; of duplicates the last one wins.
-            data: ``[n]`` rows, or one row without a batch dimension for all of them.
+            data: ``[n]`` rows, or one row without a batch dimension for all of them; may be a view, as for
+                :meth:`append`.
 
         Raises:
             ValueError: a key, shape or dtype differs from the storage's.
@@ -903,6 +918,7 @@ class TensorStorage(Storage):
         rows_on_host = None if self.host is None else self.host.rows_of(data, 1)
         self.overwrites += 1
         sharing, local, plans = self.sharing, self._local(sources, 1), self.plans
+        (index,) = self.addresses.apart([index])
         derived = self.breaks is not None or self.end_bits is not None or sharing is not None
         before = self.begin(DERIVED) if derived else None
         if sharing is None:
@@ -937,16 +953,45 @@ class TensorStorage(Storage):
         ends = self.end_bits is not None and self.end_bits.depends_on(columns)
         ends |= self.breaks is not None and not self.breaks.columns.isdisjoint(columns)
         before = self.begin(DERIVED) if ends else None
+        index, generation = self.addresses.apart([index, generation])
         self.plans.written.update(self._local(sources, 1), keys, index, generation)
         if ends:
             self.rebuild(index)
             self.end(before)
 
     def _local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
-        """The sources on the storage's device, with the batch dimensions flattened."""
+        """The sources on the storage's device, with the batch dimensions flattened, and copies of views of the rows.
+
+        All writes read their sources after this: by address, while rows change.
+        """
         local = host_memory.to_device(sources, self._device)
-        # The empty source of a key without a column of its own has one dimension.
-        return local if ndim == 1 else [t.flatten(0, ndim - 1) if t.ndim >= ndim else t for t in local]
+        if ndim > 1:
+            # The empty source of a key without a column of its own has one dimension.
+            local = [t.flatten(0, ndim - 1) if t.ndim >= ndim else t for t in local]
+        return self.addresses.apart(local)
+
+    def apart(self, data: Data) -> Data:
+        """A batch, or a copy of it if it is a view of the rows: for who reads it again after a write.
+
+        Raises as :meth:`append`.
+        """
+        if not self.addresses.high or math.prod(batch_shape(data, self.ndim)) == 0:
+            return data
+        found = self.written_layout.collect(data, self.ndim)
+        return data if self.addresses.apart(found) is found else mapped(data, lambda value: value.clone())
+
+    def check_owned(self) -> None:
+        """Raise if another process handed these rows to this one: it would not hear of a write.
+
+        Raises:
+            RuntimeError: one did.
+        """
+        if self.owner is not None:
+            raise RuntimeError(
+                f"this buffer is a copy of one of process {self.owner}, which would not get rows that are written, "
+                "changed or forgotten here: make it there with writers= (or shared=True), and pass this process a "
+                "client() of it. A buffer of this process's own is copy.deepcopy(buffer)"
+            )
 
     def _without_prefixes(self, given: list[Tensor], batch_dims: int) -> list[Tensor]:
         """What is written, in the order of ``written_layout``: prefixes are checked, and left out.
@@ -1082,6 +1127,7 @@ class TensorStorage(Storage):
         return self.get(index)
 
     def __setitem__(self, index: Any, data: Data) -> None:
+        self.check_owned()
         if self._schema is None:
             raise RuntimeError(NOT_INITIALIZED)
         index = plain_index(index)

@@ -1,0 +1,235 @@
+"""Case 69: a buffer that was handed to another process. Rows written there would be lost, so the first write raises."""
+
+from __future__ import annotations
+
+import copy
+import io
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    MixedReplayBuffer,
+    PrioritizedSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    TensorDictReplayBuffer,
+)
+from tests.support.written_rows import FORKED
+
+CONTEXTS: dict[str, BaseContext] = {
+    "fork": multiprocessing.get_context("fork"),
+    "forkserver": FORKED,
+    "spawn": multiprocessing.get_context("spawn"),
+}
+#: A fork inherits the buffer, the others are passed it by pickle: a forkserver sooner than a spawned process.
+STARTS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+
+
+def rows(n: int = 4) -> TensorDict:
+    return TensorDict({"number": torch.arange(n), "next": {"done": torch.zeros(n, 1, dtype=torch.bool)}}, [n])
+
+
+def new(kind: str, folder: Path) -> TensorDictReplayBuffer:
+    storage = LazyMemmapStorage(8, scratch_dir=folder / "rows") if kind == "files" else LazyTensorStorage(8)
+    buffer = TensorDictReplayBuffer(
+        storage,
+        sampler=PrioritizedSampler(8, 1.0, 0.5) if kind == "prioritized" else None,
+        writer=RoundRobinWriter(track_generations=True),
+        writers=2 if kind == "shared" else None,
+        batch_size=4,
+    )
+    if kind != "empty":
+        # Three times: writes of this size are prepared.
+        for _ in range(3):
+            buffer.extend(rows())
+    return buffer
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "extend": lambda buffer: buffer.extend(rows()),
+    "extend of a list": lambda buffer: buffer.extend([rows()[0]]),
+    "add": lambda buffer: buffer.add(rows()[0]),
+    "extend_columns": lambda buffer: buffer.extend_columns(
+        {"number": np.arange(4), ("next", "done"): np.zeros((4, 1), bool)}
+    ),
+    "add_columns": lambda buffer: buffer.add_columns({"number": np.int64(4), ("next", "done"): np.zeros(1, bool)}),
+    "client": lambda buffer: buffer.client(),
+    "empty": lambda buffer: buffer.empty(),
+    "buffer[...] =": lambda buffer: buffer.__setitem__(slice(0, 4), rows()),
+    "storage[...] =": lambda buffer: buffer.storage.__setitem__(slice(0, 4), rows()),
+    "set_": lambda buffer: buffer.set_("number", 1),
+    "set_at_": lambda buffer: buffer.set_at_("number", 1, 0),
+    "update_": lambda buffer: buffer.update_({"number": 1}),
+    "write_all": lambda buffer: buffer.write_all(rows()),
+    "write_at": lambda buffer: buffer.writer.write_at(slice(0, 4), rows()),
+    "update_if_present": lambda buffer: buffer.update_if_present(
+        torch.arange(4), patch={"number": torch.arange(4)}, generation=torch.ones(4, dtype=torch.int64)
+    ),
+}
+
+
+def written(buffer: Any) -> list[str]:
+    """The writes that were not refused, or not as they should be."""
+    before, found = len(buffer), []
+    for name, write in WRITES.items():
+        error: BaseException | None = None
+        try:
+            write(buffer)
+        except Exception as raised:
+            error = raised
+        if not (type(error) is RuntimeError and "client()" in str(error) and "deepcopy" in str(error)):
+            found.append(name)
+    return found + ["rows"] * (len(buffer) != before)
+
+
+def answered(start: str, work: Callable[..., Any], *arguments: Any) -> Any:
+    """What ``work`` returns in another process, that is handed ``arguments``."""
+    context: Any = CONTEXTS[start]
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=answer, args=(sender, work, arguments), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    finally:
+        process.join()
+        assert process.exitcode == 0
+
+
+def answer(sender: Any, work: Callable[..., Any], arguments: Any) -> None:
+    sender.send(work(*arguments))
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("kind", ["memory", "files", "shared", "prioritized", "empty"])
+def test_the_first_write_there_raises(kind, start, tmp_path):
+    """Case 69: by each way to write. The rows of the parent stay what they are."""
+    buffer = new(kind, tmp_path)
+    before = buffer[:] if len(buffer) else None
+    assert answered(start, written, buffer) == []
+    if before is not None:
+        assert (buffer[:] == before).all()
+    buffer.extend(rows())
+    assert buffer.write_count == (4 if before is None else 16)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_objects_and_buffers_of_several(start):
+    """Case 69: objects of any kind, and a buffer whose storage depends on its first write."""
+    listed, default = ReplayBuffer(ListStorage(8)), ReplayBuffer()
+    listed.extend(["a", "b"])
+    mix = MixedReplayBuffer([listed, default])
+    assert answered(start, written_to_objects, mix) == (2, 0)
+
+
+def written_to_objects(mix: MixedReplayBuffer) -> tuple[int, int]:
+    listed, default = mix.buffers
+    for write in (
+        lambda: mix.extend(["c"]),
+        lambda: mix.extend(rows(), buffer=1),
+        lambda: mix.add({"a": "text"}, buffer=1),
+        lambda: default.extend(["a"]),
+        lambda: listed.storage.__setitem__(0, "c"),
+        lambda: mix.empty(),
+    ):
+        with pytest.raises(RuntimeError, match=r"client\(\)"):
+            write()
+    return len(listed), len(default)
+
+
+def used(buffer: TensorDictReplayBuffer, folder: Path) -> list[int]:
+    """What a process may do with a buffer that it was handed, and with buffers of its own."""
+    batch = buffer.sample()
+    buffer.update_tensordict_priority(batch.set("td_error", torch.ones(4)))
+    buffer.save(folder / "saved")
+    buffer.load(folder / "saved")
+    own = TensorDictReplayBuffer(LazyTensorStorage(8), batch_size=4)
+    with io.BytesIO((folder / "pickle").read_bytes()) as file:
+        found = [own, copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer)), pickle.load(file)]
+    found.append(torch.load(folder / "torch", weights_only=False))
+    for each in found:
+        each.extend(rows())
+    buffer.set_storage(LazyTensorStorage(8))
+    buffer.extend(rows())
+    return [each.write_count for each in (*found, buffer)]
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_it_may_be_read_and_copied_there(start, tmp_path):
+    """Case 69: a process may write to all buffers that are its own: made, copied or loaded there."""
+    buffer = new("prioritized", tmp_path)
+    (tmp_path / "pickle").write_bytes(pickle.dumps(buffer))
+    torch.save(buffer, tmp_path / "torch")
+    assert answered(start, used, buffer, tmp_path) == [4, 16, 16, 16, 16, 4]
+    assert buffer.write_count == 12
+
+
+def exchanged(inbox: Any, outbox: Any) -> None:
+    buffer = inbox.get()
+    outbox.put(written(buffer))
+    own = copy.deepcopy(buffer)
+    own.extend(rows())
+    outbox.put(own)
+    assert inbox.get() == "done"
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_through_a_queue(start, tmp_path):
+    """Case 69: the parent's buffer stays the parent's. One that a process sends back is the parent's from then on."""
+    context: Any = CONTEXTS[start]
+    inbox, outbox = context.Queue(), context.Queue()
+    process = context.Process(target=exchanged, args=(inbox, outbox), daemon=True)
+    process.start()
+    inbox.put(new("memory", tmp_path))
+    assert outbox.get(timeout=60) == []
+    back = outbox.get(timeout=60)
+    back.extend(rows())
+    assert back.write_count == 20
+    inbox.put("done")
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_in_a_pool(tmp_path):
+    """Case 69."""
+    buffer = new("memory", tmp_path)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(written, (buffer,)) == []
+        made = pool.apply(made_there)
+    made.extend(rows())
+    assert made.write_count == 8
+
+
+def made_there() -> ReplayBuffer:
+    buffer = ReplayBuffer(8)
+    buffer.extend(rows())
+    return buffer
+
+
+class Batches(torch.utils.data.IterableDataset):
+    """Batches of a buffer, for a loader."""
+
+    def __init__(self, buffer: ReplayBuffer) -> None:
+        self.buffer = buffer
+
+    def __iter__(self) -> Any:
+        for _ in range(2):
+            yield self.buffer.sample()["number"]
+
+
+def test_workers_of_a_loader_sample(tmp_path):
+    """Case 69: reading is allowed."""
+    loader = torch.utils.data.DataLoader(Batches(new("memory", tmp_path)), batch_size=None, num_workers=1)
+    assert [tuple(numbers.shape) for numbers in loader] == [(4,), (4,)]
