@@ -20,7 +20,7 @@ from gpubuf.data.batches import attach_info, finished
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.checkpoints import restore, save
 from gpubuf.data.checkpoints.save import Saved
-from gpubuf.data.lock import BufferLock, under
+from gpubuf.data.lock import BufferLock, graph_break, under
 from gpubuf.data.prefetch import Batch
 from gpubuf.data.recording import current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import RandomState, is_tensor
@@ -32,8 +32,6 @@ from gpubuf.data.storage.schema import host_can_read
 from gpubuf.data.transforms import Compose
 from gpubuf.data.updates import ConditionalUpdateResult
 from gpubuf.serialization import need
-
-_compiling = torch.compiler.is_compiling
 
 # Of float64, per row of a batch.
 _ROUNDING = 1e-13
@@ -126,6 +124,7 @@ class MixedReplayBuffer:
         """A buffer."""
         return self._buffers[number]
 
+    @graph_break
     def __len__(self) -> int:
         """Number of rows stored in all the buffers."""
         return sum(map(len, self._buffers))
@@ -177,6 +176,7 @@ class MixedReplayBuffer:
 
     # Reading
 
+    @graph_break
     def sample(
         self,
         batch_size: int | None = None,
@@ -255,8 +255,7 @@ class MixedReplayBuffer:
         unit = self._unit(n)
         for buffer in self._buffers:
             buffer._sampler.ran_out = False
-        # Compiled code may not depend on the number of rows.
-        stored = [n if _compiling() else len(buffer._storage) for buffer in self._buffers]
+        stored = [len(buffer._storage) for buffer in self._buffers]
         if not any(stored):
             raise RuntimeError("cannot sample: all the buffers are empty")
         devices = {b.storage.device for b, n_rows in zip(self._buffers, stored, strict=True) if n_rows}
@@ -295,14 +294,9 @@ class MixedReplayBuffer:
         """How many rows each buffer gives, by its number."""
         # No more than would be drawn from it: as long as that stays, so does the result.
         units = tuple([min(max(rows // unit, 1), n // unit) if rows else 0 for rows in stored])
-        found = (cut if _compiling() else remembered_cut)(tuple(self._shares), n // unit, units)
+        found = remembered_cut(tuple(self._shares), n // unit, units)
         if current_recording() is not None and found != cut(tuple(self._shares), n // unit, (n,) * len(units)):
             refuse_in_capture("a buffer stores fewer rows than its share, which would stay so: fill it first")
-        if found.ends and _compiling():
-            raise ValueError(
-                f"compiled code can't round the shares {self._shares} of {n} rows: give a batch size that makes them "
-                "whole numbers"
-            )
         if found.ends:
             refuse_in_capture("shares are rounded by the host: give a batch size that makes them whole numbers of rows")
         whole = found.rounded(self._offsets.on_host()) if found.ends else found.whole
@@ -333,6 +327,7 @@ class MixedReplayBuffer:
 
     # Priorities, and single keys
 
+    @graph_break
     def update_priority(
         self, index: Tensor, priority: Any, *, buffer: Tensor, generation: Tensor | None = None
     ) -> None:
@@ -369,6 +364,7 @@ class MixedReplayBuffer:
 
         under(self._locks, update)
 
+    @graph_break
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Take over the priorities that a sampled batch carries under ``priority_key``, each in its buffer.
 
@@ -392,6 +388,7 @@ class MixedReplayBuffer:
         priority = sampler.reduce(priority, index.numel(), masks)
         self.update_priority(index, priority, buffer=buffer, generation=generation)
 
+    @graph_break
     def update_if_present(
         self, index: Any, data: Any = None, *, buffer: Tensor, generation: Tensor | None = None, **what: Any
     ) -> ConditionalUpdateResult | None:
@@ -530,8 +527,8 @@ class MixedReplayBuffer:
 
     @property
     def _locks(self) -> list[BufferLock]:
-        """The locks of all the buffers. Compiled code takes none."""
-        return [] if _compiling() else [buffer._lock for buffer in self._buffers]
+        """The locks of all the buffers."""
+        return [buffer._lock for buffer in self._buffers]
 
     def __repr__(self) -> str:
         parts = "".join(f"\n  {buffer!r},".replace("\n", "\n  ") for buffer in self._buffers)

@@ -275,9 +275,6 @@ class SliceSampler(Sampler):
 
     def _rule(self, length: int) -> Rule:
         """The rule for slices of ``length`` steps."""
-        if torch.compiler.is_compiling():
-            # Compiled code may not depend on which lengths were asked for before.
-            return self._new_rule(length)
         rule = self._rules.get(length)
         if rule is None:
             rule = self._rules[length] = self._new_rule(length)
@@ -465,12 +462,7 @@ class SliceSampler(Sampler):
         n *= batches
         index = self.trajectory_index
         # On the CPU alone, for it reads rows; and only where the number of rows may be looked at.
-        if (
-            not torch.compiler.is_compiling()
-            and self._check_order_at is not None
-            and len(storage) >= self._check_order_at
-            and storage.device.type == "cpu"
-        ):
+        if self._check_order_at is not None and len(storage) >= self._check_order_at and storage.device.type == "cpu":
             self._check_order(storage, index)
         return self._read(index, *self._choose_slices(index, n, length), length)
 
