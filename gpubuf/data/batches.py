@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.arguments import check_batch_size
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.lock import NO_LOCK, BufferLock
+from gpubuf.data.lock import BufferLock
 from gpubuf.data.prefetch import Batch, Prefetcher, pin
 from gpubuf.data.recording import refuse_in_capture
 from gpubuf.data.samplers.base import Drawn, Sampler, require_rows
@@ -26,8 +25,6 @@ from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import Writer
 from gpubuf.kernels.rows import DOUBLED
-
-_compiling = torch.compiler.is_compiling
 
 
 @dataclass(eq=False)
@@ -136,11 +133,11 @@ class Batches:
         of tensors.
         """
         sampler, storage, reader = self.sampler, self.storage, self.reader
-        with NO_LOCK if _compiling() else self.lock:
+        with self.lock:
             if sampler.ran_out:
                 sampler.ran_out = False
-            # Past `len`, which is a call. Compiled code may not depend on the number of rows.
-            if not _compiling() and (storage._ring is None or not storage._ring.size):
+            # Past `len`, which is a call.
+            if storage._ring is None or not storage._ring.size:
                 require_rows(storage, sampler.shards)
             if self.unit is not None:
                 drawn = self.unit.draw(sampler, reader, n, batches, storage)

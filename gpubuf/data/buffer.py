@@ -29,7 +29,7 @@ from gpubuf.data.checkpoints.save import Saved
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.intake import Intake, Writers
-from gpubuf.data.lock import NO_LOCK, BufferLock, operation
+from gpubuf.data.lock import BufferLock, graph_break
 from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import DERIVED, REPLAY, Unfinished, refuse_in_capture
@@ -67,7 +67,6 @@ DEFAULT_CAPACITY = 1_000
 _BYTES, _OWNER = "_bytes", "_owner"
 # A copy gets new ones: they have locks, threads and addresses.
 _OF_THE_PROCESS = ("_lock", "_prefetcher", "_batches", "_arrays", "_rows", "_intake")
-_compiling = torch.compiler.is_compiling
 
 
 class ReplayBuffer:
@@ -428,13 +427,15 @@ class ReplayBuffer:
 
     # Writing
 
+    @graph_break
     def extend(self, data: Data, *, update_priority: bool | None = None) -> Tensor:
         """Write a batch at the cursor; of more rows than the capacity the newest stay. No host sync.
 
         Args:
             data: ``[n]`` rows (for storages of two dimensions ``[E, T]``, see ``dim_extend``), or a list of rows. It
-                is never changed, and may be a view of the rows: see :meth:`TensorStorage.append`. NumPy arrays and numbers, and those in dicts, are stored as tensors, but in a
-                :class:`ListStorage`. An empty list, no rows, or, as the first write, no keys: nothing changes.
+                is never changed, and may be a view of the rows: see :meth:`TensorStorage.append`. NumPy arrays and
+                numbers, and those in dicts, are stored as tensors, but in a :class:`ListStorage`. An empty list, no
+                rows, or, as the first write, no keys: nothing changes.
             update_priority: not for this class (NotImplementedError): see :class:`TensorDictReplayBuffer`.
 
         Returns:
@@ -448,8 +449,7 @@ class ReplayBuffer:
         """
         if update_priority is not None:
             raise NotImplementedError("update_priority is for TensorDictReplayBuffer, whose batches carry priorities")
-        # `operation` spelled out.
-        with NO_LOCK if _compiling() else self._lock:
+        with self._lock:
             return self._extend(data, None)
 
     def _storage_for(self, data: Any) -> TensorStorage:
@@ -466,11 +466,11 @@ class ReplayBuffer:
 
     def _as_tensors(self, data: Any) -> Any:
         """Dicts, lists and arrays without NumPy's, where the storage can't have them."""
-        return data if isinstance(self._storage, ListStorage) or _compiling() else tensors_of(data)
+        return data if isinstance(self._storage, ListStorage) else tensors_of(data)
 
     def _extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
         storage = self._storage
-        if storage._schema is not None and type(data) is TensorDict and not _compiling():
+        if storage._schema is not None and type(data) is TensorDict:
             # As in `extend_columns`.
             self._given = None
             index = self._arrays.write_batch(data)
@@ -523,7 +523,7 @@ class ReplayBuffer:
             pipeline.on_write(rows, storage.ndim, kept, storage.streams)
         storage.end(None)
         self._given = None
-        if self._row_order is not None and not _compiling():
+        if self._row_order is not None:
             self._row_order.look(storage)
         found = storage.unravel(index)
         if newest:
@@ -537,6 +537,7 @@ class ReplayBuffer:
             given = given[-survivors.numel() :]
         self._sampler.on_write(survivors, given)
 
+    @graph_break
     def add(self, data: Data) -> int | Tensor | None:
         """Write one row (of one step of all environments, for storages of several dimensions).
 
@@ -573,6 +574,7 @@ class ReplayBuffer:
         """
         return self._arrays.keys
 
+    @graph_break
     def extend_columns(self, columns: Columns) -> None:
         """Write rows given as one array a key: :meth:`extend` without a TensorDict, in less time. No host sync.
 
@@ -585,15 +587,13 @@ class ReplayBuffer:
             ValueError: a key is missing or unknown, has another shape or dtype, or can't hold a number of a list;
                 nothing is written.
         """
-        if _compiling():
-            self.extend(self._arrays.as_batch(columns, False))
-            return
         with self._lock:
             # No priorities come with the rows, also for whoever completes this write.
             self._given = None
             if not self._arrays.write(columns, False):
                 self.extend(self._arrays.as_batch(columns, False))
 
+    @graph_break
     def add_columns(self, columns: Columns) -> None:
         """Write one row, given as one array a key, without batch dimensions; or one step of all environments.
 
@@ -603,9 +603,6 @@ class ReplayBuffer:
         Raises:
             ValueError: as :meth:`extend_columns`. No host sync.
         """
-        if _compiling():
-            self.add(self._arrays.as_batch(columns, True))
-            return
         with self._lock:
             self._given = None
             if not self._arrays.write(columns, True):
@@ -634,6 +631,7 @@ class ReplayBuffer:
             raise RuntimeError("this buffer takes rows of its own process alone: make it with writers=, or shared=True")
         return self._intake.client(example, place)
 
+    @graph_break
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget every row, priority and prefetched batch, in O(1) for the rows; memory stays allocated.
 
@@ -651,6 +649,7 @@ class ReplayBuffer:
 
     # Reading
 
+    @graph_break
     def sample(self, batch_size: int | None = None, return_info: bool = False, *, batches: int | None = None) -> Any:
         """A batch of transitions.
 
@@ -670,6 +669,7 @@ class ReplayBuffer:
         batch = self._batches.next(batch_size, False, batches)
         return (batch.data, batch.info) if return_info else batch.data
 
+    @graph_break
     def sample_columns(self, batch_size: int | None = None) -> dict[Any, Tensor]:
         """A batch as one tensor per key, without a TensorDict, whose making can take as long as the draw.
 
@@ -713,12 +713,14 @@ class ReplayBuffer:
             ran_out = batch.ran_out
             yield batch.data
 
+    @graph_break
     def next(self) -> Any:
         """The next batch, or None if the sampler has run out."""
         return next(iter(self), None)
 
     # Priorities
 
+    @graph_break
     def update_priority(self, index: Any, priority: Any = None, *, generation: Tensor | None = None) -> None:
         """Set the priorities of rows. See :meth:`PrioritizedSampler.update_priority`. No host sync.
 
@@ -733,7 +735,7 @@ class ReplayBuffer:
         """
         if priority is None:
             return self._update_from_batch(index)
-        with NO_LOCK if _compiling() else self._lock:
+        with self._lock:
             ring = self._storage._ring
             if generation is not None and ring is not None and ring.rewritten is not None:
                 index = as_positions(index, self._storage.shape, self._storage.device)
@@ -748,9 +750,10 @@ class ReplayBuffer:
             "update_tensordict_priority of a TensorDictReplayBuffer"
         )
 
+    @graph_break
     def mark_update(self, index: Any) -> None:
         """Rows were written elsewhere (``buffer[i] = ...``, or through the storage): treat them as new."""
-        with operation(self._lock):
+        with self._lock:
             before = self._storage.begin(DERIVED)
             self._storage.rebuild()
             self._sampler.mark_update(index)
@@ -758,6 +761,7 @@ class ReplayBuffer:
 
     # Rows by their index
 
+    @graph_break
     def __getitem__(self, index: Any) -> Data:
         """Rows by index, transformed. Ints and slices give views of the storage, all else copies, in the index's shape.
 
@@ -775,6 +779,7 @@ class ReplayBuffer:
                 data = collate(data)
             return self._transform(data) if len(self._transform) else data
 
+    @graph_break
     def __setitem__(self, index: Any, data: Data) -> None:
         """Overwrite rows in place, after the inverse transforms. Under a key: that key of all rows, as it is stored.
 
@@ -893,6 +898,7 @@ class ReplayBuffer:
 
     write_all_in_order = write_all
 
+    @graph_break
     def update_if_present(
         self,
         index: Any,
@@ -941,7 +947,7 @@ class ReplayBuffer:
             IndexError: an index is out of range (CPU; a GPU skips the row and counts a fault). One of -1 (all
                 coordinates) is that of a row that is gone.
         """
-        with operation(self._lock):
+        with self._lock:
             apply, result = self._rows.prepare(
                 index,
                 data,
@@ -981,11 +987,13 @@ class ReplayBuffer:
     # Questions about the buffer
 
     @property
+    @graph_break
     def write_count(self) -> int:
         """Number of rows written since the buffer was made, or since :meth:`empty`. No host sync."""
         self._finish_interrupted()
         return self._writer.write_count
 
+    @graph_break
     def __len__(self) -> int:
         self._finish_interrupted()
         return self._sampler.available() if self._sampler.consumes else len(self._storage)
@@ -1150,7 +1158,7 @@ class ReplayBuffer:
 
     def _finish_interrupted(self) -> None:
         """Called before the host's mirror of the counters is read without the lock. Rows that have arrived count."""
-        if self._storage.unfinished is not None or (self._intake is not None and not _compiling()):
+        if self._storage.unfinished is not None or self._intake is not None:
             self._lock.mend()
 
     def _mend(self) -> None:

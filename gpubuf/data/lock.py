@@ -8,8 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import torch
 
@@ -109,19 +108,8 @@ class StreamOrder:
                 self._wait(stream, last)
 
 
-_compiling = torch.compiler.is_compiling
-
-
-#: What compiled code takes in place of a lock.
-NO_LOCK = contextlib.nullcontext()
-
-
-def operation(lock: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """``with operation(lock):`` around an operation of a buffer that may be compiled: traced code takes no lock.
-
-    Compiled operations are ordered by the data that they read and write, but not against other threads.
-    """
-    return NO_LOCK if _compiling() else lock
+#: Decorates what a training step calls: ``torch.compile`` leaves its graph for it, and it runs as it does without.
+graph_break = torch._disable_dynamo
 
 
 def _nothing(*exception: object) -> None:

@@ -20,7 +20,7 @@ from gpubuf.data.batches import attach_info, finished
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.checkpoints import restore, save
 from gpubuf.data.checkpoints.save import Saved
-from gpubuf.data.lock import BufferLock, under
+from gpubuf.data.lock import BufferLock, graph_break, under
 from gpubuf.data.prefetch import Batch
 from gpubuf.data.recording import current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import RandomState, is_tensor
@@ -32,8 +32,6 @@ from gpubuf.data.storage.schema import host_can_read
 from gpubuf.data.transforms import Compose
 from gpubuf.data.updates import ConditionalUpdateResult
 from gpubuf.serialization import need
-
-_compiling = torch.compiler.is_compiling
 
 # Of float64, per row of a batch.
 _ROUNDING = 1e-13
@@ -129,6 +127,7 @@ class MixedReplayBuffer:
         """A buffer."""
         return self._buffers[number]
 
+    @graph_break
     def __len__(self) -> int:
         """Number of rows stored in all the buffers."""
         return sum(map(len, self._buffers))
@@ -180,6 +179,7 @@ class MixedReplayBuffer:
 
     # Reading
 
+    @graph_break
     def sample(
         self,
         batch_size: int | None = None,
@@ -258,8 +258,7 @@ class MixedReplayBuffer:
         unit = self._unit(n)
         for buffer in self._buffers:
             buffer._sampler.ran_out = False
-        # Compiled code may not depend on the number of rows.
-        rows = [1 if _compiling() else len(buffer._storage) for buffer in self._buffers]
+        rows = [len(buffer._storage) for buffer in self._buffers]
         shares = tuple([share if n_rows else 0.0 for share, n_rows in zip(self._shares, rows, strict=True)])
         if not any(shares):
             raise RuntimeError("cannot sample: all the buffers that have a share are empty")
@@ -297,16 +296,11 @@ class MixedReplayBuffer:
 
     def _counts(self, n: int, unit: int, shares: tuple[float, ...]) -> dict[int, int]:
         """How many rows each buffer gives, by its number; the shares are those of buffers that have rows."""
-        found = (cut if _compiling() else remembered_cut)(shares, n // unit)
+        found = remembered_cut(shares, n // unit)
         if (recording := current_recording()) is not None:
             recording.holds(self, "_shares")
         if shares != self._shares:
             refuse_in_capture("a buffer that has a share is empty, and would give no row for ever: fill it first")
-        if found.ends and _compiling():
-            raise ValueError(
-                f"compiled code can't round the shares {self._shares} of {n} rows: give a batch size that makes them "
-                "whole numbers"
-            )
         if found.ends:
             refuse_in_capture("shares are rounded by the host: give a batch size that makes them whole numbers of rows")
         whole = found.rounded(self._offsets.on_host()) if found.ends else found.whole
@@ -337,6 +331,7 @@ class MixedReplayBuffer:
 
     # Priorities, and single keys
 
+    @graph_break
     def update_priority(
         self, index: Tensor, priority: Any, *, buffer: Tensor, generation: Tensor | None = None
     ) -> None:
@@ -373,6 +368,7 @@ class MixedReplayBuffer:
 
         under(self._locks, update)
 
+    @graph_break
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Take over the priorities that a sampled batch carries under ``priority_key``, each in its buffer.
 
@@ -396,6 +392,7 @@ class MixedReplayBuffer:
         priority = sampler.reduce(priority, index.numel(), masks)
         self.update_priority(index, priority, buffer=buffer, generation=generation)
 
+    @graph_break
     def update_if_present(
         self, index: Any, data: Any = None, *, buffer: Tensor, generation: Tensor | None = None, **what: Any
     ) -> ConditionalUpdateResult | None:
@@ -534,8 +531,8 @@ class MixedReplayBuffer:
 
     @property
     def _locks(self) -> list[BufferLock]:
-        """The locks of all the buffers. Compiled code takes none."""
-        return [] if _compiling() else [buffer._lock for buffer in self._buffers]
+        """The locks of all the buffers."""
+        return [buffer._lock for buffer in self._buffers]
 
     def __repr__(self) -> str:
         parts = "".join(f"\n  {buffer!r},".replace("\n", "\n  ") for buffer in self._buffers)

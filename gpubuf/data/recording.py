@@ -11,7 +11,7 @@ import gc
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -151,13 +151,11 @@ class _Current(threading.local):
 
 #: The recording and the locks of this thread.
 current = _Current()
-_compiling = torch.compiler.is_compiling
 
 
 def current_recording() -> Recording | None:
     """The recording of the graph that :func:`gpubuf.capture` is capturing in this thread, if it is."""
-    # Compiled code is traced before, and can't look: its operations note things when they run.
-    return None if _compiling() else current.recording
+    return current.recording
 
 
 def capturing() -> bool:
@@ -250,18 +248,3 @@ def refuse_in_capture(reason: str) -> None:
     """
     if current_recording() is not None:
         raise CaptureError(f"this can't be captured in a CUDA graph: {reason}")
-
-
-if TYPE_CHECKING:
-    traced_property = property
-else:
-
-    class traced_property(property):  # noqa: N801, used as a decorator
-        """A property that compiled code sets in its place.
-
-        Dynamo of PyTorch 2.11 calls the setter of a plain property only after the compiled code. A ``__set__`` written
-        in Python it traces.
-        """
-
-        def __set__(self, instance: Any, value: Any) -> None:
-            self.fset(instance, value)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpubuf.data.batches import collapsed
 from gpubuf.data.buffer import ReplayBuffer
-from gpubuf.data.lock import NO_LOCK
+from gpubuf.data.lock import graph_break
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.sum_tree import masks_of, rows_of
 from gpubuf.data.sequences import by_anchor
@@ -19,8 +19,6 @@ from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import MASK_KEY, Data, batch_shape, priority_mask_key, tensors_of
 from gpubuf.data.storage.storage import Storage
 from gpubuf.data.writers import TensorDictRoundRobinWriter
-
-_compiling = torch.compiler.is_compiling
 
 
 class TensorDictReplayBuffer(ReplayBuffer):
@@ -44,6 +42,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self.priority_key = priority_key
         super().__init__(storage, **kwargs)
 
+    @graph_break
     def extend(self, data: Data, *, update_priority: bool | None = None) -> Tensor:
         """Write a batch, with the priorities found under ``priority_key`` if the sampler has any use for them.
 
@@ -67,8 +66,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             if not isinstance(first, TensorDictBase | list) and not is_tensorclass(first):
                 raise TypeError(f"{type(self).__name__} stores TensorDicts, got a {type(first).__name__}")
         wanted = update_priority is not False and self._sampler.has_priorities
-        # `operation` spelled out.
-        with NO_LOCK if _compiling() else self._lock:
+        with self._lock:
             return self._extend(data, self._given_priority if wanted else None)
 
     def _as_tensordicts(self, data: Any, ndim: int) -> Any:
@@ -122,6 +120,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         batches: int | None = ...,
     ) -> tuple[TensorDict, dict[str, Any]]: ...
 
+    @graph_break
     def sample(
         self,
         batch_size: int | None = None,
@@ -144,6 +143,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         batch = self._batches.next(batch_size, include_info is not False, batches)
         return (batch.data, batch.info) if return_info else batch.data
 
+    @graph_break
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Take over the priorities that a sampled batch carries under ``priority_key``. No host sync.
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from gpubuf import serialization
 from gpubuf.data.arguments import as_tensor, describe_type
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.lock import operation
 from gpubuf.data.recording import DERIVED
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import memmap_files as files
@@ -156,7 +155,7 @@ class Writer:
             RuntimeError: nothing has been written yet.
         """
         sampler, storage = self._served, self._storage
-        with operation(nullcontext() if sampler is None else sampler.lock):
+        with nullcontext() if sampler is None else sampler.lock:
             self.check_writable()
             positions = as_positions(storage.coordinates(index), storage.shape, storage.device)
             before = storage.begin(DERIVED)

@@ -419,25 +419,6 @@ def test_replays_of_a_captured_step_are_steps(contract, monkeypatch):
     assert replayed.buffer.storage.counters.updates == eager.buffer.storage.counters.updates
 
 
-def compiled(contract: BufferContract) -> bool:
-    return captured(replace(contract, storage="tensor")) and contract.storage != "list"
-
-
-def rarely_compiled(contract: BufferContract) -> bool:
-    """Some of those with windows are in quick runs."""
-    return contract.n_steps == 1 or not (contract.generations or contract.narrow or contract.storage == "memmap")
-
-
-@pytest.mark.parametrize("contract", first_quick(sorted(contracts(compiled), key=rarely_compiled), 4), ids=str)
-def test_a_compiled_step_is_one_graph(contract):
-    """While the ring fills, too. Compiled code may change a copy of a tensor, and put it back in the end."""
-    eager, compiled = Step(contract, 6), Step(contract, 6)
-    due = eager.run(eager, 6)
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        assert same(compiled.run(torch.compile(compiled.__call__, fullgraph=True, backend="aot_eager"), 6), due)
-
-
 @pytest.mark.parametrize("contract", each_option(contracts(on_device)), ids=str)
 def test_nothing_waits_for_the_gpu(contract):
     """CASES 28: on fake CUDA tensors, where reading a value raises."""

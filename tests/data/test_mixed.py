@@ -559,30 +559,6 @@ def test_small_shares_in_a_graph(monkeypatch):
         step()
 
 
-def test_compiled():
-    torch._dynamo.reset()
-    results = []
-    for compiles in (False, True):
-        mixed = MixedReplayBuffer(
-            [part(20, 0, kind="prioritized"), part(20, 1000, kind="prioritized")], [0.75, 0.25], batch_size=16
-        )
-        for buffer in mixed.buffers:
-            buffer.sampler.random_state("cpu").manual_seed(3)
-
-        def step(data: TensorDict, mixed: MixedReplayBuffer = mixed) -> TensorDict:
-            mixed.extend(data)
-            batch = mixed.sample()
-            batch["td_error"] = batch["observation"][:, 0]
-            mixed.update_tensordict_priority(batch)
-            return batch
-
-        run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiles else step
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            results.append([run(transitions(4, 100 * turn)).clone() for turn in range(8)])
-    assert all(map(same, *results))
-    assert {int((batch["buffer"] == 0).sum()) for batch in results[0]} == {12}
-
-
 @pytest.mark.parametrize("kind", ["uniform", "prioritized", "slices"])
 def test_no_sync(kind, monkeypatch):
     # Fake tensors on the host have no numbers either, though reading those waits for nothing.

@@ -446,19 +446,6 @@ def test_what_the_host_decides_is_not_captured(contract, monkeypatch):
         run(step.model.rows_of(2))
 
 
-#: Those with priorities first: a uniform one is compiled with the buffers of the other contract.
-COMPILED = sorted(samplers(lambda each: each.capturable and each.ends == "done"), key=lambda each: not each.prioritized)
-
-
-@pytest.mark.parametrize("contract", first_quick(COMPILED, 2), ids=str)
-def test_a_compiled_step_is_one_graph(contract):
-    eager, compiled = Step(contract), Step(contract)
-    due = eager.run(eager, 4)
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        assert not differences(compiled.run(torch.compile(compiled.__call__, fullgraph=True, backend="eager"), 4), due)
-
-
 @pytest.mark.parametrize("contract", each_option(samplers(lambda contract: contract.capturable)), ids=str)
 def test_nothing_waits_for_the_gpu(contract):
     """CASES 28: on fake CUDA tensors, where reading a value raises."""

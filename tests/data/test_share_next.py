@@ -354,19 +354,6 @@ def test_a_write_that_is_interrupted_between_its_launches(write, place, monkeypa
 ROWS = 40
 
 
-def test_compiled_writes_in_place():
-    torch._dynamo.reset()
-    results = []
-    for compiles in (False, True):
-        stream, storage = Stream(4), LazyTensorStorage(ROWS, share_next=True, next_capacity=ROWS)
-        storage.append(stream.steps(30))
-        write = torch.compile(storage.write, fullgraph=True, backend="aot_eager") if compiles else storage.write
-        write(torch.tensor([4, 11, 0]), stream.rows_at(3))
-        write(torch.tensor([12, 29, 1]), stream.rows_at(3))
-        results.append(storage[:])
-    assert same_bytes(*results)
-
-
 def test_what_a_storage_says_of_itself():
     storage = LazyTensorStorage(ROWS, share_next=True)
     storage.append(Stream(4).steps(20))

@@ -799,24 +799,3 @@ def test_nothing_waits_for_a_gpu():
             other.extend_columns(columns(2, first, 3))
             buffer.sample()
         assert len(buffer) == 18
-
-
-def test_compiled_steps_take_nothing_in():
-    """They draw what is there; the next eager call takes rows in. A compiled write is refused."""
-    buffer = buffer_of()
-    client = buffer.client(batch(0, 0, 1))
-    client.extend(batch(0, 0, 20))
-    assert len(buffer) == 20
-    # The random stream begins in eager mode.
-    buffer.sample()
-    client.extend(batch(0, 20, 5))
-    draw = torch.compile(lambda: buffer.sample(), fullgraph=True, backend="eager")
-    assert (draw()["number"] < 20).all()
-    assert buffer.writers.counters()[0].waiting == 5
-    assert len(buffer) == 25
-    rows = batch(0, 25, 1)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="written in eager mode"):
-        torch.compile(lambda: buffer.extend(rows), backend="eager", fullgraph=True)()
-    # Where it may leave compiled code, the write is one in eager mode.
-    torch.compile(lambda: buffer.extend(rows), backend="eager")()
-    assert numbers_of(buffer, 0) == list(range(26))

@@ -353,8 +353,6 @@ class Intake:
             TimeoutError: the writers have written too little for the timeout.
             ValueError: the margin has no room for so many samples.
         """
-        if torch.compiler.is_compiling():
-            raise RuntimeError("ratio= counts the samples of eager calls: sample outside of compiled code")
         refuse_in_capture("ratio= counts the samples of eager calls: sample before the captured step")
         margin, ratio = self._margin, self.options.ratio
         assert ratio is not None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self, get_args
 
@@ -12,15 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpubuf.data.lock import operation
 from gpubuf.data.processing.base import Process, as_keys, check_bounds, require_floating, tensor_at
 from gpubuf.data.samplers.shards import gathered
 from gpubuf.data.storage.end_bits import OWN
 from gpubuf.data.storage.host_memory import to_device
 from gpubuf.data.storage.layout import Data, Key, Leaf, address, as_key, as_written, batch_shape
 from gpubuf.kernels import moments as kernels
-from gpubuf.kernels._registry import define, without_dispatch
-from gpubuf.kernels.moments import ACTIVE, COUNT, EPS, M2, MEAN, PEAK, PEAK_AT, Rule
+from gpubuf.kernels._registry import without_dispatch
+from gpubuf.kernels.moments import ACTIVE, COUNT, M2, MEAN, PEAK, Rule
 
 _update = without_dispatch(kernels.update, given=("source",))
 returns = without_dispatch(kernels.returns, given=("rewards", "ends"))
@@ -54,30 +51,6 @@ def unmerged(whole: Tensor, part: Tensor) -> Tensor:
     return torch.where(part[COUNT] > 0, found, whole)
 
 
-_by_number: weakref.WeakValueDictionary[int, Moments] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def learn_by_number(state: Tensor, numbers: Tensor, rule: Tensor, ring: Tensor, number: int) -> None:
-    """Take numbers in, and leave mean and factor with the statistics that are known by their number."""
-    moments = _by_number.get(number)
-    if moments is not None:
-        _update(state, numbers, moments.mean if moments.centred else None, moments.factor, rule, moments.tickets)
-
-
-_learn_compiled = define(
-    "moments_learn(Tensor(a!) state, Tensor numbers, Tensor rule, Tensor(b!) ring, int number) -> ()",
-    cpu="gpubuf.data.processing.statistics:learn_by_number",
-    cuda="gpubuf.data.processing.statistics:learn_by_number",
-    fake=lambda state, numbers, rule, ring, number: None,
-)
-"""What :meth:`Moments.update` is in compiled code, for statistics of a buffer.
-
-Its launches read mean and factor by address. As arguments that the operation changes they might be copies, which
-compiled code puts back at its end. The ring of the buffer, which every launch has, keeps the order.
-"""
-
-
 class Moments:
     """Count, mean and sum of squared deviations (M2) for each element, and what the kernels read of them.
 
@@ -105,16 +78,6 @@ class Moments:
         self.state, self.mean, self.factor, self.tickets = kernels.new_state(elements, device)
         self.rule = torch.tensor(rule, dtype=torch.float64, device="cpu").to(device)
         self.centred = centred
-        self._count_in()
-
-    def _count_in(self) -> None:
-        self._number = next(_numbers)
-        _by_number[self._number] = self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy has statistics of its own, also for compiled code."""
-        vars(self).update(state)
-        self._count_in()
 
     @property
     def elements(self) -> int:
@@ -128,20 +91,10 @@ class Moments:
 
     def scaling(self) -> tuple[Tensor, Tensor]:
         """Mean and factor, float32 ``[elements]``, for operations of PyTorch. No host sync."""
-        if not torch.compiler.is_compiling():
-            return self.mean, self.factor
-        # Of updates compiled code knows that they change the state.
-        scale = torch.maximum((self.variance + self.rule[EPS]).sqrt(), self.state[PEAK] / self.rule[PEAK_AT])
-        return self.state[MEAN].float(), torch.where(self.state[COUNT] > 0, 1 / scale, 1.0).float()
+        return self.mean, self.factor
 
-    def update(self, numbers: Tensor, ring: Tensor | None = None) -> None:
-        """Take ``[n, elements]`` numbers in, of any dtype, on the device. One launch, no host sync.
-
-        ``ring``: the counters of the buffer whose batches they scale; None: of none.
-        """
-        if ring is not None and torch.compiler.is_compiling():
-            _learn_compiled(self.state, numbers, self.rule, ring, self._number)
-            return
+    def update(self, numbers: Tensor) -> None:
+        """Take ``[n, elements]`` numbers in, of any dtype, on the device. One launch, no host sync."""
         _update(self.state, numbers, self.mean if self.centred else None, self.factor, self.rule, self.tickets)
 
     def activate(self, active: bool) -> None:
@@ -159,7 +112,7 @@ class Moments:
         if device == self.state.device:
             return self
         other = object.__new__(type(self))
-        other.__setstate__({name: v.to(device) if isinstance(v, Tensor) else v for name, v in vars(self).items()})
+        vars(other).update({name: v.to(device) if isinstance(v, Tensor) else v for name, v in vars(self).items()})
         return other
 
     def tensors(self) -> list[Tensor]:
@@ -305,7 +258,7 @@ class RunningStatistics(Process):
 
     def train(self, mode: bool = True) -> Self:
         """Let the statistics move, or not. In place: a captured graph goes by it. No host sync."""
-        with operation(self.lock):
+        with self.lock:
             for moments in self._moments.values():
                 moments.activate(mode)
             self.training = mode
@@ -323,7 +276,7 @@ class RunningStatistics(Process):
     def _learn(self, data: Data, ndim: int, stored: Tensor | None = None) -> None:
         for key, numbers in zip(self.keys, self._rows(data, self.keys), strict=True):
             moments = self._known(key)
-            moments.update(_kept(numbers.reshape(-1, moments.elements), stored), self.ring)
+            moments.update(_kept(numbers.reshape(-1, moments.elements), stored))
 
     def _rows(self, data: Data, keys: Sequence[Key]) -> list[Tensor]:
         """The tensors of a batch under ``keys``, on the device of the statistics."""
@@ -350,7 +303,7 @@ class RunningStatistics(Process):
 
     def _read(self, key: Any, part: Callable[[Moments], Tensor]) -> Tensor:
         own = self._key(key)
-        with operation(self.lock):
+        with self.lock:
             return part(self._known(own)).view(self._shapes.get(own, (-1,)))
 
     def _key(self, key: Any) -> Key:
@@ -390,7 +343,7 @@ class RunningStatistics(Process):
         else:
             states = {key: state for key, (state, _) in self._checked(other).items()}
         self._check_elements(states)
-        with operation(self.lock):
+        with self.lock:
             for key, state in states.items():
                 own = self._of(key, state.shape[1])
                 own.put(merged(own.state, state.to(own.state.device)))
@@ -407,7 +360,7 @@ class RunningStatistics(Process):
         Raises:
             RuntimeError: nothing has been written.
         """
-        with operation(self.lock):
+        with self.lock:
             known = [self._known(key) for key in self.keys]
             if process_group.size() == 1:
                 return self
@@ -435,7 +388,7 @@ class RunningStatistics(Process):
 
         The entries are in the order of :attr:`keys`, and empty before the first write.
         """
-        with operation(self.lock):
+        with self.lock:
             entries = [self._moments[key].state_dict() if key in self._moments else {} for key in self.keys]
             return {"training": self.training, "moments": {str(number): entry for number, entry in enumerate(entries)}}
 
@@ -447,7 +400,7 @@ class RunningStatistics(Process):
         """
         self.check_state(state)
         found = self._checked(state)
-        with operation(self.lock):
+        with self.lock:
             for key in self.keys:
                 if key in found:
                     own, shared = found[key]
@@ -541,7 +494,7 @@ class Normalize(RunningStatistics):
 
         Frozen statistics stay as they are. Don't give it rows that the buffer learns from as well.
         """
-        with operation(self.lock):
+        with self.lock:
             self._learn(data, 0)
 
     def __call__(self, data: Data) -> Data:
@@ -565,7 +518,7 @@ class Normalize(RunningStatistics):
         return out
 
     def _normalised(self, numbers: Tensor, key: Key) -> Tensor:
-        with operation(self.lock):
+        with self.lock:
             moments = self._known(key)
             shape = self._shapes.get(key, (moments.elements,))
             computed = numbers if numbers.dtype is torch.float64 else numbers.float()
@@ -717,7 +670,7 @@ class RewardScale(RunningStatistics):
         """
         ndim = len(data.batch_size)
         self.check_write(data, ndim)
-        with operation(self.lock):
+        with self.lock:
             self.streams = OWN
             self._learn(data, ndim)
 
@@ -742,7 +695,7 @@ class RewardScale(RunningStatistics):
                 returns(self._before(stream)[key], numbers[start:stop], ends[start:stop], moments.rule)
                 for (start, stream), stop in zip(self.streams, stops, strict=True)
             ]
-            moments.update((found[0] if len(found) == 1 else torch.cat(found)).flatten(0, 1), self.ring)
+            moments.update((found[0] if len(found) == 1 else torch.cat(found)).flatten(0, 1))
 
     def _before(self, stream: int) -> dict[Key, Tensor]:
         """``gamma * G`` of the newest step of a stream, by key."""
@@ -754,7 +707,7 @@ class RewardScale(RunningStatistics):
 
     def reset(self) -> None:
         """Begin a new trajectory in every environment. Statistics stay as they are. No host sync."""
-        with operation(self.lock):
+        with self.lock:
             self._of_writers.clear()
             for returns in self._returns.values():
                 returns.zero_()
@@ -763,7 +716,7 @@ class RewardScale(RunningStatistics):
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of statistics and returns."""
-        with operation(self.lock):
+        with self.lock:
             returns = {str(number): self._returns[key].clone() for number, key in enumerate(self.keys) if self._returns}
             return {**super().state_dict(), "returns": returns}
 
@@ -774,7 +727,7 @@ class RewardScale(RunningStatistics):
             ValueError: it is of another number of keys, or of rows of another size. Nothing changes.
         """
         super().load_state_dict(state)
-        with operation(self.lock):
+        with self.lock:
             self._of_writers.clear()
             for number, key in enumerate(self.keys):
                 saved, known = state["returns"].get(str(number)), self._returns.get(key)

@@ -128,8 +128,6 @@ def positions_below(value: Any, bound: int) -> bool:
     return bool(((value >= 0) & (value < bound)).all())
 
 
-_compiling = torch.compiler.is_compiling
-
 UNBOUND = "the sampler belongs to no buffer yet: give it to one, or call bind(storage)"
 
 
@@ -351,7 +349,7 @@ class Sampler:
             refuse_in_capture("the sampler draws for the first time, which seeds its random stream: sample once before")
             state = self._random = RandomState(generator=self._generator, device=device)
         # `current_recording()` spelled out: every sample comes here.
-        if not _compiling() and (recording := current.recording) is not None:
+        if (recording := current.recording) is not None:
             recording.holds(self, "_random", "reader")
         return state
 
@@ -513,8 +511,7 @@ def require_rows(storage: TensorStorage, shards: Shards | None = None) -> None:
     Raises:
         RuntimeError: the storage is empty.
     """
-    # Compiled code may not depend on the number of rows; its operations find an empty ring out by themselves.
-    if not torch.compiler.is_compiling() and len(storage) == 0:
+    if len(storage) == 0:
         if shards is not None:
             shards.draw_nothing(storage.requested_device)
         raise RuntimeError("Cannot sample from an empty storage: write rows first")

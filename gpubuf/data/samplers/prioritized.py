@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count
-from gpubuf.data.lock import operation
-from gpubuf.data.recording import DERIVED, current, current_recording, refuse_in_capture, traced_property
+from gpubuf.data.lock import graph_break
+from gpubuf.data.recording import DERIVED, current, current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.samplers.sum_tree import SumTree, check_beta, exponent, refuse_negative, refuse_unusable, rows_at
@@ -22,8 +22,6 @@ from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.kernels.sum_tree import ALPHA, EPS, REFUSED
 from gpubuf.serialization import need
-
-_compiling = torch.compiler.is_compiling
 
 REDUCTIONS = ("max", "min", "mean", "median")
 DTYPES = (torch.float32, torch.float64)
@@ -134,12 +132,13 @@ class PrioritizedSampler(Sampler):
             self._alpha = value
             self.storage.end(before)
 
-    @traced_property
+    @property
     def beta(self) -> float | Tensor:
         """Exponent of the importance weights, as it was set."""
         return self._beta
 
     @beta.setter
+    @graph_break
     def beta(self, value: float | Tensor) -> None:
         check_beta(value)
         recording = current_recording()
@@ -149,7 +148,7 @@ class PrioritizedSampler(Sampler):
             refuse_in_capture(
                 "beta is set to a number, which would stay: set it to a tensor on the device, or between calls"
             )
-        with operation(self.lock):
+        with self.lock:
             if self._tree is not None:
                 self._tree.set_beta(value)
             self._beta = value
@@ -216,7 +215,7 @@ class PrioritizedSampler(Sampler):
     def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """Positions by priority, and ``"priority_weight"``, float32 ``[n]``. One launch, no host sync."""
         tree = self._tree
-        if tree is None or (not _compiling() and current.recording is not None):
+        if tree is None or current.recording is not None:
             tree = self._tree_made()
         # Before the draw, which may raise on this rank alone.
         factor = None
@@ -282,7 +281,7 @@ class PrioritizedSampler(Sampler):
             # Those of a one-dimensional storage are positions already.
             index = as_positions(index, own.shape, own.device, lambda: own.steps_stored)
         tree = self._tree
-        if tree is None or (not _compiling() and current.recording is not None):
+        if tree is None or current.recording is not None:
             tree = self._tree_made()
         tree.update(index, priority, ring=ring.counters, generation=generation)
 

@@ -279,9 +279,6 @@ class SliceSampler(Sampler):
 
     def _rule(self, length: int) -> Rule:
         """The rule for slices of ``length`` steps."""
-        if torch.compiler.is_compiling():
-            # Compiled code may not depend on which lengths were asked for before.
-            return self._new_rule(length)
         rule = self._rules.get(length)
         if rule is None:
             rule = self._rules[length] = self._new_rule(length)
@@ -387,7 +384,7 @@ class SliceSampler(Sampler):
 
     def _note_size(self, positions: Tensor) -> None:
         # Compiled code may not depend on the sizes of other writes.
-        if not torch.compiler.is_compiling() and self._looks.at is not None:
+        if self._looks.at is not None:
             self._looks.wrote(positions.numel())
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
@@ -476,12 +473,7 @@ class SliceSampler(Sampler):
         n *= batches
         index = self.trajectory_index
         # On the CPU alone, for it reads rows; and only where the number of rows may be looked at.
-        if (
-            not torch.compiler.is_compiling()
-            and self._looks.at is not None
-            and storage.written >= self._looks.at
-            and host_can_read(storage.table)
-        ):
+        if self._looks.at is not None and storage.written >= self._looks.at and host_can_read(storage.table):
             self._check_order(storage, index)
         return self._read(index, *self._choose_slices(index, n, length), length)
 

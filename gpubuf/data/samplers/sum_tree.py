@@ -80,7 +80,7 @@ def rows_of(masks: Sequence[Tensor], n: int) -> Tensor:
 
 
 def rows_at(index: Any, storage: TensorStorage) -> Tensor:
-    """The flat positions of stored rows. Of others on a GPU, and in compiled code, it is ``NO_ROW``, without a sync.
+    """The flat positions of stored rows. Of others on a GPU it is ``NO_ROW``, without a sync.
 
     Raises:
         IndexError: no row is stored there.
@@ -88,7 +88,7 @@ def rows_at(index: Any, storage: TensorStorage) -> Tensor:
     positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored)
     if not storage.initialized or not positions.numel():
         return positions
-    if torch.compiler.is_compiling() or not positions.is_cpu or type(positions) is not Tensor:
+    if not positions.is_cpu or type(positions) is not Tensor:
         return torch.where(positions < storage.ring[SIZE], positions, NO_ROW)
     if int(positions.max()) >= len(storage):
         raise IndexError(f"index {int(positions.max())} is out of range: {len(storage)} rows are stored")
@@ -203,7 +203,7 @@ class Reweighing:
 def check_beta(beta: float | Tensor) -> None:
     """Check the exponent of the importance weights. The value of a tensor is checked only if that costs no sync.
 
-    It costs none on the CPU, outside of compiled code and of a capture, whose replays have other values.
+    It costs none on the CPU, outside of a capture, whose replays have other values.
 
     Raises:
         ValueError: it is negative or not finite, or a tensor of several elements.
@@ -213,7 +213,7 @@ def check_beta(beta: float | Tensor) -> None:
         return
     if beta.numel() != 1:
         raise ValueError(f"beta must be a single number, not of shape {list(beta.shape)}")
-    if not torch.compiler.is_compiling() and beta.is_cpu and type(beta) is Tensor and current_recording() is None:
+    if beta.is_cpu and type(beta) is Tensor and current_recording() is None:
         exponent("beta", beta.item())
 
 
@@ -570,7 +570,7 @@ class SumTree:
         )
 
     def _look_at_weights(self) -> None:
-        if not torch.compiler.is_compiling() and self.nodes.is_cpu and type(self.nodes) is Tensor:
+        if self.nodes.is_cpu and type(self.nodes) is Tensor:
             self.warn_of_clamped()
 
     def clear(self, reset: bool = False) -> None:

@@ -20,8 +20,6 @@ from gpubuf.data.storage.placement import PINNED, SPLIT, Placement, allocate
 from gpubuf.kernels._registry import in_memory
 from gpubuf.kernels.rows import ENTRY, table_entry
 
-_compiling = torch.compiler.is_compiling
-
 
 class Column:
     """The rows of one key, ``[steps, ...]``, in one tensor or in two that follow each other.
@@ -213,12 +211,12 @@ class RowAddresses:
         return place > 0 and self._ends[place - 1] > start
 
     def apart(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors, with copies of those that overlap rows. No host sync. Compiled code has no addresses to look at.
+        """The tensors, with copies of those that overlap rows. No host sync.
 
         Returns:
             ``tensors`` itself, if none does.
         """
-        if _compiling() or not self.high:
+        if not self.high:
             return tensors
         low, high = self.low, self.high
         for place, tensor in enumerate(tensors):

@@ -236,8 +236,8 @@ def synchronize(device: torch.device | None = None) -> None:
 def to_device(sources: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """The sources on ``device``, until the next call. You may change those on the host as soon as this returns.
 
-    Waits for the GPU only where pinned memory is copied as it is: batches above :data:`STAGED_BYTES`, batches of which
-    a part is on another device, and compiled code. While a CUDA graph is captured the copy from pinned memory becomes
+    Waits for the GPU only where pinned memory is copied as it is: batches above :data:`STAGED_BYTES`, and batches of
+    which a part is on another device. While a CUDA graph is captured the copy from pinned memory becomes
     part of the graph: replays read what is there then.
     """
     for tensor in sources:
@@ -245,7 +245,7 @@ def to_device(sources: list[torch.Tensor], device: torch.device) -> list[torch.T
             break
     else:
         return sources
-    if torch.compiler.is_compiling() or device.type != "cuda" or not cuda_present():
+    if device.type != "cuda" or not cuda_present():
         return [t.to(device) for t in sources]
     captured = capturing()
     on_host = all(t.device.type == "cpu" for t in sources)

@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 
@@ -57,8 +56,6 @@ class HostRows:
             CaptureError: a graph is being captured.
         """
         refuse_in_capture("data that are not tensors are written by the host: write them outside of the step")
-        if torch.compiler.is_compiling():
-            raise RuntimeError("data that are not tensors are written by the host, not by compiled code")
         self._pending = _Pending(written, rows)
 
     def settle(self, written: int) -> None:

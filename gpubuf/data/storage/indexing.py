@@ -25,13 +25,13 @@ def ravel(index: Tensor, shape: tuple[int, ...], steps: int | None = None) -> Te
         index: the coordinates, int64.
         shape: of the storage.
         steps: how much of the first dimension is there to count from the end of; None: all of it. Only known to the
-            host: on a GPU, and in compiled code, it is always all of it.
+            host: on a GPU it is always all of it.
 
     Raises:
-        IndexError: a coordinate is out of range. On a GPU, and in compiled code, its position is ``NO_ROW``, which
+        IndexError: a coordinate is out of range. On a GPU its position is ``NO_ROW``, which
             reads as zeros, takes no priority, and counts as a fault.
     """
-    if torch.compiler.is_compiling() or not index.is_cpu or type(index) is not Tensor:
+    if not index.is_cpu or type(index) is not Tensor:
         flat, outside = torch.zeros_like(index[..., 0]), torch.zeros_like(index[..., 0], dtype=torch.bool)
         for length, coordinate in zip(shape, index.unbind(-1), strict=True):
             outside = outside | (coordinate != coordinate.clamp(-length, length - 1))
@@ -60,9 +60,6 @@ def unravel(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
     """``[n]`` flat positions as ``[n, ndim]`` coordinates; ``[n]`` itself for one dimension."""
     if len(shape) == 1:
         return flat
-    if torch.compiler.is_compiling():
-        # The compiler does not take the writes into columns below.
-        return torch.stack(torch.unravel_index(flat, shape), -1)
     # Into the columns of the result, the last dimension first; a third of the time of torch.unravel_index and stack.
     coordinates = flat.new_empty(*flat.shape, len(shape))
     for dim in range(len(shape) - 1, 0, -1):
@@ -124,7 +121,7 @@ def as_positions(
         index = torch.where(gone.unsqueeze(-1), 0, index)
     if several and index.is_cpu:
         # Before it goes to a GPU: here it can raise.
-        index, several = ravel(index, shape, None if steps is None or torch.compiler.is_compiling() else steps()), False
+        index, several = ravel(index, shape, None if steps is None else steps()), False
     if index.device != device:
         index = index.to(device)
     if several:

@@ -605,9 +605,6 @@ class RowLayout:
 
     def arena(self, n: int) -> ArenaPlan:
         """How a batch of ``n`` rows lies in its arena."""
-        if torch.compiler.is_compiling():
-            # Compiled code may not depend on which batch sizes were asked for before.
-            return self._plan(n)
         plan = self._arenas.get(n)
         if plan is None:
             # Users ask for a few batch sizes over and over; the bound serves those who ask for thousands.
@@ -652,8 +649,8 @@ class RowLayout:
         In eager mode every view has a version counter of its own, so that changing one key in place does not
         break a backward pass through another.
         """
-        if torch.compiler.is_compiling() or type(arena) is not Tensor:
-            # Tracing can't follow set_(); traced code is functional, so that version counters don't matter there.
+        if type(arena) is not Tensor:
+            # Fake tensors have no set_().
             return [_traced_view(arena, *view) for view in self.arena(n).views]
         if arena.device != self._device:
             self._device, self._cuts = arena.device, {}

@@ -3,39 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpubuf.data.recording import capturing, current_recording
 from gpubuf.kernels import rows
-from gpubuf.kernels._registry import define
-
-_rings: weakref.WeakValueDictionary[int, Ring] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def count_by_number(counters: Tensor, number: int, n: int, updates: int) -> None:
-    """:meth:`Ring.count` of a ring that is known by its number."""
-    ring = _rings.get(number)
-    if ring is not None:
-        ring.count(n, updates)
-
-
-_count_compiled = define(
-    "ring_count(Tensor(a!) counters, int number, int n, int updates) -> ()",
-    cpu="gpubuf.data.storage.ring:count_by_number",
-    cuda="gpubuf.data.storage.ring:count_by_number",
-    fake=lambda counters, number, n, updates: None,
-)
-"""What :meth:`Ring.count` is in compiled code.
-
-The mirror changes with every write, and code that is traced may not depend on it: it would be compiled anew each time.
-As an operation it is done when the code runs. It is annotated as changing the counters, so that it is not removed.
-"""
 
 
 class Ring:
@@ -65,14 +38,6 @@ class Ring:
         self.size = 0
         self.rewritten: Tensor | None = None
         self.updates = 0
-        self._number = next(_numbers)
-        _rings[self._number] = self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy is another ring, also for compiled code."""
-        vars(self).update(state)
-        self._number = next(_numbers)
-        _rings[self._number] = self
 
     @property
     def cursor(self) -> int:
@@ -83,9 +48,6 @@ class Ring:
         """Note in the mirror that an operation has written ``n`` rows, or made ``updates`` changes in place: now, and
         at each replay of a captured step.
         """
-        if torch.compiler.is_compiling():
-            _count_compiled(self.counters, self._number, n, updates)
-            return
         recording = current_recording()
         if recording is not None:
             recording.after(functools.partial(self.count, n, updates))

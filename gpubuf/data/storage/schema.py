@@ -78,7 +78,7 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 def host_can_read(tensor: Tensor) -> bool:
     """Whether the host may look at a tensor's values now, without waiting for a GPU."""
-    if torch.compiler.is_compiling() or current_recording() is not None or capturing():
+    if current_recording() is not None or capturing():
         return False
     return tensor.is_cpu and type(tensor) is Tensor
 
@@ -99,13 +99,13 @@ def stored_as(
         values: real numbers of any dtype; complex ones for a complex key.
         dtype: of the key.
         name: of the key.
-        ring: counters of the storage: what a GPU, or captured or compiled code, can't refuse is cut to the range, NaN
+        ring: counters of the storage: what a GPU, or captured code, can't refuse is cut to the range, NaN
             becomes 0 in an integer, and each row with such a number counts as a fault.
         exact: refuse numbers that are rounded, too, and in flags others than 0 and 1.
 
     Raises:
         ValueError: a number is out of the range of the dtype, or NaN and the dtype has none; not on a GPU, and not in
-            captured or compiled code.
+            captured code.
     """
     if values.dtype is dtype:
         return values

@@ -26,8 +26,6 @@ from gpubuf.kernels import rows
 from gpubuf.kernels._registry import past_dispatcher
 from gpubuf.kernels.rows import IN_SUCCESSOR, LOST, SIZE, WRITTEN, NoRoomError
 
-_compiling = torch.compiler.is_compiling
-
 #: One entry for so many rows, and no fewer than :data:`LEAST`, if ``next_capacity`` is not given.
 SHARE, LEAST = 8, 256
 
@@ -156,7 +154,7 @@ class Sharing:
                 return self.plan.extend(sources, n)
             except NoRoomError as error:
                 raise self._advised(error) from None
-        if _compiling() or capturing():
+        if capturing():
             return self.plan.extend(sources, n)
         # Several launches, of which the last one moves the counters. All may be made twice.
         again = functools.partial(self._extend_unless_done, self._ring.written, sources, n)
@@ -180,9 +178,6 @@ class Sharing:
         # The observations that are overwritten were also the next ones of the rows before.
         before = self._before(index)
         change = functools.partial(self._change, stored, sources, index, before, self.raw.gather(before)[0])
-        if _compiling():
-            change(None)
-            return
         # A write can be refused on the CPU alone.
         kept = stored.gather(index)[0] if past_dispatcher(self.links) else None
         change = functools.partial(change, kept)

@@ -94,8 +94,6 @@ from gpubuf.data.storage.share_next import (
 )
 from gpubuf.kernels.rows import OFF, Field, NoRoomError, Reading
 
-_compiling = torch.compiler.is_compiling
-
 #: Rows are stored as they are written.
 PLAIN = Options()
 
@@ -666,15 +664,13 @@ class TensorStorage(Storage):
     def begin(self, what: Unfinished) -> Unfinished | None:
         """Mark what is about to change. Pass the result to :meth:`end`."""
         before = self.unfinished
-        # Compiled code runs its operations as a whole.
-        if before is None and not _compiling():
+        if before is None:
             self.unfinished = what
         return before
 
     def end(self, before: Unfinished | None) -> None:
         """Take the mark of :meth:`begin` away: everything is done."""
-        if not _compiling():
-            self.unfinished = before
+        self.unfinished = before
 
     def redo(self) -> None:
         """Make a change again that was interrupted. One that there was no room for is undone."""
@@ -878,9 +874,8 @@ class TensorStorage(Storage):
     def _append(self, local: list[Tensor], n: int) -> Tensor:
         ring, sharing = self._ring, self.sharing
         assert ring is not None
-        if not _compiling():
-            # Until the buffer has told its sampler, too.
-            self.unfinished = Unfinished(ring.written)
+        # Until the buffer has told its sampler, too.
+        self.unfinished = Unfinished(ring.written)
         index = self.plans.written.extend(local, n) if sharing is None else sharing.extend(local, n)
         ring.count(n)
         if self.breaks is not None:
