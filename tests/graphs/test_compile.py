@@ -204,7 +204,7 @@ def test_rows_that_compiled_code_writes_are_counted():
     number = ring._number
     del ring, buffers[:], step, run
     torch._dynamo.reset()
-    torch.ops.gpubuf.ring_count(torch.zeros(4, dtype=torch.int64), number, 3, 0)
+    torch.ops.gpubuf.ring_count(torch.zeros(4, dtype=torch.int64), number, 3)
 
 
 def test_the_switch_is_of_the_samplers_that_can():

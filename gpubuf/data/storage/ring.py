@@ -18,18 +18,18 @@ _rings: weakref.WeakValueDictionary[int, Ring] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def count_by_number(counters: Tensor, number: int, n: int, updates: int) -> None:
+def count_by_number(counters: Tensor, number: int, n: int) -> None:
     """:meth:`Ring.count` of a ring that is known by its number."""
     ring = _rings.get(number)
     if ring is not None:
-        ring.count(n, updates)
+        ring.count(n)
 
 
 _count_compiled = define(
-    "ring_count(Tensor(a!) counters, int number, int n, int updates) -> ()",
+    "ring_count(Tensor(a!) counters, int number, int n) -> ()",
     cpu="gpubuf.data.storage.ring:count_by_number",
     cuda="gpubuf.data.storage.ring:count_by_number",
-    fake=lambda counters, number, n, updates: None,
+    fake=lambda counters, number, n: None,
 )
 """What :meth:`Ring.count` is in compiled code.
 
@@ -54,7 +54,6 @@ class Ring:
         skipped: how far ``written`` is ahead of the number of rows that users count.
         size: number of valid rows, at positions ``0 .. size - 1`` (mirror).
         rewritten: how many times each row was overwritten out of turn, int64 ``[capacity]``; None: none ever was.
-        updates: how many times single keys of rows were changed in place, so that a checkpoint knows of it.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -64,7 +63,6 @@ class Ring:
         self.skipped = 0
         self.size = 0
         self.rewritten: Tensor | None = None
-        self.updates = 0
         self._number = next(_numbers)
         _rings[self._number] = self
 
@@ -79,21 +77,18 @@ class Ring:
         """Position that the next row goes to."""
         return self.written % self.capacity
 
-    def count(self, n: int, updates: int = 0) -> None:
-        """Note in the mirror that an operation has written ``n`` rows, or made ``updates`` changes in place: now, and
-        at each replay of a captured step.
-        """
+    def count(self, n: int) -> None:
+        """Note in the mirror that an operation has written ``n`` rows: now, and at each replay of a captured step."""
         if torch.compiler.is_compiling():
-            _count_compiled(self.counters, self._number, n, updates)
+            _count_compiled(self.counters, self._number, n)
             return
         recording = current_recording()
         if recording is not None:
-            recording.after(functools.partial(self.count, n, updates))
+            recording.after(functools.partial(self.count, n))
             return
         if self.counters.is_cuda and capturing():
             return
         self.note(n)
-        self.updates += updates
 
     def note(self, n: int) -> None:
         """:meth:`count` in eager mode, where nothing is recorded or captured."""
