@@ -84,7 +84,7 @@ def is_own(name: str) -> bool:
 
 
 def open_file(path: Path, flags: int, root: Path | None = None) -> int:
-    """A descriptor of a regular file. Nothing that is a link is followed on the way from ``root`` to it.
+    """A descriptor of a regular file. Links on the way from ``root`` to it are refused.
 
     Args:
         path: the file.
@@ -95,33 +95,22 @@ def open_file(path: Path, flags: int, root: Path | None = None) -> int:
         FileExistsError: with ``os.O_EXCL``: there is something at ``path``.
         ValueError: the file is missing, is a link or something else than a file, or lies in a folder that is a link.
     """
-    root = path.parent if root is None else root
-    *folders, name = path.relative_to(root).parts
-    own = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # to open a pipe does not wait for its other end
-    folder, descriptor = -1, -1
+    refuse_links(path, path.parent if root is None else root)
+    if flags & os.O_CREAT:
+        path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        for part in folders:
-            if flags & os.O_CREAT:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(part, dir_fd=folder)
-            above, folder = folder, os.open(part, os.O_RDONLY | os.O_DIRECTORY | own, dir_fd=folder)
-            os.close(above)
-        descriptor = os.open(name, flags | own, 0o666, dir_fd=folder)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError(f"{path} is not a regular file")
-        found, descriptor = descriptor, -1
-        return found
+        # Not blocking: to open a pipe does not wait for its other end.
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO):
             raise
-        raise ValueError(f"{path} is no regular file, or below {root} a link leads to it: links are refused") from None
-    finally:
-        for left in (folder, descriptor):
-            if left >= 0:
-                os.close(left)
+        raise ValueError(f"{path} is not a regular file") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path} is not a regular file")
+    return descriptor
 
 
 def refuse_links(path: Path, root: Path) -> None:
