@@ -6,8 +6,7 @@ from typing import NoReturn
 
 _ENSEMBLE = "ReplayBufferEnsemble and MixedReplayBuffer take whole buffers"
 _PROCESSES = "keep the buffer in the learner's process, and send it rows"
-_CHECKPOINTER = "TorchRL's works here: ReplayBuffer(checkpointer=...)"
-_HOOK = "TorchRL's works here: register_save_hook() or register_load_hook() takes it"
+_HOOK = "LazyTensorStorage(dtypes=..., share_next=True) stores less, and save() writes rows as they are stored"
 _NO_CHECKPOINTER = "leave it out, for save() and dumps() need no checkpointer"
 
 #: Of ``torchrl.data``.
@@ -16,16 +15,16 @@ DATA = {
     "CompressedListStorage": "store smaller dtypes: LazyTensorStorage(dtypes=..., share_next=True)",
     "CompressedListStorageCheckpointer": _NO_CHECKPOINTER,
     "Flat2TED": _HOOK,
-    "FlatStorageCheckpointer": _CHECKPOINTER,
+    "FlatStorageCheckpointer": _NO_CHECKPOINTER,
     "H5Combine": _HOOK,
     "H5Split": _HOOK,
-    "H5StorageCheckpointer": _CHECKPOINTER,
+    "H5StorageCheckpointer": _NO_CHECKPOINTER,
     "HERReplayBuffer": "give any buffer relabel=Hindsight(...)",
     "HindsightStrategy": "Hindsight(strategy=...) takes its name as a string",
     "LazyStackStorage": "rows have one shape: pad them, and store a mask",
     "ListStorageCheckpointer": _NO_CHECKPOINTER,
     "Nested2TED": _HOOK,
-    "NestedStorageCheckpointer": _CHECKPOINTER,
+    "NestedStorageCheckpointer": _NO_CHECKPOINTER,
     "NextStateReconstructor": "LazyTensorStorage(share_next=True) stores observations once, and batches have the next",
     "OfflineToOnlineReplayBuffer": "MixedReplayBuffer draws one batch from several buffers by shares",
     "PolicyAgeFilter": "TorchRL's transform works in gpubuf's buffers",
@@ -36,10 +35,12 @@ DATA = {
     "StalenessAwareSampler": "store the version, and give the rows a priority by it",
     "StorageEnsemble": _ENSEMBLE,
     "StorageEnsembleCheckpointer": _NO_CHECKPOINTER,
+    "StorageCheckpointerBase": _NO_CHECKPOINTER,
     "StoreStorage": "LazyMemmapStorage keeps more rows than memory, on this machine",
     "StreamingSliceSampler": "SliceSampler draws new and old slices alike",
     "TED2Flat": _HOOK,
     "TED2Nested": _HOOK,
+    "TensorStorageCheckpointer": _NO_CHECKPOINTER,
     "WriterEnsemble": _ENSEMBLE,
     "find_start_stop_traj": "the samplers of slices find the ends of trajectories",
     "prefill_replay_buffer": "buffer.extend(dataset[:]), or TorchRL's function, which works with gpubuf's buffers",

@@ -15,6 +15,7 @@ import os
 import zlib
 from collections import namedtuple
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from mmap import MAP_PRIVATE, mmap
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +23,8 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
+
+from gpubuf.terminal import Advance, show_nothing
 
 Buffer = bytes | memoryview
 
@@ -32,6 +35,7 @@ _CHECKSUM_BYTES = 4
 _CHUNK_BYTES = 1 << 22
 _LENGTH_BYTES = 8
 _ALIGNMENT = 16
+_NO_RESERVE = 0x4000  # mmap.MAP_NORESERVE, from Python 3.13 on
 
 NAMES = {
     torch.float64: "F64",
@@ -107,7 +111,6 @@ def replace(target: Path, pieces: Iterable[Buffer]) -> int:
     temporary.unlink(missing_ok=True)
     try:
         size, _ = write(temporary, pieces)
-        sync(temporary)
         os.replace(temporary, target)
     except FileExistsError:
         # Not ours: it was made in this moment.
@@ -152,8 +155,13 @@ def contents(state: Mapping[str, Any]) -> Iterator[Buffer]:
     return pieces()
 
 
-def write(path: str | os.PathLike[str], pieces: Iterable[Buffer]) -> tuple[int, int]:
-    """Write the `contents` of a state to a new file. Neither atomic nor yet on the disk: see `sync`.
+def write(path: str | os.PathLike[str], pieces: Iterable[Buffer], advance: Advance = show_nothing) -> tuple[int, int]:
+    """Write the `contents` of a state to a new file, and wait until they are on the disk. Not atomic: see `replace`.
+
+    Args:
+        path: The file.
+        pieces: The contents.
+        advance: Called with the bytes written.
 
     Returns:
         The size of the file, and its checksum.
@@ -167,21 +175,19 @@ def write(path: str | os.PathLike[str], pieces: Iterable[Buffer]) -> tuple[int, 
         for piece in pieces:
             size += file.write(piece)
             last = piece
+            advance(len(piece))
+        file.flush()
+        os.fsync(file.fileno())
     return size, int.from_bytes(last, "little")
 
 
-def holds(path: str | os.PathLike[str], pieces: Iterable[Buffer]) -> bool:
-    """Whether a file has just these `contents`, byte for byte."""
-    with open(path, "rb") as file:
-        return all(file.read(len(piece)) == piece for piece in pieces) and not file.read(1)
-
-
-def load(path: str | os.PathLike[str], checksum: int | None = None) -> dict[str, Any]:
+def load(path: str | os.PathLike[str], checksum: int | None = None, advance: Advance = show_nothing) -> dict[str, Any]:
     """Read what `save` wrote.
 
     Args:
         path: The file to read.
         checksum: What `write` returned; None takes any file that agrees with the checksum in itself.
+        advance: Called with the bytes verified.
 
     Returns:
         The tree, with dictionaries, TensorDicts, lists, tuples and values of the types they had. The tensors are on
@@ -204,7 +210,7 @@ def load(path: str | os.PathLike[str], checksum: int | None = None) -> dict[str,
         raise ValueError(f"{os.fspath(path)} is a checkpoint of version {metadata.get('version')}, this is {_VERSION}")
     stored = tensors.pop(_CHECKSUM, None)
     found = None if stored is None else int.from_bytes(bytes(stored.tolist()), "little")
-    if found is None or found != _checksum(path):
+    if found is None or found != _checksum(path, advance):
         raise ValueError(f"{os.fspath(path)} is damaged: its checksum does not match")
     if checksum is not None and found != checksum:
         raise ValueError(f"{os.fspath(path)} is another file: its checksum is {found:08x}, {checksum:08x} was expected")
@@ -231,8 +237,8 @@ def _open(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tenso
         start = _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
         need(_LENGTH_BYTES < start <= size, f"a header of {start - _LENGTH_BYTES} bytes in a file of {size}")
         header = json.loads(file.read(start - _LENGTH_BYTES).decode())
-    # Private: the file stays as it is. Not `mmap`, which keeps a file descriptor for as long as there is a tensor.
-    memory = torch.from_file(os.fspath(path), shared=False, size=size, dtype=torch.uint8)
+        # Private, so that the file stays as it is. Linux would refuse to reserve as much as the machine has not.
+        memory = torch.frombuffer(mmap(file.fileno(), size, MAP_PRIVATE | _NO_RESERVE), dtype=torch.uint8)
     need(isinstance(header, dict), f"the header is a {type(header).__name__}")
     metadata = header.pop("__metadata__", {})
     need(isinstance(metadata, dict), f"the metadata is a {type(metadata).__name__}")
@@ -385,7 +391,7 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
         yield flat[start : start + _CHUNK_BYTES].cpu().numpy().data
 
 
-def _checksum(path: str | os.PathLike[str]) -> int:
+def _checksum(path: str | os.PathLike[str], advance: Advance) -> int:
     """The checksum of the file up to the place where its own is stored."""
     remaining = os.path.getsize(path) - _CHECKSUM_BYTES
     checksum, chunk = 0, memoryview(bytearray(max(0, min(remaining, _CHUNK_BYTES))))
@@ -394,18 +400,13 @@ def _checksum(path: str | os.PathLike[str]) -> int:
         while remaining > 0 and (n := file.readinto(chunk[:remaining])):
             checksum = zlib.crc32(chunk[:n], checksum)
             remaining -= n
+            advance(n)
     return checksum
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the new name survive a power cut, where the system can do it (POSIX)."""
-    if os.name == "posix":
-        sync(folder)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or a folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_NOFOLLOW)
+    """Make the names of new files survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

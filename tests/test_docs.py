@@ -116,7 +116,7 @@ DEFINED = {
     "docs/benchmarks.md": ["within seven minutes", "ended 8 seconds later", "ten minutes a command", "below 64 MiB"],
     "docs/prefetch.md": ["up to 32 MiB"],
     "docs/writers.md": ["fit into 8 MiB"],
-    "docs/checkpoints.md": ["between 1 MiB and 64 MiB", "than 256 MiB", "of 1 MiB and more", "for 1 GiB and more"],
+    "docs/checkpoints.md": ["than 256 MiB", "for 1 GiB and more"],
     "docs/performance-slices.md": ["an\n  observation of one byte"],
 }
 

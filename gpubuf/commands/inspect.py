@@ -37,23 +37,17 @@ def saved_storage(folder: Path) -> Any:
         ValueError: it is damaged, or stores keys in other dtypes than they were written in.
     """
     from gpubuf.data import LazyTensorStorage
-    from gpubuf.data.checkpoints import files
+    from gpubuf.data.checkpoints import files, restore
     from gpubuf.serialization import load
-    from gpubuf.terminal import show_nothing
     from gpubuf.train.run import CHECKPOINT_FILE
 
     if (folder / CHECKPOINT_FILE).exists():
         state = load(folder / CHECKPOINT_FILE)["trainer"]["buffer"]["_storage"]
-        rows, parts = None, list[list[Any]]()
     else:
-        manifest = files.read_manifest(folder, files.Manifest)
-        found, parts = files.read(folder, manifest, show_nothing)
-        state, rows = found["_storage"], manifest.rows
+        state = restore.read(folder, files.BUFFER, progress=False)["_storage"]
     if not state["initialized"]:
         raise ValueError("nothing was stored when it was saved")
     storage = LazyTensorStorage(state["max_size"], ndim=len(state["shape"]), share_next="sharing" in state)
-    if rows is not None:
-        state["rows"] = files.pieces(storage, rows, parts, show_nothing)
     try:
         storage.load_state_dict(state)
     except ValueError as error:

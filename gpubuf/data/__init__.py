@@ -26,7 +26,6 @@ from gpubuf.torchrl.buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.torchrl.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer
 from gpubuf.torchrl.dumps import load_torchrl
 from gpubuf.torchrl.ensemble import ReplayBufferEnsemble
 from gpubuf.torchrl.samplers import (
@@ -73,14 +72,12 @@ __all__ = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "Storage",
-    "StorageCheckpointerBase",
     "SumTree",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
-    "TensorStorageCheckpointer",
     "Trajectories",
     "Trajectory",
     "TrajectoryIndex",

@@ -25,14 +25,13 @@ from gpubuf.data.array_writes import ArrayWrites, Columns
 from gpubuf.data.batches import Batches
 from gpubuf.data.check import Report, check
 from gpubuf.data.checkpoints import restore, save, shards
-from gpubuf.data.checkpoints.save import Saved
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.intake import Intake, Writers
 from gpubuf.data.lock import BufferLock, graph_break
 from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.recording import DERIVED, REPLAY, Unfinished, refuse_in_capture
+from gpubuf.data.recording import DERIVED, EMPTIES, REPLAY, refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.row_order import RowOrder
@@ -641,7 +640,7 @@ class ReplayBuffer:
         with self._lock:
             self._writer.check_writable()
             self._prefetcher.discard()
-            before = self._storage.begin(Unfinished(empties=True))
+            before = self._storage.begin(EMPTIES)
             self._storage.empty(empty_write_count)
             self._writer.empty(empty_write_count)
             self._sampler.empty()
@@ -1115,11 +1114,10 @@ class ReplayBuffer:
                 return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict` into this buffer's own memory: all of it, or nothing. Synchronises.
+        """Restore :meth:`state_dict` into this buffer's own memory. Synchronises.
 
-        If it is interrupted, or a custom transform, sampler or writer raises, the buffer is put back as it was. For
-        that the rows that it has are copied to the host beforehand. If they would take more than half of the free
-        memory there, nothing is copied, and the buffer is left empty: a note in the error says so.
+        If it is interrupted, or a custom transform, sampler or writer raises, the buffer is empty: a note in the error
+        says so.
 
         Raises:
             ValueError: the state is that of another sampler, or its rows don't fit; the buffer is left as it was.
@@ -1128,7 +1126,7 @@ class ReplayBuffer:
 
     def save(
         self, path: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None, **options: Any
-    ) -> Saved:
+    ) -> int:
         """Save everything to a folder, atomically; see :func:`gpubuf.data.checkpoints.save.save`. Synchronises.
 
         With ``process_group`` all of its ranks save their buffers together: see
@@ -1170,15 +1168,17 @@ class ReplayBuffer:
         """
         storage, sampler = self._storage, self._sampler
         left = storage.unfinished
+        if left is not None and left.empties:
+            storage.empty()
+            sampler.empty()
+            self._writer.empty()
+            storage.end(None)
+            return
         if left is None or not storage.initialized:
             storage.end(None)
             return
         storage.redo()
-        if left.empties:
-            storage.empty()
-            sampler.empty()
-            self._writer.empty()
-        elif left.written is None or self._complete_write(left.written) or not self._writer.in_order:
+        if left.written is None or self._complete_write(left.written) or not self._writer.in_order:
             if not left.counted:
                 storage.refresh()
             storage.rebuild()

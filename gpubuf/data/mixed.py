@@ -18,8 +18,7 @@ from torch import Tensor
 from gpubuf.data.arguments import as_tensor, check_batch_size, check_sizes
 from gpubuf.data.batches import attach_info, finished
 from gpubuf.data.buffer import ReplayBuffer
-from gpubuf.data.checkpoints import restore, save
-from gpubuf.data.checkpoints.save import Saved
+from gpubuf.data.checkpoints import files, restore, save
 from gpubuf.data.lock import BufferLock, graph_break, under
 from gpubuf.data.prefetch import Batch
 from gpubuf.data.recording import current_recording, refuse_in_capture
@@ -476,55 +475,49 @@ class MixedReplayBuffer:
         return {"_transforms": self._transform.state_dict(), "_rounding": self._offsets.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict` into all the buffers, or into none; see :meth:`ReplayBuffer.load_state_dict`.
+        """Restore :meth:`state_dict` into all the buffers; see :meth:`ReplayBuffer.load_state_dict`.
 
-        If a transform, sampler or writer of yours raises, all the buffers are put back as they were.
+        If it is interrupted, or a transform, sampler or writer of yours raises, all the buffers are empty.
 
         Raises:
             ValueError: the state is that of another number of buffers, or one of them can't take its own; nothing
                 changes.
         """
+        under(self._locks, lambda: self._load(state))
+
+    def _load(self, state: dict[str, Any]) -> None:
         states = state["_buffers"]
         if len(states) != len(self._buffers):
             raise ValueError(f"the state is that of {len(states)} buffers, here are {len(self._buffers)}")
-        under(self._locks, lambda: self._restore(states, state))
+        restore.check_transforms(self._transform, state["_transforms"])
+        self._offsets.check_state(state["_rounding"])
+        for buffer, part in zip(self._buffers, states, strict=True):
+            restore.check(buffer, part)
+        with restore.replacing(*self._buffers):
+            self._transform.load_state_dict(state["_transforms"])
+            for buffer, part in zip(self._buffers, states, strict=True):
+                buffer.load_state_dict(part)
+            self._offsets.load_state_dict(state["_rounding"])
 
-    def _restore(self, states: Sequence[dict[str, Any]], own: dict[str, Any]) -> None:
-        """Restore the states of the buffers and ``own``, that of the mix."""
-        transform, offsets = self._transform, self._offsets
-        restore.check_transforms(transform, own["_transforms"])
-        offsets.check_state(own["_rounding"])
-        for buffer, state in zip(self._buffers, states, strict=True):
-            restore.check(buffer, state)
-        with restore.together(transform) as group:
-            transform.load_state_dict(own["_transforms"])
-            for buffer, state in zip(self._buffers, states, strict=True):
-                buffer.load_state_dict({**state, restore.TOGETHER: group})
-        offsets.load_state_dict(own["_rounding"])
-
-    def save(self, path: str | os.PathLike[str], **options: Any) -> list[Saved]:
-        """Save all the buffers, and what the mix has of its own, as of one moment; see :meth:`ReplayBuffer.save`.
-
-        Each buffer has a folder, ``path/buffer_0`` and so on, which it can also load by itself. A manifest in ``path``
-        says what each of them holds: a save that is killed leaves the previous checkpoint of all of them.
-
-        Returns:
-            How much was written for each buffer.
-        """
+    def save(self, path: str | os.PathLike[str], **options: Any) -> int:
+        """Save all the buffers, and what the mix has of its own, as of one moment; see :meth:`ReplayBuffer.save`."""
         if any(buffer.initialized for buffer in self._buffers):
             # A stream that is seeded only later would not be the same in the restored mix.
             self._offsets.seeded()
-        return save.save_mix(self._buffers, self._own_state, path, **options)
+        return save.save_state(path, files.MIX, self._locks, self._state_to_save, **options)
+
+    def _state_to_save(self) -> dict[str, Any]:
+        return {"_buffers": [save.state_of(buffer) for buffer in self._buffers], **self._own_state()}
 
     def load(self, path: str | os.PathLike[str], **options: Any) -> None:
-        """Restore what :meth:`save` wrote into all the buffers, or into none; see :meth:`ReplayBuffer.load`.
+        """Restore what :meth:`save` wrote into all the buffers; see :meth:`ReplayBuffer.load`.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
             ValueError: a part of it is damaged or does not fit, or it is of another number of buffers. All the buffers
                 are as they were.
         """
-        restore.load_mix(self._buffers, path, self._restore, **options)
+        self.load_state_dict(restore.read(path, files.MIX, **options))
 
     dump = dumps = save
     loads = load

@@ -26,7 +26,7 @@ class Unfinished(NamedTuple):
     Attributes:
         written: how many rows had ever been written when a write began; the sampler may not know of those after them.
         counted: whether the host's mirror of the counters is right.
-        empties: whether everything is being forgotten.
+        empties: whether everything is being forgotten, or replaced: the buffer is empty.
     """
 
     written: int | None = None
@@ -36,6 +36,9 @@ class Unfinished(NamedTuple):
 
 #: Data derived from rows or priorities is being changed.
 DERIVED = Unfinished()
+
+#: All rows are being forgotten, or replaced.
+EMPTIES = Unfinished(empties=True)
 
 #: A captured graph is being replayed, which counts rows on the device.
 REPLAY = Unfinished(counted=False)

@@ -24,6 +24,7 @@ _INSTEAD = {
     "service_backend_options": _HERE,
     "transport": _HERE,
     "transport_options": _HERE,
+    "checkpointer": "save() and dumps() need none: leave it out",
     "collate_fns": "give one collate_fn, for batches of all buffers",
 }
 _ARGUMENTS = "_delayed_arguments"
@@ -62,11 +63,9 @@ class ReplayBuffer(CoreBuffer):
         delayed_init: make the parts at the first use of the buffer, and call functions that return parts only then.
             Default: True with a ``transform_factory``. Errors in the parts are then raised at the first use.
         transform_factory: a function that returns the transform; excludes ``transform``.
-        checkpointer: writes and reads the rows where the buffer is saved: an object with ``dumps(storage, path)`` and
-            ``loads(storage, path)``, such as TorchRL's checkpointers of tensor storages. Default: gpubuf's own form.
         compilable: accepted for compatibility: every operation can be compiled.
         shared: True is ``writers=4``: processes may write, by a :meth:`client` each.
-        service_backend*, transport*: accepted at their defaults; out of scope.
+        checkpointer, service_backend*, transport*: accepted at their defaults; out of scope.
 
     Raises:
         NotImplementedError: an argument that is out of scope was set.
@@ -102,26 +101,22 @@ class ReplayBuffer(CoreBuffer):
         if shared and parts.get("writers") is None:
             parts["writers"] = SHARED_WRITERS
         refuse_out_of_scope(
+            checkpointer=checkpointer,
             service_backend=service_backend,
             service_backend_options=service_backend_options,
             transport=transport,
             transport_options=transport_options,
         )
         if delayed_init:
-            vars(self)[_ARGUMENTS] = transform_factory, checkpointer, parts
+            vars(self)[_ARGUMENTS] = transform_factory, parts
             kind: Any = type(self)
             self.__class__ = _delayed(kind)
         else:
-            self._build(transform_factory, checkpointer, parts)
+            self._build(transform_factory, parts)
 
-    def _build(
-        self, transform_factory: Callable[[], Callable[[Any], Any]] | None, checkpointer: Any, parts: dict[str, Any]
-    ) -> None:
+    def _build(self, transform_factory: Callable[[], Callable[[Any], Any]] | None, parts: dict[str, Any]) -> None:
         transform = given_transform(parts.get("transform"), transform_factory)
         super().__init__(**{**parts, "transform": transform})
-        if checkpointer is not None:
-            self._storage.checkpointer = checkpointer
-            self._has_default_storage = False
 
     @property
     def service_backend(self) -> str:
@@ -182,18 +177,6 @@ class ReplayBuffer(CoreBuffer):
             **arguments: those of :meth:`update_if_present`.
         """
         return finished_future(self.update_if_present, **arguments)
-
-    def register_save_hook(self, hook: Callable[..., Any]) -> None:
-        """Have a hook change the rows that :meth:`save` writes: ``hook(rows, path=folder)`` returns others.
-
-        Hooks belong to the storage, and are not part of a checkpoint: register them again before :meth:`load`. See
-        :class:`gpubuf.torchrl.checkpointers.StorageCheckpointerBase`.
-        """
-        self._storage.register_save_hook(hook)
-
-    def register_load_hook(self, hook: Callable[..., Any]) -> None:
-        """Have a hook make rows of what :meth:`load` reads: ``hook(data, out=None)`` returns all rows of a storage."""
-        self._storage.register_load_hook(hook)
 
     def dumps(self, path: Any, **options: Any) -> Any:
         """:meth:`save`, by TorchRL's name."""

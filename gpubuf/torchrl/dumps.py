@@ -6,7 +6,6 @@ Nothing is unpickled. Written against TorchRL 0.14.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import warnings
@@ -67,9 +66,7 @@ def load_dump(buffer: Checkpointed, folder: Path) -> None:
     """
     with buffer._lock:
         storage = buffer._storage
-        custom = storage.custom_rows
-        rows = None if custom is None else custom.load(folder / "storage")
-        found = _read(folder, storage.ndim, rows, stacklevel=6)
+        found = _read(folder, storage.ndim, stacklevel=6)
         _take(buffer, found, found.batch_size)
 
 
@@ -137,16 +134,11 @@ def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
     else:
         layout = RowLayout(found.data, storage.ndim, storage.ignored_keys)
         restore.expect_rows(buffer, storage.schema_like(layout), found.shape, "dump")
-    buffer._prefetcher.discard()
-    with restore.together() as whole:
-        replacement = whole.stack.enter_context(restore.Replacement(buffer, whole))
-        replacement.begin()
+    with restore.replacing(buffer):
         storage.empty()
         sampler.empty()
         state = rows_state(found.data, len(found.shape), found.size, found.written)
         order = storage.load_state_dict({**state, "as_written": True})
-        # The sampler has not looked at the storage yet.
-        storage.end(None)
         if found.size:
             sampler.on_write(torch.arange(found.size, device=storage.device), None)
         if found.priorities is not None and isinstance(sampler, PrioritizedSampler):
@@ -154,22 +146,22 @@ def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
             sampler.load_state_dict({**sampler.state_dict(), **state})
         storage.rebuild()
         sampler.mend()
-        whole.last.append(functools.partial(replacement.take, [], batch_size))
+        buffer._batch_size = batch_size
+        buffer._assemble()
 
 
-def _read(folder: Path, ndim: int | None, rows: tuple[Data, int] | None = None, *, stacklevel: int) -> Dump:
+def _read(folder: Path, ndim: int | None, *, stacklevel: int) -> Dump:
     """A dump, whose rows are views of the mapped files.
 
     Args:
         folder: the dump.
         ndim: number of dimensions of the storage; None: guessed.
-        rows: the rows and their number, if a checkpointer has read them; None: those of the files.
         stacklevel: of the warning about transforms.
 
     Raises:
         ValueError: the folder is no such dump, or is damaged.
     """
-    data, size = files.read_rows(folder / "storage", writable=False, root=folder) if rows is None else rows
+    data, size = files.read_rows(folder / "storage", writable=False, root=folder)
     path = folder / "writer" / WRITER_FILE
     writer = files.read_json(path, folder)
     cursor = files.read_count(writer, "cursor", path)

@@ -360,16 +360,6 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
         """The trajectories of all the buffers that fulfil a condition, one buffer after the other."""
         return [found for buffer in self._buffers for found in buffer.query(predicate, trajectory_key=trajectory_key)]
 
-    def register_save_hook(self, hook: Callable[..., Any]) -> None:
-        """Have a hook change the rows that each buffer saves. See :meth:`ReplayBuffer.register_save_hook`."""
-        for buffer in self._buffers:
-            buffer.register_save_hook(hook)
-
-    def register_load_hook(self, hook: Callable[..., Any]) -> None:
-        """Have a hook make rows of what each buffer reads. See :meth:`ReplayBuffer.register_load_hook`."""
-        for buffer in self._buffers:
-            buffer.register_load_hook(hook)
-
     # In this process
 
     @property

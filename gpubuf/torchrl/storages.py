@@ -17,19 +17,15 @@ from gpubuf.data.storage import memmap
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage import storage as core
 from gpubuf.data.storage.indexing import unravel
-from gpubuf.data.storage.layout import Data, RowLayout, batch_shape, mapped
+from gpubuf.data.storage.layout import Data, batch_shape, mapped
 from gpubuf.data.storage.plan import NOT_INITIALIZED
 from gpubuf.data.storage.storage import rows_state
-from gpubuf.torchrl.checkpointers import CheckpointedRows, Hook, TensorStorageCheckpointer, checked_checkpointer
 
 _OWN_FILE = "gpubuf.safetensors"
-_RING = "gpubuf"
 
 
 class TensorStorage(core.TensorStorage):
     __doc__ = core.TensorStorage.__doc__
-
-    _checkpointer: Any = None
 
     # Writing
 
@@ -160,41 +156,6 @@ class TensorStorage(core.TensorStorage):
     # Saving
 
     @property
-    def checkpointer(self) -> Any:
-        """What writes and reads the rows where the storage is saved by itself, or by a buffer that was given it.
-
-        An object with the methods ``dumps(storage, path)`` and ``loads(storage, path)``, such as TorchRL's. None gives
-        the storage its own again: :class:`TensorStorageCheckpointer`, without hooks.
-        """
-        if self._checkpointer is None:
-            self._checkpointer = TensorStorageCheckpointer()
-        return self._checkpointer
-
-    @checkpointer.setter
-    def checkpointer(self, checkpointer: Any) -> None:
-        self._checkpointer = None if checkpointer is None else checked_checkpointer(checkpointer)
-
-    def register_save_hook(self, hook: Hook) -> None:
-        """Have ``hook(rows, path=folder)`` change rows before they are saved. See :class:`StorageCheckpointerBase`."""
-        self.checkpointer.register_save_hook(hook)
-
-    def register_load_hook(self, hook: Hook) -> None:
-        """Have ``hook(data, out=None)`` make rows of what was saved. See :class:`StorageCheckpointerBase`."""
-        self.checkpointer.register_load_hook(hook)
-
-    @property
-    def custom_rows(self) -> CheckpointedRows | None:  # type: ignore[override]
-        """Saves the rows where a checkpointer was given, or hooks registered; None: nobody did."""
-        own = self._checkpointer
-        if own is None or (type(own) is TensorStorageCheckpointer and not own.has_hooks):
-            return None
-        return CheckpointedRows(self)
-
-    @property
-    def _is_full(self) -> bool:
-        return len(self) == self.max_size
-
-    @property
     def _last_cursor(self) -> int | None:
         """The step that was written last, as programs for TorchRL read it."""
         if not self.written:
@@ -203,28 +164,18 @@ class TensorStorage(core.TensorStorage):
         return (self.written // per_step - 1) % self.shape[0]
 
     def dumps(self, path: Any) -> None:
-        """Write the rows into a folder. A buffer saves all of itself: :meth:`gpubuf.ReplayBuffer.dumps`.
-
-        Plain rows become memory-mapped files, as TorchRL writes them. Others (with ``dtypes`` or ``share_next``, in two
-        places, in containers, or no tensors) become one file of gpubuf's. Files that are there are replaced, one after
-        the other. Synchronises.
+        """Write the rows into a folder. A buffer saves all of itself: :meth:`gpubuf.ReplayBuffer.dumps`. Synchronises.
 
         Raises:
             RuntimeError: nothing was ever written.
-            NotImplementedError: there is a checkpointer or a hook, and the rows are not in memory as they were written.
         """
+        if not self.initialized:
+            raise RuntimeError(NOT_INITIALIZED)
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        if self.custom_rows is None and not self.is_plain:
-            serialization.save(folder / _OWN_FILE, self.state_dict())
-            return
-        CheckpointedRows(self).save(path)
-        if type(self.checkpointer) is TensorStorageCheckpointer:
-            (folder / _OWN_FILE).unlink(missing_ok=True)
-            # In the file that TorchRL replaces when it writes over this: a file beside it could be of older rows.
-            content = files.read_json(folder / files.STORAGE_FILE)
-            ring = {"written": self.written, "skipped": self.written - self.rows_written}
-            files.write_json(folder / files.STORAGE_FILE, {**content, _RING: ring})
+        serialization.save(folder / _OWN_FILE, self.state_dict())
+        # Of a storage of TorchRL's.
+        (folder / files.STORAGE_FILE).unlink(missing_ok=True)
 
     def loads(self, path: Any) -> None:
         """Replace all rows by those of a folder that :meth:`dumps`, or that of TorchRL's storages, has written.
@@ -238,30 +189,16 @@ class TensorStorage(core.TensorStorage):
         folder = Path(path)
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")
-        if self.custom_rows is None and (folder / _OWN_FILE).exists():
+        if (folder / _OWN_FILE).exists() and not (folder / files.STORAGE_FILE).exists():
             state = serialization.load(folder / _OWN_FILE)
         else:
-            rows, size = CheckpointedRows(self).load(path)
+            rows, size = files.read_rows(folder, writable=False)
             state = rows_state(rows, self.ndim, size)
-            own = type(self.checkpointer) is TensorStorageCheckpointer
-            ring = files.read_json(folder / files.STORAGE_FILE).get(_RING) if own else None
-            if isinstance(ring, dict) and files.is_count(ring.get("written")) and ring["written"] >= state["size"]:
-                skipped: Any = ring.get("skipped")
-                state |= {"written": ring["written"], "skipped": skipped if files.is_count(skipped) else 0}
         self.load_state_dict(state)
         self.unfinished = Unfinished(written=0)
 
     save = dump = dumps
     load = loads
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the rows are in memory as they were written, in one place, as tensors of a TensorDict or one."""
-        if not self.initialized:
-            return True
-        layout = self.written_layout
-        one_place = all(len(column.parts) == 1 for column in self.columns)
-        return one_place and not self.computed and self.host is None and type(layout) is RowLayout
 
 
 def _picked(rows: Data, numbers: list[int]) -> Data:

@@ -84,11 +84,6 @@ all rows lie in one memory, both addresses are the same.
 """
 ENTRY = 5
 
-JOURNAL_STATE, JOURNAL_CHECK, JOURNAL_WRITTEN, JOURNAL_SIZE, JOURNAL_ROWS, JOURNAL_KEYS, JOURNAL_WORDS = range(7)
-"""Words of a journal, which ``keep`` of the CPU fills: state, sum of all later words, the ring's ``written`` and
-``size``, and how many rows and keys there are. Then come the numbers of the keys, the positions of the rows, and of
-each key their bytes, from a multiple of 8 on."""
-
 _WHOLE = 2**63 - 1
 
 ALIGNMENT = 64

@@ -47,7 +47,6 @@ _compute_narrow = named("rows._cpu_read.compute_narrow")
 _compute_wide = named("rows._cpu_read.compute_wide")
 _extend_rows = named("rows._cpu_write.extend_rows")
 _write_rows = named("rows._cpu_write.write_rows")
-_keep_rows = named("rows._cpu_write.keep_rows")
 _relink_rows = named("rows._cpu_write.relink_rows")
 _stage = named("rows._cpu_write.stage")
 
@@ -351,18 +350,3 @@ def relink(
     result = _write_with(_relink_rows, NEXT_ALONE, table, sources, n, 0, others)
     if result != DONE:
         raise _refused_write(table, sources, result, n, index, capacity)
-
-
-def keep(place: tuple[int, int, int, int], index: Tensor | None, n: int, capacity: int, journal: int) -> None:
-    """Copy the rows that a write is about to replace to an address, in the form of a journal; its state is left alone.
-
-    For storages in one memory, which vouch for the addresses in ``place``: of the table, of the numbers of the keys,
-    how many they are, and of the ring. ``index`` is int64 ``[n]``, contiguous; None: the rows from the cursor on.
-
-    Raises:
-        IndexError: an index is out of range.
-    """
-    result = _keep_rows(*place, _address(index), n, capacity, journal)
-    if result != DONE:
-        assert index is not None
-        raise _out_of_range(index, result, capacity)

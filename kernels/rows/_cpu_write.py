@@ -17,17 +17,10 @@ from gpubuf.kernels.rows import (
     ELEMENTS,
     ENTRIES,
     ENTRY,
-    JOURNAL_CHECK,
-    JOURNAL_KEYS,
-    JOURNAL_ROWS,
-    JOURNAL_SIZE,
-    JOURNAL_WORDS,
-    JOURNAL_WRITTEN,
     KIND,
     NEXT,
     PENDING,
     ROW_BYTES,
-    ROW_STRIDE,
     SCALE,
     SIDE_STRIDE,
     SIZE,
@@ -54,7 +47,6 @@ from gpubuf.kernels.rows._cpu import (
 from gpubuf.kernels.rows._cpu_copy import (
     AHEAD,
     copy_row,
-    copy_rows,
     differ,
     first_outside,
     forward,
@@ -184,49 +176,6 @@ def stage(fields_address, n_fields, width, sources_address, staged_address, whic
                 return problem(UNFIT, f)
             staged[f, 0], staged[f, 1] = scratch, field[ROW_BYTES]
             scratch += (n - skipped) * field[ROW_BYTES]
-    return DONE
-
-
-# What a write replaces
-
-
-@kernel
-def keep_rows(table_address, keys_address, n_keys, ring_address, index_address, n, capacity, journal_address):  # type: ignore[no-untyped-def]
-    """``index_address`` is 0 for the rows from the cursor on."""
-    keys, ring = carray(as_i64(keys_address), n_keys), carray(as_i64(ring_address), 4)
-    words = carray(as_i64(journal_address), JOURNAL_WORDS + n_keys + n)
-    position = words[JOURNAL_WORDS + n_keys :]
-    given, has_index = carray(as_i64(index_address), n), index_address != 0
-    if has_index:
-        invalid = first_outside(given, n, -capacity, capacity)
-        if invalid >= 0:
-            return invalid
-    words[JOURNAL_WRITTEN], words[JOURNAL_SIZE] = ring[WRITTEN], ring[SIZE]
-    words[JOURNAL_ROWS], words[JOURNAL_KEYS] = n, n_keys
-    for k in range(n_keys):
-        words[JOURNAL_WORDS + k] = keys[k]
-    first = ring[WRITTEN] % capacity
-    for i in range(n):
-        at = given[i] if has_index else forward(first, i, capacity)
-        position[i] = at + capacity if at < 0 else at
-    before_seam = min(n, capacity - first)
-    target = journal_address + 8 * (JOURNAL_WORDS + n_keys + n)
-    for k in range(n_keys):
-        entry = carray(as_i64(table_address + 8 * ENTRY * keys[k]), ENTRY)
-        row_bytes, stride = entry[ROW_BYTES], entry[ROW_STRIDE]
-        if has_index:
-            for i in range(n):
-                copy_row(target + i * row_bytes, row_address(entry, position[i]), row_bytes)
-        else:
-            copy_rows(target, row_bytes, row_address(entry, first), stride, row_bytes, before_seam)
-            after = target + before_seam * row_bytes
-            copy_rows(after, row_bytes, row_address(entry, 0), stride, row_bytes, n - before_seam)
-        target += (n * row_bytes + 7) // 8 * 8
-    total = 0
-    kept = carray(as_i64(journal_address), (target - journal_address) // 8)
-    for i in range(JOURNAL_CHECK + 1, len(kept)):
-        total += kept[i]
-    words[JOURNAL_CHECK] = total
     return DONE
 
 

@@ -20,8 +20,6 @@ from gpubuf import ReplayBuffer, serialization
 from gpubuf.data.checkpoints import files
 from tests.contracts.buffers import BufferContract
 
-FILE_BYTES = 600
-
 
 def state_bytes(buffer: Any) -> bytes:
     """Everything in a buffer that a load can change."""
@@ -37,11 +35,11 @@ class Target:
         saved, other, third = (contract.filled(seed=seed)[0] for seed in (0, 5, 7))
         for buffer in (saved, other, third):
             buffer.sample()
-        saved.save(folder, file_bytes=FILE_BYTES)
-        third.save(folder.parent / "another", file_bytes=FILE_BYTES)
+        saved.save(folder)
+        third.save(folder.parent / "another")
         self.good = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
         self.manifest = json.loads(self.good[files.MANIFEST])
-        self.origin = pickle.dumps(other)
+        self.saved, self.origin = saved, pickle.dumps(other)
         self.buffer: ReplayBuffer = pickle.loads(self.origin)
         self.before = state_bytes(self.buffer)
         fresh = contract.new(seed=9)
@@ -49,7 +47,7 @@ class Target:
         self.after = state_bytes(fresh)
 
     def refused(self) -> str:
-        """Load; the text of the refusal, after which the buffer is as it was, bit for bit, or nothing."""
+        """Load; the text of the refusal, after which the buffer is as it was, bit for bit, or else ""."""
         try:
             self.buffer.load(self.folder)
         except (ValueError, FileNotFoundError) as error:
@@ -113,7 +111,7 @@ def change_files(target: Target, chance: random.Random) -> None:
 
 ODD: list[Any] = [None, True, -1, 0, 1, 7, 40, 41, 2**31, 2**62, 2**63, 10**30, 1.5, -0.5, 1e308, float("nan")]
 ODD += ["", "0", "F32", [], {}, [0], [2**40, 3], {"a": 1}, "../escape", "/etc/passwd", "RandomSampler"]
-ODD += ["rows-00000-0123456789abcdef.safetensors"]
+ODD += ["state-00000-0123456789abcdef.safetensors"]
 
 
 def places(tree: Any) -> list[tuple[Any, Any]]:

@@ -29,7 +29,6 @@ from tests.contracts import torchrl_losses
 from tests.support.n_step_model import Model
 from tests.support.torchrl_buffers import consuming, edits, max_value, queries, sequences, two_dimensions
 from tests.support.torchrl_buffers import ensembles as ensembles_of_buffers
-from tests.support.torchrl_buffers import hooks as checkpointers
 
 Point = namedtuple("Point", ["x", "y"])
 PROGRAMS: dict[str, Callable[[Any], Any]] = {}
@@ -525,12 +524,11 @@ def ensembles(lib: Any) -> Any:
     return [*found, ["of all", fact(lambda: drawn(sample_from_all=True))]]
 
 
-# States, folders and hooks
+# States and folders
 
 
 #: Longer programs. The few cases of some are those that are kept.
 STORIES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "hooks": checkpointers.story,
     "consuming": consuming.story,
     "edits": edits.story,
     "ensembles": ensembles_of_buffers.story,

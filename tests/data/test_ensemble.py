@@ -180,10 +180,8 @@ def test_rows_that_are_gone_at_once_have_no_handle(ndim):
     assert not late.updated.any()
 
 
-def test_queries_hooks_and_errors(tmp_path):
+def test_queries_and_errors(tmp_path):
     found = ensemble(gpubuf_data, routing_key="task")
-    found.register_save_hook(lambda data, path: data.set("a", data["a"] * 2))
-    found.register_load_hook(lambda data, out: data.to_tensordict().apply_(lambda value: value // 2))
     data = rows(9).set(("next", "done"), torch.arange(9) > 5)
     found.extend(data)
     assert [each.a.tolist() for each in found.query(traj.a.first() < 2)] == [[0, 3, 6], [1, 4, 7]]

@@ -223,9 +223,9 @@ def test_interrupts_at_random(sampler, n, tmp_path):
 @pace
 @pytest.mark.parametrize("lines", [False, True], ids=["signals", "lines"])
 def test_nothing_waits_after_a_save_that_was_interrupted(tmp_path, lines, pace):
-    """Case 63: the threads that bring files to the disk leave nothing that the next save waits for."""
+    """Case 63: the lock of the folder is given back."""
     buffer, place, kept = new_buffer("uniform", 45), 0, deque(maxlen=50)
-    while interrupt := interrupted(lambda: buffer.save(tmp_path, file_bytes=400), place, lines=lines):
+    while interrupt := interrupted(lambda: buffer.save(tmp_path), place, lines=lines):
         kept.append(interrupt)
         check_nothing_waits(buffer, tmp_path, ["save"], f"save, place {place}")
         place += 7 * pace

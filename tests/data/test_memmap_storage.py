@@ -335,14 +335,14 @@ DAMAGES = {
     "not a tensor": (lambda f: edit(f / "meta.json", step=7), "is not a tensor"),
     "a way out": (lambda f: edit(f / "meta.json", **{"../up": {"type": "TensorDict"}}), r"%2Fup\S* is missing"),
     "a newer tensordict": (lambda f: edit(f / "meta.json", _format_version=99), "format version 99"),
-    "a newer gpubuf": (lambda f: edit(f / "gpubuf.json", version=2), "version 2"),
+    "another gpubuf": (lambda f: edit(f / "gpubuf.json", version=1), "has version 1, this reads version 2"),
     "not gpubuf's": (lambda f: edit(f / "gpubuf.json", format="x"), "not that of"),
     "more rows than room": (lambda f: edit(f / "gpubuf.json", max_size=11), "less than its 11"),
     "no capacity": (lambda f: edit(f / "gpubuf.json", max_size="10"), "must be an integer"),
     "ignored is no list": (lambda f: edit(f / "gpubuf.json", ignored=5), "must be a list"),
-    "torn counters": (lambda f: os.truncate(f / "gpubuf.counters", 8), "8 bytes, but"),
-    "impossible counters": (lambda f: (f / "gpubuf.counters").write_bytes(b"\xff" * 32), "damaged"),
-    "more rows than written": (lambda f: counters(f).write_bytes(bytes([3, *[0] * 7, 5, *[0] * 23])), "damaged"),
+    "torn counters": (lambda f: os.truncate(f / "gpubuf.counters", 8), "8 bytes, but 64 counters"),
+    "impossible counters": (lambda f: (f / "gpubuf.counters").write_bytes(b"\xff" * 32 + bytes(480)), "damaged"),
+    "more rows than written": (lambda f: counters(f).write_bytes(bytes([3, *[0] * 7, 5, *[0] * 503])), "damaged"),
 }
 
 

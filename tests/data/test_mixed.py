@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import warnings
@@ -33,6 +34,7 @@ from tests.contracts.mixes import MIXES, Count, Mix, MixHistory
 from tests.support.counted_launches import counted_launches
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
+from tests.support.interrupts import interrupted
 from tests.support.mixed_setup import part
 from tests.support.placements import Machine
 from tests.support.transitions import same, transitions
@@ -321,13 +323,10 @@ def damaged(path: Path) -> Iterator[None]:
 def test_damage_anywhere_changes_nothing(tmp_path: Path):
     """Case 60: the first buffer was replaced before the file of the second was read."""
     mix().save(tmp_path)
-    own = files.read_manifest(tmp_path, files.MixManifest)
+    (file,) = files.read_manifest(tmp_path, files.MIX).files
     other = mix(9)
     before = state_bytes(other)
-    named = [tmp_path / "manifest.json", tmp_path / own.state.name]
-    named += [tmp_path / f"buffer_{k}" / file.name for k in range(2) for file in own.parts[k].files]
-    assert len(named) >= 6
-    for path in named:
+    for path in (tmp_path / "manifest.json", tmp_path / file.name):
         for _ in damaged(path):
             with pytest.raises((ValueError, FileNotFoundError)):
                 other.load(tmp_path)
@@ -367,7 +366,7 @@ def test_a_part_that_does_not_fit_changes_nothing(tmp_path: Path):
 
 @pytest.mark.parametrize("by", ["files", "state"])
 @pytest.mark.parametrize("what", ["transform", "sampler", "transform of an empty mix"])
-def test_a_part_of_the_users_that_fails_puts_all_back(what, by, tmp_path: Path):
+def test_a_part_of_the_users_that_fails_leaves_all_empty(what, by, tmp_path: Path):
     """Case 60: what only shows when it is tried, in the second buffer, after the first one has its state."""
 
     def made(n: int, fails: bool) -> MixedReplayBuffer:
@@ -385,11 +384,25 @@ def test_a_part_of_the_users_that_fails_puts_all_back(what, by, tmp_path: Path):
     other = made(0 if "empty" in what else 9, True)
     if len(other):
         other.sample(4)
-    before = state_bytes(other)
     with pytest.raises(ArithmeticError, match="not this one"):
         other.load(tmp_path) if by == "files" else other.load_state_dict(saved.state_dict())
-    assert state_bytes(other) == before
+    assert [len(buffer) for buffer in other.buffers] == [0, 0]
     assert [buffer.batch_size for buffer in other.buffers] == [buffer._batches.batch_size for buffer in other.buffers]
+
+
+# A file that was being opened is closed by who collects it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("lines", [False, True])
+def test_a_load_that_is_interrupted_anywhere(lines, tmp_path: Path):
+    """Case 60: all as they were, or all empty, or all as they were saved."""
+    saved, other, place, outcomes = mix(14), mix(9), 0, set()
+    saved.save(tmp_path)
+    known = {9 + 12: "before", 0: "empty", 14 + 12: "after"}
+    while interrupted(functools.partial(other.load, tmp_path), place, lines=lines):
+        outcomes.add(known[sum(len(buffer) for buffer in other.buffers)])
+        other, place = mix(9), place + 97
+    assert outcomes >= {"before", "empty"}
+    assert state_bytes(other) == state_bytes(saved)
 
 
 def test_cut_short_before_every_step(tmp_path: Path, monkeypatch):
@@ -409,25 +422,12 @@ def test_cut_short_before_every_step(tmp_path: Path, monkeypatch):
         found = [buffer.write_count for buffer in other.buffers]
         assert found in (before, after)
         outcomes.append(found == after)
-        for number in range(2):
-            single = part(0, 0, kind="uniform" if number else "prioritized", transform=Count())
-            single.load(tmp_path / f"buffer_{number}")
-            assert single.write_count in (before[number], after[number])
         mixed.save(tmp_path)
-    assert len(outcomes) > 12
+    assert len(outcomes) > 8
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == {False, True}
-    own = files.read_manifest(tmp_path, files.MixManifest)
-    assert {path.name for path in tmp_path.iterdir()} == {own.state.name, "manifest.json", "buffer_0", "buffer_1"}
-
-
-def test_only_what_changed_is_written(tmp_path: Path):
-    mixed = MixedReplayBuffer([part(190, 0, capacity=200), part(190, 1000, capacity=200)])
-    options: Any = {"file_bytes": 512}
-    full = mixed.save(tmp_path, **options)
-    mixed.extend(transitions(2), buffer=1)
-    again = mixed.save(tmp_path, **options)
-    assert again[0].bytes_written < again[1].bytes_written < full[1].bytes_written / 2
+    (file,) = files.read_manifest(tmp_path, files.MIX).files
+    assert {path.name for path in tmp_path.iterdir()} == {file.name, "manifest.json"}
 
 
 def test_checkpoints_of_others(tmp_path: Path):
@@ -436,10 +436,10 @@ def test_checkpoints_of_others(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         other.load(tmp_path)
     saved.save(tmp_path / "two")
-    with pytest.raises(ValueError, match="is of 2 buffers, here are 1"):
+    with pytest.raises(ValueError, match="is that of 2 buffers, here are 1"):
         MixedReplayBuffer([part(3, 0)]).load(tmp_path / "two")
     saved[0].save(tmp_path / "one")
-    with pytest.raises(ValueError, match="is not the manifest of a gpubuf checkpoint of several buffers"):
+    with pytest.raises(ValueError, match="is of one buffer, not of several buffers"):
         other.load(tmp_path / "one")
     assert state_bytes(other) == before
     for save in (lambda: other.save(tmp_path / "one"), lambda: saved[0].save(tmp_path / "two")):

@@ -1,8 +1,4 @@
-"""Buffers from and to TorchRL: folders that TorchRL wrote (tests/support/torchrl_files), and folders as it writes them.
-
-The other direction, TorchRL loading what is written here, was checked with TorchRL 0.14.1 itself, which the tests don't
-need: `test_writes_what_torchrl_writes` compares with its files instead.
-"""
+"""Buffers from and to TorchRL: folders that TorchRL wrote (tests/support/torchrl_files), and folders like them."""
 
 import json
 import os
@@ -109,7 +105,9 @@ def test_priorities():
 
 def dump(buffer: ReplayBuffer, folder: Path) -> None:
     """Write the files that TorchRL would, but for priorities."""
-    buffer.storage.dumps(folder / "storage")
+    buffer.storage._storage.memmap(folder / "storage")
+    rows = {"metadata": {}, "is_pytree": False, "len": len(buffer)}
+    (folder / "storage" / "storage_metadata.json").write_text(json.dumps(rows))
     buffer.writer.dumps(folder / "writer")
     (folder / "buffer_metadata.json").write_text(json.dumps({"batch_size": buffer.batch_size}))
 

@@ -78,7 +78,7 @@ def test_a_storage_of_tensors(backend):
     assert buffer[:].sum() == 2 * info["index"].unique().numel()
 
 
-def test_mapped_files_and_incremental_checkpoints(tmp_path: Path):
+def test_mapped_files_and_checkpoints(tmp_path: Path):
     """A checkpoint on top of another holds what was written back since."""
     for storage in (LazyMemmapStorage(CAPACITY, scratch_dir=tmp_path / "rows"), LazyTensorStorage(CAPACITY)):
         buffer, folder = buffer_of(storage=storage), tmp_path / type(storage).__name__

@@ -19,11 +19,10 @@ from pathlib import Path
 import torch
 
 from gpubuf import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
-from gpubuf.data.checkpoints.files import MANIFEST, Manifest, read_manifest
+from gpubuf.data.checkpoints.files import BUFFER, MANIFEST, read_manifest
 from tests.support.transitions import transitions
 
 CAPACITY = 200
-FILE_BYTES = 1_500
 
 
 def new_buffer() -> TensorDictReplayBuffer:
@@ -48,7 +47,7 @@ def save_for_ever(folder: str, report: int) -> None:
     buffer.load(folder)
     while True:
         write(buffer, 1 + buffer.write_count * 7 % 40)
-        buffer.save(folder, file_bytes=FILE_BYTES)
+        buffer.save(folder)
         os.write(report, buffer.write_count.to_bytes(8, "little"))
 
 
@@ -98,7 +97,7 @@ def main(folder: str, kills: int, seed: int) -> None:
     buffer = new_buffer()
     write(buffer, 150)
     buffer.sample(8)
-    buffer.save(folder, file_bytes=FILE_BYTES)
+    buffer.save(folder)
     within, last = 0, buffer.write_count
     for _ in range(kills):
         reported = killed(folder, generator.uniform(0, 0.02))
@@ -108,7 +107,7 @@ def main(folder: str, kills: int, seed: int) -> None:
         last = written
     buffer = new_buffer()
     buffer.load(folder)
-    buffer.save(folder, file_bytes=FILE_BYTES)
+    buffer.save(folder)
     left = not_in_checkpoint(folder)
     assert not left, f"the next save leaves {left}"
     print(f"{kills} kills, {within} of them within a save, {last} rows written")
@@ -116,7 +115,7 @@ def main(folder: str, kills: int, seed: int) -> None:
 
 def not_in_checkpoint(folder: str) -> set[str]:
     """What a save that was cut short has left behind."""
-    named = {file.name for file in read_manifest(Path(folder), Manifest).files}
+    named = {file.name for file in read_manifest(Path(folder), BUFFER).files}
     return set(os.listdir(folder)) - named - {MANIFEST}
 
 

@@ -167,7 +167,7 @@ def test_a_signal_on_one_rank_stops_all(found, folder):
 
 
 def test_a_run_goes_on_with_fewer_ranks(found, folder):
-    assert (folder / "parts" / CHECKPOINT_FOLDER / "rank_1").is_dir()
+    assert len(list((folder / "parts" / CHECKPOINT_FOLDER).glob("state-*"))) == 2
     result = resume(folder / "parts", {"total_steps": 160})
     assert result.steps == 160
     assert not (folder / "parts" / CHECKPOINT_FOLDER).exists()

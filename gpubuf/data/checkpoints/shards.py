@@ -1,8 +1,8 @@
-"""Checkpoints of the ranks of a process group: a folder for each rank under one manifest, and one commit.
+"""Checkpoints of the ranks of a process group: a file for each rank under one manifest, and one commit.
 
-Each rank saves its own buffer, as :mod:`gpubuf.data.checkpoints.save` does, to ``rank_0``, ``rank_1`` and so on, all at
-the same time. When all files are on the disk, rank 0 replaces the manifest of the whole, which says what each folder
-holds. Until then the previous checkpoint of all ranks is whole, whichever of them is lost.
+Each rank saves its own buffer, as :mod:`gpubuf.data.checkpoints.save` does, to a file of its own, all at the same time.
+When all files are on the disk, rank 0 replaces the manifest, which names them. Until then the previous checkpoint of
+all ranks is whole, whichever of them is lost.
 
 As many ranks as there were go on exactly. On fewer ranks, each takes several shards, one after the other; what is not
 exact then is refused.
@@ -24,10 +24,9 @@ from torch import Tensor
 
 from gpubuf import serialization
 from gpubuf.data.checkpoints import files
-from gpubuf.data.checkpoints.files import Manifest, ShardManifest, need
-from gpubuf.data.checkpoints.restore import TOGETHER, existing, load_parts, readers, together
-from gpubuf.data.checkpoints.save import Checkpointed, FileWriter, Saved, earlier, save_parts
-from gpubuf.data.lock import holding
+from gpubuf.data.checkpoints.files import need
+from gpubuf.data.checkpoints.restore import check, existing, readers, replacing
+from gpubuf.data.checkpoints.save import Checkpointed, state_of
 from gpubuf.data.processing.statistics import merged_entries
 from gpubuf.data.storage.layout import Data, Pieces
 from gpubuf.data.storage.share_next import full_state, oldest_of
@@ -71,30 +70,25 @@ class _Vote:
             self.cast(failure=f"{type(error).__name__}: {error}")
 
 
-def rank_folder(folder: Path, rank: int) -> Path:
-    """The folder of a rank in the folder of all."""
-    return folder / f"rank_{rank}"
-
-
 def save_shards(
     buffer: Checkpointed,
     path: str | os.PathLike[str],
     process_group: dist.ProcessGroup,
     *,
     beside: dict[str, Any] | None = None,
-    **options: Any,
-) -> Saved:
+    progress: bool | None = None,
+) -> int:
     """:func:`gpubuf.data.checkpoints.save.save` on every rank of a group, of its shard. All ranks call it.
 
     Args:
         buffer: that of this rank.
-        path: the folder of all, which every rank sees (of several machines: on a file system that they share).
+        path: the folder, which every rank sees (of several machines: on a file system that they share).
         process_group: the ranks.
         beside: what this rank keeps beside its buffer: tensors and plain values.
-        options: as for ``save``.
+        progress: as for ``save``.
 
     Returns:
-        How much this rank has written.
+        The bytes that this rank has written.
 
     Raises:
         RuntimeError: another rank has failed, or is lost (after the group's timeout). As ``save`` besides. The previous
@@ -108,38 +102,19 @@ def save_shards(
     with files.FolderLock(folder, exclusive=True) if rank == 0 else nullcontext():
         with _Vote(process_group) as vote:
             if rank == 0:
-                earlier(folder, files.ShardManifest)
+                files.check_replaceable(folder, files.RANKS)
             (save_id, *_) = vote.cast(secrets.token_hex(8))
-        own = rank_folder(folder, rank)
         with _Vote(process_group) as vote:
-
-            def commit(manifests: list[Manifest], shared: dict[str, Any]) -> None:
-                writer = FileWriter(folder, save_id=save_id)
-                state = writer.write("state", [rank], shared, 0, 0)
-                writer.finish()
-                found = vote.cast((*manifests, state))
-                with _Vote(process_group) as last:
-                    if rank == 0:
-                        parts, states = zip(*found, strict=True)
-                        whole = ShardManifest(save_id, parts, states)
-                        files.write_manifest(folder, whole)
-                        files.remove_others(folder, whole)
-                        _remove_ranks(folder, len(parts))
-                    last.cast()
-
-            (saved,) = save_parts([buffer], [own], commit, lambda: beside or {}, **options)
-        return saved
-
-
-def _remove_ranks(folder: Path, first: int) -> None:
-    """Remove what ranks from ``first`` on left when there were more of them. Files of other names stay."""
-    while (own := rank_folder(folder, first)).is_dir():
-        for entry in own.iterdir():
-            if files.is_own(entry.name) and not entry.is_dir():
-                entry.unlink()
-        if not any(own.iterdir()):
-            own.rmdir()
-        first += 1
+            kept = {"beside": beside or {}}
+            file = files.write(
+                folder, save_id, [buffer._lock], lambda: {"buffer": state_of(buffer), **kept}, progress, rank
+            )
+            found = vote.cast(file)
+        with _Vote(process_group) as vote:
+            if rank == 0:
+                files.commit(folder, files.Manifest(files.RANKS, tuple(found)))
+            vote.cast()
+    return file.size
 
 
 def load_shards(
@@ -149,7 +124,7 @@ def load_shards(
     *,
     progress: bool | None = None,
 ) -> dict[str, Any]:
-    """Restore what :func:`save_shards` wrote, on all ranks of a group or on none of them. All ranks call it.
+    """Restore what :func:`save_shards` wrote, on all ranks of a group. All ranks call it.
 
     On as many ranks as there were, each goes on with the same batches. On fewer, rank r of M takes the shards r, r + M,
     r + 2 M and so on, its own as the newest: rows, oldest first, and priorities are those of the shards; running
@@ -160,7 +135,7 @@ def load_shards(
 
     Args:
         buffer: that of this rank. It has room for the rows of its shards.
-        path: the folder of all.
+        path: the folder.
         process_group: the ranks. None: this process takes all shards.
         progress: as for ``save``.
 
@@ -171,34 +146,33 @@ def load_shards(
         FileNotFoundError: there is no checkpoint.
         ValueError: as :func:`gpubuf.data.checkpoints.restore.load`; or there are more ranks than there were, or what
             several shards have can't be put together. The buffers of all ranks are as they were.
-        RuntimeError: another rank has failed, or is lost. Synchronises.
+        RuntimeError: another rank has failed, or is lost: before all have checked their shards, the buffers are as they
+            were; later, they are empty. Synchronises.
     """
     rank, ranks = (0, 1) if process_group is None else (process_group.rank(), process_group.size())
-    with _Vote(process_group) as vote:
-        folder = existing(path)
-        with files.FolderLock(folder, exclusive=False):
-            whole = files.read_manifest(folder, files.ShardManifest)
-            there = len(whole.parts)
-            if there < ranks:
-                raise ValueError(
-                    f"the checkpoint at {folder} is of {there} ranks and can't be cut into more: here are {ranks}"
-                )
-            mine = [*range(rank + ranks, there, ranks), rank]
-            beside = files.open_file(folder, whole.states[rank])
-            manifests = [whole.parts[each] for each in mine]
-
-            def restore(states: list[dict[str, Any]]) -> None:
-                state = states[0] if len(states) == 1 else _one_state(states, mine, buffer._storage.ndim)
-                with together() as group:
-                    buffer.load_state_dict({**state, TOGETHER: group})
-                    # What raises here puts the buffer back.
-                    vote.cast()
-
-            folders = [existing(rank_folder(folder, each)) for each in mine]
-            holding(
-                [files.FolderLock(own, exclusive=False) for own in folders],
-                lambda: load_parts([buffer] * len(mine), folders, manifests, restore, progress),
-            )
+    with buffer._lock:
+        with _Vote(process_group) as vote:
+            folder = existing(path)
+            with files.FolderLock(folder, exclusive=False):
+                shards = files.read_manifest(folder, files.RANKS).files
+                if len(shards) < ranks:
+                    raise ValueError(
+                        f"the checkpoint at {folder} is of {len(shards)} ranks and can't be cut into more: here are "
+                        f"{ranks}"
+                    )
+                mine = [*range(rank + ranks, len(shards), ranks), rank]
+                found = [files.read(folder, shards[each], progress) for each in mine]
+            beside: dict[str, Any] = found[-1]["beside"]
+            states = [each["buffer"] for each in found]
+            for state in states:
+                check(buffer, state)
+            if len(states) > 1:
+                states = [_one_state(states, mine, buffer._storage.ndim)]
+                check(buffer, states[0])
+            vote.cast()
+        with _Vote(process_group) as vote, replacing(buffer):
+            buffer.load_state_dict(states[0])
+            vote.cast()
     return beside
 
 
@@ -245,6 +219,8 @@ def _one_storage(storages: list[dict[str, Any]], ranks: list[int], ndim: int) ->
         need(storage["shape"][1:] == rest, f"the storage of rank {rank} has the shape {storage['shape']}, not {rest}")
         need(_bytes({"form": storage.get("form")}) == form, f"rank {rank} stores its rows in another way than others")
         need("host" not in storage, "data that are not tensors can be restored on as many ranks only")
+    for rank, storage in zip(ranks[:-1], storages, strict=False):
+        _cut(storage, ndim, rank)
     wholes = [full_state(storage, ndim) for storage in storages]
     pieces = [Pieces.of(whole["rows"], ndim) for whole in wholes]
     size = sum(storage["size"] for storage in storages)
@@ -252,14 +228,12 @@ def _one_storage(storages: list[dict[str, Any]], ranks: list[int], ndim: int) ->
 
     def each() -> Any:
         start = 0
-        for number, (rank, whole, part) in enumerate(zip(ranks, wholes, pieces, strict=True)):
+        for whole, part in zip(wholes, pieces, strict=True):
             rows: Data = torch.cat([data for _, data in part.parts()])
             oldest = oldest_of(whole) // per_step
-            rows = torch.cat([rows[oldest:], rows[:oldest]])
-            if number + 1 < len(ranks) and len(rows):
-                _cut(rows, rank)
-            yield start, rows
-            start += len(rows)
+            for run in (rows[oldest:], rows[:oldest]):
+                yield start, run
+                start += len(run)
 
     one = {name: value for name, value in wholes[-1].items() if name not in ("rewritten", "skipped", "cuts")}
     cuts = [whole["cuts"][_oldest_first(whole)] for whole in wholes if whole.get("cuts") is not None]
@@ -270,30 +244,33 @@ def _one_storage(storages: list[dict[str, Any]], ranks: list[int], ndim: int) ->
     return {**one, **counters, "rows": Pieces(pieces[-1].example, each)}
 
 
-def _cut(rows: Data, rank: int) -> None:
-    """End the trajectories that go on at the last step of ``rows``, which are changed.
+def _cut(storage: dict[str, Any], ndim: int, rank: int) -> None:
+    """End the trajectories that go on at the newest step of a storage, whose rows are changed: those of its file stay.
 
     Raises:
         ValueError: the rows have no flags that could say so without ending the values too.
     """
-    keys = rows.keys(True) if hasattr(rows, "keys") else ()
-    done = rows.get(_DONE) if _DONE in keys else None
-    need(
-        done is not None,
-        f"the rows have no {_DONE}, by which the newest trajectory of rank {rank} could be kept apart from what "
-        "another rank wrote: restore them on as many ranks",
-    )
-    assert done is not None
-    if bool(done[-1].all()):
-        return
-    need(
-        _TERMINATED in keys,
-        f"the newest trajectory of rank {rank} goes on, and without {_TERMINATED} beside {_DONE} a cut there would end "
-        "its values too: restore the rows on as many ranks",
-    )
-    if _TRUNCATED in keys:
-        rows.get(_TRUNCATED)[-1] |= ~done[-1]
-    done[-1] = True
+    newest = (storage["written"] // math.prod(storage["shape"][1:]) - 1) % storage["shape"][0]
+    for start, rows in Pieces.of(storage["rows"], ndim).parts():
+        if not start <= newest < start + len(rows):
+            continue
+        keys = rows.keys(True) if hasattr(rows, "keys") else ()
+        need(
+            _DONE in keys,
+            f"the rows have no {_DONE}, by which the newest trajectory of rank {rank} could be kept apart from what "
+            "another rank wrote: restore them on as many ranks",
+        )
+        done = rows.get(_DONE)[newest - start]
+        if bool(done.all()):
+            return
+        need(
+            _TERMINATED in keys,
+            f"the newest trajectory of rank {rank} goes on, and without {_TERMINATED} beside {_DONE} a cut there would "
+            "end its values too: restore the rows on as many ranks",
+        )
+        if _TRUNCATED in keys:
+            rows.get(_TRUNCATED)[newest - start] |= ~done
+        done.fill_(True)
 
 
 def _one_sampler(samplers: list[dict[str, Any]], orders: list[Tensor]) -> dict[str, Any]:
@@ -329,11 +306,9 @@ def _one_processing(states: list[dict[str, Any]]) -> dict[str, Any]:
 def _is_sharded(folder: Path) -> bool:
     """Whether a folder holds the checkpoint of several ranks."""
     try:
-        files.read_manifest(folder, files.ShardManifest)
-    except (FileNotFoundError, files.ForeignError):
+        files.read_manifest(folder, files.RANKS)
+    except (FileNotFoundError, files.DamagedError):
         return False
-    except files.DamagedError:
-        return rank_folder(folder, 0).is_dir()
     return True
 
 

@@ -149,7 +149,6 @@ class ListStorage(TensorStorage):
         items, positions = self.as_items(data), index.tolist()
         if len(items) != len(positions):
             raise ValueError(f"{len(positions)} rows are addressed, {len(items)} objects given")
-        self.overwrites += 1
         self.objects.put(positions, {_OBJECTS: items})
 
     def place(self, positions: list[int], items: list[Any]) -> None:

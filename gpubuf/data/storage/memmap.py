@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,16 +20,15 @@ from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.column import Column, Record, separate
 from gpubuf.data.storage.end_bits import FLAGS
 from gpubuf.data.storage.layout import Data, RowLayout, batch_shape, saved_tree, with_tree
-from gpubuf.data.storage.memmap_files import COUNTERS_FILE, GPUBUF_FILE, Journal
+from gpubuf.data.storage.memmap_files import COUNTER_WORDS, COUNTERS_FILE, GPUBUF_FILE, Counters
 from gpubuf.data.storage.placement import Placement
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import Schema
 from gpubuf.data.storage.storage import LazyTensorStorage
 from gpubuf.kernels import rows
-from gpubuf.kernels._registry import in_memory
 
 FORMAT = "gpubuf-memmap"
-VERSION = 1
+VERSION = 2
 
 
 class LazyMemmapStorage(LazyTensorStorage):
@@ -40,10 +39,10 @@ class LazyMemmapStorage(LazyTensorStorage):
     are sparse: they take space as rows are written.
 
     The ring's counters are mapped too, so that the rows are all there again when a process was killed, without
-    :meth:`flush`; only a crash of the machine can lose what was not flushed. The write in whose middle it was killed
-    never happened: what it was about to replace is kept in a file until it is done, and put back by who opens the
-    folder next. If a state was being loaded, the storage is empty. Samplers rebuild what they know from the rows: every
-    row then counts as new to a prioritized one.
+    :meth:`flush`; only a crash of the machine can lose what was not flushed. Of the write in whose middle it was killed
+    no row is left: neither those that it wrote nor those that it replaced. Rows that were being overwritten by index
+    stay, and a warning names them. If a state was being loaded, the storage is empty. Samplers rebuild what they know
+    from the rows: every row then counts as new to a prioritized one.
 
     The folder is laid out as TorchRL's ``storage/`` and can be read by ``TensorDict.load_memmap``. Only one process at
     a time may write to it.
@@ -106,8 +105,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._hold: int | None = None  # of a temporary folder
-        self._journal: Journal | None = None
-        self._replacing = self._is_rest = False  # whether a state is being loaded; whether files of ours are in the way
+        self._counters: Counters | None = None
+        self._is_rest = False  # whether files of ours are in the way
         self._tree: dict[str, Any] = {}  # what the folder says about containers of the rows
         if self.scratch_dir is not None and (self.scratch_dir / GPUBUF_FILE).exists():
             if not existsok:
@@ -146,14 +145,12 @@ class LazyMemmapStorage(LazyTensorStorage):
         if not isinstance(ignored, list):
             raise ValueError(f"{folder / GPUBUF_FILE}: 'ignored' must be a list of keys, not {ignored!r}")
         layout = with_tree(RowLayout(data, self.ndim, frozenset(map(str, ignored))), content.get("tree"))
-        counters = files.map_file(folder / COUNTERS_FILE, torch.int64, (4,), writable=True)
+        self._counters = counters = Counters(folder / COUNTERS_FILE)
         tensors = layout.collect(data, self.ndim)
-        journal = Journal(folder, [leaf.row_bytes for leaf in layout.leaves], math.prod(shape))
-        journal.recover([tensor.flatten(0, self.ndim - 1) for tensor in tensors], counters)
-        written, size = int(counters[rows.WRITTEN]), int(counters[rows.SIZE])
+        counters.recover([tensor.flatten(0, self.ndim - 1) for tensor in tensors], math.prod(shape))
+        written, size = int(counters.ring[rows.WRITTEN]), int(counters.ring[rows.SIZE])
         if not 0 <= size <= min(written, math.prod(shape)):
             raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
-        self._mapped_counters, self._journal = counters, journal
         found = separate(list(map(Column, tensors)))
         self._adopt(self.schema_like(layout), found, shape, Placement("cpu", torch.device("cpu")))
         self.counters.set(written, size)
@@ -181,15 +178,12 @@ class LazyMemmapStorage(LazyTensorStorage):
         # Without the file that is written last: by a process that was killed while it made a storage.
         self._is_rest = self.existsok and (folder / COUNTERS_FILE).exists()
         try:
-            self._mapped_counters = self._create(folder / COUNTERS_FILE, torch.int64, (4,), created)
+            self._create(folder / COUNTERS_FILE, torch.int64, (COUNTER_WORDS,), created)
+            self._counters = Counters(folder / COUNTERS_FILE)
             columns = [
                 Column(self._create(files.tensor_file(folder, leaf.key), leaf.dtype, (*shape, *leaf.shape), created))
                 for leaf in layout.leaves
             ]
-            self._create(folder / files.JOURNAL_FILE, torch.int64, (1,), created)
-            self._journal = Journal(folder, [leaf.row_bytes for leaf in layout.leaves], math.prod(shape))
-            if self._replacing:
-                self._journal.void()
             files.write_metadata(folder, layout, shape, 0)
             # Last, because it makes the folder a storage.
             files.write_json(
@@ -237,78 +231,55 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     def _new_ring(self, device: torch.device) -> Ring:
         ring = super()._new_ring(device)
+        assert self._counters is not None
         # The kernels advance the counters in the file.
-        ring.counters = self._mapped_counters
+        ring.counters = self._counters.ring
         return ring
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy keeps its rows in files of its own, in a new temporary folder."""
-        state = {**super().__getstate__(), "scratch_dir": None, "auto_cleanup": True, "_hold": None}
-        state.update(_journal=None)
-        state.pop("_mapped_counters", None)
-        return {**state, "_finalizer": None}
+        own = {"scratch_dir": None, "auto_cleanup": True, "_hold": None, "_counters": None, "_finalizer": None}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self._ring is not None:
-            self._mapped_counters.copy_(self._ring.counters)
-            self._ring.counters = self._mapped_counters
+        if self._ring is not None and self._counters is not None:
+            self._counters.ring.copy_(self._ring.counters)
+            self._ring.counters = self._counters.ring
             self._remove_with_self()
 
     # What can be killed
 
-    def _kept(
-        self, n: int, index: Tensor | None = None, keys: Sequence[int] | None = None
-    ) -> contextlib.AbstractContextManager[Any]:
-        """For a write of ``n`` rows, at the cursor or at ``index``: whoever opens the files after a kill undoes it."""
-        journal, ring = self._journal, self._ring
-        if journal is None or ring is None:
+    def _noted(self, n: int = 0, index: Tensor | None = None) -> contextlib.AbstractContextManager[Any]:
+        """Around a write of ``n`` rows at the cursor, or of rows at ``index``: see :class:`~.memmap_files.Counters`."""
+        counters = self._counters
+        if counters is None:
             return contextlib.nullcontext()
-        if index is not None:
-            index = in_memory(index).contiguous()
-        else:
-            # Only what is valid needs to be kept.
-            n = min(n, self.max_size) if ring.size and ring.size + n > self.max_size else 0
-        return journal.keep(self.table, ring.counters, n, index, keys)
+        return counters.appending(n) if index is None else counters.overwriting(index)
 
     def append_prepared(self, launch: Callable[[], Tensor | None], n: int) -> Tensor | None:
-        with self._kept(n):
+        with self._noted(n):
             return super().append_prepared(launch, n)
 
     def _append(self, local: list[Tensor], n: int) -> Tensor:
-        with self._kept(n):
+        with self._noted(n):
             return super()._append(local, n)
 
     def write(self, index: Tensor, data: Data) -> None:
-        with self._kept(index.numel(), index):
+        with self._noted(index=index):
             super().write(index, data)
 
     def update(self, index: Tensor, keys: Sequence[int], sources: list[Tensor], generation: Tensor) -> None:
-        with self._kept(index.numel(), index, keys):
+        with self._noted(index=index):
             super().update(index, keys, sources, generation)
 
     def empty(self, recount: bool = False) -> None:
-        with self._voided():
+        with contextlib.nullcontext() if self._counters is None else self._counters.replacing():
             super().empty(recount)
 
     def load_state_dict(self, state: dict[str, Any]) -> Tensor | None:
-        self._replacing = True
-        try:
-            with self._voided():
-                return super().load_state_dict(state)
-        finally:
-            self._replacing = False
-
-    @contextlib.contextmanager
-    def _voided(self) -> Iterator[None]:
-        """While all rows are replaced, none of them counts for whoever opens the files after a kill."""
-        if self._journal is not None:
-            self._journal.void()
-        try:
-            yield
-        finally:
-            if self._journal is not None:
-                self._journal.settle()
+        with contextlib.nullcontext() if self._counters is None else self._counters.replacing():
+            return super().load_state_dict(state)
 
     def _own_files(self) -> list[Path]:
         """All files of the storage, those that are deepest first."""
@@ -317,7 +288,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         tensors = [files.tensor_file(folder, leaf.key) for leaf in self.layout.leaves]
         levels = {parent for path in tensors for parent in path.parents if parent.is_relative_to(folder)} | {folder}
         metadata = [level / files.META_FILE for level in levels]
-        own = [folder / name for name in (files.STORAGE_FILE, GPUBUF_FILE, COUNTERS_FILE, files.JOURNAL_FILE)]
+        own = [folder / name for name in (files.STORAGE_FILE, GPUBUF_FILE, COUNTERS_FILE)]
         if self._hold is not None:
             own.append(folder / files.LOCK_FILE)
         return sorted(tensors + metadata + own, key=lambda path: -len(path.parts))
@@ -330,11 +301,9 @@ class LazyMemmapStorage(LazyTensorStorage):
         if self._schema is None:
             return
         assert self.scratch_dir is not None
-        assert self._journal is not None
         for leaf in self.layout.leaves:
             files.sync_file(files.tensor_file(self.scratch_dir, leaf.key), self.scratch_dir)
         files.sync_file(self.scratch_dir / COUNTERS_FILE)
-        self._journal.flush()
         files.write_metadata(self.scratch_dir, self.layout, tuple(self._shape), len(self))
 
     def cleanup(self) -> bool:

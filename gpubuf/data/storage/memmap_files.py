@@ -1,4 +1,4 @@
-"""Rows in files: one memory-mapped file per key, JSON that says what they hold, the journal, and temporary folders.
+"""Rows in files: one memory-mapped file per key, the ring's counters, JSON that says what is there, temporary folders.
 
 The layout of a folder is that of a memory-mapped TensorDict inside TorchRL's ``storage/``, so that either side opens
 what the other has written: ``meta.json`` lists the entries of one level with shape and dtype, a tensor lies in
@@ -19,7 +19,7 @@ import os
 import stat
 import tempfile
 import time
-from array import array
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -32,10 +32,6 @@ from torch import Tensor
 from gpubuf import serialization
 from gpubuf.data.storage.layout import Data, Key, Node, RowLayout
 from gpubuf.kernels import rows
-from gpubuf.kernels._registry import lazy
-from gpubuf.kernels.rows import JOURNAL_CHECK, JOURNAL_KEYS, JOURNAL_ROWS, JOURNAL_STATE, JOURNAL_WORDS
-
-_keep = lazy("gpubuf.kernels.rows._cpu:keep")
 
 logger = logging.getLogger("gpubuf")
 
@@ -43,7 +39,6 @@ META_FILE = "meta.json"
 STORAGE_FILE = "storage_metadata.json"
 GPUBUF_FILE = "gpubuf.json"
 COUNTERS_FILE = "gpubuf.counters"
-JOURNAL_FILE = "gpubuf.journal"
 LOCK_FILE = "gpubuf.lock"  # in temporary folders
 TEMPORARY = "gpubuf-"
 """How the name of a temporary folder begins."""
@@ -58,9 +53,11 @@ _DTYPES = {str(dtype): dtype for dtype in serialization.NAMES}
 _UNSAFE = {ord(c): f"%{ord(c):02X}" for c in '%/\\:*?"<>| ' + "".join(map(chr, (*range(32), 127)))}
 # Entries of meta.json that are not keys.
 _RESERVED = frozenset({"shape", "device", "_type", "_format_version", "_class"})
-#: Values of the first word: nothing is being written; old rows are kept here; all rows are being replaced.
-_IDLE, _KEPT, _GONE = range(3)
-_LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 26
+#: What is being written: nothing, rows at the cursor, rows by index, all rows.
+IDLE, APPENDING, OVERWRITING, REPLACING = range(4)
+#: Words of the file of counters, after the ring's: that; the ring's counters before it; how many rows; which ones.
+_STATE, _WRITTEN, _SIZE, _ROWS, _NAMED, COUNTER_WORDS = 4, 5, 6, 7, 8, 64
+_CHUNK_BYTES = 1 << 26
 _PATIENCE = 1.0
 
 
@@ -79,7 +76,7 @@ def tensor_file(folder: Path, key: Key) -> Path:
 
 def is_own(name: str) -> bool:
     """Whether a file of this name may be one of a storage."""
-    known = (META_FILE, STORAGE_FILE, GPUBUF_FILE, COUNTERS_FILE, JOURNAL_FILE)
+    known = (META_FILE, STORAGE_FILE, GPUBUF_FILE, COUNTERS_FILE)
     return name.endswith(".memmap") or name.removesuffix(".tmp") in known
 
 
@@ -87,7 +84,7 @@ def is_own(name: str) -> bool:
 
 
 def open_file(path: Path, flags: int, root: Path | None = None) -> int:
-    """A descriptor of a regular file. Nothing that is a link is followed on the way from ``root`` to it.
+    """A descriptor of a regular file. Links on the way from ``root`` to it are refused.
 
     Args:
         path: the file.
@@ -98,33 +95,22 @@ def open_file(path: Path, flags: int, root: Path | None = None) -> int:
         FileExistsError: with ``os.O_EXCL``: there is something at ``path``.
         ValueError: the file is missing, is a link or something else than a file, or lies in a folder that is a link.
     """
-    root = path.parent if root is None else root
-    *folders, name = path.relative_to(root).parts
-    own = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # to open a pipe does not wait for its other end
-    folder, descriptor = -1, -1
+    refuse_links(path, path.parent if root is None else root)
+    if flags & os.O_CREAT:
+        path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        for part in folders:
-            if flags & os.O_CREAT:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(part, dir_fd=folder)
-            above, folder = folder, os.open(part, os.O_RDONLY | os.O_DIRECTORY | own, dir_fd=folder)
-            os.close(above)
-        descriptor = os.open(name, flags | own, 0o666, dir_fd=folder)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError(f"{path} is not a regular file")
-        found, descriptor = descriptor, -1
-        return found
+        # Not blocking: to open a pipe does not wait for its other end.
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO):
             raise
-        raise ValueError(f"{path} is no regular file, or below {root} a link leads to it: links are refused") from None
-    finally:
-        for left in (folder, descriptor):
-            if left >= 0:
-                os.close(left)
+        raise ValueError(f"{path} is not a regular file") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path} is not a regular file")
+    return descriptor
 
 
 def refuse_links(path: Path, root: Path) -> None:
@@ -363,34 +349,34 @@ def _shape(value: Any, batch: tuple[int, ...], path: Path, name: str) -> tuple[i
     return tuple(value)
 
 
-# Writes that can be taken back
+# What a write is about to do
 
 
-class Journal:
-    """What a write to mapped files is about to replace, so that whoever opens them after a kill can take it back.
+class Counters:
+    """The file of a ring's counters, which also says what is being written.
 
-    A process that is killed leaves in the files what it has stored until then, in the order in which it stored it.
-    Before rows change, their old bytes and the counters go into one more file, and then a word that says so. It is
-    taken back when the write is done. If it is still there when the folder is opened, the old bytes are put back: the
-    write never happened. This is about processes; after a crash of the machine the disk may hold later bytes without
-    earlier ones.
+    A process that is killed leaves in the files what it has stored until then, in the order in which it stored it. So a
+    write first notes which rows it is about to write, and takes the note back at its end. Who opens the folder next
+    finds it: rows that a write at the cursor may have left in pieces are dropped, those given by index are named. This
+    is about processes; after a crash of the machine the disk may hold later bytes without earlier ones.
 
     Args:
-        root: the folder of the storage.
-        row_bytes: of each key, in the order of the storage's table.
-        capacity: rows.
+        path: the file.
+
+    Attributes:
+        ring: the counters, int64 ``[4]``.
     """
 
-    def __init__(self, root: Path, row_bytes: Sequence[int], capacity: int) -> None:
-        self._path, self._capacity = root / JOURNAL_FILE, capacity
-        self._row_bytes, self._all = list(row_bytes), array("q", range(len(row_bytes)))
-        self._bytes_each = 8 + sum(row_bytes)
-        # The table and the ring of the last write, and what the kernel is told of them.
-        self._of: tuple[Any, Any, Any] = (None, None, None)
-        # Older storages have none.
-        self._descriptor = open_file(self._path, os.O_RDWR | os.O_CREAT)
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = open_file(path, os.O_RDWR)
+        found = os.fstat(self._descriptor).st_size
+        if found != 8 * COUNTER_WORDS:
+            raise ValueError(f"{path} has {found} bytes, but {COUNTER_WORDS} counters take {8 * COUNTER_WORDS}")
         self._alone = self._lock()
-        self._map(max(os.fstat(self._descriptor).st_size, _LEAST_BYTES))
+        memory = mmap.mmap(self._descriptor, found)
+        self._words, self._all = memoryview(memory).cast("q"), torch.frombuffer(memory, dtype=torch.int64)
+        self.ring = self._all[:_STATE]
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
@@ -404,118 +390,101 @@ class Journal:
             return False
         return True
 
-    def _map(self, n_bytes: int) -> None:
-        # Not sparse: who runs out of disk in a mapping is killed, and here it is an OSError.
-        os.posix_fallocate(self._descriptor, 0, n_bytes)
-        memory, self._room = mmap.mmap(self._descriptor, n_bytes), n_bytes
-        self._bytes = torch.from_numpy(np.frombuffer(memory, np.uint8))
-        self._words, self._address = memoryview(memory).cast("q"), self._bytes.data_ptr()
+    def appending(self, n: int) -> Self:
+        """``with counters.appending(n):`` around a write of ``n`` rows at the cursor."""
+        return self._noted(APPENDING, n)
 
-    # Writing
+    def overwriting(self, index: Tensor) -> Self:
+        """``with counters.overwriting(index):`` around a write of rows at positions, int64 ``[n]``."""
+        named = index.reshape(-1)[: COUNTER_WORDS - _NAMED]
+        self._all[_NAMED : _NAMED + len(named)] = named
+        return self._noted(OVERWRITING, index.numel())
 
-    def keep(
-        self, table: Tensor, ring: Tensor, n: int, index: Tensor | None = None, keys: Sequence[int] | None = None
-    ) -> Self:
-        """Keep rows and counters that are about to change, until :meth:`settle`, or the end of a ``with``.
+    def replacing(self) -> Self:
+        """``with counters.replacing():`` while all rows are replaced: until it ends none of them counts."""
+        return self._noted(REPLACING, 0)
 
-        Args:
-            table, ring: of the storage.
-            n: number of rows. Without ``index`` they are those from the cursor on.
-            index: int64 ``[n]``, positions, contiguous and in memory.
-            keys: which of the storage's keys will change; None: all.
-
-        Raises:
-            IndexError: an index is out of range.
-            OSError: there is no room on the disk.
-        """
-        self._words[JOURNAL_STATE] = _IDLE
-        # Of all keys, with as much for each as rounding up can take.
-        need = 8 * (JOURNAL_WORDS + 2 * len(self._all)) + n * self._bytes_each
-        if need > self._room:
-            self._map(1 << (need - 1).bit_length())
-        if table is not self._of[0] or ring is not self._of[1]:
-            self._of = table, ring, (table.data_ptr(), self._all.buffer_info()[0], len(self._all), ring.data_ptr())
-        place = self._of[2]
-        if keys is not None:
-            chosen = array("q", keys)
-            place = place[0], chosen.buffer_info()[0], len(chosen), place[3]
-        _keep(place, index, n, self._capacity, self._address)
-        self._words[JOURNAL_STATE] = _KEPT
+    def _noted(self, state: int, n: int) -> Self:
+        words = self._words
+        words[_WRITTEN], words[_SIZE], words[_ROWS] = words[rows.WRITTEN], words[rows.SIZE], n
+        # Last, for it makes the others count.
+        words[_STATE] = state
         return self
 
     def __enter__(self) -> None:
-        """Rows were kept."""
+        """What is about to be written is noted."""
 
     def __exit__(self, *error: object) -> None:
-        self.settle()
+        self._words[_STATE] = IDLE
 
-    def void(self) -> None:
-        """All rows are about to be replaced: until :meth:`settle` none of them counts."""
-        self._words[JOURNAL_STATE] = _GONE
+    def recover(self, columns: Sequence[Tensor], capacity: int) -> None:
+        """Drop or name the rows of a write that a killed process has left unfinished, if there is one.
 
-    def settle(self) -> None:
-        """The write is done."""
-        self._words[JOURNAL_STATE] = _IDLE
-        if self._room > _MOST_BYTES:
-            self._map(_LEAST_BYTES)
-            os.truncate(self._descriptor, _LEAST_BYTES)
-
-    def flush(self) -> None:
-        """Wait until the disk knows that nothing is being written."""
-        self.settle()
-        os.fsync(self._descriptor)
-
-    # After a kill
-
-    def recover(self, columns: Sequence[Tensor], ring: Tensor) -> None:
-        """Take back the write that a killed process has left unfinished, if there is one.
+        Of a ring that had gone round, a write at the cursor replaces the oldest rows: the others are moved to the
+        beginning, O(capacity).
 
         Args:
             columns: the rows, ``[capacity, ...]`` for each key.
-            ring: the counters.
+            capacity: rows.
 
         Raises:
             RuntimeError: the process is still there.
         """
+        words = self._words
         deadline = time.monotonic() + _PATIENCE
-        while self._words[JOURNAL_STATE] != _IDLE and not (self._alone or self._lock()):
+        while words[_STATE] != IDLE and not (self._alone or self._lock()):
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"{self._path.parent}: a write is unfinished, and another process, or another storage of this one, "
                     "has the files open: end it, or open the folder when the write is done"
                 )
             time.sleep(1e-3)
-        state = self._words[JOURNAL_STATE]
-        if state == _KEPT and self._put_back(columns, ring):
-            logger.warning("%s: a process was killed while it wrote: its last write is undone", self._path.parent)
-        elif state == _GONE:
-            laps = -(-int(ring[rows.WRITTEN]) // self._capacity)
-            ring[: rows.SIZE + 1] = torch.tensor([laps * self._capacity, 0], device="cpu")
-            logger.warning("%s: a process was killed while it replaced all rows: they are gone", self._path.parent)
-        self._words[JOURNAL_STATE] = _IDLE
+        state, written, size, n = words[_STATE : _ROWS + 1].tolist()
+        if state == IDLE:
+            return
+        where, possible = self._path.parent, 0 <= size <= min(written, capacity) and n > 0
+        possible &= words[rows.WRITTEN] in (written, written + n)
+        if state == OVERWRITING and possible:
+            named = self._all[_NAMED:][:n].tolist()
+            warnings.warn(
+                f"{where}: a process was killed while it overwrote {n} rows by index, {named}"
+                f"{' and others' if n > len(named) else ''}: they may be half old and half new, so write them again",
+                stacklevel=4,
+            )
+        elif state == APPENDING and possible:
+            kept = max(0, min(size, capacity - n))
+            if kept < size:
+                # Who is killed in here leaves no row that counts.
+                written, first, words[rows.WRITTEN] = (
+                    -(-(written + n) // capacity) * capacity,
+                    written - kept,
+                    written + n,
+                )
+                words[_STATE] = REPLACING
+                for column in columns if kept else ():
+                    _rotate(column, first % capacity)
+                written += kept
+            self.ring[: rows.SIZE + 1] = torch.tensor([written, kept], device="cpu")
+            logger.warning("%s: a process was killed while it wrote %d rows: they are gone", where, n)
+        else:
+            laps = -(-words[rows.WRITTEN] // capacity)
+            self.ring[: rows.SIZE + 1] = torch.tensor([laps * capacity, 0], device="cpu")
+            logger.warning("%s: a process was killed while it replaced all rows: they are gone", where)
+        words[_STATE] = IDLE
 
-    def _put_back(self, columns: Sequence[Tensor], ring: Tensor) -> bool:
-        """Put the kept rows back; False: they are not whole, as after a crash of the machine."""
-        words = self._bytes.view(torch.int64)
-        n, n_keys = int(words[JOURNAL_ROWS]), int(words[JOURNAL_KEYS])
-        first = JOURNAL_WORDS + n_keys + n
-        if min(n, n_keys) < 0 or n_keys > len(columns) or first > len(words):
-            return False
-        keys, index = words[JOURNAL_WORDS : first - n].tolist(), words[first - n : first]
-        if not all(0 <= key < len(columns) for key in keys):
-            return False
-        starts = [first]
-        for key in keys:
-            starts.append(starts[-1] + -(-n * self._row_bytes[key] // 8))
-        whole = starts[-1] <= len(words) and bool(((index >= -self._capacity) & (index < self._capacity)).all())
-        if not whole or int(words[JOURNAL_CHECK + 1 : starts[-1]].sum()) != int(words[JOURNAL_CHECK]):
-            return False
-        for key, start in zip(keys, starts, strict=False):
-            column = columns[key]
-            kept = words[start:].view(torch.uint8)[: n * self._row_bytes[key]]
-            column[index] = kept.view(column.dtype).view(n, *column.shape[1:])
-        ring[: rows.SIZE + 1] = words[JOURNAL_CHECK + 1 : JOURNAL_ROWS]
-        return True
+
+def _rotate(column: Tensor, first: int) -> None:
+    """Bring row ``first`` to the beginning, and those before it to the end: blocks change places until all is done."""
+    step = max(1, _CHUNK_BYTES * len(column) // max(1, column.nbytes))
+    while 0 < first < len(column):
+        n = min(first, len(column) - first)
+        for at in range(0, n, step):
+            left, right = column[:n][at : at + step], column[len(column) - n :][at : at + step]
+            held = left.clone()
+            left.copy_(right)
+            right.copy_(held)
+        # Of the longer block the rest is still in the wrong place.
+        column, first = (column[:-n], first) if n == first else (column[n:], first - n)
 
 
 # Temporary folders, which go with the process that made them, even where that is killed: it holds a lock on a file in

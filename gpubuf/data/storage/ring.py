@@ -27,7 +27,6 @@ class Ring:
         skipped: how far ``written`` is ahead of the number of rows that users count.
         size: number of valid rows, at positions ``0 .. size - 1`` (mirror).
         rewritten: how many times each row was overwritten out of turn, int64 ``[capacity]``; None: none ever was.
-        updates: how many times single keys of rows were changed in place, so that a checkpoint knows of it.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -37,25 +36,21 @@ class Ring:
         self.skipped = 0
         self.size = 0
         self.rewritten: Tensor | None = None
-        self.updates = 0
 
     @property
     def cursor(self) -> int:
         """Position that the next row goes to."""
         return self.written % self.capacity
 
-    def count(self, n: int, updates: int = 0) -> None:
-        """Note in the mirror that an operation has written ``n`` rows, or made ``updates`` changes in place: now, and
-        at each replay of a captured step.
-        """
+    def count(self, n: int) -> None:
+        """Note in the mirror that an operation has written ``n`` rows: now, and at each replay of a captured step."""
         recording = current_recording()
         if recording is not None:
-            recording.after(functools.partial(self.count, n, updates))
+            recording.after(functools.partial(self.count, n))
             return
         if self.counters.is_cuda and capturing():
             return
         self.note(n)
-        self.updates += updates
 
     def note(self, n: int) -> None:
         """:meth:`count` in eager mode, where nothing is recorded or captured."""

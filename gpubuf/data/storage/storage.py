@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -118,23 +117,6 @@ class Follower(Protocol):
         """Raise if rows of ``schema`` lack what it needs."""
 
 
-class CustomRows(Protocol):
-    """Saves and reads the rows of one storage in a form of its own, in place of a checkpoint's."""
-
-    @property
-    def name(self) -> str:
-        """What a checkpoint says about who has saved its rows."""
-
-    def save(self, folder: Path) -> None:
-        """Write the rows into a folder that does not exist yet. Synchronises."""
-
-    def load(self, folder: Path, shape: tuple[int, ...] | None = None) -> tuple[Data, int]:
-        """All rows of the storage that was saved, also those never written, and the number of those that were.
-
-        ``shape`` is that of the storage; None: unknown.
-        """
-
-
 def rows_state(rows: Data, ndim: int, size: int, written: int | None = None) -> dict[str, Any]:
     """The state of a storage of ``ndim`` dimensions that consists of ``rows``, ``size`` of which were written.
 
@@ -197,8 +179,6 @@ class TensorStorage(Storage):
 
     #: Makes a batch of what a draw or an index gives, where the buffer has no ``collate_fn``; None: it is one.
     default_collate: Callable[[Any], Any] | None = None
-    #: Saves and reads the rows in a form of their own; None: checkpoints hold them as they are stored.
-    custom_rows: CustomRows | None = None
 
     def __init__(
         self,
@@ -274,9 +254,6 @@ class TensorStorage(Storage):
         self.beside = IndexBytes()
         #: Root keys that are derived and therefore not stored; set by writers that own them.
         self.ignored_keys: frozenset[str] = frozenset()
-        #: How many times :meth:`write` overwrote rows in place, or :meth:`free` gave them up, so that a checkpoint
-        #: knows whether rows have changed.
-        self.overwrites = 0
         #: What an operation is about to change; still there after it if that was interrupted, and mended then by the
         #: next one.
         self.unfinished: Unfinished | None = None
@@ -651,7 +628,6 @@ class TensorStorage(Storage):
             self.records, self._columns, self.addresses = [], [], RowAddresses()
             self._forget_plans()
             self.max_size = self.requested_size
-            self.overwrites += 1
             del self.table
 
     def refresh(self) -> None:
@@ -874,8 +850,9 @@ class TensorStorage(Storage):
     def _append(self, local: list[Tensor], n: int) -> Tensor:
         ring, sharing = self._ring, self.sharing
         assert ring is not None
-        # Until the buffer has told its sampler, too.
-        self.unfinished = Unfinished(ring.written)
+        if self.unfinished is None:
+            # Until the buffer has told its sampler, too.
+            self.unfinished = Unfinished(ring.written)
         index = self.plans.written.extend(local, n) if sharing is None else sharing.extend(local, n)
         ring.count(n)
         if self.breaks is not None:
@@ -911,7 +888,6 @@ class TensorStorage(Storage):
         if self.schema.prefixes:
             sources = self._without_prefixes(sources, 1)
         rows_on_host = None if self.host is None else self.host.rows_of(data, 1)
-        self.overwrites += 1
         sharing, local, plans = self.sharing, self._local(sources, 1), self.plans
         (index,) = self.addresses.apart([index])
         derived = self.breaks is not None or self.end_bits is not None or sharing is not None
@@ -943,7 +919,6 @@ class TensorStorage(Storage):
         Raises:
             IndexError: as :meth:`write`.
         """
-        self.counters.count(0, updates=1)
         columns = {self.schema.columns[key] for key in keys}
         ends = self.end_bits is not None and self.end_bits.depends_on(columns)
         ends |= self.breaks is not None and not self.breaks.columns.isdisjoint(columns)
@@ -1196,27 +1171,11 @@ class TensorStorage(Storage):
         if not state["initialized"]:
             self.empty()
             return None
-        if state.get("cuts") is not None and not self.by_writers:
-            raise ValueError(
-                "the checkpoint has rows of several writers, whose trajectories must not be joined: make this buffer "
-                "with writers=, too"
-            )
-        schema = self.schema_for(state)
-        shared = SharedState.of(state) if self._continues(state, schema) else None
-        if shared is None:
-            state = full_state(state, self.ndim)
-        as_written = bool(state.get("as_written")) and self.computed
-        anew = as_written or (bool(schema.shared) and shared is None)
+        state, schema, shared, layout = self._incoming(state)
+        anew = layout is not schema.stored
         pieces = Pieces.of(state["rows"], self.ndim)
         size, old_max, shape = state["size"], state["max_size"], tuple(state["shape"])
-        layout = schema.written if as_written else schema.full if anew else schema.stored
-        layout.collect(pieces.example, self.ndim)
-        if self._schema is not None and self._shape[1:] != shape[1:]:
-            raise ValueError(f"the checkpoint's rows have shape {shape}, the storage's {self._shape}")
         per_step = math.prod(shape[1:])
-        room = -(-self.max_size // per_step) * per_step
-        if size > room:
-            raise ValueError(f"the checkpoint holds {size} rows, the storage has room for {room}")
         if self._schema is None:
             self._establish(schema, self.full_shape(shape), device_of(pieces.example))
         order, first = None, 0
@@ -1228,7 +1187,6 @@ class TensorStorage(Storage):
             host_memory.synchronize(self._device)
         if anew:
             self._write_anew({**state, "rows": pieces}, layout, state["written"] - size if order is None else 0)
-        self._set_counters(state, order)
         if self.host is not None:
             self.host.load(state["host"], order)
         for start, part in () if anew else pieces.parts():
@@ -1238,6 +1196,7 @@ class TensorStorage(Storage):
                 before_seam = min(source.shape[0], old_max // per_step - at)
                 column.write(at, source[:before_seam])
                 column.write(0, source[before_seam:])
+        self._set_counters(state, order)
         if self.sharing is not None and shared is not None:
             self.sharing.restore(shared)
         cuts = state.get("cuts")
@@ -1246,12 +1205,44 @@ class TensorStorage(Storage):
         self.rebuild()
         return order
 
+    def check_state(self, state: dict[str, Any]) -> Schema:
+        """The schema of the rows of a state, if this storage can take them.
+
+        Raises:
+            ValueError: as :meth:`load_state_dict`, but for what shows only when rows are written. Nothing changes.
+        """
+        return self._incoming(state)[1]
+
+    def _incoming(self, state: dict[str, Any]) -> tuple[dict[str, Any], Schema, SharedState | None, RowLayout]:
+        """A state with rows that are written as they are or anew, their schema, what they share, and their layout."""
+        if state.get("cuts") is not None and not self.by_writers:
+            raise ValueError(
+                "the checkpoint has rows of several writers, whose trajectories must not be joined: make this buffer "
+                "with writers=, too"
+            )
+        schema = self.schema_for(state)
+        shared = SharedState.of(state) if self._continues(state, schema) else None
+        layout = schema.stored
+        if shared is None:
+            state = full_state(state, self.ndim)
+            layout = schema.full if schema.shared else layout
+        if state.get("as_written") and self.computed:
+            layout = schema.written
+        layout.collect(Pieces.of(state["rows"], self.ndim).example, self.ndim)
+        size, shape = state["size"], tuple(state["shape"])
+        if self._schema is not None and self._shape[1:] != shape[1:]:
+            raise ValueError(f"the checkpoint's rows have shape {shape}, the storage's {self._shape}")
+        per_step = math.prod(shape[1:])
+        room = -(-self.max_size // per_step) * per_step
+        if size > room:
+            raise ValueError(f"the checkpoint holds {size} rows, the storage has room for {room}")
+        return state, schema, shared, layout
+
     def _set_counters(self, state: dict[str, Any], order: Tensor | None) -> None:
         if order is not None:
             self.counters.set(state["size"], state["size"])
             return
         self.counters.set(state["written"], state["size"])
-        # Older checkpoints have none.
         self.counters.skipped = state.get("skipped", 0)
         rewritten = state.get("rewritten")
         self.counters.rewritten = None if rewritten is None else rewritten.to(self._device, copy=True)
