@@ -137,7 +137,7 @@ def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
     else:
         layout = RowLayout(found.data, storage.ndim, storage.ignored_keys)
         restore.expect_rows(buffer, storage.schema_like(layout), found.shape, "dump")
-    buffer._prefetcher.discard()
+    buffer._batches.discard()
     with restore.together() as whole:
         replacement = whole.stack.enter_context(restore.Replacement(buffer, whole))
         replacement.begin()
@@ -154,7 +154,7 @@ def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
             sampler.load_state_dict({**sampler.state_dict(), **state})
         storage.rebuild()
         sampler.mend()
-        whole.last.append(functools.partial(replacement.take, [], batch_size))
+        whole.last.append(functools.partial(replacement.take, batch_size))
 
 
 def _read(folder: Path, ndim: int | None, rows: tuple[Data, int] | None = None, *, stacklevel: int) -> Dump:

@@ -263,7 +263,7 @@ def test_a_handler_that_was_asked_for_during_a_load_waits_no_longer():
     [
         (prioritized, True),
         (prioritized, False),
-        (BufferContract(sampler="without replacement", prefetch=2), True),
+        (BufferContract(sampler="without replacement"), True),
         (BufferContract(share_next=True, transform=True, narrow=True), True),
         (BufferContract(storage="list", sampler="prioritized"), True),
     ],
@@ -384,17 +384,6 @@ def test_rows_that_are_not_described(tmp_path: Path):
         change_meaning(target.folder, None, rename)
         assert "can't share ('observation',)" in target.refused()
         target.put_back(loaded=False)
-
-
-@pytest.mark.parametrize("info", [[], [["index", torch.zeros(1)], [[], torch.zeros(1)]]])
-def test_a_prepared_batch_without_an_index_or_a_key(info: list[Any]):
-    """The next sample raised KeyError."""
-    buffer, _ = BufferContract(prefetch=2).filled()
-    buffer.sample()
-    state = buffer.state_dict()
-    state["_prefetch"][0]["info"] = info
-    with pytest.raises(ValueError, match="prefetched batches of a state"):
-        buffer.load_state_dict(state)
 
 
 def test_a_batch_size_that_no_buffer_could_have():

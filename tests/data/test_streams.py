@@ -11,7 +11,6 @@ import torch
 from gpubuf import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 from gpubuf.data import lock
 from gpubuf.data.lock import BufferLock, StreamOrder
-from gpubuf.data.prefetch import Batch, SideStream
 
 
 class Stream:
@@ -168,28 +167,3 @@ def test_what_another_thread_does_during_a_capture_is_waited_for(monkeypatch):
     with lock:
         pass
     assert machine.said() == []
-
-
-def test_work_ahead_is_tied_to_the_consumer(monkeypatch):
-    """Behind what the consumer's stream had when the batch was asked for; and the consumer waits for the batch."""
-    machine, side = Machine(monkeypatch), SideStream()
-    recorded = []
-
-    class OnGpu(torch.Tensor):
-        is_cuda = True
-        device = DEVICE
-
-        def record_stream(self, stream):
-            recorded.append(stream.name)
-
-    batch = Batch({"x": torch.zeros(2).as_subclass(OnGpu)}, {"index": torch.zeros(2)}, False)
-    fork = side.fork(None)
-    with side.running(fork):
-        assert machine.current.name == "side"
-        ready = side.ready(batch)
-    assert machine.current is machine.default
-    assert machine.said() == ["event on default", "side waits for event on default", "event on side"]
-    with machine.on(machine.other):
-        side.join(batch, ready)
-    assert machine.said() == ["other waits for event on side"]
-    assert recorded == ["other"]

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gpubuf import serialization
 from gpubuf.data.lock import Guard
-from gpubuf.data.prefetch import copied
+from gpubuf.data.pinning import copied
 from gpubuf.data.storage.layout import Data, Key, Pieces, RowLayout
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.terminal import Advance

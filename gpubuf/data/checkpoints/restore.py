@@ -30,7 +30,7 @@ from gpubuf.data.checkpoints import custom_rows, files
 from gpubuf.data.checkpoints.files import Manifest, RowFiles, need, need_form
 from gpubuf.data.checkpoints.save import BAR_BYTES, Checkpointed, part_folder, remember
 from gpubuf.data.lock import BufferLock, holding, under
-from gpubuf.data.prefetch import copied, tensors_of
+from gpubuf.data.pinning import copied, tensors_of
 from gpubuf.data.samplers.base import is_count
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import Data, Pieces, RowLayout
@@ -192,7 +192,6 @@ def check(buffer: Checkpointed, state: dict[str, Any]) -> dict[str, Any]:
     kind = state["_sampler"]["type"]
     if kind != type(sampler).__name__:
         raise ValueError(f"the state is that of a {kind}, this buffer has a {type(sampler).__name__}")
-    buffer._prefetcher.check(state.get("_prefetch", []))
     _check_settings(buffer, state)
     rows = dict(state["_storage"])
     if rows["initialized"]:
@@ -416,22 +415,20 @@ def together(*transforms: nn.Module) -> Iterator[Together]:
 def load_state(buffer: Checkpointed, state: dict[str, Any]) -> None:
     """Restore a state into a buffer's own memory. See :meth:`gpubuf.ReplayBuffer.load_state_dict`."""
     with buffer._lock:
-        storage, sampler, ahead = buffer._storage, buffer._sampler, buffer._prefetcher
+        storage, sampler = buffer._storage, buffer._sampler
         group: Together | None = state.get(TOGETHER)
-        rows, queue = check(buffer, state), state.get("_prefetch", [])
-        with ahead.quiet(), together() if group is None else contextlib.nullcontext(group) as whole:
+        rows = check(buffer, state)
+        buffer._batches.discard()
+        with together() if group is None else contextlib.nullcontext(group) as whole:
             replacement = whole.stack.enter_context(Replacement(buffer, whole))
             buffer._transform.load_state_dict(state["_transforms"])
             if buffer._pipeline is not None:
                 buffer._pipeline.load_state_dict(state["_processing"])
-            slots = ahead.prepared(queue, buffer._pin_memory) if storage.initialized else None
             order = storage.load_state_dict(replacement.watched(rows))
             replacement.begun = True
             sampler.load_state_dict(state["_sampler"], order)
             buffer._writer.load_state_dict(state["_writer"])
-            if slots is None:
-                slots = ahead.prepared(queue, buffer._pin_memory)
-            whole.last.append(functools.partial(replacement.take, slots, state["_batch_size"]))
+            whole.last.append(functools.partial(replacement.take, state["_batch_size"]))
 
 
 # The rows
@@ -449,19 +446,17 @@ class Replacement:
 
     def __init__(self, buffer: Checkpointed, whole: Together) -> None:
         self._buffer, self._whole, self._batch_size = buffer, whole, buffer._batch_size
-        self._storage, self._sampler, self._prefetcher = buffer._storage, buffer._sampler, buffer._prefetcher
+        self._storage, self._sampler = buffer._storage, buffer._sampler
         self._fresh = not self._storage.initialized
         self._kept = None if self._fresh else _kept(self._storage)
         self._laps, self._unfinished = self._storage._laps, self._storage.unfinished
-        self._queue = list(self._prefetcher.queue)
         self._around = Before(*(part for part in (buffer._transform, buffer._pipeline) if part is not None))
         ring = [] if self._fresh else [self._storage.counters]
         self._before = Before(self._sampler, buffer._writer, *ring)
         self.begun = False
 
-    def take(self, slots: list[Any], batch_size: int | None) -> None:
-        """All is replaced: give the buffer the queue and the batch size of the state too."""
-        self._prefetcher.replace(slots)
+    def take(self, batch_size: int | None) -> None:
+        """All is replaced: give the buffer the batch size of the state too."""
         self._buffer._batch_size = batch_size
         self._buffer._assemble()
 
@@ -509,7 +504,7 @@ class Replacement:
             self._before.put_back()
         self._around.put_back()
         storage.unfinished = self._unfinished
-        self.take(self._queue, self._batch_size)
+        self.take(self._batch_size)
 
     def _forget(self, error: BaseException) -> None:
         self._storage.empty()

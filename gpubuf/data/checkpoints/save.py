@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from gpubuf import serialization
+from gpubuf.data.batches import Batches
 from gpubuf.data.checkpoints import custom_rows, files
 from gpubuf.data.checkpoints.files import DamagedError, File, Kind, LeafSpec, Manifest, RowFiles, TensorFiles
 from gpubuf.data.lock import BufferLock, holding, under
-from gpubuf.data.prefetch import Prefetcher, copied
+from gpubuf.data.pinning import copied
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage.column import Column
@@ -58,9 +59,8 @@ class Checkpointed(Protocol):
     _sampler: Sampler
     _writer: Writer
     _transform: Compose
-    _prefetcher: Prefetcher
+    _batches: Batches
     _pipeline: Pipeline | None
-    _pin_memory: bool
     _batch_size: int | None
 
     def state_dict(self) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class PrioritizedSampler(Sampler):
     """
 
     has_priorities = True
+    drawn_state = ()
 
     def __init__(
         self,
