@@ -517,11 +517,11 @@ class ReplayBuffer:
             pipeline.on_write(rows, storage.ndim, kept, storage.streams)
         storage.end(None)
         self._given = None
-        if self._row_order is not None:
-            self._row_order.look(storage)
         if first_write and self._prefetch:
             # Where the rows are decides how batches are made.
             self._assemble()
+        if self._row_order is not None:
+            self._row_order.look(storage)
         found = storage.unravel(index)
         if newest:
             # Their places hold later rows of this write.

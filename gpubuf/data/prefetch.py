@@ -7,7 +7,8 @@ and this class is not there.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -55,13 +56,22 @@ class _Before:
         self._sampler = sampler
         random = None if sampler._random is None else sampler._random.state
         self._states = [(stream, stream.clone()) for stream in (random, noise) if stream is not None]
-        self._values = {name: getattr(sampler, name) for name in sampler.drawn_state or ()}
+        self._values = self._now()
+        self._after: dict[str, Any] | None = None
+
+    def _now(self) -> dict[str, Any]:
+        return {name: getattr(self._sampler, name) for name in self._sampler.drawn_state or ()}
+
+    def drawn(self) -> None:
+        """The draw that may be taken back is done."""
+        self._after = self._now()
 
     def put_back(self) -> None:
-        """Take back all draws since. No host sync."""
+        """Take the draw back, but an epoch that was given up since. No host sync."""
         for state, before in self._states:
             state.copy_(before)
-        vars(self._sampler).update(self._values)
+        if self._after is None or all(getattr(self._sampler, name) is value for name, value in self._after.items()):
+            vars(self._sampler).update(self._values)
 
 
 @dataclass(eq=False)
@@ -108,12 +118,13 @@ class Prefetched(Batches):
             if batch is None:
                 self.discard()
                 batch = super()._draw(n, include_info, batches, whole=whole, assembled=assembled)
-        if usual:
+        # Within a caller's turn the streams would be out of order.
+        if usual and not self.lock.held:
             device = self.lock.gpu()
             if device is not None and self._side is None:
                 self._side = torch.cuda.Stream(device)
             # The lock orders the streams: the side one comes after all before this, and the next operation after it.
-            with torch.cuda.stream(self._side), self.lock:
+            with nullcontext() if self._side is None else torch.cuda.stream(self._side), self.lock:
                 if self._ahead is None:
                     self._make((n, include_info))
         return batch
@@ -130,11 +141,8 @@ class Prefetched(Batches):
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
             self.sampler.ran_out = ahead.made.ran_out
             return ahead.made
-        self.unit = ahead.made
-        try:
-            return super()._draw(*asked, None)
-        finally:
-            self.unit = None
+        # Of a copy: another thread may look at the unit of this object.
+        return Batches._draw(replace(self, unit=ahead.made), *asked, None)
 
     def _make(self, asked: tuple[int, bool]) -> None:
         """Make a batch ahead. One that can't be drawn, for want of rows for example, is drawn when it is asked for."""
@@ -149,6 +157,7 @@ class Prefetched(Batches):
             if made is None:
                 before.put_back()
             else:
+                before.drawn()
                 self._ahead = _Ahead(asked, before, made)
         except BaseException as error:
             self._ahead = None

@@ -315,6 +315,25 @@ def test_what_throws_it_away_takes_its_draw_back(storage, what):
         assert identical(ahead.sample(), plain.sample())
 
 
+@pytest.mark.parametrize("size", [8, 40])
+def test_an_epoch_that_was_given_up_is_not_put_back(size):
+    """Its trajectories are others; also where the batch ahead was its last one."""
+    plain, ahead = pair("pinned", "slices in turn", batch_size=size)
+    for buffer in (plain, ahead):
+        buffer.sample()
+        buffer.sampler.rebuild()
+        buffer.state_dict()
+    for _ in range(4):
+        assert identical(ahead.sample(), plain.sample())
+
+
+def test_a_sample_within_a_turn_makes_none():
+    _, ahead = pair("pinned", "uniform")
+    with ahead._lock:
+        ahead.sample()
+    assert ahead._batches.ahead == 0
+
+
 @each_storage
 @each_sampler
 def test_saved_and_resumed_runs_agree(storage, sampler, tmp_path):

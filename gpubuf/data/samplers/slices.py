@@ -627,7 +627,7 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
     def rebuild(self) -> None:
         with self.lock:
             super().rebuild()
-            self._left = None
+            self._left = self._of = None
 
 
 SliceSampler.without_replacement = SliceSamplerWithoutReplacement
