@@ -29,6 +29,8 @@ class RecentSampler(Sampler):
         half_life: the age, in rows, at which a row is drawn half as often as the newest.
     """
 
+    drawn_state = ()  # a draw changes the random stream and nothing else, so that `prefetch` can take one back
+
     def __init__(self, half_life: float) -> None:
         super().__init__()
         self.half_life = half_life

@@ -75,7 +75,7 @@ def main(args: argparse.Namespace, folder: Path) -> list[float]:
         storage=storage,
         sampler=SamplerWithoutReplacement(),  # every row once an epoch
         batch_size=args.batch_size,
-        prefetch=2,  # batches are read while the model learns
+        prefetch=1,  # the next batch is read from the disk while the model learns
         pin_memory=device == "cuda" and not args.placement,
         transform=lambda batch: batch.to(device, non_blocking=True),
     )

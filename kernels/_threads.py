@@ -24,20 +24,13 @@ TWO_PARTS = 2 * ROWS_A_THREAD
 # Parts begin at multiples of this, so that no two threads write to one cache line.
 _STEP = 64
 
-_here = threading.local()
-
-
-def stay_alone() -> None:
-    """Keep this thread to itself from now on: it works beside others that already use all threads."""
-    _here.alone = True
-
 
 def parts(n: int, work: int = 1) -> list[tuple[int, int]]:
     """First row and number of rows of each part of a batch of ``n``: one for each of ``torch.get_num_threads()``.
 
     A row takes as long as ``work`` of those that :data:`ROWS_A_THREAD` counts.
     """
-    threads = 1 if getattr(_here, "alone", False) else max(min(torch.get_num_threads(), n * work // ROWS_A_THREAD), 1)
+    threads = max(min(torch.get_num_threads(), n * work // ROWS_A_THREAD), 1)
     length = -(-n // (threads * _STEP)) * _STEP
     return [(first, min(length, n - first)) for first in range(0, n, length)]
 

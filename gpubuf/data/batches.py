@@ -1,12 +1,11 @@
-"""From a request to a batch: draw, gather, collate, transform, pin; at once, or ahead of time."""
+"""From a request to a batch: draw, gather, collate, transform, pin."""
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from gpubuf.data.arguments import check_batch_size
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.lock import BufferLock
-from gpubuf.data.prefetch import Batch, Prefetcher, pin
+from gpubuf.data.pinning import pin
 from gpubuf.data.recording import refuse_in_capture
 from gpubuf.data.samplers.base import Drawn, Sampler, require_rows
 from gpubuf.data.sequences import SampleUnit
@@ -25,6 +24,15 @@ from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import Writer
 from gpubuf.kernels.rows import DOUBLED
+
+
+class Batch(NamedTuple):
+    """A batch on its way to the consumer."""
+
+    data: Data
+    info: dict[Any, Tensor]
+    ran_out: bool  # whether it is the last one of an epoch
+    has_info: bool = False  # whether ``info`` is part of ``data``
 
 
 @dataclass(eq=False)
@@ -38,7 +46,6 @@ class Batches:
         writer: knows whether uniform samples are to have generations.
         transform: the transforms.
         lock: the buffer's.
-        prefetcher: the queue of batches in preparation.
         collate_fn: applied to gathered rows, before the transforms.
         pin_memory: whether batches end in pinned memory.
         batch_size: of the buffer's constructor.
@@ -53,7 +60,6 @@ class Batches:
     writer: Writer
     transform: Compose
     lock: BufferLock
-    prefetcher: Prefetcher
     collate_fn: Callable[[Data], Data] | None
     pin_memory: bool
     batch_size: int | None
@@ -63,14 +69,20 @@ class Batches:
     _warned: bool = False
 
     @property
+    def ahead(self) -> int:
+        """The number of batches that are made ahead of their consumer."""
+        return 0
+
+    def discard(self) -> None:
+        """Throw a batch ahead away, and take its draw back. Call it with the lock held. No host sync."""
+
+    @property
     def _doubled(self) -> bool:
         processing = self.reader.recipe.processing
         return processing is not None and processing.mirror == DOUBLED
 
     def next(self, batch_size: int | None, include_info: bool, batches: int | None = None) -> Batch:
-        """The next batch: from the queue if there is one, with its info in it if that is wanted.
-
-        ``batches`` of them at once are never in the queue.
+        """The next batch, or ``batches`` of them at once, with its info in it if that is wanted.
 
         Raises:
             RuntimeError: no batch size is known, or the storage is empty.
@@ -85,15 +97,7 @@ class Batches:
             self.gate(n * (batches or 1))
         if batches is not None and self._doubled:
             raise ValueError("Mirror(mode='double') makes one batch at a time: sample() without batches")
-        batch, ahead = None, self.prefetcher
-        if ahead.depth or ahead.queue:
-            refuse_in_capture("batches are prepared ahead: use a buffer without prefetch")
-            # The queue holds batches without their info, so that it serves those who want it and those who don't.
-            take = ahead.take if n == self.batch_size and batches is None else ahead.take_other
-            # Not a lambda: the traceback of a failed draw would keep its closure, and with it the buffer.
-            batch = take(functools.partial(self._draw, n, False, batches), self.finish)
-        if batch is None:
-            batch = self.finish(self._draw(n, include_info, batches))
+        batch = self.finish(self._draw(n, include_info, batches))
         if include_info and not batch.has_info and hasattr(batch.data, "set"):
             attach_info(batch.data, batch.info, self.storage.ndim)
         return batch

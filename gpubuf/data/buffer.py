@@ -29,7 +29,7 @@ from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.intake import Intake, Writers
 from gpubuf.data.lock import BufferLock, graph_break
-from gpubuf.data.prefetch import Prefetcher
+from gpubuf.data.prefetch import Prefetched
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import DERIVED, EMPTIES, REPLAY, refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
@@ -64,8 +64,8 @@ from gpubuf.data.writers import RoundRobinWriter, Writer
 
 DEFAULT_CAPACITY = 1_000
 _BYTES, _OWNER = "_bytes", "_owner"
-# A copy gets new ones: they have locks, threads and addresses.
-_OF_THE_PROCESS = ("_lock", "_prefetcher", "_batches", "_arrays", "_rows", "_intake")
+# A copy gets new ones: they have locks and addresses.
+_OF_THE_PROCESS = ("_lock", "_batches", "_arrays", "_rows", "_intake")
 
 
 class ReplayBuffer:
@@ -85,9 +85,9 @@ class ReplayBuffer:
         collate_fn: applied to every gathered batch, before the transforms.
         pin_memory: put every CPU tensor of a batch and of its info into pinned memory, after the transforms. Without
             an accelerator this warns once and does nothing.
-        prefetch: number of batches, of ``batch_size`` transitions, that are prepared while the consumer has one: by a
-            thread, or, with the rows on a GPU, on a stream of its own. Their order is the same as if each were drawn
-            when it was asked for; a batch asked for ahead holds the rows of that moment.
+        prefetch: with 1 and more, the next batch of ``batch_size`` transitions is made ahead where that pays: with rows
+            in pinned memory on a stream of its own, and of mapped files the pages of its rows are requested. It is
+            drawn when the one before it is asked for, and has the rows or the choice of that moment.
         transform: a callable on a batch, or a module, also for indexing. :class:`MultiStepTransform` sets ``n_steps``.
         batch_size: number of transitions in a batch; :meth:`sample` may override it.
         dim_extend: the dimension of a written batch along which time runs, and which becomes the first; default: the
@@ -162,6 +162,7 @@ class ReplayBuffer:
         self._dim_extend = dim_extend
         self._collate_fn = collate_fn
         self._pin_memory = pin_memory
+        self._prefetch = bool(prefetch)
         self._batch_size = batch_size
         self._transform = Compose()
         self._pipeline = Pipeline.of(process)
@@ -176,7 +177,7 @@ class ReplayBuffer:
         self._intake: Intake | None = None
         if writers is not None:
             self._storage.cut_by_writer()
-        self._connect(prefetch or 0)
+        self._connect()
         if generator is not None:
             self.set_rng(generator)
         if writers is not None:
@@ -227,11 +228,10 @@ class ReplayBuffer:
             )
         return sampler
 
-    def _connect(self, prefetch: int) -> None:
-        """Give the buffer a lock and a queue, and make them known."""
+    def _connect(self) -> None:
+        """Give the buffer a lock, and make it known."""
         self._lock = BufferLock(self._storage, self._mend)
         self._sampler.bind(self._storage, self._lock)
-        self._prefetcher = Prefetcher(prefetch, self._lock)
         if self._pipeline is not None:
             self._pipeline.attach(self._lock)
         self._assemble()
@@ -266,14 +266,14 @@ class ReplayBuffer:
         self._row_order = RowOrder(self._recipe, self.dim_extend, refused=slices) if windows else None
         self._reader = reader
         collate_fn = vars(self)["_collate_fn"] or storage.default_collate
-        self._batches = Batches(
+        ahead = self._prefetch and Prefetched.helps(storage, sampler, self._unit)
+        self._batches = (Prefetched if ahead else Batches)(
             storage,
             reader,
             sampler,
             writer,
             self._transform,
             self._lock,
-            self._prefetcher,
             collate_fn=collate_fn,
             pin_memory=self._pin_memory,
             batch_size=self._batch_size,
@@ -292,6 +292,11 @@ class ReplayBuffer:
             priority_key=self.priority_key,
         )
         self._rows = RowAccess(storage, sampler, writer, self._recipe, self.dim_extend)
+
+    def _discard(self) -> None:
+        """Before parts or memory are given up: no batch is ahead, and all streams wait for the last operation."""
+        self._batches.discard()
+        self._lock.settle()
 
     def _reader_of(self, storage: TensorStorage) -> RowPlan:
         """Reads ``storage`` by the buffer's recipe."""
@@ -340,29 +345,27 @@ class ReplayBuffer:
         return self._storage.initialized
 
     def append_transform(self, transform: Callable[[Data], Data], *, invert: bool = False) -> Self:
-        """Add a transform after the others; ``invert=True`` applies it to written batches instead.
-
-        Batches that were prefetched stay as they are.
-        """
+        """Add a transform after the others; ``invert=True`` applies it to written batches instead."""
         return self.insert_transform(len(self._transform), transform, invert=invert)
 
     def insert_transform(self, index: int, transform: Callable[[Data], Data], *, invert: bool = False) -> Self:
-        """Add a transform before the one at ``index``. Batches that were prefetched stay as they are."""
-        with self._lock, self._prefetcher.quiet():
+        """Add a transform before the one at ``index``."""
+        with self._lock:
             rest, recipe = without_multi_steps(transform, self._recipe)
             if rest is not None:
                 self._transform.insert(index, rest, invert=invert)
             if recipe is not self._recipe:
+                self._batches.discard()
                 self._recipe = recipe
                 self._assemble()
         return self
 
     def set_rng(self, generator: torch.Generator | None) -> None:
-        """Start a new random stream, seeded by ``generator``. Like the setters below, it drops prefetched batches."""
+        """Start a new random stream, seeded by ``generator``. A batch ahead is thrown away."""
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
         with self._lock:
-            self._prefetcher.discard()
+            self._discard()
             self._sampler.set_rng(generator)
             if self._pipeline is not None:
                 self._pipeline.set_rng(generator)
@@ -385,7 +388,7 @@ class ReplayBuffer:
     def _replace_storage(self, storage: Storage) -> TensorStorage:
         """Replace the storage alone."""
         with self._lock:
-            self._prefetcher.discard()
+            self._discard()
             before = self._storage
             new: TensorStorage = component(storage, TensorStorage, self._new_storage)
             if self._intake is not None:
@@ -402,7 +405,7 @@ class ReplayBuffer:
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Replace the sampler; rows already stored count as new to it. Returns the one before."""
         with self._lock:
-            self._prefetcher.discard()
+            self._discard()
             before = self._sampler
             sampler = component(sampler, Sampler, self._default_sampler)
             if sampler is not self._sampler:
@@ -416,7 +419,7 @@ class ReplayBuffer:
     def set_writer(self, writer: Writer) -> Writer:
         """Replace the writer. Returns the one before."""
         with self._lock:
-            self._prefetcher.discard()
+            self._discard()
             before = self._writer
             writer = component(writer, Writer, self._default_writer)
             writer.register_storage(self._storage)
@@ -522,6 +525,9 @@ class ReplayBuffer:
             pipeline.on_write(rows, storage.ndim, kept, storage.streams)
         storage.end(None)
         self._given = None
+        if first_write and self._prefetch:
+            # Where the rows are decides how batches are made.
+            self._assemble()
         if self._row_order is not None:
             self._row_order.look(storage)
         found = storage.unravel(index)
@@ -632,14 +638,14 @@ class ReplayBuffer:
 
     @graph_break
     def empty(self, empty_write_count: bool = True) -> None:
-        """Forget every row, priority and prefetched batch, in O(1) for the rows; memory stays allocated.
+        """Forget every row and priority, in O(1) for the rows; memory stays allocated.
 
         Args:
             empty_write_count: let :attr:`write_count` begin again at 0.
         """
         with self._lock:
             self._writer.check_writable()
-            self._prefetcher.discard()
+            self._discard()
             before = self._storage.begin(EMPTIES)
             self._storage.empty(empty_write_count)
             self._writer.empty(empty_write_count)
@@ -671,8 +677,6 @@ class ReplayBuffer:
     @graph_break
     def sample_columns(self, batch_size: int | None = None) -> dict[Any, Tensor]:
         """A batch as one tensor per key, without a TensorDict, whose making can take as long as the draw.
-
-        A queue of prefetched batches is left alone.
 
         Args:
             batch_size: number of transitions, B; default: that of the constructor.
@@ -800,7 +804,7 @@ class ReplayBuffer:
         """Set one key of all rows stored. No host sync.
 
         No cursor, priority or generation moves. If the key tells where trajectories end, the sampler indexes all rows
-        anew, which is O(capacity). Batches that were prefetched stay as they are.
+        anew, which is O(capacity).
 
         Args:
             key: a stored key, nested ones as tuples; or one with keys below it, for a TensorDict.
@@ -1001,7 +1005,7 @@ class ReplayBuffer:
         """The state of the buffer in numbers, for a logger. It changes nothing. No host sync.
 
         Returns:
-            ``"size"``, the rows stored; ``"write_count"``; ``"prefetch_queue_size"``, the batches in preparation;
+            ``"size"``, the rows stored; ``"write_count"``; ``"prefetch_queue_size"``, the batches ahead, 0 or 1;
             ``"initialized"``, whether the storage is allocated; ``"capacity"``; and ``"utilization"``, the size as a
             share of the capacity.
         """
@@ -1010,7 +1014,7 @@ class ReplayBuffer:
             return {
                 "size": size,
                 "write_count": self.write_count,
-                "prefetch_queue_size": len(self._prefetcher.queue),
+                "prefetch_queue_size": self._batches.ahead,
                 "initialized": self._storage.initialized,
                 "capacity": capacity,
                 "utilization": size / capacity,
@@ -1050,7 +1054,7 @@ class ReplayBuffer:
             IndexError: a GPU has refused rows out of range before. The memory is released all the same.
         """
         with self._lock:
-            self._prefetcher.discard()
+            self._discard()
             try:
                 self._storage.free()
             finally:
@@ -1061,7 +1065,7 @@ class ReplayBuffer:
         """Move rows, index, counters and random state, while the buffer is in use. Batches go on as if it had not.
 
         One key after the other (small ones, which share a record, together), in chunks: no more is there twice at a
-        time. Prefetched batches go along. Other threads wait until it is done.
+        time. Other threads wait until it is done.
 
         Args:
             device: ``"cpu"``, ``"cuda"``, ``"pinned"``, ``"split"`` or a ``torch.device``.
@@ -1073,45 +1077,38 @@ class ReplayBuffer:
         Raises:
             RuntimeError: there is no such device, or no room there: the buffer is then where it was.
         """
-        ahead = self._prefetcher
-        with self._lock, ahead.quiet():
-            before, batches = ahead.home, ahead.state_dict()
+        with self._lock:
+            self._batches.discard()
             try:
                 moving.move(self._storage, self._sampler, device, progress)
                 self._lock.ended()
             finally:
-                if ahead.home != before:
-                    ahead.replace(ahead.prepared(batches, self._pin_memory))
+                if self._prefetch:
+                    self._assemble()
         return self
-
-    def synchronize(self) -> None:
-        """Wait until the batches in preparation are finished; the next samples get them. Others need no waiting."""
-        with self._lock, self._prefetcher.quiet():
-            pass
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that is needed to go on with the same batches. Row tensors are views. Synchronises.
 
-        Waits until the batches in preparation are finished; they are part of the state. A random stream that has no
-        seed yet, before the first draw of a buffer without ``generator``, has none after a load either.
+        A random stream that has no seed yet, before the first draw of a buffer without ``generator``, has none after a
+        load either.
         """
         with self._lock:
             if self._intake is not None:
                 self._intake.take(everything=True)
-            with self._prefetcher.quiet():
-                state = {
-                    "_storage": self._storage.state_dict(),
-                    "_sampler": self._sampler.state_dict(),
-                    "_writer": self._writer.state_dict(),
-                    "_transforms": self._transform.state_dict(),
-                    "_batch_size": self._batch_size,
-                    "_prefetch": self._prefetcher.state_dict(),
-                }
-                if self._pipeline is not None:
-                    state["_processing"] = self._pipeline.state_dict()
-                return state
+            self._batches.discard()
+            state = {
+                "_storage": self._storage.state_dict(),
+                "_sampler": self._sampler.state_dict(),
+                "_writer": self._writer.state_dict(),
+                "_transforms": self._transform.state_dict(),
+                "_batch_size": self._batch_size,
+            }
+            if self._pipeline is not None:
+                state["_processing"] = self._pipeline.state_dict()
+            return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict` into this buffer's own memory. Synchronises.
@@ -1209,12 +1206,13 @@ class ReplayBuffer:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of everything as of one moment. Synchronises."""
-        with self._lock, self._prefetcher.quiet():
+        with self._lock:
+            self._batches.discard()
             if self._storage.initialized:
                 # A stream that is seeded only later would not be the same in the copy.
                 self._sampler.random_state(self._storage.device)
             state = {name: value for name, value in vars(self).items() if name not in _OF_THE_PROCESS}
-            state = {**copy.deepcopy(state), "_prefetch": self._prefetcher.depth}
+            state = copy.deepcopy(state)
         # A process that is being spawned gets bytes: torch would pass it the memory of tensors as open files, and fails
         # if two tensors share it.
         return state if get_spawning_popen() is None else {_BYTES: pickle.dumps(state), _OWNER: os.getpid()}
@@ -1223,12 +1221,11 @@ class ReplayBuffer:
         owner = state.get(_OWNER)
         if _BYTES in state:
             state = pickle.loads(state[_BYTES])
-        prefetch = state.pop("_prefetch")
         vars(self).update(state)
         self._storage.owner = None if owner == os.getpid() else owner
         # Writers write to the buffer that made their clients.
         self._intake = None
-        self._connect(prefetch)
+        self._connect()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         other = type(self).__new__(type(self))
@@ -1236,7 +1233,7 @@ class ReplayBuffer:
         return other
 
     def _begin_anew(self) -> None:
-        """In a forked process, where no other thread is: a new lock, an empty queue, and random streams of its own.
+        """In a forked process, where no other thread is: a new lock, no batch ahead, and random streams of its own.
 
         If a thread of the parent was in the middle of an operation, the next one here finishes it.
         """
@@ -1244,12 +1241,13 @@ class ReplayBuffer:
         storage.owner = storage.owner or os.getppid()
         if lock.abandon() and storage.initialized:
             storage.unfinished = storage.unfinished or REPLAY
-        self._prefetcher = Prefetcher(self._prefetcher.depth, lock)
+        if not lock.on_gpu():
+            # A process forked from one that uses CUDA can't use it.
+            self._batches.discard()
         # The parent takes the rows of other processes.
         self._intake = lock.intake = None
         self._assemble()
         for random in (self._sampler._random, None if self._pipeline is None else self._pipeline.random):
-            # A process forked from one that uses CUDA can't use it.
             if random is not None and not random.state.is_cuda:
                 random.manual_seed(secrets.randbits(63))
 

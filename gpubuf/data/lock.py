@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 
@@ -16,13 +16,6 @@ from gpubuf.data.recording import current, outside_captures, used
 from gpubuf.data.storage.storage import TensorStorage
 
 _T = TypeVar("_T")
-
-
-class PendingDraw(Protocol):
-    """A draw that was asked for and has not been made."""
-
-    def perform(self) -> None:
-        """Make it. Raises nothing that belongs to the consumer."""
 
 
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -141,7 +134,7 @@ def _hold(end: Callable[..., None], give_back: Callable[..., None]) -> Callable[
     """Holds a lock that was taken. A function of its own: the traceback of a draw keeps the locals of its callers."""
     hold = functools.partial(end)
     try:
-        # In its own attributes, since a lock has two holds while one is `outside`.
+        # In its own attributes: its end refers to the lock.
         hold.given_back = weakref.ref(hold, give_back)  # type: ignore[attr-defined]
         return hold
     except BaseException:
@@ -186,9 +179,7 @@ class Guard:
 class BufferLock(Guard):
     """The lock of a buffer, ``with lock:``. Threads get it in the order in which they asked.
 
-    Whoever gets it makes the draws that were asked for earlier first. So the contents of a batch depend on the order of
-    the calls and not on how threads happen to run. Operations on a GPU are ordered across streams. If an operation was
-    interrupted, the next one finishes its work.
+    Operations on a GPU are ordered across streams. If an operation was interrupted, the next one finishes its work.
 
     Args:
         storage: the buffer's storage.
@@ -196,14 +187,12 @@ class BufferLock(Guard):
 
     Attributes:
         storage: the buffer's storage; to be set when that is replaced.
-        pending: draws that were asked for, in order.
         intake: a weak reference to what takes in the rows of other processes, called before each operation; None: no
             process but this one writes.
     """
 
     def __init__(self, storage: TensorStorage, mend: Callable[[], None] | None = None) -> None:
         self.storage = storage
-        self.pending: deque[PendingDraw] = deque()
         self._mend = None if mend is None else weakref.WeakMethod(mend)
         self.intake: Callable[[], Callable[[], object] | None] | None = None
         self._streams = StreamOrder()
@@ -218,7 +207,6 @@ class BufferLock(Guard):
         # A free lock goes to the first thread that asks, mostly the one that has just released it: a thread that writes
         # in a loop would keep all others out. So a thread that waits holds a place in this line until it has the lock.
         self._waiting: deque[Guard] = deque()
-        self.pending.clear()
 
     def abandon(self) -> bool:
         """In a forked process, begin with a lock that nobody has. Returns whether another thread had it."""
@@ -272,9 +260,6 @@ class BufferLock(Guard):
             mend = self._mend()
             if mend is not None:
                 mend()
-        while self.pending:
-            self.pending[0].perform()
-            self.pending.popleft()
         if self.intake is not None and (take := self.intake()) is not None:
             take()
 
@@ -284,13 +269,7 @@ class BufferLock(Guard):
         storage, ring = self.storage, self.storage._ring
         # Past `gpu`, which is a call. The first write decides whether the buffer is on a GPU.
         launches = (ring is None or ring.counters.is_cuda) and self._cuda_present()
-        if (
-            storage.unfinished is not None
-            or self.pending
-            or current.locks is not None
-            or launches
-            or self.intake is not None
-        ):
+        if storage.unfinished is not None or current.locks is not None or launches or self.intake is not None:
             self._begin()
         return self.ended if launches else _nothing
 
@@ -320,26 +299,6 @@ class BufferLock(Guard):
         device = self.gpu()
         if device is not None:
             self._streams.end(device)
-
-    def outside(self, wait: Callable[[], object]) -> None:
-        """Release the lock, which this thread holds however often, while ``wait`` runs; then take it again."""
-        interrupt, waited = None, False
-        # The caller believes that it holds the lock, also where it is interrupted: nothing leaves this loop without it.
-        while True:
-            try:
-                if not waited:
-                    self.ended()
-                    waited = True
-                    self._lock.release()
-                    wait()
-                if not self.held:
-                    self._stand_in_line()
-                break
-            except BaseException as error:
-                interrupt, waited = error, True
-        if interrupt is not None:
-            raise interrupt
-        self._begin()
 
 
 def under(locks: Sequence[BufferLock], action: Callable[[], _T]) -> _T:

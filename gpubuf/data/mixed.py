@@ -16,11 +16,10 @@ from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.arguments import as_tensor, check_batch_size, check_sizes
-from gpubuf.data.batches import attach_info, finished
+from gpubuf.data.batches import Batch, attach_info, finished
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.checkpoints import files, restore, save
 from gpubuf.data.lock import BufferLock, graph_break, under
-from gpubuf.data.prefetch import Batch
 from gpubuf.data.recording import current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import RandomState, is_tensor
 from gpubuf.data.samplers.slices import SliceSampler

@@ -1,607 +1,178 @@
-"""Batches prepared ahead: drawn, gathered, collated, transformed and pinned while the consumer computes.
+"""The next batch, made while the consumer uses this one: gathered from pinned memory, or its pages requested of a disk.
 
-With the rows on the CPU, one worker thread prepares them: one, so that draws and transforms run in order. The kernels
-release the interpreter lock. With the rows on a GPU, the caller launches the work on a stream of its own.
-
-An interrupt may strike the consumer anywhere. So what passes between the threads passes by one call of a function
-written in C (``SimpleQueue`` and ``deque``), locks are held by :class:`~gpubuf.data.lock.Guard`, and a
-batch is waited for only by those who can make it themselves, should nobody else be at it.
-
-A batch is drawn as of the moment at which it was asked for. If another operation (a write, new priorities) comes before
-the worker has drawn it, that operation makes the draw first: see
-:class:`~gpubuf.data.lock.BufferLock`. So the contents of batches depend only on the order of the calls.
+Where a batch is one launch and nothing slower lies behind it, on a CPU or with rows on the GPU, nothing is made ahead,
+and this class is not there.
 """
 
 from __future__ import annotations
 
-import _thread
-import atexit
-import contextlib
-import functools
-import os
-import threading
-import time
-import traceback
-import warnings
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from queue import Empty, SimpleQueue
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data.lock import BufferLock, Guard, _nothing
-from gpubuf.data.storage.layout import Data
-from gpubuf.kernels._threads import stay_alone
+from gpubuf.data.batches import Batch, Batches
+from gpubuf.data.pinning import tensors_of
+from gpubuf.data.recording import capturing, refuse_in_capture
+from gpubuf.data.samplers.base import Drawn, Sampler
+from gpubuf.data.samplers.slices import SliceSampler
+from gpubuf.data.sequences import SampleUnit
+from gpubuf.data.storage.memmap import LazyMemmapStorage
+from gpubuf.data.storage.placement import PINNED, SPLIT
+from gpubuf.data.storage.plan import RowPlan
+from gpubuf.data.storage.storage import TensorStorage
 
-_warned = False
-
-
-def map_tensors(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``data`` with ``function`` applied to every tensor in it. Other values stay as they are.
-
-    Args:
-        data: a tensor, a TensorDict or tensorclass, or tuples, lists and mappings of them, nested.
-        function: from a tensor to one of the same shape.
-
-    Returns:
-        Containers of the same types, new ones. The device that a TensorDict claims makes no difference.
-    """
-    if isinstance(data, Tensor):
-        return function(data)
-    if isinstance(data, TensorDictBase) or is_tensorclass(data):
-        return data.apply(function)
-    if isinstance(data, Mapping):
-        return type(data)({key: map_tensors(value, function) for key, value in data.items()})  # type: ignore[call-arg]
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(map_tensors(value, function) for value in data))
-    if isinstance(data, (tuple, list)):
-        return type(data)(map_tensors(value, function) for value in data)
-    return data
+_WHY = "the next batch is made ahead, and is not the graph's: use a buffer without prefetch"
 
 
-def tensors_of(data: Any) -> Iterator[Tensor]:
-    """Every tensor in ``data``, which is as for :func:`map_tensors`."""
-    if isinstance(data, Tensor):
-        yield data
-    elif isinstance(data, TensorDictBase) or is_tensorclass(data):
-        yield from (value for value in data.values(True, True) if isinstance(value, Tensor))
-    elif isinstance(data, (Mapping, tuple, list)):
-        for value in data.values() if isinstance(data, Mapping) else data:
-            yield from tensors_of(value)
+class _Chosen(SampleUnit):
+    """Rows that were chosen ahead, in the place of a draw."""
+
+    def __init__(self, positions: Tensor, info: dict[Any, Tensor], ran_out: bool) -> None:
+        self._positions, self._info, self._ran_out = positions, info, ran_out
+
+    def draw(self, sampler: Sampler, reader: RowPlan, n: int, batches: int | None, storage: TensorStorage) -> Drawn:
+        """Gather them."""
+        tensors, generation = reader.gather(self._positions)
+        sampler.ran_out = self._ran_out
+        return Drawn(tensors, self._positions, generation, self._info)
 
 
-def copied(data: Any, device: torch.device | str | None, *, claim: bool = False) -> Any:
-    """A copy of ``data``, on ``device`` if that is not None; ``claim``: set the TensorDict's device."""
-    if device is None:
-        return map_tensors(data, Tensor.clone)
-    if claim and (isinstance(data, TensorDictBase) or is_tensorclass(data)):
-        data = data.to(device)
-    return map_tensors(data, lambda tensor: tensor.to(device, copy=True))
+class _Ahead(NamedTuple):
+    """A batch ahead of its consumer: what was asked for, how it was drawn, and the batch or the rows chosen for it."""
+
+    asked: tuple[int, bool]
+    before: _Before
+    made: Batch | _Chosen
 
 
-def pin(data: Any) -> Any:
-    """``data`` with every CPU tensor copied to pinned memory. Tensors on a GPU stay as they are.
+class _Before:
+    """What draws change, as it is now: random streams, and how far the sampler has got with an epoch."""
 
-    A tensor that occurs several times is copied once, and occurs several times in the result.
+    def __init__(self, sampler: Sampler, noise: Tensor | None) -> None:
+        self._sampler = sampler
+        random = None if sampler._random is None else sampler._random.state
+        self._states = [(stream, stream.clone()) for stream in (random, noise) if stream is not None]
+        self._values = self._now()
+        self._after: dict[str, Any] | None = None
 
-    Args:
-        data: as for :func:`map_tensors`. Neither it nor its tensors change.
+    def _now(self) -> dict[str, Any]:
+        return {name: getattr(self._sampler, name) for name in self._sampler.drawn_state or ()}
 
-    Returns:
-        The same structure, in which ``is_pinned()`` holds for every CPU tensor; or ``data`` itself if there is no
-        accelerator, with one warning a process. No host sync.
-    """
-    global _warned
-    if not torch.cuda.is_available():
-        if not _warned:
-            _warned = True
-            warnings.warn("pin_memory=True has no effect without an accelerator", stacklevel=3)
-        return data
-    done: dict[int, Tensor] = {}
+    def drawn(self) -> None:
+        """The draw that may be taken back is done."""
+        self._after = self._now()
 
-    def pinned(tensor: Tensor) -> Tensor:
-        if tensor.device.type != "cpu":
-            return tensor
-        copy = done.get(id(tensor))
-        if copy is None:
-            copy = done[id(tensor)] = tensor.pin_memory()
-        return copy
-
-    return map_tensors(data, pinned)
+    def put_back(self) -> None:
+        """Take the draw back, but an epoch that was given up since. No host sync."""
+        for state, before in self._states:
+            state.copy_(before)
+        if self._after is None or all(getattr(self._sampler, name) is value for name, value in self._after.items()):
+            vars(self._sampler).update(self._values)
 
 
-def clear_traceback(error: BaseException) -> None:
-    """Empty the functions that an error has come through.
+@dataclass(eq=False)
+class Prefetched(Batches):
+    """Batches of the constructor's size, of which the next is made ahead of its consumer: one at most, by no thread.
 
-    They refer to the buffer, whose queue keeps the error until its batch is asked for: neither would be freed before
-    garbage is collected.
-    """
-    seen: set[int] = set()
-    chain: list[BaseException | None] = [error]
-    while chain:
-        one = chain.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
-            chain += [one.__cause__, one.__context__]
+    Rows in pinned memory: a stream of its own gathers it. It has the rows, priorities and statistics of that moment.
+    Rows in files: the rows are chosen, and the system is asked to read their pages; they are gathered when the batch is
+    asked for. Slices are chosen anew then, with the same random numbers: a write may have cut them.
 
-
-_STATE_KEYS = ("data", "info", "ran_out", "device", "claimed")
-
-
-#: The tasks of every worker that runs. It says so itself: whoever starts it can be interrupted before and after.
-_workers = set[SimpleQueue[Any]]()
-
-
-def _work(tasks: SimpleQueue[Any], threads: int, token: object) -> None:
-    """The worker's thread, which is there as long as ``token`` is.
-
-    Torch uses as many threads in it as in the consumer, and gpubuf's kernels one.
-    """
-    try:
-        _workers.add(tasks)
-        torch.set_num_threads(threads)
-        stay_alone()
-        while (task := tasks.get()) is not None:
-            # The consumer is told of it.
-            with contextlib.suppress(BaseException):
-                task()
-            del task
-    finally:
-        _workers.discard(tasks)
-        # The traceback of a batch that failed leads here.
-        del token
-
-
-def _started(owner: Prefetcher) -> tuple[SimpleQueue[Any], Callable[[], object]]:
-    """A worker that ends with its owner: its tasks, and whether it is there.
-
-    A function of its own: no traceback that leads through the caller holds the token. And no ``threading.Thread``: an
-    interrupt while that starts may keep the new thread waiting for ever.
-    """
-    tasks, token = SimpleQueue[Any](), threading.Lock()
-    weakref.finalize(owner, tasks.put, None).atexit = False
-    # OpenMP and MKL keep a number of threads for every thread that calls them: this one's is the caller's.
-    _thread.start_new_thread(_work, (tasks, torch.get_num_threads(), token))
-    return tasks, weakref.ref(token)
-
-
-def _end_workers() -> None:
-    """Before the interpreter takes itself apart."""
-    while _workers:
-        # One that has just been started may come last.
-        for tasks in [*_workers]:
-            tasks.put(None)
-        time.sleep(0.001)
-
-
-atexit.register(_end_workers)
-# The threads stay with the parent.
-os.register_at_fork(after_in_child=_workers.clear)
-
-
-def _is_entry(entry: Any) -> bool:
-    """Whether ``entry`` is a batch in the queue's state."""
-    if not isinstance(entry, dict) or sorted(entry) != sorted(_STATE_KEYS):
-        return False
-    info, device = entry["info"], entry["device"]
-    pairs = isinstance(info, list) and all(
-        isinstance(pair, (list, tuple)) and len(pair) == 2 and _is_key(pair[0]) and isinstance(pair[1], Tensor)
-        for pair in info
-    )
-    if not pairs or "index" not in (key for key, _ in info):
-        return False
-    flags = isinstance(entry["ran_out"], bool) and isinstance(entry["claimed"], bool)
-    return flags and (device is None or device == "storage" or _is_device(device))
-
-
-def _is_key(key: Any) -> bool:
-    return isinstance(key, str) or (
-        isinstance(key, (list, tuple)) and len(key) > 0 and all(isinstance(name, str) for name in key)
-    )
-
-
-def _is_device(name: Any) -> bool:
-    """Whether there is a device of this name here."""
-    try:
-        return isinstance(name, str) and torch.empty(0, device=name).device.type != "meta"
-    except (AssertionError, RuntimeError):
-        return False
-
-
-class Batch(NamedTuple):
-    """A batch on its way to the consumer."""
-
-    data: Data
-    info: dict[Any, Tensor]
-    ran_out: bool  # whether it is the last one of an epoch
-    has_info: bool = False  # whether ``info`` is part of ``data``
-
-
-class SideStream:
-    """CUDA streams for work ahead of the consumer, and the events that tie them to the consumer's. No host sync.
-
-    Does nothing unless CUDA is in use.
+    Transforms run when the batch is asked for. A draw of another kind, and whatever saves, moves, replaces or forgets
+    rows, throws the batch ahead away and takes its draw back: the next draw gets its random numbers.
     """
 
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def fork(self, device: torch.device | None) -> tuple[torch.device, torch.cuda.Event] | None:
-        """Note, in the consumer's thread, what its stream has been given up to now; ``device`` None: the current."""
-        if not torch.cuda.is_initialized():
-            return None
-        if device is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
-        return device, event
-
-    @contextlib.contextmanager
-    def running(self, fork: tuple[torch.device, torch.cuda.Event] | None) -> Iterator[None]:
-        """Make the side stream current, after the work noted by ``fork``."""
-        if fork is None:
-            yield
-            return
-        device, event = fork
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)
-        stream.wait_event(event)
-        with torch.cuda.stream(stream):
-            yield
-
-    def ready(self, batch: Batch) -> dict[torch.device, torch.cuda.Event]:
-        """An event for every GPU on which the batch has tensors, recorded on the streams that are current."""
-        if not torch.cuda.is_initialized():
-            return {}
-        events = {}
-        for device in {t.device for t in tensors_of((batch.data, batch.info)) if t.is_cuda}:
-            events[device] = torch.cuda.Event()
-            events[device].record(torch.cuda.current_stream(device))
-        return events
-
-    def join(self, batch: Batch, ready: dict[torch.device, torch.cuda.Event]) -> None:
-        """Hand the batch to the streams that are current now: they wait for it, and its memory waits for them."""
-        if not ready:
-            return
-        for device, event in ready.items():
-            torch.cuda.current_stream(device).wait_event(event)
-        for tensor in tensors_of((batch.data, batch.info)):
-            if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-
-class _Asked:
-    """One batch that was asked for.
-
-    Attributes:
-        draw, finish: make it. Given up once that is done: they hold on to the buffer.
-        fork: of the consumer's stream, see :class:`SideStream`.
-        worker: the thread that it was given to, as long as that is there.
-        undrawable: whether it has to be drawn again when it is asked for: the draw failed, or the batch was dropped.
-        drawn: the batch before ``finish``, or the error of the draw.
-        outcome: the batch, or the error that takes its place.
-        ready: events after which the batch is ready.
-        opened: has something in it once there is an outcome.
-    """
-
-    def __init__(
-        self,
-        draw: Callable[[], Batch] | None = None,
-        finish: Callable[[Batch], Batch] | None = None,
-        fork: tuple[torch.device, torch.cuda.Event] | None = None,
-        outcome: Batch | None = None,
-    ) -> None:
-        self.draw, self.finish, self.fork = draw, finish, fork
-        self.grad = torch.is_grad_enabled()
-        self.worker: Callable[[], object] = _nobody
-        self.undrawable = self.dropped = False
-        self.drawn: Batch | Exception | None = None
-        self.outcome: Batch | Exception | None = outcome
-        self.ready: dict[torch.device, torch.cuda.Event] = {}
-        self.opened: SimpleQueue[None] = SimpleQueue()
-
-    def perform(self) -> None:
-        """Draw and gather, unless that is done. An error is kept for the consumer."""
-        if self.draw is None or self.drawn is not None:
-            return
-        try:
-            self.drawn = self.draw()
-        except Exception as error:
-            self.drawn, self.undrawable = error, True
-
-    def finished(self) -> Batch:
-        """Collate, transform, pin what was drawn."""
-        if not isinstance(self.drawn, Batch):
-            assert self.drawn is not None
-            raise self.drawn
-        assert self.finish is not None
-        return self.finish(self.drawn)
-
-
-def _nobody() -> None:
-    """The worker of a batch that no thread was given."""
-
-
-class _Quiet(Guard):
-    """See :meth:`Prefetcher.quiet`. Shares the lock of its door."""
-
-    def __init__(self, ahead: Prefetcher, discard: bool) -> None:
-        self._ahead, self._discard = ahead, discard
-        self._lock, self._give_back = ahead._door._lock, ahead._door._give_back
-
-    def _take(self) -> Callable[..., None]:
-        ahead, lock = self._ahead, self._ahead._lock
-        if not self._lock.acquire(False):
-            lock.outside(self._lock.acquire)
-        while self._discard and ahead.queue:
-            ahead.queue.popleft().dropped = True
-        while busy := ahead._unfinished():
-            lock.outside(functools.partial(ahead._finish, busy))
-        return _nothing
-
-
-class Prefetcher:
-    """The queue of batches in preparation.
-
-    Args:
-        depth: number of batches in preparation while the consumer has one. With 0 the queue only delivers batches
-            that :meth:`replace` put there.
-        lock: the buffer's lock.
-
-    Attributes:
-        queue: the batches that were asked for ahead.
-    """
-
-    def __init__(self, depth: int, lock: BufferLock) -> None:
-        self.depth = depth
-        self._lock = lock
-        self.queue: deque[_Asked] = deque()
-        self._side = SideStream()
-        # Whoever asks for batches comes through the door, and whoever wants quiet keeps it. The buffer's lock may be
-        # taken with the door held, but not the other way round.
-        self._door = Guard()
-        # Held by the thread that prepares a batch, before the buffer's lock.
-        self._making = Guard()
-        self._current: Callable[[], _Asked | None] = _nobody
-        self._worker: tuple[SimpleQueue[Any], Callable[[], object]] | None = None
-
-    def __len__(self) -> int:
-        return len(self.queue)
-
-    @property
-    def active(self) -> bool:
-        """Whether :meth:`take` has anything to do."""
-        return self.depth > 0 or bool(self.queue)
-
-    # For the consumer
-
-    def take(self, draw: Callable[[], Batch], finish: Callable[[Batch], Batch]) -> Batch | None:
-        """The next batch. Asks for those after it.
-
-        Args:
-            draw: draws and gathers a batch.
-            finish: collates, transforms and pins it.
-
-        Returns:
-            The batch, or None if the caller has to prepare it: inside a transform, while a CUDA graph is captured,
-            and when a queue of depth 0 is empty.
-
-        Raises:
-            Exception: what the draw or a transform raised, with its traceback. A draw that fails ahead of time is
-                forgotten, and made again when its batch is asked for.
-        """
-        on_gpu = self._lock.on_gpu()
-        if self._bypassed(on_gpu):
-            return None
-        ahead = self.depth
-        while True:
-            with self._door:
-                fresh = not self.queue
-                if fresh and self.depth == 0:
-                    return None
-                while len(self.queue) <= ahead:
-                    self.queue.append(self._ask(draw, finish, on_gpu))
-                slot = self.queue.popleft()
-                asked = [slot, *self.queue] if on_gpu else [slot]
-            # Those ahead are asked for once: if every draw fails, this would never end.
-            ahead = 0
-            try:
-                self._finish(asked)
-                return self._delivered(slot)
-            except Exception:
-                if fresh or not slot.undrawable:
-                    raise
-            finally:
-                # An error whose traceback led back to it would keep the buffer until the garbage is collected.
-                del slot, asked
-
-    def take_other(self, draw: Callable[[], Batch], finish: Callable[[Batch], Batch]) -> Batch | None:
-        """A batch unlike those of the queue, which stay there; drawn and transformed after them.
-
-        Returns:
-            As :meth:`take`; None also if the caller's own thread prepares the batches.
-        """
-        on_gpu = self._lock.on_gpu()
-        if self.depth == 0 or on_gpu or self._bypassed(on_gpu):
-            return None
-        with self._door:
-            slot = self._ask(draw, finish, on_gpu)
-        try:
-            self._finish([slot])
-            return self._delivered(slot)
-        finally:
-            del slot
-
-    def _bypassed(self, on_gpu: bool) -> bool:
-        # In a transform, or while it is to be quiet.
-        own = self._making.held or self._door.held
-        return own or (on_gpu and torch.cuda.is_current_stream_capturing())
-
-    def _delivered(self, slot: _Asked) -> Batch:
-        outcome = slot.outcome
-        try:
-            if not isinstance(outcome, Batch):
-                assert outcome is not None
-                raise outcome
-            self._side.join(outcome, slot.ready)
-            return outcome
-        finally:
-            del slot, outcome
-
-    def _finish(self, slots: list[_Asked]) -> None:
-        """Wait until batches are prepared. What is left by nobody's fault but an interrupt's is prepared here."""
-        for slot in slots:
-            while slot.outcome is None:
-                if slot.worker() is None:
-                    self._prepare(slot)
-                    continue
-                with contextlib.suppress(Empty):
-                    # Looks now and then whether the worker is still there.
-                    slot.opened.get(timeout=1.0)
-                    slot.opened.put(None)
-
-    # Preparation
-
-    def _ask(self, draw: Callable[[], Batch], finish: Callable[[Batch], Batch], on_gpu: bool) -> _Asked:
-        slot = _Asked(draw, finish, self._side.fork(self._lock.storage.ring.device if on_gpu else None))
-        if not on_gpu:
-            # An interrupt between these loses a batch that nobody waits for.
-            tasks, slot.worker = self._running()
-            self._lock.pending.append(slot)
-            tasks.put(functools.partial(self._prepare, slot))
-        return slot
-
-    def _running(self) -> tuple[SimpleQueue[Any], Callable[[], object]]:
-        """The tasks of the worker, which is started if there is none, and whether it is there."""
-        if self._worker is None or self._worker[1]() is None:
-            self._worker = _started(self)
-        return self._worker
-
-    def _prepare(self, slot: _Asked) -> None:
-        """Prepare a batch, unless that is done."""
-        try:
-            with self._making:
-                if slot.outcome is None:
-                    slot.outcome = self._prepared(slot)
-        except BaseException as error:
-            clear_traceback(error)
-            if isinstance(error, Exception):
-                slot.outcome = error
-            elif slot.outcome is None:
-                # The interrupt is not the batch's: that is drawn anew when it is asked for.
-                slot.undrawable, slot.outcome = True, RuntimeError("the preparation of a batch was interrupted")
-                raise
-        finally:
-            slot.draw = slot.finish = slot.drawn = None
-            slot.opened.put(None)
-            del slot, self
-
-    def _prepared(self, slot: _Asked) -> Batch:
-        if slot.dropped:
-            slot.undrawable = True
-            raise RuntimeError("the batch was dropped")
-        if not threading.main_thread().is_alive():
-            raise RuntimeError("no batch can be prepared while the interpreter shuts down")
-        with torch.set_grad_enabled(slot.grad), self._side.running(slot.fork):
-            with self._lock:
-                # From here on the batch does not need the lock: see `_unfinished`.
-                self._current = weakref.ref(slot)
-                slot.perform()
-            batch = slot.finished()
-            slot.ready = self._side.ready(batch)
-            return batch
-
-    # For the buffer
-
-    def quiet(self, *, discard: bool = False) -> Guard:
-        """``with ahead.quiet():``, with the lock held: no batch is in preparation, and nobody asks for one.
-
-        While it waits for that, it releases the lock: a transform may need it.
-
-        Args:
-            discard: drop the queue.
-
-        Raises:
-            RuntimeError: called by a transform.
-        """
-        if self._making.held:
-            raise RuntimeError("a transform can't do this to its buffer: it would wait for its own batch")
-        return _Quiet(self, discard)
-
-    def _unfinished(self) -> list[_Asked]:
-        """The batches of the queue that are not prepared, and the one at which a thread works now.
-
-        Called with the lock held: no thread can begin another one then, since the draw needs the lock.
-        """
-        return [slot for slot in (self._current(), *self.queue) if slot is not None and slot.outcome is None]
+    _ahead: _Ahead | None = None
+    _side: torch.cuda.Stream | None = None
 
     @staticmethod
-    def check(state: Any) -> None:
-        """Raise unless :meth:`prepared` can take ``state``.
-
-        Raises:
-            ValueError: ``state`` is not what :meth:`state_dict` returns.
-        """
-        if not isinstance(state, list) or not all(map(_is_entry, state)):
-            raise ValueError(f"the prefetched batches of a state are a list of dicts of {_STATE_KEYS}, got {state!r}")
-
-    def discard(self) -> None:
-        """Drop the queue, before its rows are released. Call it with the lock held."""
-        if self.active:
-            with self.quiet(discard=True):
-                self.queue.clear()
-        self._lock.settle()
-
-    # State
+    def helps(storage: TensorStorage, sampler: Sampler, unit: SampleUnit | None) -> bool:
+        """Whether a batch of these parts is worth making ahead, and can be taken back."""
+        place = storage.placement
+        if place is None or sampler.drawn_state is None or sampler.shards is not None or unit is not None:
+            return False
+        return place.kind in (PINNED, SPLIT) or (isinstance(storage, LazyMemmapStorage) and storage.has_large_rows)
 
     @property
-    def home(self) -> torch.device | None:
-        """Where the rows are, and with them the batches of the queue."""
-        storage = self._lock.storage
-        return storage.device if storage.initialized else None
+    def ahead(self) -> int:
+        return int(self._ahead is not None)
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Copies of the batches in the queue, all of them finished; used inside :meth:`quiet`."""
-        state, home = [], self.home
-        for slot in self.queue:
-            if isinstance(slot.outcome, Batch):
-                batch = self._delivered(slot)
-                devices = {t.device for t in tensors_of(batch.data)}
-                device = devices.pop() if len(devices) == 1 else None
-                state.append(
-                    {
-                        "data": copied(batch.data, None),
-                        # Keys may be tuples, which a checkpoint's dictionaries can't have.
-                        "info": [[key, value.clone()] for key, value in batch.info.items()],
-                        "ran_out": batch.ran_out,
-                        "device": None if device is None else "storage" if device == home else str(device),
-                        "claimed": getattr(batch.data, "device", None) is not None,
-                    }
-                )
-        return state
+    def discard(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.before.put_back()
 
-    def prepared(self, state: list[dict[str, Any]], pinned: bool) -> list[_Asked]:
-        """Copies of the batches of :meth:`state_dict`, for :meth:`replace`.
+    def _draw(
+        self, n: int, include_info: bool, batches: int | None, *, whole: bool = True, assembled: bool = True
+    ) -> Batch:
+        refuse_in_capture(_WHY)
+        if capturing():
+            raise RuntimeError(_WHY)
+        usual = n == self.batch_size and batches is None and whole and assembled
+        with self.lock:
+            batch = self._taken((n, include_info)) if usual else None
+            if batch is None:
+                self.discard()
+                batch = super()._draw(n, include_info, batches, whole=whole, assembled=assembled)
+        # Within a caller's turn the streams would be out of order.
+        if usual and not self.lock.held:
+            device = self.lock.gpu()
+            if device is not None and self._side is None:
+                self._side = torch.cuda.Stream(device)
+            # The lock orders the streams: the side one comes after all before this, and the next operation after it.
+            with nullcontext() if self._side is None else torch.cuda.stream(self._side), self.lock:
+                if self._ahead is None:
+                    self._make((n, include_info))
+        return batch
 
-        Batches that lay on the device of the storage then come to its present device.
-        """
-        home, slots = self.home, []
-        for entry in state:
-            device = home if entry["device"] == "storage" else entry["device"]
-            data = copied(entry["data"], device, claim=entry["claimed"])
-            info = {k if isinstance(k, str) else tuple(k): copied(v, home) for k, v in entry["info"]}
-            if pinned:
-                data, info = pin((data, info))
-            slots.append(_Asked(outcome=Batch(data, info, entry["ran_out"])))
-        return slots
+    def _taken(self, asked: tuple[int, bool]) -> Batch | None:
+        """The batch ahead, if it is what is asked for."""
+        ahead = self._ahead
+        if ahead is None or ahead.asked != asked:
+            return None
+        self._ahead = None
+        if isinstance(ahead.made, Batch):
+            for tensor in tensors_of((ahead.made.data, ahead.made.info)):
+                if tensor.is_cuda:
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            self.sampler.ran_out = ahead.made.ran_out
+            return ahead.made
+        # Of a copy: another thread may look at the unit of this object.
+        return Batches._draw(replace(self, unit=ahead.made), *asked, None)
 
-    def replace(self, slots: list[_Asked]) -> None:
-        """Make these the queue; used inside :meth:`quiet`. Can't fail."""
-        self.queue.clear()
-        self.queue.extend(slots)
+    def _make(self, asked: tuple[int, bool]) -> None:
+        """Make a batch ahead. One that can't be drawn, for want of rows for example, is drawn when it is asked for."""
+        storage, sampler, processing = self.storage, self.sampler, self.reader.recipe.processing
+        ran_out, before = sampler.ran_out, _Before(sampler, None if processing is None else processing.noise)
+        try:
+            made: Batch | _Chosen | None
+            if isinstance(storage, LazyMemmapStorage):
+                made = self._chosen(storage, asked[0])
+            else:
+                made = super()._draw(*asked, None)
+            if made is None:
+                before.put_back()
+            else:
+                before.drawn()
+                self._ahead = _Ahead(asked, before, made)
+        except BaseException as error:
+            self._ahead = None
+            before.put_back()
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            # That of the batch which the consumer has.
+            sampler.ran_out = ran_out
+
+    def _chosen(self, storage: LazyMemmapStorage, n: int) -> _Chosen | None:
+        """Choose the rows of the next batch and request their pages. None: they are to be chosen anew."""
+        sampler = self.sampler
+        positions, info = sampler.choose(n)
+        # A transition of several steps has its next observation from the last of them.
+        steps = (self.reader.recipe.n_steps - 1) * math.prod(storage.shape[1:])
+        storage.request(torch.cat((positions, (positions + steps) % storage.max_size)) if steps else positions)
+        return None if isinstance(sampler, SliceSampler) else _Chosen(positions, info, sampler.ran_out)

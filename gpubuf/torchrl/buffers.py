@@ -158,20 +158,21 @@ class ReplayBuffer(CoreBuffer):
             )
         return self
 
+    def synchronize(self) -> None:
+        """Accepted for compatibility: a call on a buffer is done when it returns."""
+
     def shutdown(self, timeout: float | None = None) -> None:
-        """Finish the batches in preparation. A buffer that is dropped ends its thread and gives its memory back.
+        """Mark the buffer as shut down. One that is dropped gives its memory back.
 
         Args:
             timeout: accepted for compatibility.
         """
-        self.synchronize()
         self._is_shut = True
 
     def submit_update_if_present(self, **arguments: Any) -> Future[ConditionalUpdateResult | None]:
         """:meth:`update_if_present`, with a future of its result.
 
-        The update is made before this returns: on a GPU it is launched, and nothing waits for it. Batches that are
-        drawn later see it, and those in preparation do not.
+        The update is made before this returns: on a GPU it is launched, and nothing waits for it.
 
         Args:
             **arguments: those of :meth:`update_if_present`.

@@ -10,9 +10,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from gpubuf.data.batches import Batch
 from gpubuf.data.lock import under
 from gpubuf.data.mixed import MixedReplayBuffer, checked_owners, positions_in
-from gpubuf.data.prefetch import Batch
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.sum_tree import rows_at
@@ -389,9 +389,7 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
         return self
 
     def synchronize(self) -> None:
-        """Wait until the batches that the buffers prepare are finished."""
-        for buffer in self._buffers:
-            buffer.synchronize()
+        """Accepted for compatibility: a call on a buffer is done when it returns."""
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Shut all the buffers down. See :meth:`ReplayBuffer.shutdown`."""

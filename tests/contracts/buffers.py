@@ -123,7 +123,7 @@ class BufferContract:
     @property
     def on_device(self) -> bool:
         """Whether nothing of it is on the host, so that it can be captured."""
-        return self.storage == "tensor" and not self.prefetch and self.rows != "text"
+        return self.storage == "tensor" and self.rows != "text"
 
     @property
     def storage_options(self) -> dict[str, Any]:
@@ -473,22 +473,22 @@ CONTRACTS = [
     _C(prefixes=True, narrow=True, envs=2, sampler="prioritized slices", process=True),
     _C(continuity=True, sampler="stratified", relabel=True, generations=True, prefixes=True),
     _C(relabel=True, envs=2, share_next=True, sampler="without replacement", transform=True),
-    _C(relabel=True, narrow=True, sampler="prioritized", prefetch=2),
+    _C(relabel=True, narrow=True, sampler="prioritized"),
     _C(continuity=True, envs=2, sampler="slices", collate=True),
     _C(continuity=True, n_steps=3, sampler="prioritized", generations=True),
     _C(n_steps=4, narrow=True, sampler="without replacement", transform=True, prefixes=True),
     _C(rows="dict", envs=2, sampler="prioritized", n_steps=2, process=True, share_next=True),
-    _C(rows="dict", narrow=True, sampler="without replacement", prefetch=2),
+    _C(rows="dict", narrow=True, sampler="without replacement"),
     _C(rows="tuple", sampler="stratified", generations=True),
     _C(rows="tuple", envs=2),
     _C(rows="text", sampler="prioritized", generations=True),
-    _C(rows="text", sampler="without replacement", narrow=True, prefetch=1),
-    _C(storage="memmap", n_steps=3, sampler="prioritized", transform=True),
+    _C(rows="text", sampler="without replacement", narrow=True),
+    _C(storage="memmap", n_steps=3, sampler="prioritized", transform=True, prefetch=2),
     _C(storage="memmap", envs=2, sampler="slices", prefetch=1, generations=True),
     _C(storage="memmap", envs=2, continuity=True, collate=True, process=True, n_steps=2),
     _C(storage="memmap", rows="dict"),
     _C(storage="list", sampler="prioritized", transform=True),
-    _C(storage="list", sampler="without replacement", prefetch=2),
+    _C(storage="list", sampler="without replacement"),
 ]
 
 

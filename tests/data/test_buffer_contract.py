@@ -20,6 +20,7 @@ from tensordict import TensorDict
 
 from gpubuf import ReplayBuffer, capture, plan
 from gpubuf.data import LazyMemmapStorage, moving
+from gpubuf.data.storage import memmap
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import FAULTS, WRITTEN
 from tests.contracts import SLOW_AND_NIGHTLY, each_option, first_quick
@@ -48,8 +49,10 @@ ANOTHER_ORDER = r"rows continue along dimension 1, not 0: transpose|the rows of 
 
 
 @pytest.fixture(autouse=True)
-def _chance() -> Iterator[None]:
+def _chance(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
+    # The model's rows are small.
+    monkeypatch.setattr(memmap, "LARGE_ROW", 1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=ANOTHER_ORDER)
         warnings.filterwarnings("ignore", message="Got conflicting batch_sizes")
@@ -102,7 +105,6 @@ class History:
 
     def run(self, n: int, reading: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext) -> None:
         operations = [self.extend, self.extend, self.sample, self.sample, self.add, self.empty, self.duplicate]
-        # A prefetched batch holds the rows of another moment: only its copies are checked.
         operations += [self.overwrite, self.set_key, self.update_if_present]
         for _ in range(n):
             self.model.random.choice(operations)()
@@ -140,6 +142,7 @@ class History:
         batches = None if self.contract.storage == "list" else self.model.random.choice([None, None, 2])
         data, info = self.buffer.sample(return_info=True, batches=batches)
         if self.contract.prefetch:
+            # It may have been chosen before the last write.
             return
         self.model.check_batch(self.buffer, data, info)
         if "index_generation" in info:
@@ -219,9 +222,7 @@ def test_copies_draw_the_same_batches_and_share_nothing(contract, how):
     buffer, model = contract.filled()
     batches(buffer)
     other = COPIES[how](contract, buffer)
-    if not contract.prefetch or how in ("state_dict", "files"):
-        # Batches that were prepared ahead are part of a state, but not of a copy.
-        assert same(batches(buffer), batches(other))
+    assert same(batches(buffer), batches(other))
     rows = buffer[model.index(model.stored)]
     other.extend(Model(contract, 7).write(5))
     assert same(buffer[model.index(model.stored)], rows)
@@ -305,7 +306,7 @@ def test_rows_lie_anywhere_and_move(contract, monkeypatch):
     """CASES 27: in one place, pinned, or in two, batches and edits are those of a buffer that stays."""
     machine = Machine(device=GIB).install(monkeypatch, work_on_cpu=True)
     monkeypatch.setattr(moving, "CHUNK_BYTES", 64)
-    contract = replace(contract, steps=140, prefetch=0)
+    contract = replace(contract, steps=140)
     stays, moves, model = contract.new(), contract.new(device="split:60%"), Model(contract)
     for place in ("", "pinned", "cpu", "split:60%", "pinned"):
         if place:
@@ -337,7 +338,7 @@ def test_rows_lie_anywhere_and_move(contract, monkeypatch):
 
 
 def planned(contract: BufferContract) -> bool:
-    return in_memory(contract) and has_columns(contract) and not contract.relabel and not contract.prefetch
+    return in_memory(contract) and has_columns(contract) and not contract.relabel
 
 
 @pytest.mark.parametrize(
@@ -472,7 +473,7 @@ OPERATIONS: dict[str, tuple[Callable[[ReplayBuffer, Any], Any], int]] = {
 
 
 def can_be_interrupted(contract: BufferContract) -> bool:
-    return in_memory(contract) and not contract.prefetch
+    return in_memory(contract)
 
 
 def can_run(contract: BufferContract, operation: str) -> bool:

@@ -162,7 +162,7 @@ def check_goes_on(buffer: Any, contract: BufferContract) -> None:
     "contract",
     [
         prioritized,
-        BufferContract(sampler="without replacement", prefetch=2),
+        BufferContract(sampler="without replacement"),
         BufferContract(share_next=True, transform=True, narrow=True),
         BufferContract(storage="list", sampler="prioritized"),
     ],
@@ -293,17 +293,6 @@ def test_rows_that_are_others(storage: str, tmp_path: Path):
         change_meaning(target.folder, target.manifest["content"]["files"][0]["name"], change)
         assert target.refused()
         target.put_back(loaded=False)
-
-
-@pytest.mark.parametrize("info", [[], [["index", torch.zeros(1)], [[], torch.zeros(1)]]])
-def test_a_prepared_batch_without_an_index_or_a_key(info: list[Any]):
-    """The next sample raised KeyError."""
-    buffer, _ = BufferContract(prefetch=2).filled()
-    buffer.sample()
-    state = buffer.state_dict()
-    state["_prefetch"][0]["info"] = info
-    with pytest.raises(ValueError, match="prefetched batches of a state"):
-        buffer.load_state_dict(state)
 
 
 def test_a_batch_size_that_no_buffer_could_have():

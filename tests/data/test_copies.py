@@ -12,30 +12,18 @@ import torch
 import torch.multiprocessing
 
 from gpubuf import LazyTensorStorage, TensorDictReplayBuffer
-from tests.contracts.buffers import COPIES
 from tests.support.interrupted_buffers import CAPACITY, SAMPLERS, check, check_goes_on, steps, written
 
 
-def used(sampler: str, prefetch: int | None = None) -> TensorDictReplayBuffer:
+def used(sampler: str) -> TensorDictReplayBuffer:
     """A buffer that has gone round, and has priorities."""
     torch.manual_seed(0)
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(CAPACITY), sampler=SAMPLERS[sampler](), batch_size=8, prefetch=prefetch
-    )
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=SAMPLERS[sampler](), batch_size=8)
     for start in range(0, 90, 30):
         buffer.extend(steps(start, 30))
     batch = buffer.sample()
     buffer.update_tensordict_priority(batch.set("td_error", torch.rand(len(batch))))
     return buffer
-
-
-@pytest.mark.parametrize("how", ["pickle", "deepcopy", "torch.save"])
-def test_batches_prepared_ahead_stay_behind(how):
-    """Case 55: the copy prepares its own."""
-    other = COPIES[how](None, used("prioritized", prefetch=2))
-    assert len(other._prefetcher) == 0
-    check_goes_on(other)
-    assert len(other._prefetcher) == 2
 
 
 def own(buffer: TensorDictReplayBuffer) -> TensorDictReplayBuffer:
@@ -53,7 +41,7 @@ def _spawned(buffer, queue):
 @pytest.mark.slow
 def test_a_spawned_process_gets_a_copy():
     """Case 55: also through ``torch.multiprocessing``, which would share the tensors it is given."""
-    buffer = used("prioritized slices", prefetch=1)
+    buffer = used("prioritized slices")
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     process = context.Process(target=_spawned, args=(buffer, queue))
@@ -81,9 +69,9 @@ def in_fork(work) -> object:
     return result
 
 
-def test_forks_of_a_buffer_with_prefetch_go_on_and_draw_batches_of_their_own():
+def test_forks_go_on_and_draw_batches_of_their_own():
     """Case 55."""
-    buffer = used("prioritized", prefetch=2)
+    buffer = used("prioritized")
 
     def work():
         numbers = buffer.sample()["number"].tolist()

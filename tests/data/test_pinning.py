@@ -5,9 +5,7 @@ Registered host memory: what is asked of CUDA, what a refusal leaves behind, and
 
 from __future__ import annotations
 
-import _thread
 import ctypes
-import threading
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,8 +20,8 @@ from gpubuf import (
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.data import prefetch
-from gpubuf.data.prefetch import copied, map_tensors, pin, tensors_of
+from gpubuf.data import pinning
+from gpubuf.data.pinning import copied, map_tensors, pin, tensors_of
 from gpubuf.data.recording import capture_under_way
 from gpubuf.data.storage import host_memory
 from tests.support.transitions import same, transitions
@@ -44,24 +42,12 @@ class Step:
 def accelerator(monkeypatch):
     """A machine with an accelerator, on which pinning copies and is remembered. Returns the count of copies."""
     pinned: dict[int, Tensor] = {}  # alive, so that no other tensor gets the same id
-    # Buffers of the test before may still be preparing batches. No thread that is there already counts but this one.
-    own, start = threading.local(), _thread.start_new_thread
-    own.here = True
-
-    def start_own(function, arguments):
-        def run():
-            own.here = True
-            function(*arguments)
-
-        return start(run, ())
 
     def pin_memory(self):
         copy = self.clone()
-        if hasattr(own, "here"):
-            pinned[id(copy)] = copy
+        pinned[id(copy)] = copy
         return copy
 
-    monkeypatch.setattr(_thread, "start_new_thread", start_own)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(Tensor, "is_pinned", lambda self: id(self) in pinned)
@@ -78,8 +64,7 @@ def rebuilt(batch: TensorDict) -> TensorDict:
 
 
 @pytest.mark.parametrize("transform", [None, rebuilt, lambda batch: batch], ids=["none", "rebuilt", "identity"])
-@pytest.mark.parametrize("prefetch", [None, 2])
-def test_every_tensor_is_pinned_after_the_transforms(accelerator, transform, prefetch):
+def test_every_tensor_is_pinned_after_the_transforms(accelerator, transform):
     """CASES 26: a transform that builds a TensorDict without a device; index and weights are pinned too."""
     storage = LazyTensorStorage(20)
     buffer = TensorDictReplayBuffer(
@@ -87,7 +72,6 @@ def test_every_tensor_is_pinned_after_the_transforms(accelerator, transform, pre
         sampler=PrioritizedSampler(20, 0.5, 0.5),
         pin_memory=True,
         batch_size=6,
-        prefetch=prefetch,
         transform=transform,
     )
     buffer.extend(transitions(10))
@@ -145,7 +129,7 @@ def test_tensors_on_a_gpu_stay(accelerator):
 
 
 def test_without_an_accelerator_one_warning(monkeypatch):
-    monkeypatch.setattr(prefetch, "_warned", False)
+    monkeypatch.setattr(pinning, "_warned", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4), pin_memory=True)
     buffer.extend(transitions(4))
@@ -165,12 +149,9 @@ def test_copies_claim_a_device_where_asked():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("prefetch", [None, 2])
-def test_on_a_gpu(prefetch):
+def test_on_a_gpu():
     """CASES 26, for real."""
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(20), pin_memory=True, batch_size=6, prefetch=prefetch, transform=rebuilt
-    )
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), pin_memory=True, batch_size=6, transform=rebuilt)
     buffer.extend(transitions(10))
     for _ in range(4):
         batch, info = buffer.sample(return_info=True)

@@ -1,48 +1,79 @@
-"""Prefetched batches: the same ones in the same order, as of the moment at which they were asked for."""
+"""The batch ahead: where there is one, which one it is, and what throws it away and takes its draw back."""
 
 from __future__ import annotations
 
+import copy
 import functools
-import gc
+import os
+import pickle
 import threading
-import traceback
-import weakref
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from gpubuf import (
+from gpubuf.data import (
+    Hindsight,
+    LazyMemmapStorage,
     LazyTensorStorage,
-    PrioritizedSampler,
+    Normalize,
+    RandomSampler,
+    RandomShift,
     ReplayBuffer,
-    RoundRobinWriter,
     SamplerWithoutReplacement,
+    Sequence,
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
+    TensorStorage,
+    prefetch,
+    recording,
 )
-from gpubuf.data import moving
-from gpubuf.data.prefetch import Prefetcher
-from tests.contracts import buffers, first_quick
-from tests.support.threads import wait_until
+from gpubuf.data.batches import Batches
+from gpubuf.data.prefetch import Prefetched
+from gpubuf.data.recording import CaptureError
+from gpubuf.data.storage import memmap
+from tests.contracts import buffers
+from tests.support.interrupted_buffers import is_free
+from tests.support.interrupts import interrupted
+from tests.support.placements import Machine
 from tests.support.transitions import same, transitions
-from tests.support.written_rows import FORKED
-
-WAIT = 30.0  # seconds after which a thread that should have come counts as lost
 
 SAMPLERS = {
     **{name: functools.partial(make, 60) for name, make in buffers.SAMPLERS.items()},
     "in order": lambda: SamplerWithoutReplacement(shuffle=False, drop_last=True),
     "slices in turn": lambda: SliceSamplerWithoutReplacement(slice_len=4),
 }
+STORAGES: dict[str, Callable[[], Any]] = {
+    "pinned": lambda: LazyTensorStorage(60, device="pinned"),
+    "split": lambda: LazyTensorStorage(60, device="split:60%"),
+    "files": lambda: LazyMemmapStorage(60),
+}
 
 
-def new(sampler: str, prefetch: int | None, **options) -> TensorDictReplayBuffer:
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """The CPU does the GPU's work for pinned rows, and no row is too small to be requested."""
+    monkeypatch.setattr(memmap, "LARGE_ROW", 1)
+    return Machine().install(monkeypatch, work_on_cpu=True)
+
+
+def new(storage: Any, sampler: str, prefetch: int | None, **options) -> TensorDictReplayBuffer:
     options = {"batch_size": 8, "generator": torch.Generator().manual_seed(1), **options}
-    return TensorDictReplayBuffer(
-        storage=LazyTensorStorage(60), sampler=SAMPLERS[sampler](), prefetch=prefetch, **options
-    )
+    made = STORAGES[storage]() if isinstance(storage, str) else storage
+    return TensorDictReplayBuffer(storage=made, sampler=SAMPLERS[sampler](), prefetch=prefetch, **options)
+
+
+def pair(storage: str, sampler: str, rows: int = 50, **options) -> list[TensorDictReplayBuffer]:
+    """A buffer without prefetch, and one with it, which has a batch ahead of no one yet."""
+    found = [new(storage, sampler, prefetch, **options) for prefetch in (None, 3)]
+    for buffer in found:
+        buffer.extend(transitions(rows))
+        if "prioritized" in sampler:
+            buffer.update_priority(torch.arange(rows), torch.arange(rows) + 1.0)
+    return found
 
 
 def identical(a: TensorDict, b: TensorDict) -> bool:
@@ -50,330 +81,363 @@ def identical(a: TensorDict, b: TensorDict) -> bool:
     return same(a, b) and torch.equal(a["index"], b["index"])
 
 
-class Gate:
-    """A transform that lets one batch through for every permit."""
-
-    def __init__(self) -> None:
-        self.permits = threading.Semaphore(0)
-
-    def __call__(self, batch: TensorDict) -> TensorDict:
-        assert self.permits.acquire(timeout=WAIT)
-        return batch
+each_storage = pytest.mark.parametrize("storage", STORAGES)
+each_sampler = pytest.mark.parametrize("sampler", SAMPLERS)
 
 
-class Reference:
-    """What prefetching is to do, without threads: a batch is drawn when it is asked for."""
-
-    def __init__(self, buffer: TensorDictReplayBuffer, depth: int) -> None:
-        self.buffer, self.depth, self.queue = buffer, depth, deque()
-
-    def sample(self) -> TensorDict:
-        while len(self.queue) < 1 + self.depth:
-            self.queue.append(self.buffer.sample())
-        return self.queue.popleft()
+# Where a batch is ahead
 
 
-@pytest.mark.parametrize("slow", [False, True])
-@pytest.mark.parametrize("sampler", ["uniform", "in order", "prioritized", "slices in turn", "prioritized slices"])
-def test_a_batch_is_drawn_when_it_is_asked_for(sampler, slow):
-    """Whatever the worker's pace: where it is behind, a write makes the draws that are due before itself."""
-    gate = Gate()
-    reference, ahead = Reference(new(sampler, None), 3), new(sampler, 3, transform=gate)
-    if not slow:
-        gate.permits.release(1000)
-    for i in range(25):
-        for buffer in (reference.buffer, ahead):
-            buffer.extend(transitions(9, 20 * i))
-            if i % 3 == 0 and "prioritized" in sampler and i:
-                buffer.update_priority(torch.arange(i % 20), 0.1 + i)
-        if i == 12:
-            reference.queue.clear()
-            gate.permits.release(10)  # the batch in the transform is waited for
-            for buffer in (reference.buffer, ahead):
-                buffer.set_rng(torch.Generator().manual_seed(3))
-            while slow and gate.permits.acquire(blocking=False):
-                pass
-        if slow:
-            # Enough for this batch: those ahead wait in the transform, or before their draw.
-            gate.permits.release()
-        assert identical(ahead.sample(), reference.sample())
-    gate.permits.release(1000)
+@each_storage
+@each_sampler
+def test_a_batch_is_ahead_where_that_pays(storage, sampler):
+    plain, ahead = pair(storage, sampler)
+    assert (type(plain._batches), type(ahead._batches)) == (Batches, Prefetched)
+    assert ahead.stats()["prefetch_queue_size"] == 0
+    ahead.sample()
+    # Slices of files are chosen anew: only their pages are requested.
+    assert ahead.stats()["prefetch_queue_size"] == int(storage != "files" or "slices" not in sampler)
 
 
+class Own(RandomSampler):
+    def choose(self, n):
+        return torch.full((n,), 3), {}
+
+
+@pytest.mark.parametrize(
+    ("storage", "options"),
+    [
+        (LazyTensorStorage(60), {}),
+        (TensorStorage(transitions(60)), {}),
+        (LazyMemmapStorage(60), {"prefetch": 0}),
+        (LazyMemmapStorage(60), {"sampler": Own()}),
+        (LazyMemmapStorage(60), {"sample_unit": Sequence(2)}),
+    ],
+)
+def test_there_is_none_elsewhere(storage, options):
+    """In memory a sample is one launch; and what a sampler of one's own changes nobody else can take back."""
+    buffer = ReplayBuffer(storage=storage, **{"batch_size": 4, "prefetch": 2, **options})
+    buffer.extend(transitions(60))
+    buffer.sample()
+    assert type(buffer._batches) is Batches
+
+
+def test_small_rows_of_files_are_not_requested(monkeypatch):
+    monkeypatch.setattr(memmap, "LARGE_ROW", 256)
+    _, ahead = pair("files", "uniform")
+    assert type(ahead._batches) is Batches
+
+
+def test_it_follows_the_rows():
+    """To where they move, and to where the next first write puts them."""
+    buffer = new("pinned", "uniform", 2)
+    assert type(buffer._batches) is Batches
+    kinds = []
+    buffer.extend(transitions(50))
+    for place in ("pinned", "cpu", "split:60%"):
+        kinds.append(type(buffer.to(place)._batches))
+        buffer.sample()
+    buffer.free()
+    buffer.extend(transitions(50))
+    kinds.append(type(buffer._batches))
+    buffer.set_storage(LazyTensorStorage(60))
+    kinds.append(type(buffer._batches))
+    assert kinds == [Prefetched, Batches, Prefetched, Prefetched, Batches]
+
+
+# Which batch it is
+
+
+@each_storage
+@each_sampler
+def test_batches_are_those_that_come_without(storage, sampler):
+    """In order, through epochs, and beside draws of other kinds."""
+    plain, ahead = pair(storage, sampler)
+    for i in range(40):
+        assert identical(ahead.sample(), plain.sample())
+        assert ahead.sampler.ran_out == plain.sampler.ran_out
+        if i == 10:
+            assert not (ahead.sample(include_info=False) != plain.sample(include_info=False)).any()
+        if i == 20:
+            with pytest.warns(UserWarning, match="batch_size=4"):
+                assert identical(ahead.sample(4), plain.sample(4))
+        if i == 25:
+            due, found = (buffer.sample_columns() for buffer in (plain, ahead))
+            assert all(torch.equal(due[key], found[key]) for key in due)
+        if i == 30 and sampler != "slices in turn":
+            assert identical(ahead.sample(batches=2), plain.sample(batches=2))
+
+
+@each_storage
 @pytest.mark.parametrize("sampler", ["without replacement", "in order", "slices in turn"])
-def test_epochs_end_at_the_same_batch(sampler):
-    plain, ahead = new(sampler, None), new(sampler, 3)
-    for buffer in (plain, ahead):
-        buffer.extend(transitions(50))
+def test_epochs_end_at_the_same_batch(storage, sampler):
+    plain, ahead = pair(storage, sampler)
     for _ in range(3):
         due, batches = list(plain), list(ahead)
-        assert len(batches) == len(due) > 1
+        assert len(batches) == len(due) >= 1
         assert all(map(identical, batches, due))
     assert identical(ahead.next(), plain.next())
 
 
-def test_other_batch_sizes_are_drawn_behind_the_queue():
-    plain, ahead = new("prioritized", None), new("prioritized", 2)
-    for buffer in (plain, ahead):
-        buffer.extend(transitions(50))
-    due = [plain.sample() for _ in range(3)]
-    with pytest.warns(UserWarning, match="batch_size=5"):
-        other_due = plain.sample(5)
-    assert identical(ahead.sample(), due[0])
-    with pytest.warns(UserWarning, match="batch_size=5"):
-        other = ahead.sample(5)
-    assert identical(other, other_due)
-    for batch in (due[1], due[2], plain.sample()):
-        assert identical(ahead.sample(8), batch)
+class Reference:
+    """A batch is drawn when the one before it is asked for."""
+
+    def __init__(self, buffer: TensorDictReplayBuffer) -> None:
+        self.buffer, self.queue = buffer, deque()
+
+    def sample(self) -> TensorDict:
+        while len(self.queue) < 2:
+            self.queue.append(self.buffer.sample())
+        return self.queue.popleft()
 
 
-def test_info_is_in_the_batch_where_it_is_wanted():
-    buffer = new("prioritized", 2)
-    buffer.extend(transitions(50))
-    assert "index" not in buffer.sample(include_info=False).keys()
-    assert {"index", "priority_weight", "index_generation"} <= set(buffer.sample().keys())
-    plain = ReplayBuffer(storage=LazyTensorStorage(60), batch_size=4, prefetch=2, collate_fn=lambda td: td["action"])
-    plain.extend(transitions(50))
-    batch, info = plain.sample(return_info=True)
-    assert torch.equal(batch[:, 0].long(), info["index"])
-
-
-def test_late_priorities_of_overwritten_rows_are_dropped():
-    """CASES 12, with batches that were drawn ahead of the write."""
-    buffer = new("prioritized", 2)
-    buffer.extend(transitions(60))
-    buffer.sample()
-    buffer.extend(transitions(60, 60))
-    batch = buffer.sample()
-    assert (batch["next", "step"] < 60).all()
-    before = buffer.sampler.tree.state_dict()["leaves"].clone()
-    buffer.update_tensordict_priority(batch.set("td_error", torch.full((8,), 9.0)))
-    assert torch.equal(buffer.sampler.tree.state_dict()["leaves"], before)
-
-
-def test_hyperparameters_apply_to_batches_asked_for_later():
-    """Also where the worker is behind: setting one makes the draws that are due first."""
-    gate = Gate()
-    reference, ahead = Reference(new("prioritized", None), 3), new("prioritized", 3, transform=gate)
-    for i in range(8):
-        for buffer in (reference.buffer, ahead):
-            if i == 0:
-                buffer.extend(transitions(60))
-                buffer.update_priority(torch.arange(60), torch.arange(60.0))
-            buffer.sampler.beta = 0.1 * i
-            buffer.sampler.alpha = 0.5 + 0.1 * i
-        gate.permits.release()
+@each_storage
+@each_sampler
+def test_a_batch_is_one_step_old(storage, sampler):
+    """Pinned rows are those of the draw. Of files the choice is, with the rows as they are; slices are of now."""
+    plain, ahead = pair(storage, sampler)
+    of_now = storage == "files" and "slices" in sampler
+    reference = plain if of_now else Reference(plain)
+    for i in range(12):
         batch, due = ahead.sample(), reference.sample()
-        assert identical(batch, due)
-        assert torch.equal(batch["priority_weight"], due["priority_weight"])
-    gate.permits.release(100)
-
-
-def test_preparation_runs_beside_the_consumer():
-    """The next batch is being transformed while the consumer has this one."""
-    entered = threading.Semaphore(0)
-    threads = set()
-
-    def transform(batch):
-        threads.add(threading.get_ident())
-        entered.release()
-        return batch
-
-    buffer = new("uniform", 2, transform=transform)
-    buffer.extend(transitions(50))
-    for i in range(5):
-        buffer.sample()
-        for _ in range(3 if i == 0 else 1):
-            assert entered.acquire(timeout=WAIT)
-    assert threads
-    assert threading.get_ident() not in threads
-    assert len(threads) == 1
-
-
-# Errors
-
-
-def test_errors_of_transforms_come_with_their_batch_and_traceback():
-    seen = []
-
-    def breaks_at_three(batch):
-        seen.append(batch["next", "step"])
-        if len(seen) == 3:
-            raise KeyError("third")
-        return batch
-
-    plain, ahead = new("uniform", None), new("uniform", 3, transform=breaks_at_three)
-    for buffer in (plain, ahead):
-        buffer.extend(transitions(50))
-    due = [plain.sample() for _ in range(6)]
-    for i in (0, 1):
-        assert identical(ahead.sample(), due[i])
-    with pytest.raises(KeyError, match="third") as caught:
-        ahead.sample()
-    assert "breaks_at_three" in "".join(traceback.format_tb(caught.value.__traceback__))
-    for i in (3, 4, 5):
-        assert identical(ahead.sample(), due[i])
-
-
-def test_a_failed_draw_ahead_of_time_is_forgotten():
-    plain, ahead = new("in order", None, batch_size=20), new("in order", 3, batch_size=20)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="empty"):
-            ahead.sample()
-    for n in (10, 30):
+        assert torch.equal(batch["index"], due["index"])
+        if storage != "files" or of_now:
+            assert same(batch, due)
+        else:
+            assert same(batch.exclude("priority_weight", "index_generation"), ahead[batch["index"]])
+        if "prioritized" in sampler:
+            assert torch.equal(batch["priority_weight"], due["priority_weight"])
         for buffer in (plain, ahead):
-            buffer.extend(transitions(n))
-        if n == 10:
-            for buffer in (plain, ahead):
-                with pytest.raises(ValueError, match=r"batch size \(20\) is greater than .* in use, 10 rows"):
-                    buffer.sample()
-    for _ in range(4):
-        assert identical(ahead.sample(), plain.sample())
+            buffer.extend(transitions(9, 20 * i))
+            if "prioritized" in sampler:
+                buffer.sampler.beta = 0.1 * i
+                buffer.update_priority(torch.arange(i % 20), 0.1 + i)
 
 
-def test_transforms_may_read_the_buffer_but_not_wait_for_it():
-    """A transform that samples gets a batch of its own; one that saves would wait for itself."""
-    buffer = new("uniform", 2)
-    buffer.extend(transitions(50))
-    buffer.append_transform(lambda batch: batch.set("first", buffer.storage[torch.zeros(8, dtype=torch.int64)]))
-    buffer.sample()
-    assert len(buffer.state_dict()["_prefetch"]) == 2
-    depth = threading.local()
-
-    def samples(batch):
-        if not getattr(depth, "inside", False):
-            depth.inside = True
-            batch = batch.set("other", buffer.sample()["action"])
-            depth.inside = False
-        return batch
-
-    buffer.append_transform(samples)
-    buffer.empty()
-    buffer.extend(transitions(50))
-    assert "other" in buffer.sample().keys()
-    buffer.append_transform(lambda batch: buffer.state_dict())
-    buffer.empty()
-    buffer.extend(transitions(50))
-    with pytest.raises(RuntimeError, match="wait for its own batch"):
-        buffer.sample()
+@pytest.mark.parametrize("storage", ["pinned", "files"])
+def test_late_priorities_of_overwritten_rows_are_dropped(storage):
+    """CASES 12: a batch that was drawn ahead of a write has the generations of its rows."""
+    _, ahead = pair(storage, "prioritized", 60)
+    ahead.sample()
+    ahead.extend(transitions(60, 60))
+    batch = ahead.sample()
+    assert ((batch["next", "step"] < 60) == (storage == "pinned")).all()
+    before = ahead.sampler.tree.state_dict()["leaves"].clone()
+    ahead.update_tensordict_priority(batch.set("td_error", torch.full((8,), 9.0)))
+    changed = ahead.sampler.tree.state_dict()["leaves"] != before
+    assert changed.any() == (storage == "files")
 
 
-def test_transforms_run_in_the_grad_mode_of_the_consumer():
-    weight = torch.ones(1, requires_grad=True)
-    buffer = new("uniform", 1, transform=lambda batch: batch.set("y", batch["observation"] * weight))
-    buffer.extend(transitions(50))
-    with torch.no_grad():
-        assert not buffer.sample()["y"].requires_grad
-        assert not buffer.sample()["y"].requires_grad
-    buffer.sample()  # asked for under no_grad
-    assert buffer.sample()["y"].requires_grad
-
-
-# What drops the queue
-
-
-@pytest.mark.parametrize(
-    "what", ["empty", "free", "set_storage", "set_sampler", "set_writer", "set_rng", "load_state_dict"]
-)
-def test_what_drops_the_queue(what):
-    buffer = new("uniform", 3)
-    buffer.extend(transitions(50))
-    state = new("uniform", None)
-    state.extend(transitions(20, 500))
-    state = state.state_dict()
-    buffer.sample()
-    assert len(buffer._prefetcher) == 3
-    if what == "set_storage":
-        buffer.set_storage(LazyTensorStorage(60))
-    elif what == "set_sampler":
-        buffer.set_sampler(PrioritizedSampler(60, 1.0, 1.0))
-    elif what == "set_writer":
-        buffer.set_writer(RoundRobinWriter())
-    elif what == "set_rng":
-        buffer.set_rng(torch.Generator().manual_seed(5))
-    elif what == "load_state_dict":
-        buffer.load_state_dict(state)
-    else:
-        getattr(buffer, what)()
-    assert len(buffer._prefetcher) == 0
-    if what in ("empty", "free", "set_storage"):
-        with pytest.raises(RuntimeError, match="empty"):
-            buffer.sample()
-        buffer.extend(transitions(50, 500))
-    batch = buffer.sample()
-    if what == "set_sampler":
-        assert "priority_weight" in batch.keys()
-    elif what == "set_rng":
-        other = new("uniform", None, generator=torch.Generator().manual_seed(5))
-        other.extend(transitions(50))
-        assert identical(batch, other.sample())
-    elif what != "set_writer":
-        assert (batch["next", "step"] >= 500).all()
-
-
-def test_dropping_the_queue_waits_for_the_transform_at_work():
-    gate = Gate()
-    buffer = new("uniform", 3, transform=gate)
-    buffer.extend(transitions(50))
-    gate.permits.release()
-    buffer.sample()
-    thread = threading.Thread(target=buffer.empty)
-    thread.start()
-    while len(buffer._prefetcher):
-        thread.join(0.001)
-    gate.permits.release()  # for the one that has begun; those behind it never begin
-    thread.join(WAIT)
-    assert not thread.is_alive()
-    assert len(buffer) == 0
-    assert len(buffer._prefetcher) == 0
-
-
-# State
-
-
-def test_the_state_is_a_copy_and_so_is_what_is_restored():
-    buffer = new("uniform", 2)
-    buffer.extend(transitions(50))
-    buffer.sample()
-    state = buffer.state_dict()
-    first, second = new("uniform", 2), new("uniform", None)
-    buffer.sample()["action"].zero_()
-    first.load_state_dict(state)
-    batch = first.sample()
-    kept = batch.clone()
-    batch.zero_()
-    second.load_state_dict(state)
-    assert identical(second.sample(), kept)
-    assert kept["action"].any()
-
-
-def test_a_queue_goes_along_when_its_buffer_moves(monkeypatch):
-    """Exactly once; and a move to where the buffer is already leaves the queue alone."""
-    plain, ahead = new("uniform", None), new("uniform", 2)
-    for buffer in (plain, ahead):
-        buffer.extend(transitions(50))
-    assert identical(ahead.sample(), plain.sample())
-    ahead.to("cpu")
-    assert identical(ahead.sample(), plain.sample())
-
-    def relocate(*_):
-        # stands for another device, which a CPU-only machine doesn't have
-        monkeypatch.setattr(Prefetcher, "home", torch.device("cpu"))
-
-    monkeypatch.setattr(Prefetcher, "home", None)
-    monkeypatch.setattr(moving, "move", relocate)
-    ahead.to("cpu")
-    for _ in range(4):
-        assert identical(ahead.sample(), plain.sample())
-
-
-# Threads
-
-
-def test_two_consumers_share_an_epoch():
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(400), sampler=SamplerWithoutReplacement(), batch_size=4, prefetch=3
+@pytest.mark.parametrize("storage", ["pinned", "files"])
+def test_random_numbers_of_processing_and_hindsight_are_taken_back(storage):
+    rows = TensorDict(
+        {
+            "pixels": torch.randint(256, (40, 1, 6, 6), dtype=torch.uint8),
+            "achieved_goal": torch.arange(40.0).unsqueeze(1),
+            "desired_goal": torch.zeros(40, 1),
+            "next": {
+                "reward": torch.zeros(40, 1),
+                "achieved_goal": torch.arange(40.0).unsqueeze(1) + 1,
+                "done": (torch.arange(40) % 10 == 9).unsqueeze(1),
+            },
+        },
+        [40],
     )
+    relabel = {"goal_key": "desired_goal", "achieved_key": ("next", "achieved_goal")}
+
+    def reward(achieved, goal, data):
+        return (achieved - goal).abs()
+
+    found = []
+    for depth in (None, 1):
+        hindsight = Hindsight(reward, **relabel)
+        buffer = new(storage, "uniform", depth, process=[RandomShift("pixels", 2)], relabel=hindsight)
+        buffer.extend(rows)
+        found.append(buffer)
+    plain, ahead = found
+    for i in range(12):
+        assert same(ahead.sample().exclude("index"), plain.sample().exclude("index"))
+        if i % 3 == 0:
+            assert ahead.state_dict()["_processing"]["random"]["state"].tolist() == (
+                plain.state_dict()["_processing"]["random"]["state"].tolist()
+            )
+
+
+def test_a_batch_from_pinned_memory_has_the_statistics_of_its_draw():
+    buffer = new("pinned", "uniform", 1, process=[Normalize("observation")])
+    buffer.extend(transitions(20))
+    buffer.sample()
+    before = buffer.sampler.random_state("cpu").state.clone()
+    for step in range(1, 4):
+        buffer.extend(transitions(10, 1000 * step))
+    assert buffer.sample()["observation"].abs().max() < 3
+    assert not torch.equal(before, buffer.sampler.random_state("cpu").state)
+
+
+# What throws it away
+
+
+def emptied(buffer: TensorDictReplayBuffer) -> None:
+    buffer.empty()
+    buffer.extend(transitions(50, 500))
+
+
+def freed(buffer: TensorDictReplayBuffer) -> None:
+    buffer.free()
+    buffer.extend(transitions(50, 500))
+
+
+THROWN_AWAY: dict[str, Callable[[TensorDictReplayBuffer], Any]] = {
+    "empty": emptied,
+    "free": freed,
+    "to": lambda buffer: buffer.to("cpu"),
+    "state_dict": lambda buffer: buffer.state_dict(),
+    "load_state_dict": lambda buffer: buffer.load_state_dict(copy.deepcopy(buffer.state_dict())),
+    "pickle": pickle.dumps,
+    "set_sampler": lambda buffer: buffer.set_sampler(SAMPLERS["in order"]()),
+    "set_writer": lambda buffer: buffer.set_writer(buffer.writer),
+    "set_rng": lambda buffer: buffer.set_rng(torch.Generator().manual_seed(5)),
+    "sample(5)": lambda buffer: buffer._batches.part(5),
+}
+
+
+@pytest.mark.parametrize("what", THROWN_AWAY)
+@pytest.mark.parametrize("storage", ["pinned", "files"])
+def test_what_throws_it_away_takes_its_draw_back(storage, what):
+    if storage == "files" and what in ("free", "to"):
+        pytest.skip("files stay where they are")
+    plain, ahead = pair(storage, "without replacement")
+    for buffer in (plain, ahead):
+        buffer.sample()
+        THROWN_AWAY[what](buffer)
+    assert ahead._batches.ahead == 0
+    for _ in range(8):
+        assert identical(ahead.sample(), plain.sample())
+
+
+@pytest.mark.parametrize("size", [8, 40])
+def test_an_epoch_that_was_given_up_is_not_put_back(size):
+    """Its trajectories are others; also where the batch ahead was its last one."""
+    plain, ahead = pair("pinned", "slices in turn", batch_size=size)
+    for buffer in (plain, ahead):
+        buffer.sample()
+        buffer.sampler.rebuild()
+        buffer.state_dict()
+    for _ in range(4):
+        assert identical(ahead.sample(), plain.sample())
+
+
+def test_a_sample_within_a_turn_makes_none():
+    _, ahead = pair("pinned", "uniform")
+    with ahead._lock:
+        ahead.sample()
+    assert ahead._batches.ahead == 0
+
+
+@each_storage
+@each_sampler
+def test_saved_and_resumed_runs_agree(storage, sampler, tmp_path):
+    """Whatever was written since the batch ahead was drawn."""
+    _, run = pair(storage, sampler)
+    run.sample()
+    run.extend(transitions(9, 100))
+    run.save(tmp_path / "c")
+    resumed = new(storage, sampler, 1, generator=None)
+    resumed.load(tmp_path / "c")
+    for i in range(10):
+        assert identical(run.sample(), resumed.sample())
+        if i == 5:
+            for buffer in (run, resumed):
+                buffer.extend(transitions(3, 200))
+
+
+def test_a_failed_draw_ahead_is_made_when_its_batch_is_asked_for():
+    plain, ahead = pair("pinned", "in order", 10, batch_size=20)
+    for buffer in (plain, ahead):
+        with pytest.raises(ValueError, match=r"batch size \(20\) is greater than .* in use, 10 rows"):
+            buffer.sample()
+        buffer.extend(transitions(30))
+    for _ in range(4):
+        assert identical(ahead.sample(), plain.sample())
+    choose = ahead.sampler.choose
+    ahead.sampler.choose = lambda n: choose(n) if ahead._batches.ahead else (_ for _ in ()).throw(ValueError("late"))
+    ahead.sample()
+    with pytest.raises(ValueError, match="late"):
+        ahead.sample()
+
+
+def test_transforms_run_when_a_batch_is_asked_for_and_may_read_the_buffer():
+    seen = []
+    _, ahead = pair("pinned", "uniform", transform=lambda batch: seen.append(1) or batch)
+    ahead.sample()
+    assert len(seen) == 1
+    first = torch.zeros(8, dtype=torch.int64)
+    ahead.append_transform(lambda batch: batch.set("first", ahead.storage[first]["action"]))
+    ahead.append_transform(lambda batch: batch if ahead.state_dict() else None)
+    assert torch.equal(ahead.sample()["first"], ahead.storage[first]["action"])
+
+
+def test_a_graph_takes_no_batch_that_was_made_outside_of_it(monkeypatch):
+    _, ahead = pair("pinned", "uniform")
+    ahead.sample()
+    with monkeypatch.context() as patched:
+        patched.setattr(recording, "current_recording", object)
+        with pytest.raises(CaptureError, match="use a buffer without prefetch"):
+            ahead.sample()
+    monkeypatch.setattr(prefetch, "capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="use a buffer without prefetch"):
+        ahead.sample()
+
+
+# Files
+
+
+def test_pages_of_the_next_batch_are_requested(monkeypatch):
+    """Of every large key, of the rows that the next batch is made of, from the beginning of a page."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(memmap, "_madvise", lambda start, length, advice: asked.append((start, start + length)))
+    monkeypatch.setattr(memmap, "LARGE_ROW", 256)
+    rows = TensorDict(
+        {
+            "pixels": torch.randint(256, (500, 3000), dtype=torch.uint8),
+            "next": {"reward": torch.zeros(500, 1), "done": torch.zeros(500, 1, dtype=torch.bool)},
+        },
+        [500],
+    )
+    for n_steps in (1, 3):
+        storage = LazyMemmapStorage(500)
+        buffer = TensorDictReplayBuffer(storage=storage, batch_size=8, prefetch=1, n_steps=n_steps)
+        buffer.extend(rows)
+        asked.clear()
+        buffer.sample()
+        pages, (address,) = (
+            list(asked),
+            [tensor.data_ptr() for tensor in storage.row_tensors if tensor.dim() == 2 and tensor.shape[1] == 3000],
+        )
+        index = buffer.sample()["index"]
+        assert len(pages) == 8 * (1 if n_steps == 1 else 2)
+        assert all(start % 4096 == 0 for start, _ in pages)
+        for row in index.tolist():
+            for at in {row, (row + n_steps - 1) % 500}:
+                first = address + 3000 * at
+                assert any(start <= first and first + 3000 <= stop for start, stop in pages)
+
+
+def test_the_system_takes_requests():
+    storage = LazyMemmapStorage(10)
+    storage.set(slice(0, 10), TensorDict({"pixels": torch.zeros(10, 9000)}, [10]))
+    (start,) = (tensor.data_ptr() for tensor in storage.row_tensors)
+    assert memmap._madvise(start // 4096 * 4096, 9000 * 40, memmap._WILLNEED) == 0
+    storage.request(torch.tensor([0, 9]))
+
+
+# Threads, interrupts, forks
+
+
+@pytest.mark.parametrize("storage", ["pinned", "files"])
+def test_two_consumers_share_an_epoch(storage):
+    made = LazyMemmapStorage(400) if storage == "files" else LazyTensorStorage(400, device="pinned")
+    buffer = new(made, "without replacement", 3, batch_size=4)
     buffer.extend(transitions(400))
     seen = []
 
@@ -384,101 +448,46 @@ def test_two_consumers_share_an_epoch():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(WAIT)
+        thread.join(30)
     assert torch.cat(seen).sort().values.tolist() == list(range(400))
 
 
-def test_the_thread_ends_with_its_buffer():
-    """Without the help of the garbage collector, batches in preparation or not."""
-    gc.collect()
-    gc.disable()
-    try:
-        buffer = new("prioritized", 3)
-        buffer.extend(transitions(50))
-        assert buffer._prefetcher._worker is None
-        buffer.sample()
-        alive, worker = weakref.ref(buffer), buffer._prefetcher._worker[1]
-        assert worker() is not None
-        del buffer
-        wait_until(lambda: worker() is None)
-        assert alive() is None
-    finally:
-        gc.enable()
+@pytest.mark.parametrize("pace", [5, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("storage", "sampler"), [("pinned", "prioritized"), ("files", "without replacement")])
+def test_a_sample_that_is_interrupted_anywhere(storage, sampler, pace):
+    """CASES 63: a batch may be lost; no batch comes twice, a saved run is the run, and nobody waits for ever."""
+    state = pair(storage, sampler)[0].state_dict()
+    place = 0
+    while True:
+        buffer = new(storage, sampler, 1)
+        buffer.load_state_dict(state)
+        first = buffer.sample()
+        if not interrupted(buffer.sample, place):
+            break
+        batch = buffer.sample()
+        if "without" in sampler and not buffer.sampler.ran_out:
+            assert not set(batch["index"].tolist()) & set(first["index"].tolist())
+        resumed = new(storage, sampler, 1)
+        resumed.load_state_dict(copy.deepcopy(buffer.state_dict()))
+        assert identical(resumed.sample(), buffer.sample())
+        buffer.extend(transitions(3))
+        assert is_free(buffer)
+        place += pace
+    assert place > 20
 
 
-@pytest.mark.parametrize("fails", ["draw", "transform"])
-def test_a_failed_batch_in_the_queue_goes_with_its_buffer(fails):
-    """Without the help of the garbage collector; the error still says where it happened when its batch is asked for."""
-    n = [0]
-
-    def breaks(batch=None):
-        n[0] += 1
-        if n[0] > 1:
-            local = batch  # noqa: F841
-            try:
-                raise KeyError("first")
-            except KeyError as error:
-                raise ValueError("second") from error
-        return batch
-
-    gc.collect()
-    gc.disable()
-    try:
-        buffer = new("uniform", 2, transform=breaks if fails == "transform" else None)
-        buffer.extend(transitions(50))
-        if fails == "draw":
-            draw = buffer.sampler.draw
-            buffer.sampler.draw = lambda *arguments: (breaks(), draw(*arguments))[1]
-        buffer.sample()
-        with buffer._lock, buffer._prefetcher.quiet():
-            pass
-        errors = [slot.outcome for slot in buffer._prefetcher.queue]
-        assert [type(error) for error in errors] == [ValueError, ValueError]
-        assert errors[0].__traceback__.tb_next is not None
-        del errors
-        alive = weakref.ref(buffer)
-        if fails == "draw":
-            del draw, buffer.sampler.draw
-        del buffer
-        assert alive() is None
-    finally:
-        gc.enable()
-
-
-BEGIN = """
-import ctypes, os, torch
-from tensordict import TensorDict
-from gpubuf import LazyTensorStorage, TensorDictReplayBuffer
-for descriptor in (1, 2):
-    os.dup2(os.open(OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-rows = TensorDict({"x": torch.arange(8)}, [8])
-"""
-PREPARES = """
-buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=4, prefetch=50)
-buffer.append_transform(lambda batch: (torch.ones(300, 300) @ torch.ones(300, 300), batch)[1])
-buffer.extend(rows)
-assert buffer.sample()["x"].shape == (4,)
-"""
-#: Wherever the interrupt struck while the worker was started: its traceback held what told that the worker was there.
-INTERRUPTED = """
-from tests.support.interrupts import interrupted
-kept = []
-while not kept or kept[-1] is not None:
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=4, prefetch=2)
-    buffer.extend(rows)
-    kept.append(interrupted(buffer._prefetcher._running, len(kept), lines=True))
-assert len(kept) > 5
-"""
-
-
-@pytest.mark.parametrize("program", first_quick([INTERRUPTED, PREPARES]), ids=["interrupted", "prepares"])
-def test_the_interpreter_exits(program, tmp_path):
-    """With batches in preparation, and after an interrupt that somebody keeps: in a process that shuts Python down."""
-    names = {"OUTPUT": str(tmp_path / "output")}
-    process = FORKED.Process(target=exec, args=(f"{BEGIN}{program}\nctypes.pythonapi.Py_Exit(17)", names))
-    process.start()
-    process.join(120)
-    try:
-        assert (process.exitcode, (tmp_path / "output").read_text()) == (17, "")
-    finally:
-        process.kill()
+def test_a_forked_process_goes_on_with_the_epoch():
+    """CASES 55."""
+    _, buffer = pair("files", "in order")
+    buffer.sample()
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(sender, bytes(buffer.sample()["index"].tolist()))
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert list(os.read(receiver, 100)) == buffer.sample()["index"].tolist() == list(range(8, 16))
+    os.close(receiver)
+    os.close(sender)

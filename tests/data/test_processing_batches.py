@@ -1,6 +1,6 @@
 """Batches that are processed in the launch that copies the rows, against plain torch operations after the fact.
 
-Processing in the life of a buffer: checkpoints, copies, prefetch, refused writes, graphs, compiled code.
+Processing in the life of a buffer: checkpoints, copies, refused writes, graphs, compiled code.
 """
 
 from __future__ import annotations
@@ -342,21 +342,6 @@ def test_statistics_outlive_the_rows():
     plain = data[2]["observation"][batch["index"]]
     every = torch.cat([rows["observation"] for rows in data]).double()
     close(batch["observation"].double(), normalised(plain, every), 2e-5)
-
-
-def test_a_batch_has_the_statistics_of_its_draw():
-    """A prefetched one those of the moment at which it was prepared."""
-    normalize = Normalize("observation")
-    buffer = new(normalize, prefetch=2)
-    first, second = steps(20), steps(20, seed=1)
-    buffer.extend(first)
-    buffer.sample()
-    # Two batches are being prepared; a write waits for neither, but makes draws that are due first.
-    buffer.extend(second)
-    for due in (first["observation"], first["observation"], torch.cat((first, second))["observation"]):
-        batch = buffer.sample()
-        plain = torch.cat((first, second))["observation"][batch["index"]]
-        close(batch["observation"].double(), normalised(plain, due.double()), 2e-5)
 
 
 # Graphs, compiled code, and nothing that waits

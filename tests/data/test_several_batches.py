@@ -136,16 +136,6 @@ def test_an_epoch_ends_iteration():
     assert buffer.sampler.ran_out
 
 
-def test_beside_batches_that_are_prepared_ahead():
-    """They are drawn behind those of the queue, which stay there."""
-    ahead, plain = new(prefetch=2), new()
-    assert same(ahead.sample(), plain.sample())
-    queued = [plain.sample() for _ in range(2)]
-    assert same(ahead.sample(batches=3), plain.sample(batches=3))
-    assert same(ahead.sample(), queued[0])
-    assert same(ahead.sample(), queued[1])
-
-
 def test_collate_and_transforms_see_all_of_them():
     shapes = []
     buffer = new(

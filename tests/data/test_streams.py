@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpubuf import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
-from gpubuf.data import lock
+from gpubuf import LazyTensorStorage, PrioritizedSampler, RandomSampler, TensorDictReplayBuffer
+from gpubuf.data import lock, prefetch
 from gpubuf.data.lock import BufferLock, StreamOrder
-from gpubuf.data.prefetch import Batch, SideStream
+from gpubuf.data.samplers.base import Drawn
+from tests.support import placements
+from tests.support.transitions import transitions
 
 
 class Stream:
@@ -170,26 +172,43 @@ def test_what_another_thread_does_during_a_capture_is_waited_for(monkeypatch):
     assert machine.said() == []
 
 
-def test_work_ahead_is_tied_to_the_consumer(monkeypatch):
-    """Behind what the consumer's stream had when the batch was asked for; and the consumer waits for the batch."""
-    machine, side = Machine(monkeypatch), SideStream()
-    recorded = []
+def test_a_batch_ahead_is_tied_to_its_consumer(monkeypatch):
+    """Its stream comes after all that the buffer did before, and whoever takes it after its stream."""
+    memory = placements.Machine().install(monkeypatch, work_on_cpu=True)
+    machine = Machine(monkeypatch)
+    log = machine.log
+    storage = LazyTensorStorage(10, device="pinned")
+    buffer = TensorDictReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=2, prefetch=1)
+    buffer.extend(transitions(10))
+    assert memory.pinned
+    own = buffer._lock
 
-    class OnGpu(torch.Tensor):
-        is_cuda = True
-        device = DEVICE
+    def take():
+        own._lock.acquire()
+        own._streams.begin(DEVICE)
+        return lambda *exception: own._streams.end(DEVICE)
 
-        def record_stream(self, stream):
-            recorded.append(stream.name)
+    def draw(n: int) -> Drawn:
+        log.append(f"draw on {machine.current.name}")
+        return RandomSampler.draw(buffer.sampler, n)
 
-    batch = Batch({"x": torch.zeros(2).as_subclass(OnGpu)}, {"index": torch.zeros(2)}, False)
-    fork = side.fork(None)
-    with side.running(fork):
-        assert machine.current.name == "side"
-        ready = side.ready(batch)
-    assert machine.current is machine.default
-    assert machine.said() == ["event on default", "side waits for event on default", "event on side"]
+    used = SimpleNamespace(
+        is_cuda=True, device=DEVICE, record_stream=lambda stream: log.append(f"used on {stream.name}")
+    )
+    monkeypatch.setattr(prefetch, "tensors_of", lambda data: [used])
+    monkeypatch.setattr(own, "_take", take)
+    monkeypatch.setattr(own, "gpu", lambda: DEVICE)
+    monkeypatch.setattr(buffer.sampler, "draw", draw)
+    buffer.sample()
+    assert log == ["draw on default", "side waits for default", "draw on side", "event on side"]
+    log.clear()
     with machine.on(machine.other):
-        side.join(batch, ready)
-    assert machine.said() == ["other waits for event on side"]
-    assert recorded == ["other"]
+        buffer.sample()
+    assert log == [
+        "other waits for event on side",
+        "used on other",
+        "event on other",
+        "side waits for event on other",
+        "draw on side",
+        "event on side",
+    ]

@@ -253,7 +253,6 @@ REFUSED = {
         with_sampler(lambda: SliceSampler(slice_len=2, strict_length=False)),
         "set pad_output=True",
     ),
-    "prefetch": (with_sampler(None, prefetch=2), "use a buffer without prefetch"),
     "pinned batches": (with_sampler(None, pin_memory=True), "pin_memory=True"),
     "a beta of the host": (set_on_sampler("beta", 0.5), "set it to a tensor on the device"),
     "alpha": (set_on_sampler("alpha", 0.5), "transforms every priority"),

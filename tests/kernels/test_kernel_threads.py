@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpubuf.data import LazyTensorStorage, TensorDictReplayBuffer
+from gpubuf.data import LazyTensorStorage
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import _threads
@@ -87,17 +87,6 @@ def test_workers_are_kept():
     for _ in range(20):
         storage.sample_uniform(rng, LARGE)
     assert names_of_workers() == before
-
-
-def test_threads_that_prepare_batches_take_no_others():
-    """A consumer that computes has all of torch's threads: batches ahead are made by the one thread."""
-    cut = []
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=8, prefetch=1)
-    buffer.append_transform(lambda batch: cut.append(_threads.parts(4 * LARGE)) or batch)
-    buffer.extend(transitions(100))
-    buffer.sample()
-    assert cut[0] == [(0, 4 * LARGE)]
-    assert len(_threads.parts(4 * LARGE)) == 2
 
 
 def test_several_threads_at_once_each_get_their_own_batch():

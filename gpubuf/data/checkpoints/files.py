@@ -25,7 +25,7 @@ import torch
 
 from gpubuf import serialization
 from gpubuf.data.lock import BufferLock, Guard, under
-from gpubuf.data.prefetch import copied, tensors_of
+from gpubuf.data.pinning import copied, tensors_of
 from gpubuf.terminal import BYTES, progress_bar
 
 MANIFEST = "manifest.json"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gpubuf.data.checkpoints import files
 from gpubuf.data.checkpoints.files import need
 from gpubuf.data.checkpoints.save import Checkpointed
-from gpubuf.data.prefetch import tensors_of
+from gpubuf.data.pinning import tensors_of
 from gpubuf.data.recording import EMPTIES
 from gpubuf.data.samplers.base import is_count, is_tensor
 from gpubuf.data.storage.layout import Leaf, Pieces, RowLayout, batch_shape
@@ -80,7 +80,7 @@ def existing(path: str | os.PathLike[str]) -> Path:
 
 def load_state(buffer: Checkpointed, state: dict[str, Any]) -> None:
     """Restore a state into a buffer's own memory. See :meth:`gpubuf.ReplayBuffer.load_state_dict`."""
-    with buffer._lock, buffer._prefetcher.quiet():
+    with buffer._lock:
         check(buffer, state)
         with replacing(buffer):
             buffer._transform.load_state_dict(state["_transforms"])
@@ -89,8 +89,6 @@ def load_state(buffer: Checkpointed, state: dict[str, Any]) -> None:
             order = buffer._storage.load_state_dict(state["_storage"])
             buffer._sampler.load_state_dict(state["_sampler"], order)
             buffer._writer.load_state_dict(state["_writer"])
-            ahead = buffer._prefetcher
-            ahead.replace(ahead.prepared(state.get("_prefetch", []), buffer._pin_memory))
             buffer._batch_size = state["_batch_size"]
             buffer._assemble()
 
@@ -105,7 +103,7 @@ def replacing(*buffers: Checkpointed) -> Iterator[None]:
     outer = [storage.unfinished for storage in storages]
     try:
         for buffer, storage in zip(buffers, storages, strict=True):
-            buffer._prefetcher.discard()
+            buffer._batches.discard()
             storage.unfinished = EMPTIES
         yield
         for storage, mark in zip(storages, outer, strict=True):
@@ -135,7 +133,6 @@ def check(buffer: Checkpointed, state: dict[str, Any]) -> None:
         capacity, size = rows["max_size"], rows.get("size", 0)
         buffer._sampler.check_state(state["_sampler"], capacity, size)
         buffer._writer.check_state(state["_writer"], capacity, size)
-        buffer._prefetcher.check(state.get("_prefetch", []))
         check_transforms(buffer._transform, state["_transforms"])
         _check_settings(buffer, state)
         if rows["initialized"]:

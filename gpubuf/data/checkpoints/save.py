@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from gpubuf.data.batches import Batches
 from gpubuf.data.checkpoints import files
 from gpubuf.data.lock import BufferLock
-from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage.storage import TensorStorage
@@ -29,9 +29,8 @@ class Checkpointed(Protocol):
     _sampler: Sampler
     _writer: Writer
     _transform: Compose
-    _prefetcher: Prefetcher
+    _batches: Batches
     _pipeline: Pipeline | None
-    _pin_memory: bool
     _batch_size: int | None
 
     def state_dict(self) -> dict[str, Any]:

@@ -191,7 +191,7 @@ def _one_state(states: list[dict[str, Any]], ranks: list[int], ndim: int) -> dic
         need(same, f"the {name[1:]} of ranks {ranks} have different states, which can't be put together")
     need(not own["_writer"], "rows that are not in the order of their writes can be restored on as many ranks only")
     filled = [(rank, state) for rank, state in zip(ranks, states, strict=True) if state["_storage"]["initialized"]]
-    one = {**own, "_prefetch": []}
+    one = dict(own)
     if filled:
         storages = [state["_storage"] for _, state in filled]
         orders = [_oldest_first(storage) for storage in storages]

@@ -192,6 +192,9 @@ class Sampler:
     row_tensors: ClassVar[tuple[str, ...]] = ()
     #: The class that ``replacement=False`` stands for.
     without_replacement: ClassVar[type[Sampler] | None] = None
+    #: The attributes that a draw replaces, apart from the random stream: what is to be put back where a batch that was
+    #: drawn ahead is thrown away. None: a draw can't be taken back, and none is made ahead.
+    drawn_state: ClassVar[tuple[str, ...] | None] = None
     lock: AbstractContextManager[Any] = nullcontext()
     reader: RowPlan | None = None
     #: The ranks that draw with this one, if there are any.
@@ -208,6 +211,12 @@ class Sampler:
             return super().__new__(cls)
         # Python calls the constructor of what is an instance of this class, too.
         return object.__new__(other) if issubclass(other, cls) else other(*args, **named)
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        """A class that chooses rows in a way of its own says itself what that changes."""
+        super().__init_subclass__(**named)
+        if "drawn_state" not in vars(cls) and {"choose", "draw"} & vars(cls).keys():
+            cls.drawn_state = None
 
     def __init__(self) -> None:
         # Also in the instance: compiled code depends on where an attribute is.

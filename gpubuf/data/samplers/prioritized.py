@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,7 @@ class PrioritizedSampler(Sampler):
     """
 
     has_priorities = True
+    drawn_state: ClassVar[tuple[str, ...] | None] = ()
 
     def __init__(
         self,

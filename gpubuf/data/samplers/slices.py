@@ -6,7 +6,7 @@ import functools
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -201,6 +201,8 @@ class SliceSampler(Sampler):
         ValueError: an argument is out of range, or asks for ``[num_slices, slice_len]`` of slices of unequal lengths,
             or for batches of unequal sizes on the ranks of a group.
     """
+
+    drawn_state: ClassVar[tuple[str, ...] | None] = ()
 
     def __init__(
         self,
@@ -470,12 +472,16 @@ class SliceSampler(Sampler):
         """
         storage = self.storage
         n, length = partition(batch_size, self.num_slices, self.slice_len)
-        n *= batches
         index = self.trajectory_index
         # On the CPU alone, for it reads rows; and only where the number of rows may be looked at.
         if self._looks.at is not None and storage.written >= self._looks.at and host_can_read(storage.table):
             self._check_order(storage, index)
-        return self._read(index, *self._choose_slices(index, n, length), length)
+        return self._read(index, *self._choose_slices(index, n * batches, length), length)
+
+    def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
+        """The positions of ``n`` steps in slices; the steps past the end of a short slice repeat its last one."""
+        n_slices, length = partition(n, self.num_slices, self.slice_len)
+        return self._choose_slices(self.trajectory_index, n_slices, length)[0], {}
 
     def _choose_slices(self, index: TrajectoryIndex, n: int, length: int) -> Chosen:
         """Choose ``n`` slices."""
@@ -632,7 +638,7 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
     def rebuild(self) -> None:
         with self.lock:
             super().rebuild()
-            self._left = None
+            self._left = self._of = None
 
 
 SliceSampler.without_replacement = SliceSamplerWithoutReplacement

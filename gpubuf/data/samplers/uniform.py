@@ -30,6 +30,7 @@ class EpochSampler(Sampler):
     """
 
     row_tensors = ("_left",)
+    drawn_state: ClassVar[tuple[str, ...] | None] = ("_left", "_of")
     # The names in a state of what is left, and of what it is an epoch of.
     _saved_as: ClassVar[tuple[str, str]] = ("remaining", "size")
 
@@ -108,6 +109,8 @@ class SamplerWithoutReplacement(EpochSampler):
         replacement: accepted for compatibility.
     """
 
+    drawn_state = EpochSampler.drawn_state
+
     def __init__(self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False) -> None:
         super().__init__(drop_last, shuffle)
 
@@ -161,6 +164,7 @@ class RandomSampler(Sampler):
     """
 
     without_replacement = SamplerWithoutReplacement
+    drawn_state = ()
 
     def __init__(self, *, replacement: bool = True, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
