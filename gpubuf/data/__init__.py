@@ -15,9 +15,7 @@ from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.sequences import SampleUnit, Sequence, Transition
 from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.storage import Storage
-from gpubuf.data.trajectories import Trajectory, TrajectoryPredicate, filter_trajectories, iter_trajectories, traj
 from gpubuf.data.transforms import Compose, MultiStepTransform
-from gpubuf.data.updates import ConditionalUpdateResult
 from gpubuf.data.writers import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter, Writer
 from gpubuf.missing_names import refuse
 from gpubuf.torchrl.buffers import (
@@ -28,9 +26,7 @@ from gpubuf.torchrl.buffers import (
 )
 from gpubuf.torchrl.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer
 from gpubuf.torchrl.dumps import load_torchrl
-from gpubuf.torchrl.ensemble import ReplayBufferEnsemble
 from gpubuf.torchrl.samplers import (
-    ConsumingSampler,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
@@ -45,8 +41,6 @@ __all__ = [
     "Clip",
     "Codec",
     "Compose",
-    "ConditionalUpdateResult",
-    "ConsumingSampler",
     "Hindsight",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
@@ -63,7 +57,6 @@ __all__ = [
     "RandomShift",
     "RandomState",
     "ReplayBuffer",
-    "ReplayBufferEnsemble",
     "RewardScale",
     "RoundRobinWriter",
     "SampleUnit",
@@ -82,17 +75,12 @@ __all__ = [
     "TensorStorage",
     "TensorStorageCheckpointer",
     "Trajectories",
-    "Trajectory",
     "TrajectoryIndex",
-    "TrajectoryPredicate",
     "Transition",
     "Writer",
     "WriterClient",
     "Writers",
-    "filter_trajectories",
-    "iter_trajectories",
     "load_torchrl",
-    "traj",
 ]
 
 

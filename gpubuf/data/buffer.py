@@ -36,7 +36,7 @@ from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.sum_tree import vector
 from gpubuf.data.samplers.trajectory_index import RowOrder
-from gpubuf.data.samplers.uniform import ConsumingSampler, RandomSampler, checked_count
+from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.sequences import SampleUnit, check_parts, checked_unit
 from gpubuf.data.storage.indexing import as_positions, plain_index
 from gpubuf.data.storage.layout import (
@@ -56,9 +56,8 @@ from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.placement import MemoryReport
 from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import LazyTensorStorage, Storage, TensorStorage
-from gpubuf.data.trajectories import Predicate, Trajectory, stored_trajectories
 from gpubuf.data.transforms import Compose, without_multi_steps
-from gpubuf.data.updates import ConditionalUpdateResult, RowAccess, flat_entries, is_key
+from gpubuf.data.updates import RowAccess, flat_entries, is_key
 from gpubuf.data.writers import RoundRobinWriter, Writer
 
 DEFAULT_CAPACITY = 1_000
@@ -105,7 +104,6 @@ class ReplayBuffer:
         process: what happens to keys on their way out: :class:`Normalize`, :class:`RewardScale`, :class:`Clip`,
             :class:`Mirror` and :class:`RandomShift`. Indexing gives rows as they were written.
         relabel: gives rows of a batch other goals, see :class:`Hindsight`.
-        consume_after_n_samples: rows leave after they were drawn so many times, see :class:`ConsumingSampler`.
         sample_unit: what a drawn row stands for: a :class:`Sequence` of steps around it. Default: itself.
         writers: places for writers in other processes: a number, or :class:`Writers` with more options. Each gets a
             :meth:`client`. Default: none.
@@ -120,7 +118,6 @@ class ReplayBuffer:
     _default_objects: type[ListStorage] = ListStorage
     _default_sampler: type[Sampler] = RandomSampler
     _default_writer: type[Writer] = RoundRobinWriter
-    _consuming_sampler: type[ConsumingSampler] = ConsumingSampler
     _prioritized_sampler: type[PrioritizedSampler] = PrioritizedSampler
     #: Where written rows carry their priorities; ``()``: nowhere.
     priority_key: str | tuple[str, ...] = ()
@@ -148,12 +145,11 @@ class ReplayBuffer:
         traj_key: Any = None,
         process: Sequence[Any] = (),
         relabel: Hindsight | None = None,
-        consume_after_n_samples: int | None = None,
         writers: int | Writers | None = None,
     ) -> None:
         check_sizes(prefetch, batch_size)
         self._has_default_storage = storage is None
-        self._sampler = self._first_sampler(sampler, consume_after_n_samples, prefetch)
+        self._sampler: Sampler = component(sampler, Sampler, self._default_sampler)
         self._storage = self._first_storage(storage, self._sampler)
         self._writer: Writer = component(writer, Writer, self._default_writer)
         self._writer.register_storage(self._storage)
@@ -199,34 +195,6 @@ class ReplayBuffer:
         """The storage of a buffer that was given none: of the capacity that the sampler tells, if it does."""
         return cls._default_storage(getattr(sampler, "max_capacity", DEFAULT_CAPACITY))
 
-    def _first_sampler(self, given: Any, consume_after_n_samples: Any, prefetch: int | None) -> Sampler:
-        """The sampler that a buffer begins with.
-
-        Raises:
-            TypeError: ``consume_after_n_samples`` is no int.
-            ValueError: it is below 1, another sampler was given than a :class:`RandomSampler`, or one that consumes
-                rows after another number, or batches are to be prepared ahead.
-        """
-        sampler: Sampler = component(given, Sampler, self._default_sampler)
-        if consume_after_n_samples is not None:
-            count = checked_count("consume_after_n_samples", consume_after_n_samples)
-            if isinstance(sampler, RandomSampler) and type(sampler).choose is RandomSampler.choose:
-                sampler = self._consuming_sampler(count)
-            elif not isinstance(sampler, ConsumingSampler):
-                raise ValueError(
-                    "consume_after_n_samples only supports the default RandomSampler: it can't be used with a "
-                    f"{type(sampler).__name__}"
-                )
-            elif sampler.max_sample_count != count:
-                raise ValueError(
-                    f"consume_after_n_samples is {count}, the sampler's max_sample_count {sampler.max_sample_count}"
-                )
-        if sampler.consumes and prefetch:
-            raise ValueError(
-                "Prefetching is not supported with a ConsumingSampler: it draws rows before they are asked for"
-            )
-        return sampler
-
     def _connect(self, prefetch: int) -> None:
         """Give the buffer a lock and a queue, and make them known."""
         self._lock = BufferLock(self._storage, self._mend)
@@ -249,10 +217,6 @@ class ReplayBuffer:
             self._intake.serve(storage, sampler, writer, self._pipeline, self._unit)
         reader = self._reader_of(storage)
         writer.attach(sampler, self._recipe, self._relabel)
-        if sampler.consumes and not callable(getattr(writer, "write_at", None)):
-            raise TypeError(f"a {type(sampler).__name__} requires a writer with a callable write_at(), not {writer!r}")
-        if sampler.consumes and not writer.in_order:
-            raise ValueError(f"a {type(sampler).__name__} needs a writer that fills places in turn, not {writer!r}")
         if self._unit is not None:
             check_parts(sampler, self._recipe, relabels=self._relabel is not None)
             self._unit.bind(storage)
@@ -502,8 +466,7 @@ class ReplayBuffer:
         if pipeline is not None:
             pipeline.check_write(data, storage.ndim)
         self._given = given
-        append = self._writer.extend
-        index = self._sampler.write(append, data) if self._sampler.consumes else append(data)
+        index = self._writer.extend(data)
         if index.numel() == 0:
             return _no_rows(storage)
         # Of more rows than the capacity only the newest are there.
@@ -552,8 +515,7 @@ class ReplayBuffer:
                 raise ValueError(message) from None
             if self._storage.ndim > 1 or not index.numel():
                 return index
-            in_turn = self._writer.in_order and not self._sampler.consumes
-            return cursor if in_turn else self._writer.added(index)
+            return cursor if self._writer.in_order else self._writer.added(index)
 
     @property
     def column_keys(self) -> list[Any]:
@@ -883,17 +845,7 @@ class ReplayBuffer:
 
     write_all_in_order = write_all
 
-    def update_if_present(
-        self,
-        index: Any,
-        data: Any = None,
-        *,
-        generation: Tensor | None = None,
-        patch: Any = None,
-        version_key: Any = None,
-        version: Any = None,
-        require_newer: bool = False,
-    ) -> ConditionalUpdateResult | None:
+    def update_if_present(self, index: Any, data: Any, *, generation: Tensor | None = None) -> None:
         """Write some keys of drawn rows back, leaving out rows that were overwritten since. No host sync.
 
         Of a row that the batch has more than once, the last entry wins. Other keys of the rows stay as they are, and so
@@ -911,62 +863,18 @@ class ReplayBuffer:
                 are not written unless they are stored keys.
             generation: ``info["index_generation"]``; default: that in ``data``. Samples of prioritized buffers have it,
                 and those of others with ``RoundRobinWriter(track_generations=True)``.
-            patch: TorchRL's name for ``data``, also a dict of tensors by key; the result then says what was written.
-            version_key: a stored key of one number per row. An entry whose version is below that of its row is left
-                out; the version of the others is written. Of a row that the batch has more than once, the entry with
-                the highest version wins, and of these the last.
-            version: the entries' versions: a number for all, or ``[n]``; such as the key holds without rounding.
-            require_newer: leave out entries of the same version as their row, too.
-
-        Returns:
-            With ``patch``, a :class:`ConditionalUpdateResult`; otherwise None.
 
         Raises:
             RuntimeError: nothing has been written yet.
             NotImplementedError: the storage is a :class:`ListStorage`.
             ValueError: there is no generation, or ``data`` has keys that are not stored, that have no memory of their
                 own (``share_next``, ``prefixes``), or that an n-step batch has from other rows; or another shape or
-                dtype; or a version without its key, or one that its key can't hold, such as 300 in uint8 (a GPU cuts
-                it to the range and counts a fault). Nothing is written.
+                dtype. Nothing is written.
             IndexError: an index is out of range (CPU; a GPU skips the row and counts a fault). One of -1 (all
                 coordinates) is that of a row that is gone.
         """
         with operation(self._lock):
-            apply, result = self._rows.prepare(
-                index,
-                data,
-                generation=generation,
-                patch=patch,
-                version_key=version_key,
-                version=version,
-                require_newer=require_newer,
-            )
-            apply()
-            return result
-
-    def query(self, predicate: Predicate | None = None, *, trajectory_key: Any = None) -> list[Trajectory]:
-        """The stored trajectories that fulfil a condition, the oldest first; of several environments, one by one.
-
-        Trajectories end where their identifier changes, or else at flags under "next" or at the root, at the newest
-        row, and where a storage with ``ends="flags+continuity"`` finds that rows don't continue. The oldest one may
-        have lost its first steps. Those that lie across the seam of the ring are whole, in the order of time.
-        Transforms are applied to each.
-
-        Args:
-            predicate: a condition made of :data:`traj`, or a function of a :class:`Trajectory`. Default: all of them.
-            trajectory_key: where the identifiers are. Default: ``("collector", "traj_ids")``, ``"traj_ids"`` or
-                ``"episode"``, if one of these is stored.
-
-        Returns:
-            Trajectories: views of the storage where ints and slices give views, and copies otherwise. Synchronises.
-
-        Raises:
-            TypeError: the rows are no TensorDicts, or the predicate compares steps without ``any()`` or ``all()``.
-            KeyError: nothing tells where trajectories end.
-        """
-        with self._lock:
-            in_order, transform = self._writer.in_order, self._transform if len(self._transform) else None
-            return stored_trajectories(self._storage, in_order, transform, predicate, trajectory_key)
+            self._rows.prepare(index, data, generation=generation)()
 
     # Questions about the buffer
 
@@ -978,7 +886,7 @@ class ReplayBuffer:
 
     def __len__(self) -> int:
         self._finish_interrupted()
-        return self._sampler.available() if self._sampler.consumes else len(self._storage)
+        return len(self._storage)
 
     def stats(self) -> dict[str, Any]:
         """The state of the buffer in numbers, for a logger. It changes nothing. No host sync.

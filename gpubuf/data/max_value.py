@@ -286,7 +286,6 @@ class TensorDictMaxValueWriter(Writer):
                 "TensorDictMaxValueWriter keeps rows that don't follow each other in time: it can't be used with "
                 f"{found}"
             )
-        super().attach(sampler, recipe, relabel)
 
     # Writing
 

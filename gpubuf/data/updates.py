@@ -1,7 +1,7 @@
 """Rows of a buffer by their index: read, and overwritten in place, whole or key by key.
 
 Keys of drawn rows are written back, such as latents, values, anything that was computed from a batch, unless the rows
-were overwritten since, or have a newer version.
+were overwritten since.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,113 +30,11 @@ from gpubuf.data.writers import Writer
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class ConditionalUpdateResult:
-    """The fate of each entry of a conditional update.
-
-    Attributes:
-        updated: bool ``[n]``: the row was still there, and was written.
-        version_rejected: bool ``[n]``: the row was still there, but has a version that is not older, or another entry
-            of the update has a higher one. None if no versions were given.
-    """
-
-    updated: Tensor
-    version_rejected: Tensor | None = None
-
-    @property
-    def batch_size(self) -> torch.Size:
-        """``[n]``."""
-        return self.updated.shape
-
-    @property
-    def updated_count(self) -> int:
-        """Number of entries that were written. Synchronises."""
-        return int(self.updated.sum())
-
-    @property
-    def version_rejected_count(self) -> int:
-        """Number of entries that lost to a version. Synchronises."""
-        return 0 if self.version_rejected is None else int(self.version_rejected.sum())
-
-    @property
-    def stale_count(self) -> int:
-        """Number of entries whose row had been overwritten. Synchronises."""
-        return self.updated.numel() - self.updated_count - self.version_rejected_count
-
-
 class UnknownKeyError(KeyError, ValueError):
     """A key that is not stored. A KeyError too, as TorchRL raises it."""
 
     # That of KeyError is the repr of its argument.
     __str__ = ValueError.__str__
-
-
-def apply_versions(
-    storage: TensorStorage,
-    positions: Tensor,
-    generation: Tensor,
-    version_key: Any,
-    incoming: Tensor | None,
-    newer: bool,
-) -> ConditionalUpdateResult:
-    """Which entries are to be written. No host sync.
-
-    Args:
-        storage: where the rows lie.
-        positions: of the entries' rows, int64 ``[n]``.
-        generation: that their rows had, int64 ``[n]``.
-        version_key: a stored key of one number per row.
-        incoming: the entries' versions, ``[n, ...]`` as their key has them; None: no versions.
-        newer: whether an entry of the same version as the row loses.
-    """
-    # Where no row is stored there is no generation to compare.
-    live = (storage.generations(positions) == generation) & (generation >= 0)
-    if incoming is None:
-        return ConditionalUpdateResult(live)
-    number = storage.batch_layout.position(as_key(version_key))
-    assert number is not None
-    incoming, stored = _comparable(incoming), _comparable(storage.gather_key(number, torch.where(live, positions, 0)))
-    accepted = live & ((incoming > stored) if newer else (incoming >= stored))
-    # Of several entries for a row the one of the highest version wins, and of these the last. Others are alone.
-    n = positions.numel()
-    own = torch.where(accepted, positions, -1 - torch.arange(n, device=positions.device))
-    order = incoming.argsort(stable=True)
-    order = order.gather(0, own.gather(0, order).argsort(stable=True))
-    groups = own.gather(0, order)
-    last = torch.cat((groups[1:] != groups[:-1], groups.new_ones(min(n, 1), dtype=torch.bool)))
-    wins = torch.zeros_like(accepted).scatter(0, order, last)
-    return ConditionalUpdateResult(accepted & wins, live & ~(accepted & wins))
-
-
-def versions(storage: TensorStorage, version_key: Any, version: Any, n: int, like: Tensor) -> Tensor:
-    """Incoming versions as their key has them, ``[n, ...]`` for ``n`` entries, on the device of ``like``.
-
-    Raises:
-        ValueError: there are not as many, or the key is not stored, has several numbers per row, or can't hold one.
-    """
-    tensor = as_numbers(version)
-    if tensor.numel() not in (1, n):
-        raise ValueError(f"version must be one number or {n} of them, got the shape {tuple(tensor.shape)}")
-    key = as_key(version_key)
-    number = storage.written_layout.position(key)
-    if number is None:
-        hint = ". Dotted-string keys are not nested ones: write a tuple" if "." in key[0] else ""
-        raise UnknownKeyError(f"version_key {as_written(key)!r} is not stored{hint}")
-    leaf = storage.written_layout.leaves[number]
-    if leaf.n_elements != 1:
-        raise ValueError(f"version_key {as_written(key)!r} has {leaf.n_elements} numbers per row, not one")
-    # Rounded, an older version could pass for a newer one.
-    held = stored_as(tensor, leaf.dtype, leaf.name, storage.ring, exact=True)
-    return held.reshape(-1).to(like.device).expand(n).reshape(n, *leaf.shape)
-
-
-def _comparable(version: Tensor) -> Tensor:
-    """Numbers ``[n]`` in the same order, of a dtype that can be compared and sorted."""
-    numbers = version.reshape(-1)
-    if numbers.is_floating_point():
-        return numbers
-    wide = numbers.to(torch.int64)
-    return wide ^ -(2**63) if numbers.dtype is torch.uint64 else wide
 
 
 #: Root keys of a batch that say which rows it is made of.
@@ -228,30 +125,15 @@ class RowAccess:
         keys, sources = stored_keys(storage, found, positions.numel())
         self._update(positions, keys, sources, storage.generations(positions))
 
-    def prepare(
-        self,
-        index: Any,
-        data: Any,
-        *,
-        generation: Tensor | None,
-        patch: Any = None,
-        version_key: Any = None,
-        version: Any = None,
-        require_newer: bool = False,
-    ) -> tuple[Callable[[], None], ConditionalUpdateResult | None]:
+    def prepare(self, index: Any, data: Any, *, generation: Tensor | None) -> Callable[[], None]:
         """:meth:`ReplayBuffer.update_if_present`, up to the point from which on rows change: the rest of it."""
-        if (data is None) == (patch is None):
-            raise TypeError("update_if_present needs the values to write, as data or as patch, not both")
-        if (version_key is None) != (version is None):
-            raise ValueError("version_key and version belong together")
         self.writer.check_writable()
         storage = self.storage
         if isinstance(storage, ListStorage):
             raise NotImplementedError("a ListStorage has no conditional updates: its objects have no keys")
-        given = data if patch is None else patch
-        if not is_data(given) and not (patch is not None and isinstance(patch, Mapping)):
-            raise TypeError(f"expected a TensorDict, a tensorclass or a tensor, got {type(given).__name__}")
-        found = {key: torch.as_tensor(value) for key, value in flat_entries(given, ()).items()}
+        if not is_data(data):
+            raise TypeError(f"expected a TensorDict, a tensorclass or a tensor, got {type(data).__name__}")
+        found = {key: torch.as_tensor(value) for key, value in flat_entries(data, ()).items()}
         if generation is None:
             generation = found.get(("index_generation",))
         if generation is None:
@@ -260,22 +142,9 @@ class RowAccess:
                 "info['index_generation'] of the sample; RoundRobinWriter(track_generations=True) adds it"
             )
         positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored, handles=True)
-        n, incoming, result = positions.numel(), None, None
-        if version_key is not None:
-            key = as_key(version_key)
-            if key in found:
-                raise ValueError(f"version_key {as_written(key)!r} may not appear in patch: version is written")
-            incoming = found[key] = versions(storage, key, version, n, positions)
-        keys, sources = stored_keys(storage, found, n)
+        keys, sources = stored_keys(storage, found, positions.numel())
         _check_of_drawn_row(storage.schema, self.recipe, keys)
-        generation = vector(generation, torch.int64, positions)
-        if patch is not None or incoming is not None:
-            if generation.numel() != n:
-                raise ValueError(f"{n} rows are addressed, but given are {generation.numel()} generations")
-            result = apply_versions(storage, positions, generation, version_key, incoming, require_newer)
-            # No row has the generation -1.
-            generation = torch.where(result.updated, generation, -1)
-        return functools.partial(self._update, positions, keys, sources, generation), result
+        return functools.partial(self._update, positions, keys, sources, vector(generation, torch.int64, positions))
 
     def _update(self, positions: Tensor, keys: list[int], sources: list[Tensor], generation: Tensor) -> None:
         """Overwrite single keys of rows that still have their generation, and tell the sampler of what it goes by."""
@@ -359,18 +228,6 @@ def _fitted(value: Any, leaf: Leaf, batch: tuple[int, ...], whole: bool, ring: T
         except RuntimeError:
             pass
     raise ValueError(f"key {leaf.name}: expected the shape {target}, got {tuple(tensor.shape)}")
-
-
-def finished_future(
-    update: Callable[..., ConditionalUpdateResult | None], **arguments: Any
-) -> Future[ConditionalUpdateResult | None]:
-    """A future of the result of an update, or of its error."""
-    future: Future[ConditionalUpdateResult | None] = Future()
-    try:
-        future.set_result(update(**arguments))
-    except Exception as error:
-        future.set_exception(error)
-    return future
 
 
 def stored_position(storage: TensorStorage, key: Key) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,8 +12,6 @@ from torch import Tensor
 from gpubuf import serialization
 from gpubuf.data.arguments import describe_type
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.lock import operation
-from gpubuf.data.recording import DERIVED
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.indexing import as_positions
@@ -37,7 +34,6 @@ class Writer:
 
     in_order: ClassVar[bool] = True
     _storage: TensorStorage
-    _served: Sampler | None = None
 
     def __init__(self, compilable: bool = False) -> None:
         """``compilable`` is accepted for compatibility: every operation can be compiled."""
@@ -54,7 +50,6 @@ class Writer:
 
     def attach(self, sampler: Sampler, recipe: Recipe, relabel: Hindsight | None) -> None:
         """Called by the buffer, with its other parts: raise if the writer can't serve them."""
-        self._served = sampler
 
     def __repr__(self) -> str:
         tracks = "track_generations=True" if self.tracks_generations else ""
@@ -110,8 +105,8 @@ class Writer:
         """How often each row's place was written. No host sync.
 
         A row with another generation than at an earlier moment has been overwritten since. Generations move on when a
-        row is written by :meth:`extend` or :meth:`write_at`, and when the buffer is emptied; not when a stored row is
-        changed (``set_``, ``update_if_present``). It is the number that samples carry as ``"index_generation"``, and
+        row is written by :meth:`extend`, and when the buffer is emptied; not when a stored row is changed
+        (``update_if_present``). It is the number that samples carry as ``"index_generation"``, and
         there is one whether they do or not.
 
         Args:
@@ -131,36 +126,6 @@ class Writer:
             return torch.full(shape, -1, dtype=torch.int64, device=where)
         positions = as_positions(asked, storage.shape, storage.device, handles=True)
         return storage.generations(positions).reshape(shape).to(where)
-
-    def write_at(self, index: Any, data: Data) -> Tensor:
-        """Write rows over stored ones, at places of your own, without moving the cursor.
-
-        They count as new: their generations move on, and a prioritized sampler gives them the priority of new rows. A
-        sampler of slices indexes all rows anew. No host sync.
-
-        Args:
-            index: as for ``buffer[index]``: ints, slices, sequences, tensors. Of duplicates the last one wins.
-            data: ``[n]`` rows, or one row without a batch dimension.
-
-        Returns:
-            The index, as a tensor.
-
-        Raises:
-            IndexError: no row is stored there (CPU; on a GPU nothing is written at places beyond the capacity).
-            ValueError: a key, shape or dtype differs from the storage's.
-            RuntimeError: nothing has been written yet.
-        """
-        sampler, storage = self._served, self._storage
-        with operation(nullcontext() if sampler is None else sampler.lock):
-            self.check_writable()
-            positions = as_positions(storage.coordinates(index), storage.shape, storage.device)
-            before = storage.begin(DERIVED)
-            storage.write(positions, data.unsqueeze(0) if isinstance(data, Tensor) and isinstance(index, int) else data)
-            storage.counters.rewrite(positions)
-            if sampler is not None:
-                sampler.mark_update(positions)
-            storage.end(before)
-        return torch.as_tensor(index) if isinstance(index, int) else storage.unravel(positions)
 
     # State
 

@@ -25,7 +25,6 @@ except ImportError as error:
 from gpubuf import data, objectives
 
 __all__ = [
-    "ConsumingSampler",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyTensorStorage",
@@ -175,10 +174,6 @@ class SamplerWithoutReplacement(SamplerOfTorchRL, data.SamplerWithoutReplacement
     """:class:`gpubuf.data.SamplerWithoutReplacement`, which is also TorchRL's."""
 
 
-class ConsumingSampler(SamplerOfTorchRL, data.ConsumingSampler, theirs.ConsumingSampler):
-    """:class:`gpubuf.data.ConsumingSampler`, which is also TorchRL's."""
-
-
 class PrioritizedSampler(SamplerOfTorchRL, data.PrioritizedSampler, theirs.PrioritizedSampler):
     """:class:`gpubuf.data.PrioritizedSampler`, which is also TorchRL's."""
 
@@ -277,7 +272,6 @@ class ReplayBuffer(BufferOfTorchRL, data.ReplayBuffer, theirs.ReplayBuffer):
     _default_objects = ListStorage
     _default_sampler = RandomSampler
     _default_writer = RoundRobinWriter
-    _consuming_sampler = ConsumingSampler
     _prioritized_sampler = PrioritizedSampler
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, Self
 
 import torch
@@ -14,24 +11,22 @@ import torch
 from gpubuf.data import tensordict_buffers as core
 from gpubuf.data.buffer import ReplayBuffer as CoreBuffer
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.updates import ConditionalUpdateResult, finished_future
-from gpubuf.torchrl.samplers import ConsumingSampler, PrioritizedSampler, RandomSampler
+from gpubuf.torchrl.samplers import PrioritizedSampler, RandomSampler
 from gpubuf.torchrl.storages import LazyTensorStorage, ListStorage
 
 _HERE = "the buffer works in the process that makes it; with shared=True, processes that write get a client()"
-_INSTEAD = {
+#: Arguments of TorchRL's that have no counterpart: accepted at TorchRL's default, refused at any other value.
+_REFUSED = {
+    "consume_after_n_samples": "SamplerWithoutReplacement draws each row once an epoch",
+    "delayed_init": "make the buffer where its parts can be made",
     "service_backend": _HERE,
     "service_backend_options": _HERE,
     "transport": _HERE,
     "transport_options": _HERE,
-    "collate_fns": "give one collate_fn, for batches of all buffers",
 }
-_ARGUMENTS = "_delayed_arguments"
 
 SHARED_WRITERS = 4
 """Places for writers of a buffer that is made with ``shared=True``."""
-
-_building = threading.RLock()
 
 
 class _Assigned:
@@ -59,96 +54,45 @@ class ReplayBuffer(CoreBuffer):
 
     Args:
         storage, **parts: as for the core's class.
-        delayed_init: make the parts at the first use of the buffer, and call functions that return parts only then.
-            Default: True with a ``transform_factory``. Errors in the parts are then raised at the first use.
         transform_factory: a function that returns the transform; excludes ``transform``.
         checkpointer: writes and reads the rows where the buffer is saved: an object with ``dumps(storage, path)`` and
             ``loads(storage, path)``, such as TorchRL's checkpointers of tensor storages. Default: gpubuf's own form.
         compilable: accepted for compatibility: every operation can be compiled.
         shared: True is ``writers=4``: processes may write, by a :meth:`client` each.
-        service_backend*, transport*: accepted at their defaults; out of scope.
 
     Raises:
-        NotImplementedError: an argument that is out of scope was set.
+        NotImplementedError: an argument of TorchRL's was set that has no counterpart.
     """
 
     _default_storage, _default_objects = LazyTensorStorage, ListStorage
-    _default_sampler, _consuming_sampler = RandomSampler, ConsumingSampler
-    _prioritized_sampler = PrioritizedSampler
+    _default_sampler, _prioritized_sampler = RandomSampler, PrioritizedSampler
     _storage: Any = _Assigned("_replace_storage")
     _sampler: Any = _Assigned("set_sampler")
     _writer: Any = _Assigned("set_writer")
-    _is_shut = False
 
     def __init__(
         self,
         storage: Any = None,
         *,
-        delayed_init: bool | None = None,
         transform_factory: Callable[[], Callable[[Any], Any]] | None = None,
         checkpointer: Any = None,
         compilable: bool | None = None,
         shared: bool = False,
-        service_backend: str = "direct",
-        service_backend_options: Any = None,
-        transport: str = "auto",
-        transport_options: Any = None,
         **parts: Any,
     ) -> None:
-        parts["storage"] = storage
-        if delayed_init is None:
-            # As in TorchRL: a factory is for parts that can't be made yet.
-            delayed_init = transform_factory is not None and parts.get("transform") is None
+        for name in _REFUSED.keys() & parts.keys():
+            if parts.pop(name) not in (None, False, "direct", "auto"):
+                raise NotImplementedError(f"{name} is not supported by gpubuf: {_REFUSED[name]}")
         if shared and parts.get("writers") is None:
             parts["writers"] = SHARED_WRITERS
-        refuse_out_of_scope(
-            service_backend=service_backend,
-            service_backend_options=service_backend_options,
-            transport=transport,
-            transport_options=transport_options,
-        )
-        if delayed_init:
-            vars(self)[_ARGUMENTS] = transform_factory, checkpointer, parts
-            kind: Any = type(self)
-            self.__class__ = _delayed(kind)
-        else:
-            self._build(transform_factory, checkpointer, parts)
-
-    def _build(
-        self, transform_factory: Callable[[], Callable[[Any], Any]] | None, checkpointer: Any, parts: dict[str, Any]
-    ) -> None:
-        transform = given_transform(parts.get("transform"), transform_factory)
-        super().__init__(**{**parts, "transform": transform})
+        if transform_factory is not None:
+            if parts.get("transform") is not None:
+                raise TypeError("transform and transform_factory exclude each other")
+            parts["transform"] = transform_factory()
+        super().__init__(storage, **parts)
         if checkpointer is not None:
             self._storage.checkpointer = checkpointer
             self._has_default_storage = False
-
-    @property
-    def service_backend(self) -> str:
-        """``"direct"``: the buffer works in this process."""
-        return "direct"
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the buffer was not shut down."""
-        return not self._is_shut
-
-    def start(self) -> Self:
-        """The buffer itself, which needs no start.
-
-        Raises:
-            RuntimeError: it was shut down.
-        """
-        if self._is_shut:
-            raise RuntimeError("a buffer that was shut down can't be started again: make a new one")
-        return self
-
-    def client(self, example: Any = None, *, place: int | None = None) -> Any:
-        """With ``writers`` or ``shared=True`` what a writer in another process has: see the core's class.
-
-        Without, as TorchRL has it, the buffer itself: it is in this process.
-        """
-        return self if self.writers is None else super().client(example, place=place)
 
     def share(self, shared: bool = True) -> Self:
         """The buffer itself, if it is as ``shared`` says.
@@ -161,26 +105,6 @@ class ReplayBuffer(CoreBuffer):
                 "a buffer is shared from its beginning: make it with shared=True, and pass processes its client()"
             )
         return self
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        """Finish the batches in preparation. A buffer that is dropped ends its thread and gives its memory back.
-
-        Args:
-            timeout: accepted for compatibility.
-        """
-        self.synchronize()
-        self._is_shut = True
-
-    def submit_update_if_present(self, **arguments: Any) -> Future[ConditionalUpdateResult | None]:
-        """:meth:`update_if_present`, with a future of its result.
-
-        The update is made before this returns: on a GPU it is launched, and nothing waits for it. Batches that are
-        drawn later see it, and those in preparation do not.
-
-        Args:
-            **arguments: those of :meth:`update_if_present`.
-        """
-        return finished_future(self.update_if_present, **arguments)
 
     def register_save_hook(self, hook: Callable[..., Any]) -> None:
         """Have a hook change the rows that :meth:`save` writes: ``hook(rows, path=folder)`` returns others.
@@ -286,77 +210,3 @@ def require_sync(sync: bool) -> None:
             "sync=False (writers in other processes) is not supported by gpubuf: leave it out, make the buffer with "
             "shared=True, and pass processes its client()"
         )
-
-
-def refuse_out_of_scope(**arguments: Any) -> None:
-    """Raise for an argument of TorchRL's that was set and has no counterpart here.
-
-    Raises:
-        NotImplementedError: there is one.
-    """
-    for name, value in arguments.items():
-        if value and value not in ("direct", "auto"):
-            raise NotImplementedError(f"{name}={value!r} is not supported by gpubuf: {_INSTEAD[name]}")
-
-
-def given_transform(transform: Any, factory: Callable[[], Any] | None) -> Any:
-    """A transform given as it is, or by a function that returns it.
-
-    Raises:
-        TypeError: both are given.
-    """
-    if factory is None:
-        return transform
-    if transform is not None:
-        raise TypeError("transform and transform_factory exclude each other")
-    return factory()
-
-
-# Buffers whose parts are made at their first use
-
-
-class _Delayed:
-    """The class of a buffer without parts, before its own: who asks for more than is there makes them."""
-
-    def __getattribute__(self, name: str) -> Any:
-        own = object.__getattribute__(self, "__dict__")
-        if name in ("__class__", "__dict__"):
-            return object.__getattribute__(self, name)
-        if name == "initialized":
-            return False
-        # What the constructors of subclasses have set is there.
-        return own[name] if name in own else getattr(_built(self), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("_storage", "_sampler", "_writer", "priority_key"):
-            _built(self)
-        object.__setattr__(self, name, value)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(delayed_init=True)"
-
-
-@functools.cache
-def _delayed(kind: type) -> type:
-    return type(kind.__name__, (_Delayed, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-
-
-def _built(buffer: Any) -> Any:
-    """The buffer with its parts. If they can't be made, it stays as it is, and the next use tries again."""
-    with _building:
-        if isinstance(buffer, _Delayed):
-            own = vars(buffer)
-            before = dict(own)
-            arguments = own.pop(_ARGUMENTS)
-            delayed = type(buffer)
-            buffer.__class__ = delayed.__mro__[2]
-            try:
-                buffer._build(*arguments)
-            except BaseException:
-                own.clear()
-                own.update(before)
-                buffer.__class__ = delayed
-                raise
-            # What the constructors of subclasses have set since is theirs.
-            own.update({name: value for name, value in before.items() if name != _ARGUMENTS})
-    return buffer

@@ -255,10 +255,6 @@ class RandomSampler(Sampler, uniform.RandomSampler):
     without_replacement = SamplerWithoutReplacement
 
 
-class ConsumingSampler(Sampler, uniform.ConsumingSampler):
-    __doc__ = uniform.ConsumingSampler.__doc__
-
-
 class PrioritizedSampler(Sampler, prioritized.PrioritizedSampler):
     __doc__ = prioritized.PrioritizedSampler.__doc__
 

@@ -29,8 +29,6 @@ DIFFERENT = {
     "refused/tensors for TensorDicts": "a TypeError",
     "long edits/set_ too many": "a ValueError",
     "long edits/set_ one row": "a ValueError",
-    "long ensembles/stats before": "storages that are not written to are not initialized",
-    "ensembles/*": "batches are flat, and an ensemble has the rows of its buffers",
 }
 
 

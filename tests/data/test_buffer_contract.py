@@ -179,9 +179,9 @@ class History:
             self.model.renumber(at) if at in stored and self.model.generation(at) == generation else -1
             for at, generation in sampled.items()
         ]
-        patch = {"number": torch.tensor(numbers).unsqueeze(-1)}
+        back = TensorDict({"number": torch.tensor(numbers).unsqueeze(-1)}, [len(numbers)])
         self.buffer.update_if_present(
-            self.model.index(list(sampled)), patch=patch, generation=torch.tensor(list(sampled.values()))
+            self.model.index(list(sampled)), back, generation=torch.tensor(list(sampled.values()))
         )
 
 
@@ -325,9 +325,10 @@ def test_rows_lie_anywhere_and_move(contract, monkeypatch):
             buffer.extend(rows)
         if contract.rows == "tensordict":
             generation = torch.tensor([model.generation(position) for position in edited])
-            patch = {"number": torch.tensor([model.renumber(position) for position in edited]).unsqueeze(-1)}
+            numbers = torch.tensor([model.renumber(position) for position in edited]).unsqueeze(-1)
+            back = TensorDict({"number": numbers}, [len(edited)])
             for buffer in (stays, moves):
-                buffer.update_if_present(model.index(edited), patch=patch, generation=generation)
+                buffer.update_if_present(model.index(edited), back, generation=generation)
         model.check_rows(moves)
         assert same(batches(moves), batches(stays))
     moves.free()
@@ -473,10 +474,8 @@ def test_nothing_waits_for_the_gpu(contract):
                 buffer.extend_columns(dict(given.items(True, True)))
                 buffer.add_columns([given[key][0] for key in buffer.column_keys])
                 number = torch.empty(len(index), 1, dtype=torch.int64, device="cuda")
-                update = {"index": index, "generation": number[:, 0], "patch": {"number": number}}
-                assert buffer.update_if_present(**update).updated.shape == (len(index),)
-                update |= {"version_key": "number", "version": number[:, 0]}
-                assert buffer.submit_update_if_present(**update).done()
+                back = TensorDict({"number": number}, [len(index)])
+                buffer.update_if_present(index, back, generation=number[:, 0])
         buffer.empty()
 
 

@@ -126,14 +126,14 @@ def test_a_state_with_other_keys_is_refused(tmp_path: Path):
 
 def test_tensors_beside_text_are_changed_in_place():
     buffer = filled()
-    buffer.writer.write_at([1, 2], rows(2, 40))
+    buffer[[1, 2]] = rows(2, 40)
     assert numbers(buffer[:]) == [0, 40, 41, 3, 4, 5]
     batch = buffer.sample()
     generation = buffer.writer.generations_of(batch["index"])
     changed = batch.set("number", batch["number"] + 1).set("text", "not written")
     buffer.update_if_present(batch["index"], changed, generation=generation)
     assert "not written" not in flat(buffer[:].get("text").tolist())
-    buffer.writer.write_at(range(6), rows(6))
+    buffer[:] = rows(6)
     assert numbers(buffer[:]) == list(range(6))
     assert "'text': on the host" in repr(buffer)
 

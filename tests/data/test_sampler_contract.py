@@ -111,11 +111,6 @@ def test_a_batch_larger_than_the_rest_of_an_epoch_begins_the_next_one():
 # Random operations
 
 
-def in_order(contract: SamplerContract) -> bool:
-    """Whether the oldest rows leave first."""
-    return contract.kind != "consuming"
-
-
 class History:
     """Random operations on a buffer and on its model."""
 
@@ -234,7 +229,7 @@ class History:
             self.model.priority[row.number] = self.model.new_priority
 
 
-@pytest.mark.parametrize("contract", samplers(in_order), ids=str)
+@pytest.mark.parametrize("contract", samplers(), ids=str)
 def test_random_histories(contract):
     """CASES 12, 15, 16, 21, 24, 25: writes of any size, wraps, changes from outside, copies, late priorities."""
     for seed in range(2):
@@ -242,7 +237,7 @@ def test_random_histories(contract):
 
 
 @pytest.mark.parametrize("seeds", first_quick([range(2, 6), range(6, 20)], marks=SLOW_AND_NIGHTLY), ids=str)
-@pytest.mark.parametrize("contract", samplers(in_order), ids=str)
+@pytest.mark.parametrize("contract", samplers(), ids=str)
 def test_long_histories(contract, seeds):
     for seed in seeds:
         History(contract, seed).run(60)
@@ -292,15 +287,14 @@ def test_a_state_in_a_larger_storage(contract):
         if contract.kind in ("prioritized", "prioritized hindsight"):
             due = [model.weight(number) for number in batch["number"].tolist()]
             assert batch["priority_weight"].tolist() == pytest.approx(due, rel=1e-5)
-    if in_order(contract):
-        assert larger.extend(model.rows_of(1)).reshape(-1)[0] == STEPS
+    assert larger.extend(model.rows_of(1)).reshape(-1)[0] == STEPS
 
 
 @pytest.mark.parametrize("contract", each_option(samplers()), ids=str)
 def test_the_same_seed_draws_the_same(contract):
     """Also where batches are prepared ahead; another seed draws others."""
     same, other = (contract.filled()[0] for _ in range(2))
-    ahead = [] if contract.kind == "consuming" else [contract.filled(prefetch=2)[0]]
+    ahead = [contract.filled(prefetch=2)[0]]
     different = contract.filled()[0]
     for buffer, seed in ((same, 5), (other, 5), (different, 6), *((each, 5) for each in ahead)):
         buffer.set_rng(torch.Generator().manual_seed(seed))

@@ -209,7 +209,7 @@ def test_rows_that_compiled_code_writes_are_counted():
 
 def test_the_switch_is_of_the_samplers_that_can():
     """Every sampler is in the tests above, or documented as one that can't be compiled."""
-    uncompiled = {"SamplerWithoutReplacement", "SliceSamplerWithoutReplacement", "ConsumingSampler"}
+    uncompiled = {"SamplerWithoutReplacement", "SliceSamplerWithoutReplacement"}
     found, pending = set(), [Sampler]
     while pending:
         pending += (kind := pending.pop()).__subclasses__()

@@ -80,11 +80,3 @@ def test_storages_are_exchanged(tmp_path):
 def test_checkpointers_of_other_storages_are_refused(kind):
     with pytest.raises(TypeError, match="leave checkpointer= out"):
         data.ReplayBuffer(checkpointer=getattr(theirs, kind)())
-
-
-def test_conditions_of_torchrl():
-    buffer = data.ReplayBuffer(storage=data.LazyTensorStorage(20))
-    buffer.extend(steps(15))
-    assert [each.length for each in buffer.query(theirs.traj.reward.sum() > 10)] == [5, 5]
-    with pytest.raises(TypeError, match=r"\.any\(\) or \.all\(\)"):
-        buffer.query(theirs.traj.reward > 10)

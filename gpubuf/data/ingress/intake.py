@@ -299,9 +299,8 @@ class Intake:
             raise TypeError(
                 f"writers in other processes need a LazyTensorStorage: a {kind} can't tell their rows apart"
             )
-        if sampler.consumes or not writer.in_order:
-            part = sampler if sampler.consumes else writer
-            raise ValueError(f"writers in other processes need rows that are written in turn, not a {part!r}")
+        if not writer.in_order:
+            raise ValueError(f"writers in other processes need rows that are written in turn, not a {writer!r}")
         steps = () if pipeline is None else pipeline.steps
         if any(isinstance(step, RewardScale) and (step.envs or 1) > 1 for step in steps):
             raise ValueError(

@@ -6,7 +6,7 @@ docs/extending.md shows how to write a sampler.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +17,7 @@ from gpubuf.data.arguments import describe_type
 from gpubuf.data.recording import current, refuse_in_capture
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.storage import host_memory
-from gpubuf.data.storage.layout import Data, RowLayout
+from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.placement import IndexBytes, depends_on_room
 from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import Storage, TensorStorage
@@ -181,14 +181,12 @@ class Sampler:
         has_priorities: declares that the sampler has a use for priorities: those that come with a write reach
             :meth:`on_write`, those of an update :meth:`update_priority`, and samples carry ``"index_generation"``, by
             which a priority that returns too late is recognised.
-        consumes: declares that rows leave when they were drawn, and that the sampler says where new ones go.
         ran_out: whether an epoch has ended with the last batch; iteration over the buffer stops there.
         lock: the lock of the sampler's buffer, for methods that users call on the sampler itself.
         reader: what :meth:`draw` reads rows from: a plan of the storage, which knows how batches are made of rows.
     """
 
     has_priorities: ClassVar[bool] = False
-    consumes: ClassVar[bool] = False
     ran_out: bool = False
     #: Attributes that hold a tensor about the rows, or None.
     row_tensors: ClassVar[tuple[str, ...]] = ()
@@ -367,17 +365,6 @@ class Sampler:
         self._generator, self._random = generator, None
 
     # Writing
-
-    def write(self, append: Callable[[Data], Tensor], data: Data) -> Tensor:
-        """Write a batch, by ``append``, which writes at the cursor, or elsewhere. Only of a sampler that consumes rows.
-
-        Returns the flat positions of the rows.
-        """
-        return append(data)
-
-    def available(self) -> int:
-        """Number of rows that are left. Only of a sampler that consumes rows."""
-        return 0 if self._storage is None else len(self._storage)
 
     def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
         """Called once for every write, with the flat positions of its surviving rows.

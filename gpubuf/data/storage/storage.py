@@ -1310,7 +1310,7 @@ class LazyTensorStorage(TensorStorage):
             of trajectories. Default: an eighth of the rows, at least 256 and one an environment, never more than rows.
             A write that would need more raises RuntimeError on the CPU, and nothing is written; on a GPU such rows
             count as faults, which the next call that synchronises raises. ``storage.sharing.used`` says how many are.
-        ends: what ends a trajectory for n-step transitions, slices, sequences, hindsight and queries. ``"flags"``: what
+        ends: what ends a trajectory for n-step transitions, slices, sequences and hindsight. ``"flags"``: what
             samplers and buffers read, flags or identifiers. ``"flags+continuity"``: also a row whose next observation
             is not, byte for byte as stored, the observation of the row after it in its environment; of all keys that
             ``share_next=True`` takes. Such a row is the last one of its trajectory, and is not terminated: nothing

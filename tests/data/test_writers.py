@@ -1,4 +1,4 @@
-"""What TorchRL's programs call around a buffer, and on a writer by itself."""
+"""Writers by themselves, and storages that are replaced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from gpubuf.data import (
     ImmutableDatasetWriter,
     LazyTensorStorage,
-    PrioritizedReplayBuffer,
     ReplayBuffer,
     RoundRobinWriter,
     TensorDictMaxValueWriter,
@@ -19,25 +18,6 @@ from gpubuf.data import (
     Writer,
 )
 from tests.support.torchrl_buffers.edits import rows
-
-
-def test_a_buffer_serves_in_its_process():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=4, prefetch=2)
-    buffer.extend(rows(8))
-    buffer.sample()
-    assert buffer.client() is buffer.start() is buffer.share(False) is buffer
-    assert (buffer.is_alive, buffer.service_backend) == (True, "direct")
-    buffer.synchronize()
-    buffer.shutdown(timeout=1.0)
-    buffer.shutdown()
-    assert not buffer.is_alive
-    assert buffer.sample().shape == (4,)
-    with pytest.raises(RuntimeError, match="shut down"):
-        buffer.start()
-    with pytest.raises(NotImplementedError, match="shared from its beginning"):
-        buffer.share()
-    prioritized = PrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=LazyTensorStorage(8))
-    assert prioritized.prioritized_sampler is prioritized.sampler
 
 
 def test_a_new_storage_has_its_collate_fn():
