@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         ImmutableDatasetWriter,
         LazyMemmapStorage,
         LazyTensorStorage,
-        ListStorage,
         MixedReplayBuffer,
         MultiStepTransform,
         PrioritizedReplayBuffer,
@@ -29,16 +28,15 @@ if TYPE_CHECKING:
         SliceSampler,
         SliceSamplerWithoutReplacement,
         SumTree,
-        TensorDictMaxValueWriter,
         TensorDictPrioritizedReplayBuffer,
         TensorDictReplayBuffer,
         TensorDictRoundRobinWriter,
         TensorStorage,
         WriterClient,
         Writers,
-        load_torchrl,
     )
     from gpubuf.graphs import CaptureError, capture
+    from gpubuf.integrations.torchrl import ListStorage, TensorDictMaxValueWriter, load_torchrl
     from gpubuf.objectives import (
         CrossQLoss,
         DiscreteSACLoss,
@@ -97,6 +95,7 @@ __all__ = [
 _ELSEWHERE = {
     **dict.fromkeys(("CaptureError", "capture"), "gpubuf.graphs"),
     **dict.fromkeys((name for name in __all__ if name.endswith(("Loss", "Update"))), "gpubuf.objectives"),
+    **dict.fromkeys(("ListStorage", "TensorDictMaxValueWriter", "load_torchrl"), "gpubuf.integrations.torchrl"),
     "plan": "gpubuf.planning",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 _ENSEMBLE = "MixedReplayBuffer draws one batch from several buffers by shares"
+_HERE = "gpubuf.integrations.torchrl has it"
 _TRAJECTORIES = "TorchRL's works here: filter_trajectories(buffer[:], ...) takes the rows of a buffer"
 _PROCESSES = "keep the buffer in the learner's process, and send it rows"
 _CHECKPOINTER = "TorchRL's works here: ReplayBuffer(checkpointer=...)"
@@ -26,6 +27,7 @@ DATA = {
     "HERReplayBuffer": "give any buffer relabel=Hindsight(...)",
     "HindsightStrategy": "Hindsight(strategy=...) takes its name as a string",
     "LazyStackStorage": "rows have one shape: pad them, and store a mask",
+    "ListStorage": _HERE,
     "ListStorageCheckpointer": _NO_CHECKPOINTER,
     "Nested2TED": _HOOK,
     "NestedStorageCheckpointer": _CHECKPOINTER,
@@ -38,12 +40,16 @@ DATA = {
     "ReplayBufferEnsemble": _ENSEMBLE,
     "SamplerEnsemble": _ENSEMBLE,
     "StalenessAwareSampler": "store the version, and give the rows a priority by it",
+    "Storage": _HERE,
+    "StorageCheckpointerBase": _HERE,
     "StorageEnsemble": _ENSEMBLE,
     "StorageEnsembleCheckpointer": _NO_CHECKPOINTER,
     "StoreStorage": "LazyMemmapStorage keeps more rows than memory, on this machine",
     "StreamingSliceSampler": "SliceSampler draws new and old slices alike",
     "TED2Flat": _HOOK,
     "TED2Nested": _HOOK,
+    "TensorDictMaxValueWriter": _HERE,
+    "TensorStorageCheckpointer": _HERE,
     "Trajectory": _TRAJECTORIES,
     "TrajectoryPredicate": _TRAJECTORIES,
     "WriterEnsemble": _ENSEMBLE,

@@ -2,40 +2,31 @@
 
 from typing import NoReturn
 
+from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.intake import Writers
-from gpubuf.data.max_value import TensorDictMaxValueWriter
 from gpubuf.data.mixed import MixedReplayBuffer
 from gpubuf.data.processing.augment import Clip, Mirror, RandomShift
 from gpubuf.data.processing.statistics import Normalize, RewardScale
-from gpubuf.data.samplers.base import RandomState
+from gpubuf.data.samplers.base import RandomState, Sampler
+from gpubuf.data.samplers.prioritized import PrioritizedSampler
+from gpubuf.data.samplers.slices import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
+from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
 from gpubuf.data.sequences import SampleUnit, Sequence, Transition
+from gpubuf.data.storage.memmap import LazyMemmapStorage
 from gpubuf.data.storage.schema import Codec
-from gpubuf.data.storage.storage import Storage
-from gpubuf.data.transforms import Compose, MultiStepTransform
-from gpubuf.data.writers import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter, Writer
-from gpubuf.missing_names import refuse
-from gpubuf.torchrl.buffers import (
+from gpubuf.data.storage.storage import LazyTensorStorage, TensorStorage
+from gpubuf.data.tensordict_buffers import (
     PrioritizedReplayBuffer,
-    ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.torchrl.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer
-from gpubuf.torchrl.dumps import load_torchrl
-from gpubuf.torchrl.samplers import (
-    PrioritizedSampler,
-    PrioritizedSliceSampler,
-    RandomSampler,
-    Sampler,
-    SamplerWithoutReplacement,
-    SliceSampler,
-    SliceSamplerWithoutReplacement,
-)
-from gpubuf.torchrl.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorStorage
+from gpubuf.data.transforms import Compose, MultiStepTransform
+from gpubuf.data.writers import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter, Writer
+from gpubuf.missing_names import refuse
 
 __all__ = [
     "Clip",
@@ -45,7 +36,6 @@ __all__ = [
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyTensorStorage",
-    "ListStorage",
     "Mirror",
     "MixedReplayBuffer",
     "MultiStepTransform",
@@ -65,22 +55,17 @@ __all__ = [
     "Sequence",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
-    "Storage",
-    "StorageCheckpointerBase",
     "SumTree",
-    "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
-    "TensorStorageCheckpointer",
     "Trajectories",
     "TrajectoryIndex",
     "Transition",
     "Writer",
     "WriterClient",
     "Writers",
-    "load_torchrl",
 ]
 
 

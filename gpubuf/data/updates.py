@@ -20,10 +20,9 @@ from gpubuf.data.recording import DERIVED
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.sum_tree import vector
 from gpubuf.data.storage.indexing import as_positions, plain_index
-from gpubuf.data.storage.layout import Data, Key, Leaf, as_key, as_written, batch_shape, is_data, mapped
-from gpubuf.data.storage.list_storage import ListStorage
+from gpubuf.data.storage.layout import Data, Key, as_key, as_written, is_data, mapped
 from gpubuf.data.storage.plan import Recipe
-from gpubuf.data.storage.schema import NEXT_KEY, Schema, as_numbers, stored_as
+from gpubuf.data.storage.schema import NEXT_KEY, Schema
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.writers import Writer
 
@@ -94,43 +93,14 @@ class RowAccess:
             self.sampler.rows_changed()
         storage.end(before)
 
-    def write_first(self, data: Data, end: int | None) -> None:
-        """Overwrite the first rows, as many as ``data`` has; raises as :meth:`ReplayBuffer.write_all`."""
-        shape, held = batch_shape(data, self.storage.ndim), self._written_shape()
-        if shape[0] > held[0] or (end is not None and shape[0] != min(end, held[0])):
-            wanted = f"{held[0]} are stored" if end is None else f"{min(end, held[0])} are addressed"
-            raise ValueError(f"the data has {shape[0]} rows, {wanted}: extend() adds rows")
-        if tuple(shape[1:]) != held[1:]:
-            raise ValueError(f"the data has the shape {list(shape)}, the buffer {list(held)}")
-        if math.prod(shape):
-            self.write(slice(shape[0]), data)
-
-    def set_keys(self, values: Mapping[Key, Any], index: Any, *, whole: bool) -> None:
-        """Set single keys of the rows at ``index``; raises as :meth:`ReplayBuffer.set_`.
-
-        Args:
-            values: by key; a TensorDict or a dict stands for the keys below its own.
-            index: as for ``buffer[index]``.
-            whole: whether the index is that of all rows; a value then has all of them, or is one number.
-        """
-        storage = self.storage
-        positions, batch = storage.located(index)
-        found: dict[Key, Tensor] = {}
-        for key, value in (item for path, given in values.items() for item in flat_entries(given, path).items()):
-            try:
-                leaf = storage.written_layout.leaves[stored_position(storage, key)]
-            except UnknownKeyError as error:
-                raise KeyError(str(error)) from None
-            found[key] = _fitted(value, leaf, batch, whole, storage.ring)
-        keys, sources = stored_keys(storage, found, positions.numel())
-        self._update(positions, keys, sources, storage.generations(positions))
-
     def prepare(self, index: Any, data: Any, *, generation: Tensor | None) -> Callable[[], None]:
         """:meth:`ReplayBuffer.update_if_present`, up to the point from which on rows change: the rest of it."""
         self.writer.check_writable()
         storage = self.storage
-        if isinstance(storage, ListStorage):
-            raise NotImplementedError("a ListStorage has no conditional updates: its objects have no keys")
+        if storage.takes_objects:
+            raise NotImplementedError(
+                f"a {type(storage).__name__} has no conditional updates: its objects have no keys"
+            )
         if not is_data(data):
             raise TypeError(f"expected a TensorDict, a tensorclass or a tensor, got {type(data).__name__}")
         found = {key: torch.as_tensor(value) for key, value in flat_entries(data, ()).items()}
@@ -144,9 +114,9 @@ class RowAccess:
         positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored, handles=True)
         keys, sources = stored_keys(storage, found, positions.numel())
         _check_of_drawn_row(storage.schema, self.recipe, keys)
-        return functools.partial(self._update, positions, keys, sources, vector(generation, torch.int64, positions))
+        return functools.partial(self.update, positions, keys, sources, vector(generation, torch.int64, positions))
 
-    def _update(self, positions: Tensor, keys: list[int], sources: list[Tensor], generation: Tensor) -> None:
+    def update(self, positions: Tensor, keys: list[int], sources: list[Tensor], generation: Tensor) -> None:
         """Overwrite single keys of rows that still have their generation, and tell the sampler of what it goes by."""
         if not keys:
             return
@@ -167,13 +137,13 @@ class RowAccess:
         """The positions of ``read(index)`` of ints and slices, above one dimension: int64 ``[..., ndim]``."""
         storage = self.storage
         # What the index takes of a tensor without memory: to list all positions would take more than the rows do.
-        taken = torch.empty(self._written_shape(), device="meta")[index]
+        taken = torch.empty(self.written_shape(), device="meta")[index]
         place = torch.full((), int(taken.storage_offset()), device=storage.device)
         for length, stride in zip(taken.shape, taken.stride(), strict=True):
             place = place.unsqueeze(-1) + torch.arange(length, device=storage.device) * stride
-        return torch.stack(swapped(torch.unravel_index(place, self._written_shape()), self.dim_extend), -1)
+        return torch.stack(swapped(torch.unravel_index(place, self.written_shape()), self.dim_extend), -1)
 
-    def _written_shape(self) -> tuple[int, ...]:
+    def written_shape(self) -> tuple[int, ...]:
         """The sizes of all rows, as they were written."""
         storage = self.storage
         return swapped((storage.steps_stored, *storage.shape[1:]), self.dim_extend)
@@ -207,27 +177,6 @@ def flat_entries(value: Any, path: Key) -> dict[Key, Any]:
     for name, item in value.items():
         found |= flat_entries(item, (*path, *as_key(name)))
     return found
-
-
-def _fitted(value: Any, leaf: Leaf, batch: tuple[int, ...], whole: bool, ring: Tensor) -> Tensor:
-    """A value as ``[*batch, ...]`` of a key's dtype.
-
-    Raises:
-        ValueError: it has another shape, or numbers that the key can't hold.
-    """
-    tensor = stored_as(as_numbers(value), leaf.dtype, leaf.name, ring)
-    target = (*batch, *leaf.shape)
-    if tensor.shape == target:
-        return tensor
-    if tuple(tensor.shape) == batch and leaf.n_elements == 1:
-        return tensor.reshape(target)
-    # All rows at once are given row by row, or by one number: anything between would hide a mistake.
-    if tensor.dim() == 0 or not whole:
-        try:
-            return tensor.expand(target)
-        except RuntimeError:
-            pass
-    raise ValueError(f"key {leaf.name}: expected the shape {target}, got {tuple(tensor.shape)}")
 
 
 def stored_position(storage: TensorStorage, key: Key) -> int:

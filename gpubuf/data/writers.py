@@ -17,7 +17,7 @@ from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import Data
 from gpubuf.data.storage.plan import Recipe
-from gpubuf.data.storage.storage import Storage, TensorStorage
+from gpubuf.data.storage.storage import TensorStorage
 
 #: Root keys that a TensorDict writer derives at sampling time instead of storing them.
 DERIVED_KEYS = frozenset({"index", "index_generation"})
@@ -38,7 +38,7 @@ class Writer:
     def __init__(self, compilable: bool = False) -> None:
         """``compilable`` is accepted for compatibility: every operation can be compiled."""
 
-    def register_storage(self, storage: Storage) -> None:
+    def register_storage(self, storage: TensorStorage) -> None:
         """Tell the writer which storage it writes to.
 
         Raises:
@@ -204,7 +204,7 @@ class TensorDictRoundRobinWriter(RoundRobinWriter):
     before, say) is not stored.
     """
 
-    def register_storage(self, storage: Storage) -> None:
+    def register_storage(self, storage: TensorStorage) -> None:
         super().register_storage(storage)
         self._storage.ignored_keys = DERIVED_KEYS
 

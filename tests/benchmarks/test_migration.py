@@ -13,8 +13,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-import gpubuf.data as G
 from benchmarks.report.migration import page
+from gpubuf.integrations import torchrl as G
 from tests.support import torchrl_stand_in
 
 RENDER = "python -m benchmarks.report.migration"

@@ -488,7 +488,7 @@ def goals(**changes: Any) -> Any:
 
 def written() -> LazyTensorStorage:
     storage = LazyTensorStorage(4)
-    storage.set(range(3), torch.arange(3))
+    storage.append(torch.arange(3))
     return storage
 
 

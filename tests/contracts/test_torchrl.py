@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpubuf import data
+from gpubuf.integrations import torchrl as data
 from tests.contracts.torchrl_programs import KEPT, PROGRAMS, RECORD, differences, run, torchrls
 
 BETTER = {

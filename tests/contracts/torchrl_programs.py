@@ -252,7 +252,7 @@ def form(rows: Any) -> Any:
 @program()
 def several_steps(lib: Any) -> Any:
     """As they are written. Flags are in TorchRL those of the first step, and it keeps one row more back."""
-    options = {"write_time": True} if lib.__name__ == "gpubuf.data" else {}
+    options = {"write_time": True} if lib.__name__ == "gpubuf.integrations.torchrl" else {}
     transform, model = lib.MultiStepTransform(n_steps=3, gamma=0.9, **options), Model(1000, envs=2, seed=1)
     made = [transform.inv(model.write(n)) for n in (7, 1, 12, 3)]
     rows = torch.cat([part for part in made if part is not None and part.numel()], 1)[:, :20]

@@ -20,6 +20,7 @@ from tensordict import TensorDict
 
 from gpubuf import ReplayBuffer, capture, plan
 from gpubuf.data import LazyMemmapStorage, moving
+from gpubuf.integrations.edits import set_keys
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import FAULTS, WRITTEN
 from tests.contracts import SLOW_AND_NIGHTLY, each_option, first_quick
@@ -166,7 +167,7 @@ class History:
         if not self.columns or not (at := self.model.chosen(3)):
             return
         numbers = [self.model.renumber(position) for position in at]
-        self.buffer.set_at_("number", torch.tensor(numbers).unsqueeze(-1), self.model.index(at))
+        set_keys(self.buffer, {"number": torch.tensor(numbers).unsqueeze(-1)}, self.model.index(at), whole=False)
 
     def update_if_present(self) -> None:
         """Only rows that are still those that were sampled are updated."""
@@ -580,8 +581,11 @@ def mistakes(contract: BufferContract, model: Model) -> dict[str, tuple[Any, ...
                 ValueError,
                 r"rows of shape \(1,\) .* the batch rows of shape \(2,\)",
             ),
-            "no such key": (lambda buffer: buffer.set_("other", 1), KeyError),
-            "a value too wide": (lambda buffer: buffer.set_at_("number", torch.zeros(2, 5), [0, 1]), ValueError),
+            "no such key": (lambda buffer: set_keys(buffer, {"other": 1}, slice(None), whole=True), KeyError),
+            "a value too wide": (
+                lambda buffer: set_keys(buffer, {"number": torch.zeros(2, 5)}, [0, 1], whole=False),
+                ValueError,
+            ),
         }
     if not contract.envs:
         found["a write beyond"] = (lambda buffer: buffer.__setitem__(torch.tensor([99, 0, 1]), rows), IndexError)

@@ -24,9 +24,14 @@ import torch
 from tensordict import TensorDict, tensorclass
 from torch import nn
 
-from gpubuf import (
+from gpubuf import serialization
+from gpubuf.data.checkpoints import files
+from gpubuf.data.checkpoints import save as saving
+from gpubuf.integrations import torchrl
+from gpubuf.integrations.torchrl import (
     LazyMemmapStorage,
     LazyTensorStorage,
+    ListStorage,
     MixedReplayBuffer,
     PrioritizedSampler,
     RandomSampler,
@@ -34,14 +39,7 @@ from gpubuf import (
     SliceSampler,
     TensorDictReplayBuffer,
     TensorStorage,
-    serialization,
 )
-from gpubuf import data as gpubuf_data
-from gpubuf.data import (
-    ListStorage,
-)
-from gpubuf.data.checkpoints import files
-from gpubuf.data.checkpoints import save as saving
 from gpubuf.train.metrics import JsonLines
 from tests.support.threads import wait_for_line
 from tests.support.torchrl_buffers.hooks import Doubled, Halved, Remembered, filled, rows
@@ -665,7 +663,7 @@ def test_a_save_with_hooks_restores_everything(tmp_path):
 
 
 def test_a_smaller_dump_goes_into_a_larger_storage(tmp_path):
-    buffer = filled(gpubuf_data, 8)
+    buffer = filled(torchrl, 8)
     buffer.register_save_hook(Doubled([]))
     buffer.save(tmp_path)
     other = ReplayBuffer(storage=LazyTensorStorage(20))
@@ -675,7 +673,7 @@ def test_a_smaller_dump_goes_into_a_larger_storage(tmp_path):
 
 
 def test_the_earlier_checkpoint_stays_whole(tmp_path):
-    buffer = filled(gpubuf_data, 4)
+    buffer = filled(torchrl, 4)
     buffer.register_save_hook(Doubled([]))
     buffer.save(tmp_path)
     first = os.readlink(tmp_path / "storage")
@@ -689,25 +687,25 @@ def test_the_earlier_checkpoint_stays_whole(tmp_path):
     with pytest.raises(OSError, match="no room"):
         buffer.save(tmp_path)
     assert [entry.name for entry in tmp_path.glob("storage-*")] == [first]
-    other = filled(gpubuf_data, 0)
+    other = filled(torchrl, 0)
     other.register_load_hook(Halved([]))
     other.load(tmp_path)
     assert other["a"].tolist() == [0, 1, 2, 3]
     buffer.storage.checkpointer = None
     buffer.save(tmp_path)
     assert not list(tmp_path.glob("storage*"))
-    plain = filled(gpubuf_data, 0)
+    plain = filled(torchrl, 0)
     plain.load(tmp_path)
     assert plain["a"].tolist() == [0, 1, 2, 3, 50, 51]
 
 
 def test_what_can_not_be_loaded_changes_nothing(tmp_path):
-    buffer = filled(gpubuf_data, 4, checkpointer=Remembered())
+    buffer = filled(torchrl, 4, checkpointer=Remembered())
     buffer.save(tmp_path)
-    other = filled(gpubuf_data, 2)
+    other = filled(torchrl, 2)
     with pytest.raises(ValueError, match="saved by a Remembered: give the buffer that checkpointer"):
         other.load(tmp_path)
-    broken = filled(gpubuf_data, 3, checkpointer=Remembered())
+    broken = filled(torchrl, 3, checkpointer=Remembered())
     Remembered.kept["len"] = 99
     with pytest.raises(ValueError, match="99 rows"):
         broken.load(tmp_path)

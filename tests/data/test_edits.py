@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from gpubuf.data import (
+from gpubuf.integrations.torchrl import (
     ImmutableDatasetWriter,
     LazyTensorStorage,
     PrioritizedSampler,
@@ -138,3 +138,14 @@ def test_an_immutable_buffer_refuses_every_write():
     assert (buffer[:].select(*whole.keys()) == whole).all()
     buffer.update_priority(batch["index"], 3.0)
     assert len(buffer.sample()) == 3
+
+
+@pytest.mark.parametrize("dim_extend", [0, 1])
+def test_a_key_of_all_rows_is_assigned_as_it_is_read(dim_extend):
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(12, ndim=2), dim_extend=dim_extend)
+    buffer.extend(TensorDict({"a": torch.arange(10).view(2, 5), "next": {"b": torch.zeros(2, 5)}}, [2, 5]))
+    due = buffer["a"] - 7
+    buffer["a"] = due
+    buffer["next", "b"] = 3
+    assert torch.equal(buffer["a"], due)
+    assert buffer["next", "b"].eq(3).all()

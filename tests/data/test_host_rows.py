@@ -15,11 +15,11 @@ from gpubuf.data import (
     Mirror,
     MixedReplayBuffer,
     ReplayBuffer,
-    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorStorage,
 )
 from gpubuf.data.recording import CaptureError, Recording, recorded
+from gpubuf.integrations.torchrl import TensorDictMaxValueWriter
 from gpubuf.kernels.rows import NoRoomError
 from tests.contracts.buffers import flat
 
@@ -121,7 +121,7 @@ def test_a_state_with_other_keys_is_refused(tmp_path: Path):
     unsaved = ReplayBuffer(storage=LazyTensorStorage(4))
     unsaved.extend(TensorDict({"a": torch.zeros(1), "value": NonTensorData(object(), batch_size=[1])}, [1]))
     with pytest.raises(TypeError, match="host"):
-        unsaved.dumps(tmp_path / "objects")
+        unsaved.save(tmp_path / "objects")
 
 
 def test_tensors_beside_text_are_changed_in_place():
@@ -187,5 +187,5 @@ def test_what_is_refused(tmp_path: Path):
     n_step = {"next": {"reward": torch.ones(4, 1), "done": torch.zeros(4, 1, dtype=torch.bool), "text": "late"}}
     with pytest.raises(ValueError, match="later row"):
         ReplayBuffer(storage=LazyTensorStorage(4), n_steps=2).extend(TensorDict(n_step, [4]))
-    with pytest.raises(TypeError, match="a ListStorage any object"):
+    with pytest.raises(TypeError, match="a TensorDict holds such data"):
         ReplayBuffer(storage=LazyTensorStorage(4)).extend({"a": TensorDict({"text": "x"}, [2])})

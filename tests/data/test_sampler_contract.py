@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from gpubuf import capture
 from gpubuf.data import ReplayBuffer
 from gpubuf.data.storage import placement
+from gpubuf.integrations.edits import set_keys
 from gpubuf.kernels.rows import FAULTS
 from tests.contracts import SLOW_AND_NIGHTLY, each_option, first_quick
 from tests.contracts.buffers import COPIES, write
@@ -223,7 +224,7 @@ class History:
             if past:
                 self.buffer.storage[:]["next", name].view(-1)[row.position] = flag
             else:
-                self.buffer.set_at_(("next", name), torch.tensor([[flag]]), index)
+                set_keys(self.buffer, {("next", name): torch.tensor([[flag]])}, index, whole=False)
         if past:
             self.buffer.mark_update(index)
             self.model.priority[row.number] = self.model.new_priority

@@ -14,8 +14,9 @@ import torch
 from tensordict import TensorDict
 
 import gpubuf.data
-from gpubuf.data import (
+from gpubuf.integrations.torchrl import (
     LazyTensorStorage,
+    ListStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
@@ -278,3 +279,21 @@ class TestFiles:
         assert sorted([*seen, *torch.cat(rest).tolist()]) == [0, 1, 2, 3, 4, 5]
         assert torch.equal(rest[0], buffer.sample(4)["episode"][::2])
         assert other.sampler.ran_out
+
+
+def test_slices_without_a_buffer():
+    """``sampler.sample(storage, n)``, as TorchRL calls it: a tuple of indices, one a dimension, and the info."""
+    for envs in (1, 2):
+        storage = LazyTensorStorage(20 * envs, ndim=envs)
+        flags = TensorDict({"next": {"done": (torch.arange(20) % 5 == 4).unsqueeze(-1)}}, [20])
+        storage.append(flags if envs == 1 else torch.stack([flags, flags], 1))
+        index, info = SliceSampler(slice_len=2, end_key=("next", "done")).sample(storage, 8)
+        assert isinstance(index, tuple)
+        assert len(index) == envs
+        assert all(i.shape == (8,) for i in index)
+        assert info["next", "truncated"].shape == (8, 1)
+        assert storage[index[0] if envs == 1 else index].batch_size == (8,)
+    objects = ListStorage(12)
+    objects.set(range(12), list(range(12)))
+    with pytest.raises(RuntimeError, match="Could not get a tensordict out of the storage, which is required for"):
+        SliceSampler(num_slices=2).sample(objects, 4)

@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf import capture
-from gpubuf.data import LazyTensorStorage, RoundRobinWriter, TensorDictReplayBuffer
 from gpubuf.data.storage.schema import as_numbers, stored_as
+from gpubuf.integrations.torchrl import LazyTensorStorage, RoundRobinWriter, TensorDictReplayBuffer
 from tests.support.fake_cuda import fake_cuda
 from tests.support.graph_recorder import RecordedCuda
 

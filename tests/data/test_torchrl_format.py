@@ -16,7 +16,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from gpubuf import (
+from gpubuf.integrations.torchrl import (
     LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,

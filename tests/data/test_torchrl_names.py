@@ -13,7 +13,8 @@ import pytest
 import torch
 from tensordict import TensorDict, tensorclass
 
-from gpubuf.data import (
+from gpubuf.data import arguments
+from gpubuf.integrations.torchrl import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -26,7 +27,6 @@ from gpubuf.data import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorStorage,
-    arguments,
     load_torchrl,
 )
 from tests.support.transitions import same, transitions
@@ -54,14 +54,11 @@ def test_options_without_effect_warn_once(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_shared_buffer_has_clients():
-    """``shared=True`` gives processes clients; a buffer that was made without it can't be shared later."""
+    """``shared=True`` gives processes clients."""
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
-    assert buffer.share() is buffer
     client = buffer.client(rows(0, 1))
     client.extend(rows(0, 3))
     assert len(buffer) == 3
-    with pytest.raises(NotImplementedError, match="make it with shared=True, and pass processes its client"):
-        ReplayBuffer(storage=LazyTensorStorage(10)).share()
 
 
 # Rows at positions of one's own

@@ -13,7 +13,6 @@ from tensordict import TensorDict
 from gpubuf.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
-    ListStorage,
     PrioritizedSampler,
     ReplayBuffer,
     RoundRobinWriter,
@@ -21,6 +20,7 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from gpubuf.integrations.torchrl import ListStorage
 from tests.support.transitions import same, transitions
 
 CAPACITY = 12

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from gpubuf.data import (
+from gpubuf.integrations.torchrl import (
     ImmutableDatasetWriter,
     LazyTensorStorage,
     ReplayBuffer,

@@ -12,7 +12,12 @@ import pytest
 import gpubuf.data
 import gpubuf.objectives
 from gpubuf import missing_names
-from gpubuf.data import PrioritizedReplayBuffer, ReplayBuffer, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
+from gpubuf.integrations.torchrl import (
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
 
 
 def theirs(name: str) -> Any:
@@ -29,7 +34,7 @@ BUFFERS = (ReplayBuffer, TensorDictReplayBuffer)
     [("storage", "LazyTensorStorage"), ("sampler", "RandomSampler"), ("writer", "RoundRobinWriter")],
 )
 def test_a_part_of_torchrls(buffer: type, part: str, name: str):
-    message = f"got TorchRL's {name}: take gpubuf.data's class of that name"
+    message = f"got TorchRL's {name}: take gpubuf.integrations.torchrl's class of that name"
     for given in (theirs(name), lambda: theirs(name)):
         with pytest.raises(TypeError, match=f"^expected a .* or a function that returns one, {message}$"):
             buffer(**{part: given})
@@ -47,7 +52,7 @@ def test_a_storage_of_torchrls_for_a_sampler_or_a_writer():
 
 
 def test_a_part_of_nobodys():
-    with pytest.raises(TypeError, match=r"^expected a Storage or a function that returns one, got float$"):
+    with pytest.raises(TypeError, match=r"^expected a TensorStorage or a function that returns one, got float$"):
         ReplayBuffer(storage=3.0)
 
 

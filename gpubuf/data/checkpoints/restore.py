@@ -36,7 +36,7 @@ from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import Data, Pieces, RowLayout
 from gpubuf.data.storage.schema import NEXT_KEY, Schema, written_leaves
 from gpubuf.data.storage.share_next import SharedState
-from gpubuf.data.storage.storage import Storage, TensorStorage
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels.rows import LOST
 from gpubuf.terminal import BYTES, progress_bar
 
@@ -529,7 +529,7 @@ def _kept(storage: TensorStorage) -> dict[str, Any] | None:
 # Objects
 
 # The models of batches in a layout have no memory that could be copied.
-_NO_PARTS = (Storage, BufferLock, RowLayout, type, ModuleType, FunctionType, MethodType)
+_NO_PARTS = (TensorStorage, BufferLock, RowLayout, type, ModuleType, FunctionType, MethodType)
 
 
 class Before:

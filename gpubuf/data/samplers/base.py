@@ -20,7 +20,7 @@ from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.placement import IndexBytes, depends_on_room
 from gpubuf.data.storage.plan import Recipe, RowPlan
-from gpubuf.data.storage.storage import Storage, TensorStorage
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels import philox
 from gpubuf.kernels._registry import without_dispatch
 from gpubuf.serialization import need
@@ -173,10 +173,6 @@ class Sampler:
     write. A sampler serves one storage at a time: that of its buffer, until that is gone or has another sampler. Its
     next buffer begins with a tree, an index and an epoch of its own; the random stream goes on.
 
-    ``gpubuf.data.Sampler`` also takes a sampler that is written for TorchRL, which overrides ``sample(storage, n)`` and
-    nothing else of these: its ``update_priority(index, priority, *, storage)``, ``mark_update``, ``extend``, ``add``,
-    ``_empty``, ``state_dict`` and ``load_state_dict`` are called as there, and it need not call ``super().__init__()``.
-
     Attributes:
         has_priorities: declares that the sampler has a use for priorities: those that come with a write reach
             :meth:`on_write`, those of an update :meth:`update_priority`, and samples carry ``"index_generation"``, by
@@ -246,7 +242,7 @@ class Sampler:
             raise RuntimeError(UNBOUND)
         return self._storage
 
-    def bind(self, storage: Storage, lock: AbstractContextManager[Any] | None = None) -> None:
+    def bind(self, storage: TensorStorage, lock: AbstractContextManager[Any] | None = None) -> None:
         """Serve ``storage`` from now on. With another storage than before, all data about rows is forgotten.
 
         Args:
@@ -304,7 +300,7 @@ class Sampler:
             Flat positions, int64 ``[n]`` on the storage's device, and a dict of info about each row: tensors of ``n``
             entries by key. A buffer of TensorDicts writes them into the batch.
         """
-        raise NotImplementedError(f"{type(self).__name__} overrides neither choose(n) nor sample(storage, batch_size)")
+        raise NotImplementedError(f"{type(self).__name__} overrides neither choose(n) nor draw(n)")
 
     def draw(self, n: int) -> Drawn:
         """Choose ``n`` rows and gather them. Override it if one launch does both."""
@@ -332,7 +328,7 @@ class Sampler:
         """
         return self.choose(n * batches)
 
-    def _serve(self, storage: Storage | None) -> None:
+    def _serve(self, storage: TensorStorage | None) -> None:
         """Bind to ``storage``, unless the sampler serves it already."""
         if storage is not None and storage is not self._storage:
             self.bind(storage)
@@ -392,12 +388,12 @@ class Sampler:
         """Called with the priorities of a write, before anything is written: raise if they can't be used."""
 
     def update_priority(
-        self, index: Any, priority: Any, *, storage: Storage | None = None, generation: Tensor | None = None
+        self, index: Any, priority: Any, *, storage: TensorStorage | None = None, generation: Tensor | None = None
     ) -> None:
         """Warns: this sampler has no priorities."""
         warnings.warn(f"update_priority() was called on a {type(self).__name__}, which has no priorities", stacklevel=2)
 
-    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+    def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
         """Rows were written elsewhere: nothing to do without priorities."""
 
     def depends_on(self, keys: Sequence[int]) -> bool:

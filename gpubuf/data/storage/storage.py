@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
@@ -99,13 +99,6 @@ _compiling = torch.compiler.is_compiling
 PLAIN = Options()
 
 
-class Storage:
-    """Base class of storages (the type that buffers accept)."""
-
-    max_size: int
-    ndim: int = 1
-
-
 class Follower(Protocol):
     """Needs to know something of the rows of a storage, such as where trajectories end."""
 
@@ -166,7 +159,7 @@ class Plans(NamedTuple):
     batch: RowPlan
 
 
-class TensorStorage(Storage):
+class TensorStorage:
     """Rows in one contiguous tensor per key.
 
     Args:
@@ -194,6 +187,10 @@ class TensorStorage(Storage):
         RuntimeError: there is no such device.
     """
 
+    max_size: int
+    ndim: int = 1
+    #: Whether rows are objects of any kind, which stay as they are given.
+    takes_objects: ClassVar[bool] = False
     #: Makes a batch of what a draw or an index gives, where the buffer has no ``collate_fn``; None: it is one.
     default_collate: Callable[[Any], Any] | None = None
     #: Saves and reads the rows in a form of their own; None: checkpoints hold them as they are stored.

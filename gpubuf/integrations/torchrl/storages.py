@@ -1,4 +1,4 @@
-"""The storages of :mod:`gpubuf.data`: those of the core, with the names and comforts of TorchRL's."""
+"""Storages with the names and comforts of TorchRL's."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import MemoryMappedTensor
 from torch import Tensor
 
 from gpubuf import serialization
 from gpubuf.data.recording import Unfinished
-from gpubuf.data.storage import list_storage as lists
 from gpubuf.data.storage import memmap
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage import storage as core
@@ -20,7 +20,12 @@ from gpubuf.data.storage.indexing import unravel
 from gpubuf.data.storage.layout import Data, RowLayout, batch_shape, mapped
 from gpubuf.data.storage.plan import NOT_INITIALIZED
 from gpubuf.data.storage.storage import rows_state
-from gpubuf.torchrl.checkpointers import CheckpointedRows, Hook, TensorStorageCheckpointer, checked_checkpointer
+from gpubuf.integrations.torchrl.checkpointers import (
+    CheckpointedRows,
+    Hook,
+    TensorStorageCheckpointer,
+    checked_checkpointer,
+)
 
 _OWN_FILE = "gpubuf.safetensors"
 _RING = "gpubuf"
@@ -62,7 +67,7 @@ class TensorStorage(core.TensorStorage):
         if not set_cursor or (size == self.max_size and cursor is not Ellipsis):
             self[cursor] = data
             return
-        rows = self._given_rows(data, lists.is_int(cursor))
+        rows = self._given_rows(data, is_int(cursor))
         n = len(rows) if isinstance(rows, list) else math.prod(batch_shape(rows, 1))
         positions = self._chosen_positions(cursor, n, bounded=not isinstance(rows, list))
         # Of duplicates the last one counts.
@@ -263,6 +268,12 @@ class TensorStorage(core.TensorStorage):
         return one_place and not self.computed and self.host is None and type(layout) is RowLayout
 
 
+def is_int(index: Any) -> bool:
+    """Whether an index is one int, of Python's, NumPy's or torch's."""
+    scalar = isinstance(index, (Tensor, np.ndarray)) and index.ndim == 0 and index.dtype not in (torch.bool, np.bool_)
+    return scalar or (isinstance(index, (int, np.integer)) and not isinstance(index, bool))
+
+
 def _picked(rows: Data, numbers: list[int]) -> Data:
     """Rows of a batch, by their numbers."""
     if isinstance(rows, list):
@@ -295,15 +306,5 @@ class LazyMemmapStorage(LazyTensorStorage, memmap.LazyMemmapStorage):
         return self.written_layout.assemble(tensors, tuple(self._shape), self.rows_device)
 
 
-class ListStorage(TensorStorage, lists.ListStorage):
-    __doc__ = lists.ListStorage.__doc__
-
-    supports_conditional_update = False
-
-    def _given_rows(self, data: Any, one: bool) -> list[Any]:
-        return [data] if one else self.as_items(data)
-
-    @property
-    def _storage(self) -> list[Any]:
-        """The objects, as programs for TorchRL read them."""
-        return self.objects.items
+#: What buffers, samplers and writers take.
+Storage = TensorStorage

@@ -1,4 +1,4 @@
-"""The samplers of :mod:`gpubuf.data`: those of the core, which take samplers and states as TorchRL's users have them.
+"""Samplers, which take samplers and states as TorchRL's users have them.
 
 Samplers that are written for TorchRL override ``sample(storage, batch_size)`` and know nothing of ``choose``. Their
 methods may lack arguments that buffers pass here, they hear of writes by ``extend``, ``add`` and ``mark_update``, and
@@ -26,7 +26,7 @@ from gpubuf.data.samplers import prioritized, slices, uniform
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.storage import Storage
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels import sum_tree
 
 _FILE = "sampler_metadata.json"
@@ -178,7 +178,12 @@ def _adapt_on_write(cls: type[Any], foreign: bool) -> None:
 
 
 class Sampler(core.Sampler):
-    __doc__ = core.Sampler.__doc__
+    """Base class of samplers that are written for TorchRL, and of gpubuf's here.
+
+    Such a sampler overrides ``sample(storage, n)`` and nothing else that the core's class has. Its
+    ``update_priority(index, priority, *, storage)``, ``mark_update``, ``extend``, ``add``, ``_empty``, ``state_dict``
+    and ``load_state_dict`` are called as there, and it need not call ``super().__init__()``.
+    """
 
     # `choose` as it was before a class that overrides `sample` alone.
     _chosen: ClassVar[Callable[..., tuple[Tensor, dict[Any, Tensor]]]] = core.Sampler.choose
@@ -191,7 +196,7 @@ class Sampler(core.Sampler):
         if cls.__module__ != __name__:
             _adapt(cls)
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
+    def sample(self, storage: TensorStorage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Choose rows, as TorchRL's samplers do: without the buffer, and without gathering them. No host sync.
 
         Args:
@@ -266,6 +271,22 @@ class PrioritizedSampler(Sampler, prioritized.PrioritizedSampler):
         """``max_capacity``, by TorchRL's name."""
         return self.max_capacity
 
+    def update_priority(
+        self, index: Any, priority: Any, *, storage: TensorStorage | None = None, generation: Tensor | None = None
+    ) -> None:
+        """As for the core's class. Without a storage, priorities are kept for the rows of the first one."""
+        if self._storage is None and storage is None:
+            self._keep(index, priority)
+        else:
+            super().update_priority(index, priority, storage=storage, generation=generation)
+
+    def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
+        """As for the core's class. Without a storage, marks are kept for the rows of the first one."""
+        if self._storage is None and storage is None:
+            self._keep(index, None)
+        else:
+            super().mark_update(index, storage=storage)
+
     def _keep(self, index: Any, priority: Any) -> None:
         """Keep priorities, or marks, for the rows of the first storage."""
         positions = torch.as_tensor(index).reshape(-1)
@@ -331,7 +352,7 @@ class PrioritizedSampler(Sampler, prioritized.PrioritizedSampler):
 class SliceSampler(Sampler, slices.SliceSampler):
     __doc__ = slices.SliceSampler.__doc__
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
+    def sample(self, storage: TensorStorage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Indices of slices, a tensor for each dimension of the storage, and the info. Gathers the rows for that."""
         self._serve(storage)
         own = self.storage
