@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from gpubuf import serialization
 from gpubuf.data.arguments import describe_type
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import Data
 from gpubuf.data.storage.plan import Recipe
@@ -21,8 +18,6 @@ from gpubuf.data.storage.storage import TensorStorage
 
 #: Root keys that a TensorDict writer derives at sampling time instead of storing them.
 DERIVED_KEYS = frozenset({"index", "index_generation"})
-_CURSOR_FILE = "metadata.json"
-_STATE_FILE = "gpubuf.safetensors"
 
 
 class Writer:
@@ -136,41 +131,6 @@ class Writer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`, after the storage has been restored."""
 
-    def dumps(self, path: Any) -> None:
-        """Write cursor and count into a folder, as TorchRL does, and :meth:`state_dict`. The buffer saves all of it.
-
-        Synchronises.
-        """
-        folder, storage = Path(path), self._storage
-        folder.mkdir(parents=True, exist_ok=True)
-        per_step = math.prod(storage.shape[1:])
-        place = {"cursor": storage.cursor // per_step, "write_count": self.write_count // per_step}
-        files.write_json(folder / _CURSOR_FILE, place)
-        serialization.save(folder / _STATE_FILE, self.state_dict())
-
-    def loads(self, path: Any) -> None:
-        """Restore what :meth:`dumps`, or that of TorchRL's writers, has written, after the storage has its rows.
-
-        Raises:
-            ValueError: the files are missing or damaged, or don't fit the rows of the storage.
-        """
-        folder, storage = Path(path), self._storage
-        file = folder / _CURSOR_FILE
-        content = files.read_json(file)
-        cursor, count = (files.read_count(content, name, file) for name in ("cursor", "write_count"))
-        if storage.initialized and self.in_order:
-            steps, per_step, size = storage.shape[0], math.prod(storage.shape[1:]), len(storage)
-            full = size == storage.max_size
-            if cursor >= steps or (not full and cursor * per_step != size):
-                raise ValueError(
-                    f"{file}: the cursor is at step {cursor}, but {size} of {storage.max_size} rows are stored"
-                )
-            if full:
-                written = count if count >= steps and count % steps == cursor else steps + cursor
-                storage.counters.set(written * per_step, size)
-        if (folder / _STATE_FILE).exists():
-            self.load_state_dict(serialization.load(folder / _STATE_FILE))
-
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         """Raise unless ``state``, which was read from files, can be loaded; as :meth:`Sampler.check_state`."""
 
@@ -232,9 +192,3 @@ class ImmutableDatasetWriter(Writer):
         """Raise as :meth:`check_writable`."""
         self.check_writable()
         raise AssertionError
-
-    def dumps(self, path: Any) -> None:
-        """Nothing: there is no cursor."""
-
-    def loads(self, path: Any) -> None:
-        """Nothing."""

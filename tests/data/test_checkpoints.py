@@ -795,19 +795,3 @@ def test_a_damaged_dump_is_refused(tmp_path):
         storage.loads(tmp_path)
     assert storage[:]["a"].tolist() == [0, 1, 2, 3]
     assert isinstance(storage[:], TensorDict)
-
-
-def test_flat_storages():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(8, ndim=2))
-    buffer.extend(transitions(6).view(2, 3))
-    flat = buffer.storage.flatten()
-    assert flat[:]["next", "step"].tolist() == [0, 3, 1, 4, 2, 5]
-    assert flat.flatten() is flat
-    assert len(ReplayBuffer(storage=flat)) == 6
-
-
-def test_attached_buffers():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
-    buffer.storage.attach(buffer)
-    with pytest.raises(NotImplementedError, match="mark_update"):
-        LazyTensorStorage(4).attach(buffer)

@@ -110,7 +110,10 @@ def test_priorities():
 def dump(buffer: ReplayBuffer, folder: Path) -> None:
     """Write the files that TorchRL would, but for priorities."""
     buffer.storage.dumps(folder / "storage")
-    buffer.writer.dumps(folder / "writer")
+    (folder / "writer").mkdir()
+    per_step = buffer.storage.shape[1:].numel()
+    place = {"cursor": buffer.storage.cursor // per_step, "write_count": buffer.write_count // per_step}
+    (folder / "writer" / "metadata.json").write_text(json.dumps(place))
     (folder / "buffer_metadata.json").write_text(json.dumps({"batch_size": buffer.batch_size}))
 
 

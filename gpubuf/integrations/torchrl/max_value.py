@@ -300,18 +300,6 @@ class TensorDictMaxValueWriter(Writer):
         ring.rewrite(positions, (index >= 0) & (ring.generations(positions) >= 0))
         ring.fill(index.numel())
 
-    def get_insert_index(self, data: Data) -> int | None:
-        """The place that a row would take, or None if it would not be kept. Nothing changes. Synchronises with a GPU.
-
-        Args:
-            data: a row without a batch dimension.
-        """
-        ranks = self._ranks_of_all([data])
-        if not self._storage.initialized:
-            return 0
-        place = int(Ranks(self._kept().state(), torch.device("cpu")).admit(ranks))
-        return None if place < 0 else place
-
     def _ranks_of_all(self, rows: list[Any]) -> Tensor:
         found = [torch.empty(0, dtype=torch.float64)]
         for row in rows:

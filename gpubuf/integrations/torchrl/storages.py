@@ -112,26 +112,7 @@ class TensorStorage(core.TensorStorage):
     #: Single keys of rows can be written, if they were not overwritten since: by ``update_if_present`` of a buffer.
     supports_conditional_update = True
 
-    def attach(self, buffer: Any) -> None:
-        """Nothing, for a buffer of this storage: a write tells its sampler.
-
-        Raises:
-            NotImplementedError: it is the buffer of another storage, or something else.
-        """
-        if getattr(buffer, "storage", None) is not self:
-            raise NotImplementedError(
-                f"a {type(buffer).__name__} is not told of writes to a storage that it was not made with: call its "
-                "mark_update() with the result of extend()"
-            )
-
     # Reading
-
-    def flatten(self) -> TensorStorage:
-        """A storage of one dimension with a copy of the rows, step by step. Of one dimension: the storage itself."""
-        if self.ndim == 1:
-            return self
-        rows = mapped(self._rows(slice(None)), lambda value: value.flatten(0, self.ndim - 1))
-        return TensorStorage(rows, device=self._device)
 
     @property
     def _len(self) -> int:
