@@ -5,7 +5,6 @@
 - A link to any other file outside docs/ leads to the repository; a picture is copied.
 - ``<!-- api: gpubuf.data samplers Sampler -->`` becomes the reference of the names that ``gpubuf.data`` exports from
   the room ``samplers``, ``Sampler`` first. So a new public name can't be missing.
-- What the classes of ``gpubuf.torchrl`` add to those of the core stands apart, at the end of a page of the reference.
 - A link whose text is the name of a page, as in ``[rows.md](rows.md)``, shows the title of that page instead.
 - The table of docs/cases.md gets a column with the tests of each case.
 
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import functools
 import importlib.util
 import os
 import posixpath
@@ -47,12 +45,6 @@ FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 PACKAGES = ("gpubuf", "gpubuf.train", "gpubuf.optim", "gpubuf.modules", "gpubuf.objectives", "gpubuf.data")
 API = re.compile(r"^<!-- api: (\S+)(?: ([a-z]\S*))?((?: \w+)*) -->$", re.MULTILINE)
 ROLE = re.compile(r":(?:class|func|meth|attr|mod|exc|data):`~?([\w.]+)`")
-#: The package of what only programs for TorchRL ask of a class.
-ADAPTERS = "gpubuf.torchrl."
-APART = """## For programs written for TorchRL
-
-These arguments and members exist because TorchRL has them ([Every name of TorchRL](../migration-names.md)). A program
-of your own needs none of them."""
 CASE = re.compile(r"^\| (\d+) \| (.*) \|$", re.MULTILINE)
 
 
@@ -229,57 +221,8 @@ def has_parts(path: str) -> bool:
     return False
 
 
-@functools.cache
-def package() -> Any:
-    """The sources of gpubuf, as Griffe reads them."""
-    import griffe
-
-    return griffe.load("gpubuf", search_paths=[os.fspath(ROOT)])
-
-
-def core_of(kind: Any) -> Any:
-    """The class of the core with the same name, where a class of ``gpubuf.torchrl`` adds to one; else None."""
-    if not kind.is_class or not kind.path.startswith(ADAPTERS):
-        return None
-    others = (other for other in kind.mro() if other.name == kind.name and not other.path.startswith(ADAPTERS))
-    return next(others, None)
-
-
-def inherited(core: Any) -> list[str]:
-    """Members from bases that the reference does not show by themselves."""
-    found: list[str] = []
-    for base in core.mro():
-        if base.name in public_paths():
-            break
-        found += base.members
-    return sorted(set(found))
-
-
-def added(kind: Any, core: Any) -> list[str]:
-    """Public members that a class of ``gpubuf.torchrl`` itself adds to the core's."""
-    members = kind.members.items()
-    return [n for n, m in members if not n.startswith("_") and n not in core.all_members and m.docstring]
-
-
-def added_arguments(kind: Any) -> str:
-    """The arguments that a class of ``gpubuf.torchrl`` adds, as a list: what its docstring says of them."""
-    text = kind.docstring.value if kind.docstring else ""
-    arguments = re.sub(r"\n {5,}", " ", text.partition("Args:\n")[2].partition("\n\n")[0])
-    lines = []
-    for line in arguments.splitlines():
-        names, _, about = line.strip().partition(": ")
-        if "**" not in names:
-            about = ROLE.sub(r"`\1`", about).replace("``", "`")
-            lines.append(f"- `{names}`: {about}")
-    return "\n".join(lines)
-
-
 def with_reference(markdown: str) -> str:
-    """The text of a page with the reference in the place of its marks.
-
-    What ``gpubuf.torchrl`` adds to a class of the core stands apart, at the end.
-    """
-    apart: list[str] = []
+    """The text of a page with the reference in the place of its marks."""
 
     def entry(path: str, options: Iterable[str]) -> str:
         return "\n      ".join([f"::: {path}", *options]).replace("\n", "\n    options:\n", 1)
@@ -287,27 +230,13 @@ def with_reference(markdown: str) -> str:
     def reference(match: re.Match[str]) -> str:
         entries = []
         for path in referenced(match[0]):
-            kind = package()[path.removeprefix("gpubuf.")]
-            kind = kind.final_target if kind.is_alias else kind
-            core = core_of(kind)
-            if core is not None:
-                names = added(kind, core)
-                shown = sorted(n for n in {*core.members, *inherited(core)} if not n.startswith("_"))
-                options = [f"inherited_members: {shown}", f'filters: ["!^_", "!^({"|".join(names)})$"]']
-                options += ["show_bases: false"]
-                arguments = added_arguments(kind)
-                if arguments or names:
-                    apart.append("\n\n".join(filter(None, [f"### {kind.name}: for TorchRL", arguments])))
-                    apart.extend(entry(f"{path}.{name}", ["heading_level: 4"]) for name in names)
-            else:
-                options = ["inherited_members: true"] if has_parts(path) else []
+            options = ["inherited_members: true"] if has_parts(path) else []
             # Several of these modules have a class of the same name.
             options += ["show_root_full_path: true"] if path.startswith("gpubuf.integrations.") else []
             entries.append(entry(path, options))
         return "\n\n".join(entries)
 
-    markdown = API.sub(reference, markdown)
-    return "\n\n".join([markdown, APART, *apart]) if apart else markdown
+    return API.sub(reference, markdown)
 
 
 # The cases

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         ImmutableDatasetWriter,
         LazyMemmapStorage,
         LazyTensorStorage,
-        ListStorage,
         MixedReplayBuffer,
         MultiStepTransform,
         PrioritizedReplayBuffer,
@@ -24,22 +23,20 @@ if TYPE_CHECKING:
         PrioritizedSliceSampler,
         RandomSampler,
         ReplayBuffer,
-        ReplayBufferEnsemble,
         RoundRobinWriter,
         SamplerWithoutReplacement,
         SliceSampler,
         SliceSamplerWithoutReplacement,
         SumTree,
-        TensorDictMaxValueWriter,
         TensorDictPrioritizedReplayBuffer,
         TensorDictReplayBuffer,
         TensorDictRoundRobinWriter,
         TensorStorage,
         WriterClient,
         Writers,
-        load_torchrl,
     )
     from gpubuf.graphs import CaptureError, capture
+    from gpubuf.integrations.torchrl import ListStorage, TensorDictMaxValueWriter, load_torchrl
     from gpubuf.objectives import (
         CrossQLoss,
         DiscreteSACLoss,
@@ -74,7 +71,6 @@ __all__ = [
     "REDQLoss",
     "RandomSampler",
     "ReplayBuffer",
-    "ReplayBufferEnsemble",
     "RoundRobinWriter",
     "SACLoss",
     "SamplerWithoutReplacement",
@@ -99,6 +95,7 @@ __all__ = [
 _ELSEWHERE = {
     **dict.fromkeys(("CaptureError", "capture"), "gpubuf.graphs"),
     **dict.fromkeys((name for name in __all__ if name.endswith(("Loss", "Update"))), "gpubuf.objectives"),
+    **dict.fromkeys(("ListStorage", "TensorDictMaxValueWriter", "load_torchrl"), "gpubuf.integrations.torchrl"),
     "plan": "gpubuf.planning",
 }
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-_ENSEMBLE = "ReplayBufferEnsemble and MixedReplayBuffer take whole buffers"
+_ENSEMBLE = "MixedReplayBuffer draws one batch from several buffers by shares"
+_HERE = "gpubuf.integrations.torchrl has it"
+_TRAJECTORIES = "TorchRL's works here: filter_trajectories(buffer[:], ...) takes the rows of a buffer"
 _PROCESSES = "keep the buffer in the learner's process, and send it rows"
 _HOOK = "LazyTensorStorage(dtypes=..., share_next=True) stores less, and save() writes rows as they are stored"
 _NO_CHECKPOINTER = "leave it out, for save() and dumps() need no checkpointer"
@@ -14,6 +16,8 @@ DATA = {
     "BurnInTransform": "TorchRL's transform works in gpubuf's buffers",
     "CompressedListStorage": "store smaller dtypes: LazyTensorStorage(dtypes=..., share_next=True)",
     "CompressedListStorageCheckpointer": _NO_CHECKPOINTER,
+    "ConditionalUpdateResult": "rows that are gone have another generation: writer.generations_of(index) tells it",
+    "ConsumingSampler": "SamplerWithoutReplacement draws each row once an epoch",
     "Flat2TED": _HOOK,
     "FlatStorageCheckpointer": _NO_CHECKPOINTER,
     "H5Combine": _HOOK,
@@ -22,17 +26,20 @@ DATA = {
     "HERReplayBuffer": "give any buffer relabel=Hindsight(...)",
     "HindsightStrategy": "Hindsight(strategy=...) takes its name as a string",
     "LazyStackStorage": "rows have one shape: pad them, and store a mask",
+    "ListStorage": _HERE,
     "ListStorageCheckpointer": _NO_CHECKPOINTER,
     "Nested2TED": _HOOK,
     "NestedStorageCheckpointer": _NO_CHECKPOINTER,
     "NextStateReconstructor": "LazyTensorStorage(share_next=True) stores observations once, and batches have the next",
-    "OfflineToOnlineReplayBuffer": "MixedReplayBuffer draws one batch from several buffers by shares",
+    "OfflineToOnlineReplayBuffer": _ENSEMBLE,
     "PolicyAgeFilter": "TorchRL's transform works in gpubuf's buffers",
     "PromptGroupSampler": "write a sampler of your own: docs/extending.md shows one",
     "RayReplayBuffer": _PROCESSES,
     "RemoteTensorDictReplayBuffer": _PROCESSES,
+    "ReplayBufferEnsemble": _ENSEMBLE,
     "SamplerEnsemble": _ENSEMBLE,
     "StalenessAwareSampler": "store the version, and give the rows a priority by it",
+    "Storage": _HERE,
     "StorageEnsemble": _ENSEMBLE,
     "StorageEnsembleCheckpointer": _NO_CHECKPOINTER,
     "StorageCheckpointerBase": _NO_CHECKPOINTER,
@@ -40,10 +47,16 @@ DATA = {
     "StreamingSliceSampler": "SliceSampler draws new and old slices alike",
     "TED2Flat": _HOOK,
     "TED2Nested": _HOOK,
+    "TensorDictMaxValueWriter": _HERE,
     "TensorStorageCheckpointer": _NO_CHECKPOINTER,
+    "Trajectory": _TRAJECTORIES,
+    "TrajectoryPredicate": _TRAJECTORIES,
     "WriterEnsemble": _ENSEMBLE,
+    "filter_trajectories": _TRAJECTORIES,
     "find_start_stop_traj": "the samplers of slices find the ends of trajectories",
+    "iter_trajectories": _TRAJECTORIES,
     "prefill_replay_buffer": "buffer.extend(dataset[:]), or TorchRL's function, which works with gpubuf's buffers",
+    "traj": _TRAJECTORIES,
 }
 #: Of ``torchrl.objectives``: every other loss.
 OBJECTIVES = "use TorchRL's: it takes gpubuf's batches, and SoftUpdate and HardUpdate of both libraries take it"

@@ -2,55 +2,40 @@
 
 from typing import NoReturn
 
+from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.intake import Writers
-from gpubuf.data.max_value import TensorDictMaxValueWriter
 from gpubuf.data.mixed import MixedReplayBuffer
 from gpubuf.data.processing.augment import Clip, Mirror, RandomShift
 from gpubuf.data.processing.statistics import Normalize, RewardScale
-from gpubuf.data.samplers.base import RandomState
+from gpubuf.data.samplers.base import RandomState, Sampler
+from gpubuf.data.samplers.prioritized import PrioritizedSampler
+from gpubuf.data.samplers.slices import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
+from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
 from gpubuf.data.sequences import SampleUnit, Sequence, Transition
+from gpubuf.data.storage.memmap import LazyMemmapStorage
 from gpubuf.data.storage.schema import Codec
-from gpubuf.data.storage.storage import Storage
-from gpubuf.data.trajectories import Trajectory, TrajectoryPredicate, filter_trajectories, iter_trajectories, traj
-from gpubuf.data.transforms import Compose, MultiStepTransform
-from gpubuf.data.updates import ConditionalUpdateResult
-from gpubuf.data.writers import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter, Writer
-from gpubuf.missing_names import refuse
-from gpubuf.torchrl.buffers import (
+from gpubuf.data.storage.storage import LazyTensorStorage, TensorStorage
+from gpubuf.data.tensordict_buffers import (
     PrioritizedReplayBuffer,
-    ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.torchrl.dumps import load_torchrl
-from gpubuf.torchrl.ensemble import ReplayBufferEnsemble
-from gpubuf.torchrl.samplers import (
-    ConsumingSampler,
-    PrioritizedSampler,
-    PrioritizedSliceSampler,
-    RandomSampler,
-    Sampler,
-    SamplerWithoutReplacement,
-    SliceSampler,
-    SliceSamplerWithoutReplacement,
-)
-from gpubuf.torchrl.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorStorage
+from gpubuf.data.transforms import Compose, MultiStepTransform
+from gpubuf.data.writers import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter, Writer
+from gpubuf.missing_names import refuse
 
 __all__ = [
     "Clip",
     "Codec",
     "Compose",
-    "ConditionalUpdateResult",
-    "ConsumingSampler",
     "Hindsight",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyTensorStorage",
-    "ListStorage",
     "Mirror",
     "MixedReplayBuffer",
     "MultiStepTransform",
@@ -62,7 +47,6 @@ __all__ = [
     "RandomShift",
     "RandomState",
     "ReplayBuffer",
-    "ReplayBufferEnsemble",
     "RewardScale",
     "RoundRobinWriter",
     "SampleUnit",
@@ -71,25 +55,17 @@ __all__ = [
     "Sequence",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
-    "Storage",
     "SumTree",
-    "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
     "Trajectories",
-    "Trajectory",
     "TrajectoryIndex",
-    "TrajectoryPredicate",
     "Transition",
     "Writer",
     "WriterClient",
     "Writers",
-    "filter_trajectories",
-    "iter_trajectories",
-    "load_torchrl",
-    "traj",
 ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable
 from typing import Any, SupportsIndex
 
 import torch
@@ -36,13 +35,11 @@ def describe_type(given: object) -> str:
     library = _LIBRARIES.get(kind.__module__.partition(".")[0])
     if library is None:
         return kind.__name__
-    return f"{library}'s {kind.__name__}: take gpubuf.data's class of that name"
+    return f"{library}'s {kind.__name__}: take gpubuf.integrations.torchrl's class of that name"
 
 
-def component(given: Any, kind: type, default: Callable[[], Any]) -> Any:
-    """A storage, sampler or writer given as an instance, a factory or None."""
-    if given is None:
-        return default()
+def component(given: Any, kind: type) -> Any:
+    """A storage, sampler or writer given as an instance or a factory."""
     if not isinstance(given, kind) and callable(given):
         given = given()
     if not isinstance(given, kind):

@@ -258,7 +258,7 @@ class ArrayWrites:
         # Priorities that come with the rows, statistics and other writers need the batch as a whole.
         given = sampler.has_priorities and storage.written_layout.position(as_key(self.priority_key)) is not None
         learns = pipeline is not None and pipeline.learns
-        plain = type(self.writer).extend is RoundRobinWriter.extend and not sampler.consumes
+        plain = type(self.writer).extend is RoundRobinWriter.extend
         direct = plain and storage.owner is None and storage.host is None and not (given or learns)
         return _Route(storage, sampler, direct=direct)
 

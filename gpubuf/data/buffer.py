@@ -33,33 +33,26 @@ from gpubuf.data.prefetch import Prefetched
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import DERIVED, EMPTIES, REPLAY, refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.row_order import RowOrder
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.sum_tree import vector
-from gpubuf.data.samplers.uniform import ConsumingSampler, RandomSampler, checked_count
+from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.sequences import SampleUnit, check_parts, checked_unit
 from gpubuf.data.storage.indexing import as_positions, plain_index
 from gpubuf.data.storage.layout import (
     Data,
-    Key,
-    as_key,
     batch_shape,
     inside,
-    is_container,
-    is_data,
     layout_of,
     mapped,
     shallow,
     tensors_of,
 )
-from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.placement import MemoryReport
 from gpubuf.data.storage.plan import Recipe, RowPlan
-from gpubuf.data.storage.storage import LazyTensorStorage, Storage, TensorStorage
-from gpubuf.data.trajectories import Predicate, Trajectory, stored_trajectories
+from gpubuf.data.storage.storage import LazyTensorStorage, TensorStorage
 from gpubuf.data.transforms import Compose, without_multi_steps
-from gpubuf.data.updates import ConditionalUpdateResult, RowAccess, flat_entries, is_key
+from gpubuf.data.updates import RowAccess, is_key
 from gpubuf.data.writers import RoundRobinWriter, Writer
 
 DEFAULT_CAPACITY = 1_000
@@ -78,8 +71,7 @@ class ReplayBuffer:
     Args:
         storage: where the rows live: a storage, a function that returns one, or a number of rows for a
             :class:`LazyTensorStorage` on the CPU. Default: such a storage, of the ``max_capacity`` of a prioritized
-            sampler or of 1000 rows, or a :class:`ListStorage` if the first write is of other objects than tensors and
-            containers of them.
+            sampler or of 1000 rows.
         sampler: which rows a batch is made of. Default: :class:`RandomSampler`.
         writer: where new rows go. Default: :class:`RoundRobinWriter`.
         collate_fn: applied to every gathered batch, before the transforms.
@@ -105,7 +97,6 @@ class ReplayBuffer:
         process: what happens to keys on their way out: :class:`Normalize`, :class:`RewardScale`, :class:`Clip`,
             :class:`Mirror` and :class:`RandomShift`. Indexing gives rows as they were written.
         relabel: gives rows of a batch other goals, see :class:`Hindsight`.
-        consume_after_n_samples: rows leave after they were drawn so many times, see :class:`ConsumingSampler`.
         sample_unit: what a drawn row stands for: a :class:`Sequence` of steps around it. Default: itself.
         writers: places for writers in other processes: a number, or :class:`Writers` with more options. Each gets a
             :meth:`client`. Default: none.
@@ -115,13 +106,6 @@ class ReplayBuffer:
         ValueError: parts or numbers do not fit together.
     """
 
-    #: The classes of the parts that a buffer makes itself.
-    _default_storage: type[LazyTensorStorage] = LazyTensorStorage
-    _default_objects: type[ListStorage] = ListStorage
-    _default_sampler: type[Sampler] = RandomSampler
-    _default_writer: type[Writer] = RoundRobinWriter
-    _consuming_sampler: type[ConsumingSampler] = ConsumingSampler
-    _prioritized_sampler: type[PrioritizedSampler] = PrioritizedSampler
     #: Where written rows carry their priorities; ``()``: nowhere.
     priority_key: str | tuple[str, ...] = ()
     #: Whether iteration puts the info of a sample into it.
@@ -129,7 +113,7 @@ class ReplayBuffer:
 
     def __init__(
         self,
-        storage: Storage | Callable[[], Storage] | int | None = None,
+        storage: TensorStorage | Callable[[], TensorStorage] | int | None = None,
         *,
         sampler: Sampler | Callable[[], Sampler] | None = None,
         sample_unit: SampleUnit | None = None,
@@ -148,19 +132,17 @@ class ReplayBuffer:
         traj_key: Any = None,
         process: Sequence[Any] = (),
         relabel: Hindsight | None = None,
-        consume_after_n_samples: int | None = None,
         writers: int | Writers | None = None,
     ) -> None:
         check_sizes(prefetch, batch_size)
-        self._has_default_storage = storage is None
-        self._sampler = self._first_sampler(sampler, consume_after_n_samples, prefetch)
-        self._storage = self._first_storage(storage, self._sampler)
-        self._writer: Writer = component(writer, Writer, self._default_writer)
+        self._sampler: Sampler = component(RandomSampler if sampler is None else sampler, Sampler)
+        self._storage = storage_of(storage, self._sampler)
+        self._writer: Writer = component(RoundRobinWriter if writer is None else writer, Writer)
         self._writer.register_storage(self._storage)
         if dim_extend is not None and not 0 <= dim_extend < self._storage.ndim:
             raise ValueError(f"dim_extend is {dim_extend}, but the storage has {self._storage.ndim} dimension(s)")
         self._dim_extend = dim_extend
-        self._collate_fn = collate_fn
+        self._collate = collate_fn
         self._pin_memory = pin_memory
         self._prefetch = bool(prefetch)
         self._batch_size = batch_size
@@ -187,47 +169,6 @@ class ReplayBuffer:
 
     # The parts
 
-    @classmethod
-    def _first_storage(cls, given: Any, sampler: Sampler | None = None) -> TensorStorage:
-        """The storage that a buffer begins with."""
-        if type(given) is int:
-            return cls._default_storage(given)
-        storage: TensorStorage = component(given, Storage, lambda: cls._new_storage(sampler))
-        return storage
-
-    @classmethod
-    def _new_storage(cls, sampler: Sampler | None = None) -> LazyTensorStorage:
-        """The storage of a buffer that was given none: of the capacity that the sampler tells, if it does."""
-        return cls._default_storage(getattr(sampler, "max_capacity", DEFAULT_CAPACITY))
-
-    def _first_sampler(self, given: Any, consume_after_n_samples: Any, prefetch: int | None) -> Sampler:
-        """The sampler that a buffer begins with.
-
-        Raises:
-            TypeError: ``consume_after_n_samples`` is no int.
-            ValueError: it is below 1, another sampler was given than a :class:`RandomSampler`, or one that consumes
-                rows after another number, or batches are to be prepared ahead.
-        """
-        sampler: Sampler = component(given, Sampler, self._default_sampler)
-        if consume_after_n_samples is not None:
-            count = checked_count("consume_after_n_samples", consume_after_n_samples)
-            if isinstance(sampler, RandomSampler) and type(sampler).choose is RandomSampler.choose:
-                sampler = self._consuming_sampler(count)
-            elif not isinstance(sampler, ConsumingSampler):
-                raise ValueError(
-                    "consume_after_n_samples only supports the default RandomSampler: it can't be used with a "
-                    f"{type(sampler).__name__}"
-                )
-            elif sampler.max_sample_count != count:
-                raise ValueError(
-                    f"consume_after_n_samples is {count}, the sampler's max_sample_count {sampler.max_sample_count}"
-                )
-        if sampler.consumes and prefetch:
-            raise ValueError(
-                "Prefetching is not supported with a ConsumingSampler: it draws rows before they are asked for"
-            )
-        return sampler
-
     def _connect(self) -> None:
         """Give the buffer a lock, and make it known."""
         self._lock = BufferLock(self._storage, self._mend)
@@ -249,10 +190,6 @@ class ReplayBuffer:
             self._intake.serve(storage, sampler, writer, self._pipeline, self._unit)
         reader = self._reader_of(storage)
         writer.attach(sampler, self._recipe, self._relabel)
-        if sampler.consumes and not callable(getattr(writer, "write_at", None)):
-            raise TypeError(f"a {type(sampler).__name__} requires a writer with a callable write_at(), not {writer!r}")
-        if sampler.consumes and not writer.in_order:
-            raise ValueError(f"a {type(sampler).__name__} needs a writer that fills places in turn, not {writer!r}")
         if self._unit is not None:
             check_parts(sampler, self._recipe, relabels=self._relabel is not None)
             self._unit.bind(storage)
@@ -265,7 +202,6 @@ class ReplayBuffer:
         windows = slices or self._recipe.n_steps > 1 or self._relabel is not None or self._unit is not None
         self._row_order = RowOrder(self._recipe, self.dim_extend, refused=slices) if windows else None
         self._reader = reader
-        collate_fn = vars(self)["_collate_fn"] or storage.default_collate
         ahead = self._prefetch and Prefetched.helps(storage, sampler, self._unit)
         self._batches = (Prefetched if ahead else Batches)(
             storage,
@@ -274,7 +210,7 @@ class ReplayBuffer:
             writer,
             self._transform,
             self._lock,
-            collate_fn=collate_fn,
+            collate_fn=self._collate or storage.default_collate,
             pin_memory=self._pin_memory,
             batch_size=self._batch_size,
             relabel=self._relabel,
@@ -370,7 +306,7 @@ class ReplayBuffer:
             if self._pipeline is not None:
                 self._pipeline.set_rng(generator)
 
-    def set_storage(self, storage: Storage, collate_fn: Callable[[Data], Data] | None = None) -> TensorStorage:
+    def set_storage(self, storage: TensorStorage, collate_fn: Callable[[Data], Data] | None = None) -> TensorStorage:
         """Replace the storage and the ``collate_fn``; the sampler starts afresh. Returns the storage before.
 
         Args:
@@ -378,19 +314,19 @@ class ReplayBuffer:
             collate_fn: applied to gathered batches. Default: none, whatever the constructor was given.
         """
         with self._lock:
-            given, vars(self)["_collate_fn"] = vars(self)["_collate_fn"], collate_fn
+            given, self._collate = self._collate, collate_fn
             try:
                 return self._replace_storage(storage)
             except BaseException:
-                vars(self)["_collate_fn"] = given
+                self._collate = given
                 raise
 
-    def _replace_storage(self, storage: Storage) -> TensorStorage:
+    def _replace_storage(self, storage: TensorStorage) -> TensorStorage:
         """Replace the storage alone."""
         with self._lock:
             self._discard()
             before = self._storage
-            new: TensorStorage = component(storage, TensorStorage, self._new_storage)
+            new: TensorStorage = component(storage, TensorStorage)
             if self._intake is not None:
                 new.cut_by_writer()
             # Raises before anything is replaced.
@@ -407,7 +343,7 @@ class ReplayBuffer:
         with self._lock:
             self._discard()
             before = self._sampler
-            sampler = component(sampler, Sampler, self._default_sampler)
+            sampler = component(sampler, Sampler)
             if sampler is not self._sampler:
                 sampler.check_recipe(self._recipe)
                 sampler.bind(self._storage, self._lock)
@@ -421,7 +357,7 @@ class ReplayBuffer:
         with self._lock:
             self._discard()
             before = self._writer
-            writer = component(writer, Writer, self._default_writer)
+            writer = component(writer, Writer)
             writer.register_storage(self._storage)
             vars(self)["_writer"] = writer
             self._assemble()
@@ -436,8 +372,8 @@ class ReplayBuffer:
         Args:
             data: ``[n]`` rows (for storages of two dimensions ``[E, T]``, see ``dim_extend``), or a list of rows. It
                 is never changed, and may be a view of the rows: see :meth:`TensorStorage.append`. NumPy arrays and
-                numbers, and those in dicts, are stored as tensors, but in a :class:`ListStorage`. An empty list, no
-                rows, or, as the first write, no keys: nothing changes.
+                numbers, and those in dicts, are stored as tensors. An empty list, no rows, or, as the first write, no
+                keys: nothing changes.
             update_priority: not for this class (NotImplementedError): see :class:`TensorDictReplayBuffer`.
 
         Returns:
@@ -454,21 +390,9 @@ class ReplayBuffer:
         with self._lock:
             return self._extend(data, None)
 
-    def _storage_for(self, data: Any) -> TensorStorage:
-        """The default storage for a first batch like ``data``: one for any objects, if these are no tensors."""
-        leaves: Any = [data[0]] if isinstance(data, list) and data else [data]
-        while leaves and is_container(leaves[0]):
-            first = leaves[0]
-            leaves = list(first.values()) if isinstance(first, dict) else list(first)
-        # A dict is no list of objects: its arrays are columns.
-        columns = isinstance(data, dict) and leaves and isinstance(leaves[0], np.ndarray)
-        if leaves and not (columns or is_data(leaves[0])):
-            self._replace_storage(self._default_objects(self._storage.max_size))
-        return self._storage
-
     def _as_tensors(self, data: Any) -> Any:
         """Dicts, lists and arrays without NumPy's, where the storage can't have them."""
-        return data if isinstance(self._storage, ListStorage) else tensors_of(data)
+        return data if self._storage.takes_objects else tensors_of(data)
 
     def _extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
         storage = self._storage
@@ -480,8 +404,6 @@ class ReplayBuffer:
                 return index
         if storage.owner is not None:
             storage.check_owned()
-        if storage._schema is None and self._has_default_storage:
-            storage = self._storage_for(data)
         if type(data) is not TensorDict:
             if isinstance(data, (dict, list, tuple, np.ndarray)):
                 data = self._as_tensors(data)
@@ -499,8 +421,8 @@ class ReplayBuffer:
             return _no_rows(storage)
         if storage.ndim > 1 and self.dim_extend != 0:
             data = mapped(data, lambda value: value.transpose(0, self.dim_extend))
-        pipeline, consumes, in_order = self._pipeline, self._sampler.consumes, self._writer.in_order
-        if not first_write and (priority is not None or pipeline is not None or consumes or not in_order):
+        pipeline, in_order = self._pipeline, self._writer.in_order
+        if not first_write and (priority is not None or pipeline is not None or not in_order):
             # They read the batch again after some of it is written.
             data = storage.apart(data)
         given = priority(data) if priority is not None else None
@@ -512,8 +434,7 @@ class ReplayBuffer:
         if pipeline is not None:
             pipeline.check_write(data, storage.ndim)
         self._given = given
-        append = self._writer.extend
-        index = self._sampler.write(append, data) if consumes else append(data)
+        index = self._writer.extend(data)
         if index.numel() == 0:
             return _no_rows(storage)
         # Of more rows than the capacity only the newest are there.
@@ -551,9 +472,6 @@ class ReplayBuffer:
             dimensions. No host sync.
         """
         with self._lock:
-            if self._storage._schema is None and self._has_default_storage:
-                self._storage.check_owned()
-                self._storage_for(data)
             cursor = self._storage.cursor
             data = self._as_tensors(data)
             row = self._storage.as_batch(data, self.dim_extend)
@@ -567,8 +485,7 @@ class ReplayBuffer:
                 raise ValueError(message) from None
             if self._storage.ndim > 1 or not index.numel():
                 return index
-            in_turn = self._writer.in_order and not self._sampler.consumes
-            return cursor if in_turn else self._writer.added(index)
+            return cursor if self._writer.in_order else self._writer.added(index)
 
     @property
     def column_keys(self) -> list[Any]:
@@ -777,22 +694,19 @@ class ReplayBuffer:
         index = plain_index(index)
         with self._lock:
             data = self._rows.read(index)
-            collate = vars(self)["_collate_fn"] or self._storage.default_collate
+            collate = self._collate or self._storage.default_collate
             if collate is not None and not isinstance(index, int):
                 data = collate(data)
             return self._transform(data) if len(self._transform) else data
 
     @graph_break
     def __setitem__(self, index: Any, data: Data) -> None:
-        """Overwrite rows in place, after the inverse transforms. Under a key: that key of all rows, as it is stored.
+        """Overwrite rows in place, after the inverse transforms.
 
         Priorities stay as they are: announce the change with :meth:`mark_update`. A sampler of slices indexes all rows
         anew, which is O(capacity).
         """
         with self._lock:
-            if is_key(index):
-                self.set_(index, self._rows.in_written_order(data) if isinstance(data, Tensor) and data.ndim else data)
-                return
             self._writer.check_writable()
             if len(self._transform):
                 data = self._transform.inv(shallow(data))
@@ -800,119 +714,8 @@ class ReplayBuffer:
                     return
             self._rows.write(index, data)
 
-    def set_(self, key: Any, value: Any) -> Self:
-        """Set one key of all rows stored. No host sync.
-
-        No cursor, priority or generation moves. If the key tells where trajectories end, the sampler indexes all rows
-        anew, which is O(capacity).
-
-        Args:
-            key: a stored key, nested ones as tuples; or one with keys below it, for a TensorDict.
-            value: ``[n, ...]`` for the ``n`` rows stored (``[T, E, ...]`` for storages of two dimensions), or a number
-                for all. Converted to the key's dtype as ``to()`` of tensors does.
-
-        Returns:
-            The buffer.
-
-        Raises:
-            KeyError: the key is not stored.
-            ValueError: the value has another shape, or numbers that the key can't hold, such as 300 or NaN in uint8 (a
-                GPU cuts them to the range and counts a fault); or the key has no memory of its own (``share_next``,
-                ``prefixes``).
-            RuntimeError: nothing has been written yet, or the writer refuses writes. In all cases nothing is written.
-        """
-        return self._set_keys({as_key(key): value}, slice(None), whole=True)
-
-    def set_at_(self, key: Any, value: Any, index: Any) -> Self:
-        """Set one key of some rows. No host sync, but for a boolean mask on a GPU.
-
-        Args:
-            key: as for :meth:`set_`.
-            value: a value of the shape of ``buffer[index][key]``, or one that broadcasts to it.
-            index: as for ``buffer[index]``: an int, a slice, a sequence, a mask, or a tensor of positions, of any
-                shape. For storages of several dimensions: an int or a slice of steps, ``[..., ndim]`` coordinates as
-                samples carry them, or a tuple of one tensor per dimension. Of duplicates the last one wins.
-
-        Returns:
-            The buffer.
-
-        Raises:
-            IndexError: an index is beyond the rows stored (CPU; a GPU skips the row and counts a fault).
-            KeyError, RuntimeError, ValueError: as :meth:`set_`.
-        """
-        return self._set_keys({as_key(key): value}, index, whole=False)
-
-    def update_(
-        self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None
-    ) -> Self:
-        """Set several keys of all rows stored, as :meth:`set_` does. No host sync.
-
-        Args:
-            input_dict_or_td: a TensorDict, a tensorclass or a dict, nested ones too.
-            clone: accepted for compatibility: values are always copied.
-            keys_to_update: only these keys, or those below them. Default: all.
-
-        Returns:
-            The buffer.
-
-        Raises:
-            KeyError, RuntimeError, ValueError: as :meth:`set_`.
-        """
-        found = flat_entries(input_dict_or_td, ())
-        if keys_to_update is not None:
-            chosen = [as_key(key) for key in keys_to_update]
-            found = {key: value for key, value in found.items() if any(key[: len(one)] == one for one in chosen)}
-        return self._set_keys(found, slice(None), whole=True)
-
-    def _set_keys(self, values: dict[Key, Any], index: Any, *, whole: bool) -> Self:
-        with self._lock:
-            self._writer.check_writable()
-            self._rows.set_keys(values, index, whole=whole)
-        return self
-
-    def read_all_in_order(self, end: int | None = None) -> Data:
-        """The rows in the order in which they lie, transformed: ``buffer[:end]``.
-
-        Args:
-            end: this many rows (of the first dimension, for storages of two); default: all that are stored.
-        """
-        return self[:] if end is None else self[:end]
-
-    def write_all(self, data: Data, end: int | None = None) -> None:
-        """Overwrite the first rows, in the order in which they lie, with all their keys. No host sync.
-
-        Inverse transforms apply, as they do in ``extend``. Priorities stay as they are.
-
-        Args:
-            data: ``[n]`` rows; for storages of two dimensions as ``buffer[:end]`` gives them.
-            end: this many of the first dimension; must agree with the data.
-
-        Raises:
-            ValueError: there are more rows than are stored, fewer than ``end``, or a key, shape or dtype differs.
-            RuntimeError: the writer refuses writes. In all cases nothing is written.
-        """
-        with self._lock:
-            self._writer.check_writable()
-            if len(self._transform):
-                data = self._transform.inv(shallow(data))
-                if data is None:
-                    return
-            self._rows.write_first(data, end)
-
-    write_all_in_order = write_all
-
     @graph_break
-    def update_if_present(
-        self,
-        index: Any,
-        data: Any = None,
-        *,
-        generation: Tensor | None = None,
-        patch: Any = None,
-        version_key: Any = None,
-        version: Any = None,
-        require_newer: bool = False,
-    ) -> ConditionalUpdateResult | None:
+    def update_if_present(self, index: Any, data: Any, *, generation: Tensor | None = None) -> None:
         """Write some keys of drawn rows back, leaving out rows that were overwritten since. No host sync.
 
         Of a row that the batch has more than once, the last entry wins. Other keys of the rows stay as they are, and so
@@ -930,62 +733,18 @@ class ReplayBuffer:
                 are not written unless they are stored keys.
             generation: ``info["index_generation"]``; default: that in ``data``. Samples of prioritized buffers have it,
                 and those of others with ``RoundRobinWriter(track_generations=True)``.
-            patch: TorchRL's name for ``data``, also a dict of tensors by key; the result then says what was written.
-            version_key: a stored key of one number per row. An entry whose version is below that of its row is left
-                out; the version of the others is written. Of a row that the batch has more than once, the entry with
-                the highest version wins, and of these the last.
-            version: the entries' versions: a number for all, or ``[n]``; such as the key holds without rounding.
-            require_newer: leave out entries of the same version as their row, too.
-
-        Returns:
-            With ``patch``, a :class:`ConditionalUpdateResult`; otherwise None.
 
         Raises:
             RuntimeError: nothing has been written yet.
-            NotImplementedError: the storage is a :class:`ListStorage`.
+            NotImplementedError: the rows are objects without keys.
             ValueError: there is no generation, or ``data`` has keys that are not stored, that have no memory of their
                 own (``share_next``, ``prefixes``), or that an n-step batch has from other rows; or another shape or
-                dtype; or a version without its key, or one that its key can't hold, such as 300 in uint8 (a GPU cuts
-                it to the range and counts a fault). Nothing is written.
+                dtype. Nothing is written.
             IndexError: an index is out of range (CPU; a GPU skips the row and counts a fault). One of -1 (all
                 coordinates) is that of a row that is gone.
         """
         with self._lock:
-            apply, result = self._rows.prepare(
-                index,
-                data,
-                generation=generation,
-                patch=patch,
-                version_key=version_key,
-                version=version,
-                require_newer=require_newer,
-            )
-            apply()
-            return result
-
-    def query(self, predicate: Predicate | None = None, *, trajectory_key: Any = None) -> list[Trajectory]:
-        """The stored trajectories that fulfil a condition, the oldest first; of several environments, one by one.
-
-        Trajectories end where their identifier changes, or else at flags under "next" or at the root, at the newest
-        row, and where a storage with ``ends="flags+continuity"`` finds that rows don't continue. The oldest one may
-        have lost its first steps. Those that lie across the seam of the ring are whole, in the order of time.
-        Transforms are applied to each.
-
-        Args:
-            predicate: a condition made of :data:`traj`, or a function of a :class:`Trajectory`. Default: all of them.
-            trajectory_key: where the identifiers are. Default: ``("collector", "traj_ids")``, ``"traj_ids"`` or
-                ``"episode"``, if one of these is stored.
-
-        Returns:
-            Trajectories: views of the storage where ints and slices give views, and copies otherwise. Synchronises.
-
-        Raises:
-            TypeError: the rows are no TensorDicts, or the predicate compares steps without ``any()`` or ``all()``.
-            KeyError: nothing tells where trajectories end.
-        """
-        with self._lock:
-            in_order, transform = self._writer.in_order, self._transform if len(self._transform) else None
-            return stored_trajectories(self._storage, in_order, transform, predicate, trajectory_key)
+            self._rows.prepare(index, data, generation=generation)()
 
     # Questions about the buffer
 
@@ -999,26 +758,7 @@ class ReplayBuffer:
     @graph_break
     def __len__(self) -> int:
         self._finish_interrupted()
-        return self._sampler.available() if self._sampler.consumes else len(self._storage)
-
-    def stats(self) -> dict[str, Any]:
-        """The state of the buffer in numbers, for a logger. It changes nothing. No host sync.
-
-        Returns:
-            ``"size"``, the rows stored; ``"write_count"``; ``"prefetch_queue_size"``, the batches ahead, 0 or 1;
-            ``"initialized"``, whether the storage is allocated; ``"capacity"``; and ``"utilization"``, the size as a
-            share of the capacity.
-        """
-        with self._lock:
-            size, capacity = len(self), self._storage.max_size
-            return {
-                "size": size,
-                "write_count": self.write_count,
-                "prefetch_queue_size": self._batches.ahead,
-                "initialized": self._storage.initialized,
-                "capacity": capacity,
-                "utilization": size / capacity,
-            }
+        return len(self._storage)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Whether :meth:`sample` would give a batch now.
@@ -1138,9 +878,6 @@ class ReplayBuffer:
     ) -> None:
         """Restore what :meth:`save` wrote; see :func:`gpubuf.data.checkpoints.restore.load`. Synchronises.
 
-        A folder that TorchRL's ``dumps`` has written is recognised: its rows, counters and priorities replace those of
-        the buffer; see :func:`gpubuf.torchrl.dumps.load_dump`.
-
         What several ranks have saved is loaded by all ranks of ``process_group``, as many as there were or fewer: see
         :func:`gpubuf.data.checkpoints.shards.load_shards`. Without one this buffer takes the rows of all.
         """
@@ -1256,6 +993,17 @@ class ReplayBuffer:
             f"{type(self).__name__}(\n  storage={self._storage!r},\n  sampler={self._sampler!r},\n"
             f"  batch_size={self._batch_size})"
         )
+
+
+def storage_of(given: Any, sampler: Sampler | None = None) -> TensorStorage:
+    """The storage that a buffer begins with: see :class:`ReplayBuffer`."""
+    if given is None:
+        # A sampler may tell of how many rows it has the priorities.
+        given = getattr(sampler, "max_capacity", DEFAULT_CAPACITY)
+    if type(given) is int:
+        return LazyTensorStorage(given)
+    storage: TensorStorage = component(given, TensorStorage)
+    return storage
 
 
 def _no_rows(storage: TensorStorage) -> Tensor:

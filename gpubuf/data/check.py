@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.samplers.row_order import turns_in
-from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.schema import NEXT_KEY, continued_keys
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.terminal import aligned
@@ -118,8 +117,8 @@ def check(storage: TensorStorage) -> Report:
     Raises:
         TypeError: the rows are no tensors.
     """
-    if isinstance(storage, ListStorage):
-        raise TypeError("check() looks at tensors, and a ListStorage holds any objects")
+    if storage.takes_objects:
+        raise TypeError(f"check() looks at tensors, and a {type(storage).__name__} holds any objects")
     if not storage.initialized or not len(storage):
         return Report(len(storage), 1, findings=[Finding("nothing is stored")])
     looked = _Look(storage)

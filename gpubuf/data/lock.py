@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo
 
 from gpubuf.data.recording import current, outside_captures, used
 from gpubuf.data.storage.storage import TensorStorage
@@ -102,7 +103,7 @@ class StreamOrder:
 
 
 #: Decorates what a training step calls: ``torch.compile`` leaves its graph for it, and it runs as it does without.
-graph_break = torch._disable_dynamo
+graph_break = _disable_dynamo
 
 
 def _nothing(*exception: object) -> None:

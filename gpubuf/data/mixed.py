@@ -28,7 +28,6 @@ from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import MASK_KEY, Data, RowLayout, device_of, layout_of, priority_mask_key
 from gpubuf.data.storage.schema import host_can_read
 from gpubuf.data.transforms import Compose
-from gpubuf.data.updates import ConditionalUpdateResult
 from gpubuf.serialization import need
 
 # Of float64, per row of a batch.
@@ -391,31 +390,24 @@ class MixedReplayBuffer:
         self.update_priority(index, priority, buffer=buffer, generation=generation)
 
     @graph_break
-    def update_if_present(
-        self, index: Any, data: Any = None, *, buffer: Tensor, generation: Tensor | None = None, **what: Any
-    ) -> ConditionalUpdateResult | None:
+    def update_if_present(self, index: Any, data: Any, *, buffer: Tensor, generation: Tensor | None = None) -> None:
         """Write some keys of drawn rows back, each to its buffer: to all, or if one refuses them to none.
 
         See :meth:`ReplayBuffer.update_if_present`.
 
         Args:
             index, buffer: ``"index"`` and ``"buffer"`` of a batch's info.
-            data, generation, **what: as for :meth:`ReplayBuffer.update_if_present`.
-
-        Returns:
-            With ``patch``, a :class:`ConditionalUpdateResult`; otherwise None.
+            data, generation: as for :meth:`ReplayBuffer.update_if_present`.
         """
-        if generation is None and data is not None and not isinstance(data, Tensor):
+        if generation is None and not isinstance(data, Tensor):
             generation = data.get("index_generation", None)
         if generation is None:
             raise ValueError(
                 "update_if_present needs the generation of the rows: info['index_generation'] of the sample"
             )
-        if not what and True not in [part.initialized for part in self._buffers]:
-            return None
         owner = buffer.reshape(-1)
 
-        def both() -> list[ConditionalUpdateResult | None]:
+        def write() -> None:
             prepared = []
             for number, part in enumerate(self._buffers):
                 if not part.initialized:
@@ -426,26 +418,13 @@ class MixedReplayBuffer:
                     check_rows([part], torch.where(mine, positions, -1), torch.zeros_like(owner))
                 # No row has the generation -1.
                 marks = torch.where(mine, generation.reshape(-1).to(mine.device), -1)
-                found = part._rows.prepare(torch.where(mine, positions, 0), data, generation=marks, **what)
+                apply = part._rows.prepare(torch.where(mine, positions, 0), data, generation=marks)
                 # The kernels of a storage with codecs look at the values: these may still refuse.
-                prepared.append((not part.storage.computed, *found))
-            for _, apply, _ in sorted(prepared, key=operator.itemgetter(0)):
+                prepared.append((not part.storage.computed, apply))
+            for _, apply in sorted(prepared, key=operator.itemgetter(0)):
                 apply()
-            return [result for _, _, result in prepared]
 
-        results = under(self._locks, both)
-        if not results:
-            raise RuntimeError("nothing has been written to any of the buffers")
-        updated = rejected = None
-        for found in results:
-            if found is None:
-                return None
-            updated = found.updated if updated is None else updated | found.updated.to(updated.device)
-            if found.version_rejected is not None:
-                lost = found.version_rejected
-                rejected = lost if rejected is None else rejected | lost.to(rejected.device)
-        assert updated is not None
-        return ConditionalUpdateResult(updated, rejected)
+        under(self._locks, write)
 
     # State
 

@@ -10,15 +10,15 @@ from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.batches import collapsed
-from gpubuf.data.buffer import ReplayBuffer
+from gpubuf.data.buffer import ReplayBuffer, storage_of
 from gpubuf.data.lock import graph_break
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.sum_tree import masks_of, rows_of
 from gpubuf.data.sequences import by_anchor
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import MASK_KEY, Data, batch_shape, priority_mask_key, tensors_of
-from gpubuf.data.storage.storage import Storage
-from gpubuf.data.writers import TensorDictRoundRobinWriter
+from gpubuf.data.storage.storage import TensorStorage
+from gpubuf.data.writers import TensorDictRoundRobinWriter, Writer
 
 
 class TensorDictReplayBuffer(ReplayBuffer):
@@ -26,21 +26,21 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     Args:
         priority_key: where a batch carries its priorities.
-        storage, **kwargs: as for :class:`ReplayBuffer`.
+        storage, writer, **kwargs: as for :class:`ReplayBuffer`.
     """
 
-    _default_writer = TensorDictRoundRobinWriter
     _samples_have_info = True
 
     def __init__(
         self,
-        storage: Storage | Callable[[], Storage] | int | None = None,
+        storage: TensorStorage | Callable[[], TensorStorage] | int | None = None,
         *,
         priority_key: str | tuple[str, ...] = "td_error",
+        writer: Writer | Callable[[], Writer] | None = None,
         **kwargs: Any,
     ) -> None:
         self.priority_key = priority_key
-        super().__init__(storage, **kwargs)
+        super().__init__(storage, writer=TensorDictRoundRobinWriter if writer is None else writer, **kwargs)
 
     @graph_break
     def extend(self, data: Data, *, update_priority: bool | None = None) -> Tensor:
@@ -88,7 +88,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def _given_priority(self, data: Any) -> Tensor | None:
         if isinstance(data, list):
-            # The rows of a ListStorage.
+            # Rows of a storage of objects.
             found = [row.get(self.priority_key, None) for row in data]
             priority = None if any(entry is None for entry in found) else torch.stack(found)
         else:
@@ -215,15 +215,15 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def __init__(
         self,
-        storage: Storage | Callable[[], Storage] | int | None = None,
+        storage: TensorStorage | Callable[[], TensorStorage] | int | None = None,
         *,
         alpha: float,
         beta: float,
         eps: float = 1e-8,
         **kwargs: Any,
     ) -> None:
-        made = self._first_storage(storage)
-        sampler = self._prioritized_sampler(made.max_size, alpha, beta, eps)
+        made = storage_of(storage)
+        sampler = PrioritizedSampler(made.max_size, alpha, beta, eps)
         super().__init__(storage=made, sampler=sampler, **kwargs)
 
     @property
@@ -242,7 +242,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
 
     def __init__(
         self,
-        storage: Storage | Callable[[], Storage] | int | None = None,
+        storage: TensorStorage | Callable[[], TensorStorage] | int | None = None,
         *,
         alpha: float,
         beta: float,
@@ -250,8 +250,8 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         reduction: str = "max",
         **kwargs: Any,
     ) -> None:
-        made = self._first_storage(storage)
-        sampler = self._prioritized_sampler(made.max_size, alpha, beta, eps, reduction=reduction)
+        made = storage_of(storage)
+        sampler = PrioritizedSampler(made.max_size, alpha, beta, eps, reduction=reduction)
         super().__init__(storage=made, sampler=sampler, **kwargs)
 
     @property

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from gpubuf import serialization
 from gpubuf.data.arguments import as_tensor, describe_type
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.recording import DERIVED
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import Data
 from gpubuf.data.storage.plan import Recipe
-from gpubuf.data.storage.storage import Storage, TensorStorage
+from gpubuf.data.storage.storage import TensorStorage
 
 #: Root keys that a TensorDict writer derives at sampling time instead of storing them.
 DERIVED_KEYS = frozenset({"index", "index_generation"})
-_CURSOR_FILE = "metadata.json"
-_STATE_FILE = "gpubuf.safetensors"
 
 
 class Writer:
@@ -36,12 +29,11 @@ class Writer:
 
     in_order: ClassVar[bool] = True
     _storage: TensorStorage
-    _served: Sampler | None = None
 
     def __init__(self, compilable: bool = False) -> None:
         """``compilable`` is accepted for compatibility: every operation can be compiled."""
 
-    def register_storage(self, storage: Storage) -> None:
+    def register_storage(self, storage: TensorStorage) -> None:
         """Tell the writer which storage it writes to.
 
         Raises:
@@ -53,7 +45,6 @@ class Writer:
 
     def attach(self, sampler: Sampler, recipe: Recipe, relabel: Hindsight | None) -> None:
         """Called by the buffer, with its other parts: raise if the writer can't serve them."""
-        self._served = sampler
 
     def __repr__(self) -> str:
         tracks = "track_generations=True" if self.tracks_generations else ""
@@ -114,8 +105,8 @@ class Writer:
         """How often each row's place was written. No host sync.
 
         A row with another generation than at an earlier moment has been overwritten since. Generations move on when a
-        row is written by :meth:`extend` or :meth:`write_at`, and when the buffer is emptied; not when a stored row is
-        changed (``set_``, ``update_if_present``). It is the number that samples carry as ``"index_generation"``, and
+        row is written by :meth:`extend`, and when the buffer is emptied; not when a stored row is changed
+        (``update_if_present``). It is the number that samples carry as ``"index_generation"``, and
         there is one whether they do or not.
 
         Args:
@@ -136,36 +127,6 @@ class Writer:
         positions = as_positions(asked, storage.shape, storage.device, handles=True)
         return storage.generations(positions).reshape(shape).to(where)
 
-    def write_at(self, index: Any, data: Data) -> Tensor:
-        """Write rows over stored ones, at places of your own, without moving the cursor.
-
-        They count as new: their generations move on, and a prioritized sampler gives them the priority of new rows. A
-        sampler of slices indexes all rows anew. No host sync.
-
-        Args:
-            index: as for ``buffer[index]``: ints, slices, sequences, tensors. Of duplicates the last one wins.
-            data: ``[n]`` rows, or one row without a batch dimension.
-
-        Returns:
-            The index, as a tensor.
-
-        Raises:
-            IndexError: no row is stored there (CPU; on a GPU nothing is written at places beyond the capacity).
-            ValueError: a key, shape or dtype differs from the storage's.
-            RuntimeError: nothing has been written yet.
-        """
-        sampler, storage = self._served, self._storage
-        with nullcontext() if sampler is None else sampler.lock:
-            self.check_writable()
-            positions = as_positions(storage.coordinates(index), storage.shape, storage.device)
-            before = storage.begin(DERIVED)
-            storage.write(positions, data.unsqueeze(0) if isinstance(data, Tensor) and isinstance(index, int) else data)
-            storage.counters.rewrite(positions)
-            if sampler is not None:
-                sampler.mark_update(positions)
-            storage.end(before)
-        return torch.as_tensor(index, device="cpu") if isinstance(index, int) else storage.unravel(positions)
-
     # State
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,41 +135,6 @@ class Writer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`, after the storage has been restored."""
-
-    def dumps(self, path: Any) -> None:
-        """Write cursor and count into a folder, as TorchRL does, and :meth:`state_dict`. The buffer saves all of it.
-
-        Synchronises.
-        """
-        folder, storage = Path(path), self._storage
-        folder.mkdir(parents=True, exist_ok=True)
-        per_step = math.prod(storage.shape[1:])
-        place = {"cursor": storage.cursor // per_step, "write_count": self.write_count // per_step}
-        files.write_json(folder / _CURSOR_FILE, place)
-        serialization.save(folder / _STATE_FILE, self.state_dict())
-
-    def loads(self, path: Any) -> None:
-        """Restore what :meth:`dumps`, or that of TorchRL's writers, has written, after the storage has its rows.
-
-        Raises:
-            ValueError: the files are missing or damaged, or don't fit the rows of the storage.
-        """
-        folder, storage = Path(path), self._storage
-        file = folder / _CURSOR_FILE
-        content = files.read_json(file)
-        cursor, count = (files.read_count(content, name, file) for name in ("cursor", "write_count"))
-        if storage.initialized and self.in_order:
-            steps, per_step, size = storage.shape[0], math.prod(storage.shape[1:]), len(storage)
-            full = size == storage.max_size
-            if cursor >= steps or (not full and cursor * per_step != size):
-                raise ValueError(
-                    f"{file}: the cursor is at step {cursor}, but {size} of {storage.max_size} rows are stored"
-                )
-            if full:
-                written = count if count >= steps and count % steps == cursor else steps + cursor
-                storage.counters.set(written * per_step, size)
-        if (folder / _STATE_FILE).exists():
-            self.load_state_dict(serialization.load(folder / _STATE_FILE))
 
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         """Raise unless ``state``, which was read from files, can be loaded; as :meth:`Sampler.check_state`."""
@@ -243,7 +169,7 @@ class TensorDictRoundRobinWriter(RoundRobinWriter):
     before, say) is not stored.
     """
 
-    def register_storage(self, storage: Storage) -> None:
+    def register_storage(self, storage: TensorStorage) -> None:
         super().register_storage(storage)
         self._storage.ignored_keys = DERIVED_KEYS
 
@@ -271,9 +197,3 @@ class ImmutableDatasetWriter(Writer):
         """Raise as :meth:`check_writable`."""
         self.check_writable()
         raise AssertionError
-
-    def dumps(self, path: Any) -> None:
-        """Nothing: there is no cursor."""
-
-    def loads(self, path: Any) -> None:
-        """Nothing."""

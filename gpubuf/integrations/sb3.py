@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.hindsight import Hindsight
+from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.integrations import stable_buffers
 from gpubuf.integrations.stable_buffers import StableBuffer
-from gpubuf.torchrl.samplers import PrioritizedSampler
 
 __all__ = [
     "DictReplayBuffer",

@@ -17,13 +17,14 @@ from torch import Tensor
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS
 from gpubuf.data.storage.layout import Key, as_written
 from gpubuf.data.storage.plan import STEPS_KEY
 from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.storage import LazyTensorStorage
+from gpubuf.integrations.edits import set_keys
 from gpubuf.integrations.environment_steps import rows_at, stored_values
-from gpubuf.torchrl.samplers import RandomSampler
 
 #: Steps that wait on the host, and the bytes that these may take: one launch then writes all of them.
 WAITING_STEPS, WAITING_BYTES = 64, 1 << 16
@@ -486,7 +487,7 @@ class StableBuffer:
         if steps.size and steps.max() >= stored:
             raise IndexError(f"step {steps.max()} can't be set: {stored} steps are stored")
         given = torch.from_numpy(values[places].reshape(len(steps), *self._columns[key].shape[2:]))
-        self.buffer.set_at_(key, given, tuple(map(torch.from_numpy, places)))
+        set_keys(self.buffer, {key: given}, tuple(map(torch.from_numpy, places)), whole=False)
 
     def _set_ends(self, changed: str, places: tuple[np.ndarray, ...], values: np.ndarray) -> None:
         done, given = self._stored(_DONE), values.astype(bool)

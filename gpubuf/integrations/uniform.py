@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from gpubuf.data.arguments import as_tensor
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.storage.end_bits import CONTINUITY
 from gpubuf.data.storage.end_bits import FLAGS as FLAGS_ALONE
 from gpubuf.data.storage.layout import Key
@@ -19,7 +20,6 @@ from gpubuf.data.storage.plan import STEPS_KEY
 from gpubuf.data.storage.storage import LazyTensorStorage
 from gpubuf.integrations.draw_orders import WholeWindows
 from gpubuf.integrations.environment_steps import Column, StepWriter, rows_at
-from gpubuf.torchrl.samplers import RandomSampler
 
 OBSERVATION: Key = ("observation",)
 FLAGS: tuple[Key, ...] = (("next", "terminated"), ("next", "truncated"))

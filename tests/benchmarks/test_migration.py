@@ -6,15 +6,14 @@ import json
 import re
 import subprocess
 import sys
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-import gpubuf.data as G
 from benchmarks.report.migration import page
+from gpubuf.integrations import torchrl as G
 from tests.support import torchrl_stand_in
 
 RENDER = "python -m benchmarks.report.migration"
@@ -143,7 +142,8 @@ def new_rows() -> bool:
 def update_without_tracking() -> bool:
     buffer = filled()
     handle = {"index": torch.arange(4), "generation": buffer.writer.generations_of(torch.arange(4))}
-    return bool(buffer.update_if_present(**handle, patch={"a": torch.zeros(4, dtype=torch.int64)}).updated.all())
+    buffer.update_if_present(**handle, data=TensorDict({"a": torch.zeros(4, dtype=torch.int64)}, [4]))
+    return not buffer[:]["a"].any()
 
 
 def ahead() -> bool:
@@ -160,14 +160,6 @@ def from_a_generator() -> bool:
     for buffer in buffers:
         buffer.set_rng(torch.Generator().manual_seed(1))
     return not hasattr(buffers[0], "_rng") and torch.equal(buffers[0].sample(), buffers[1].sample())
-
-
-def trajectories() -> bool:
-    done = torch.tensor([0, 1, 0, 1]).bool()
-    data = TensorDict({"next": {"done": done}}, [4])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return [len(one) for one in G.iter_trajectories(data)] == [2, 2]
 
 
 #: The tasks of the table, and whether gpubuf does what their rows say.
@@ -218,8 +210,6 @@ CHECKS = {
     "`state_dict()`": lambda: not {"_rng", "_prefetch_state"} & set(filled().state_dict()),
     "`prefetch=n`": ahead,
     "`dumps(path)`": lambda: G.ReplayBuffer.dumps.__annotations__["return"] not in (None, "None"),
-    "`iter_trajectories` by end flags": trajectories,
-    "`Trajectory` of `buffer.query`": lambda: type(G.Trajectory(rows(3)).data) is TensorDict,
 }
 
 

@@ -25,7 +25,6 @@ from gpubuf.data import (
     Hindsight,
     LazyMemmapStorage,
     LazyTensorStorage,
-    ListStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
@@ -36,6 +35,7 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
+from gpubuf.integrations.torchrl import ListStorage
 from tests.support.transition_list import Transition, TransitionList, as_batch
 
 STEPS, BATCH, GAMMA, SLICE = 12, 8, 0.9, 2

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from gpubuf import MixedReplayBuffer, ReplayBufferEnsemble
+from gpubuf import MixedReplayBuffer
 from tests.contracts.buffers import COPIES, SLICE, STEPS, BufferContract, Model
 from tests.support.transitions import same
 
@@ -45,20 +45,16 @@ class Mix:
 
     Attributes:
         parts: its buffers.
-        sized: TorchRL's class, whose shares are the numbers of rows that are stored.
     """
 
     parts: tuple[BufferContract, ...]
-    sized: bool = False
 
     def __str__(self) -> str:
-        return " + ".join(map(str, self.parts)) + " by size" * self.sized
+        return " + ".join(map(str, self.parts))
 
     def new(self, seed: int) -> MixedReplayBuffer:
         """An empty mix."""
         buffers = [part.new(seed=seed + number) for number, part in enumerate(self.parts)]
-        if self.sized:
-            return ReplayBufferEnsemble(*buffers, p="sampleable", transform=Count())
         return MixedReplayBuffer(buffers, transform=Count(), generator=torch.Generator().manual_seed(seed))
 
     @property
@@ -85,7 +81,7 @@ MIXES = [
     Mix((_C(), _C(sampler="stratified"))),
     Mix((_C(sampler="prioritized", process=True), _C(process=True))),
     Mix((_C(), _C(sampler="prioritized"), _C(envs=2))),
-    Mix((_C(sampler="prioritized"), _C(envs=2)), sized=True),
+    Mix((_C(sampler="prioritized"), _C(envs=2))),
     Mix((_C(n_steps=3, share_next=True), _C(n_steps=3, sampler="prioritized"))),
     Mix((_C(narrow=True, share_next=True, transform=True), _C(narrow=True, prefixes=True, transform=True))),
     Mix((_C(sampler="slices"), _C(sampler="slices", envs=2))),
@@ -124,8 +120,6 @@ class MixHistory:
                 model.empty()
 
     def set_shares(self) -> None:
-        if self.mix.sized:
-            return
         shares = [self.random.choice([0.0, 0.1, 0.5, 0.75]) for _ in self.models]
         shares[self.random.randrange(len(shares))] = 0.25
         self.mixed.shares = shares
@@ -164,8 +158,6 @@ class MixHistory:
         assert {key: batch[key] is value for key, value in info.items()} == dict.fromkeys(info, True)
         assert ("priority_weight" in info) == self.mix.prioritized
         assert ("index_generation" in info) == self.mix.generations
-        if self.mix.sized:
-            assert torch.equal(info["buffer_ids"], info["buffer"])
         for owner in info["buffer"].reshape(-1, n):
             assert (owner.diff() >= 0).all()
             self.check_counts(torch.bincount(owner, minlength=len(self.models)).tolist(), n)
@@ -182,8 +174,7 @@ class MixHistory:
     def check_counts(self, counts: list[int], n: int) -> None:
         """CASES 45, 61 and 74: each buffer gives its share but for a row, and an empty one or a share of 0 nothing."""
         unit, stored, shares = self.mix.unit, [len(buffer) for buffer in self.mixed.buffers], self.mixed.shares
-        given = stored if self.mix.sized else shares
-        weights = [float(share) * (rows > 0) for share, rows in zip(given, stored, strict=True)]
+        weights = [float(share) * (rows > 0) for share, rows in zip(shares, stored, strict=True)]
         due = [n / unit * share / sum(weights) for share in weights]
         assert sum(counts) == n
         assert all(count == 0 for count, weight in zip(counts, weights, strict=True) if not weight)
@@ -246,11 +237,8 @@ class MixHistory:
             for (number, at), i in rows.items()
         ]
         values = TensorDict({"number": torch.tensor(back).unsqueeze(-1)}, [len(back)])
-        options = {"data": values} if self.random.random() < 0.5 else {"patch": values}
-        found = self.mixed.update_if_present(
-            info["index"][drawn], buffer=info["buffer"][drawn], generation=info["index_generation"][drawn], **options
+        self.mixed.update_if_present(
+            info["index"][drawn], values, buffer=info["buffer"][drawn], generation=info["index_generation"][drawn]
         )
-        if "patch" in options:
-            assert found.updated.tolist() == [number >= 0 for number in back]
         for buffer, model in zip(self.mixed.buffers, self.models, strict=True):
             model.check_rows(buffer)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from gpubuf.data import (
     Clip,
-    ConsumingSampler,
     Hindsight,
     LazyTensorStorage,
     Mirror,
@@ -30,19 +29,17 @@ from gpubuf.data import (
     RandomShift,
     ReplayBuffer,
     RewardScale,
-    RoundRobinWriter,
     Sampler,
     SamplerWithoutReplacement,
     Sequence,
     SliceSampler,
     SliceSamplerWithoutReplacement,
-    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
 from tests.contracts import pairwise
 from tests.support.slice_model import Row, SliceModel
 
-STEPS, SLICE, UNITS, ALPHA, BETA, RATIO, COUNT = 15, 3, 6, 0.7, 0.5, 0.75, 2
+STEPS, SLICE, UNITS, ALPHA, BETA, RATIO = 15, 3, 6, 0.7, 0.5, 0.75
 BURN_IN, LENGTH, BOOTSTRAP, DILATION = 1, 2, 1, 2
 WINDOW = BURN_IN + LENGTH + BOOTSTRAP
 
@@ -53,7 +50,6 @@ Unit = tuple[int, ...]
 KINDS: dict[str, tuple[str, ...]] = {
     "uniform": ("", "processed"),
     "without replacement": ("", "drop last", "in order"),
-    "consuming": ("",),
     "prioritized": ("", "stratified", "largest within"),
     "slices": ("strict", "short", "padded", "span", "stacked", "number"),
     "slices by transition": ("strict", "short", "padded", "span"),
@@ -133,7 +129,7 @@ class SamplerContract:
     @property
     def epochs(self) -> bool:
         """Whether what was drawn is not drawn again soon."""
-        return "without" in self.kind or self.kind == "consuming"
+        return "without" in self.kind
 
     @property
     def ragged(self) -> bool:
@@ -159,8 +155,6 @@ class SamplerContract:
         match self.kind:
             case "without replacement":
                 return SamplerWithoutReplacement(drop_last=self.form == "drop last", shuffle=self.form != "in order")
-            case "consuming":
-                return ConsumingSampler(COUNT)
             case "slices":
                 return SliceSampler(**options)
             case "slices by transition":
@@ -208,8 +202,6 @@ class SamplerContract:
     def filled(self, steps: int = STEPS + 8, *, seed: int = 0, **options: Any) -> tuple[TensorDictReplayBuffer, Model]:
         """A buffer with rows, some of them with priorities, and its model."""
         buffer, model = self.new(**options), Model(self, seed)
-        # Rows that are not consumed yet are overwritten in another order than that of the ring.
-        steps = min(steps, STEPS) if self.kind == "consuming" else steps
         buffer.extend(model.rows_of(steps - 1))
         if self.prioritized:
             model.give_priorities(buffer, len(model.stored) - 1)
@@ -463,7 +455,7 @@ SAMPLERS = pairwise(
         for kind, forms in KINDS.items()
         for form in forms
         for ends in (ENDS if "slices" in kind else ["done", "identifiers"] if "hindsight" in kind else ["done"])
-        for envs in ((1,) if kind == "consuming" else (1, 2))
+        for envs in (1, 2)
     ],
     lambda each: each.options,
 )
@@ -496,7 +488,7 @@ def goals(**changes: Any) -> Any:
 
 def written() -> LazyTensorStorage:
     storage = LazyTensorStorage(4)
-    storage.set(range(3), torch.arange(3))
+    storage.append(torch.arange(3))
     return storage
 
 
@@ -524,10 +516,6 @@ _REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("a pair of numbers", lambda: slices(span=[1, 2, 3])),
         ("slice_len", lambda: slices(slice_len=0)),
         ("equal lengths", lambda: slices(strict_length=False, stack=True)),
-        ("max_sample_count", lambda: ConsumingSampler(0)),
-        ("1-dimensional storages", lambda: buffer(storage=LazyTensorStorage(4, ndim=2), sampler=ConsumingSampler())),
-        ("TensorDictMaxValueWriter", lambda: buffer(writer=TensorDictMaxValueWriter(), sampler=ConsumingSampler())),
-        ("Prefetching is not supported", lambda: buffer(prefetch=2, batch_size=2, sampler=ConsumingSampler())),
         ("strategy must be one of", lambda: goals(strategy="random")),
         *(("ratio must be in", lambda ratio=ratio: goals(ratio=ratio)) for ratio in (-0.1, 1.5, math.nan)),
         ("n_steps=3", lambda: buffer(relabel=goals(), n_steps=3)),
@@ -546,11 +534,6 @@ _REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("either num_slices or slice_len", lambda: slices(num_slices=2)),
         ("has no without-replacement variant", lambda: prioritized(replacement=False)),
         ("has no without-replacement variant", lambda: prioritized_slices(replacement=False)),
-        *(("max_sample_count", lambda wrong=wrong: ConsumingSampler(wrong)) for wrong in (True, 1.5)),
-        (
-            "requires a writer with a callable",
-            lambda: buffer(writer=type("Fixed", (RoundRobinWriter,), {"write_at": None})(), sampler=ConsumingSampler()),
-        ),
         ("SampleUnit", lambda: buffer(sample_unit=3)),
     ],
     RuntimeError: [

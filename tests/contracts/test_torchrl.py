@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpubuf import data
+from gpubuf.integrations import torchrl as data
 from tests.contracts.torchrl_programs import KEPT, PROGRAMS, RECORD, differences, run, torchrls
 
 BETTER = {
@@ -29,8 +29,6 @@ DIFFERENT = {
     "refused/tensors for TensorDicts": "a TypeError",
     "long edits/set_ too many": "a ValueError",
     "long edits/set_ one row": "a ValueError",
-    "long ensembles/stats before": "storages that are not written to are not initialized",
-    "ensembles/*": "batches are flat, and an ensemble has the rows of its buffers",
 }
 
 

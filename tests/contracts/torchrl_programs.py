@@ -27,8 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.contracts import torchrl_losses
 from tests.support.n_step_model import Model
-from tests.support.torchrl_buffers import consuming, edits, max_value, queries, sequences, two_dimensions
-from tests.support.torchrl_buffers import ensembles as ensembles_of_buffers
+from tests.support.torchrl_buffers import edits, max_value, sequences, two_dimensions
 
 Point = namedtuple("Point", ["x", "y"])
 PROGRAMS: dict[str, Callable[[Any], Any]] = {}
@@ -252,7 +251,7 @@ def form(rows: Any) -> Any:
 @program()
 def several_steps(lib: Any) -> Any:
     """As they are written. Flags are in TorchRL those of the first step, and it keeps one row more back."""
-    options = {"write_time": True} if lib.__name__ == "gpubuf.data" else {}
+    options = {"write_time": True} if lib.__name__ == "gpubuf.integrations.torchrl" else {}
     transform, model = lib.MultiStepTransform(n_steps=3, gamma=0.9, **options), Model(1000, envs=2, seed=1)
     made = [transform.inv(model.write(n)) for n in (7, 1, 12, 3)]
     rows = torch.cat([part for part in made if part is not None and part.numel()], 1)[:, :20]
@@ -386,34 +385,11 @@ def generations(lib: Any, kind: str, track: bool) -> Any:
     found = [buffer.extend(rows(6)), writer._cursor, buffer.write_count, buffer.extend(rows(5)), writer._cursor]
     found += [writer.tracks_generations, "index_generation" in buffer.sample().keys()]
     before = writer.generations_of(torch.arange(8)) if track else torch.zeros(8)
-    writer.write_at(torch.tensor([2, 5]), rows(2))
     buffer.extend(rows(2))
     after = writer.generations_of(torch.arange(8)) if track else torch.zeros(8)
     found += [after - before, buffer[[2, 5]]["a"], writer._cursor, len(buffer)]
     buffer.empty()
     return [*found, writer._cursor, buffer.write_count, len(buffer)]
-
-
-@program(*range(12))
-def conditional_update(lib: Any, case: int) -> Any:
-    """What is written back of rows that may be gone, with and without versions, and what is said of it."""
-    generator = torch.Generator().manual_seed(case)
-    writer = lib.TensorDictRoundRobinWriter(track_generations=True)
-    buffer = lib.TensorDictReplayBuffer(storage=lib.LazyTensorStorage(8), writer=writer, batch_size=4)
-    rows = TensorDict({"value": torch.zeros(8), "deep": {"v": torch.arange(8) % 4}}, [8])
-    generation = writer.generations_of(buffer.extend(rows))
-    buffer.extend(rows[:3])
-    chosen = torch.randint(0, 8, (12,), generator=generator)
-    given: dict[str, Any] = {"index": chosen, "generation": generation[chosen]}
-    if case % 3:
-        version = torch.randint(0, 5, (12,), generator=generator)
-        given |= {"version_key": ("deep", "v"), "version": 2 if case > 8 else version, "require_newer": case % 3 == 2}
-    submit = buffer.submit_update_if_present if case % 2 else buffer.update_if_present
-    result = submit(patch={"value": torch.arange(12.0) + 1}, **given)
-    result = result.result() if case % 2 else result
-    values = buffer[:]["value"] if case % 3 else buffer[:]["value"] > 0
-    counts = [result.updated_count, result.version_rejected_count, result.stale_count, list(result.batch_size)]
-    return [result.updated, result.version_rejected, counts, values, buffer[:]["deep", "v"]]
 
 
 # Transforms, parts of their own, several buffers
@@ -504,36 +480,13 @@ def refused(lib: Any) -> Any:
     return [[name, fact(action)] for name, action in actions.items()]
 
 
-@program()
-def ensembles(lib: Any) -> Any:
-    """Several buffers as one."""
-
-    def made(**options: Any) -> Any:
-        buffers = [lib.ReplayBuffer(storage=lib.LazyTensorStorage(100)) for _ in range(3)]
-        for number, buffer in enumerate(buffers):
-            buffer.extend(TensorDict({"root": torch.full((90,), number)}, [90]))
-        return lib.ReplayBufferEnsemble(*buffers, batch_size=48, **options), buffers
-
-    def drawn(**options: Any) -> Any:
-        batches = [made(**options)[0].sample() for _ in range(8)]
-        return [list(batches[0].batch_size), {int(number) for batch in batches for number in batch["root"].unique()}]
-
-    ensemble, buffers = made()
-    found = [["parts", [ensemble[0] is buffers[0], ensemble[:] is ensemble, len(ensemble)]]]
-    found.append(["by shares", fact(lambda: drawn(p=[0.0, 0.9, 0.1])[1])])
-    return [*found, ["of all", fact(lambda: drawn(sample_from_all=True))]]
-
-
 # States and folders
 
 
 #: Longer programs. The few cases of some are those that are kept.
 STORIES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "consuming": consuming.story,
     "edits": edits.story,
-    "ensembles": ensembles_of_buffers.story,
     "max_value": max_value.story,
-    "queries": queries.story,
     "sequences": functools.partial(sequences.story, every=1),
     "few sequences": sequences.story,
     "two_dimensions": functools.partial(two_dimensions.story, every=1),
@@ -975,8 +928,6 @@ KEPT = [
     "dimensions TensorDict 2",
     "rank (2, 3) median",
     "generations RoundRobinWriter True",
-    "conditional_update 5",
-    "conditional_update 10",
     "transforms",
     "refused",
     *(f"long {name}" for name in STORIES if name not in ("sequences", "two_dimensions")),

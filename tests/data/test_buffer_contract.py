@@ -21,6 +21,7 @@ from tensordict import TensorDict
 from gpubuf import ReplayBuffer, capture, plan
 from gpubuf.data import LazyMemmapStorage, moving
 from gpubuf.data.storage import memmap
+from gpubuf.integrations.edits import set_keys
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import FAULTS, WRITTEN
 from tests.contracts import SLOW_AND_NIGHTLY, each_option, first_quick
@@ -169,7 +170,7 @@ class History:
         if not self.columns or not (at := self.model.chosen(3)):
             return
         numbers = [self.model.renumber(position) for position in at]
-        self.buffer.set_at_("number", torch.tensor(numbers).unsqueeze(-1), self.model.index(at))
+        set_keys(self.buffer, {"number": torch.tensor(numbers).unsqueeze(-1)}, self.model.index(at), whole=False)
 
     def update_if_present(self) -> None:
         """Only rows that are still those that were sampled are updated."""
@@ -182,9 +183,9 @@ class History:
             self.model.renumber(at) if at in stored and self.model.generation(at) == generation else -1
             for at, generation in sampled.items()
         ]
-        patch = {"number": torch.tensor(numbers).unsqueeze(-1)}
+        back = TensorDict({"number": torch.tensor(numbers).unsqueeze(-1)}, [len(numbers)])
         self.buffer.update_if_present(
-            self.model.index(list(sampled)), patch=patch, generation=torch.tensor(list(sampled.values()))
+            self.model.index(list(sampled)), back, generation=torch.tensor(list(sampled.values()))
         )
 
 
@@ -326,9 +327,10 @@ def test_rows_lie_anywhere_and_move(contract, monkeypatch):
             buffer.extend(rows)
         if contract.rows == "tensordict":
             generation = torch.tensor([model.generation(position) for position in edited])
-            patch = {"number": torch.tensor([model.renumber(position) for position in edited]).unsqueeze(-1)}
+            numbers = torch.tensor([model.renumber(position) for position in edited]).unsqueeze(-1)
+            back = TensorDict({"number": numbers}, [len(edited)])
             for buffer in (stays, moves):
-                buffer.update_if_present(model.index(edited), patch=patch, generation=generation)
+                buffer.update_if_present(model.index(edited), back, generation=generation)
         model.check_rows(moves)
         assert same(batches(moves), batches(stays))
     moves.free()
@@ -454,10 +456,8 @@ def test_nothing_waits_for_the_gpu(contract):
                 buffer.extend_columns(dict(given.items(True, True)))
                 buffer.add_columns([given[key][0] for key in buffer.column_keys])
                 number = torch.empty(len(index), 1, dtype=torch.int64, device="cuda")
-                update = {"index": index, "generation": number[:, 0], "patch": {"number": number}}
-                assert buffer.update_if_present(**update).updated.shape == (len(index),)
-                update |= {"version_key": "number", "version": number[:, 0]}
-                assert buffer.submit_update_if_present(**update).done()
+                back = TensorDict({"number": number}, [len(index)])
+                buffer.update_if_present(index, back, generation=number[:, 0])
         buffer.empty()
 
 
@@ -568,8 +568,11 @@ def mistakes(contract: BufferContract, model: Model) -> dict[str, tuple[Any, ...
                 ValueError,
                 r"rows of shape \(1,\) .* the batch rows of shape \(2,\)",
             ),
-            "no such key": (lambda buffer: buffer.set_("other", 1), KeyError),
-            "a value too wide": (lambda buffer: buffer.set_at_("number", torch.zeros(2, 5), [0, 1]), ValueError),
+            "no such key": (lambda buffer: set_keys(buffer, {"other": 1}, slice(None), whole=True), KeyError),
+            "a value too wide": (
+                lambda buffer: set_keys(buffer, {"number": torch.zeros(2, 5)}, [0, 1], whole=False),
+                ValueError,
+            ),
         }
     if not contract.envs:
         found["a write beyond"] = (lambda buffer: buffer.__setitem__(torch.tensor([99, 0, 1]), rows), IndexError)

@@ -200,12 +200,6 @@ def test_update_priority_without_priorities():
     buffer.update_tensordict_priority(buffer.sample(2))
 
 
-def test_what_is_out_of_scope_says_so():
-    for argument in ("service_backend", "transport_options"):
-        with pytest.raises(NotImplementedError, match=argument):
-            ReplayBuffer(**{argument: 1})
-
-
 def test_a_full_storage_can_be_given():
     data = transitions(5)
     buffer = TensorDictReplayBuffer(storage=TensorStorage(data))

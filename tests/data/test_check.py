@@ -9,14 +9,9 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf.cli import main
-from gpubuf.data import (
-    LazyTensorStorage,
-    ListStorage,
-    PrioritizedReplayBuffer,
-    ReplayBuffer,
-    TensorDictReplayBuffer,
-)
+from gpubuf.data import LazyTensorStorage, PrioritizedReplayBuffer, ReplayBuffer, TensorDictReplayBuffer
 from gpubuf.data import check as module
+from gpubuf.integrations.torchrl import ListStorage
 from gpubuf.train import TrainConfig, train
 
 

@@ -21,21 +21,19 @@ import torch
 from tensordict import TensorDict, tensorclass
 from torch import nn
 
-from gpubuf import (
+from gpubuf import serialization
+from gpubuf.data.checkpoints import files
+from gpubuf.integrations.torchrl import (
     LazyMemmapStorage,
     LazyTensorStorage,
+    ListStorage,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
     SliceSampler,
     TensorDictReplayBuffer,
     TensorStorage,
-    serialization,
 )
-from gpubuf.data import (
-    ListStorage,
-)
-from gpubuf.data.checkpoints import files
 from gpubuf.train.metrics import JsonLines
 from tests.support.threads import wait_for_line
 from tests.support.transitions import same, transitions
@@ -636,19 +634,4 @@ def test_the_folder_of_a_storage(tmp_path):
     with pytest.raises(ValueError, match="damaged"):
         storage.loads(tmp_path / "dump")
     assert storage[:]["a"].tolist() == [0, 1, 2, 3]
-
-
-def test_flat_storages():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(8, ndim=2))
-    buffer.extend(transitions(6).view(2, 3))
-    flat = buffer.storage.flatten()
-    assert flat[:]["next", "step"].tolist() == [0, 3, 1, 4, 2, 5]
-    assert flat.flatten() is flat
-    assert len(ReplayBuffer(storage=flat)) == 6
-
-
-def test_attached_buffers():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
-    buffer.storage.attach(buffer)
-    with pytest.raises(NotImplementedError, match="mark_update"):
-        LazyTensorStorage(4).attach(buffer)
+    assert isinstance(storage[:], TensorDict)

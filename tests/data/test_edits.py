@@ -8,12 +8,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from gpubuf.data import (
+from gpubuf.integrations.torchrl import (
     ImmutableDatasetWriter,
     LazyTensorStorage,
     PrioritizedSampler,
     ReplayBuffer,
-    RoundRobinWriter,
     SliceSampler,
     TensorDictReplayBuffer,
     TensorStorage,
@@ -141,44 +140,12 @@ def test_an_immutable_buffer_refuses_every_write():
     assert len(buffer.sample()) == 3
 
 
-@pytest.mark.parametrize("ndim", [1, 2])
-def test_rows_written_at_places_of_your_own_are_new(backend, ndim):
-    sampler = PrioritizedSampler(8, alpha=1.0, beta=1.0)
-    writer = RoundRobinWriter(track_generations=True)
-    assert writer.tracks_generations
-    assert not RoundRobinWriter().tracks_generations
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8, ndim=ndim), sampler=sampler, writer=writer)
-    assert writer.generations_of(torch.arange(3)).tolist() == [-1] * 3
-    index = buffer.extend(rows(6) if ndim == 1 else rows(6).view(2, 3))
-    assert writer.generations_of(index).tolist() == [1] * 6
-    buffer.update_priority(index, torch.arange(1.0, 7.0))
-    batch = buffer.sample(32)
-    rewritten = torch.tensor([1, 4]) if ndim == 1 else torch.tensor([[0, 1], [2, 0]])
-    assert torch.equal(writer.write_at(rewritten, rows(2, 70)), rewritten)
-    assert writer.generations_of(rewritten).tolist() == [2, 2]
-    assert (len(buffer), buffer.storage.cursor) == (6, 6)
-    assert buffer[rewritten]["a"].tolist() == [70, 71]
-    assert sampler.tree.leaves[:8].tolist() == [1.0, 6.0, 3.0, 4.0, 6.0, 6.0, 0.0, 0.0]
-    buffer.update_tensordict_priority(batch.set("td_error", torch.full((32,), 9.0)))
-    assert sampler.tree.leaves[[1, 4]].tolist() == [6.0, 6.0]
-    changed = {"a": torch.zeros(32, dtype=torch.long), "index_generation": batch["index_generation"]}
-    buffer.update_if_present(batch["index"], TensorDict(changed, [32]))
-    assert buffer[rewritten]["a"].tolist() == [70, 71]
-    buffer.extend(rows(4, 90) if ndim == 1 else rows(4, 90).view(2, 2))
-    assert writer.generations_of(torch.arange(8) if ndim == 1 else coordinates_of(8)).tolist() == [
-        2,
-        3,
-        1,
-        1,
-        2,
-        1,
-        1,
-        1,
-    ]
-    with pytest.raises(IndexError, match=r"out of (range|bounds)"):
-        writer.write_at(8 if ndim == 1 else torch.tensor([[4, 0]]), rows(1))
-
-
-def coordinates_of(n: int) -> torch.Tensor:
-    """Positions in a storage of two environments."""
-    return torch.stack((torch.arange(n) // 2, torch.arange(n) % 2), -1)
+@pytest.mark.parametrize("dim_extend", [0, 1])
+def test_a_key_of_all_rows_is_assigned_as_it_is_read(dim_extend):
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(12, ndim=2), dim_extend=dim_extend)
+    buffer.extend(TensorDict({"a": torch.arange(10).view(2, 5), "next": {"b": torch.zeros(2, 5)}}, [2, 5]))
+    due = buffer["a"] - 7
+    buffer["a"] = due
+    buffer["next", "b"] = 3
+    assert torch.equal(buffer["a"], due)
+    assert buffer["next", "b"].eq(3).all()

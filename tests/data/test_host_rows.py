@@ -15,11 +15,11 @@ from gpubuf.data import (
     Mirror,
     MixedReplayBuffer,
     ReplayBuffer,
-    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorStorage,
 )
 from gpubuf.data.recording import CaptureError, Recording, recorded
+from gpubuf.integrations.torchrl import TensorDictMaxValueWriter
 from gpubuf.kernels.rows import NoRoomError
 from tests.contracts.buffers import flat
 
@@ -121,19 +121,19 @@ def test_a_state_with_other_keys_is_refused(tmp_path: Path):
     unsaved = ReplayBuffer(storage=LazyTensorStorage(4))
     unsaved.extend(TensorDict({"a": torch.zeros(1), "value": NonTensorData(object(), batch_size=[1])}, [1]))
     with pytest.raises(TypeError, match="host"):
-        unsaved.dumps(tmp_path / "objects")
+        unsaved.save(tmp_path / "objects")
 
 
 def test_tensors_beside_text_are_changed_in_place():
     buffer = filled()
-    buffer.writer.write_at([1, 2], rows(2, 40))
+    buffer[[1, 2]] = rows(2, 40)
     assert numbers(buffer[:]) == [0, 40, 41, 3, 4, 5]
     batch = buffer.sample()
     generation = buffer.writer.generations_of(batch["index"])
     changed = batch.set("number", batch["number"] + 1).set("text", "not written")
     buffer.update_if_present(batch["index"], changed, generation=generation)
     assert "not written" not in flat(buffer[:].get("text").tolist())
-    buffer.writer.write_at(range(6), rows(6))
+    buffer[:] = rows(6)
     assert numbers(buffer[:]) == list(range(6))
     assert "'text': on the host" in repr(buffer)
 
@@ -185,5 +185,5 @@ def test_what_is_refused(tmp_path: Path):
     n_step = {"next": {"reward": torch.ones(4, 1), "done": torch.zeros(4, 1, dtype=torch.bool), "text": "late"}}
     with pytest.raises(ValueError, match="later row"):
         ReplayBuffer(storage=LazyTensorStorage(4), n_steps=2).extend(TensorDict(n_step, [4]))
-    with pytest.raises(TypeError, match="a ListStorage any object"):
+    with pytest.raises(TypeError, match="a TensorDict holds such data"):
         ReplayBuffer(storage=LazyTensorStorage(4)).extend({"a": TensorDict({"text": "x"}, [2])})

@@ -100,10 +100,10 @@ def devices_of_a_sample(buffer: TensorDictReplayBuffer) -> set[str]:
 class DrawsOnTheHost(Sampler):
     """The fault itself: indices are drawn on the CPU and copied to the GPU."""
 
-    def sample(self, storage: Any, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        torch.randint(len(storage), (batch_size,))
+    def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
+        torch.randint(len(self.storage), (n,))
         # The copy has no counterpart on fake tensors.
-        return torch.empty(batch_size, dtype=torch.int64, device="cuda"), {}
+        return torch.empty(n, dtype=torch.int64, device="cuda"), {}
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from gpubuf.data import (
+from gpubuf.integrations.torchrl import (
     LazyTensorStorage,
     ListStorage,
     PrioritizedSampler,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import heapq
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,20 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpubuf.data import (
+from gpubuf.data.recording import Recording, recorded
+from gpubuf.integrations.torchrl import (
     LazyTensorStorage,
     PrioritizedSampler,
     ReplayBuffer,
     SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
-    max_value,
 )
-from gpubuf.data.max_value import Ranks, RankState, comparable
-from gpubuf.data.recording import Recording, recorded
+from gpubuf.integrations.torchrl.max_value import Ranks, RankState, comparable
 from tests.support.fuzzing import examples
 
 CPU = torch.device("cpu")
@@ -61,22 +56,11 @@ class Model:
         return sorted(number for _, number in self.heap)
 
 
-@contextlib.contextmanager
-def trees_of(fan_out: int, direct: int) -> Iterator[None]:
-    """Trees of ranks have so many children a node, and search so many nodes at once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(max_value, "FAN_OUT", fan_out)
-        patch.setattr(max_value, "DIRECT", direct)
-        yield
-
-
-@given(STREAMS, st.sampled_from([(64, 4096), (2, 1), (2, 3), (3, 2)]))
+@given(STREAMS)
 @examples(200)
-def test_the_rows_that_a_heap_keeps(stream, tree):
-    """Whatever the shape of the tree: one level or several, full or not."""
+def test_the_rows_that_a_heap_keeps(stream):
     capacity, batches = stream
-    with trees_of(*tree):
-        follow_a_heap(capacity, [torch.tensor(batch) for batch in batches])
+    follow_a_heap(capacity, [torch.tensor(batch) for batch in batches])
 
 
 def follow_a_heap(capacity: int, batches: list[Tensor]) -> None:
@@ -111,35 +95,6 @@ def test_large_rings(capacity):
     follow_a_heap(capacity, batches)
 
 
-def test_a_write_looks_at_few_rows():
-    """No operation makes a tensor as long as the ring; nor does the number of nodes grow with it."""
-    made: list[int] = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            found = function(*args, **(kwargs or {}))
-            names = {alias.alias_info for alias in function._schema.returns}
-            if names == {None}:
-                made.extend(t.numel() for t in pytree.tree_leaves(found) if isinstance(t, Tensor))
-            return found
-
-    capacity = 500_000
-    tree = Ranks(RankState.of(torch.arange(float(capacity)), capacity), CPU)
-    for n in (1, 64, 256):
-        made.clear()
-        with Sizes():
-            index = tree.admit(torch.full((n,), 1e9, dtype=torch.float64))
-        assert len(index) == n
-        assert 0 < max(made) <= max(64 * n, 4096)
-
-
-@pytest.fixture(params=[(64, 4096), (2, 2)])
-def kind(request):
-    """Trees of one level and of several."""
-    with trees_of(*request.param):
-        yield
-
-
 def rows(ranks: Any, start: int = 0) -> TensorDict:
     """Rows that tell which they are."""
     rank = torch.as_tensor(ranks, dtype=torch.float64)
@@ -160,7 +115,7 @@ def buffer_of(capacity: int, sampler: Any = None, batch_size: int = 4, **storage
 
 @pytest.mark.parametrize("capacity", [1, 7])
 @pytest.mark.parametrize("dtypes", [None, {"wide": torch.float16}])
-def test_a_buffer_keeps_the_best_rows(kind, capacity, dtypes):
+def test_a_buffer_keeps_the_best_rows(capacity, dtypes):
     generator = torch.Generator().manual_seed(capacity)
     buffer, model = buffer_of(capacity, dtypes=dtypes), Model(capacity)
     for n in (3, 1, 0, 20, 2, 7, 1, 1, 30):
@@ -180,7 +135,7 @@ def test_a_buffer_keeps_the_best_rows(kind, capacity, dtypes):
     assert (buffer.sample()["rank"] >= min(buffer[:]["rank"])).all()
 
 
-def test_priorities_of_new_rows_and_late_ones(kind):
+def test_priorities_of_new_rows_and_late_ones():
     """Rows that are not kept change no priority, and one that was replaced takes no late one (CASES 46)."""
     buffer = buffer_of(4, PrioritizedSampler(4, alpha=1.0, beta=1.0), 64)
     index = buffer.extend(rows([5, 1, 3, 4]))
@@ -205,14 +160,14 @@ def test_priorities_of_new_rows_and_late_ones(kind):
     assert buffer[:]["number"].tolist() == [3] * 4
 
 
-def test_ranks_without_an_order_are_the_lowest(kind):
+def test_ranks_without_an_order_are_the_lowest():
     buffer = buffer_of(2)
     nan, inf = float("nan"), float("inf")
     assert buffer.extend(rows([nan, -inf, nan, 1.0, inf])).tolist() == [-1, -1, -1, 0, 1]
     assert buffer.extend(rows([nan, inf, 2.0])).tolist() == [-1, 0, -1]
 
 
-def test_the_state_goes_on(kind, tmp_path):
+def test_the_state_goes_on(tmp_path):
     generator = torch.Generator().manual_seed(2)
     buffer = buffer_of(8, PrioritizedSampler(8, 0.6, 0.4))
     for _ in range(5):
@@ -242,7 +197,7 @@ def test_the_state_goes_on(kind, tmp_path):
     assert len(wider) == 12
 
 
-def test_rows_of_another_writer_are_ranked(kind, tmp_path):
+def test_rows_of_another_writer_are_ranked(tmp_path):
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4))
     buffer.extend(rows([3, 8, 1, 7, 5, 6]))
     buffer.save(tmp_path / "made")
@@ -276,7 +231,7 @@ def test_a_damaged_state_is_refused(damage):
         buffer.writer.check_state({**state, **damage}, 6, 4)
 
 
-def test_an_emptied_and_a_freed_buffer_begin_anew(kind):
+def test_an_emptied_and_a_freed_buffer_begin_anew():
     buffer = buffer_of(3, PrioritizedSampler(3, 1.0, 1.0))
     buffer.extend(rows([5, 6, 7, 8]))
     old = buffer.sample()
@@ -310,7 +265,7 @@ class StopError(Exception):
 
 
 @pytest.mark.parametrize("where", ["update", "rewrite", "fill"])
-def test_an_interrupted_write_is_finished(kind, monkeypatch, where):
+def test_an_interrupted_write_is_finished(monkeypatch, where):
     buffer = buffer_of(4, PrioritizedSampler(4, 1.0, 1.0))
     buffer.extend(rows([3, 8, 1]))
     target = type(buffer.storage) if where == "update" else type(buffer.storage.counters)

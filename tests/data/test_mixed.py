@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf import MixedReplayBuffer, ReplayBufferEnsemble, capture
+from gpubuf import MixedReplayBuffer, capture
 from gpubuf.data import (
     Codec,
     LazyTensorStorage,
@@ -447,19 +447,19 @@ def test_checkpoints_of_others(tmp_path: Path):
             save()
 
 
-def two_tasks(*dtypes: torch.dtype) -> ReplayBufferEnsemble:
-    """An ensemble whose buffers store the key "x" in several ways."""
+def two_tasks(*dtypes: torch.dtype) -> MixedReplayBuffer:
+    """A mix whose buffers store the key "x" in several ways."""
     parts = []
     for dtype in dtypes:
         storage = LazyTensorStorage(4, dtypes={"x": Codec(torch.uint8)} if dtype is torch.uint8 else None)
         parts.append(TensorDictReplayBuffer(storage=storage, writer=TensorDictRoundRobinWriter(track_generations=True)))
         x = torch.zeros((4, 1) if dtype is torch.float64 else (4,))
         parts[-1].extend(TensorDict({"x": x, "v": torch.zeros(4, dtype=torch.int16)}, [4]))
-    return ReplayBufferEnsemble(*parts, routing_key="v")
+    return MixedReplayBuffer(parts)
 
 
 def both_prioritized() -> MixedReplayBuffer:
-    return ReplayBufferEnsemble(part(4, 0, kind="prioritized"), part(4, 100, kind="prioritized"))
+    return MixedReplayBuffer([part(4, 0, kind="prioritized"), part(4, 100, kind="prioritized")])
 
 
 OWNERS, ROWS, VALUES = torch.tensor([0, 0, 1, 1]), torch.arange(4), torch.arange(1.0, 5.0)
@@ -477,9 +477,7 @@ def prioritize(**changed: Any) -> tuple[Any, Any]:
 
 
 def patched(second: torch.dtype, **changed: Any) -> tuple[Any, Any]:
-    arguments = {"index": ROWS, "buffer": OWNERS, "generation": torch.ones(4).long(), "patch": PATCH} | changed
-    if "data" in changed:
-        del arguments["patch"]
+    arguments = {"index": ROWS, "buffer": OWNERS, "generation": torch.ones(4).long(), "data": PATCH} | changed
     return lambda: two_tasks(torch.float32, second), lambda mixed: mixed.update_if_present(**arguments)
 
 
@@ -489,25 +487,16 @@ def carried(priority: float) -> tuple[Any, Any]:
     return both_prioritized, lambda mixed: mixed.update_tensordict_priority(batch)
 
 
-ENDS = OWNERS[1:3]
 REFUSED: dict[str, tuple[Any, Any]] = {
     **{f"priority {bad}": prioritize(priority=last(VALUES, bad)) for bad in (math.nan, math.inf, -1.0)},
     "index": prioritize(index=last(ROWS, 20)),
     "buffer": prioritize(buffer=last(OWNERS, 2)),
     "generations": prioritize(generation=torch.ones(3).long()),
     **{f"td_error {bad}": carried(bad) for bad in (math.nan, -1.0)},
-    "a mark in the padding": (both_prioritized, lambda mixed: mixed.mark_update(torch.tensor([0, 20]), buffer=ENDS)),
     "a row of nobody's": patched(torch.float32, index=last(ROWS, 4)),
-    "a version": patched(torch.float32, version_key="v", version=torch.tensor([1, 1, 1, 2**15])),
-    "a key": patched(torch.float32, patch=TensorDict({"y": torch.zeros(4)}, [4])),
-    "a shape, patched": patched(torch.float64),
-    "a shape": patched(torch.float64, data=PATCH),
-    "a number, patched": patched(torch.uint8),
-    "a number": patched(torch.uint8, data=PATCH),
-    "routed rows": (
-        lambda: two_tasks(torch.float32, torch.float64),
-        lambda mixed: mixed.extend(TensorDict({"x": torch.ones(4), "v": OWNERS.to(torch.int16)}, [4])),
-    ),
+    "a key": patched(torch.float32, data=TensorDict({"y": torch.zeros(4)}, [4])),
+    "a shape": patched(torch.float64),
+    "a number": patched(torch.uint8),
 }
 
 
@@ -532,20 +521,6 @@ def test_numbers_are_part_of_a_graph(monkeypatch):
     step = capture(lambda: mixed.sample()["index"], warmup=1)
     step()
     with pytest.raises(Exception, match="a buffer that has a share is empty"):
-        step()
-
-
-def test_sizes_as_shares_in_a_graph(monkeypatch):
-    """CASES 74: a graph has the sizes of its capture, and is refused once a draw has found others."""
-    RecordedCuda().install(monkeypatch)
-    sized = ReplayBufferEnsemble(part(5, 0), part(15, 1000), p="sampleable", batch_size=20)
-    step = capture(lambda: sized.sample()["index"], warmup=1)
-    for _ in range(3):
-        step()
-        assert torch.bincount(sized.sample()["buffer"]).tolist() == [5, 15]
-    sized.extend(transitions(5, 50))
-    assert sized.sample(40)["buffer"].sum() == 24
-    with pytest.raises(Exception, match="or shares since its step was captured"):
         step()
 
 

@@ -474,11 +474,11 @@ def test_rows_of_a_checkpoint_that_can_not_be_summed(tmp_path):
 # MultiStepTransform
 
 
-@pytest.mark.parametrize("given", ["to the constructor", "by a factory", "appended"])
+@pytest.mark.parametrize("given", ["to the constructor", "appended"])
 def test_a_buffer_takes_it_for_n_steps(given):
     """Rows are stored as they are, and every one of them can be drawn."""
     transform = MultiStepTransform(3, 0.9)
-    options = {"to the constructor": {"transform": transform}, "by a factory": {"transform_factory": lambda: transform}}
+    options = {"to the constructor": {"transform": transform}}
     buffer, model = new(12, sampler="without replacement", batch_size=12, **options.get(given, {})), Model(12)
     if given == "appended":
         buffer.extend(model.write(3))

@@ -25,10 +25,10 @@ from gpubuf.data import (
     RandomShift,
     ReplayBuffer,
     RewardScale,
-    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
 from gpubuf.data.processing.statistics import _kept
+from gpubuf.integrations.torchrl import TensorDictMaxValueWriter
 from gpubuf.kernels._registry import triton_on_cpu
 from tests.contracts import first_quick
 from tests.support.counted_launches import counted_launches

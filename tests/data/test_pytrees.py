@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_refused_and_nothing_written():
             buffer.extend(data)
     assert numbers(buffer[:]) == list(range(6))
     for data, match in (
-        ({"a": torch.zeros(2), "b": ["x", "y"]}, "ListStorage"),
+        ({"a": torch.zeros(2), "b": ["x", "y"]}, "storage of objects"),
         ({(1, 2): torch.zeros(2)}, "text or integers"),
     ):
         with pytest.raises(TypeError, match=match):

@@ -18,6 +18,7 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     Transition,
 )
+from gpubuf.integrations.edits import set_keys
 
 KEYS = {"validity_mask", "learning_mask", "anchor_index", "sequence_id", "step_in_sequence", "index"}
 
@@ -43,7 +44,7 @@ def test_the_index_follows_writes_and_edits():
     buffer.extend(rows(8, ends=(5,)))
     real = buffer.sample()["validity_mask"].view(4, 12).sum(1)
     assert real.tolist() == [6, 5, 4, 3]
-    buffer.set_at_(("next", "done"), True, 2)
+    set_keys(buffer, {("next", "done"): True}, 2, whole=False)
     buffer.sample()
     assert buffer.sample()["validity_mask"].view(4, 12).sum(1).tolist() == [3, 2, 1, 3]
     buffer.empty()

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data import (
+from gpubuf.integrations.torchrl import (
     LazyTensorStorage,
     PrioritizedSampler,
     RandomSampler,

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from gpubuf import capture
 from gpubuf.data import ReplayBuffer
 from gpubuf.data.storage import placement
+from gpubuf.integrations.edits import set_keys
 from gpubuf.kernels.rows import FAULTS
 from tests.contracts import SLOW_AND_NIGHTLY, each_option, first_quick
 from tests.contracts.buffers import COPIES, write
@@ -109,11 +110,6 @@ def test_a_batch_larger_than_the_rest_of_an_epoch_begins_the_next_one():
 
 
 # Random operations
-
-
-def in_order(contract: SamplerContract) -> bool:
-    """Whether the oldest rows leave first."""
-    return contract.kind != "consuming"
 
 
 class History:
@@ -228,13 +224,13 @@ class History:
             if past:
                 self.buffer.storage[:]["next", name].view(-1)[row.position] = flag
             else:
-                self.buffer.set_at_(("next", name), torch.tensor([[flag]]), index)
+                set_keys(self.buffer, {("next", name): torch.tensor([[flag]])}, index, whole=False)
         if past:
             self.buffer.mark_update(index)
             self.model.priority[row.number] = self.model.new_priority
 
 
-@pytest.mark.parametrize("contract", samplers(in_order), ids=str)
+@pytest.mark.parametrize("contract", samplers(), ids=str)
 def test_random_histories(contract):
     """CASES 12, 15, 16, 21, 24, 25: writes of any size, wraps, changes from outside, copies, late priorities."""
     for seed in range(2):
@@ -242,7 +238,7 @@ def test_random_histories(contract):
 
 
 @pytest.mark.parametrize("seeds", first_quick([range(2, 6), range(6, 20)], marks=SLOW_AND_NIGHTLY), ids=str)
-@pytest.mark.parametrize("contract", samplers(in_order), ids=str)
+@pytest.mark.parametrize("contract", samplers(), ids=str)
 def test_long_histories(contract, seeds):
     for seed in seeds:
         History(contract, seed).run(60)
@@ -292,8 +288,7 @@ def test_a_state_in_a_larger_storage(contract):
         if contract.kind in ("prioritized", "prioritized hindsight"):
             due = [model.weight(number) for number in batch["number"].tolist()]
             assert batch["priority_weight"].tolist() == pytest.approx(due, rel=1e-5)
-    if in_order(contract):
-        assert larger.extend(model.rows_of(1)).reshape(-1)[0] == STEPS
+    assert larger.extend(model.rows_of(1)).reshape(-1)[0] == STEPS
 
 
 @pytest.mark.parametrize("contract", each_option(samplers()), ids=str)

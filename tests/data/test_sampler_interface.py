@@ -14,8 +14,9 @@ import torch
 from tensordict import TensorDict
 
 import gpubuf.data
-from gpubuf.data import (
+from gpubuf.integrations.torchrl import (
     LazyTensorStorage,
+    ListStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
@@ -26,6 +27,7 @@ from gpubuf.data import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from gpubuf.integrations.torchrl.samplers import read_priorities
 from tests.contracts.torchrl_programs import PRIORITIES, RECORD, five_rows
 from tests.support.transitions import transitions
 
@@ -118,23 +120,6 @@ class TestWithoutItsBuffer:
         sampler.mark_update(torch.tensor([3]))
         sampler.mark_update(4, storage=buffer.storage)
         assert leaves(sampler) == [3, 2, 4, 4, 4]
-
-    def test_priorities_that_are_given_first_are_those_of_the_first_storage(self):
-        sampler = PrioritizedSampler(8, 1.0, 1.0, eps=0.0)
-        sampler.update_priority(torch.tensor([0, 2, 7]), torch.tensor([4.0, 5.0, 6.0]))
-        sampler.mark_update(torch.tensor([0]))
-        with pytest.raises(ValueError, match="finite"):
-            sampler.update_priority(torch.tensor([1]), float("nan"))
-        with pytest.raises(IndexError, match="max_capacity is 8"):
-            sampler.update_priority(torch.tensor([8]), 1.0)
-        with pytest.raises(RuntimeError, match="2 priorities"):
-            sampler.update_priority(torch.tensor([1]), torch.ones(2))
-        storage = LazyTensorStorage(8)
-        storage.append(TensorDict({"number": torch.arange(5)}, [5]))
-        sampler.sample(storage, 3)
-        # Row 0 was marked after 5 had been given. There is no row 7.
-        assert leaves(sampler)[1:] == [1, 5, 1, 1]
-        assert leaves(sampler)[0] == 5
 
     def test_a_storage_binds_it(self):
         storage = LazyTensorStorage(8)
@@ -231,50 +216,25 @@ class TestStates:
         assert len(buffer.sample()) == 4
 
 
-class TestFiles:
-    def test_priorities_that_torchrl_has_written(self):
-        sampler = PrioritizedSampler(8, 1.0, 1.0)
-        new(sampler, rows=8)
-        sampler.loads(DUMP)
-        assert (sampler.alpha, float(sampler.beta), sampler.eps) == (0.5, 0.25, 0.0)
-        assert float(sampler.default_priority) == 9.0
+def test_priorities_that_torchrl_has_written():
+    priorities = read_priorities(DUMP)
+    assert priorities is not None
+    assert (priorities.alpha, priorities.beta, priorities.eps, priorities.max_priority) == (0.5, 0.25, 0.0, 9.0)
 
-    def test_priorities_come_back(self, tmp_path):
-        buffer, other = (
-            prioritized(),
-            new(PrioritizedSampler(8, 1.0, 1.0)),
-        )
-        for _ in range(2):
-            # A folder can be written again.
-            buffer.sampler.dumps(tmp_path / "saved")
-        other.sampler.loads(str(tmp_path / "saved"))
-        assert leaves(other.sampler, 8) == leaves(buffer.sampler, 8)
-        assert float(other.sampler.default_priority) == 4.0
-        with pytest.raises(ValueError, match="has no priorities"):
-            other.sampler.loads(tmp_path)
 
-    def test_an_epoch_comes_back(self, tmp_path):
-        buffer, other = new(SamplerWithoutReplacement()), new(SamplerWithoutReplacement())
-        buffer.sample(2)
-        buffer.sampler.dumps(tmp_path / "saved")
-        other.sampler.loads(tmp_path / "saved")
-        assert torch.equal(buffer.sample(2)["number"], other.sample(2)["number"])
-        with pytest.raises(FileNotFoundError, match="no checkpoint"):
-            other.sampler.loads(tmp_path)
-
-    def test_an_epoch_of_slices_comes_back(self, tmp_path):
-        def filled() -> TensorDictReplayBuffer:
-            sampler = SliceSamplerWithoutReplacement(slice_len=2, end_key=("next", "done"), shuffle=True)
-            buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(30), sampler=sampler)
-            done = torch.arange(24) % 4 == 3
-            buffer.extend(TensorDict({"episode": torch.arange(24) // 4, ("next", "done"): done.unsqueeze(1)}, [24]))
-            return buffer
-
-        buffer, other = filled(), filled()
-        seen = buffer.sample(4)["episode"][::2].tolist()
-        buffer.sampler.dumps(tmp_path / "saved")
-        other.sampler.loads(tmp_path / "saved")
-        rest = [other.sample(4)["episode"][::2] for _ in range(2)]
-        assert sorted([*seen, *torch.cat(rest).tolist()]) == [0, 1, 2, 3, 4, 5]
-        assert torch.equal(rest[0], buffer.sample(4)["episode"][::2])
-        assert other.sampler.ran_out
+def test_slices_without_a_buffer():
+    """``sampler.sample(storage, n)``, as TorchRL calls it: a tuple of indices, one a dimension, and the info."""
+    for envs in (1, 2):
+        storage = LazyTensorStorage(20 * envs, ndim=envs)
+        flags = TensorDict({"next": {"done": (torch.arange(20) % 5 == 4).unsqueeze(-1)}}, [20])
+        storage.append(flags if envs == 1 else torch.stack([flags, flags], 1))
+        index, info = SliceSampler(slice_len=2, end_key=("next", "done")).sample(storage, 8)
+        assert isinstance(index, tuple)
+        assert len(index) == envs
+        assert all(i.shape == (8,) for i in index)
+        assert info["next", "truncated"].shape == (8, 1)
+        assert storage[index[0] if envs == 1 else index].batch_size == (8,)
+    objects = ListStorage(12)
+    objects.set(range(12), list(range(12)))
+    with pytest.raises(RuntimeError, match="Could not get a tensordict out of the storage, which is required for"):
+        SliceSampler(num_slices=2).sample(objects, 4)

@@ -14,7 +14,6 @@ from tensordict import TensorDict
 
 from gpubuf import (
     LazyTensorStorage,
-    ListStorage,
     PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
@@ -322,19 +321,6 @@ def test_signatures():
         assert set(found) - set(defaults) <= {"weighting", "stack", "replacement", "process_group"}
 
 
-def test_the_sampler_alone():
-    """``sampler.sample(storage, n)``, as TorchRL calls it: a tuple of indices, one a dimension, and the info."""
-    for envs in (1, 2):
-        sampler = SliceSampler(slice_len=2)
-        buffer, _ = filled(sampler, [[t % 5 == 4] * envs for t in range(20)])
-        index, info = sampler.sample(buffer.storage, 8)
-        assert isinstance(index, tuple)
-        assert len(index) == envs
-        assert all(i.shape == (8,) for i in index)
-        assert info["next", "truncated"].shape == (8, 1)
-        assert buffer.storage[index[0] if envs == 1 else index].batch_size == (8,)
-
-
 @pytest.mark.parametrize("kind", [SliceSampler, SliceSamplerWithoutReplacement])
 def test_the_key_that_was_found(kind):
     """As TorchRL's samplers say it: from the first use on, unless a key was given; of flags there is none."""
@@ -357,11 +343,7 @@ def test_the_key_that_was_found(kind):
 def test_what_samplers_say_of_themselves_and_of_rows_they_cannot_slice():
     assert repr(RandomSampler()) == "RandomSampler()"
     assert repr(SamplerWithoutReplacement(True)) == "SamplerWithoutReplacement(drop_last=True, shuffle=True)"
-    objects = ListStorage(12)
-    objects.set(range(12), list(range(12)))
-    with pytest.raises(RuntimeError, match="Could not get a tensordict out of the storage, which is required for"):
-        SliceSampler(num_slices=2).sample(objects, 4)
-    storage = LazyTensorStorage(12)
-    storage.set(range(12), TensorDict({"episode": torch.arange(12) // 4}, [12]))
+    buffer = ReplayBuffer(storage=LazyTensorStorage(12), sampler=SliceSampler(slice_len=6))
+    buffer.extend(TensorDict({"episode": torch.arange(12) // 4}, [12]))
     with pytest.raises(RuntimeError, match="Did not find a single trajectory with sufficient length: 6 steps"):
-        SliceSampler(slice_len=6).sample(storage, 6)
+        buffer.sample(6)

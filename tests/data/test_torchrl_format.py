@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from gpubuf import (
+from gpubuf.integrations.torchrl import (
     LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
@@ -105,10 +105,11 @@ def test_priorities():
 
 def dump(buffer: ReplayBuffer, folder: Path) -> None:
     """Write the files that TorchRL would, but for priorities."""
-    buffer.storage._storage.memmap(folder / "storage")
-    rows = {"metadata": {}, "is_pytree": False, "len": len(buffer)}
-    (folder / "storage" / "storage_metadata.json").write_text(json.dumps(rows))
-    buffer.writer.dumps(folder / "writer")
+    buffer.storage.dumps(folder / "storage")
+    (folder / "writer").mkdir()
+    per_step = buffer.storage.shape[1:].numel()
+    place = {"cursor": buffer.storage.cursor // per_step, "write_count": buffer.write_count // per_step}
+    (folder / "writer" / "metadata.json").write_text(json.dumps(place))
     (folder / "buffer_metadata.json").write_text(json.dumps({"batch_size": buffer.batch_size}))
 
 

@@ -5,22 +5,19 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict, tensorclass
 
-from gpubuf.data import (
+from gpubuf.data import arguments
+from gpubuf.integrations.torchrl import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
-    PrioritizedReplayBuffer,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
@@ -28,10 +25,8 @@ from gpubuf.data import (
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictMaxValueWriter,
-    TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorStorage,
-    arguments,
     load_torchrl,
 )
 from tests.support.transitions import same, transitions
@@ -40,94 +35,6 @@ from tests.support.transitions import same, transitions
 def rows(first: int, n: int) -> TensorDict:
     number = torch.arange(first, first + n)
     return TensorDict({"a": number, "b": number.float().view(n, 1)}, [n])
-
-
-def made(counts: dict[str, int], name: str, part: Any) -> Any:
-    def make() -> Any:
-        counts[name] = counts.get(name, 0) + 1
-        return part()
-
-    return make
-
-
-# Parts made at the first use
-
-
-def test_parts_are_made_at_the_first_use():
-    counts: dict[str, int] = {}
-    buffer = TensorDictReplayBuffer(
-        storage=made(counts, "storage", lambda: LazyTensorStorage(10)),
-        sampler=made(counts, "sampler", RandomSampler),
-        transform_factory=made(counts, "transform", lambda: lambda td: td.set("twice", td["a"] * 2)),
-        batch_size=4,
-        priority_key="own",
-        delayed_init=True,
-    )
-    assert counts == {}
-    assert isinstance(buffer, TensorDictReplayBuffer)
-    assert not buffer.initialized
-    assert "delayed_init" in repr(buffer)
-    assert buffer.priority_key == "own"
-    assert len(buffer) == 0
-    assert counts == {"storage": 1, "sampler": 1, "transform": 1}
-    buffer.extend(rows(0, 6))
-    assert type(buffer) is TensorDictReplayBuffer
-    assert buffer.initialized
-    assert buffer.priority_key == "own"
-    batch = buffer.sample()
-    assert torch.equal(batch["twice"], batch["a"] * 2)
-    assert counts == {"storage": 1, "sampler": 1, "transform": 1}
-
-
-@pytest.mark.parametrize("use", ["storage", "sampler", "writer", "state_dict", "deepcopy", "pickle", "iter"])
-def test_any_use_makes_the_parts(use: str):
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2, delayed_init=True)
-    if use in ("storage", "sampler", "writer"):
-        assert getattr(buffer, use) is getattr(buffer, f"_{use}")
-    elif use == "state_dict":
-        assert not buffer.state_dict()["_storage"]["initialized"]
-    elif use == "iter":
-        with pytest.raises(RuntimeError, match="empty"):
-            next(iter(buffer))
-    else:
-        other = copy.deepcopy(buffer) if use == "deepcopy" else pickle.loads(pickle.dumps(buffer))
-        assert type(other) is ReplayBuffer
-        other.extend(rows(0, 3))
-        assert len(other) == 3
-        assert len(buffer) == 0
-    assert type(buffer) is ReplayBuffer
-
-
-def test_parts_that_can_not_be_made_are_tried_again():
-    ready: list[LazyTensorStorage] = []
-    buffer = ReplayBuffer(storage=lambda: ready[0], delayed_init=True)
-    with pytest.raises(IndexError):
-        buffer.extend(rows(0, 3))
-    ready.append(LazyTensorStorage(4))
-    buffer.extend(rows(0, 3))
-    assert len(buffer) == 3
-    assert buffer.storage is ready[0]
-
-
-@pytest.mark.parametrize("kind", [PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer])
-def test_prioritized_buffers_are_delayed_too(kind: type[ReplayBuffer]):
-    counts: dict[str, int] = {}
-    storage = made(counts, "storage", lambda: LazyTensorStorage(10))
-    buffer = kind(alpha=1.0, beta=1.0, storage=storage, batch_size=4, delayed_init=True)
-    assert counts == {}
-    buffer.extend(rows(0, 6))
-    assert counts == {"storage": 1}
-    assert buffer.sampler.storage is buffer.storage
-    assert len(buffer.sample()) == 4
-
-
-def test_a_transform_factory_delays_unless_told_otherwise():
-    counts: dict[str, int] = {}
-    factory = made(counts, "transform", lambda: lambda td: td)
-    ReplayBuffer(transform_factory=factory)
-    assert counts == {}
-    ReplayBuffer(transform_factory=factory, delayed_init=False)
-    assert counts == {"transform": 1}
 
 
 # Options without a counterpart
@@ -147,14 +54,11 @@ def test_options_without_effect_warn_once(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_shared_buffer_has_clients():
-    """``shared=True`` gives processes clients; a buffer that was made without it can't be shared later."""
+    """``shared=True`` gives processes clients."""
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
-    assert buffer.share() is buffer
     client = buffer.client(rows(0, 1))
     client.extend(rows(0, 3))
     assert len(buffer) == 3
-    with pytest.raises(NotImplementedError, match="make it with shared=True, and pass processes its client"):
-        ReplayBuffer(storage=LazyTensorStorage(10)).share()
 
 
 # Rows at positions of one's own
@@ -386,14 +290,11 @@ def test_a_row_with_batch_dimensions_of_its_own_is_written_under_an_int():
     assert buffer[:]["a"].tolist() == [[0, 0], [8, 9], [8, 9]]
 
 
-@pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_samples_are_of_the_assigned_storage(backend, delayed, prefetch):
-    options = {"batch_size": 8, "prefetch": prefetch}
-    buffer = ReplayBuffer(storage=LazyTensorStorage(16), delayed_init=delayed, **options)
-    if not delayed:
-        buffer.extend(transitions(16))
-        buffer.sample()
+def test_samples_are_of_the_assigned_storage(backend, prefetch):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(16), batch_size=8, prefetch=prefetch)
+    buffer.extend(transitions(16))
+    buffer.sample()
     buffer._storage = TensorStorage(transitions(6, 100))
     assert set(buffer.sample()["next", "step"].tolist()) <= set(range(100, 106))
     assert len(buffer) == 6

@@ -85,10 +85,6 @@ def test_rows_are_written_as_they_are_read(backend, dim_extend):
             buffer[index] = new
             due[index] = due[index].exclude("index").apply(lambda value: value + 50).set("index", due[index]["index"])
             assert (buffer[:] == due).all(), index
-        buffer["a"] = due["a"] - 7
-        buffer["next", "b"] = 3
-        assert torch.equal(buffer["a"], due["a"] - 7)
-        assert buffer["next", "b"].eq(3).all()
 
 
 def test_positions_are_those_of_samples(backend):
@@ -146,7 +142,6 @@ def test_a_coordinate_out_of_range_raises_and_changes_nothing(coordinates, form)
         lambda: buffer[index],
         lambda: buffer.storage[index],
         lambda: buffer.__setitem__(index, one),
-        lambda: buffer.storage.set(index, one),
     ):
         with pytest.raises(IndexError, match=r"coordinate -?\d+ is out of range in dimension [01].*\[4, 3\]"):
             act()

@@ -26,7 +26,6 @@ from gpubuf import (
 )
 from gpubuf.commands import whole_number
 from gpubuf.data import (
-    ListStorage,
     MixedReplayBuffer,
     PrioritizedSampler,
     PrioritizedSliceSampler,
@@ -35,6 +34,7 @@ from gpubuf.data import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
+from gpubuf.integrations.torchrl import ListStorage
 from gpubuf.modules import make_sac_actor, make_sac_critic
 from tests.contracts.buffers import COPIES, BufferContract
 

@@ -14,7 +14,12 @@ import gpubuf
 import gpubuf.data
 import gpubuf.objectives
 from gpubuf import missing_names
-from gpubuf.data import PrioritizedReplayBuffer, ReplayBuffer, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
+from gpubuf.integrations.torchrl import (
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
 
 
 def theirs(name: str) -> Any:
@@ -31,7 +36,7 @@ BUFFERS = (ReplayBuffer, TensorDictReplayBuffer)
     [("storage", "LazyTensorStorage"), ("sampler", "RandomSampler"), ("writer", "RoundRobinWriter")],
 )
 def test_a_part_of_torchrls(buffer: type, part: str, name: str):
-    message = f"got TorchRL's {name}: take gpubuf.data's class of that name"
+    message = f"got TorchRL's {name}: take gpubuf.integrations.torchrl's class of that name"
     for given in (theirs(name), lambda: theirs(name)):
         with pytest.raises(TypeError, match=f"^expected a .* or a function that returns one, {message}$"):
             buffer(**{part: given})
@@ -49,7 +54,7 @@ def test_a_storage_of_torchrls_for_a_sampler_or_a_writer():
 
 
 def test_a_part_of_nobodys():
-    with pytest.raises(TypeError, match=r"^expected a Storage or a function that returns one, got float$"):
+    with pytest.raises(TypeError, match=r"^expected a TensorStorage or a function that returns one, got float$"):
         ReplayBuffer(storage=3.0)
 
 
@@ -95,5 +100,5 @@ def test_writers_in_other_processes(buffer: Any):
 
 def test_buffers_in_other_processes():
     for argument in ("service_backend", "service_backend_options", "transport", "transport_options"):
-        with pytest.raises(NotImplementedError, match=rf"^{argument}=.* is not supported.*: .*process"):
+        with pytest.raises(NotImplementedError, match=rf"^{argument} is not supported.*: .*process"):
             ReplayBuffer(**{argument: {"a": 1}})

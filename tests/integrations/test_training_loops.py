@@ -27,8 +27,7 @@ from tensordict.nn import (
 from torch import Tensor, nn
 from torch.distributions import OneHotCategorical
 
-import gpubuf.data
-import gpubuf.objectives
+from gpubuf.integrations import torchrl as ours
 from gpubuf.modules import MLP, make_sac_actor
 from tests.contracts.torchrl_programs import torchrls
 
@@ -341,8 +340,8 @@ def train(lib: Any, agent: Agent, script: str, prioritized: bool) -> dict[str, A
     buffer = make_buffer(lib, script, prioritized)
     loss, update = SCRIPTS[script](lib, agent)
     # The scripts pass a batch to update_priority(), which TorchRL's buffers take no more.
-    ours = lib.SACLoss is gpubuf.objectives.SACLoss
-    update_priority = buffer.update_priority if ours else buffer.update_tensordict_priority
+    here = lib.SACLoss is ours.SACLoss
+    update_priority = buffer.update_priority if here else buffer.update_tensordict_priority
     before = {key: value.detach().clone() for key, value in loss.state_dict().items()}
     batch, losses, collected, number = TensorDict(), TensorDict(), 0, 0
     for rows in agent.batches:
@@ -366,7 +365,7 @@ def train(lib: Any, agent: Agent, script: str, prioritized: bool) -> dict[str, A
     parameters = {key for key, _ in loss.named_parameters()}
     assert parameters <= moved, parameters - moved
     # The values of TorchRL's TD3Loss.value_loss are not in its batch.
-    if prioritized and ours:
+    if prioritized and here:
         assert len({*buffer.sample()["priority_weight"].tolist()}) > 1
 
     def form(data: TensorDictBase) -> dict[str, Any]:
@@ -378,13 +377,6 @@ def train(lib: Any, agent: Agent, script: str, prioritized: bool) -> dict[str, A
         "losses": form(losses[0]),
         "parameters": sorted(value.shape for value in loss.parameters()),
     }
-
-
-def library() -> Any:
-    names = {name: getattr(gpubuf.data, name) for name in gpubuf.data.__all__}
-    return types.SimpleNamespace(
-        **names, **{name: getattr(gpubuf.objectives, name) for name in gpubuf.objectives.__all__}
-    )
 
 
 def torchrl_library() -> Any:
@@ -404,7 +396,7 @@ needs_torchrl = pytest.mark.skipif(
 )
 def test_torchrls_script(script: str, prioritized: bool):
     torch.manual_seed(0)
-    found = train(library(), own_agent(script), script, prioritized)
+    found = train(ours, own_agent(script), script, prioritized)
     assert {"('next', 'observation')", "('next', 'reward')", "action", "index"} <= set(found["batch"])
 
 
@@ -415,7 +407,7 @@ def test_torchrls_script(script: str, prioritized: bool):
 def test_torchrls_script_with_its_networks(script: str, prioritized: bool):
     """The same keys, shapes and dtypes of batches, losses and parameters, before the change of imports and after it."""
     found = []
-    for lib in (torchrl_library(), library()):
+    for lib in (torchrl_library(), ours):
         torch.manual_seed(0)
         found.append(train(lib, torchrl_agent(script), script, prioritized))
     assert found[0] == found[1]
@@ -518,7 +510,7 @@ PLANS = {"online": (False, False), "images": (True, False), "offline": (False, T
 @pytest.mark.parametrize("kind", PLANS)
 def test_tdmpc2(kind: str):
     torch.manual_seed(0)
-    plan(library(), "cpu", *PLANS[kind])
+    plan(ours, "cpu", *PLANS[kind])
 
 
 @pytest.mark.gpu
@@ -527,7 +519,7 @@ def test_tdmpc2(kind: str):
 @pytest.mark.parametrize("kind", PLANS)
 def test_tdmpc2_on_a_gpu(kind: str, device: str):
     torch.manual_seed(0)
-    plan(library(), device, *PLANS[kind])
+    plan(ours, device, *PLANS[kind])
 
 
 @needs_torchrl
@@ -535,4 +527,4 @@ def test_tdmpc2_on_a_gpu(kind: str, device: str):
 @pytest.mark.parametrize("kind", PLANS)
 def test_tdmpc2_before_and_after(kind: str):
     torch.manual_seed(0)
-    assert plan(torchrl_library(), "cpu", *PLANS[kind]) == plan(library(), "cpu", *PLANS[kind])
+    assert plan(torchrl_library(), "cpu", *PLANS[kind]) == plan(ours, "cpu", *PLANS[kind])

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubuf import LazyMemmapStorage, SliceSampler, TensorDictReplayBuffer
 from gpubuf.data.storage import memmap_files, plan
+from gpubuf.integrations.edits import set_keys
 from gpubuf.kernels.rows import ENTRY, ROW_BYTES, ROW_STRIDE, SIZE, WRITTEN
 
 EPISODE = 10
@@ -132,7 +133,7 @@ def update(buffer: TensorDictReplayBuffer) -> None:
 def set_in_place(buffer: TensorDictReplayBuffer) -> None:
     number = buffer.storage[:]["number"]
     rows = torch.cat([transitions(1, int(n), 5, width_of(buffer)) for n in number])
-    buffer.update_(rows.select("version", "values"))
+    set_keys(buffer, dict(rows.select("version", "values").items()), slice(None), whole=True)
 
 
 def empty(buffer: TensorDictReplayBuffer) -> None:

@@ -69,7 +69,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "tests/data/test_sampler_contract.py",
         ),
     ),
-    "mixes": (("gpubuf/data/mixed*.py",), ("tests/data/test_mixed.py", "tests/data/test_ensemble.py")),
+    "mixes": (("gpubuf/data/mixed*.py",), ("tests/data/test_mixed.py",)),
     "processing": (("gpubuf/data/processing/*.py",), ("tests/data/test_processing*.py",)),
     "slices": (
         ("gpubuf/data/samplers/slices*.py", "kernels/trajectories/_cpu*.py"),

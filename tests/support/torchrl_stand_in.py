@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.report.migration.page import recorded
 
-PACKAGE = "gpubuf.integrations.torchrl"
+PACKAGE = "gpubuf.integrations.torchrl.types"
 
 
 def _member(name: str) -> Any:
@@ -56,7 +56,7 @@ def installed() -> bool:
 
 
 def joined() -> types.ModuleType:
-    """``gpubuf.integrations.torchrl``, on TorchRL or on its stand-in."""
+    """``gpubuf.integrations.torchrl.types``, on TorchRL or on its stand-in."""
     if installed():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -14,6 +14,7 @@ import gpubuf.data
 import gpubuf.objectives
 from benchmarks.report.migration.signatures import REQUIRED, Entry, described
 from gpubuf import missing_names
+from gpubuf.integrations import torchrl
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[2] / "docs"
@@ -86,7 +87,8 @@ def sentence(text: str) -> str:
 def reasons() -> dict[str, Reason]:
     """What was written by hand, by name (``ReplayBuffer``), item (``ReplayBuffer.sample(batch_size)``) or area."""
     by_hand = tomllib.loads((HERE / "reasons.toml").read_text())
-    found = {name: Reason("missing", sentence(text)) for name, text in missing_names.DATA.items()}
+    gone = missing_names.DATA.keys() - set(torchrl.__all__)
+    found = {name: Reason("missing", sentence(missing_names.DATA[name])) for name in sorted(gone)}
     found["area objectives"] = Reason("missing", sentence(missing_names.OTHER_OBJECTIVES))
     found["losses"] = Reason("missing", sentence(missing_names.OBJECTIVES))
     for name, entry in by_hand.items():
@@ -157,7 +159,8 @@ def compared(name: str, entry: Entry, value: Any, written: dict[str, Reason]) ->
 
 def comparison() -> tuple[list[Compared], list[str]]:
     """Every name of TorchRL's; and which reasons are stale or missing, a line for each."""
-    own = {name: getattr(module, name) for module in (gpubuf.data, gpubuf.objectives) for name in module.__all__}
+    modules = gpubuf.data, gpubuf.objectives, torchrl
+    own = {name: getattr(torchrl, name) for module in modules for name in module.__all__}
     written, found, wrong = reasons(), [], []
     for name, entry in recorded()["names"].items():
         if name in own:

@@ -30,7 +30,6 @@ from gpubuf.data.sequences import SampleUnit, Sequence
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.end_bits import OWN
 from gpubuf.data.storage.layout import as_key, batch_shape, layout_of, tensors_of
-from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import Writer
@@ -294,14 +293,13 @@ class Intake:
             TypeError: the storage holds any objects, or lies in files.
             ValueError: rows are not written in turn, or something takes those of all writers for one stream.
         """
-        if isinstance(storage, ListStorage) or not storage.relocatable:
+        if storage.takes_objects or not storage.relocatable:
             kind = type(storage).__name__
             raise TypeError(
                 f"writers in other processes need a LazyTensorStorage: a {kind} can't tell their rows apart"
             )
-        if sampler.consumes or not writer.in_order:
-            part = sampler if sampler.consumes else writer
-            raise ValueError(f"writers in other processes need rows that are written in turn, not a {part!r}")
+        if not writer.in_order:
+            raise ValueError(f"writers in other processes need rows that are written in turn, not a {writer!r}")
         steps = () if pipeline is None else pipeline.steps
         if any(isinstance(step, RewardScale) and (step.envs or 1) > 1 for step in steps):
             raise ValueError(

@@ -6,7 +6,7 @@ docs/extending.md shows how to write a sampler.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,10 +17,10 @@ from gpubuf.data.arguments import describe_type
 from gpubuf.data.recording import current, refuse_in_capture
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.storage import host_memory
-from gpubuf.data.storage.layout import Data, RowLayout
+from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.placement import IndexBytes, depends_on_room
 from gpubuf.data.storage.plan import Recipe, RowPlan
-from gpubuf.data.storage.storage import Storage, TensorStorage
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels import philox
 from gpubuf.kernels._registry import without_dispatch
 from gpubuf.serialization import need
@@ -171,22 +171,16 @@ class Sampler:
     write. A sampler serves one storage at a time: that of its buffer, until that is gone or has another sampler. Its
     next buffer begins with a tree, an index and an epoch of its own; the random stream goes on.
 
-    ``gpubuf.data.Sampler`` also takes a sampler that is written for TorchRL, which overrides ``sample(storage, n)`` and
-    nothing else of these: its ``update_priority(index, priority, *, storage)``, ``mark_update``, ``extend``, ``add``,
-    ``_empty``, ``state_dict`` and ``load_state_dict`` are called as there, and it need not call ``super().__init__()``.
-
     Attributes:
         has_priorities: declares that the sampler has a use for priorities: those that come with a write reach
             :meth:`on_write`, those of an update :meth:`update_priority`, and samples carry ``"index_generation"``, by
             which a priority that returns too late is recognised.
-        consumes: declares that rows leave when they were drawn, and that the sampler says where new ones go.
         ran_out: whether an epoch has ended with the last batch; iteration over the buffer stops there.
         lock: the lock of the sampler's buffer, for methods that users call on the sampler itself.
         reader: what :meth:`draw` reads rows from: a plan of the storage, which knows how batches are made of rows.
     """
 
     has_priorities: ClassVar[bool] = False
-    consumes: ClassVar[bool] = False
     ran_out: bool = False
     #: Attributes that hold a tensor about the rows, or None.
     row_tensors: ClassVar[tuple[str, ...]] = ()
@@ -255,7 +249,7 @@ class Sampler:
             raise RuntimeError(UNBOUND)
         return self._storage
 
-    def bind(self, storage: Storage, lock: AbstractContextManager[Any] | None = None) -> None:
+    def bind(self, storage: TensorStorage, lock: AbstractContextManager[Any] | None = None) -> None:
         """Serve ``storage`` from now on. With another storage than before, all data about rows is forgotten.
 
         Args:
@@ -313,7 +307,7 @@ class Sampler:
             Flat positions, int64 ``[n]`` on the storage's device, and a dict of info about each row: tensors of ``n``
             entries by key. A buffer of TensorDicts writes them into the batch.
         """
-        raise NotImplementedError(f"{type(self).__name__} overrides neither choose(n) nor sample(storage, batch_size)")
+        raise NotImplementedError(f"{type(self).__name__} overrides neither choose(n) nor draw(n)")
 
     def draw(self, n: int) -> Drawn:
         """Choose ``n`` rows and gather them. Override it if one launch does both."""
@@ -341,7 +335,7 @@ class Sampler:
         """
         return self.choose(n * batches)
 
-    def _serve(self, storage: Storage | None) -> None:
+    def _serve(self, storage: TensorStorage | None) -> None:
         """Bind to ``storage``, unless the sampler serves it already."""
         if storage is not None and storage is not self._storage:
             self.bind(storage)
@@ -375,17 +369,6 @@ class Sampler:
 
     # Writing
 
-    def write(self, append: Callable[[Data], Tensor], data: Data) -> Tensor:
-        """Write a batch, by ``append``, which writes at the cursor, or elsewhere. Only of a sampler that consumes rows.
-
-        Returns the flat positions of the rows.
-        """
-        return append(data)
-
-    def available(self) -> int:
-        """Number of rows that are left. Only of a sampler that consumes rows."""
-        return 0 if self._storage is None else len(self._storage)
-
     def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
         """Called once for every write, with the flat positions of its surviving rows.
 
@@ -412,12 +395,12 @@ class Sampler:
         """Called with the priorities of a write, before anything is written: raise if they can't be used."""
 
     def update_priority(
-        self, index: Any, priority: Any, *, storage: Storage | None = None, generation: Tensor | None = None
+        self, index: Any, priority: Any, *, storage: TensorStorage | None = None, generation: Tensor | None = None
     ) -> None:
         """Warns: this sampler has no priorities."""
         warnings.warn(f"update_priority() was called on a {type(self).__name__}, which has no priorities", stacklevel=2)
 
-    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+    def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
         """Rows were written elsewhere: nothing to do without priorities."""
 
     def depends_on(self, keys: Sequence[int]) -> bool:

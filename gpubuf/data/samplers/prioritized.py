@@ -19,7 +19,7 @@ from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.samplers.sum_tree import SumTree, check_beta, exponent, refuse_negative, refuse_unusable, rows_at
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.placement import IndexBytes
-from gpubuf.data.storage.storage import Storage, TensorStorage
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels.sum_tree import ALPHA, EPS, REFUSED
 from gpubuf.serialization import need
 
@@ -251,7 +251,7 @@ class PrioritizedSampler(Sampler):
         tree.update(positions, priority, ring=self.storage.ring)
 
     def update_priority(
-        self, index: Any, priority: Any, *, storage: Storage | None = None, generation: Tensor | None = None
+        self, index: Any, priority: Any, *, storage: TensorStorage | None = None, generation: Tensor | None = None
     ) -> None:
         """Set the priorities of rows; of duplicates the last one wins. No host sync.
 
@@ -260,8 +260,7 @@ class PrioritizedSampler(Sampler):
                 ignored; negative coordinates count from the end of their dimension (in the first one, on a CPU, from
                 the last step stored).
             priority: ``[n]``, any shape with n elements, or a number for all rows; any real dtype.
-            storage: the storage that the index refers to, if the sampler serves none yet; as TorchRL passes it. Without
-                one the priorities are kept, for the rows that are in the first storage when it draws.
+            storage: the storage that the index refers to, if the sampler serves none yet; as TorchRL passes it.
             generation: ``"index_generation"`` of the sample. Rows overwritten since are left alone.
 
         Raises:
@@ -271,8 +270,6 @@ class PrioritizedSampler(Sampler):
                 priority).
         """
         own = self._storage
-        if own is None and storage is None:
-            return self._keep(index, priority)
         if own is None or (storage is not None and storage is not own):
             own = self._storage_of("update_priority", storage)
         ring = own._ring
@@ -286,18 +283,12 @@ class PrioritizedSampler(Sampler):
             tree = self._tree_made()
         tree.update(index, priority, ring=ring.counters, generation=generation)
 
-    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+    def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
         """Rows were written elsewhere: give them the priority of new rows. IndexError if they are not stored (CPU)."""
-        if self._storage is None and storage is None:
-            return self._keep(index, None)
         own = self._storage_of("mark_update", storage)
         self.on_write(rows_at(index, own), None)
 
-    def _keep(self, index: Any, priority: Any) -> None:
-        """Priorities, or marks (None), of rows of a storage that is not known yet: nothing can be done with them."""
-        self._storage_of("update_priority" if priority is not None else "mark_update", None)
-
-    def _storage_of(self, method: str, storage: Storage | None) -> TensorStorage:
+    def _storage_of(self, method: str, storage: TensorStorage | None) -> TensorStorage:
         """The storage that an index refers to: ``storage``, which ``method`` was given, or that of the buffer."""
         if storage is not None:
             self._serve(storage)

@@ -31,7 +31,7 @@ from gpubuf.data.storage.layout import MASK_KEY, Key, RowLayout, as_key, as_writ
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import check_tells_ends, host_can_read
-from gpubuf.data.storage.storage import Storage, TensorStorage
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels.rows import OFF
 from gpubuf.kernels.trajectories import Rule, eligible_words
 
@@ -385,11 +385,10 @@ class SliceSampler(Sampler):
         trajectories.write(positions.numel() // trajectories.envs)
 
     def _note_size(self, positions: Tensor) -> None:
-        # Compiled code may not depend on the sizes of other writes.
         if self._looks.at is not None:
             self._looks.wrote(positions.numel())
 
-    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+    def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
         """Rows were written elsewhere: index all of them anew, O(capacity)."""
         self.rebuild()
 
@@ -786,7 +785,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         PrioritizedSampler.on_write(self, positions, priority)
         self._tree_made().refresh(touched)
 
-    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+    def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
         """Rows were written elsewhere: index all of them anew, and give these the priority of new ones. O(capacity)."""
         self.rebuild()
         PrioritizedSampler.mark_update(self, index, storage=storage)

@@ -194,7 +194,7 @@ def structure_of(data: Any, path: Names = ()) -> Container | None:
     if kind not in _KINDS.values() and not named:
         raise TypeError(
             f"only tensors, TensorDicts and tensorclasses can be stored, and dicts, tuples and lists of them; "
-            f"{_place(path)} is a {kind.__name__}. A ListStorage takes any object"
+            f"{_place(path)} is a {kind.__name__}. Only a storage of objects takes it"
         )
     keys = tuple(data) if isinstance(data, dict) else tuple(range(len(data)))
     for key in keys:
@@ -441,7 +441,7 @@ class RowLayout:
             where = f"key {path!r} holds" if path else "the data is"
             raise TypeError(
                 f"only tensors, TensorDicts and tensorclasses can be stored; {where} a {type(data).__name__}. "
-                "A ListStorage takes any object"
+                "Only a storage of objects takes them"
             )
         children: dict[str, int | Node] = {}
         for name, value in _entries(data, path).items():
@@ -736,9 +736,7 @@ class TreeLayout(RowLayout):
         """Find the leaf, or the node, of each value in the containers, too."""
         super()._look_up()
         if self.host:
-            raise TypeError(
-                f"{list(self.host)} are not tensors: a TensorDict holds such data, a ListStorage any object"
-            )
+            raise TypeError(f"{list(self.host)} are not tensors: a TensorDict holds such data")
         self.is_tensordict = self.takes_info = False
         self._names = self.tree.names
         self._slots: list[int | Node] = []

@@ -90,9 +90,7 @@ def as_numbers(value: Any) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64, device="cpu") if from_python else tensor.detach()
 
 
-def stored_as(
-    values: Tensor, dtype: torch.dtype, name: str, ring: Tensor | None = None, *, exact: bool = False
-) -> Tensor:
+def stored_as(values: Tensor, dtype: torch.dtype, name: str, ring: Tensor | None = None) -> Tensor:
     """``values`` in the dtype of a key, as ``to()`` of tensors converts them, if the key has room for them.
 
     Args:
@@ -101,7 +99,6 @@ def stored_as(
         name: of the key.
         ring: counters of the storage: what a GPU, or captured code, can't refuse is cut to the range, NaN
             becomes 0 in an integer, and each row with such a number counts as a fault.
-        exact: refuse numbers that are rounded, too, and in flags others than 0 and 1.
 
     Raises:
         ValueError: a number is out of the range of the dtype, or NaN and the dtype has none; not on a GPU, and not in
@@ -118,8 +115,6 @@ def stored_as(
         out, lost = values != 0, values.isnan()
     else:
         out, lost = _integers(values, dtype)
-    if exact:
-        lost = lost | (out.to(values.dtype) != values)
     if host_can_read(values):
         if bool(lost.any()):
             raise ValueError(f"key {name} holds {dtype}, which has no room for {values[lost][0].item()!r}")

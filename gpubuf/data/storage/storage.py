@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
@@ -97,13 +97,6 @@ from gpubuf.kernels.rows import OFF, Field, NoRoomError, Reading
 PLAIN = Options()
 
 
-class Storage:
-    """Base class of storages (the type that buffers accept)."""
-
-    max_size: int
-    ndim: int = 1
-
-
 class Follower(Protocol):
     """Needs to know something of the rows of a storage, such as where trajectories end."""
 
@@ -147,7 +140,7 @@ class Plans(NamedTuple):
     batch: RowPlan
 
 
-class TensorStorage(Storage):
+class TensorStorage:
     """Rows in one contiguous tensor per key.
 
     Args:
@@ -177,6 +170,10 @@ class TensorStorage(Storage):
         RuntimeError: there is no such device.
     """
 
+    max_size: int
+    ndim: int = 1
+    #: Whether rows are objects of any kind, which stay as they are given.
+    takes_objects: ClassVar[bool] = False
     #: Makes a batch of what a draw or an index gives, where the buffer has no ``collate_fn``; None: it is one.
     default_collate: Callable[[Any], Any] | None = None
 
@@ -1354,7 +1351,7 @@ class LazyTensorStorage(TensorStorage):
             of trajectories. Default: an eighth of the rows, at least 256 and one an environment, never more than rows.
             A write that would need more raises RuntimeError on the CPU, and nothing is written; on a GPU such rows
             count as faults, which the next call that synchronises raises. ``storage.sharing.used`` says how many are.
-        ends: what ends a trajectory for n-step transitions, slices, sequences, hindsight and queries. ``"flags"``: what
+        ends: what ends a trajectory for n-step transitions, slices, sequences and hindsight. ``"flags"``: what
             samplers and buffers read, flags or identifiers. ``"flags+continuity"``: also a row whose next observation
             is not, byte for byte as stored, the observation of the row after it in its environment; of all keys that
             ``share_next=True`` takes. Such a row is the last one of its trajectory, and is not terminated: nothing

@@ -22,10 +22,10 @@ from gpubuf.data.checkpoints.save import Checkpointed
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.layout import Data, RowLayout
-from gpubuf.data.storage.storage import Storage, TensorStorage, rows_state
-from gpubuf.torchrl.buffers import ReplayBuffer, TensorDictReplayBuffer
-from gpubuf.torchrl.samplers import Priorities, PrioritizedSampler, read_priorities
-from gpubuf.torchrl.storages import LazyTensorStorage
+from gpubuf.data.storage.storage import TensorStorage, rows_state
+from gpubuf.integrations.torchrl.buffers import ReplayBuffer, TensorDictReplayBuffer
+from gpubuf.integrations.torchrl.samplers import Priorities, PrioritizedSampler, read_priorities
+from gpubuf.integrations.torchrl.storages import LazyTensorStorage
 
 WRITER_FILE = "metadata.json"
 BUFFER_FILE = "buffer_metadata.json"
@@ -76,7 +76,7 @@ restore.readers.append((is_dump, load_dump))
 def load_torchrl(
     path: str | os.PathLike[str],
     *,
-    storage: Storage | Any = None,
+    storage: TensorStorage | Any = None,
     sampler: Sampler | Any = None,
     **kwargs: Any,
 ) -> ReplayBuffer:
@@ -105,7 +105,7 @@ def load_torchrl(
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder that TorchRL's dumps() has written")
-    storage = component(storage, TensorStorage, lambda: None) if storage is not None else None
+    storage = component(storage, TensorStorage) if storage is not None else None
     if storage is not None and len(storage):
         raise ValueError(f"the storage must be empty, it has {len(storage)} rows")
     found = _read(folder, None if storage is None else storage.ndim, stacklevel=4)

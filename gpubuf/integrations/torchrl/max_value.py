@@ -2,7 +2,7 @@
 
 :class:`Ranks` keeps the best ``capacity`` rows of all that it was shown, exactly as a heap does that sees one row after
 the other: a row enters if there is room, or if its rank is above that of the worst row, whose place it takes. Of rows
-of equal rank the one that came first leaves first. It finds them with a tree of minima, without a host sync.
+of equal rank the one that came first leaves first.
 """
 
 from __future__ import annotations
@@ -18,22 +18,15 @@ from gpubuf.data.recording import Unfinished, refuse_in_capture
 from gpubuf.data.samplers.base import Sampler, is_tensor
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.storage.layout import Data, as_key, as_written, batch_shape, layout_of
-from gpubuf.data.storage.list_storage import UNLIMITED, ListStorage
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.ring import Ring
-from gpubuf.data.storage.storage import Storage
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.writers import DERIVED_KEYS, Writer
+from gpubuf.integrations.torchrl.list_storage import UNLIMITED, ListStorage
 from gpubuf.serialization import need
 
 NEVER = 2**62
 """The age of places that are none: above those of all rows."""
-
-FAN_OUT = 64
-"""Children of a node."""
-
-DIRECT = 4096
-"""So many nodes are searched at once: a level with no more has none above it."""
-
 
 #: Ages of places that hold no row: below those of all rows, and rising with the place.
 _EMPTY = -(2**61)
@@ -70,12 +63,10 @@ def comparable(ranks: Tensor) -> Tensor:
 
 
 class Ranks:
-    """The ranks of the rows that are kept, in a tree of minima: the worst of many are found without a look at all.
+    """The ranks of the rows that are kept.
 
-    The *least* of some places is the one of the lowest rank, and of these the oldest. A node holds rank and age of the
-    least place below it. The n least places lie below n nodes of any level: the n least ones. So a search goes down
-    level by level, each time from n nodes to their children, of which it keeps n. This takes O(n log capacity), in
-    operations on whole vectors, without a host sync. Nodes are recomputed from their children, never adjusted.
+    The *least* of some places is the one of the lowest rank, and of these the oldest. A search looks at all places, in
+    operations on whole vectors, without a host sync.
 
     Args:
         state: of the rows that are there.
@@ -85,21 +76,11 @@ class Ranks:
     def __init__(self, state: RankState, device: torch.device) -> None:
         self._capacity = state.ranks.numel()
         self._counts = state.counts.to(device, copy=True, non_blocking=True)
-        self._fan_out, self._direct = FAN_OUT, DIRECT
-        # After the places are some that are none: at least one, at the capacity.
-        places, span = self._capacity + 1, 1
-        while -(-places // span) > self._direct:
-            span *= self._fan_out
-        # Every node of the top level is full, so that each node has its children.
-        length = -(-places // span) * span
-        self._ranks = torch.full((length,), torch.inf, dtype=torch.float64, device=device)
-        self._ages = torch.full((length,), NEVER, dtype=torch.int64, device=device)
+        # After the places is one that is none.
+        self._ranks = torch.full((self._capacity + 1,), torch.inf, dtype=torch.float64, device=device)
+        self._ages = torch.full((self._capacity + 1,), NEVER, dtype=torch.int64, device=device)
         self._ranks[: self._capacity].copy_(state.ranks)
         self._ages[: self._capacity].copy_(state.ages)
-        self._levels = [(self._ranks, self._ages)]
-        while span > 1:
-            self._levels.append(_minima(*(below.view(-1, self._fan_out) for below in self._levels[-1])))
-            span //= self._fan_out
 
     @property
     def device(self) -> torch.device:
@@ -145,7 +126,8 @@ class Ranks:
         # After the rows is a place that is none, for those that don't enter.
         target = torch.where(stays, place, self._capacity)
         ages = torch.where(stays, self._counts[0] + torch.arange(n, device=ranks.device), NEVER)
-        self._put(target, torch.where(stays, ranks, torch.inf), ages)
+        self._ranks.scatter_(0, target, torch.where(stays, ranks, torch.inf))
+        self._ages.scatter_(0, target, ages)
         self._counts.add_(torch.stack((torch.full_like(below, n), stays.sum())))
         return torch.where(stays, place, -1)
 
@@ -164,46 +146,14 @@ class Ranks:
         ranks, ages = self._ranks[: self._capacity], self._ages[: self._capacity]
         return RankState(ranks.clone(), ages.clone(), self._counts.cpu().clone())
 
-    # The tree
-
-    def _put(self, places: Tensor, ranks: Tensor, ages: Tensor) -> None:
-        """Write ranks and ages of ``places``, int64 ``[n]``. Those that are given twice have the same rank and age."""
-        self._ranks.scatter_(0, places, ranks)
-        self._ages.scatter_(0, places, ages)
-        for below, (ranks_above, ages_above) in zip(self._levels, self._levels[1:], strict=False):
-            places = places // self._fan_out
-            least, oldest = _minima(*(self._children(part, places) for part in below))
-            ranks_above.scatter_(0, places, least)
-            ages_above.scatter_(0, places, oldest)
-
     def _least(self, n: int) -> Tensor:
         """The ``n`` least places, int64 ``[n]``, the least of them first. ``n`` is at most the capacity."""
-        enough = max(n * self._fan_out, self._direct)
-        height = next(h for h, (ranks, _) in enumerate(self._levels) if ranks.numel() <= enough)
-        places = _least_of(*self._levels[height], n)
-        offsets = torch.arange(self._fan_out, device=places.device)
-        for level in reversed(self._levels[:height]):
-            ranks, ages = (self._children(part, places).reshape(-1) for part in level)
-            found = _least_of(ranks, ages, n)
-            places = (places.unsqueeze(1) * self._fan_out + offsets).reshape(-1).gather(0, found)
-        places = places.gather(0, self._ages.gather(0, places).argsort())
-        return places.gather(0, self._ranks.gather(0, places).argsort(stable=True))
-
-    def _children(self, below: Tensor, nodes: Tensor) -> Tensor:
-        return below.view(-1, self._fan_out).index_select(0, nodes)
-
-
-def _minima(ranks: Tensor, ages: Tensor) -> tuple[Tensor, Tensor]:
-    """Rank and age of the least place of each row."""
-    least = ranks.amin(1)
-    return least, torch.where(ranks == least.unsqueeze(1), ages, NEVER).amin(1)
-
-
-def _least_of(ranks: Tensor, ages: Tensor, n: int) -> Tensor:
-    """The positions of the ``n`` least places, in no order."""
-    bound = ranks.kthvalue(n).values
-    order = torch.where(ranks < bound, ages - NEVER, torch.where(ranks == bound, ages, NEVER))
-    return order.topk(n, largest=False, sorted=False).indices
+        ranks, ages = self._ranks[: self._capacity], self._ages[: self._capacity]
+        bound = ranks.topk(n, largest=False).values[-1]
+        order = torch.where(ranks < bound, ages - NEVER, torch.where(ranks == bound, ages, NEVER))
+        places = order.topk(n, largest=False, sorted=False).indices
+        places = places.gather(0, ages.gather(0, places).argsort())
+        return places.gather(0, ranks.gather(0, places).argsort(stable=True))
 
 
 REDUCTIONS = ("max", "min", "mean", "median", "sum")
@@ -220,8 +170,7 @@ class TensorDictMaxValueWriter(Writer):
     place they take. Of rows of equal rank the one that came first leaves first. So the rows that are kept do not depend
     on how they were cut into batches. A rank that is NaN counts as the lowest.
 
-    A tree of minima finds the worst rows: a write of k rows takes O(k log capacity), without a host sync. A row takes a
-    float64 and an int64 beside its data, and the tree above them a 63rd of that.
+    A write looks at the ranks of all rows, without a host sync. A row takes a float64 and an int64 beside its data.
 
     ``extend`` returns the place of every row, and -1 for rows that were not kept, which samplers with priorities
     ignore. ``add`` returns an int, or None; on a GPU an int64 tensor ``[1]``.
@@ -253,7 +202,7 @@ class TensorDictMaxValueWriter(Writer):
         self._of: Ring | None = None
         self._in_doubt = False
 
-    def register_storage(self, storage: Storage) -> None:
+    def register_storage(self, storage: TensorStorage) -> None:
         """Write to ``storage``. Rows that it holds are ranked by what they hold.
 
         Raises:
@@ -286,7 +235,6 @@ class TensorDictMaxValueWriter(Writer):
                 "TensorDictMaxValueWriter keeps rows that don't follow each other in time: it can't be used with "
                 f"{found}"
             )
-        super().attach(sampler, recipe, relabel)
 
     # Writing
 
@@ -351,18 +299,6 @@ class TensorDictMaxValueWriter(Writer):
         positions = index.clamp(min=0)
         ring.rewrite(positions, (index >= 0) & (ring.generations(positions) >= 0))
         ring.fill(index.numel())
-
-    def get_insert_index(self, data: Data) -> int | None:
-        """The place that a row would take, or None if it would not be kept. Nothing changes. Synchronises with a GPU.
-
-        Args:
-            data: a row without a batch dimension.
-        """
-        ranks = self._ranks_of_all([data])
-        if not self._storage.initialized:
-            return 0
-        place = int(Ranks(self._kept().state(), torch.device("cpu")).admit(ranks))
-        return None if place < 0 else place
 
     def _ranks_of_all(self, rows: list[Any]) -> Tensor:
         found = [torch.empty(0, dtype=torch.float64, device="cpu")]

@@ -13,7 +13,7 @@ from gpubuf.data.storage.host_rows import HostRows
 from gpubuf.data.storage.layout import Data, RowLayout, is_container, is_data, mapped, stacked
 from gpubuf.data.storage.placement import Placement
 from gpubuf.data.storage.plan import RowPlan
-from gpubuf.data.storage.storage import TensorStorage
+from gpubuf.integrations.torchrl.storages import TensorStorage, is_int
 
 UNLIMITED = 1 << 40
 """The capacity of a storage without one: more objects than any list can hold."""
@@ -73,6 +73,9 @@ class ListStorage(TensorStorage):
     values, and containers of these.
     """
 
+    takes_objects = True
+    supports_conditional_update = False
+
     def __init__(
         self, max_size: int | None = None, *, compilable: bool = False, device: torch.device | str | int | None = None
     ) -> None:
@@ -93,7 +96,15 @@ class ListStorage(TensorStorage):
     def relocatable(self) -> bool:
         return False
 
+    @property
+    def _storage(self) -> list[Any]:
+        """The objects, as programs for TorchRL read them."""
+        return self.objects.items
+
     # Writing
+
+    def _given_rows(self, data: Any, one: bool) -> list[Any]:
+        return [data] if one else self.as_items(data)
 
     def as_batch(self, row: Any, dim: int) -> list[Any]:
         return [row]
@@ -201,9 +212,3 @@ class ListStorage(TensorStorage):
     def __repr__(self) -> str:
         size = "" if self.max_size == UNLIMITED else f"/{self.max_size}"
         return f"{type(self).__name__}({len(self)}{size} objects)"
-
-
-def is_int(index: Any) -> bool:
-    """Whether an index is one int, of Python's, NumPy's or torch's."""
-    scalar = isinstance(index, (Tensor, np.ndarray)) and index.ndim == 0 and index.dtype not in (torch.bool, np.bool_)
-    return scalar or (isinstance(index, (int, np.integer)) and not isinstance(index, bool))

@@ -1,4 +1,4 @@
-"""The storages of :mod:`gpubuf.data`: those of the core, with the names and comforts of TorchRL's."""
+"""Storages with the names and comforts of TorchRL's."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import MemoryMappedTensor
 from torch import Tensor
 
 from gpubuf import serialization
 from gpubuf.data.recording import Unfinished
-from gpubuf.data.storage import list_storage as lists
 from gpubuf.data.storage import memmap
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage import storage as core
@@ -59,7 +59,7 @@ class TensorStorage(core.TensorStorage):
         if not set_cursor or (size == self.max_size and cursor is not Ellipsis):
             self[cursor] = data
             return
-        rows = self._given_rows(data, lists.is_int(cursor))
+        rows = self._given_rows(data, is_int(cursor))
         n = len(rows) if isinstance(rows, list) else math.prod(batch_shape(rows, 1))
         positions = self._chosen_positions(cursor, n, bounded=not isinstance(rows, list))
         # Of duplicates the last one counts.
@@ -104,26 +104,7 @@ class TensorStorage(core.TensorStorage):
     #: Single keys of rows can be written, if they were not overwritten since: by ``update_if_present`` of a buffer.
     supports_conditional_update = True
 
-    def attach(self, buffer: Any) -> None:
-        """Nothing, for a buffer of this storage: a write tells its sampler.
-
-        Raises:
-            NotImplementedError: it is the buffer of another storage, or something else.
-        """
-        if getattr(buffer, "storage", None) is not self:
-            raise NotImplementedError(
-                f"a {type(buffer).__name__} is not told of writes to a storage that it was not made with: call its "
-                "mark_update() with the result of extend()"
-            )
-
     # Reading
-
-    def flatten(self) -> TensorStorage:
-        """A storage of one dimension with a copy of the rows, step by step. Of one dimension: the storage itself."""
-        if self.ndim == 1:
-            return self
-        rows = mapped(self._rows(slice(None)), lambda value: value.flatten(0, self.ndim - 1))
-        return TensorStorage(rows, device=self._device)
 
     @property
     def _len(self) -> int:
@@ -201,6 +182,12 @@ class TensorStorage(core.TensorStorage):
     load = loads
 
 
+def is_int(index: Any) -> bool:
+    """Whether an index is one int, of Python's, NumPy's or torch's."""
+    scalar = isinstance(index, (Tensor, np.ndarray)) and index.ndim == 0 and index.dtype not in (torch.bool, np.bool_)
+    return scalar or (isinstance(index, (int, np.integer)) and not isinstance(index, bool))
+
+
 def _picked(rows: Data, numbers: list[int]) -> Data:
     """Rows of a batch, by their numbers."""
     if isinstance(rows, list):
@@ -233,15 +220,5 @@ class LazyMemmapStorage(LazyTensorStorage, memmap.LazyMemmapStorage):
         return self.written_layout.assemble(tensors, tuple(self._shape), self.rows_device)
 
 
-class ListStorage(TensorStorage, lists.ListStorage):
-    __doc__ = lists.ListStorage.__doc__
-
-    supports_conditional_update = False
-
-    def _given_rows(self, data: Any, one: bool) -> list[Any]:
-        return [data] if one else self.as_items(data)
-
-    @property
-    def _storage(self) -> list[Any]:
-        """The objects, as programs for TorchRL read them."""
-        return self.objects.items
+#: What buffers, samplers and writers take.
+Storage = TensorStorage

@@ -1,4 +1,4 @@
-"""The samplers of :mod:`gpubuf.data`: those of the core, which take samplers and states as TorchRL's users have them.
+"""Samplers, which take samplers and states as TorchRL's users have them.
 
 Samplers that are written for TorchRL override ``sample(storage, batch_size)`` and know nothing of ``choose``. Their
 methods may lack arguments that buffers pass here, they hear of writes by ``extend``, ``add`` and ``mark_update``, and
@@ -20,18 +20,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf import serialization
 from gpubuf.data.arguments import as_tensor
 from gpubuf.data.samplers import base as core
 from gpubuf.data.samplers import prioritized, slices, uniform
-from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.storage import Storage
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels import sum_tree
 
 _FILE = "sampler_metadata.json"
-_OWN_FILE = "gpubuf.safetensors"
 _VERSION = 1
 
 
@@ -180,7 +177,12 @@ def _adapt_on_write(cls: type[Any], foreign: bool) -> None:
 
 
 class Sampler(core.Sampler):
-    __doc__ = core.Sampler.__doc__
+    """Base class of samplers that are written for TorchRL, and of gpubuf's here.
+
+    Such a sampler overrides ``sample(storage, n)`` and nothing else that the core's class has. Its
+    ``update_priority(index, priority, *, storage)``, ``mark_update``, ``extend``, ``add``, ``_empty``, ``state_dict``
+    and ``load_state_dict`` are called as there, and it need not call ``super().__init__()``.
+    """
 
     # `choose` as it was before a class that overrides `sample` alone.
     _chosen: ClassVar[Callable[..., tuple[Tensor, dict[Any, Tensor]]]] = core.Sampler.choose
@@ -193,7 +195,7 @@ class Sampler(core.Sampler):
         if cls.__module__ != __name__:
             _adapt(cls)
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
+    def sample(self, storage: TensorStorage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Choose rows, as TorchRL's samplers do: without the buffer, and without gathering them. No host sync.
 
         Args:
@@ -224,23 +226,6 @@ class Sampler(core.Sampler):
     def add(self, index: int) -> None:
         """Called instead of :meth:`extend` after a write of one row, if it is overridden."""
 
-    def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Write the state into a folder, for :meth:`loads`. A buffer's own :meth:`save` is complete. Synchronises."""
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        with self.lock:
-            serialization.save(folder / _OWN_FILE, self.state_dict())
-
-    def loads(self, path: str | os.PathLike[str]) -> None:
-        """Restore what :meth:`dumps` has written, after the storage has been restored. Synchronises.
-
-        Raises:
-            ValueError: the file is damaged, or that of another sampler.
-            FileNotFoundError: there is none.
-        """
-        with self.lock:
-            self.load_state_dict(serialization.load(Path(path) / _OWN_FILE))
-
 
 class SamplerWithoutReplacement(Sampler, uniform.SamplerWithoutReplacement):
     __doc__ = uniform.SamplerWithoutReplacement.__doc__
@@ -257,47 +242,13 @@ class RandomSampler(Sampler, uniform.RandomSampler):
     without_replacement = SamplerWithoutReplacement
 
 
-class ConsumingSampler(Sampler, uniform.ConsumingSampler):
-    __doc__ = uniform.ConsumingSampler.__doc__
-
-
 class PrioritizedSampler(Sampler, prioritized.PrioritizedSampler):
     __doc__ = prioritized.PrioritizedSampler.__doc__
-
-    # Priorities that were given before there was a storage, and None for rows that were marked.
-    _early: tuple[tuple[Tensor, Tensor | None], ...] = ()
 
     @property
     def max_size(self) -> int:
         """``max_capacity``, by TorchRL's name."""
         return self.max_capacity
-
-    def _keep(self, index: Any, priority: Any) -> None:
-        """Keep priorities, or marks, for the rows of the first storage."""
-        positions = as_tensor(index).reshape(-1)
-        if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < self.max_capacity:
-            raise IndexError(f"an index is out of range: max_capacity is {self.max_capacity}")
-        if priority is not None:
-            priority = as_tensor(priority)
-            if priority.numel() not in (1, positions.numel()):
-                raise RuntimeError(f"{positions.numel()} rows are addressed, given are {priority.numel()} priorities")
-            priority = priority.float().reshape(-1).expand(positions.numel()).clone()
-            self.check_priority(priority)
-        self._early = (*self._early, (positions.clone(), priority))
-
-    def _tree_made(self, n_new: int = 0) -> SumTree:
-        tree = super()._tree_made(n_new)
-        if self._early:
-            storage = self.storage
-            for positions, priority in self._early:
-                stored = positions < len(storage)
-                rows = positions[stored].to(storage.device)
-                if priority is None:
-                    tree.mark(rows, within_buffer=self.max_priority_within_buffer)
-                else:
-                    tree.update(rows, priority[stored].to(storage.device), ring=storage.ring)
-            self._early = ()
-        return tree
 
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
         """Restore :meth:`state_dict`, after the storage has been restored; or TorchRL's, which has no random stream.
@@ -309,35 +260,17 @@ class PrioritizedSampler(Sampler, prioritized.PrioritizedSampler):
             ValueError: TorchRL's state has fewer priorities than there are rows, or impossible ones.
         """
         if "_sum_tree" in state:
-            state = self._state_of(priorities_of(state, self.max_priority_within_buffer), order)
+            storage, priorities = self.storage, priorities_of(state, self.max_priority_within_buffer)
+            if not storage.initialized:
+                raise RuntimeError("priorities belong to rows: restore the rows of the storage first")
+            state = priorities.state(storage.max_size, len(storage), order)
         super().load_state_dict(state, order)
-
-    def _state_of(self, priorities: Priorities, order: Tensor | None = None) -> dict[str, Any]:
-        storage = self.storage
-        if not storage.initialized:
-            raise RuntimeError("priorities belong to rows: restore the rows of the storage first")
-        return priorities.state(storage.max_size, len(storage), order)
-
-    def loads(self, path: str | os.PathLike[str]) -> None:
-        """Restore what :meth:`dumps` or TorchRL has written, after the storage has been restored. Synchronises.
-
-        Raises:
-            RuntimeError: there are no rows.
-            ValueError: the files are damaged, there are none, or they have fewer priorities than there are rows.
-        """
-        if (Path(path) / _OWN_FILE).exists():
-            return super().loads(path)
-        with self.lock:
-            priorities = read_priorities(Path(path))
-            if priorities is None:
-                raise ValueError(f"{path} has no priorities: it was not written by a prioritized sampler")
-            self.load_state_dict(self._state_of(priorities))
 
 
 class SliceSampler(Sampler, slices.SliceSampler):
     __doc__ = slices.SliceSampler.__doc__
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
+    def sample(self, storage: TensorStorage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Indices of slices, a tensor for each dimension of the storage, and the info. Gathers the rows for that."""
         self._serve(storage)
         own = self.storage
