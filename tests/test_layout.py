@@ -202,6 +202,17 @@ def test_no_module_imports_itself_through_others():
     assert circles(imports_among(gpubuf_modules())) == []
 
 
+def test_families_of_kernels_are_no_ring():
+    """A family, whatever file of it, and a module that families share stand on those that they import from."""
+    arrows: dict[str, set[str]] = {}
+    for name, targets in imports_among(gpubuf_modules()).items():
+        unit, *others = (".".join(each.split(".")[:3]) for each in (name, *targets))
+        arrows.setdefault(unit, set()).update(set(others) - {unit})
+    families = {name: targets for name, targets in arrows.items() if name.startswith("gpubuf.kernels.")}
+    assert "gpubuf.kernels.rows" in families["gpubuf.kernels.sum_tree"]
+    assert circles(families) == []
+
+
 BENCHMARK_ROOMS = ("measure", "peers", "workloads", "studies", "report")
 """Folders of benchmarks/, from the lowest to the highest. The files beside them are commands, and import any room."""
 
