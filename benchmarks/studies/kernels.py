@@ -183,7 +183,7 @@ def timed(device: str) -> list[dict[str, object]]:
     """``warm`` and ``cold`` microseconds of every call."""
     memory = torch.empty(FLUSHED if device == "cuda" else 1, dtype=torch.uint8, device=device)
     flush = microseconds(memory.zero_, device)
-    found: list[dict[str, object]] = []
+    found: list[dict[str, Any]] = []
     for name, call in all_calls(device):
 
         def flushed(call: Callable[[], object] = call) -> None:
