@@ -29,7 +29,7 @@ from tests.contracts.rows import (
     every_row,
     expected_batch,
 )
-from tests.support.aot.recorder import Recorder
+from tests.gates.aot.recorder import Recorder
 
 ID = Spec(1, stored=torch.int64)
 NUMBERED = (ID, Spec(1, LAST, torch.int64, of=0, writes=False), Spec(1, SUM), TRANSITION[-1])
