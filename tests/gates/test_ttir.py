@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from tests.gates.ptx.launch import ORDERS
 from tests.gates.ttir.declared import declarations, stale, unexplained
 from tests.gates.ttir.report import Finding, read
-from tests.gates.ttir.runs import KERNELS, RUNS, kernels_of, run_pytest
+from tests.gates.ttir.runs import KERNELS, QUICK, RUNS, files, kernels_of, run_pytest
 
 #: What is slow because of the interpreter isn't so here.
 OF_THE_GATES = "not slow or interpreted"
@@ -46,6 +46,17 @@ def test_the_gates_themselves(checks, tmp_path):
     """Case 47: a name that enters a loop as another one. Case 48: an integer that is 1 in a tuple."""
     done = run_pytest(f"tests/gates/checks/{checks}.py", report=tmp_path / "report.json")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
+
+
+@pytest.mark.parametrize("code", QUICK)
+def test_at_edges(code, tmp_path):
+    """What quick runs execute of compiled code: rows, sum tree and trajectories, at the edges of sizes and blocks."""
+    how = ["--ptx", "warps"] if code == "ptx" else ["--ttir-blocks", "stages"]
+    arguments = [*files(QUICK[code]), "-k", "not numba and not fields", "-m", "not slow and not nightly"]
+    found, _ = executed(tmp_path / "report.json", *arguments, *how)
+    for family in ("rows", "sum_tree", "trajectories"):
+        kernels = kernels_of(family).keys()
+        assert kernels <= found.keys() if code == "ttir" else kernels & found.keys(), family
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,8 @@ class Run:
 
     def arguments(self, blocks: Sequence[str], *, every: bool) -> list[str]:
         """What pytest is told. ``every``: all tests, not only those of the gates."""
-        files = [f"tests/kernels/test_{name}.py" for name in self.tests.split()]
         left_out = " and ".join(f"not {word}" for word in LEFT_OUT.split())
-        return [*files, "-k", left_out, "--ttir-blocks", *blocks, *([] if every else ["--gate"])]
+        return [*files(self.tests), "-k", left_out, "--ttir-blocks", *blocks, *([] if every else ["--gate"])]
 
 
 RUNS = {
@@ -84,6 +83,49 @@ UNMARKED = """
     tanh_normal::test_odd_and_even
 """
 """Tests of the gates besides those with the mark ``gate``: few specialisations, and the last parameter of some."""
+
+
+AT_EDGES = """
+    rows::test_out_of_range
+    rows::test_an_empty_ring
+    rows::test_every_wrap
+    sum_tree::test_indices_out_of_range
+    sum_tree::test_an_index_out_of_range_does_not_speak_for_its_neighbour
+    sum_tree::test_no_eligible_row
+    sum_tree::test_the_last_duplicate_wins_every_time
+    trajectories::test_refusals_of_a_gpu
+    trajectories::test_seam_at_every_edge_of_a_word
+    trajectories::test_draw_of_none
+"""
+"""Tests that quick runs run on PTX too: an index equal to the capacity, sizes 0 and 1, edges of words and of a ring."""
+
+QUICK = {
+    "ttir": f"""
+    {AT_EDGES}
+    rows::test_histories
+    rows::test_the_law_of_a_sample
+    rows::test_windows_over_words
+    sum_tree::test_every_shape_of_tree
+    sum_tree::test_batches_of_every_size
+    sum_tree::test_build_update_mark_and_refresh_agree_to_the_bit
+    sum_tree::test_one_eligible_row_at_the_edges_of_words
+    trajectories::test_every_shape_of_index
+    trajectories::test_every_path
+    trajectories::test_eligible_starts
+    trajectories::test_one_step_at_a_time
+    trajectories::test_rows_that_are_not_continued
+""",
+    "ptx": AT_EDGES,
+}
+"""What quick runs execute: on TTIR every kernel of these families, in blocks so small that sizes cross their edges."""
+
+
+def files(tests: str) -> list[str]:
+    """Paths of tests, with names of tests behind ``::`` or without."""
+    return [
+        f"tests/kernels/test_{file}.py{colons}{test}"
+        for file, colons, test in (t.partition("::") for t in tests.split())
+    ]
 
 
 def is_of_the_gates(item: pytest.Item) -> bool:
