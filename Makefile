@@ -1,5 +1,5 @@
 # Every target does its own set-up, and does it once: a stamp in the environment says what it holds, and goes stale
-# with the two files that decide it. PYTHON is any interpreter from 3.11 to 3.13.
+# with the files that decide it. PYTHON is any interpreter from 3.11 to 3.13.
 
 PYTHON ?= python3
 ARGS ?=
@@ -21,7 +21,7 @@ PEERS := $(if $(filter $(NEWEST),$(BASE)),$(NEWEST)-peers,.peers)
 export PEERS
 PEER_NAMES := torchrl cpprb flashbax sb3 sbx holosoma lerobot
 READY := $(PEER_NAMES:%=$(PEERS)/%/.ready)
-DECIDES := pyproject.toml constraints.txt
+DECIDES := pyproject.toml setup.py constraints.txt
 
 # pip splits these on blanks, so a checkout under "my code/" needs the URL form. pip 25.3 and later read the second one
 # for isolated builds, earlier ones the first; both are exported so that no step escapes the constraints.

@@ -107,7 +107,7 @@ def _version() -> str:
     import tomllib
 
     # The file goes before the metadata, which a checkout may lack, or have from an older installation.
-    pyproject = Path(__file__).parents[1] / "pyproject.toml"
+    pyproject = Path(__file__).resolve().parents[1] / "pyproject.toml"
     if pyproject.is_file():
         project: dict[str, str] = tomllib.loads(pyproject.read_text()).get("project", {})
         if project.get("name") == "gpubuf":

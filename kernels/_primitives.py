@@ -90,6 +90,18 @@ def store_i64(builder: Any, address: Any, value: Any) -> None:
     builder.store(value, builder.inttoptr(address, ir.IntType(64).as_pointer()), align=1)
 
 
+@emitted(types.int64(types.int64))
+def lowest_bit(builder: Any, word: Any) -> Any:
+    """``lowest_bit(word)``: position of the lowest set bit of an int64; 64 where there is none."""
+    return builder.cttz(word, ir.IntType(1)(0))
+
+
+@emitted(types.int64(types.int64))
+def highest_bit(builder: Any, word: Any) -> Any:
+    """``highest_bit(word)``: position of the highest set bit of an int64; -1 where there is none."""
+    return builder.sub(ir.IntType(64)(63), builder.ctlz(word, ir.IntType(1)(0)))
+
+
 @emitted(types.void(types.int64, types.int64, types.int64))
 def copy_bytes(builder: Any, destination: Any, source: Any, n_bytes: Any) -> None:
     """``copy_bytes(destination, source, n_bytes)``: memcpy on integer addresses; the regions must not overlap.

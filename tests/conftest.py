@@ -20,8 +20,8 @@ torch.set_num_threads(1)
 
 #: What takes longest, and so begins first where processes share the tests: else one of them may end long after others.
 LONGEST = (
-    "kernels/test_aot.py",
-    "kernels/test_ttir.py",
+    "gates/test_aot.py",
+    "gates/test_ttir.py",
     "benchmarks/test_gpu_stages.py",
     "graphs/test_compile.py",
     "benchmarks/test_kernel_counts.py",

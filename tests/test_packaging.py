@@ -17,6 +17,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
+#: An sdist has the kernels where the link leads, and neither link nor folder at the top.
+CHECKOUT = (ROOT / "kernels").exists()
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "machine_code")
 # A tuned file, and what `make dist` compiles.
 MADE = {"gpubuf/kernels/tuned/a-device.json", "gpubuf/kernels/machine_code/a-kernel.o"}
@@ -45,6 +47,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
     for hidden in (".ci", ".github", ".gitignore", ".pre-commit-config.yaml"):
         (shutil.copytree if (ROOT / hidden).is_dir() else shutil.copy)(ROOT / hidden, copy / hidden)
+    if CHECKOUT:
+        shutil.copytree(ROOT / ".editable", copy / ".editable", symlinks=True)
     for made in MADE:
         (copy / made).parent.mkdir(exist_ok=True)
         (copy / made).write_text("{}")
@@ -84,7 +88,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel_files: list[str]):
     inside = {name for name in wheel_files if not name.partition("/")[0].endswith(".dist-info")}
     assert inside == package_files() | MADE
     assert "gpubuf/py.typed" in inside
-    assert "gpubuf/kernels/__init__.py" in inside
+    assert "gpubuf/kernels/rows/__init__.py" in inside
     assert {name.partition("/")[0] for name in inside} == {"gpubuf"}
 
 
@@ -136,12 +140,12 @@ def test_wheel_works_away_from_the_checkout(tree: Path, tmp_path: Path):
         "assert rows.new_ring('cpu').tolist() == [0, 0, 0, 0]\n"
         "assert importlib.util.find_spec('gpubuf.kernels.rows._triton')\n"
         "assert importlib.util.find_spec('gpubuf.kernels.rows._cpu')\n"
-        "print(gpubuf.kernels.__file__, gpubuf.__version__)"
+        "print(rows.__file__, gpubuf.__version__)"
     )
     run = run_away(sys.executable, program, tmp_path, {**os.environ, "PYTHONPATH": str(tmp_path)})
     assert run.returncode == 0, run.stderr
     version = wheel.name.split("-")[1]
-    assert run.stdout.split() == [str(tmp_path / "gpubuf" / "kernels" / "__init__.py"), version]
+    assert run.stdout.split() == [str(tmp_path / "gpubuf" / "kernels" / "rows" / "__init__.py"), version]
 
 
 WITHOUT_EXTRAS = """
@@ -287,8 +291,125 @@ def test_the_citation_agrees_with_the_project():
     assert not re.search(r"^version:", text, re.MULTILINE)
 
 
-def test_the_kernels_are_reached_through_a_relative_link():
-    """In a checkout; an sdist holds the kernels themselves."""
-    if not (ROOT / "kernels").exists():
-        pytest.skip("not a checkout: an sdist has no kernels/ at the top")
+@pytest.mark.skipif(not CHECKOUT, reason="not a checkout: an sdist holds the kernels themselves")
+def test_the_package_is_reached_through_relative_links():
+    """The kernels from the package, and the package from the folder that an editable install puts on the path."""
     assert os.readlink(ROOT / "gpubuf" / "kernels") == os.path.join("..", "kernels")
+    assert os.readlink(ROOT / ".editable" / "gpubuf") == os.path.join("..", "gpubuf")
+    assert os.listdir(ROOT / ".editable") == ["gpubuf"]
+
+
+# Beside other packages
+
+
+def environment(folder: Path, *wheels: Path) -> tuple[Path, Path]:
+    """A fresh environment without any package but those of wheels: its interpreter, and where its packages are."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(packages)
+    return folder / "bin" / "python", packages
+
+
+@pytest.fixture(scope="module")
+def installed(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Path], Path]]:
+    """For each way to have gpubuf, the wheels to install and the folder to run in."""
+    program = "from setuptools.build_meta import build_editable; build_editable('editable')"
+    (tree / "editable").mkdir()
+    subprocess.run([sys.executable, "-c", program], cwd=tree, check=True, capture_output=True)
+    (editable,), (wheel,) = (tree / "editable").glob("*.whl"), (tree / "dist").glob("*.whl")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (sdist,) = (tree / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(elsewhere, filter="data")
+    (unpacked,) = elsewhere.iterdir()
+    return {
+        "clone": ([], tree),
+        "sdist": ([], unpacked),
+        "wheel": ([wheel], elsewhere),
+        "editable": ([editable], elsewhere),
+    }
+
+
+WAYS = ("clone", "sdist", "wheel", "editable")
+
+TRANSFORMERS = """
+import importlib.metadata, importlib.util
+
+def available(name):
+    # As `_is_package_available` of transformers' utils/import_utils.py.
+    if importlib.util.find_spec(name) is None:
+        return False
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        package = importlib.import_module(name)
+        return hasattr(package, "__version__") or getattr(package, "__file__", None) is not None
+    return True
+
+try:
+    # As its integrations/hub_kernels.py.
+    from kernels import get_kernel
+except ImportError:
+    get_kernel = None
+"""
+
+
+@pytest.mark.parametrize("hub", [False, True], ids=["absent", "present"])
+@pytest.mark.parametrize("way", WAYS)
+def test_import_kernels_belongs_to_others(
+    way: str, hub: bool, installed: dict[str, tuple[list[Path], Path]], tmp_path: Path
+):
+    """CASES 86: to transformers, Hugging Face's `kernels` is there where it is installed, and there only."""
+    wheels, folder = installed[way]
+    python, packages = environment(tmp_path / "environment", *wheels)
+    (packages / "transformers.py").write_text(TRANSFORMERS)
+    if hub:
+        (packages / "kernels").mkdir()
+        (packages / "kernels" / "__init__.py").write_text("get_kernel = 'theirs'")
+        (packages / "kernels-0.17.2.dist-info").mkdir()
+        (packages / "kernels-0.17.2.dist-info" / "METADATA").write_text("Name: kernels\nVersion: 0.17.2\n")
+    program = (
+        "import importlib.util, transformers, gpubuf\n"
+        "assert importlib.util.find_spec('gpubuf.kernels.rows')\n"
+        "print(transformers.available('kernels'), transformers.get_kernel)"
+    )
+    away = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = subprocess.run([python, "-c", program], env=away, cwd=folder, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == (["True", "theirs"] if hub else ["False", "None"])
+
+
+@pytest.mark.parametrize("way", ["wheel", "editable"])
+def test_an_install_makes_nothing_importable_but_gpubuf(
+    way: str, installed: dict[str, tuple[list[Path], Path]], tmp_path: Path
+):
+    """Nothing that lies in the root of the clone."""
+    wheels, folder = installed[way]
+    python, _ = environment(tmp_path / "environment", *wheels)
+    names = sorted({"kernels"} | {path.stem for path in ROOT.iterdir() if path.stem.isidentifier()})
+    assert {"benchmarks", "docs", "examples", "gpubuf", "setup", "tests"} < set(names)
+    program = f"import importlib.util\nprint(*(name for name in {names} if importlib.util.find_spec(name)))"
+    run = run_away(python, program, folder, {})
+    assert run.stdout.split() == ["gpubuf"], run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["wheel", "editable"])
+def test_another_project_sees_the_types(way: str, installed: dict[str, tuple[list[Path], Path]], tmp_path: Path):
+    """To mypy, which runs no code of the environment: it follows paths and links only."""
+    if way == "editable" and not CHECKOUT:
+        pytest.skip("not a checkout: an editable install of an sdist is an import hook")
+    wheels, _ = installed[way]
+    python, _ = environment(tmp_path / "environment", *wheels)
+    (tmp_path / "use.py").write_text(
+        "import gpubuf, gpubuf.kernels.sum_tree\n"
+        "reveal_type(gpubuf.kernels.sum_tree.eligible_words(64))\n"
+        "reveal_type(gpubuf.plan)\n"
+    )
+    # Without PyTorch there, which takes mypy a minute.
+    check = [sys.executable, "-m", "mypy", "--ignore-missing-imports", "--python-executable", python, "use.py"]
+    seen = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert 'use.py:2: note: Revealed type is "int"' in seen.stdout
+    assert "-> gpubuf.planning." in seen.stdout

@@ -126,7 +126,7 @@ def clone(tmp_path: Path) -> Path:
         pytest.skip("make is not installed")
     folder = tmp_path / "a clone"
     shutil.copytree(ROOT / ".ci", folder / ".ci")
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+    for name in ("Makefile", "pyproject.toml", "setup.py", "constraints.txt"):
         shutil.copy(ROOT / name, folder / name)
     (folder / "stand-in").write_text(STAND_IN)
     (folder / "stand-in").chmod(0o755)

@@ -1,6 +1,6 @@
 """What the calls of a training step launch, and what they take on a GPU.
 
-``python -m benchmarks.studies.kernels`` needs no GPU: it makes the calls with tests/support/ptx in the place of one,
+``python -m benchmarks.studies.kernels`` needs no GPU: it makes the calls with tests/gates/ptx in the place of one,
 which executes the PTX for sm_90 on the CPU and counts: the launches of a call, and of each its programs, warp
 instructions, bytes and dependent trips to memory. Tests hold the kernels to these counts.
 
@@ -141,7 +141,7 @@ def all_calls(device: str = "cpu") -> Iterator[tuple[str, Callable[[], object]]]
 def counted_in_subprocess(*options: str) -> list[dict[str, Any]]:
     """What every call launches and executes, from a process whose kernels are compiled, whatever those here are."""
     found: list[dict[str, Any]]
-    found = found_by(sys.executable, "tests.support.ptx.counts", *options, env={"TRITON_INTERPRET": ""})
+    found = found_by(sys.executable, "tests.gates.ptx.counts", *options, env={"TRITON_INTERPRET": ""})
     return found
 
 
@@ -183,7 +183,7 @@ def timed(device: str) -> list[dict[str, object]]:
     """``warm`` and ``cold`` microseconds of every call."""
     memory = torch.empty(FLUSHED if device == "cuda" else 1, dtype=torch.uint8, device=device)
     flush = microseconds(memory.zero_, device)
-    found: list[dict[str, object]] = []
+    found: list[dict[str, Any]] = []
     for name, call in all_calls(device):
 
         def flushed(call: Callable[[], object] = call) -> None:

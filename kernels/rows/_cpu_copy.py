@@ -32,6 +32,15 @@ def forward(row, by, capacity):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
+def divided(number, envs):  # type: ignore[no-untyped-def]
+    """(quotient, remainder) of a row or a word by the number of environments; no division where there is one."""
+    if envs == 1:
+        return number, 0
+    quotient = number // envs
+    return quotient, number - quotient * envs
+
+
+@jit(forceinline=True)
 def differ(a, b, row_bytes):  # type: ignore[no-untyped-def]
     """Whether the rows at two addresses have different bytes."""
     if row_bytes == 8:

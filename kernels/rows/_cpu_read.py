@@ -13,7 +13,7 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._primitives import as_f32, as_i64, call, copy_bytes, load_i64, prefetch_l2
+from gpubuf.kernels._primitives import as_f32, as_i64, call, copy_bytes, load_i64, lowest_bit, prefetch_l2
 from gpubuf.kernels.philox import OFFSET, SEED
 from gpubuf.kernels.philox._cpu_kernels import philox_uniform_f64
 from gpubuf.kernels.rows import (
@@ -60,6 +60,7 @@ from gpubuf.kernels.rows._cpu_copy import (
     ASIDE,
     AT_END,
     copy_row,
+    divided,
     first_outside,
     forward,
     place_address,
@@ -83,7 +84,6 @@ from gpubuf.kernels.rows._cpu_numbers import (
     read_i32,
     write_f32,
 )
-from gpubuf.kernels.trajectories._cpu_search import divided, lowest_bit
 
 # Rows whose windows are found at a time: few enough to stay in the L1 cache.
 _TOGETHER = 1024

@@ -51,6 +51,7 @@ from gpubuf.kernels.rows._triton_tiles import (
     load_column,
     load_key,
     load_tiles,
+    lowest_bit,
     normalise,
     quotient,
     row_address,
@@ -58,7 +59,6 @@ from gpubuf.kernels.rows._triton_tiles import (
     unit_shift,
     wide_quotient,
 )
-from gpubuf.kernels.trajectories._triton import lowest_bit
 
 # Codes of dtypes.
 UINT8, INT8, INT16, INT32, INT64, FLOAT16, BFLOAT16, FLOAT32, FLOAT64, BOOL = map(tl.constexpr, range(rows.OPAQUE))

@@ -120,6 +120,22 @@ def decoded(value):
 
 
 @triton.jit
+def nearest_bit(word, forward):
+    """Position of the lowest (``forward``) or highest set bit of int64 words; some in 0..63 if there is none."""
+    # A power of two is exact in float32, whose exponent (biased by 127) then is the position. 127 is -1 modulo 64.
+    # Without two ones in a row below the highest bit, rounding cannot carry into the next power of two.
+    one = tl.where(forward, word & -word, word & ~((word >> 1) & 0x7FFFFFFFFFFFFFFF)).to(tl.uint64, bitcast=True)
+    exponent = one.to(tl.float32).to(tl.int32, bitcast=True) >> 23
+    return ((exponent + 1) & 63).to(tl.int64)
+
+
+@triton.jit
+def lowest_bit(word):
+    """Position of the lowest set bit of int64 words; some position in 0..63 where there is none."""
+    return nearest_bit(word, True)
+
+
+@triton.jit
 def select(key, values):
     """values[key] of a tuple of integers, as int64."""
     chosen = key.to(tl.int64) * 0

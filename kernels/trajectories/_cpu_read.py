@@ -9,19 +9,17 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._primitives import as_i64, as_u8
+from gpubuf.kernels._primitives import as_i64, as_u8, lowest_bit
 from gpubuf.kernels.philox import OFFSET, SEED
 from gpubuf.kernels.philox._cpu_kernels import philox_uniform_f64
-from gpubuf.kernels.rows._cpu_copy import first_outside
+from gpubuf.kernels.rows._cpu_copy import divided, first_outside
 from gpubuf.kernels.trajectories._cpu import DONE, EMPTY
 from gpubuf.kernels.trajectories._cpu_search import (
     age_of,
     age_of_end_before,
     choose_unit,
-    divided,
     last_age,
     load_word,
-    lowest_bit,
     offsets_of,
     prefetch_neighbours,
     prefetch_word,

@@ -15,23 +15,11 @@ from llvmlite import ir
 from numba import carray, types
 
 from gpubuf.kernels._jit import jit
-from gpubuf.kernels._primitives import as_i64, emitted, load_i64, prefetch_l2
+from gpubuf.kernels._primitives import as_i64, emitted, highest_bit, load_i64, lowest_bit, prefetch_l2
 from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.sum_tree._cpu_node import chosen, everywhere, prefix_sums
 
-_I1, _I64 = ir.IntType(1), ir.IntType(64)
-
-
-@emitted(types.int64(types.int64))
-def lowest_bit(builder: Any, word: Any) -> Any:
-    """``lowest_bit(word)``: position of the lowest set bit of an int64; 64 where there is none."""
-    return builder.cttz(word, _I1(0))
-
-
-@emitted(types.int64(types.int64))
-def highest_bit(builder: Any, word: Any) -> Any:
-    """``highest_bit(word)``: position of the highest set bit of an int64; -1 where there is none."""
-    return builder.sub(_I64(63), builder.ctlz(word, _I1(0)))
+_I64 = ir.IntType(64)
 
 
 @jit(forceinline=True)
@@ -67,15 +55,6 @@ def ring_view(ring, steps, envs):  # type: ignore[no-untyped-def]
     filled = min(counters[SIZE] // envs, steps)
     cursor = (counters[WRITTEN] // envs) % steps
     return (cursor if filled == steps else 0), filled, cursor
-
-
-@jit(forceinline=True)
-def divided(number, envs):  # type: ignore[no-untyped-def]
-    """(quotient, remainder) of a row or a word by the number of environments; no division where there is one."""
-    if envs == 1:
-        return number, 0
-    quotient = number // envs
-    return quotient, number - quotient * envs
 
 
 @jit(forceinline=True)

@@ -18,27 +18,11 @@ import triton.language as tl
 from gpubuf.kernels import trajectories
 from gpubuf.kernels._launching import jit_for_any_size
 from gpubuf.kernels.philox._triton import OFFSET, SEED, TICKET, advance_state, philox_uniform_f64, take_ticket
-from gpubuf.kernels.rows._triton_tiles import SIZE, WRITTEN
+from gpubuf.kernels.rows._triton_tiles import SIZE, WRITTEN, lowest_bit, nearest_bit
 
 NO_ROW = tl.constexpr(trajectories.NO_ROW)
 
 # Arithmetic: these helpers neither load nor store.
-
-
-@triton.jit
-def nearest_bit(word, forward):
-    """Position of the lowest (``forward``) or highest set bit of int64 words; some in 0..63 if there is none."""
-    # A power of two is exact in float32, whose exponent (biased by 127) then is the position. 127 is -1 modulo 64.
-    # Without two ones in a row below the highest bit, rounding cannot carry into the next power of two.
-    one = tl.where(forward, word & -word, word & ~((word >> 1) & 0x7FFFFFFFFFFFFFFF)).to(tl.uint64, bitcast=True)
-    exponent = one.to(tl.float32).to(tl.int32, bitcast=True) >> 23
-    return ((exponent + 1) & 63).to(tl.int64)
-
-
-@triton.jit
-def lowest_bit(word):
-    """Position of the lowest set bit of int64 words; some position in 0..63 where there is none."""
-    return nearest_bit(word, True)
 
 
 @triton.jit

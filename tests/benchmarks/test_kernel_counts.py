@@ -12,8 +12,8 @@ from benchmarks.measure.results import newest_runs
 from benchmarks.studies import kernels
 from gpubuf.kernels.config import tree_fan_out
 from gpubuf.kernels.sum_tree import level_sizes
-from tests.support.ptx.parse import parse
-from tests.support.ptx.trips import Trips
+from tests.gates.ptx.parse import parse
+from tests.gates.ptx.trips import Trips
 
 
 def committed() -> dict[str, Any]:

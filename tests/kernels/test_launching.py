@@ -113,10 +113,10 @@ def test_the_interpreter_launches_by_itself(monkeypatch):
 
 
 def launched(what: str) -> dict[str, Any]:
-    """What came of ``python -m tests.support.launch_without_gpu``."""
+    """What came of ``python -m tests.gates.launch_without_gpu``."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     del environment["TRITON_INTERPRET"]
-    command = [sys.executable, "-m", "tests.support.launch_without_gpu", what]
+    command = [sys.executable, "-m", "tests.gates.launch_without_gpu", what]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

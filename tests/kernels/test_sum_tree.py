@@ -395,7 +395,7 @@ def test_weights_of_positive_priorities_are_positive_and_finite(backend, alpha, 
     assert_consistent(tree)
 
 
-@pytest.mark.parametrize("bad", [-2, 10, 2**40])
+@pytest.mark.parametrize("bad", [pytest.param(10, marks=pytest.mark.gate), -2, 2**40])
 def test_indices_out_of_range(backend, bad):
     tree = SumTree(10)
     index = torch.tensor([1, bad])

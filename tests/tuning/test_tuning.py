@@ -228,7 +228,7 @@ def test_what_is_timed_compiles_as_it_is_launched():
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.support.jit_without_gpu"],
+        [sys.executable, "-m", "tests.gates.jit_without_gpu"],
         env=environment,
         cwd=Path(__file__).parents[2],
         capture_output=True,

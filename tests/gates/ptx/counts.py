@@ -1,0 +1,57 @@
+"""``python -m tests.gates.ptx.counts``: what the calls of :mod:`benchmarks.studies.kernels` execute, as JSON.
+
+With ``--small`` of 256 rows alone. Triton must not be in its interpreter's mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.studies.kernels import SIZES, calls, other_calls
+from gpubuf.kernels import _registry, config
+from tests.gates.ptx.launch import Executor
+
+COUNTED = ("kernel", "programs", "warps", "instructions", "most_instructions", "bytes_loaded", "bytes_stored", "trips")
+"""What is written down of a :class:`~tests.gates.ptx.launch.Launch`."""
+
+
+@contextlib.contextmanager
+def shaped_as_on_a_gpu() -> Iterator[None]:
+    """Trees and indices have the fan-outs that they have on a GPU, by the rule."""
+    tree, index = config.tree_fan_out, config.index_fan_out
+    with (
+        mock.patch.object(config, "tree_fan_out", lambda capacity, *_: tree(capacity, "cuda")),
+        mock.patch.object(config, "index_fan_out", lambda steps, envs, *_: index(steps, envs, "cuda")),
+    ):
+        yield
+
+
+def count(sizes: Mapping[str, Sequence[int]] = SIZES) -> list[dict[str, Any]]:
+    """What every call launches, and what each launch executes."""
+    torch.manual_seed(0)
+    executor, found = Executor(), []
+    with shaped_as_on_a_gpu(), executor.installed():
+        for chosen in (*(calls(kind, n) for kind, n in sizes.items()), other_calls()):
+            for name, call in chosen:
+                # The first call of a kind allocates, and may launch what later ones don't.
+                for _ in range(2):
+                    executor.launches.clear()
+                    with mock.patch.object(_registry, "_triton_on_cpu", True):
+                        call()
+                launches = [{what: getattr(each, what) for what in COUNTED} for each in executor.launches]
+                kernels = Counter(each["kernel"] for each in launches)
+                found.append({"call": name, "total": len(launches), "kernels": kernels, "launches": launches})
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(count({kind: n[:1] for kind, n in SIZES.items()} if "--small" in sys.argv else SIZES)))
