@@ -9,6 +9,7 @@ import pickle
 import threading
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -421,6 +422,23 @@ def test_pages_of_the_next_batch_are_requested(monkeypatch):
             for at in {row, (row + n_steps - 1) % 500}:
                 first = address + 3000 * at
                 assert any(start <= first and first + 3000 <= stop for start, stop in pages)
+
+
+def test_nothing_is_requested_of_rows_that_are_in_memory(monkeypatch):
+    """As long as no page has to be waited for."""
+    asked, faults = [], SimpleNamespace(ru_majflt=7)
+    monkeypatch.setattr(memmap, "_madvise", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(memmap.resource, "getrusage", lambda who: faults)
+    _, ahead = pair("files", "uniform")
+    for _ in range(memmap.PATIENCE):
+        ahead.sample()
+    assert len(asked) == memmap.PATIENCE * 8 * len(ahead.storage.row_tensors)
+    asked.clear()
+    ahead.sample()
+    assert not asked
+    faults.ru_majflt += 1
+    ahead.sample()
+    assert asked
 
 
 def test_the_system_takes_requests():
