@@ -433,8 +433,9 @@ class ReplayBuffer:
 
         Args:
             data: ``[n]`` rows (for storages of two dimensions ``[E, T]``, see ``dim_extend``), or a list of rows. It
-                is never changed, and may be a view of the rows: see :meth:`TensorStorage.append`. NumPy arrays and numbers, and those in dicts, are stored as tensors, but in a
-                :class:`ListStorage`. An empty list, no rows, or, as the first write, no keys: nothing changes.
+                is never changed, and may be a view of the rows: see :meth:`TensorStorage.append`. NumPy arrays and
+                numbers, and those in dicts, are stored as tensors, but in a :class:`ListStorage`. An empty list, no
+                rows, or, as the first write, no keys: nothing changes.
             update_priority: not for this class (NotImplementedError): see :class:`TensorDictReplayBuffer`.
 
         Returns:
