@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
@@ -13,16 +13,12 @@ from torch import Tensor
 from gpubuf.kernels._jit import kernel
 from gpubuf.kernels._operations import (
     Declaration,
-    Dense,
-    KernelCall,
-    NotRepeatableError,
-    Number,
     declaration_of,
     dense,
     parameters_of,
     returned,
 )
-from gpubuf.kernels._threads import TWO_PARTS, call_in_parts
+from gpubuf.kernels._threads import call_in_parts
 
 #: Arguments that say yes or no of a row. They have any dtype, and are read as bytes.
 FLAGS = {"mask", "terminated", "done"}
@@ -68,14 +64,10 @@ class Call:
     Attributes:
         values: arguments and sizes by their names, results by names that end in ``_out``, and ``wide``.
         real: the computing dtype.
-        noted: the calls of kernels, with tensors in the place of addresses, if they are to be repeated on the same
-            memory; else None.
     """
 
-    def __init__(
-        self, values: dict[str, Any], real: torch.dtype, declaration: Declaration, noted: list[KernelCall] | None = None
-    ) -> None:
-        self.values, self.real, self.noted, self._declaration = values, real, noted, declaration
+    def __init__(self, values: dict[str, Any], real: torch.dtype, declaration: Declaration) -> None:
+        self.values, self.real, self._declaration = values, real, declaration
 
     def run(self, kernels: Any, share: Share | None = None) -> None:
         """Call a kernel, or that of the computing dtype in a dict, with addresses in the place of tensors.
@@ -89,9 +81,6 @@ class Call:
         if binding is None:
             binding = bindings[id(run)] = _Binding(run.function, values, self._declaration.tensors, share)
         arguments = list(binding.take(values))
-        if self.noted is not None:
-            self.noted.append(self._note(run, binding, arguments, share))
-            return
         # Copies must outlive the call.
         alive = []
         for place, kind in binding.given:
@@ -114,24 +103,6 @@ class Call:
             count, work = share(*[values[name] for name in binding.share])
             call_in_parts(run, tuple(arguments[: binding.before]), count, tuple(arguments[binding.before :]), work)
 
-    def _note(self, run: Any, binding: _Binding, arguments: list[Any], share: Share | None) -> KernelCall:
-        for place, kind in binding.given:
-            argument = arguments[place]
-            if argument is None:
-                arguments[place] = 0
-            elif kind is NUMBER:
-                arguments[place] = Number(argument)
-            elif argument.dtype is not (kind or self.real):
-                raise NotRepeatableError
-            elif not argument.is_contiguous():
-                arguments[place] = Dense(argument)
-        if share is not None:
-            count, work = share(*[self.values[name] for name in binding.share])
-            if count * work >= TWO_PARTS:
-                raise NotRepeatableError
-            arguments[binding.before : binding.before] = 0, count
-        return run, arguments
-
 
 def loops(operation: Any) -> Callable[[Callable[[Call], None]], Callable[..., Any]]:
     """Makes of a function that runs kernels, given a :class:`Call`, the CPU's function of an operation.
@@ -143,23 +114,6 @@ def loops(operation: Any) -> Callable[[Callable[[Call], None]], Callable[..., An
     outputs = [f"{name}_out" for name in declaration.results]
 
     def decorate(function: Callable[[Call], None]) -> Callable[..., Any]:
-        def perform(
-            values: dict[str, Any], args: Any, results: Sequence[Tensor], real: Any, noted: list[KernelCall] | None
-        ) -> None:
-            values.update(zip(names, args, strict=False))
-            values.update(zip(outputs, results, strict=False))
-            values["wide"] = real is torch.float64
-            function(Call(values, real, declaration, noted))
-
-        def noted(args: tuple[Any, ...], results: Sequence[Tensor]) -> list[KernelCall]:
-            calls: list[KernelCall] = []
-            args = declaration.complete(args)
-            real = declaration.real(args)
-            if any(each.dtype is not real for each in results):
-                raise NotRepeatableError
-            perform(declaration.sizes(args), args, results, real, calls)
-            return calls
-
         def run(*args: Any) -> Any:
             args = declaration.complete(args)
             values: dict[str, Any] = declaration.sizes(args)
@@ -169,13 +123,15 @@ def loops(operation: Any) -> Callable[[Callable[[Call], None]], Callable[..., An
                 if result.dtype is not real:
                     written = [torch.empty_like(each, dtype=real) for each in results]
                     break
-            perform(values, args, written, real, None)
+            values.update(zip(names, args, strict=False))
+            values.update(zip(outputs, written, strict=False))
+            values["wide"] = real is torch.float64
+            function(Call(values, real, declaration))
             if written is not results:
                 for result, computed in zip(results, written, strict=True):
                     result.copy_(computed)
             return returned(results)
 
-        run.noted = noted  # type: ignore[attr-defined]
         return run
 
     return decorate

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,33 +49,6 @@ def vector(n: int, dtype: torch.dtype) -> Tensor:
 def returned(results: list[Tensor]) -> Any:
     """Results as an operation returns them."""
     return tuple(results) if len(results) > 1 else results[0]
-
-
-class Number(NamedTuple):
-    """The value of a tensor in a :data:`KernelCall`."""
-
-    tensor: Tensor
-
-
-class Dense(NamedTuple):
-    """A dense copy of a tensor in a :data:`KernelCall`."""
-
-    tensor: Tensor
-
-
-class Addresses(NamedTuple):
-    """An array of the addresses of tensors, 0 for None, each plus a number, in a :data:`KernelCall`."""
-
-    tensors: Sequence[Tensor | None]
-    plus: Sequence[int]
-
-
-KernelCall = tuple[Any, list[Any]]
-"""A kernel, and its arguments: numbers, tensors whose addresses it takes, :class:`Number` and its like."""
-
-
-class NotRepeatableError(Exception):
-    """A call that converts its arguments, or shares its rows among threads."""
 
 
 class Declaration:

@@ -10,7 +10,6 @@ copy. A block of another dtype is worked on in its place, and its scratch memory
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +17,9 @@ from numba import carray
 from torch import Tensor
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._operations import Addresses, KernelCall, NotRepeatableError, dense
+from gpubuf.kernels._operations import dense
 from gpubuf.kernels._primitives import as_f32, as_f64, as_i64, as_u16, bits_of_f32, f32_of_bits, float_of_bits
-from gpubuf.kernels._threads import call_in_parts, parts
+from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.optim import (
     BETA1,
     BETA2,
@@ -313,24 +312,5 @@ def adamw(
     norm = None if norm is None else dense(norm, torch.float64)
     clip_norm = 0 if norm is None else norm.data_ptr()
     before = table.data_ptr(), hyper.data_ptr(), address, clip_norm, steps.data_ptr(), n_entries
-    call_in_parts(_KERNELS[dtype], before, _units(params), ())
+    call_in_parts(_KERNELS[dtype], before, -(-sum(map(Tensor.numel, params)) // _UNIT), ())
     _count(steps.data_ptr(), address, n_entries)
-
-
-def _units(params: Sequence[Tensor]) -> int:
-    return -(-sum(map(Tensor.numel, params)) // _UNIT)
-
-
-def _noted(args: Any, results: Sequence[None]) -> list[KernelCall]:
-    """The calls of kernels, to be repeated; the parameters are where they were."""
-    table, _, hyper, grads, averages, norm, steps, _, params, *_ = args
-    units, n_entries = _units(params), len(params)
-    empty = any(grad is not None and not grad.numel() for grad in grads)
-    if len(parts(units)) > 1 or empty or (norm is not None and norm.dtype is not torch.float64):
-        raise NotRepeatableError
-    codes = Addresses(grads, list(map(int, averages)))
-    before = [table, hyper, codes, 0 if norm is None else norm, steps, n_entries]
-    return [(_KERNELS[params[0].dtype], [*before, 0, units]), (_count, [steps, codes, n_entries])]
-
-
-adamw.noted = _noted  # type: ignore[attr-defined]
