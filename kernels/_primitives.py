@@ -131,21 +131,6 @@ prefetch = _prefetch_into(1)
 prefetch_l2 = _prefetch_into(2)
 
 
-@intrinsic
-def _call(typingctx, address, arguments):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        values = cgutils.unpack_tuple(builder, args[1])
-        kind = ir.FunctionType(context.get_value_type(types.int64), [value.type for value in values])
-        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), values)
-
-    return types.int64(types.int64, arguments), codegen
-
-
-#: ``call(address, arguments)``: call the kernel that is at an address with a tuple of int64 and float64; returns int64.
-#: For a large kernel that few calls need: Numba would make it part of each caller, and compile it with each of them.
-call: Any = _call
-
-
 def _bitcast(source: Any, target: Any, ir_type: ir.Type) -> Any:
     return emitted(target(source))(lambda builder, value: builder.bitcast(value, ir_type))
 

@@ -26,7 +26,7 @@ from gpubuf.kernels import config, rows, sum_tree
 from gpubuf.kernels._primitives import exp_below_700, log_of_normal
 from gpubuf.kernels._registry import check_devices, triton_on_cpu
 from gpubuf.kernels.config import UpdateConfig
-from gpubuf.kernels.sum_tree._cpu_node import choose_leaf, choose_node
+from gpubuf.kernels.sum_tree._numba_node import choose_leaf, choose_node
 from gpubuf.kernels.sum_tree._triton import choose_child
 from tests.contracts import on_both
 from tests.kernels.reference.philox import uniforms

@@ -38,7 +38,7 @@ from gpubuf.kernels.rows import (
     WRITTEN_AS,
     WRITTEN_AS_STORED,
 )
-from gpubuf.kernels.rows._cpu import (
+from gpubuf.kernels.rows._numba import (
     CONTIGUOUS,
     DONE,
     EVERY,
@@ -51,7 +51,7 @@ from gpubuf.kernels.rows._cpu import (
     UNFIT,
     UNLINKED,
 )
-from gpubuf.kernels.rows._cpu_copy import (
+from gpubuf.kernels.rows._numba_copy import (
     AHEAD,
     copy_row,
     copy_rows,
@@ -62,7 +62,7 @@ from gpubuf.kernels.rows._cpu_copy import (
     row_address,
     write_run,
 )
-from gpubuf.kernels.rows._cpu_numbers import (
+from gpubuf.kernels.rows._numba_numbers import (
     BF16,
     BOOL,
     F16,
