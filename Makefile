@@ -51,7 +51,7 @@ help:
 	@echo "make report  write the figures of benchmarks/results/ into README.md and the pages of docs/;"
 	@echo "             FROM='folders' of make gpu are brought there first"
 	@echo "make docs    build the documentation site into site/; warnings are errors"
-	@echo "make dist    build sdist and wheel into dist/, with machine code for common processors, and check them"
+	@echo "make dist    build sdist and wheel into dist/, and check them"
 	@echo "make clean   remove environments, caches and build products"
 
 train: $(VENV)/.train
@@ -100,9 +100,8 @@ docs: $(DOCS)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet $(ARGS)
 	@echo "open site/index.html"
 
-dist: $(RELEASE)/.ready $(VENV)/.train
+dist: $(RELEASE)/.ready
 	rm -rf dist
-	$(VENV)/bin/python -c "from gpubuf.kernels._jit import ship; ship()"
 	$(RELEASE)/bin/python -m build
 	$(RELEASE)/bin/python -m twine check --strict dist/*
 

@@ -22,6 +22,7 @@ from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.placement import readable
 from gpubuf.data.storage.storage import LazyTensorStorage
 from gpubuf.kernels import _tuned
+from gpubuf.kernels._registry import numba_installed
 from gpubuf.kernels.config import SPACES
 from gpubuf.terminal import aligned
 
@@ -158,7 +159,7 @@ def info() -> Info:
         ),
         # The launcher is a piece of C that Triton compiles then, against Python's headers.
         needs=(_check("a C compiler", _find_compiler), _check("Python.h", _find_header)),
-        caches={"CPU": _of(_machine_code), "Triton": _of(_triton_cache)},
+        caches={"CPU": _of(_numba_cache), "Triton": _of(_triton_cache)},
     )
 
 
@@ -283,10 +284,13 @@ def _of(where: Callable[[], str]) -> str:
         return f"unknown ({type(error).__name__}: {error})".partition("\n")[0]
 
 
-def _machine_code() -> str:
-    from gpubuf.kernels._machine_code import folders
+def _numba_cache() -> str:
+    if not numba_installed():
+        return "none: Numba is not installed, so that plain PyTorch does the CPU's work, which is slower"
+    from gpubuf.kernels._jit import dispatcher_of
+    from gpubuf.kernels.philox._numba_kernels import uniform
 
-    return str(next((folder for folder in folders() if os.access(folder, os.W_OK)), folders()[-1]))
+    return str(dispatcher_of(uniform.function, cached=True)._cache.cache_path)
 
 
 def _triton_cache() -> str:

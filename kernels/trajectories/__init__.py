@@ -33,8 +33,8 @@ Here is a ring of eight steps of one environment. Ten steps were written, so the
     >>> trajectories.slices(ends, ring, torch.tensor([6, 3]), 3, 8, 1)[0].tolist()  # the second one is cut at its end
     [6, 7, 0, 3, 4, 4]
 
-``tests/kernels/reference/trajectories.py`` has the definitions. Then read one backend. On the CPU ``_cpu_update.py``
-has updates, ``_cpu_search.py`` the way to the next and previous end and down the sums, ``_cpu_read.py`` what only
+``tests/kernels/reference/trajectories.py`` has the definitions. Then read one backend. On the CPU ``_numba_update.py``
+has updates, ``_numba_search.py`` the way to the next and previous end and down the sums, ``_numba_read.py`` what only
 reads; ``_cpu.py`` checks arguments and calls them. On a GPU ``_triton.py`` has searches, draws and bounds,
 ``_triton_update.py`` updates, and ``_launch.py`` decides between one launch and several.
 

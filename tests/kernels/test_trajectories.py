@@ -16,7 +16,7 @@ import triton.language as tl
 from gpubuf.kernels import config, philox, rows, trajectories
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.trajectories import Rule, _launch
-from gpubuf.kernels.trajectories._cpu import prepared_ends
+from gpubuf.kernels.trajectories._numba import prepared_ends
 from gpubuf.kernels.trajectories._triton import nodes_of, words_of
 from gpubuf.kernels.trajectories._triton_update import run_above, run_of_bytes, run_of_steps
 from tests.contracts import on_both

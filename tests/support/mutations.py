@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 #: Files of the source, and the tests that have to notice a fault in them, as patterns from the root of the project.
 AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sum tree": (
-        ("kernels/sum_tree/_cpu*.py", "kernels/sum_tree/_launch.py", "gpubuf/data/samplers/sum_tree.py"),
+        ("kernels/sum_tree/_numba*.py", "kernels/sum_tree/_launch.py", "gpubuf/data/samplers/sum_tree.py"),
         (
             "tests/kernels/test_sum_tree*.py",
             "tests/data/test_sum_tree*.py",
@@ -42,12 +42,8 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("tests/data/test_storage*.py", "tests/data/test_user_mistakes.py", "tests/data/test_buffer_contract.py"),
     ),
     "n-step": (
-        ("kernels/rows/_cpu*.py", "gpubuf/data/storage/plan.py"),
+        ("kernels/rows/_numba*.py", "gpubuf/data/storage/plan.py"),
         ("tests/kernels/test_rows*.py", "tests/data/test_n_step*.py", "tests/data/test_buffer_contract.py"),
-    ),
-    "recorded steps": (
-        ("gpubuf/tape.py", "kernels/tape/_records.py", "kernels/tape/_cpu_kernels.py"),
-        ("tests/graphs/test_tape.py", "tests/graphs/test_recorded.py"),
     ),
     "share_next": (
         ("gpubuf/data/storage/share_next.py",),
@@ -72,7 +68,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mixes": (("gpubuf/data/mixed*.py",), ("tests/data/test_mixed.py",)),
     "processing": (("gpubuf/data/processing/*.py",), ("tests/data/test_processing*.py",)),
     "slices": (
-        ("gpubuf/data/samplers/slices*.py", "kernels/trajectories/_cpu*.py"),
+        ("gpubuf/data/samplers/slices*.py", "kernels/trajectories/_numba*.py"),
         ("tests/data/test_slice*.py", "tests/data/test_sampler_contract.py", "tests/kernels/test_trajector*.py"),
     ),
     "samplers": (

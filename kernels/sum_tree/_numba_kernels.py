@@ -1,6 +1,6 @@
 """Kernels of the sum tree on the CPU: breadth-first over the batch, so that the loads of many draws overlap.
 
-The first five numbers that a kernel takes are a tree, as ``_cpu_levels.py`` has it.
+The first five numbers that a kernel takes are a tree, as ``_numba_levels.py`` has it.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
@@ -21,11 +21,10 @@ from gpubuf.kernels._primitives import (
     prefetch,
 )
 from gpubuf.kernels.philox import OFFSET, SEED
-from gpubuf.kernels.philox._cpu_kernels import philox_uniform_f64
+from gpubuf.kernels.philox._numba_kernels import philox_uniform_f64
 from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, LARGEST, MAX_PRIORITY, MAXIMUM, MINIMUM, SMALLEST, SUM
-from gpubuf.kernels.sum_tree._cpu_levels import (
-    parents,
+from gpubuf.kernels.sum_tree._numba_levels import (
     planes_of,
     prefetch_children,
     refresh_above,
@@ -33,12 +32,12 @@ from gpubuf.kernels.sum_tree._cpu_levels import (
     shift_of,
     store_level_starts,
 )
-from gpubuf.kernels.sum_tree._cpu_node import WIDTH, choose_by_table, choose_leaf, choose_node, store_prefixes
+from gpubuf.kernels.sum_tree._numba_node import choose_by_table, choose_leaf, choose_node, store_prefixes
 
 # Draws that go down the tree together: enough to hide the latency of memory, few enough to stay in the L1 cache.
 _TOGETHER = 512
 
-# A level gets a table of prefix sums if its parents have so many draws each on average: measured, with room to spare.
+# A level gets a table of prefix sums if its nodes have so many draws each on average.
 _DRAWS_A_PARENT = 4
 
 # Leaves between a prefetch and its write.
@@ -174,15 +173,11 @@ def mark(  # type: ignore[no-untyped-def]
     return 0
 
 
-@kernel
-def draw(  # type: ignore[no-untyped-def]
+@jit(forceinline=True)
+def _draw(  # type: ignore[no-untyped-def]
     leaves, nodes, eligible, capacity, fan_out, scalars_address, rng_address, index_address, weight_address,
-    begin, n, of, stratified: bool,
+    begin, n, of, stratified,
 ):  # fmt: skip
-    """0, or 1 where there is nothing to draw from.
-
-    Makes draws ``begin .. begin + n - 1`` of ``of``. Advances the random stream only if these are all of them.
-    """
     leaf, planes = carray(as_f32(leaves), capacity), planes_of((leaves, nodes, eligible, capacity, fan_out))
     rng = carray(as_i64(rng_address), 3)
     index = carray(as_i64(index_address + 8 * begin), n)
@@ -196,17 +191,12 @@ def draw(  # type: ignore[no-untyped-def]
     level_start = np.empty(64, np.int64)
     depth = store_level_starts(capacity, fan_out, level_start)
 
-    # Of levels with far fewer parents than there are draws, prefix sums are worked out once a parent, not once a draw.
-    table_start, n_tables, level = np.empty(64, np.int64), 0, depth - 1
-    while fan_out == WIDTH and level >= 0 and _DRAWS_A_PARENT * parents(capacity, shift, level) <= n:
-        table_start[level] = n_tables
-        n_tables += 2 * WIDTH * parents(capacity, shift, level)
-        level -= 1
-    first_untabled = level
-    tables = np.empty(n_tables)
-    for level in range(first_untabled + 1, depth):
-        sums = nodes + 8 * level_start[level]
-        store_prefixes(sums, parents(capacity, shift, level), tables, table_start[level])
+    # Of levels with far fewer nodes than there are draws, prefix sums are worked out once a node, not once a draw.
+    first_table = depth
+    while first_table > 0 and _DRAWS_A_PARENT * (level_start[depth] - level_start[first_table - 1]) <= n * fan_out:
+        first_table -= 1
+    prefixes = np.empty(level_start[depth] - level_start[first_table])
+    store_prefixes(nodes + 8 * level_start[first_table], prefixes, fan_out)
 
     seed, offset = rng[SEED], rng[OFFSET] + begin
     left = np.empty(min(n, _TOGETHER))
@@ -220,20 +210,15 @@ def draw(  # type: ignore[no-untyped-def]
         for level in range(depth - 1, -1, -1):
             here = nodes + 8 * level_start[level]
             below = nodes + 8 * level_start[level - 1] if level > 0 else leaves
-            if level > first_untabled:
-                for i in range(together):
-                    first_child = index[first + i] << shift
-                    table = table_start[level] + 2 * first_child
-                    child, left[i] = choose_by_table(here + 8 * first_child, tables, table, left[i])
-                    index[first + i] = first_child + child
-                if level == first_untabled + 1:
-                    for i in range(together):
-                        prefetch_children(below, eligible, level, index[first + i] << shift)
-            else:
-                for i in range(together):
-                    first_child = index[first + i] << shift
+            for i in range(together):
+                first_child = index[first + i] << shift
+                if level >= first_table:
+                    at = level_start[level] - level_start[first_table] + first_child
+                    child, left[i] = choose_by_table(here + 8 * first_child, prefixes, at, left[i], fan_out)
+                else:
                     child, left[i] = choose_node(here + 8 * first_child, left[i], fan_out)
-                    index[first + i] = first_child + child
+                index[first + i] = first_child + child
+                if level <= first_table:
                     prefetch_children(below, eligible, level, (first_child + child) << shift)
         for i in range(together):
             first_child = index[first + i] << shift
@@ -246,3 +231,19 @@ def draw(  # type: ignore[no-untyped-def]
     if n == of:
         rng[OFFSET] = offset + n
     return 0
+
+
+@kernel
+def draw(  # type: ignore[no-untyped-def]
+    leaves, nodes, eligible, capacity, fan_out, scalars_address, rng_address, index_address, weight_address,
+    begin, n, of, stratified: bool,
+):  # fmt: skip
+    """0, or 1 where there is nothing to draw from.
+
+    Makes draws ``begin .. begin + n - 1`` of ``of``. Advances the random stream only if these are all of them.
+    """
+    others = scalars_address, rng_address, index_address, weight_address, begin, n, of, stratified
+    # The CPU's own fan-out: loops of a constant length are unrolled.
+    if fan_out == 16:
+        return _draw(leaves, nodes, eligible, capacity, 16, *others)
+    return _draw(leaves, nodes, eligible, capacity, fan_out, *others)

@@ -7,17 +7,17 @@ from typing import Never
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._machine_code import named
+from gpubuf.kernels._jit import named
 from gpubuf.kernels._operations import vector
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET, check_request
 from gpubuf.kernels.sum_tree._check import check_index, check_tree, check_update
 
-_build = named("sum_tree._cpu_kernels.build")
-_refresh = named("sum_tree._cpu_kernels.refresh")
-_update = named("sum_tree._cpu_kernels.update")
-_mark = named("sum_tree._cpu_kernels.mark")
-_draw = named("sum_tree._cpu_kernels.draw")
+_build = named("sum_tree._numba_kernels.build")
+_refresh = named("sum_tree._numba_kernels.refresh")
+_update = named("sum_tree._numba_kernels.update")
+_mark = named("sum_tree._numba_kernels.mark")
+_draw = named("sum_tree._numba_kernels.draw")
 
 
 def build(

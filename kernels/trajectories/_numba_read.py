@@ -11,10 +11,10 @@ from numba import carray
 from gpubuf.kernels._jit import jit, kernel
 from gpubuf.kernels._primitives import as_i64, as_u8, lowest_bit
 from gpubuf.kernels.philox import OFFSET, SEED
-from gpubuf.kernels.philox._cpu_kernels import philox_uniform_f64
-from gpubuf.kernels.rows._cpu_copy import divided, first_outside
-from gpubuf.kernels.trajectories._cpu import DONE, EMPTY
-from gpubuf.kernels.trajectories._cpu_search import (
+from gpubuf.kernels.philox._numba_kernels import philox_uniform_f64
+from gpubuf.kernels.rows._numba_copy import divided, first_outside
+from gpubuf.kernels.trajectories._numba import DONE, EMPTY
+from gpubuf.kernels.trajectories._numba_search import (
     age_of,
     age_of_end_before,
     choose_unit,

@@ -15,7 +15,7 @@ from numba import carray
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._primitives import as_f64, prefetch, prefetch_l2
 from gpubuf.kernels.sum_tree import MAXIMUM, MINIMUM, SUM
-from gpubuf.kernels.sum_tree._cpu_node import extremes_of_nodes, stats_of_leaves, sum_of_nodes
+from gpubuf.kernels.sum_tree._numba_node import extremes_of_nodes, stats_of_leaves, sum_of_nodes
 
 # Nodes between a prefetch and its use.
 _AHEAD = 16
@@ -55,12 +55,6 @@ def planes_of(tree):  # type: ignore[no-untyped-def]
         count = -(-count >> shift)
         n_nodes += count << shift
     return carray(as_f64(nodes), (3, n_nodes))
-
-
-@jit(forceinline=True)
-def parents(capacity, shift, level):  # type: ignore[no-untyped-def]
-    """Number of nodes above those of a level; level 0 is that above the leaves."""
-    return -(-capacity >> (shift * (level + 2)))
 
 
 @jit(forceinline=True)

@@ -8,8 +8,8 @@ from numba import carray
 from gpubuf.kernels._jit import jit, kernel
 from gpubuf.kernels._primitives import as_i64, as_u8, load_i64, lowest_bit, prefetch_l2, store_i64
 from gpubuf.kernels.rows import ENTRY, ROW_BYTES, ROW_STRIDE
-from gpubuf.kernels.rows._cpu_copy import differ, row_address
-from gpubuf.kernels.trajectories._cpu_search import (
+from gpubuf.kernels.rows._numba_copy import differ, row_address
+from gpubuf.kernels.trajectories._numba_search import (
     age_of,
     age_of_end_before,
     last_age,

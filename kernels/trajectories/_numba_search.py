@@ -8,16 +8,13 @@ int64 sums do not overflow, which ``(1 << 63) - 1`` does.
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
-from typing import Any
-
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import carray
 
 from gpubuf.kernels._jit import jit
-from gpubuf.kernels._primitives import as_i64, emitted, highest_bit, load_i64, lowest_bit, prefetch_l2
+from gpubuf.kernels._primitives import as_i64, highest_bit, load_i64, lowest_bit, prefetch_l2
 from gpubuf.kernels.rows import SIZE, WRITTEN
-from gpubuf.kernels.sum_tree._cpu_node import chosen, everywhere, prefix_sums
 
 _I64 = ir.IntType(64)
 
@@ -148,17 +145,6 @@ def load_word(ends, envs, env, slot, oldest, filled, steps):  # type: ignore[no-
     return word | (1 << (newest & 63)) if newest >> 6 == slot else word
 
 
-@emitted(types.UniTuple(types.int64, 2)(types.int64, types.int64))
-def _choose_of_16(builder: Any, address: Any, unit: Any) -> list[Any]:
-    """(child that holds a unit, units of the children before it) of a node of 16, in vector registers, no branch.
-
-    LLVM does not find this form by itself.
-    """
-    node = builder.load(builder.inttoptr(address, ir.VectorType(_I64, 16).as_pointer()), align=8)
-    prefix = prefix_sums(builder, node, builder.add)
-    return chosen(builder, prefix, builder.icmp_signed(">", prefix, everywhere(builder, unit)))
-
-
 @jit(forceinline=True)
 def root_of(sums, n_words, shift):  # type: ignore[no-untyped-def]
     """The total weight."""
@@ -190,17 +176,12 @@ def choose_unit(sums, n_words, shift, node, left, n):  # type: ignore[no-untyped
         below = level_start[level - 1] if level > 0 else 0
         for i in range(n):
             first = node[i] << shift
-            if shift == 4:
-                child, passed = _choose_of_16(here + 8 * first, left[i])
-                node[i] = first + child
-                left[i] -= passed
-            else:
-                child, rest = first, left[i]
-                while rest >= load_i64(here + 8 * child):
-                    rest -= load_i64(here + 8 * child)
-                    child += 1
-                node[i] = child
-                left[i] = rest
+            child, rest = first, left[i]
+            while rest >= load_i64(here + 8 * child):
+                rest -= load_i64(here + 8 * child)
+                child += 1
+            node[i] = child
+            left[i] = rest
             if level > 0:
                 prefetch_l2(below + ((8 * node[i]) << shift))
                 prefetch_l2(below + ((8 * node[i]) << shift) + 64)

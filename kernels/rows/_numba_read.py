@@ -13,9 +13,9 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._primitives import as_f32, as_i64, call, copy_bytes, load_i64, lowest_bit, prefetch_l2
+from gpubuf.kernels._primitives import as_f32, as_i64, copy_bytes, load_i64, lowest_bit, prefetch_l2
 from gpubuf.kernels.philox import OFFSET, SEED
-from gpubuf.kernels.philox._cpu_kernels import philox_uniform_f64
+from gpubuf.kernels.philox._numba_kernels import philox_uniform_f64
 from gpubuf.kernels.rows import (
     BATCH,
     BATCH_BYTES,
@@ -54,8 +54,8 @@ from gpubuf.kernels.rows import (
     WIDTH,
     WRITTEN,
 )
-from gpubuf.kernels.rows._cpu import DONE, EMPTY, NEEDS_NARROW, NEEDS_WIDE
-from gpubuf.kernels.rows._cpu_copy import (
+from gpubuf.kernels.rows._numba import DONE, EMPTY
+from gpubuf.kernels.rows._numba_copy import (
     AHEAD,
     ASIDE,
     AT_END,
@@ -68,7 +68,7 @@ from gpubuf.kernels.rows._cpu_copy import (
     row_address,
     write_generations,
 )
-from gpubuf.kernels.rows._cpu_numbers import (
+from gpubuf.kernels.rows._numba_numbers import (
     F32,
     F64,
     I64,
@@ -380,36 +380,27 @@ def _compute(field, rows, length, n, how, number_type, target, numbers):  # type
     return n
 
 
-# Two kernels, of which most storages need one at most.
-@kernel
-def compute_narrow(  # type: ignore[no-untyped-def]
-    field_address, rows_address, length_address, n, capacity, envs, gamma: float, mirroring, noise, ahead, draws, target
-):
+@jit
+def _compute_narrow(field, rows, length, n, how, target):  # type: ignore[no-untyped-def]
     """Compute ``n`` rows of a field, in float32 or between integers.
 
     ``rows`` are those that the field reads, or places of next observations; ``length`` has the steps of their windows.
-    The random numbers of the first row are ``ahead`` of the offset of the noise, whose address is 0 if there is none.
+    ``how`` is the capacity, environments, discount, which rows are mirrored, the address of the noise (0: none), how
+    far from its offset the random numbers of the first row are, and how many a row has.
     """
-    field = carray(as_i64(field_address), FIELD)
-    rows, length = carray(as_i64(rows_address), n), carray(as_i64(length_address), n)
+    capacity, _, _, mirroring, _, _, _ = how
     numbers = np.empty(field[ELEMENTS], np.float32)
     mirrored = mirroring != NONE and field[PERMUTATION] != 0
     if field[BATCH] == F32 and field[KIND] < SUM and field[PAD] == 0 and not mirrored:
         _convert(field, rows, n, capacity, target, numbers)
-        return n
-    how = (capacity, envs, gamma, mirroring, noise, ahead, draws)
-    return _compute(field, rows, length, n, how, np.float32, target, numbers)
+    else:
+        _compute(field, rows, length, n, how, np.float32, target, numbers)
 
 
-@kernel
-def compute_wide(  # type: ignore[no-untyped-def]
-    field_address, rows_address, length_address, n, capacity, envs, gamma: float, mirroring, noise, ahead, draws, target
-):
-    """As :func:`compute_narrow`, in float64."""
-    field = carray(as_i64(field_address), FIELD)
-    rows, length = carray(as_i64(rows_address), n), carray(as_i64(length_address), n)
-    how = (capacity, envs, gamma, mirroring, noise, ahead, draws)
-    return _compute(field, rows, length, n, how, np.float64, target, np.empty(field[ELEMENTS], np.float64))
+@jit
+def _compute_wide(field, rows, length, n, how, target):  # type: ignore[no-untyped-def]
+    """As :func:`_compute_narrow`, in float64."""
+    _compute(field, rows, length, n, how, np.float64, target, np.empty(field[ELEMENTS], np.float64))
 
 
 # Windows
@@ -521,14 +512,6 @@ def _rows_of(field, drawn, last, place):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def _is_simple(field, mirror):  # type: ignore[no-untyped-def]
-    """Whether no kernel that computes is needed for a field."""
-    if field[COPIED] == 2 or (field[COPIED] == 1 and mirror == OFF):
-        return True
-    return _is_plain_sum(field, mirror) or _is_plain_length(field)
-
-
-@jit(forceinline=True)
 def _first_wrong(fields, n_fields, has_links, mirror):  # type: ignore[no-untyped-def]
     """The first field that can't be read: without links, or elements that are computed but can't be; or -1."""
     for f in range(n_fields):
@@ -544,13 +527,10 @@ def _first_wrong(fields, n_fields, has_links, mirror):  # type: ignore[no-untype
 
 @kernel
 def read_batch(  # type: ignore[no-untyped-def]
-    narrow, wide, ends, links, noise, fields_address, n_fields, ring_address, rng_address, index_address, first, n, of,
+    ends, links, noise, fields_address, n_fields, ring_address, rng_address, index_address, first, n, of,
     capacity, targets_address, generation_address, envs, n_steps, gamma: float, mirror, draws,
 ):  # fmt: skip
-    """As :func:`copy_batch`, of a table of fields.
-
-    ``narrow`` and ``wide`` are the addresses of the kernels that compute fields; 0 if they have not been compiled.
-    """
+    """As :func:`copy_batch`, of a table of fields."""
     ring = carray(as_i64(ring_address), 4)
     written, at = ring[WRITTEN], generation_address + 8 * first
     position = carray(as_i64(at), n)
@@ -561,12 +541,6 @@ def read_batch(  # type: ignore[no-untyped-def]
     wrong = _first_wrong(fields, n_fields, links != 0, mirror)
     if wrong >= 0:
         return 2 * of + wrong
-    for f in range(n_fields):
-        if not _is_simple(fields[f], mirror):
-            if is_wide(fields[f]) and wide == 0:
-                return NEEDS_WIDE
-            if not is_wide(fields[f]) and narrow == 0:
-                return NEEDS_NARROW
     targets = carray(as_i64(targets_address), n_fields)
     has_windows, has_next = False, False
     for f in range(n_fields):
@@ -610,9 +584,11 @@ def read_batch(  # type: ignore[no-untyped-def]
             for half in range(halves, 2 if mirror == DOUBLED else 1):
                 mirroring = ALL if half == 1 else (DRAWN_BY_CHANCE if mirror == BY_CHANCE else NONE)
                 number = half * of + row
-                where = (np.int64(field.ctypes.data), np.int64(rows.ctypes.data), np.int64(length.ctypes.data))
-                how = (count, capacity, envs, gamma, mirroring, noise, number * draws, draws)
-                call(wide if is_wide(field) else narrow, (*where, *how, targets[f] + number * width))
+                how = (capacity, envs, gamma, mirroring, noise, number * draws, draws)
+                if is_wide(field):
+                    _compute_wide(field, rows, length, count, how, targets[f] + number * width)
+                else:
+                    _compute_narrow(field, rows, length, count, how, targets[f] + number * width)
     write_generations(written, capacity, position, n)
     if mirror == DOUBLED:
         copy_bytes(at + 8 * of, at, 8 * n)

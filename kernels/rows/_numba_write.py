@@ -31,7 +31,7 @@ from gpubuf.kernels.rows import (
     WRITTEN_AS,
     WRITTEN_AS_STORED,
 )
-from gpubuf.kernels.rows._cpu import (
+from gpubuf.kernels.rows._numba import (
     CONTIGUOUS,
     DONE,
     EVERY,
@@ -44,7 +44,7 @@ from gpubuf.kernels.rows._cpu import (
     UNFIT,
     UNLINKED,
 )
-from gpubuf.kernels.rows._cpu_copy import (
+from gpubuf.kernels.rows._numba_copy import (
     AHEAD,
     copy_row,
     differ,
@@ -54,7 +54,7 @@ from gpubuf.kernels.rows._cpu_copy import (
     row_address,
     write_run,
 )
-from gpubuf.kernels.rows._cpu_numbers import (
+from gpubuf.kernels.rows._numba_numbers import (
     BF16,
     BOOL,
     F16,

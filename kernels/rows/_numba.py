@@ -1,7 +1,7 @@
 """Rows on the CPU.
 
-Kernels work on addresses: :mod:`gpubuf.kernels.rows._cpu_read` makes batches, and
-:mod:`gpubuf.kernels.rows._cpu_write` writes rows and keeps the next observations that lie aside. Columns have kernels
+Kernels work on addresses: :mod:`gpubuf.kernels.rows._numba_read` makes batches, and
+:mod:`gpubuf.kernels.rows._numba_write` writes rows and keeps the next observations that lie aside. Columns have kernels
 of their own, which copy and take few arguments.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._machine_code import named
+from gpubuf.kernels._jit import named
 from gpubuf.kernels._operations import vector
 from gpubuf.kernels._registry import length_of
 from gpubuf.kernels._threads import call_in_parts
@@ -41,22 +41,20 @@ from gpubuf.kernels.rows._check import (
     strided_source,
 )
 
-_copy_batch = named("rows._cpu_read.copy_batch")
-_read_batch = named("rows._cpu_read.read_batch")
-_compute_narrow = named("rows._cpu_read.compute_narrow")
-_compute_wide = named("rows._cpu_read.compute_wide")
-_extend_rows = named("rows._cpu_write.extend_rows")
-_write_rows = named("rows._cpu_write.write_rows")
-_relink_rows = named("rows._cpu_write.relink_rows")
-_stage = named("rows._cpu_write.stage")
+_copy_batch = named("rows._numba_read.copy_batch")
+_read_batch = named("rows._numba_read.read_batch")
+_extend_rows = named("rows._numba_write.extend_rows")
+_write_rows = named("rows._numba_write.write_rows")
+_relink_rows = named("rows._numba_write.relink_rows")
+_stage = named("rows._numba_write.stage")
 
 # Results of kernels that read. Others count from 0: rows, then rows whose next observation is lost, then fields.
-DONE, EMPTY, NEEDS_NARROW, NEEDS_WIDE = -1, -2, -3, -4
+DONE, EMPTY = -1, -2
 
 # The fields that an operation takes from its sources.
 EVERY, NOT_NEXT, NEXT_ALONE = range(3)
 
-# Results of kernels that write, but for DONE: `problem` of _cpu_write.py adds which field or row.
+# Results of kernels that write, but for DONE: `problem` of _numba_write.py adds which field or row.
 MISFIT, UNFIT, UNLINKED, NO_ROOM, INVALID, NEEDS_STAGING = range(6)
 
 # Rows without gaps between them, in place of the bytes from one row to the next.
@@ -133,10 +131,6 @@ def sample_into(
     return _read(table, ring, rng, None, n, capacity, _addresses(tensors), reading)
 
 
-# Addresses of the kernels that compute fields, in float32 and in float64: 0 until a field needs them.
-_engines = [0, 0]
-
-
 def _read(
     table: Tensor, ring: Tensor, rng: Tensor | None, given: Tensor | None, n: int, capacity: int, targets: array[int],
     reading: tuple[Any, ...],
@@ -154,9 +148,7 @@ def _read(
     else:
         ends, links, noise, *numbers = how
         before, after = (_address(ends), _address(links), _address(noise), *before), (*after, *numbers)
-        while (results := call_in_parts(_read_batch, (*_engines, *before), n, after))[0] in (NEEDS_NARROW, NEEDS_WIDE):
-            wide = results[0] == NEEDS_WIDE
-            _engines[wide] = (_compute_wide if wide else _compute_narrow).address
+        results = call_in_parts(_read_batch, before, n, after)
     for result in results:
         if result != DONE:
             raise _refused_batch(table, given, result, n, capacity)

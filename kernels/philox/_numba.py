@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._machine_code import named
+from gpubuf.kernels._jit import named
 from gpubuf.kernels.philox import check_request
 
-_uniform = named("philox._cpu_kernels.uniform")
+_uniform = named("philox._numba_kernels.uniform")
 
 
 def uniform(rng: Tensor, n: int) -> Tensor:

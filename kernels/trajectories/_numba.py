@@ -8,7 +8,7 @@ from typing import Never
 
 from torch import Tensor
 
-from gpubuf.kernels._machine_code import named
+from gpubuf.kernels._jit import named
 from gpubuf.kernels._registry import length_of
 from gpubuf.kernels.rows import ENTRY, SIZE
 from gpubuf.kernels.trajectories import Slices, new_slices, touched_rows
@@ -22,16 +22,16 @@ from gpubuf.kernels.trajectories._check import (
     check_slice_len,
 )
 
-_bounds_of_rows = named("trajectories._cpu_read.bounds_of_rows")
-_draw_slices = named("trajectories._cpu_read.draw_slices")
-_longest_trajectory = named("trajectories._cpu_read.longest_trajectory")
-_slices_from_rows = named("trajectories._cpu_read.slices_from_rows")
-_compare_rows = named("trajectories._cpu_update.compare_rows")
-_rebuild_index = named("trajectories._cpu_update.rebuild_index")
-_update_eligible_steps = named("trajectories._cpu_update.update_eligible_steps")
-_update_ends_alone = named("trajectories._cpu_update.update_ends_alone")
-_update_index = named("trajectories._cpu_update.update_index")
-_weigh_again = named("trajectories._cpu_update.weigh_again")
+_bounds_of_rows = named("trajectories._numba_read.bounds_of_rows")
+_draw_slices = named("trajectories._numba_read.draw_slices")
+_longest_trajectory = named("trajectories._numba_read.longest_trajectory")
+_slices_from_rows = named("trajectories._numba_read.slices_from_rows")
+_compare_rows = named("trajectories._numba_update.compare_rows")
+_rebuild_index = named("trajectories._numba_update.rebuild_index")
+_update_eligible_steps = named("trajectories._numba_update.update_eligible_steps")
+_update_ends_alone = named("trajectories._numba_update.update_ends_alone")
+_update_index = named("trajectories._numba_update.update_index")
+_weigh_again = named("trajectories._numba_update.weigh_again")
 
 # Results of kernels that are not the position of an offending element.
 DONE, EMPTY = -1, -2
