@@ -178,6 +178,10 @@ def extent(tensor: Tensor) -> tuple[int, int]:
     return first, first + (last + 1) * tensor.itemsize
 
 
+_FURTHEST = 1 << 44
+"""Bytes that no tensor spans. Small tensors are in the heap, and further than that from the large ones of rows."""
+
+
 class RowAddresses:
     """The addresses at which a storage has its rows. They tell a batch that is a view of them from any other.
 
@@ -218,11 +222,9 @@ class RowAddresses:
         """
         if not self.high:
             return tensors
-        low, high = self.low, self.high
+        near, high = self.low - _FURTHEST, self.high
         for place, tensor in enumerate(tensors):
-            at = tensor.data_ptr()
-            # Only what is not contiguous reaches further than its size.
-            if at < high and (at + tensor.nbytes > low or not tensor.is_contiguous()) and self.meet(*extent(tensor)):
+            if near < tensor.data_ptr() < high and self.meet(*extent(tensor)):
                 copies = [t.detach().clone() if self.meet(*extent(t)) else t for t in tensors[place:]]
                 return [*tensors[:place], *copies]
         return tensors
