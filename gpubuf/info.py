@@ -252,7 +252,7 @@ def _try_graph(device: str = "cuda") -> None:
 
 def _try_pinned_gather() -> None:
     storage = LazyTensorStorage(64, device="pinned")
-    storage.append(TensorDict({"row": torch.arange(64)}, [64]))
+    storage.append(TensorDict({"row": torch.arange(64, device="cpu")}, [64]))
     index = torch.tensor([5, 63, 0, 5], device=storage.device)
     (found,), _ = storage.gather(index)
     if found.tolist() != index.tolist():

@@ -287,7 +287,7 @@ class Tape(TorchDispatchMode):
         """An argument of a kernel; a dense copy that it takes is made by records."""
         if not isinstance(argument, Dense):
             return argument
-        copy = torch.empty(argument.tensor.shape)
+        copy = torch.empty(argument.tensor.shape, device="cpu")
         records += copy_of(argument.tensor, copy)
         return copy
 
@@ -422,7 +422,7 @@ class _Replay:
                     memory.place = free[memory.numbers].pop()
                 else:
                     count, dtype = memory.numbers
-                    memory.place = torch.empty(count, dtype=dtype)
+                    memory.place = torch.empty(count, dtype=dtype, device="cpu")
                 memory.owned = True
             for memory in operation.uses:
                 if memory.end == i and memory.owned and memory.place is not None:

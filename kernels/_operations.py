@@ -41,7 +41,7 @@ def vector(n: int, dtype: torch.dtype) -> Tensor:
 
     Between the updates of networks it takes much less: storages allocate batches so, and its code is in the caches.
     """
-    model = torch.empty(n, dtype=dtype)
+    model = torch.empty(n, dtype=dtype, device="cpu")
     model.untyped_storage().resize_(0)
     return model
 

@@ -265,3 +265,21 @@ def test_tests_import_no_tests():
     tests = sorted((ROOT / "tests").rglob("test_*.py"))
     shared = {path: {n for n in imported_modules(path) if re.match(r"tests\.(\w+\.)?test_", n)} for path in tests}
     assert not {str(path.relative_to(ROOT)): names for path, names in shared.items() if names}
+
+
+def test_tensors_made_inside_name_their_device():
+    """Case 72: a default device is for the user's tensors. Factories that follow it are those of torch.device()."""
+    from torch.utils._device import _device_constructors
+
+    factories = {f"torch.{factory.__name__}" for factory in _device_constructors()}
+    nameless = []
+    for path in SOURCES:
+        if not path.is_relative_to(ROOT / "gpubuf") and not path.is_relative_to(KERNELS.resolve()):
+            continue
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        for call in calls:
+            # With ** it may be among the others.
+            named = {"device", None} & {keyword.arg for keyword in call.keywords}
+            if ast.unparse(call.func) in factories and not named:
+                nameless.append(f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}")
+    assert nameless == []

@@ -7,6 +7,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any, SupportsIndex
 
+import torch
+from torch import Tensor
+
 _LIBRARIES = {"torchrl": "TorchRL"}
 _warned: set[str] = set()
 
@@ -20,6 +23,11 @@ def check_count(value: Any, name: str, least: int = 1) -> None:
     if not number or not isinstance(value, SupportsIndex) or value < least:  # type: ignore[operator]
         kind = ValueError if number else TypeError
         raise kind(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A tensor as it is; numbers and arrays as one on the CPU, whatever the default device."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
 
 
 def describe_type(given: object) -> str:

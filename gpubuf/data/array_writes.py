@@ -19,7 +19,7 @@ from torch import Tensor
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import current
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.trajectory_index import RowOrder
+from gpubuf.data.samplers.row_order import RowOrder
 from gpubuf.data.storage.layout import Key, Leaf, as_key, as_written, of_array
 from gpubuf.data.storage.schema import as_numbers, stored_as
 from gpubuf.data.storage.storage import TensorStorage
@@ -62,7 +62,7 @@ class PreparedRows:
     def __init__(self, storage: TensorStorage, lead: tuple[int, ...], *, keeps_index: bool) -> None:
         layout = storage.written_layout
         self.n = math.prod(lead)
-        memory = layout.cut(torch.zeros(layout.arena(self.n).n_bytes, dtype=torch.uint8), self.n)
+        memory = layout.cut(torch.zeros(layout.arena(self.n).n_bytes, dtype=torch.uint8, device="cpu"), self.n)
         self.launch: Any = storage.plans.written.prepared_extend(memory, self.n, keeps_index)
         self._keys = layout.keys
         # Where its address is kept; dtype of a column as a tensor, None if its numbers may differ from what is in
@@ -397,7 +397,7 @@ def _as_tensor(value: Any, leaf: Leaf) -> Tensor:
 
 def _of_numbers(value: Any, dtype: torch.dtype | None, name: str) -> Tensor:
     """Lists and numbers in the dtype of their key, or without one in that of PyTorch."""
-    return torch.as_tensor(value) if dtype is None else stored_as(as_numbers(value), dtype, name)
+    return torch.as_tensor(value, device="cpu") if dtype is None else stored_as(as_numbers(value), dtype, name)
 
 
 def _flat(sources: list[Tensor], dims: int) -> list[Tensor]:

@@ -33,9 +33,9 @@ from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import DERIVED, REPLAY, Unfinished, refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
+from gpubuf.data.samplers.row_order import RowOrder
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.sum_tree import vector
-from gpubuf.data.samplers.trajectory_index import RowOrder
 from gpubuf.data.samplers.uniform import ConsumingSampler, RandomSampler, checked_count
 from gpubuf.data.sequences import SampleUnit, check_parts, checked_unit
 from gpubuf.data.storage.indexing import as_positions, plain_index

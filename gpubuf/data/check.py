@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.samplers.row_order import turns_in
 from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.schema import NEXT_KEY, continued_keys
 from gpubuf.data.storage.storage import TensorStorage
@@ -19,8 +20,8 @@ from gpubuf.terminal import aligned
 CHUNK_BYTES = 1 << 26
 #: Rows that are named where many are wrong.
 _NAMED = 3
-#: Environments that may take turns in storage of one dimension, and the share of rows that must then fit.
-_MOST_TURNS, _ENOUGH = 64, 0.9
+#: The share of rows that must continue along the other dimension.
+_ENOUGH = 0.9
 FLAGS = ("done", "terminated", "truncated")
 
 
@@ -31,7 +32,7 @@ class Column:
     Attributes:
         key: nested ones joined by dots.
         shape, dtype: of a row.
-        lowest, highest: of all finite elements; NaN if there are none.
+        lowest, highest: of all finite elements (of the parts of complex ones); NaN if there are none.
         not_finite: rows with NaN or infinity.
         constant: whether all rows are alike.
     """
@@ -82,8 +83,8 @@ class Report:
     rates: dict[str, float] = field(default_factory=dict)
     compared: int = 0
     broken: int = 0
-    lengths: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    returns: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    lengths: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
+    returns: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64, device="cpu"))
     findings: list[Finding] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -124,7 +125,24 @@ def check(storage: TensorStorage) -> Report:
     looked = _Look(storage)
     for positions, rows in _chunks(storage):
         looked.at(positions, rows)
+    if looked.mostly_broken and looked.envs == 1:
+        looked.turns = _advice(turns_in(storage), storage.ndim)
     return looked.report()
+
+
+def _advice(envs: int | None, ndim: int) -> str | None:
+    """What to do where ``envs`` environments take turns in a storage of one."""
+    if envs is None:
+        return None
+    if ndim > 1:
+        return (
+            f"the rows of {envs} environments take turns along the dimension of time: write [{envs}, steps], or give "
+            "the buffer dim_extend=0"
+        )
+    return (
+        f"the rows of {envs} environments take turns, and slices and n-step returns would mix them: store them in two "
+        f"dimensions, LazyTensorStorage(..., ndim=2), and write [{envs}, steps]"
+    )
 
 
 def _chunks(storage: TensorStorage) -> Iterator[tuple[Tensor, list[Tensor]]]:
@@ -136,8 +154,8 @@ def _chunks(storage: TensorStorage) -> Iterator[tuple[Tensor, list[Tensor]]]:
     chunk = max(1, CHUNK_BYTES // max(1, layout.row_bytes * envs))
     for begin in range(0, count, chunk):
         first = max(begin - 1, 0)
-        step = (torch.arange(first, min(begin + chunk, count)) + (newest - count)) % steps
-        positions = step[:, None] * envs + torch.arange(envs)
+        step = (torch.arange(first, min(begin + chunk, count), device="cpu") + (newest - count)) % steps
+        positions = step[:, None] * envs + torch.arange(envs, device="cpu")
         tensors = layout.collect(storage.get(positions.flatten().to(storage.device)), 1)
         rows = [t.reshape(len(step), envs, leaf.n_elements) for t, leaf in zip(tensors, layout.leaves, strict=True)]
         yield positions, rows
@@ -149,8 +167,8 @@ class _Look:
     def __init__(self, storage: TensorStorage) -> None:
         self.leaves = storage.written_layout.leaves
         self.place = {leaf.key: i for i, leaf in enumerate(self.leaves)}
-        self.rows, self.envs, self.flat = len(storage), storage.shape[1:].numel(), storage.ndim == 1
-        keys = continued_keys([leaf for leaf in self.leaves if leaf.key])
+        self.rows, self.envs = len(storage), storage.shape[1:].numel()
+        keys = continued_keys(self.leaves)
         self.pairs = [(self.place[NEXT_KEY, *key], self.place[key]) for key in keys]
         nothing = torch.tensor([torch.inf, -torch.inf], dtype=torch.float64, device=storage.device)
         self.bounds = [(nothing[0], nothing[1])] * len(self.leaves)
@@ -163,9 +181,17 @@ class _Look:
         self.turns: str | None = None
         # Of each environment: steps and rewards so far, and those at its last end; -1 before the first.
         self.steps = 0
-        self.sums = torch.zeros(self.envs, dtype=torch.float64)
-        self.ended = torch.full((self.envs,), -1), torch.zeros(self.envs, dtype=torch.float64)
+        self.sums = torch.zeros(self.envs, dtype=torch.float64, device="cpu")
+        self.ended = (
+            torch.full((self.envs,), -1, device="cpu"),
+            torch.zeros(self.envs, dtype=torch.float64, device="cpu"),
+        )
         self.episodes: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def mostly_broken(self) -> bool:
+        """Whether most rows are not continued by the next one."""
+        return self.broken > 0.5 * self.compared
 
     def _flag(self, name: str) -> int | None:
         found: int | None = self.place.get((NEXT_KEY, name), self.place.get((name,)))
@@ -204,10 +230,13 @@ class _Look:
             if not values.numel():
                 continue
             self.alike[i] = self.alike[i] & (values == self.first[i]).all()
-            if values.is_floating_point():
+            if values.is_complex():
+                values = torch.view_as_real(values).flatten(-2)
+            # Images stay as small as they are. Not all dtypes have a minimum.
+            if values.dtype not in (torch.bool, torch.uint8):
+                values = values.double()
                 finite = values.isfinite()
                 self.not_finite[i] += self._name(f"finite {i}", positions, ~finite.all(-1).cpu())
-                values = values.double()
                 low, high = values.where(finite, torch.inf).amin(), values.where(finite, -torch.inf).amax()
             else:
                 low, high = values.amin().double(), values.amax().double()
@@ -226,25 +255,16 @@ class _Look:
                 same |= ((one == other) | ((one != one) & (other != other))).all(-1)
             return same
 
-        following = fits(1)
+        first, following = self.compared == 0, fits(1)
         open_rows = ~done[:-1]
         self.compared += int(open_rows.sum())
-        broken = self._name("broken", positions[:-1], (~following).cpu())
-        self.broken += broken
-        if broken > 0.5 * following.numel() and self.turns is None and not self.steps:
-            if self.flat:
-                lags = range(2, min(_MOST_TURNS + 1, len(positions)))
-                count = next((lag for lag in lags if fits(lag).double().mean() >= _ENOUGH), None)
-                if count is not None:
-                    self.turns = (
-                        f"the rows of {count} environments take turns, and slices and n-step returns would mix them: "
-                        f"store them in two dimensions, LazyTensorStorage(..., ndim=2), and write [{count}, steps]"
-                    )
-            elif self.envs > 1 and fits(0, 1).double().mean() >= _ENOUGH:
-                self.turns = (
-                    "steps follow each other along the second dimension, [T, E], which is that of environments: write "
-                    "[envs, steps], or give the buffer dim_extend=0"
-                )
+        self.broken += self._name("broken", positions[:-1], (~following).cpu())
+        # Rows of several environments are compared with those beside them at once: they are here.
+        if first and self.mostly_broken and self.envs > 1 and fits(0, 1).double().mean() >= _ENOUGH:
+            self.turns = (
+                "steps follow each other along the second dimension, [T, E], which is that of environments: write "
+                "[envs, steps], or give the buffer dim_extend=0"
+            )
 
     def _episodes(self, rows: list[Tensor], done: Tensor, new: int) -> None:
         over = done[new:].cpu()
@@ -256,7 +276,7 @@ class _Look:
         env, step = over.T.nonzero(as_tuple=True)
         count, total = self.steps + step + 1, sums[step, env]
         # Ends of an environment follow each other; before its first one here lies the last one of earlier chunks.
-        same = torch.zeros(len(env), dtype=torch.bool)
+        same = torch.zeros(len(env), dtype=torch.bool, device="cpu")
         same[1:] = env[1:] == env[:-1]
         count_before = torch.where(same, count.roll(1), self.ended[0][env])
         total_before = torch.where(same, total.roll(1), self.ended[1][env])

@@ -178,8 +178,8 @@ class Hindsight(TrajectoryBounds):
             _replace(data, info, _TERMINATED, mask, ended)
         if _DONE in keys:
             done = data.get(_DONE)
-            ended = ended.reshape(done.shape).to(done.dtype)
-            _replace(data, info, _DONE, mask, ended | data.get(_TRUNCATED) if _TRUNCATED in keys else ended)
+            ended = ended.reshape(done.shape).bool()
+            _replace(data, info, _DONE, mask, ended | data.get(_TRUNCATED).bool() if _TRUNCATED in keys else ended)
 
     def __repr__(self) -> str:
         return (

@@ -60,7 +60,7 @@ class RankState(NamedTuple):
         all_ranks[:n].copy_(ranks)
         all_ages = torch.arange(capacity, device=device) + _EMPTY
         all_ages[:n].copy_(torch.arange(n, device=device) if ages is None else ages)
-        return cls(all_ranks, all_ages, torch.tensor([n, n]) if counts is None else counts)
+        return cls(all_ranks, all_ages, torch.tensor([n, n], device="cpu") if counts is None else counts)
 
 
 def comparable(ranks: Tensor) -> Tensor:
@@ -321,7 +321,7 @@ class TensorDictMaxValueWriter(Writer):
 
     def _extend_objects(self, storage: ListStorage, items: list[Any]) -> Tensor:
         if not items:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         index = self._admit(self._ranks_of_all(items))
         storage.place(index.tolist(), items)
         self._count(index)
@@ -365,7 +365,7 @@ class TensorDictMaxValueWriter(Writer):
         return None if place < 0 else place
 
     def _ranks_of_all(self, rows: list[Any]) -> Tensor:
-        found = [torch.empty(0, dtype=torch.float64)]
+        found = [torch.empty(0, dtype=torch.float64, device="cpu")]
         for row in rows:
             ranked = isinstance(row, TensorDictBase) or is_tensorclass(row)
             found.append(self.ranks_of(row.unsqueeze(0) if ranked else row))
@@ -433,7 +433,7 @@ class TensorDictMaxValueWriter(Writer):
 
     def empty(self, recount: bool = False) -> None:
         if self._ranks is not None and self._storage.initialized:
-            state = RankState.of(torch.empty(0, dtype=torch.float64), self._storage.max_size)
+            state = RankState.of(torch.empty(0, dtype=torch.float64, device="cpu"), self._storage.max_size)
             state.counts[1] = 0 if recount else self.write_count
             self._adopt(state)
 

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data.arguments import check_batch_size, check_sizes
+from gpubuf.data.arguments import as_tensor, check_batch_size, check_sizes
 from gpubuf.data.batches import attach_info, finished
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.checkpoints import restore, save
@@ -55,20 +55,23 @@ class MixedReplayBuffer:
 
     Each buffer makes its part, where its rows are: on a GPU, pinned or in files. The parts are put together.
 
+    Each buffer gives its share however few rows it stores, for samplers draw with replacement. One that does not (of
+    epochs, for instance) gives no more than it has left, and the batch is that much shorter. A buffer whose share is 0
+    gives nothing. One that is empty gives nothing either, and the others serve its share in proportion to theirs.
+
     Shares that are no whole numbers of rows are rounded up or down at random, so that each buffer gives exactly its
     share on average: one of .001 has a row in one of 1000 batches of one row. The random stream is the mix's own, and
     part of its state. ``sample(batches=k)`` rounds once for all k.
 
-    A buffer that stores fewer rows than its share of a batch gives those, and the others the rest; an empty one gives
-    none. (If all together store fewer rows than the batch has, only empty ones give less.) In a captured step all
-    buffers must store their share; compiled code takes that for granted. In both the shares must be whole numbers of
-    rows.
+    The counts are part of a captured step: shares must be whole numbers of rows, no buffer with a share may be empty,
+    and a replay raises once other shares are set. Compiled code also needs whole numbers, and takes every buffer for
+    one that has rows.
 
     Args:
         buffers: at least one, all on one device by the time of the first draw. Either all of them draw slices, of the
             same length, or none does.
-        shares: a number for each buffer, in proportion to which it gives rows; default: equal ones. They may be set
-            anew between samples.
+        shares: a number for each buffer, in proportion to which it gives rows; default: equal ones. Others may be set
+            at any time: the next draw goes by them.
         batch_size: number of transitions in a batch; :meth:`sample` may override it.
         collate_fn: applied to every batch, before the transforms.
         transform: a callable on a batch, or a module, applied to every batch.
@@ -130,17 +133,17 @@ class MixedReplayBuffer:
         return sum(map(len, self._buffers))
 
     @property
-    def shares(self) -> list[float]:
+    def shares(self) -> tuple[float, ...]:
         """The share of each buffer, as it was set."""
         return self._shares
 
     @shares.setter
     def shares(self, shares: Sequence[float] | Tensor) -> None:
         refuse_in_capture("shares are set, which would stay: capture the step anew after it")
-        shares = [float(share) for share in shares]
+        shares = tuple([float(share) for share in shares])
         if len(shares) != len(self._buffers):
             raise ValueError(f"there are {len(self._buffers)} buffers, and {len(shares)} shares")
-        if not all(math.isfinite(share) and share >= 0 for share in shares) or not any(shares):
+        if not 0 < sum(shares) < math.inf or min(shares) < 0:
             raise ValueError(f"shares must be finite and not negative, and one must be positive, got {shares}")
         self._shares = shares
 
@@ -199,7 +202,7 @@ class MixedReplayBuffer:
             The batch, which the caller owns; or the batch and its info.
 
         Raises:
-            RuntimeError: all the buffers are empty, or no batch size is known.
+            RuntimeError: all the buffers that have a share are empty, or no batch size is known.
             ValueError: the buffers store different keys, or are on different devices; or shares would have to be
                 rounded in compiled code.
         """
@@ -236,7 +239,7 @@ class MixedReplayBuffer:
         """``n`` rows (``batches`` times so many), with all of their info.
 
         Raises:
-            RuntimeError: all the buffers are empty.
+            RuntimeError: all the buffers that have a share are empty.
             ValueError: the buffers don't go together.
         """
         drawn = under(self._locks, lambda: self._drawn(n, batches))
@@ -255,13 +258,14 @@ class MixedReplayBuffer:
         unit = self._unit(n)
         for buffer in self._buffers:
             buffer._sampler.ran_out = False
-        stored = [len(buffer._storage) for buffer in self._buffers]
-        if not any(stored):
-            raise RuntimeError("cannot sample: all the buffers are empty")
-        devices = {b.storage.device for b, n_rows in zip(self._buffers, stored, strict=True) if n_rows}
+        rows = [len(buffer._storage) for buffer in self._buffers]
+        shares = tuple([share if n_rows else 0.0 for share, n_rows in zip(self._shares, rows, strict=True)])
+        if not any(shares):
+            raise RuntimeError("cannot sample: all the buffers that have a share are empty")
+        devices = {buffer.storage.device for buffer, n_rows in zip(self._buffers, rows, strict=True) if n_rows}
         if len(devices) > 1:
             raise ValueError(f"the buffers are on different devices: {sorted(map(str, devices))}; move them by to()")
-        counts = self._counts(n, unit, stored)
+        counts = self._counts(n, unit, shares)
         return {number: self._buffers[number]._batches.part(count, batches) for number, count in counts.items()}
 
     def _unit(self, n: int) -> int:
@@ -290,13 +294,13 @@ class MixedReplayBuffer:
             raise RuntimeError(f"the batch size must be divisible by slice_len: got {n} and {form[0]}")
         return form[0]
 
-    def _counts(self, n: int, unit: int, stored: Sequence[int]) -> dict[int, int]:
-        """How many rows each buffer gives, by its number."""
-        # No more than would be drawn from it: as long as that stays, so does the result.
-        units = tuple([min(max(rows // unit, 1), n // unit) if rows else 0 for rows in stored])
-        found = remembered_cut(tuple(self._shares), n // unit, units)
-        if current_recording() is not None and found != cut(tuple(self._shares), n // unit, (n,) * len(units)):
-            refuse_in_capture("a buffer stores fewer rows than its share, which would stay so: fill it first")
+    def _counts(self, n: int, unit: int, shares: tuple[float, ...]) -> dict[int, int]:
+        """How many rows each buffer gives, by its number; the shares are those of buffers that have rows."""
+        found = remembered_cut(shares, n // unit)
+        if (recording := current_recording()) is not None:
+            recording.holds(self, "_shares")
+        if shares != self._shares:
+            refuse_in_capture("a buffer that has a share is empty, and would give no row for ever: fill it first")
         if found.ends:
             refuse_in_capture("shares are rounded by the host: give a batch size that makes them whole numbers of rows")
         whole = found.rounded(self._offsets.on_host()) if found.ends else found.whole
@@ -559,7 +563,7 @@ def positions_in(buffer: ReplayBuffer, index: Any) -> Tensor:
         limits = torch.tensor(tuple(storage.shape), device=index.device)
         index = torch.minimum(index, limits - 1)
         return as_positions(index.reshape(-1, storage.ndim), storage.shape, storage.device, handles=True)
-    return as_positions(torch.as_tensor(index).reshape(-1), storage.shape, storage.device, handles=True)
+    return as_positions(as_tensor(index).reshape(-1), storage.shape, storage.device, handles=True)
 
 
 def check_rows(buffers: Sequence[ReplayBuffer], positions: Tensor, owner: Tensor) -> None:
@@ -576,7 +580,7 @@ def check_rows(buffers: Sequence[ReplayBuffer], positions: Tensor, owner: Tensor
     """
     if not (host_can_read(positions) and host_can_read(owner)) or not positions.numel():
         return
-    limits = torch.tensor([b.storage.max_size if b.initialized else positions.max() + 1 for b in buffers])
+    limits = torch.tensor([b.storage.max_size if b.initialized else positions.max() + 1 for b in buffers], device="cpu")
     wrong = (owner >= 0) & ((positions < -1) | (positions >= limits[checked_owners(owner.clamp(min=0), len(buffers))]))
     if bool(wrong.any()):
         number, position = int(owner[wrong][0]), int(positions[wrong][0])
@@ -606,28 +610,10 @@ class Cut(NamedTuple):
         return tuple(map(operator.add, self.whole, map(operator.sub, places[1:], places))) if self.ends else self.whole
 
 
-def cut(shares: tuple[float, ...], n: int, stored: tuple[int, ...]) -> Cut:
-    """In which parts the buffers give ``n`` rows.
-
-    A buffer gives as many rows as it has, if its share is more: others give the rest, in proportion to their shares
-    (equally, if those are zero). If all of them together have fewer than ``n`` rows, only empty buffers give less than
-    their share.
-
-    Args:
-        shares: of the buffers.
-        n: number of rows.
-        stored: how many rows there are in each.
-    """
-    limits = list(stored) if sum(stored) >= n else [n if rows else 0 for rows in stored]
-    due = [0.0] * len(shares)
-    open_, left = [k for k, limit in enumerate(limits) if limit], n
-    while open_ and left:
-        some = [shares[k] for k in open_] if any(shares[k] for k in open_) else [1.0] * len(open_)
-        found = {k: left * share / sum(some) for k, share in zip(open_, some, strict=True)}
-        short = [k for k in open_ if found[k] >= limits[k]] if any(found[k] > limits[k] for k in open_) else []
-        for k in short or open_:
-            due[k] = limits[k] if k in short else found[k]
-        open_, left = [k for k in open_ if k not in short] if short else [], left - sum(limits[k] for k in short)
+def cut(shares: tuple[float, ...], n: int) -> Cut:
+    """In which parts ``n`` rows are drawn, in proportion to ``shares``, of which one is positive."""
+    total = sum(shares)
+    due = [share / total * n for share in shares]
     # What is whole but for rounding is whole.
     due = [round(share) if abs(share - round(share)) <= _ROUNDING * n else share for share in due]
     whole = tuple(map(math.floor, due))

@@ -124,8 +124,8 @@ class Recording:
         for owner, name, value in self._held.values():
             if getattr(owner, name, None) is not value:
                 raise CaptureError(
-                    f"a {type(owner).__name__} was moved, freed or given other parts since its step was captured: "
-                    "call reset() on the captured step, and it is captured anew"
+                    f"a {type(owner).__name__} was moved, freed or given other parts or shares since its step was "
+                    "captured: call reset() on the captured step, and it is captured anew"
                 )
         for action in self._before.values():
             action()

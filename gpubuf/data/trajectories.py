@@ -317,13 +317,13 @@ def pieces(
         ends = ends | broken.roll(-oldest, 0).to(ends.device)
     ends = ends.reshape(steps, -1).cpu()
     for number, ended in enumerate(ends.unbind(-1)):
-        where = torch.unravel_index(torch.tensor(number), tuple(envs)) if envs else ()
+        where = torch.unravel_index(torch.tensor(number, device="cpu"), tuple(envs)) if envs else ()
         start = 0
         for stop in (ended.nonzero().squeeze(-1) + 1).tolist():
             first, last = (start + oldest) % steps, (stop - 1 + oldest) % steps
             span: Any = slice(first, last + 1)
             if last < first:
-                span = (torch.arange(start, stop) + oldest) % steps
+                span = (torch.arange(start, stop, device="cpu") + oldest) % steps
             yield rows[(span, *map(int, where))]
             start = stop
 

@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
+from gpubuf.data.arguments import as_tensor
 from gpubuf.data.recording import DERIVED
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.sum_tree import vector
@@ -251,7 +252,7 @@ class RowAccess:
         given = data if patch is None else patch
         if not is_data(given) and not (patch is not None and isinstance(patch, Mapping)):
             raise TypeError(f"expected a TensorDict, a tensorclass or a tensor, got {type(given).__name__}")
-        found = {key: torch.as_tensor(value) for key, value in flat_entries(given, ()).items()}
+        found = {key: as_tensor(value) for key, value in flat_entries(given, ()).items()}
         if generation is None:
             generation = found.get(("index_generation",))
         if generation is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpubuf import serialization
-from gpubuf.data.arguments import describe_type
+from gpubuf.data.arguments import as_tensor, describe_type
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.recording import DERIVED
 from gpubuf.data.samplers.base import Sampler
@@ -123,8 +123,8 @@ class Writer:
         """
         storage = self._storage
         where = index.device if isinstance(index, Tensor) else torch.device("cpu")
-        asked = torch.stack([torch.as_tensor(i) for i in index], -1) if isinstance(index, tuple) else index
-        asked = torch.as_tensor(asked)
+        asked = torch.stack([as_tensor(i) for i in index], -1) if isinstance(index, tuple) else index
+        asked = as_tensor(asked)
         shape = asked.shape[:-1] if storage.ndim > 1 and asked.ndim > 1 else asked.shape
         if not storage.initialized:
             return torch.full(shape, -1, dtype=torch.int64, device=where)
@@ -159,7 +159,7 @@ class Writer:
             if sampler is not None:
                 sampler.mark_update(positions)
             storage.end(before)
-        return torch.as_tensor(index) if isinstance(index, int) else storage.unravel(positions)
+        return torch.as_tensor(index, device="cpu") if isinstance(index, int) else storage.unravel(positions)
 
     # State
 

@@ -101,7 +101,9 @@ class StepWriter:
         values: list[Tensor] = []
         for part, name, dtype, label in self._sources:
             value: Any = parts[part][name]
-            values.append(stored_as(value if isinstance(value, Tensor) else torch.as_tensor(value), dtype, label))
+            values.append(
+                stored_as(value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu"), dtype, label)
+            )
         if self._resets is not None:
             with torch.no_grad():
                 values = self._resets.of(values, (-2, -1))

@@ -92,7 +92,7 @@ class ReplayBuffer:
         self._info: list[str] | None = None
         # The columns of a transition, in the order of the first write.
         self._keys: list[Any] = []
-        self._numbers = [torch.zeros(1, dtype=dtype) for dtype in (torch.float32, torch.bool, torch.bool)]
+        self._numbers = [torch.zeros(1, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.bool, torch.bool)]
 
     # As LeRobot's attributes
 
@@ -346,7 +346,7 @@ class ReplayBuffer:
         if rows is None or not len(rows):
             raise ValueError("The replay buffer is empty. Cannot convert to a dataset.")
         n, start = len(rows), self.position - len(rows)
-        order = (torch.arange(n) + start) % self.capacity
+        order = (torch.arange(n, device="cpu") + start) % self.capacity
         dataset = new_dataset(repo_id, fps, root, features_of(self._frame(rows.storage[order[:1]][0])))
         dataset.start_image_writer(num_processes=0, num_threads=3)
         # A few frames at a time, since images are large.
@@ -392,7 +392,7 @@ def _number(key: str, info: Mapping[str, Any]) -> Tensor:
         raise ValueError(
             f"complementary_info[{key!r}] must be a tensor or a number in every transition, got {type(value).__name__}"
         )
-    return torch.tensor(float(value))
+    return torch.tensor(float(value), device="cpu")
 
 
 # Between transitions and data sets

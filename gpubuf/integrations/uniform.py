@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from tensordict import TensorDict
 
+from gpubuf.data.arguments import as_tensor
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage.end_bits import CONTINUITY
@@ -157,11 +158,11 @@ class UniformBuffer:
     def _rows(self, index: Any) -> Any:
         if not len(self.buffer):
             raise RuntimeError("cannot sample from an empty storage")
-        return rows_at(self.buffer, torch.as_tensor(index, dtype=torch.int64).reshape(-1).contiguous())[0]
+        return rows_at(self.buffer, as_tensor(index).to(torch.int64).reshape(-1).contiguous())[0]
 
     def get_observations(self) -> Any:
         """The stored observations ``[n, ...]``, in the order of their positions: a copy."""
-        return self.buffer.storage[torch.arange(len(self.buffer))]["observation"]
+        return self.buffer.storage[torch.arange(len(self.buffer), device="cpu")]["observation"]
 
     # State
 

@@ -161,11 +161,11 @@ class TD3Loss(ActorCriticLossModule):
             if not value >= 0:
                 raise ValueError(f"{name} must be at least 0, got {value}")
         super().__init__(actor_network, qvalue_network, ActorCriticOptions.of(locals()))
-        like = next(iter(self.parameters()), torch.empty(()))
+        like = next(iter(self.parameters()), torch.empty((), device=torch.get_default_device()))
         low, high = action_bounds(action_spec, self.tensor_keys.action) if bounds is None else bounds
         check_order(low, high)
-        self.register_buffer("max_action", torch.as_tensor(high).to(like.device, like.dtype))
-        self.register_buffer("min_action", torch.as_tensor(low).to(like.device, like.dtype))
+        self.register_buffer("max_action", torch.as_tensor(high, dtype=like.dtype, device=like.device))
+        self.register_buffer("min_action", torch.as_tensor(low, dtype=like.dtype, device=like.device))
         # TorchRL's state has no such entries.
         for name, value in (("policy_noise", policy_noise), ("noise_clip", noise_clip)):
             self.register_buffer(name, torch.tensor(value, dtype=like.dtype, device=like.device), persistent=False)

@@ -622,7 +622,7 @@ class AdamW(torch.optim.Optimizer):
             exact = state_dict["state"].get(number, {})
             for name, tensor in own[param].items():
                 value = exact.get(name) if param.dtype is torch.bfloat16 and name in exact else loaded.get(name)
-                tensor.zero_() if value is None else tensor.copy_(torch.as_tensor(value))
+                tensor.zero_() if value is None else tensor.copy_(torch.as_tensor(value, device=tensor.device))
         self.state.clear()
         self.state.update(own)
         self._watch.watch_state(self.state)

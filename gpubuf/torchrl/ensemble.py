@@ -106,9 +106,10 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
         self._buffers: tuple[ReplayBuffer, ...] = tuple(buffers)
 
     def _draw(self, n: int, batches: int | None) -> Batch:
-        if self._by_size:
-            rows = [float(len(buffer)) for buffer in self._buffers]
-            self._shares = rows if any(rows) else [1.0] * len(rows)
+        rows = tuple([float(len(buffer)) for buffer in self._buffers]) if self._by_size else ()
+        # Not anew, or a graph would be refused that they are part of.
+        if any(rows) and rows != self._shares:
+            self.shares = rows
         batch = super()._draw(n, batches)
         batch.info["buffer_ids"] = batch.info["buffer"]
         return batch
@@ -138,7 +139,7 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
         if len(self._transform):
             data = self._transform.inv(data.copy())
         if data is None:
-            return self._written(None, torch.empty(0, dtype=torch.int64))
+            return self._written(None, torch.empty(0, dtype=torch.int64, device="cpu"))
         owner = self._owners(data)
         return self._written(data.reshape(-1), owner)
 
@@ -290,7 +291,7 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
             if not len(storage):
                 continue
             newest = (storage.cursor - 1) % storage.max_size
-            row = storage[torch.tensor([newest])][0]
+            row = storage[torch.tensor([newest], device="cpu")][0]
             ended, cut = row.get(end_key, None), row.get(truncated_key, None) if truncated_key is not None else None
             if ended is None:
                 raise KeyError(f"the end_key {end_key!r} is not stored")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gpubuf import serialization
+from gpubuf.data.arguments import as_tensor
 from gpubuf.data.samplers import base as core
 from gpubuf.data.samplers import prioritized, slices, uniform
 from gpubuf.data.samplers.sum_tree import SumTree
@@ -82,7 +83,7 @@ def _choose(self: Any, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
         if isinstance(value, int | float):
             info[key] = torch.full(positions.shape, value, device=storage.device)
         else:
-            value = torch.as_tensor(value).to(storage.device, non_blocking=True)
+            value = as_tensor(value).to(storage.device, non_blocking=True)
             info[key] = value if value.dim() else value.expand(positions.numel())
     return positions, info
 
@@ -272,11 +273,11 @@ class PrioritizedSampler(Sampler, prioritized.PrioritizedSampler):
 
     def _keep(self, index: Any, priority: Any) -> None:
         """Keep priorities, or marks, for the rows of the first storage."""
-        positions = torch.as_tensor(index).reshape(-1)
+        positions = as_tensor(index).reshape(-1)
         if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < self.max_capacity:
             raise IndexError(f"an index is out of range: max_capacity is {self.max_capacity}")
         if priority is not None:
-            priority = torch.as_tensor(priority)
+            priority = as_tensor(priority)
             if priority.numel() not in (1, positions.numel()):
                 raise RuntimeError(f"{positions.numel()} rows are addressed, given are {priority.numel()} priorities")
             priority = priority.float().reshape(-1).expand(positions.numel()).clone()
@@ -382,9 +383,9 @@ class Priorities(NamedTuple):
         weights = self.weights[:size].float()
         if weights.numel() < size:
             raise ValueError(f"the sampler has room for {weights.numel()} rows, the storage holds {size}")
-        leaves = torch.zeros(capacity, dtype=torch.float32)
+        leaves = torch.zeros(capacity, dtype=torch.float32, device="cpu")
         leaves[:size] = weights if order is None else weights[order]
-        scalars = torch.zeros(5, dtype=torch.float64)
+        scalars = torch.zeros(5, dtype=torch.float64, device="cpu")
         scalars[sum_tree.ALPHA], scalars[sum_tree.BETA], scalars[sum_tree.EPS] = self.alpha, self.beta, self.eps
         scalars[sum_tree.MAX_PRIORITY] = -1.0 if self.max_priority is None else self.max_priority
         tree = {"capacity": capacity, "leaves": leaves, "hyper": scalars}
@@ -424,8 +425,8 @@ def priorities_of(state: Mapping[str, Any], within_buffer: bool, where: str = "t
 def _leaves(tree: Any) -> Tensor:
     """The leaves of a tree: a tensor, an array, a list, or an object that has a size and can be indexed."""
     if isinstance(getattr(tree, "size", None), int) and not hasattr(tree, "shape"):
-        tree = tree[torch.arange(tree.size)]
-    return torch.as_tensor(tree).detach().cpu().double().reshape(-1)
+        tree = tree[torch.arange(tree.size, device="cpu")]
+    return as_tensor(tree).detach().cpu().double().reshape(-1)
 
 
 def read_priorities(folder: Path, root: Path | None = None) -> Priorities | None:

@@ -69,7 +69,7 @@ class TensorStorage(core.TensorStorage):
         last = {position: number for number, position in enumerate(positions)}
         new, old = (sorted(position for position in last if (position >= size) is beyond) for beyond in (True, False))
         if not new:
-            self[torch.tensor(positions, dtype=torch.int64)] = rows
+            self[torch.tensor(positions, dtype=torch.int64, device="cpu")] = rows
             return
         if self.ndim > 1:
             raise NotImplementedError("rows are added to a storage of several dimensions by extend()")
@@ -83,7 +83,7 @@ class TensorStorage(core.TensorStorage):
         self.append(_picked(rows, [last[position] for position in new]))
         self.end(None)
         if old:
-            self[torch.tensor(old)] = _picked(rows, [last[position] for position in old])
+            self[torch.tensor(old, device="cpu")] = _picked(rows, [last[position] for position in old])
 
     def _given_rows(self, data: Any, one: bool) -> Data:
         rows = self.as_batch(data, 0) if one else data
@@ -96,7 +96,7 @@ class TensorStorage(core.TensorStorage):
         if isinstance(cursor, slice):
             as_many = cursor.stop is None and (cursor.start in (None, 0) or not bounded)
             cursor = range(*cursor.indices(max(size, n) if as_many else self.max_size))
-        index = cursor if isinstance(cursor, Tensor) else torch.as_tensor(cursor)
+        index = cursor if isinstance(cursor, Tensor) else torch.as_tensor(cursor, device="cpu")
         if index.dtype is torch.bool:
             index = index.nonzero()
         found: list[int] = [position + size if position < 0 else position for position in index.reshape(-1).tolist()]
@@ -267,7 +267,7 @@ def _picked(rows: Data, numbers: list[int]) -> Data:
     """Rows of a batch, by their numbers."""
     if isinstance(rows, list):
         return [rows[number] for number in numbers]
-    index = torch.tensor(numbers, dtype=torch.int64)
+    index = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return mapped(rows, lambda value: value[index.to(value.device or index.device)])
 
 

@@ -68,7 +68,7 @@ class StickyNoise:
     """
 
     def __init__(self, num_envs: int, action_size: int, longest: int, device: torch.device) -> None:
-        weights = torch.arange(1, longest + 1, dtype=torch.float64).pow(-2)
+        weights = torch.arange(1, longest + 1, dtype=torch.float64, device="cpu").pow(-2)
         # The last one is left out: a number beyond all others stands for the longest.
         self._cumulative = (weights.cumsum(0) / weights.sum())[:-1].float().to(device)
         self._noise = torch.zeros(num_envs, action_size, device=device)

@@ -157,9 +157,9 @@ class SharedWeights:
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
-        self._numbers = torch.zeros(sum(weight.numel() for weight in weights)).share_memory_()
+        self._numbers = torch.zeros(sum(weight.numel() for weight in weights), device="cpu").share_memory_()
         # The version, and whether nobody is to read on.
-        self._state = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self._state = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
         self._read = 0
 
     def publish(self, weights: Sequence[Tensor]) -> None:
@@ -258,8 +258,11 @@ class Collectors:
 
     def _example(self) -> TensorDict:
         """Transitions as they will write them."""
-        observation, action = (torch.zeros(self._config.num_envs, size) for size in self._sizes)
-        reward, flag = torch.zeros(len(observation), 1), torch.zeros(len(observation), 1, dtype=torch.bool)
+        observation, action = (torch.zeros(self._config.num_envs, size, device="cpu") for size in self._sizes)
+        reward, flag = (
+            torch.zeros(len(observation), 1, device="cpu"),
+            torch.zeros(len(observation), 1, dtype=torch.bool, device="cpu"),
+        )
         steps = Steps(observation, observation, reward, flag, flag)
         apart = rows_apart(self._config)
         columns: Any = _transitions(observation, action, steps, apart)
@@ -329,7 +332,7 @@ def _collect(
     sizes = environments.observation_size, environments.action_size
     explorer = Explorer(config, *sizes, _CPU)
     if config.normalize_observations:
-        explorer.normalize = Scaling(torch.zeros(sizes[0]), torch.ones(sizes[0]))
+        explorer.normalize = Scaling(torch.zeros(sizes[0], device="cpu"), torch.ones(sizes[0], device="cpu"))
     weights = explorer.weights()
     try:
         collector = Collector(config, environments, explorer, client)

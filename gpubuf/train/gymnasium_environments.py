@@ -182,7 +182,10 @@ class GymnasiumEnvironments(Environments):
         self.observation_size = int(np.prod(self._vector.single_observation_space.shape or (1,)))
         if isinstance(space, Discrete):
             self.discrete, self.action_size, self._first = True, int(space.n), int(space.start)
-            self.action_bounds = torch.tensor(self._first), torch.tensor(self._first + self.action_size - 1)
+            self.action_bounds = (
+                torch.tensor(self._first, device="cpu"),
+                torch.tensor(self._first + self.action_size - 1, device="cpu"),
+            )
         else:
             assert isinstance(space, Box)
             self.action_size = int(np.prod(space.shape))

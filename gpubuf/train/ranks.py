@@ -60,7 +60,7 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank: the same answer on all of them. Waits for them."""
-        found = torch.tensor([int(flag)])
+        found = torch.tensor([int(flag)], device="cpu")
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._control)
         return bool(found)
 

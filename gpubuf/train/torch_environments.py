@@ -65,8 +65,8 @@ class TorchEnvironments(Environments):
         self.num_envs = num_envs
         self.device = torch.device(device)
         self.action_bounds = (
-            torch.full((self.action_size,), -self.largest_action),
-            torch.full((self.action_size,), self.largest_action),
+            torch.full((self.action_size,), -self.largest_action, device="cpu"),
+            torch.full((self.action_size,), self.largest_action, device="cpu"),
         )
         self._seed = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
         self._random = RandomState(self._seed, device=self.device)

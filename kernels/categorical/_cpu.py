@@ -435,7 +435,7 @@ _losses = for_each_dtype(_losses_of)
 
 @loops(categorical.categorical_loss)
 def loss(call: Call) -> None:
-    call.values["losses"] = torch.empty(call.values["n"], dtype=torch.float64)
+    call.values["losses"] = torch.empty(call.values["n"], dtype=torch.float64, device="cpu")
     call.run(_losses, _rows_of_nets)
     # In one thread, and so in a fixed order.
     call.run(_reduced)

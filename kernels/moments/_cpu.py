@@ -159,7 +159,7 @@ def returns(before: Tensor, rewards: Tensor, ends: Tensor, rule: Tensor) -> Tens
     """See :data:`gpubuf.kernels.moments.returns`."""
     check_returns(before, rewards, ends, rule)
     wide, flags = rewards.double().contiguous(), ends.contiguous()
-    out = torch.empty(rewards.shape, dtype=torch.float64)
+    out = torch.empty(rewards.shape, dtype=torch.float64, device="cpu")
     addresses = (tensor.data_ptr() for tensor in (wide, flags, before, rule, out))
     _returns(*addresses, *rewards.shape)
     return out

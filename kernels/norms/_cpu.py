@@ -192,7 +192,7 @@ _backward, _finish = for_each_dtype(_backward_of), for_each_dtype(_finish_of)
 @loops(norms.norm_activation_backward)
 def norm_activation_backward(call: Call) -> None:
     blocks = call.values["nets"] * -(-call.values["rows"] // ROWS)
-    call.values["partial"] = torch.empty(2 * blocks * call.values["width"], dtype=call.real)
+    call.values["partial"] = torch.empty(2 * blocks * call.values["width"], dtype=call.real, device="cpu")
     call.run(_backward, _share_blocks)
     call.run(_finish)
 

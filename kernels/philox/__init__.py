@@ -29,7 +29,7 @@ RESOLUTION = 2.0**-53
 def new_state(seed: int, device: torch.device | str) -> Tensor:
     """A fresh random state: int64 ``[3]`` on ``device`` at offset 0. Any 64-bit seed."""
     signed = (seed + 2**63) % 2**64 - 2**63
-    return torch.tensor([signed, 0, 0], dtype=torch.int64).to(device)
+    return torch.tensor([signed, 0, 0], dtype=torch.int64, device="cpu").to(device)
 
 
 def check_state(rng: Tensor) -> None:

@@ -14,6 +14,6 @@ _uniform = named("philox._cpu_kernels.uniform")
 def uniform(rng: Tensor, n: int) -> Tensor:
     """``n`` uniforms; see :data:`gpubuf.kernels.philox.uniform`."""
     check_request(rng, n)
-    out = torch.empty(n, dtype=torch.float64)
+    out = torch.empty(n, dtype=torch.float64, device="cpu")
     _uniform(rng.data_ptr(), n, out.data_ptr())
     return out

@@ -93,7 +93,7 @@ def _pieces(
     offsets, size = arena_offsets(widths, how.rows(n))
     if size != arena_bytes:
         raise ValueError(f"an arena of {arena_bytes} bytes does not fit {how.rows(n)} rows of {widths} bytes")
-    arena = torch.empty(arena_bytes, dtype=torch.uint8)
+    arena = torch.empty(arena_bytes, dtype=torch.uint8, device="cpu")
     first = arena.data_ptr()
     return arena, array("q", [first + offset for offset in offsets])
 
@@ -215,7 +215,7 @@ def _write_with(
     result: int = kernel(*given, 0, *others)
     if result == DONE or result & 7 != NEEDS_STAGING:
         return result
-    staged, scratch = array("q", bytes(16 * len(sources))), torch.empty(result >> 3, dtype=torch.uint8)
+    staged, scratch = array("q", bytes(16 * len(sources))), torch.empty(result >> 3, dtype=torch.uint8, device="cpu")
     place = staged.buffer_info()[0]
     result = _stage(*given, place, which, n, skipped, scratch.data_ptr())
     return kernel(*given, place, *others) if result == DONE else result
@@ -263,7 +263,7 @@ def extend(
         check_count(n)
         check_source_count(sources, n_keys)
         check_sharing(links, owners, n, capacity, envs)
-    index = torch.empty(n, dtype=torch.int64)
+    index = ring.new_empty(n)
     if n == 0:
         return index
     shared = (0, 0, -1)
@@ -293,9 +293,9 @@ class PreparedExtend:
         check_source_count(sources, n_keys)
         slots = check_sharing(links, owners, n, capacity, envs)
         self.described, alive = describe_sources(sources, n)
-        self._index, self._keeps_index = torch.empty(n, dtype=torch.int64), keeps_index
+        self._index, self._keeps_index = ring.new_empty(n), keeps_index
         skipped = max(n - capacity, 0)
-        scratch = torch.empty((n - skipped) * _converted_bytes(table), dtype=torch.uint8)
+        scratch = torch.empty((n - skipped) * _converted_bytes(table), dtype=torch.uint8, device="cpu")
         staged, converts = array("q", bytes(16 * n_keys)), scratch.numel() > 0
         given = (table.data_ptr(), n_keys, table.shape[1], self.described.buffer_info()[0])
         place = staged.buffer_info()[0] if converts else 0

@@ -127,7 +127,7 @@ def room_for(records: Collection[dict[int, int]]) -> Tensor:
     needs += [4 * fields[COLUMNS] for fields in records if fields[OPERATION] == SHORT_PRODUCT]
     tiled = [fields for fields in records if fields[OPERATION] == TILED_PRODUCT]
     needs += [tiled_room(fields[ROWS], fields[INNER], fields[COLUMNS]) for fields in tiled]
-    return torch.empty(max(needs), dtype=torch.uint8)
+    return torch.empty(max(needs), dtype=torch.uint8, device="cpu")
 
 
 def records_of(
@@ -179,7 +179,11 @@ def _way(func: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> int | Non
 def _drawn_like(tensor: Tensor) -> Tensor:
     """Random numbers with the strides of a tensor."""
     reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return torch.rand(max(reach, 0), generator=_generator()).sub_(0.5).as_strided(tensor.size(), tensor.stride())
+    return (
+        torch.rand(max(reach, 0), generator=_generator(), device="cpu")
+        .sub_(0.5)
+        .as_strided(tensor.size(), tensor.stride())
+    )
 
 
 @functools.cache
@@ -191,7 +195,7 @@ def to_be_changed(func: Any, args: tuple[Any, ...]) -> Tensor | None:
     """A copy of the first argument, with its strides, if an operation that may have records is about to change it."""
     if func not in _ELEMENTWISE or not func._schema.is_mutable:
         return None
-    return torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype).copy_(args[0])
+    return torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype, device="cpu").copy_(args[0])
 
 
 def _is_plain(tensor: Any) -> TypeGuard[Tensor]:
@@ -200,7 +204,7 @@ def _is_plain(tensor: Any) -> TypeGuard[Tensor]:
 
 def _same_bits(records: list[Record], out: Tensor, before: Tensor | None) -> bool:
     # No memory of before, which might hold the numbers that are expected.
-    again = torch.empty_strided(out.size(), out.stride()).fill_(torch.nan) if before is None else before
+    again = torch.empty_strided(out.size(), out.stride(), device="cpu").fill_(torch.nan) if before is None else before
     here, moved, absolute = out.untyped_storage().data_ptr(), again.data_ptr() - out.data_ptr(), array("q", [0])
     numbers = table(
         [

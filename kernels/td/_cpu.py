@@ -90,7 +90,7 @@ def soft_lambda_return(
     rows = (reward if next_log_prob is None else next_log_prob).shape
     n, real = rows.numel(), computing_dtype(next_q)
     if not n:
-        return torch.empty(rows, dtype=real)
+        return torch.empty(rows, dtype=real, device="cpu")
     shape, share = (-1, length, inner), lmbda.item()
     value = _next_value(next_q, next_log_prob, alpha, combine, n, real).reshape(shape)
     discount: Tensor | float = gamma.item() if steps is None else gamma.item() ** _flat(steps, n, real).reshape(shape)

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Never
 
-import torch
 from torch import Tensor
 
 from gpubuf.kernels._machine_code import named
@@ -115,7 +114,7 @@ def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Te
     """See :data:`gpubuf.kernels.trajectories.bounds`."""
     check_ends(ends, ring, steps, envs)
     n = length_of("row", row)
-    out = torch.empty(3, n, dtype=torch.int64)
+    out = row.new_empty(3, n)
     code = _bounds_of_rows(*_addresses((ends, ring, row)), n, steps, envs, out.data_ptr())
     if code != DONE:
         _raise_row(row, code, ring)
@@ -129,7 +128,7 @@ def update_eligible(
     check_ends(ends, ring, steps, envs)
     check_eligible(eligible, n, need, steps, envs)
     count = touched_rows(n, need, steps, envs)
-    rows = torch.empty(count, dtype=torch.int64)
+    rows = ring.new_empty(count)
     _update_eligible_steps(
         *_addresses((eligible, ends, ring)), count // envs, need, starts_too, steps, envs, rows.data_ptr()
     )

@@ -64,7 +64,7 @@ def assert_rows(mixed: MixedReplayBuffer, batch: TensorDict) -> None:
 
 
 def test_numbers_of_rows():
-    """Cases 45 and 61: they add up, none is more than a buffer has or a row from its share, which they are on average.
+    """Cases 61 and 74: they add up, are no row from their share each, and are it on average; of a share of 0 none.
 
     All offsets between which the numbers change are tried, so that the averages are exact.
     """
@@ -76,28 +76,91 @@ def test_numbers_of_rows():
         (0.0, 0.0, 5.0),
         (0.1, 0.2, 0.7),
         (0.999, 0.001),
+        (1e308, 0.0, 5e307),
     ]:
-        for n, stored in itertools.product(range(1, 12), itertools.product((0, 1, 3, 50), repeat=len(shares))):
-            if not any(stored):
-                continue
-            parts = cut(shares, n, stored)
+        for n in (*range(1, 12), 256):
+            parts, due = cut(shares, n), [share / sum(shares) * n for share in shares]
             steps = sorted({0.0, *(-end % 1 for end in parts.ends), 1.0})
             average = [0.0] * len(shares)
             for offset, until in itertools.pairwise(steps):
                 found = parts.rounded((offset + until) / 2)
                 assert sum(found) == n
-                if sum(stored) >= n:
-                    assert all(count <= rows for count, rows in zip(found, stored, strict=True))
-                assert all(count == 0 for count, rows in zip(found, stored, strict=True) if rows == 0)
+                assert all(abs(count - share) < 1 for count, share in zip(found, due, strict=True))
+                assert all(count == 0 for count, share in zip(found, shares, strict=True) if not share)
                 average = [mean + count * (until - offset) for mean, count in zip(average, found, strict=True)]
-                due = [n * share / sum(shares) for share in shares]
-                if min(stored) == 50:
-                    assert all(abs(count - share) < 1 for count, share in zip(found, due, strict=True))
-            if min(stored) == 50:
-                assert average == pytest.approx([n * share / sum(shares) for share in shares], abs=1e-9)
-    assert cut((0.5, 0.5), 10, (2, 100)) == ((2, 8), ())
-    assert cut((0.5, 0.25, 0.25), 8, (1, 50, 50)) == ((1, 3, 3), (0.0, 0.5, 1.0))
-    assert cut((0.5, 0.5), 10, (2, 3)) == ((5, 5), ())
+            assert average == pytest.approx(due, abs=1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 10, 50, 1000])
+@pytest.mark.parametrize("n", [7, 256])
+def test_shares_are_the_law_at_any_size(n: int, size: int):
+    """CASES 74: a small buffer and one of 1000 rows give their shares, each row of a buffer as often as any other."""
+    for shares in ([1, 0], [0, 1], [0.5, 0.5], [0.3, 0.7], [0.999, 0.001]):
+        generator = torch.Generator().manual_seed(n)
+        mixed = MixedReplayBuffer(
+            [part(size, 0, capacity=1000), part(1000, 5000, capacity=1000)], shares, generator=generator
+        )
+        drawn, draws = [torch.zeros(size), torch.zeros(1000)], 200
+        for _ in range(draws):
+            batch = mixed.sample(n)
+            for number, count in enumerate(drawn):
+                count += torch.bincount(batch["index"][batch["buffer"] == number], minlength=len(count))
+        for count, share in zip(drawn, shares, strict=True):
+            # A batch has the whole number below the share, or with the probability of what is left one row more.
+            left = share * n - math.floor(share * n + 1e-9)
+            assert abs(count.sum() - draws * n * share) <= 4 * (draws * left * (1 - left)) ** 0.5 + 1e-6, shares
+            degrees, due = len(count) - 1, count.sum() / len(count)
+            if due:
+                assert ((count - due) ** 2 / due).sum() <= degrees + 5 * (2 * degrees) ** 0.5, shares
+
+
+def test_shares_changed_in_use(monkeypatch):
+    """CASES 74: the next draw goes by them, where rows are few and others are written in between; a graph says so."""
+    mixed = MixedReplayBuffer([part(3, 0), part(20, 1000)], batch_size=10)
+    for shares, first in [([1, 0], 10), ([0, 1], 0), ([0.5, 0.5], 5), ([3, 2], 6), ([1, 0], 10)]:
+        mixed.shares = shares
+        for _ in range(3):
+            assert (mixed.sample()["buffer"] == 0).sum() == first
+        assert mixed.shares == tuple(shares)
+        mixed.extend(transitions(2, 50))
+    with pytest.raises(TypeError, match="assignment"):
+        mixed.shares[0] = 0.0
+    RecordedCuda().install(monkeypatch)
+    step = capture(lambda: mixed.sample()["index"], warmup=1)
+    step()
+    step()
+    mixed.shares = [0, 1]
+    with pytest.raises(Exception, match="or shares since its step was captured"):
+        step()
+
+
+def test_shares_of_empty_buffers():
+    """CASES 45 and 74: others serve the share of an empty buffer, but for those whose own share is 0."""
+    mixed = MixedReplayBuffer([part(0, 0), part(2, 100), part(20, 1000), part(20, 2000)], [0.5, 0.1, 0.4, 0])
+    assert torch.bincount(mixed.sample(20)["buffer"]).tolist() == [0, 4, 16]
+    mixed.shares = [0.5, 0, 0, 0]
+    with pytest.raises(RuntimeError, match="all the buffers that have a share are empty"):
+        mixed.sample(20)
+    mixed.extend(transitions(1))
+    assert (mixed.sample(20)["buffer"] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["uniform", "n-step", "prioritized", "slices", "prioritized slices"])
+def test_a_share_larger_than_its_buffer(kind: str):
+    """CASES 74: of whatever is drawn with replacement: three quarters of 16 rows, of a buffer of 4."""
+    options = {"n_steps": 3, "gamma": 0.9} if kind == "n-step" else {"kind": kind}
+    mixed = MixedReplayBuffer([part(4, 0, **options), part(20, 1000, **options)], [0.75, 0.25])
+    for _ in range(5):
+        assert torch.bincount(mixed.sample(16)["buffer"].flatten()).tolist() == [12, 4]
+
+
+def test_epochs_in_a_mix():
+    """CASES 74: what is drawn without replacement gives no more than it has left, and no other gives that instead."""
+    mixed = MixedReplayBuffer([part(5, 0, kind="without replacement"), part(20, 1000)], batch_size=8)
+    for first in (4, 1, 4, 1):
+        owner = mixed.sample()["buffer"]
+        assert torch.bincount(owner).tolist() == [first, 4]
+        assert mixed[0].sampler.ran_out == (first == 1)
 
 
 # Batches
@@ -159,7 +222,7 @@ def test_transforms_and_iteration():
         assert (batch["action"] <= 0).all()
     text = repr(mixed)
     assert text.startswith("MixedReplayBuffer([")
-    assert "shares=[1.0, 1.0], batch_size=8" in text
+    assert "shares=(1.0, 1.0), batch_size=8" in text
 
 
 def test_functions_of_users_run_without_the_locks():
@@ -197,13 +260,13 @@ def test_refused():
         MixedReplayBuffer([one, one])
     with pytest.raises(ValueError, match="each of them once"):
         MixedReplayBuffer([])
-    for shares in ([1], [-1, 2], [0, 0], [float("nan"), 1], torch.ones(3)):
+    for shares in ([1], [-1, 2], [0, 0], [float("nan"), 1], [float("inf"), 1], torch.ones(3)):
         with pytest.raises(ValueError, match="shares"):
             MixedReplayBuffer([one, other], shares)
     mixed = MixedReplayBuffer([one, other])
     with pytest.raises(ValueError, match="shares"):
         mixed.shares = [-1, 2]
-    assert mixed.shares == [1, 1]
+    assert mixed.shares == (1, 1)
     with pytest.raises(RuntimeError, match="batch_size must be given"):
         mixed.sample()
     with pytest.raises(RuntimeError, match="iteration needs"):
@@ -465,10 +528,24 @@ def test_updates_of_all_or_of_none(what):
 
 def test_numbers_are_part_of_a_graph(monkeypatch):
     RecordedCuda().install(monkeypatch)
-    mixed = MixedReplayBuffer([part(2, 0), part(20, 1000)], batch_size=8)
+    mixed = MixedReplayBuffer([part(0, 0), part(20, 1000)], batch_size=8)
     step = capture(lambda: mixed.sample()["index"], warmup=1)
     step()
-    with pytest.raises(Exception, match="stores fewer rows than its share"):
+    with pytest.raises(Exception, match="a buffer that has a share is empty"):
+        step()
+
+
+def test_sizes_as_shares_in_a_graph(monkeypatch):
+    """CASES 74: a graph has the sizes of its capture, and is refused once a draw has found others."""
+    RecordedCuda().install(monkeypatch)
+    sized = ReplayBufferEnsemble(part(5, 0), part(15, 1000), p="sampleable", batch_size=20)
+    step = capture(lambda: sized.sample()["index"], warmup=1)
+    for _ in range(3):
+        step()
+        assert torch.bincount(sized.sample()["buffer"]).tolist() == [5, 15]
+    sized.extend(transitions(5, 50))
+    assert sized.sample(40)["buffer"].sum() == 24
+    with pytest.raises(Exception, match="or shares since its step was captured"):
         step()
 
 

@@ -409,7 +409,10 @@ def pieces(storage: TensorStorage, rows: RowFiles, parts: list[list[Tensor]], ad
     """The rows as a storage takes them: batches like those that were written, a file at a time."""
     batch = rows.batch_shape[1:]
     try:
-        empty = [torch.empty((0, *batch, *leaf.shape), dtype=serialization.DTYPES[leaf.dtype]) for leaf in rows.leaves]
+        empty = [
+            torch.empty((0, *batch, *leaf.shape), dtype=serialization.DTYPES[leaf.dtype], device="cpu")
+            for leaf in rows.leaves
+        ]
     except (RuntimeError, TypeError) as error:
         raise DamagedError(f"the rows' shapes are impossible: {error}") from None
     layout = RowLayout(_batch(rows, empty), storage.ndim)

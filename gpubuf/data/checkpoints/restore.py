@@ -302,7 +302,7 @@ def _check_sharing(state: dict[str, Any], rows: RowFiles) -> None:
         need_form("the checkpoint's pending are", pending, dtype, (envs, *leaves[key].shape))
     need(taken >= 0 and int(links.min()) >= LOST and int(links.max()) <= used, "the checkpoint's links lead nowhere")
     need(int(owners[:-1].min()) >= -1 and int(owners[:-1].max()) < written, "the checkpoint's owners are no rows")
-    position = torch.arange(size)
+    position = torch.arange(size, device="cpu")
     if size:
         # A link counts only where a row has one after it.
         position = position[position // envs != (written // envs - 1) % steps]

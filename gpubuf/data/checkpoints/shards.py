@@ -234,7 +234,7 @@ def _bytes(state: dict[str, Any]) -> bytes:
 
 def _oldest_first(storage: dict[str, Any]) -> Tensor:
     """The positions of the rows of a storage, int64 ``[size]``."""
-    return (torch.arange(int(storage["size"])) + oldest_of(storage)) % int(storage["max_size"])
+    return (torch.arange(int(storage["size"]), device="cpu") + oldest_of(storage)) % int(storage["max_size"])
 
 
 def _one_storage(storages: list[dict[str, Any]], ranks: list[int], ndim: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.processing.statistics import RewardScale
 from gpubuf.data.recording import capturing, current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.trajectory_index import RowOrder
+from gpubuf.data.samplers.row_order import RowOrder
 from gpubuf.data.sequences import SampleUnit, Sequence
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.end_bits import OWN

@@ -71,7 +71,7 @@ def start_of(pid: int) -> int | None:
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
     """NumPy's dtype of the same numbers; None: it has none."""
     try:
-        return torch.empty(0, dtype=dtype).numpy().dtype
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     except TypeError:
         return None
 

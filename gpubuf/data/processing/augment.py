@@ -121,8 +121,8 @@ def _checked(key: Key, permutation: Any, sign: Any) -> tuple[Tensor, Tensor]:
         raise ValueError(f"{as_written(key)!r}: {permutation!r} is not a permutation of 0 .. {len(numbers) - 1}")
     if len(signs) not in (1, len(numbers)) or not np.isfinite(signs).all():
         raise ValueError(f"{as_written(key)!r}: expected one sign, or {len(numbers)}, finite, got {sign!r}")
-    return torch.tensor(numbers.tolist(), dtype=torch.int32), torch.tensor(
-        np.broadcast_to(signs, numbers.shape).tolist(), dtype=torch.float32
+    return torch.tensor(numbers.tolist(), dtype=torch.int32, device="cpu"), torch.tensor(
+        np.broadcast_to(signs, numbers.shape).tolist(), dtype=torch.float32, device="cpu"
     )
 
 

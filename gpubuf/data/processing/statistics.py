@@ -76,7 +76,7 @@ class Moments:
 
     def __init__(self, elements: int, device: torch.device, rule: Rule, centred: bool) -> None:
         self.state, self.mean, self.factor, self.tickets = kernels.new_state(elements, device)
-        self.rule = torch.tensor(rule, dtype=torch.float64).to(device)
+        self.rule = torch.tensor(rule, dtype=torch.float64, device="cpu").to(device)
         self.centred = centred
 
     @property
@@ -638,7 +638,7 @@ class RewardScale(RunningStatistics):
         for key, moments in self._moments.items():
             shape, known = (self._envs, moments.elements), self._returns.get(key)
             if known is None or known.shape != shape:
-                known = torch.zeros(shape, dtype=torch.float64)
+                known = torch.zeros(shape, dtype=torch.float64, device="cpu")
             self._returns[key] = known.to(device)
         moved = {number: {key: one.to(device) for key, one in own.items()} for number, own in self._of_writers.items()}
         self._of_writers = moved

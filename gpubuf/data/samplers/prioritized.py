@@ -400,7 +400,7 @@ class PrioritizedSampler(Sampler):
             self.empty()
         else:
             if order is not None:
-                leaves = torch.zeros(storage.max_size, dtype=torch.float32)
+                leaves = torch.zeros(storage.max_size, dtype=torch.float32, device="cpu")
                 leaves[: order.numel()] = tree["leaves"].cpu()[order]
                 tree = {**tree, "leaves": leaves, "capacity": storage.max_size}
             self._tree_made().load_state_dict(tree)

@@ -16,13 +16,12 @@ from gpubuf.data.arguments import check_count
 from gpubuf.data.recording import DERIVED, current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import Drawn, Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
+from gpubuf.data.samplers.row_order import Looks, environments_in_turn
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.samplers.trajectory_index import (
     Trajectories,
     TrajectoryIndex,
     fixed_signal,
-    interleaved_environments,
-    next_look,
     signal_keys,
     stored_signal,
 )
@@ -31,7 +30,7 @@ from gpubuf.data.storage.end_bits import Signal, bitmap_bytes
 from gpubuf.data.storage.layout import MASK_KEY, Key, RowLayout, as_key, as_written
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.plan import Recipe
-from gpubuf.data.storage.schema import check_tells_ends
+from gpubuf.data.storage.schema import check_tells_ends, host_can_read
 from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.kernels.rows import OFF
 from gpubuf.kernels.trajectories import Rule, eligible_words
@@ -80,6 +79,11 @@ def _check_free(layout: RowLayout, keys: Sequence[Key], instead: str) -> None:
                 )
 
 
+def _either(flags: Tensor, others: Tensor) -> Tensor:
+    """Flags of any dtype, set where they or ``others`` (bool) are."""
+    return (flags.bool() | others).to(flags.dtype)
+
+
 class SliceFlags:
     """Which flags to report, and where the stored ones are among the tensors of a gathered batch.
 
@@ -126,7 +130,7 @@ class SliceFlags:
                 # Flags of several elements per row (agents) keep their shape: all of them see where the slice ends.
                 truncated = last.view(-1, *[1] * (like.ndim - 1)).expand(like.shape).contiguous()
             flags[self.truncated] = truncated
-            flags[self.done] = truncated.clone() if done is None else done | truncated
+            flags[self.done] = truncated.clone() if done is None else _either(done, truncated)
             terminated = torch.zeros_like(truncated) if self._terminated is None else tensors[self._terminated]
             flags[self.terminated] = terminated
         if self._init is not None:
@@ -135,7 +139,7 @@ class SliceFlags:
             if kept is None:
                 started.view(-1, length, *stored.shape[1:]).select(1, 0).fill_(True)
             else:
-                started |= (kept % length == 0).view(-1, *[1] * (stored.ndim - 1))
+                started = _either(stored, (kept % length == 0).view(-1, *[1] * (stored.ndim - 1)))
             flags[self.init] = started
         return flags
 
@@ -268,8 +272,8 @@ class SliceSampler(Sampler):
         self._rules: dict[int, Rule] = {}
         self._index: TrajectoryIndex | None = None
         self._flags: SliceFlags | None = None
-        # Whether rows follow each other is looked at again when this many are stored; None: no more.
-        self._check_order_at: int | None = 2
+        # When it is looked at whether rows follow each other.
+        self._looks = Looks()
 
     # Which slices
 
@@ -305,7 +309,7 @@ class SliceSampler(Sampler):
 
     def forget_storage(self) -> None:
         super().forget_storage()
-        self._index, self._flags, self._check_order_at = None, None, 2
+        self._index, self._flags, self._looks = None, None, Looks()
 
     @property
     def trajectory_index(self) -> TrajectoryIndex:
@@ -355,26 +359,32 @@ class SliceSampler(Sampler):
 
     def _check_order(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
         """Refuse environments that take turns in a 1-D storage, as far as the stored rows tell."""
-        self._check_order_at = None
+        looks = self._looks
+        looks.at = None
         if storage.ndim > 1 or storage.by_writers or index.signal.by_id or index.signal.fixed is not None:
             return
-        apart = interleaved_environments(storage, self._end_keys)
+        apart = environments_in_turn(storage, self._end_keys, looks.size, looks.run)
         if apart is None:
-            self._check_order_at = next_look(len(storage))
+            looks.again(storage.written)
         elif apart > 1:
             message = (
                 f"the rows of {apart} environments take turns in this 1-D storage, so that slices would mix them: "
                 "use a storage with ndim=2 and batches of shape [envs, steps], or traj_key"
             )
             if index.signal.assumed:
-                self._check_order_at = 2
+                looks.at = 2
                 raise RuntimeError(message)
             warnings.warn(message, stacklevel=6)
 
     def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
         """Index the steps of one write."""
         trajectories = self.trajectory_index
+        self._note_size(positions)
         trajectories.write(positions.numel() // trajectories.envs)
+
+    def _note_size(self, positions: Tensor) -> None:
+        if self._looks.at is not None:
+            self._looks.wrote(positions.numel())
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Rows were written elsewhere: index all of them anew, O(capacity)."""
@@ -462,7 +472,7 @@ class SliceSampler(Sampler):
         n *= batches
         index = self.trajectory_index
         # On the CPU alone, for it reads rows; and only where the number of rows may be looked at.
-        if self._check_order_at is not None and len(storage) >= self._check_order_at and storage.device.type == "cpu":
+        if self._looks.at is not None and storage.written >= self._looks.at and host_can_read(storage.table):
             self._check_order(storage, index)
         return self._read(index, *self._choose_slices(index, n, length), length)
 
@@ -759,6 +769,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         """Index the steps of one write, and give them their priority, in one tree update."""
         trajectories = self.trajectory_index
         n = positions.numel() // trajectories.envs
+        self._note_size(positions)
         self._note_need(trajectories)
         trajectories.write(n)
         eligible = self._eligible

@@ -110,7 +110,7 @@ def priority_vectors(
     if not isinstance(priority, Tensor):
         # Filled on the device itself: a copy from the host can't be captured in a graph.
         number = isinstance(priority, int | float)
-        priority = torch.full((n,), priority, device=like.device) if number else torch.as_tensor(priority)
+        priority = torch.full((n,), priority, device=like.device) if number else torch.as_tensor(priority, device="cpu")
     if priority.numel() == 1 and n != 1:
         priority = priority.reshape(1).expand(n)
     priority = vector(priority, torch.float32, like)

@@ -1,11 +1,10 @@
-"""Where trajectories end, the index of the slices between these ends, and whether rows follow each other at all."""
+"""Where trajectories end, and the index of the slices between these ends."""
 
 from __future__ import annotations
 
 import functools
-import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,9 @@ from torch import Tensor
 from gpubuf.data.recording import DERIVED, current_recording
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.storage.end_bits import EndBits, Signal
-from gpubuf.data.storage.layout import Key, RowLayout, as_key, inside
+from gpubuf.data.storage.layout import Key, RowLayout, as_key
 from gpubuf.data.storage.plan import Recipe
-from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, Schema, check_tells_ends
+from gpubuf.data.storage.schema import Schema, check_tells_ends
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels import trajectories
 from gpubuf.kernels._registry import without_dispatch
@@ -26,9 +25,6 @@ from gpubuf.kernels.trajectories import Rule
 #: Keys of identifiers of trajectories, tried in this order if no key is given.
 TRAJECTORY_KEYS: tuple[Key, ...] = (("collector", "traj_ids"), ("episode",))
 END_KEY: Key = ("next", "done")
-
-# How much of a storage is compared to find out whether its rows are in order.
-_ROWS, _BYTES = 512, 1 << 20
 
 
 def signal_keys(
@@ -102,120 +98,6 @@ def fixed_signal(storage: TensorStorage, values: Tensor, by_id: bool) -> Signal:
     full = torch.zeros(storage.max_size, dtype=values.dtype, device=storage.device)
     full[:n].copy_(values.reshape(-1))
     return Signal((), by_id, fixed=full)
-
-
-def interleaved_environments(storage: TensorStorage, end_keys: Sequence[Any] | None = None) -> int | None:
-    """How many environments take turns in a storage of one.
-
-    The observations tell. The next observation of row p is stored again in row p + 1 or, if E environments take turns,
-    in row p + E. A single environment whose next observations are E steps ahead looks alike: :func:`_take_turns` tells
-    the two apart. Synchronises if the storage is not on the CPU.
-
-    Returns:
-        1 if rows follow each other, E if they do so E rows apart; None if nothing tells (yet): no key is stored both at
-        the root and under ``"next"``, or next steps may be several steps ahead.
-    """
-    envs = math.prod(storage.shape[1:])
-    rows = _first_rows(storage, end_keys) if envs == 1 else None
-    if rows is None:
-        return None
-    values, coming, now, ended = (part.flatten(0, 1) for part in rows)
-    n, going_on = len(ended), (~ended).nonzero().squeeze(-1)
-
-    def follow(apart: int) -> Tensor:
-        """Which of the rows that go on, and have a row so far after them, go on there."""
-        before = going_on[going_on < n - apart]
-        return (coming[before] == now[before + apart]).all(1)
-
-    if follow(1).any():
-        return 1
-    if len(going_on) == 0:
-        return None
-    start = int(going_on[0])
-    candidates = (coming[start] == now[start:]).all(1).nonzero().squeeze(-1).tolist()
-    for apart in candidates:
-        if apart > 1 and len(found := follow(apart)) > 1 and bool(found.all()):
-            return int(apart) if _take_turns(values, coming, ended, apart) else None
-    return None
-
-
-def _first_rows(storage: TensorStorage, end_keys: Sequence[Any] | None) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """Of the first steps ``[T, E]``: observations as numbers, the next ones and these as bytes, and whether rows end.
-
-    None: they can't be compared, or there are fewer than two.
-    """
-    layout = storage.written_layout
-    if layout.position(("steps_to_next_obs",)) is not None:
-        return None
-    pairs = [
-        leaf.key
-        for leaf in layout.leaves
-        if leaf.key[0] == "next" and layout.position(leaf.key[1:]) is not None and leaf.dtype is not torch.bool
-    ]
-    width = sum(layout.leaves[layout.position(key) or 0].row_bytes for key in pairs)
-    envs = math.prod(storage.shape[1:])
-    steps = min(storage.steps_stored, max(min(_ROWS, _BYTES // max(width, 1)) // envs, 2))
-    if width == 0 or steps * envs < 2:
-        return None
-    data = inside(layout, storage[:steps], storage.ndim).cpu()
-
-    def of(keys: list[Key], form: Callable[[Tensor], Tensor]) -> Tensor:
-        return torch.cat([form(data.get(key).reshape(steps, envs, -1).contiguous()) for key in keys], 2)
-
-    coming, now = (of(keys, lambda value: value.view(torch.uint8)) for keys in (pairs, [key[1:] for key in pairs]))
-    ended = torch.zeros(steps, envs, dtype=torch.bool)
-    for key in [END_KEY] if end_keys is None else end_keys:
-        if layout.position(as_key(key)) is not None:
-            ended |= data.get(as_key(key)).reshape(steps, envs, -1).any(2)
-    return of([key[1:] for key in pairs], _numbers), coming, now, ended
-
-
-def continues_across(storage: TensorStorage, end_keys: Sequence[Any] | None = None) -> bool | None:
-    """Whether the rows of a storage ``[T, E]`` continue from one environment to the next, instead of in time.
-
-    Batches that were written in the other order of time and environments look so. Synchronises if the storage is not on
-    the CPU.
-
-    Returns:
-        False if rows continue in time; None if nothing tells (yet).
-    """
-    first = _first_rows(storage, end_keys)
-    if first is None or min(first[-1].shape) < 2:
-        return None
-    _, coming, now, ended = first
-    if ((coming[:-1] == now[1:]).all(2) & ~ended[:-1]).any():
-        return False
-    across = (coming[:, :-1] == now[:, 1:]).all(2)[~ended[:, :-1]]
-    # Some episodes may end without a flag.
-    return True if across.numel() > 1 and across.float().mean() > 0.5 else None
-
-
-def _numbers(values: Tensor) -> Tensor:
-    return (torch.view_as_real(values) if values.is_complex() else values).float()
-
-
-def _take_turns(now: Tensor, coming: Tensor, ended: Tensor, apart: int) -> bool:
-    """Whether rows that go on ``apart`` rows later are of environments in turn, not of one that looks so far ahead.
-
-    If they are of one environment, the last ``apart`` rows of an episode all end it and share its last observation.
-    Also neighbouring rows are nearer to each other than rows ``apart``. Neither holds for environments in turn.
-
-    Args:
-        now: observations, ``[n, width]``.
-        coming: the next ones, as bytes, ``[n, n_bytes]``.
-        ended: bool ``[n]``, whether a row ends an episode.
-        apart: number of rows, at least 2.
-    """
-    n = len(ended)
-    first_ends = (ended[1:] & ~ended[:-1]).nonzero().squeeze(-1) + 1
-    runs = [slice(start, min(start + apart, n)) for start in first_ends.tolist() if start + 1 < n]
-    in_common = [bool(ended[run].all()) and bool((coming[run] == coming[run][:1]).all()) for run in runs]
-    if runs and all(in_common):
-        return False
-    going_on = (~ended[: n - apart]).nonzero().squeeze(-1)
-    beside, later = ((now[going_on + by] - now[going_on]).abs().mean().item() for by in (1, apart))
-    # Observations without any order are about as far from one row as from the other: then the ends tell.
-    return beside > 2 * later or (bool(runs) and not beside < 0.9 * later)
 
 
 _draw = without_dispatch(trajectories.draw, given=("rank",))
@@ -429,60 +311,3 @@ class TrajectoryBounds:
         if recording is not None:
             recording.holds(storage, "end_bits")
         return storage.end_bits.bounds(row)
-
-
-def next_look(n: int) -> int | None:
-    """How many rows are stored when their order is looked at again, after a look at ``n``; None: not any more."""
-    # The first rows tell.
-    return 2 * n if n <= 4096 else None
-
-
-class RowOrder:
-    """Warns of rows that continue where windows of rows don't: of environments that take turns in a storage of one, and
-    of batches in the other order of time and environments.
-
-    Args:
-        recipe: of the buffer.
-        dim_extend: the dimension of a written batch along which time runs.
-        refused: whether the sampler refuses environments that take turns, when it draws.
-    """
-
-    def __init__(self, recipe: Recipe, dim_extend: int, refused: bool) -> None:
-        self._recipe, self._dim_extend, self._refused = recipe, dim_extend, refused
-        self._look_at: int | None = 2
-
-    def look(self, storage: TensorStorage) -> None:
-        """Look at the rows after a write, where they are on the CPU.
-
-        Raises:
-            UserWarning: as a warning: they continue elsewhere.
-        """
-        at = self._look_at
-        if at is None or len(storage) < at or storage.device.type != "cpu" or current_recording() is not None:
-            return
-        # Rows of writers that take turns are cut.
-        known = storage.by_writers or self._recipe.traj_key is not None
-        if storage.ndim > 2 or known or (storage.ndim == 1 and self._refused):
-            self._look_at = None
-            return
-        ends = self._recipe.end_keys or [(NEXT_KEY, name) for name in END_NAMES]
-        apart = interleaved_environments(storage, ends)
-        across = None if apart is None else apart > 1
-        if across is None and storage.ndim == 2:
-            across = continues_across(storage, ends)
-        self._look_at = next_look(len(storage)) if across is None else None
-        if across and storage.ndim == 2:
-            time = self._dim_extend
-            warnings.warn(
-                f"rows continue along dimension {1 - time}, not {time}: transpose, or pass dim_extend={1 - time}; "
-                f"time is read along dimension {time} of a batch, so that windows of several steps mix environments",
-                stacklevel=4,
-            )
-        elif across:
-            steps = self._recipe.n_steps
-            what = f"n_steps={steps} mixes" if steps > 1 else "windows of several steps mix"
-            warnings.warn(
-                f"the rows of {apart} environments take turns in this 1-D storage, so that {what} them: use a storage "
-                "with ndim=2 and batches of shape [envs, steps]",
-                stacklevel=4,
-            )

@@ -320,7 +320,9 @@ class ConsumingSampler(Sampler):
         inside = free.numel() - rest
         found = [free[:inside]]
         if free.numel():
-            chosen = torch.cat((torch.arange(inside), torch.arange(n - rest, n))).to(free.device)
+            chosen = torch.cat((torch.arange(inside, device="cpu"), torch.arange(n - rest, n, device="cpu"))).to(
+                free.device
+            )
             storage.write(free, data if not fresh and n == free.numel() else _chosen(data, chosen))
             storage.counters.rewrite(free)
         if fresh:

@@ -102,7 +102,7 @@ def address_table(
     """The kernels' table of addresses: int64 ``[K, 5]`` on ``device``, see :mod:`gpubuf.kernels.rows`."""
     entries = [column.entry(n_bytes, rows_per_step) for column, n_bytes in zip(columns, row_bytes, strict=True)]
     # Not waited for: CUDA has read memory that is not pinned when the call returns.
-    return torch.tensor(entries, dtype=torch.int64).reshape(-1, ENTRY).to(device, non_blocking=True)
+    return torch.tensor(entries, dtype=torch.int64, device="cpu").reshape(-1, ENTRY).to(device, non_blocking=True)
 
 
 def new_column(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> Column:

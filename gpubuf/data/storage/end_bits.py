@@ -150,7 +150,7 @@ class Breaks:
         return sum(flags.nbytes for flags in (self.rows, self.cuts) if flags is not None)
 
     def _addresses(self) -> Tensor:
-        return torch.tensor([table_entry(address(flags), flags.element_size()) for flags in self._flags])
+        return torch.tensor([table_entry(address(flags), flags.element_size()) for flags in self._flags], device="cpu")
 
     @property
     def found(self) -> Tensor:
@@ -272,7 +272,7 @@ class Signal:
         """Where to read it, by the ``table`` of the storage: int64 ``[K, 5]``, see :mod:`gpubuf.kernels.rows`."""
         if self.fixed is None:
             return torch.stack([table[column] for column in self.columns])
-        entry = torch.tensor([table_entry(address(self.fixed), self.fixed.element_size())])
+        entry = torch.tensor([table_entry(address(self.fixed), self.fixed.element_size())], device="cpu")
         return entry.to(table.device, non_blocking=True)
 
     def to(self, device: torch.device) -> Signal:

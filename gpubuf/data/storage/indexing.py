@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpubuf.data.arguments import as_tensor
 from gpubuf.kernels.sum_tree import NO_ROW
 
 
@@ -48,7 +49,7 @@ def ravel(index: Tensor, shape: tuple[int, ...], steps: int | None = None) -> Te
                 f"{lengths[0]} of its first dimension are stored"
             )
     if min(least) < 0:
-        index = torch.where(index < 0, index + torch.tensor(lengths), index)
+        index = torch.where(index < 0, index + torch.tensor(lengths, device="cpu"), index)
     flat = index[..., 0]
     for dim in range(1, len(shape)):
         flat = flat * shape[dim] + index[..., dim]
@@ -132,15 +133,15 @@ def as_positions(
 
 
 def _stacked(index: tuple[Any, ...]) -> Tensor:
-    return torch.stack([torch.as_tensor(i) for i in index], -1)
+    return torch.stack([as_tensor(i) for i in index], -1)
 
 
 def _tensor_of(index: Any) -> Tensor:
     """An index of Python's or NumPy's as a tensor. Raises TypeError if it is none."""
     if isinstance(index, (list, tuple)) and not index:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     try:
-        return torch.as_tensor(index)
+        return as_tensor(index)
     except (RuntimeError, TypeError, ValueError):
         raise TypeError(
             f"rows are indexed by an int, a slice, a mask, a tensor or a sequence of integers, got {index!r}"
@@ -160,7 +161,7 @@ def plain_index(index: Any) -> Any:
     if isinstance(index, (bool, np.bool_)):
         raise TypeError(f"rows are indexed by integers, got {index!r}: a mask has a flag for each row")
     if isinstance(index, np.ndarray):
-        index = torch.as_tensor(np.ascontiguousarray(index)) if index.ndim else index[()]
+        index = torch.as_tensor(np.ascontiguousarray(index), device="cpu") if index.ndim else index[()]
     if isinstance(index, np.integer):
         return int(index)
     return _tensor_of(index) if isinstance(index, list) else index
@@ -189,7 +190,7 @@ def stored_positions(index: Any, shape: tuple[int, ...], size: int, device: torc
     if isinstance(index, slice):
         index = range(*index.indices(size))
     if isinstance(index, range):
-        index = torch.arange(index.start, index.stop, index.step)
+        index = torch.arange(index.start, index.stop, index.step, device="cpu")
     if isinstance(index, Tensor) and index.dtype is torch.bool:
         steps = size // math.prod(shape[1:])
         if tuple(index.shape) not in {(size,), (math.prod(shape),), (steps, *shape[1:]), shape}:

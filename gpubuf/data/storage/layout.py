@@ -251,11 +251,11 @@ def tensors_of(data: Any) -> Any:
     if isinstance(data, dict):
         return {key: tensors_of(value) for key, value in data.items()}
     if type(data) is list and data and all(isinstance(value, bool | int | float) for value in data):
-        return torch.tensor([value.item() if isinstance(value, np.generic) else value for value in data])
+        return torch.tensor([value.item() if isinstance(value, np.generic) else value for value in data], device="cpu")
     if type(data) in (list, tuple):
         return type(data)(map(tensors_of, data))
     if isinstance(data, bool | int | float):
-        return torch.tensor(data.item() if isinstance(data, np.generic) else data)
+        return torch.tensor(data.item() if isinstance(data, np.generic) else data, device="cpu")
     return of_array(data) if isinstance(data, np.ndarray | np.generic) else data
 
 
@@ -631,10 +631,12 @@ class RowLayout:
         if models is None:
             n_bytes = self.arena(n).n_bytes
             if n_bytes >= _LARGE_BATCH:
-                return self.cut(torch.empty(n_bytes, dtype=torch.uint8), n)
+                return self.cut(torch.empty(n_bytes, dtype=torch.uint8, device="cpu"), n)
             if len(self._models) >= 64:
                 self._models.clear()
-            models = self._models[n] = [torch.empty((n, *leaf.shape), dtype=leaf.dtype) for leaf in self.leaves]
+            models = self._models[n] = [
+                torch.empty((n, *leaf.shape), dtype=leaf.dtype, device="cpu") for leaf in self.leaves
+            ]
             for model in models:
                 # Only their shapes are used.
                 model.untyped_storage().resize_(0)

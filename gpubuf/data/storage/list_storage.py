@@ -112,7 +112,7 @@ class ListStorage(TensorStorage):
         """
         items = self.as_items(data)
         if not items:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         self.objects.expect({_OBJECTS: items}, self.written)
         index = self._append([], len(items))
         self.objects.settle(self.written)
@@ -184,7 +184,7 @@ class ListStorage(TensorStorage):
         # Keys that are set in it later are not those of the stored one.
         item = item.copy()
         if "index" in self.ignored_keys and isinstance(item, TensorDictBase):
-            item.set("index", torch.tensor(position).expand(item.batch_size))
+            item.set("index", torch.tensor(position, device="cpu").expand(item.batch_size))
         return item
 
     @staticmethod

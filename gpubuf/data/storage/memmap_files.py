@@ -156,7 +156,7 @@ def map_file(
     """
     n_bytes = math.prod(shape) * dtype.itemsize
     if n_bytes == 0:
-        return torch.empty(shape, dtype=dtype)  # an empty file can't be mapped, and TorchRL writes none
+        return torch.empty(shape, dtype=dtype, device="cpu")  # an empty file can't be mapped, and TorchRL writes none
     with os.fdopen(open_file(path, os.O_RDWR if writable else os.O_RDONLY, root), "r+b" if writable else "rb") as file:
         found = os.fstat(file.fileno()).st_size
         if found != n_bytes:
@@ -490,7 +490,7 @@ class Journal:
             logger.warning("%s: a process was killed while it wrote: its last write is undone", self._path.parent)
         elif state == _GONE:
             laps = -(-int(ring[rows.WRITTEN]) // self._capacity)
-            ring[: rows.SIZE + 1] = torch.tensor([laps * self._capacity, 0])
+            ring[: rows.SIZE + 1] = torch.tensor([laps * self._capacity, 0], device="cpu")
             logger.warning("%s: a process was killed while it replaced all rows: they are gone", self._path.parent)
         self._words[JOURNAL_STATE] = _IDLE
 

@@ -157,7 +157,7 @@ class RowPlan:
         assert self.table is not None
         table, ring = self.table[key : key + 1], self._ring.counters
         if past_dispatcher(table):
-            found = torch.empty((n, *leaf.shape), dtype=leaf.dtype)
+            found = torch.empty((n, *leaf.shape), dtype=leaf.dtype, device="cpu")
             _gather_into(table, ring, in_memory(index), self._capacity, [found], *self._reading)
             return found
         n_bytes = rows.arena_offsets([leaf.row_bytes], n)[1]
@@ -332,7 +332,7 @@ def as_stored(fields: Sequence[rows.Field]) -> list[rows.Field]:
 
 def field_table(fields: Sequence[rows.Field], device: torch.device) -> Tensor:
     """The kernels' table of fields, int64 ``[F, FIELD]`` on ``device``."""
-    table = torch.tensor([field.encoded() for field in fields], dtype=torch.int64).reshape(-1, rows.FIELD)
+    table = torch.tensor([field.encoded() for field in fields], dtype=torch.int64, device="cpu").reshape(-1, rows.FIELD)
     # Not waited for: CUDA has read memory that is not pinned when the call returns.
     return table.to(device, non_blocking=True)
 
@@ -443,7 +443,8 @@ class Recipe:
         if layout.nested_batch:
             raise ValueError(
                 f"n_steps={self.n_steps} needs the steps of each environment in order, but the rows have batch "
-                f"dimensions of their own, {list(layout.nested_batch)}: give the storage so many more by ndim"
+                f"dimensions of their own, {list(layout.nested_batch)}: give the storage so many more, as ndim="
+                f"{1 + len(layout.nested_batch)} in place of 1"
             )
         if layout.position(STEPS_KEY) is not None:
             raise ValueError(
@@ -492,8 +493,8 @@ class Recipe:
         if self.n_steps == 1:
             return layout
         # One element each, whatever the shape.
-        example = [torch.empty((), dtype=leaf.dtype).expand(1, *leaf.shape) for leaf in layout.leaves]
-        steps = {STEPS_KEY: torch.empty((1, 1), dtype=torch.int64)}
+        example = [torch.empty((), dtype=leaf.dtype, device="cpu").expand(1, *leaf.shape) for leaf in layout.leaves]
+        steps = {STEPS_KEY: torch.empty((1, 1), dtype=torch.int64, device="cpu")}
         return layout_of(layout.assemble(example, (1,), None, steps), 1)
 
     def ends(self, schema: Schema) -> tuple[tuple[int, ...], bool]:

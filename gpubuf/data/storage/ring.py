@@ -66,7 +66,7 @@ class Ring:
     def set(self, written: int, size: int) -> None:
         """Set mirror and counters."""
         self.written, self.size, self.skipped = written, size, 0
-        self.counters.copy_(torch.tensor([written, size, 0, 0]), non_blocking=True)
+        self.counters.copy_(torch.tensor([written, size, 0, 0], device="cpu"), non_blocking=True)
 
     def empty(self, recount: bool = False) -> None:
         """Forget every row. Generations go on, so that priorities still under way are dropped. No host sync.

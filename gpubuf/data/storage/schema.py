@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.arguments import check_count
+from gpubuf.data.arguments import as_tensor, check_count
 from gpubuf.data.recording import capturing, current_recording
 from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, as_written
 from gpubuf.kernels.rows import DTYPES, FAULTS
@@ -85,9 +85,9 @@ def host_can_read(tensor: Tensor) -> bool:
 
 def as_numbers(value: Any) -> Tensor:
     """A tensor, or numbers of Python's and NumPy's as one: without loss, which float32 for Python's floats would be."""
-    tensor = torch.as_tensor(value)
+    tensor = as_tensor(value)
     from_python = tensor.dtype is torch.float32 and not hasattr(value, "dtype")
-    return torch.as_tensor(value, dtype=torch.float64) if from_python else tensor.detach()
+    return torch.as_tensor(value, dtype=torch.float64, device="cpu") if from_python else tensor.detach()
 
 
 def stored_as(
@@ -296,7 +296,8 @@ def continued_keys(leaves: Sequence[Leaf]) -> tuple[Key, ...]:
     return tuple(
         leaf.key
         for leaf in leaves
-        if leaf.key[-1] not in OF_A_STEP
+        if leaf.key
+        and leaf.key[-1] not in OF_A_STEP
         and (other := by_key.get((NEXT_KEY, *leaf.key))) is not None
         and (other.dtype, other.shape) == (leaf.dtype, leaf.shape)
     )

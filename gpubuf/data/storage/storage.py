@@ -473,13 +473,25 @@ class TensorStorage(Storage):
         return (-(-self.max_size // per_step), *shape[1:])
 
     def _establish(self, schema: Schema, shape: tuple[int, ...], data_device: torch.device) -> None:
-        """Allocate for rows of a schema."""
+        """Allocate for rows of a schema.
+
+        Raises:
+            MemoryError, torch.OutOfMemoryError: there is no room.
+            ValueError: nor is there for rows that are batches themselves.
+        """
         self.check_rows(schema)
-        self._placement = placement = self._place(data_device, schema, shape)
         try:
+            self._placement = placement = self._place(data_device, schema, shape)
             found = self._allocate(schema.stored, shape, placement)
-        except BaseException:
+        except BaseException as error:
             self._placement = None
+            nested = schema.written.nested_batch
+            if nested and isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+                raise ValueError(
+                    f"each of {self.max_size} rows is a batch {list(nested)} of its own, and there is no room for "
+                    f"these: to keep the steps of several environments, give the storage "
+                    f"ndim={self.ndim + len(nested)} ({error})"
+                ) from error
             raise
         self._adopt(schema, found, shape, placement)
 
@@ -1164,7 +1176,7 @@ class TensorStorage(Storage):
         order, first = None, 0
         if self.max_size != old_max:
             first = oldest_of(state)
-            order = (torch.arange(size) + first) % old_max
+            order = (torch.arange(size, device="cpu") + first) % old_max
         if self._placement is not None and self._placement.rows_on_host:
             # The host is about to write where the GPU may still be reading.
             host_memory.synchronize(self._device)
