@@ -292,8 +292,8 @@ def stored_trajectories(
         oldest = storage.cursor // storage.shape[1:].numel()
     found = []
     broken = None
-    if storage.breaks is not None:
-        broken = storage.breaks.found[: len(storage)].reshape(rows.batch_size[: storage.ndim])
+    if storage.marks.rows is not None:
+        broken = (storage.marks.rows[: len(storage)] != 0).reshape(rows.batch_size[: storage.ndim])
     for data in pieces(rows, storage.ndim, oldest, trajectory_key, broken):
         trajectory = Trajectory(data if transform is None else transform(data))
         if predicate is None or predicate(trajectory):

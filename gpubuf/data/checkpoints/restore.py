@@ -258,7 +258,7 @@ def _check_storage(storage: TensorStorage, manifest: Manifest, state: dict[str, 
     )
     skipped = state.get("skipped", 0)
     need(is_count(skipped) and skipped <= written, f"the checkpoint counts {written} rows written, {skipped!r} skipped")
-    for name, dtype, length in (("rewritten", torch.int64, capacity), ("cuts", torch.uint8, size)):
+    for name, dtype, length in (("rewritten", torch.int64, capacity), ("marks", torch.uint8, size)):
         if state.get(name) is not None:
             need_form(f"the checkpoint's {name} are", state[name], dtype, (length,))
     per_step = math.prod(shape[1:])

@@ -1,6 +1,6 @@
 """Plans: how rows go between the columns of a storage and batches, in one launch per operation.
 
-They call the kernels of :mod:`gpubuf.kernels.rows`. Besides, only the journal of files and the flags of breaks do.
+They call the kernels of :mod:`gpubuf.kernels.rows`. Besides, only the journal of files does.
 """
 
 from __future__ import annotations
