@@ -18,7 +18,7 @@ from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.slices import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
 from gpubuf.data.storage import host_memory
-from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS, bitmap_bytes, check_ends, compared_keys
+from gpubuf.data.storage.end_bits import bitmap_bytes
 from gpubuf.data.storage.host_memory import Free
 from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, batch_shape
 from gpubuf.data.storage.placement import PINNED, SPLIT, IndexBytes, NothingFitsError, choose, near_steps, readable
@@ -169,7 +169,6 @@ def plan(
     prefixes: Mapping[Any, Any] | None = None,
     share_next: bool | Sequence[Any] = False,
     next_capacity: int | None = None,
-    ends: str = FLAGS,
     n_steps: int = 1,
     writers: int | Writers = 0,
 ) -> Plan:
@@ -183,7 +182,7 @@ def plan(
         budget: bytes, or text such as ``"24GiB"``, for rows, index and counters together, instead of ``capacity``: the
             plan is for as many transitions as fit, and for no more than one would if it were added.
         envs: environments, for storages with ``ndim=2``.
-        dtypes, batch_dtypes, prefixes, share_next, next_capacity, ends: as for :class:`gpubuf.LazyTensorStorage`.
+        dtypes, batch_dtypes, prefixes, share_next, next_capacity: as for :class:`gpubuf.LazyTensorStorage`.
         n_steps: as for :class:`gpubuf.ReplayBuffer`. More than one take a few bits per row.
         writers: as for :class:`gpubuf.ReplayBuffer`; 0: none. They take a byte per row, and queues on the host.
 
@@ -200,7 +199,6 @@ def plan(
     check_count(envs, "envs")
     if capacity is not None:
         check_count(capacity, "capacity")
-    check_ends(ends)
     options = Options.of(dtypes, batch_dtypes, prefixes, share_next, next_capacity)
     schema = Schema.of(_layout(spec), options)
     queues = 0
@@ -208,10 +206,7 @@ def plan(
         places = Writers.of(writers)
         step_bytes = envs * schema.written.row_bytes
         queues = places.count * places.steps_for(step_bytes) * step_bytes
-    compared = compared_keys(schema.written.leaves, schema.sources) if ends == CONTINUITY else []
-    # The links of observations stored once tell it anyway.
-    breaks = any(not schema.sources[coming].follows for coming, _ in compared)
-    row = _Row(schema, options, Recipe(n_steps).n_steps > 1, breaks + bool(writers))
+    row = _Row(schema, options, Recipe(n_steps).n_steps > 1, bool(writers))
     chosen = _sampler(sampler)
     free = host_memory.free()
     device_type = "cpu" if free.device is None else "cuda"
@@ -232,13 +227,13 @@ class _Row:
         schema: of the rows.
         options: of the storage.
         has_ends: whether the storage keeps the ends of trajectories, for transitions of several steps.
-        flags: bytes that say of a row that the next one does not continue it, or is of another writer.
+        marked: whether a byte of a row says that another writer's follows.
     """
 
     schema: Schema
     options: Options
     has_ends: bool
-    flags: int
+    marked: bool
 
     @property
     def counters(self) -> int:
@@ -263,7 +258,7 @@ class _Row:
         """Bytes of tree and index."""
         shape = (steps,) if envs == 1 else (steps, envs)
         ends = bitmap_bytes(shape, device_type) if self.has_ends else 0
-        ends += steps * envs * self.flags
+        ends += steps * envs * self.marked
         return sampler.index_bytes(shape, device_type) + IndexBytes(index=ends) + self.beside(steps, envs)[1]
 
     def plans(self, steps: int, envs: int) -> tuple[KeyPlan, ...]:

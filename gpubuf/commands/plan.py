@@ -38,7 +38,6 @@ def run(options: dict[str, Any]) -> int:
             prefixes={key: tuple(whole.split(".")) for key, whole in prefixes.items()},
             share_next=options["share_next"],
             next_capacity=options["next_capacity"],
-            ends=options["ends"],
             n_steps=options["n_steps"],
             writers=options["writers"],
         )
@@ -96,12 +95,6 @@ def add(commands: Any) -> None:
         type=whole_number,
         metavar="N",
         help="room for next observations that are not in the next row (default: an eighth of the rows)",
-    )
-    parser.add_argument(
-        "--ends",
-        choices=("flags", "flags+continuity"),
-        default="flags",
-        help="what ends a trajectory: flags, or also rows that the next one does not continue (default: flags)",
     )
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--capacity", type=whole_number, metavar="N", help="transitions")

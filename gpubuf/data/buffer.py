@@ -158,7 +158,7 @@ class ReplayBuffer:
         self._given: Tensor | None = None
         self._intake: Intake | None = None
         if writers is not None:
-            self._storage.cut_by_writer()
+            self._storage.mark_writers()
         self._connect()
         if generator is not None:
             self.set_rng(generator)
@@ -328,7 +328,7 @@ class ReplayBuffer:
             before = self._storage
             new: TensorStorage = component(storage, TensorStorage)
             if self._intake is not None:
-                new.cut_by_writer()
+                new.mark_writers()
             # Raises before anything is replaced.
             self._reader = self._reader_of(new)
             self._sampler.bind(new, self._lock)
@@ -529,6 +529,32 @@ class ReplayBuffer:
             self._given = None
             if not self._arrays.write(columns, True):
                 self.add(self._arrays.as_batch(columns, True))
+
+    @graph_break
+    def end_trajectories(self, env: int | None = None) -> None:
+        """End the trajectories of the newest rows, which nothing stored ends: before the next row begins another one.
+
+        Call it where a program leaves an episode unfinished, as after a restart. The rows stay as they are: windows of
+        several steps, slices and hindsight stop there, and values are bootstrapped, as at a truncation. The marks, a
+        byte per row from the first call on, are saved, moved and mapped with the rows. No host sync.
+
+        Args:
+            env: the environment whose newest row is marked, of a storage of several dimensions. Default: all.
+
+        Raises:
+            IndexError: there is no such environment.
+            TypeError: rows do not follow each other in this buffer.
+        """
+        with self._lock:
+            storage = self._storage
+            if not self._writer.in_order or storage.takes_objects:
+                raise TypeError("the rows of this buffer do not follow each other: there are no trajectories to end")
+            storage.check_owned()
+            if storage.initialized:
+                before = storage.begin(DERIVED)
+                storage.end_trajectories(env)
+                self._sampler.on_end()
+                storage.end(before)
 
     def client(self, example: Any = None, *, place: int | None = None) -> WriterClient:
         """What a writer in another process has in place of the buffer: ``extend``, ``extend_columns``, ``add_columns``.
@@ -930,8 +956,7 @@ class ReplayBuffer:
         if n > 0:
             first = storage.written - n
             index = (first + torch.arange(n, device=storage.device)) % storage.max_size
-            if storage.breaks is not None and storage.breaks.cuts is not None:
-                storage.breaks.cut(index, storage.streams)
+            storage.mark_written(index)
             self._tell_sampler(index)
         return n > 0
 

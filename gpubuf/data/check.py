@@ -185,6 +185,7 @@ class _Look:
             torch.full((self.envs,), -1, device="cpu"),
             torch.zeros(self.envs, dtype=torch.float64, device="cpu"),
         )
+        self.marks = storage.marks.rows
         self.episodes: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -211,8 +212,10 @@ class _Look:
                     self._name("done", positions[new:], (flags[name] & ~done)[new:].cpu())
         else:
             done = torch.zeros(positions.shape, dtype=torch.bool, device=rows[0].device)
-        self._continuity(positions, rows, done)
-        self._episodes(rows, done, new)
+        # Trajectories end at marks, which are no ends of whole episodes.
+        over = done if self.marks is None else done | (self.marks[positions.to(self.marks.device)] != 0)
+        self._continuity(positions, rows, over)
+        self._episodes(rows, done, over, new)
         self.steps += len(positions) - new
 
     def _name(self, what: str, positions: Tensor, wrong: Tensor) -> int:
@@ -265,8 +268,8 @@ class _Look:
                 "[envs, steps], or give the buffer dim_extend=0"
             )
 
-    def _episodes(self, rows: list[Tensor], done: Tensor, new: int) -> None:
-        over = done[new:].cpu()
+    def _episodes(self, rows: list[Tensor], done: Tensor, over: Tensor, new: int) -> None:
+        done, over = done[new:].cpu(), over[new:].cpu()
         reward = self.place.get((NEXT_KEY, "reward"), self.place.get(("reward",)))
         if reward is None:
             sums = self.sums.expand(len(over), -1)
@@ -279,7 +282,7 @@ class _Look:
         same[1:] = env[1:] == env[:-1]
         count_before = torch.where(same, count.roll(1), self.ended[0][env])
         total_before = torch.where(same, total.roll(1), self.ended[1][env])
-        whole = count_before >= 0
+        whole = (count_before >= 0) & done[step, env]
         self.episodes.append(((count - count_before)[whole], (total - total_before)[whole]))
         last = ~torch.cat([same[1:], same.new_zeros(1)])[: len(env)]
         self.ended[0][env[last]], self.ended[1][env[last]] = count[last], total[last]
@@ -314,7 +317,7 @@ class _Look:
             yield Finding(
                 f"{found.broken:,} rows ({share:.1%}) lead to another observation than the next row begins with, and "
                 "no flag ends the episode there: store the last observation of an episode, not the first of the next, "
-                'or cut there with LazyTensorStorage(ends="flags+continuity")',
+                "or call buffer.end_trajectories() where an episode is left",
                 self._rows("broken"),
             )
         if self.named.get("done"):

@@ -12,7 +12,6 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf.data.buffer import ReplayBuffer
-from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS
 from gpubuf.data.storage.layout import Key
 from gpubuf.data.storage.plan import STEPS_KEY
 from gpubuf.data.storage.schema import Codec
@@ -107,8 +106,6 @@ class SimpleReplayBuffer:
             n_env * buffer_size,
             device="cpu" if device is None else device,
             ndim=2,
-            # Windows alone depend on it.
-            ends=CONTINUITY if n_steps > 1 else FLAGS,
             dtypes={**flags, **(dtypes or {})},
             prefixes={"observations": "critic_observations"} if self.playground_mode else None,
             share_next=owners if share_next else False,

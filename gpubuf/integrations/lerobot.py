@@ -16,7 +16,6 @@ from torch import Tensor
 
 from gpubuf.data.buffer import ReplayBuffer as Rows
 from gpubuf.data.processing.augment import RandomShift
-from gpubuf.data.storage.end_bits import CONTINUITY
 from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.storage import LazyTensorStorage
 from gpubuf.integrations.environment_steps import stored_values
@@ -216,8 +215,6 @@ class ReplayBuffer:
             batch_dtypes={"done": torch.float32, "truncated": torch.float32},
             share_next=keys if self.optimize_memory else False,
             next_capacity=self._next_capacity,
-            # Also where a program says nothing of an end.
-            ends=CONTINUITY,
         )
         shifted = [("state", key) for key in self._images]
         own = self.image_augmentation_function is None

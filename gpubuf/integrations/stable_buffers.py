@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +20,6 @@ from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.uniform import RandomSampler
-from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS
 from gpubuf.data.storage.layout import Key, as_written
 from gpubuf.data.storage.plan import STEPS_KEY
 from gpubuf.data.storage.schema import Codec
@@ -28,6 +29,8 @@ from gpubuf.integrations.environment_steps import rows_at, stored_values
 
 #: Steps that wait on the host, and the bytes that these may take: one launch then writes all of them.
 WAITING_STEPS, WAITING_BYTES = 64, 1 << 16
+#: The first steps, of which it is looked at whether episodes end without a word.
+LOOKS = 10_000
 
 _OBSERVATION, _NEXT_OBSERVATION, _ACTION = ("observation",), ("next", "observation"), ("action",)
 _REWARD, _TERMINATED, _DONE = ("next", "reward"), ("next", "terminated"), ("next", "done")
@@ -172,8 +175,6 @@ class StableBuffer:
             ndim=2,
             share_next=[(*_OBSERVATION, *name) for name in shapes] if optimize_memory_usage else False,
             next_capacity=next_capacity,
-            # Also where a program says nothing of an end, if batches depend on ends.
-            ends=CONTINUITY if self._needs_ends or sampler is not None else FLAGS,
             # Rows that store observations once are converted anyway: a flag then takes a byte.
             dtypes={**({_TERMINATED: torch.bool} if optimize_memory_usage else {}), **(dtypes or {})},
         )
@@ -235,6 +236,9 @@ class StableBuffer:
         self._rewards, self._terminated, self._ended = (
             self._columns[key][..., 0] for key in (_REWARD, _TERMINATED, _DONE)
         )
+        # Of how many more steps it is looked at whether they go on, and what the last one led to.
+        self._looks = LOOKS if self._needs_ends else 0
+        self._before: tuple[Any, np.ndarray] | None = None
         self._powers = torch.from_numpy(self.gamma ** np.arange(self.n_steps + 1, dtype=np.float32))
 
     # Writing
@@ -263,6 +267,8 @@ class StableBuffer:
             truncations: bool ``[E]``, ends that are no terminations; ``done`` is the terminations then.
 
         Raises:
+            UserWarning: as a warning, once: batches depend on the ends of episodes, and one of the first 10 000 steps
+                lacks an end.
             ValueError: an array has another shape, or ``infos`` is one dict and ``truncations`` are missing, but
                 timeouts or the ends of episodes matter. Numbers are converted to the dtype of their space. No host
                 sync.
@@ -297,10 +303,25 @@ class StableBuffer:
                 if info.get("TimeLimit.truncated", False):
                     self._terminated[at, environment] = 0.0
                     self._ended[at, environment] = True
+        if self._looks:
+            self._look(obs, next_obs, self._ended[at])
         if direct is None:
             self._waiting = at + 1
         else:
             self.buffer.add_columns(self._in_order(direct))
+
+    def _look(self, obs: Any, next_obs: Any, ended: np.ndarray) -> None:
+        """Say once if an episode begins where the one before has not ended."""
+        self._looks -= 1
+        before, self._before = self._before, (copy.deepcopy(next_obs), ended.copy())
+        if before is not None and not (_same(obs, before[0]) | before[1]).all():
+            self._looks = 0
+            warnings.warn(
+                "a step does not begin with the observation that the one before it led to, and done did not end that "
+                "episode: windows of several steps, and goals, lead into another one. Pass done, or truncations, at "
+                "each end, and call end_trajectories() where an episode is left",
+                stacklevel=3,
+            )
 
     def _in_order(self, columns: list[Any]) -> Any:
         """Columns in the order of the storage, which the first write settles: by their keys."""
@@ -353,9 +374,18 @@ class StableBuffer:
                 self.buffer.extend_columns(self._in_order([column[:steps] for column in self._columns.values()]))
         self._waiting, self._written_before = 0, None
 
+    def end_trajectories(self, env: int | None = None) -> None:
+        """End the episodes in progress, of all environments or of one, which the program leaves without ``done``.
+
+        See :meth:`gpubuf.ReplayBuffer.end_trajectories`.
+        """
+        self.flush()
+        self.buffer.end_trajectories(env)
+        self._before = None
+
     def reset(self) -> None:
         """Forget all transitions."""
-        self._waiting, self._written_before, self._last_ends = 0, None, None
+        self._waiting, self._written_before, self._last_ends, self._before = 0, None, None, None
         self.buffer.empty()
 
     # Reading

@@ -13,8 +13,6 @@ from gpubuf.data.arguments import as_tensor
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.uniform import RandomSampler
-from gpubuf.data.storage.end_bits import CONTINUITY
-from gpubuf.data.storage.end_bits import FLAGS as FLAGS_ALONE
 from gpubuf.data.storage.layout import Key
 from gpubuf.data.storage.plan import STEPS_KEY
 from gpubuf.data.storage.storage import LazyTensorStorage
@@ -84,8 +82,6 @@ class UniformBuffer:
             self._max_length,
             device=self._device,
             ndim=2 if windows or self._share_next else 1,
-            # Windows alone depend on it.
-            ends=CONTINUITY if windows else FLAGS_ALONE,
             dtypes=self._dtypes,
             share_next=self._share_next,
             next_capacity=self._next_capacity,

@@ -335,6 +335,8 @@ class Trainer:
                 lost = list(range(self.config.collectors * self.config.num_envs))
             else:
                 lost = self._collector.restore(state["environments"])
+                for env in lost if self.config.n_steps > 1 else ():
+                    self.buffer.end_trajectories(env)
             # Last, since the lines above may draw from the generators. Cloned, since PyTorch reads the state as a
             # structure, and a tensor in a mapped file may not be aligned for one.
             torch.set_rng_state(state["generator"].clone())
@@ -409,8 +411,6 @@ def _make_buffer(
         capacity,
         device=device,
         ndim=2 if rows_apart(config) else 1,
-        # An episode that can't be played again after a pause has no end.
-        ends="flags+continuity" if config.n_steps > 1 else "flags",
         share_next=["observation"] if config.share_next else False,
     )
     options: dict[str, Any] = {

@@ -143,27 +143,6 @@ of other steps become zero. O(n log N), no host sync.
 """
 
 
-compare = define(
-    "trajectories_compare(Tensor(a!) breaks, Tensor(b!) ring, Tensor pairs, Tensor? index, int n, int steps, int envs)"
-    " -> ()",
-    __name__,
-    fake=lambda *_: None,
-)
-"""``compare(breaks, ring, pairs, index, n, steps, envs)``: which rows are not continued by the next one.
-
-``pairs`` int64 ``[P, 2, 5]``: two entries of the table of :mod:`gpubuf.kernels.rows` each, of rows of equal width. A
-row's flag in ``breaks`` becomes 1 if the first entry's bytes at that row differ, in any pair, from the second's at the
-next step of its environment, and 0 if not; the newest step, which has no next one, gets 0. Call it when the rows are
-in the storage and the ring has moved on, before :data:`update` of ``n + 1`` steps, for the step before the write has
-got a next one.
-
-With ``index`` None it does so for the newest ``n`` steps and the one before them, otherwise for the rows of ``index``
-(int64 ``[m]``, flat, negative ones from the end) and those one step before them; ``n`` is not read then, and rows that
-are not stored are skipped.
-No host sync. O(rows compared).
-"""
-
-
 resum = define(
     "trajectories_resum(Tensor ends, Tensor(a!) sums, Tensor ring, int steps, int envs, int fan_out, int slice_len,"
     " int min_len, int before, int after, bool by_transition) -> ()",

@@ -8,7 +8,7 @@ from typing import Never
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._registry import demand_dense, demand_int64, length_of
+from gpubuf.kernels._registry import demand_dense, demand_int64
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.rows import ENTRY
 from gpubuf.kernels.trajectories import bit_levels, eligible_words, level_sizes
@@ -85,24 +85,6 @@ def check_signals(signals: Tensor, by_id: bool, n: int) -> int:
 
 def _refuse_steps(n: int) -> Never:
     raise ValueError(f"the number of steps must not be negative, but is {n}")
-
-
-def check_compare(breaks: Tensor, pairs: Tensor, index: Tensor | None, n: int, steps: int, envs: int) -> int:
-    """Number of ``pairs``; raise TypeError or ValueError unless rows can be compared by them."""
-    check_ring_shape(steps, envs)
-    if breaks.dtype is not torch.uint8 or breaks.numel() != steps * envs or not breaks.is_contiguous():
-        raise ValueError(
-            f"breaks must be a contiguous uint8 tensor of {steps * envs} flags, not {breaks.dtype} of shape "
-            f"{list(breaks.shape)}"
-        )
-    n_pairs = pairs.numel() // (2 * ENTRY)
-    if pairs.dtype is not torch.int64 or pairs.numel() != 2 * ENTRY * n_pairs or not pairs.is_contiguous():
-        demand_int64("pairs", pairs, (n_pairs, 2, ENTRY))
-    if index is not None:
-        length_of("index", index)
-    if n < 0:
-        _refuse_steps(n)
-    return n_pairs
 
 
 def check_draw(rng: Tensor, rank: Tensor | None, n: int) -> None:

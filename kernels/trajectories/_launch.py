@@ -20,7 +20,6 @@ from gpubuf.kernels.trajectories import Slices, bit_levels, eligible_words, leve
 from gpubuf.kernels.trajectories import _triton as readers
 from gpubuf.kernels.trajectories import _triton_update as writers
 from gpubuf.kernels.trajectories._check import (
-    check_compare,
     check_draw,
     check_eligible,
     check_ends,
@@ -169,21 +168,6 @@ def _launch_weights(
     programs = cdiv(run.words * shape.envs + run.n_others, chosen.block_weights)
     launch(writers.trajectories_weights_kernel, programs, ends, sums, ring, run.others, *counts, *sizes, **how)
     _launch_sums(sums, ring, run, shape, chosen)
-
-
-COMPARED = {"BLOCK_ROWS": 4, "BLOCK_COLUMNS": 256, "num_warps": 4}
-"""Rows that a program compares, and elements at a time: narrow rows are few programs anyway, wide ones take turns."""
-
-
-def compare(breaks: Tensor, ring: Tensor, pairs: Tensor, index: Tensor | None, n: int, steps: int, envs: int) -> None:
-    """See :data:`gpubuf.kernels.trajectories.compare`."""
-    n_pairs = check_compare(breaks, pairs, index, n, steps, envs)
-    check_devices(breaks, ring, pairs, index)
-    count = min(n + 1, steps) * envs if index is None else 2 * index.numel()
-    if count:
-        arguments = (breaks, ring, pairs, ring if index is None else index, n_pairs, count, steps, envs)
-        programs, has_index = cdiv(count, COMPARED["BLOCK_ROWS"]), index is not None
-        launch(writers.trajectories_compare_kernel, programs, *arguments, HAS_INDEX=has_index, **COMPARED)
 
 
 def resum(ends: Tensor, sums: Tensor, ring: Tensor, *index: int) -> None:

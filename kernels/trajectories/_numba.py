@@ -13,7 +13,6 @@ from gpubuf.kernels._registry import length_of
 from gpubuf.kernels.rows import ENTRY, SIZE
 from gpubuf.kernels.trajectories import Slices, new_slices, touched_rows
 from gpubuf.kernels.trajectories._check import (
-    check_compare,
     check_draw,
     check_eligible,
     check_ends,
@@ -26,7 +25,6 @@ _bounds_of_rows = named("trajectories._numba_read.bounds_of_rows")
 _draw_slices = named("trajectories._numba_read.draw_slices")
 _longest_trajectory = named("trajectories._numba_read.longest_trajectory")
 _slices_from_rows = named("trajectories._numba_read.slices_from_rows")
-_compare_rows = named("trajectories._numba_update.compare_rows")
 _rebuild_index = named("trajectories._numba_update.rebuild_index")
 _update_eligible_steps = named("trajectories._numba_update.update_eligible_steps")
 _update_ends_alone = named("trajectories._numba_update.update_ends_alone")
@@ -56,15 +54,6 @@ def prepared_ends(
     """
     n_keys = signals.numel() // ENTRY
     return functools.partial(_update_ends_alone, *_addresses((ends, ring, signals)), n_keys, by_id, n, steps, envs)
-
-
-def compare(breaks: Tensor, ring: Tensor, pairs: Tensor, index: Tensor | None, n: int, steps: int, envs: int) -> None:
-    """See :data:`gpubuf.kernels.trajectories.compare`."""
-    n_pairs = check_compare(breaks, pairs, index, n, steps, envs)
-    # Memory of an empty tensor has no address.
-    if index is None or index.numel():
-        given, count = (0, 0) if index is None else (index.data_ptr(), index.numel())
-        _compare_rows(*_addresses((breaks, ring, pairs)), n_pairs, given, count, n, steps, envs)
 
 
 def resum(ends: Tensor, sums: Tensor, ring: Tensor, *index: int) -> None:

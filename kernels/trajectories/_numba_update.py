@@ -377,42 +377,6 @@ def update_ends_alone(ends, ring, signals, n_keys, by_id: bool, n, steps, envs):
         _read_newest(ends, signals, n_keys, by_id, n, steps, envs, oldest, filled)
 
 
-@jit(forceinline=True)
-def _compare_row(breaks, table, n_pairs, row, age, filled, steps, envs):  # type: ignore[no-untyped-def]
-    """Whether a stored row is continued by the next one. The newest is followed by none."""
-    found = False
-    if age < filled - 1:
-        following = row + envs if row + envs < steps * envs else row + envs - steps * envs
-        for p in range(n_pairs):
-            here, there = table[2 * p], table[2 * p + 1]
-            found |= differ(row_address(here, row), row_address(there, following), here[ROW_BYTES])
-    breaks[row] = found
-
-
-@kernel
-def compare_rows(breaks_address, ring, pairs, n_pairs, index_address, count, n, steps, envs):  # type: ignore[no-untyped-def]
-    """:data:`gpubuf.kernels.trajectories.compare`, of the newest ``n`` steps where ``index_address`` is 0."""
-    oldest, filled, _ = ring_view(ring, steps, envs)
-    breaks, index = carray(as_u8(breaks_address), steps * envs), carray(as_i64(index_address), count)
-    table = carray(as_i64(pairs), (2 * n_pairs, ENTRY))
-    if index_address == 0:
-        for age in range(max(filled - n - 1, 0), filled):
-            first = step_of(age, oldest, steps) * envs
-            for row in range(first, first + envs):
-                _compare_row(breaks, table, n_pairs, row, age, filled, steps, envs)
-        return
-    for i in range(2 * count):
-        row = index[i >> 1]
-        row += steps * envs if row < 0 else 0
-        if row < 0 or row >= steps * envs:
-            continue
-        row -= (i & 1) * envs
-        row += steps * envs if row < 0 else 0
-        age = age_of(row // envs, oldest, steps)
-        if age < filled:
-            _compare_row(breaks, table, n_pairs, row, age, filled, steps, envs)
-
-
 @kernel
 def weigh_again(  # type: ignore[no-untyped-def]
     ends, sums, ring, steps, envs, fan_out, slice_len, min_len, before, after, by_transition: bool

@@ -27,7 +27,6 @@ from gpubuf.kernels.rows._triton_tiles import (
     ROW_STRIDE,
     column_address,
     load_column,
-    normalise,
     row_address,
 )
 from gpubuf.kernels.trajectories._triton import (
@@ -41,7 +40,6 @@ from gpubuf.kernels.trajectories._triton import (
     nearest_end,
     next_in_word,
     nodes_of,
-    step_of,
     weight_of,
     words_of,
 )
@@ -417,80 +415,6 @@ def trajectories_update_envs_kernel(
     if SUMS:
         runs = (others_ptr, first_word(ring[0], n, steps, envs), run_words * envs, n_others)
         all_sums(sums_ptr, runs, 1, depth, words, SHIFT, BLOCK_NODES)
-
-
-@triton.jit
-def _entry_at(entry_ptr, row):
-    """(address of a row, all that must be aligned for wide loads) of an entry of a table."""
-    memory = load_column(entry_ptr)
-    device_rows, _split, host_rows, stride = memory
-    return row_address(row, *memory), device_rows | host_rows | stride
-
-
-@triton.jit
-def _any_differs(here, there, column, row_bytes, active, DTYPE: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """int32 [R, BLOCK_COLUMNS], some not zero in each active row whose bytes differ from the other's."""
-    size: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    pointer: tl.constexpr = tl.pointer_type(DTYPE)
-    found = (column * 0).to(tl.int32) + (active * 0).to(tl.int32)
-    for begin in range(0, row_bytes, BLOCK_COLUMNS * size):
-        byte = begin + column * size
-        inside = active & (byte < row_bytes)
-        value = tl.load((here + byte).to(pointer), mask=inside, other=0)
-        found |= (value != tl.load((there + byte).to(pointer), mask=inside, other=0)).to(tl.int32)
-    return found
-
-
-@jit_for_any_size("index_ptr")
-def trajectories_compare_kernel(
-    breaks_ptr,  # uint8 [T * E]
-    ring_ptr,
-    pairs_ptr,  # int64 [n_pairs, 2, 5]
-    index_ptr,  # int64 [count // 2], HAS_INDEX
-    n_pairs,
-    count,  # rows that are looked at
-    steps,
-    envs,
-    HAS_INDEX: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
-    """Which rows are not continued by the next one: see the operation. Grid: (cdiv(count, BLOCK_ROWS),)."""
-    steps = steps.to(tl.int64)
-    envs = envs.to(tl.int64)
-    _, filled, oldest = load_ring(ring_ptr, steps, envs)
-    i = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    active = i < count
-    if HAS_INDEX:
-        row, there = normalise(tl.load(index_ptr + (i >> 1), mask=active, other=0), steps * envs)
-        active = active & there
-        row = tl.where((i & 1) != 0, row - envs, row)
-        row = tl.where(row < 0, row + steps * envs, row)
-    else:
-        # The newest step comes first.
-        age = filled - 1 - i // envs
-        active = active & (age >= 0)
-        row = step_of(tl.maximum(age, 0), oldest, steps) * envs + i % envs
-    step, _, age, stored = locate(row, active, filled, oldest, steps, envs)
-    followed = (stored & (age < filled - 1))[:, None]
-    following = tl.where(step == steps - 1, row - (steps - 1) * envs, row + envs)
-    column = tl.arange(0, BLOCK_COLUMNS).to(tl.int64)[None, :]
-    found = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.int32)
-    for k in range(0, n_pairs):
-        entry_ptr = pairs_ptr + 2 * k * ENTRY
-        # Names of their own: a loop carries one that is there before, with the type that it has there.
-        here, aligned = _entry_at(entry_ptr, row)
-        behind, aligned_behind = _entry_at(entry_ptr + ENTRY, following)
-        row_bytes = tl.load(entry_ptr + ROW_BYTES)
-        aligned |= aligned_behind | row_bytes
-        if (aligned & 7) == 0:
-            found |= _any_differs(here[:, None], behind[:, None], column, row_bytes, followed, tl.int64, BLOCK_COLUMNS)
-        elif (aligned & 3) == 0:
-            found |= _any_differs(here[:, None], behind[:, None], column, row_bytes, followed, tl.int32, BLOCK_COLUMNS)
-        else:
-            found |= _any_differs(here[:, None], behind[:, None], column, row_bytes, followed, tl.uint8, BLOCK_COLUMNS)
-    # A row that is named twice gets the same flag from both programs.
-    tl.store(breaks_ptr + row, tl.max(found, 1).to(tl.uint8), mask=stored)
 
 
 @jit_for_any_size()

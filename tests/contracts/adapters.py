@@ -189,12 +189,6 @@ def add_with_infos(buffer: Any, step: dict[str, Any]) -> None:
     buffer.add(step["obs"], step["next_obs"], step["actions"], step["rewards"], done, infos)
 
 
-def add_terminations_alone(buffer: Any, step: dict[str, Any]) -> None:
-    """By a program that says nothing of time limits."""
-    infos: list[Any] = [{}] * ENVS
-    buffer.add(step["obs"], step["next_obs"], step["actions"], step["rewards"], step["terminations"], infos)
-
-
 # FastTD3 and holosoma
 
 
@@ -288,7 +282,6 @@ def robot() -> Adapter:
 ADAPTERS = {
     "cleanrl": stable(cleanrl.ReplayBuffer, add_told, tuple(MODES), handle_timeout_termination=False),
     "sb3": stable(sb3.ReplayBuffer, add_with_infos, ("same_step",)),
-    "sb3, told of terminations alone": stable(sb3.ReplayBuffer, add_terminations_alone, ("same_step",)),
     "fasttd3": ring(fasttd3.SimpleReplayBuffer),
     "holosoma": ring(holosoma.SimpleReplayBuffer),
     "flashsac": uniform(flashsac, groups=False),

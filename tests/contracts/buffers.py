@@ -70,7 +70,7 @@ class BufferContract:
         share_next: observations are stored once.
         narrow: keys are stored in other dtypes.
         prefixes: observations are the first elements of another key.
-        continuity: trajectories also end where observations don't go on.
+        marks: trajectories also end at rows that are marked.
         generations: the writer counts how often a row was written.
         relabel, process, transform, collate, prefetch: as the buffer's arguments.
         steps: that fit.
@@ -84,7 +84,7 @@ class BufferContract:
     share_next: bool = False
     narrow: bool = False
     prefixes: bool = False
-    continuity: bool = False
+    marks: bool = False
     generations: bool = False
     relabel: bool = False
     process: bool = False
@@ -137,8 +137,6 @@ class BufferContract:
             options |= {"dtypes": dtypes, "batch_dtypes": {"critic": torch.float64}}
         if self.prefixes:
             options["prefixes"] = {"observation": "critic"}
-        if self.continuity:
-            options["ends"] = "flags+continuity"
         return options
 
     def storage_of(self, device: str) -> Any:
@@ -175,6 +173,9 @@ class BufferContract:
         """A buffer that has gone round, and its model."""
         buffer, model = self.new(), Model(self, seed)
         buffer.extend(model.write(steps))
+        if self.marks:
+            model.end(buffer, 0 if self.envs else None)
+            buffer.extend(model.write(1))
         return buffer, model
 
     def written(self, batch: TensorDict) -> Any:
@@ -239,6 +240,8 @@ class Model(TransitionList):
         self.contract, self.random, self.count = contract, random.Random(seed), 0
         # (step, environment) of rows that keep a next observation of their own whatever comes to lie after them.
         self.apart: set[tuple[int, int]] = set()
+        #: (step, environment) of rows that are marked.
+        self.marked: set[tuple[int, int]] = set()
 
     @property
     def written_rows(self) -> int:
@@ -263,6 +266,11 @@ class Model(TransitionList):
                 rows.append(self.new_row(of_env[-1] if len(of_env) > self.oldest else None))
                 of_env.append(rows[-1])
         return self.contract.written(as_batch(rows, (steps, self.envs) if self.contract.envs else (steps,)))
+
+    def end(self, buffer: ReplayBuffer, env: int | None) -> None:
+        """Mark the newest rows of a buffer, or that of one environment, as ends."""
+        buffer.end_trajectories(env)
+        self.marked |= {(self.written - 1, each) for each in (range(self.envs) if env is None else [env])}
 
     def overwrite(self, positions: list[int]) -> Any:
         """Other rows at these positions, as the buffer takes them."""
@@ -363,11 +371,7 @@ class Model(TransitionList):
         step, env = self.place(position)
         rows = self.of_env[env]
         last = step
-        while (
-            last + 1 < self.written
-            and not rows[last].ends
-            and (not self.contract.continuity or self.goes_on(last, env))
-        ):
+        while last + 1 < self.written and self.continues(last, env):
             last += 1
         return rows[step : last + 1]
 
@@ -376,12 +380,13 @@ class Model(TransitionList):
         other, oldest = Model(contract, 8), self.oldest
         other.of_env = [rows[oldest:] for rows in self.of_env]
         other.apart = {(step - oldest, env) for step, env in self.apart if step >= oldest}
+        other.marked = {(step - oldest, env) for step, env in self.marked if step >= oldest}
         other.count = self.count
         return other
 
     def continues(self, step: int, env: int) -> bool:
         """Whether the row after this one is of the same trajectory."""
-        return not self.of_env[env][step].ends and (not self.contract.continuity or self.goes_on(step, env))
+        return not self.of_env[env][step].ends and (step, env) not in self.marked
 
     def goes_on(self, step: int, env: int) -> bool:
         """Whether the next observation of a row is the observation of the row after it, and stored as such."""
@@ -392,13 +397,8 @@ class Model(TransitionList):
         """The transition that begins with a row, and its number of steps."""
         step, env = self.place(position)
         n = self.contract.n_steps
-        if self.contract.continuity:
-            # A row whose observation does not go on ends its trajectory, and its flags say nothing of it.
-            rows = self.of_env[env]
-            for i in range(step, min(step + n, self.written) - 1):
-                if not rows[i].ends and not self.goes_on(i, env):
-                    n = i - step + 1
-                    break
+        # A marked row ends its trajectory, and its flags say nothing of it.
+        n = next((i + 1 for i in range(n) if (step + i, env) in self.marked), n)
         return self.n_step(position, n, GAMMA)
 
 
@@ -466,16 +466,16 @@ def write(buffer: ReplayBuffer, rows: TensorDict, chance: random.Random) -> None
 _C = BufferContract
 CONTRACTS = [
     _C(),
-    _C(share_next=True, envs=2, n_steps=2, continuity=True, process=True, narrow=True),
+    _C(share_next=True, envs=2, n_steps=2, marks=True, process=True, narrow=True),
     _C(envs=3, sampler="prioritized", n_steps=3, generations=True),
     _C(share_next=True, narrow=True, sampler="slices", transform=True),
     _C(share_next=True, n_steps=3, sampler="prioritized", prefixes=True, collate=True),
     _C(prefixes=True, narrow=True, envs=2, sampler="prioritized slices", process=True),
-    _C(continuity=True, sampler="stratified", relabel=True, generations=True, prefixes=True),
+    _C(marks=True, sampler="stratified", relabel=True, generations=True, prefixes=True),
     _C(relabel=True, envs=2, share_next=True, sampler="without replacement", transform=True),
     _C(relabel=True, narrow=True, sampler="prioritized"),
-    _C(continuity=True, envs=2, sampler="slices", collate=True),
-    _C(continuity=True, n_steps=3, sampler="prioritized", generations=True),
+    _C(marks=True, envs=2, sampler="slices", collate=True),
+    _C(marks=True, n_steps=3, sampler="prioritized", generations=True),
     _C(n_steps=4, narrow=True, sampler="without replacement", transform=True, prefixes=True),
     _C(rows="dict", envs=2, sampler="prioritized", n_steps=2, process=True, share_next=True),
     _C(rows="dict", narrow=True, sampler="without replacement"),
@@ -485,7 +485,7 @@ CONTRACTS = [
     _C(rows="text", sampler="without replacement", narrow=True),
     _C(storage="memmap", n_steps=3, sampler="prioritized", transform=True, prefetch=2),
     _C(storage="memmap", envs=2, sampler="slices", prefetch=1, generations=True),
-    _C(storage="memmap", envs=2, continuity=True, collate=True, process=True, n_steps=2),
+    _C(storage="memmap", envs=2, marks=True, collate=True, process=True, n_steps=2),
     _C(storage="memmap", rows="dict"),
     _C(storage="list", sampler="prioritized", transform=True),
     _C(storage="list", sampler="without replacement"),

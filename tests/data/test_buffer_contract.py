@@ -107,6 +107,7 @@ class History:
     def run(self, n: int, reading: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext) -> None:
         operations = [self.extend, self.extend, self.sample, self.sample, self.add, self.empty, self.duplicate]
         operations += [self.overwrite, self.set_key, self.update_if_present]
+        operations += [self.end, self.end] * self.contract.marks
         for _ in range(n):
             self.model.random.choice(operations)()
             with reading():
@@ -154,6 +155,10 @@ class History:
         if self.buffer.initialized and self.model.random.random() < 0.5:
             self.buffer.empty()
             self.model.empty()
+
+    def end(self) -> None:
+        if self.model.stored:
+            self.model.end(self.buffer, self.model.random.choice([None, *range(self.contract.envs)]))
 
     def duplicate(self) -> None:
         if self.model.stored:
@@ -240,7 +245,6 @@ OTHERS: dict[str, Callable[[BufferContract], BufferContract]] = {
     "larger": lambda contract: replace(contract, steps=STEPS + 7),
     "stored once or not": lambda contract: replace(contract, share_next=not contract.share_next),
     "other steps": lambda contract: replace(contract, steps=STEPS + 1, n_steps=1 if contract.n_steps > 1 else 5),
-    "continuity or not": lambda contract: replace(contract, continuity=not contract.continuity),
 }
 
 
@@ -248,7 +252,7 @@ def can_be_other(contract: BufferContract, other: str) -> bool:
     """Whether there is such a buffer."""
     made = OTHERS[other](contract)
     windows = contract.slices or contract.relabel or contract.rows == "tuple"
-    return not ((windows and made.n_steps > 1) or (contract.rows == "tuple" and (made.share_next or made.continuity)))
+    return not ((windows and made.n_steps > 1) or (contract.rows == "tuple" and made.share_next))
 
 
 def emptied(contract: BufferContract, seed: int) -> ReplayBuffer:
@@ -281,8 +285,7 @@ def test_other_storages_take_the_state_over(contract, other):
 def test_files_are_opened_again(contract):
     """Without a flush, and without a copy: two storages on the same files see each other's rows."""
     buffer, model = contract.filled()
-    options = {"ends": "flags+continuity"} if contract.continuity else {}
-    again = contract.new(storage=LazyMemmapStorage.open(buffer.storage.scratch_dir, **options))
+    again = contract.new(storage=LazyMemmapStorage.open(buffer.storage.scratch_dir))
     positions = model.chosen(3)
     again[model.index(positions)] = model.overwrite(positions)
     again.mark_update(model.index(positions))
@@ -391,8 +394,7 @@ class Step:
             priority = info["index"].reshape(BATCH, -1).sum(-1) + 1.0
             self.buffer.update_priority(info["index"], priority, generation=info["index_generation"])
         if "index_generation" in info and self.contract.rows == "tensordict":
-            keys = ["number"] + ["observation"] * (self.contract.continuity and not self.contract.prefixes)
-            patch = TensorDict({key: batch[key] + 1 for key in keys}, batch.shape)
+            patch = TensorDict({"number": batch["number"] + 1}, batch.shape)
             self.buffer.update_if_present(info["index"], patch, generation=info["index_generation"])
         return batch, index, info["index"]
 
@@ -445,6 +447,8 @@ def test_nothing_waits_for_the_gpu(contract):
                 given["td_error"] = torch.empty(*given.shape, 1, device="cuda")
             index = buffer.extend(given)
             assert index.device.type == "cuda"
+            if contract.marks:
+                buffer.end_trajectories()
             batch, info = buffer.sample(return_info=True)
             assert info["index"].device.type == "cuda"
             leaves = batch.values(True, True) if hasattr(batch, "batch_size") else [info["index"]]

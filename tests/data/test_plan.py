@@ -146,10 +146,6 @@ def test_bad_arguments(arguments, error, message):
 
 
 def test_bad_options():
-    with pytest.raises(ValueError, match="ends must be"):
-        gpubuf.plan(SPEC, 3, ends="flag")
-    with pytest.raises(ValueError, match="nothing to compare"):
-        gpubuf.plan(SPEC, 3, ends="flags+continuity")
     with pytest.raises(ValueError, match="sampler must be one of"):
         gpubuf.plan(SPEC, 3, sampler="random")
     with pytest.raises(TypeError, match="expected a sampler"):
@@ -284,12 +280,6 @@ def test_the_command_with_observations_stored_once(capsys):
     out = capsys.readouterr().out
     line = next(line for line in out.splitlines() if line.startswith("next.observation"))
     assert "122.3 KiB" in line
-    found = []
-    for ends in ("flags", "flags+continuity"):
-        assert main(["plan", *arguments, "--capacity", "81920", "--ends", ends]) == 0
-        found.append(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("cpu")).split())
-    assert found[0][3:5] == ["0", "bytes"]
-    assert found[1][3:5] == ["80", "KiB"]
 
 
 def test_writers_take_queues_and_a_byte_per_row():

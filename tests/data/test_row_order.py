@@ -134,7 +134,7 @@ def test_advice_never_raises(own, coming, kind, ndim):
 
 
 @pytest.mark.parametrize(
-    "kind", [*KINDS, "prioritized", "shared", "continuity", "two dimensions", "columns", "saved", "numbers"]
+    "kind", [*KINDS, "prioritized", "shared", "marks", "two dimensions", "columns", "saved", "numbers"]
 )
 def test_a_default_device_changes_nothing(kind, tmp_path):
     """Case 72: tensors that the library makes are where the rows are. Those on "meta" have no numbers."""
@@ -147,8 +147,8 @@ def test_a_default_device_changes_nothing(kind, tmp_path):
             )
         elif kind == "shared":
             buffer = make(storage=LazyTensorStorage(100, share_next=True), n_steps=3)
-        elif kind == "continuity":
-            buffer = make(storage=LazyTensorStorage(100, ends="flags+continuity"), n_steps=3)
+        elif kind == "marks":
+            buffer = make(storage=LazyTensorStorage(100), n_steps=3)
         elif kind == "two dimensions":
             buffer = make(storage=LazyTensorStorage(100, ndim=2), n_steps=3)
         else:
@@ -160,6 +160,8 @@ def test_a_default_device_changes_nothing(kind, tmp_path):
                 buffer.extend_columns({key: value.numpy() for key, value in part.items(True, True)})
             else:
                 buffer.extend(part)
+            if kind == "marks":
+                buffer.end_trajectories()
         batch = buffer.sample()
         assert batch["observation"].device.type == "cpu"
         assert buffer.check().rows == 60

@@ -372,6 +372,9 @@ def test_cuts_between_writers_are_those_of_each_shard():
     whole = TensorDictReplayBuffer(storage=LazyTensorStorage(20), writers=2)
     whole.load_state_dict(_one_state([states[1], states[0]], [1, 0], 1))
     assert whole[:]["row"].flatten().tolist() == [*range(10, 15), *range(1, 6)]
-    assert whole.storage.breaks.cuts[:10].tolist() == [1, 0, 0, 0, 0, 1, 0, 0, 1, 0]
-    with pytest.raises(ValueError, match=r"some of the ranks .* have rows of several writers"):
-        _one_state([filled("slices", 1).state_dict(), states[0]], [1, 0], 1)
+    assert whole.storage.marks.rows[:10].tolist() == [1, 0, 0, 0, 0, 1, 0, 0, 1, 0]
+    # The rows of a rank that never marked one have none.
+    plain = TensorDictReplayBuffer(storage=LazyTensorStorage(5))
+    plain.extend(rows_of(1)[:5])
+    whole.load_state_dict(_one_state([plain.state_dict(), states[0]], [1, 0], 1))
+    assert whole.storage.marks.rows[:10].tolist() == [0, 0, 0, 0, 0, 1, 0, 0, 1, 0]

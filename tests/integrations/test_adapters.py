@@ -111,6 +111,26 @@ def test_another_shape_is_refused(adapter: Adapter, name: str, before: int):
     assert_same(drawn(adapter, buffer), drawn(adapter, due))
 
 
+def test_ends_that_a_program_does_not_tell_are_missed_once():
+    """Case 57. Terminations alone, of a program that says nothing of time limits; and episodes that are left."""
+    adapter = ADAPTERS["sb3"]
+    buffer = adapter.make("same_step", False)
+
+    def run() -> None:
+        for step in program("same_step", Seen(adapter.envs), adapter.envs):
+            adapter.add(buffer, {**step, "truncations": np.zeros_like(step["truncations"])})
+
+    with pytest.warns(UserWarning, match="windows of several steps, and goals, lead into another one") as caught:
+        run()
+    assert len(caught) == 1
+    buffer, seen = adapter.make("same_step", False), Seen(adapter.envs)
+    for _ in range(3):
+        for step in program("same_step", seen, adapter.envs, 4):
+            adapter.add(buffer, step)
+        buffer.end_trajectories()
+    seen.assert_batch(drawn(adapter, buffer), adapter.n_steps)
+
+
 def test_resets_must_be_told_by_their_names():
     with pytest.raises(ValueError, match="autoreset must be 'same_step' or 'next_step', got 'disabled'"):
         fasttd3.SimpleReplayBuffer(2, 10, 3, 1, 3, autoreset="disabled")

@@ -226,68 +226,6 @@ def test_the_code_of_the_example(backend):
     assert doctest.DocTestRunner().run(example).failed == 0
 
 
-@pytest.mark.parametrize(
-    ("envs", "width", "split"),
-    [(1, 1, 64), (3, 4, None), (3, 12, 64), pytest.param(1, 24, 64, marks=pytest.mark.gate), (3, 601, None)],
-)
-def test_rows_that_are_not_continued(backend, envs, width, split):
-    """Case 57: two keys in records, of several widths, written step by step and changed in place, over several laps."""
-    if backend == "triton" and width in (1, 12):
-        pytest.skip("the interpreter is slow")
-    steps, gap = 70, 24
-    n, border = steps * envs, steps * envs if split is None else split * envs
-    # A record of both keys, and the second memory behind a gap.
-    memory = torch.zeros(n + gap, 2 * width + 3, dtype=torch.uint8)
-    at = [row + (gap if row >= border else 0) for row in range(n)]
-    first, second = ([memory[row, key * width : (key + 1) * width] for row in at] for key in (0, 1))
-    entries = [
-        rows.table_entry(
-            memory[:, key * width].data_ptr(),
-            width,
-            border,
-            memory[border + gap if border < n else 0, key * width].data_ptr(),
-            stride=2 * width + 3,
-        )
-        for key in (1, 0)
-    ]
-    pairs, ring = torch.tensor([entries, entries]), rows.new_ring("cpu")
-    breaks = torch.full((n,), 7, dtype=torch.uint8)
-    generator = torch.Generator().manual_seed(width)
-    written = 0
-
-    def check() -> None:
-        size = min(written, steps)
-        ages = [[(written - size + age) % steps * envs + env for env in range(envs)] for age in range(size)]
-        now, coming = ([[bytes(key[row].tolist()) for row in step] for step in ages] for key in (first, second))
-        found = [[bool(breaks[row]) for row in step] for step in ages]
-        # The newest step is followed by none.
-        due = [[b != a for b, a in zip(*pair, strict=True)] for pair in zip(coming, now[1:], strict=False)]
-        assert found == [*due, [False] * envs]
-
-    value = torch.zeros(envs, dtype=torch.int64)
-    for count in (1, 3, 66, 2, 80, 1) if backend == "numba" else (2, 71):
-        for step in range(count):
-            cut = torch.rand(envs, generator=generator) < 0.2
-            for env in range(envs):
-                row = ((written + step) % steps) * envs + env
-                first[row].fill_(int(value[env]) % 251)
-                value[env] += 1
-                second[row].fill_(int(value[env]) % 251)
-                # One byte of a row tells, wherever it is.
-                second[row][int(torch.randint(width, (), generator=generator))] += int(cut[env])
-        written += count
-        ring[rows.WRITTEN], ring[rows.SIZE] = written * envs, min(written, steps) * envs
-        trajectories.compare(breaks, ring, pairs, None, count, steps, envs)
-        check()
-    changed = torch.tensor([0, 5, 5, n - 1, -2, n, -n - 1])
-    for row in (0, 5, n - 1, n - 2):
-        first[row].fill_(250)
-        second[row].fill_(1)
-    trajectories.compare(breaks, ring, pairs, changed, 0, steps, envs)
-    check()
-    trajectories.compare(breaks, ring, pairs, changed[:0], 0, steps, envs)
-
-
 def test_flags_beside_identifiers(backend):
     """Case 57: identifiers come first, and the flags that follow end trajectories too."""
     steps, envs = 70, 3
@@ -549,22 +487,6 @@ def test_signals_by_identifier_begin_with_one(backend):
         index.update(1)
 
 
-def test_what_is_compared_fits(backend):
-    """The flags, the pairs and the rows of an index of 20 steps of two environments."""
-    index = Index(20, 2)
-    breaks, pairs = torch.zeros(40, dtype=torch.uint8), torch.stack([index.signals[0]] * 2).unsqueeze(0)
-    for wrong, message in (
-        ((breaks[:39], pairs, None, 1), r"uint8 tensor of 40 flags, not torch.uint8 of shape \[39\]"),
-        ((breaks.bool(), pairs, None, 1), "uint8 tensor of 40 flags, not torch.bool"),
-        ((breaks, pairs[:, :1], None, 1), r"pairs must have shape \[0, 2, 5\]"),
-        ((breaks, pairs, None, -1), "must not be negative, but is -1"),
-        ((breaks, pairs, torch.zeros(2, 2, dtype=torch.int64), 0), "index must have shape"),
-    ):
-        flags, given, rows, n = wrong
-        with pytest.raises(ValueError, match=message):
-            trajectories.compare(flags, index.ring, given, rows, n, 20, 2)
-
-
 def test_opcheck():
     """The operations mutate what they say, alias nothing, and have the shapes of their fakes."""
     index = Index(70, 2, Rule(3))
@@ -573,9 +495,6 @@ def test_opcheck():
     tree = index.ends, index.sums, index.ring
     rng, rows = philox.new_state(1, "cpu"), torch.tensor([3, 5])
     torch.library.opcheck(trajectories.update, (*tree, index.signals, False, 3, *shape, 16, *rule))
-    breaks, pairs = torch.zeros(140, dtype=torch.uint8), torch.stack([index.signals[0]] * 2).unsqueeze(0)
-    torch.library.opcheck(trajectories.compare, (breaks, index.ring, pairs, None, 3, *shape))
-    torch.library.opcheck(trajectories.compare, (breaks, index.ring, pairs, rows, 0, *shape))
     torch.library.opcheck(trajectories.resum, (*tree, *shape, 16, *rule))
     torch.library.opcheck(trajectories.draw, (*tree, rng, None, 4, *shape, 16, *rule))
     torch.library.opcheck(trajectories.draw, (*tree, rng, torch.tensor([0, 1]), 2, *shape, 16, *rule))

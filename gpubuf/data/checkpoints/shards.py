@@ -235,11 +235,10 @@ def _one_storage(storages: list[dict[str, Any]], ranks: list[int], ndim: int) ->
                 yield start, run
                 start += len(run)
 
-    one = {name: value for name, value in wholes[-1].items() if name not in ("rewritten", "skipped", "cuts")}
-    cuts = [whole["cuts"][_oldest_first(whole)] for whole in wholes if whole.get("cuts") is not None]
-    if cuts:
-        need(len(cuts) == len(wholes), f"some of the ranks {ranks} have rows of several writers, and others have none")
-        one["cuts"] = torch.cat(cuts)
+    one = {name: value for name, value in wholes[-1].items() if name not in ("rewritten", "skipped", "marks")}
+    if any(whole.get("marks") is not None for whole in wholes):
+        marks = (whole.get("marks", torch.zeros(whole["size"], dtype=torch.uint8, device="cpu")) for whole in wholes)
+        one["marks"] = torch.cat([each[_oldest_first(whole)] for each, whole in zip(marks, wholes, strict=True)])
     counters = {"written": size, "size": size, "max_size": size, "shape": [size // per_step, *rest]}
     return {**one, **counters, "rows": Pieces(pieces[-1].example, each)}
 

@@ -403,6 +403,9 @@ class Sampler:
     def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
         """Rows were written elsewhere: nothing to do without priorities."""
 
+    def on_end(self) -> None:
+        """Called after the newest rows were marked as ends of their trajectories."""
+
     def depends_on(self, keys: Sequence[int]) -> bool:
         """Whether the sampler has derived data from any of these stored keys (positions in the layout)."""
         return False

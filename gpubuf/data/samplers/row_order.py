@@ -295,7 +295,7 @@ class RowOrder:
         if written < looks.at or not host_can_read(storage.table):
             return
         # Rows of writers that take turns are cut.
-        known = storage.by_writers or self._recipe.traj_key is not None
+        known = storage.marks.by_writers or self._recipe.traj_key is not None
         looks.at = None
         if storage.ndim > 2 or known or (storage.ndim == 1 and self._refused):
             return

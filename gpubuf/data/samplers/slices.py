@@ -363,7 +363,7 @@ class SliceSampler(Sampler):
         """Refuse environments that take turns in a 1-D storage, as far as the stored rows tell."""
         looks = self._looks
         looks.at = None
-        if storage.ndim > 1 or storage.by_writers or index.signal.by_id or index.signal.fixed is not None:
+        if storage.ndim > 1 or storage.marks.by_writers or index.signal.by_id or index.signal.fixed is not None:
             return
         apart = environments_in_turn(storage, self._end_keys, looks.size, looks.run)
         if apart is None:
@@ -387,6 +387,10 @@ class SliceSampler(Sampler):
     def _note_size(self, positions: Tensor) -> None:
         if self._looks.at is not None:
             self._looks.wrote(positions.numel())
+
+    def on_end(self) -> None:
+        """Read the newest step again: its rows were marked as ends."""
+        self.trajectory_index.write(1)
 
     def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
         """Rows were written elsewhere: index all of them anew, O(capacity)."""

@@ -1,4 +1,4 @@
-"""Where trajectories end: a bitmap, one bit per row, what tells these ends, and the ends that nothing stored tells."""
+"""Where trajectories end: a bitmap, one bit per row, the stored keys that tell these ends, and marks of others."""
 
 from __future__ import annotations
 
@@ -12,63 +12,18 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.recording import refuse_in_capture
-from gpubuf.data.storage.layout import Leaf, address, as_written
+from gpubuf.data.storage.layout import address
 from gpubuf.data.storage.placement import device_name
 from gpubuf.data.storage.ring import Ring
-from gpubuf.data.storage.schema import NEXT_KEY, Schema, Source, continued_keys
-from gpubuf.kernels import config, rows, trajectories
+from gpubuf.kernels import config, trajectories
 from gpubuf.kernels._registry import lazy, past_dispatcher, without_dispatch
-from gpubuf.kernels.rows import SIZE, table_entry
+from gpubuf.kernels.rows import WRITTEN, table_entry
 from gpubuf.kernels.trajectories import Rule
 
-FLAGS, CONTINUITY = "flags", "flags+continuity"
-"""What ends a trajectory: values of the option ``ends`` of storages."""
-
-_compare = without_dispatch(trajectories.compare, given=("index",))
-_publish = without_dispatch(rows.write)
 _update = without_dispatch(trajectories.update)
 # Skips the sums, the bulk of an update.
 _prepared_ends = lazy("gpubuf.kernels.trajectories._cpu:prepared_ends")
 _bounds = without_dispatch(trajectories.bounds, given=("row",))
-
-
-def check_ends(ends: str) -> None:
-    """Raise ValueError unless ``ends`` is a value of that option."""
-    if ends not in (FLAGS, CONTINUITY):
-        raise ValueError(f"ends must be {FLAGS!r} or {CONTINUITY!r}, got {ends!r}")
-
-
-def compared_keys(leaves: Sequence[Leaf], sources: Sequence[Source]) -> list[tuple[int, int]]:
-    """The keys whose rows are compared: a next observation and the observation it should be, by their positions.
-
-    Args:
-        leaves: the keys that are written.
-        sources: what each of them is read from.
-
-    Raises:
-        ValueError: there are none, or the two are not stored alike.
-    """
-    positions = {leaf.key: position for position, leaf in enumerate(leaves)}
-    found = list[tuple[int, int]]()
-    for key in continued_keys(leaves):
-        root, coming = positions[key], positions[NEXT_KEY, *key]
-        one, other = sources[root], sources[coming]
-        if one.whole is not None or other.whole is not None:
-            # The longer key is compared.
-            continue
-        stored = [(source.stored, source.scale, source.offset) for source in (one, other)]
-        if stored[0] != stored[1]:
-            raise ValueError(
-                f"ends={CONTINUITY!r} compares the bytes of {as_written(key)!r} with those under 'next', but they "
-                f"are stored with (dtype, scale, offset) = {stored[0]} and {stored[1]}: store them alike"
-            )
-        found.append((coming, root))
-    if not found:
-        raise ValueError(
-            f"ends={CONTINUITY!r} finds nothing to compare: it takes keys at the root and under 'next', of one shape "
-            f"and dtype, but for flags and rewards; there are {[as_written(leaf.key) for leaf in leaves]}"
-        )
-    return found
 
 
 #: The streams that a write is of: the first step and the number of each, in order.
@@ -78,171 +33,81 @@ Streams = Sequence[tuple[int, int]]
 OWN: Streams = ((0, 0),)
 
 
-class Breaks:
-    """Where the row after a row does not continue it, as far as no stored flag tells: kept by a storage.
+class Marks:
+    """The rows that end trajectories whatever their flags say, as ``end_trajectories()`` marks them: kept by a storage.
 
-    With ``compares``: where a row's next observation is not the observation of the row after it, a byte per row. Rows
-    are told apart by the bytes that are stored. With ``cuts``: where the row after it is of another stream, that is of
-    another writer, a byte per row, too.
-
-    Samplers and :class:`EndBits` read :attr:`entries` as they read stored flags; what moves has its addresses changed
-    in place, since a captured graph reads them.
-
-    Args:
-        schema: of the storage.
-        shape: of the storage.
-        table: its addresses, on the device that does the work.
-        links: of observations that are stored once; None: none are.
-        compares: whether next observations are compared.
-        before: what a storage had on another device, whose cuts go on; None: nothing.
-        cut: whether streams are kept apart.
+    With :attr:`by_writers` a row whose next one is of another stream, that is of another writer, is marked, too. A
+    write clears the marks of the rows that it overwrites. No host sync.
 
     Attributes:
-        rows: uint8 ``[capacity]``, the flags; None if none are compared, or all observations are stored once.
-        cuts: uint8 ``[capacity]``, 1 where another stream follows; None: streams are not kept apart.
-        entries: int64 ``[K, 5]``, entries of a table of :mod:`gpubuf.kernels.rows`: flags that end trajectories. The
-            links of observations stored once are such flags.
-        columns: the keys that are compared, by their positions among those that are stored.
-
-    Raises:
-        ValueError: as :func:`compared_keys`.
+        rows: uint8 ``[capacity]``, 1 for a mark, on the device that does the work; None: no row was ever marked.
+        by_writers: whether several processes write.
     """
 
-    def __init__(
-        self,
-        schema: Schema,
-        shape: Sequence[int],
-        table: Tensor,
-        links: Tensor | None,
-        *,
-        compares: bool = True,
-        cut: bool = False,
-        before: Breaks | None = None,
-    ) -> None:
-        # An observation stored once has one column for both: its links tell where the next row does not continue it.
-        keys = compared_keys(schema.written.leaves, schema.sources) if compares else []
-        found = [(schema.columns[coming], schema.columns[root]) for coming, root in keys]
-        self.columns = frozenset(column for pair in found for column in pair)
-        self._places = [column for pair in found if pair[0] != pair[1] for column in pair]
-        self._steps, self._envs = shape[0], math.prod(shape[1:])
+    def __init__(self) -> None:
         self.rows: Tensor | None = None
-        self._pairs: Tensor | None = None
-        if self._places:
-            self.rows = torch.zeros(self._steps * self._envs, dtype=torch.uint8, device=table.device)
-            self._pairs = torch.stack([table[place] for place in self._places])
-        self.cuts: Tensor | None = None
+        self.by_writers = False
         # The stream of the newest row; None: unknown.
-        self._stream: int | None = None
+        self._stream: int | None = OWN[0][1]
         # The streams of the last write, and the one before it.
         self._last: tuple[Streams, int | None] = OWN, None
-        if cut:
-            n = self._steps * self._envs
-            self.cuts = torch.zeros(n, dtype=torch.uint8, device=table.device)
-            if before is not None and before.cuts is not None:
-                self.cuts.copy_(before.cuts)
-                self._stream = before._stream
-        self._flags = [flags for flags in (self.rows, links if compares else None, self.cuts) if flags is not None]
-        self.entries = self._addresses().to(table.device, non_blocking=True)
 
     @property
     def nbytes(self) -> int:
         """Bytes that are taken."""
-        return sum(flags.nbytes for flags in (self.rows, self.cuts) if flags is not None)
+        return 0 if self.rows is None else self.rows.nbytes
 
-    def _addresses(self) -> Tensor:
-        return torch.tensor([table_entry(address(flags), flags.element_size()) for flags in self._flags], device="cpu")
+    def move(self, memory: Tensor) -> None:
+        """Keep the marks in other memory."""
+        if self.rows is not None:
+            self.rows = memory.copy_(self.rows)
 
-    @property
-    def found(self) -> Tensor:
-        """Whether each row is not continued, bool ``[capacity]``. The newest step has no next one, and is."""
-        return torch.stack([flags != 0 for flags in self._flags]).any(0)
+    def end(self, ring: Tensor, envs: int, env: int | None) -> None:
+        """Mark the newest row of each environment, or of one."""
+        assert self.rows is not None
+        which = torch.arange(envs, device=self.rows.device) if env is None else env
+        newest = torch.remainder(ring[WRITTEN] - envs + which, self.rows.numel())
+        self.rows.index_fill_(0, newest.reshape(-1), 1)
 
-    def readdress(self, table: Tensor) -> None:
-        """Read observations and flags where they are now."""
-        if self._pairs is not None:
-            self._pairs.copy_(torch.stack([table[place] for place in self._places]))
-        self.entries.copy_(self._addresses(), non_blocking=True)
-
-    def write(self, ring: Tensor, steps: int, index: Tensor, streams: Streams = OWN) -> None:
-        """The newest ``steps`` steps were written, at ``index`` (int64 ``[n]``, flat). No host sync."""
-        self._compare(ring, None, steps)
-        if self.cuts is not None:
-            self.cut(index, streams)
-        if torch.compiler.is_compiling():
-            self._publish(ring, index)
-
-    def cut(self, index: Tensor, streams: Streams) -> None:
-        """Rows were written at ``index`` (int64 ``[n]``, flat): cut them where the stream changes. No host sync.
+    def write(self, index: Tensor, envs: int, streams: Streams) -> None:
+        """Rows were written at ``index`` (int64 ``[n]``, flat): none of them is an end, unless the stream changes.
 
         Does the same if it is done again with the same object, as after an interrupt.
 
         Raises:
-            RuntimeError: in compiled code, which can't know the stream of the rows before.
-            CaptureError: in a step that is being captured, which can't either.
+            CaptureError: in a step that is being captured, where writers can't be told apart.
         """
-        assert self.cuts is not None
-        if torch.compiler.is_compiling():
-            raise RuntimeError("a buffer with writers is written in eager mode: call extend outside of compiled code")
+        assert self.rows is not None
+        self.rows.index_fill_(0, index, 0)
+        if not self.by_writers:
+            return
         refuse_in_capture("a buffer with writers is written in eager mode: call extend before the captured step")
-        # On the host NumPy takes a fraction of the time.
-        here = index.is_cpu
-        rows: Any = (index.numpy() if here else index).reshape(-1, self._envs)
+        steps = index.reshape(-1, envs)
         if streams is OWN or streams is not self._last[0]:
             self._last = streams, self._stream
-        before, cut = self._last[1], list[Any]()
+        before, ended = self._last[1], list[Tensor]()
         for step, stream in streams:
             if stream != before and step > 0:
-                cut.append(rows[step - 1])
-            elif stream != before and len(rows) < self._steps:
-                cut.append((rows[0] - self._envs) % self.cuts.numel())
+                ended.append(steps[step - 1])
+            elif stream != before and index.numel() < self.rows.numel():
+                ended.append(torch.remainder(steps[0] - envs, self.rows.numel()))
             before = stream
-        if here:
-            flags = self.cuts.numpy()
-            flags[rows] = 0
-            for ended in cut:
-                flags[ended] = 1
-        else:
-            self.cuts.index_fill_(0, index, 0)
-            if cut:
-                self.cuts.index_fill_(0, torch.cat(cut), 1)
+        if ended:
+            self.rows.index_fill_(0, torch.cat(ended), 1)
         self._stream = before
 
-    def load_cuts(self, saved: Tensor | None) -> None:
-        """Take over where streams were cut, uint8 ``[size]`` from position 0 on; None: nowhere.
-
-        What comes next is of another stream than the newest row.
-        """
-        if self.cuts is None:
-            return
-        self.cuts.zero_()
+    def load(self, saved: Tensor | None) -> None:
+        """Take over marks, uint8 ``[size]`` from position 0 on; None: there are none."""
         self._stream = None
-        if saved is not None:
-            self.cuts[: len(saved)] = saved.to(self.cuts.device)
-
-    def _compare(self, ring: Tensor, index: Tensor | None, steps: int) -> None:
         if self.rows is not None:
-            _compare(self.rows, ring, self._pairs, index, steps, self._steps, self._envs)
+            self.rows.zero_()
+            if saved is not None:
+                self.rows[: len(saved)] = saved.to(self.rows.device)
 
-    def _publish(self, ring: Tensor, index: Tensor) -> None:
-        """Bring the flags of ``index`` and of the steps before to where :attr:`entries` say.
-
-        Compiled code may hold a tensor that an operation changes in a copy, and would put it back in the end; the
-        bitmap of ends reads flags by address before that.
-        """
-        capacity = self._steps * self._envs
-        index = torch.remainder(torch.cat([index, index - self._envs]), capacity)
-        # Row 0 in place of rows that are not stored.
-        index = torch.where(index < ring[SIZE], index, 0)
-        _publish(self.entries, [flags[index] for flags in self._flags], ring, index, capacity)
-
-    def rebuild(self, ring: Tensor, index: Tensor | None = None) -> None:
-        """Compare rows anew that were changed in place: those of ``index`` (int64 ``[n]``, flat), or all, O(capacity).
-
-        No host sync.
-        """
-        self._compare(ring, index, self._steps if index is None else 0)
-        if index is not None and torch.compiler.is_compiling():
-            self._publish(ring, index)
+    def clear(self) -> None:
+        """Forget all marks."""
+        if self.rows is not None:
+            self.rows.zero_()
 
 
 def bitmap_bytes(shape: Sequence[int], device_type: str) -> int:
@@ -250,6 +115,12 @@ def bitmap_bytes(shape: Sequence[int], device_type: str) -> int:
     steps, envs = shape[0], math.prod(shape[1:])
     fan_out = config.index_fan_out(steps, envs, device_type, device_name(device_type))
     return 8 * (sum(trajectories.bit_levels(steps, envs)) + sum(trajectories.level_sizes(steps, envs, fan_out)))
+
+
+def entry_of(flags: Tensor, device: torch.device) -> Tensor:
+    """Where to read a value per row, ``[capacity]``: int64 ``[1, 5]``, see :mod:`gpubuf.kernels.rows`."""
+    entry = torch.tensor([table_entry(address(flags), flags.element_size())], device="cpu")
+    return entry.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -272,8 +143,7 @@ class Signal:
         """Where to read it, by the ``table`` of the storage: int64 ``[K, 5]``, see :mod:`gpubuf.kernels.rows`."""
         if self.fixed is None:
             return torch.stack([table[column] for column in self.columns])
-        entry = torch.tensor([table_entry(address(self.fixed), self.fixed.element_size())], device="cpu")
-        return entry.to(table.device, non_blocking=True)
+        return entry_of(self.fixed, table.device)
 
     def to(self, device: torch.device) -> Signal:
         """The same signal on another device."""
@@ -290,22 +160,20 @@ class EndBits:
         ring: counts the rows of the storage.
         shape: of the storage.
         table: its addresses, on the device that does the work.
-        breaks: of the storage, which end trajectories too; None: the signal alone does.
+        marks: of the storage, which end trajectories too.
 
     Attributes:
         ends: the bitmap, int64.
         sums: weights of its words, and their sums.
         signal: as given.
-        table: where the signal is read, and the breaks. It changes in place: captured graphs read it.
+        table: where the signal is read, and marks, if there are any. It changes in place: captured graphs read it.
         steps: steps of the ring, the first dimension of the storage.
         envs: environments, the product of its other dimensions.
     """
 
-    def __init__(
-        self, signal: Signal, ring: Ring, shape: Sequence[int], table: Tensor, breaks: Breaks | None = None
-    ) -> None:
+    def __init__(self, signal: Signal, ring: Ring, shape: Sequence[int], table: Tensor, marks: Marks) -> None:
         self.signal = signal
-        self._ring, self._breaks = ring, breaks
+        self._ring, self._marks, self._reads_marks = ring, marks, marks.rows is not None
         self.steps, self.envs = shape[0], math.prod(shape[1:])
         device = table.device
         self.fan_out = config.index_fan_out(self.steps, self.envs, device.type, device_name(device))
@@ -330,12 +198,11 @@ class EndBits:
 
     def depends_on(self, columns: Iterable[int]) -> bool:
         """Whether one of these stored keys tells the ends."""
-        told = self.signal.columns if self._breaks is None else {*self.signal.columns, *self._breaks.columns}
-        return not set(told).isdisjoint(columns)
+        return not set(self.signal.columns).isdisjoint(columns)
 
     def _addresses(self, table: Tensor) -> Tensor:
-        own = self.signal.entries(table)
-        return own if self._breaks is None else torch.cat([own, self._breaks.entries])
+        own, marks = self.signal.entries(table), self._marks.rows if self._reads_marks else None
+        return own if marks is None else torch.cat([own, entry_of(marks, table.device)])
 
     def readdress(self, table: Tensor) -> None:
         """Read the signal where it is now."""
@@ -356,8 +223,12 @@ class EndBits:
         _update(self.ends, self.sums, *self._written(n), *self._shape_and_rule)
 
     def _written(self, n: int) -> tuple[Any, ...]:
-        # Where rows are compared with the next ones, the step before the write is followed now.
-        return self._ring.counters, self.table, self.signal.by_id, n + (self._breaks is not None)
+        marks = self._marks
+        if marks.rows is not None and not self._reads_marks:
+            # The first mark.
+            self.table, self._reads_marks = torch.cat([self.table, entry_of(marks.rows, self.table.device)]), True
+        # The step before the write may be of another writer.
+        return self._ring.counters, self.table, self.signal.by_id, n + marks.by_writers
 
     def write_again(self, n: int) -> None:
         """:meth:`write` in eager mode on the CPU, in less time for who writes as many steps each time."""

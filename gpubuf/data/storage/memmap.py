@@ -21,7 +21,6 @@ from torch import Tensor
 
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.column import Column, Record, separate
-from gpubuf.data.storage.end_bits import FLAGS
 from gpubuf.data.storage.layout import Data, RowLayout, batch_shape, saved_tree, with_tree
 from gpubuf.data.storage.memmap_files import COUNTER_WORDS, COUNTERS_FILE, GPUBUF_FILE, Counters
 from gpubuf.data.storage.placement import Placement
@@ -66,7 +65,6 @@ class LazyMemmapStorage(LazyTensorStorage):
             temporary folder.
         device: ``"cpu"``; ``"auto"`` means the same.
         ndim: number of batch dimensions: 1, or 2 for time-first ``[T, E]`` storage.
-        ends: see :class:`LazyTensorStorage`. Opening compares all rows that are there.
         dtypes, batch_dtypes, prefixes: not supported: the files hold what is written, for TorchRL reads them.
         existsok: open the storage that is in ``scratch_dir`` already, if there is one, with the rows it holds. A
             storage of TorchRL's, or a mapped TensorDict, is replaced, as TorchRL does; files of anything else are not.
@@ -90,7 +88,6 @@ class LazyMemmapStorage(LazyTensorStorage):
         scratch_dir: str | os.PathLike[str] | tempfile.TemporaryDirectory[str] | None = None,
         device: torch.device | str = "cpu",
         ndim: int = 1,
-        ends: str = FLAGS,
         dtypes: None = None,
         batch_dtypes: None = None,
         prefixes: None = None,
@@ -110,7 +107,7 @@ class LazyMemmapStorage(LazyTensorStorage):
                 f"memory-mapped rows are on the CPU, the device can't be {device}: move batches in a transform, or "
                 "choose a LazyTensorStorage"
             )
-        super().__init__(max_size, device="cpu", ndim=ndim, ends=ends, compilable=compilable, shared_init=shared_init)
+        super().__init__(max_size, device="cpu", ndim=ndim, compilable=compilable, shared_init=shared_init)
         if isinstance(scratch_dir, tempfile.TemporaryDirectory):
             scratch_dir = scratch_dir.name
         self.existsok = existsok
@@ -131,9 +128,8 @@ class LazyMemmapStorage(LazyTensorStorage):
             self._reopen(self.scratch_dir)
 
     @classmethod
-    def open(cls, scratch_dir: str | os.PathLike[str], *, ends: str = FLAGS) -> Self:
-        """The storage in a folder, with its rows, shape and counters. Copies nothing, and reads nothing before use, but
-        for the observations where ``ends`` asks for it.
+    def open(cls, scratch_dir: str | os.PathLike[str]) -> Self:
+        """The storage in a folder, with its rows, shape and counters. Copies nothing, and reads nothing before use.
 
         Rows that were tensorclasses come back as TensorDicts.
 
@@ -144,7 +140,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         content = _manifest(folder)
         path = folder / GPUBUF_FILE
         max_size, ndim = (files.read_count(content, name, path) for name in ("max_size", "ndim"))
-        return cls(max_size, scratch_dir=folder, ndim=ndim, ends=ends, existsok=True)
+        return cls(max_size, scratch_dir=folder, ndim=ndim, existsok=True)
 
     def _reopen(self, folder: Path) -> None:
         content = _manifest(folder)
@@ -168,6 +164,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         found = separate(list(map(Column, tensors)))
         self._adopt(self.schema_like(layout), found, shape, Placement("cpu", torch.device("cpu")))
         self.counters.set(written, size)
+        if (folder / files.MARKS_FILE).exists():
+            self._keep_marks()
         self.rebuild()
 
     def _establish(self, schema: Schema, shape: tuple[int, ...], data_device: torch.device) -> None:
@@ -191,6 +189,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         created: list[Path] = []
         # Without the file that is written last: by a process that was killed while it made a storage.
         self._is_rest = self.existsok and (folder / COUNTERS_FILE).exists()
+        if self._is_rest:
+            (folder / files.MARKS_FILE).unlink(missing_ok=True)
         try:
             self._create(folder / COUNTERS_FILE, torch.int64, (COUNTER_WORDS,), created)
             self._counters = Counters(folder / COUNTERS_FILE)
@@ -216,6 +216,14 @@ class LazyMemmapStorage(LazyTensorStorage):
                 path.unlink(missing_ok=True)
             raise
         return separate(columns)
+
+    def _new_marks(self) -> Tensor:
+        """Mapped, like the rows: those that are there already, if the folder has some."""
+        assert self.scratch_dir is not None
+        path = self.scratch_dir / files.MARKS_FILE
+        if path.exists():
+            return files.map_file(path, torch.uint8, (self.max_size,), writable=True)
+        return files.create_file(path, torch.uint8, (self.max_size,), self.scratch_dir)
 
     def _create(self, path: Path, dtype: torch.dtype, shape: tuple[int, ...], created: list[Path]) -> Tensor:
         assert self.scratch_dir is not None
@@ -330,7 +338,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         tensors = [files.tensor_file(folder, leaf.key) for leaf in self.layout.leaves]
         levels = {parent for path in tensors for parent in path.parents if parent.is_relative_to(folder)} | {folder}
         metadata = [level / files.META_FILE for level in levels]
-        own = [folder / name for name in (files.STORAGE_FILE, GPUBUF_FILE, COUNTERS_FILE)]
+        own = [folder / name for name in (files.STORAGE_FILE, GPUBUF_FILE, COUNTERS_FILE, files.MARKS_FILE)]
         if self._hold is not None:
             own.append(folder / files.LOCK_FILE)
         return sorted(tensors + metadata + own, key=lambda path: -len(path.parts))
@@ -346,6 +354,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         for leaf in self.layout.leaves:
             files.sync_file(files.tensor_file(self.scratch_dir, leaf.key), self.scratch_dir)
         files.sync_file(self.scratch_dir / COUNTERS_FILE)
+        if self.marks.rows is not None:
+            files.sync_file(self.scratch_dir / files.MARKS_FILE)
         files.write_metadata(self.scratch_dir, self.layout, tuple(self._shape), len(self))
 
     def cleanup(self) -> bool:

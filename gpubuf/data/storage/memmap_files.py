@@ -39,6 +39,7 @@ META_FILE = "meta.json"
 STORAGE_FILE = "storage_metadata.json"
 GPUBUF_FILE = "gpubuf.json"
 COUNTERS_FILE = "gpubuf.counters"
+MARKS_FILE = "gpubuf.marks"
 LOCK_FILE = "gpubuf.lock"  # in temporary folders
 TEMPORARY = "gpubuf-"
 """How the name of a temporary folder begins."""
@@ -76,7 +77,7 @@ def tensor_file(folder: Path, key: Key) -> Path:
 
 def is_own(name: str) -> bool:
     """Whether a file of this name may be one of a storage."""
-    known = (META_FILE, STORAGE_FILE, GPUBUF_FILE, COUNTERS_FILE)
+    known = (META_FILE, STORAGE_FILE, GPUBUF_FILE, COUNTERS_FILE, MARKS_FILE)
     return name.endswith(".memmap") or name.removesuffix(".tmp") in known
 
 

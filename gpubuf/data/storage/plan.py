@@ -1,6 +1,6 @@
 """Plans: how rows go between the columns of a storage and batches, in one launch per operation.
 
-They call the kernels of :mod:`gpubuf.kernels.rows`. Besides, only the flags of breaks do.
+They alone call the kernels of :mod:`gpubuf.kernels.rows`.
 """
 
 from __future__ import annotations

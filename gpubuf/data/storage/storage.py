@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count, warn_of_no_effect
-from gpubuf.data.recording import DERIVED, Unfinished
+from gpubuf.data.recording import DERIVED, Unfinished, current_recording, refuse_in_capture
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.column import (
     Column,
@@ -31,18 +31,7 @@ from gpubuf.data.storage.column import (
     records,
     separate,
 )
-from gpubuf.data.storage.end_bits import (
-    CONTINUITY,
-    FLAGS,
-    OWN,
-    Breaks,
-    EndBits,
-    Signal,
-    Streams,
-    bitmap_bytes,
-    check_ends,
-    compared_keys,
-)
+from gpubuf.data.storage.end_bits import OWN, EndBits, Marks, Signal, Streams, bitmap_bytes
 from gpubuf.data.storage.host_rows import HostRows, saved_host
 from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, stored_positions, unravel
 from gpubuf.data.storage.layout import (
@@ -150,7 +139,6 @@ class TensorStorage:
         device: ``"cpu"``, ``"cuda"``, a ``torch.device``, ``"pinned"`` for rows in pinned host memory that the GPU
             reads, or ``"auto"`` for the data's own device: it has been allocated already.
         ndim: number of leading dimensions of ``storage`` that index rows.
-        ends: see :class:`LazyTensorStorage`.
         compilable: accepted for compatibility; every operation can be compiled.
 
     Attributes:
@@ -158,8 +146,7 @@ class TensorStorage:
         host: what is kept for each row on the host: data that are not tensors. None: nothing.
         sharing: the next observations that are stored once; None: all have memory of their own.
         plans: how rows are written and read.
-        breaks: where rows are not continued by the next ones, with ``ends="flags+continuity"``. None: without that, or
-            nothing is allocated.
+        marks: the rows that end trajectories whatever their flags say.
         end_bits: where trajectories end, if a buffer needs that. None: none does, or nothing is allocated.
         addresses: where the rows are.
         owner: the process that handed a buffer with these rows to this one, and alone may write; None: this process.
@@ -184,7 +171,6 @@ class TensorStorage:
         *,
         device: torch.device | str = "cpu",
         ndim: int = 1,
-        ends: str = FLAGS,
         compilable: bool = False,
     ) -> None:
         if storage is None:
@@ -195,7 +181,7 @@ class TensorStorage:
                 f"The max-size and the storage shape mismatch: max_size is {max_size}, the storage has "
                 f"{math.prod(shape)} rows (shape {shape})"
             )
-        self._configure(math.prod(shape), device, ndim, ends)
+        self._configure(math.prod(shape), device, ndim)
         layout = layout_of(storage, ndim)
         requested = device_of(storage) if device == AUTO else device
         placement = place(requested, self.max_size * layout.row_bytes, IndexBytes(), shape, device_of(storage))
@@ -207,13 +193,10 @@ class TensorStorage:
             self.host.settle(self.max_size)
         self.rebuild()
 
-    def _configure(
-        self, max_size: int, device: torch.device | str, ndim: int, ends: str = FLAGS, options: Options = PLAIN
-    ) -> None:
+    def _configure(self, max_size: int, device: torch.device | str, ndim: int, options: Options = PLAIN) -> None:
         if isinstance(max_size, bool) or max_size < 1 or max_size % 1:
             raise ValueError(f"a storage needs room for a whole number of rows, one or more, got max_size={max_size}")
         check_count(ndim, "ndim")
-        check_ends(ends)
         self.max_size = int(max_size)
         self.requested_size = self.max_size  # before rounding up to whole steps
         self.ndim = ndim
@@ -234,12 +217,9 @@ class TensorStorage:
         self.plans = Plans(stored, RowPlan() if options.batch_dtypes else batch, batch)
         self.host: HostRows | None = None
         self.sharing: Sharing | None = None
-        self._compares = ends == CONTINUITY
-        #: Whether trajectories end where the rows of another writer follow; see :meth:`cut_by_writer`.
-        self.by_writers = False
+        self.marks = Marks()
         #: Whose rows the next writes are. It stays while a write may have to be completed.
         self.streams: Streams = OWN
-        self.breaks: Breaks | None = None
         self.end_bits: EndBits | None = None
         # Which keys tell the ends of trajectories; None: nobody asks.
         self._ends_by: Recipe | None = None
@@ -277,6 +257,8 @@ class TensorStorage:
                     record.memory.write(start, part)
             if self.sharing is not None:
                 self.sharing.renew(self._placement)
+            if self.marks.rows is not None:
+                self.marks.move(self._new_marks())
         self._columns = columns_of(self.records, schema.stored.leaves)
         self._connect(schema, self.counters, anew=False)
 
@@ -434,13 +416,11 @@ class TensorStorage:
         return Schema.of(layout, self.options)
 
     def check_rows(self, schema: Schema) -> None:
-        """Raise if rows of ``schema`` lack what a follower needs, or can't be compared.
+        """Raise if rows of ``schema`` lack what a follower needs.
 
         Raises:
             KeyError, ValueError: they do.
         """
-        if self._compares:
-            compared_keys(schema.written.leaves, schema.sources)
         for follower in self._followers:
             follower.check_rows(schema)
 
@@ -490,7 +470,7 @@ class TensorStorage:
         """Bytes that a storage of ``shape`` keeps beside its rows; zero for placements that ignore free memory."""
         if not depends_on_room(requested):
             return IndexBytes()
-        index = math.prod(shape) * (self._compares + self.by_writers)
+        index = math.prod(shape) * self.marks.by_writers
         if self._ends_by is not None:
             index += bitmap_bytes(shape, "cuda" if host_memory.cuda_present() else "cpu")
         if self.sharing is not None:
@@ -518,12 +498,18 @@ class TensorStorage:
             self.sharing = Sharing(schema, slots, shape, placement, ring)
         if schema.written.host:
             self.host = HostRows(schema.written.host, self.max_size)
+        if self.marks.by_writers:
+            self.marks.rows = self._new_marks()
         self._connect(schema, ring, anew=True)
         # In one step: from here on the storage is initialised.
         self._ring, self._schema = ring, schema
 
     def _new_ring(self, device: torch.device) -> Ring:
         return Ring(self.max_size, device)
+
+    def _new_marks(self) -> Tensor:
+        """Memory for a mark per row: none is set. Storages elsewhere override it."""
+        return torch.zeros(self.max_size, dtype=torch.uint8, device=self._device)
 
     @property
     def _envs(self) -> int:
@@ -558,21 +544,10 @@ class TensorStorage:
             if sharing is not None:
                 fields = field_table(as_stored(self._fields_of(schema, schema.written)), device)
                 sharing.raw.set(schema.full, fields, ring, self.max_size, links, reading)
-        if anew and (self._compares or self.by_writers):
-            self.breaks = Breaks(
-                schema,
-                self._shape,
-                self.table,
-                None if sharing is None else sharing.links,
-                compares=self._compares,
-                cut=self.by_writers,
-                before=self.breaks,
-            )
         if anew:
             self._keep_ends(schema, ring)
-        for ends in (self.breaks, self.end_bits):
-            if ends is not None and not anew:
-                ends.readdress(self.table)
+        elif self.end_bits is not None:
+            self.end_bits.readdress(self.table)
         for plan in self._readers:
             self._set_reader(plan, schema, ring)
 
@@ -591,6 +566,8 @@ class TensorStorage:
         if not stays:
             self._device = placement.device
             ring.to(placement.device)
+            if self.marks.rows is not None:
+                self.marks.move(self._new_marks())
         # The shape of the index depends on the device.
         self._connect(self.schema, ring, anew=not stays)
         self._placement = placement
@@ -603,6 +580,7 @@ class TensorStorage:
             self._ring.empty(recount)
         if self.host is not None:
             self.host.forget()
+        self.marks.clear()
         if self.end_bits is not None:
             self.end_bits.clear()
 
@@ -621,7 +599,7 @@ class TensorStorage:
             rewritten = self.counters.rewritten
             self._laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
             self._schema = self._ring = self._placement = None
-            self.host = self.sharing = self.breaks = self.end_bits = None
+            self.host = self.sharing = self.marks.rows = self.end_bits = None
             self.records, self._columns, self.addresses = [], [], RowAddresses()
             self._forget_plans()
             self.max_size = self.requested_size
@@ -718,29 +696,35 @@ class TensorStorage:
         if self._ends_by is not None:
             positions, by_id = self._ends_by.ends(schema)
             signal = Signal(tuple(schema.columns[position] for position in positions), by_id)
-            self.end_bits = EndBits(signal, ring, self._shape, self.table, self.breaks)
+            self.end_bits = EndBits(signal, ring, self._shape, self.table, self.marks)
 
-    def cut_by_writer(self) -> None:
-        """End trajectories where the rows of another writer follow: several processes write. Takes a byte per row.
-
-        Before samplers index the rows. Those that are stored already are of one writer.
-        """
-        if self.by_writers:
-            return
-        self.by_writers = True
+    def mark_writers(self) -> None:
+        """End trajectories where the rows of another writer follow: several processes write. Takes a byte per row."""
+        self.marks.by_writers = True
         if self._schema is not None:
-            self._connect(self._schema, self.counters, anew=True)
-            self.rebuild()
+            self._keep_marks()
 
-    def rebuild(self, index: Tensor | None = None) -> None:
-        """Rows were changed in place: compute anew what is known about them. O(capacity). No host sync.
+    def _keep_marks(self) -> None:
+        if self.marks.rows is None:
+            refuse_in_capture("the first call of end_trajectories takes memory: call it once before")
+            self.marks.rows = self._new_marks()
 
-        ``index``: which rows, int64 ``[n]``, flat; None: any.
-        """
-        if self._ring is None:
-            return
-        if self.breaks is not None:
-            self.breaks.rebuild(self._ring.counters, index)
+    def mark_written(self, index: Tensor) -> None:
+        """Rows were written at ``index``, int64 ``[n]``, flat: bring the marks up to date. Can be done again."""
+        if self.marks.rows is not None:
+            self.marks.write(index, self._envs, self.streams)
+
+    def end_trajectories(self, env: int | None = None) -> None:
+        """See :meth:`gpubuf.ReplayBuffer.end_trajectories`. Samplers that know trajectories are to be told."""
+        if env is not None and not 0 <= env < self._envs:
+            raise IndexError(f"env must be in 0 .. {self._envs - 1}, got {env}")
+        self._keep_marks()
+        self.marks.end(self.ring, self._envs, env)
+        if self.end_bits is not None:
+            self.end_bits.write(1)
+
+    def rebuild(self) -> None:
+        """Rows were changed in place: compute anew what is known about them. O(capacity). No host sync."""
         if self.end_bits is not None:
             self.end_bits.rebuild()
 
@@ -838,8 +822,8 @@ class TensorStorage:
         if index is None:
             return None
         ring.note(n)
-        if self.breaks is not None:
-            self.breaks.write(ring.counters, n // self._envs, index, self.streams)
+        if self.marks.rows is not None:
+            self.mark_written(index)
         if self.end_bits is not None:
             self.end_bits.write_again(n // self._envs)
         return index
@@ -852,8 +836,11 @@ class TensorStorage:
             self.unfinished = Unfinished(ring.written)
         index = self.plans.written.extend(local, n) if sharing is None else sharing.extend(local, n)
         ring.count(n)
-        if self.breaks is not None:
-            self.breaks.write(ring.counters, n // self._envs, index, self.streams)
+        recording = current_recording()
+        if recording is not None:
+            # The first mark, if it comes later, finds a graph that clears none.
+            recording.holds(self.marks, "rows")
+        self.mark_written(index)
         if self.end_bits is not None:
             self.end_bits.write(n // self._envs)
         return index
@@ -887,7 +874,7 @@ class TensorStorage:
         rows_on_host = None if self.host is None else self.host.rows_of(data, 1)
         sharing, local, plans = self.sharing, self._local(sources, 1), self.plans
         (index,) = self.addresses.apart([index])
-        derived = self.breaks is not None or self.end_bits is not None or sharing is not None
+        derived = self.end_bits is not None or sharing is not None
         before = self.begin(DERIVED) if derived else None
         if sharing is None:
             plans.written.write(local, index)
@@ -901,7 +888,7 @@ class TensorStorage:
         if rows_on_host is not None and self.host is not None:
             self.host.put(index.tolist(), rows_on_host)
         if derived:
-            self.rebuild(index)
+            self.rebuild()
             self.end(before)
 
     def update(self, index: Tensor, keys: Sequence[int], sources: list[Tensor], generation: Tensor) -> None:
@@ -918,12 +905,11 @@ class TensorStorage:
         """
         columns = {self.schema.columns[key] for key in keys}
         ends = self.end_bits is not None and self.end_bits.depends_on(columns)
-        ends |= self.breaks is not None and not self.breaks.columns.isdisjoint(columns)
         before = self.begin(DERIVED) if ends else None
         index, generation = self.addresses.apart([index, generation])
         self.plans.written.update(self._local(sources, 1), keys, index, generation)
         if ends:
-            self.rebuild(index)
+            self.rebuild()
             self.end(before)
 
     def _local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
@@ -1130,8 +1116,8 @@ class TensorStorage:
         state |= saved_tree(self.written_layout)
         if self.host is not None:
             state["host"] = self.host.state(len(self))
-        if self.breaks is not None and self.breaks.cuts is not None:
-            state["cuts"] = self.breaks.cuts[: len(self)]
+        if self.marks.rows is not None:
+            state["marks"] = self.marks.rows[: len(self)]
         if self.computed:
             state["form"] = described(self.schema)
         if self.sharing is not None:
@@ -1196,9 +1182,10 @@ class TensorStorage:
         self._set_counters(state, order)
         if self.sharing is not None and shared is not None:
             self.sharing.restore(shared)
-        cuts = state.get("cuts")
-        if self.breaks is not None:
-            self.breaks.load_cuts(cuts if cuts is None or order is None else cuts[order])
+        marks = state.get("marks")
+        if marks is not None:
+            self._keep_marks()
+        self.marks.load(marks if marks is None or order is None else marks[order])
         self.rebuild()
         return order
 
@@ -1212,11 +1199,6 @@ class TensorStorage:
 
     def _incoming(self, state: dict[str, Any]) -> tuple[dict[str, Any], Schema, SharedState | None, RowLayout]:
         """A state with rows that are written as they are or anew, their schema, what they share, and their layout."""
-        if state.get("cuts") is not None and not self.by_writers:
-            raise ValueError(
-                "the checkpoint has rows of several writers, whose trajectories must not be joined: make this buffer "
-                "with writers=, too"
-            )
         schema = self.schema_for(state)
         shared = SharedState.of(state) if self._continues(state, schema) else None
         layout = schema.stored
@@ -1351,11 +1333,6 @@ class LazyTensorStorage(TensorStorage):
             of trajectories. Default: an eighth of the rows, at least 256 and one an environment, never more than rows.
             A write that would need more raises RuntimeError on the CPU, and nothing is written; on a GPU such rows
             count as faults, which the next call that synchronises raises. ``storage.sharing.used`` says how many are.
-        ends: what ends a trajectory for n-step transitions, slices, sequences and hindsight. ``"flags"``: what
-            samplers and buffers read, flags or identifiers. ``"flags+continuity"``: also a row whose next observation
-            is not, byte for byte as stored, the observation of the row after it in its environment; of all keys that
-            ``share_next=True`` takes. Such a row is the last one of its trajectory, and is not terminated: nothing
-            stored changes. Every write compares its rows, without a host sync; see docs/slices.md for what that takes.
         compilable: accepted for compatibility; every operation can be compiled.
         consolidated, shared_init: accepted for compatibility, with one warning: the rows of each key are one piece of
             memory anyway, and a storage belongs to one process.
@@ -1365,9 +1342,8 @@ class LazyTensorStorage(TensorStorage):
     unless that is given itself. With any of these options indexing gives copies.
 
     Raises:
-        ValueError: ``max_size`` or ``ndim`` below 1; a dtype can't be converted; ``ends`` is neither; at the first
-            write: an option names a key that the batch doesn't have, or ``"flags+continuity"`` finds nothing to
-            compare, or next observations that are stored otherwise than observations.
+        ValueError: ``max_size`` or ``ndim`` below 1; a dtype can't be converted; at the first write: an option
+            names a key that the batch doesn't have.
         RuntimeError: at the first write: there is no such device, or ``"auto"`` finds room nowhere
             (:class:`gpubuf.data.storage.placement.NothingFitsError`).
     """
@@ -1383,7 +1359,6 @@ class LazyTensorStorage(TensorStorage):
         prefixes: Mapping[Any, Any] | None = None,
         share_next: bool | Sequence[Any] = False,
         next_capacity: int | None = None,
-        ends: str = FLAGS,
         compilable: bool = False,
         consolidated: bool = False,
         shared_init: bool = False,
@@ -1391,7 +1366,7 @@ class LazyTensorStorage(TensorStorage):
     ) -> None:
         warn_of_no_effect(consolidated=consolidated, shared_init=shared_init)
         options = Options.of(dtypes, batch_dtypes, prefixes, share_next, next_capacity)
-        self._configure(max_size, device, ndim, ends, options)
+        self._configure(max_size, device, ndim, options)
 
 
 #: Integers of the size of an element, by which bits are compared.

@@ -324,13 +324,11 @@ def run_trajectories(record: Recorder) -> None:
 
     def write(fan_out: int, n: int, steps: int, envs: int, variants: tuple[bool, ...] = (False, True)) -> None:
         ends, sums = index(steps, envs, fan_out)
-        breaks, pairs = ints(steps * envs, dtype=torch.uint8), ints(3, 2, rows.ENTRY)
         eligible = ints(trajectories.eligible_words(steps * envs))
         for flag in variants:
             shape, rule = (steps, envs, fan_out), (4, 1, 0, 0, flag)
             record.run(trajectories.update, ends, sums, ring, ints(1, rows.ENTRY), flag, n, *shape, *rule)
             record.run(trajectories.resum, ends, sums, ring, *shape, *rule)
-            record.run(trajectories.compare, breaks, ring, pairs, ints(n) if flag else None, n, steps, envs)
             record.run(trajectories.update_eligible, eligible, ends, ring, n, 3, flag, steps, envs)
 
     read(32, 256, 4, 10**6, (False, True))

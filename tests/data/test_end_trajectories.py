@@ -1,0 +1,222 @@
+"""Case 57: data that lack an end. ``end_trajectories()`` marks the newest rows, and trajectories end there."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSliceSampler,
+    ReplayBuffer,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+    capture,
+)
+from gpubuf.data import Sequence, TensorDictMaxValueWriter
+from gpubuf.data.recording import CaptureError
+from tests.support.graph_recorder import RecordedCuda
+
+CAPACITY, ENVS = 48, 3
+
+
+def rows_of(steps: list[list[tuple[int, int]]]) -> TensorDict:
+    """``[steps, envs]`` rows of (number of the episode, observation); no flag is ever set."""
+    of, now = torch.tensor(steps).unsqueeze(-1).unbind(2)
+    shape, nothing = of.shape, torch.zeros(of.shape, dtype=torch.bool)
+    after = {"observation": now.float() + 1, "reward": torch.ones(shape), "done": nothing, "terminated": nothing}
+    data = {"observation": now.float(), "of": of, "lane": torch.zeros_like(of), "next": after}
+    return TensorDict(data, shape[:2])
+
+
+class Stream:
+    """Environments whose episodes end without a word, which the program knows: it calls :meth:`step`."""
+
+    def __init__(self, buffer: ReplayBuffer, seed: int, chance: float = 0.2) -> None:
+        self.buffer, self.random, self.chance = buffer, random.Random(seed), chance
+        self.at, self.episode, self.started = [0] * ENVS, list(range(ENVS)), ENVS
+
+    def step(self) -> None:
+        """Write a step of all environments, and mark those whose episodes are over."""
+        self.buffer.extend(rows_of([list(zip(self.episode, self.at, strict=True))]))
+        over = [env for env in range(ENVS) if self.random.random() < self.chance]
+        for env in range(ENVS):
+            self.at[env] += 1
+            if env in over:
+                # At times as if it went on.
+                self.at[env], self.episode[env] = self.random.choice([0, self.at[env]]), self.started
+                self.started += 1
+        for env in [None] if len(over) == ENVS else over:
+            self.buffer.end_trajectories(env)
+
+
+SAMPLERS = {
+    "slices": lambda: SliceSampler(slice_len=4, end_key=("next", "done"), strict_length=False, pad_output=True),
+    "by identifier": lambda: SliceSampler(slice_len=4, traj_key="lane", strict_length=False, pad_output=True),
+    "in turn": lambda: SliceSamplerWithoutReplacement(slice_len=2, end_key=("next", "done")),
+    "prioritized": lambda: PrioritizedSliceSampler(CAPACITY, 0.7, 0.5, slice_len=2, end_key=("next", "done")),
+    "fixed": lambda: SliceSampler(slice_len=2, ends=torch.zeros(CAPACITY, dtype=torch.bool)),
+}
+
+
+def new(sampler=None, storage=LazyTensorStorage, **options):
+    made = storage(CAPACITY, ndim=2, **options.pop("storage_options", {}))
+    return TensorDictReplayBuffer(storage=made, sampler=sampler, batch_size=16, dim_extend=0, **options)
+
+
+@pytest.mark.parametrize("once", [False, True], ids=["twice", "once"])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_slices(backend, kind, once):
+    """Of one episode each, with the flags of any other slice; also where next observations lie aside."""
+    if backend == "triton" and (kind in ("in turn", "fixed") or once):
+        pytest.skip("the interpreter is slow")
+    sampler = SAMPLERS[kind]()
+    options = {"share_next": True, "next_capacity": CAPACITY} if once else {}
+    stream = Stream(new(sampler, storage_options=options), seed=3)
+    for n in (8, 3, 1, 16, 5, 2, 20) if backend == "numba" else (10, 2):
+        for _ in range(n):
+            stream.step()
+        length = sampler.slice_len
+        batch = stream.buffer.sample().reshape(-1, length)
+        assert (batch["of"] == batch["of"][:, :1]).all()
+        real = batch.get(("collector", "mask"), torch.ones(batch.shape, dtype=torch.bool))
+        assert torch.equal(batch["next", "truncated"].sum(1), torch.ones(batch.shape[0], 1))
+        assert not batch["next", "terminated"].any()
+        steps = torch.arange(length).view(1, -1, 1) % real.sum(1).view(-1, 1, 1).clamp(min=1)
+        assert torch.equal(
+            torch.where(real.unsqueeze(-1), batch["observation"] - steps, 0.0)[:, 0], batch["observation"][:, 0]
+        )
+    found = sampler.trajectories()
+    assert len(found) == len(stream.buffer.storage[:]["of"].unique())
+
+
+def test_sequences_and_queries():
+    """And check(): a marked row need not be continued, and its episode is not whole."""
+    stream = Stream(new(sample_unit=Sequence(3, burn_in=1, bootstrap=1)), seed=5)
+    plain = Stream(new(), seed=5)
+    for _ in range(40):
+        stream.step()
+        plain.step()
+    windows = stream.buffer.sample().reshape(16, 5)
+    assert torch.equal(windows["of"], windows["of"][:, 1:2].expand(-1, 5, -1))
+    found = plain.buffer.query()
+    assert all((trajectory.data["of"] == trajectory.data["of"][0]).all() for trajectory in found)
+    assert len(found) == len(plain.buffer.storage[:]["of"].unique())
+    report = plain.buffer.check()
+    assert report.compared > 0
+    assert report.broken == len(report.lengths) == 0
+
+
+def steps_of(buffer: ReplayBuffer) -> list[int]:
+    """The number of steps of the transition that begins at each row."""
+    storage = buffer.storage
+    data = buffer._reader.assemble(buffer._reader.gather(torch.arange(len(storage)))[0])
+    return data["steps_to_next_obs"].flatten().tolist()
+
+
+def one_env(n: int) -> TensorDict:
+    return rows_of([[(0, i)] for i in range(n)])[:, 0]
+
+
+def test_what_lies_aside_ends_nothing():
+    """A next observation that is not that of the row after it is kept and counted: flags and marks alone end."""
+    rows = one_env(6)
+    rows["next", "observation"][2] = 9
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10, share_next=True), n_steps=3)
+    buffer.extend(rows)
+    assert buffer.storage.sharing.used == 1
+    assert steps_of(buffer) == [3, 3, 3, 3, 2, 1]
+    buffer.end_trajectories()
+    buffer.extend(rows[:3])
+    assert steps_of(buffer) == [3, 3, 3, 3, 2, 1, 3, 2, 1]
+    assert buffer[:]["next", "observation"].flatten().tolist() == [
+        *rows["next", "observation"],
+        *rows["next", "observation"][:3],
+    ]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "mapped"])
+def test_a_first_mark_comes_late(kind, tmp_path):
+    """Rows take a byte each from then on; a row that is written over loses its mark, also after empty()."""
+    storage = LazyTensorStorage(8) if kind == "tensor" else LazyMemmapStorage(8, scratch_dir=tmp_path / "rows")
+    buffer = TensorDictReplayBuffer(storage=storage, n_steps=3)
+    buffer.end_trajectories()
+    buffer.extend(one_env(5))
+    before = buffer.memory().index
+    buffer.end_trajectories()
+    buffer.end_trajectories(0)
+    assert buffer.memory().index == before + 8
+    buffer.extend(one_env(2))
+    assert steps_of(buffer) == [3, 3, 3, 2, 1, 2, 1]
+    if kind == "mapped":
+        again = TensorDictReplayBuffer(storage=LazyMemmapStorage.open(tmp_path / "rows"), n_steps=3)
+        assert steps_of(again) == [3, 3, 3, 2, 1, 2, 1]
+        assert (tmp_path / "rows" / "gpubuf.marks").stat().st_size == 8
+    buffer.extend(one_env(6))
+    assert steps_of(buffer) == [3, 3, 3, 2, 1, 3, 3, 3][-8:]
+    buffer.end_trajectories()
+    buffer.empty()
+    buffer.extend(one_env(8))
+    assert steps_of(buffer) == [3, 3, 3, 3, 3, 3, 2, 1]
+    if kind == "mapped":
+        storage.cleanup()
+        assert not (tmp_path / "rows").exists()
+
+
+def test_a_captured_step(monkeypatch):
+    """It clears the marks of rows that it overwrites; one that was captured before the first mark is refused."""
+    machine = RecordedCuda().install(monkeypatch)
+    rows = one_env(2)
+
+    def made(first: bool):
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), n_steps=3)
+        buffer.extend(one_env(5))
+        if first:
+            buffer.end_trajectories()
+        return buffer
+
+    def step(given):
+        buffer.extend(given)
+
+    buffer = made(True)
+    machine.memory = [*buffer.storage.row_tensors, buffer.storage.marks.rows]
+    run = capture(step, warmup=1)
+    for _ in range(2):
+        run(rows)
+    assert run.captured
+    assert steps_of(buffer) == [1, 3, 3, 2, 1, 3, 3, 2]
+    run(rows)
+    run(rows)
+    assert not buffer.storage.marks.rows.any()
+    buffer = made(False)
+    machine.memory = buffer.storage.row_tensors
+    run = capture(step, warmup=1)
+    for _ in range(2):
+        run(rows)
+    buffer.end_trajectories()
+    with pytest.raises(CaptureError, match="call reset"):
+        run(rows)
+    run.reset()
+    run(rows)
+
+
+def test_refusals():
+    """Nothing is marked where there is no such environment, or rows don't follow each other."""
+    buffer = new()
+    buffer.extend(rows_of([[(0, 0)] * ENVS]))
+    for env in (-1, ENVS):
+        with pytest.raises(IndexError, match=rf"env must be in 0 .. 2, got {env}"):
+            buffer.end_trajectories(env)
+    assert buffer.storage.marks.rows is None
+    for other in (
+        ReplayBuffer(ListStorage(4)),
+        TensorDictReplayBuffer(storage=LazyTensorStorage(4), writer=TensorDictMaxValueWriter()),
+    ):
+        with pytest.raises(TypeError, match="do not follow each other"):
+            other.end_trajectories()
