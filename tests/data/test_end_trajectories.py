@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -22,6 +23,7 @@ from gpubuf import (
 from gpubuf.data import Sequence, TensorDictMaxValueWriter
 from gpubuf.data.recording import CaptureError
 from tests.support.graph_recorder import RecordedCuda
+from tests.support.interrupts import interrupted
 
 CAPACITY, ENVS = 48, 3
 
@@ -220,3 +222,23 @@ def test_refusals():
     ):
         with pytest.raises(TypeError, match="do not follow each other"):
             other.end_trajectories()
+
+
+@pytest.mark.parametrize("what", ["end", "write"])
+def test_an_interrupt_leaves_all_or_nothing(what):
+    """The next operation finishes what was begun: windows end at the marks that are there, and none is lost."""
+    for at in range(0, 5000, 3):
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), sampler=SliceSampler(slice_len=1), batch_size=4)
+        buffer.extend(one_env(7))
+        buffer.end_trajectories()
+        buffer.extend(one_env(3))
+        change = functools.partial(buffer.extend, one_env(7)) if what == "write" else buffer.end_trajectories
+        interrupt = interrupted(change, at)
+        # Rows that were written, and marks: the lengths of the trajectories after one more row.
+        due = {(0, 6): [4, 4], (7,): [8]} if what == "write" else {(0, 6): [4, 4], (0, 1, 6): [4, 3, 1]}
+        found = buffer.write_count - 10, *buffer.storage.marks.rows.nonzero().flatten().tolist()
+        buffer.extend(one_env(1))
+        assert buffer.sampler.trajectories().length.tolist() == due[found]
+        if interrupt is None:
+            return
+    raise AssertionError("there are more calls than the test looks at")
