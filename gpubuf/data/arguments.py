@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import warnings
 from typing import Any, SupportsIndex
 
@@ -11,6 +12,15 @@ from torch import Tensor
 
 _LIBRARIES = {"torchrl": "TorchRL"}
 _warned: set[str] = set()
+
+
+def warn(text: str) -> None:
+    """A warning that points to the line that called gpubuf, however deep in it the reason was found."""
+    level, frame = 1, sys._getframe()
+    inside = ("gpubuf.data", "gpubuf.integrations", "torch._compile", "torch._dynamo")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 def check_count(value: Any, name: str, least: int = 1) -> None:
@@ -73,4 +83,4 @@ def warn_of_no_effect(**options: bool) -> None:
     for name, value in options.items():
         if value and name not in _warned:
             _warned.add(name)
-            warnings.warn(f"{name}=True has no effect in gpubuf: a storage belongs to one process", stacklevel=4)
+            warn(f"{name}=True has no effect in gpubuf: a storage belongs to one process")

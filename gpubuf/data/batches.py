@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data.arguments import check_batch_size
+from gpubuf.data.arguments import check_batch_size, warn
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.lock import BufferLock
 from gpubuf.data.pinning import pin
@@ -125,7 +124,7 @@ class Batches:
         check_batch_size(batch_size)
         if own is not None and own != batch_size and not self._warned:
             self._warned = True
-            warnings.warn(f"sample(batch_size={batch_size}) overrides the constructor's {own}", stacklevel=4)
+            warn(f"sample(batch_size={batch_size}) overrides the constructor's {own}")
         return batch_size
 
     def _draw(

@@ -7,7 +7,6 @@ import itertools
 import math
 import operator
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data.arguments import as_tensor, check_batch_size, check_sizes
+from gpubuf.data.arguments import as_tensor, check_batch_size, check_sizes, warn
 from gpubuf.data.batches import Batch, attach_info, finished
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.checkpoints import files, restore, save
@@ -346,7 +345,7 @@ class MixedReplayBuffer:
         """
         taken = [(k, part) for k, part in enumerate(self._buffers) if part.sampler.has_priorities]
         if not taken:
-            warnings.warn("update_priority() was called, but no buffer has priorities", stacklevel=2)
+            warn("update_priority() was called, but no buffer has priorities")
         positions, owner = index.reshape(-1), buffer.reshape(-1)
         marks = None if generation is None else generation.reshape(-1)
 

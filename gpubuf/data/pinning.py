@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
+
+from gpubuf.data.arguments import warn
 
 _warned = False
 
@@ -72,7 +73,7 @@ def pin(data: Any) -> Any:
     if not torch.cuda.is_available():
         if not _warned:
             _warned = True
-            warnings.warn("pin_memory=True has no effect without an accelerator", stacklevel=3)
+            warn("pin_memory=True has no effect without an accelerator")
         return data
     done: dict[int, Tensor] = {}
 

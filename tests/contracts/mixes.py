@@ -140,8 +140,8 @@ class MixHistory:
 
     def ready(self) -> bool:
         """Whether some buffer that has a share has rows, and every such one some to draw."""
-        shares = [1] * len(self.models) if self.mix.sized else self.mixed.shares
-        live = [buffer for buffer, share in zip(self.mixed.buffers, shares, strict=True) if share and len(buffer)]
+        parts = zip(self.mixed.buffers, self.mixed.shares, strict=True)
+        live = [buffer for buffer, share in parts if share and len(buffer)]
         if not live:
             with pytest.raises(RuntimeError, match="all the buffers that have a share are empty"):
                 self.mixed.sample(4)

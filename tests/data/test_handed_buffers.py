@@ -26,6 +26,7 @@ from gpubuf import (
     RoundRobinWriter,
     TensorDictReplayBuffer,
 )
+from gpubuf.integrations import torchrl
 from tests.support.written_rows import FORKED
 
 CONTEXTS: dict[str, BaseContext] = {
@@ -69,13 +70,9 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "empty": lambda buffer: buffer.empty(),
     "buffer[...] =": lambda buffer: buffer.__setitem__(slice(0, 4), rows()),
     "storage[...] =": lambda buffer: buffer.storage.__setitem__(slice(0, 4), rows()),
-    "set_": lambda buffer: buffer.set_("number", 1),
-    "set_at_": lambda buffer: buffer.set_at_("number", 1, 0),
-    "update_": lambda buffer: buffer.update_({"number": 1}),
-    "write_all": lambda buffer: buffer.write_all(rows()),
-    "write_at": lambda buffer: buffer.writer.write_at(slice(0, 4), rows()),
+    "end_trajectories": lambda buffer: buffer.end_trajectories(),
     "update_if_present": lambda buffer: buffer.update_if_present(
-        torch.arange(4), patch={"number": torch.arange(4)}, generation=torch.ones(4, dtype=torch.int64)
+        torch.arange(4), TensorDict({"number": torch.arange(4)}, [4]), generation=torch.ones(4, dtype=torch.int64)
     ),
 }
 
@@ -128,7 +125,7 @@ def test_the_first_write_there_raises(kind, start, tmp_path):
 @pytest.mark.parametrize("start", STARTS)
 def test_objects_and_buffers_of_several(start):
     """Case 69: objects of any kind, and a buffer whose storage depends on its first write."""
-    listed, default = ReplayBuffer(ListStorage(8)), ReplayBuffer()
+    listed, default = ReplayBuffer(ListStorage(8)), torchrl.ReplayBuffer()
     listed.extend(["a", "b"])
     mix = MixedReplayBuffer([listed, default])
     assert answered(start, written_to_objects, mix) == (2, 0)

@@ -94,10 +94,10 @@ each_sampler = pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_batch_is_ahead_where_that_pays(storage, sampler):
     plain, ahead = pair(storage, sampler)
     assert (type(plain._batches), type(ahead._batches)) == (Batches, Prefetched)
-    assert ahead.stats()["prefetch_queue_size"] == 0
+    assert ahead._batches.ahead == 0
     ahead.sample()
     # Slices of files are chosen anew: only their pages are requested.
-    assert ahead.stats()["prefetch_queue_size"] == int(storage != "files" or "slices" not in sampler)
+    assert ahead._batches.ahead == int(storage != "files" or "slices" not in sampler)
 
 
 class Own(RandomSampler):
@@ -443,7 +443,7 @@ def test_nothing_is_requested_of_rows_that_are_in_memory(monkeypatch):
 
 def test_the_system_takes_requests():
     storage = LazyMemmapStorage(10)
-    storage.set(slice(0, 10), TensorDict({"pixels": torch.zeros(10, 9000)}, [10]))
+    storage.append(TensorDict({"pixels": torch.zeros(10, 9000)}, [10]))
     (start,) = (tensor.data_ptr() for tensor in storage.row_tensors)
     assert memmap._madvise(start // 4096 * 4096, 9000 * 40, memmap._WILLNEED) == 0
     storage.request(torch.tensor([0, 9]))

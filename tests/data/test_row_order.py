@@ -89,8 +89,7 @@ def test_flags_of_any_dtype_are_flags(dtype, kind, share_next):
             assert batch["next", "done"].dtype is own
             told = {key: value.bool() for key, value in batch["next"].items() if key in FLAGS}
             told["is_init"] = batch["is_init"].bool()
-            lengths = [len(trajectory) for trajectory in buffer.query()]
-            found.append((batch["next", "observation"], told, report.rates, report.lengths.tolist(), lengths))
+            found.append((batch["next", "observation"], told, report.rates, report.lengths.tolist()))
         (observation, told, *others), (expected, bools, *others_of_bools) = reversed(found)
         assert torch.equal(observation, expected)
         assert told.keys() == bools.keys()
@@ -165,12 +164,10 @@ def test_a_default_device_changes_nothing(kind, tmp_path):
         batch = buffer.sample()
         assert batch["observation"].device.type == "cpu"
         assert buffer.check().rows == 60
-        assert sum(map(len, buffer.query())) == 60
         if kind == "prioritized":
             buffer.update_priority(batch["index"].tolist(), [0.5] * 12)
         elif kind == "numbers":
-            buffer.writer.write_at([0], rows[:1])
-            assert buffer.writer.generations_of([0, 1]).tolist() == [2, 1]
+            assert buffer.writer.generations_of([0, 1]).tolist() == [1, 1]
             assert len(buffer[np.array([1, 2])]) == len(buffer[[1, 2]]) == len(buffer[1:3]) == 2
         elif kind == "saved":
             buffer.save(tmp_path / "saved")

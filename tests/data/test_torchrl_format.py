@@ -105,7 +105,9 @@ def test_priorities():
 
 def dump(buffer: ReplayBuffer, folder: Path) -> None:
     """Write the files that TorchRL would, but for priorities."""
-    buffer.storage.dumps(folder / "storage")
+    buffer.storage._storage.memmap(folder / "storage")
+    rows = {"metadata": {}, "is_pytree": False, "len": len(buffer)}
+    (folder / "storage" / "storage_metadata.json").write_text(json.dumps(rows))
     (folder / "writer").mkdir()
     per_step = buffer.storage.shape[1:].numel()
     place = {"cursor": buffer.storage.cursor // per_step, "write_count": buffer.write_count // per_step}

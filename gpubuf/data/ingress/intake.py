@@ -8,7 +8,6 @@ import math
 import os
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from gpubuf.data.arguments import check_count
+from gpubuf.data.arguments import check_count, warn
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.queues import Queues, Rows, fence, numpy_dtype, of_bits, start_of, wait
 from gpubuf.data.lock import BufferLock
@@ -515,7 +514,7 @@ class Intake:
             try:
                 self._aside = host_memory.SideCopies(np.frombuffer(queues.memory, np.uint8), device)
             except RuntimeError as refused:
-                warnings.warn(f"the queues of writers are not page-locked: {refused}", stacklevel=2)
+                warn(f"the queues of writers are not page-locked: {refused}")
         return self._aside
 
     @staticmethod

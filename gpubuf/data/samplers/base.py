@@ -5,7 +5,6 @@ docs/extending.md shows how to write a sampler.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
@@ -13,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.data.arguments import describe_type
+from gpubuf.data.arguments import describe_type, warn
 from gpubuf.data.recording import current, refuse_in_capture
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.storage import host_memory
@@ -398,7 +397,7 @@ class Sampler:
         self, index: Any, priority: Any, *, storage: TensorStorage | None = None, generation: Tensor | None = None
     ) -> None:
         """Warns: this sampler has no priorities."""
-        warnings.warn(f"update_priority() was called on a {type(self).__name__}, which has no priorities", stacklevel=2)
+        warn(f"update_priority() was called on a {type(self).__name__}, which has no priorities")
 
     def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
         """Rows were written elsewhere: nothing to do without priorities."""

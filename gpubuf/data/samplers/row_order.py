@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gpubuf.data.arguments import warn
 from gpubuf.data.storage.layout import as_key
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import NEXT_KEY, continued_keys, default_ends, host_can_read
@@ -308,16 +308,14 @@ class RowOrder:
             looks.again(written)
         elif across and storage.ndim == 2:
             time = self._dim_extend
-            warnings.warn(
+            warn(
                 f"rows continue along dimension {1 - time}, not {time}: transpose, or pass dim_extend={1 - time}; "
                 f"time is read along dimension {time} of a batch, so that windows of several steps mix environments",
-                stacklevel=4,
             )
         elif across:
             steps = self._recipe.n_steps
             what = f"n_steps={steps} mixes" if steps > 1 else "windows of several steps mix"
-            warnings.warn(
+            warn(
                 f"the rows of {apart} environments take turns in this 1-D storage, so that {what} them: use a storage "
                 "with ndim=2 and batches of shape [envs, steps]",
-                stacklevel=4,
             )

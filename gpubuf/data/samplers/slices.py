@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpubuf.data.arguments import check_count
+from gpubuf.data.arguments import check_count, warn
 from gpubuf.data.recording import DERIVED, current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import Drawn, Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
@@ -376,7 +376,7 @@ class SliceSampler(Sampler):
             if index.signal.assumed:
                 looks.at = 2
                 raise RuntimeError(message)
-            warnings.warn(message, stacklevel=6)
+            warn(message)
 
     def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
         """Index the steps of one write."""
@@ -694,7 +694,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     ) -> None:
         before, after = pair_of(span)
         if before:
-            warnings.warn(f"{type(self).__name__} draws the first step itself: the left span is ignored", stacklevel=2)
+            warn(f"{type(self).__name__} draws the first step itself: the left span is ignored")
         PrioritizedSampler.__init__(
             self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, replacement=replacement
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from gpubuf.data.arguments import warn
 from gpubuf.data.recording import current_recording
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.storage.indexing import as_positions, check_dense
@@ -517,11 +517,10 @@ class SumTree:
         self._reweighing = Reweighing(self.leaves, old, alpha)
         self._reweigh()
         if old == 0.0:
-            warnings.warn(
+            warn(
                 "with alpha = 0 every priority was reduced to weight 1; the rows keep that weight until they are "
                 "given new priorities",
                 UserWarning,
-                stacklevel=2,
             )
         elif self._may_be_clamped:
             self._look_at_weights()
@@ -561,12 +560,11 @@ class SumTree:
         if least > SMALLEST and largest < LARGEST:
             return
         self._warned_of_clamped = True
-        warnings.warn(
+        warn(
             f"with alpha = {self._alpha:g} and eps = {self._eps:g} some weights (priority + eps) ** alpha are out of "
             f"float32's range, and count as {SMALLEST:.3g} or {LARGEST:.3g}: rows are not drawn in proportion to their "
             "priorities",
             UserWarning,
-            stacklevel=3,
         )
 
     def _look_at_weights(self) -> None:

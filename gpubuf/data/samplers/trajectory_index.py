@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.arguments import warn
 from gpubuf.data.recording import DERIVED, current_recording
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.storage.end_bits import EndBits, Signal
@@ -54,9 +54,8 @@ def signal_keys(
         if not positions:
             continue
         if asked and (by_id, keys) != choices[0]:
-            warnings.warn(
+            warn(
                 f"{list(choices[0][1])} is not stored: trajectories are told apart by {list(keys)} instead",
-                stacklevel=2,
             )
         return positions, by_id
     if not layout.leaves:

@@ -10,7 +10,6 @@ import os
 import resource
 import shutil
 import tempfile
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from gpubuf.data.arguments import warn
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.column import Column, Record, separate
 from gpubuf.data.storage.layout import Data, RowLayout, batch_shape, saved_tree, with_tree
@@ -387,10 +387,9 @@ def _warn_of_full_disk(folder: Path, n_bytes: int) -> None:
     """Warn if the files can outgrow the disk: the system kills a process that fills it through a mapping."""
     free = shutil.disk_usage(folder).free
     if n_bytes > free:
-        warnings.warn(
+        warn(
             f"the storage takes {n_bytes / 1e9:.1f} GB when it is full, {folder} has {free / 1e9:.1f} GB free: a "
             "process that runs out of disk while it writes to mapped memory is killed",
-            stacklevel=2,
         )
 
 

@@ -19,7 +19,6 @@ import os
 import stat
 import tempfile
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -30,6 +29,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf import serialization
+from gpubuf.data.arguments import warn
 from gpubuf.data.storage.layout import Data, Key, Node, RowLayout
 from gpubuf.kernels import rows
 
@@ -447,10 +447,9 @@ class Counters:
         possible &= words[rows.WRITTEN] in (written, written + n)
         if state == OVERWRITING and possible:
             named = self._all[_NAMED:][:n].tolist()
-            warnings.warn(
+            warn(
                 f"{where}: a process was killed while it overwrote {n} rows by index, {named}"
                 f"{' and others' if n > len(named) else ''}: they may be half old and half new, so write them again",
-                stacklevel=4,
             )
         elif state == APPENDING and possible:
             kept = max(0, min(size, capacity - n))

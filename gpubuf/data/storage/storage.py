@@ -8,7 +8,6 @@ advance; the host keeps a mirror, so that ``len()`` costs nothing and never sync
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 from weakref import WeakSet
@@ -17,7 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from gpubuf.data.arguments import check_count, warn_of_no_effect
+from gpubuf.data.arguments import check_count, warn, warn_of_no_effect
 from gpubuf.data.recording import DERIVED, Unfinished, current_recording, refuse_in_capture
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.column import (
@@ -739,10 +738,9 @@ class TensorStorage:
         if isinstance(row, list):
             raise TypeError("a list means several rows, for extend(): a row of several parts is a tuple or a dict")
         if self._schema is None and getattr(row, "batch_dims", 0) > self.ndim - 1:
-            warnings.warn(
+            warn(
                 f"add() writes one row, here a batch of shape {list(row.batch_size)}: write its rows with extend(), "
                 "unless every row is to be such a batch",
-                stacklevel=3,
             )
         return mapped(row, lambda value: value.unsqueeze(dim))
 
