@@ -311,7 +311,7 @@ class RowOrder:
             warnings.warn(
                 f"rows continue along dimension {1 - time}, not {time}: transpose, or pass dim_extend={1 - time}; "
                 f"time is read along dimension {time} of a batch, so that windows of several steps mix environments",
-                stacklevel=4,
+                stacklevel=6,
             )
         elif across:
             steps = self._recipe.n_steps
@@ -319,5 +319,5 @@ class RowOrder:
             warnings.warn(
                 f"the rows of {apart} environments take turns in this 1-D storage, so that {what} them: use a storage "
                 "with ndim=2 and batches of shape [envs, steps]",
-                stacklevel=4,
+                stacklevel=6,
             )
