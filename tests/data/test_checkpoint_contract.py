@@ -155,7 +155,7 @@ def check_goes_on(buffer: Any, contract: BufferContract) -> None:
 # CPython tells of an interrupt while it closes a generator, and goes on.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    "pace", [390, pytest.param(150, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)]
+    "pace", [230, pytest.param(150, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize("lines", first_quick([False, True]))
 @pytest.mark.parametrize(
