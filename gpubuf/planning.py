@@ -166,7 +166,6 @@ def plan(
     envs: int = 1,
     dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
     batch_dtypes: Mapping[Any, torch.dtype] | None = None,
-    prefixes: Mapping[Any, Any] | None = None,
     share_next: bool | Sequence[Any] = False,
     next_capacity: int | None = None,
     n_steps: int = 1,
@@ -182,7 +181,7 @@ def plan(
         budget: bytes, or text such as ``"24GiB"``, for rows, index and counters together, instead of ``capacity``: the
             plan is for as many transitions as fit, and for no more than one would if it were added.
         envs: environments, for storages with ``ndim=2``.
-        dtypes, batch_dtypes, prefixes, share_next, next_capacity: as for :class:`gpubuf.LazyTensorStorage`.
+        dtypes, batch_dtypes, share_next, next_capacity: as for :class:`gpubuf.LazyTensorStorage`.
         n_steps: as for :class:`gpubuf.ReplayBuffer`. More than one take a few bits per row.
         writers: as for :class:`gpubuf.ReplayBuffer`; 0: none. They take a byte per row, and queues on the host.
 
@@ -199,7 +198,7 @@ def plan(
     check_count(envs, "envs")
     if capacity is not None:
         check_count(capacity, "capacity")
-    options = Options.of(dtypes, batch_dtypes, prefixes, share_next, next_capacity)
+    options = Options.of(dtypes, batch_dtypes, share_next, next_capacity)
     schema = Schema.of(_layout(spec), options)
     queues = 0
     if writers:
@@ -269,7 +268,7 @@ class _Row:
             row_bytes = leaf.n_elements * source.stored.itemsize
             width = row_bytes if source.owner == position else 0
             n_bytes = width * capacity
-            if source.follows and source.whole is None:
+            if source.follows:
                 n_bytes += row_bytes * entries
             found.append(KeyPlan(".".join(leaf.key) or "(tensor)", source.stored, leaf.shape, width, n_bytes))
         return tuple(found)

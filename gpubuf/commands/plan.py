@@ -27,7 +27,6 @@ def run(options: dict[str, Any]) -> int:
         if len(spec) < len(entries):
             raise ValueError("a key is given twice")
         stored = dict(_pair(text, "KEY=DTYPE") for text in options["stored_as"])
-        prefixes = dict(_pair(text, "KEY=KEY") for text in options["prefix"])
         made = plan(
             spec,
             options["capacity"],
@@ -35,7 +34,6 @@ def run(options: dict[str, Any]) -> int:
             budget=options["budget"],
             envs=options["envs"],
             dtypes={key: parse_dtype(name) for key, name in stored.items()},
-            prefixes={key: tuple(whole.split(".")) for key, whole in prefixes.items()},
             share_next=options["share_next"],
             next_capacity=options["next_capacity"],
             n_steps=options["n_steps"],
@@ -77,13 +75,6 @@ def add(commands: Any) -> None:
         default=[],
         metavar="KEY=DTYPE",
         help="the dtype in which a key, and the same key under next, is stored, such as observation=bfloat16",
-    )
-    parser.add_argument(
-        "--prefix",
-        action="append",
-        default=[],
-        metavar="KEY=KEY",
-        help="a key that is the beginning of another, such as observation=critic_observation, and takes no memory",
     )
     parser.add_argument(
         "--share-next",

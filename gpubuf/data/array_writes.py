@@ -86,7 +86,7 @@ class PreparedRows:
         """For columns with these batch dimensions; None where they are written in another way."""
         table, n_bytes = storage.table, math.prod(lead) * storage.written_layout.row_bytes
         # Fake tensors, and modes that change what a function does, take the general way. Prefixes are compared.
-        if not (table.is_cpu and eager(table)) or storage.schema.prefixes or not 0 < n_bytes <= PREPARED_BYTES:
+        if not (table.is_cpu and eager(table)) or not 0 < n_bytes <= PREPARED_BYTES:
             return None
         return PreparedRows(storage, lead, keeps_index=keeps_index)
 

@@ -764,7 +764,7 @@ class ReplayBuffer:
             RuntimeError: nothing has been written yet.
             NotImplementedError: the rows are objects without keys.
             ValueError: there is no generation, or ``data`` has keys that are not stored, that have no memory of their
-                own (``share_next``, ``prefixes``), or that an n-step batch has from other rows; or another shape or
+                own (``share_next``), or that an n-step batch has from other rows; or another shape or
                 dtype. Nothing is written.
             IndexError: an index is out of range (CPU; a GPU skips the row and counts a fault). One of -1 (all
                 coordinates) is that of a row that is gone.

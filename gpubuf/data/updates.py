@@ -197,9 +197,9 @@ def stored_keys(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tup
     """The positions of keys in the layout of what is written, and ``n`` rows of each.
 
     Raises:
-        ValueError: a key is not stored, has another shape or dtype, is a prefix of another, or is shared with "next".
+        ValueError: a key is not stored, has another shape or dtype, or is shared with "next".
     """
-    layout, prefixes = storage.written_layout, dict(storage.schema.prefixes)
+    layout = storage.written_layout
     keys: list[int] = []
     sources: list[Tensor] = []
     for key, tensor in found.items():
@@ -207,9 +207,6 @@ def stored_keys(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tup
             continue
         position = stored_position(storage, key)
         leaf = layout.leaves[position]
-        if position in prefixes:
-            whole = layout.leaves[prefixes[position]]
-            raise ValueError(f"key {leaf.name} is stored as the first elements of {whole.name}: write that one")
         if storage.schema.columns[position] in storage.schema.shared:
             raise ValueError(
                 f"key {leaf.name} is stored once for two rows (share_next): write whole rows, by buffer[index] = ..."

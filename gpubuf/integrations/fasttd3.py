@@ -43,8 +43,8 @@ class SimpleReplayBuffer:
         n_act: length of an action.
         n_critic_obs: length of an observation of the critic. Without ``asymmetric_obs`` it has no effect.
         asymmetric_obs: whether there are observations of the critic.
-        playground_mode: those begin with the observation. Then it is stored as a part of them. On the CPU a write
-            compares the two and raises ValueError if they differ.
+        playground_mode: those begin with the observation. Then they alone are stored, and batches have the observation
+            as a view of them. On the CPU a write compares the two and raises ValueError if they differ.
         n_steps: steps of a transition, 1 .. 64.
         gamma: the discount.
         device: where the rows are, and the batches: as for :class:`LazyTensorStorage`. Default: the CPU.
@@ -90,7 +90,9 @@ class SimpleReplayBuffer:
         self.gamma = gamma
         self.n_steps = n_steps
         self.device = device
-        widths = {"observations": n_obs} | ({"critic_observations": n_critic_obs} if asymmetric_obs else {})
+        widths = {"critic_observations": n_critic_obs} if asymmetric_obs else {}
+        if not self.playground_mode:
+            widths = {"observations": n_obs, **widths}
         kinds: dict[Key, tuple[torch.dtype, tuple[int, ...]]] = {
             **{(name,): (torch.float32, (width,)) for name, width in widths.items()},
             ("actions",): (torch.float32, (n_act,)),
@@ -99,16 +101,13 @@ class SimpleReplayBuffer:
             ("next", "dones"): (torch.int64, ()),
             ("next", "truncations"): (torch.int64, ()),
         }
-        # Those with memory of their own.
-        owners = [name for name in widths if not (self.playground_mode and name == "observations")]
         flags = {("next", "dones"): torch.bool, ("next", "truncations"): torch.bool}
         storage = LazyTensorStorage(
             n_env * buffer_size,
             device="cpu" if device is None else device,
             ndim=2,
             dtypes={**flags, **(dtypes or {})},
-            prefixes={"observations": "critic_observations"} if self.playground_mode else None,
-            share_next=owners if share_next else False,
+            share_next=list(widths) if share_next else False,
             next_capacity=next_capacity,
         )
         self.buffer = ReplayBuffer(
@@ -147,6 +146,11 @@ class SimpleReplayBuffer:
                 ``playground_mode`` observations of the critic that don't begin with the observation. Nothing is
                 written.
         """
+        if self.playground_mode:
+            for part in (tensor_dict, tensor_dict["next"]):
+                own, begins = part["observations"], part["critic_observations"][..., : self.n_obs]
+                if own.shape != begins.shape or (own.is_cpu and begins.is_cpu and not torch.equal(own, begins)):
+                    raise ValueError("playground_mode: critic_observations must begin with observations")
         self._steps.write(tensor_dict)
 
     def sample(self, batch_size: int) -> TensorDict:
@@ -168,6 +172,8 @@ class SimpleReplayBuffer:
         following: TensorDict = data["next"]
         steps = torch.ones_like(following["dones"]) if self.n_steps == 1 else data.pop(STEPS_KEY).squeeze(-1).float()
         following.set("effective_n_steps", steps)
+        for part in (data, following) if self.playground_mode else ():
+            part.set("observations", part["critic_observations"][..., : self.n_obs])
         return data
 
     def state_dict(self) -> dict[str, Any]:

@@ -69,7 +69,6 @@ class BufferContract:
         n_steps: steps of a transition.
         share_next: observations are stored once.
         narrow: keys are stored in other dtypes.
-        prefixes: observations are the first elements of another key.
         marks: trajectories also end at rows that are marked.
         generations: the writer counts how often a row was written.
         relabel, process, transform, collate, prefetch: as the buffer's arguments.
@@ -83,7 +82,6 @@ class BufferContract:
     n_steps: int = 1
     share_next: bool = False
     narrow: bool = False
-    prefixes: bool = False
     marks: bool = False
     generations: bool = False
     relabel: bool = False
@@ -132,11 +130,7 @@ class BufferContract:
         if self.share_next:
             options |= {"share_next": True, "next_capacity": self.capacity}
         if self.narrow:
-            # A prefix is stored as the key that it begins.
-            dtypes = {key: dtype for key, dtype in NARROW.items() if key != "observation" or not self.prefixes}
-            options |= {"dtypes": dtypes, "batch_dtypes": {"critic": torch.float64}}
-        if self.prefixes:
-            options["prefixes"] = {"observation": "critic"}
+            options |= {"dtypes": NARROW, "batch_dtypes": {"critic": torch.float64}}
         return options
 
     def storage_of(self, device: str) -> Any:
@@ -180,7 +174,7 @@ class BufferContract:
 
     def written(self, batch: TensorDict) -> Any:
         """Rows of the model as the buffer takes them."""
-        if self.prefixes or self.narrow:
+        if self.narrow:
             batch = batch.set("critic", wide(batch["observation"]))
             batch["next", "critic"] = wide(batch["next", "observation"])
         if self.relabel:
@@ -469,14 +463,14 @@ CONTRACTS = [
     _C(share_next=True, envs=2, n_steps=2, marks=True, process=True, narrow=True),
     _C(envs=3, sampler="prioritized", n_steps=3, generations=True),
     _C(share_next=True, narrow=True, sampler="slices", transform=True),
-    _C(share_next=True, n_steps=3, sampler="prioritized", prefixes=True, collate=True),
-    _C(prefixes=True, narrow=True, envs=2, sampler="prioritized slices", process=True),
-    _C(marks=True, sampler="stratified", relabel=True, generations=True, prefixes=True),
+    _C(share_next=True, n_steps=3, sampler="prioritized", collate=True),
+    _C(narrow=True, envs=2, sampler="prioritized slices", process=True),
+    _C(marks=True, sampler="stratified", relabel=True, generations=True),
     _C(relabel=True, envs=2, share_next=True, sampler="without replacement", transform=True),
     _C(relabel=True, narrow=True, sampler="prioritized"),
     _C(marks=True, envs=2, sampler="slices", collate=True),
     _C(marks=True, n_steps=3, sampler="prioritized", generations=True),
-    _C(n_steps=4, narrow=True, sampler="without replacement", transform=True, prefixes=True),
+    _C(n_steps=4, narrow=True, sampler="without replacement", transform=True),
     _C(rows="dict", envs=2, sampler="prioritized", n_steps=2, process=True, share_next=True),
     _C(rows="dict", narrow=True, sampler="without replacement"),
     _C(rows="tuple", sampler="stratified", generations=True),

@@ -83,7 +83,7 @@ MIXES = [
     Mix((_C(), _C(sampler="prioritized"), _C(envs=2))),
     Mix((_C(sampler="prioritized"), _C(envs=2))),
     Mix((_C(n_steps=3, share_next=True), _C(n_steps=3, sampler="prioritized"))),
-    Mix((_C(narrow=True, share_next=True, transform=True), _C(narrow=True, prefixes=True, transform=True))),
+    Mix((_C(narrow=True, share_next=True, transform=True), _C(narrow=True, transform=True))),
     Mix((_C(sampler="slices"), _C(sampler="slices", envs=2))),
     Mix((_C(sampler="prioritized slices"), _C(sampler="prioritized slices", share_next=True))),
 ]

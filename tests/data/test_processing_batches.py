@@ -403,20 +403,6 @@ def test_nothing_waits_for_the_gpu():
         assert batch["pixels"].shape == (8, 2, 4, 5)
 
 
-def test_a_prefix_and_its_whole_are_normalised_apart():
-    """The actor's part of the critic's observation, which is stored once."""
-    normalize = Normalize(["observation", "critic_observation"])
-    storage = LazyTensorStorage(64, prefixes={"observation": "critic_observation"})
-    buffer = new(normalize, storage=storage)
-    data = steps(40)
-    data["critic_observation"] = torch.cat((data["observation"], data["action"]), -1)
-    data["next", "critic_observation"] = torch.cat((data["next", "observation"], data["action"]), -1)
-    buffer.extend(data)
-    batch = buffer.sample()
-    for key in ("observation", "critic_observation"):
-        close(batch[key].double(), normalised(data[key][batch["index"]], data[key].double()), 2e-5)
-
-
 def test_the_state_follows_the_rows_to_another_device():
     with fake_cuda():
         buffer = new()

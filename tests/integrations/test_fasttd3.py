@@ -127,7 +127,7 @@ def test_playground_mode_refuses_another_beginning():
     ring = fasttd3.SimpleReplayBuffer(ENVS, STEPS, OBS, ACT, CRITIC, True, True)
     step = step_of(0)
     step["critic_observations"][1, 0] += 1
-    with pytest.raises(ValueError, match="first elements"):
+    with pytest.raises(ValueError, match="must begin with observations"):
         ring.extend(step)
     assert ring.ptr == 0
 

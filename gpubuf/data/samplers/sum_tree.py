@@ -519,8 +519,7 @@ class SumTree:
         if old == 0.0:
             warn(
                 "with alpha = 0 every priority was reduced to weight 1; the rows keep that weight until they are "
-                "given new priorities",
-                UserWarning,
+                "given new priorities"
             )
         elif self._may_be_clamped:
             self._look_at_weights()
@@ -563,8 +562,7 @@ class SumTree:
         warn(
             f"with alpha = {self._alpha:g} and eps = {self._eps:g} some weights (priority + eps) ** alpha are out of "
             f"float32's range, and count as {SMALLEST:.3g} or {LARGEST:.3g}: rows are not drawn in proportion to their "
-            "priorities",
-            UserWarning,
+            "priorities"
         )
 
     def _look_at_weights(self) -> None:

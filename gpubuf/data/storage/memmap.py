@@ -65,7 +65,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             temporary folder.
         device: ``"cpu"``; ``"auto"`` means the same.
         ndim: number of batch dimensions: 1, or 2 for time-first ``[T, E]`` storage.
-        dtypes, batch_dtypes, prefixes: not supported: the files hold what is written, for TorchRL reads them.
+        dtypes, batch_dtypes: not supported: the files hold what is written, for TorchRL reads them.
         existsok: open the storage that is in ``scratch_dir`` already, if there is one, with the rows it holds. A
             storage of TorchRL's, or a mapped TensorDict, is replaced, as TorchRL does; files of anything else are not.
         compilable: accepted for compatibility; every operation can be compiled.
@@ -75,7 +75,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             Nothing but the storage's own files is ever removed.
 
     Raises:
-        NotImplementedError: ``dtypes``, ``batch_dtypes``, ``prefixes`` or ``share_next`` are given.
+        NotImplementedError: ``dtypes``, ``batch_dtypes`` or ``share_next`` are given.
         ValueError: the device is another, ``max_size`` or ``ndim`` is below 1, or differs from that of the storage in
             ``scratch_dir``.
         RuntimeError: there is a storage in ``scratch_dir``, and ``existsok`` is False.
@@ -90,17 +90,16 @@ class LazyMemmapStorage(LazyTensorStorage):
         ndim: int = 1,
         dtypes: None = None,
         batch_dtypes: None = None,
-        prefixes: None = None,
         existsok: bool = False,
         compilable: bool = False,
         shared_init: bool = False,
         auto_cleanup: bool | None = None,
         share_next: bool = False,
     ) -> None:
-        if dtypes or batch_dtypes or prefixes or share_next:
+        if dtypes or batch_dtypes or share_next:
             raise NotImplementedError(
-                "the files of a LazyMemmapStorage hold what is written, for TorchRL reads them: dtypes, batch_dtypes, "
-                "prefixes and share_next are options of LazyTensorStorage"
+                "the files of a LazyMemmapStorage hold what is written, for TorchRL reads them: dtypes, batch_dtypes "
+                "and share_next are options of LazyTensorStorage"
             )
         if device != "auto" and torch.device(device).type != "cpu":
             raise ValueError(

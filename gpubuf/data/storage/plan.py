@@ -300,7 +300,6 @@ def fields_of(
         found.append(
             rows.Field(
                 device_rows=device_rows,
-                # Of a prefix these are the first bytes of a row.
                 row_bytes=leaf.n_elements * stored.dtype.itemsize,
                 split=split,
                 host_rows=host_rows,
@@ -315,7 +314,7 @@ def fields_of(
                 entries=entries,
                 pending=pending,
                 side_stride=side_stride,
-                writes=int(source.whole is None),
+                writes=1,
             )
         )
     return found

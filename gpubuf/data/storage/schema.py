@@ -162,7 +162,6 @@ class Options:
     Attributes:
         dtypes: how keys are stored.
         batch_dtypes: of keys in batches; of others it is the dtype that was written.
-        prefixes: keys that are the first elements of other ones, and have no memory of their own.
         share_next: whether keys under "next" share the memory of those at the root: True for :func:`continued_keys`, or
             the keys at the root.
         next_capacity: room for next observations that are not those of the next row; None: the default.
@@ -170,7 +169,6 @@ class Options:
 
     dtypes: Mapping[Key, Codec] = field(default_factory=dict)
     batch_dtypes: Mapping[Key, torch.dtype] = field(default_factory=dict)
-    prefixes: Mapping[Key, Key] = field(default_factory=dict)
     share_next: bool | tuple[Key, ...] = False
     next_capacity: int | None = None
 
@@ -179,7 +177,6 @@ class Options:
         cls,
         dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
         batch_dtypes: Mapping[Any, torch.dtype] | None = None,
-        prefixes: Mapping[Any, Any] | None = None,
         share_next: bool | Sequence[Any] = False,
         next_capacity: int | None = None,
     ) -> Options:
@@ -201,24 +198,16 @@ class Options:
         }
         for dtype in (batch_dtypes or {}).values():
             check_dtype(dtype)
-        begins = {as_key(key): as_key(whole) for key, whole in (prefixes or {}).items()}
-        for key, whole in begins.items():
-            if key in codecs:
-                raise ValueError(
-                    f"{as_written(key)!r} is a prefix of {as_written(whole)!r}, and has no dtype of its own in storage"
-                )
-            if whole in begins:
-                raise ValueError(f"{as_written(whole)!r} can't be a prefix itself: {as_written(key)!r} is one of it")
         drawn = {as_key(key): dtype for key, dtype in (batch_dtypes or {}).items()}
-        return cls(codecs, drawn, begins, shared, next_capacity)
+        return cls(codecs, drawn, shared, next_capacity)
 
     def __bool__(self) -> bool:
-        return bool(self.dtypes or self.batch_dtypes or self.prefixes or self.share_next)
+        return bool(self.dtypes or self.batch_dtypes or self.share_next)
 
     @property
     def keys(self) -> set[Key]:
         """All keys that are named."""
-        return {*self.dtypes, *self.batch_dtypes, *self.prefixes, *self.prefixes.values()}
+        return {*self.dtypes, *self.batch_dtypes}
 
 
 def _given(options: Mapping[Key, Any], key: Key) -> Any:
@@ -236,7 +225,6 @@ class Source:
         scale, offset: of its codec.
         batch: the dtype in batches.
         follows: whether it is read where the row's next observation is: see :mod:`gpubuf.kernels.rows`.
-        whole: the key whose first elements these are, by its position; None: it is no prefix.
     """
 
     owner: int
@@ -245,7 +233,6 @@ class Source:
     offset: float
     batch: torch.dtype
     follows: bool = False
-    whole: int | None = None
 
 
 def sources(leaves: Sequence[Leaf], options: Options) -> list[Source]:
@@ -260,11 +247,7 @@ def sources(leaves: Sequence[Leaf], options: Options) -> list[Source]:
             f"an option of the storage names {as_written(key)!r}, the batch has {[as_written(k) for k in positions]}"
         )
     found = [_own_column(position, leaf, options) for position, leaf in enumerate(leaves)]
-    wholes = [_whole(leaf.key, positions, options) for leaf in leaves]
-    # A prefix has no memory that could be shared.
-    shared = shared_keys(
-        [leaf for leaf, whole in zip(leaves, wholes, strict=True) if whole is None], options.share_next
-    )
+    shared = shared_keys(leaves, options.share_next)
     for position, leaf in enumerate(leaves):
         if leaf.key[:1] == (NEXT_KEY,) and leaf.key[1:] in shared:
             root = positions[leaf.key[1:]]
@@ -276,10 +259,6 @@ def sources(leaves: Sequence[Leaf], options: Options) -> list[Source]:
                     f"offset) = {own}, the other with {other}"
                 )
             found[position] = replace(found[position], owner=root, follows=True)
-    for position, (leaf, whole) in enumerate(zip(leaves, wholes, strict=True)):
-        if whole is not None:
-            _check_prefix(leaf, leaves[whole])
-            found[position] = replace(found[whole], batch=found[position].batch, whole=whole)
     for leaf, source in zip(leaves, found, strict=True):
         _check_conversion(leaf, source)
     return found
@@ -346,28 +325,6 @@ def _own_column(position: int, leaf: Leaf, options: Options) -> Source:
     return Source(position, codec.dtype, codec.scale, codec.offset, batch)
 
 
-def _whole(key: Key, positions: Mapping[Key, int], options: Options) -> int | None:
-    if key in options.prefixes:
-        return positions[options.prefixes[key]]
-    whole = _given(options.prefixes, key)
-    # The rule for a root key holds under "next" where both are there.
-    return None if whole is None else positions.get((NEXT_KEY, *whole))
-
-
-def _check_prefix(leaf: Leaf, whole: Leaf) -> None:
-    fits = (
-        leaf.dtype is whole.dtype
-        and leaf.shape[1:] == whole.shape[1:]
-        and len(leaf.shape) == len(whole.shape) > 0
-        and leaf.shape[0] <= whole.shape[0]
-    )
-    if not fits:
-        raise ValueError(
-            f"{leaf.name} can't be a prefix of {whole.name}: its rows are {leaf.dtype} of shape {leaf.shape}, those of "
-            f"the other {whole.dtype} of shape {whole.shape}. They may differ in their first dimension alone"
-        )
-
-
 def _check_conversion(leaf: Leaf, source: Source) -> None:
     kinds = {leaf.dtype, source.stored, source.batch}
     if len(kinds) > 1 or (source.scale, source.offset) != (1.0, 0.0):
@@ -428,13 +385,8 @@ class Schema:
     def full(self) -> RowLayout:
         """A row as it is stored, with the next observations that are stored once."""
         leaves = zip(self.written.leaves, self.sources, strict=True)
-        stored = [replace(leaf, dtype=source.stored) for leaf, source in leaves if source.whole is None]
+        stored = [replace(leaf, dtype=source.stored) for leaf, source in leaves]
         return self.written.plain.with_leaves(stored)
-
-    @functools.cached_property
-    def prefixes(self) -> list[tuple[int, int]]:
-        """Leaves that are the first elements of others, and these, by their positions."""
-        return [(i, source.whole) for i, source in enumerate(self.sources) if source.whole is not None]
 
 
 def check_tells_ends(schema: Schema, columns: Sequence[int], by_id: bool) -> None:
@@ -547,7 +499,7 @@ def check_same(schema: Schema, saved: Any) -> None:
         if own.get(key) != other.get(key):
             raise ValueError(
                 f"the rows are stored in another way: {as_written(key)!r} {_told(other.get(key))} there, "
-                f"{_told(own.get(key))} in this storage. Give the storage the same dtypes and prefixes"
+                f"{_told(own.get(key))} in this storage. Give the storage the same dtypes"
             )
 
 

@@ -65,7 +65,6 @@ from gpubuf.data.storage.schema import (
     Schema,
     check_same,
     described,
-    host_can_read,
     keys_told,
     written_leaves,
 )
@@ -796,8 +795,6 @@ class TensorStorage:
         sources = schema.written.collect(data, self.ndim)
         if self.ndim > 1 and shape[1:] != self._shape[1:]:
             raise ValueError(f"the storage's shape is {self._shape}, the batch's {shape}: all but the first must agree")
-        if schema.prefixes:
-            sources = self._without_prefixes(sources, self.ndim)
         local, host = self._local(sources, self.ndim), self.host
         if host is None:
             return self._append(local, n)
@@ -808,8 +805,6 @@ class TensorStorage:
 
     def append_columns(self, sources: list[Tensor], n: int) -> Tensor:
         """:meth:`append` of ``n >= 1`` rows, ``[n, ...]`` for each of ``written_layout.leaves``: nothing is checked."""
-        if self.schema.prefixes:
-            sources = self._without_prefixes(sources, 1)
         return self._append(self._local(sources, 1), n)
 
     def append_prepared(self, launch: Callable[[], Tensor | None], n: int) -> Tensor | None:
@@ -867,8 +862,6 @@ class TensorStorage:
         if batch_shape(data, 1) != (index.numel(),):
             raise ValueError(f"{index.numel()} rows are addressed, the batch has shape {batch_shape(data, 1)}")
         sources = layout.collect(data, 1)
-        if self.schema.prefixes:
-            sources = self._without_prefixes(sources, 1)
         rows_on_host = None if self.host is None else self.host.rows_of(data, 1)
         sharing, local, plans = self.sharing, self._local(sources, 1), self.plans
         (index,) = self.addresses.apart([index])
@@ -944,30 +937,6 @@ class TensorStorage:
                 "client() of it. A buffer of this process's own is copy.deepcopy(buffer)"
             )
 
-    def _without_prefixes(self, given: list[Tensor], batch_dims: int) -> list[Tensor]:
-        """What is written, in the order of ``written_layout``: prefixes are checked, and left out.
-
-        Raises:
-            ValueError: a prefix holds something else than the key that it is one of. Asked only where both are on the
-                CPU, in code that is neither captured nor compiled.
-        """
-        out = list(given)
-        for position, whole in self.schema.prefixes:
-            self._check_prefix(position, whole, given[position], given[whole], batch_dims)
-            out[position] = given[position].new_empty(0)
-        return out
-
-    def _check_prefix(self, position: int, whole: int, part: Tensor, other: Tensor, batch_dims: int) -> None:
-        if not (host_can_read(part) and host_can_read(other)):
-            return
-        leaves = self.written_layout.leaves
-        beginning = other.narrow(batch_dims, 0, leaves[position].shape[0])
-        if not torch.equal(_bits(part), _bits(beginning)):
-            raise ValueError(
-                f"{leaves[position].name} is stored as the first elements of {leaves[whole].name}, but the batch has "
-                "others there: nothing is written"
-            )
-
     # Reading
 
     @property
@@ -1017,7 +986,7 @@ class TensorStorage:
 
         Ints and slices give views of the storage, as they do on tensors; all else gives copies. Where rows are in
         pinned host memory there are only copies, on the GPU, for that orders them with what was launched before. Of a
-        storage with ``dtypes``, ``batch_dtypes`` or ``prefixes`` there are only copies too, in the dtypes that were
+        storage with ``dtypes`` or ``batch_dtypes`` there are only copies too, in the dtypes that were
         written. TensorDicts of a storage that a TensorDict writer writes to carry ``"index"``, as samples do.
 
         Raises:
@@ -1321,9 +1290,6 @@ class LazyTensorStorage(TensorStorage):
             GPU they are cut, and count as faults).
         batch_dtypes: dtypes that keys have in batches, by key; of others it is the dtype that is written.
             ``storage[i]`` always has that one.
-        prefixes: keys that hold the first elements of others, such as ``{"observation": "critic_observation"}``. They
-            take no memory. The write compares them where both are on the CPU. On a GPU, and in captured or compiled
-            code, nothing is compared, and the longer key counts.
         share_next: store observations once: the next observation of a row is that of the next row, unless the two
             differ. True for every key that is both at the root and under "next", with one shape and dtype, but for
             flags and rewards; or a list of such keys. Any rows may be written, and come back exactly.
@@ -1354,7 +1320,6 @@ class LazyTensorStorage(TensorStorage):
         ndim: int = 1,
         dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
         batch_dtypes: Mapping[Any, torch.dtype] | None = None,
-        prefixes: Mapping[Any, Any] | None = None,
         share_next: bool | Sequence[Any] = False,
         next_capacity: int | None = None,
         compilable: bool = False,
@@ -1363,14 +1328,5 @@ class LazyTensorStorage(TensorStorage):
         cleanup_memmap: bool = True,
     ) -> None:
         warn_of_no_effect(consolidated=consolidated, shared_init=shared_init)
-        options = Options.of(dtypes, batch_dtypes, prefixes, share_next, next_capacity)
+        options = Options.of(dtypes, batch_dtypes, share_next, next_capacity)
         self._configure(max_size, device, ndim, options)
-
-
-#: Integers of the size of an element, by which bits are compared.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(values: Tensor) -> Tensor:
-    """Values as integers: NaN differs from itself."""
-    return values.resolve_conj().resolve_neg().view(_BITS.get(values.itemsize, values.dtype))

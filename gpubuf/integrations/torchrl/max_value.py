@@ -260,10 +260,8 @@ class TensorDictMaxValueWriter(Writer):
         if storage.host is not None:
             raise ValueError("TensorDictMaxValueWriter keeps rows of tensors: leave out what is none")
         sources = storage.written_layout.collect(data, 1)
-        prefixes = dict(storage.schema.prefixes)
-        keys = [key for key in range(len(sources)) if key not in prefixes]
         index = self._admit(ranks)
-        self._write(index, keys, [sources[key] for key in keys])
+        self._write(index, list(range(len(sources))), sources)
         self._in_doubt = False
         return index
 
