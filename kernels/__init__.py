@@ -5,8 +5,9 @@ Each family of operations is a package of the same files, which share one vocabu
 * ``__init__.py``: the schema of every operation, its documentation, and its fake (meta) implementation;
 * ``_launch.py``: plans how Triton kernels cut their work up, and launches them;
 * ``_triton.py``, ``_triton_*.py``: ``@triton.jit`` functions only;
-* ``_cpu.py``, ``_cpu_*.py``: the CPU backend in plain PyTorch; of rows, the sum tree, trajectories and philox what is
-  called, and the loops that Numba compiles in files of their own;
+* ``_cpu.py``: the CPU backend in plain PyTorch;
+* ``_numba.py``, ``_numba_*.py``, of rows, the sum tree, trajectories and philox: what is called in its place where
+  Numba is installed, and the loops that Numba compiles;
 * ``_check.py``, where there is one: checks of arguments, for both backends.
 
 ``tests/kernels/reference/`` has the definition of the operations in plain Python and PyTorch. Read it first.
