@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,19 @@ from torch import Tensor
 
 from gpubuf.kernels._registry import demand_dense, demand_int64
 from gpubuf.kernels.philox import check_state
-from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, ENTRY, FIELD, MAX_STEPS, OFF, Reading
+from gpubuf.kernels.rows import (
+    BY_CHANCE,
+    DOUBLED,
+    DTYPES,
+    ELEMENTS,
+    ENTRY,
+    FIELD,
+    MAX_STEPS,
+    OFF,
+    ROW_BYTES,
+    NoRoomError,
+    Reading,
+)
 
 
 def check_storage(table: Tensor, ring: Tensor, capacity: int) -> int:
@@ -115,3 +128,81 @@ def check_source_count(sources: Sequence[Tensor], n_keys: int) -> None:
     """Raise ValueError unless there is one source for each key."""
     if len(sources) != n_keys:
         raise ValueError(f"the storage has {n_keys} keys, but there are {len(sources)} sources")
+
+
+CONTIGUOUS = -1
+"""Rows without gaps between them, in place of the bytes from one row to the next."""
+
+
+def describe_sources(sources: list[Tensor], n: int) -> tuple[array[int], list[Tensor]]:
+    """(address, bytes between rows or CONTIGUOUS, bytes of all rows) of every source, and what keeps them alive.
+
+    An array of its own for each call: two threads may write to two storages at the same time.
+    """
+    words: list[int] = []
+    alive: list[Tensor] = []
+    for source in sources:
+        if source.is_contiguous():
+            words += (source.data_ptr(), CONTIGUOUS, source.nbytes)
+        else:
+            rows = strided_source(source, n)
+            alive.append(rows.rows)
+            words += (rows.rows.data_ptr(), rows.stride, rows.row_bytes * n)
+    return array("q", words), alive
+
+
+# What a CPU refuses
+
+
+def out_of_range(index: Tensor, place: int, capacity: int) -> IndexError:
+    """That an entry of ``index`` is no row."""
+    return IndexError(f"index[{place}] is {int(index[place])}, outside [-{capacity}, {capacity})")
+
+
+def not_stored(index: Tensor, place: int, capacity: int) -> IndexError:
+    """That an entry of ``index`` is no row that was written."""
+    row = int(index[place])
+    if -capacity <= row < capacity:
+        return IndexError(f"index[{place}] is {row}, but this row is not stored")
+    return out_of_range(index, place, capacity)
+
+
+def lost(index: Tensor | None, place: int) -> IndexError:
+    """That the next observation of a drawn row was not kept."""
+    row = "" if index is None else f" {int(index[place])}"
+    return IndexError(f"the next observation of the window of row{row} (number {place} of the batch) is lost")
+
+
+def unreadable(fields: Tensor, field: int) -> ValueError:
+    """That a field needs what is not given."""
+    return ValueError(
+        f"field {field} can't be read: next observations need links, and elements of an unknown dtype can't be "
+        f"computed, but the field is {fields[field].tolist()}"
+    )
+
+
+def misfit(table: Tensor, source: Tensor, key: int, n: int) -> ValueError:
+    """That a source has rows of another size."""
+    what, expected = f"key {key}", f"{int(table[key, ROW_BYTES])} bytes"
+    if table.shape[1] != ENTRY:
+        what, expected = f"field {key}", f"{int(table[key, ELEMENTS])} elements of their written dtype"
+    found = f"the source has shape {list(source.shape)} and {source.nbytes} bytes"
+    return ValueError(f"{what}: expected {n} rows of {expected}, {found}")
+
+
+def unfit(field: int, stored: int) -> ValueError:
+    """That a number does not fit the dtype that it is stored as."""
+    return ValueError(f"field {field}: a number to store as {DTYPES[stored]} is out of its range, or NaN")
+
+
+def no_room(need: int, n: int) -> NoRoomError:
+    """That so many of ``n`` rows find no room aside."""
+    return NoRoomError(
+        f"{need} of {n} rows (and those before them) are not continued by the next row, and there is no "
+        "room aside for so many more next observations"
+    )
+
+
+def unlinked(field: int) -> ValueError:
+    """That a next observation has no column to share."""
+    return ValueError(f"field {field} can't be written: it needs links, and a field of the same column that is written")

@@ -20,14 +20,11 @@ from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET, check_state
 from gpubuf.kernels.rows import (
     BATCH_BYTES,
-    DTYPES,
-    ELEMENTS,
     ENTRY,
     ROW_BYTES,
     STORED,
     WRITES,
     WRITTEN_AS_STORED,
-    NoRoomError,
     Reading,
     arena_offsets,
 )
@@ -38,7 +35,15 @@ from gpubuf.kernels.rows._check import (
     check_sharing,
     check_source_count,
     check_storage,
-    strided_source,
+    describe_sources,
+    lost,
+    misfit,
+    no_room,
+    not_stored,
+    out_of_range,
+    unfit,
+    unlinked,
+    unreadable,
 )
 
 _copy_batch = named("rows._numba_read.copy_batch")
@@ -57,9 +62,6 @@ EVERY, NOT_NEXT, NEXT_ALONE = range(3)
 # Results of kernels that write, but for DONE: `problem` of _numba_write.py adds which field or row.
 MISFIT, UNFIT, UNLINKED, NO_ROOM, INVALID, NEEDS_STAGING = range(6)
 
-# Rows without gaps between them, in place of the bytes from one row to the next.
-CONTIGUOUS = -1
-
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
@@ -68,10 +70,6 @@ def _address(tensor: Tensor | None) -> int:
 def _addresses(tensors: list[Tensor]) -> array[int]:
     """The addresses of tensors, in the form that a kernel reads."""
     return array("q", list(map(Tensor.data_ptr, tensors)))
-
-
-def _out_of_range(index: Tensor, place: int, capacity: int) -> IndexError:
-    return IndexError(f"index[{place}] is {int(index[place])}, outside [-{capacity}, {capacity})")
 
 
 # Reading
@@ -165,36 +163,14 @@ def _refused_batch(fields: Tensor, index: Tensor | None, result: int, n: int, ca
     if result == EMPTY:
         return RuntimeError("can't sample from an empty storage")
     if result >= 2 * n:
-        field = result - 2 * n
-        return ValueError(
-            f"field {field} can't be read: next observations need links, and elements of an unknown dtype can't be "
-            f"computed, but the field is {fields[field].tolist()}"
-        )
+        return unreadable(fields, result - 2 * n)
     if result >= n:
-        row = "" if index is None else f" {int(index[result - n])}"
-        return IndexError(f"the next observation of the window of row{row} (number {result - n} of the batch) is lost")
+        return lost(index, result - n)
     assert index is not None
-    return _out_of_range(index, result, capacity)
+    return out_of_range(index, result, capacity)
 
 
 # Writing
-
-
-def describe_sources(sources: list[Tensor], n: int) -> tuple[array[int], list[Tensor]]:
-    """(address, bytes between rows or CONTIGUOUS, bytes of all rows) of every source, and what keeps them alive.
-
-    An array of its own for each call: two threads may write to two storages at the same time.
-    """
-    words: list[int] = []
-    alive: list[Tensor] = []
-    for source in sources:
-        if source.is_contiguous():
-            words += (source.data_ptr(), CONTIGUOUS, source.nbytes)
-        else:
-            rows = strided_source(source, n)
-            alive.append(rows.rows)
-            words += (rows.rows.data_ptr(), rows.stride, rows.row_bytes * n)
-    return array("q", words), alive
 
 
 def _write_with(
@@ -212,36 +188,21 @@ def _write_with(
     return kernel(*given, place, *others) if result == DONE else result
 
 
-def _misfit(table: Tensor, source: Tensor, key: int, n: int) -> ValueError:
-    what, expected = f"key {key}", f"{int(table[key, ROW_BYTES])} bytes"
-    if table.shape[1] != ENTRY:
-        what, expected = f"field {key}", f"{int(table[key, ELEMENTS])} elements of their written dtype"
-    found = f"the source has shape {list(source.shape)} and {source.nbytes} bytes"
-    return ValueError(f"{what}: expected {n} rows of {expected}, {found}")
-
-
 def _refused_write(
     table: Tensor, sources: list[Tensor], result: int, n: int, index: Tensor | None, capacity: int
 ) -> Exception:
     """What a kernel's result says of a write."""
     kind, place = result & 7, result >> 3
     if kind == MISFIT:
-        return _misfit(table, sources[place], place, n)
+        return misfit(table, sources[place], place, n)
     if kind == UNFIT:
-        dtype = DTYPES[int(table[place, STORED])]
-        return ValueError(f"field {place}: a number to store as {dtype} is out of its range, or NaN")
+        return unfit(place, int(table[place, STORED]))
     if kind == NO_ROOM:
-        return NoRoomError(
-            f"{place} of {n} rows (and those before them) are not continued by the next row, and there is no "
-            "room aside for so many more next observations"
-        )
+        return no_room(place, n)
     if kind == INVALID:
         assert index is not None
-        row = int(index[place])
-        if -capacity <= row < capacity:
-            return IndexError(f"index[{place}] is {row}, but this row is not stored")
-        return _out_of_range(index, place, capacity)
-    return ValueError(f"field {place} can't be written: it needs links, and a field of the same column that is written")
+        return not_stored(index, place, capacity)
+    return unlinked(place)
 
 
 def extend(

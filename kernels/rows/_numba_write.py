@@ -31,8 +31,8 @@ from gpubuf.kernels.rows import (
     WRITTEN_AS,
     WRITTEN_AS_STORED,
 )
+from gpubuf.kernels.rows._check import CONTIGUOUS
 from gpubuf.kernels.rows._numba import (
-    CONTIGUOUS,
     DONE,
     EVERY,
     INVALID,

@@ -55,3 +55,22 @@ def check_update(ring: Tensor, index: Tensor, priority: Tensor, generation: Tens
     demand_dense("priority", priority, torch.float32, index.numel())
     if generation is not None:
         demand_dense("generation", generation, torch.int64, index.numel())
+
+
+def outside(index: Tensor, place: int, capacity: int) -> IndexError:
+    """That an entry of ``index`` is neither a row nor -1."""
+    return IndexError(f"index {index[place].item()}, entry {place}, is out of range for a sum tree of {capacity} rows")
+
+
+def refused(index: Tensor, priority: Tensor, place: int) -> ValueError:
+    """That an entry of ``priority`` is none."""
+    return ValueError(
+        f"priorities must be finite and not negative, but entry {place}, for row {index[place].item()}, is "
+        f"{priority[place].item()}; no priority has been changed"
+    )
+
+
+def nothing_to_draw(eligible: Tensor | None) -> RuntimeError:
+    """That the total weight is zero."""
+    ineligible = "" if eligible is None else " or is ineligible"
+    return RuntimeError(f"nothing can be drawn: every row of the sum tree has weight zero{ineligible}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Never
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from gpubuf.kernels._jit import named
 from gpubuf.kernels._operations import vector
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET, check_request
-from gpubuf.kernels.sum_tree._check import check_index, check_tree, check_update
+from gpubuf.kernels.sum_tree._check import check_index, check_tree, check_update, nothing_to_draw, outside, refused
 
 _build = named("sum_tree._numba_kernels.build")
 _refresh = named("sum_tree._numba_kernels.refresh")
@@ -39,7 +37,7 @@ def refresh(
     tree = leaves.data_ptr(), nodes.data_ptr(), 0 if eligible is None else eligible.data_ptr(), capacity, fan_out
     code = _refresh(*tree, index.data_ptr(), index.numel())
     if code:
-        _raise_index(index, -code - 1, capacity)
+        raise outside(index, -code - 1, capacity)
 
 
 def update(
@@ -54,12 +52,9 @@ def update(
     told = index.data_ptr(), priority.data_ptr(), 0 if generation is None else generation.data_ptr(), index.numel()
     code = _update(*tree, scalars.data_ptr(), ring.data_ptr(), *told)
     if code < 0:
-        _raise_index(index, -code - 1, capacity)
+        raise outside(index, -code - 1, capacity)
     if code > 0:
-        raise ValueError(
-            f"priorities must be finite and not negative, but entry {code - 1}, for row {index[code - 1].item()}, "
-            f"is {priority[code - 1].item()}; no priority has been changed"
-        )
+        raise refused(index, priority, code - 1)
 
 
 def mark(
@@ -73,7 +68,7 @@ def mark(
     tree = leaves.data_ptr(), nodes.data_ptr(), 0 if eligible is None else eligible.data_ptr(), capacity, fan_out
     code = _mark(*tree, scalars.data_ptr(), index.data_ptr(), index.numel(), within_buffer)
     if code:
-        _raise_index(index, -code - 1, capacity)
+        raise outside(index, -code - 1, capacity)
 
 
 def draw(
@@ -91,14 +86,7 @@ def draw(
     others = scalars.data_ptr(), rng.data_ptr(), index.data_ptr(), weight.data_ptr()
     results = call_in_parts(_draw, (*tree, *others), n, (n, stratified))
     if any(results):
-        ineligible = "" if eligible is None else " or is ineligible"
-        raise RuntimeError(f"nothing can be drawn: every row of the sum tree has weight zero{ineligible}")
+        raise nothing_to_draw(eligible)
     if len(results) > 1:
         rng[OFFSET] += n
     return index, weight
-
-
-def _raise_index(index: Tensor, position: int, capacity: int) -> Never:
-    raise IndexError(
-        f"index {index[position].item()}, entry {position}, is out of range for a sum tree of {capacity} rows"
-    )

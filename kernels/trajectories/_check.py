@@ -105,3 +105,21 @@ def check_eligible(eligible: Tensor, n: int, need: int, steps: int, envs: int) -
     if n < 0 or need < 1:
         raise ValueError(f"n must be at least 0 and need at least 1, not n={n} and need={need}")
     demand_dense("eligible", eligible, torch.int64, eligible_words(steps * envs))
+
+
+def too_short(longest: int, min_len: int) -> RuntimeError:
+    """That no trajectory is eligible."""
+    return RuntimeError(
+        f"no trajectory is long enough: the longest has {longest} steps, but at least {min_len} are needed "
+        f"(min_len={min_len})"
+    )
+
+
+def rank_out_of_range(rank: Tensor, place: int, total: int) -> IndexError:
+    """That an entry of ``rank`` is no unit."""
+    return IndexError(f"rank {rank[place].item()}, entry {place}, is out of range for a total of {total}")
+
+
+def not_stored(rows: Tensor, place: int, size: int) -> IndexError:
+    """That an entry of ``rows`` is not in the ring."""
+    return IndexError(f"row {rows[place].item()}, entry {place}, is not stored: there are {size} rows in the ring")

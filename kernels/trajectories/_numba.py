@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Never
 
 from torch import Tensor
 
@@ -19,6 +18,9 @@ from gpubuf.kernels.trajectories._check import (
     check_index,
     check_signals,
     check_slice_len,
+    not_stored,
+    rank_out_of_range,
+    too_short,
 )
 
 _bounds_of_rows = named("trajectories._numba_read.bounds_of_rows")
@@ -76,13 +78,10 @@ def draw(ends: Tensor, sums: Tensor, ring: Tensor, rng: Tensor, rank: Tensor | N
     code = _draw_slices(*given, rows.data_ptr(), length.data_ptr(), last.data_ptr())
     if code == EMPTY:
         longest = _longest_trajectory(*_addresses((ends, ring)), steps, envs)
-        raise RuntimeError(
-            f"no trajectory is long enough: the longest has {longest} steps, but at least {min_len} are needed "
-            f"(min_len={min_len})"
-        )
+        raise too_short(longest, min_len)
     if code != DONE:
         assert rank is not None, "only given ranks can be out of range"
-        raise IndexError(f"rank {rank[code].item()}, entry {code}, is out of range for a total of {sums[-1].item()}")
+        raise rank_out_of_range(rank, code, int(sums[-1]))
     return slices
 
 
@@ -95,7 +94,7 @@ def slices(ends: Tensor, ring: Tensor, start: Tensor, slice_len: int, steps: int
     given = (ends.data_ptr(), ring.data_ptr(), start.data_ptr(), n, slice_len, steps, envs)
     code = _slices_from_rows(*given, index.data_ptr(), length.data_ptr(), last.data_ptr())
     if code != DONE:
-        _raise_row(start, code, ring)
+        raise not_stored(start, code, int(ring[SIZE]))
     return found
 
 
@@ -106,7 +105,7 @@ def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Te
     out = row.new_empty(3, n)
     code = _bounds_of_rows(*_addresses((ends, ring, row)), n, steps, envs, out.data_ptr())
     if code != DONE:
-        _raise_row(row, code, ring)
+        raise not_stored(row, code, int(ring[SIZE]))
     return out
 
 
@@ -122,9 +121,3 @@ def update_eligible(
         *_addresses((eligible, ends, ring)), count // envs, need, starts_too, steps, envs, rows.data_ptr()
     )
     return rows
-
-
-def _raise_row(rows: Tensor, position: int, ring: Tensor) -> Never:
-    raise IndexError(
-        f"row {rows[position].item()}, entry {position}, is not stored: there are {ring[SIZE].item()} rows in the ring"
-    )

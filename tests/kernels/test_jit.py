@@ -14,11 +14,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("numba")
+import numba
+
 from gpubuf.kernels import _jit
+from gpubuf.kernels._primitives import exp_below_700, log_of_normal
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,8 +75,6 @@ def six_times(x):
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """The folder in which Numba keeps what it compiles, empty at first."""
-    import numba
-
     monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path / "kept"))
     return tmp_path / "kept"
 
@@ -228,3 +230,32 @@ def test_long_compilation_is_announced_once(monkeypatch):
     finally:
         _jit.logger.removeHandler(handler)
     assert lines == ["gpubuf compiles its CPU kernels, which takes some seconds; the next process finds them on disk"]
+
+
+@numba.njit(error_model="numpy")
+def elementary(x, out, which):
+    for i in range(x.size):
+        if which == 0:
+            out[i] = exp_below_700(x[i])
+        else:
+            out[i] = log_of_normal(x[i])
+
+
+def test_elementary_functions():
+    """Within four units in the last place of NumPy's, over the whole range that each is for."""
+    generator = np.random.default_rng(0)
+    cases = {
+        np.exp: np.concatenate(
+            [generator.uniform(-708, 700, 10_000), -(10 ** generator.uniform(-300, 1, 5000)), [0.0]]
+        ),
+        np.log: np.concatenate([10 ** generator.uniform(-307, 308, 5000), generator.uniform(0.5, 2, 5000), [1.0]]),
+    }
+    for which, (function, x) in enumerate(cases.items()):
+        out, truth = np.empty_like(x), function(x)
+        elementary(x, out, which)
+        assert (np.abs(out - truth) <= 4 * np.spacing(np.abs(truth))).all(), function
+    edges = np.array([-np.inf, -1e4, np.nan])
+    out = np.empty_like(edges)
+    elementary(edges, out, 0)
+    assert out[0] == out[1] == 0
+    assert np.isnan(out[2])

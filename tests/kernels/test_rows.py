@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from gpubuf.kernels import _threads, config, philox, rows
+from gpubuf.kernels._registry import lazy
 from gpubuf.kernels.config import RowsConfig
-from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, DRAWN, LAST, MAX_PAD, NEXT, OFF, STEPS, SUM, _launch, _numba_copy
-from gpubuf.kernels.rows._numba import gather_into, sample_into
+from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, DRAWN, LAST, MAX_PAD, NEXT, OFF, STEPS, SUM, _launch
 from gpubuf.kernels.rows._triton_tiles import quotient, rows_and_columns, unit_shift
 from tests.contracts import first_quick, on_both
 from tests.contracts.rows import (
@@ -30,6 +30,8 @@ from tests.contracts.rows import (
     expected_batch,
 )
 from tests.gates.aot.recorder import Recorder
+
+gather_into, sample_into = (lazy(f"gpubuf.kernels.rows._cpu:{name}") for name in ("gather_into", "sample_into"))
 
 ID = Spec(1, stored=torch.int64)
 NUMBERED = (ID, Spec(1, LAST, torch.int64, of=0, writes=False), Spec(1, SUM), TRANSITION[-1])
@@ -221,7 +223,10 @@ def test_addresses_of_any_alignment(backend, shift, stride):
 @pytest.mark.parametrize("row_bytes", [32, 33, 2048])
 def test_long_writes_to_large_columns(row_bytes):
     """The CPU writes them past its caches, a line of 64 bytes at a time: bytes beside them stay, at any address."""
-    capacity, gap = _numba_copy._STREAMED_COLUMN // row_bytes + 1, 100
+    pytest.importorskip("numba")
+    from gpubuf.kernels.rows._numba_copy import _STREAMED_COLUMN
+
+    capacity, gap = _STREAMED_COLUMN // row_bytes + 1, 100
     split, first = capacity - 400, 37
     memory = torch.zeros(capacity * row_bytes + 200, dtype=torch.uint8)
     expected, address = memory.clone(), memory[first:].data_ptr()

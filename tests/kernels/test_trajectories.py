@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 
 from gpubuf.kernels import config, philox, rows, trajectories
-from gpubuf.kernels._registry import triton_on_cpu
+from gpubuf.kernels._registry import lazy, triton_on_cpu
 from gpubuf.kernels.trajectories import Rule, _launch
-from gpubuf.kernels.trajectories._numba import prepared_ends
 from gpubuf.kernels.trajectories._triton import nodes_of, words_of
 from gpubuf.kernels.trajectories._triton_update import run_above, run_of_bytes, run_of_steps
 from tests.contracts import on_both
@@ -26,6 +25,7 @@ from tests.kernels.reference import trajectories as reference
 # The contract
 
 
+prepared_ends = lazy("gpubuf.kernels.trajectories._cpu:prepared_ends")
 RULES = {
     "starts": Rule(1),
     "any": Rule(5),

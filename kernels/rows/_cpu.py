@@ -1,0 +1,728 @@
+"""Rows in plain PyTorch: batches, writes, and the next observations that lie aside."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from array import array
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpubuf.kernels._registry import length_of
+from gpubuf.kernels.philox import OFFSET, check_state
+from gpubuf.kernels.philox._cpu import uniforms_at
+from gpubuf.kernels.rows import (
+    BATCH_BYTES,
+    BY_CHANCE,
+    DOUBLED,
+    DRAWN,
+    DTYPES,
+    ENTRY,
+    IN_SUCCESSOR,
+    JOURNAL_CHECK,
+    JOURNAL_KEYS,
+    JOURNAL_ROWS,
+    JOURNAL_SIZE,
+    JOURNAL_WORDS,
+    JOURNAL_WRITTEN,
+    NEXT,
+    OFF,
+    OPAQUE,
+    ROW_BYTES,
+    SIZE,
+    STEPS,
+    SUM,
+    WRITTEN,
+    NoRoomError,
+    Reading,
+    arena_offsets,
+)
+from gpubuf.kernels.rows._check import (
+    CONTIGUOUS,
+    check_count,
+    check_generation,
+    check_reading,
+    check_sharing,
+    check_source_count,
+    check_storage,
+    describe_sources,
+    lost,
+    misfit,
+    no_room,
+    not_stored,
+    out_of_range,
+    unfit,
+    unlinked,
+    unreadable,
+)
+
+_BYTE = torch.uint8
+
+
+class _Field(NamedTuple):
+    """An entry of a table by name: of a column the first five words, of a field all."""
+
+    device_rows: int
+    row_bytes: int
+    split: int
+    host_rows: int
+    row_stride: int
+    kind: int = DRAWN
+    stored: int = OPAQUE
+    written: int = OPAQUE
+    batch: int = OPAQUE
+    elements: int = 0
+    scale: float = 1.0
+    offset: float = 0.0
+    mean: int = 0
+    factor: int = 0
+    low: float = -math.inf
+    high: float = math.inf
+    permutation: int = 0
+    sign: int = 0
+    pad: int = 0
+    height: int = 0
+    width: int = 0
+    pair: int = 0
+    entries: int = 0
+    pending: int = 0
+    side_stride: int = 0
+    writes: int = 1
+    copied: int = 2
+    aligned: int = 0
+    batch_bytes: int = 0
+    written_as_stored: int = 1
+
+    @property
+    def has_codec(self) -> bool:
+        return (self.scale, self.offset) != (1, 0)
+
+    @property
+    def is_wide(self) -> bool:
+        summed = self.kind == SUM and _is_integer(self.stored)
+        return torch.float64 in (_dtype(self.stored), _dtype(self.batch)) or summed
+
+    def numbers(self, address: int, dtype: torch.dtype) -> Tensor:
+        """``[elements]`` at an address."""
+        return _at(address, self.elements * dtype.itemsize).view(dtype)
+
+
+_FLOATS = {"scale", "offset", "low", "high"}
+
+
+def fields_of(table: Tensor) -> list[_Field]:
+    found = []
+    for entry in table.tolist():
+        values = dict(zip(_Field._fields, entry, strict=False))
+        for name in _FLOATS & values.keys():
+            values[name] = struct.unpack("<d", struct.pack("<q", values[name]))[0]
+        found.append(_Field(**values))
+    return found
+
+
+def _dtype(code: int) -> torch.dtype:
+    return DTYPES[code] if code < OPAQUE else _BYTE
+
+
+def _is_integer(code: int) -> bool:
+    return code < OPAQUE and not DTYPES[code].is_floating_point
+
+
+# Memory
+
+
+def _at(address: int, n_bytes: int) -> Tensor:
+    """The bytes at an address: uint8 ``[n_bytes]``."""
+    if not n_bytes:
+        return torch.empty(0, dtype=_BYTE)
+    return torch.frombuffer((ctypes.c_uint8 * n_bytes).from_address(address), dtype=_BYTE)
+
+
+def _strided(address: int, n: int, stride: int, row_bytes: int) -> Tensor:
+    """``n`` rows at an address: uint8 ``[n, row_bytes]``."""
+    if not n * row_bytes:
+        return torch.empty(n, row_bytes, dtype=_BYTE)
+    return _at(address, (n - 1) * stride + row_bytes).as_strided((n, row_bytes), (stride, 1))
+
+
+def _column(field: _Field, beyond: bool, last: int) -> Tensor:
+    """The rows of a column up to one: the device rows, or from ``split`` on."""
+    if beyond:
+        first = field.host_rows + field.split * field.row_stride
+        return _strided(first, last + 1 - field.split, field.row_stride, field.row_bytes)
+    return _strided(field.device_rows, last + 1, field.row_stride, field.row_bytes)
+
+
+def load(field: _Field, rows: Tensor) -> Tensor:
+    """The bytes of rows: uint8 ``[n, row_bytes]``, in memory of their own."""
+    last = int(rows.max()) if len(rows) else -1
+    if last < field.split:
+        return _column(field, False, last)[rows]
+    out, beyond = torch.empty(len(rows), field.row_bytes, dtype=_BYTE), rows >= field.split
+    out[~beyond] = _column(field, False, field.split - 1)[rows[~beyond]]
+    out[beyond] = _column(field, True, last)[rows[beyond] - field.split]
+    return out
+
+
+def _store(field: _Field, rows: Tensor, data: Tensor) -> None:
+    """Write the bytes of rows, which are all different."""
+    last = int(rows.max()) if len(rows) else -1
+    here = rows < field.split
+    _column(field, False, min(last, field.split - 1))[rows[here]] = data[here]
+    if last >= field.split:
+        _column(field, True, last)[rows[~here] - field.split] = data[~here]
+
+
+# Elements
+
+
+def _elements(data: Tensor, code: int) -> Tensor:
+    """Bytes of rows as elements."""
+    return data.contiguous().view(_dtype(code))
+
+
+def _cut(numbers: Tensor, code: int) -> Tensor:
+    """Numbers as elements. Those of integers are rounded, half to even, and cut to the range; NaN becomes 0."""
+    dtype = _dtype(code)
+    if dtype is torch.bool:
+        return numbers != 0
+    if dtype.is_floating_point or numbers.dtype is dtype:
+        return numbers.to(dtype)
+    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    if not numbers.dtype.is_floating_point:
+        return numbers.long().clamp(low, high).to(dtype)
+    rounded = numbers.double().round()
+    # The greatest int64 is no float, and the next float does not fit.
+    out = rounded.nan_to_num(0).clamp(low, high).where(rounded < high, 0).to(dtype)
+    return out.where(~(rounded >= high), high)
+
+
+def _fits(numbers: Tensor, code: int) -> bool:
+    """Whether all numbers are in the range of an integer dtype."""
+    if not _is_integer(code) or _dtype(code) is torch.bool:
+        return True
+    low, high = torch.iinfo(_dtype(code)).min, torch.iinfo(_dtype(code)).max
+    if not numbers.dtype.is_floating_point:
+        return bool(((numbers.long() >= low) & (numbers.long() <= high)).all())
+    rounded = numbers.double().round()
+    return bool(((rounded >= low) & (rounded < float(high) + 1 if high < 2**53 else rounded < float(high))).all())
+
+
+def _decoded(field: _Field, elements: Tensor) -> Tensor:
+    """The numbers that stored elements stand for."""
+    numbers = elements.to(torch.float64 if field.is_wide else torch.float32)
+    return numbers * numbers.new_tensor(field.scale) + numbers.new_tensor(field.offset) if field.has_codec else numbers
+
+
+def _encoded(field: _Field, elements: Tensor, number: int) -> Tensor:
+    """Written elements as they are stored."""
+    if field.written_as_stored:
+        return elements
+    numbers = elements
+    if field.has_codec or not (_is_integer(field.written) and _is_integer(field.stored)):
+        wide = torch.float64 in (_dtype(field.written), _dtype(field.stored))
+        numbers = elements.to(torch.float64 if wide else torch.float32)
+    if field.has_codec:
+        numbers = (numbers - numbers.new_tensor(field.offset)) / numbers.new_tensor(field.scale)
+    if not _fits(numbers, field.stored):
+        raise unfit(number, field.stored)
+    return _cut(numbers, field.stored)
+
+
+# Reading
+
+
+class _Windows:
+    """The windows of drawn rows: ``rows[k]`` has the row after k steps of each, as far as it goes; ``length``."""
+
+    def __init__(self, drawn: Tensor, ring: Tensor, capacity: int, how: Reading) -> None:
+        steps, envs = capacity // how.envs, how.envs
+        self.newest = (int(ring[WRITTEN]) // envs + steps - 1) % steps
+        self.rows, self.length = [drawn], torch.ones_like(drawn)
+        goes_on = torch.ones_like(drawn, dtype=torch.bool)
+        for _ in range(how.n_steps - 1):
+            row = self.rows[-1]
+            step, env = row // envs, row % envs
+            goes_on = goes_on & (step != self.newest)
+            if how.ends is not None:
+                goes_on &= (how.ends.view(-1)[step // 64 * envs + env] >> step % 64) & 1 == 0
+            self.length += goes_on
+            self.rows.append(torch.where(goes_on, (row + envs) % capacity, row))
+        self.last = self.rows[-1]
+
+
+def _next_of(field: _Field, last: Tensor, windows: _Windows, capacity: int, how: Reading) -> Tensor:
+    """The bytes of the observations after rows."""
+    assert how.links is not None
+    envs, links = how.envs, how.links[last]
+    out = load(field, (last + envs) % capacity)
+    pending = last // envs == windows.newest
+    if pending.any():
+        found = _strided(field.pending, envs, field.side_stride, field.row_bytes)
+        out[pending] = found[last[pending] % envs]
+    aside = ~pending & (links > 0)
+    if aside.any():
+        entry = links[aside].long() - 1
+        found = _strided(field.entries, int(entry.max()) + 1, field.side_stride, field.row_bytes)
+        out[aside] = found[entry]
+    return out
+
+
+def _computed(
+    field: _Field, drawn: Tensor, windows: _Windows, capacity: int, how: Reading, mirrored: Tensor, at: Tensor
+) -> Tensor:
+    """Rows of the batch. ``mirrored`` says which; ``at`` has the positions of their random numbers."""
+    real = torch.float64 if field.is_wide else torch.float32
+    stored = numbers = None
+    if field.kind == STEPS:
+        numbers = windows.length.to(real)[:, None].repeat(1, field.elements)
+    elif field.kind == SUM:
+        total, discount = torch.zeros(len(drawn), field.elements, dtype=torch.float64), 1.0
+        for k, row in enumerate(windows.rows):
+            term = _decoded(field, _elements(load(field, row), field.stored)).double()
+            total = torch.where((windows.length > k)[:, None], total + discount * term if k else term, total)
+            discount *= how.gamma
+        numbers = total.to(real)
+    else:
+        row = drawn if field.kind == DRAWN else windows.last
+        data = _next_of(field, row, windows, capacity, how) if field.kind == NEXT else load(field, row)
+        stored = data if field.batch == OPAQUE and not field.pad else _elements(data, field.stored)
+    may_mirror = field.permutation != 0 and bool(mirrored.any())
+    bounded = (field.low, field.high) != (-math.inf, math.inf)
+    integers = _is_integer(field.stored) and _is_integer(field.batch)
+    moved = stored is not None and (field.stored == field.batch or integers)
+    if moved and not (field.has_codec or bounded or field.mean):
+        assert stored is not None
+        out = stored if field.stored == field.batch else _cut(stored, field.batch)
+        if not may_mirror:
+            return _shifted(field, out, how, at)
+    else:
+        out = None
+    if numbers is None:
+        assert stored is not None
+        numbers = _decoded(field, stored)
+    if may_mirror:
+        permutation = field.numbers(field.permutation, torch.int32).long()
+        turned = numbers[:, permutation] * field.numbers(field.sign, torch.float32).to(real)
+        numbers = torch.where(mirrored[:, None], turned, numbers)
+    if field.mean:
+        mean, factor = (field.numbers(each, torch.float32).to(real) for each in (field.mean, field.factor))
+        numbers = (numbers - mean) * factor
+    low, high = numbers.new_tensor(field.low), numbers.new_tensor(field.high)
+    numbers = torch.where(numbers < low, low, numbers)
+    result = _cut(torch.where(numbers > high, high, numbers), field.batch)
+    return _shifted(field, result if out is None else torch.where(mirrored[:, None], result, out), how, at)
+
+
+def _shifted(field: _Field, elements: Tensor, how: Reading, at: Tensor) -> Tensor:
+    if not field.pad or not len(elements):
+        return elements
+    assert how.noise is not None
+    first = at + 1 + 2 * field.pair
+    moves = (uniforms_at(int(how.noise[0]), torch.stack((first, first + 1))) * (2 * field.pad + 1)).long() - field.pad
+    y, x = (
+        (torch.arange(size) + by[:, None]).clamp_(0, size - 1)
+        for size, by in ((field.height, moves[0]), (field.width, moves[1]))
+    )
+    images = elements.view(len(elements), -1, field.height, field.width)
+    batch = torch.arange(len(elements))[:, None, None, None]
+    channel = torch.arange(images.shape[1])[:, None, None]
+    return images[batch, channel, y[:, None, :, None], x[:, None, None, :]].reshape(elements.shape)
+
+
+def _read(
+    table: Tensor, ring: Tensor, rng: Tensor | None, given: Tensor | None, n: int, capacity: int,
+    targets: list[Tensor], reading: tuple[Any, ...],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Fill ``targets``, bytes ``[rows, width]``, with a batch; returns index and generations."""
+    fields, how = fields_of(table), Reading() if table.shape[1] == ENTRY else Reading(*reading)
+    written, size, *_ = ring.tolist()
+    if n == 0:
+        nothing = torch.empty(0, dtype=torch.int64)
+        return nothing if given is None else given, nothing
+    if rng is not None:
+        if not size:
+            raise RuntimeError("can't sample from an empty storage")
+        index = (uniforms_at(int(rng[0]), torch.arange(n) + rng[OFFSET]) * size).long().clamp_(max=size - 1)
+        drawn = index
+    else:
+        assert given is not None
+        index = given
+        wrong = (index < -capacity) | (index >= capacity)
+        if wrong.any():
+            raise out_of_range(index, int(wrong.nonzero()[0]), capacity)
+        drawn = torch.where(index < 0, index + capacity, index)
+    _check_readable(table, fields, how)
+    windows = _Windows(drawn, ring, capacity, how)
+    if how.links is not None and any(field.kind == NEXT for field in fields):
+        gone = (how.links[windows.last] < 0) & (windows.last // how.envs != windows.newest)
+        if gone.any():
+            raise lost(given, int(gone.nonzero()[0]))
+    halves = 2 if how.mirror == DOUBLED else 1
+    for half in range(halves):
+        at, mirrored = torch.arange(half * n, half * n + n) * how.draws, torch.full((n,), half == 1)
+        if how.noise is not None:
+            at += how.noise[OFFSET]
+            if how.mirror == BY_CHANCE:
+                mirrored = uniforms_at(int(how.noise[0]), at) < 0.5
+        for field, target in zip(fields, targets, strict=True):
+            out = _computed(field, drawn, windows, capacity, how, mirrored, at)
+            target[half * n : half * n + n] = out.contiguous().view(_BYTE).view(n, target.shape[1])
+    if rng is not None:
+        rng[OFFSET] += n
+    if how.noise is not None:
+        how.noise[OFFSET] += how.rows(n) * how.draws
+    generation = (written - drawn + capacity - 1) // capacity
+    return (index.repeat(halves) if rng is not None else index), generation.repeat(halves)
+
+
+def _check_readable(table: Tensor, fields: list[_Field], how: Reading) -> None:
+    for number, field in enumerate(fields):
+        plain = (
+            field.kind < SUM
+            and field.stored == field.batch
+            and not (field.has_codec or field.mean or (field.low, field.high) != (-math.inf, math.inf))
+        )
+        mirrored = field.permutation != 0 and how.mirror != OFF
+        opaque = OPAQUE in (field.stored, field.batch) and table.shape[1] != ENTRY
+        if (field.kind == NEXT and how.links is None) or (opaque and (not plain or mirrored)):
+            raise unreadable(table, number)
+
+
+def _pieces(
+    table: Tensor, ring: Tensor, capacity: int, reading: tuple[Any, ...], n: int, arena_bytes: int
+) -> tuple[Tensor, list[Tensor]]:
+    """An arena for a batch of ``n`` drawn rows, and each key's piece of it, ``[rows, width]``. It checks arguments."""
+    check_storage(table, ring, capacity)
+    how, bytes_of_row = Reading(), ROW_BYTES
+    if table.shape[1] != ENTRY:
+        how, bytes_of_row = Reading(*reading), BATCH_BYTES
+        check_reading(how, capacity)
+    widths, rows = table[:, bytes_of_row].tolist(), how.rows(n)
+    offsets, size = arena_offsets(widths, rows)
+    if size != arena_bytes:
+        raise ValueError(f"an arena of {arena_bytes} bytes does not fit {rows} rows of {widths} bytes")
+    arena = torch.empty(arena_bytes, dtype=_BYTE)
+    return arena, [arena[at : at + rows * w].view(rows, w) for at, w in zip(offsets, widths, strict=True)]
+
+
+def _bytes_of(tensors: list[Tensor]) -> list[Tensor]:
+    """The memory of contiguous tensors, by rows."""
+    return [
+        _at(each.data_ptr(), each.nbytes).view(len(each), -1) if each.nbytes else torch.empty(len(each), 0, dtype=_BYTE)
+        for each in tensors
+    ]
+
+
+def gather(
+    table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int, *reading: Any
+) -> tuple[Tensor, Tensor]:
+    """See :data:`gpubuf.kernels.rows.gather`."""
+    n = length_of("index", index)
+    arena, pieces = _pieces(table, ring, capacity, reading, n, arena_bytes)
+    return arena, _read(table, ring, None, index, n, capacity, pieces, reading)[1]
+
+
+def gather_into(
+    table: Tensor, ring: Tensor, index: Tensor, capacity: int, tensors: list[Tensor], *reading: Any
+) -> Tensor:
+    """:func:`gather` into one tensor per key, ``[n, ...]`` or ``[2n, ...]``, contiguous; returns the generations."""
+    return _read(table, ring, None, index, index.numel(), capacity, _bytes_of(tensors), reading)[1]
+
+
+def sample(
+    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int, *reading: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :data:`gpubuf.kernels.rows.sample`."""
+    check_count(n)
+    check_state(rng)
+    arena, pieces = _pieces(table, ring, capacity, reading, n, arena_bytes)
+    return arena, *_read(table, ring, rng, None, n, capacity, pieces, reading)
+
+
+def sample_into(
+    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, tensors: list[Tensor], *reading: Any
+) -> tuple[Tensor, Tensor]:
+    """:func:`sample` into one tensor per key, as :func:`gather_into`; returns index and generations."""
+    return _read(table, ring, rng, None, n, capacity, _bytes_of(tensors), reading)
+
+
+# Writing
+
+
+def _takes(field: _Field, what: str) -> bool:
+    """Whether a write takes rows of a field from its source: of every field, of all but NEXT, or of NEXT alone."""
+    return bool(field.writes) and field.kind != STEPS and (what == "every" or (field.kind == NEXT) == (what == "next"))
+
+
+def _stored(
+    table: Tensor, fields: list[_Field], described: array[int], n: int, what: str, sources: Any
+) -> list[Tensor]:
+    """The rows of sources as they are stored, bytes ``[n, row_bytes]``; empty where a field is not taken.
+
+    Raises:
+        ValueError: a source has rows of another size, or a number does not fit.
+    """
+    found = []
+    for number, field in enumerate(fields):
+        address, stride, n_bytes = described[3 * number : 3 * number + 3]
+        width = field.row_bytes if field.written_as_stored else field.elements * _dtype(field.written).itemsize
+        if not _takes(field, what):
+            found.append(torch.empty(n, 0, dtype=_BYTE))
+            continue
+        if n_bytes != n * width:
+            raise misfit(table, sources[number], number, n)
+        data = _strided(address, n, width if stride == CONTIGUOUS else stride, width)
+        if not field.written_as_stored:
+            elements = _encoded(field, _elements(data, field.written), number).contiguous()
+            data = elements.view(_BYTE).view(n, field.row_bytes)
+        found.append(data)
+    return found
+
+
+def _links_of(fields: list[_Field], stored: list[Tensor]) -> list[tuple[_Field, Tensor, _Field, Tensor]]:
+    """For every NEXT field that is written: it, its rows, and those of the column that has the observations."""
+    found = []
+    for number, field in enumerate(fields):
+        if _takes(field, "next"):
+            for other, rows in zip(fields, stored, strict=True):
+                same = (other.device_rows, other.row_bytes) == (field.device_rows, field.row_bytes)
+                if other.kind != NEXT and _takes(other, "every") and same:
+                    found.append((field, stored[number], other, rows))
+                    break
+            else:
+                raise unlinked(number)
+    return found
+
+
+class _Aside:
+    """The entries aside: which are free, and who takes them."""
+
+    def __init__(self, owners: Tensor, bound: int) -> None:
+        self.owners, self._bound = owners, bound
+
+    def has_room(self, need: int) -> bool:
+        return need <= int((self.owners[:-1] < self._bound).sum())
+
+    def take(self, number: int) -> int:
+        slots, turn = len(self.owners) - 1, int(self.owners[-1])
+        while int(self.owners[turn % slots]) >= self._bound:
+            turn += 1
+        self.owners[turn % slots], self.owners[-1] = number, turn + 1
+        return turn % slots
+
+
+def _side(field: _Field, address: int, number: int) -> Tensor:
+    return _at(address + number * field.side_stride, field.row_bytes)
+
+
+def extend(
+    table: Tensor, sources: list[Tensor], ring: Tensor, n: int, capacity: int, envs: int = 1,
+    links: Tensor | None = None, owners: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """See :data:`gpubuf.kernels.rows.extend`."""
+    n_keys = check_storage(table, ring, capacity)
+    check_count(n)
+    check_source_count(sources, n_keys)
+    check_sharing(links, owners, n, capacity, envs)
+    if n == 0:
+        return torch.empty(0, dtype=torch.int64)
+    described, _alive = describe_sources(sources, n)
+    return _extend(table, described, ring, n, capacity, envs, links, owners, sources)
+
+
+def _extend(
+    table: Tensor, described: array[int], ring: Tensor, n: int, capacity: int, envs: int, links: Tensor | None,
+    owners: Tensor | None, sources: Any,
+) -> Tensor:  # fmt: skip
+    fields, written, size = fields_of(table), int(ring[WRITTEN]), int(ring[SIZE])
+    kept = min(n, capacity)
+    stored = [rows[n - kept :] for rows in _stored(table, fields, described, n, "every", sources)]
+    if links is not None and owners is not None:
+        _link(fields, stored, written, size, n, kept, capacity, envs, links, owners)
+    else:
+        for number, field in enumerate(fields):
+            if _takes(field, "next"):
+                raise unlinked(number)
+    rows = (torch.arange(n - kept, n) + written) % capacity
+    for field, data in zip(fields, stored, strict=True):
+        if _takes(field, "others"):
+            _store(field, rows, data)
+    ring[WRITTEN], ring[SIZE] = written + n, min(size + n, capacity)
+    return (torch.arange(n) + written) % capacity
+
+
+def _link(
+    fields: list[_Field], stored: list[Tensor], written: int, size: int, n: int, kept: int, capacity: int, envs: int,
+    links: Tensor, owners: Tensor,
+) -> None:  # fmt: skip
+    """Move next observations aside, the old pending ones first; those of the last step become pending."""
+    shared, had_pending = _links_of(fields, stored), size > 0 and n < capacity
+    before, aside = torch.zeros(envs, dtype=torch.bool), torch.zeros(kept, dtype=torch.bool)
+    for field, rows, _, after in shared:
+        if had_pending:
+            old = _strided(field.pending, envs, field.side_stride, field.row_bytes)
+            before |= (old != after[:envs]).any(-1)
+        aside[: kept - envs] |= (rows[: kept - envs] != after[envs:]).any(-1)
+    free = _Aside(owners, max(written - size, written + n - capacity))
+    need = int(before.sum()) + int(aside.sum())
+    if not free.has_room(need):
+        raise no_room(need, n)
+    if had_pending:
+        first = (written - envs) % capacity
+        for e in range(envs):
+            entry = free.take(written - envs + e) if before[e] else -1
+            links[first + e] = entry + 1
+            for field, *_ in shared:
+                if entry >= 0:
+                    _side(field, field.entries, entry).copy_(_side(field, field.pending, e))
+    number = written + n - kept
+    places = (torch.arange(kept) + number) % capacity
+    links[places] = IN_SUCCESSOR
+    for i in aside.nonzero()[:, 0].tolist():
+        entry = free.take(number + i)
+        links[places[i]] = entry + 1
+        for field, rows, *_ in shared:
+            _side(field, field.entries, entry).copy_(rows[i])
+    for field, rows, *_ in shared:
+        _strided(field.pending, envs, field.side_stride, field.row_bytes).copy_(rows[kept - envs :])
+
+
+class PreparedExtend:
+    """:func:`extend` with ``n >= 1`` rows of contiguous sources at known addresses. Arguments are checked here.
+
+    Attributes:
+        described: address, ``CONTIGUOUS`` and bytes of each source, one after the other. An address may be changed
+            before a call to that of other memory of this size; whoever does so keeps it alive.
+    """
+
+    def __init__(
+        self, table: Tensor, sources: list[Tensor], ring: Tensor, n: int, capacity: int, keeps_index: bool,
+        envs: int = 1, links: Tensor | None = None, owners: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        n_keys = check_storage(table, ring, capacity)
+        check_count(n)
+        check_source_count(sources, n_keys)
+        check_sharing(links, owners, n, capacity, envs)
+        self.described, alive = describe_sources(sources, n)
+        self._arguments = table, self.described, ring, n, capacity, envs, links, owners, sources
+        self._alive = alive
+
+    def __call__(self) -> Tensor | None:
+        """Write what is in the memory now. Returns the index.
+
+        None: the rows were refused, and nothing is written. The operation itself says why.
+        """
+        try:
+            return _extend(*self._arguments)
+        except (ValueError, NoRoomError):
+            return None
+
+
+def _last_of_each(rows: Tensor) -> Tensor:
+    """The places of the last entries of every row, rising."""
+    ordered, order = rows.sort(stable=True)
+    last = torch.ones(len(rows), dtype=torch.bool)
+    last[:-1] = ordered[1:] != ordered[:-1]
+    return order[last].sort().values
+
+
+def _found(index: Tensor, capacity: int) -> Tensor:
+    """Rows by their index, which may count from the end; IndexError if one is out of range."""
+    wrong = (index < -capacity) | (index >= capacity)
+    if wrong.any():
+        raise out_of_range(index, int(wrong.nonzero()[0]), capacity)
+    return torch.where(index < 0, index + capacity, index)
+
+
+def write(
+    table: Tensor, sources: list[Tensor], ring: Tensor, index: Tensor, capacity: int, generation: Tensor | None = None
+) -> None:
+    """See :data:`gpubuf.kernels.rows.write`."""
+    n_keys, n = check_storage(table, ring, capacity), length_of("index", index)
+    check_generation(generation, n)
+    check_source_count(sources, n_keys)
+    if n == 0:
+        return
+    fields, rows = fields_of(table), _found(index, capacity)
+    described, _alive = describe_sources(sources, n)
+    stored = _stored(table, fields, described, n, "others", sources)
+    places = torch.arange(n)
+    if generation is not None:
+        places = places[generation == (int(ring[WRITTEN]) - rows + capacity - 1) // capacity]
+    places = places[_last_of_each(rows[places])]
+    for field, data in zip(fields, stored, strict=True):
+        if _takes(field, "others"):
+            _store(field, rows[places], data[places])
+
+
+def relink(
+    table: Tensor, sources: list[Tensor], ring: Tensor, index: Tensor, capacity: int, envs: int, links: Tensor,
+    owners: Tensor,
+) -> None:  # fmt: skip
+    """See :data:`gpubuf.kernels.rows.relink`."""
+    n_keys, n = check_storage(table, ring, capacity), length_of("index", index)
+    check_source_count(sources, n_keys)
+    check_sharing(links, owners, 0, capacity, envs)
+    if n == 0:
+        return
+    fields, rows, (written, size, *_) = fields_of(table), _found(index, capacity), ring.tolist()
+    if (rows >= size).any():
+        raise not_stored(index, int((rows >= size).nonzero()[0]), capacity)
+    described, _alive = describe_sources(sources, n)
+    stored = _stored(table, fields, described, n, "next", sources)
+    shared = [(field, data) for field, data in zip(fields, stored, strict=True) if _takes(field, "next")]
+    newest = (written - envs) % capacity
+    places = _last_of_each(rows)
+    others = places[(rows[places] < newest) | (rows[places] >= newest + envs)]
+    differs = torch.zeros(len(others), dtype=torch.bool)
+    for field, data in shared:
+        differs |= (data[others] != load(field, (rows[others] + envs) % capacity)).any(-1)
+    old = links[rows[others]].long()
+    before = owners.clone()
+    owners[old[old > 0] - 1] = -1
+    free = _Aside(owners, written - size)
+    if not free.has_room(int(differs.sum())):
+        owners.copy_(before)
+        raise no_room(int(differs.sum()), n)
+    aside = dict(zip(others.tolist(), differs.tolist(), strict=True))
+    for i in places.tolist():
+        row = int(rows[i])
+        if i not in aside:
+            for field, data in shared:
+                _side(field, field.pending, row - newest).copy_(data[i])
+            continue
+        entry = free.take(written - 1 - (written - 1 - row) % capacity) if aside[i] else -1
+        links[row] = entry + 1
+        for field, data in shared:
+            if entry >= 0:
+                _side(field, field.entries, entry).copy_(data[i])
+
+
+def keep(place: tuple[int, int, int, int], index: Tensor | None, n: int, capacity: int, journal: int) -> None:
+    """Copy the rows that a write is about to replace to an address, in the form of a journal; its state is left alone.
+
+    ``place`` has the addresses of the table, of the numbers of the keys, how many they are, and that of the ring.
+    ``index`` is int64 ``[n]``, contiguous; None: the rows from the cursor on.
+
+    Raises:
+        IndexError: an index is out of range.
+    """
+    table_address, keys_address, n_keys, ring_address = place
+    keys = _at(keys_address, 8 * n_keys).view(torch.int64).tolist()
+    written, size, *_ = _at(ring_address, 32).view(torch.int64).tolist()
+    rows = (torch.arange(n) + written) % capacity if index is None else _found(index, capacity)
+    parts = [torch.tensor(keys, dtype=torch.int64).view(_BYTE), rows.view(_BYTE)]
+    for key in keys:
+        (field,) = fields_of(_at(table_address + 8 * ENTRY * key, 8 * ENTRY).view(torch.int64).view(1, -1))
+        data = load(field, rows).view(-1)
+        parts += [data, torch.zeros(-len(data) % 8, dtype=_BYTE)]
+    body = torch.cat(parts)
+    words = _at(journal, 8 * JOURNAL_WORDS + len(body)).view(torch.int64)
+    words[JOURNAL_WRITTEN], words[JOURNAL_SIZE] = written, size
+    words[JOURNAL_ROWS], words[JOURNAL_KEYS] = n, n_keys
+    words[JOURNAL_WORDS:] = body.view(torch.int64)
+    words[JOURNAL_CHECK] = words[JOURNAL_CHECK + 1 :].sum()
