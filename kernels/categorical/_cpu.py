@@ -13,7 +13,7 @@ from gpubuf.kernels.td._cpu import factors, reduced
 
 def _places(mass: Tensor) -> Tensor:
     """The expected place of each distribution ``[..., A]``, in units of atoms."""
-    return mass @ torch.arange(mass.shape[-1], dtype=mass.dtype)
+    return mass @ torch.arange(mass.shape[-1], dtype=mass.dtype, device="cpu")
 
 
 @plain(categorical.categorical_target)
@@ -29,16 +29,16 @@ def target(
     elif target == MIN:
         # A NaN is the smallest.
         first = _places(mass).argmin(0)
-        mass = mass[first, torch.arange(n)].unsqueeze(0)
+        mass = mass[first, torch.arange(n, device="cpu")].unsqueeze(0)
     # All mass of a terminated row moves to one place, however it is distributed.
-    mass = torch.where(ended, (torch.arange(atoms) == 0).to(mass.dtype), mass)
+    mass = torch.where(ended, (torch.arange(atoms, device="cpu") == 0).to(mass.dtype), mass)
     # Atom j moves to the place start + slope j, in units of atoms.
     slope = gamma if steps is None else gamma ** steps.view(n, 1)
     bonus = 0 if next_log_prob is None or alpha is None else alpha * next_log_prob.view(n, 1)
     slope = torch.where(ended, 0, slope)
     start = (reward if reward_scale is None else reward * reward_scale).view(n, 1) - v_min
     start = (start + torch.where(ended, 0, slope * (v_min - bonus))) / spacing
-    place = torch.addcmul(start, slope, torch.arange(atoms, dtype=mass.dtype)).clamp_(0, atoms - 1)
+    place = torch.addcmul(start, slope, torch.arange(atoms, dtype=mass.dtype, device="cpu")).clamp_(0, atoms - 1)
     # A NaN at a place, or in the logits, is in all masses of its row.
     wrong = place.isnan().any(-1) | mass.isnan().any(-1)
     lower = place.nan_to_num_(0).floor()
@@ -59,7 +59,7 @@ def expected_value(logits: Tensor, v_min: float, v_max: float, atoms: int) -> Te
 def expected_value_backward(
     grad: Tensor, logits: Tensor, value: Tensor, v_min: float, v_max: float, atoms: int
 ) -> Tensor:
-    z = torch.arange(atoms, dtype=logits.dtype) * ((v_max - v_min) / (atoms - 1)) + v_min
+    z = torch.arange(atoms, dtype=logits.dtype, device="cpu") * ((v_max - v_min) / (atoms - 1)) + v_min
     return logits.softmax(-1) * (grad.unsqueeze(-1) * (z - value.unsqueeze(-1)))
 
 

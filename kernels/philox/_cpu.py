@@ -28,4 +28,4 @@ def uniform(rng: Tensor, n: int) -> Tensor:
     check_request(rng, n)
     seed, offset, _ = rng.tolist()
     rng[OFFSET] += n
-    return uniforms_at(seed, torch.arange(n) + offset)
+    return uniforms_at(seed, torch.arange(n, device="cpu") + offset)

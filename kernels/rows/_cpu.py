@@ -22,12 +22,6 @@ from gpubuf.kernels.rows import (
     DTYPES,
     ENTRY,
     IN_SUCCESSOR,
-    JOURNAL_CHECK,
-    JOURNAL_KEYS,
-    JOURNAL_ROWS,
-    JOURNAL_SIZE,
-    JOURNAL_WORDS,
-    JOURNAL_WRITTEN,
     NEXT,
     OFF,
     OPAQUE,
@@ -137,14 +131,14 @@ def _is_integer(code: int) -> bool:
 def _at(address: int, n_bytes: int) -> Tensor:
     """The bytes at an address: uint8 ``[n_bytes]``."""
     if not n_bytes:
-        return torch.empty(0, dtype=_BYTE)
+        return torch.empty(0, dtype=_BYTE, device="cpu")
     return torch.frombuffer((ctypes.c_uint8 * n_bytes).from_address(address), dtype=_BYTE)
 
 
 def _strided(address: int, n: int, stride: int, row_bytes: int) -> Tensor:
     """``n`` rows at an address: uint8 ``[n, row_bytes]``."""
     if not n * row_bytes:
-        return torch.empty(n, row_bytes, dtype=_BYTE)
+        return torch.empty(n, row_bytes, dtype=_BYTE, device="cpu")
     return _at(address, (n - 1) * stride + row_bytes).as_strided((n, row_bytes), (stride, 1))
 
 
@@ -161,7 +155,7 @@ def load(field: _Field, rows: Tensor) -> Tensor:
     last = int(rows.max()) if len(rows) else -1
     if last < field.split:
         return _column(field, False, last)[rows]
-    out, beyond = torch.empty(len(rows), field.row_bytes, dtype=_BYTE), rows >= field.split
+    out, beyond = torch.empty(len(rows), field.row_bytes, dtype=_BYTE, device="cpu"), rows >= field.split
     out[~beyond] = _column(field, False, field.split - 1)[rows[~beyond]]
     out[beyond] = _column(field, True, last)[rows[beyond] - field.split]
     return out
@@ -280,7 +274,7 @@ def _computed(
     if field.kind == STEPS:
         numbers = windows.length.to(real)[:, None].repeat(1, field.elements)
     elif field.kind == SUM:
-        total, discount = torch.zeros(len(drawn), field.elements, dtype=torch.float64), 1.0
+        total, discount = torch.zeros(len(drawn), field.elements, dtype=torch.float64, device="cpu"), 1.0
         for k, row in enumerate(windows.rows):
             term = _decoded(field, _elements(load(field, row), field.stored)).double()
             total = torch.where((windows.length > k)[:, None], total + discount * term if k else term, total)
@@ -324,12 +318,12 @@ def _shifted(field: _Field, elements: Tensor, how: Reading, at: Tensor) -> Tenso
     first = at + 1 + 2 * field.pair
     moves = (uniforms_at(int(how.noise[0]), torch.stack((first, first + 1))) * (2 * field.pad + 1)).long() - field.pad
     y, x = (
-        (torch.arange(size) + by[:, None]).clamp_(0, size - 1)
+        (torch.arange(size, device="cpu") + by[:, None]).clamp_(0, size - 1)
         for size, by in ((field.height, moves[0]), (field.width, moves[1]))
     )
     images = elements.view(len(elements), -1, field.height, field.width)
-    batch = torch.arange(len(elements))[:, None, None, None]
-    channel = torch.arange(images.shape[1])[:, None, None]
+    batch = torch.arange(len(elements), device="cpu")[:, None, None, None]
+    channel = torch.arange(images.shape[1], device="cpu")[:, None, None]
     return images[batch, channel, y[:, None, :, None], x[:, None, None, :]].reshape(elements.shape)
 
 
@@ -341,12 +335,14 @@ def _read(
     fields, how = fields_of(table), Reading() if table.shape[1] == ENTRY else Reading(*reading)
     written, size, *_ = ring.tolist()
     if n == 0:
-        nothing = torch.empty(0, dtype=torch.int64)
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         return nothing if given is None else given, nothing
     if rng is not None:
         if not size:
             raise RuntimeError("can't sample from an empty storage")
-        index = (uniforms_at(int(rng[0]), torch.arange(n) + rng[OFFSET]) * size).long().clamp_(max=size - 1)
+        index = (
+            (uniforms_at(int(rng[0]), torch.arange(n, device="cpu") + rng[OFFSET]) * size).long().clamp_(max=size - 1)
+        )
         drawn = index
     else:
         assert given is not None
@@ -363,7 +359,10 @@ def _read(
             raise lost(given, int(gone.nonzero()[0]))
     halves = 2 if how.mirror == DOUBLED else 1
     for half in range(halves):
-        at, mirrored = torch.arange(half * n, half * n + n) * how.draws, torch.full((n,), half == 1)
+        at, mirrored = (
+            torch.arange(half * n, half * n + n, device="cpu") * how.draws,
+            torch.full((n,), half == 1, device="cpu"),
+        )
         if how.noise is not None:
             at += how.noise[OFFSET]
             if how.mirror == BY_CHANCE:
@@ -405,14 +404,16 @@ def _pieces(
     offsets, size = arena_offsets(widths, rows)
     if size != arena_bytes:
         raise ValueError(f"an arena of {arena_bytes} bytes does not fit {rows} rows of {widths} bytes")
-    arena = torch.empty(arena_bytes, dtype=_BYTE)
+    arena = torch.empty(arena_bytes, dtype=_BYTE, device="cpu")
     return arena, [arena[at : at + rows * w].view(rows, w) for at, w in zip(offsets, widths, strict=True)]
 
 
 def _bytes_of(tensors: list[Tensor]) -> list[Tensor]:
     """The memory of contiguous tensors, by rows."""
     return [
-        _at(each.data_ptr(), each.nbytes).view(len(each), -1) if each.nbytes else torch.empty(len(each), 0, dtype=_BYTE)
+        _at(each.data_ptr(), each.nbytes).view(len(each), -1)
+        if each.nbytes
+        else torch.empty(len(each), 0, dtype=_BYTE, device="cpu")
         for each in tensors
     ]
 
@@ -471,7 +472,7 @@ def _stored(
         address, stride, n_bytes = described[3 * number : 3 * number + 3]
         width = field.row_bytes if field.written_as_stored else field.elements * _dtype(field.written).itemsize
         if not _takes(field, what):
-            found.append(torch.empty(n, 0, dtype=_BYTE))
+            found.append(torch.empty(n, 0, dtype=_BYTE, device="cpu"))
             continue
         if n_bytes != n * width:
             raise misfit(table, sources[number], number, n)
@@ -529,7 +530,7 @@ def extend(
     check_source_count(sources, n_keys)
     check_sharing(links, owners, n, capacity, envs)
     if n == 0:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     described, _alive = describe_sources(sources, n)
     return _extend(table, described, ring, n, capacity, envs, links, owners, sources)
 
@@ -547,12 +548,12 @@ def _extend(
         for number, field in enumerate(fields):
             if _takes(field, "next"):
                 raise unlinked(number)
-    rows = (torch.arange(n - kept, n) + written) % capacity
+    rows = (torch.arange(n - kept, n, device="cpu") + written) % capacity
     for field, data in zip(fields, stored, strict=True):
         if _takes(field, "others"):
             _store(field, rows, data)
     ring[WRITTEN], ring[SIZE] = written + n, min(size + n, capacity)
-    return (torch.arange(n) + written) % capacity
+    return (torch.arange(n, device="cpu") + written) % capacity
 
 
 def _link(
@@ -561,7 +562,7 @@ def _link(
 ) -> None:  # fmt: skip
     """Move next observations aside, the old pending ones first; those of the last step become pending."""
     shared, had_pending = _links_of(fields, stored), size > 0 and n < capacity
-    before, aside = torch.zeros(envs, dtype=torch.bool), torch.zeros(kept, dtype=torch.bool)
+    before, aside = torch.zeros(envs, dtype=torch.bool, device="cpu"), torch.zeros(kept, dtype=torch.bool, device="cpu")
     for field, rows, _, after in shared:
         if had_pending:
             old = _strided(field.pending, envs, field.side_stride, field.row_bytes)
@@ -580,7 +581,7 @@ def _link(
                 if entry >= 0:
                     _side(field, field.entries, entry).copy_(_side(field, field.pending, e))
     number = written + n - kept
-    places = (torch.arange(kept) + number) % capacity
+    places = (torch.arange(kept, device="cpu") + number) % capacity
     links[places] = IN_SUCCESSOR
     for i in aside.nonzero()[:, 0].tolist():
         entry = free.take(number + i)
@@ -625,7 +626,7 @@ class PreparedExtend:
 def _last_of_each(rows: Tensor) -> Tensor:
     """The places of the last entries of every row, rising."""
     ordered, order = rows.sort(stable=True)
-    last = torch.ones(len(rows), dtype=torch.bool)
+    last = torch.ones(len(rows), dtype=torch.bool, device="cpu")
     last[:-1] = ordered[1:] != ordered[:-1]
     return order[last].sort().values
 
@@ -650,7 +651,7 @@ def write(
     fields, rows = fields_of(table), _found(index, capacity)
     described, _alive = describe_sources(sources, n)
     stored = _stored(table, fields, described, n, "others", sources)
-    places = torch.arange(n)
+    places = torch.arange(n, device="cpu")
     if generation is not None:
         places = places[generation == (int(ring[WRITTEN]) - rows + capacity - 1) // capacity]
     places = places[_last_of_each(rows[places])]
@@ -678,7 +679,7 @@ def relink(
     newest = (written - envs) % capacity
     places = _last_of_each(rows)
     others = places[(rows[places] < newest) | (rows[places] >= newest + envs)]
-    differs = torch.zeros(len(others), dtype=torch.bool)
+    differs = torch.zeros(len(others), dtype=torch.bool, device="cpu")
     for field, data in shared:
         differs |= (data[others] != load(field, (rows[others] + envs) % capacity)).any(-1)
     old = links[rows[others]].long()
@@ -700,29 +701,3 @@ def relink(
         for field, data in shared:
             if entry >= 0:
                 _side(field, field.entries, entry).copy_(data[i])
-
-
-def keep(place: tuple[int, int, int, int], index: Tensor | None, n: int, capacity: int, journal: int) -> None:
-    """Copy the rows that a write is about to replace to an address, in the form of a journal; its state is left alone.
-
-    ``place`` has the addresses of the table, of the numbers of the keys, how many they are, and that of the ring.
-    ``index`` is int64 ``[n]``, contiguous; None: the rows from the cursor on.
-
-    Raises:
-        IndexError: an index is out of range.
-    """
-    table_address, keys_address, n_keys, ring_address = place
-    keys = _at(keys_address, 8 * n_keys).view(torch.int64).tolist()
-    written, size, *_ = _at(ring_address, 32).view(torch.int64).tolist()
-    rows = (torch.arange(n) + written) % capacity if index is None else _found(index, capacity)
-    parts = [torch.tensor(keys, dtype=torch.int64).view(_BYTE), rows.view(_BYTE)]
-    for key in keys:
-        (field,) = fields_of(_at(table_address + 8 * ENTRY * key, 8 * ENTRY).view(torch.int64).view(1, -1))
-        data = load(field, rows).view(-1)
-        parts += [data, torch.zeros(-len(data) % 8, dtype=_BYTE)]
-    body = torch.cat(parts)
-    words = _at(journal, 8 * JOURNAL_WORDS + len(body)).view(torch.int64)
-    words[JOURNAL_WRITTEN], words[JOURNAL_SIZE] = written, size
-    words[JOURNAL_ROWS], words[JOURNAL_KEYS] = n, n_keys
-    words[JOURNAL_WORDS:] = body.view(torch.int64)
-    words[JOURNAL_CHECK] = words[JOURNAL_CHECK + 1 :].sum()

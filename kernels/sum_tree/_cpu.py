@@ -45,7 +45,7 @@ def _refresh(
     leaves: Tensor, nodes: Tensor, eligible: Tensor | None, capacity: int, fan_out: int, touched: Tensor
 ) -> None:
     """Recompute the parents ``touched`` of leaves, and all nodes above them, from their children."""
-    planes, children = nodes.view(3, -1), torch.arange(fan_out)
+    planes, children = nodes.view(3, -1), torch.arange(fan_out, device="cpu")
     below, here, sizes = -1, 0, level_sizes(capacity, fan_out)
     for size in sizes:
         at = touched[:, None] * fan_out + children
@@ -64,7 +64,7 @@ def build(
 ) -> None:  # fmt: skip
     """See :data:`gpubuf.kernels.sum_tree.build`."""
     check_tree(leaves, nodes, scalars, eligible, capacity, fan_out)
-    _refresh(leaves, nodes, eligible, capacity, fan_out, torch.arange(-(-capacity // fan_out)))
+    _refresh(leaves, nodes, eligible, capacity, fan_out, torch.arange(-(-capacity // fan_out), device="cpu"))
 
 
 def refresh(
@@ -112,7 +112,7 @@ def update(
         return
     rows, order = rows.sort(stable=True)
     # Of duplicates the last one.
-    last = torch.ones(len(rows), dtype=torch.bool)
+    last = torch.ones(len(rows), dtype=torch.bool, device="cpu")
     last[:-1] = rows[1:] != rows[:-1]
     rows = rows[last]
     leaves[rows] = _weight_of(given[order[last]], scalars)
@@ -151,8 +151,12 @@ def draw(
     if n and not total > 0:
         raise nothing_to_draw(eligible)
     mass = uniform(rng, n)
-    mass = ((torch.arange(n) + mass) / n if stratified and n else mass) * total
-    index, children, start = torch.zeros(n, dtype=torch.int64), torch.arange(fan_out), planes.shape[1] - 1
+    mass = ((torch.arange(n, device="cpu") + mass) / n if stratified and n else mass) * total
+    index, children, start = (
+        torch.zeros(n, dtype=torch.int64, device="cpu"),
+        torch.arange(fan_out, device="cpu"),
+        planes.shape[1] - 1,
+    )
     # Down from the root, which has no number of its own to choose from.
     for size in [*level_sizes(capacity, fan_out)[-2::-1], 0]:
         start -= size

@@ -14,7 +14,6 @@ from gpubuf.kernels.rows import ENTRY, SIZE, WRITTEN
 from gpubuf.kernels.rows._cpu import fields_of, load
 from gpubuf.kernels.trajectories import Rule, Slices, bit_levels, level_sizes, new_slices, touched_rows
 from gpubuf.kernels.trajectories._check import (
-    check_compare,
     check_draw,
     check_eligible,
     check_ends,
@@ -26,13 +25,13 @@ from gpubuf.kernels.trajectories._check import (
     too_short,
 )
 
-_BITS = torch.arange(64)
+_BITS = torch.arange(64, device="cpu")
 
 
 def _packed(flags: Tensor) -> Tensor:
     """Flags ``[T, E]`` as words ``[ceil(T / 64), E]``."""
     words = -(-len(flags) // 64)
-    padded = torch.zeros(64 * words, flags.shape[1], dtype=torch.int64)
+    padded = torch.zeros(64 * words, flags.shape[1], dtype=torch.int64, device="cpu")
     padded[: len(flags)] = flags
     return (padded.view(words, 64, -1) << _BITS[:, None]).sum(1)
 
@@ -52,7 +51,7 @@ class _Ring:
         self.cursor = int(ring[WRITTEN]) // envs % steps
         self.oldest = self.cursor if self.filled == steps else 0
         self._ends = ends.view(-1)
-        self.step = (torch.arange(self.filled) + self.oldest) % steps
+        self.step = (torch.arange(self.filled, device="cpu") + self.oldest) % steps
         self.flags = self.all_flags()[self.step]
 
     def all_flags(self) -> Tensor:
@@ -72,15 +71,15 @@ class _Ring:
     @functools.cached_property
     def last(self) -> Tensor:
         """The age of the last step of each step's trajectory, ``[filled, E]``."""
-        ages = torch.arange(self.filled)[:, None]
+        ages = torch.arange(self.filled, device="cpu")[:, None]
         ends = torch.where(self.flags, ages, self.filled - 1)
         return ends.flip(0).cummin(0).values.flip(0) if self.filled else ends
 
     @functools.cached_property
     def first(self) -> Tensor:
         """The age of the first step of each step's trajectory, ``[filled, E]``."""
-        ages = torch.arange(1, self.filled + 1)[:, None]
-        after = torch.zeros(self.filled, self.envs, dtype=torch.int64)
+        ages = torch.arange(1, self.filled + 1, device="cpu")[:, None]
+        after = torch.zeros(self.filled, self.envs, dtype=torch.int64, device="cpu")
         after[1:] = torch.where(self.flags, ages, 0)[:-1]
         return after.cummax(0).values if self.filled else after
 
@@ -97,7 +96,7 @@ class _Ring:
     def laid_out(self, age: Tensor, env: Tensor, length: Tensor, slice_len: int) -> Slices:
         """The slices that begin at some ages."""
         index, _, last = new_slices(age, len(age), slice_len)
-        at = torch.arange(slice_len)
+        at = torch.arange(slice_len, device="cpu")
         steps = torch.minimum(at, (length - 1)[:, None])
         index.copy_(self.rows_of(age[:, None] + steps, env[:, None]).view(-1))
         last.copy_((at == (length - 1)[:, None]).view(-1))
@@ -134,10 +133,10 @@ def _trajectories(ring: _Ring, rule: Rule) -> tuple[Tensor, Tensor, Tensor, Tens
 def _sum_up(sums: Tensor, ring: _Ring, fan_out: int, rule: Rule) -> None:
     word, weight, *_ = _trajectories(ring, rule)
     sizes = level_sizes(ring.steps, ring.envs, fan_out)
-    level = torch.zeros(sizes[0], dtype=torch.int64).index_add_(0, word, weight)
+    level = torch.zeros(sizes[0], dtype=torch.int64, device="cpu").index_add_(0, word, weight)
     levels = [level]
     for size in sizes[1:]:
-        level = torch.zeros(size, dtype=torch.int64)
+        level = torch.zeros(size, dtype=torch.int64, device="cpu")
         found = levels[-1].view(-1, fan_out).sum(1)
         level[: len(found)] = found
         levels.append(level)
@@ -147,11 +146,11 @@ def _sum_up(sums: Tensor, ring: _Ring, fan_out: int, rule: Rule) -> None:
 def _read_flags(ring: _Ring, signals: Tensor, by_id: bool, n: int) -> None:
     """Set the flags of the newest ``n`` steps, and of the one before them with identifiers."""
     steps, envs, filled = ring.steps, ring.envs, ring.filled
-    flags = torch.zeros(steps, envs, dtype=torch.bool) if n >= steps else ring.all_flags()
+    flags = torch.zeros(steps, envs, dtype=torch.bool, device="cpu") if n >= steps else ring.all_flags()
     if filled and n:
         read = ring.step[max(filled - min(n, filled) - by_id, 0) :]
-        rows = (read[:, None] * envs + torch.arange(envs)).view(-1)
-        found = torch.zeros(len(rows), dtype=torch.bool)
+        rows = (read[:, None] * envs + torch.arange(envs, device="cpu")).view(-1)
+        found = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
         for k, field in enumerate(fields_of(signals.view(-1, ENTRY))):
             data = load(field, rows)
             if by_id and k == 0:
@@ -184,26 +183,6 @@ def prepared_ends(
     To be called as often as one likes, as long as the caller, who vouches for the arguments, keeps the tensors alive.
     """
     return lambda: _read_flags(_Ring(ends, ring, steps, envs), signals, by_id, n)
-
-
-def compare(breaks: Tensor, ring: Tensor, pairs: Tensor, index: Tensor | None, n: int, steps: int, envs: int) -> None:
-    """See :data:`gpubuf.kernels.trajectories.compare`."""
-    check_compare(breaks, pairs, index, n, steps, envs)
-    filled, capacity = min(int(ring[SIZE]) // envs, steps), steps * envs
-    newest = (int(ring[WRITTEN]) // envs - 1) % steps
-    oldest = (newest + 1 - filled) % steps
-    if index is None:
-        step = (torch.arange(max(filled - n - 1, 0), filled) + oldest) % steps
-        rows = (step[:, None] * envs + torch.arange(envs)).view(-1)
-    else:
-        rows = torch.where(index < 0, index + capacity, index)
-        rows = rows[(rows >= 0) & (rows < capacity)]
-        rows = torch.cat((rows, (rows - envs) % capacity))
-        rows = rows[(rows // envs - oldest) % steps < filled]
-    found = torch.zeros(len(rows), dtype=torch.bool)
-    for here, there in zip(*[iter(fields_of(pairs.view(-1, ENTRY)))] * 2, strict=True):
-        found |= (load(here, rows) != load(there, (rows + envs) % capacity)).any(-1)
-    breaks.view(-1)[rows] = (found & (rows // envs != newest)).to(torch.uint8)
 
 
 def resum(ends: Tensor, sums: Tensor, ring: Tensor, *index: int) -> None:
@@ -271,11 +250,11 @@ def update_eligible(
     check_ends(ends, ring, steps, envs)
     check_eligible(eligible, n, need, steps, envs)
     view, count = _Ring(ends, ring, steps, envs), touched_rows(n, need, steps, envs) // envs
-    ages = torch.arange(view.filled)[:, None]
-    can_start = torch.zeros(steps, envs, dtype=torch.bool)
+    ages = torch.arange(view.filled, device="cpu")[:, None]
+    can_start = torch.zeros(steps, envs, dtype=torch.bool, device="cpu")
     can_start[view.step] = (view.last - ages + 1 >= need) | ((view.first == ages) & starts_too)
-    touched = (torch.arange(count) + view.cursor + 1 - count) % steps
+    touched = (torch.arange(count, device="cpu") + view.cursor + 1 - count) % steps
     flags = _unpacked(eligible.view(-1, 1), steps * envs).view(steps, envs)
     flags[touched] = can_start[touched]
     eligible.view(-1).copy_(_packed(flags.reshape(-1, 1)).view(-1))
-    return (touched[:, None] * envs + torch.arange(envs)).view(-1)
+    return (touched[:, None] * envs + torch.arange(envs, device="cpu")).view(-1)
