@@ -25,7 +25,7 @@ from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.actor_critic import leaf_of
 from gpubuf.objectives.base import warn
-from gpubuf.objectives.batch import REDUCTIONS, counting_rows
+from gpubuf.objectives.batch import REDUCTIONS
 from gpubuf.objectives.networks import run_counting
 from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
 from gpubuf.objectives.values import TDLossModule
@@ -107,7 +107,7 @@ def policy_logits(actor: Any, tensordict: TensorDictBase) -> Tensor:
     """
     last: Any = actor[-1] if type(actor) is ProbabilisticTensorDictSequential and not actor.return_composite else None
     plain = type(last) is ProbabilisticTensorDictModule and last.distribution_class in (Categorical, OneHotCategorical)
-    return run_counting(actor, counting_rows(tensordict, actor.in_keys), lambda: _logits(actor, tensordict, plain))
+    return run_counting(actor, tensordict, _logits, actor, tensordict, plain)
 
 
 def _logits(actor: Any, tensordict: TensorDictBase, plain: bool) -> Tensor:
@@ -291,7 +291,7 @@ class DiscreteSACLoss(SoftActorCriticLoss):
     def _target(self, tensordict: TensorDictBase, alpha: Tensor) -> Tensor:
         """Targets of the critics, S. No gradient."""
         state = self._next_state(tensordict)
-        logits = policy_logits(self._networks["actor_network"].target(), state)
+        logits = policy_logits(self._networks["actor_network"].target.ready(), state)
         next_q = self._critics.target(state, self.tensor_keys.action_value)
         value = _soft_value(next_q, self._checked_logits(logits, next_q), alpha)
         return self.td_target(value.unsqueeze(0), tensordict, value.shape)
@@ -306,7 +306,7 @@ class DiscreteSACLoss(SoftActorCriticLoss):
             alpha: the temperature.
             q: values of all actions, which the critics' loss has computed; None to compute them.
         """
-        logits = policy_logits(self._networks["actor_network"].online(), tensordict)
+        logits = policy_logits(self._networks["actor_network"].online.ready(), tensordict)
         inputs = (entry(tensordict, key) for key in self.qvalue_network.in_keys)
         if q is None or any(tensor.requires_grad for tensor in inputs):
             values = self._critics.detached(tensordict, self.tensor_keys.action_value)
