@@ -174,7 +174,7 @@ class LossModule(TensorDictModuleBase):
         """
         key, present = self._tensor_keys.priority_weight, tensordict.keys()
         masks = (*self._mask_keys, HAS_TARGET) if target else self._mask_keys
-        for each in () if self.use_prioritized_weights is True else (key, *masks):
+        for each in (key, *masks):
             if (each if isinstance(each, str) else each[0]) in present:
                 break
         else:

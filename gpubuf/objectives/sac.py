@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -159,9 +160,8 @@ class SoftActorCriticLoss(ActorCriticLossModule):
 
     def _learn_target_entropy(self, action: Tensor | TensorDictBase, shape: torch.Size) -> None:
         """Take "auto" from the first actions, which have one log-density for each of ``shape``."""
-        if not self._target_entropy_known:
-            parts = [action] if isinstance(action, Tensor) else action.values(True, True)
-            self.target_entropy = self._automatic_entropy(sum(part.shape[len(shape) :].numel() for part in parts))
+        parts = [action] if isinstance(action, Tensor) else action.values(True, True)
+        self.target_entropy = self._automatic_entropy(sum(part.shape[len(shape) :].numel() for part in parts))
 
     @property
     def alpha(self) -> Tensor:
@@ -198,24 +198,24 @@ class SoftActorCriticLoss(ActorCriticLossModule):
 
     # --- the whole loss, and its parts as TorchRL names them: programs that update the actor more rarely call these ---
 
-    def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
-        alpha = self.alpha
-        seen = self._seen(tensordict)
+    def _losses(self, tensordict: TensorDictBase, with_actor: bool = True) -> TensorDictBase:
+        alpha, seen = self.alpha, self._seen(tensordict)
         with set_interaction_type(InteractionType.RANDOM):
-            loss, priority, next_log_prob = self._critic_loss(seen, alpha)
-            further = self._further_losses(seen, alpha)
-            loss_actor, log_prob, entropy = self._actor_loss(seen, alpha)
-        # Detached: the backward of the temperature must not run through the actor's graph, and free it.
-        learnt_from = log_prob.detach() if self.temperature_from == "current" else next_log_prob
-        assert learnt_from is not None
-        losses = {
-            "loss_actor": loss_actor,
-            "loss_qvalue": loss,
-            "loss_alpha": self._temperature_loss(seen, learnt_from),
-        }
-        losses |= further
+            loss_qvalue, priority, found = self._critic_loss(seen, alpha)
+            losses, scalars = {"loss_qvalue": loss_qvalue, **self._further_losses(seen, alpha)}, {"alpha": alpha}
+            if with_actor:
+                loss_actor, log_prob, scalars["entropy"] = self._actor_loss(seen, alpha, found)
+                losses = {"loss_actor": loss_actor, **losses}
+        if self.temperature_from == "next":
+            assert found is not None
+            if not self._target_entropy_known:
+                self._learn_target_entropy(tensordict.get(self._tensor_keys.action), found.shape)
+            losses["loss_alpha"] = self._temperature_loss(seen, found)
+        elif with_actor:
+            # Detached: the backward of the temperature must not run through the actor's graph, and free it.
+            losses["loss_alpha"] = self._temperature_loss(seen, log_prob.detach())
         self._set_priority(tensordict, seen, priority)
-        return self._output(tensordict, losses, {"alpha": alpha, "entropy": entropy})
+        return self._output(tensordict, losses, scalars)
 
     def critic_losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The losses of an update that leaves the actor as it is: ``loss_qvalue``, and ``alpha``.
@@ -224,20 +224,7 @@ class SoftActorCriticLoss(ActorCriticLossModule):
         its critics: what they need of it is computed, and nothing else. Writes the priority entry into ``tensordict``,
         as :meth:`forward` does, with the same numbers for the same noise.
         """
-        return self._evaluated(self._losses_of_critics, tensordict)
-
-    def _losses_of_critics(self, tensordict: TensorDictBase) -> TensorDictBase:
-        alpha = self.alpha
-        seen = self._seen(tensordict)
-        with set_interaction_type(InteractionType.RANDOM):
-            loss, priority, next_log_prob = self._critic_loss(seen, alpha)
-            losses = {"loss_qvalue": loss, **self._further_losses(seen, alpha)}
-        if self.temperature_from == "next":
-            assert next_log_prob is not None
-            self._learn_target_entropy(tensordict.get(self.tensor_keys.action), next_log_prob.shape)
-            losses["loss_alpha"] = self._temperature_loss(seen, next_log_prob)
-        self._set_priority(tensordict, seen, priority)
-        return self._output(tensordict, losses, {"alpha": alpha})
+        return self._evaluated(functools.partial(self._losses, with_actor=False), tensordict)
 
     def qvalue_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """(``loss_qvalue``, ``{"td_error": priorities S}``), which it also writes into ``tensordict``."""
@@ -262,7 +249,7 @@ class SoftActorCriticLoss(ActorCriticLossModule):
         """(reduced loss of all critics, priority of each row S, log-densities of the next actions S).
 
         The priority and the log-densities have no gradient; the latter serve a temperature that learns from the next
-        actions.
+        actions. A subclass may return something else that its :meth:`_actor_loss` takes.
         """
         key, critics = self._tensor_keys.state_action_value, self._critics
         state, next_log_prob = self._next_action(tensordict)
@@ -294,7 +281,9 @@ class SoftActorCriticLoss(ActorCriticLossModule):
 
     # --- the actor ---
 
-    def _actor_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _actor_loss(
+        self, tensordict: TensorDictBase, alpha: Tensor, found: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(reduced loss of the actor, log-densities S of the actions that it drew, mean entropy ``[]``)."""
         state, actor = tensordict.copy(), self._networks["actor_network"].online.ready()
         if self.joint_batch == "all":
