@@ -28,7 +28,6 @@ from gpubuf.objectives.batch import (
     maybe,
     next_key,
     without_ended,
-    without_masked,
 )
 from gpubuf.objectives.critics import make_critics
 from gpubuf.objectives.networks import (
@@ -457,7 +456,7 @@ class ActorCriticLossModule(TDLossModule):
             tensordict = without_ended(tensordict, self._state_keys(), *flags)
         for key in self._mask_keys:
             if maybe(tensordict, key) is not None:
-                return without_masked(tensordict, self._mask_keys, self._keys_seen())
+                return self.without_masked(tensordict, self._keys_seen())
         return tensordict
 
     def _set_priority(self, tensordict: TensorDictBase, seen: TensorDictBase, priority: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import copy
 import math
 import sys
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, overload
 
@@ -16,7 +16,7 @@ from tensordict.nn import TensorDictModuleBase, TensorDictParams
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from gpubuf.objectives.batch import AUTO_LOSS_MASK_KEYS, HAS_TARGET, joint_mask, maybe, per_row
+from gpubuf.objectives.batch import AUTO_LOSS_MASK_KEYS, HAS_TARGET, joint_mask, maybe, per_row, without_masked
 
 
 def one_of(choices: Collection[Any], value: Any, argument: str) -> Any:
@@ -197,6 +197,13 @@ class LossModule(TensorDictModuleBase):
         self._loss_mask_key = key
         # Where the batch may have masks.
         self._mask_keys = AUTO_LOSS_MASK_KEYS if key == "auto" else () if key is None else (key,)
+
+    def without_masked(self, tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBase:
+        """The batch with finite numbers in masked rows, in the entries at ``keys``; the batch itself if it has no mask.
+
+        The gradient of a masked row is 0, but 0 times NaN reaches the parameters of a network that has seen NaN.
+        """
+        return without_masked(tensordict, self._mask_keys, keys)
 
 
 def pairs_of(loss: nn.Module) -> list[tuple[Tensor, Tensor]]:

@@ -295,6 +295,7 @@ class SoftActorCriticLoss(ActorCriticLossModule):
         shape = log_prob.shape
         if not self._target_entropy_known:
             self._learn_target_entropy(action, shape)
+        # Values, whatever the critics return.
         q = ActorCriticLossModule._checked(self, self._policy_values(state, tensordict), shape)
         weight, mask = self.row_weights(tensordict, shape)
         combine = td.AVERAGE if self.actor_value == "mean" else td.SMALLEST
