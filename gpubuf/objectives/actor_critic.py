@@ -25,7 +25,6 @@ from gpubuf.objectives.batch import (
     HAS_TARGET,
     joint_mask,
     leaf_keys,
-    maybe,
     next_key,
     without_ended,
 )
@@ -454,8 +453,9 @@ class ActorCriticLossModule(TDLossModule):
             # First: masked rows take from the others what these have by then.
             flags = self.terminated(tensordict), self.done(tensordict)
             tensordict = without_ended(tensordict, self._state_keys(), *flags)
+        present = tensordict.keys()
         for key in self._mask_keys:
-            if maybe(tensordict, key) is not None:
+            if (key if isinstance(key, str) else key[0]) in present:
                 return self.without_masked(tensordict, self._keys_seen())
         return tensordict
 
