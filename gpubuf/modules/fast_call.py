@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -24,8 +25,19 @@ def is_plain(network: Any, outputs: int = 1) -> bool:
         type(network) is TensorDictModule
         and len(network.out_keys) == outputs
         and network._kwargs is None
-        and not (network.method_kwargs or network._get_kwargs or hooked(network))
+        and not (network.method_kwargs or network._get_kwargs)
+        and not (network._forward_hooks or network._forward_pre_hooks)
+        and not (network._backward_hooks or network._backward_pre_hooks)
     )
+
+
+def entries(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> list[Tensor]:
+    """The tensors at ``keys``; KeyError if one is missing."""
+    found = []
+    for key in keys:
+        value: Tensor | None = tensordict.get(key, None)
+        found.append(entry(tensordict, key) if value is None else value)
+    return found
 
 
 def entry(tensordict: TensorDictBase, key: NestedKey) -> Tensor:

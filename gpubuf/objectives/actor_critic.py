@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -20,9 +21,8 @@ from gpubuf.data.storage.layout import priority_mask_key
 from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.base import one_of, pairs_of, warn
 from gpubuf.objectives.batch import (
+    COUNTS,
     HAS_TARGET,
-    checked_values,
-    counting_rows,
     joint_mask,
     leaf_keys,
     next_key,
@@ -40,6 +40,16 @@ from gpubuf.objectives.networks import (
     target_parameters,
 )
 from gpubuf.objectives.values import TDLossModule
+
+
+def _target_params(name: str) -> property:
+    """The target parameters of the network ``name``: without them the present ones, None where there is no network."""
+
+    def get(loss: Any) -> Any:
+        targets, own = loss._modules.get(f"target_{name}_params"), getattr(loss, f"{name}_params", None)
+        return targets if targets is not None or own is None else own.data
+
+    return property(get)
 
 
 def leaf_of(spec: Any, key: NestedKey) -> tuple[Any, int]:
@@ -131,6 +141,9 @@ class ActorCriticLossModule(TDLossModule):
 
     actor_network_params: TensorDictParams
     qvalue_network_params: TensorDictParams
+    target_actor_network_params = _target_params("actor_network")
+    target_qvalue_network_params = _target_params("qvalue_network")
+    target_value_network_params = _target_params("value_network")
 
     #: Entries of the output: losses, and scalars that ``reduction="none"`` leaves out.
     loss_names: tuple[str, ...] = ("loss_actor", "loss_qvalue")
@@ -247,20 +260,6 @@ class ActorCriticLossModule(TDLossModule):
         for name, network in (*self._networks.items(), ("qvalue_network", self._critics)):
             network.refresh(params[f"{name}_params"], params.get(f"target_{name}_params"), owners)
 
-    def _given_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """Within it the networks run on the parameters that ``functional_call`` gives for a while, if it does."""
-        # Compiled code has a guard for each of them, for it would otherwise run on the parameters of its first call.
-        given = self._parameters_by_name.replaced()
-        return contextlib.nullcontext() if given is None else self._using(given)
-
-    @contextlib.contextmanager
-    def _using(self, given: dict[str, TensorDict]) -> Iterator[None]:
-        try:
-            self._run_on(given)
-            yield
-        finally:
-            self.refresh_links()
-
     @property
     def vmap_randomness(self) -> str:
         """How random operations behave among stacked critics: "error", "same" or "different"."""
@@ -338,16 +337,31 @@ class ActorCriticLossModule(TDLossModule):
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # type: ignore[override]
         """The losses of a batch; see the class. Writes the priority entry into ``tensordict``."""
-        with self._given_parameters():
-            if torch.compiler.is_compiling():
-                return self._losses(tensordict)
-            try:
-                losses = self._losses(tensordict)
-            except RuntimeError:
-                self._check_action_width(tensordict)
-                raise
-            self._look_for_nan(tensordict, losses)
-        return losses
+        return self._evaluated(self._losses, tensordict)
+
+    def _evaluated(
+        self, losses: Callable[[TensorDictBase], TensorDictBase], tensordict: TensorDictBase
+    ) -> TensorDictBase:
+        """``losses(tensordict)``, by the parameters that ``functional_call`` gives for a while, if it does.
+
+        Raises:
+            ValueError: the batch has actions of another width than the policy gives.
+        """
+        # Compiled code has a guard for each of them, for it would otherwise run on the parameters of its first call.
+        given = self._parameters_by_name.replaced()
+        try:
+            if given is not None:
+                self._run_on(given)
+            found = losses(tensordict)
+            if not (torch.compiler.is_compiling() or self.nan_named or current_recording() is not None):
+                self._look_for_nan(tensordict, found)
+        except RuntimeError:
+            self._check_action_width(tensordict)
+            raise
+        finally:
+            if given is not None:
+                self.refresh_links()
+        return found
 
     def _check_action_width(self, tensordict: TensorDictBase) -> None:
         """Raise ValueError if the batch has actions of another width than the policy gives."""
@@ -369,12 +383,14 @@ class ActorCriticLossModule(TDLossModule):
 
     def _look_for_nan(self, tensordict: TensorDictBase, losses: TensorDictBase) -> None:
         """:meth:`warn_of_nan` where that costs no synchronisation, and tensors have values."""
-        if torch.compiler.is_compiling() or self.nan_named or current_recording() is not None:
-            return
-        first: Any = next(iter(losses.values()))
-        wrapped = type(first) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(first)
-        if not wrapped and first.device.type == "cpu":
-            self.warn_of_nan(tensordict, losses)
+        for name, value in losses.items():
+            if not name.startswith("loss_"):
+                continue
+            if type(value) is not Tensor or not value.is_cpu or torch._C._functorch.is_functorch_wrapped_tensor(value):
+                return
+            # `isnan` of one number is two more operations in every call.
+            if math.isnan(value.item()) if value.ndim == 0 else bool(value.isnan().any()):
+                return self.warn_of_nan(tensordict, losses)
 
     def warn_of_nan(self, tensordict: TensorDictBase, losses: TensorDictBase) -> None:
         """Warn if any of ``losses`` is NaN, once in the life of this loss, and say where the batch is not finite.
@@ -387,12 +403,7 @@ class ActorCriticLossModule(TDLossModule):
             losses: what the loss returned for it.
         """
         names = [str(name) for name in self.out_keys if name in losses.keys() and str(name).startswith("loss_")]
-        found = []
-        for name in names:
-            value = losses.get(name)
-            # `isnan` of one number is two more operations in every call.
-            if math.isnan(value.item()) if value.ndim == 0 else bool(value.isnan().any()):
-                found.append(name)
+        found = [name for name in names if losses.get(name).isnan().any()]
         if not found or self.nan_named:
             return
         self.nan_named = True
@@ -442,7 +453,11 @@ class ActorCriticLossModule(TDLossModule):
             # First: masked rows take from the others what these have by then.
             flags = self.terminated(tensordict), self.done(tensordict)
             tensordict = without_ended(tensordict, self._state_keys(), *flags)
-        return self.without_masked(tensordict, self._keys_seen())
+        present = tensordict.keys()
+        for key in self._mask_keys:
+            if (key if isinstance(key, str) else key[0]) in present:
+                return self.without_masked(tensordict, self._keys_seen())
+        return tensordict
 
     def _set_priority(self, tensordict: TensorDictBase, seen: TensorDictBase, priority: Tensor) -> Tensor:
         """Write the priority of each row into the batch, of rows without a target 0, and which rows have one.
@@ -452,12 +467,13 @@ class ActorCriticLossModule(TDLossModule):
         Returns:
             What was written.
         """
-        key = self.tensor_keys.priority
-        known = joint_mask(seen, (HAS_TARGET,), priority.shape)
+        key, present = self._tensor_keys.priority, seen.keys()
+        known = joint_mask(seen, (HAS_TARGET,), priority.shape) if HAS_TARGET in present else None
         if known is not None:
             priority = torch.where(known.reshape(priority.shape), priority, 0)
-        counted = joint_mask(seen, (*self._mask_keys, HAS_TARGET), priority.shape)
-        if counted is not None:
+        if HAS_TARGET in present or COUNTS in present:
+            counted = joint_mask(seen, (*self._mask_keys, HAS_TARGET), priority.shape)
+            assert counted is not None
             tensordict.set(priority_mask_key(key), counted.reshape(priority.shape))
         tensordict.set(key, priority)
         return priority
@@ -468,8 +484,7 @@ class ActorCriticLossModule(TDLossModule):
         The actions are one tensor, or, of a ``tensordict.nn.CompositeDistribution``, a TensorDict of several. Their
         log-density is then the sum of all parts.
         """
-        counts = counting_rows(tensordict, actor.in_keys)
-        return _drawn(run_counting(actor, counts, lambda: actor.get_dist(tensordict)))
+        return _drawn(run_counting(actor, tensordict, actor.get_dist, tensordict))
 
     def _act(self, state: TensorDictBase, action: Any) -> None:
         """Put what :meth:`_draw` returned into ``state``, where the critics find it.
@@ -477,7 +492,7 @@ class ActorCriticLossModule(TDLossModule):
         The parts of a composite action lie where their distribution says, or, if that knows nothing of the action's
         key, under it.
         """
-        key = self.tensor_keys.action
+        key = self._tensor_keys.action
         if isinstance(action, Tensor) or unravel_key(key) not in action.keys(True):
             state.set(key, action)
         else:
@@ -496,13 +511,20 @@ class ActorCriticLossModule(TDLossModule):
     def _next_action(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
         """(next states with actions that the actor, or its target, draws in them, log-densities S). No gradient."""
         state = self._next_state(tensordict)
-        action, log_prob = self._draw(self._networks["actor_network"].target(), state)
+        action, log_prob = self._draw(self._networks["actor_network"].target.ready(), state)
         self._act(state, action)
         return state, log_prob
 
     def _checked(self, q: Tensor, shape: torch.Size) -> Tensor:
         """``q``, which critics have returned; ValueError unless it goes with rows of ``shape``."""
-        return checked_values(q, shape, self.tensor_keys.state_action_value, self._rows)
+        own = q.shape[1:-1] if q.ndim == len(shape) + 2 and q.shape[-1] == 1 else q.shape[1:]
+        # Element by element: compiled code with sizes that vary takes tuples for different whose elements are equal.
+        if len(own) != len(shape) or not all(map(operator.eq, own, shape)):
+            raise ValueError(
+                f"the critics' {self._tensor_keys.state_action_value!r} must be {[q.shape[0], *shape, 1]} to go with "
+                f"{self._rows} {list(shape)}, got {list(q.shape)}"
+            )
+        return q
 
 
 def _drawn(dist: Any) -> tuple[Any, Tensor]:

@@ -16,7 +16,7 @@ from tensordict.nn import TensorDictModuleBase, TensorDictParams
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from gpubuf.objectives.batch import AUTO_LOSS_MASK_KEYS, HAS_TARGET, joint_mask, maybe, none_in, per_row, without_masked
+from gpubuf.objectives.batch import AUTO_LOSS_MASK_KEYS, HAS_TARGET, joint_mask, maybe, per_row, without_masked
 
 
 def one_of(choices: Collection[Any], value: Any, argument: str) -> Any:
@@ -46,8 +46,6 @@ class LossModule(TensorDictModuleBase):
     Attributes:
         reduction: "mean", "sum" or "none".
         use_prioritized_weights: True, False, or "auto": weigh the rows where the batch has weights.
-        loss_mask_key: key of the mask, "auto" for those of :data:`~gpubuf.objectives.batch.AUTO_LOSS_MASK_KEYS`,
-            or None for no mask.
     """
 
     @dataclass
@@ -62,6 +60,9 @@ class LossModule(TensorDictModuleBase):
         def __call__(self, **entries: Tensor) -> tuple[Tensor, ...]: ...
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
+        # Networks, parameters and buffers, which PyTorch's types say little of.
+        def __getattr__(self, name: str) -> Any: ...
+
     #: TorchRL's name of the keys.
     default_keys: type = _AcceptedKeys
     _schedulable_buffers: frozenset[str] = frozenset()
@@ -74,8 +75,8 @@ class LossModule(TensorDictModuleBase):
         super().__init__()
         self.reduction = "mean"
         self.use_prioritized_weights: bool | str = "auto"
-        self.loss_mask_key: NestedKey | None = "auto"
-        self._tensor_keys = self._AcceptedKeys()
+        self.loss_mask_key = "auto"
+        self._tensor_keys: Any = self._AcceptedKeys()
         self.links_version = 0
         # Of this name and kind, because TorchRL's target updaters write it.
         self._has_update_associated = {"targets": False}
@@ -94,13 +95,6 @@ class LossModule(TensorDictModuleBase):
                     tensor.fill_(value)
                 return
         super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("target_") and name.endswith("_params"):
-            params = self._modules.get(name)
-            # Without target parameters the present ones are the targets.
-            return params if params is not None else getattr(self, name.removeprefix("target_")).data
-        return super().__getattr__(name)
 
     @property
     def device(self) -> torch.device:
@@ -178,11 +172,14 @@ class LossModule(TensorDictModuleBase):
         Raises:
             KeyError: weights are demanded, and the batch has none.
         """
-        key, masks = self._tensor_keys.priority_weight, self._mask_keys  # type: ignore[attr-defined]
-        if target:
-            masks = (*masks, HAS_TARGET)
-        if self.use_prioritized_weights is not True and none_in(tensordict, (key, *masks)):
-            return None, None
+        key, present = self._tensor_keys.priority_weight, tensordict.keys()
+        masks = (*self._mask_keys, HAS_TARGET) if target else self._mask_keys
+        for each in (key, *masks):
+            if (each if isinstance(each, str) else each[0]) in present:
+                break
+        else:
+            if self.use_prioritized_weights is not True:
+                return None, None
         weight = maybe(tensordict, key) if self.use_prioritized_weights else None
         if weight is not None:
             weight = per_row(weight, shape, str(key))
@@ -191,10 +188,15 @@ class LossModule(TensorDictModuleBase):
         return weight, joint_mask(tensordict, masks, shape)
 
     @property
-    def _mask_keys(self) -> tuple[NestedKey, ...]:
-        """Where the batch may have masks."""
-        chosen = self.loss_mask_key
-        return AUTO_LOSS_MASK_KEYS if chosen == "auto" else () if chosen is None else (chosen,)
+    def loss_mask_key(self) -> NestedKey | None:
+        """Key of the mask, or None; "auto" for those of :data:`~gpubuf.objectives.batch.AUTO_LOSS_MASK_KEYS`."""
+        return self._loss_mask_key
+
+    @loss_mask_key.setter
+    def loss_mask_key(self, key: NestedKey | None) -> None:
+        self._loss_mask_key = key
+        # Where the batch may have masks.
+        self._mask_keys = AUTO_LOSS_MASK_KEYS if key == "auto" else () if key is None else (key,)
 
     def without_masked(self, tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBase:
         """The batch with finite numbers in masked rows, in the entries at ``keys``; the batch itself if it has no mask.

@@ -47,23 +47,6 @@ def per_row(tensor: Tensor, shape: torch.Size, name: str) -> Tensor:
     return tensor.reshape(own).expand(shape)
 
 
-def is_values_of(own: torch.Size, shape: torch.Size) -> bool:
-    """Whether ``own`` is ``shape``, or ``[*shape, 1]``."""
-    # Element by element: compiled code with sizes that vary takes tuples for different whose elements are equal.
-    own = own[:-1] if len(own) == len(shape) + 1 and own[-1] == 1 else own
-    return len(own) == len(shape) and all(a == b for a, b in zip(own, shape, strict=True))
-
-
-def checked_values(q: Tensor, shape: torch.Size, key: NestedKey, rows: str) -> Tensor:
-    """``q``; ValueError unless it is ``[N, *shape]`` or ``[N, *shape, 1]``; ``key``, ``rows``: for the message."""
-    if not is_values_of(q.shape[1:], shape):
-        raise ValueError(
-            f"the critics' {key!r} must be {[q.shape[0], *shape, 1]} to go with {rows} {list(shape)}, got "
-            f"{list(q.shape)}"
-        )
-    return q
-
-
 def trimmed(flag: Tensor) -> Tensor:
     """``flag`` without trailing dimensions of size 1, one dimension at least."""
     while flag.ndim > 1 and flag.shape[-1] == 1:
@@ -101,15 +84,6 @@ def maybe(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
     root = key if isinstance(key, str) else key[0]
     found: Tensor | None = tensordict.get(key, None) if root in tensordict.keys() else None
     return found
-
-
-def none_in(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> bool:
-    """Whether the batch has none of ``keys``, by their first parts. A loss asks it several times, of most batches."""
-    present = tensordict.keys()
-    for key in keys:  # noqa: SIM110 - a generator would take longer than this
-        if (key if isinstance(key, str) else key[0]) in present:
-            return False
-    return True
 
 
 def joint_mask(tensordict: TensorDictBase, keys: Iterable[NestedKey], shape: torch.Size) -> Tensor | None:

@@ -13,11 +13,10 @@ from tensordict.nn import InteractionType, TensorDictParams, set_interaction_typ
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from gpubuf.modules.fast_call import entry, hooked, is_plain
+from gpubuf.modules.fast_call import entries, hooked, is_plain
 from gpubuf.modules.linear import PLAIN_LINEAR, ensemble_input_layer, linear_product, net_by_net, runs_net_by_net
 from gpubuf.modules.mlp import MLP, EnsembleMLP
 from gpubuf.modules.norms import set_statistics
-from gpubuf.objectives.batch import counting_rows
 from gpubuf.objectives.networks import (
     Owners,
     Path,
@@ -246,7 +245,7 @@ class BatchedCritics(Critics):
         if not torch.compiler.is_compiling():
             # A parameter may have other memory by now: somebody has replaced its `.data`.
             self._detached.places.fill(constants(self._tensors))
-        return super().detached(inputs, key)
+        return self._run(self._detached, [], inputs, key)
 
     def expect_subsets(self, count: int) -> None:
         core = getattr(self.network, "module", None)
@@ -267,32 +266,28 @@ class BatchedCritics(Critics):
         core = getattr(self.network, "module", None)
         if type(core) is not EnsembleMLP or not core.shared_input or not is_plain(self.network) or hooked(core):
             return super().detached_first(inputs, key)
-        entries = [entry(inputs, name) for name in self.network.in_keys]
-        if not runs_net_by_net(list(core.layers), entries, many=0):
+        given = entries(inputs, self.network.in_keys)
+        if not runs_net_by_net(list(core.layers), given, many=0):
             return super().detached_first(inputs, key)
         self._detached.places.fill(constants(self._tensors))
         detached: Any = self._detached.module
-        out, batch = net_by_net(list(detached.module.layers), entries, 1), entries[0].shape[:-1]
+        out, batch = net_by_net(list(detached.module.layers), given, 1), given[0].shape[:-1]
         return out if len(batch) == 1 else out.reshape(len(out), *batch, -1)
 
     def _run(self, copy: SwappableCopy, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey) -> Tensor:
-        entries = [entry(inputs, name) for name in self.network.in_keys]
+        given = entries(inputs, self.network.in_keys)
         module, size = copy.ready(), self.size
         if copy is self._subset:
             copy.places.fill(tensors)
             size = module.module.ensemble_size
-
-        def run() -> Tensor:
-            if is_plain(module):
-                value: Tensor = module.module(*entries)
-            else:
-                # The nets come first in the output: no batch size would fit inputs and output alike.
-                data = TensorDict(dict(zip(self.network.in_keys, entries, strict=True)), batch_size=[])
-                with _decided():
-                    value = module(data).get(key)
-            return value
-
-        value = run_counting(module, counting_rows(inputs, self.network.in_keys), run)
+        value: Tensor
+        if is_plain(module):
+            value = run_counting(module, inputs, module.module, *given)
+        else:
+            # The nets come first in the output: no batch size would fit inputs and output alike.
+            data = TensorDict(dict(zip(self.network.in_keys, given, strict=True)), batch_size=[])
+            with _decided():
+                value = run_counting(module, inputs, module, data).get(key)
         if value.shape[:1] != (size,):
             raise ValueError(
                 f"an ensemble of {size} networks must return them along the first dimension, got {key!r} of shape "
@@ -328,7 +323,7 @@ class StackedCritics(Critics):
 
     def _run(self, copy: SwappableCopy, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey) -> Tensor:
         if self._layers is not None:
-            return run_linear(self._layers, tensors, [entry(inputs, name) for name in self.network.in_keys])
+            return run_linear(self._layers, tensors, entries(inputs, self.network.in_keys))
         module = copy.ready()
 
         def single(*own: Tensor) -> Tensor:
@@ -344,7 +339,7 @@ class StackedCritics(Critics):
             return torch.stack([single(*own) for own in zip(*(t.unbind(0) for t in tensors), strict=True)])
 
         try:
-            return run_counting(module, counting_rows(inputs, self.network.in_keys), run)
+            return run_counting(module, inputs, run)
         finally:
             copy.places.clear()
 

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import (
-    InteractionType,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
-    set_interaction_type,
 )
 from tensordict.utils import NestedKey
 from torch import Tensor
@@ -25,7 +23,7 @@ from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.actor_critic import leaf_of
 from gpubuf.objectives.base import warn
-from gpubuf.objectives.batch import REDUCTIONS, counting_rows
+from gpubuf.objectives.batch import REDUCTIONS
 from gpubuf.objectives.networks import run_counting
 from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
 from gpubuf.objectives.values import TDLossModule
@@ -107,7 +105,7 @@ def policy_logits(actor: Any, tensordict: TensorDictBase) -> Tensor:
     """
     last: Any = actor[-1] if type(actor) is ProbabilisticTensorDictSequential and not actor.return_composite else None
     plain = type(last) is ProbabilisticTensorDictModule and last.distribution_class in (Categorical, OneHotCategorical)
-    return run_counting(actor, counting_rows(tensordict, actor.in_keys), lambda: _logits(actor, tensordict, plain))
+    return run_counting(actor, tensordict, _logits, actor, tensordict, plain)
 
 
 def _logits(actor: Any, tensordict: TensorDictBase, plain: bool) -> Tensor:
@@ -262,17 +260,6 @@ class DiscreteSACLoss(SoftActorCriticLoss):
                 )
             self.target_entropy = target_entropy_weight * math.log(num_actions)
 
-    def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
-        alpha = self.alpha
-        seen = self._seen(tensordict)
-        with set_interaction_type(InteractionType.RANDOM):
-            loss_qvalue, td_error, q = self._critic_loss(seen, alpha)
-            loss_actor, log_prob, entropy = self._actor_loss(seen, alpha, q)
-        losses = {"loss_actor": loss_actor, "loss_qvalue": loss_qvalue}
-        losses["loss_alpha"] = self._temperature_loss(seen, log_prob.detach())
-        self._set_priority(tensordict, seen, td_error)
-        return self._output(tensordict, losses, {"alpha": alpha, "entropy": entropy})
-
     def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """(reduced loss of all critics, priority of each row S, values of all actions ``[N, *S, A]``)."""
         keys, target = self.tensor_keys, self._target(tensordict, alpha)
@@ -291,27 +278,27 @@ class DiscreteSACLoss(SoftActorCriticLoss):
     def _target(self, tensordict: TensorDictBase, alpha: Tensor) -> Tensor:
         """Targets of the critics, S. No gradient."""
         state = self._next_state(tensordict)
-        logits = policy_logits(self._networks["actor_network"].target(), state)
+        logits = policy_logits(self._networks["actor_network"].target.ready(), state)
         next_q = self._critics.target(state, self.tensor_keys.action_value)
         value = _soft_value(next_q, self._checked_logits(logits, next_q), alpha)
         return self.td_target(value.unsqueeze(0), tensordict, value.shape)
 
     def _actor_loss(
-        self, tensordict: TensorDictBase, alpha: Tensor, q: Tensor | None = None
+        self, tensordict: TensorDictBase, alpha: Tensor, found: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(reduced loss of the actor, its mean log-probabilities S, mean entropy ``[]``).
 
         Args:
             tensordict: the batch.
             alpha: the temperature.
-            q: values of all actions, which the critics' loss has computed; None to compute them.
+            found: values of all actions, which the critics' loss has computed; None to compute them.
         """
-        logits = policy_logits(self._networks["actor_network"].online(), tensordict)
+        logits = policy_logits(self._networks["actor_network"].online.ready(), tensordict)
         inputs = (entry(tensordict, key) for key in self.qvalue_network.in_keys)
-        if q is None or any(tensor.requires_grad for tensor in inputs):
+        if found is None or any(tensor.requires_grad for tensor in inputs):
             values = self._critics.detached(tensordict, self.tensor_keys.action_value)
         else:
-            values = q.detach()
+            values = found.detach()
         weight, mask = self.row_weights(tensordict, logits.shape[:-1])
         loss, log_prob, entropy, _ = discrete_sac.actor_loss_direct(
             values, self._checked_logits(logits, values), alpha, weight, mask, REDUCTIONS[self.reduction]

@@ -16,7 +16,7 @@ from gpubuf.kernels import categorical
 from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.base import one_of
-from gpubuf.objectives.batch import REDUCTIONS, halves, joined, reduced
+from gpubuf.objectives.batch import REDUCTIONS, reduced
 from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
 from gpubuf.objectives.values import ValueEstimators
 
@@ -231,10 +231,6 @@ class DistributionalSACLoss(SoftActorCriticLoss):
             return super()._automatic_entropy(components)
         return 0.5 * components * math.log(2 * math.pi * math.e * self.target_sigma**2)
 
-    def _critic_values(self, q: Tensor) -> Tensor:
-        values: Tensor = categorical.expected_value_direct(q, self.v_min, self.v_max)
-        return values
-
     def _checked(self, q: Tensor, shape: torch.Size) -> Tensor:
         if q.shape[1:] != (*shape, self.num_atoms):
             raise ValueError(
@@ -256,16 +252,10 @@ class DistributionalSACLoss(SoftActorCriticLoss):
         loss, priority, _ = categorical.categorical_loss_direct(q, target, weight, mask, *support, *codes)
         return loss, priority
 
-    def _policy_action(self, state: TensorDictBase) -> tuple[Tensor, Tensor]:
-        if self.joint_batch != "all":
-            return super()._policy_action(state)
-        rows = joined(state, self._next_state(state), self.actor_network.in_keys)
-        action, log_prob = self._draw(self.actor_network, rows)
-        return halves(action)[0], halves(log_prob)[0]
-
     def _policy_values(self, state: TensorDictBase, tensordict: TensorDictBase) -> Tensor:
-        logits = self._critics.detached(state, self.tensor_keys.state_action_value)
-        values = self._critic_values(self._checked(logits, logits.shape[1:-1]))
+        logits = super()._policy_values(state, tensordict)
+        logits = self._checked(logits, logits.shape[1:-1])
+        values: Tensor = categorical.expected_value_direct(logits, self.v_min, self.v_max)
         if not self.cloning_weight:
             return values
         key = self.tensor_keys.action

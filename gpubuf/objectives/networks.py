@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gpubuf.kernels._operations import snapshot
 from gpubuf.modules.norms import BatchNorm, count_rows, set_statistics
+from gpubuf.objectives.batch import COUNTS, counting_rows
 
 Path = tuple[str, ...]
 
@@ -48,13 +49,13 @@ def ensemble_size(module: nn.Module) -> int | None:
     return None
 
 
-def run_counting(module: nn.Module, counts: Tensor | None, run: Callable[[], Found]) -> Found:
-    """What ``run`` returns, which runs ``module``, with the rows that count in the statistics of its batch norms."""
-    if counts is None:
-        return run()
-    count_rows(module, counts)
+def run_counting(module: Any, inputs: TensorDictBase, run: Callable[..., Found], *args: Any) -> Found:
+    """``run(*args)``, which runs ``module`` on ``inputs``; rows masked there enter no batch norm's statistics."""
+    if COUNTS not in inputs.keys():
+        return run(*args)
+    count_rows(module, counting_rows(inputs, module.in_keys))
     try:
-        return run()
+        return run(*args)
     finally:
         count_rows(module, None)
 
@@ -279,37 +280,30 @@ class SingleNetwork:
     Attributes:
         network: as given.
         params: its parameters, the very ones of ``network`` except for the shared ones.
+        online: runs on the network's own parameters.
+        target: runs on the target parameters; the online one where there are none.
     """
 
     def __init__(self, network: Any, shared: Mapping[int, Path], delayed: bool) -> None:
         self.network = network
         self.params, self._shared = own_parameters(network, shared)
         self._where = paths(self.params)
-        self._online = SwappableCopy(network, self._where, copied=bool(self._shared))
-        self._target = SwappableCopy(network, self._where) if delayed else None
+        self.online = SwappableCopy(network, self._where, copied=bool(self._shared))
+        self.target = SwappableCopy(network, self._where) if delayed else self.online
 
     def refresh(self, params: TensorDictBase, target_params: TensorDictBase | None, owners: Owners) -> None:
         """Run on these parameters from now on."""
         follow_owners(params, self._shared, owners)
-        self._online.places.fill(leaves(params))
-        if self._target is not None:
-            self._target.places.fill(leaves(params if target_params is None else target_params))
+        self.online.places.fill(leaves(params))
+        if self.target is not self.online:
+            self.target.places.fill(leaves(params if target_params is None else target_params))
 
     def keep_running_statistics(self) -> None:
-        """Let :meth:`target` normalise by the running statistics of batch norms, in either mode, for good."""
-        if not batch_norms(self.network):
-            return
-        if self._target is None:
-            self._target = SwappableCopy(self.network, self._where)
-        self._target.keep_running_statistics()
-
-    def online(self) -> Any:
-        """The module that runs on the network's own parameters."""
-        return self._online.ready()
-
-    def target(self) -> Any:
-        """The module that runs on the target parameters; the online one where there are none."""
-        return (self._online if self._target is None else self._target).ready()
+        """Let :attr:`target` normalise by the running statistics of batch norms, in either mode, for good."""
+        if batch_norms(self.network):
+            if self.target is self.online:
+                self.target = SwappableCopy(self.network, self._where)
+            self.target.keep_running_statistics()
 
 
 class ParametersByName:

@@ -105,11 +105,13 @@ class REDQLoss(SoftActorCriticLoss):
         if self.sub_sample_len == self.num_qvalue_nets:
             return super()._next_values(state, shape)
         subset = torch.randperm(self.num_qvalue_nets, device=self.device).narrow(0, 0, self.sub_sample_len)
-        return self._checked(self._critics.target_subset(state, self.tensor_keys.state_action_value, subset), shape)
+        return self._checked(self._critics.target_subset(state, self._tensor_keys.state_action_value, subset), shape)
 
-    def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
-        found = super()._losses(tensordict)
+    def _losses(self, tensordict: TensorDictBase, with_actor: bool = True) -> TensorDictBase:
+        found = super()._losses(tensordict, with_actor)
         rows, self._row_outputs = self._row_outputs, {}
+        if not with_actor:
+            return found
         values = rows["state_action_value_actor"].reshape(self.num_qvalue_nets, *rows["target_value"].shape)
         # No batch size would fit values of all critics and rows alike.
         found.batch_size = torch.Size([])

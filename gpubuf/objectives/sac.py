@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from gpubuf.kernels import sac, td
 from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of
-from gpubuf.objectives.batch import HAS_TARGET, REDUCTIONS, checked_values, counting_rows, halves, joined, reduced
+from gpubuf.objectives.batch import HAS_TARGET, REDUCTIONS, halves, joined, reduced
 from gpubuf.objectives.networks import run_counting
 
 _temperature_slope = direct(sac.temperature_loss)
@@ -159,9 +160,8 @@ class SoftActorCriticLoss(ActorCriticLossModule):
 
     def _learn_target_entropy(self, action: Tensor | TensorDictBase, shape: torch.Size) -> None:
         """Take "auto" from the first actions, which have one log-density for each of ``shape``."""
-        if not self._target_entropy_known:
-            parts = [action] if isinstance(action, Tensor) else action.values(True, True)
-            self.target_entropy = self._automatic_entropy(sum(part.shape[len(shape) :].numel() for part in parts))
+        parts = [action] if isinstance(action, Tensor) else action.values(True, True)
+        self.target_entropy = self._automatic_entropy(sum(part.shape[len(shape) :].numel() for part in parts))
 
     @property
     def alpha(self) -> Tensor:
@@ -198,18 +198,24 @@ class SoftActorCriticLoss(ActorCriticLossModule):
 
     # --- the whole loss, and its parts as TorchRL names them: programs that update the actor more rarely call these ---
 
-    def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
-        alpha = self.alpha
-        seen = self._seen(tensordict)
+    def _losses(self, tensordict: TensorDictBase, with_actor: bool = True) -> TensorDictBase:
+        alpha, seen = self.alpha, self._seen(tensordict)
         with set_interaction_type(InteractionType.RANDOM):
-            losses, priority, next_log_prob = self._value_losses(seen, alpha)
-            loss_actor, log_prob, entropy = self._actor_loss(seen, alpha)
-        # Detached: the backward of the temperature must not run through the actor's graph, and free it.
-        learnt_from = log_prob.detach() if self.temperature_from == "current" else next_log_prob
-        assert learnt_from is not None
-        losses = {"loss_actor": loss_actor, **losses, "loss_alpha": self._temperature_loss(seen, learnt_from)}
+            loss_qvalue, priority, found = self._critic_loss(seen, alpha)
+            losses, scalars = {"loss_qvalue": loss_qvalue, **self._further_losses(seen, alpha)}, {"alpha": alpha}
+            if with_actor:
+                loss_actor, log_prob, scalars["entropy"] = self._actor_loss(seen, alpha, found)
+                losses = {"loss_actor": loss_actor, **losses}
+        if self.temperature_from == "next":
+            assert found is not None
+            if not self._target_entropy_known:
+                self._learn_target_entropy(tensordict.get(self._tensor_keys.action), found.shape)
+            losses["loss_alpha"] = self._temperature_loss(seen, found)
+        elif with_actor:
+            # Detached: the backward of the temperature must not run through the actor's graph, and free it.
+            losses["loss_alpha"] = self._temperature_loss(seen, log_prob.detach())
         self._set_priority(tensordict, seen, priority)
-        return self._output(tensordict, losses, {"alpha": alpha, "entropy": entropy})
+        return self._output(tensordict, losses, scalars)
 
     def critic_losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The losses of an update that leaves the actor as it is: ``loss_qvalue``, and ``alpha``.
@@ -218,19 +224,7 @@ class SoftActorCriticLoss(ActorCriticLossModule):
         its critics: what they need of it is computed, and nothing else. Writes the priority entry into ``tensordict``,
         as :meth:`forward` does, with the same numbers for the same noise.
         """
-        with self._given_parameters():
-            alpha = self.alpha
-            seen = self._seen(tensordict)
-            with set_interaction_type(InteractionType.RANDOM):
-                losses, priority, next_log_prob = self._value_losses(seen, alpha)
-            if self.temperature_from == "next":
-                assert next_log_prob is not None
-                self._learn_target_entropy(tensordict.get(self.tensor_keys.action), next_log_prob.shape)
-                losses["loss_alpha"] = self._temperature_loss(seen, next_log_prob)
-            self._set_priority(tensordict, seen, priority)
-            found = self._output(tensordict, losses, {"alpha": alpha})
-            self._look_for_nan(tensordict, found)
-            return found
+        return self._evaluated(functools.partial(self._losses, with_actor=False), tensordict)
 
     def qvalue_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """(``loss_qvalue``, ``{"td_error": priorities S}``), which it also writes into ``tensordict``."""
@@ -245,12 +239,9 @@ class SoftActorCriticLoss(ActorCriticLossModule):
             loss, log_prob, _ = self._actor_loss(self._seen(tensordict), self.alpha)
         return loss, {"log_prob": log_prob.detach()}
 
-    def _value_losses(
-        self, tensordict: TensorDictBase, alpha: Tensor
-    ) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
-        """(losses of all networks but the actor, priorities S, log-densities S of the next actions where drawn)."""
-        loss, priority, next_log_prob = self._critic_loss(tensordict, alpha)
-        return {"loss_qvalue": loss}, priority, next_log_prob
+    def _further_losses(self, tensordict: TensorDictBase, alpha: Tensor) -> dict[str, Tensor]:
+        """The losses of networks other than actor and critics."""
+        return {}
 
     # --- the critics ---
 
@@ -258,33 +249,28 @@ class SoftActorCriticLoss(ActorCriticLossModule):
         """(reduced loss of all critics, priority of each row S, log-densities of the next actions S).
 
         The priority and the log-densities have no gradient; the latter serve a temperature that learns from the next
-        actions.
+        actions. A subclass may return something else that its :meth:`_actor_loss` takes.
         """
+        key, critics = self._tensor_keys.state_action_value, self._critics
         state, next_log_prob = self._next_action(tensordict)
         shape = next_log_prob.shape
-        q, next_q = self._critic_outputs(tensordict, state, shape)
-        loss, priority = self._critic_distance(self._checked(q, shape), next_q, next_log_prob, alpha, tensordict)
-        return loss, priority, next_log_prob
-
-    def _critic_outputs(
-        self, tensordict: TensorDictBase, state: TensorDictBase, shape: torch.Size
-    ) -> tuple[Tensor, Tensor]:
-        """(what critics return for the batch, with gradients; what their targets do for the next ``state``)."""
-        key, critics = self.tensor_keys.state_action_value, self._critics
         if not self.joint_batch:
             with torch.no_grad():
                 next_q = self._next_values(state, shape)
-            return critics.online(tensordict, key), next_q
-        rows = joined(tensordict, state, self.qvalue_network.in_keys)
-        q, next_q = halves(critics.online(rows, key), 1)
-        if self.delay_qvalue:
-            with torch.no_grad():
-                _, next_q = halves(critics.target(rows, key), 1)
-        return q, self._checked(next_q.detach(), shape)
+            q = critics.online(tensordict, key)
+        else:
+            rows = joined(tensordict, state, self.qvalue_network.in_keys)
+            q, next_q = halves(critics.online(rows, key), 1)
+            if self.delay_qvalue:
+                with torch.no_grad():
+                    _, next_q = halves(critics.target(rows, key), 1)
+            next_q = self._checked(next_q.detach(), shape)
+        loss, priority = self._critic_distance(self._checked(q, shape), next_q, next_log_prob, alpha, tensordict)
+        return loss, priority, next_log_prob
 
     def _next_values(self, state: TensorDictBase, shape: torch.Size) -> Tensor:
         """Values ``[N, *S]`` of the next states and actions by the target critics. The target takes their minimum."""
-        return self._checked(self._critics.target(state, self.tensor_keys.state_action_value), shape)
+        return self._checked(self._critics.target(state, self._tensor_keys.state_action_value), shape)
 
     def _critic_distance(
         self, q: Tensor, next_q: Tensor, next_log_prob: Tensor, alpha: Tensor, tensordict: TensorDictBase
@@ -295,15 +281,22 @@ class SoftActorCriticLoss(ActorCriticLossModule):
 
     # --- the actor ---
 
-    def _actor_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _actor_loss(
+        self, tensordict: TensorDictBase, alpha: Tensor, found: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(reduced loss of the actor, log-densities S of the actions that it drew, mean entropy ``[]``)."""
-        state = tensordict.copy()
-        action, log_prob = self._policy_action(state)
+        state, actor = tensordict.copy(), self._networks["actor_network"].online.ready()
+        if self.joint_batch == "all":
+            both = self._draw(actor, joined(state, self._next_state(state), actor.in_keys))
+            action, log_prob = (halves(each)[0] for each in both)
+        else:
+            action, log_prob = self._draw(actor, state)
         self._act(state, action)
         shape = log_prob.shape
-        self._learn_target_entropy(action, shape)
-        q = self._policy_values(state, tensordict)
-        q = checked_values(q, shape, self.tensor_keys.state_action_value, self._rows)
+        if not self._target_entropy_known:
+            self._learn_target_entropy(action, shape)
+        # Values, whatever the critics return.
+        q = ActorCriticLossModule._checked(self, self._policy_values(state, tensordict), shape)
         weight, mask = self.row_weights(tensordict, shape)
         combine = td.AVERAGE if self.actor_value == "mean" else td.SMALLEST
         loss, entropy, _ = sac.actor_loss_direct(q, log_prob, alpha, weight, mask, REDUCTIONS[self.reduction], combine)
@@ -311,20 +304,10 @@ class SoftActorCriticLoss(ActorCriticLossModule):
             entropy = -reduced(log_prob.detach(), None, mask, "mean")
         return loss, log_prob, entropy
 
-    def _policy_action(self, state: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """(actions of the actor in ``state``, log-densities S), with gradients: those that the actor learns from."""
-        return self._draw(self.actor_network, state)
-
     def _policy_values(self, state: TensorDictBase, tensordict: TensorDictBase) -> Tensor:
         """Values ``[N, *S]`` of the actor's actions, which ``state`` has; ``tensordict`` is the batch. They reach the
         actor with gradients, and no parameter of the critics."""
-        return self._critic_values(self._critics.detached(state, self.tensor_keys.state_action_value))
-
-    def _critic_values(self, q: Tensor) -> Tensor:
-        """The values ``[N, *S]`` or ``[N, *S, 1]`` in what the critics return.
-
-        That is ``q`` itself. Critics that return a distribution of values override it with its expectation.
-        """
+        q: Tensor = self._critics.detached(state, self._tensor_keys.state_action_value)
         return q
 
 
@@ -449,7 +432,7 @@ class SACLoss(SoftActorCriticLoss):
         super().__init__(actor_network, qvalue_network, SACOptions.of(locals()), further)
         self.delay_value = delay_value
         if value_network is None:
-            self.value_network_params = self.target_value_network_params = None
+            self.value_network_params = None
         else:
             self.further_loss_names = ("loss_value",)
 
@@ -467,13 +450,10 @@ class SACLoss(SoftActorCriticLoss):
         with set_interaction_type(InteractionType.RANDOM):
             return self._state_value_loss(self._seen(tensordict), self.alpha), {}
 
-    def _value_losses(
-        self, tensordict: TensorDictBase, alpha: Tensor
-    ) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
-        losses, priority, next_log_prob = super()._value_losses(tensordict, alpha)
-        if self.value_network_params is not None:
-            losses["loss_value"] = self._state_value_loss(tensordict, alpha)
-        return losses, priority, next_log_prob
+    def _further_losses(self, tensordict: TensorDictBase, alpha: Tensor) -> dict[str, Tensor]:
+        if self.value_network_params is None:
+            return {}
+        return {"loss_value": self._state_value_loss(tensordict, alpha)}
 
     def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.value_network_params is None:
@@ -488,9 +468,8 @@ class SACLoss(SoftActorCriticLoss):
     def _state_value(self, tensordict: TensorDictBase, target: bool) -> Tensor:
         """``V(s)``, S, by the value network or its target."""
         network = self._networks["value_network"]
-        module = network.target() if target else network.online()
-        counts = counting_rows(tensordict, module.in_keys)
-        found = run_counting(module, counts, lambda: module(tensordict.copy()))
+        module = (network.target if target else network.online).ready()
+        found = run_counting(module, tensordict, module, tensordict.copy())
         value: Tensor = entry(found, self.tensor_keys.value)
         return value.squeeze(-1) if value.ndim and value.shape[-1] == 1 else value
 
@@ -515,7 +494,7 @@ class SACLoss(SoftActorCriticLoss):
         value = self._state_value(tensordict, target=False)
         with torch.no_grad():
             state = tensordict.copy()
-            action, log_prob = self._draw(self._networks["actor_network"].target(), state)
+            action, log_prob = self._draw(self._networks["actor_network"].target.ready(), state)
             self._act(state, action)
             q = self._checked(self._critics.target(state, self.tensor_keys.state_action_value), log_prob.shape)
             target = q.amin(0).reshape(log_prob.shape) - alpha * log_prob

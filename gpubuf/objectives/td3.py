@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpubuf.modules.fast_call import entry, is_plain
 from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of
-from gpubuf.objectives.batch import counting_rows, reduced
+from gpubuf.objectives.batch import reduced
 from gpubuf.objectives.networks import run_counting
 from gpubuf.objectives.values import TDLossModule
 
@@ -206,7 +206,7 @@ class TD3Loss(ActorCriticLossModule):
 
     def _action(self, actor: Any, state: TensorDictBase) -> Tensor:
         """The action of ``actor``, which may be its target."""
-        return run_counting(actor, counting_rows(state, actor.in_keys), lambda: self._act_of(actor, state))
+        return run_counting(actor, state, self._act_of, actor, state)
 
     def _act_of(self, actor: Any, state: TensorDictBase) -> Tensor:
         if is_plain(actor) and actor.out_keys[0] == self.tensor_keys.action:
@@ -218,7 +218,7 @@ class TD3Loss(ActorCriticLossModule):
     def _actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """(reduced loss of the actor, values ``[N, *S]`` of its actions without gradient)."""
         state = tensordict.copy()
-        action = self._action(self._networks["actor_network"].online(), state)
+        action = self._action(self._networks["actor_network"].online.ready(), state)
         state.set(self.tensor_keys.action, action)
         shape = action.shape[:-1]
         q = self._critics.detached_first(state, self.tensor_keys.state_action_value)
@@ -230,7 +230,7 @@ class TD3Loss(ActorCriticLossModule):
     def _target(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """(values of the next states, targets of the critics), both S. No gradient."""
         state = self._next_state(tensordict)
-        action = self._action(self._networks["actor_network"].target(), state)
+        action = self._action(self._networks["actor_network"].target.ready(), state)
         noise = torch.randn_like(action).mul_(self.policy_noise).clamp_(-self.noise_clip, self.noise_clip)
         state.set(self.tensor_keys.action, (action + noise).clamp(self.min_action, self.max_action))
         shape = action.shape[:-1]

@@ -9,14 +9,14 @@ from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey
+from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor, nn
 
 from gpubuf.kernels import td
 from gpubuf.kernels._registry import without_dispatch
 from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.base import LossModule, one_of
-from gpubuf.objectives.batch import LOSS_FUNCTIONS, REDUCTIONS, maybe, next_key, per_row
+from gpubuf.objectives.batch import LOSS_FUNCTIONS, REDUCTIONS, per_row
 
 
 class ValueEstimators(Enum):
@@ -241,13 +241,13 @@ class TDLossModule(LossModule):
 
     def terminated(self, tensordict: TensorDictBase) -> Tensor:
         """Which rows do not bootstrap: those terminated, or, where the batch does not say, those done."""
-        value = tensordict.get(next_key(self.tensor_keys.terminated), None)
-        return entry(tensordict, next_key(self.tensor_keys.done)) if value is None else value
+        value: Tensor | None = tensordict.get(unravel_key(("next", self._tensor_keys.terminated)), None)
+        return entry(tensordict, unravel_key(("next", self._tensor_keys.done))) if value is None else value
 
     def done(self, tensordict: TensorDictBase) -> Tensor:
         """Which rows end a trajectory: those done, or, where the batch does not say, those terminated."""
-        value = tensordict.get(next_key(self.tensor_keys.done), None)
-        return entry(tensordict, next_key(self.tensor_keys.terminated)) if value is None else value
+        value: Tensor | None = tensordict.get(unravel_key(("next", self._tensor_keys.done)), None)
+        return entry(tensordict, unravel_key(("next", self._tensor_keys.terminated))) if value is None else value
 
     def bootstrap_rows(self, tensordict: TensorDictBase, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor | None]:
         """(rewards, terminated flags, steps that each reward spans or None), each with one element for each row.
@@ -259,10 +259,10 @@ class TDLossModule(LossModule):
         Raises:
             ValueError: an entry does not fit ``shape``.
         """
-        keys = self.tensor_keys
-        steps = maybe(tensordict, "steps_to_next_obs")
+        keys = self._tensor_keys
+        steps: Tensor | None = tensordict.get("steps_to_next_obs", None)
         return (
-            per_row(entry(tensordict, next_key(keys.reward)), shape, str(keys.reward)),
+            per_row(entry(tensordict, unravel_key(("next", keys.reward))), shape, str(keys.reward)),
             per_row(self.terminated(tensordict), shape, str(keys.terminated)),
             None if steps is None else per_row(steps, shape, "steps_to_next_obs"),
         )
