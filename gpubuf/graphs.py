@@ -1,11 +1,11 @@
-"""A training step as one CUDA graph, or on a CPU as a list of operations: ``step = gpubuf.capture(step)``."""
+"""A training step as one CUDA graph: ``step = gpubuf.capture(step)``."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Never
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpubuf.data.recording import CaptureError, Lock, Recording, capture_under_way, recorded, watched
 from gpubuf.data.storage.host_memory import cuda_present
 from gpubuf.kernels.config import launches_in_graph
-from gpubuf.tape import Tape, TensorsAlone, is_mask, tensors_in
 
 Map = Callable[[str, Tensor], Tensor]
 """From the place of a tensor, and the tensor, to its replacement."""
@@ -285,9 +284,18 @@ _COPIES = frozenset({"aten::copy_", "aten::copy", "aten::_to_copy", "aten::_fore
 _HOST = "which a replay would not do again: work on the GPU, or outside of the step"
 
 
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments or results of an operation, and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
 def _masks(schema_name: str, args: tuple[Any, ...]) -> bool:
     """Whether an indexing operation has to count the elements that a mask selects."""
-    if not any(map(is_mask, tensors_in(args[1]))):
+    if not any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1])):
         return False
     # With one value for all of them it is a masked_fill_, which counts nothing.
     return schema_name == "aten::index" or args[2].numel() != 1
@@ -300,13 +308,10 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
             yield from tensors_in((value,))
 
 
-_CPU_GENERATOR = "torch's CPU generator"
-
-
 def host_random_state() -> dict[str, bytes]:
     """The states of the random generators of the host, by name."""
     return {
-        _CPU_GENERATOR: torch.get_rng_state().numpy().tobytes(),
+        "torch's CPU generator": torch.get_rng_state().numpy().tobytes(),
         "Python's random": repr(random.getstate()).encode(),
         "numpy.random": repr(np.random.get_state()).encode(),
     }
@@ -436,7 +441,7 @@ def capture(
     *,
     warmup: int = 3,
     device: torch.device | str | None = None,
-    on_cpu: bool = False,
+    **gone: Never,
 ) -> Captured:
     """Capture a step in a CUDA graph on a GPU, and replay it from then on: one launch instead of hundreds.
 
@@ -454,11 +459,6 @@ def capture(
       the order of threads and streams) is repeated at each replay. So the step must not read a value of a tensor (that
       would wait for the GPU), branch on one, or draw random numbers on the CPU.
 
-    With ``on_cpu``, a step that works on the CPU is recorded by the call after the warm-up: as the list of operations,
-    PyTorch's and ours, that it came to. Later calls repeat them, with the same bits, in less time where networks are
-    small. Such a step may draw from PyTorch's generator, but must not use a buffer, or compute with anything else than
-    tensors, NumPy for instance: its results would stay what they were at the recording.
-
     Call it from one thread at a time. Only the call that captures synchronises. ``docs/graphs.md`` has a whole training
     step, and a list of what can't be captured.
 
@@ -467,7 +467,6 @@ def capture(
         warmup: number of calls before the capture, at least 1, so that everything is allocated that a first use needs.
         device: of the step; ``"cpu"`` never captures in a CUDA graph. None: the device of the arguments, the results
             and the buffers of the first call, or else of all operations of the second one.
-        on_cpu: whether a step on the CPU is recorded.
 
     Returns:
         The captured step, to be called as ``step``.
@@ -476,7 +475,9 @@ def capture(
         ValueError: ``warmup`` is less than 1.
         RuntimeError: there is no such device.
     """
-    return Captured(step, warmup=warmup, device=device, on_cpu=on_cpu)
+    if gone:
+        raise TypeError(f"capture() takes no {', '.join(gone)}: on a CPU every call runs the step")
+    return Captured(step, warmup=warmup, device=device)
 
 
 class Captured:
@@ -488,7 +489,6 @@ class Captured:
         *,
         warmup: int = 3,
         device: torch.device | str | None = None,
-        on_cpu: bool = False,
     ) -> None:
         if warmup < 1:
             raise ValueError(f"warmup must be at least 1, got {warmup}: the first call allocates what the graph uses")
@@ -497,7 +497,6 @@ class Captured:
             raise RuntimeError(f"device={str(device)!r} was requested, but CUDA is not available")
         self._step = step
         self._warmup = warmup
-        self._types = GRAPH_DEVICES | {"cpu"} if on_cpu else GRAPH_DEVICES
         self._stream: torch.cuda.Stream | None = None
         self.reset()
 
@@ -508,7 +507,7 @@ class Captured:
 
     def reset(self) -> None:
         """Drop the graph, and forget the arguments: the next call is the first of a new warm-up."""
-        self._graph: torch.cuda.CUDAGraph | Tape | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
         self._arguments: Arguments | None = None
         self._device: torch.device | None = None
         self._left = self._warmup
@@ -532,14 +531,12 @@ class Captured:
         if self._graph is None:
             if self._left or not self._can_capture:
                 return self._eager(self._arguments, args, kwargs)
-            if self._device.type not in GRAPH_DEVICES:
-                return self._record(self._arguments, args, kwargs)
             self._capture(self._arguments, args, kwargs)
         return self._replay(self._arguments, args, kwargs)
 
     @property
     def _can_capture(self) -> bool:
-        return self._device is not None and self._device.type in self._types
+        return self._device is not None and self._device.type in GRAPH_DEVICES
 
     # Before the capture
 
@@ -636,24 +633,6 @@ class Captured:
             recording.holds(lock, "storage")
             recording.holds(lock.storage, "table", "_ring")
         self._graph, self._results, self._recording, self._kept = graph, results, recording, checks.kept
-
-    def _record(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the step, and note its operations."""
-        if self._locks:
-            raise CaptureError(
-                "a step on the CPU can't be recorded with a buffer in it: pass what it needs as arguments"
-            )
-        recording, tape = Recording(runs=True), Tape()
-        given, named = arguments.static(args, kwargs)
-        random_state = host_random_state()
-        # Compiled code calls operations that no mode sees.
-        with recorded(recording), torch.compiler.set_stance("force_eager"), TensorsAlone(), tape:
-            results = checked_results(self._step(*given, **named))
-        # The CPU's generator is drawn from by operations, which a replay repeats.
-        refuse_host_random({**random_state, _CPU_GENERATOR: host_random_state()[_CPU_GENERATOR]})
-        tape.finish()
-        self._graph, self._results, self._recording = tape, results, recording
-        return fresh(results)
 
     # After it
 

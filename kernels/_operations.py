@@ -1,20 +1,18 @@
 """Operations that are one kernel: their declarations, how each backend runs them, and their gradients.
 
 Losses, norms and distributions compute some tensors from others. What such an operation takes, checks and returns is
-said once, by :func:`declare`, in the ``__init__.py`` of its family. A backend then adds a kernel: ``_cpu.py`` a
-compiled loop (``loop`` of ``_loops.py``), ``_launch.py`` a Triton kernel and how it is cut into programs (``launcher``
-of ``_launching.py``).
+said once, by :func:`declare`, in the ``__init__.py`` of its family. A backend then adds what computes them: ``_cpu.py``
+the formulas in PyTorch (``plain`` of ``_plain.py``), ``_launch.py`` a Triton kernel and how it is cut into programs
+(``launcher`` of ``_launching.py``).
 
-A kernel's parameters get what has their name:
+Their parameters get what has their name:
 
-* the arguments of the operation, and its results, by the names in the schema;
+* the arguments of the operation, by the names in the schema, and of a kernel its results;
 * its ``sizes``;
 * the attributes of the plan, on a GPU: ``block``, ``num_warps`` and so on.
 
 Of a Triton kernel ``x_ptr`` is the tensor ``x``, a compile-time ``WIDTH`` is ``width``, ``HAS_X`` says whether ``x`` is
-given, and ``REAL`` is the computing dtype. Of a compiled loop ``x`` is the address of the tensor ``x``, 0 for None;
-``x_out`` that of the result ``x``; ``wide`` says whether the computing dtype is float64. An absent argument of a Triton
-kernel is some other tensor, which the kernel does not read.
+given, and ``REAL`` is the computing dtype. An absent argument is some other tensor, which the kernel does not read.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,33 +49,6 @@ def returned(results: list[Tensor]) -> Any:
     return tuple(results) if len(results) > 1 else results[0]
 
 
-class Number(NamedTuple):
-    """The value of a tensor in a :data:`KernelCall`."""
-
-    tensor: Tensor
-
-
-class Dense(NamedTuple):
-    """A dense copy of a tensor in a :data:`KernelCall`."""
-
-    tensor: Tensor
-
-
-class Addresses(NamedTuple):
-    """An array of the addresses of tensors, 0 for None, each plus a number, in a :data:`KernelCall`."""
-
-    tensors: Sequence[Tensor | None]
-    plus: Sequence[int]
-
-
-KernelCall = tuple[Any, list[Any]]
-"""A kernel, and its arguments: numbers, tensors whose addresses it takes, :class:`Number` and its like."""
-
-
-class NotRepeatableError(Exception):
-    """A call that converts its arguments, or shares its rows among threads."""
-
-
 class Declaration:
     """What is said once about an operation.
 
@@ -85,7 +56,6 @@ class Declaration:
         arguments, results: names, as the schema has them.
         tensors: the arguments that are tensors, or may be.
         principal: the place of the first argument that decides on the computing dtype.
-        bindings: where the arguments of its kernels come from, which a backend keeps here.
     """
 
     def __init__(
@@ -99,7 +69,6 @@ class Declaration:
         self.arguments = [argument.name for argument in schema.arguments]
         self.results = [result.name for result in schema.returns]
         self.tensors = {argument.name for argument in schema.arguments if is_tensor(argument)}
-        self.bindings: dict[int, Any] = {}
         self._defaults = tuple(argument.default_value for argument in schema.arguments)
         self._checks = [(check, pick(self.arguments, parameters_of(check))) for check in checks]
         self._sizes, self._sizes_of = sizes, pick(self.arguments, parameters_of(sizes))
@@ -107,16 +76,17 @@ class Declaration:
         self._results, self._results_of = results, pick(self.arguments, parameters_of(results) if results else like)
         self._real_of, self.principal = pick(self.arguments, real), self.arguments.index(real[0])
 
+    def result_kinds(self, args: tuple[Any, ...], real: torch.dtype) -> list[tuple[Sequence[int], torch.dtype]]:
+        """Shape and dtype of each result, of all arguments and the computing dtype."""
+        given = self._results_of(args)
+        found: Sequence[Any] = self._results(*given) if self._results else given
+        return [(each.shape, each.dtype) if isinstance(each, Tensor) else (each, real) for each in found]
+
     def new_results(self, args: tuple[Any, ...], real: torch.dtype) -> list[Tensor]:
-        """Results without values, of all arguments and the computing dtype."""
-        principal, found, made = args[self.principal], self._results_of(args), []
-        for each in self._results(*found) if self._results else found:
-            if isinstance(each, Tensor):
-                made.append(torch.empty_like(each, memory_format=torch.contiguous_format))
-            else:
-                # PyTorch takes in a tuple faster than a torch.Size.
-                made.append(principal.new_empty((*each,), dtype=real))
-        return made
+        """Results without values."""
+        # PyTorch takes in a tuple faster than a torch.Size.
+        new = args[self.principal].new_empty
+        return [new((*shape,), dtype=dtype) for shape, dtype in self.result_kinds(args, real)]
 
     def fake(self, *args: Any) -> Any:
         """What the operation is to a compiler."""

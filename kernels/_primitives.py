@@ -1,15 +1,11 @@
-"""What compiled loops are made of: memory by address, elements of float arrays, and elementary functions.
+"""What compiled loops are made of: memory by address, and elementary functions.
 
 ``tensor.data_ptr()`` takes 0.1 µs and passing an integer next to nothing. ``tensor.numpy()`` takes 0.7 µs, and passing
 an array more. A CPU kernel therefore takes addresses, and opens views on them.
 
-:func:`read` and :func:`write` serve float32 and float64 alike: they ask for the dtype at each element, which keeps LLVM
-from vectorising the loop around them. Where time counts, a kernel goes through its rows tile by tile: it loads a tile
-into float64 buffers, which stay in the first cache, and each loop over a buffer is vectorised.
-
 The elementary functions have neither calls nor branches, so that LLVM vectorises the loops. ``math.exp`` and its like
 call the C library for one element at a time, which takes 15 ns instead of 1 ns. The functions here are accurate to a
-few units in the last place of float64; those on float32, whose names end so, of float32.
+few units in the last place of float64.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
@@ -19,11 +15,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 from gpubuf.kernels._jit import jit
 
@@ -74,7 +69,6 @@ as_f32 = _pointer_cast(types.float32)
 as_f64 = _pointer_cast(types.float64)
 as_i64 = _pointer_cast(types.int64)
 as_u8 = _pointer_cast(types.uint8)
-as_u16 = _pointer_cast(types.uint16)
 as_u32 = _pointer_cast(types.uint32)
 
 
@@ -164,69 +158,6 @@ def _call(typingctx, address, arguments):  # type: ignore[no-untyped-def]
 call: Any = _call
 
 
-@jit(forceinline=True)
-def read(address, wide, i):  # type: ignore[no-untyped-def]
-    """Element ``i`` of the float64 (``wide``) or float32 array at ``address``, as float64."""
-    if wide:
-        return carray(as_f64(address), i + 1)[i]
-    return float(carray(as_f32(address), i + 1)[i])
-
-
-@jit(forceinline=True)
-def write(address, wide, i, value):  # type: ignore[no-untyped-def]
-    """Set element ``i`` of the float64 (``wide``) or float32 array at ``address``."""
-    if wide:
-        carray(as_f64(address), i + 1)[i] = value
-    else:
-        carray(as_f32(address), i + 1)[i] = value
-
-
-@jit(forceinline=True)
-def load(source, wide, first, count, target):  # type: ignore[no-untyped-def]
-    """Copy elements of the float64 (``wide``) or float32 array at ``source``."""
-    if wide:
-        doubles = carray(as_f64(source), first + count)
-        for j in range(count):
-            target[j] = doubles[first + j]
-    else:
-        floats = carray(as_f32(source), first + count)
-        for j in range(count):
-            target[j] = floats[first + j]
-
-
-@jit(forceinline=True)
-def store(source, target, wide, first, count):  # type: ignore[no-untyped-def]
-    """The reverse of :func:`load`."""
-    if wide:
-        doubles = carray(as_f64(target), first + count)
-        for j in range(count):
-            doubles[first + j] = source[j]
-    else:
-        floats = carray(as_f32(target), first + count)
-        for j in range(count):
-            floats[first + j] = source[j]
-
-
-@jit(forceinline=True, fastmath={"reassoc"})
-def total_of(buffer, count):  # type: ignore[no-untyped-def]
-    """The sum of the first elements. It is vectorised: its order depends on the processor, and on nothing else."""
-    total = 0.0
-    for j in range(count):
-        total += buffer[j]
-    return total
-
-
-def view(address: Any, count: Any, like: Any) -> Any:
-    """The array of the first numbers at an address, float32 or float64 as another number is, for compiled kernels."""
-
-
-@overload(view, jit_options={"forceinline": True})
-def _view_of_dtype(address, count, like):  # type: ignore[no-untyped-def]
-    if like == types.float32:
-        return lambda address, count, like: carray(as_f32(address), count)
-    return lambda address, count, like: carray(as_f64(address), count)
-
-
 def _bitcast(source: Any, target: Any, ir_type: ir.Type) -> Any:
     return emitted(target(source))(lambda builder, value: builder.bitcast(value, ir_type))
 
@@ -236,7 +167,6 @@ bits_of = _bitcast(types.float64, types.int64, ir.IntType(64))
 float_of_bits = _bitcast(types.int64, types.float64, ir.DoubleType())
 #: The float32 of the same bits.
 f32_of_bits = _bitcast(types.uint32, types.float32, ir.FloatType())
-bits_of_f32 = _bitcast(types.float32, types.uint32, ir.IntType(32))
 
 # Adding 1.5 * 2**52 leaves the nearest integer in the low bits of the significand.
 _SHIFTER = 1.5 * 2.0**52
@@ -272,22 +202,6 @@ def exp_below_700(x):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def _twice_atanh(t, terms):  # type: ignore[no-untyped-def]
-    """2 atanh(t) = 2 t (1 + t^2/3 + t^4/5 + ...), cut off after ``terms`` terms."""
-    square = t * t
-    p = 0.0
-    for k in range(terms, 0, -1):
-        p = (p + 1.0 / (2 * k + 1)) * square
-    return 2 * t + 2 * t * p
-
-
-@jit(forceinline=True)
-def log1p_of_fraction(e):  # type: ignore[no-untyped-def]
-    """log(1 + e) for 0 <= e <= 1: 2 atanh(e / (2 + e)), whose argument is at most 1/3."""
-    return _twice_atanh(e / (2 + e), 16)
-
-
-@jit(forceinline=True)
 def log_of_normal(x):  # type: ignore[no-untyped-def]
     """log(x) for positive normal x, and any number for other x (see :func:`is_positive_normal`).
 
@@ -314,69 +228,3 @@ def log_of_normal(x):  # type: ignore[no-untyped-def]
 def is_positive_normal(x):  # type: ignore[no-untyped-def]
     """Whether :func:`log_of_normal` may be asked."""
     return x >= 2.2250738585072014e-308 and x <= 1.7976931348623157e308
-
-
-# The same pieces in float32. Numba would compute in float64 with literals.
-_ONE, _HALF = np.float32(1), np.float32(0.5)
-_SHIFTER_32 = np.float32(1.5 * 2.0**23)
-_LOG2_E_32 = np.float32(_LOG2_E)
-_LN2_HIGH_32 = np.float32(float.fromhex("0x1.62e400p-1"))
-_LN2_LOW_32 = np.float32(math.log(2) - float.fromhex("0x1.62e400p-1"))
-_C3, _C4, _C5, _C6, _C7 = (np.float32(1 / math.factorial(k)) for k in range(3, 8))
-_LOWEST_32 = np.float32(-87)
-_ZERO, _TWO = np.float32(0), np.float32(2)
-_SMALLEST_32, _BIGGEST_32 = np.finfo(np.float32).tiny, np.finfo(np.float32).max
-_THIRD, _FIFTH, _SEVENTH, _NINTH = (np.float32(1 / k) for k in (3, 5, 7, 9))
-_SQRT_HALF_BITS_32, _SIGNIFICAND_32 = np.int32(0x3F3504F3), np.int32(23)
-
-
-@jit(forceinline=True)
-def _exp_of_negative_32(x):  # type: ignore[no-untyped-def]
-    z = x if x > _LOWEST_32 else _LOWEST_32
-    shifted = z * _LOG2_E_32 + _SHIFTER_32
-    k = shifted - _SHIFTER_32
-    r = (z - k * _LN2_HIGH_32) - k * _LN2_LOW_32
-    r2 = r * r
-    p = (_ONE + r) + r2 * ((_HALF + r * _C3) + r2 * ((_C4 + r * _C5) + r2 * (_C6 + r * _C7)))
-    return p * f32_of_bits(np.uint32((bits_of_f32(shifted) + np.uint32(127)) << np.uint32(23)))
-
-
-def exp_of_negative(x: Any) -> Any:
-    """exp(x) for x <= 0 in the precision of x, float32 or float64, for compiled kernels.
-
-    In float32, values below exp(-87) come out as that, and so does NaN.
-    """
-    raise NotImplementedError
-
-
-@overload(exp_of_negative, jit_options={"forceinline": True})
-def _exp_of_negative(x):  # type: ignore[no-untyped-def]
-    if x == types.float32:
-        return lambda x: _exp_of_negative_32(x)
-    return lambda x: exp_below_700(x)
-
-
-@jit(forceinline=True)
-def exp_below_88_f32(x):  # type: ignore[no-untyped-def]
-    """exp(x) of a float32 below 88; values below exp(-87) come out as 0, NaN as NaN."""
-    out = _exp_of_negative_32(x) if x > _LOWEST_32 else _ZERO
-    return out if x == x else x
-
-
-@jit(forceinline=True)
-def log_of_normal_f32(x):  # type: ignore[no-untyped-def]
-    """log(x) of a positive normal float32, and any number for other x. As :func:`log_of_normal`."""
-    bits = np.int32(bits_of_f32(x))
-    k = np.int32(np.int32(bits - _SQRT_HALF_BITS_32) >> _SIGNIFICAND_32)
-    m = f32_of_bits(np.uint32(np.int32(bits - np.int32(k << _SIGNIFICAND_32))))
-    exponent = np.float32(k)
-    t = (m - _ONE) / (m + _ONE)
-    t2 = t * t
-    p = t2 * ((_THIRD + t2 * _FIFTH) + (t2 * t2) * (_SEVENTH + t2 * _NINTH))
-    return exponent * _LN2_HIGH_32 + (exponent * _LN2_LOW_32 + (_TWO * t + _TWO * t * p))
-
-
-@jit(forceinline=True)
-def is_positive_normal_f32(x):  # type: ignore[no-untyped-def]
-    """Whether :func:`log_of_normal_f32` may be asked."""
-    return x >= _SMALLEST_32 and x <= _BIGGEST_32

@@ -120,11 +120,6 @@ def lazy(target: str) -> Callable[..., Any]:
     return call
 
 
-def cpu_function(operation: Any) -> Callable[..., Any]:
-    """The CPU's function of an operation."""
-    return _imported(_implementations[operation][0])
-
-
 def _trusting(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` without the checks that it leaves out if it is told ``trusted=True``."""
     takes_it = "trusted" in inspect.signature(function).parameters

@@ -25,12 +25,9 @@ TWO_PARTS = 2 * ROWS_A_THREAD
 _STEP = 64
 
 
-def parts(n: int, work: int = 1) -> list[tuple[int, int]]:
-    """First row and number of rows of each part of a batch of ``n``: one for each of ``torch.get_num_threads()``.
-
-    A row takes as long as ``work`` of those that :data:`ROWS_A_THREAD` counts.
-    """
-    threads = max(min(torch.get_num_threads(), n * work // ROWS_A_THREAD), 1)
+def parts(n: int) -> list[tuple[int, int]]:
+    """First row and number of rows of each part of a batch of ``n``: one for each of ``torch.get_num_threads()``."""
+    threads = max(min(torch.get_num_threads(), n // ROWS_A_THREAD), 1)
     length = -(-n // (threads * _STEP)) * _STEP
     return [(first, min(length, n - first)) for first in range(0, n, length)]
 
@@ -129,16 +126,14 @@ def _work(queue: SimpleQueue[_Task]) -> None:
 _workers = _Workers()
 
 
-def call_in_parts(
-    kernel: Callable[..., Any], before: tuple[Any, ...], n: int, after: tuple[Any, ...], work: int = 1
-) -> Sequence[Any]:
+def call_in_parts(kernel: Callable[..., Any], before: tuple[Any, ...], n: int, after: tuple[Any, ...]) -> Sequence[Any]:
     """``kernel(*before, first, length, *after)`` for each part of a batch of ``n`` rows; returns all results.
 
-    The caller's thread does the first part, and waits for all. ``work`` as in :func:`parts`.
+    The caller's thread does the first part, and waits for all.
     """
-    if n * work < TWO_PARTS:
+    if n < TWO_PARTS:
         return (kernel(*before, 0, n, *after),)
-    return _workers.call(kernel, [(*before, first, length, *after) for first, length in parts(n, work)])
+    return _workers.call(kernel, [(*before, first, length, *after) for first, length in parts(n)])
 
 
 def _after_fork() -> None:

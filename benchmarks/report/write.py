@@ -68,7 +68,7 @@ def comparison_table(run: Run, replay: bool) -> str:
 HEADLINES = (
     *(f"{call}-between-updates-256" for call in ("batch", "prioritized-batch", "sample-and-update")),
     *("uniform-sample-256", "prioritized-sample-256", "sample-and-update-256", "extend-256"),
-    *(sized(5_000_000, 6_000_000, "write-and-sample"), "SAC-update-256", "recorded-SAC-update-256"),
+    *(sized(5_000_000, 6_000_000, "write-and-sample"), "SAC-update-256"),
 )
 
 

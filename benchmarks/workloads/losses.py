@@ -27,7 +27,7 @@ from benchmarks.measure.in_turn import Call, Contender
 from benchmarks.peers.libraries import UnavailableError, needing
 from benchmarks.workloads import plain_losses as plain
 from benchmarks.workloads.plain_losses import ACTION, OBSERVATION, PlainLoss, make_batch
-from gpubuf import capture, modules, objectives
+from gpubuf import modules, objectives
 from gpubuf.modules import MLP, EnsembleMLP
 
 #: Losses that are compiled at every size of a batch.
@@ -308,13 +308,6 @@ def made(name: str, who: str, rows: int, device: str = "cpu") -> tuple[Any, Tens
     return loss, batch
 
 
-def recorded_call(loss: Any, batch: TensorDict) -> Call:
-    """The call as a step that `gpubuf.capture` repeats from its list of operations."""
-    parameters = list(loss.parameters())
-    recorded = capture(lambda rows: forward_backward(loss, parameters, rows)(), warmup=1, on_cpu=True)
-    return lambda: recorded(batch)
-
-
 def prepare(name: str, who: str, rows: int, device: str) -> Call:
     """Check a loss against the one by hand, and return the call to time: forward, and backward of the sum."""
     loss, batch = made(name, who, rows, device)
@@ -329,7 +322,6 @@ def calls(name: str, rows: int, compiled: bool) -> dict[str, Call]:
             found[who] = prepare(name, who, rows, "cpu")
         except UnavailableError as error:
             print(f"{name}: {error}")
-    found[f"{OURS}, recorded"] = recorded_call(*made(name, OURS, rows))
     if compiled:
         found |= {f"{who}, compiled": compiled_call(*made(name, who, rows)) for who in (BY_HAND, OURS)}
     return found
@@ -345,7 +337,7 @@ def contenders(name: str, batches: Sequence[int] = (256, 1024)) -> dict[str, Con
         for who, call in calls(name, rows, compiled).items():
             found.setdefault(who, {})[f"batch of {rows}"] = call
     return {
-        # What is compiled or recorded has no operations of its own.
+        # What is compiled has no operations of its own.
         who: Contender(of_sizes, counted=None if ", " in who else of_sizes[f"batch of {batches[0]}"])
         for who, of_sizes in found.items()
     }

@@ -17,7 +17,6 @@ from benchmarks.workloads.losses import BY_HAND, OURS, TORCHRL
 from benchmarks.workloads.plain_losses import make_batch
 from benchmarks.workloads.workload import Workload
 from gpubuf import capture
-from gpubuf.optim import AdamW
 
 #: How the contenders of the study of losses are called here.
 WHO = {"torchrl": TORCHRL, "plain": BY_HAND}
@@ -31,24 +30,19 @@ class Sac(Workload):
 
     def prepare(self, filled: None, library: str, device: str) -> Callable[[], object]:
         if "SAC-update" in self.name:
-            return prepare_update(library, self.batch, device, "recorded" in self.name)
+            return prepare_update(library, self.batch, device)
         return losses.prepare("sac", WHO.get(library, OURS), self.batch, device)
 
 
-def prepare_update(library: str, rows: int, device: str, recorded: bool = False) -> Callable[[], object]:
-    """A whole update: sample by priority, losses, backward, Adam, targets, new priorities.
-
-    Of ours ``recorded`` has a step that :func:`gpubuf.capture` repeats on a CPU, as ``gpubuf train`` does.
-    """
+def prepare_update(library: str, rows: int, device: str) -> Callable[[], object]:
+    """A whole update: sample by priority, losses, backward, Adam, targets, new priorities."""
     if library == "gpubuf-graph" and device != "cuda":
         raise UnavailableError("CUDA graphs need a GPU: elsewhere gpubuf.capture runs the same calls one by one")
     loss, _ = losses.made("sac", WHO.get(library, OURS), rows, device)
     buffer = filled_buffer(library, device)
-    recorded = recorded and library == "gpubuf"
-    update = recording(loss, buffer, rows) if recorded else updating(library, loss, buffer, rows, device)
+    update = updating(library, loss, buffer, rows, device)
     if library == "gpubuf-graph":
         update = capture(update)
-    if recorded or library == "gpubuf-graph":
         # So that replays are checked, and timed: the first calls are those of the step itself.
         for _ in range(6):
             update()
@@ -86,28 +80,6 @@ def updating(library: str, loss: Any, buffer: Any, rows: int, device: str) -> Ca
     return update
 
 
-def recording(loss: Any, buffer: Any, rows: int) -> Callable[[], Any]:
-    """As :func:`updating`, with what is between the two calls of the buffer recorded."""
-    optimizer = AdamW(loss.parameters(), RATE, weight_decay=0.0, targets=loss, tau=TAU)
-
-    def learn(batch: Any) -> Tensor:
-        losses = loss(batch)
-        optimizer.zero_grad()
-        (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_alpha"]).backward()
-        optimizer.step()
-        found: Tensor = batch["td_error"]
-        return found
-
-    recorded = capture(learn, on_cpu=True)
-
-    def update() -> Tensor:
-        batch = buffer.sample(rows)
-        buffer.update_priority(batch["index"], recorded(batch))
-        return batch["index"]
-
-    return update
-
-
 def check_update(loss: Any, buffer: Any, update: Callable[[], Any], rows: int, device: str) -> None:
     """Assert that an update moves all networks, the targets as far as they should, and sets priorities."""
     everything = torch.arange(STORED, device=device)
@@ -138,7 +110,6 @@ def _workload(title: str, rows: int, libraries: tuple[str, ...], stored: int, **
 _ALL = (
     *(_workload("SAC loss and backward", rows, ("gpubuf", "torchrl", "plain"), rows) for rows in (256, 1024)),
     _workload("SAC update", 256, ("gpubuf", "gpubuf-graph", "torchrl"), STORED),
-    _workload("recorded SAC update", 256, ("gpubuf", "torchrl"), STORED, devices=("cpu",)),
 )
 #: By name.
 WORKLOADS = {workload.name: workload for workload in _ALL}

@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 
 class Unfinished(NamedTuple):
@@ -70,15 +69,11 @@ class Lock(Protocol):
 class Recording:
     """The work on the host that goes with the replays of one graph.
 
-    Args:
-        runs: whether the step runs while it is recorded, so that this work is done then, too.
-
     Attributes:
         locks: those of the buffers that the graph uses.
     """
 
-    def __init__(self, runs: bool = False) -> None:
-        self._runs = runs
+    def __init__(self) -> None:
         self.locks: list[Lock] = []
         self._before: dict[Hashable, Callable[[], None]] = {}
         self._after: list[Callable[[], None]] = []
@@ -87,14 +82,10 @@ class Recording:
 
     def before(self, key: Hashable, action: Callable[[], None]) -> None:
         """Do ``action`` before each replay; of several with the same key, the first."""
-        if self._runs and key not in self._before:
-            _unrecorded(action)
         self._before.setdefault(key, action)
 
     def after(self, action: Callable[[], None]) -> None:
         """Do ``action`` after each replay, as often as it was noted."""
-        if self._runs:
-            _unrecorded(action)
         self._after.append(action)
 
     def undo(self, action: Callable[[], None]) -> None:
@@ -140,11 +131,6 @@ class Recording:
             action()
         for storage, outer in zip(storages, before, strict=True):
             storage.end(outer)
-
-
-def _unrecorded(action: Callable[[], None]) -> None:
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        action()
 
 
 class _Current(threading.local):

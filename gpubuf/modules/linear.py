@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Sequence
 from itertools import repeat
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as every_module
 
-from gpubuf.kernels._machine_code import amd_with_avx512
 from gpubuf.kernels._operations import past_functorch
 from gpubuf.modules.fast_call import hooked
 from gpubuf.modules.weight_norm import draw_rows
@@ -21,9 +22,6 @@ from gpubuf.modules.weight_norm import draw_rows
 #: Numbers in the activations of a layer of N nets from which on, on a CPU, these run one after the other: what one net
 #: reads and writes stays in the cache, and the allocator keeps its memory.
 MANY = 1 << 19
-
-#: A weight of at most so many outputs is copied so that each has its inputs side by side: MKL is then twice as fast.
-FEW_OUTPUTS = 16
 
 #: Multiplications of a product from which on oneDNN gains more than calls for single nets cost.
 ONEDNN_WORK = 1 << 23
@@ -39,11 +37,10 @@ _threshold_backward = torch.ops.aten.threshold_backward
 
 
 def fast_here(x: Tensor, weight: Tensor) -> bool:
-    """Whether functions of our own may take the place of PyTorch's: on a CPU, in eager mode, nothing transformed."""
+    """Whether oneDNN's product may take the place of PyTorch's: on a CPU, in eager mode, nothing transformed."""
     return (
         x.is_cpu
         and x.dtype is weight.dtype
-        and (x.dtype is torch.float32 or x.dtype is torch.float64)
         and not (
             torch.compiler.is_compiling()
             or torch._C._are_functorch_transforms_active()
@@ -54,16 +51,24 @@ def fast_here(x: Tensor, weight: Tensor) -> bool:
     )
 
 
+def _amd_family() -> int:
+    """The family of an AMD processor: 25 for Zen 3 and 4, 26 for Zen 5. 0 for others, and where Linux doesn't say."""
+    try:
+        found = re.search(r"AuthenticAMD\ncpu family\s*: (\d+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
 @functools.cache
 def _onednn() -> Any:
     """oneDNN's linear layer where its products are faster than MKL's, else None.
 
     PyTorch's float32 products on x86 are MKL's, which takes its path for AVX2 on processors that are not Intel's. On
-    those whose units have 512 bits, AMD's from Zen 5 on, it reaches half the speed of oneDNN. On Zen 4 it is a little
-    slower, and a recorded step gains more by calling MKL itself. Decided by the processor, not by a measurement that
-    might come out otherwise the next time: a run has the same bits as the one before.
+    those whose units have 512 bits, AMD's from Zen 5 on, it reaches half the speed of oneDNN. Decided by the processor,
+    not by a measurement that might come out otherwise the next time: a run has the same bits as the one before.
     """
-    if amd_with_avx512() in ("", "znver4"):
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or _amd_family() < 26:
         return None
     return getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 
@@ -88,14 +93,6 @@ def multiplied(x: Tensor, y: Tensor, bias: Tensor | None = None, relu: bool = Fa
     else:
         out = torch.bmm(x, y) if bias is None else torch.baddbmm(bias, x, y)
     return out.relu_() if relu else out
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool = False) -> Tensor:
-    """``x @ weight + bias``: ``[N, rows, in]`` by ``[N, in, out]``, or ``[rows, in]`` by ``[in, out]``. No gradient."""
-    if weight.shape[-1] <= FEW_OUTPUTS < weight.shape[-2] and weight.stride(-1) == 1:
-        # With a new stride where there is one output: MKL takes it for the distance of columns.
-        weight = weight.mT.contiguous().view(*weight.shape[:-2], weight.shape[-1], -1).mT
-    return multiplied(x, weight, bias, relu)
 
 
 def joined(inputs: Sequence[Tensor]) -> Tensor:
@@ -137,11 +134,11 @@ def ensemble_input_layer(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor 
 
 
 class _Product(torch.autograd.Function):
-    """:func:`linear_product` on a CPU, by the products that are fast there."""
+    """:func:`linear_product` by oneDNN, whose products have no gradient of their own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-        out = product(x, weight, bias, relu)
+        out = multiplied(x, weight, bias, relu)
         ctx.save_for_backward(x, weight, out if relu else None)
         return out
 
@@ -151,7 +148,6 @@ class _Product(torch.autograd.Function):
         of_x, of_weight, of_bias, _ = ctx.needs_input_grad
         if positive is not None:
             grad = _threshold_backward(grad, positive, 0)
-        # oneDNN's products have no gradient of their own.
         multiply = torch.matmul if torch.is_grad_enabled() else multiplied
         wider = weight.shape[-1] < weight.shape[-2]
         return (
@@ -172,13 +168,12 @@ def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool = 
     Or one of N nets: ``[N, rows, in]`` times ``[N, in, out]``, plus ``[N, 1, out]`` or None. With ``relu`` its positive
     part.
     """
-    narrow = x.ndim == 3 and 2 * weight.shape[-1] <= weight.shape[-2]
     worth = x.dtype is torch.float32 and worth_onednn(x.shape[-2], x.shape[-1], weight.shape[-1])
-    if (narrow or worth) and fast_here(x, weight):
+    if worth and fast_here(x, weight):
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             return cast(Tensor, _product(x, weight, bias, relu))
         if bias is None or not bias.requires_grad:
-            return product(x, weight, bias, relu)
+            return multiplied(x, weight, bias, relu)
     if x.ndim == 2:
         out = functional.linear(x, weight.t(), bias)
     else:

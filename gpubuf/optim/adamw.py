@@ -143,7 +143,7 @@ class Place:
 
 @dataclass
 class Bucket:
-    """Up to 64 entries of one dtype: one launch, or one compiled call.
+    """Up to 64 entries of one dtype: one launch, or PyTorch's fused AdamW.
 
     Attributes:
         places: the entries; those that are only sources come last.
@@ -319,7 +319,7 @@ _FOREIGN: dict[str, Any] = {
 class AdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay, weight rows of fixed length and averaged targets, in one pass over memory.
 
-    One launch on a GPU, and one compiled call on a CPU, for up to 64 parameters of one dtype. For each parameter p
+    One launch on a GPU, and PyTorch's fused AdamW on a CPU, for up to 64 parameters of one dtype. For each parameter p
     with gradient g, in its t-th step::
 
         m = beta1 * m + (1 - beta1) * g
@@ -334,8 +334,8 @@ class AdamW(torch.optim.Optimizer):
     It takes the place of ``torch.optim.AdamW``: parameter groups, learning rate schedulers, hooks and state
     dictionaries work, and each loads the state of the other. The numbers are the same up to rounding, and the same bits
     in every run. A gradient that is None skips its parameter; its target moves all the same. A gradient that is not
-    finite spreads, as in torch. On a CPU a moment below the normal numbers of its dtype becomes 0: those of units that
-    learn no more would stay there, and make a step several times as long.
+    finite spreads, as in torch. On a CPU moments of units that learn no more end among the denormal numbers,
+    which make a step several times as long, unless ``torch.set_flush_denormal(True)`` was called.
 
     :meth:`step` never waits for the GPU, and can be captured in a graph. The kernels read steps and hyperparameters on
     the device. :func:`gpubuf.capture` sends those that were changed before each replay; with a graph of your own call

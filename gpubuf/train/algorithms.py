@@ -5,7 +5,6 @@ To add one: enter it into `ALGORITHMS`, and give its settings defaults in `gpubu
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,7 +27,6 @@ from torch.distributions import OneHotCategorical
 from torch.nn.functional import one_hot
 
 from gpubuf.data import Normalize
-from gpubuf.graphs import Captured, capture
 from gpubuf.modules import (
     MLP,
     EnsembleMLP,
@@ -411,8 +409,6 @@ class Agent(Explorer):
         device: Of the networks.
         compiled: Whether to compile the losses and their gradients with `torch.compile`. None: try it, and warn and
             go on without if the compiler fails.
-        recorded: Whether updates are recorded by `gpubuf.capture`, on a CPU. Batches must have the same entries and
-            shapes at every update then.
     """
 
     def __init__(
@@ -423,7 +419,6 @@ class Agent(Explorer):
         device: torch.device,
         *,
         compiled: bool | None = False,
-        recorded: bool = False,
     ) -> None:
         super().__init__(config, observation_size, action_size, device)
         self._shape = {
@@ -452,10 +447,6 @@ class Agent(Explorer):
         if compiled is not False:
             self._losses = torch.compile(self._eager_losses, fullgraph=True)
             self._critic_losses = torch.compile(self._eager_critic_losses, fullgraph=True)
-        self._updates: dict[bool, Captured] = {}
-        if recorded:
-            updates = {policy: functools.partial(self._update, policy=policy) for policy in (False, True)}
-            self._updates = {policy: capture(step, warmup=1, on_cpu=True) for policy, step in updates.items()}
 
     def _make_optimizer(self, config: TrainConfig, algorithm: Algorithm, unit_rows: Sequence[nn.Module]) -> AdamW:
         """The optimiser of `parameters`, which moves the targets as well."""
@@ -492,14 +483,6 @@ class Agent(Explorer):
         Returns:
             The values of `loss_names`, `[L]` float32 on the device; 0 for those that were not computed.
         """
-        if not self._updates:
-            return self._update(batch, policy)[0]
-        values, priority = self._updates[policy](batch.exclude("td_error"))
-        batch.set("td_error", priority)
-        return cast(Tensor, values)
-
-    def _update(self, batch: TensorDict, policy: bool) -> tuple[Tensor, Tensor]:
-        """`update`, and the priorities `[B]`, which it writes into ``batch``."""
         try:
             values = self._gradients(batch, policy)
         except RuntimeError as error:
@@ -517,7 +500,7 @@ class Agent(Explorer):
         if self.ranks is not None:
             self.ranks.average(self.parameters(), batch["priority_weight"].sum())
         self._optimizer.step(targets=policy or not self._delayed_targets)
-        return values, batch["td_error"]
+        return values
 
     def _gradients(self, batch: TensorDict, policy: bool) -> Tensor:
         """Set the gradients of the parameters that learn, and None for others. Returns the values of `loss_names`."""

@@ -24,7 +24,7 @@ from gpubuf.data import ReplayBuffer, WriterClient, Writers
 from gpubuf.data.ingress.queues import fence, wait
 from gpubuf.train.algorithms import Explorer, Scaling
 from gpubuf.train.config import TORCH_PREFIX, TrainConfig, UsageError
-from gpubuf.train.environments import TRAINING, Environments, NotFiniteError, Steps, Wrap, as_it_is
+from gpubuf.train.environments import TRAINING, Environments, NotFiniteError, Steps
 
 _CPU = torch.device("cpu")
 
@@ -86,7 +86,6 @@ class Collector:
         environments: They begin their first episodes.
         explorer: Acts in them.
         buffer: Takes the transitions: the buffer, or a client of one in another process.
-        wrap: Captures the function of no arguments that acts.
 
     Attributes:
         environments: As given.
@@ -100,12 +99,10 @@ class Collector:
         environments: Environments,
         explorer: Explorer,
         buffer: ReplayBuffer | WriterClient,
-        wrap: Wrap = as_it_is,
     ) -> None:
         self.environments, self._explorer, self._buffer = environments, explorer, buffer
         self._apart = rows_apart(config)
         self.observation = environments.reset().to(explorer.device)
-        self._explore = wrap(lambda: explorer.explore(self.observation))
 
     def step_at_random(self) -> None:
         """Step every environment once, with random actions."""
@@ -114,7 +111,7 @@ class Collector:
 
     def step(self) -> None:
         """Step every environment once, with the policy's actions."""
-        self._store(self._explore())
+        self._store(self._explorer.explore(self.observation))
 
     def state(self) -> dict[str, Any]:
         """The open episodes, as tensors and plain values."""

@@ -165,7 +165,7 @@ class TrainConfig:
         checkpoint_every: Transitions between two checkpoints; 0 for one at the end only.
         threads: CPU threads of PyTorch; ``None`` chooses by the size of the networks.
         cuda_graph: Capture the update into a CUDA graph, and the step of environments on the device too; ``None``: on a
-            CUDA device. On a CPU updates and the policy's actions are recorded, unless this is False.
+            CUDA device.
         compile: Compile the losses and their gradients with `torch.compile`; ``None``: on a CUDA device, in a run long
             enough to be worth a minute of compiling.
         bfloat16: Compute the networks' layers in bfloat16 in updates (`torch.autocast`). Weights, their moments,

@@ -76,7 +76,8 @@ def train(
     """Train an agent, and write metrics, curve, model and checkpoint into ``folder``.
 
     SIGINT and SIGTERM end the run after the current step, and save everything; a second signal ends it at once. Seeds
-    PyTorch's global random generator, and sets its number of threads during the run.
+    PyTorch's global random generator, and sets its number of threads during the run. On a CPU denormal numbers are 0 in
+    this process meanwhile (``torch.set_flush_denormal``).
 
     Args:
         config: What to train on, and how.
@@ -428,16 +429,20 @@ def _resolve_device(name: str) -> torch.device:
 
 @contextmanager
 def _threads(config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Set PyTorch's number of threads for the run, and restore it."""
+    """Set PyTorch's number of threads for the run, and restore it. On a CPU denormal numbers are 0 in the meantime."""
     before = torch.get_num_threads()
     threads = config.threads
     if threads is None and device.type == "cpu":
         threads = default_threads(config)
     if threads is not None:
         torch.set_num_threads(threads)
+    if device.type == "cpu":
+        # Moments of units that learn no more end among them, with which a step takes several times as long.
+        torch.set_flush_denormal(True)
     try:
         yield
     finally:
+        torch.set_flush_denormal(False)
         torch.set_num_threads(before)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -96,9 +95,9 @@ class Trainer:
         compiled = config.compile
         if compiled is None and not (device.type == "cuda" and config.updates >= _COMPILING_PAYS):
             compiled = False
-        self._wrap: Wrap = graphs.capture if captured else as_it_is
-        eager = not captured and config.cuda_graph is None and ranks is None
-        recorded = eager and device.type == "cpu" and compiled is False
+        self._wrap: Wrap = as_it_is
+        if captured:
+            self._wrap = graphs.capture
         words = (config.seed, TRAINING) if ranks is None or ranks.first else (config.seed, TRAINING, ranks.rank)
         self._environments = make_environments(config.env, config.num_envs, words, device)
         self._curve: Evaluation | None = None
@@ -107,7 +106,7 @@ class Trainer:
             raise UsageError(_wrong_actions(config, self._environments.discrete))
         torch.manual_seed(config.seed)
         sizes = self._environments.observation_size, self._environments.action_size
-        self.agent = Agent(config, *sizes, device, compiled=compiled, recorded=recorded)
+        self.agent = Agent(config, *sizes, device, compiled=compiled)
         self.agent.normalize = _make_normalize(config, sizes[0], device)
         if ranks is not None:
             self._join(ranks)
@@ -117,10 +116,7 @@ class Trainer:
         self._collectors = Collectors(config, self.agent, self.buffer, sizes) if config.collectors else None
         self._collector: Collector | None = None
         if not config.collectors:
-            # Statistics of observations are a buffer's, and drawing a category reads a value.
-            repeatable = recorded and self.agent.normalize is None and not self._environments.discrete
-            explored: Wrap = functools.partial(graphs.capture, warmup=1, on_cpu=True) if repeatable else as_it_is
-            own = self._collector = Collector(config, self._environments, self.agent, self.buffer, explored)
+            own = self._collector = Collector(config, self._environments, self.agent, self.buffer)
             self._step_by_policy = self._wrap(own.step) if self._environments.capturable else own.step
         self._updates = 0
         self._sums = torch.zeros(len(self.agent.loss_names), device=device)

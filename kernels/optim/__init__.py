@@ -1,9 +1,10 @@
 """The step of an optimiser: AdamW, unit rows and averaged targets of all parameters, in one pass over memory.
 
 The parameters of one step form *buckets*: up to :data:`MAX_ENTRIES` tensors of one dtype on one device. A bucket is one
-launch on a GPU and one compiled call on a CPU. An *entry* of a bucket is a parameter with its two moments, or a tensor
-that is only the source of a target, or both. The kernels read the entries by address, through ``table``: int64
-``[E, 9]``, an :func:`entry` each. Gradients have new addresses at every step, so they are arguments.
+launch on a GPU, and on a CPU a call of PyTorch's fused AdamW for each group. An *entry* of a bucket is a parameter with
+its two moments, or a tensor that is only the source of a target, or both. The kernels read the entries by address,
+through ``table``: int64 ``[E, 9]``, an :func:`entry` each. Gradients have new addresses at every step, so they are
+arguments.
 
 ``tiles``: int64 ``[T, 2]`` = (entry, number of the tile in it), the work of each program, made by :func:`tiles_of`.
 

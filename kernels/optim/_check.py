@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -40,18 +39,3 @@ def check_step(
                 f"elements, {grad.dtype} on {grad.device}"
             )
     return dtype
-
-
-def gradient_codes(grads: Sequence[Tensor | None], averages: Sequence[bool]) -> array[int]:
-    """For each entry the address of its gradient, or 0, plus 1 if its target moves.
-
-    Addresses are even, as no parameter has elements of one byte. An empty tensor has address 0: it has no elements to
-    update, but its steps count, and 2 is no address.
-    """
-    return array(
-        "q",
-        [
-            average if grad is None else (grad.data_ptr() or 2) | average
-            for grad, average in zip(grads, averages, strict=True)
-        ],
-    )

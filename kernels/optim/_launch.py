@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -11,11 +12,26 @@ from torch import Tensor
 from gpubuf.kernels._launching import encode_arguments, launch
 from gpubuf.kernels._registry import check_devices
 from gpubuf.kernels.optim import ROW_TILE, STRIDED_TILE, TILE
-from gpubuf.kernels.optim._check import check_step, gradient_codes
+from gpubuf.kernels.optim._check import check_step
 from gpubuf.kernels.optim._triton import optim_adamw_kernel
 
 _DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16}
 _REALS = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.float32}
+
+
+def gradient_codes(grads: Sequence[Tensor | None], averages: Sequence[bool]) -> array[int]:
+    """For each entry the address of its gradient, or 0, plus 1 if its target moves.
+
+    Addresses are even, as no parameter has elements of one byte. An empty tensor has address 0: it has no elements to
+    update, but its steps count, and 2 is no address.
+    """
+    return array(
+        "q",
+        [
+            average if grad is None else (grad.data_ptr() or 2) | average
+            for grad, average in zip(grads, averages, strict=True)
+        ],
+    )
 
 
 def adamw(

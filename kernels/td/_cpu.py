@@ -1,198 +1,132 @@
-"""Temporal-difference learning on the CPU: compiled loops, and lambda returns in plain PyTorch.
+"""Temporal-difference learning in plain PyTorch, and what all losses share: critics combined, weights, reductions."""
 
-One kernel serves both precisions: the flag ``wide`` says whether every float array is float64 or float32, and the
-arithmetic is float64 either way. The address 0 stands for an absent argument.
-"""
+from __future__ import annotations
 
-# Numba needs the real signatures: no `from __future__ import annotations`.
-
-import numpy as np
 import torch
-from numba import carray
 from torch import Tensor
 
 from gpubuf.kernels import td
-from gpubuf.kernels._jit import jit
-from gpubuf.kernels._loops import loop
-from gpubuf.kernels._operations import computing_dtype
-from gpubuf.kernels._primitives import as_u8, load, read, store, total_of, write
-from gpubuf.kernels.td import AVERAGE, L1, L2, NONE, SMALLEST, check_sequences, check_target
-from gpubuf.kernels.td._cpu_reduce import (
-    TILE,
-    load_factors,
-    load_mean,
-    load_smallest,
-    load_weights,
-    normaliser,
-)
+from gpubuf.kernels._plain import plain
+from gpubuf.kernels.td import AVERAGE, L1, L2, MEAN, NONE
 
 
-@loop(td.soft_td_target)
-def soft_td_target(  # type: ignore[no-untyped-def]
-    next_q, next_log_prob, alpha, reward, terminated, gamma: float, steps, combine, n, nets, wide: bool, target_out
-):
-    temperature = read(alpha, wide, 0) if alpha else 0.0
-    ended = carray(as_u8(terminated), n)
-    values, rewards, other, which = np.empty(TILE), np.empty(TILE), np.empty(TILE), np.empty(TILE, np.int64)
-    for first in range(0, n, TILE):
-        count = min(TILE, n - first)
-        if combine == AVERAGE:
-            load_mean(next_q, wide, n, nets, first, count, values, other)
-        else:
-            load_smallest(next_q, wide, n, nets, first, count, values, which, other)
-        if next_log_prob:
-            load(next_log_prob, wide, first, count, other)
-            for j in range(count):
-                values[j] -= temperature * other[j]
-        if steps:
-            load(steps, wide, first, count, other)
-            for j in range(count):
-                values[j] *= gamma ** other[j]
-        else:
-            for j in range(count):
-                values[j] *= gamma
-        load(reward, wide, first, count, rewards)
-        for j in range(count):
-            values[j] = rewards[j] if ended[first + j] else rewards[j] + values[j]
-        store(values, target_out, wide, first, count)
+def combined(q: Tensor, combine: int) -> Tensor:
+    """One value ``[n]`` of critics ``[N, n]``. A NaN is the smallest, so that it is seen."""
+    return q.mean(0) if combine == AVERAGE else q.amin(0)
 
 
-def _flat(tensor: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """``[n]``, of ``dtype``."""
-    # `to` and `reshape` take a microsecond each where there is nothing to do.
-    tensor = tensor if tensor.dtype is dtype else tensor.to(dtype)
-    return tensor if tensor.ndim == 1 else tensor.reshape(n)
+def smallest_alone(q: Tensor, values: Tensor) -> Tensor:
+    """``values`` at the first of the smallest critics ``[N, ...]``, zero at the others."""
+    return torch.zeros_like(q).scatter_(0, q.argmin(0, keepdim=True), values.unsqueeze(0))
 
 
-def _next_value(
-    next_q: Tensor, next_log_prob: Tensor | None, alpha: Tensor | None, combine: int, n: int, real: torch.dtype
-) -> Tensor:
-    """``[n]``, in memory of its own."""
-    critics = (next_q if next_q.dtype is real else next_q.to(real)).reshape(next_q.shape[0], n)
-    value = critics.sum(0).div_(critics.shape[0]) if combine == AVERAGE else critics.amin(0)
-    if next_log_prob is not None and alpha is not None:
-        value.sub_(_flat(next_log_prob, n, real), alpha=alpha.item())
-    return value
+def weights(n: int, weight: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """The weights ``[n]``, 0 where masked; None if all are 1."""
+    if mask is None:
+        return weight if weight is None else weight.view(n)
+    return torch.where(mask.view(n), like.new_ones(()) if weight is None else weight.view(n), 0)
 
 
+def reduced(rows: Tensor, weight: Tensor | None, mask: Tensor | None, reduction: int) -> tuple[Tensor, Tensor]:
+    """``(loss, norm)`` of the losses of rows ``[n]``. What is masked is selected away."""
+    n = len(rows)
+    each = weights(n, weight, mask, rows)
+    if each is not None:
+        rows = (rows if mask is None else rows.where(mask.view(n), 0)) * each
+    norm = rows.new_ones(())
+    if reduction == MEAN:
+        mass = norm * n if each is None else each.sum()
+        norm = mass.reciprocal().where(mass != 0, 0)
+    return (rows, norm) if reduction == NONE else (rows.sum() * norm, norm)
+
+
+def factors(grad: Tensor, norm: Tensor, n: int, weight: Tensor | None, mask: Tensor | None) -> Tensor:
+    """What the derivative of each row's loss is multiplied with: ``[n]``, or ``[]`` if it is one number."""
+    each, scale = weights(n, weight, mask, grad), grad.view(-1 if grad.ndim else ()) * norm
+    return scale if each is None else scale * each
+
+
+@plain(td.soft_td_target)
+def soft_td_target(
+    next_q: Tensor, next_log_prob: Tensor | None, alpha: Tensor | None, reward: Tensor, terminated: Tensor,
+    gamma: Tensor, steps: Tensor | None, combine: int, n: int, nets: int,
+) -> Tensor:  # fmt: skip
+    reward = reward.view(n)
+    value = _next_value(next_q.view(nets, n), next_log_prob, alpha, combine)
+    return torch.where(terminated.view(n), reward, reward + _discount(gamma, steps) * value)
+
+
+def _next_value(q: Tensor, next_log_prob: Tensor | None, alpha: Tensor | None, combine: int) -> Tensor:
+    value = combined(q, combine)
+    return value if next_log_prob is None or alpha is None else value - alpha * next_log_prob.view(-1)
+
+
+def _discount(gamma: Tensor, steps: Tensor | None) -> Tensor:
+    return gamma if steps is None else gamma ** steps.view(-1)
+
+
+@plain(td.soft_lambda_return)
 def soft_lambda_return(
     next_q: Tensor, next_log_prob: Tensor | None, alpha: Tensor | None, reward: Tensor, terminated: Tensor,
     done: Tensor, mask: Tensor | None, gamma: Tensor, lmbda: Tensor, steps: Tensor | None, length: int, inner: int,
-    combine: int = SMALLEST,
+    combine: int, n: int, nets: int,
 ) -> Tensor:  # fmt: skip
-    """See :data:`gpubuf.kernels.td.soft_lambda_return`.
-
-    ``G_t = a_t + b_t G_{t+1}``. A round makes of that ``a + b G`` of twice as many rows further on, so that a sequence
-    takes as many rounds as its length has binary digits. What has the factor 0 is selected away.
+    """``G_t = a_t + b_t G_{t+1}``. A round makes of that ``a + b G`` of twice as many rows further on, so that a
+    sequence takes as many rounds as its length has binary digits. What has the factor 0 is selected away.
     """
-    check_target(next_q, next_log_prob, alpha, reward, terminated, gamma, steps, combine)
-    check_sequences(reward, done, mask, lmbda, length, inner)
-    rows = (reward if next_log_prob is None else next_log_prob).shape
-    n, real = rows.numel(), computing_dtype(next_q)
+    shape = (-1, length, inner)
     if not n:
-        return torch.empty(rows, dtype=real, device="cpu")
-    shape, share = (-1, length, inner), lmbda.item()
-    value = _next_value(next_q, next_log_prob, alpha, combine, n, real).reshape(shape)
-    discount: Tensor | float = gamma.item() if steps is None else gamma.item() ** _flat(steps, n, real).reshape(shape)
-    follows = ~_flat(done, n, torch.bool).reshape(shape)
+        return reward.clone()
+    value = _next_value(next_q.view(nets, n), next_log_prob, alpha, combine).view(shape)
+    discount = _discount(gamma, steps)
+    discount = discount.view(shape) if discount.numel() > 1 else discount
+    follows = ~done.view(shape)
     follows[:, -1] = False
     if mask is not None:
-        follows[:, :-1] &= _flat(mask, n, torch.bool).reshape(shape)[:, 1:]
-    goes_on = ~_flat(terminated, n, torch.bool).reshape(shape)
-    bootstrap = torch.where(follows, (1 - share) * value, value) * discount
-    out = torch.where(goes_on, bootstrap, 0.0) + _flat(reward, n, real).reshape(shape)
-    factor = torch.where(follows & goes_on, torch.full_like(value, share) * discount, 0.0)
+        follows[:, :-1] &= mask.view(shape)[:, 1:]
+    goes_on = ~terminated.view(shape)
+    bootstrap = torch.where(follows, (1 - lmbda) * value, value) * discount
+    out = torch.where(goes_on, bootstrap, 0) + reward.view(shape)
+    factor = torch.where(follows & goes_on, (lmbda * discount).expand_as(value), 0)
     step = 1
     while step < length:
-        further = torch.where(factor[:, :-step] == 0, 0.0, factor[:, :-step] * out[:, step:])
+        further = torch.where(factor[:, :-step] == 0, 0, factor[:, :-step] * out[:, step:])
         later = factor[:, :-step] * factor[:, step:]
         out = torch.cat((out[:, :-step] + further, out[:, -step:]), 1)
         factor = torch.cat((later, torch.zeros_like(factor[:, -step:])), 1)
         step *= 2
-    return out.reshape(rows)
+    return out
 
 
-@jit(forceinline=True)
-def _add_distances(d, loss_function, count, loss, largest):  # type: ignore[no-untyped-def]
-    """Add one critic's distances to ``loss``; by differences ``d`` of a tile of rows."""
-    for j in range(count):
-        magnitude = abs(d[j])
-        far = (magnitude > largest[j]) | (magnitude != magnitude)
-        largest[j] = magnitude if far else largest[j]
+@plain(td.td_loss)
+def loss(
+    q: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, loss_function: int, reduction: int, n: int,
+    nets: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    d = q.view(nets, n) - target.view(n)
+    far = d.abs()
     if loss_function == L1:
-        for j in range(count):
-            loss[j] += abs(d[j])
+        each = far
     elif loss_function == L2:
-        for j in range(count):
-            loss[j] += d[j] * d[j]
+        each = d.square()
     else:
-        for j in range(count):
-            magnitude = abs(d[j])
-            loss[j] += 0.5 * d[j] * d[j] if magnitude < 1 else magnitude - 0.5
+        each = torch.where(far < 1, 0.5 * d.square(), far - 0.5)
+    value, norm = reduced(each.sum(0), weight, mask, reduction)
+    return value, far.amax(0), norm
 
 
-@loop(td.td_loss)
-def loss(  # type: ignore[no-untyped-def]
-    q, target, weight, mask, loss_function, reduction, n, nets, wide: bool, loss_out, td_error_out, norm_out
-):
-    total = mass = 0.0
-    targets, d, rows, largest = np.empty(TILE), np.empty(TILE), np.empty(TILE), np.empty(TILE)
-    weights, counts = np.empty(TILE), np.empty(TILE, np.bool_)
-    for first in range(0, n, TILE):
-        count = min(TILE, n - first)
-        load(target, wide, first, count, targets)
-        for j in range(count):
-            rows[j] = largest[j] = 0.0
-        for net in range(nets):
-            load(q, wide, net * n + first, count, d)
-            for j in range(count):
-                d[j] -= targets[j]
-            _add_distances(d, loss_function, count, rows, largest)
-        store(largest, td_error_out, wide, first, count)
-        load_weights(weight, mask, wide, first, count, weights, counts)
-        for j in range(count):
-            rows[j] = weights[j] * rows[j] if counts[j] else 0.0
-        if reduction == NONE:
-            store(rows, loss_out, wide, first, count)
-        total += total_of(rows, count)
-        mass += total_of(weights, count)
-    norm = normaliser(mass, reduction)
-    write(norm_out, wide, 0, norm)
-    if reduction != NONE:
-        write(loss_out, wide, 0, total * norm)
-
-
-@jit(forceinline=True)
-def _slopes(d, loss_function, count):  # type: ignore[no-untyped-def]
-    """Derivatives of the distance, in the place of differences ``d``. By comparisons that a NaN fails: it stays one."""
-    if loss_function == L2:
-        for j in range(count):
-            d[j] *= 2
-    elif loss_function == L1:
-        for j in range(count):
-            d[j] = (1.0 if d[j] > 0 else -1.0) if abs(d[j]) > 0 else d[j]
+@plain(td.td_loss_backward)
+def loss_backward(
+    grad: Tensor, q: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, norm: Tensor,
+    loss_function: int, n: int, nets: int,
+) -> Tensor:  # fmt: skip
+    d = q.view(nets, n) - target.view(n)
+    if loss_function == L1:
+        # A NaN stays one.
+        d = torch.where(d.isnan(), d, d.sign())
+    elif loss_function == L2:
+        d *= 2
     else:
-        for j in range(count):
-            d[j] = (1.0 if d[j] > 0 else -1.0) if abs(d[j]) >= 1 else d[j]
-
-
-@loop(td.td_loss_backward)
-def loss_backward(  # type: ignore[no-untyped-def]
-    grad, q, target, weight, mask, norm, loss_function, reduction, n, nets, wide: bool, grad_q_out
-):
-    scale = read(norm, wide, 0)
-    targets, d, factors, grads = np.empty(TILE), np.empty(TILE), np.empty(TILE), np.empty(TILE)
-    counts = np.empty(TILE, np.bool_)
-    for first in range(0, n, TILE):
-        count = min(TILE, n - first)
-        load(target, wide, first, count, targets)
-        load_weights(weight, mask, wide, first, count, factors, counts)
-        load_factors(grad, scale, reduction, wide, first, count, factors, grads)
-        for net in range(nets):
-            load(q, wide, net * n + first, count, d)
-            for j in range(count):
-                d[j] -= targets[j]
-            _slopes(d, loss_function, count)
-            for j in range(count):
-                d[j] = d[j] * factors[j] if counts[j] else 0.0
-            store(d, grad_q_out, wide, net * n + first, count)
+        d.clamp_(-1, 1)
+    d *= factors(grad, norm, n, weight, mask)
+    return d if mask is None else d.where(mask.view(n), 0)

@@ -21,7 +21,6 @@ from benchmarks.workloads import losses, sac
 from benchmarks.workloads.registry import REGISTRY, TITLES, LastFilled, environment, in_order
 from benchmarks.workloads.replay import POOL, PRIORITIZED_SAMPLE, SAMPLE_AND_UPDATE, UNIFORM_SAMPLE, Replay, replay
 from gpubuf.data.storage import host_memory
-from gpubuf.optim import AdamW
 from tests.support.placements import Machine
 
 CAPACITY = 2_560
@@ -150,7 +149,7 @@ def test_oracle_refuses_a_faulty_library(workload: str, fault: Fault):
         chosen.prepare(library, "gpubuf", "cpu")
 
 
-@pytest.mark.parametrize("name", ["SAC-loss-and-backward-256", "SAC-update-256", "recorded-SAC-update-256"])
+@pytest.mark.parametrize("name", ["SAC-loss-and-backward-256", "SAC-update-256"])
 def test_losses_and_whole_updates_are_checked(name: str, monkeypatch: pytest.MonkeyPatch):
     """A loss with another temperature is refused, and an update without one of its parts."""
     monkeypatch.setattr(sac, "STORED", 2_000)
@@ -163,8 +162,6 @@ def test_losses_and_whole_updates_are_checked(name: str, monkeypatch: pytest.Mon
     faults = [partial(pytest.MonkeyPatch.setitem, dic=losses.WORKLOADS, name="sac", value=wrong)]
     if "update" in name:
         parts = (gpubuf.SoftUpdate, "step"), (gpubuf.TensorDictPrioritizedReplayBuffer, "update_tensordict_priority")
-        if "recorded" in name:
-            parts = (AdamW, "step"), (gpubuf.TensorDictPrioritizedReplayBuffer, "update_priority")
         faults = [partial(pytest.MonkeyPatch.setattr, target=kind, name=n, value=lambda *_: None) for kind, n in parts]
     for fault in faults:
         with monkeypatch.context() as patched:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpubuf.kernels import _registry, _threads
+from gpubuf.kernels import _registry
 from tests.contracts import covering, pairwise
 from tests.support.fake_cuda import fake_cuda
 from tests.support.precision import assert_no_worse
@@ -59,7 +59,6 @@ class KernelContract:
         outputs: dtypes of the outputs that are not of the computing dtype: "given" for that of the arguments.
         coarse: factor of :data:`ROUNDING`.
         refused: changed arguments of the first case, and what the ValueError says.
-        threads: options of a case so large that threads share it.
         smooth: options of a small case without kinks, for finite differences; None: there is no gradient.
         opchecks: which of PyTorch's own checks apply.
         launches: launches of one call, at most.
@@ -77,7 +76,6 @@ class KernelContract:
     outputs: Mapping[int, str] = field(default_factory=dict)
     coarse: float = 1.0
     refused: Sequence[tuple[Arguments, str]] = ()
-    threads: Arguments | None = None
     smooth: Arguments | None = None
     opchecks: tuple[str, ...] = ("test_schema", "test_autograd_registration", "test_faketensor")
     launches: int = 2
@@ -274,26 +272,6 @@ def check_registration(contract: KernelContract) -> None:
             if arguments[name] is not None:
                 arguments[name].requires_grad_()
         torch.library.opcheck(contract.operation, tuple(arguments.values()), test_utils=contract.opchecks)
-
-
-def check_threads(contract: KernelContract) -> None:
-    """The bits are those of one thread, and threads did share the work."""
-    arguments = contract.arguments(**(contract.threads or {}))
-    alone = differentiated(contract, arguments)
-    share, shared = _threads._Workers._share, []
-
-    def counted(*args: Any) -> Any:
-        shared.append(len(args[2]))
-        return share(*args)
-
-    for threads in (2, 3):
-        with (
-            mock.patch.object(_threads.torch, "get_num_threads", lambda threads=threads: threads),
-            mock.patch.object(_threads._Workers, "_share", counted),
-        ):
-            found = differentiated(contract, arguments)
-        assert _same(alone, found)
-    assert {2, 3} == set(shared)
 
 
 class Calls(TorchDispatchMode):

@@ -399,15 +399,6 @@ CONTRACTS: dict[str, KernelContract] = {
             ({"v_max": math.inf}, "finite v_min < v_max"),
             ({"target": 3}, "OWN, MIN or MIXTURE"),
         ],
-        threads={
-            "batch": (4000,),
-            "atoms": 101,
-            "nets": 2,
-            "target": 1,
-            "entropy": True,
-            "steps": True,
-            "scaled": True,
-        },
     ),
     "categorical_loss": KernelContract(
         categorical.categorical_loss,
@@ -433,16 +424,6 @@ CONTRACTS: dict[str, KernelContract] = {
             ({"v_max": -10.0}, "finite v_min < v_max"),
             *WRONG_ROWS,
         ],
-        threads={
-            "batch": (4000,),
-            "atoms": 101,
-            "nets": 2,
-            "shared": True,
-            "kind": "weight mask",
-            "priority": categorical.DIVERGENCE,
-            "average": True,
-            "reduction": td.MEAN,
-        },
         smooth={
             "batch": (3,),
             "atoms": 5,
@@ -462,7 +443,6 @@ CONTRACTS: dict[str, KernelContract] = {
         leaves=("logits",),
         coarse=10,
         refused=[({"v_min": 10.0}, "finite v_min < v_max"), ({"logits": torch.zeros(2, 3, 1)}, "logits must be")],
-        threads={"shape": (2, 8000, 101)},
         smooth={"shape": (2, 3, 5)},
     ),
     "tanh_normal": KernelContract(
@@ -508,7 +488,6 @@ CONTRACTS: dict[str, KernelContract] = {
                 f"1 to {norms.MAX_WIDTH}",
             ),
         ],
-        threads={"layout": ((3, 333, 1800), 3), "bias": True, "norm": norms.LAYER, "activation": norms.SILU},
         smooth={"layout": ((2, 3, 4), 2), "bias": True, "norm": norms.LAYER, "activation": norms.SILU},
         opchecks=("test_schema", "test_faketensor"),
     ),
@@ -537,7 +516,6 @@ CONTRACTS: dict[str, KernelContract] = {
             ({"mean": torch.zeros(1, 20)}, r"mean must have the shape \[3, 1, 20\]"),
             ({"var": torch.zeros(1, 20)}, r"var must have the shape \[3, 1, 20\]"),
         ],
-        threads={"shape": (2, 1000, 1090), "activation": norms.SILU, "own": True},
         opchecks=("test_schema", "test_faketensor"),
     ),
 }

@@ -157,6 +157,8 @@ def test_arguments_of_the_constructor():
         capture(lambda: None, warmup=0)
     with pytest.raises(RuntimeError, match="CUDA is not available"):
         capture(lambda: None, device="cuda")
+    with pytest.raises(TypeError, match="takes no on_cpu: on a CPU every call runs the step"):
+        capture(lambda: None, on_cpu=True)  # type: ignore[arg-type]
     step = capture(test_arguments_of_the_constructor)
     assert repr(step) == "Captured(test_arguments_of_the_constructor, 3 calls before the capture)"
 

@@ -69,11 +69,6 @@ def test_opcheck(name):
     contract.check_registration(CONTRACTS[name])
 
 
-@having("threads")
-def test_threads_change_no_bits(name):
-    contract.check_threads(CONTRACTS[name])
-
-
 @every
 def test_nothing_synchronises(name):
     contract.check_no_sync(CONTRACTS[name])

@@ -130,19 +130,6 @@ def test_bits_repeat(backend):
     assert torch.equal(*results)
 
 
-def test_threads(monkeypatch):
-    """The bits are those of one thread, rows included."""
-    monkeypatch.setattr("gpubuf.kernels._threads.ROWS_A_THREAD", 64)
-    results = []
-    for threads in (1, 3):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        step = Step([Form((3, 70, 33), unit=1), Form((900,)), *ROWS], torch.float32)
-        step.run(step.gradients())
-        tensors = [*step.params, *(target for target in step.targets if target is not None)]
-        results.append(torch.cat([tensor.reshape(-1) for tensor in tensors]))
-    assert torch.equal(*results)
-
-
 def test_what_does_not_fit_is_refused(backend):
     step = Step([Form((5,)), Form((3,))], torch.float32)
     before = [param.clone() for param in step.params]

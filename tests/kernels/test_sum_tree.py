@@ -9,6 +9,7 @@ import math
 import re
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,7 @@ import triton.language as tl
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import config, rows, sum_tree
+from gpubuf.kernels._primitives import exp_below_700, log_of_normal
 from gpubuf.kernels._registry import check_devices, triton_on_cpu
 from gpubuf.kernels.config import UpdateConfig
 from gpubuf.kernels.sum_tree._cpu_node import choose_leaf, choose_node
@@ -929,3 +931,32 @@ def test_opcheck():
             (sum_tree.refresh, index),
         ):
             torch.library.opcheck(operation, (*tree, *arguments))
+
+
+@numba.njit(error_model="numpy")
+def elementary(x, out, which):
+    for i in range(x.size):
+        if which == 0:
+            out[i] = exp_below_700(x[i])
+        else:
+            out[i] = log_of_normal(x[i])
+
+
+def test_elementary_functions():
+    """Within four units in the last place of NumPy's, over the whole range that each is for."""
+    generator = np.random.default_rng(0)
+    cases = {
+        np.exp: np.concatenate(
+            [generator.uniform(-708, 700, 10_000), -(10 ** generator.uniform(-300, 1, 5000)), [0.0]]
+        ),
+        np.log: np.concatenate([10 ** generator.uniform(-307, 308, 5000), generator.uniform(0.5, 2, 5000), [1.0]]),
+    }
+    for which, (function, x) in enumerate(cases.items()):
+        out, truth = np.empty_like(x), function(x)
+        elementary(x, out, which)
+        assert (np.abs(out - truth) <= 4 * np.spacing(np.abs(truth))).all(), function
+    edges = np.array([-np.inf, -1e4, np.nan])
+    out = np.empty_like(edges)
+    elementary(edges, out, 0)
+    assert out[0] == out[1] == 0
+    assert np.isnan(out[2])

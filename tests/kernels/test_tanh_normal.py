@@ -1,22 +1,13 @@
-"""The tails of the tanh-normal, where 1 - tanh(x)^2 is no number any more, and the elementary functions below it."""
+"""The tails of the tanh-normal, where 1 - tanh(x)^2 is no number any more."""
 
 from __future__ import annotations
 
 import math
 
-import numba
-import numpy as np
 import pytest
 import torch
 
 from gpubuf.kernels import tanh_normal
-from gpubuf.kernels._primitives import (
-    exp_below_88_f32,
-    exp_below_700,
-    log1p_of_fraction,
-    log_of_normal,
-    log_of_normal_f32,
-)
 from gpubuf.kernels.config import TANH_NORMAL_BLOCK
 from gpubuf.kernels.tanh_normal._launch import plan_sample
 
@@ -138,60 +129,3 @@ def test_plan_covers_every_element(n, width):
     assert plan.block_rows * plan.programs >= n
     assert plan.block_rows * plan.block_width <= max(TANH_NORMAL_BLOCK, plan.block_width)
     assert plan.num_warps in (1, 2, 4, 8)
-
-
-@numba.njit(error_model="numpy")
-def elementary(x, out, which):
-    for i in range(x.size):
-        if which == 0:
-            out[i] = exp_below_700(x[i])
-        elif which == 1:
-            out[i] = log1p_of_fraction(x[i])
-        else:
-            out[i] = log_of_normal(x[i])
-
-
-def test_elementary_functions():
-    """Within four units in the last place of NumPy's, over the whole range that each is for."""
-    generator = np.random.default_rng(0)
-    cases = {
-        np.exp: np.concatenate(
-            [generator.uniform(-708, 700, 10_000), -(10 ** generator.uniform(-300, 1, 5000)), [0.0]]
-        ),
-        np.log1p: np.concatenate([generator.uniform(0, 1, 5000), 10 ** generator.uniform(-300, 0, 5000), [0.0, 1.0]]),
-        np.log: np.concatenate([10 ** generator.uniform(-307, 308, 5000), generator.uniform(0.5, 2, 5000), [1.0]]),
-    }
-    for which, (function, x) in enumerate(cases.items()):
-        out, truth = np.empty_like(x), function(x)
-        elementary(x, out, which)
-        assert (np.abs(out - truth) <= 4 * np.spacing(np.abs(truth))).all(), function
-    edges = np.array([-np.inf, -1e4, np.nan])
-    out = np.empty_like(edges)
-    elementary(edges, out, 0)
-    assert out[0] == out[1] == 0
-    assert np.isnan(out[2])
-
-
-@numba.njit(error_model="numpy")
-def elementary_f32(x, out, which):
-    for i in range(x.size):
-        out[i] = exp_below_88_f32(x[i]) if which == 0 else log_of_normal_f32(x[i])
-
-
-def test_elementary_functions_of_float32():
-    """Within three units in the last place of float64's, over the whole range."""
-    generator = np.random.default_rng(0)
-    cases = {
-        np.exp: np.concatenate([generator.uniform(-87, 87, 10_000), -(10 ** generator.uniform(-40, 1, 5000)), [0.0]]),
-        np.log: np.concatenate([10 ** generator.uniform(-37, 38, 5000), generator.uniform(0.5, 2, 5000), [1.0]]),
-    }
-    for which, (function, wide) in enumerate(cases.items()):
-        x = wide.astype(np.float32)
-        out, truth = np.empty_like(x), function(x.astype(np.float64))
-        elementary_f32(x, out, which)
-        assert (np.abs(out - truth) <= 3 * np.spacing(np.abs(truth).astype(np.float32))).all(), function
-    edges = np.array([-np.inf, -1e4, np.nan], np.float32)
-    out = np.empty_like(edges)
-    elementary_f32(edges, out, 0)
-    assert out[0] == out[1] == 0
-    assert np.isnan(out[2])

@@ -37,7 +37,7 @@ from gpubuf.modules import (
     set_statistics,
     unit_weights,
 )
-from gpubuf.modules.linear import Linear, linear_product
+from gpubuf.modules.linear import Linear
 from gpubuf.objectives import SACLoss, SoftUpdate
 from gpubuf.optim import AdamW
 from tests.support.dispatched import Count
@@ -413,40 +413,6 @@ def test_row_norms_are_one_operation(backend, activation):
     torch.testing.assert_close(torch.autograd.grad(mapped, [x, *norm.parameters()], weight), grads)
     wide = LayerNorm(MAX_WIDTH + 1)
     assert wide(draw(2, MAX_WIDTH + 1, dtype=torch.float32)).shape == (2, MAX_WIDTH + 1)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-class TestFewOutputs:
-    """The last layer of critics has a gradient of its own: see gpubuf.modules.linear."""
-
-    def layer(self, bias: bool):
-        torch.manual_seed(0)
-        return EnsembleLinear(3, 5, 1, bias=bias, dtype=torch.float64)
-
-    def test_gradients(self, bias):
-        """Also of the gradient, and in the strides of the weight, so that it is not copied."""
-        layer, x = self.layer(bias), torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
-
-        def product(x, weight, bias=None):
-            return linear_product(x, weight, bias)
-
-        assert torch.autograd.gradcheck(product, (x, *layer.parameters()))
-        assert torch.autograd.gradgradcheck(product, (x, *layer.parameters()))
-        layer(x).sum().backward()
-        assert layer.weight.grad.stride() == layer.weight.stride()
-
-    def test_as_without_it(self, bias):
-        """The same values to the bit; in compiled code, vmap, autocast and without gradients it is a plain product."""
-        layer, x = self.layer(bias), torch.randn(3, 4, 5, dtype=torch.float64)
-        expected = layer(x)
-        assert type(expected.grad_fn).__name__ == "_ProductBackward"
-        with torch.no_grad():
-            assert torch.equal(layer(x), expected)
-        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(x), expected)
-        torch.testing.assert_close(torch.vmap(layer)(x.expand(2, -1, -1, -1))[1], expected)
-        with torch.autocast("cpu"):
-            assert layer.float()(x.float()).dtype is torch.bfloat16
 
 
 def test_scale_and_shift_have_one_length():

@@ -45,10 +45,6 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("kernels/rows/_cpu*.py", "gpubuf/data/storage/plan.py"),
         ("tests/kernels/test_rows*.py", "tests/data/test_n_step*.py", "tests/data/test_buffer_contract.py"),
     ),
-    "recorded steps": (
-        ("gpubuf/tape.py", "kernels/tape/_records.py", "kernels/tape/_cpu_kernels.py"),
-        ("tests/graphs/test_tape.py", "tests/graphs/test_recorded.py"),
-    ),
     "share_next": (
         ("gpubuf/data/storage/share_next.py",),
         ("tests/data/test_share*.py", "tests/data/test_buffer_contract.py"),

@@ -19,7 +19,7 @@ from gpubuf.serialization import load, save
 from gpubuf.train import Reporter, TrainConfig, UsageError, load_actor, resume, train
 from gpubuf.train.environments import NotFiniteError
 from gpubuf.train.metrics import JsonLines, read
-from gpubuf.train.run import CHECKPOINT_FILE, default_threads, free_folder
+from gpubuf.train.run import CHECKPOINT_FILE, _threads, default_threads, free_folder
 from gpubuf.train.trainer import DivergedError, Trainer
 from tests.support import train_environments
 from tests.support.train_environments import PREFIX
@@ -373,6 +373,13 @@ def test_a_file_without_a_policy_is_refused(tmp_path):
 def test_small_networks_get_one_thread():
     assert default_threads(TrainConfig()) == 1
     assert default_threads(TrainConfig(hidden=(1024, 1024), batch_size=4096)) >= 1
+
+
+def test_denormal_numbers_are_flushed_while_a_run_lasts():
+    smallest = torch.tensor(5e-324, dtype=torch.float64)
+    with _threads(TrainConfig(), torch.device("cpu")):
+        assert smallest * 1 == 0
+    assert smallest * 1 > 0
 
 
 def test_default_folders_are_new(tmp_path, monkeypatch):

@@ -226,7 +226,7 @@ def test_long_runs_on_cuda_are_compiled_by_default(monkeypatch, device, setting,
     class Stopped(Exception):  # noqa: N818
         pass
 
-    def agent(*args, compiled, recorded):
+    def agent(*args, compiled):
         asked.append(compiled)
         raise Stopped
 
