@@ -47,23 +47,19 @@ def run(options: dict[str, Any]) -> int:
     from gpubuf.train.collectors import CollectorLostError
     from gpubuf.train.environments import NotFiniteError
     from gpubuf.train.progress import choose_reporter
-    from gpubuf.train.ranks import ranks_of_torchrun
     from gpubuf.train.run import free_folder, resume, train
     from gpubuf.train.tracking import TRACKERS
 
-    with ranks_of_torchrun() as ranks:
-        folder = _resume_folder(resumed, out) if config is None else out or free_folder(config)
-        if ranks is not None:
-            folder = ranks.told(folder)
-        reporters = [choose_reporter(quiet), *(TRACKERS[name](folder) for name in dict.fromkeys(tracked))]
-        try:
-            if config is None:
-                result = resume(folder, options, reporter=reporters, ranks=ranks)
-            else:
-                result = train(config, folder, overwrite=overwrite, reporter=reporters, ranks=ranks)
-        except (NotFiniteError, CollectorLostError) as error:
-            print(f"gpubuf train: {error}", file=sys.stderr)
-            return 1
+    folder = _resume_folder(resumed, out) if config is None else out or free_folder(config)
+    reporters = [choose_reporter(quiet), *(TRACKERS[name](folder) for name in dict.fromkeys(tracked))]
+    try:
+        if config is None:
+            result = resume(folder, options, reporter=reporters)
+        else:
+            result = train(config, folder, overwrite=overwrite, reporter=reporters)
+    except (NotFiniteError, CollectorLostError) as error:
+        print(f"gpubuf train: {error}", file=sys.stderr)
+        return 1
     return 0 if result.signal is None else SIGNAL_EXIT + result.signal
 
 

@@ -46,7 +46,6 @@ from gpubuf.objectives.sac import SoftActorCriticLoss
 from gpubuf.optim import AdamW
 from gpubuf.serialization import load, save
 from gpubuf.train.config import TrainConfig, UsageError
-from gpubuf.train.ranks import Ranks
 
 
 class StickyNoise:
@@ -438,8 +437,6 @@ class Agent(Explorer):
         self.loss.nan_named = True
         unit_rows = (self.actor, critics) if algorithm.unit_rows else ()
         self._optimizer = self._make_optimizer(config, algorithm, unit_rows)
-        #: Those that learn the same networks, from batches of their own.
-        self.ranks: Ranks | None = None
         self._may_fall_back = compiled is None
         # Of a whole update, and of one that trains the critics alone.
         self._losses: _Losses = self._eager_losses
@@ -497,8 +494,6 @@ class Agent(Explorer):
             warnings.warn(f"torch.compile failed, going on without it: {error}", stacklevel=2)
             self._losses, self._critic_losses = self._eager_losses, self._eager_critic_losses
             values = self._gradients(batch, policy)
-        if self.ranks is not None:
-            self.ranks.average(self.parameters(), batch["priority_weight"].sum())
         self._optimizer.step(targets=policy or not self._delayed_targets)
         return values
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,6 @@ from gpubuf import graphs
 from gpubuf.data import (
     LazyTensorStorage,
     Normalize,
-    PrioritizedSampler,
-    RandomSampler,
     RewardScale,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
@@ -26,7 +24,6 @@ from gpubuf.train.collectors import Collector, Collectors, make_environments, ro
 from gpubuf.train.config import TrainConfig, UsageError
 from gpubuf.train.environments import CURVE, FINAL, TRAINING, Evaluation, NotFiniteError, Wrap, as_it_is
 from gpubuf.train.progress import Status
-from gpubuf.train.ranks import Ranks
 
 # Episodes of an evaluation for the curve. They take time on the host, and nearly none on a device.
 _CURVE_EPISODES, _CURVE_EPISODES_ON_DEVICE = 5, 64
@@ -60,36 +57,20 @@ class Trainer:
         config: The run's settings.
         device: Where networks and buffer live.
         record: Called with each record of the metrics.
-        ranks: The processes that train together. Each has ``num_envs`` environments. Steps, batch size and capacity are
-            those of all of them.
 
     Raises:
         UsageError: The environment can't be trained on, or the device can't do what was asked for.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        device: torch.device,
-        record: Callable[[dict[str, Any]], None],
-        ranks: Ranks | None = None,
-    ) -> None:
-        self.config, self._ranks = config, ranks
-        self._size, self._first = (1, True) if ranks is None else (ranks.size, ranks.first)
-        if self._size > 1 and (config.batch_size % self._size or config.capacity < self._size * config.num_envs):
-            raise UsageError(
-                f"batches of {config.batch_size} transitions and a buffer of {config.capacity} can't be shared by "
-                f"{self._size} ranks: the batch size must be divisible by their number, and every rank needs room for "
-                "a step of its environments"
-            )
-        _check_collectors(config, ranks)
+    def __init__(self, config: TrainConfig, device: torch.device, record: Callable[[dict[str, Any]], None]) -> None:
+        self.config = config
+        _check_collectors(config)
         self.step = 0
         self._record = record
         self._device = device
         can_capture = device.type in graphs.GRAPH_DEVICES
-        # On several GPUs nobody has tried it yet. With collectors, draws wait for rows on the host.
-        alone = ranks is None and not config.collectors
-        captured = can_capture and alone if config.cuda_graph is None else config.cuda_graph
+        # With collectors, draws wait for rows on the host.
+        captured = can_capture and not config.collectors if config.cuda_graph is None else config.cuda_graph
         if captured and not can_capture:
             raise UsageError(f"--cuda-graph needs a CUDA device, the run is on {device.type}: say --no-cuda-graph")
         compiled = config.compile
@@ -98,8 +79,7 @@ class Trainer:
         self._wrap: Wrap = as_it_is
         if captured:
             self._wrap = graphs.capture
-        words = (config.seed, TRAINING) if ranks is None or ranks.first else (config.seed, TRAINING, ranks.rank)
-        self._environments = make_environments(config.env, config.num_envs, words, device)
+        self._environments = make_environments(config.env, config.num_envs, (config.seed, TRAINING), device)
         self._curve: Evaluation | None = None
         if self._environments.discrete is not ALGORITHMS[config.algo].actions.discrete:
             self._environments.close()
@@ -108,11 +88,7 @@ class Trainer:
         sizes = self._environments.observation_size, self._environments.action_size
         self.agent = Agent(config, *sizes, device, compiled=compiled)
         self.agent.normalize = _make_normalize(config, sizes[0], device)
-        if ranks is not None:
-            self._join(ranks)
-        #: Running statistics, which the ranks share.
-        self._statistics = _make_statistics(config, self.agent.normalize)
-        self.buffer = _make_buffer(config, device, self._statistics, ranks)
+        self.buffer = _make_buffer(config, device, self.agent.normalize)
         self._collectors = Collectors(config, self.agent, self.buffer, sizes) if config.collectors else None
         self._collector: Collector | None = None
         if not config.collectors:
@@ -129,15 +105,6 @@ class Trainer:
         # Two functions, and two graphs, since each does the same at every call.
         self._update = self._wrap(lambda: self._sample_and_update(policy=True))
         self._update_critics = self._wrap(lambda: self._sample_and_update(policy=False))
-
-    def _join(self, ranks: Ranks) -> None:
-        """Learn with others, who have the same networks, and other noise from here on."""
-        if any("running" in name for name in self.agent.loss.state_dict()):
-            self._environments.close()
-            raise UsageError(f"{self.config.algo} has running statistics in its networks: it can't train on ranks")
-        self.agent.ranks = ranks
-        if not ranks.first:
-            torch.manual_seed(ranks.seed(self.config.seed))
 
     def start(self) -> None:
         """Start the collectors, if there are any, before the first step or after `load_state_dict`."""
@@ -160,7 +127,7 @@ class Trainer:
             self._learn(math.floor((self.step - self.config.learning_starts) * self.config.update_ratio))
         if log_due:
             self._log_losses()
-        if self._first and self._crossed(before, self.config.eval_every):
+        if self._crossed(before, self.config.eval_every):
             self._evaluate_for_curve()
 
     def checkpoint_due(self, before: int) -> bool:
@@ -191,7 +158,7 @@ class Trainer:
             self._collector.step_at_random()
         else:
             self._step_by_policy()
-        self.step += self.config.num_envs * self._size
+        self.step += self.config.num_envs
 
     def _record_episodes(self, due: bool) -> None:
         for fields in (self._collectors or self._environments).take_episodes(due):
@@ -203,9 +170,6 @@ class Trainer:
         """Update until there have been ``due`` updates."""
         if self._updates >= due:
             return
-        if self._ranks is not None:
-            for step in self._statistics:
-                step.all_reduce(self._ranks.process_group)
         sampler: Any = self.buffer.sampler
         if sampler.has_priorities:
             # Before the update, not in it: a graph would keep the number of its capture.
@@ -279,8 +243,8 @@ class Trainer:
         """Write the policy to ``path``, for `load_policy`."""
         self.agent.save_model(path, self._environments.action_bounds)
 
-    def state_dict(self, *, buffer: bool = True) -> dict[str, Any]:
-        """The whole state of the run, as tensors and plain values; without ``buffer``, all but its. Synchronises.
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state of the run, as tensors and plain values. Synchronises.
 
         Raises:
             DivergedError: a loss since the last record is NaN or infinite: the networks are not worth keeping.
@@ -297,7 +261,7 @@ class Trainer:
             "losses": dict(self._losses),
             "evaluated": self._evaluated,
             "agent": self.agent.state_dict(),
-            **({"buffer": self._buffer_state()} if buffer else {}),
+            "buffer": self._buffer_state(),
             "environments": None if self._collector is None else self._collector.state(),
             "generator": torch.get_rng_state(),
             "cuda_generator": torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
@@ -328,8 +292,7 @@ class Trainer:
             self._returns.extend(state["returns"])
             self._losses, self._evaluated = state["losses"], state["evaluated"]
             self.agent.load_state_dict(state["agent"])
-            if "buffer" in state:
-                self.buffer.load_state_dict(state["buffer"])
+            self.buffer.load_state_dict(state["buffer"])
             if self._collector is None:
                 self.step = self.buffer.write_count
                 lost = list(range(self.config.collectors * self.config.num_envs))
@@ -352,12 +315,10 @@ class Trainer:
             self._curve.close()
 
 
-def _check_collectors(config: TrainConfig, ranks: Ranks | None) -> None:
+def _check_collectors(config: TrainConfig) -> None:
     """Raise UsageError if the run can't have its collectors."""
     if not config.collectors:
         return
-    if ranks is not None:
-        raise UsageError("torchrun's ranks step environments of their own: leave --collectors out")
     if config.cuda_graph:
         raise UsageError("with --collectors an update waits for rows, which a graph can't: leave --cuda-graph out")
     if config.capacity < config.learning_starts:
@@ -400,13 +361,9 @@ def _make_statistics(config: TrainConfig, normalize: Normalize | None) -> list[N
     return found
 
 
-def _make_buffer(
-    config: TrainConfig, device: torch.device, statistics: Sequence[Normalize | RewardScale], ranks: Ranks | None
-) -> TensorDictReplayBuffer:
-    size = 1 if ranks is None else ranks.size
-    capacity = config.capacity // size
+def _make_buffer(config: TrainConfig, device: torch.device, normalize: Normalize | None) -> TensorDictReplayBuffer:
     storage = LazyTensorStorage(
-        capacity,
+        config.capacity,
         device=device,
         ndim=2 if rows_apart(config) else 1,
         # An episode that can't be played again after a pause has no end.
@@ -415,20 +372,15 @@ def _make_buffer(
     )
     options: dict[str, Any] = {
         "storage": storage,
-        "batch_size": config.batch_size // size,
+        "batch_size": config.batch_size,
         "n_steps": config.n_steps,
         "gamma": config.gamma,
-        "process": statistics,
+        "process": _make_statistics(config, normalize),
         "writers": Collectors.writers(config),
     }
     if config.prioritized:
         alpha, beta = config.priority_alpha, config.priority_beta
         assert alpha is not None
         assert beta is not None
-        if ranks is not None:
-            sampler = PrioritizedSampler(capacity, alpha, beta, process_group=ranks.process_group)
-            return TensorDictReplayBuffer(sampler=sampler, **options)
         return TensorDictPrioritizedReplayBuffer(alpha=alpha, beta=beta, **options)
-    if ranks is not None:
-        options["sampler"] = RandomSampler(process_group=ranks.process_group)
     return TensorDictReplayBuffer(**options)
