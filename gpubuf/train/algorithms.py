@@ -343,14 +343,16 @@ class Scaling(nn.Module):
         return (x - self.mean) * self.factor
 
 
-class Explorer:
-    """A policy that acts: what a process needs that steps environments.
+class Agent:
+    """A policy that acts and learns: with its critics, and how they learn from a batch.
 
     Args:
         config: The run's settings.
         observation_size: Numbers in an observation, `O`.
         action_size: Numbers in an action, `A`; each is in [-1, 1].
-        device: Of the network.
+        device: Of the networks.
+        compiled: Whether to compile the losses and their gradients with `torch.compile`. None: try it, and warn and
+            go on without if the compiler fails.
 
     Attributes:
         actor: The policy.
@@ -358,16 +360,47 @@ class Explorer:
         normalize: Normalises observations as the buffer does those of its batches; None: they are taken as they are.
     """
 
-    def __init__(self, config: TrainConfig, observation_size: int, action_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        observation_size: int,
+        action_size: int,
+        device: torch.device,
+        *,
+        compiled: bool | None = False,
+    ) -> None:
         self.device = device
+        self._shape = {
+            "algo": config.algo,
+            "observation_size": observation_size,
+            "action_size": action_size,
+            "hidden": list(config.hidden),
+        }
         algorithm = ALGORITHMS[config.algo]
         self.actions = algorithm.actions
         self.actor = algorithm.actor(observation_size, action_size, config.hidden, device=device)
         self._network = network_of(self.actor)
-        self.normalize: Normalize | Scaling | None = None
+        self.normalize: Normalize | None = None
         self._noise: StickyNoise | None = None
         if config.noise_hold is not None and config.noise_hold > 1:
             self._noise = StickyNoise(config.num_envs, action_size, config.noise_hold, device)
+        self.title, self.loss_names = algorithm.title, algorithm.losses
+        self._delayed_targets, self._bfloat16 = algorithm.delayed_targets, config.bfloat16
+        critics = algorithm.critics(config, observation_size, action_size, device)
+        options = algorithm.options(config, action_size)
+        self.loss = algorithm.loss(self.actor, critics, num_qvalue_nets=config.critics, **options)
+        self.loss.make_value_estimator(gamma=config.gamma)
+        # The run stops at NaN, and is the one that says so.
+        self.loss.nan_named = True
+        unit_rows = (self.actor, critics) if algorithm.unit_rows else ()
+        self._optimizer = self._make_optimizer(config, algorithm, unit_rows)
+        self._may_fall_back = compiled is None
+        # Of a whole update, and of one that trains the critics alone.
+        self._losses: _Losses = self._eager_losses
+        self._critic_losses: _Losses = self._eager_critic_losses
+        if compiled is not False:
+            self._losses = torch.compile(self._eager_losses, fullgraph=True)
+            self._critic_losses = torch.compile(self._eager_critic_losses, fullgraph=True)
 
     def act(self, observation: Tensor) -> Tensor:
         """The best actions `[E, A]`, each number in [-1, 1], on the network's device.
@@ -389,61 +422,6 @@ class Explorer:
         if self.normalize is not None:
             observation = self.normalize(observation)
         return self._network(observation)
-
-    def weights(self) -> list[Tensor]:
-        """All numbers that actions depend on, but for noise: of the network, and what normalises observations."""
-        found = list(self._network.state_dict().values())
-        if isinstance(self.normalize, Normalize):
-            return [*found, self.normalize.mean(), self.normalize.factor()]
-        return found if self.normalize is None else [*found, self.normalize.mean, self.normalize.factor]
-
-
-class Agent(Explorer):
-    """A policy that learns: with its critics, and how they learn from a batch.
-
-    Args:
-        config: The run's settings.
-        observation_size: Numbers in an observation, `O`.
-        action_size: Numbers in an action, `A`; each is in [-1, 1].
-        device: Of the networks.
-        compiled: Whether to compile the losses and their gradients with `torch.compile`. None: try it, and warn and
-            go on without if the compiler fails.
-    """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        observation_size: int,
-        action_size: int,
-        device: torch.device,
-        *,
-        compiled: bool | None = False,
-    ) -> None:
-        super().__init__(config, observation_size, action_size, device)
-        self._shape = {
-            "algo": config.algo,
-            "observation_size": observation_size,
-            "action_size": action_size,
-            "hidden": list(config.hidden),
-        }
-        algorithm = ALGORITHMS[config.algo]
-        self.title, self.loss_names = algorithm.title, algorithm.losses
-        self._delayed_targets, self._bfloat16 = algorithm.delayed_targets, config.bfloat16
-        critics = algorithm.critics(config, observation_size, action_size, device)
-        options = algorithm.options(config, action_size)
-        self.loss = algorithm.loss(self.actor, critics, num_qvalue_nets=config.critics, **options)
-        self.loss.make_value_estimator(gamma=config.gamma)
-        # The run stops at NaN, and is the one that says so.
-        self.loss.nan_named = True
-        unit_rows = (self.actor, critics) if algorithm.unit_rows else ()
-        self._optimizer = self._make_optimizer(config, algorithm, unit_rows)
-        self._may_fall_back = compiled is None
-        # Of a whole update, and of one that trains the critics alone.
-        self._losses: _Losses = self._eager_losses
-        self._critic_losses: _Losses = self._eager_critic_losses
-        if compiled is not False:
-            self._losses = torch.compile(self._eager_losses, fullgraph=True)
-            self._critic_losses = torch.compile(self._eager_critic_losses, fullgraph=True)
 
     def _make_optimizer(self, config: TrainConfig, algorithm: Algorithm, unit_rows: Sequence[nn.Module]) -> AdamW:
         """The optimiser of `parameters`, which moves the targets as well."""
@@ -543,7 +521,7 @@ class Agent(Explorer):
         """
         low, high = bounds
         model = {**self._shape, "action_low": low, "action_high": high, "actor": self.actor.state_dict()}
-        if isinstance(self.normalize, Normalize):
+        if self.normalize is not None:
             model["normalize"] = {"mean": self.normalize.mean().float(), "factor": self.normalize.factor()}
         save(path, model)
 

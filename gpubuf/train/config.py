@@ -132,9 +132,7 @@ class TrainConfig:
             update live there; Gymnasium's environments run on the CPU.
         seed: Seeds PyTorch's global generator and the environments.
         total_steps: Transitions to collect, over all environments.
-        num_envs: Environments stepped together, in each process.
-        collectors: Processes that step environments beside the learner, each ``num_envs`` of its own. 0: the learner
-            does.
+        num_envs: Environments stepped together.
         batch_size: Transitions an update draws.
         buffer_size: Capacity in transitions; ``None``: ``total_steps``, at most one million.
         learning_starts: Transitions collected with random actions before the first update.
@@ -179,7 +177,6 @@ class TrainConfig:
     seed: int = 0
     total_steps: Filled[int] = _BY_ENVIRONMENT
     num_envs: Filled[int] = _BY_ENVIRONMENT
-    collectors: int = 0
     batch_size: Filled[int] = _BY_ALGORITHM
     buffer_size: int | None = None
     learning_starts: Filled[int] = _BY_ENVIRONMENT
@@ -220,7 +217,7 @@ class TrainConfig:
         at_least_1 = "total_steps batch_size critics log_every eval_episodes policy_every"
         for name in at_least_1.split():
             self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("collectors", "learning_starts", "eval_every", "checkpoint_every", "seed"):
+        for name in ("learning_starts", "eval_every", "checkpoint_every", "seed"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
         # PyTorch's generators take no more.
         self._require("seed", self.seed < 2**64, "below 2**64")

@@ -20,7 +20,6 @@ import torch
 
 from gpubuf.serialization import load, replace, save
 from gpubuf.train.algorithms import MODEL_FILE
-from gpubuf.train.collectors import CollectorLostError
 from gpubuf.train.config import CONFIG_FILE, TrainConfig, UsageError
 from gpubuf.train.metrics import CURVE_FILE, METRICS_FILE, JsonLines, check_lines, draw_curve, read
 from gpubuf.train.progress import Reporter
@@ -82,7 +81,6 @@ def train(
     Raises:
         UsageError: The environment, the device or the folder can't be used. Nothing was written.
         NotFiniteError: A loss, an observation or a reward became infinite or NaN.
-        CollectorLostError: A collector has ended. The checkpoint is as of then.
     """
     path = Path(folder)
     device = _resolve_device(config.device)
@@ -113,7 +111,7 @@ def resume(
     Raises:
         UsageError: There is no checkpoint, it is damaged, the run is complete, or ``changes`` contradict it. Nothing
             was changed.
-        NotFiniteError, CollectorLostError: As for `train`.
+        NotFiniteError: As for `train`.
     """
     path = Path(folder)
     if path.name == CHECKPOINT_FILE:
@@ -263,7 +261,6 @@ class _Run:
         for reporter in self._reporters:
             reporter.start(trainer.step, config.total_steps)
         try:
-            trainer.start()
             while trainer.step < config.total_steps and not interruption.requested():
                 before = trainer.step
                 trainer.advance()
@@ -272,13 +269,6 @@ class _Run:
                     reporter.update(status)
                 if trainer.checkpoint_due(before):
                     self._save()
-            trainer.stop()
-        except CollectorLostError:
-            # A signal may have been for all processes.
-            trainer.stop()
-            if not interruption.requested():
-                self._save()
-                raise
         finally:
             for reporter in self._reporters:
                 reporter.stop()

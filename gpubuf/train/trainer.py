@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import NestedKey
+from torch import Tensor
 
 from gpubuf import graphs
 from gpubuf.data import (
@@ -20,9 +22,18 @@ from gpubuf.data import (
 )
 from gpubuf.data.storage.layout import Leaf, as_key
 from gpubuf.train.algorithms import ALGORITHMS, Agent
-from gpubuf.train.collectors import Collector, Collectors, make_environments, rows_apart
-from gpubuf.train.config import TrainConfig, UsageError
-from gpubuf.train.environments import CURVE, FINAL, TRAINING, Evaluation, NotFiniteError, Wrap, as_it_is
+from gpubuf.train.config import TORCH_PREFIX, TrainConfig, UsageError
+from gpubuf.train.environments import (
+    CURVE,
+    FINAL,
+    TRAINING,
+    Environments,
+    Evaluation,
+    NotFiniteError,
+    Steps,
+    Wrap,
+    as_it_is,
+)
 from gpubuf.train.progress import Status
 
 # Episodes of an evaluation for the curve. They take time on the host, and nearly none on a device.
@@ -64,13 +75,11 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, device: torch.device, record: Callable[[dict[str, Any]], None]) -> None:
         self.config = config
-        _check_collectors(config)
         self.step = 0
         self._record = record
         self._device = device
         can_capture = device.type in graphs.GRAPH_DEVICES
-        # With collectors, draws wait for rows on the host.
-        captured = can_capture and not config.collectors if config.cuda_graph is None else config.cuda_graph
+        captured = can_capture if config.cuda_graph is None else config.cuda_graph
         if captured and not can_capture:
             raise UsageError(f"--cuda-graph needs a CUDA device, the run is on {device.type}: say --no-cuda-graph")
         compiled = config.compile
@@ -89,11 +98,9 @@ class Trainer:
         self.agent = Agent(config, *sizes, device, compiled=compiled)
         self.agent.normalize = _make_normalize(config, sizes[0], device)
         self.buffer = _make_buffer(config, device, self.agent.normalize)
-        self._collectors = Collectors(config, self.agent, self.buffer, sizes) if config.collectors else None
-        self._collector: Collector | None = None
-        if not config.collectors:
-            own = self._collector = Collector(config, self._environments, self.agent, self.buffer)
-            self._step_by_policy = self._wrap(own.step) if self._environments.capturable else own.step
+        # To act on next, `[E, O]` float32. Written in place, for graphs read it where it is.
+        self._observation = self._environments.reset().to(device)
+        self._step_by_policy = self._wrap(self._explore) if self._environments.capturable else self._explore
         self._updates = 0
         self._sums = torch.zeros(len(self.agent.loss_names), device=device)
         # Updates in the sums, and those among them that trained the policy.
@@ -106,19 +113,8 @@ class Trainer:
         self._update = self._wrap(lambda: self._sample_and_update(policy=True))
         self._update_critics = self._wrap(lambda: self._sample_and_update(policy=False))
 
-    def start(self) -> None:
-        """Start the collectors, if there are any, before the first step or after `load_state_dict`."""
-        if self._collectors is not None:
-            self._collectors.start(self.step, self._updates)
-
-    def stop(self) -> None:
-        """End the collectors, if there are any. What they have written counts."""
-        if self._collectors is not None:
-            self._collectors.close()
-            self.step = self.buffer.write_count
-
     def advance(self) -> None:
-        """Step every environment once, or wait for steps of the collectors, and run the updates that are due."""
+        """Step every environment once, and run the updates that are due."""
         before = self.step
         self._collect()
         log_due = self._crossed(before, self.config.log_every)
@@ -149,19 +145,25 @@ class Trainer:
         )
 
     def _collect(self) -> None:
-        if self._collectors is not None:
-            self._collectors.wait()
-            self.step = self.buffer.write_count
-            return
-        assert self._collector is not None
         if self.step < self.config.learning_starts:
-            self._collector.step_at_random()
+            own = self._environments
+            self._act(self.agent.actions.random(own.num_envs, own.action_size, own.device))
         else:
             self._step_by_policy()
         self.step += self.config.num_envs
 
+    def _explore(self) -> None:
+        self._act(self.agent.explore(self._observation))
+
+    def _act(self, action: Tensor) -> None:
+        """Step every environment once, and store the transitions."""
+        steps = self._environments.step(action)
+        # The buffer moves them to its own device.
+        self.buffer.extend_columns(_transitions(self._observation, action, steps, _rows_apart(self.config)))
+        self._observation.copy_(steps.observation)
+
     def _record_episodes(self, due: bool) -> None:
-        for fields in (self._collectors or self._environments).take_episodes(due):
+        for fields in self._environments.take_episodes(due):
             kind = fields.pop("kind")
             self._returns.append(fields["return"] if kind == "episode" else fields["mean_return"])
             self._record({"kind": kind, "step": self.step, **fields})
@@ -182,8 +184,6 @@ class Trainer:
                 self._update()
             else:
                 self._update_critics()
-        if self._collectors is not None:
-            self._collectors.publish()
 
     def _sample_and_update(self, policy: bool) -> None:
         batch = self.buffer.sample()
@@ -262,7 +262,7 @@ class Trainer:
             "evaluated": self._evaluated,
             "agent": self.agent.state_dict(),
             "buffer": self._buffer_state(),
-            "environments": None if self._collector is None else self._collector.state(),
+            "environments": self._environments.state(),
             "generator": torch.get_rng_state(),
             "cuda_generator": torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
         }
@@ -293,11 +293,8 @@ class Trainer:
             self._losses, self._evaluated = state["losses"], state["evaluated"]
             self.agent.load_state_dict(state["agent"])
             self.buffer.load_state_dict(state["buffer"])
-            if self._collector is None:
-                self.step = self.buffer.write_count
-                lost = list(range(self.config.collectors * self.config.num_envs))
-            else:
-                lost = self._collector.restore(state["environments"])
+            observation, lost = self._environments.restore(state["environments"])
+            self._observation.copy_(observation)
             # Last, since the lines above may draw from the generators. Cloned, since PyTorch reads the state as a
             # structure, and a tensor in a mapped file may not be aligned for one.
             torch.set_rng_state(state["generator"].clone())
@@ -308,24 +305,56 @@ class Trainer:
         return lost
 
     def close(self) -> None:
-        """End the collectors, and close the environments."""
-        self.stop()
+        """Close the environments."""
         self._environments.close()
         if self._curve is not None:
             self._curve.close()
 
 
-def _check_collectors(config: TrainConfig) -> None:
-    """Raise UsageError if the run can't have its collectors."""
-    if not config.collectors:
-        return
-    if config.cuda_graph:
-        raise UsageError("with --collectors an update waits for rows, which a graph can't: leave --cuda-graph out")
-    if config.capacity < config.learning_starts:
+def make_environments(name: str, num_envs: int, seed: int | Sequence[int], device: torch.device) -> Environments:
+    """Make ``num_envs`` copies of the environment ``name``.
+
+    Args:
+        name: ``torch/...`` for environments on ``device``, else a Gymnasium id: those run on the host.
+        num_envs: How many.
+        seed: One or more words.
+        device: Of the training.
+
+    Raises:
+        UsageError: There is no such environment, or it can't be trained on.
+    """
+    # Each kind is imported only if it is used: environments on the device need no Gymnasium.
+    if name.startswith(TORCH_PREFIX):
+        from gpubuf.train.torch_environments import make_torch_environments
+
+        return make_torch_environments(name, num_envs, seed, device)
+    try:
+        from gpubuf.train.gymnasium_environments import GymnasiumEnvironments
+    except ModuleNotFoundError as error:
         raise UsageError(
-            f"with --collectors the buffer ({config.capacity} transitions) must have room for the "
-            f"{config.learning_starts} before the first update: raise --buffer-size, or lower --learning-starts"
-        )
+            f'{name} needs a package that is not installed: {error}; pip install "gpubuf[train]"'
+        ) from None
+
+    return GymnasiumEnvironments(name, num_envs, seed)
+
+
+def _rows_apart(config: TrainConfig) -> bool:
+    """Whether environments have columns of their own, ``[E, T]``: rows that are read with the next ones need it."""
+    return config.num_envs > 1 and (config.n_steps > 1 or config.share_next)
+
+
+def _transitions(observation: Tensor, action: Tensor, steps: Steps, apart: bool) -> dict[NestedKey, Tensor]:
+    """The columns of one transition of each environment, `[E, ...]`, or `[E, 1, ...]` where they stay apart."""
+    columns: dict[NestedKey, Tensor] = {
+        "observation": observation,
+        "action": action,
+        ("next", "observation"): steps.next_observation,
+        ("next", "reward"): steps.reward,
+        ("next", "done"): steps.terminated | steps.truncated,
+        ("next", "terminated"): steps.terminated,
+        ("next", "truncated"): steps.truncated,
+    }
+    return {key: column.unsqueeze(1) for key, column in columns.items()} if apart else columns
 
 
 def _wrong_actions(config: TrainConfig, discrete: bool) -> str:
@@ -356,7 +385,7 @@ def _make_statistics(config: TrainConfig, normalize: Normalize | None) -> list[N
     found: list[Normalize | RewardScale] = [] if normalize is None else [normalize]
     if config.scale_rewards:
         # In a storage of one dimension environments take turns.
-        envs = None if rows_apart(config) else config.num_envs
+        envs = None if _rows_apart(config) else config.num_envs
         found.append(RewardScale(config.gamma, config.v_max or _LARGEST_RETURN, envs=envs))
     return found
 
@@ -365,7 +394,7 @@ def _make_buffer(config: TrainConfig, device: torch.device, normalize: Normalize
     storage = LazyTensorStorage(
         config.capacity,
         device=device,
-        ndim=2 if rows_apart(config) else 1,
+        ndim=2 if _rows_apart(config) else 1,
         # An episode that can't be played again after a pause has no end.
         ends="flags+continuity" if config.n_steps > 1 else "flags",
         share_next=["observation"] if config.share_next else False,
@@ -376,7 +405,6 @@ def _make_buffer(config: TrainConfig, device: torch.device, normalize: Normalize
         "n_steps": config.n_steps,
         "gamma": config.gamma,
         "process": _make_statistics(config, normalize),
-        "writers": Collectors.writers(config),
     }
     if config.prioritized:
         alpha, beta = config.priority_alpha, config.priority_beta

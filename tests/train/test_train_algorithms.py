@@ -125,7 +125,7 @@ def test_td3_moves_policy_and_targets_together_and_explores_near_its_actions():
     ]
     assert moved == [[False, True, False, False], [True] * 4]
 
-    observation = trainer._collector.observation
+    observation = trainer._observation
     away = agent.explore(observation) - agent.act(observation)
     assert agent.explore(observation).abs().max() <= 1
     assert 0.08 < away[agent.act(observation).abs() < 0.5].std() < 0.12

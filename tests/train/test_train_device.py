@@ -121,7 +121,7 @@ def test_an_iteration_does_not_synchronise(prioritized, n_steps, monkeypatch):
     with fake_cuda(), torch.no_grad():
         trainer = fake_trainer("cuda", prioritized=prioritized, n_steps=n_steps)
         agent = trainer.agent
-        tensors = [*agent.loss.parameters(), *agent.loss.buffers(), trainer._collector.observation, trainer._sums]
+        tensors = [*agent.loss.parameters(), *agent.loss.buffers(), trainer._observation, trainer._sums]
         assert {tensor.device.type for tensor in tensors} == {"cuda"}
 
         def gradients(batch, policy):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gpubuf.train import UsageError, gymnasium_environments
-from gpubuf.train.collectors import make_environments
 from gpubuf.train.environments import Evaluation
 from gpubuf.train.gymnasium_environments import EpisodeRecorder, GymnasiumEnvironments, make
+from gpubuf.train.trainer import make_environments
 from tests.support.train_environments import PREFIX
 
 CPU = torch.device("cpu")
