@@ -98,7 +98,7 @@ def add(commands: Any) -> None:
     _setting(run, "num_envs", "N", "environments stepped together")
     _setting(run, "threads", "N", "CPU threads of PyTorch (default: 1 for small networks)")
     _switch(run, "cuda_graph", "capture updates, and steps on the device, into CUDA graphs (default: on CUDA)")
-    _switch(run, "compile", "compile losses and gradients with torch.compile")
+    _switch(run, "compile", "compile losses and gradients with torch.compile (default: off)")
     _switch(run, "bfloat16", "compute layers in bfloat16 in updates")
     run.add_argument("--out", type=Path, metavar="FOLDER", help="where to (default: a new folder under runs/)")
     run.add_argument(

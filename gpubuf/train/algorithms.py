@@ -6,7 +6,6 @@ To add one: enter it into `ALGORITHMS`, and give its settings defaults in `gpubu
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +44,7 @@ from gpubuf.objectives.actor_critic import ActorCriticLossModule
 from gpubuf.objectives.sac import SoftActorCriticLoss
 from gpubuf.optim import AdamW
 from gpubuf.serialization import load, save
-from gpubuf.train.config import TrainConfig, UsageError
+from gpubuf.train.config import TrainConfig
 
 
 class StickyNoise:
@@ -351,8 +350,6 @@ class Agent:
         observation_size: Numbers in an observation, `O`.
         action_size: Numbers in an action, `A`; each is in [-1, 1].
         device: Of the networks.
-        compiled: Whether to compile the losses and their gradients with `torch.compile`. None: try it, and warn and
-            go on without if the compiler fails.
 
     Attributes:
         actor: The policy.
@@ -366,8 +363,6 @@ class Agent:
         observation_size: int,
         action_size: int,
         device: torch.device,
-        *,
-        compiled: bool | None = False,
     ) -> None:
         self.device = device
         self._shape = {
@@ -394,11 +389,10 @@ class Agent:
         self.loss.nan_named = True
         unit_rows = (self.actor, critics) if algorithm.unit_rows else ()
         self._optimizer = self._make_optimizer(config, algorithm, unit_rows)
-        self._may_fall_back = compiled is None
         # Of a whole update, and of one that trains the critics alone.
         self._losses: _Losses = self._eager_losses
         self._critic_losses: _Losses = self._eager_critic_losses
-        if compiled is not False:
+        if config.compile:
             self._losses = torch.compile(self._eager_losses, fullgraph=True)
             self._critic_losses = torch.compile(self._eager_critic_losses, fullgraph=True)
 
@@ -458,20 +452,7 @@ class Agent:
         Returns:
             The values of `loss_names`, `[L]` float32 on the device; 0 for those that were not computed.
         """
-        try:
-            values = self._gradients(batch, policy)
-        except RuntimeError as error:
-            # Imported here, since it takes seconds, and nothing else needs it.
-            from torch._dynamo.exc import TorchDynamoException
-
-            # The compiler fails at the first call only, before a parameter has changed.
-            if not isinstance(error, TorchDynamoException):
-                raise
-            if not self._may_fall_back:
-                raise UsageError(f"torch.compile failed, --no-compile does without it: {error}") from error
-            warnings.warn(f"torch.compile failed, going on without it: {error}", stacklevel=2)
-            self._losses, self._critic_losses = self._eager_losses, self._eager_critic_losses
-            values = self._gradients(batch, policy)
+        values = self._gradients(batch, policy)
         self._optimizer.step(targets=policy or not self._delayed_targets)
         return values
 

@@ -164,8 +164,7 @@ class TrainConfig:
         threads: CPU threads of PyTorch; ``None`` chooses by the size of the networks.
         cuda_graph: Capture the update into a CUDA graph, and the step of environments on the device too; ``None``: on a
             CUDA device.
-        compile: Compile the losses and their gradients with `torch.compile`; ``None``: on a CUDA device, in a run long
-            enough to be worth a minute of compiling.
+        compile: Compile the losses and their gradients with `torch.compile`, which takes a minute or more.
         bfloat16: Compute the networks' layers in bfloat16 in updates (`torch.autocast`). Weights, their moments,
             losses and the policy that acts stay float32.
     """
@@ -203,7 +202,7 @@ class TrainConfig:
     checkpoint_every: int = 0
     threads: int | None = None
     cuda_graph: bool | None = None
-    compile: bool | None = None
+    compile: bool = False
     bfloat16: bool = False
 
     def __post_init__(self) -> None:
@@ -272,11 +271,6 @@ class TrainConfig:
     def capacity(self) -> int:
         """Transitions that the buffer holds."""
         return self.buffer_size if self.buffer_size is not None else min(self.total_steps, _DEFAULT_CAPACITY)
-
-    @property
-    def updates(self) -> int:
-        """Updates in the whole run."""
-        return math.floor((self.total_steps - self.learning_starts) * self.update_ratio)
 
     def to_json(self) -> str:
         """The settings as JSON text, in the order of the attributes."""

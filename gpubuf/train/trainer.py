@@ -39,9 +39,6 @@ from gpubuf.train.progress import Status
 # Episodes of an evaluation for the curve. They take time on the host, and nearly none on a device.
 _CURVE_EPISODES, _CURVE_EPISODES_ON_DEVICE = 5, 64
 
-# From so many updates on, a minute of compiling is little beside the whole run.
-_COMPILING_PAYS = 200_000
-
 # Of scaled rewards, where critics have no bound.
 _LARGEST_RETURN = 5.0
 
@@ -82,9 +79,6 @@ class Trainer:
         captured = can_capture if config.cuda_graph is None else config.cuda_graph
         if captured and not can_capture:
             raise UsageError(f"--cuda-graph needs a CUDA device, the run is on {device.type}: say --no-cuda-graph")
-        compiled = config.compile
-        if compiled is None and not (device.type == "cuda" and config.updates >= _COMPILING_PAYS):
-            compiled = False
         self._wrap: Wrap = as_it_is
         if captured:
             self._wrap = graphs.capture
@@ -95,7 +89,7 @@ class Trainer:
             raise UsageError(_wrong_actions(config, self._environments.discrete))
         torch.manual_seed(config.seed)
         sizes = self._environments.observation_size, self._environments.action_size
-        self.agent = Agent(config, *sizes, device, compiled=compiled)
+        self.agent = Agent(config, *sizes, device)
         self.agent.normalize = _make_normalize(config, sizes[0], device)
         self.buffer = _make_buffer(config, device, self.agent.normalize)
         # To act on next, `[E, O]` float32. Written in place, for graphs read it where it is.
