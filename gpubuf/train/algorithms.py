@@ -164,7 +164,7 @@ class Algorithm:
 
     Attributes:
         title: Its name, for people.
-        actor: Makes the policy, of (`O`, `A`, hidden widths, device). `load_actor` has these from the file of a model.
+        actor: Makes the policy, of (`O`, `A`, hidden widths, device). `load_policy` has these from the file of a model.
         critics: Makes the critics, of (the run's settings, `O`, `A`, device).
         loss: Makes the loss, of (policy, critics, ``num_qvalue_nets``, options).
         options: Those of the loss, of (the run's settings, `A`).
@@ -516,25 +516,13 @@ def network_of(actor: Any) -> nn.Module:
     return cast(nn.Module, first.module)
 
 
-def load_actor(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TensorDictModuleBase:
-    """The trained policy in ``path``: it reads ``"observation"`` `[*, O]` and writes ``"action"`` `[*, A]` in [-1, 1].
-
-    A policy that was trained on normalised observations takes them as they are, and normalises them itself.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file does not hold a policy, or is damaged.
-    """
-    return _load_model(path, device)[0]
-
-
 class Policy(nn.Module):
     """A trained policy as a function: the best action for an observation, in the units of the environment.
 
     It holds plain tensors and modules, so that `torch.export` and `torch.jit.trace` take it.
 
     Args:
-        actor: As `load_actor` returns it.
+        network: Of the actor: a function of observations.
         actions: Of its algorithm.
         low, high: What actions of -1 and 1 stand for, in the shape of one action; the first and the last of several.
     """
@@ -542,9 +530,9 @@ class Policy(nn.Module):
     low: Tensor
     high: Tensor
 
-    def __init__(self, actor: TensorDictModuleBase, actions: Gaussian, low: Tensor, high: Tensor) -> None:
+    def __init__(self, network: nn.Module, actions: Gaussian, low: Tensor, high: Tensor) -> None:
         super().__init__()
-        self.network, self._actions = network_of(actor), actions
+        self.network, self._actions = network, actions
         self.register_buffer("low", low)
         self.register_buffer("high", high)
 
@@ -573,27 +561,18 @@ def load_policy(run: str | os.PathLike[str], device: torch.device | str = "cpu")
         ValueError: The file does not hold a policy, or is damaged.
     """
     path = Path(run)
-    actor, algorithm, low, high = _load_model(path / MODEL_FILE if path.is_dir() else path, device)
-    return Policy(actor, algorithm.actions, low, high)
-
-
-def _load_model(
-    path: str | os.PathLike[str], device: torch.device | str
-) -> tuple[TensorDictModuleBase, Algorithm, Tensor, Tensor]:
-    """The policy in ``path``, its algorithm, and what actions of -1 and 1 stand for."""
+    path = path / MODEL_FILE if path.is_dir() else path
     model = load(path)
     try:
-        hidden: Sequence[int] = model["hidden"]
         algorithm = ALGORITHMS[model["algo"]]
-        actor = algorithm.actor(model["observation_size"], model["action_size"], hidden, device=device)
+        actor = algorithm.actor(model["observation_size"], model["action_size"], model["hidden"], device=device)
         actor.load_state_dict(model["actor"])
-        if "normalize" in model:
-            statistics = model["normalize"]
-            first = Scaling(*(statistics[name].to(device, copy=True) for name in ("mean", "factor")))
-            module = actor[0] if isinstance(actor, ProbabilisticTensorDictSequential) else actor
-            module.module = nn.Sequential(first, network_of(actor))
+        network = network_of(actor)
         # Copies, for the tensors of a file share its memory.
-        low, high = (model[name].to(device, copy=True) for name in ("action_low", "action_high"))
-        return actor.eval(), algorithm, low, high
+        if "normalize" in model:
+            statistics = (model["normalize"][name].to(device, copy=True) for name in ("mean", "factor"))
+            network = nn.Sequential(Scaling(*statistics), network)
+        bounds = (model[name].to(device, copy=True) for name in ("action_low", "action_high"))
+        return Policy(network, algorithm.actions, *bounds).eval()
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{os.fspath(path)} does not hold a policy: {error!r}") from None
+        raise ValueError(f"{path} does not hold a policy: {error!r}") from None

@@ -33,8 +33,8 @@ class EnvironmentUnusableError(UsageError):
     """The environment doesn't exist, lacks a package, or can't train this agent."""
 
 
-def make(name: str, **options: Any) -> gym.Env[NDArray[Any], NDArray[Any]]:
-    """Make the environment ``name``, with a flat observation. ``options`` are Gymnasium's, such as ``render_mode``.
+def make(name: str) -> gym.Env[NDArray[Any], NDArray[Any]]:
+    """Make the environment ``name``, with a flat observation.
 
     Raises:
         EnvironmentUnusableError: It is unknown, needs a package that is not installed, or has other actions than
@@ -42,7 +42,7 @@ def make(name: str, **options: Any) -> gym.Env[NDArray[Any], NDArray[Any]]:
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        env = _make(name, options)
+        env = _make(name)
     for warning in caught:
         # Gymnasium colours its warnings even where there is no terminal.
         warnings.warn(_COLOURS.sub("", str(warning.message)), warning.category, stacklevel=2)
@@ -76,9 +76,9 @@ def _image(space: gym.Space[Any]) -> Box | None:
     return next((image for image in found if image is not None), None)
 
 
-def _make(name: str, options: dict[str, Any]) -> gym.Env[Any, Any]:
+def _make(name: str) -> gym.Env[Any, Any]:
     try:
-        return gym.make(name, disable_env_checker=True, **options)
+        return gym.make(name, disable_env_checker=True)
     except gym.error.DependencyNotInstalled as error:
         raise EnvironmentUnusableError(f"{name} needs a package that is not installed: {error}") from None
     except ModuleNotFoundError as error:
