@@ -23,7 +23,7 @@ from gpubuf.train.config import (
 SIGNAL_EXIT = 128
 """Added to a signal's number, it gives the exit code of a process that the signal ended."""
 
-_NEEDED = ("rich", "matplotlib")
+_NEEDED = ("matplotlib",)
 
 
 def run(options: dict[str, Any]) -> int:
@@ -45,12 +45,12 @@ def run(options: dict[str, Any]) -> int:
     find_modules_here()
 
     from gpubuf.train.environments import NotFiniteError
-    from gpubuf.train.progress import choose_reporter
+    from gpubuf.train.progress import LineReporter, Reporter
     from gpubuf.train.run import free_folder, resume, train
     from gpubuf.train.tracking import TRACKERS
 
     folder = _resume_folder(resumed, out) if config is None else out or free_folder(config)
-    reporters = [choose_reporter(quiet), *(TRACKERS[name](folder) for name in dict.fromkeys(tracked))]
+    reporters = [Reporter() if quiet else LineReporter(), *(TRACKERS[name](folder) for name in dict.fromkeys(tracked))]
     try:
         if config is None:
             result = resume(folder, options, reporter=reporters)

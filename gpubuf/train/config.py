@@ -304,9 +304,6 @@ class TrainConfig:
             raise UsageError(f"{path} cannot be read as JSON: {error}") from None
         if not isinstance(values, dict):
             raise UsageError(f"{path} must hold a JSON object, got {type(values).__name__}")
-        if not values.get("prioritized"):
-            # Older runs have the defaults there.
-            values = {name: value for name, value in values.items() if name not in _PRIORITIES}
         try:
             return cls.from_mapping(values)
         except UsageError as error:

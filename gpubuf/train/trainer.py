@@ -101,7 +101,6 @@ class Trainer:
         self._summed = 0
         self._summed_policies = 0
         self._returns: deque[float] = deque(maxlen=self._environments.shown_records)
-        self._losses: dict[str, float] = {}
         self._evaluated: float | None = None
         # Two functions, and two graphs, since each does the same at every call.
         self._update = self._wrap(lambda: self._sample_and_update(policy=True))
@@ -134,8 +133,6 @@ class Trainer:
             updates=self._updates,
             mean_return=sum(self._returns) / len(self._returns) if self._returns else None,
             evaluation=self._evaluated,
-            critic_loss=self._losses.get("loss_qvalue"),
-            actor_loss=self._losses.get("loss_actor"),
         )
 
     def _collect(self) -> None:
@@ -202,10 +199,10 @@ class Trainer:
         means = (self._sums / self._sums.new_tensor(counts)).tolist()
         self._sums.zero_()
         self._summed = self._summed_policies = 0
-        self._losses = {name: mean for name, mean, count in zip(names, means, counts, strict=True) if count}
-        if not all(math.isfinite(value) for value in self._losses.values()):
-            raise DivergedError(f"training diverged by step {self.step:,}: {self._losses}")
-        record = {"kind": "update", "step": self.step, "updates": self._updates, **self._losses}
+        losses = {name: mean for name, mean, count in zip(names, means, counts, strict=True) if count}
+        if not all(math.isfinite(value) for value in losses.values()):
+            raise DivergedError(f"training diverged by step {self.step:,}: {losses}")
+        record = {"kind": "update", "step": self.step, "updates": self._updates, **losses}
         if self.config.prioritized:
             record["beta"] = self._beta()
         self._record(record)
@@ -252,7 +249,6 @@ class Trainer:
             "summed": self._summed,
             "summed_policies": self._summed_policies,
             "returns": list(self._returns),
-            "losses": dict(self._losses),
             "evaluated": self._evaluated,
             "agent": self.agent.state_dict(),
             "buffer": self._buffer_state(),
@@ -284,7 +280,7 @@ class Trainer:
             self._summed = state["summed"]
             self._summed_policies = state["summed_policies"]
             self._returns.extend(state["returns"])
-            self._losses, self._evaluated = state["losses"], state["evaluated"]
+            self._evaluated = state["evaluated"]
             self.agent.load_state_dict(state["agent"])
             self.buffer.load_state_dict(state["buffer"])
             observation, lost = self._environments.restore(state["environments"])
