@@ -51,16 +51,13 @@ def test_nonsense_is_refused_with_both_sides(name, value, message):
     assert name in str(caught.value)
 
 
-def test_what_only_some_runs_have(tmp_path):
-    """A discount of 1 is legal, and priorities have exponents where there are priorities; older files have them all."""
+def test_what_only_some_runs_have():
+    """A discount of 1 is legal, and priorities have exponents where there are priorities."""
     assert TrainConfig(gamma=1).gamma == 1
     assert (TrainConfig().priority_alpha, TrainConfig(prioritized=True).priority_alpha) == (None, 0.6)
     for name in ("priority_alpha", "priority_beta"):
         with pytest.raises(UsageError, match=rf"{name} must be in \[0, 1\], got 1.5"):
             TrainConfig(prioritized=True, **{name: 1.5})
-    older = {**dataclasses.asdict(TrainConfig()), "priority_alpha": 0.6, "priority_beta": 0.4}
-    (tmp_path / "config.json").write_text(json.dumps(older))
-    assert TrainConfig.read(tmp_path) == TrainConfig()
 
 
 def test_json_there_and_back(tmp_path):

@@ -114,7 +114,8 @@ def test_environments_that_cannot_be_played_again_begin_anew():
     restored, lost = envs.restore(envs.state())
     assert lost == [0, 1]
     assert restored[:, 1].tolist() == [0, 0]
-    assert envs.state()["lengths"] == [0, 0]
+    assert [recorder._length for recorder in envs._recorders] == [0, 0]
+    assert envs.take_episodes(True) == []
     envs.close()
 
 
