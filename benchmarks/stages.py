@@ -135,7 +135,7 @@ class Plan:
         ]
 
     def _second(self) -> list[Step]:
-        tune = (sys.executable, "-m", "gpubuf", "tune", "--seconds", "45")
+        tune = (sys.executable, "-m", "gpubuf", "tune")
         calls = (*GPU_CALLS, self.kind, "--out", str(self.folder / CALLS))
         peers = [f"--environment={name}" for name in PEERS]
         return [

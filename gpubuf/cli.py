@@ -17,13 +17,12 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import gpubuf
-from gpubuf.commands import compare, info, inspect, plan, train, tune, watch
+from gpubuf.commands import compare, info, inspect, plan, train, tune
 from gpubuf.train.config import UsageError
 
 #: A command's ``run`` imports PyTorch and other slow modules: help and mistyped options answer at once.
 COMMANDS = {
     "train": train,
-    "watch": watch,
     "compare": compare,
     "inspect": inspect,
     "plan": plan,

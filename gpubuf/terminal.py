@@ -31,7 +31,7 @@ def make_progress(*columns: str, stderr: bool = False, transient: bool = False) 
     """A ``rich.progress.Progress``.
 
     Args:
-        columns: "bar", "short bar", "count", "bytes", "binary bytes", "speed", "elapsed" or "remaining"; anything else
+        columns: "bar", "count", "bytes", "binary bytes", "speed" or "remaining"; anything else
             is a text with fields of the task.
         stderr: draw on standard error; standard output is then left to results.
         transient: remove the bar at the end.
@@ -41,12 +41,10 @@ def make_progress(*columns: str, stderr: bool = False, transient: bool = False) 
 
     made: dict[str, Callable[[], Any]] = {
         "bar": progress.BarColumn,
-        "short bar": lambda: progress.BarColumn(bar_width=8),
         "count": progress.MofNCompleteColumn,
         "bytes": progress.DownloadColumn,
         "binary bytes": lambda: progress.DownloadColumn(binary_units=True),
         "speed": progress.TransferSpeedColumn,
-        "elapsed": progress.TimeElapsedColumn,
         "remaining": progress.TimeRemainingColumn,
     }
     each = (made[column]() if column in made else progress.TextColumn(column) for column in columns)

@@ -16,7 +16,7 @@ from gpubuf.cli import main
 from gpubuf.commands import train as train_command
 from gpubuf.train import progress
 from gpubuf.train.config import defaults
-from gpubuf.train.progress import BarReporter, PlainReporter, Reporter, Status, choose_reporter
+from gpubuf.train.progress import LineReporter, Status
 from tests.support import train_environments
 from tests.support.train_environments import PREFIX
 
@@ -219,8 +219,6 @@ def test_a_log_gets_plain_lines(capsys, tmp_path, monkeypatch):
     assert lines[0].startswith("SAC on tests.support.train_environments:Signalling-v0, uniform replay, seed 0; in ")
     assert lines[10].startswith("step 120/120  return -")
     assert "steps/s" in lines[10]
-    assert "critic -" in lines[1]
-    assert "critic -" not in lines[10]
     assert lines[12].startswith("evaluation over 2 episodes: mean return -")
     assert lines[13] == f"in {tmp_path / 'run'}: learning_curve.png, model.safetensors, checkpoint.safetensors"
 
@@ -228,11 +226,11 @@ def test_a_log_gets_plain_lines(capsys, tmp_path, monkeypatch):
 def test_a_long_run_gets_a_line_a_minute(capsys, monkeypatch):
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    reporter = PlainReporter()
+    reporter = LineReporter()
     reporter.start(0, 1000)
     for step in range(1, 31):
         now = 10.0 * step
-        reporter.update(Status(step, step, None, None, None, None))
+        reporter.update(Status(step, step, None, None))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == [f"{step}/1,000" for step in (6, 12, 18, 24, 30)]
     assert lines[0].endswith("  0.1 steps/s  2:45:40 left")
@@ -241,44 +239,38 @@ def test_a_long_run_gets_a_line_a_minute(capsys, monkeypatch):
 def test_random_steps_and_the_first_update_say_nothing_about_the_time_left(capsys, monkeypatch):
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    reporter = PlainReporter()
+    reporter = LineReporter()
     reporter.start(0, 100)
     # Ten steps at random in no time, an update that compiles for half a minute, and then a second a step.
     for step in range(1, 101):
         now = 0.001 * step if step <= 10 else 30.0 + step
-        reporter.update(Status(step, max(0, step - 10), None, None, None, None))
+        reporter.update(Status(step, max(0, step - 10), None, None))
     left = [line.rsplit("  ", 1)[1] for line in capsys.readouterr().out.splitlines()]
     assert left == ["- left", *(f"0:0{seconds // 60}:{seconds % 60:02} left" for seconds in range(80, -1, -10))]
 
 
-def test_a_terminal_gets_a_bar(monkeypatch):
+def test_a_terminal_gets_one_line(monkeypatch):
     written = io.StringIO()
     written.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", written)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
-    reporter = choose_reporter()
-    assert isinstance(reporter, BarReporter)
+    monkeypatch.setenv("COLUMNS", "70")
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    reporter = LineReporter()
     reporter.start(0, 1000)
-    reporter.update(Status(500, 1, -1234.5, -1111.1, 0.5, 60.0))
+    for step in (499, 500, 501):
+        now += 0.06
+        reporter.update(Status(step, 1, -1234.5, -1111.1))
     reporter.message("a message")
     reporter.stop()
-    output = written.getvalue()
-    assert "500/1,000" in output
-    assert "return -1234.5  eval -1111.1" in output
-    # After one update there is no rate yet, as after a pause in which something is compiled.
-    assert "- steps/s" in output
-    assert "a message" in output
-
-
-def test_other_places_get_no_bar(monkeypatch):
-    assert type(choose_reporter(quiet=True)) is Reporter
-    written = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", written)
-    assert isinstance(choose_reporter(), PlainReporter)
-    written.isatty = lambda: True
+    # Nothing within a tenth of a second; and no more than fits.
+    line = "step 500/1,000  return -1234.5  eval -1111.1  17 steps/s  0:00:30 left"[:69]
+    assert written.getvalue() == f"\r\x1b[K{line}\r\x1b[Ka message\n\n"
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(choose_reporter(), PlainReporter)
+    written.truncate(0)
+    LineReporter().message("plain")
+    assert "\r" not in written.getvalue()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals between processes")

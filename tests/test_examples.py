@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gpubuf.train import TrainConfig, train
 from tests.contracts import first_quick
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +28,7 @@ SHORT = {
     "torchrl_after": "--steps 230 --warmup 225",
     "torchrl_before": "--steps 230 --warmup 225",
     "typed": "",
+    "watch": "run --gif policy.gif",
     "world_model": "--steps 3 --envs 2 --recorded 210 --slice-len 8 --slices 4",
 }
 #: The library that an example shows beside gpubuf.
@@ -63,6 +65,10 @@ def test_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     if name in PEERS and importlib.util.find_spec(PEERS[name]) is None:
         pytest.skip(f"{PEERS[name]} is not installed")
     monkeypatch.chdir(tmp_path)
+    if name == "watch":
+        sizes = {"total_steps": 30, "learning_starts": 20, "hidden": (8,), "eval_every": 0, "eval_episodes": 1}
+        train(TrainConfig("tests.support.train_environments:Drawn-v0", **sizes), "run")
+        capsys.readouterr()
     run(name, SHORT[name], monkeypatch)
     assert capsys.readouterr().out.strip()
 

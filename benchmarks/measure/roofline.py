@@ -114,19 +114,21 @@ def _measure_cpu() -> dict[str, float]:
 
 
 def _measure_gpu() -> dict[str, float]:
-    from gpubuf.tuning._triton import empty_kernel
-    from gpubuf.tuning.timing import GraphTimer, copy_bandwidth, launch_seconds
+    from benchmarks.measure._triton import empty_kernel
+    from gpubuf.kernels._launching import launch
+    from gpubuf.tuning.search import seconds_of
 
     device = torch.device("cuda", torch.cuda.current_device())
-    timer, clock = GraphTimer(device), clocks.of(None, "cuda")
+    clock = clocks.of(None, "cuda")
     host = torch.zeros(COPIED, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(host, device=device)
-    anything = torch.zeros(1, device=device)
+    source, anything = torch.zeros_like(target), torch.zeros(1, device=device)
+    copy = seconds_of([lambda: target.copy_(source), lambda: source.copy_(target)])
     return {
-        "copy_bytes_per_second": copy_bandwidth(timer, device),
+        "copy_bytes_per_second": 2 * target.nbytes / copy,
         "bus_bytes_per_second": host.nbytes / best_of(lambda: target.copy_(host, non_blocking=True), clock, 8, 2),
         "launch_seconds": best_of(lambda: empty_kernel[(1,)](anything), clock, 20, 200),
-        "graph_launch_seconds": launch_seconds(timer, device),
+        "graph_launch_seconds": seconds_of([lambda: launch(empty_kernel, 1, anything)]),
     }
 
 

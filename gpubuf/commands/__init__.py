@@ -4,13 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection
-from pathlib import Path
-
-from gpubuf.train.config import UsageError
-
-#: Endings of pictures of curves.
-PLOTS = (".png", ".svg", ".pdf")
 
 
 def whole_number(text: str) -> int:
@@ -23,12 +16,6 @@ def whole_number(text: str) -> int:
         return int(number) if times > 1 or "e" in text.lower() else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a whole number such as 10000, 1e4 or 10k, got {text!r}") from None
-
-
-def check_ending(option: str, path: Path | None, endings: Collection[str]) -> None:
-    """Refuse a file that can't be written in the format of its name, before anything long begins."""
-    if path is not None and path.suffix.lower() not in endings:
-        raise UsageError(f"{option} takes a file that ends in {', '.join(endings)}, got {path}")
 
 
 def find_modules_here() -> None:

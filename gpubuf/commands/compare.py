@@ -8,7 +8,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from gpubuf.commands import PLOTS, check_ending
 from gpubuf.terminal import show
 from gpubuf.train.config import CHANGEABLE_ON_RESUME, CONFIG_FILE, TrainConfig, UsageError
 from gpubuf.train.metrics import METRICS_FILE, draw_bands, read
@@ -20,7 +19,9 @@ _NO_MATTER = CHANGEABLE_ON_RESUME | {"seed", "eval_every", "log_every", "buffer_
 
 
 def run(options: dict[str, Any]) -> int:
-    check_ending("--out", options["out"], PLOTS)
+    out: Path | None = options["out"]
+    if out is not None and out.suffix.lower() not in (endings := (".png", ".svg", ".pdf")):
+        raise UsageError(f"--out takes a file that ends in {', '.join(endings)}, got {out}")
     found = {folder: TrainConfig.read(folder) for given in options["runs"] for folder in run_folders(given)}
     names = labels(found)
     curves: dict[str, dict[str, list[Points]]] = {}
@@ -35,7 +36,6 @@ def run(options: dict[str, Any]) -> int:
             each = ", ".join(f"{value:.1f}" for value in last)
             lines.append([env, label, str(len(folders)), mean, each])
     show(lines)
-    out: Path | None = options["out"]
     if out is not None:
         _draw(out, curves)
         print(f"curves in {out}")

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
-from gpubuf.commands import PLOTS, check_ending
 from gpubuf.train.config import UsageError
 
 
 def run(options: dict[str, Any]) -> int:
-    plot: Path | None = options["plot"]
-    check_ending("--plot", plot, PLOTS)
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError('--plot needs matplotlib: pip install "gpubuf[train]"')
-
     from gpubuf.data.check import check
 
     try:
-        report = check(saved_storage(options["folder"]))
+        print(check(saved_storage(options["folder"])))
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{options['folder']} can't be looked at: {error}") from None
-    print(report)
-    if plot is not None:
-        _draw(report, plot)
-        print(f"\nepisodes in {plot}")
     return 0
 
 
@@ -57,19 +46,6 @@ def saved_storage(folder: Path) -> Any:
     return storage
 
 
-def _draw(report: Any, path: Path) -> None:
-    """Histograms of the lengths and returns of episodes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
-    for panel, (name, values) in enumerate((("length", report.lengths), ("return", report.returns)), 1):
-        axes = figure.add_subplot(1, 2, panel)
-        axes.hist(values.numpy(), bins=40)
-        axes.set(xlabel=f"{name} of an episode", ylabel="episodes")
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-
-
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "inspect",
@@ -79,6 +55,3 @@ def add(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="what buffer.save() wrote, or the folder of a run")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw lengths and returns of episodes, .png, .svg or .pdf"
-    )

@@ -23,7 +23,7 @@ from gpubuf.train.config import (
 SIGNAL_EXIT = 128
 """Added to a signal's number, it gives the exit code of a process that the signal ended."""
 
-_NEEDED = ("rich", "matplotlib")
+_NEEDED = ("matplotlib",)
 
 
 def run(options: dict[str, Any]) -> int:
@@ -44,26 +44,21 @@ def run(options: dict[str, Any]) -> int:
 
     find_modules_here()
 
-    from gpubuf.train.collectors import CollectorLostError
     from gpubuf.train.environments import NotFiniteError
-    from gpubuf.train.progress import choose_reporter
-    from gpubuf.train.ranks import ranks_of_torchrun
+    from gpubuf.train.progress import LineReporter, Reporter
     from gpubuf.train.run import free_folder, resume, train
     from gpubuf.train.tracking import TRACKERS
 
-    with ranks_of_torchrun() as ranks:
-        folder = _resume_folder(resumed, out) if config is None else out or free_folder(config)
-        if ranks is not None:
-            folder = ranks.told(folder)
-        reporters = [choose_reporter(quiet), *(TRACKERS[name](folder) for name in dict.fromkeys(tracked))]
-        try:
-            if config is None:
-                result = resume(folder, options, reporter=reporters, ranks=ranks)
-            else:
-                result = train(config, folder, overwrite=overwrite, reporter=reporters, ranks=ranks)
-        except (NotFiniteError, CollectorLostError) as error:
-            print(f"gpubuf train: {error}", file=sys.stderr)
-            return 1
+    folder = _resume_folder(resumed, out) if config is None else out or free_folder(config)
+    reporters = [Reporter() if quiet else LineReporter(), *(TRACKERS[name](folder) for name in dict.fromkeys(tracked))]
+    try:
+        if config is None:
+            result = resume(folder, options, reporter=reporters)
+        else:
+            result = train(config, folder, overwrite=overwrite, reporter=reporters)
+    except NotFiniteError as error:
+        print(f"gpubuf train: {error}", file=sys.stderr)
+        return 1
     return 0 if result.signal is None else SIGNAL_EXIT + result.signal
 
 
@@ -85,7 +80,7 @@ def add(commands: Any) -> None:
         help="train an agent on an environment",
         description="Train soft actor-critic, one of its descendants or TD3 on an environment, Gymnasium's or one made "
         "of tensor operations, and evaluate it.",
-        epilog="Exit codes: 0 done, 1 training diverged or a collector was lost, 2 the request can't be met, 130 "
+        epilog="Exit codes: 0 done, 1 training diverged, 2 the request can't be met, 130 "
         "interrupted by Ctrl-C and saved. With --resume, only "
         f"{', '.join(_option(name) for name in sorted(CHANGEABLE_ON_RESUME))} may be changed.",
         argument_default=argparse.SUPPRESS,
@@ -101,11 +96,9 @@ def add(commands: Any) -> None:
     _setting(run, "seed", "N", "of everything random")
     _setting(run, "total_steps", "N", "transitions to collect")
     _setting(run, "num_envs", "N", "environments stepped together")
-    text = "processes that step environments beside the learner, each --num-envs of its own"
-    _setting(run, "collectors", "N", text)
     _setting(run, "threads", "N", "CPU threads of PyTorch (default: 1 for small networks)")
     _switch(run, "cuda_graph", "capture updates, and steps on the device, into CUDA graphs (default: on CUDA)")
-    _switch(run, "compile", "compile losses and gradients with torch.compile")
+    _switch(run, "compile", "compile losses and gradients with torch.compile (default: off)")
     _switch(run, "bfloat16", "compute layers in bfloat16 in updates")
     run.add_argument("--out", type=Path, metavar="FOLDER", help="where to (default: a new folder under runs/)")
     run.add_argument(

@@ -11,14 +11,22 @@ from typing import Any
 from gpubuf.commands import whole_number
 from gpubuf.train.config import UsageError
 
-SECONDS = 60.0
+#: The keys of a row of a task from MuJoCo, the default.
+ROW_OF_MUJOCO = (
+    "observation=17:float32",
+    "action=6:float32",
+    "next.observation=17:float32",
+    "next.reward=1:float32",
+    "next.done=1:bool",
+    "next.terminated=1:bool",
+)
 
 
 def run(options: dict[str, Any]) -> int:
     import torch
 
     from gpubuf.info import why_no_gpu
-    from gpubuf.kernels._tuned import user_folder
+    from gpubuf.kernels._tuned import folders, user_folder
 
     missing = why_no_gpu()
     if missing:
@@ -27,60 +35,50 @@ def run(options: dict[str, Any]) -> int:
     if folder is None:
         raise UsageError("there is no home folder for the tuned file: name a folder with --out FOLDER")
 
-    from gpubuf import terminal
     from gpubuf.data.storage.host_memory import device_memory
-    from gpubuf.tuning import report, timing, workloads
-    from gpubuf.tuning.operations import jobs
-    from gpubuf.tuning.report import notes, progress, table
-    from gpubuf.tuning.search import tune
+    from gpubuf.planning import parse_entry
+    from gpubuf.tuning.search import save, tune
+    from gpubuf.tuning.workloads import jobs, workloads
 
-    shapes = _shapes(options)
+    try:
+        row = [parse_entry(text) for text in options["spec"] or ROW_OF_MUJOCO]
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if len({key for key, _, _ in row}) < len(row):
+        raise UsageError("a key of --spec is given twice")
+    if not any(math.prod(shape) for _, _, shape in row):
+        raise UsageError("rows of no bytes need no tuning")
     device = torch.device(options["device"])
     if device.type != "cuda":
         raise UsageError(f"only GPUs are tuned, not {device}")
     device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     if device.index >= torch.cuda.device_count():
         raise UsageError(f"there is no {device}: there are {torch.cuda.device_count()} GPUs")
-    todo, timer = jobs(shapes), timing.GraphTimer(device)
+    name, given = torch.cuda.get_device_name(device), {key: options[key] for key in ("capacity", "batch_size", "spec")}
+    todo = jobs(options["capacity"] or [1_000_000], options["batch_size"] or [256, 4096, 32768], row)
     # Rows to read, rows to write, and the tree of the capacity.
-    bench = workloads.Bench(shapes, device, memory=min(2**33, device_memory(device)[0] // 8))
-    results = []
+    memory = min(2**33, device_memory(device)[0] // 8)
     try:
-        with torch.cuda.device(device), progress(len(todo)) as show:
-            device_name, made = torch.cuda.get_device_name(device), report.heading(shapes, timer, device)
-            # A folder that can't be written to shows now, not after hours of work.
-            path = report.save(folder, device_name, [], made)
-            for result in tune(todo, bench, timer, budget=options["seconds"] or math.inf):
-                report.save(folder, device_name, [result], made)
-                show(result)
-                results.append(result)
-    except (timing.DeviceError, timing.UnusableError) as error:
-        print(f"gpubuf tune: {error}", file=sys.stderr)
-        return 1
+        # A folder that can't be written to shows now, not after minutes of work.
+        path = save(folder, name, [], given)
+        for job in todo:
+            with torch.cuda.device(device):
+                result = tune(job, workloads(job, row, device, memory))
+            save(folder, name, [result], given)
+            print(f"{job}: {result.chosen}")
+            for call, seconds in result.seconds[result.chosen].items():
+                by_rule = result.seconds[result.by_rule][call]
+                print(f"  {call}: {1e6 * seconds:.2f} µs, by rule {1e6 * by_rule:.2f} µs", flush=True)
+            for made, reason in result.rejected.items():
+                print(f"  not {made}: {reason}")
     except OSError as error:
         raise UsageError(f"the tuned file can't be written ({error}); name another folder with --out FOLDER") from error
-    terminal.show(table(results))
-    for note in notes(results):
-        print(note)
-    print(
-        f"A copy on this GPU moves {made['copy_bytes_per_second'] / 1e9:,.0f} GB/s, read and written; "
-        f"an empty kernel in a graph takes {1e6 * made['launch_seconds']:.2f} µs."
-    )
-    print(f"Written: {path}. {report.caveat(path) or 'gpubuf goes by it from now on'}.")
+    except RuntimeError as error:
+        print(f"gpubuf tune: {error}", file=sys.stderr)
+        return 1
+    used = path.parent.resolve() in [each.resolve() for each in folders()]
+    print(f"Written: {path}", "" if used else f"(gpubuf reads those in {' and '.join(map(str, folders()))} only)")
     return 0
-
-
-def _shapes(options: dict[str, Any]) -> Any:
-    from gpubuf.planning import parse_entry
-    from gpubuf.tuning.operations import Shapes
-
-    given = {name: tuple(options[name]) for name in ("capacities", "batch_sizes") if options[name]}
-    try:
-        if options["spec"]:
-            given["row"] = tuple(parse_entry(text) for text in options["spec"])
-        return Shapes(**given)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def add(commands: Any) -> None:
@@ -96,16 +94,14 @@ def add(commands: Any) -> None:
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument(
         "--capacity",
-        dest="capacities",
-        type=whole_number,
+        type=_positive,
         action="append",
         metavar="N",
         help="transitions of a buffer; once for each (default: 1,000,000)",
     )
     sizes.add_argument(
         "--batch-size",
-        dest="batch_sizes",
-        type=whole_number,
+        type=_positive,
         action="append",
         metavar="N",
         help="transitions of a batch; once for each (default: 256, 4096 and 32768)",
@@ -116,17 +112,11 @@ def add(commands: Any) -> None:
         metavar="KEY=SHAPE:DTYPE",
         help="a key of a row, such as pixels=3x84x84:uint8; once for each key (default: those of a MuJoCo task)",
     )
-    text = f"time for all; 0 for no limit (default: {SECONDS:.0f})"
-    parser.add_argument("--seconds", type=_seconds, default=SECONDS, metavar="N", help=text)
     parser.add_argument("--device", default="cuda", metavar="NAME", help="cuda or cuda:N (default: the current GPU)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to (default: the user's cache folder)")
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text!r}")
-    return seconds
+def _positive(text: str) -> int:
+    if (number := whole_number(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return number

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gpubuf.train.config import TrainConfig, UsageError
 
 if TYPE_CHECKING:
-    from gpubuf.train.algorithms import Policy, load_actor, load_policy
+    from gpubuf.train.algorithms import Policy, load_policy
     from gpubuf.train.progress import Reporter
     from gpubuf.train.run import TrainResult, resume, train
 
@@ -22,7 +22,6 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "UsageError",
-    "load_actor",
     "load_policy",
     "resume",
     "train",
@@ -32,7 +31,6 @@ _LAZY = {
     "Policy": "gpubuf.train.algorithms",
     "Reporter": "gpubuf.train.progress",
     "TrainResult": "gpubuf.train.run",
-    "load_actor": "gpubuf.train.algorithms",
     "load_policy": "gpubuf.train.algorithms",
     "resume": "gpubuf.train.run",
     "train": "gpubuf.train.run",

@@ -6,7 +6,6 @@ To add one: enter it into `ALGORITHMS`, and give its settings defaults in `gpubu
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +44,7 @@ from gpubuf.objectives.actor_critic import ActorCriticLossModule
 from gpubuf.objectives.sac import SoftActorCriticLoss
 from gpubuf.optim import AdamW
 from gpubuf.serialization import load, save
-from gpubuf.train.config import TrainConfig, UsageError
-from gpubuf.train.ranks import Ranks
+from gpubuf.train.config import TrainConfig
 
 
 class StickyNoise:
@@ -166,7 +164,7 @@ class Algorithm:
 
     Attributes:
         title: Its name, for people.
-        actor: Makes the policy, of (`O`, `A`, hidden widths, device). `load_actor` has these from the file of a model.
+        actor: Makes the policy, of (`O`, `A`, hidden widths, device). `load_policy` has these from the file of a model.
         critics: Makes the critics, of (the run's settings, `O`, `A`, device).
         loss: Makes the loss, of (policy, critics, ``num_qvalue_nets``, options).
         options: Those of the loss, of (the run's settings, `A`).
@@ -344,14 +342,14 @@ class Scaling(nn.Module):
         return (x - self.mean) * self.factor
 
 
-class Explorer:
-    """A policy that acts: what a process needs that steps environments.
+class Agent:
+    """A policy that acts and learns: with its critics, and how they learn from a batch.
 
     Args:
         config: The run's settings.
         observation_size: Numbers in an observation, `O`.
         action_size: Numbers in an action, `A`; each is in [-1, 1].
-        device: Of the network.
+        device: Of the networks.
 
     Attributes:
         actor: The policy.
@@ -359,16 +357,44 @@ class Explorer:
         normalize: Normalises observations as the buffer does those of its batches; None: they are taken as they are.
     """
 
-    def __init__(self, config: TrainConfig, observation_size: int, action_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        observation_size: int,
+        action_size: int,
+        device: torch.device,
+    ) -> None:
         self.device = device
+        self._shape = {
+            "algo": config.algo,
+            "observation_size": observation_size,
+            "action_size": action_size,
+            "hidden": list(config.hidden),
+        }
         algorithm = ALGORITHMS[config.algo]
         self.actions = algorithm.actions
         self.actor = algorithm.actor(observation_size, action_size, config.hidden, device=device)
         self._network = network_of(self.actor)
-        self.normalize: Normalize | Scaling | None = None
+        self.normalize: Normalize | None = None
         self._noise: StickyNoise | None = None
         if config.noise_hold is not None and config.noise_hold > 1:
             self._noise = StickyNoise(config.num_envs, action_size, config.noise_hold, device)
+        self.title, self.loss_names = algorithm.title, algorithm.losses
+        self._delayed_targets, self._bfloat16 = algorithm.delayed_targets, config.bfloat16
+        critics = algorithm.critics(config, observation_size, action_size, device)
+        options = algorithm.options(config, action_size)
+        self.loss = algorithm.loss(self.actor, critics, num_qvalue_nets=config.critics, **options)
+        self.loss.make_value_estimator(gamma=config.gamma)
+        # The run stops at NaN, and is the one that says so.
+        self.loss.nan_named = True
+        unit_rows = (self.actor, critics) if algorithm.unit_rows else ()
+        self._optimizer = self._make_optimizer(config, algorithm, unit_rows)
+        # Of a whole update, and of one that trains the critics alone.
+        self._losses: _Losses = self._eager_losses
+        self._critic_losses: _Losses = self._eager_critic_losses
+        if config.compile:
+            self._losses = torch.compile(self._eager_losses, fullgraph=True)
+            self._critic_losses = torch.compile(self._eager_critic_losses, fullgraph=True)
 
     def act(self, observation: Tensor) -> Tensor:
         """The best actions `[E, A]`, each number in [-1, 1], on the network's device.
@@ -390,63 +416,6 @@ class Explorer:
         if self.normalize is not None:
             observation = self.normalize(observation)
         return self._network(observation)
-
-    def weights(self) -> list[Tensor]:
-        """All numbers that actions depend on, but for noise: of the network, and what normalises observations."""
-        found = list(self._network.state_dict().values())
-        if isinstance(self.normalize, Normalize):
-            return [*found, self.normalize.mean(), self.normalize.factor()]
-        return found if self.normalize is None else [*found, self.normalize.mean, self.normalize.factor]
-
-
-class Agent(Explorer):
-    """A policy that learns: with its critics, and how they learn from a batch.
-
-    Args:
-        config: The run's settings.
-        observation_size: Numbers in an observation, `O`.
-        action_size: Numbers in an action, `A`; each is in [-1, 1].
-        device: Of the networks.
-        compiled: Whether to compile the losses and their gradients with `torch.compile`. None: try it, and warn and
-            go on without if the compiler fails.
-    """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        observation_size: int,
-        action_size: int,
-        device: torch.device,
-        *,
-        compiled: bool | None = False,
-    ) -> None:
-        super().__init__(config, observation_size, action_size, device)
-        self._shape = {
-            "algo": config.algo,
-            "observation_size": observation_size,
-            "action_size": action_size,
-            "hidden": list(config.hidden),
-        }
-        algorithm = ALGORITHMS[config.algo]
-        self.title, self.loss_names = algorithm.title, algorithm.losses
-        self._delayed_targets, self._bfloat16 = algorithm.delayed_targets, config.bfloat16
-        critics = algorithm.critics(config, observation_size, action_size, device)
-        options = algorithm.options(config, action_size)
-        self.loss = algorithm.loss(self.actor, critics, num_qvalue_nets=config.critics, **options)
-        self.loss.make_value_estimator(gamma=config.gamma)
-        # The run stops at NaN, and is the one that says so.
-        self.loss.nan_named = True
-        unit_rows = (self.actor, critics) if algorithm.unit_rows else ()
-        self._optimizer = self._make_optimizer(config, algorithm, unit_rows)
-        #: Those that learn the same networks, from batches of their own.
-        self.ranks: Ranks | None = None
-        self._may_fall_back = compiled is None
-        # Of a whole update, and of one that trains the critics alone.
-        self._losses: _Losses = self._eager_losses
-        self._critic_losses: _Losses = self._eager_critic_losses
-        if compiled is not False:
-            self._losses = torch.compile(self._eager_losses, fullgraph=True)
-            self._critic_losses = torch.compile(self._eager_critic_losses, fullgraph=True)
 
     def _make_optimizer(self, config: TrainConfig, algorithm: Algorithm, unit_rows: Sequence[nn.Module]) -> AdamW:
         """The optimiser of `parameters`, which moves the targets as well."""
@@ -483,22 +452,7 @@ class Agent(Explorer):
         Returns:
             The values of `loss_names`, `[L]` float32 on the device; 0 for those that were not computed.
         """
-        try:
-            values = self._gradients(batch, policy)
-        except RuntimeError as error:
-            # Imported here, since it takes seconds, and nothing else needs it.
-            from torch._dynamo.exc import TorchDynamoException
-
-            # The compiler fails at the first call only, before a parameter has changed.
-            if not isinstance(error, TorchDynamoException):
-                raise
-            if not self._may_fall_back:
-                raise UsageError(f"torch.compile failed, --no-compile does without it: {error}") from error
-            warnings.warn(f"torch.compile failed, going on without it: {error}", stacklevel=2)
-            self._losses, self._critic_losses = self._eager_losses, self._eager_critic_losses
-            values = self._gradients(batch, policy)
-        if self.ranks is not None:
-            self.ranks.average(self.parameters(), batch["priority_weight"].sum())
+        values = self._gradients(batch, policy)
         self._optimizer.step(targets=policy or not self._delayed_targets)
         return values
 
@@ -548,7 +502,7 @@ class Agent(Explorer):
         """
         low, high = bounds
         model = {**self._shape, "action_low": low, "action_high": high, "actor": self.actor.state_dict()}
-        if isinstance(self.normalize, Normalize):
+        if self.normalize is not None:
             model["normalize"] = {"mean": self.normalize.mean().float(), "factor": self.normalize.factor()}
         save(path, model)
 
@@ -562,25 +516,13 @@ def network_of(actor: Any) -> nn.Module:
     return cast(nn.Module, first.module)
 
 
-def load_actor(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TensorDictModuleBase:
-    """The trained policy in ``path``: it reads ``"observation"`` `[*, O]` and writes ``"action"`` `[*, A]` in [-1, 1].
-
-    A policy that was trained on normalised observations takes them as they are, and normalises them itself.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file does not hold a policy, or is damaged.
-    """
-    return _load_model(path, device)[0]
-
-
 class Policy(nn.Module):
     """A trained policy as a function: the best action for an observation, in the units of the environment.
 
     It holds plain tensors and modules, so that `torch.export` and `torch.jit.trace` take it.
 
     Args:
-        actor: As `load_actor` returns it.
+        network: Of the actor: a function of observations.
         actions: Of its algorithm.
         low, high: What actions of -1 and 1 stand for, in the shape of one action; the first and the last of several.
     """
@@ -588,9 +530,9 @@ class Policy(nn.Module):
     low: Tensor
     high: Tensor
 
-    def __init__(self, actor: TensorDictModuleBase, actions: Gaussian, low: Tensor, high: Tensor) -> None:
+    def __init__(self, network: nn.Module, actions: Gaussian, low: Tensor, high: Tensor) -> None:
         super().__init__()
-        self.network, self._actions = network_of(actor), actions
+        self.network, self._actions = network, actions
         self.register_buffer("low", low)
         self.register_buffer("high", high)
 
@@ -619,27 +561,18 @@ def load_policy(run: str | os.PathLike[str], device: torch.device | str = "cpu")
         ValueError: The file does not hold a policy, or is damaged.
     """
     path = Path(run)
-    actor, algorithm, low, high = _load_model(path / MODEL_FILE if path.is_dir() else path, device)
-    return Policy(actor, algorithm.actions, low, high)
-
-
-def _load_model(
-    path: str | os.PathLike[str], device: torch.device | str
-) -> tuple[TensorDictModuleBase, Algorithm, Tensor, Tensor]:
-    """The policy in ``path``, its algorithm, and what actions of -1 and 1 stand for."""
+    path = path / MODEL_FILE if path.is_dir() else path
     model = load(path)
     try:
-        hidden: Sequence[int] = model["hidden"]
         algorithm = ALGORITHMS[model["algo"]]
-        actor = algorithm.actor(model["observation_size"], model["action_size"], hidden, device=device)
+        actor = algorithm.actor(model["observation_size"], model["action_size"], model["hidden"], device=device)
         actor.load_state_dict(model["actor"])
-        if "normalize" in model:
-            statistics = model["normalize"]
-            first = Scaling(*(statistics[name].to(device, copy=True) for name in ("mean", "factor")))
-            module = actor[0] if isinstance(actor, ProbabilisticTensorDictSequential) else actor
-            module.module = nn.Sequential(first, network_of(actor))
+        network = network_of(actor)
         # Copies, for the tensors of a file share its memory.
-        low, high = (model[name].to(device, copy=True) for name in ("action_low", "action_high"))
-        return actor.eval(), algorithm, low, high
+        if "normalize" in model:
+            statistics = (model["normalize"][name].to(device, copy=True) for name in ("mean", "factor"))
+            network = nn.Sequential(Scaling(*statistics), network)
+        bounds = (model[name].to(device, copy=True) for name in ("action_low", "action_high"))
+        return Policy(network, algorithm.actions, *bounds).eval()
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{os.fspath(path)} does not hold a policy: {error!r}") from None
+        raise ValueError(f"{path} does not hold a policy: {error!r}") from None

@@ -132,9 +132,7 @@ class TrainConfig:
             update live there; Gymnasium's environments run on the CPU.
         seed: Seeds PyTorch's global generator and the environments.
         total_steps: Transitions to collect, over all environments.
-        num_envs: Environments stepped together, in each process.
-        collectors: Processes that step environments beside the learner, each ``num_envs`` of its own. 0: the learner
-            does.
+        num_envs: Environments stepped together.
         batch_size: Transitions an update draws.
         buffer_size: Capacity in transitions; ``None``: ``total_steps``, at most one million.
         learning_starts: Transitions collected with random actions before the first update.
@@ -166,8 +164,7 @@ class TrainConfig:
         threads: CPU threads of PyTorch; ``None`` chooses by the size of the networks.
         cuda_graph: Capture the update into a CUDA graph, and the step of environments on the device too; ``None``: on a
             CUDA device.
-        compile: Compile the losses and their gradients with `torch.compile`; ``None``: on a CUDA device, in a run long
-            enough to be worth a minute of compiling.
+        compile: Compile the losses and their gradients with `torch.compile`, which takes a minute or more.
         bfloat16: Compute the networks' layers in bfloat16 in updates (`torch.autocast`). Weights, their moments,
             losses and the policy that acts stay float32.
     """
@@ -179,7 +176,6 @@ class TrainConfig:
     seed: int = 0
     total_steps: Filled[int] = _BY_ENVIRONMENT
     num_envs: Filled[int] = _BY_ENVIRONMENT
-    collectors: int = 0
     batch_size: Filled[int] = _BY_ALGORITHM
     buffer_size: int | None = None
     learning_starts: Filled[int] = _BY_ENVIRONMENT
@@ -206,7 +202,7 @@ class TrainConfig:
     checkpoint_every: int = 0
     threads: int | None = None
     cuda_graph: bool | None = None
-    compile: bool | None = None
+    compile: bool = False
     bfloat16: bool = False
 
     def __post_init__(self) -> None:
@@ -220,7 +216,7 @@ class TrainConfig:
         at_least_1 = "total_steps batch_size critics log_every eval_episodes policy_every"
         for name in at_least_1.split():
             self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("collectors", "learning_starts", "eval_every", "checkpoint_every", "seed"):
+        for name in ("learning_starts", "eval_every", "checkpoint_every", "seed"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
         # PyTorch's generators take no more.
         self._require("seed", self.seed < 2**64, "below 2**64")
@@ -276,11 +272,6 @@ class TrainConfig:
         """Transitions that the buffer holds."""
         return self.buffer_size if self.buffer_size is not None else min(self.total_steps, _DEFAULT_CAPACITY)
 
-    @property
-    def updates(self) -> int:
-        """Updates in the whole run."""
-        return math.floor((self.total_steps - self.learning_starts) * self.update_ratio)
-
     def to_json(self) -> str:
         """The settings as JSON text, in the order of the attributes."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -313,9 +304,6 @@ class TrainConfig:
             raise UsageError(f"{path} cannot be read as JSON: {error}") from None
         if not isinstance(values, dict):
             raise UsageError(f"{path} must hold a JSON object, got {type(values).__name__}")
-        if not values.get("prioritized"):
-            # Older runs have the defaults there.
-            values = {name: value for name, value in values.items() if name not in _PRIORITIES}
         try:
             return cls.from_mapping(values)
         except UsageError as error:

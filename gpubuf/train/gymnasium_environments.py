@@ -33,8 +33,8 @@ class EnvironmentUnusableError(UsageError):
     """The environment doesn't exist, lacks a package, or can't train this agent."""
 
 
-def make(name: str, **options: Any) -> gym.Env[NDArray[Any], NDArray[Any]]:
-    """Make the environment ``name``, with a flat observation. ``options`` are Gymnasium's, such as ``render_mode``.
+def make(name: str) -> gym.Env[NDArray[Any], NDArray[Any]]:
+    """Make the environment ``name``, with a flat observation.
 
     Raises:
         EnvironmentUnusableError: It is unknown, needs a package that is not installed, or has other actions than
@@ -42,7 +42,7 @@ def make(name: str, **options: Any) -> gym.Env[NDArray[Any], NDArray[Any]]:
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        env = _make(name, options)
+        env = _make(name)
     for warning in caught:
         # Gymnasium colours its warnings even where there is no terminal.
         warnings.warn(_COLOURS.sub("", str(warning.message)), warning.category, stacklevel=2)
@@ -76,9 +76,9 @@ def _image(space: gym.Space[Any]) -> Box | None:
     return next((image for image in found if image is not None), None)
 
 
-def _make(name: str, options: dict[str, Any]) -> gym.Env[Any, Any]:
+def _make(name: str) -> gym.Env[Any, Any]:
     try:
-        return gym.make(name, disable_env_checker=True, **options)
+        return gym.make(name, disable_env_checker=True)
     except gym.error.DependencyNotInstalled as error:
         raise EnvironmentUnusableError(f"{name} needs a package that is not installed: {error}") from None
     except ModuleNotFoundError as error:
@@ -96,7 +96,7 @@ def _is_mujoco(name: str) -> bool:
 
 
 class EpisodeRecorder(gym.Wrapper[Any, Any, Any, Any]):
-    """Remembers the beginning and the actions of the current episode, so that it can be played again.
+    """Counts returns, and remembers the beginning and the actions of the episode, so that it can be played again.
 
     Replaying is exact for every environment whose randomness comes from its ``np_random``. It needs neither pickling
     nor knowledge of the environment.
@@ -107,20 +107,25 @@ class EpisodeRecorder(gym.Wrapper[Any, Any, Any, Any]):
         self._start: dict[str, Any] = {}
         self._actions: list[NDArray[Any]] = []
         self._observation: NDArray[Any] | None = None
+        self._return, self._length = 0.0, 0
+        #: Records of the episodes that have ended.
+        self.ended: list[dict[str, Any]] = []
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         # Each access to a generator's state makes a new dictionary, so nobody changes this one.
         self._start = {"seed": seed} if seed is not None else {"generator": self.np_random.bit_generator.state}
-        self._actions = []
+        self._actions, self._return, self._length = [], 0.0, 0
         self._observation, info = super().reset(seed=seed, options=options)
         return self._observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         if len(self._actions) <= MAX_RECORDED_STEPS:
             self._actions.append(np.array(action))
-        result = super().step(action)
-        self._observation = result[0]
-        return result
+        self._observation, reward, terminated, truncated, info = super().step(action)
+        self._return, self._length = self._return + float(reward), self._length + 1
+        if terminated or truncated:
+            self.ended.append({"kind": "episode", "return": self._return, "length": self._length})
+        return self._observation, reward, terminated, truncated, info
 
     def state(self) -> dict[str, Any]:
         """The recorded episode for `restore`, as tensors and plain values."""
@@ -194,9 +199,6 @@ class GymnasiumEnvironments(Environments):
             self._centre, self._scale = (high + low) / 2, (high - low) / 2
             self.action_bounds = torch.from_numpy(low).float(), torch.from_numpy(high).float()
         self._seeds = [int(word) for word in np.random.SeedSequence(seed).generate_state(num_envs)]
-        self._returns = np.zeros(num_envs)
-        self._lengths = np.zeros(num_envs, dtype=np.int64)
-        self._ended: list[dict[str, Any]] = []
 
     def _recorded(self, env: gym.Env[Any, Any]) -> EpisodeRecorder:
         recorder = EpisodeRecorder(env)
@@ -205,9 +207,7 @@ class GymnasiumEnvironments(Environments):
 
     def reset(self) -> Tensor:
         observation, _ = self._vector.reset(seed=list(self._seeds))
-        self._returns[:] = 0
-        self._lengths[:] = 0
-        self._ended = []
+        self.take_episodes(True)
         flat = self._flat(observation)
         self._check("observation", flat)
         return torch.from_numpy(flat)
@@ -219,16 +219,10 @@ class GymnasiumEnvironments(Environments):
         observation, reward, terminated, truncated, info = self._vector.step(self._stretched(actions))
         flat = self._flat(observation)
         next_observation = flat
-        self._returns += reward
-        self._lengths += 1
         if "final_obs" in info:
             next_observation = flat.copy()
             for i in np.flatnonzero(info["_final_obs"]):
                 next_observation[i] = np.asarray(info["final_obs"][i], dtype=np.float32).reshape(-1)
-                ended = {"return": float(self._returns[i]), "length": int(self._lengths[i])}
-                self._ended.append({"kind": "episode", **ended})
-                self._returns[i] = 0
-                self._lengths[i] = 0
         self._check("observation", next_observation)
         self._check("observation", flat)
         self._check("reward", reward[:, None])
@@ -242,7 +236,9 @@ class GymnasiumEnvironments(Environments):
 
     def take_episodes(self, due: bool) -> list[dict[str, Any]]:
         """A record of every episode that has ended since the last call, in the order of the environments."""
-        ended, self._ended = self._ended, []
+        ended = [record for recorder in self._recorders for record in recorder.ended]
+        for recorder in self._recorders:
+            recorder.ended.clear()
         return ended
 
     def _stretched(self, action: NDArray[np.float32]) -> NDArray[Any]:
@@ -265,17 +261,11 @@ class GymnasiumEnvironments(Environments):
         return observation.reshape(self.num_envs, -1).astype(np.float32)
 
     def state(self) -> dict[str, Any]:
-        return {
-            "episodes": [recorder.state() for recorder in self._recorders],
-            "returns": self._returns.tolist(),
-            "lengths": self._lengths.tolist(),
-        }
+        return {"episodes": [recorder.state() for recorder in self._recorders]}
 
     def restore(self, state: dict[str, Any]) -> tuple[Tensor, list[int]]:
         """Continue from where `state` was taken, by playing the open episodes again."""
         self.reset()
-        self._returns[:] = state["returns"]
-        self._lengths[:] = state["lengths"]
         lost: list[int] = []
         observations: list[NDArray[Any]] = []
         for i, (recorder, episode) in enumerate(zip(self._recorders, state["episodes"], strict=True)):
@@ -283,9 +273,9 @@ class GymnasiumEnvironments(Environments):
                 observations.append(episode["observation"].numpy())
             else:
                 lost.append(i)
-                self._returns[i] = 0
-                self._lengths[i] = 0
                 observations.append(np.asarray(recorder.reset()[0]))
+        # Of an episode that ended when it was played again.
+        self.take_episodes(True)
         return torch.from_numpy(self._flat(np.stack(observations))), lost
 
     def close(self) -> None:

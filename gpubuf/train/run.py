@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import signal
 import statistics
 import threading
@@ -19,20 +18,15 @@ from typing import Any
 
 import torch
 
-from gpubuf.data.checkpoints.shards import load_shards, save_shards
 from gpubuf.serialization import load, replace, save
 from gpubuf.train.algorithms import MODEL_FILE
-from gpubuf.train.collectors import CollectorLostError
 from gpubuf.train.config import CONFIG_FILE, TrainConfig, UsageError
 from gpubuf.train.metrics import CURVE_FILE, METRICS_FILE, JsonLines, check_lines, draw_curve, read
 from gpubuf.train.progress import Reporter
-from gpubuf.train.ranks import Ranks
 from gpubuf.train.trainer import Trainer
 
 CHECKPOINT_FILE = "checkpoint.safetensors"
 RESULT_FILE = "result.json"
-#: Of a run on several ranks, in place of the file: :mod:`gpubuf.data.checkpoints.shards`.
-CHECKPOINT_FOLDER = "checkpoint"
 
 _FILES = (CONFIG_FILE, CHECKPOINT_FILE, MODEL_FILE, METRICS_FILE, CURVE_FILE, RESULT_FILE)
 
@@ -71,7 +65,6 @@ def train(
     *,
     overwrite: bool = False,
     reporter: Reporter | Sequence[Reporter] = (),
-    ranks: Ranks | None = None,
 ) -> TrainResult:
     """Train an agent, and write metrics, curve, model and checkpoint into ``folder``.
 
@@ -84,20 +77,17 @@ def train(
         folder: The folder to write to; made if it doesn't exist.
         overwrite: Replace the run in ``folder``, if there is one.
         reporter: Shows the progress, or several that do; by default only messages are printed.
-        ranks: The processes that train together, each of which calls this with the same configuration and folder. The
-            first one writes all files but the checkpoint, and evaluates; the others return no returns.
 
     Raises:
         UsageError: The environment, the device or the folder can't be used. Nothing was written.
         NotFiniteError: A loss, an observation or a reward became infinite or NaN.
-        CollectorLostError: A collector has ended. The checkpoint is as of then.
     """
     path = Path(folder)
     device = _resolve_device(config.device)
-    if not overwrite and (ranks is None or ranks.first) and holds_run(path):
+    if not overwrite and holds_run(path):
         raise UsageError(f"{path} already holds a run: --resume it, --overwrite it, or choose another folder")
     with _threads(config, device):
-        run = _Run(config, path, device, reporter, ranks)
+        run = _Run(config, path, device, reporter)
         run.begin()
         return run.finish()
 
@@ -107,7 +97,6 @@ def resume(
     changes: Mapping[str, Any] | None = None,
     *,
     reporter: Reporter | Sequence[Reporter] = (),
-    ranks: Ranks | None = None,
 ) -> TrainResult:
     """Continue the run in ``folder`` from its checkpoint, as if it had never stopped.
 
@@ -118,12 +107,11 @@ def resume(
         folder: The folder of the run, or the checkpoint in it.
         changes: Settings stated again. Only those in `config.CHANGEABLE_ON_RESUME` may differ from the run's.
         reporter: As for `train`.
-        ranks: As for `train`: as many as the run had, or fewer. With fewer it goes on, but not as it would have.
 
     Raises:
         UsageError: There is no checkpoint, it is damaged, the run is complete, or ``changes`` contradict it. Nothing
             was changed.
-        NotFiniteError, CollectorLostError: As for `train`.
+        NotFiniteError: As for `train`.
     """
     path = Path(folder)
     if path.name == CHECKPOINT_FILE:
@@ -131,26 +119,21 @@ def resume(
     stored = TrainConfig.read(path)
     config = stored.resumed_with(changes or {})
     device = _resolve_device(config.device)
-    sharded = (path / CHECKPOINT_FOLDER).is_dir() and not (path / CHECKPOINT_FILE).exists()
-    if ranks is not None and not sharded and (path / CHECKPOINT_FILE).exists():
-        raise UsageError(
-            f"the run in {path} has one shard, which can't be cut into {ranks.size}: resume it in one process"
-        )
     try:
-        checkpoint = None if sharded else load(path / CHECKPOINT_FILE)
+        checkpoint = load(path / CHECKPOINT_FILE)
     except FileNotFoundError:
         raise UsageError(f"{path} cannot be resumed: it was stopped before its first checkpoint") from None
     except ValueError as error:
         raise UsageError(str(error)) from None
     with _threads(config, device):
-        run = _Run(config, path, device, reporter, ranks)
-        run.restore(run.shards() if checkpoint is None else checkpoint)
+        run = _Run(config, path, device, reporter)
+        run.restore(checkpoint)
         return run.finish()
 
 
 def holds_run(folder: Path) -> bool:
     """Whether ``folder`` holds a run."""
-    return any((folder / name).exists() for name in (*_FILES, CHECKPOINT_FOLDER))
+    return any((folder / name).exists() for name in _FILES)
 
 
 def free_folder(config: TrainConfig) -> Path:
@@ -176,37 +159,23 @@ class _Run:
         folder: Path,
         device: torch.device,
         reporter: Reporter | Sequence[Reporter],
-        ranks: Ranks | None,
     ) -> None:
         self._config = config
         self._folder = folder
-        self._ranks, self._first = ranks, ranks is None or ranks.first
-        reporters = (tuple(reporter) or (Reporter(),)) if isinstance(reporter, Sequence) else (reporter,)
-        self._reporters = reporters if self._first else ()
-        self._trainer = Trainer(config, device, self._record, ranks)
+        self._reporters = (tuple(reporter) or (Reporter(),)) if isinstance(reporter, Sequence) else (reporter,)
+        self._trainer = Trainer(config, device, self._record)
         self._metrics: JsonLines | None = None
         self._seconds = 0.0
 
     def begin(self) -> None:
         """Claim the folder for a new run."""
-        if not self._first:
-            return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             for name in _FILES:
                 (self._folder / name).unlink(missing_ok=True)
-            shutil.rmtree(self._folder / CHECKPOINT_FOLDER, ignore_errors=True)
         except OSError as error:
             raise UsageError(f"cannot write to {self._folder}: {error}") from None
         self._open(0)
-
-    def shards(self) -> dict[str, Any]:
-        """The checkpoint of this rank, whose buffer has its rows then: all shards of a run that had more ranks."""
-        group = None if self._ranks is None else self._ranks.process_group
-        try:
-            return load_shards(self._trainer.buffer, self._folder / CHECKPOINT_FOLDER, group, progress=False)
-        except (FileNotFoundError, ValueError) as error:
-            raise UsageError(f"{self._folder} cannot be resumed: {error}") from None
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Continue the run from ``checkpoint``."""
@@ -225,9 +194,8 @@ class _Run:
             raise UsageError(str(error)) from None
         lost = self._trainer.load_state_dict(state)
         self._seconds = seconds
-        if self._first:
-            self._open(lines)
-            (self._folder / RESULT_FILE).unlink(missing_ok=True)
+        self._open(lines)
+        (self._folder / RESULT_FILE).unlink(missing_ok=True)
         if lost:
             self._message(
                 f"{len(lost)} open episode(s) could not be played again and begin anew: the run goes on, "
@@ -250,8 +218,6 @@ class _Run:
             reporter.close()
 
     def _record(self, record: dict[str, Any]) -> None:
-        if not self._first:
-            return
         assert self._metrics is not None
         self._metrics.write(record)
         for reporter in self._reporters:
@@ -271,24 +237,20 @@ class _Run:
                 self._seconds += time.monotonic() - began
                 self._save()
                 final = None
-                if self._first and not interruption.requested() and trainer.step >= self._config.total_steps:
+                if not interruption.requested() and trainer.step >= self._config.total_steps:
                     final = trainer.final_evaluation(interruption.requested)
                 if final is not None:
                     self._record(final)
                     self._write_result(final)
-                if self._first:
-                    draw_curve(read(self._folder / METRICS_FILE), self._title(), self._folder / CURVE_FILE)
-            # Other ranks than the first have nothing to evaluate; another one may have been interrupted.
-            done = final is not None or not (self._first or trainer.step < self._config.total_steps)
+                draw_curve(read(self._folder / METRICS_FILE), self._title(), self._folder / CURVE_FILE)
             result = TrainResult(
                 folder=self._folder,
                 steps=trainer.step,
                 returns=() if final is None else tuple(final["returns"]),
                 seconds=self._seconds,
-                signal=None if done else interruption.signal or signal.SIGTERM,
+                signal=None if final is not None else interruption.signal,
             )
-            if self._first:
-                self._message(_summary(result, CHECKPOINT_FILE if self._ranks is None else CHECKPOINT_FOLDER))
+            self._message(_summary(result))
             return result
         finally:
             self._close()
@@ -299,8 +261,7 @@ class _Run:
         for reporter in self._reporters:
             reporter.start(trainer.step, config.total_steps)
         try:
-            trainer.start()
-            while trainer.step < config.total_steps and not self._stopped(interruption):
+            while trainer.step < config.total_steps and not interruption.requested():
                 before = trainer.step
                 trainer.advance()
                 status = trainer.status()
@@ -308,38 +269,15 @@ class _Run:
                     reporter.update(status)
                 if trainer.checkpoint_due(before):
                     self._save()
-            trainer.stop()
-        except CollectorLostError:
-            # A signal may have been for all processes.
-            trainer.stop()
-            if not interruption.requested():
-                self._save()
-                raise
         finally:
             for reporter in self._reporters:
                 reporter.stop()
 
-    def _stopped(self, interruption: _Interruption) -> bool:
-        """Whether a signal was heard, on any rank: they stop at the same step."""
-        requested = interruption.requested()
-        return requested if self._ranks is None else self._ranks.any(requested)
-
     def _save(self) -> None:
-        state = {
-            "trainer": self._trainer.state_dict(buffer=self._ranks is None),
-            "lines": {METRICS_FILE: self._metrics.lines if self._metrics is not None else 0},
-            "seconds": self._seconds,
-        }
-        shards = self._folder / CHECKPOINT_FOLDER
-        if self._ranks is not None:
-            group = self._ranks.process_group
-            save_shards(self._trainer.buffer, shards, group, beside=state, progress=False)
-        else:
-            save(self._folder / CHECKPOINT_FILE, state)
-            # Those of a run that had more ranks before.
-            shutil.rmtree(shards, ignore_errors=True)
-        if not self._first:
-            return
+        assert self._metrics is not None
+        lines = {METRICS_FILE: self._metrics.lines}
+        state = {"trainer": self._trainer.state_dict(), "lines": lines, "seconds": self._seconds}
+        save(self._folder / CHECKPOINT_FILE, state)
         self._trainer.save_model(self._folder / MODEL_FILE)
 
     def _write_result(self, final: dict[str, Any]) -> None:
@@ -366,7 +304,7 @@ class _Run:
         return f"{self._trainer.agent.title} on {self._config.env}, {mode} replay, seed {self._config.seed}"
 
 
-def _summary(result: TrainResult, checkpoint: str) -> str:
+def _summary(result: TrainResult) -> str:
     rate = result.steps / result.seconds if result.seconds else 0.0
     steps = f"{result.steps:,} steps in {result.seconds:.0f} s ({rate:.0f} steps/s)"
     if result.signal is not None:
@@ -377,7 +315,7 @@ def _summary(result: TrainResult, checkpoint: str) -> str:
         f"evaluation over {len(result.returns)} episode{'s' * (len(result.returns) != 1)}: mean return "
         f"{result.mean_return:.1f} "
         f"(from {min(result.returns):.1f} to {max(result.returns):.1f})\n"
-        f"in {result.folder}: {CURVE_FILE}, {MODEL_FILE}, {checkpoint}"
+        f"in {result.folder}: {CURVE_FILE}, {MODEL_FILE}, {CHECKPOINT_FILE}"
     )
 
 

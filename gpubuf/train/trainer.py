@@ -9,30 +9,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import NestedKey
+from torch import Tensor
 
 from gpubuf import graphs
 from gpubuf.data import (
     LazyTensorStorage,
     Normalize,
-    PrioritizedSampler,
-    RandomSampler,
     RewardScale,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
 from gpubuf.data.storage.layout import Leaf, as_key
 from gpubuf.train.algorithms import ALGORITHMS, Agent
-from gpubuf.train.collectors import Collector, Collectors, make_environments, rows_apart
-from gpubuf.train.config import TrainConfig, UsageError
-from gpubuf.train.environments import CURVE, FINAL, TRAINING, Evaluation, NotFiniteError, Wrap, as_it_is
+from gpubuf.train.config import TORCH_PREFIX, TrainConfig, UsageError
+from gpubuf.train.environments import (
+    CURVE,
+    FINAL,
+    TRAINING,
+    Environments,
+    Evaluation,
+    NotFiniteError,
+    Steps,
+    Wrap,
+    as_it_is,
+)
 from gpubuf.train.progress import Status
-from gpubuf.train.ranks import Ranks
 
 # Episodes of an evaluation for the curve. They take time on the host, and nearly none on a device.
 _CURVE_EPISODES, _CURVE_EPISODES_ON_DEVICE = 5, 64
-
-# From so many updates on, a minute of compiling is little beside the whole run.
-_COMPILING_PAYS = 200_000
 
 # Of scaled rewards, where critics have no bound.
 _LARGEST_RETURN = 5.0
@@ -60,98 +65,49 @@ class Trainer:
         config: The run's settings.
         device: Where networks and buffer live.
         record: Called with each record of the metrics.
-        ranks: The processes that train together. Each has ``num_envs`` environments. Steps, batch size and capacity are
-            those of all of them.
 
     Raises:
         UsageError: The environment can't be trained on, or the device can't do what was asked for.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        device: torch.device,
-        record: Callable[[dict[str, Any]], None],
-        ranks: Ranks | None = None,
-    ) -> None:
-        self.config, self._ranks = config, ranks
-        self._size, self._first = (1, True) if ranks is None else (ranks.size, ranks.first)
-        if self._size > 1 and (config.batch_size % self._size or config.capacity < self._size * config.num_envs):
-            raise UsageError(
-                f"batches of {config.batch_size} transitions and a buffer of {config.capacity} can't be shared by "
-                f"{self._size} ranks: the batch size must be divisible by their number, and every rank needs room for "
-                "a step of its environments"
-            )
-        _check_collectors(config, ranks)
+    def __init__(self, config: TrainConfig, device: torch.device, record: Callable[[dict[str, Any]], None]) -> None:
+        self.config = config
         self.step = 0
         self._record = record
         self._device = device
         can_capture = device.type in graphs.GRAPH_DEVICES
-        # On several GPUs nobody has tried it yet. With collectors, draws wait for rows on the host.
-        alone = ranks is None and not config.collectors
-        captured = can_capture and alone if config.cuda_graph is None else config.cuda_graph
+        captured = can_capture if config.cuda_graph is None else config.cuda_graph
         if captured and not can_capture:
             raise UsageError(f"--cuda-graph needs a CUDA device, the run is on {device.type}: say --no-cuda-graph")
-        compiled = config.compile
-        if compiled is None and not (device.type == "cuda" and config.updates >= _COMPILING_PAYS):
-            compiled = False
         self._wrap: Wrap = as_it_is
         if captured:
             self._wrap = graphs.capture
-        words = (config.seed, TRAINING) if ranks is None or ranks.first else (config.seed, TRAINING, ranks.rank)
-        self._environments = make_environments(config.env, config.num_envs, words, device)
+        self._environments = make_environments(config.env, config.num_envs, (config.seed, TRAINING), device)
         self._curve: Evaluation | None = None
         if self._environments.discrete is not ALGORITHMS[config.algo].actions.discrete:
             self._environments.close()
             raise UsageError(_wrong_actions(config, self._environments.discrete))
         torch.manual_seed(config.seed)
         sizes = self._environments.observation_size, self._environments.action_size
-        self.agent = Agent(config, *sizes, device, compiled=compiled)
+        self.agent = Agent(config, *sizes, device)
         self.agent.normalize = _make_normalize(config, sizes[0], device)
-        if ranks is not None:
-            self._join(ranks)
-        #: Running statistics, which the ranks share.
-        self._statistics = _make_statistics(config, self.agent.normalize)
-        self.buffer = _make_buffer(config, device, self._statistics, ranks)
-        self._collectors = Collectors(config, self.agent, self.buffer, sizes) if config.collectors else None
-        self._collector: Collector | None = None
-        if not config.collectors:
-            own = self._collector = Collector(config, self._environments, self.agent, self.buffer)
-            self._step_by_policy = self._wrap(own.step) if self._environments.capturable else own.step
+        self.buffer = _make_buffer(config, device, self.agent.normalize)
+        # To act on next, `[E, O]` float32. Written in place, for graphs read it where it is.
+        self._observation = self._environments.reset().to(device)
+        self._step_by_policy = self._wrap(self._explore) if self._environments.capturable else self._explore
         self._updates = 0
         self._sums = torch.zeros(len(self.agent.loss_names), device=device)
         # Updates in the sums, and those among them that trained the policy.
         self._summed = 0
         self._summed_policies = 0
         self._returns: deque[float] = deque(maxlen=self._environments.shown_records)
-        self._losses: dict[str, float] = {}
         self._evaluated: float | None = None
         # Two functions, and two graphs, since each does the same at every call.
         self._update = self._wrap(lambda: self._sample_and_update(policy=True))
         self._update_critics = self._wrap(lambda: self._sample_and_update(policy=False))
 
-    def _join(self, ranks: Ranks) -> None:
-        """Learn with others, who have the same networks, and other noise from here on."""
-        if any("running" in name for name in self.agent.loss.state_dict()):
-            self._environments.close()
-            raise UsageError(f"{self.config.algo} has running statistics in its networks: it can't train on ranks")
-        self.agent.ranks = ranks
-        if not ranks.first:
-            torch.manual_seed(ranks.seed(self.config.seed))
-
-    def start(self) -> None:
-        """Start the collectors, if there are any, before the first step or after `load_state_dict`."""
-        if self._collectors is not None:
-            self._collectors.start(self.step, self._updates)
-
-    def stop(self) -> None:
-        """End the collectors, if there are any. What they have written counts."""
-        if self._collectors is not None:
-            self._collectors.close()
-            self.step = self.buffer.write_count
-
     def advance(self) -> None:
-        """Step every environment once, or wait for steps of the collectors, and run the updates that are due."""
+        """Step every environment once, and run the updates that are due."""
         before = self.step
         self._collect()
         log_due = self._crossed(before, self.config.log_every)
@@ -160,7 +116,7 @@ class Trainer:
             self._learn(math.floor((self.step - self.config.learning_starts) * self.config.update_ratio))
         if log_due:
             self._log_losses()
-        if self._first and self._crossed(before, self.config.eval_every):
+        if self._crossed(before, self.config.eval_every):
             self._evaluate_for_curve()
 
     def checkpoint_due(self, before: int) -> bool:
@@ -177,24 +133,28 @@ class Trainer:
             updates=self._updates,
             mean_return=sum(self._returns) / len(self._returns) if self._returns else None,
             evaluation=self._evaluated,
-            critic_loss=self._losses.get("loss_qvalue"),
-            actor_loss=self._losses.get("loss_actor"),
         )
 
     def _collect(self) -> None:
-        if self._collectors is not None:
-            self._collectors.wait()
-            self.step = self.buffer.write_count
-            return
-        assert self._collector is not None
         if self.step < self.config.learning_starts:
-            self._collector.step_at_random()
+            own = self._environments
+            self._act(self.agent.actions.random(own.num_envs, own.action_size, own.device))
         else:
             self._step_by_policy()
-        self.step += self.config.num_envs * self._size
+        self.step += self.config.num_envs
+
+    def _explore(self) -> None:
+        self._act(self.agent.explore(self._observation))
+
+    def _act(self, action: Tensor) -> None:
+        """Step every environment once, and store the transitions."""
+        steps = self._environments.step(action)
+        # The buffer moves them to its own device.
+        self.buffer.extend_columns(_transitions(self._observation, action, steps, _rows_apart(self.config)))
+        self._observation.copy_(steps.observation)
 
     def _record_episodes(self, due: bool) -> None:
-        for fields in (self._collectors or self._environments).take_episodes(due):
+        for fields in self._environments.take_episodes(due):
             kind = fields.pop("kind")
             self._returns.append(fields["return"] if kind == "episode" else fields["mean_return"])
             self._record({"kind": kind, "step": self.step, **fields})
@@ -203,9 +163,6 @@ class Trainer:
         """Update until there have been ``due`` updates."""
         if self._updates >= due:
             return
-        if self._ranks is not None:
-            for step in self._statistics:
-                step.all_reduce(self._ranks.process_group)
         sampler: Any = self.buffer.sampler
         if sampler.has_priorities:
             # Before the update, not in it: a graph would keep the number of its capture.
@@ -218,8 +175,6 @@ class Trainer:
                 self._update()
             else:
                 self._update_critics()
-        if self._collectors is not None:
-            self._collectors.publish()
 
     def _sample_and_update(self, policy: bool) -> None:
         batch = self.buffer.sample()
@@ -244,10 +199,10 @@ class Trainer:
         means = (self._sums / self._sums.new_tensor(counts)).tolist()
         self._sums.zero_()
         self._summed = self._summed_policies = 0
-        self._losses = {name: mean for name, mean, count in zip(names, means, counts, strict=True) if count}
-        if not all(math.isfinite(value) for value in self._losses.values()):
-            raise DivergedError(f"training diverged by step {self.step:,}: {self._losses}")
-        record = {"kind": "update", "step": self.step, "updates": self._updates, **self._losses}
+        losses = {name: mean for name, mean, count in zip(names, means, counts, strict=True) if count}
+        if not all(math.isfinite(value) for value in losses.values()):
+            raise DivergedError(f"training diverged by step {self.step:,}: {losses}")
+        record = {"kind": "update", "step": self.step, "updates": self._updates, **losses}
         if self.config.prioritized:
             record["beta"] = self._beta()
         self._record(record)
@@ -279,8 +234,8 @@ class Trainer:
         """Write the policy to ``path``, for `load_policy`."""
         self.agent.save_model(path, self._environments.action_bounds)
 
-    def state_dict(self, *, buffer: bool = True) -> dict[str, Any]:
-        """The whole state of the run, as tensors and plain values; without ``buffer``, all but its. Synchronises.
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state of the run, as tensors and plain values. Synchronises.
 
         Raises:
             DivergedError: a loss since the last record is NaN or infinite: the networks are not worth keeping.
@@ -294,11 +249,10 @@ class Trainer:
             "summed": self._summed,
             "summed_policies": self._summed_policies,
             "returns": list(self._returns),
-            "losses": dict(self._losses),
             "evaluated": self._evaluated,
             "agent": self.agent.state_dict(),
-            **({"buffer": self._buffer_state()} if buffer else {}),
-            "environments": None if self._collector is None else self._collector.state(),
+            "buffer": self._buffer_state(),
+            "environments": self._environments.state(),
             "generator": torch.get_rng_state(),
             "cuda_generator": torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
         }
@@ -326,17 +280,13 @@ class Trainer:
             self._summed = state["summed"]
             self._summed_policies = state["summed_policies"]
             self._returns.extend(state["returns"])
-            self._losses, self._evaluated = state["losses"], state["evaluated"]
+            self._evaluated = state["evaluated"]
             self.agent.load_state_dict(state["agent"])
-            if "buffer" in state:
-                self.buffer.load_state_dict(state["buffer"])
-            if self._collector is None:
-                self.step = self.buffer.write_count
-                lost = list(range(self.config.collectors * self.config.num_envs))
-            else:
-                lost = self._collector.restore(state["environments"])
-                for env in lost if self.config.n_steps > 1 else ():
-                    self.buffer.end_trajectories(env)
+            self.buffer.load_state_dict(state["buffer"])
+            observation, lost = self._environments.restore(state["environments"])
+            self._observation.copy_(observation)
+            for env in lost if self.config.n_steps > 1 else ():
+                self.buffer.end_trajectories(env)
             # Last, since the lines above may draw from the generators. Cloned, since PyTorch reads the state as a
             # structure, and a tensor in a mapped file may not be aligned for one.
             torch.set_rng_state(state["generator"].clone())
@@ -347,26 +297,56 @@ class Trainer:
         return lost
 
     def close(self) -> None:
-        """End the collectors, and close the environments."""
-        self.stop()
+        """Close the environments."""
         self._environments.close()
         if self._curve is not None:
             self._curve.close()
 
 
-def _check_collectors(config: TrainConfig, ranks: Ranks | None) -> None:
-    """Raise UsageError if the run can't have its collectors."""
-    if not config.collectors:
-        return
-    if ranks is not None:
-        raise UsageError("torchrun's ranks step environments of their own: leave --collectors out")
-    if config.cuda_graph:
-        raise UsageError("with --collectors an update waits for rows, which a graph can't: leave --cuda-graph out")
-    if config.capacity < config.learning_starts:
+def make_environments(name: str, num_envs: int, seed: int | Sequence[int], device: torch.device) -> Environments:
+    """Make ``num_envs`` copies of the environment ``name``.
+
+    Args:
+        name: ``torch/...`` for environments on ``device``, else a Gymnasium id: those run on the host.
+        num_envs: How many.
+        seed: One or more words.
+        device: Of the training.
+
+    Raises:
+        UsageError: There is no such environment, or it can't be trained on.
+    """
+    # Each kind is imported only if it is used: environments on the device need no Gymnasium.
+    if name.startswith(TORCH_PREFIX):
+        from gpubuf.train.torch_environments import make_torch_environments
+
+        return make_torch_environments(name, num_envs, seed, device)
+    try:
+        from gpubuf.train.gymnasium_environments import GymnasiumEnvironments
+    except ModuleNotFoundError as error:
         raise UsageError(
-            f"with --collectors the buffer ({config.capacity} transitions) must have room for the "
-            f"{config.learning_starts} before the first update: raise --buffer-size, or lower --learning-starts"
-        )
+            f'{name} needs a package that is not installed: {error}; pip install "gpubuf[train]"'
+        ) from None
+
+    return GymnasiumEnvironments(name, num_envs, seed)
+
+
+def _rows_apart(config: TrainConfig) -> bool:
+    """Whether environments have columns of their own, ``[E, T]``: rows that are read with the next ones need it."""
+    return config.num_envs > 1 and (config.n_steps > 1 or config.share_next)
+
+
+def _transitions(observation: Tensor, action: Tensor, steps: Steps, apart: bool) -> dict[NestedKey, Tensor]:
+    """The columns of one transition of each environment, `[E, ...]`, or `[E, 1, ...]` where they stay apart."""
+    columns: dict[NestedKey, Tensor] = {
+        "observation": observation,
+        "action": action,
+        ("next", "observation"): steps.next_observation,
+        ("next", "reward"): steps.reward,
+        ("next", "done"): steps.terminated | steps.truncated,
+        ("next", "terminated"): steps.terminated,
+        ("next", "truncated"): steps.truncated,
+    }
+    return {key: column.unsqueeze(1) for key, column in columns.items()} if apart else columns
 
 
 def _wrong_actions(config: TrainConfig, discrete: bool) -> str:
@@ -397,38 +377,28 @@ def _make_statistics(config: TrainConfig, normalize: Normalize | None) -> list[N
     found: list[Normalize | RewardScale] = [] if normalize is None else [normalize]
     if config.scale_rewards:
         # In a storage of one dimension environments take turns.
-        envs = None if rows_apart(config) else config.num_envs
+        envs = None if _rows_apart(config) else config.num_envs
         found.append(RewardScale(config.gamma, config.v_max or _LARGEST_RETURN, envs=envs))
     return found
 
 
-def _make_buffer(
-    config: TrainConfig, device: torch.device, statistics: Sequence[Normalize | RewardScale], ranks: Ranks | None
-) -> TensorDictReplayBuffer:
-    size = 1 if ranks is None else ranks.size
-    capacity = config.capacity // size
+def _make_buffer(config: TrainConfig, device: torch.device, normalize: Normalize | None) -> TensorDictReplayBuffer:
     storage = LazyTensorStorage(
-        capacity,
+        config.capacity,
         device=device,
-        ndim=2 if rows_apart(config) else 1,
+        ndim=2 if _rows_apart(config) else 1,
         share_next=["observation"] if config.share_next else False,
     )
     options: dict[str, Any] = {
         "storage": storage,
-        "batch_size": config.batch_size // size,
+        "batch_size": config.batch_size,
         "n_steps": config.n_steps,
         "gamma": config.gamma,
-        "process": statistics,
-        "writers": Collectors.writers(config),
+        "process": _make_statistics(config, normalize),
     }
     if config.prioritized:
         alpha, beta = config.priority_alpha, config.priority_beta
         assert alpha is not None
         assert beta is not None
-        if ranks is not None:
-            sampler = PrioritizedSampler(capacity, alpha, beta, process_group=ranks.process_group)
-            return TensorDictReplayBuffer(sampler=sampler, **options)
         return TensorDictPrioritizedReplayBuffer(alpha=alpha, beta=beta, **options)
-    if ranks is not None:
-        options["sampler"] = RandomSampler(process_group=ranks.process_group)
     return TensorDictReplayBuffer(**options)

@@ -1,31 +1,32 @@
-"""Tries the configurations of every point, and chooses."""
+"""Times the configurations of a point by CUDA graphs, chooses, and writes the tuned file."""
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import itertools
+import json
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+import gpubuf
+from gpubuf import serialization
 from gpubuf.kernels import config
-from gpubuf.tuning.operations import Job, candidates
-from gpubuf.tuning.timing import Timer, Timing, UnusableError
-from gpubuf.tuning.workloads import Bench, Workload
+from gpubuf.kernels._tuned import FORMAT, Point, read, slug, stamp
+from gpubuf.kernels.config import SPACES
+from gpubuf.tuning.workloads import Job, Workload, candidates
 
 MARGIN = 0.02
 """How much better than one tried before it a configuration must be: less is noise."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A configuration that was timed, and the timing of every workload, by name."""
-
-    config: Any
-    timings: dict[str, Timing] = field(hash=False)
 
 
 @dataclass(frozen=True)
@@ -34,53 +35,50 @@ class Result:
 
     Attributes:
         job: the point.
-        rule: the configuration without a tuned file.
-        trials: the configurations that were timed.
+        seconds: of the calls, by name, of every configuration that was timed; the rule's comes first.
         rejected: configurations that can't be used, and why.
-        untried: how many were left out for want of time.
     """
 
     job: Job
-    rule: Any
-    trials: tuple[Trial, ...]
-    rejected: tuple[tuple[Any, str], ...]
-    untried: int
+    seconds: dict[Any, dict[str, float]] = field(default_factory=dict)
+    rejected: dict[Any, str] = field(default_factory=dict)
 
     @property
-    def chosen(self) -> Trial | None:
-        """The best of the trials; None if there is none."""
-        return choose(self.trials)
+    def by_rule(self) -> Any:
+        """The configuration without a tuned file."""
+        return next(iter(self.seconds))
 
     @property
-    def by_rule(self) -> Trial | None:
-        """The trial of the rule's configuration; None if it can't be used."""
-        return next((trial for trial in self.trials if trial.config == self.rule), None)
+    def chosen(self) -> Any:
+        """The best configuration: by the mean of the logarithms of its times, so that all calls count the same.
+
+        An earlier one is kept unless a later one is better by `MARGIN`.
+        """
+        scores = {made: statistics.fmean(map(math.log, times.values())) for made, times in self.seconds.items()}
+        good_enough = min(scores.values()) + math.log1p(MARGIN)
+        return next(made for made, score in scores.items() if score <= good_enough)
 
 
-def choose(trials: Sequence[Trial]) -> Trial | None:
-    """The best trial: by the mean of the logarithms of its times; an earlier one unless a later is 2 % better.
+def seconds_of(calls: Sequence[Callable[[], Any]]) -> float:
+    """Seconds of one of ``calls``, which follow each other in a CUDA graph: the median of replays. Synchronises."""
+    from triton.testing import do_bench_cudagraph
 
-    All workloads count the same, however long they take.
-    """
-    if not trials:
-        return None
-    scores = [
-        sum(math.log(max(timing.seconds, 1e-12)) for timing in trial.timings.values()) / len(trial.timings)
-        for trial in trials
-    ]
-    good_enough = min(scores) + math.log1p(MARGIN)
-    return next(trial for trial, score in zip(trials, scores, strict=True) if score <= good_enough)
+    for call in calls:
+        call()
+    # Results stay alive for a round, so that one call does not write where the one before it did.
+    kept: deque[Any] = deque(maxlen=len(calls))
+    turn = itertools.cycle(calls)
+    milliseconds: float = do_bench_cudagraph(lambda: kept.append(next(turn)()), return_mode="median")
+    return max(milliseconds / 1e3, 1e-12)
 
 
-def disagreement(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
+def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
     """How results differ from the rule's; "" if they don't.
 
     Integers and booleans must be equal. So must floating-point numbers, but for rounding: sums are added in another
     order. One in a thousand elements may differ all the same, because a draw on the edge of two rows falls to either
     side, and its weight with it.
     """
-    if len(expected) != len(found):
-        return f"{len(found)} results instead of {len(expected)}"
     for a, b in zip(expected, found, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"a result of shape {list(b.shape)} and {b.dtype} instead of {list(a.shape)} and {a.dtype}"
@@ -91,81 +89,66 @@ def disagreement(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
     return ""
 
 
-def tune(
-    todo: Sequence[Job],
-    bench: Bench,
-    timer: Timer,
-    *,
-    budget: float = math.inf,
-    clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Result]:
-    """Tune all points, one after the other, each with its share of the time that is left. Yields every result at once.
+def tune(job: Job, workloads: Sequence[Workload], timer: Callable[..., float] = seconds_of) -> Result:
+    """Time every candidate, and compare its results with the rule's.
+
+    Raises:
+        RuntimeError: what the rule chooses does not run: for want of memory, or since the device is lost.
+    """
+    result, expected = Result(job), None
+    for made in candidates(job):
+        try:
+            with config.by_rule(), config.using(**{job.operation: made}):
+                seconds = {each.name: timer(each.calls) for each in workloads}
+                found: list[Tensor] = tree_leaves([each.compute() for each in workloads])
+        except Exception as error:
+            if expected is None:
+                raise
+            result.rejected[made] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            continue
+        expected = found if expected is None else expected
+        if reason := difference(expected, found):
+            result.rejected[made] = reason
+        else:
+            result.seconds[made] = seconds
+    return result
+
+
+def save(folder: Path, device_name: str, results: Sequence[Result], shapes: Mapping[str, Any]) -> Path:
+    """Write tuned points. Points of the existing file stay if they are for other sizes and still usable.
 
     Args:
-        todo: the points.
-        bench: makes the workloads.
-        timer: times them.
-        budget: seconds for all. The rule's configuration of every point is timed in any case.
-        clock: the time, in seconds.
+        folder: where; made if need be.
+        device_name: as ``torch.cuda.get_device_name`` gives it.
+        results: the points.
+        shapes: the user's sizes, for people.
+
+    Returns:
+        The file. It is replaced as a whole, or not at all.
 
     Raises:
-        gpubuf.tuning.timing.DeviceError: the device has stopped working.
+        OSError: it can't be written.
     """
-    end = clock() + budget
-    for number, job in enumerate(todo):
-        now = clock()
-        deadline = now + (end - now) / (len(todo) - number)
-        tried = candidates(job)
-        with config.by_rule():
-            result = _try_all(job, tried, bench, timer, lambda deadline=deadline: clock() < deadline)  # type: ignore[misc]
-        yield result
-
-
-def _try_all(job: Job, tried: Sequence[Any], bench: Bench, timer: Timer, has_time: Callable[[], bool]) -> Result:
-    trials: list[Trial] = []
-    rejected: list[tuple[Any, str]] = []
-    expected: dict[str, list[Tensor]] = {}
-    workloads: list[Workload] = []
-    untried = 0
-    for candidate in tried:
-        if trials and not has_time():
-            untried += 1
-            continue
-        try:
-            workloads = workloads or bench.workloads(job)
-            timings = _timings(job.operation, candidate, workloads, timer, expected)
-            spilled = next((timing.spilled for timing in timings.values() if timing.spilled), "")
-            # The rule may spill, because it is the alternative.
-            if spilled and candidate != tried[0]:
-                raise UnusableError(f"spills registers: {spilled}")
-        except UnusableError as error:
-            rejected.append((candidate, str(error)))
-        except torch.OutOfMemoryError:
-            rejected.append((candidate, "the GPU's memory does not suffice"))
-        else:
-            trials.append(Trial(candidate, timings))
-    return Result(job, tried[0], tuple(trials), tuple(rejected), untried)
-
-
-def _timings(
-    operation: str, candidate: Any, workloads: list[Workload], timer: Timer, expected: dict[str, list[Tensor]]
-) -> dict[str, Timing]:
-    """Time a candidate, and compare its results with those of the first that could be used.
-
-    Raises:
-        UnusableError: it can't be used.
-    """
-    timings = {}
-    with config.using(**{operation: candidate}):
-        for workload in workloads:
-            timings[workload.name] = timer.time(workload.calls)
-            try:
-                results = workload.result()
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                raise UnusableError(f"{workload.name}: {type(error).__name__}: {error}".partition("\n")[0]) from error
-            differs = disagreement(expected.setdefault(workload.name, results), results)
-            if differs:
-                raise UnusableError(f"{workload.name}: {differs}")
-    return timings
+    path = folder / f"{slug(device_name)}.json"
+    points = {name: list(kept) for name, kept in read(path, SPACES, device_name).points.items()}
+    for result in results:
+        best, rule = result.seconds[result.chosen], result.seconds[result.by_rule]
+        measured = {name: {"us": round(1e6 * best[name], 3), "us_by_rule": round(1e6 * rule[name], 3)} for name in best}
+        others = [other for other in points.get(result.job.operation, ()) if dict(other.sizes) != result.job.point]
+        points[result.job.operation] = [*others, Point(result.job.point, result.chosen, measured)]
+    content = {
+        "format": FORMAT,
+        "device": device_name,
+        "made": {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "gpubuf": gpubuf.__version__,
+            "torch": torch.__version__,
+            "shapes": dict(shapes),
+        },
+        "kernels": {family: stamp(family) for name in points for family in SPACES[name].families},
+        "points": {name: [dataclasses.asdict(point) for point in some] for name, some in points.items()},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    serialization.replace(path, [(json.dumps(content, indent=1) + "\n").encode()])
+    config.forget()
+    return path

@@ -114,11 +114,9 @@ def on_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
     for kind in KINDS:
         path = Path(folder, kind)
         buffer = filled(kind, rank)
-        save_shards(buffer, path, group, beside={"rank": rank, "tensor": torch.arange(rank)})
+        save_shards(buffer, path, group)
         again = new(kind)
-        beside = load_shards(again, path, group)
-        assert beside["rank"] == rank
-        assert torch.equal(beside["tensor"], torch.arange(rank))
+        load_shards(again, path, group)
         found["same"][kind] = all((buffer.sample(8) == again.sample(8)).all() for _ in range(3))
         buffer.load(path, process_group=group)
         buffer.save(path, process_group=group)

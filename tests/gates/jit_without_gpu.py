@@ -16,16 +16,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from gpubuf.commands.tune import ROW_OF_MUJOCO
 from gpubuf.kernels import _registry, config
 from gpubuf.kernels.config import SPACES
-from gpubuf.tuning._triton import empty_kernel
-from gpubuf.tuning.operations import Job, Shapes, candidates, jobs
-from gpubuf.tuning.timing import launched
-from gpubuf.tuning.workloads import Bench
-from tests.support.tuning_setup import first_of_each
+from gpubuf.planning import parse_entry
+from gpubuf.tuning.workloads import Job, Workload, candidates, jobs, workloads
 
-SHAPES = Shapes((100_000,), (256, 4096))
-SMALL = Shapes((100_000,), (256,))
+ROW = [parse_entry(text) for text in ROW_OF_MUJOCO]
 CPU = torch.device("cpu")
 
 #: What Triton asks before it compiles.
@@ -37,8 +34,8 @@ DRIVER = SimpleNamespace(
 )
 
 
-def bench(shapes: Shapes) -> Bench:
-    return Bench(shapes, CPU, rotations=2, memory=2**20)
+def calls(job: Job) -> list[Workload]:
+    return workloads(job, ROW, CPU, memory=2**20, rotations=2)
 
 
 def corners(job: Job) -> list[Any]:
@@ -54,7 +51,11 @@ def corners(job: Job) -> list[Any]:
 def main() -> None:
     run = triton.JITFunction.run
 
+    launched = 0
+
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        nonlocal launched
+        launched += 1
         return run(self, *args, grid=grid, warmup=True, **options)
 
     driver.set_active(DRIVER)
@@ -62,17 +63,16 @@ def main() -> None:
     # Not triton_on_cpu(): that is for the interpreter, which computes something.
     _registry._triton_on_cpu = True
     launches = {}
-    for job in jobs(SHAPES):
-        for workload in bench(SHAPES).workloads(job):
-            with launched() as kernels:
-                workload.calls[0]()
-            launches[f"{job.operation}: {workload.name}"] = len(kernels)
-    for job in first_of_each(SMALL):
+    for job in jobs([100_000], [256, 4096], ROW):
+        for workload in calls(job):
+            before = launched
+            workload.calls[0]()
+            launches[f"{job.operation}: {workload.name}"] = launched - before
+    for job in jobs([100_000], [256], ROW):
         for made in corners(job):
             with config.using(**{job.operation: made}):
-                for workload in bench(SMALL).workloads(job):
+                for workload in calls(job):
                     workload.calls[0]()
-    empty_kernel[(1,)](torch.zeros(1))
     print(json.dumps(launches))
 
 

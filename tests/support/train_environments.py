@@ -1,7 +1,5 @@
 """Tiny environments for the tests of training, with Gymnasium ids that import this module."""
 
-import multiprocessing
-import os
 import signal
 from typing import ClassVar
 
@@ -152,17 +150,6 @@ class Broken(Walk):
         return observation, reward, *rest
 
 
-class Dying(Walk):
-    """A walk whose 50th step in a process beside the learner kills that."""
-
-    def step(self, action):
-        global steps_taken
-        steps_taken += 1
-        if steps_taken == 50 and multiprocessing.parent_process() is not None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(action)
-
-
 class Nested(Walk):
     """Observations in a dictionary."""
 
@@ -188,7 +175,6 @@ gym.register("Unrepeatable-v0", Unrepeatable)
 gym.register("Infinite-v0", Infinite)
 for broken in ("reward", "observation"):
     gym.register(f"Broken-{broken}-v0", Broken, kwargs={"what": broken})
-gym.register("Dying-v0", Dying)
 gym.register("Nested-v0", Nested)
 gym.register("NeedsPackage-v0", needs_package)
 gym.register("Several-v0", Spaces, kwargs={"action_space": MultiDiscrete([2, 3])})

@@ -1,4 +1,4 @@
-"""What people do with a run: load its policy, export it, watch it, compare it with others, and track it elsewhere."""
+"""What people do with a run: load its policy, export it, compare it with others, and track it elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import types
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from gpubuf.cli import main
 from gpubuf.serialization import load, save
@@ -69,42 +68,6 @@ class TestPolicy:
         save(tmp_path / "model.safetensors", {name: model[name] for name in model if name != "action_low"})
         with pytest.raises(ValueError, match=r"does not hold a policy: KeyError\('action_low'\)"):
             load_policy(tmp_path)
-
-
-class TestWatch:
-    def test_a_video(self, folder, tmp_path, capsys):
-        video = tmp_path / "three.gif"
-        assert main(["watch", str(folder), "--episodes", "2", "--video", str(video)]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        # The third step ends an episode, and the rewards are 1, 2 and 3.
-        assert lines == [
-            "episode 1: return 6.0 in 3 steps",
-            "episode 2: return 6.0 in 3 steps",
-            f"6 frames in {video}",
-        ]
-        with Image.open(video) as picture:
-            assert (picture.size, picture.n_frames, picture.info["duration"]) == ((6, 4), 6, 200)
-            picture.seek(2)
-            assert picture.convert("RGB").getpixel((0, 0)) == (120, 120, 120)
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["RUN", "--video", "film.mp4"], 'imageio is not installed: pip install "imageio[ffmpeg]"'),
-            (["RUN", "--env", "torch/Pendulum"], "torch/Pendulum has no picture: name an environment of Gymnasium"),
-            (["RUN", "--episodes", "0"], "expected 1 or more, got 0"),
-            (["elsewhere"], "elsewhere holds no run: there is no config.json"),
-        ],
-    )
-    def test_refused(self, arguments, message, folder, capsys, monkeypatch):
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "imageio" else True)
-        arguments = [str(folder) if each == "RUN" else each for each in arguments]
-        try:
-            code = main(["watch", *arguments])
-        except SystemExit as error:
-            code = error.code
-        assert code == 2
-        assert message in capsys.readouterr().err
 
 
 def written(folder, config, *points):

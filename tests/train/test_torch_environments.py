@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpubuf.train.collectors import make_environments
 from gpubuf.train.torch_environments import TORCH_ENVIRONMENTS, Pendulum
+from gpubuf.train.trainer import make_environments
 from tests.support.fake_cuda import fake_cuda
 
 CPU = torch.device("cpu")

@@ -11,12 +11,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
-from tensordict.nn import InteractionType, set_interaction_type
 
 from gpubuf.cli import main
 from gpubuf.serialization import load, save
-from gpubuf.train import Reporter, TrainConfig, UsageError, load_actor, resume, train
+from gpubuf.train import Reporter, TrainConfig, UsageError, load_policy, resume, train
 from gpubuf.train.environments import NotFiniteError
 from gpubuf.train.metrics import JsonLines, read
 from gpubuf.train.run import CHECKPOINT_FILE, _threads, default_threads, free_folder
@@ -351,15 +349,13 @@ def test_the_number_of_updates_follows_the_ratio(tmp_path, ratio, envs, updates)
 
 def test_the_saved_model_acts_as_the_evaluated_one(tmp_path):
     result = train(tiny("Pendulum-v1", eval_episodes=1), tmp_path)
-    actor = load_actor(tmp_path / "model.safetensors")
+    policy = load_policy(tmp_path)
     # The final evaluation's environment: the third stream of the seed, its first number.
-    env = gym.wrappers.RescaleAction(gym.make("Pendulum-v1"), np.float32(-1), np.float32(1))
+    env = gym.make("Pendulum-v1")
     observation, _ = env.reset(seed=int(np.random.SeedSequence((0, 2)).generate_state(1)[0]))
     total, over = 0.0, False
     while not over:
-        with torch.no_grad(), set_interaction_type(InteractionType.DETERMINISTIC):
-            action = actor(TensorDict({"observation": torch.from_numpy(observation)}, []))["action"]
-        observation, reward, terminated, truncated, _ = env.step(action.numpy())
+        observation, reward, terminated, truncated, _ = env.step(policy(observation))
         total, over = total + reward, terminated or truncated
     assert total == pytest.approx(result.mean_return, rel=1e-4)
 
@@ -367,7 +363,7 @@ def test_the_saved_model_acts_as_the_evaluated_one(tmp_path):
 def test_a_file_without_a_policy_is_refused(tmp_path):
     save(tmp_path / "other", {"actor": {}})
     with pytest.raises(ValueError, match="does not hold a policy"):
-        load_actor(tmp_path / "other")
+        load_policy(tmp_path / "other")
 
 
 def test_small_networks_get_one_thread():

@@ -5,12 +5,10 @@ import json
 
 import pytest
 import torch
-from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
 from gpubuf.graphs import Captured
 from gpubuf.train import TrainConfig, UsageError, resume, train
-from gpubuf.train.algorithms import Agent
 from gpubuf.train.metrics import read
 from gpubuf.train.run import CHECKPOINT_FILE
 from gpubuf.train.torch_environments import Pendulum
@@ -121,7 +119,7 @@ def test_an_iteration_does_not_synchronise(prioritized, n_steps, monkeypatch):
     with fake_cuda(), torch.no_grad():
         trainer = fake_trainer("cuda", prioritized=prioritized, n_steps=n_steps)
         agent = trainer.agent
-        tensors = [*agent.loss.parameters(), *agent.loss.buffers(), trainer._collector.observation, trainer._sums]
+        tensors = [*agent.loss.parameters(), *agent.loss.buffers(), trainer._observation, trainer._sums]
         assert {tensor.device.type for tensor in tensors} == {"cuda"}
 
         def gradients(batch, policy):
@@ -175,8 +173,7 @@ def test_graphs_are_refused_where_there_are_none_and_used_by_default_where_there
 
 def update_twice(compiled):
     torch.manual_seed(0)
-    trainer = Trainer(tiny(), CPU, print)
-    trainer.agent = Agent(tiny(), 3, 1, CPU, compiled=compiled)
+    trainer = Trainer(tiny(compile=compiled), CPU, print)
     for _ in range(7):
         trainer.advance()
     assert trainer._updates == 4
@@ -195,42 +192,3 @@ def test_a_compiled_update_has_no_graph_break_and_is_compiled_once(monkeypatch):
     assert all(torch.isfinite(parameter).all() for parameter in trainer.agent.loss.parameters())
     plain = update_twice(compiled=False)
     assert trainer._sums == pytest.approx(plain._sums, rel=1e-4)
-
-
-def test_a_compiler_that_fails_is_done_without_unless_it_was_asked_for(monkeypatch):
-    def failing(batch):
-        raise BackendCompilerFailed(failing, RuntimeError("no such instruction"), None)
-
-    monkeypatch.setattr(torch, "compile", lambda function, **options: failing)
-    with pytest.warns(UserWarning, match=r"(?s)torch.compile failed, going on without it: .*no such instruction"):
-        fallen_back = update_twice(compiled=None)
-    assert torch.equal(fallen_back._sums, update_twice(compiled=False)._sums)
-    with pytest.raises(UsageError, match=r"(?s)torch.compile failed, --no-compile .*no such instruction"):
-        update_twice(compiled=True)
-
-
-@pytest.mark.parametrize(
-    ("device", "setting", "steps", "expected"),
-    [
-        ("cpu", None, 3_000_000, False),
-        ("cpu", True, 480, True),
-        ("cuda", None, 480, False),
-        ("cuda", None, 3_000_000, None),
-        ("cuda", False, 3_000_000, False),
-        ("cuda", True, 480, True),
-    ],
-)
-def test_long_runs_on_cuda_are_compiled_by_default(monkeypatch, device, setting, steps, expected):
-    asked = []
-
-    class Stopped(Exception):  # noqa: N818
-        pass
-
-    def agent(*args, compiled):
-        asked.append(compiled)
-        raise Stopped
-
-    monkeypatch.setattr("gpubuf.train.trainer.Agent", agent)
-    with fake_cuda(), pytest.raises(Stopped):
-        Trainer(tiny(compile=setting, total_steps=steps), torch.device(device), print)
-    assert asked == [expected]

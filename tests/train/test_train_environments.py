@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gpubuf.train import UsageError, gymnasium_environments
-from gpubuf.train.collectors import make_environments
 from gpubuf.train.environments import Evaluation
 from gpubuf.train.gymnasium_environments import EpisodeRecorder, GymnasiumEnvironments, make
+from gpubuf.train.trainer import make_environments
 from tests.support.train_environments import PREFIX
 
 CPU = torch.device("cpu")
@@ -114,7 +114,8 @@ def test_environments_that_cannot_be_played_again_begin_anew():
     restored, lost = envs.restore(envs.state())
     assert lost == [0, 1]
     assert restored[:, 1].tolist() == [0, 0]
-    assert envs.state()["lengths"] == [0, 0]
+    assert [recorder._length for recorder in envs._recorders] == [0, 0]
+    assert envs.take_episodes(True) == []
     envs.close()
 
 

@@ -105,14 +105,6 @@ def test_discrete_actions_train_in_graphs(tmp_path):
     assert resume(tmp_path, {"total_steps": 1000}).steps >= 1000
 
 
-@pytest.mark.parametrize("n_steps", [1, 3])
-def test_collectors_write_to_a_gpu(tmp_path, n_steps):
-    changes = {"num_envs": 4, "total_steps": 400, "learning_starts": 100, "collectors": 2, "eval_episodes": 1}
-    config = short(env="Pendulum-v1", n_steps=n_steps, **changes)
-    assert train(config, tmp_path).steps >= 400
-    assert resume(tmp_path, {"total_steps": 500}).steps >= 500
-
-
 def test_it_learns(tmp_path):
     """Issue 5: ``gpubuf train --env torch/Pendulum --num-envs 4096``, at its defaults."""
     result = train(TrainConfig(env="torch/Pendulum", num_envs=4096, device="cuda"), tmp_path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -11,8 +9,7 @@ from gpubuf.cli import main
 from gpubuf.info import info
 from gpubuf.kernels import _tuned, config
 from gpubuf.kernels.config import SPACES, RowsConfig
-from gpubuf.tuning.operations import OPERATIONS
-from gpubuf.tuning.timing import launched
+from gpubuf.tuning.workloads import OPERATIONS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +20,7 @@ pytestmark = [
 def test_tune_and_go_by_it(tmp_path, monkeypatch, capsys):
     """A quick tuning of a small buffer, into the user's folder; the choices are those of the file from then on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert main(["tune", "--capacity=10000", "--batch-size=256", "--seconds=20"]) == 0
+    assert main(["tune", "--capacity=10000", "--batch-size=256"]) == 0
     name = torch.cuda.get_device_name()
     path = tmp_path / "gpubuf" / "tuned" / f"{_tuned.slug(name)}.json"
     said = capsys.readouterr().out
@@ -34,25 +31,9 @@ def test_tune_and_go_by_it(tmp_path, monkeypatch, capsys):
     for operation, points in found.points.items():
         for point in points:
             assert config.tuned(operation, name, **point.sizes) == point.config
-            assert all(entry["us"] > 0 and entry["launches"] >= 1 for entry in point.measured.values())
-    made = json.loads(path.read_text())["made"]
-    # From a laptop's to beyond today's: what matters is that something was measured at all.
-    assert 1e10 < made["copy_bytes_per_second"] < 1e14
-    assert 1e-7 < made["launch_seconds"] < 1e-4
+            assert all(entry["us"] > 0 for entry in point.measured.values())
     (file,) = [file for file in info().tuned if file.path == path]
     assert file.state == "yes"
-
-
-def test_what_triton_tells():
-    """Launches are counted, and their compiled kernels tell about spills."""
-    from gpubuf.tuning._triton import empty_kernel
-
-    tensor = torch.zeros(1, device="cuda")
-    with launched() as kernels:
-        for _ in range(3):
-            empty_kernel[(1,)](tensor)
-    torch.cuda.synchronize()
-    assert [(kernel.name, kernel.n_spills) for kernel in kernels] == [("empty_kernel", 0)] * 3
 
 
 def test_what_is_in_force_is_what_is_launched():

@@ -75,7 +75,6 @@ def save_shards(
     path: str | os.PathLike[str],
     process_group: dist.ProcessGroup,
     *,
-    beside: dict[str, Any] | None = None,
     progress: bool | None = None,
 ) -> int:
     """:func:`gpubuf.data.checkpoints.save.save` on every rank of a group, of its shard. All ranks call it.
@@ -84,7 +83,6 @@ def save_shards(
         buffer: that of this rank.
         path: the folder, which every rank sees (of several machines: on a file system that they share).
         process_group: the ranks.
-        beside: what this rank keeps beside its buffer: tensors and plain values.
         progress: as for ``save``.
 
     Returns:
@@ -105,10 +103,7 @@ def save_shards(
                 files.check_replaceable(folder, files.RANKS)
             (save_id, *_) = vote.cast(secrets.token_hex(8))
         with _Vote(process_group) as vote:
-            kept = {"beside": beside or {}}
-            file = files.write(
-                folder, save_id, [buffer._lock], lambda: {"buffer": state_of(buffer), **kept}, progress, rank
-            )
+            file = files.write(folder, save_id, [buffer._lock], lambda: {"buffer": state_of(buffer)}, progress, rank)
             found = vote.cast(file)
         with _Vote(process_group) as vote:
             if rank == 0:
@@ -123,7 +118,7 @@ def load_shards(
     process_group: dist.ProcessGroup | None,
     *,
     progress: bool | None = None,
-) -> dict[str, Any]:
+) -> None:
     """Restore what :func:`save_shards` wrote, on all ranks of a group. All ranks call it.
 
     On as many ranks as there were, each goes on with the same batches. On fewer, rank r of M takes the shards r, r + M,
@@ -138,9 +133,6 @@ def load_shards(
         path: the folder.
         process_group: the ranks. None: this process takes all shards.
         progress: as for ``save``.
-
-    Returns:
-        What this rank (of more than there are now: the one with its number) kept beside its buffer.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -162,7 +154,6 @@ def load_shards(
                     )
                 mine = [*range(rank + ranks, len(shards), ranks), rank]
                 found = [files.read(folder, shards[each], progress) for each in mine]
-            beside: dict[str, Any] = found[-1]["beside"]
             states = [each["buffer"] for each in found]
             for state in states:
                 check(buffer, state)
@@ -173,7 +164,6 @@ def load_shards(
         with _Vote(process_group) as vote, replacing(buffer):
             buffer.load_state_dict(states[0])
             vote.cast()
-    return beside
 
 
 # Several shards as one
