@@ -113,7 +113,6 @@ QUICK = {
     trajectories::test_every_path
     trajectories::test_eligible_starts
     trajectories::test_one_step_at_a_time
-    trajectories::test_rows_that_are_not_continued
 """,
     "ptx": AT_EDGES,
 }
