@@ -36,7 +36,7 @@ def _place(code_file: str) -> str | None:
 
 
 def _launches(file: str) -> bool:
-    return file.startswith("kernels/") and Path(file).name.startswith(("_cpu", "_launch"))
+    return file.startswith("kernels/") and Path(file).name.startswith(("_cpu", "_numba", "_launch"))
 
 
 def until_launch(call: Callable[[], Any]) -> list[Step]:
