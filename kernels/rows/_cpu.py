@@ -154,7 +154,7 @@ def load(field: _Field, rows: Tensor) -> Tensor:
     """The bytes of rows: uint8 ``[n, row_bytes]``, in memory of their own."""
     last = int(rows.max()) if len(rows) else -1
     if last < field.split:
-        return _column(field, False, last)[rows]
+        return _column(field, False, last).index_select(0, rows)
     out, beyond = torch.empty(len(rows), field.row_bytes, dtype=_BYTE, device="cpu"), rows >= field.split
     out[~beyond] = _column(field, False, field.split - 1)[rows[~beyond]]
     out[beyond] = _column(field, True, last)[rows[beyond] - field.split]
@@ -164,10 +164,12 @@ def load(field: _Field, rows: Tensor) -> Tensor:
 def _store(field: _Field, rows: Tensor, data: Tensor) -> None:
     """Write the bytes of rows, which are all different."""
     last = int(rows.max()) if len(rows) else -1
+    if last < field.split:
+        _column(field, False, last).index_copy_(0, rows, data)
+        return
     here = rows < field.split
-    _column(field, False, min(last, field.split - 1))[rows[here]] = data[here]
-    if last >= field.split:
-        _column(field, True, last)[rows[~here] - field.split] = data[~here]
+    _column(field, False, field.split - 1)[rows[here]] = data[here]
+    _column(field, True, last)[rows[~here] - field.split] = data[~here]
 
 
 # Elements
