@@ -150,7 +150,7 @@ def spied(trainer: Trainer, seen: Seen) -> None:
         return found
 
     trainer._environments.step = seeing  # type: ignore[method-assign]
-    for env, observation in enumerate(trainer._collector.observation):
+    for env, observation in enumerate(trainer._observation):
         seen.first(env, observation.numpy())
 
 

@@ -186,7 +186,7 @@ def test_without_a_folder_to_write_to_a_process_compiles_in_memory_and_says_so_o
         (folder / "__pycache__").touch()
     home = {"HOME": "/proc/nobody", "XDG_CACHE_HOME": "/proc/nobody", "PYTHONPATH": str(tmp_path)}
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"} | home
-    program = "import gpubuf; b = gpubuf.TensorDictReplayBuffer(9); b.extend({'x': range(3)}); b.sample(2)"
+    program = "import torch, gpubuf; b = gpubuf.ReplayBuffer(9); b.extend(torch.arange(3)); b.sample(2)"
     done = subprocess.run(
         [sys.executable, "-B", "-W", "always", "-c", program],
         cwd=tmp_path,

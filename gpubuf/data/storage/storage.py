@@ -7,6 +7,7 @@ advance; the host keeps a mirror, so that ``len()`` costs nothing and never sync
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -35,6 +36,7 @@ from gpubuf.data.storage.host_rows import HostRows, saved_host
 from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, stored_positions, unravel
 from gpubuf.data.storage.layout import (
     Data,
+    Key,
     Pieces,
     RowLayout,
     batch_shape,
@@ -232,6 +234,7 @@ class TensorStorage:
         #: What an operation is about to change; still there after it if that was interrupted, and mended then by the
         #: next one.
         self.unfinished: Unfinished | None = None
+        self._again: Callable[[], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """All but addresses, and views of records: pickle would write their memory once for each key.
@@ -625,6 +628,9 @@ class TensorStorage:
         """Make a change again that was interrupted. One that there was no room for is undone."""
         if self.sharing is not None:
             self.sharing.redo()
+        again, self._again = self._again, None
+        if again is not None:
+            again()
 
     # Readers, and where trajectories end
 
@@ -862,25 +868,38 @@ class TensorStorage:
         if batch_shape(data, 1) != (index.numel(),):
             raise ValueError(f"{index.numel()} rows are addressed, the batch has shape {batch_shape(data, 1)}")
         sources = layout.collect(data, 1)
-        rows_on_host = None if self.host is None else self.host.rows_of(data, 1)
-        sharing, local, plans = self.sharing, self._local(sources, 1), self.plans
+        host, local = self.host, self._local(sources, 1)
+        rows_on_host = {} if host is None else host.rows_of(data, 1)
         (index,) = self.addresses.apart([index])
-        derived = self.end_bits is not None or sharing is not None
+        derived = self.end_bits is not None or self.sharing is not None or host is not None
         before = self.begin(DERIVED) if derived else None
-        if sharing is None:
-            plans.written.write(local, index)
-        else:
-            try:
-                sharing.write(plans.stored, local, index)
-            except NoRoomError:
+        try:
+            if host is None:
+                self._overwrite(local, index)
+            else:
+                # In two memories: who is interrupted between them writes both again.
+                self._again = functools.partial(self._overwrite_both, local, index, host, rows_on_host)
+                self._again()
+        except Exception as error:
+            self._again = None
+            if isinstance(error, NoRoomError):
                 # Nothing has changed.
                 self.end(before)
-                raise
-        if rows_on_host is not None and self.host is not None:
-            self.host.put(index.tolist(), rows_on_host)
+            raise
+        self._again = None
         if derived:
             self.rebuild()
             self.end(before)
+
+    def _overwrite(self, local: list[Tensor], index: Tensor) -> None:
+        if self.sharing is None:
+            self.plans.written.write(local, index)
+        else:
+            self.sharing.write(self.plans.stored, local, index)
+
+    def _overwrite_both(self, local: list[Tensor], index: Tensor, host: HostRows, rows: dict[Key, list[Any]]) -> None:
+        self._overwrite(local, index)
+        host.put(index.tolist(), rows)
 
     def update(self, index: Tensor, keys: Sequence[int], sources: list[Tensor], generation: Tensor) -> None:
         """Overwrite single keys of rows in place, of those that were not overwritten since they were drawn.
