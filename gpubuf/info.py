@@ -19,8 +19,8 @@ from tensordict import TensorDict
 
 import gpubuf
 from gpubuf.data.storage import host_memory
+from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.placement import readable
-from gpubuf.data.storage.storage import LazyTensorStorage
 from gpubuf.kernels import _tuned
 from gpubuf.kernels._registry import numba_installed
 from gpubuf.kernels.config import SPACES

@@ -16,9 +16,10 @@ from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
 from gpubuf.data.sequences import SampleUnit, Sequence, Transition
+from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.memmap import LazyMemmapStorage
 from gpubuf.data.storage.schema import Codec
-from gpubuf.data.storage.storage import LazyTensorStorage, TensorStorage
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.tensordict_buffers import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,

@@ -48,9 +48,10 @@ from gpubuf.data.storage.layout import (
     shallow,
     tensors_of,
 )
+from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.placement import MemoryReport
 from gpubuf.data.storage.plan import Recipe, RowPlan
-from gpubuf.data.storage.storage import LazyTensorStorage, TensorStorage
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose, without_multi_steps
 from gpubuf.data.updates import RowAccess, is_key
 from gpubuf.data.writers import RoundRobinWriter, Writer
@@ -195,7 +196,7 @@ class ReplayBuffer:
             self._unit.bind(storage)
         if self._relabel is not None:
             self._relabel.check_recipe(self._recipe, () if self._pipeline is None else self._pipeline.steps)
-            storage.followed_by(self._relabel)
+            storage.serve(self._relabel)
         if sampler.reader is not reader:
             sampler.read_from(reader)
         slices = isinstance(sampler, SliceSampler)
@@ -443,7 +444,7 @@ class ReplayBuffer:
         if pipeline is not None:
             rows = inside(storage.written_layout, data, storage.ndim)
             kept = None if in_order else index >= 0
-            pipeline.on_write(rows, storage.ndim, kept, storage.streams)
+            pipeline.on_write(rows, storage.ndim, kept, storage.marks.streams)
         storage.end(None)
         self._given = None
         if first_write and self._prefetch:
@@ -950,13 +951,12 @@ class ReplayBuffer:
         """Whether an interrupted write has written rows; the sampler knows of them then."""
         storage = self._storage
         storage.refresh()
-        if storage.host is not None:
-            storage.host.settle(storage.written)
         n = min(storage.written - written, storage.max_size)
         if n > 0:
             first = storage.written - n
             index = (first + torch.arange(n, device=storage.device)) % storage.max_size
-            storage.mark_written(index)
+            for follower in storage.followers:
+                follower.on_write(index)
             self._tell_sampler(index)
         return n > 0
 

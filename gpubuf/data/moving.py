@@ -116,7 +116,5 @@ def report(storage: TensorStorage, sampler: Sampler, processing: int) -> MemoryR
     counters = storage.ring.nbytes + storage.table_bytes + sampler.random_bytes + processing
     kind = placement.kind if storage.relocatable else DISK
     on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
-    index = taken.index + (0 if storage.end_bits is None else storage.end_bits.nbytes)
-    index += storage.marks.nbytes
-    index += 0 if storage.sharing is None else storage.sharing.link_bytes
+    index = taken.index + sum(follower.nbytes for follower in storage.followers)
     return MemoryReport(kind, str(placement.device), storage.nbytes, taken.tree, index, counters, on_host)

@@ -127,7 +127,7 @@ class Sequence(SampleUnit, TrajectoryBounds):
         return self.episode_boundary != "include_reset" and self.done_key is not None
 
     def bind(self, storage: TensorStorage) -> None:
-        storage.followed_by(self)
+        storage.serve(self)
 
     # Windows
 

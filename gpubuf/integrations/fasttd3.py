@@ -13,9 +13,9 @@ from tensordict import TensorDict
 
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.storage.layout import Key
+from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.plan import STEPS_KEY
 from gpubuf.data.storage.schema import Codec
-from gpubuf.data.storage.storage import LazyTensorStorage
 from gpubuf.integrations.draw_orders import EachEnvironment
 from gpubuf.integrations.environment_steps import Column, StepWriter
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gpubuf.data.buffer import ReplayBuffer as Rows
 from gpubuf.data.processing.augment import RandomShift
+from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.schema import Codec
-from gpubuf.data.storage.storage import LazyTensorStorage
 from gpubuf.integrations.environment_steps import stored_values
 
 __all__ = ["ReplayBuffer"]

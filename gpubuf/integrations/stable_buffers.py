@@ -21,9 +21,9 @@ from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.storage.layout import Key, as_written
+from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.plan import STEPS_KEY
 from gpubuf.data.storage.schema import Codec
-from gpubuf.data.storage.storage import LazyTensorStorage
 from gpubuf.integrations.edits import set_keys
 from gpubuf.integrations.environment_steps import rows_at, stored_values
 

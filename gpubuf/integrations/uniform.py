@@ -14,8 +14,8 @@ from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.storage.layout import Key
+from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.plan import STEPS_KEY
-from gpubuf.data.storage.storage import LazyTensorStorage
 from gpubuf.integrations.draw_orders import WholeWindows
 from gpubuf.integrations.environment_steps import Column, StepWriter, rows_at
 

@@ -481,7 +481,7 @@ class Intake:
         for run in runs:
             streams.append((steps, queues.given(run.place)))
             steps += run.steps
-        storage.streams = streams
+        storage.marks.streams = streams
         rows = queues.rows
         layout, as_columns = rows.layout, storage.initialized and rows.layout.is_tensordict
         aside = self._copies(storage, queues, steps * rows.step_bytes) if as_columns else None
@@ -501,7 +501,7 @@ class Intake:
             shape[0], shape[turned] = shape[turned], shape[0]
             buffer.extend(layout.assemble(tensors, tuple(shape), None))
         self._release(queues, runs)
-        self._claim, storage.streams = None, OWN
+        self._claim, storage.marks.streams = None, OWN
 
     def _copies(self, storage: TensorStorage, queues: Queues, n_bytes: int) -> host_memory.SideCopies | None:
         """How ``n_bytes`` are copied to the GPU of a storage from where they lie; None: in another way."""
@@ -583,7 +583,7 @@ class Intake:
         storage = self._target()._storage
         if storage.written > claim.written:
             self._release(queues, claim.runs)
-        self._claim, storage.streams = None, OWN
+        self._claim, storage.marks.streams = None, OWN
 
     def _target(self) -> Target:
         buffer = self._buffer()

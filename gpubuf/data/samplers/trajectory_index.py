@@ -285,7 +285,7 @@ class TrajectoryBounds:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
 
-    # As a follower of the storage
+    # As a reader of the storage
 
     @property
     def needs_ends(self) -> bool:
@@ -304,7 +304,7 @@ class TrajectoryBounds:
     def bounds(self, storage: TensorStorage, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """First row, last row and length of the trajectories of rows. A GPU gives rows that are not stored length 0."""
         if storage.end_bits is None:
-            storage.followed_by(self)
+            storage.serve(self)
         assert storage.end_bits is not None
         recording = current_recording()
         if recording is not None:

@@ -34,51 +34,61 @@ OWN: Streams = ((0, 0),)
 
 
 class Marks:
-    """The rows that end trajectories whatever their flags say, as ``end_trajectories()`` marks them: kept by a storage.
+    """The rows that end trajectories whatever their flags say, as ``end_trajectories()`` marks them.
 
     With :attr:`by_writers` a row whose next one is of another stream, that is of another writer, is marked, too. A
-    write clears the marks of the rows that it overwrites. No host sync.
+    write clears the marks of the rows that it overwrites. A follower of a storage as soon as they are :attr:`kept`.
 
     Attributes:
         rows: uint8 ``[capacity]``, 1 for a mark, on the device that does the work; None: no row was ever marked.
+        envs: environments of the storage.
         by_writers: whether several processes write.
+        streams: whose rows the next writes are. It stays while a write may have to be completed.
     """
 
     def __init__(self) -> None:
         self.rows: Tensor | None = None
+        self.envs = 1
         self.by_writers = False
+        self.streams: Streams = OWN
         # The stream of the newest row; None: unknown.
         self._stream: int | None = OWN[0][1]
         # The streams of the last write, and the one before it.
         self._last: tuple[Streams, int | None] = OWN, None
 
     @property
+    def kept(self) -> bool:
+        """Whether there is memory for marks."""
+        return self.rows is not None
+
+    @property
+    def memory(self) -> Tensor:
+        """:attr:`rows`, of marks that are kept."""
+        assert self.rows is not None
+        return self.rows
+
+    @property
     def nbytes(self) -> int:
         """Bytes that are taken."""
-        return 0 if self.rows is None else self.rows.nbytes
+        return self.memory.nbytes
 
-    def move(self, memory: Tensor) -> None:
-        """Keep the marks in other memory."""
-        if self.rows is not None:
-            self.rows = memory.copy_(self.rows)
-
-    def end(self, ring: Tensor, envs: int, env: int | None) -> None:
+    def end(self, ring: Tensor, env: int | None) -> None:
         """Mark the newest row of each environment, or of one."""
-        assert self.rows is not None
-        which = torch.arange(envs, device=self.rows.device) if env is None else env
-        newest = torch.remainder(ring[WRITTEN] - envs + which, self.rows.numel())
-        self.rows.index_fill_(0, newest.reshape(-1), 1)
+        marks, envs = self.memory, self.envs
+        which = torch.arange(envs, device=marks.device) if env is None else env
+        newest = torch.remainder(ring[WRITTEN] - envs + which, marks.numel())
+        marks.index_fill_(0, newest.reshape(-1), 1)
 
-    def write(self, index: Tensor, envs: int, streams: Streams) -> None:
+    def on_write(self, index: Tensor) -> None:
         """Rows were written at ``index`` (int64 ``[n]``, flat): none of them is an end, unless the stream changes.
 
-        Does the same if it is done again with the same object, as after an interrupt.
+        Does the same if it is done again for the same streams, as after an interrupt.
 
         Raises:
             CaptureError: in a step that is being captured, where writers can't be told apart.
         """
-        assert self.rows is not None
-        self.rows.index_fill_(0, index, 0)
+        marks, envs, streams = self.memory, self.envs, self.streams
+        marks.index_fill_(0, index, 0)
         if not self.by_writers:
             return
         refuse_in_capture("a buffer with writers is written in eager mode: call extend before the captured step")
@@ -89,25 +99,31 @@ class Marks:
         for step, stream in streams:
             if stream != before and step > 0:
                 ended.append(steps[step - 1])
-            elif stream != before and index.numel() < self.rows.numel():
-                ended.append(torch.remainder(steps[0] - envs, self.rows.numel()))
+            elif stream != before and index.numel() < marks.numel():
+                ended.append(torch.remainder(steps[0] - envs, marks.numel()))
             before = stream
         if ended:
-            self.rows.index_fill_(0, torch.cat(ended), 1)
+            marks.index_fill_(0, torch.cat(ended), 1)
         self._stream = before
 
-    def load(self, saved: Tensor | None) -> None:
-        """Take over marks, uint8 ``[size]`` from position 0 on; None: there are none."""
-        self._stream = None
-        if self.rows is not None:
-            self.rows.zero_()
-            if saved is not None:
-                self.rows[: len(saved)] = saved.to(self.rows.device)
+    def rebuild(self) -> None:
+        """Marks stay as they are, whatever the rows hold."""
 
     def clear(self) -> None:
         """Forget all marks."""
-        if self.rows is not None:
-            self.rows.zero_()
+        self.memory.zero_()
+
+    def state(self, size: int) -> dict[str, Any]:
+        """The marks of the first ``size`` rows."""
+        return {"marks": self.memory[:size]}
+
+    def load(self, state: dict[str, Any], order: Tensor | None) -> None:
+        """Take over the marks of a state, if it has any."""
+        self._stream = None
+        marks = self.memory.zero_()
+        if "marks" in state:
+            saved = state["marks"] if order is None else state["marks"][order]
+            marks[: len(saved)] = saved.to(marks.device)
 
 
 def bitmap_bytes(shape: Sequence[int], device_type: str) -> int:
@@ -173,7 +189,7 @@ class EndBits:
 
     def __init__(self, signal: Signal, ring: Ring, shape: Sequence[int], table: Tensor, marks: Marks) -> None:
         self.signal = signal
-        self._ring, self._marks, self._reads_marks = ring, marks, marks.rows is not None
+        self._ring, self._marks, self._reads_marks = ring, marks, marks.kept
         self.steps, self.envs = shape[0], math.prod(shape[1:])
         device = table.device
         self.fan_out = config.index_fan_out(self.steps, self.envs, device.type, device_name(device))
@@ -201,8 +217,8 @@ class EndBits:
         return not set(self.signal.columns).isdisjoint(columns)
 
     def _addresses(self, table: Tensor) -> Tensor:
-        own, marks = self.signal.entries(table), self._marks.rows if self._reads_marks else None
-        return own if marks is None else torch.cat([own, entry_of(marks, table.device)])
+        own = self.signal.entries(table)
+        return torch.cat([own, entry_of(self._marks.memory, table.device)]) if self._reads_marks else own
 
     def readdress(self, table: Tensor) -> None:
         """Read the signal where it is now."""
@@ -211,12 +227,22 @@ class EndBits:
 
     # Writing
 
+    def on_write(self, index: Tensor) -> None:
+        """Rows were written at ``index``: so many of the newest ones."""
+        self.write(index.numel() // self.envs)
+
     def write(self, n: int) -> None:
         """The newest ``n`` steps were written."""
-        if past_dispatcher(self.ends):
-            _prepared_ends(self.ends, *self._written(n), self.steps, self.envs)()
-        else:
+        if not past_dispatcher(self.ends):
             self._update(n)
+            return
+        # Prepared for who writes as many steps each time.
+        ends, counters, table, known, update = self._prepared
+        same = ends is self.ends and counters is self._ring.counters and table is self.table and n == known
+        if not same or self._marks.kept is not self._reads_marks:
+            update = _prepared_ends(self.ends, *self._written(n), self.steps, self.envs)
+            self._prepared = self.ends, self._ring.counters, self.table, n, update
+        update()
 
     def _update(self, n: int) -> None:
         """Index the newest ``n`` steps, and sum the weights by the rule."""
@@ -224,19 +250,11 @@ class EndBits:
 
     def _written(self, n: int) -> tuple[Any, ...]:
         marks = self._marks
-        if marks.rows is not None and not self._reads_marks:
+        if marks.kept and not self._reads_marks:
             # The first mark.
-            self.table, self._reads_marks = torch.cat([self.table, entry_of(marks.rows, self.table.device)]), True
+            self.table, self._reads_marks = torch.cat([self.table, entry_of(marks.memory, self.table.device)]), True
         # The step before the write may be of another writer.
         return self._ring.counters, self.table, self.signal.by_id, n + marks.by_writers
-
-    def write_again(self, n: int) -> None:
-        """:meth:`write` in eager mode on the CPU, in less time for who writes as many steps each time."""
-        ends, counters, table, known, update = self._prepared
-        if ends is not self.ends or counters is not self._ring.counters or table is not self.table or n != known:
-            update = _prepared_ends(self.ends, *self._written(n), self.steps, self.envs)
-            self._prepared = self.ends, self._ring.counters, self.table, n, update
-        update()
 
     def rebuild(self) -> None:
         """Index all rows anew, after they were changed by others. O(capacity)."""
@@ -246,6 +264,14 @@ class EndBits:
         """Forget every end."""
         self.ends.zero_()
         self.sums.zero_()
+
+    def state(self, size: int) -> dict[str, Any]:
+        """Nothing: it is derived from the rows."""
+        return {}
+
+    def load(self, state: dict[str, Any], order: Tensor | None) -> None:
+        """Index the rows that were loaded."""
+        self.rebuild()
 
     # Reading
 

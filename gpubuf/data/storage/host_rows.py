@@ -15,6 +15,7 @@ from torch import Tensor
 from gpubuf.data.recording import refuse_in_capture
 from gpubuf.data.storage.layout import Data, Key, as_written
 from gpubuf.data.storage.plan import RowPlan
+from gpubuf.data.storage.ring import Ring
 
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
@@ -32,42 +33,44 @@ class HostRows:
     Args:
         keys: the keys, and the batch dimensions that a row of each has.
         capacity: number of positions.
+        ring: counts the rows of the storage.
 
     Attributes:
         columns: the values at the positions written so far.
+        nbytes: 0, for they are in the host's memory.
     """
 
-    def __init__(self, keys: Mapping[Key, tuple[int, ...]], capacity: int) -> None:
+    nbytes = 0
+
+    def __init__(self, keys: Mapping[Key, tuple[int, ...]], capacity: int, ring: Ring) -> None:
         self.keys = dict(keys)
+        self._ring = ring
         self.columns: dict[Key, list[Any]] = {key: [] for key in keys}
         self._capacity = capacity
         self._pending: _Pending | None = None
 
     # Writing
 
-    def expect(self, rows: dict[Key, list[Any]], written: int) -> None:
-        """Rows are about to be written; :meth:`settle` puts them in place once they have been.
-
-        Args:
-            rows: the values of each key.
-            written: how many rows were ever written before.
+    def expect(self, rows: dict[Key, list[Any]]) -> None:
+        """Rows, the values of each key, are about to be written; :meth:`on_write` puts them in place.
 
         Raises:
             CaptureError: a graph is being captured.
         """
         refuse_in_capture("data that are not tensors are written by the host: write them outside of the step")
-        self._pending = _Pending(written, rows)
+        self._pending = _Pending(self._ring.written, rows)
 
-    def settle(self, written: int) -> None:
-        """Put the expected rows in place, if the write has been made: ``written`` says how many there are now."""
+    def on_write(self, index: Tensor) -> None:
+        """Put the expected rows in place, now that they have been written."""
         pending = self._pending
-        if pending is None:
-            return
-        if written > pending.written:
+        if pending is not None and self._ring.written > pending.written:
             for key, values in pending.rows.items():
                 n = min(len(values), self._capacity)
                 self._put_at((pending.written + len(values) - n) % self._capacity, self.columns[key], values[-n:])
         self._pending = None
+
+    def rebuild(self) -> None:
+        """Nothing is derived from them."""
 
     def _put_at(self, start: int, column: list[Any], values: list[Any]) -> None:
         """Write around the seam. The column grows up to the capacity."""
@@ -81,6 +84,7 @@ class HostRows:
         """Overwrite rows in place; of duplicates the last one wins."""
         for key, values in rows.items():
             column = self.columns[key]
+            column += [None] * (max(index, default=-1) + 1 - len(column))
             for position, value in zip(index, values, strict=True):
                 column[position] = value
 
@@ -134,23 +138,23 @@ class HostRows:
 
     # State
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all values."""
         for column in self.columns.values():
             column.clear()
         self._pending = None
 
-    def state(self, size: int) -> list[dict[str, Any]]:
+    def state(self, size: int) -> dict[str, Any]:
         """The values of the first ``size`` positions."""
-        return [
-            {"key": list(key), "shape": list(self.keys[key]), "rows": column[:size]}
-            for key, column in self.columns.items()
-        ]
+        columns = self.columns.items()
+        return {
+            "host": [{"key": list(key), "shape": list(self.keys[key]), "rows": rows[:size]} for key, rows in columns]
+        }
 
-    def load(self, state: Any, order: Tensor | None) -> None:
+    def load(self, state: dict[str, Any], order: Tensor | None) -> None:
         """Restore :meth:`state`; ``order``: the old positions of the rows, in the order in which they lie now."""
         self._pending = None
-        for entry in state:
+        for entry in state["host"]:
             rows = list(entry["rows"])
             self.columns[tuple(entry["key"])] = rows if order is None else [rows[i] for i in order.tolist()]
 

@@ -22,11 +22,11 @@ from gpubuf.data.arguments import warn
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.column import Column, Record, separate
 from gpubuf.data.storage.layout import Data, RowLayout, batch_shape, saved_tree, with_tree
+from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.memmap_files import COUNTER_WORDS, COUNTERS_FILE, GPUBUF_FILE, Counters
 from gpubuf.data.storage.placement import Placement
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import Schema
-from gpubuf.data.storage.storage import LazyTensorStorage
 from gpubuf.kernels import rows
 
 FORMAT = "gpubuf-memmap"
@@ -164,16 +164,16 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._adopt(self.schema_like(layout), found, shape, Placement("cpu", torch.device("cpu")))
         self.counters.set(written, size)
         if (folder / files.MARKS_FILE).exists():
-            self._keep_marks()
+            self.keep_marks()
         self.rebuild()
 
-    def _establish(self, schema: Schema, shape: tuple[int, ...], data_device: torch.device) -> None:
+    def establish(self, schema: Schema, shape: tuple[int, ...], data_device: torch.device) -> None:
         if schema.written.host:
             raise NotImplementedError(
                 f"{list(schema.written.host)} are not tensors, and files hold tensors only: use a LazyTensorStorage"
             )
         self._tree = saved_tree(schema.written)
-        super()._establish(schema, shape, data_device)
+        super().establish(schema, shape, data_device)
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Record]:
         files.check_names(layout)

@@ -106,9 +106,14 @@ class Sharing:
         return sum(side.nbytes for side in self.sides)
 
     @property
-    def link_bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of links and owners."""
         return self.links.nbytes + self.owners.nbytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the kernels' table."""
+        return 0 if self.raw.table is None else self.raw.table.nbytes
 
     @property
     def used(self) -> int:
@@ -249,22 +254,35 @@ class Sharing:
 
     # State
 
-    def state_dict(self) -> dict[str, Any]:
+    def on_write(self, index: Tensor) -> None:
+        """Nothing: :meth:`extend` has linked the rows."""
+
+    def rebuild(self) -> None:
+        """Nothing: :meth:`write` has linked the rows."""
+
+    def clear(self) -> None:
+        """Nothing: entries of rows that are gone are free."""
+
+    def state(self, size: int) -> dict[str, Any]:
         """What the state of a storage that shares says about it: views, not copies. Synchronises."""
         used = min(int(self.owners[-1]), self.slots)
         entries = tuple(side[:used] for side in self.sides)
         pending = tuple(side[self.slots :] for side in self.sides)
-        return SharedState(self.keys, self.slots, self.links, self.owners, entries, pending).state_dict()
+        shared = SharedState(self.keys, self.slots, self.links, self.owners, entries, pending)
+        return {"sharing": shared.state_dict()}
 
-    def restore(self, saved: SharedState) -> None:
-        """Copy what another one of the same size has."""
+    def load(self, state: dict[str, Any], order: Tensor | None) -> None:
+        """Copy what another one of the same size has; without it all rows were written anew."""
+        saved = SharedState.of(state)
+        if saved is None:
+            return
         self.links.copy_(saved.links)
         self.owners.copy_(saved.owners)
         for side, first, last in zip(self.sides, saved.entries, saved.pending, strict=True):
             side[: len(first)] = first
             side[self.slots :] = last
 
-    def clear(self) -> None:
+    def forget(self) -> None:
         """Forget all next observations that lie aside."""
         self.links.zero_()
         self.owners[:-1] = -1

@@ -9,44 +9,42 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from gpubuf.data.arguments import check_count, warn, warn_of_no_effect
+from gpubuf.data.arguments import check_count, warn
 from gpubuf.data.recording import DERIVED, Unfinished, current_recording, refuse_in_capture
 from gpubuf.data.storage import host_memory
+from gpubuf.data.storage import state as states
 from gpubuf.data.storage.column import (
     Column,
     Record,
     RowAddresses,
-    address_table,
     columns_of,
     new_record,
     owned_column,
     records,
     separate,
 )
-from gpubuf.data.storage.end_bits import OWN, EndBits, Marks, Signal, Streams, bitmap_bytes
-from gpubuf.data.storage.host_rows import HostRows, saved_host
+from gpubuf.data.storage.end_bits import EndBits, Marks, Signal, bitmap_bytes
+from gpubuf.data.storage.follower import Follower, Reader
+from gpubuf.data.storage.host_rows import HostRows
 from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, stored_positions, unravel
 from gpubuf.data.storage.layout import (
     Data,
     Key,
-    Pieces,
     RowLayout,
     batch_shape,
     device_of,
     first_of,
     layout_of,
     mapped,
-    saved_tree,
     stacked,
-    with_tree,
 )
 from gpubuf.data.storage.placement import (
     AUTO,
@@ -59,74 +57,23 @@ from gpubuf.data.storage.placement import (
     readable,
     working_device,
 )
-from gpubuf.data.storage.plan import NOT_INITIALIZED, Recipe, RowPlan, as_stored, field_table, fields_of
+from gpubuf.data.storage.plan import NOT_INITIALIZED, Recipe, RowPlan
+from gpubuf.data.storage.plans import Plans, Rows
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import (
-    Codec,
     Options,
     Schema,
-    check_same,
-    described,
     keys_told,
-    written_leaves,
 )
 from gpubuf.data.storage.share_next import (
-    CHUNK_BYTES,
-    SharedState,
     Sharing,
     entries_of,
-    full_state,
-    oldest_first,
-    oldest_of,
     side_bytes,
 )
-from gpubuf.kernels.rows import OFF, Field, NoRoomError, Reading
+from gpubuf.kernels.rows import NoRoomError
 
 #: Rows are stored as they are written.
 PLAIN = Options()
-
-
-class Follower(Protocol):
-    """Needs to know something of the rows of a storage, such as where trajectories end."""
-
-    recipe: Recipe
-
-    @property
-    def needs_ends(self) -> bool:
-        """Whether it has to know where trajectories end."""
-
-    def check_rows(self, schema: Schema) -> None:
-        """Raise if rows of ``schema`` lack what it needs."""
-
-
-def rows_state(rows: Data, ndim: int, size: int, written: int | None = None) -> dict[str, Any]:
-    """The state of a storage of ``ndim`` dimensions that consists of ``rows``, ``size`` of which were written.
-
-    ``written`` is the number of rows ever written; None: ``size``.
-    """
-    shape = tuple(batch_shape(rows, ndim))
-    return {
-        "initialized": True,
-        "max_size": math.prod(shape),
-        "shape": list(shape),
-        "written": size if written is None else written,
-        "size": size,
-        "rows": rows[: size // max(math.prod(shape[1:]), 1)],
-    }
-
-
-class Plans(NamedTuple):
-    """How a storage writes and reads its rows; the same plan three times where these don't differ.
-
-    Attributes:
-        stored: of rows as they are stored.
-        written: of rows as they are written.
-        batch: of rows as batches have them.
-    """
-
-    stored: RowPlan
-    written: RowPlan
-    batch: RowPlan
 
 
 class TensorStorage:
@@ -147,6 +94,7 @@ class TensorStorage:
         sharing: the next observations that are stored once; None: all have memory of their own.
         plans: how rows are written and read.
         marks: the rows that end trajectories whatever their flags say.
+        followers: what is kept about the rows: marks, ends and :attr:`host`, :attr:`sharing`, where there are any.
         end_bits: where trajectories end, if a buffer needs that. None: none does, or nothing is allocated.
         addresses: where the rows are.
         owner: the process that handed a buffer with these rows to this one, and alone may write; None: this process.
@@ -189,8 +137,7 @@ class TensorStorage:
         self._adopt(self.schema_like(layout), separate(columns), shape, placement)
         self.counters.set(self.max_size, self.max_size)
         if self.host is not None:
-            self.host.expect(self.host.rows_of(storage, ndim), 0)
-            self.host.settle(self.max_size)
+            self.host.put(range(self.max_size), self.host.rows_of(storage, ndim))
         self.rebuild()
 
     def _configure(self, max_size: int, device: torch.device | str, ndim: int, options: Options = PLAIN) -> None:
@@ -212,19 +159,16 @@ class TensorStorage:
         self._placement: Placement | None = None
         self.owner: int | None = None
         # These stay the same, so that captured graphs find their tables.
-        stored = RowPlan()
-        batch = RowPlan() if options else stored
-        self.plans = Plans(stored, RowPlan() if options.batch_dtypes else batch, batch)
+        self.plans = Plans(options)
         self.host: HostRows | None = None
         self.sharing: Sharing | None = None
         self.marks = Marks()
-        #: Whose rows the next writes are. It stays while a write may have to be completed.
-        self.streams: Streams = OWN
         self.end_bits: EndBits | None = None
         # Which keys tell the ends of trajectories; None: nobody asks.
         self._ends_by: Recipe | None = None
+        self.followers: tuple[Follower, ...] = ()
         # Weak, because they refer to the storage.
-        self._followers = WeakSet[Follower]()
+        self._served = WeakSet[Reader]()
         self._laps = 0  # how often the ring went round before the memory was last released
         #: What the sampler is going to take beside the rows. The buffer sets it before the first write, where the
         #: placement depends on what fits.
@@ -242,11 +186,11 @@ class TensorStorage:
         Who has a copy may write to it.
         """
         nowhere = {"table": None, "addresses": RowAddresses(), "owner": None}
-        return {**vars(self), **nowhere, "_followers": None, "_columns": []}
+        return {**vars(self), **nowhere, "_served": None, "_columns": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._followers = WeakSet()
+        self._served = WeakSet()
         schema = self._schema
         if schema is None or self._placement is None:
             return
@@ -258,8 +202,8 @@ class TensorStorage:
                     record.memory.write(start, part)
             if self.sharing is not None:
                 self.sharing.renew(self._placement)
-            if self.marks.rows is not None:
-                self.marks.move(self._new_marks())
+            if self.marks.kept:
+                self.marks.rows = self._new_marks().copy_(self.marks.memory)
         self._columns = columns_of(self.records, schema.stored.leaves)
         self._connect(schema, self.counters, anew=False)
 
@@ -381,8 +325,7 @@ class TensorStorage:
     @property
     def table_bytes(self) -> int:
         """Bytes of the kernels' tables."""
-        tables = [plan.table for plan in self.plans] + ([] if self.sharing is None else [self.sharing.raw.table])
-        return sum({id(table): table.nbytes for table in tables if table is not None}.values())
+        return self.plans.nbytes + (0 if self.sharing is None else self.sharing.table_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -410,20 +353,20 @@ class TensorStorage:
     def initialize(self, data: Data) -> None:
         """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions). Writes nothing."""
         full = self.full_shape(batch_shape(data, self.ndim))
-        self._establish(self.schema_like(layout_of(data, self.ndim, self.ignored_keys)), full, device_of(data))
+        self.establish(self.schema_like(layout_of(data, self.ndim, self.ignored_keys)), full, device_of(data))
 
     def schema_like(self, layout: RowLayout) -> Schema:
         """The schema of rows that are written like those of ``layout``."""
         return Schema.of(layout, self.options)
 
     def check_rows(self, schema: Schema) -> None:
-        """Raise if rows of ``schema`` lack what a follower needs.
+        """Raise if rows of ``schema`` lack what a reader needs.
 
         Raises:
             KeyError, ValueError: they do.
         """
-        for follower in self._followers:
-            follower.check_rows(schema)
+        for reader in self._served:
+            reader.check_rows(schema)
 
     def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a storage whose first batch has ``shape``: whole steps of all environments.
@@ -436,7 +379,7 @@ class TensorStorage:
             raise ValueError(f"can't derive the storage's shape from a batch of shape {shape}")
         return (-(-self.max_size // per_step), *shape[1:])
 
-    def _establish(self, schema: Schema, shape: tuple[int, ...], data_device: torch.device) -> None:
+    def establish(self, schema: Schema, shape: tuple[int, ...], data_device: torch.device) -> None:
         """Allocate for rows of a schema.
 
         Raises:
@@ -475,7 +418,7 @@ class TensorStorage:
         if self._ends_by is not None:
             index += bitmap_bytes(shape, "cuda" if host_memory.cuda_present() else "cpu")
         if self.sharing is not None:
-            index += self.sharing.link_bytes
+            index += self.sharing.nbytes
         return IndexBytes(index=index)
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Record]:
@@ -485,7 +428,7 @@ class TensorStorage:
 
     def _adopt(self, schema: Schema, found: list[Record], shape: tuple[int, ...], placement: Placement) -> None:
         # What an interrupt has left of rows that never were.
-        self._forget_plans()
+        self.plans.forget()
         self._placement, self._device = placement, placement.device
         self.records, self._columns = found, columns_of(found, schema.stored.leaves)
         self._shape = torch.Size(shape)
@@ -495,10 +438,10 @@ class TensorStorage:
             ring.set(self._laps * self.max_size, 0)
             ring.skipped = ring.written
         if schema.shared:
-            slots = entries_of(self.max_size, self._envs, self.options.next_capacity)
+            slots = entries_of(self.max_size, self.envs, self.options.next_capacity)
             self.sharing = Sharing(schema, slots, shape, placement, ring)
-        if schema.written.host:
-            self.host = HostRows(schema.written.host, self.max_size)
+        self.host = self._new_host(schema, ring)
+        self.marks.envs = self.envs
         if self.marks.by_writers:
             self.marks.rows = self._new_marks()
         self._connect(schema, ring, anew=True)
@@ -512,49 +455,37 @@ class TensorStorage:
         """Memory for a mark per row: none is set. Storages elsewhere override it."""
         return torch.zeros(self.max_size, dtype=torch.uint8, device=self._device)
 
+    def _new_host(self, schema: Schema, ring: Ring) -> HostRows | None:
+        """What is to keep data that are not tensors; None: there are none. Storages elsewhere override it."""
+        return HostRows(schema.written.host, self.max_size, ring) if schema.written.host else None
+
+    def _follow(self) -> None:
+        """Serve the followers that there are. Marks come before what reads them."""
+        kept: list[Follower | None] = [self.marks if self.marks.kept else None, self.end_bits, self.host, self.sharing]
+        self.followers = tuple(follower for follower in kept if follower is not None)
+
     @property
-    def _envs(self) -> int:
+    def envs(self) -> int:
         return math.prod(self._shape[1:])
 
     def _connect(self, schema: Schema, ring: Ring, *, anew: bool) -> None:
-        """Write and read rows where they are now. Tables stay where they are, as long as the device does.
-
-        ``anew``: it is to be found out where trajectories end.
-        """
-        device, sharing = self._device, self.sharing
-        memory = [] if sharing is None else list(sharing.sides)
-        for record in self.records:
-            memory += record.memory.parts
-        self.addresses = RowAddresses(memory)
-        stored, written, batch = self.plans
-        row_bytes = [leaf.row_bytes for leaf in schema.stored.leaves]
-        table = address_table(self._columns, row_bytes, self._envs, device)
-        # Without options it makes batches, too, which have the containers that were written.
-        stored.set(schema.stored if self.options else schema.batch, table, ring, self.max_size)
-        assert stored.table is not None
-        self.table = stored.table
-        if sharing is not None:
-            sharing.to(device)
-            sharing.plan = written
-        if self.options:
-            links = () if sharing is None else sharing.of_plans
-            reading = Reading(links=None if sharing is None else sharing.links, envs=self._envs)
-            for plan, layout in {written: schema.written, batch: schema.batch}.items():
-                fields = field_table(self._fields_of(schema, layout), device)
-                plan.set(layout, fields, ring, self.max_size, links, reading)
-            if sharing is not None:
-                fields = field_table(as_stored(self._fields_of(schema, schema.written)), device)
-                sharing.raw.set(schema.full, fields, ring, self.max_size, links, reading)
+        """Write and read rows where they are now. ``anew``: it is to be found out where trajectories end."""
+        at = self._rows_now(schema, ring)
+        if at.sharing is not None:
+            at.sharing.to(self._device)
+        sides = [] if at.sharing is None else at.sharing.sides
+        self.addresses = RowAddresses([*sides, *(part for record in self.records for part in record.memory.parts)])
+        self.plans.set(at)
+        self.table = self.plans.table
         if anew:
             self._keep_ends(schema, ring)
         elif self.end_bits is not None:
             self.end_bits.readdress(self.table)
-        for plan in self._readers:
-            self._set_reader(plan, schema, ring)
+        self._follow()
+        self.plans.set_readers(at, self.end_bits)
 
-    def _fields_of(self, schema: Schema, batch: RowLayout) -> list[Field]:
-        aside = {} if self.sharing is None else self.sharing.aside
-        return fields_of(schema, self._columns, self._envs, batch, aside)
+    def _rows_now(self, schema: Schema, ring: Ring) -> Rows:
+        return Rows(schema, self._columns, ring, self.max_size, self.envs, self._device, self.sharing)
 
     def replace_record(self, number: int, memory: Column) -> None:
         """Keep the rows of one record in other memory, which holds them. See :meth:`relocated`."""
@@ -567,8 +498,8 @@ class TensorStorage:
         if not stays:
             self._device = placement.device
             ring.to(placement.device)
-            if self.marks.rows is not None:
-                self.marks.move(self._new_marks())
+            if self.marks.kept:
+                self.marks.rows = self._new_marks().copy_(self.marks.memory)
         # The shape of the index depends on the device.
         self._connect(self.schema, ring, anew=not stays)
         self._placement = placement
@@ -579,11 +510,8 @@ class TensorStorage:
         """Forget every row, in O(1); memory stays allocated. No host sync. ``recount``: as for :meth:`Ring.empty`."""
         if self._ring is not None:
             self._ring.empty(recount)
-        if self.host is not None:
-            self.host.forget()
-        self.marks.clear()
-        if self.end_bits is not None:
-            self.end_bits.clear()
+        for follower in self.followers:
+            follower.clear()
 
     def free(self) -> None:
         """Forget every row, and release all memory; the next write allocates anew. Synchronises.
@@ -601,8 +529,9 @@ class TensorStorage:
             self._laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
             self._schema = self._ring = self._placement = None
             self.host = self.sharing = self.marks.rows = self.end_bits = None
+            self._follow()
             self.records, self._columns, self.addresses = [], [], RowAddresses()
-            self._forget_plans()
+            self.plans.forget()
             self.max_size = self.requested_size
             del self.table
 
@@ -643,94 +572,63 @@ class TensorStorage:
         """
         if recipe.is_plain:
             return self.plans.batch
-        for plan in self._readers:
-            if plan.recipe == recipe:
-                return plan
-        plan = RowPlan(recipe)
-        self.followed_by(plan)
+        plan = self.plans.reader(recipe)
+        self.serve(plan)
         if self._schema is not None:
-            self._set_reader(plan, self._schema, self.counters)
+            self.plans.set_readers(self._rows_now(self._schema, self.counters), self.end_bits)
         return plan
 
-    @property
-    def _readers(self) -> list[RowPlan]:
-        return [follower for follower in self._followers if isinstance(follower, RowPlan)]
-
-    def _forget_plans(self) -> None:
-        for plan in (*self.plans, *self._readers):
-            plan.forget()
-
-    def _set_reader(self, plan: RowPlan, schema: Schema, ring: Ring) -> None:
-        recipe, processing = plan.recipe, plan.recipe.processing
-        mirror, draws, noise = OFF, 0, None
-        if processing is not None:
-            processing.bind(schema.batch.leaves, self._envs, self._device, ring.counters)
-            mirror, draws, noise = processing.mirror, processing.draws, processing.noise
-        fields = recipe.fields(schema, self._fields_of(schema, schema.batch))
-        ends = self.end_bits.ends if self.end_bits is not None and recipe.n_steps > 1 else None
-        links = None if self.sharing is None else self.sharing.links
-        plan.set(
-            recipe.layout(schema.batch),
-            field_table(fields, self._device),
-            ring,
-            self.max_size,
-            reading=Reading(ends, links, noise, self._envs, recipe.n_steps, recipe.gamma, mirror, draws),
-        )
-
-    def followed_by(self, follower: Follower) -> None:
-        """Serve ``follower`` for as long as it exists: rows that lack what it needs are refused.
+    def serve(self, reader: Reader) -> None:
+        """Serve ``reader`` for as long as it exists: rows that lack what it needs are refused.
 
         Raises:
             ValueError: another one knows the ends of trajectories by other keys.
             KeyError: the rows lack what it needs.
         """
         if self._schema is not None:
-            follower.check_rows(self._schema)
-        known, recipe = self._ends_by, follower.recipe
-        if follower.needs_ends and (known is None or not recipe.same_ends(known)):
-            if any(other.needs_ends for other in self._followers):
+            reader.check_rows(self._schema)
+        known, recipe = self._ends_by, reader.recipe
+        if reader.needs_ends and (known is None or not recipe.same_ends(known)):
+            if any(other.needs_ends for other in self._served):
                 raise ValueError("another buffer with the same storage tells the ends of trajectories by other keys")
             self._ends_by = recipe
             if self._schema is not None:
                 self._keep_ends(self._schema, self.counters)
                 self.rebuild()
-        self._followers.add(follower)
+        self._served.add(reader)
 
     def _keep_ends(self, schema: Schema, ring: Ring) -> None:
         if self._ends_by is not None:
             positions, by_id = self._ends_by.ends(schema)
             signal = Signal(tuple(schema.columns[position] for position in positions), by_id)
             self.end_bits = EndBits(signal, ring, self._shape, self.table, self.marks)
+            self._follow()
 
     def mark_writers(self) -> None:
         """End trajectories where the rows of another writer follow: several processes write. Takes a byte per row."""
         self.marks.by_writers = True
         if self._schema is not None:
-            self._keep_marks()
+            self.keep_marks()
 
-    def _keep_marks(self) -> None:
-        if self.marks.rows is None:
+    def keep_marks(self) -> None:
+        if not self.marks.kept:
             refuse_in_capture("the first call of end_trajectories takes memory: call it once before")
             self.marks.rows = self._new_marks()
-
-    def mark_written(self, index: Tensor) -> None:
-        """Rows were written at ``index``, int64 ``[n]``, flat: bring the marks up to date. Can be done again."""
-        if self.marks.rows is not None:
-            self.marks.write(index, self._envs, self.streams)
+            self._follow()
 
     def end_trajectories(self, env: int | None = None) -> None:
         """See :meth:`gpubuf.ReplayBuffer.end_trajectories`. Samplers that know trajectories are to be told."""
-        if env is not None and not 0 <= env < self._envs:
-            raise IndexError(f"env must be in 0 .. {self._envs - 1}, got {env}")
-        self._keep_marks()
-        self.marks.end(self.ring, self._envs, env)
+        if env is not None and not 0 <= env < self.envs:
+            raise IndexError(f"env must be in 0 .. {self.envs - 1}, got {env}")
+        self.keep_marks()
+        self.marks.end(self.ring, env)
         if self.end_bits is not None:
             self.end_bits.write(1)
 
     def rebuild(self) -> None:
         """Rows were changed in place: compute anew what is known about them. O(capacity). No host sync."""
-        if self.end_bits is not None:
-            self.end_bits.rebuild()
+        for follower in self.followers:
+            follower.rebuild()
 
     # Writing
 
@@ -801,17 +699,14 @@ class TensorStorage:
         sources = schema.written.collect(data, self.ndim)
         if self.ndim > 1 and shape[1:] != self._shape[1:]:
             raise ValueError(f"the storage's shape is {self._shape}, the batch's {shape}: all but the first must agree")
-        local, host = self._local(sources, self.ndim), self.host
-        if host is None:
-            return self._append(local, n)
-        host.expect(host.rows_of(data, self.ndim), self.written)
-        index = self._append(local, n)
-        host.settle(self.written)
-        return index
+        local = self.local(sources, self.ndim)
+        if self.host is not None:
+            self.host.expect(self.host.rows_of(data, self.ndim))
+        return self._append(local, n)
 
     def append_columns(self, sources: list[Tensor], n: int) -> Tensor:
         """:meth:`append` of ``n >= 1`` rows, ``[n, ...]`` for each of ``written_layout.leaves``: nothing is checked."""
-        return self._append(self._local(sources, 1), n)
+        return self._append(self.local(sources, 1), n)
 
     def append_prepared(self, launch: Callable[[], Tensor | None], n: int) -> Tensor | None:
         """:meth:`append` of ``n`` rows by a prepared launch, in eager mode on the CPU; None: it has refused them."""
@@ -821,10 +716,8 @@ class TensorStorage:
         if index is None:
             return None
         ring.note(n)
-        if self.marks.rows is not None:
-            self.mark_written(index)
-        if self.end_bits is not None:
-            self.end_bits.write_again(n // self._envs)
+        for follower in self.followers:
+            follower.on_write(index)
         return index
 
     def _append(self, local: list[Tensor], n: int) -> Tensor:
@@ -837,11 +730,9 @@ class TensorStorage:
         ring.count(n)
         recording = current_recording()
         if recording is not None:
-            # The first mark, if it comes later, finds a graph that clears none.
-            recording.holds(self.marks, "rows")
-        self.mark_written(index)
-        if self.end_bits is not None:
-            self.end_bits.write(n // self._envs)
+            recording.holds(self, "followers")
+        for follower in self.followers:
+            follower.on_write(index)
         return index
 
     def holds_nothing(self, data: Data) -> bool:
@@ -868,7 +759,7 @@ class TensorStorage:
         if batch_shape(data, 1) != (index.numel(),):
             raise ValueError(f"{index.numel()} rows are addressed, the batch has shape {batch_shape(data, 1)}")
         sources = layout.collect(data, 1)
-        host, local = self.host, self._local(sources, 1)
+        host, local = self.host, self.local(sources, 1)
         rows_on_host = {} if host is None else host.rows_of(data, 1)
         (index,) = self.addresses.apart([index])
         derived = self.end_bits is not None or self.sharing is not None or host is not None
@@ -917,12 +808,12 @@ class TensorStorage:
         ends = self.end_bits is not None and self.end_bits.depends_on(columns)
         before = self.begin(DERIVED) if ends else None
         index, generation = self.addresses.apart([index, generation])
-        self.plans.written.update(self._local(sources, 1), keys, index, generation)
+        self.plans.written.update(self.local(sources, 1), keys, index, generation)
         if ends:
             self.rebuild()
             self.end(before)
 
-    def _local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
+    def local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
         """The sources on the storage's device, with the batch dimensions flattened, and copies of views of the rows.
 
         All writes read their sources after this: by address, while rows change.
@@ -1049,7 +940,7 @@ class TensorStorage:
             flat = self._positions(index)
             return flat, index_shape(index, self.ndim, flat.numel())
         chosen = torch.arange(self.steps_stored, device=self._device)[index]
-        per_step = torch.arange(self._envs, device=self._device)
+        per_step = torch.arange(self.envs, device=self._device)
         flat = (chosen.reshape(-1, 1) * per_step.numel() + per_step).reshape(-1)
         return flat, (*chosen.shape, *self._shape[1:])
 
@@ -1085,40 +976,7 @@ class TensorStorage:
         stored: with options ``"form"`` says what was written. Rows that share their observations lack the next ones
         that are stored once: ``"sharing"`` has those that are not in the next row, and says which these are.
         """
-        if self._schema is None:
-            return {"initialized": False, "max_size": self.max_size}
-        self.refresh()
-        parts = [self._filled_part(part) for part in range(len(self._columns[0].parts) if self._columns else 1)]
-        state = {
-            "initialized": True,
-            "max_size": self.max_size,
-            "shape": list(self._shape),
-            "written": self.written,
-            "skipped": self.written - self.rows_written,
-            "size": len(self),
-            "rewritten": self.counters.rewritten,
-            "rows": parts[0] if len(parts) == 1 else parts,
-        }
-        state |= saved_tree(self.written_layout)
-        if self.host is not None:
-            state["host"] = self.host.state(len(self))
-        if self.marks.rows is not None:
-            state["marks"] = self.marks.rows[: len(self)]
-        if self.computed:
-            state["form"] = described(self.schema)
-        if self.sharing is not None:
-            state["sharing"] = self.sharing.state_dict()
-        return state
-
-    def _filled_part(self, part: int) -> Data:
-        """The rows stored in one of the places that the storage is in: views."""
-        tensors = [column.parts[part] for column in self._columns]
-        before = sum(len(other) for other in self._columns[0].parts[:part]) if self._columns else 0
-        filled = max(self.steps_stored - before, 0)
-        if tensors:
-            filled = min(filled, len(tensors[0]))
-        device = self.rows_device if part == 0 else torch.device("cpu")
-        return self.layout.assemble([t[:filled] for t in tensors], (filled, *self._shape[1:]), device)
+        return states.state_of(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> Tensor | None:
         """Restore :meth:`state_dict`, copying into this storage's own memory.
@@ -1137,43 +995,7 @@ class TensorStorage:
                 or don't fit; or there is no room for so many next observations that are not in the next row: the
                 storage is then empty.
         """
-        if not state["initialized"]:
-            self.empty()
-            return None
-        state, schema, shared, layout = self._incoming(state)
-        anew = layout is not schema.stored
-        pieces = Pieces.of(state["rows"], self.ndim)
-        size, old_max, shape = state["size"], state["max_size"], tuple(state["shape"])
-        per_step = math.prod(shape[1:])
-        if self._schema is None:
-            self._establish(schema, self.full_shape(shape), device_of(pieces.example))
-        order, first = None, 0
-        if self.max_size != old_max:
-            first = oldest_of(state)
-            order = (torch.arange(size, device="cpu") + first) % old_max
-        if self._placement is not None and self._placement.rows_on_host:
-            # The host is about to write where the GPU may still be reading.
-            host_memory.synchronize(self._device)
-        if anew:
-            self._write_anew({**state, "rows": pieces}, layout, state["written"] - size if order is None else 0)
-        if self.host is not None:
-            self.host.load(state["host"], order)
-        for start, part in () if anew else pieces.parts():
-            # The oldest step comes to lie first: all others turn with it.
-            at = (start - first // per_step) % (old_max // per_step)
-            for column, source in zip(self._columns, layout.collect(part, self.ndim), strict=True):
-                before_seam = min(source.shape[0], old_max // per_step - at)
-                column.write(at, source[:before_seam])
-                column.write(0, source[before_seam:])
-        self._set_counters(state, order)
-        if self.sharing is not None and shared is not None:
-            self.sharing.restore(shared)
-        marks = state.get("marks")
-        if marks is not None:
-            self._keep_marks()
-        self.marks.load(marks if marks is None or order is None else marks[order])
-        self.rebuild()
-        return order
+        return states.load(self, state)
 
     def check_state(self, state: dict[str, Any]) -> Schema:
         """The schema of the rows of a state, if this storage can take them.
@@ -1181,101 +1003,7 @@ class TensorStorage:
         Raises:
             ValueError: as :meth:`load_state_dict`, but for what shows only when rows are written. Nothing changes.
         """
-        return self._incoming(state)[1]
-
-    def _incoming(self, state: dict[str, Any]) -> tuple[dict[str, Any], Schema, SharedState | None, RowLayout]:
-        """A state with rows that are written as they are or anew, their schema, what they share, and their layout."""
-        schema = self.schema_for(state)
-        shared = SharedState.of(state) if self._continues(state, schema) else None
-        layout = schema.stored
-        if shared is None:
-            state = full_state(state, self.ndim)
-            layout = schema.full if schema.shared else layout
-        if state.get("as_written") and self.computed:
-            layout = schema.written
-        layout.collect(Pieces.of(state["rows"], self.ndim).example, self.ndim)
-        size, shape = state["size"], tuple(state["shape"])
-        if self._schema is not None and self._shape[1:] != shape[1:]:
-            raise ValueError(f"the checkpoint's rows have shape {shape}, the storage's {self._shape}")
-        per_step = math.prod(shape[1:])
-        room = -(-self.max_size // per_step) * per_step
-        if size > room:
-            raise ValueError(f"the checkpoint holds {size} rows, the storage has room for {room}")
-        return state, schema, shared, layout
-
-    def _set_counters(self, state: dict[str, Any], order: Tensor | None) -> None:
-        if order is not None:
-            self.counters.set(state["size"], state["size"])
-            return
-        self.counters.set(state["written"], state["size"])
-        self.counters.skipped = state.get("skipped", 0)
-        rewritten = state.get("rewritten")
-        self.counters.rewritten = None if rewritten is None else rewritten.to(self._device, copy=True)
-
-    def _write_anew(self, state: dict[str, Any], layout: RowLayout, written: int) -> None:
-        """Write the rows of a state, the oldest ones first: those that are not continued keep what comes next.
-
-        Args:
-            state: of rows with all their next observations.
-            layout: of these rows.
-            written: how many rows were ever written before them.
-
-        Raises:
-            ValueError: there is no room for so many next observations. The storage is empty then.
-        """
-        sharing, ndim, begun = self.sharing, self.ndim, False
-        chunk = max(1, CHUNK_BYTES // max(1, layout.row_bytes * self._envs))
-        try:
-            for rows in oldest_first(state, ndim, chunk):
-                if not begun:
-                    if sharing is not None:
-                        sharing.clear()
-                    self.counters.set(written, 0)
-                    begun = True
-                if state.get("as_written"):
-                    self.append(rows)
-                else:
-                    assert sharing is not None
-                    sharing.raw.extend(self._local(layout.collect(rows, ndim), ndim), rows.shape[0] * self._envs)
-            # A GPU has counted what it found no room for.
-            self.refresh()
-        except (NoRoomError, IndexError) as error:
-            self.empty()
-            raise ValueError(f"{error} (next_capacity={self.options.next_capacity})") from None
-
-    def schema_for(self, state: dict[str, Any]) -> Schema:
-        """The schema of the rows of a state: that of this storage.
-
-        Args:
-            state: what says in ``"form"`` what was written, if that is not what is stored, in ``"tree"`` in which
-                containers, and in ``"host"`` what is not in tensors. A storage that has rows keeps its own containers.
-
-        Raises:
-            ValueError: this storage has, or would have, another one.
-        """
-        saved, host, schema = state.get("form"), saved_host(state), self._schema
-        if schema is not None and schema.written.host != host:
-            own = list(schema.written.host)
-            raise ValueError(f"the state has the keys {list(host)} that are not tensors, the storage has {own}")
-        if schema is not None and (state.get("as_written") or (not self.computed and saved is None)):
-            return schema
-        stored = RowLayout(Pieces.of(state["rows"], self.ndim).example, self.ndim, self.ignored_keys)
-        if schema is None:
-            written = stored if saved is None else stored.with_leaves(written_leaves(saved))
-            written.host = host
-            schema = self.schema_like(with_tree(written, state.get("tree")))
-        if not state.get("as_written") and (self.computed or saved is not None):
-            check_same(schema, described(Schema.of(stored, Options())) if saved is None else saved)
-        return schema
-
-    def _continues(self, state: dict[str, Any], schema: Schema) -> bool:
-        """Whether links and entries of a state can be taken over as they are."""
-        shared = SharedState.of(state)
-        if shared is None or tuple(leaf.key for leaf in schema.shared.values()) != shared.keys:
-            return False
-        shape = tuple(self._shape) if self.initialized else self.full_shape(tuple(state["shape"]))
-        slots = entries_of(math.prod(shape), math.prod(shape[1:]), self.options.next_capacity)
-        return (shape, slots) == (tuple(state["shape"]), shared.slots)
+        return states.incoming(self, state)[1]
 
     def __repr__(self) -> str:
         device: Any = self.requested_device
@@ -1286,66 +1014,3 @@ class TensorStorage:
             )
             keys = f"{readable(self.nbytes)}, {{{', '.join(keys_told(self.schema))}}}"
         return f"{type(self).__name__}({len(self)}/{self.max_size} rows, device={device}, {keys})"
-
-
-class LazyTensorStorage(TensorStorage):
-    """A :class:`TensorStorage` that allocates at the first write, from the keys, shapes and dtypes found there.
-
-    Rows are TensorDicts, tensorclasses, tensors, or dicts, tuples, lists and named tuples of them, nested: batches have
-    the structure of the first write. Text and other data that are not tensors may lie beside the tensors of a
-    TensorDict. A list on the host keeps them, so that a draw on a GPU waits for its index.
-
-    Args:
-        max_size: capacity in transitions. With ``ndim > 1`` it is rounded up to whole steps of all environments.
-        device: ``"cpu"``, ``"cuda"`` or a ``torch.device``; ``"pinned"`` for rows in pinned host memory that the GPU
-            gathers from, with counters, tree and index on the GPU; ``"split"`` for as many rows as there is room for on
-            the GPU and the others in pinned host memory (``"split:20GiB"``, ``"split:30%"`` for so many); ``"auto"``
-            for the first of ``"cuda"``, ``"pinned"`` and ``"split"`` that has room for rows and index, and ``"cpu"`` on
-            a machine without CUDA. What it chose, and why, is in :attr:`placement`, and is logged
-            (``logging.getLogger("gpubuf")``, level INFO, or WARNING where rows are on the host).
-        ndim: number of batch dimensions: 1, or 2 for time-first ``[T, E]`` storage.
-        dtypes: how keys are stored, by key: a dtype, or a :class:`Codec`. Numbers are converted as ``to()`` of tensors
-            does, but to the nearest integer, half to even. Integers out of range raise ValueError at the write (on a
-            GPU they are cut, and count as faults).
-        batch_dtypes: dtypes that keys have in batches, by key; of others it is the dtype that is written.
-            ``storage[i]`` always has that one.
-        share_next: store observations once: the next observation of a row is that of the next row, unless the two
-            differ. True for every key that is both at the root and under "next", with one shape and dtype, but for
-            flags and rewards; or a list of such keys. Any rows may be written, and come back exactly.
-        next_capacity: how many next observations there is room for that are not those of the next row: the last ones
-            of trajectories. Default: an eighth of the rows, at least 256 and one an environment, never more than rows.
-            A write that would need more raises RuntimeError on the CPU, and nothing is written; on a GPU such rows
-            count as faults, which the next call that synchronises raises. ``storage.sharing.used`` says how many are.
-        compilable: accepted for compatibility; every operation can be compiled.
-        consolidated, shared_init: accepted for compatibility, with one warning: the rows of each key are one piece of
-            memory anyway, and a storage belongs to one process.
-        cleanup_memmap: accepted for compatibility.
-
-    Keys are given as you write them elsewhere, nested ones as tuples. A root key also means the same key under "next",
-    unless that is given itself. With any of these options indexing gives copies.
-
-    Raises:
-        ValueError: ``max_size`` or ``ndim`` below 1; a dtype can't be converted; at the first write: an option
-            names a key that the batch doesn't have.
-        RuntimeError: at the first write: there is no such device, or ``"auto"`` finds room nowhere
-            (:class:`gpubuf.data.storage.placement.NothingFitsError`).
-    """
-
-    def __init__(
-        self,
-        max_size: int,
-        *,
-        device: torch.device | str = "cpu",
-        ndim: int = 1,
-        dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
-        batch_dtypes: Mapping[Any, torch.dtype] | None = None,
-        share_next: bool | Sequence[Any] = False,
-        next_capacity: int | None = None,
-        compilable: bool = False,
-        consolidated: bool = False,
-        shared_init: bool = False,
-        cleanup_memmap: bool = True,
-    ) -> None:
-        warn_of_no_effect(consolidated=consolidated, shared_init=shared_init)
-        options = Options.of(dtypes, batch_dtypes, share_next, next_capacity)
-        self._configure(max_size, device, ndim, options)

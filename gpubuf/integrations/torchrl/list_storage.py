@@ -13,6 +13,8 @@ from gpubuf.data.storage.host_rows import HostRows
 from gpubuf.data.storage.layout import Data, RowLayout, is_container, is_data, mapped, stacked
 from gpubuf.data.storage.placement import Placement
 from gpubuf.data.storage.plan import RowPlan
+from gpubuf.data.storage.ring import Ring
+from gpubuf.data.storage.schema import Schema
 from gpubuf.integrations.torchrl.storages import TensorStorage, is_int
 
 UNLIMITED = 1 << 40
@@ -24,8 +26,8 @@ _OBJECTS = ()
 class Objects(HostRows):
     """The objects of a :class:`ListStorage`, by position."""
 
-    def __init__(self, capacity: int) -> None:
-        super().__init__({_OBJECTS: ()}, capacity)
+    def __init__(self, capacity: int, ring: Ring) -> None:
+        super().__init__({_OBJECTS: ()}, capacity, ring)
 
     @property
     def items(self) -> list[Any]:
@@ -84,7 +86,9 @@ class ListStorage(TensorStorage):
         layout = RowLayout(TensorDict({}, [0]), 1)
         layout.host = {_OBJECTS: ()}
         self._adopt(self.schema_like(layout), [], (self.max_size,), Placement("cpu", torch.device("cpu")))
-        self.host = Objects(self.max_size)
+
+    def _new_host(self, schema: Schema, ring: Ring) -> Objects:
+        return Objects(self.max_size, ring)
 
     @property
     def objects(self) -> Objects:
@@ -124,10 +128,8 @@ class ListStorage(TensorStorage):
         items = self.as_items(data)
         if not items:
             return torch.empty(0, dtype=torch.int64, device="cpu")
-        self.objects.expect({_OBJECTS: items}, self.written)
-        index = self._append([], len(items))
-        self.objects.settle(self.written)
-        return index
+        self.objects.expect({_OBJECTS: items})
+        return self._append([], len(items))
 
     def as_items(self, data: Any) -> list[Any]:
         """The objects of a batch, as they are to be stored."""

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from gpubuf import serialization
 from gpubuf.data.recording import Unfinished
-from gpubuf.data.storage import memmap
+from gpubuf.data.storage import lazy, memmap
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage import storage as core
 from gpubuf.data.storage.indexing import unravel
 from gpubuf.data.storage.layout import Data, batch_shape, mapped
 from gpubuf.data.storage.plan import NOT_INITIALIZED
-from gpubuf.data.storage.storage import rows_state
+from gpubuf.data.storage.state import rows_state
 
 _OWN_FILE = "gpubuf.safetensors"
 
@@ -196,8 +196,8 @@ def _picked(rows: Data, numbers: list[int]) -> Data:
     return mapped(rows, lambda value: value[index.to(value.device or index.device)])
 
 
-class LazyTensorStorage(TensorStorage, core.LazyTensorStorage):
-    __doc__ = core.LazyTensorStorage.__doc__
+class LazyTensorStorage(TensorStorage, lazy.LazyTensorStorage):
+    __doc__ = lazy.LazyTensorStorage.__doc__
 
 
 class LazyMemmapStorage(LazyTensorStorage, memmap.LazyMemmapStorage):
