@@ -13,7 +13,7 @@ from tensordict import TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpubuf.data.recording import CaptureError, Lock, Recording, capture_under_way, recorded, watched
+from gpubuf.data.recording import CaptureError, Operation, Recording, capture_under_way, recorded, watched
 from gpubuf.data.storage.host_memory import cuda_present
 from gpubuf.kernels.config import launches_in_graph
 
@@ -513,7 +513,7 @@ class Captured:
         self._left = self._warmup
         self._results: Any = None
         self._recording = Recording()
-        self._locks: list[Lock] = []
+        self._operations: list[Operation] = []
         self._kept: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -544,13 +544,13 @@ class Captured:
         """The first call: it also shows where the step works."""
         arguments = Arguments(args, kwargs)
         unchanged = Unchanged(arguments.tensors(args, kwargs))
-        self._locks = []
-        with watched(self._locks):
+        self._operations = []
+        with watched(self._operations):
             results = self._eager(arguments, args, kwargs)
         unchanged.check()
         self._arguments = arguments
-        of_locks = {lock.device for lock in self._locks if lock.device is not None}
-        self._device = self._requested or _graph_device(arguments.devices | devices_of(results) | of_locks)
+        of_buffers = {one.device for one in self._operations if one.device is not None}
+        self._device = self._requested or _graph_device(arguments.devices | devices_of(results) | of_buffers)
         if self._device is None and not cuda_present():
             self._device = torch.device("cpu")
         return results
@@ -615,8 +615,8 @@ class Captured:
         random_state = host_random_state()
         current, side = torch.cuda.current_stream(self._device), self._side(self._device)
         # Other threads that use these buffers during the capture wait for this stream, not for the capturing one.
-        for lock in self._locks:
-            lock.joined(current)
+        for one in self._operations:
+            one.joined(current)
         side.wait_stream(current)
         try:
             with recorded(recording), capture_under_way(), _captured_into(graph, side), checks, launches_in_graph():
@@ -628,10 +628,10 @@ class Captured:
             _explain(error)
             raise
         current.wait_stream(side)
-        for lock in recording.locks:
-            lock.joined(current)
-            recording.holds(lock, "storage")
-            recording.holds(lock.storage, "table", "_ring")
+        for one in recording.operations:
+            one.joined(current)
+            recording.holds(one, "storage")
+            recording.holds(one.storage, "table", "_ring")
         self._graph, self._results, self._recording, self._kept = graph, results, recording, checks.kept
 
     # After it

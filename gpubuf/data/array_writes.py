@@ -142,7 +142,7 @@ def _address(array: np.ndarray) -> int:
 
 @dataclass(eq=False)
 class ArrayWrites:
-    """Writes rows that come as one array per key, with the buffer's lock held.
+    """Writes rows that come as one array per key, within an operation of the buffer.
 
     Attributes:
         storage: where they are written to.
@@ -227,7 +227,7 @@ class ArrayWrites:
         """Tell whoever has to know of the rows at ``index``, which are written."""
         if route.tells:
             self.sampler.on_write(index, None)
-        self.storage.unfinished = None
+        self.storage.settled()
         if self.row_order is not None:
             self.row_order.look(self.storage)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpubuf.data.arguments import check_batch_size, warn
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.lock import BufferLock
+from gpubuf.data.operation import Operation
 from gpubuf.data.pinning import pin
 from gpubuf.data.recording import refuse_in_capture
 from gpubuf.data.samplers.base import Drawn, Sampler, require_rows
@@ -44,7 +44,7 @@ class Batches:
         sampler: chooses among them.
         writer: knows whether uniform samples are to have generations.
         transform: the transforms.
-        lock: the buffer's.
+        operation: the buffer's.
         collate_fn: applied to gathered rows, before the transforms.
         pin_memory: whether batches end in pinned memory.
         batch_size: of the buffer's constructor.
@@ -58,7 +58,7 @@ class Batches:
     sampler: Sampler
     writer: Writer
     transform: Compose
-    lock: BufferLock
+    operation: Operation
     collate_fn: Callable[[Data], Data] | None
     pin_memory: bool
     batch_size: int | None
@@ -73,7 +73,7 @@ class Batches:
         return 0
 
     def discard(self) -> None:
-        """Throw a batch ahead away, and take its draw back. Call it with the lock held. No host sync."""
+        """Throw a batch ahead away, and take its draw back. Called within an operation. No host sync."""
 
     @property
     def _doubled(self) -> bool:
@@ -130,36 +130,38 @@ class Batches:
     def _draw(
         self, n: int, include_info: bool, batches: int | None, *, whole: bool = True, assembled: bool = True
     ) -> Batch:
-        """Draw and gather, under the lock. Info goes into the batch here if nothing changes the batch later.
+        """Draw and gather, in one operation. Info goes into the batch here if nothing changes the batch later.
 
         ``whole`` is False for a part of a batch that other buffers have a part in, and ``assembled`` for the plain list
         of tensors.
         """
+        return self.operation.run(self._drawn, n, include_info, batches, whole, assembled)
+
+    def _drawn(self, n: int, include_info: bool, batches: int | None, whole: bool, assembled: bool) -> Batch:
         sampler, storage, reader = self.sampler, self.storage, self.reader
-        with self.lock:
-            if sampler.ran_out:
-                sampler.ran_out = False
-            # Past `len`, which is a call.
-            if storage._ring is None or not storage._ring.size:
-                require_rows(storage, sampler.shards)
-            if self.unit is not None:
-                drawn = self.unit.draw(sampler, reader, n, batches, storage)
-            else:
-                drawn = sampler.draw(n) if batches is None else sampler.draw_batches(n, batches)
-            if self._doubled:
-                drawn = drawn.doubled()
-            if self.relabel is not None:
-                drawn = self.relabel.apply(drawn, storage, sampler.random_state(storage.device))
-            info = self._info(drawn, whole)
-            if not assembled:
-                return Batch(drawn.tensors, info, sampler.ran_out, False)
-            direct = include_info and self.collate_fn is None and not len(self.transform) and reader.layout.takes_info
-            extra, host = info if direct else None, storage.host
-            if host is None:
-                data = reader.assemble(drawn.tensors, extra, drawn.batch_size)
-            else:
-                data = host.assembled(reader, drawn.tensors, drawn.positions, drawn.batch_size, extra)
-            return Batch(data, info, sampler.ran_out, direct)
+        if sampler.ran_out:
+            sampler.ran_out = False
+        # Past `len`, which is a call.
+        if storage._ring is None or not storage._ring.size:
+            require_rows(storage, sampler.shards)
+        if self.unit is not None:
+            drawn = self.unit.draw(sampler, reader, n, batches, storage)
+        else:
+            drawn = sampler.draw(n) if batches is None else sampler.draw_batches(n, batches)
+        if self._doubled:
+            drawn = drawn.doubled()
+        if self.relabel is not None:
+            drawn = self.relabel.apply(drawn, storage, sampler.random_state(storage.device))
+        info = self._info(drawn, whole)
+        if not assembled:
+            return Batch(drawn.tensors, info, sampler.ran_out, False)
+        direct = include_info and self.collate_fn is None and not len(self.transform) and reader.layout.takes_info
+        extra, host = info if direct else None, storage.host
+        if host is None:
+            data = reader.assemble(drawn.tensors, extra, drawn.batch_size)
+        else:
+            data = host.assembled(reader, drawn.tensors, drawn.positions, drawn.batch_size, extra)
+        return Batch(data, info, sampler.ran_out, direct)
 
     def columns(self, batch_size: int | None) -> dict[Any, Tensor]:
         """A batch with its info, as one tensor per key; see :meth:`~gpubuf.data.buffer.ReplayBuffer.sample_columns`."""

@@ -28,10 +28,10 @@ from gpubuf.data.checkpoints import restore, save, shards
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.intake import Intake, Writers
-from gpubuf.data.lock import BufferLock, graph_break
+from gpubuf.data.operation import Operation, graph_break, operation
 from gpubuf.data.prefetch import Prefetched
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.recording import DERIVED, EMPTIES, REPLAY, refuse_in_capture
+from gpubuf.data.recording import EMPTIES, REPLAY, refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.row_order import RowOrder
 from gpubuf.data.samplers.slices import SliceSampler
@@ -59,15 +59,15 @@ from gpubuf.data.writers import RoundRobinWriter, Writer
 DEFAULT_CAPACITY = 1_000
 _BYTES, _OWNER = "_bytes", "_owner"
 # A copy gets new ones: they have locks and addresses.
-_OF_THE_PROCESS = ("_lock", "_batches", "_arrays", "_rows", "_intake")
+_OF_THE_PROCESS = ("operation", "_batches", "_arrays", "_rows", "_intake")
 
 
 class ReplayBuffer:
     """A replay buffer whose rows, counters and random numbers stay on the storage's device.
 
     ``extend``, ``sample`` and ``update_priority`` never synchronise with the host. All of them may be called from
-    several threads, and on several CUDA streams: a lock makes each of them one step, and each waits on its stream for
-    the one before it.
+    several threads, and on several CUDA streams: each of them is one operation, and waits on its stream for the one
+    before it.
 
     Args:
         storage: where the rows live: a storage, a function that returns one, or a number of rows for a
@@ -165,17 +165,17 @@ class ReplayBuffer:
             self.set_rng(generator)
         if writers is not None:
             self._intake = Intake(self, Writers.of(writers))
-            self._lock.intake = weakref.WeakMethod(self._intake.at_call)
+            self.operation.intake = weakref.WeakMethod(self._intake.at_call)
             self._assemble()
 
     # The parts
 
     def _connect(self) -> None:
-        """Give the buffer a lock, and make it known."""
-        self._lock = BufferLock(self._storage, self._mend)
-        self._sampler.bind(self._storage, self._lock)
+        """Make the buffer's operations, and make it known."""
+        self.operation = Operation(self._storage, self._mend)
+        self._sampler.bind(self._storage, self.operation)
         if self._pipeline is not None:
-            self._pipeline.attach(self._lock)
+            self._pipeline.attach(self.operation)
         self._assemble()
         _buffers.add(self)
 
@@ -210,7 +210,7 @@ class ReplayBuffer:
             sampler,
             writer,
             self._transform,
-            self._lock,
+            self.operation,
             collate_fn=self._collate or storage.default_collate,
             pin_memory=self._pin_memory,
             batch_size=self._batch_size,
@@ -233,7 +233,7 @@ class ReplayBuffer:
     def _discard(self) -> None:
         """Before parts or memory are given up: no batch is ahead, and all streams wait for the last operation."""
         self._batches.discard()
-        self._lock.settle()
+        self.operation.settle()
 
     def _reader_of(self, storage: TensorStorage) -> RowPlan:
         """Reads ``storage`` by the buffer's recipe."""
@@ -285,28 +285,29 @@ class ReplayBuffer:
         """Add a transform after the others; ``invert=True`` applies it to written batches instead."""
         return self.insert_transform(len(self._transform), transform, invert=invert)
 
+    @operation
     def insert_transform(self, index: int, transform: Callable[[Data], Data], *, invert: bool = False) -> Self:
         """Add a transform before the one at ``index``."""
-        with self._lock:
-            rest, recipe = without_multi_steps(transform, self._recipe)
-            if rest is not None:
-                self._transform.insert(index, rest, invert=invert)
-            if recipe is not self._recipe:
-                self._batches.discard()
-                self._recipe = recipe
-                self._assemble()
+        rest, recipe = without_multi_steps(transform, self._recipe)
+        if rest is not None:
+            self._transform.insert(index, rest, invert=invert)
+        if recipe is not self._recipe:
+            self._batches.discard()
+            self._recipe = recipe
+            self._assemble()
         return self
 
+    @operation
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Start a new random stream, seeded by ``generator``. A batch ahead is thrown away."""
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
-        with self._lock:
-            self._discard()
-            self._sampler.set_rng(generator)
-            if self._pipeline is not None:
-                self._pipeline.set_rng(generator)
+        self._discard()
+        self._sampler.set_rng(generator)
+        if self._pipeline is not None:
+            self._pipeline.set_rng(generator)
 
+    @operation
     def set_storage(self, storage: TensorStorage, collate_fn: Callable[[Data], Data] | None = None) -> TensorStorage:
         """Replace the storage and the ``collate_fn``; the sampler starts afresh. Returns the storage before.
 
@@ -314,59 +315,58 @@ class ReplayBuffer:
             storage: the new one, or a function that returns it.
             collate_fn: applied to gathered batches. Default: none, whatever the constructor was given.
         """
-        with self._lock:
-            given, self._collate = self._collate, collate_fn
-            try:
-                return self._replace_storage(storage)
-            except BaseException:
-                self._collate = given
-                raise
+        given, self._collate = self._collate, collate_fn
+        try:
+            return self._replace_storage(storage)
+        except BaseException:
+            self._collate = given
+            raise
 
+    @operation
     def _replace_storage(self, storage: TensorStorage) -> TensorStorage:
         """Replace the storage alone."""
-        with self._lock:
-            self._discard()
-            before = self._storage
-            new: TensorStorage = component(storage, TensorStorage)
-            if self._intake is not None:
-                new.mark_writers()
-            # Raises before anything is replaced.
-            self._reader = self._reader_of(new)
-            self._sampler.bind(new, self._lock)
-            self._writer.register_storage(new)
-            vars(self)["_storage"] = self._lock.storage = new
-            self._sampler.empty()
-            self._assemble()
-            return before
+        self._discard()
+        before = self._storage
+        new: TensorStorage = component(storage, TensorStorage)
+        if self._intake is not None:
+            new.mark_writers()
+        # Raises before anything is replaced.
+        self._reader = self._reader_of(new)
+        self._sampler.bind(new, self.operation)
+        self._writer.register_storage(new)
+        vars(self)["_storage"] = self.operation.storage = new
+        self._sampler.empty()
+        self._assemble()
+        return before
 
+    @operation
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Replace the sampler; rows already stored count as new to it. Returns the one before."""
-        with self._lock:
-            self._discard()
-            before = self._sampler
-            sampler = component(sampler, Sampler)
-            if sampler is not self._sampler:
-                sampler.check_recipe(self._recipe)
-                sampler.bind(self._storage, self._lock)
-                self._sampler.unbind()
-                vars(self)["_sampler"] = sampler
-                self._assemble()
-            return before
+        self._discard()
+        before = self._sampler
+        sampler = component(sampler, Sampler)
+        if sampler is not self._sampler:
+            sampler.check_recipe(self._recipe)
+            sampler.bind(self._storage, self.operation)
+            self._sampler.unbind()
+            vars(self)["_sampler"] = sampler
+            self._assemble()
+        return before
 
+    @operation
     def set_writer(self, writer: Writer) -> Writer:
         """Replace the writer. Returns the one before."""
-        with self._lock:
-            self._discard()
-            before = self._writer
-            writer = component(writer, Writer)
-            writer.register_storage(self._storage)
-            vars(self)["_writer"] = writer
-            self._assemble()
-            return before
+        self._discard()
+        before = self._writer
+        writer = component(writer, Writer)
+        writer.register_storage(self._storage)
+        vars(self)["_writer"] = writer
+        self._assemble()
+        return before
 
     # Writing
 
-    @graph_break
+    @operation
     def extend(self, data: Data, *, update_priority: bool | None = None) -> Tensor:
         """Write a batch at the cursor; of more rows than the capacity the newest stay. No host sync.
 
@@ -388,8 +388,7 @@ class ReplayBuffer:
         """
         if update_priority is not None:
             raise NotImplementedError("update_priority is for TensorDictReplayBuffer, whose batches carry priorities")
-        with self._lock:
-            return self._extend(data, None)
+        return self._extend(data, None)
 
     def _as_tensors(self, data: Any) -> Any:
         """Dicts, lists and arrays without NumPy's, where the storage can't have them."""
@@ -445,7 +444,7 @@ class ReplayBuffer:
             rows = inside(storage.written_layout, data, storage.ndim)
             kept = None if in_order else index >= 0
             pipeline.on_write(rows, storage.ndim, kept, storage.marks.streams)
-        storage.end(None)
+        storage.settled()
         self._given = None
         if first_write and self._prefetch:
             # Where the rows are decides how batches are made.
@@ -464,7 +463,7 @@ class ReplayBuffer:
             given = given[-survivors.numel() :]
         self._sampler.on_write(survivors, given)
 
-    @graph_break
+    @operation
     def add(self, data: Data) -> int | Tensor | None:
         """Write one row (of one step of all environments, for storages of several dimensions).
 
@@ -472,21 +471,20 @@ class ReplayBuffer:
             Its index: an int (None if the writer did not keep it), or int64 ``[n, ndim]`` for storages of several
             dimensions. No host sync.
         """
-        with self._lock:
-            cursor = self._storage.cursor
-            data = self._as_tensors(data)
-            row = self._storage.as_batch(data, self.dim_extend)
-            try:
-                index = self.extend(row)
-            except ValueError:
-                shape = self._storage.shape_of_rows(data)
-                if shape is None:
-                    raise
-                message = f"add() writes one row, and got a batch of shape {list(shape)}: use extend()"
-                raise ValueError(message) from None
-            if self._storage.ndim > 1 or not index.numel():
-                return index
-            return cursor if self._writer.in_order else self._writer.added(index)
+        cursor = self._storage.cursor
+        data = self._as_tensors(data)
+        row = self._storage.as_batch(data, self.dim_extend)
+        try:
+            index = self.extend(row)
+        except ValueError:
+            shape = self._storage.shape_of_rows(data)
+            if shape is None:
+                raise
+            message = f"add() writes one row, and got a batch of shape {list(shape)}: use extend()"
+            raise ValueError(message) from None
+        if self._storage.ndim > 1 or not index.numel():
+            return index
+        return cursor if self._writer.in_order else self._writer.added(index)
 
     @property
     def column_keys(self) -> list[Any]:
@@ -497,7 +495,7 @@ class ReplayBuffer:
         """
         return self._arrays.keys
 
-    @graph_break
+    @operation
     def extend_columns(self, columns: Columns) -> None:
         """Write rows given as one array a key: :meth:`extend` without a TensorDict, in less time. No host sync.
 
@@ -510,13 +508,12 @@ class ReplayBuffer:
             ValueError: a key is missing or unknown, has another shape or dtype, or can't hold a number of a list;
                 nothing is written.
         """
-        with self._lock:
-            # No priorities come with the rows, also for whoever completes this write.
-            self._given = None
-            if not self._arrays.write(columns, False):
-                self.extend(self._arrays.as_batch(columns, False))
+        # No priorities come with the rows, also for whoever completes this write.
+        self._given = None
+        if not self._arrays.write(columns, False):
+            self.extend(self._arrays.as_batch(columns, False))
 
-    @graph_break
+    @operation
     def add_columns(self, columns: Columns) -> None:
         """Write one row, given as one array a key, without batch dimensions; or one step of all environments.
 
@@ -526,12 +523,11 @@ class ReplayBuffer:
         Raises:
             ValueError: as :meth:`extend_columns`. No host sync.
         """
-        with self._lock:
-            self._given = None
-            if not self._arrays.write(columns, True):
-                self.add(self._arrays.as_batch(columns, True))
+        self._given = None
+        if not self._arrays.write(columns, True):
+            self.add(self._arrays.as_batch(columns, True))
 
-    @graph_break
+    @operation
     def end_trajectories(self, env: int | None = None) -> None:
         """End the trajectories of the newest rows, which nothing stored ends: before the next row begins another one.
 
@@ -546,16 +542,16 @@ class ReplayBuffer:
             IndexError: there is no such environment.
             TypeError: rows do not follow each other in this buffer.
         """
-        with self._lock:
-            storage = self._storage
-            if not self._writer.in_order or storage.takes_objects:
-                raise TypeError("the rows of this buffer do not follow each other: there are no trajectories to end")
-            storage.check_owned()
-            if storage.initialized:
-                before = storage.begin(DERIVED)
-                storage.end_trajectories(env)
-                self._sampler.on_end()
-                storage.end(before)
+        storage = self._storage
+        if not self._writer.in_order or storage.takes_objects:
+            raise TypeError("the rows of this buffer do not follow each other: there are no trajectories to end")
+        storage.check_owned()
+        if storage.initialized:
+            storage.changing(self._end_trajectories, env)
+
+    def _end_trajectories(self, env: int | None) -> None:
+        self._storage.end_trajectories(env)
+        self._sampler.on_end()
 
     def client(self, example: Any = None, *, place: int | None = None) -> WriterClient:
         """What a writer in another process has in place of the buffer: ``extend``, ``extend_columns``, ``add_columns``.
@@ -580,21 +576,21 @@ class ReplayBuffer:
             raise RuntimeError("this buffer takes rows of its own process alone: make it with writers=, or shared=True")
         return self._intake.client(example, place)
 
-    @graph_break
+    @operation
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget every row and priority, in O(1) for the rows; memory stays allocated.
 
         Args:
             empty_write_count: let :attr:`write_count` begin again at 0.
         """
-        with self._lock:
-            self._writer.check_writable()
-            self._discard()
-            before = self._storage.begin(EMPTIES)
-            self._storage.empty(empty_write_count)
-            self._writer.empty(empty_write_count)
-            self._sampler.empty()
-            self._storage.end(before)
+        self._writer.check_writable()
+        self._discard()
+        self._storage.changing(self._empty, empty_write_count, what=EMPTIES)
+
+    def _empty(self, recount: bool = False) -> None:
+        self._storage.empty(recount)
+        self._writer.empty(recount)
+        self._sampler.empty()
 
     # Reading
 
@@ -637,6 +633,7 @@ class ReplayBuffer:
         """
         return self._batches.columns(batch_size)
 
+    @operation
     def check(self) -> Report:
         """Look at all rows for what goes wrong in practice: NaN, ends of episodes, rows that don't follow each other.
 
@@ -645,8 +642,7 @@ class ReplayBuffer:
         Raises:
             TypeError: the rows are no tensors.
         """
-        with self._lock:
-            return check(self._storage)
+        return check(self._storage)
 
     def __iter__(self) -> Iterator[Any]:
         """Batches of the constructor's ``batch_size``, until the sampler has run out (one epoch) or for ever."""
@@ -667,7 +663,7 @@ class ReplayBuffer:
 
     # Priorities
 
-    @graph_break
+    @operation
     def update_priority(self, index: Any, priority: Any = None, *, generation: Tensor | None = None) -> None:
         """Set the priorities of rows. See :meth:`PrioritizedSampler.update_priority`. No host sync.
 
@@ -682,14 +678,11 @@ class ReplayBuffer:
         """
         if priority is None:
             return self._update_from_batch(index)
-        with self._lock:
-            ring = self._storage._ring
-            if generation is not None and ring is not None and ring.rewritten is not None:
-                index = as_positions(index, self._storage.shape, self._storage.device)
-                generation = ring.without_rewrites(index, vector(generation, torch.int64, index))
-            before = self._storage.begin(DERIVED)
-            self._sampler.update_priority(index, priority, generation=generation)
-            self._storage.end(before)
+        ring = self._storage._ring
+        if generation is not None and ring is not None and ring.rewritten is not None:
+            index = as_positions(index, self._storage.shape, self._storage.device)
+            generation = ring.without_rewrites(index, vector(generation, torch.int64, index))
+        self._storage.changing(self._sampler.update_priority, index, priority, generation=generation)
 
     def _update_from_batch(self, batch: Any) -> None:
         raise TypeError(
@@ -697,18 +690,18 @@ class ReplayBuffer:
             "update_tensordict_priority of a TensorDictReplayBuffer"
         )
 
-    @graph_break
+    @operation
     def mark_update(self, index: Any) -> None:
         """Rows were written elsewhere (``buffer[i] = ...``, or through the storage): treat them as new."""
-        with self._lock:
-            before = self._storage.begin(DERIVED)
-            self._storage.rebuild()
-            self._sampler.mark_update(index)
-            self._storage.end(before)
+        self._storage.changing(self._mark_update, index)
+
+    def _mark_update(self, index: Any) -> None:
+        self._storage.rebuild()
+        self._sampler.mark_update(index)
 
     # Rows by their index
 
-    @graph_break
+    @operation
     def __getitem__(self, index: Any) -> Data:
         """Rows by index, transformed. Ints and slices give views of the storage, all else copies, in the index's shape.
 
@@ -719,29 +712,27 @@ class ReplayBuffer:
         if is_key(index):
             return self[:][index]
         index = plain_index(index)
-        with self._lock:
-            data = self._rows.read(index)
-            collate = self._collate or self._storage.default_collate
-            if collate is not None and not isinstance(index, int):
-                data = collate(data)
-            return self._transform(data) if len(self._transform) else data
+        data = self._rows.read(index)
+        collate = self._collate or self._storage.default_collate
+        if collate is not None and not isinstance(index, int):
+            data = collate(data)
+        return self._transform(data) if len(self._transform) else data
 
-    @graph_break
+    @operation
     def __setitem__(self, index: Any, data: Data) -> None:
         """Overwrite rows in place, after the inverse transforms.
 
         Priorities stay as they are: announce the change with :meth:`mark_update`. A sampler of slices indexes all rows
         anew, which is O(capacity).
         """
-        with self._lock:
-            self._writer.check_writable()
-            if len(self._transform):
-                data = self._transform.inv(shallow(data))
-                if data is None:
-                    return
-            self._rows.write(index, data)
+        self._writer.check_writable()
+        if len(self._transform):
+            data = self._transform.inv(shallow(data))
+            if data is None:
+                return
+        self._rows.write(index, data)
 
-    @graph_break
+    @operation
     def update_if_present(self, index: Any, data: Any, *, generation: Tensor | None = None) -> None:
         """Write some keys of drawn rows back, leaving out rows that were overwritten since. No host sync.
 
@@ -770,8 +761,7 @@ class ReplayBuffer:
             IndexError: an index is out of range (CPU; a GPU skips the row and counts a fault). One of -1 (all
                 coordinates) is that of a row that is gone.
         """
-        with self._lock:
-            self._rows.prepare(index, data, generation=generation)()
+        self._rows.prepare(index, data, generation=generation)()
 
     # Questions about the buffer
 
@@ -787,6 +777,7 @@ class ReplayBuffer:
         self._finish_interrupted()
         return len(self._storage)
 
+    @operation
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Whether :meth:`sample` would give a batch now.
 
@@ -802,17 +793,17 @@ class ReplayBuffer:
         n = self._batch_size if batch_size is None else batch_size
         if n is None:
             raise RuntimeError("batch_size must be given to can_sample() or to the constructor")
-        with self._lock:
-            return self._sampler.can_sample(self._storage, n)
+        return self._sampler.can_sample(self._storage, n)
 
     # Memory
 
+    @operation
     def memory(self) -> MemoryReport:
         """The bytes of each part of the buffer, and where they lie. No host sync."""
-        with self._lock:
-            processing = 0 if self._pipeline is None else self._pipeline.nbytes
-            return moving.report(self._storage, self._sampler, processing)
+        processing = 0 if self._pipeline is None else self._pipeline.nbytes
+        return moving.report(self._storage, self._sampler, processing)
 
+    @operation
     def free(self) -> None:
         """Forget everything, and release the memory of rows and index; the next write allocates anew. Synchronises.
 
@@ -820,14 +811,14 @@ class ReplayBuffer:
             NotImplementedError: the rows lie in files; ``empty()`` forgets them.
             IndexError: a GPU has refused rows out of range before. The memory is released all the same.
         """
-        with self._lock:
-            self._discard()
-            try:
-                self._storage.free()
-            finally:
-                if not self._storage.initialized:
-                    self._sampler.free()
+        self._discard()
+        try:
+            self._storage.free()
+        finally:
+            if not self._storage.initialized:
+                self._sampler.free()
 
+    @operation
     def to(self, device: torch.device | str, *, progress: bool | None = None) -> Self:
         """Move rows, index, counters and random state, while the buffer is in use. Batches go on as if it had not.
 
@@ -844,38 +835,37 @@ class ReplayBuffer:
         Raises:
             RuntimeError: there is no such device, or no room there: the buffer is then where it was.
         """
-        with self._lock:
-            self._batches.discard()
-            try:
-                moving.move(self._storage, self._sampler, device, progress)
-                self._lock.ended()
-            finally:
-                if self._prefetch:
-                    self._assemble()
+        self._batches.discard()
+        try:
+            moving.move(self._storage, self._sampler, device, progress)
+            self.operation.ended()
+        finally:
+            if self._prefetch:
+                self._assemble()
         return self
 
     # State
 
+    @operation
     def state_dict(self) -> dict[str, Any]:
         """Everything that is needed to go on with the same batches. Row tensors are views. Synchronises.
 
         A random stream that has no seed yet, before the first draw of a buffer without ``generator``, has none after a
         load either.
         """
-        with self._lock:
-            if self._intake is not None:
-                self._intake.take(everything=True)
-            self._batches.discard()
-            state = {
-                "_storage": self._storage.state_dict(),
-                "_sampler": self._sampler.state_dict(),
-                "_writer": self._writer.state_dict(),
-                "_transforms": self._transform.state_dict(),
-                "_batch_size": self._batch_size,
-            }
-            if self._pipeline is not None:
-                state["_processing"] = self._pipeline.state_dict()
-            return state
+        if self._intake is not None:
+            self._intake.take(everything=True)
+        self._batches.discard()
+        state = {
+            "_storage": self._storage.state_dict(),
+            "_sampler": self._sampler.state_dict(),
+            "_writer": self._writer.state_dict(),
+            "_transforms": self._transform.state_dict(),
+            "_batch_size": self._batch_size,
+        }
+        if self._pipeline is not None:
+            state["_processing"] = self._pipeline.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict` into this buffer's own memory. Synchronises.
@@ -916,12 +906,12 @@ class ReplayBuffer:
     # Interrupted operations
 
     def _finish_interrupted(self) -> None:
-        """Called before the host's mirror of the counters is read without the lock. Rows that have arrived count."""
+        """Called before the host's mirror of the counters is read. Rows that have arrived count."""
         if self._storage.unfinished is not None or self._intake is not None:
-            self._lock.mend()
+            self.operation.mend()
 
     def _mend(self) -> None:
-        """Finish an interrupted operation. The next one calls this, with the lock held.
+        """Finish an interrupted operation. The next one calls this.
 
         The device's counters say whether the rows of a write have been written. If so, the write is completed;
         otherwise there was none. Data derived from rows and priorities is computed anew: O(capacity). Synchronises
@@ -930,22 +920,20 @@ class ReplayBuffer:
         storage, sampler = self._storage, self._sampler
         left = storage.unfinished
         if left is not None and left.empties:
-            storage.empty()
-            sampler.empty()
-            self._writer.empty()
-            storage.end(None)
+            self._empty()
+            storage.settled()
             return
         if left is None or not storage.initialized:
-            storage.end(None)
+            storage.settled()
             return
-        storage.redo()
+        storage.again.redo()
         if left.written is None or self._complete_write(left.written) or not self._writer.in_order:
             if not left.counted:
                 storage.refresh()
             storage.rebuild()
             sampler.mend()
             self._writer.mend()
-        storage.end(None)
+        storage.settled()
 
     def _complete_write(self, written: int) -> bool:
         """Whether an interrupted write has written rows; the sampler knows of them then."""
@@ -968,16 +956,17 @@ class ReplayBuffer:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of everything as of one moment. Synchronises."""
-        with self._lock:
-            self._batches.discard()
-            if self._storage.initialized:
-                # A stream that is seeded only later would not be the same in the copy.
-                self._sampler.random_state(self._storage.device)
-            state = {name: value for name, value in vars(self).items() if name not in _OF_THE_PROCESS}
-            state = copy.deepcopy(state)
+        state = self.operation.run(self._copied)
         # A process that is being spawned gets bytes: torch would pass it the memory of tensors as open files, and fails
         # if two tensors share it.
         return state if get_spawning_popen() is None else {_BYTES: pickle.dumps(state), _OWNER: os.getpid()}
+
+    def _copied(self) -> dict[str, Any]:
+        self._batches.discard()
+        if self._storage.initialized:
+            # A stream that is seeded only later would not be the same in the copy.
+            self._sampler.random_state(self._storage.device)
+        return copy.deepcopy({name: value for name, value in vars(self).items() if name not in _OF_THE_PROCESS})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         owner = state.get(_OWNER)
@@ -999,15 +988,15 @@ class ReplayBuffer:
 
         If a thread of the parent was in the middle of an operation, the next one here finishes it.
         """
-        lock, storage = self._lock, self._storage
+        own, storage = self.operation, self._storage
         storage.owner = storage.owner or os.getppid()
-        if lock.abandon() and storage.initialized:
+        if own.abandon() and storage.initialized:
             storage.unfinished = storage.unfinished or REPLAY
-        if not lock.on_gpu():
+        if own.gpu() is None:
             # A process forked from one that uses CUDA can't use it.
             self._batches.discard()
         # The parent takes the rows of other processes.
-        self._intake = lock.intake = None
+        self._intake = own.intake = None
         self._assemble()
         for random in (self._sampler._random, None if self._pipeline is None else self._pipeline.random):
             if random is not None and not random.state.is_cuda:

@@ -18,7 +18,7 @@ from gpubuf.data.arguments import as_tensor, check_batch_size, check_sizes, warn
 from gpubuf.data.batches import Batch, attach_info, finished
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.checkpoints import files, restore, save
-from gpubuf.data.lock import BufferLock, graph_break, under
+from gpubuf.data.operation import Operation, graph_break, together
 from gpubuf.data.recording import current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import RandomState, is_tensor
 from gpubuf.data.samplers.slices import SliceSampler
@@ -238,7 +238,7 @@ class MixedReplayBuffer:
             RuntimeError: all the buffers that have a share are empty.
             ValueError: the buffers don't go together.
         """
-        drawn = under(self._locks, lambda: self._drawn(n, batches))
+        drawn = together(self._operations, lambda: self._drawn(n, batches))
         # Without the locks, for this calls functions of users.
         parts = {number: self._buffers[number]._batches.finish(batch) for number, batch in drawn.items()}
         number, first = next(iter(parts.items()))
@@ -362,7 +362,7 @@ class MixedReplayBuffer:
                     # A position of -1 is ignored.
                     part.update_priority(torch.where(owner == k, positions, -1), values, generation=marks)
 
-        under(self._locks, update)
+        together(self._operations, update)
 
     @graph_break
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
@@ -423,7 +423,7 @@ class MixedReplayBuffer:
             for _, apply in sorted(prepared, key=operator.itemgetter(0)):
                 apply()
 
-        under(self._locks, write)
+        together(self._operations, write)
 
     # State
 
@@ -444,8 +444,9 @@ class MixedReplayBuffer:
 
         The shares are yours.
         """
-        return under(
-            self._locks, lambda: {"_buffers": [buffer.state_dict() for buffer in self._buffers], **self._own_state()}
+        return together(
+            self._operations,
+            lambda: {"_buffers": [buffer.state_dict() for buffer in self._buffers], **self._own_state()},
         )
 
     def _own_state(self) -> dict[str, Any]:
@@ -460,7 +461,7 @@ class MixedReplayBuffer:
             ValueError: the state is that of another number of buffers, or one of them can't take its own; nothing
                 changes.
         """
-        under(self._locks, lambda: self._load(state))
+        together(self._operations, lambda: self._load(state))
 
     def _load(self, state: dict[str, Any]) -> None:
         states = state["_buffers"]
@@ -481,7 +482,7 @@ class MixedReplayBuffer:
         if any(buffer.initialized for buffer in self._buffers):
             # A stream that is seeded only later would not be the same in the restored mix.
             self._offsets.seeded()
-        return save.save_state(path, files.MIX, self._locks, self._state_to_save, **options)
+        return save.save_state(path, files.MIX, self._operations, self._state_to_save, **options)
 
     def _state_to_save(self) -> dict[str, Any]:
         return {"_buffers": [save.state_of(buffer) for buffer in self._buffers], **self._own_state()}
@@ -500,9 +501,9 @@ class MixedReplayBuffer:
     loads = load
 
     @property
-    def _locks(self) -> list[BufferLock]:
-        """The locks of all the buffers."""
-        return [buffer._lock for buffer in self._buffers]
+    def _operations(self) -> list[Operation]:
+        """Those of all the buffers."""
+        return [buffer.operation for buffer in self._buffers]
 
     def __repr__(self) -> str:
         parts = "".join(f"\n  {buffer!r},".replace("\n", "\n  ") for buffer in self._buffers)

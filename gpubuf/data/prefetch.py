@@ -112,21 +112,25 @@ class Prefetched(Batches):
         refuse_in_capture(_WHY)
         if capturing():
             raise RuntimeError(_WHY)
-        usual = n == self.batch_size and batches is None and whole and assembled
-        with self.lock:
-            batch = self._taken((n, include_info)) if usual else None
-            if batch is None:
-                self.discard()
-                batch = super()._draw(n, include_info, batches, whole=whole, assembled=assembled)
-        # Within a caller's turn the streams would be out of order.
-        if usual and not self.lock.held:
-            device = self.lock.gpu()
+        batch = super()._draw(n, include_info, batches, whole=whole, assembled=assembled)
+        # Within a caller's operation the streams would be out of order.
+        if self._usual(n, batches, whole, assembled) and not self.operation.held:
+            device = self.operation.gpu()
             if device is not None and self._side is None:
                 self._side = torch.cuda.Stream(device)
-            # The lock orders the streams: the side one comes after all before this, and the next operation after it.
-            with nullcontext() if self._side is None else torch.cuda.stream(self._side), self.lock:
-                if self._ahead is None:
-                    self._make((n, include_info))
+            # Operations are ordered: that of the side stream comes after all before it, and the next one after it.
+            with nullcontext() if self._side is None else torch.cuda.stream(self._side):
+                self.operation.run(self._make, (n, include_info))
+        return batch
+
+    def _usual(self, n: int, batches: int | None, whole: bool, assembled: bool) -> bool:
+        return n == self.batch_size and batches is None and whole and assembled
+
+    def _drawn(self, n: int, include_info: bool, batches: int | None, whole: bool, assembled: bool) -> Batch:
+        batch = self._taken((n, include_info)) if self._usual(n, batches, whole, assembled) else None
+        if batch is None:
+            self.discard()
+            batch = super()._drawn(n, include_info, batches, whole, assembled)
         return batch
 
     def _taken(self, asked: tuple[int, bool]) -> Batch | None:
@@ -142,10 +146,12 @@ class Prefetched(Batches):
             self.sampler.ran_out = ahead.made.ran_out
             return ahead.made
         # Of a copy: another thread may look at the unit of this object.
-        return Batches._draw(replace(self, unit=ahead.made), *asked, None)
+        return Batches._drawn(replace(self, unit=ahead.made), *asked, None, True, True)
 
     def _make(self, asked: tuple[int, bool]) -> None:
         """Make a batch ahead. One that can't be drawn, for want of rows for example, is drawn when it is asked for."""
+        if self._ahead is not None:
+            return  # another thread was here first
         storage, sampler, processing = self.storage, self.sampler, self.reader.recipe.processing
         ran_out, before = sampler.ran_out, _Before(sampler, None if processing is None else processing.noise)
         try:

@@ -7,6 +7,7 @@ noted in a :class:`Recording` while the graph is captured, and done again at eac
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import threading
 from collections import deque
@@ -47,16 +48,13 @@ class CaptureError(RuntimeError):
     """A step that can't be captured in a CUDA graph, or a graph that no longer fits what it was captured with."""
 
 
-class Lock(Protocol):
-    """The lock of a buffer: see :class:`gpubuf.data.lock.BufferLock`."""
+class Operation(Protocol):
+    """Runs what a buffer does: see :class:`gpubuf.data.operation.Operation`."""
 
     storage: Any
 
-    def __enter__(self) -> Any:
-        """Around an operation."""
-
-    def __exit__(self, *exception: object) -> None:
-        """After it."""
+    def run(self, action: Callable[[], Any]) -> Any:
+        """``action()`` as one operation of the buffer."""
 
     @property
     def device(self) -> torch.device | None:
@@ -70,11 +68,11 @@ class Recording:
     """The work on the host that goes with the replays of one graph.
 
     Attributes:
-        locks: those of the buffers that the graph uses.
+        operations: those of the buffers that the graph uses.
     """
 
     def __init__(self) -> None:
-        self.locks: list[Lock] = []
+        self.operations: list[Operation] = []
         self._before: dict[Hashable, Callable[[], None]] = {}
         self._after: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
@@ -102,19 +100,18 @@ class Recording:
         for name in attributes:
             self._held.setdefault((id(owner), name), (owner, name, getattr(owner, name)))
 
-    def replay(self, launch: Callable[[], object], taken: int = 0) -> None:
+    def replay(self, launch: Callable[[], object]) -> None:
         """Replay by ``launch``: one operation of all the buffers, with its work on the host.
-
-        Args:
-            launch: replays the graph.
-            taken: so many of the locks are held.
 
         Raises:
             CaptureError: a buffer has replaced something that the graph uses.
         """
-        if taken < len(self.locks):
-            with self.locks[taken]:
-                return self.replay(launch, taken + 1)
+        action = functools.partial(self._replay, launch)
+        for one in reversed(self.operations):
+            action = functools.partial(one.run, action)
+        action()
+
+    def _replay(self, launch: Callable[[], object]) -> None:
         for owner, name, value in self._held.values():
             if getattr(owner, name, None) is not value:
                 raise CaptureError(
@@ -124,21 +121,23 @@ class Recording:
         for action in self._before.values():
             action()
         # After an interrupt only the device knows whether the replay ran.
-        storages = [lock.storage for lock in self.locks]
-        before = [storage.begin(REPLAY) for storage in storages]
+        action = functools.partial(self._launched, launch)
+        for one in self.operations:
+            action = functools.partial(one.storage.changing, action, what=REPLAY)
+        action()
+
+    def _launched(self, launch: Callable[[], object]) -> None:
         launch()
         for action in self._after:
             action()
-        for storage, outer in zip(storages, before, strict=True):
-            storage.end(outer)
 
 
 class _Current(threading.local):
     recording: Recording | None = None
-    locks: list[Lock] | None = None
+    operations: list[Operation] | None = None
 
 
-#: The recording and the locks of this thread.
+#: The recording, and the operations of the buffers in use, of this thread.
 current = _Current()
 
 
@@ -204,7 +203,7 @@ def do_postponed() -> None:
 @contextlib.contextmanager
 def recorded(into: Recording) -> Iterator[None]:
     """Note in ``into`` the work of operations in this thread from now on."""
-    with watched(into.locks):
+    with watched(into.operations):
         previous, current.recording = current.recording, into
         try:
             yield
@@ -213,20 +212,20 @@ def recorded(into: Recording) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watched(locks: list[Lock]) -> Iterator[None]:
-    """Enter into ``locks`` those of the buffers that are used from now on, in this thread."""
-    previous, current.locks = current.locks, locks
+def watched(operations: list[Operation]) -> Iterator[None]:
+    """Enter into ``operations`` those of the buffers that are used from now on, in this thread."""
+    previous, current.operations = current.operations, operations
     try:
         yield
     finally:
-        current.locks = previous
+        current.operations = previous
 
 
-def used(lock: Lock) -> None:
-    """An operation on a buffer begins."""
-    locks = current.locks
-    if locks is not None and lock not in locks:
-        locks.append(lock)
+def used(operation: Operation) -> None:
+    """An operation of a buffer begins."""
+    operations = current.operations
+    if operations is not None and operation not in operations:
+        operations.append(operation)
 
 
 def refuse_in_capture(reason: str) -> None:

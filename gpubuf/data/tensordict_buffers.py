@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpubuf.data.batches import collapsed
 from gpubuf.data.buffer import ReplayBuffer, storage_of
-from gpubuf.data.lock import graph_break
+from gpubuf.data.operation import graph_break, operation
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.sum_tree import masks_of, rows_of
 from gpubuf.data.sequences import by_anchor
@@ -42,7 +42,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self.priority_key = priority_key
         super().__init__(storage, writer=TensorDictRoundRobinWriter if writer is None else writer, **kwargs)
 
-    @graph_break
+    @operation
     def extend(self, data: Data, *, update_priority: bool | None = None) -> Tensor:
         """Write a batch, with the priorities found under ``priority_key`` if the sampler has any use for them.
 
@@ -66,8 +66,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             if not isinstance(first, TensorDictBase | list) and not is_tensorclass(first):
                 raise TypeError(f"{type(self).__name__} stores TensorDicts, got a {type(first).__name__}")
         wanted = update_priority is not False and self._sampler.has_priorities
-        with self._lock:
-            return self._extend(data, self._given_priority if wanted else None)
+        return self._extend(data, self._given_priority if wanted else None)
 
     def _as_tensordicts(self, data: Any, ndim: int) -> Any:
         """A dict of tensors or arrays, or a list of such rows, as TensorDicts of ``ndim`` batch dimensions."""

@@ -17,7 +17,6 @@ from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.arguments import as_tensor
-from gpubuf.data.recording import DERIVED
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.sum_tree import vector
 from gpubuf.data.storage.indexing import as_positions, plain_index
@@ -43,7 +42,7 @@ _OF_THE_DRAW = frozenset({("index",), ("index_generation",), ("priority_weight",
 
 @dataclass(frozen=True)
 class RowAccess:
-    """Reads and changes the rows of a buffer by their index, with the buffer's lock held. The cursor stays.
+    """Reads and changes the rows of a buffer by their index, within an operation of the buffer. The cursor stays.
 
     Of a storage of two dimensions, ints, slices and keys see the rows as they were written: ``[E, T]``, or ``[T, E]``
     with ``dim_extend=0``. Tensors, sequences and tuples of tensors are positions as samples carry them.
@@ -76,9 +75,10 @@ class RowAccess:
 
     def write(self, index: Any, data: Data) -> None:
         """Overwrite the rows at ``index``."""
+        self.storage.changing(self._write, plain_index(index), data)
+
+    def _write(self, index: Any, data: Data) -> None:
         storage = self.storage
-        index = plain_index(index)
-        before = storage.begin(DERIVED)
         if storage.ndim > 1 and storage.initialized and is_plain(index):
             where = self._coordinates(index)
             lead = where.shape[:-1]
@@ -92,7 +92,6 @@ class RowAccess:
         # The sampler finds anew where trajectories end, if it keeps that.
         if storage.initialized and self.sampler.depends_on(range(len(storage.layout.leaves))):
             self.sampler.rows_changed()
-        storage.end(before)
 
     def prepare(self, index: Any, data: Any, *, generation: Tensor | None) -> Callable[[], None]:
         """:meth:`ReplayBuffer.update_if_present`, up to the point from which on rows change: the rest of it."""
@@ -123,12 +122,13 @@ class RowAccess:
             return
         storage = self.storage
         generation = storage.counters.without_rewrites(positions, generation)
-        depends = self.sampler.depends_on([storage.schema.columns[key] for key in keys])
-        before = storage.begin(DERIVED) if depends else None
+        storage.changing(self._update, positions, keys, sources, generation)
+
+    def _update(self, positions: Tensor, keys: list[int], sources: list[Tensor], generation: Tensor) -> None:
+        storage = self.storage
         storage.update(positions, keys, sources, generation)
-        if depends:
+        if self.sampler.depends_on([storage.schema.columns[key] for key in keys]):
             self.sampler.rows_changed()
-            storage.end(before)
 
     def in_written_order(self, value: Any) -> Any:
         """``[T, E, ...]`` with the dimensions that a written batch has."""

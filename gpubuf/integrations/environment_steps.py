@@ -122,9 +122,8 @@ class StepWriter:
 def rows_at(buffer: ReplayBuffer, positions: Tensor) -> tuple[Any, Tensor]:
     """Rows at flat positions, int64 ``[n]``, as a draw makes a batch of them, and their generations."""
     reader = buffer._reader
-    with buffer._lock:
-        tensors, generation = reader.gather(positions.to(buffer.storage.device))
-        return reader.assemble(tensors), generation
+    tensors, generation = buffer.operation.run(reader.gather, positions.to(buffer.storage.device))
+    return reader.assemble(tensors), generation
 
 
 def _below(part: Any, name: str) -> Any:
@@ -141,5 +140,6 @@ def stored_values(buffer: ReplayBuffer, key: Key, index: Tensor | None = None) -
     storage = buffer.storage
     number = storage.schema.batch.position(key)
     assert number is not None
-    with buffer._lock:
-        return storage.gather_key(number, torch.arange(len(buffer), device=storage.device) if index is None else index)
+    if index is None:
+        index = torch.arange(len(buffer), device=storage.device)
+    return buffer.operation.run(storage.plans.batch.gather_key, number, index)

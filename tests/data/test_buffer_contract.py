@@ -611,8 +611,7 @@ def test_threads_see_whole_rows(contract):
 
     def save() -> None:
         for _ in range(4):
-            with buffer._lock:
-                state = copy.deepcopy(buffer.state_dict())
+            state = buffer.operation.run(lambda: copy.deepcopy(buffer.state_dict()))
             contract.new().load_state_dict(state)
 
     together(write, read, save)

@@ -476,7 +476,7 @@ def test_a_save_waits_for_another_of_the_same_folder(tmp_path):
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     for exclusive in (True, False):
-        with files.FolderLock(tmp_path, exclusive=exclusive):
+        with files.locked(tmp_path, exclusive=exclusive):
             assert subprocess.run(command, capture_output=True, text=True).stdout == "held\n"
     assert subprocess.run(command, capture_output=True, text=True).stdout == ""
 
@@ -496,7 +496,7 @@ def saved_while_used(buffer: TensorDictReplayBuffer, folder: Path, waits: bool) 
         if thread.ident is None:
             thread.start()
             if waits:
-                wait_for_line(buffer._lock, 1)
+                wait_for_line(buffer.operation, 1)
             else:
                 thread.join(30)
                 assert not thread.is_alive()

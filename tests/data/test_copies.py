@@ -88,11 +88,10 @@ def test_a_fork_during_another_threads_turn_has_a_lock_of_its_own():
     buffer, begun, done = used("prioritized slices"), threading.Event(), threading.Event()
 
     def hold():
-        with buffer._lock:
-            begun.set()
-            done.wait()
+        begun.set()
+        done.wait()
 
-    thread = threading.Thread(target=hold)
+    thread = threading.Thread(target=buffer.operation.run, args=(hold,))
     thread.start()
     begun.wait()
 

@@ -231,8 +231,8 @@ def test_functions_of_users_run_without_the_locks():
     mixed = MixedReplayBuffer([part(14, 0), part(14, 100)])
     held = []
     for buffer in mixed.buffers:
-        buffer.append_transform(lambda data: held.extend(b._lock.held for b in mixed.buffers) or data)
-    mixed.append_transform(lambda data: held.extend(b._lock.held for b in mixed.buffers) or data)
+        buffer.append_transform(lambda data: held.extend(b.operation.held for b in mixed.buffers) or data)
+    mixed.append_transform(lambda data: held.extend(b.operation.held for b in mixed.buffers) or data)
     mixed.sample(4)
     assert held == [False] * 6
 

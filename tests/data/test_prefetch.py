@@ -330,8 +330,7 @@ def test_an_epoch_that_was_given_up_is_not_put_back(size):
 
 def test_a_sample_within_a_turn_makes_none():
     _, ahead = pair("pinned", "uniform")
-    with ahead._lock:
-        ahead.sample()
+    ahead.operation.run(ahead.sample)
     assert ahead._batches.ahead == 0
 
 

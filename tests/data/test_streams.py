@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gpubuf import LazyTensorStorage, PrioritizedSampler, RandomSampler, TensorDictReplayBuffer
-from gpubuf.data import lock, prefetch
-from gpubuf.data.lock import BufferLock, StreamOrder
+from gpubuf.data import operation, prefetch
+from gpubuf.data.operation import Operation, StreamOrder
 from gpubuf.data.samplers.base import Drawn
 from tests.support import placements
 from tests.support.transitions import transitions
@@ -46,7 +46,7 @@ class Machine:
         monkeypatch.setattr(cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(cuda, "current_device", lambda: 0)
         monkeypatch.setattr(cuda, "current_stream", lambda device=None: self.current)
-        monkeypatch.setattr(lock, "_raw_stream", (lambda index: id(self.current)) if handles else None)
+        monkeypatch.setattr(operation, "_raw_stream", (lambda index: id(self.current)) if handles else None)
         monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(cuda, "Event", Event)
         monkeypatch.setattr(cuda, "Stream", lambda device=None: Stream("side", self.log))
@@ -97,7 +97,7 @@ def test_streams_wait_for_each_other(monkeypatch, handles):
 def test_default_streams_of_two_devices_are_two(monkeypatch):
     """They have the same handle. A buffer may have moved between two operations."""
     machine, order = Machine(monkeypatch), StreamOrder()
-    monkeypatch.setattr(lock, "_raw_stream", lambda index: 0)
+    monkeypatch.setattr(operation, "_raw_stream", lambda index: 0)
     order.begin(DEVICE)
     order.end(DEVICE)
     with machine.on(machine.other):
@@ -133,42 +133,40 @@ def test_a_dropped_buffer_is_waited_for(monkeypatch):
     # The lock of a buffer does so when it goes, and the buffer when it gets another storage.
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
     settled = []
-    monkeypatch.setattr(buffer._lock._streams, "_last", machine.default)
+    monkeypatch.setattr(buffer.operation._streams, "_last", machine.default)
     monkeypatch.setattr(StreamOrder, "settle", lambda self: settled.append(self))
     buffer.set_storage(LazyTensorStorage(10))
-    assert settled == [buffer._lock._streams]
+    assert settled == [buffer.operation._streams]
     other = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=2, prefetch=1)
     other.set_sampler(PrioritizedSampler(10, 0.7, 0.5))
-    assert settled[1:] == [other._lock._streams]
+    assert settled[1:] == [other.operation._streams]
 
 
-def test_the_streams_of_a_lock_are_waited_for_when_it_goes(monkeypatch):
-    machine, lock = Machine(monkeypatch), BufferLock(LazyTensorStorage(10))
-    lock.joined(machine.default)
-    lock.joined(machine.other)
+def test_the_streams_of_operations_are_waited_for_when_it_goes(monkeypatch):
+    machine, own = Machine(monkeypatch), Operation(LazyTensorStorage(10))
+    own.joined(machine.default)
+    own.joined(machine.other)
     machine.said()
-    del lock
+    del own
     assert machine.said() == ["default waits for other"]
 
 
 def test_what_another_thread_does_during_a_capture_is_waited_for(monkeypatch):
     """Its event is no part of the graph, and the replay comes after it."""
     machine = Machine(monkeypatch)
-    lock = BufferLock(LazyTensorStorage(10))
+    own = Operation(LazyTensorStorage(10))
     counters = SimpleNamespace(is_cuda=True, device=DEVICE)
-    monkeypatch.setattr(lock.storage, "_ring", SimpleNamespace(counters=counters))
-    monkeypatch.setattr(lock, "_has_cuda", True)
-    with lock:
-        pass
+    monkeypatch.setattr(own.storage, "_ring", SimpleNamespace(counters=counters))
+    monkeypatch.setattr(own, "_has_cuda", True)
+    own.mend()
     # The capture begins: what comes before it is on the stream of whoever captures.
-    lock.joined(machine.default)
-    with machine.on(machine.other), lock:
-        pass
+    own.joined(machine.default)
+    with machine.on(machine.other):
+        own.mend()
     assert machine.said() == ["other waits for default", "event on other"]
-    lock.joined(machine.default)
+    own.joined(machine.default)
     assert machine.said()[0] == "default waits for event on other"
-    with lock:
-        pass
+    own.mend()
     assert machine.said() == []
 
 
@@ -181,12 +179,14 @@ def test_a_batch_ahead_is_tied_to_its_consumer(monkeypatch):
     buffer = TensorDictReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=2, prefetch=1)
     buffer.extend(transitions(10))
     assert memory.pinned
-    own = buffer._lock
+    own = buffer.operation
 
-    def take():
-        own._lock.acquire()
+    def step(action, args, named):
         own._streams.begin(DEVICE)
-        return lambda *exception: own._streams.end(DEVICE)
+        try:
+            return action(*args, **named)
+        finally:
+            own._streams.end(DEVICE)
 
     def draw(n: int) -> Drawn:
         log.append(f"draw on {machine.current.name}")
@@ -196,7 +196,7 @@ def test_a_batch_ahead_is_tied_to_its_consumer(monkeypatch):
         is_cuda=True, device=DEVICE, record_stream=lambda stream: log.append(f"used on {stream.name}")
     )
     monkeypatch.setattr(prefetch, "tensors_of", lambda data: [used])
-    monkeypatch.setattr(own, "_take", take)
+    monkeypatch.setattr(own, "_step", step)
     monkeypatch.setattr(own, "gpu", lambda: DEVICE)
     monkeypatch.setattr(buffer.sampler, "draw", draw)
     buffer.sample()

@@ -24,7 +24,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
     capture,
 )
-from gpubuf.data.lock import BufferLock
+from gpubuf.data.operation import Operation
 from tests.support.threads import together, wait_for_line
 from tests.support.transitions import transitions
 
@@ -117,8 +117,8 @@ def test_writer_sampler_and_saver(sampler):
         n = 0
         while writing.is_set() or n < 5:
             n += 1
-            with buffer._lock:  # as saving to a file does: the rows of a state are views
-                check_state(buffer.state_dict())
+            # As saving to a file does: the rows of a state are views.
+            buffer.operation.run(lambda: check_state(buffer.state_dict()))
 
     together(write, sample, sample, save)
     check_state(buffer.state_dict())
@@ -271,51 +271,51 @@ def test_a_captured_sample_on_a_prefetching_buffer(sampler):
     assert len(drawn) == 5
 
 
-def is_free(lock: BufferLock) -> bool:
-    """Whether another thread can take the lock now."""
+def is_free(operation: Operation) -> bool:
+    """Whether another thread can begin an operation now."""
     with ThreadPoolExecutor(1) as other:
-        return not lock._waiting and other.submit(lock._lock.acquire, False).result()
+        return not operation.line and other.submit(operation.lock.acquire, False).result()
 
 
 def test_threads_get_the_lock_in_the_order_in_which_they_asked():
     """Also before the thread that has just released it and asks again at once."""
-    lock, order = BufferLock(LazyTensorStorage(4)), []
+    operation, order = Operation(LazyTensorStorage(4)), []
+    threads = [threading.Thread(target=operation.run, args=(order.append, number)) for number in range(5)]
 
-    def wait(number):
-        with lock:
-            order.append(number)
-
-    threads = [threading.Thread(target=wait, args=(number,)) for number in range(5)]
-    with lock:
+    def begin():
         for n, thread in enumerate(threads):
             thread.start()
-            wait_for_line(lock, n + 1)
-    with lock:
-        assert order == [0, 1, 2, 3, 4]
-        order.append("again")
+            wait_for_line(operation, n + 1)
+
+    operation.run(begin)
+    operation.run(order.append, "again")
     for thread in threads:
         thread.join()
     assert order == [0, 1, 2, 3, 4, "again"]
-    assert is_free(lock)
+    assert is_free(operation)
 
 
 def test_a_tight_writer_and_a_tight_sampler_have_equal_shares():
     """CASES.md 32: neither gets it twice while the other waits, as the thread would that has just released it."""
-    lock, written, before, done = BufferLock(LazyTensorStorage(4)), [0], [], threading.Event()
+    operation, written, before, done = Operation(LazyTensorStorage(4)), [0], [], threading.Event()
     work = bytes(1 << 16)  # enough for zlib to let other threads run
+
+    def count():
+        zlib.crc32(work)
+        written[0] += 1
+
+    def look():
+        zlib.crc32(work)
+        before.append(written[0])
 
     def write():
         while not done.is_set():
-            with lock:
-                zlib.crc32(work)
-                written[0] += 1
+            operation.run(count)
 
     def sample():
         try:
             for _ in range(300):
-                with lock:
-                    zlib.crc32(work)
-                    before.append(written[0])
+                operation.run(look)
         finally:
             done.set()
 
@@ -326,7 +326,7 @@ def test_a_tight_writer_and_a_tight_sampler_have_equal_shares():
 
 
 def test_a_wait_that_is_interrupted_gives_up_its_place():
-    lock, waiting = BufferLock(LazyTensorStorage(4)), threading.Event()
+    operation, waiting = Operation(LazyTensorStorage(4)), threading.Event()
     main = threading.get_ident()
 
     class StoppedError(Exception):
@@ -338,54 +338,55 @@ def test_a_wait_that_is_interrupted_gives_up_its_place():
             raise StoppedError
 
     def hold():
-        with lock:
-            waiting.set()
-            wait_for_line(lock, 1)
-            # Not once: a signal that comes just before Python waits for a lock does not end that wait.
-            while not stopped.is_set():
-                signal.pthread_kill(main, signal.SIGUSR1)
-                stopped.wait(0.01)
-            released.wait()
+        waiting.set()
+        wait_for_line(operation, 1)
+        # Not once: a signal that comes just before Python waits for a lock does not end that wait.
+        while not stopped.is_set():
+            signal.pthread_kill(main, signal.SIGUSR1)
+            stopped.wait(0.01)
+        released.wait()
 
     stopped, released, before = threading.Event(), threading.Event(), signal.signal(signal.SIGUSR1, stop)
-    holder = threading.Thread(target=hold)
+    holder = threading.Thread(target=operation.run, args=(hold,))
     try:
         holder.start()
         waiting.wait()
-        with pytest.raises(StoppedError), lock:
-            pytest.fail("the lock was taken")
-        assert not lock._waiting
+        with pytest.raises(StoppedError):
+            operation.run(pytest.fail, "the operation began")
+        assert not operation.line
     finally:
         released.set()
         holder.join()
         signal.signal(signal.SIGUSR1, before)
-    assert is_free(lock)
+    assert is_free(operation)
 
 
-def test_an_error_before_the_lock_is_taken_leaves_it_free():
-    lock = BufferLock(LazyTensorStorage(4))
+def test_an_error_at_the_beginning_leaves_the_lock_free():
+    operation = Operation(LazyTensorStorage(4))
 
     def interrupted():
         raise KeyboardInterrupt
 
-    lock.intake = lambda: interrupted
-    with pytest.raises(KeyboardInterrupt), lock:
-        pytest.fail("the lock was taken")
-    lock.intake = None
-    assert is_free(lock)
+    operation.intake = lambda: interrupted
+    with pytest.raises(KeyboardInterrupt):
+        operation.run(pytest.fail, "the operation began")
+    operation.intake = None
+    assert is_free(operation)
 
 
 @pytest.mark.parametrize("method", ["rebuild", "trajectories"])
-def test_methods_of_a_sampler_take_the_lock(method):
+def test_methods_of_a_sampler_are_operations(method):
     """CASES.md 32: nothing is indexed anew while a row is being written."""
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(40), sampler=SliceSampler(slice_len=2))
     buffer.extend(transitions(30))
-    lock = buffer._lock
-    thread = threading.Thread(target=getattr(buffer.sampler, method))
-    with lock:
+    operation, thread = buffer.operation, threading.Thread(target=getattr(buffer.sampler, method))
+
+    def wait():
         thread.start()
-        while thread.is_alive() and not lock._waiting:
+        while thread.is_alive() and not operation.line:
             os.sched_yield()
-        assert len(lock._waiting) == 1
+        assert len(operation.line) == 1
+
+    operation.run(wait)
     thread.join()
-    assert is_free(lock)
+    assert is_free(operation)

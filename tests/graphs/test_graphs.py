@@ -196,7 +196,7 @@ def test_a_replay_is_a_turn_of_its_buffers(machine):
         step(world.data(number))
     owners = []
     replay = step._graph.replay
-    step._graph.replay = lambda: (owners.append(world.buffer._lock.held), replay())
+    step._graph.replay = lambda: (owners.append(world.buffer.operation.held), replay())
     step(world.data(0))
     assert owners == [True]
 

@@ -32,18 +32,14 @@ def written(buffer: TensorDictReplayBuffer) -> int:
 
 
 def is_free(buffer: TensorDictReplayBuffer) -> bool:
-    """Whether another thread can take the lock. One that prepares a batch ahead may have to release it first."""
-
-    def attempt() -> bool:
-        with buffer._lock:
-            return True
+    """Whether another thread can begin an operation."""
 
     def try_lock() -> bool:
-        lock = buffer._lock._lock
+        lock = buffer.operation.lock
         if not lock.acquire(timeout=60):
             return False
         lock.release()
-        return attempt()
+        return buffer.operation.run(lambda: True)
 
     with ThreadPoolExecutor(1) as other:
         return other.submit(try_lock).result()
@@ -57,8 +53,7 @@ def check(buffer: TensorDictReplayBuffer) -> None:
     if not storage.initialized:
         return
     assert [storage.written, n] == storage.ring[[WRITTEN, SIZE]].tolist()
-    with buffer._lock:
-        newest = storage.written
+    newest = buffer.operation.run(lambda: storage.written)
     if n:
         position = torch.arange(n)
         rows = storage[:]

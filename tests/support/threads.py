@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from gpubuf.data.lock import BufferLock
+from gpubuf.data.operation import Operation
 
 
 def together(*jobs: Callable[[], None]) -> None:
@@ -29,9 +29,9 @@ def together(*jobs: Callable[[], None]) -> None:
         raise failures[0]
 
 
-def wait_for_line(lock: BufferLock, n: int) -> None:
-    """Until so many threads wait for the lock."""
-    while len(lock._waiting) < n:
+def wait_for_line(operation: Operation, n: int) -> None:
+    """Until so many threads wait for their turn."""
+    while len(operation.line) < n:
         os.sched_yield()
 
 

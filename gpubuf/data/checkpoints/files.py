@@ -8,6 +8,7 @@ is there names files that are whole. It can name files of its own folder only.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import json
@@ -16,7 +17,7 @@ import re
 import select
 import stat
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from gpubuf import serialization
-from gpubuf.data.lock import BufferLock, Guard, under
+from gpubuf.data.operation import Operation, together
 from gpubuf.data.pinning import copied, tensors_of
 from gpubuf.terminal import BYTES, progress_bar
 
@@ -71,28 +72,21 @@ def need(condition: bool, what: str) -> None:
         raise DamagedError(what)
 
 
-class FolderLock(Guard):
-    """``with FolderLock(folder, exclusive=...):``: one save, or any number of loads at a time. Used once.
+@contextlib.contextmanager
+def locked(folder: Path, *, exclusive: bool) -> Iterator[None]:
+    """Around one save of a folder (``exclusive``), or any number of loads at a time.
 
     A killed process lets go of it, and so does an interrupted call.
     """
-
-    def __init__(self, folder: Path, *, exclusive: bool) -> None:
-        super().__init__()
-        self._folder, self._how = folder, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
-
-    def _take(self) -> Callable[..., None]:
-        end = super()._take()
-        # Any object of C's that owns a descriptor, and closes it without a word when it is freed.
-        holder = select.epoll()
-        self._give_back = functools.partial(holder.__exit__, None, None)
-        descriptor = os.open(self._folder, os.O_RDONLY)
+    # Any object of C's that owns a descriptor, and closes it when its block ends, or when it is freed.
+    with select.epoll() as holder:
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.dup2(descriptor, holder.fileno(), inheritable=False)
         finally:
             os.close(descriptor)
-        fcntl.flock(holder, self._how)
-        return end
+        fcntl.flock(holder, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        yield
 
 
 # Writing
@@ -115,7 +109,7 @@ def check_replaceable(folder: Path, of: str) -> None:
 def write(
     folder: Path,
     save_id: str,
-    locks: list[BufferLock],
+    operations: list[Operation],
     state_now: Callable[[], dict[str, Any]],
     progress: bool | None,
     number: int = 0,
@@ -125,7 +119,7 @@ def write(
     Args:
         folder: the checkpoint.
         save_id: 16 random hexadecimal digits.
-        locks: of the buffers. They are held while the state is copied; above 256 MiB, until it is on the disk.
+        operations: of the buffers. No other one runs while the state is copied; above 256 MiB, until it is on the disk.
         state_now: gives the state.
         progress: as for :func:`gpubuf.data.checkpoints.save.save`.
         number: of the rank.
@@ -146,7 +140,7 @@ def write(
         file = write_now(state)
         return lambda: file
 
-    return under(locks, begun)()
+    return together(operations, begun)()
 
 
 def commit(folder: Path, manifest: Manifest) -> None:

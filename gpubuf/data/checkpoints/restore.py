@@ -62,7 +62,7 @@ def load(buffer: Checkpointed, path: str | os.PathLike[str], *, progress: bool |
 def read(path: str | os.PathLike[str], of: str, *, progress: bool | None = None) -> dict[str, Any]:
     """The state that :func:`gpubuf.data.checkpoints.save.save_state` wrote. Raises as :func:`load` for the files."""
     folder = existing(path)
-    with files.FolderLock(folder, exclusive=False):
+    with files.locked(folder, exclusive=False):
         return files.read(folder, files.read_manifest(folder, of).files[0], progress)
 
 
@@ -80,22 +80,25 @@ def existing(path: str | os.PathLike[str]) -> Path:
 
 def load_state(buffer: Checkpointed, state: dict[str, Any]) -> None:
     """Restore a state into a buffer's own memory. See :meth:`gpubuf.ReplayBuffer.load_state_dict`."""
-    with buffer._lock:
-        check(buffer, state)
-        with replacing(buffer):
-            buffer._transform.load_state_dict(state["_transforms"])
-            if buffer._pipeline is not None:
-                buffer._pipeline.load_state_dict(state["_processing"])
-            order = buffer._storage.load_state_dict(state["_storage"])
-            buffer._sampler.load_state_dict(state["_sampler"], order)
-            buffer._writer.load_state_dict(state["_writer"])
-            buffer._batch_size = state["_batch_size"]
-            buffer._assemble()
+    buffer.operation.run(_load_state, buffer, state)
+
+
+def _load_state(buffer: Checkpointed, state: dict[str, Any]) -> None:
+    check(buffer, state)
+    with replacing(buffer):
+        buffer._transform.load_state_dict(state["_transforms"])
+        if buffer._pipeline is not None:
+            buffer._pipeline.load_state_dict(state["_processing"])
+        order = buffer._storage.load_state_dict(state["_storage"])
+        buffer._sampler.load_state_dict(state["_sampler"], order)
+        buffer._writer.load_state_dict(state["_writer"])
+        buffer._batch_size = state["_batch_size"]
+        buffer._assemble()
 
 
 @contextlib.contextmanager
 def replacing(*buffers: Checkpointed) -> Iterator[None]:
-    """Around the replacement of all that buffers hold, whose locks are held: unless it finishes, all of them are empty.
+    """Around the replacement of all that buffers hold, within operations of theirs: unless it finishes, all are empty.
 
     It may be nested: the contents of the buffers count when the outermost block has finished.
     """
@@ -107,7 +110,7 @@ def replacing(*buffers: Checkpointed) -> Iterator[None]:
             storage.unfinished = EMPTIES
         yield
         for storage, mark in zip(storages, outer, strict=True):
-            storage.end(mark)
+            storage.unfinished = mark
     except BaseException as error:
         # The next operation finds the mark, and empties the buffer.
         for storage in storages:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from gpubuf.data.batches import Batches
 from gpubuf.data.checkpoints import files
-from gpubuf.data.lock import BufferLock
+from gpubuf.data.operation import Operation
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage.storage import TensorStorage
@@ -19,12 +19,12 @@ from gpubuf.data.writers import Writer
 
 
 class Checkpointed(Protocol):
-    """What checkpoints use of a buffer: its lock, its parts as they are while that is held, and its state.
+    """What checkpoints use of a buffer: its operation, its parts as they are within one, and its state.
 
     The state is made and taken by the buffer's own methods, for a subclass may add to it.
     """
 
-    _lock: BufferLock
+    operation: Operation
     _storage: TensorStorage
     _sampler: Sampler
     _writer: Writer
@@ -63,11 +63,11 @@ def save(buffer: Checkpointed, path: str | os.PathLike[str], **options: Any) -> 
         ValueError: the folder holds a ``manifest.json`` of another program, or a checkpoint of several buffers.
         OSError: the file can't be written. In all of these cases the previous checkpoint is whole. Synchronises.
     """
-    return save_state(path, files.BUFFER, [buffer._lock], lambda: state_of(buffer), **options)
+    return save_state(path, files.BUFFER, [buffer.operation], lambda: state_of(buffer), **options)
 
 
 def state_of(buffer: Checkpointed) -> dict[str, Any]:
-    """The state of a buffer as it is saved, with its lock held."""
+    """The state of a buffer as it is saved, within an operation."""
     if buffer._storage.initialized:
         # A stream that is seeded only later would not be the same in the restored buffer.
         buffer._sampler.random_state(buffer._storage.device)
@@ -77,7 +77,7 @@ def state_of(buffer: Checkpointed) -> dict[str, Any]:
 def save_state(
     path: str | os.PathLike[str],
     of: str,
-    locks: list[BufferLock],
+    operations: list[Operation],
     state_now: Callable[[], dict[str, Any]],
     *,
     progress: bool | None = None,
@@ -88,8 +88,8 @@ def save_state(
     Args:
         path: the folder.
         of: what it is the state of; see :class:`~.files.Manifest`.
-        locks: of all buffers in it.
-        state_now: gives the state; called while the locks are held.
+        operations: of all buffers in it.
+        state_now: gives the state; called within one operation of all of them.
         progress: as for :func:`save`.
 
     Raises as :func:`save`.
@@ -98,8 +98,8 @@ def save_state(
         raise TypeError(f"save() takes no {', '.join(gone)}: each save writes everything, to one file")
     folder, save_id = Path(path), secrets.token_hex(8)
     folder.mkdir(parents=True, exist_ok=True)
-    with files.FolderLock(folder, exclusive=True):
+    with files.locked(folder, exclusive=True):
         files.check_replaceable(folder, of)
-        file = files.write(folder, save_id, locks, state_now, progress)
+        file = files.write(folder, save_id, operations, state_now, progress)
         files.commit(folder, files.Manifest(of, (file,)))
     return file.size

@@ -97,13 +97,15 @@ def save_shards(
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
         vote.cast()
-    with files.FolderLock(folder, exclusive=True) if rank == 0 else nullcontext():
+    with files.locked(folder, exclusive=True) if rank == 0 else nullcontext():
         with _Vote(process_group) as vote:
             if rank == 0:
                 files.check_replaceable(folder, files.RANKS)
             (save_id, *_) = vote.cast(secrets.token_hex(8))
         with _Vote(process_group) as vote:
-            file = files.write(folder, save_id, [buffer._lock], lambda: {"buffer": state_of(buffer)}, progress, rank)
+            file = files.write(
+                folder, save_id, [buffer.operation], lambda: {"buffer": state_of(buffer)}, progress, rank
+            )
             found = vote.cast(file)
         with _Vote(process_group) as vote:
             if rank == 0:
@@ -141,29 +143,33 @@ def load_shards(
         RuntimeError: another rank has failed, or is lost: before all have checked their shards, the buffers are as they
             were; later, they are empty. Synchronises.
     """
+    buffer.operation.run(_load_shards, buffer, path, process_group, progress)
+
+
+def _load_shards(
+    buffer: Checkpointed, path: str | os.PathLike[str], process_group: dist.ProcessGroup | None, progress: bool | None
+) -> None:
     rank, ranks = (0, 1) if process_group is None else (process_group.rank(), process_group.size())
-    with buffer._lock:
-        with _Vote(process_group) as vote:
-            folder = existing(path)
-            with files.FolderLock(folder, exclusive=False):
-                shards = files.read_manifest(folder, files.RANKS).files
-                if len(shards) < ranks:
-                    raise ValueError(
-                        f"the checkpoint at {folder} is of {len(shards)} ranks and can't be cut into more: here are "
-                        f"{ranks}"
-                    )
-                mine = [*range(rank + ranks, len(shards), ranks), rank]
-                found = [files.read(folder, shards[each], progress) for each in mine]
-            states = [each["buffer"] for each in found]
-            for state in states:
-                check(buffer, state)
-            if len(states) > 1:
-                states = [_one_state(states, mine, buffer._storage.ndim)]
-                check(buffer, states[0])
-            vote.cast()
-        with _Vote(process_group) as vote, replacing(buffer):
-            buffer.load_state_dict(states[0])
-            vote.cast()
+    with _Vote(process_group) as vote:
+        folder = existing(path)
+        with files.locked(folder, exclusive=False):
+            shards = files.read_manifest(folder, files.RANKS).files
+            if len(shards) < ranks:
+                raise ValueError(
+                    f"the checkpoint at {folder} is of {len(shards)} ranks and can't be cut into more: here are {ranks}"
+                )
+            mine = [*range(rank + ranks, len(shards), ranks), rank]
+            found = [files.read(folder, shards[each], progress) for each in mine]
+        states = [each["buffer"] for each in found]
+        for state in states:
+            check(buffer, state)
+        if len(states) > 1:
+            states = [_one_state(states, mine, buffer._storage.ndim)]
+            check(buffer, states[0])
+        vote.cast()
+    with _Vote(process_group) as vote, replacing(buffer):
+        buffer.load_state_dict(states[0])
+        vote.cast()
 
 
 # Several shards as one

@@ -19,7 +19,7 @@ import torch
 from gpubuf.data.arguments import check_count, warn
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.queues import Queues, Rows, fence, numpy_dtype, of_bits, start_of, wait
-from gpubuf.data.lock import BufferLock
+from gpubuf.data.operation import Operation, operation
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.processing.statistics import RewardScale
 from gpubuf.data.recording import capturing, current_recording, refuse_in_capture
@@ -123,7 +123,7 @@ class WriterCounters(NamedTuple):
 class Target(Protocol):
     """What the intake uses of a buffer."""
 
-    _lock: BufferLock
+    operation: Operation
     _storage: TensorStorage
     _transform: Compose
     _row_order: RowOrder | None
@@ -163,7 +163,7 @@ class _Claim(NamedTuple):
 class Intake:
     """Takes rows out of the queues of a buffer's writers. It is ``buffer.writers``.
 
-    Every call on the buffer that takes its lock comes here first: rows that have arrived are written as
+    Every operation of the buffer comes here first: rows that have arrived are written as
     :meth:`ReplayBuffer.extend` writes them, in as few launches as possible. Compiled and captured steps take nothing.
 
     Args:
@@ -179,7 +179,7 @@ class Intake:
         self.options = options
         self.drawn = 0
         self._buffer: Callable[[], Target | None] = weakref.ref(buffer)
-        self._lock = buffer._lock
+        self.operation = buffer.operation
         self._queues: Queues | None = None
         self._taken: list[int] = []
         self._clients = 0
@@ -196,25 +196,25 @@ class Intake:
 
     # Writers come and go
 
+    @operation
     def client(self, example: Any = None, place: int | None = None) -> WriterClient:
         """A client for a writer in another process. See :meth:`gpubuf.ReplayBuffer.client`."""
         buffer = self._target()
-        with self._lock:
-            queues = self._queues
-            if queues is None:
-                queues = self._open(buffer, example)
-            place = self._free_place(queues) if place is None else self._taken_over(queues, place)
-            # Rows of the writer before are its own run.
-            self.take(everything=True)
-            self._clients += 1
-            queues.give(place, self._clients)
-            start = start_of(os.getpid())
-            assert start is not None
-            learner, time_dim = (os.getpid(), start), buffer.dim_extend if queues.rows.envs else 0
-            leaves = queues.rows.layout.leaves
-            key = as_key(buffer.priority_key) if buffer._sampler.has_priorities else ()
-            priority = next((i for i, leaf in enumerate(leaves) if key and leaf.key == key), None)
-            return WriterClient(queues, place, self._clients, learner, time_dim, self.options.timeout, priority)
+        queues = self._queues
+        if queues is None:
+            queues = self._open(buffer, example)
+        place = self._free_place(queues) if place is None else self._taken_over(queues, place)
+        # Rows of the writer before are its own run.
+        self.take(everything=True)
+        self._clients += 1
+        queues.give(place, self._clients)
+        start = start_of(os.getpid())
+        assert start is not None
+        learner, time_dim = (os.getpid(), start), buffer.dim_extend if queues.rows.envs else 0
+        leaves = queues.rows.layout.leaves
+        key = as_key(buffer.priority_key) if buffer._sampler.has_priorities else ()
+        priority = next((i for i, leaf in enumerate(leaves) if key and leaf.key == key), None)
+        return WriterClient(queues, place, self._clients, learner, time_dim, self.options.timeout, priority)
 
     def _open(self, buffer: Target, example: Any) -> Queues:
         """Make the queues.
@@ -381,11 +381,14 @@ class Intake:
 
     def close(self) -> None:
         """Take in what was acknowledged, and no more: writers get an error at their next write."""
+        # Its thread may be within an operation.
         self.stop()
-        with self._lock:
-            if self._queues is not None:
-                self._queues.leave(os.getpid())
-                self.take(everything=True)
+        self.operation.run(self._close)
+
+    def _close(self) -> None:
+        if self._queues is not None:
+            self._queues.leave(os.getpid())
+            self.take(everything=True)
 
     # Rows
 
@@ -398,15 +401,17 @@ class Intake:
         Returns:
             The number of steps that were taken.
         """
-        before, calls = sum(self._taken), self._calls
-        with self._lock:
-            # The entry of the lock has taken what was ready, unless this thread has had the lock before.
-            if self._calls == calls or (everything and self.run > 1):
-                self._take(everything)
-            return sum(self._taken) - before
+        before = sum(self._taken)
+        self.operation.run(self._take_unless_taken, everything, self._calls)
+        return sum(self._taken) - before
+
+    def _take_unless_taken(self, everything: bool, calls: int) -> None:
+        # The beginning of an operation has taken what was ready, unless this is part of one.
+        if self._calls == calls or (everything and self.run > 1):
+            self._take(everything)
 
     def at_call(self) -> None:
-        """Called with the buffer's lock held, before an operation."""
+        """Called at the beginning of an operation of the buffer."""
         if not self._taking and self._queues is not None and current_recording() is None:
             self._calls += 1
             self._take(False)
@@ -432,7 +437,7 @@ class Intake:
             self._taking = False
 
     def _in_capture(self) -> bool:
-        return self._lock.on_gpu() and capturing()
+        return self.operation.gpu() is not None and capturing()
 
     def _arrived(self, queues: Queues, everything: bool) -> list[_Run]:
         """What is to be taken in now."""

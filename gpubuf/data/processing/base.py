@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from gpubuf.data.operation import ALONE, Alone, Operation
 from gpubuf.data.storage.end_bits import OWN, Streams
 from gpubuf.data.storage.layout import Data, Key, Leaf, as_key, as_written
 from gpubuf.data.storage.schema import NEXT_KEY
@@ -61,7 +61,7 @@ class Process:
     Attributes:
         slot: what it does to a number; two objects with the same one exclude each other on a key. None: they don't.
         keys: the keys that it was given.
-        lock: that of its buffer, for methods that users call on the object itself.
+        operation: that of its buffer, for methods that users call on the object itself.
         ring: the counters of its buffer, from :meth:`bind` on: an operation that says it changes them comes, in
             compiled code too, between the launches before and after it.
         streams: of the batch that is being written: from which step on it is whose, see
@@ -70,13 +70,13 @@ class Process:
 
     slot: ClassVar[str | None] = None
     keys: tuple[Key, ...]
-    lock: AbstractContextManager[Any] = nullcontext()
+    operation: Operation | Alone = ALONE
     ring: Tensor | None = None
     streams: Streams = OWN
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the lock and the counters of the buffer, which gives a copy its own."""
-        return {name: value for name, value in vars(self).items() if name not in ("lock", "ring")}
+        """All but the operation and the counters of the buffer, which gives a copy its own."""
+        return {name: value for name, value in vars(self).items() if name not in ("operation", "ring")}
 
     def serves(self) -> dict[Key, Key]:
         """The keys of batches that it changes, and by which of :attr:`keys`. Of twins below next not all are there."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from gpubuf.data.operation import Operation
 from gpubuf.data.processing.augment import Mirror
 from gpubuf.data.processing.base import Process
 from gpubuf.data.samplers.base import RandomState, is_tensor
@@ -68,10 +68,10 @@ class Pipeline:
 
     # Binding
 
-    def attach(self, lock: AbstractContextManager[Any]) -> None:
-        """Let methods that users call on the objects take the lock of their buffer."""
+    def attach(self, operation: Operation) -> None:
+        """Let methods that users call on the objects be operations of their buffer."""
         for step in self.steps:
-            step.lock = lock
+            step.operation = operation
 
     def check(self, leaves: Sequence[Leaf]) -> None:
         """Raise a ValueError unless batches of these leaves, with the dtypes of the batch, can be processed."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpubuf.data.operation import operation
 from gpubuf.data.processing.base import Process, as_keys, check_bounds, require_floating, tensor_at
 from gpubuf.data.samplers.shards import gathered
 from gpubuf.data.storage.end_bits import OWN
@@ -256,12 +257,12 @@ class RunningStatistics(Process):
 
     # Training
 
+    @operation
     def train(self, mode: bool = True) -> Self:
         """Let the statistics move, or not. In place: a captured graph goes by it. No host sync."""
-        with self.lock:
-            for moments in self._moments.values():
-                moments.activate(mode)
-            self.training = mode
+        for moments in self._moments.values():
+            moments.activate(mode)
+        self.training = mode
         return self
 
     def eval(self) -> Self:
@@ -301,10 +302,10 @@ class RunningStatistics(Process):
         """What the numbers of each element are multiplied with: float32, of the row's shape. A copy."""
         return self._read(key, lambda moments: moments.scaling()[1].clone())
 
+    @operation
     def _read(self, key: Any, part: Callable[[Moments], Tensor]) -> Tensor:
         own = self._key(key)
-        with self.lock:
-            return part(self._known(own)).view(self._shapes.get(own, (-1,)))
+        return part(self._known(own)).view(self._shapes.get(own, (-1,)))
 
     def _key(self, key: Any) -> Key:
         if key is None:
@@ -326,6 +327,7 @@ class RunningStatistics(Process):
 
     # State
 
+    @operation
     def merge(self, other: Self | dict[str, Any]) -> Self:
         """Take in all that ``other`` has counted, exactly, and return self.
 
@@ -343,12 +345,12 @@ class RunningStatistics(Process):
         else:
             states = {key: state for key, (state, _) in self._checked(other).items()}
         self._check_elements(states)
-        with self.lock:
-            for key, state in states.items():
-                own = self._of(key, state.shape[1])
-                own.put(merged(own.state, state.to(own.state.device)))
+        for key, state in states.items():
+            own = self._of(key, state.shape[1])
+            own.put(merged(own.state, state.to(own.state.device)))
         return self
 
+    @operation
     def all_reduce(self, process_group: dist.ProcessGroup) -> Self:
         """Take in all that the other ranks have counted since the last call, and return self. No host sync with NCCL.
 
@@ -360,19 +362,18 @@ class RunningStatistics(Process):
         Raises:
             RuntimeError: nothing has been written.
         """
-        with self.lock:
-            known = [self._known(key) for key in self.keys]
-            if process_group.size() == 1:
-                return self
-            own = [each.state if each.shared is None else unmerged(each.state, each.shared) for each in known]
-            every = gathered(torch.cat([state.flatten() for state in own]), process_group)
-            parts = every.split([state.numel() for state in own], 1)
-            for moments, part in zip(known, parts, strict=True):
-                state = torch.zeros_like(moments.state) if moments.shared is None else moments.shared
-                for each in part:
-                    state = merged(state, each.view_as(state))
-                moments.put(state)
-                moments.shared = state
+        known = [self._known(key) for key in self.keys]
+        if process_group.size() == 1:
+            return self
+        own = [each.state if each.shared is None else unmerged(each.state, each.shared) for each in known]
+        every = gathered(torch.cat([state.flatten() for state in own]), process_group)
+        parts = every.split([state.numel() for state in own], 1)
+        for moments, part in zip(known, parts, strict=True):
+            state = torch.zeros_like(moments.state) if moments.shared is None else moments.shared
+            for each in part:
+                state = merged(state, each.view_as(state))
+            moments.put(state)
+            moments.shared = state
         return self
 
     def _check_elements(self, states: dict[Key, Tensor]) -> None:
@@ -383,15 +384,16 @@ class RunningStatistics(Process):
                     f"{as_written(key)!r} has {known.elements} elements, the statistics are of {state.shape[1]}"
                 )
 
+    @operation
     def state_dict(self) -> dict[str, Any]:
         """Copies of the statistics: ``"moments"`` has a dict of count, mean, M2 and largest magnitude a key.
 
         The entries are in the order of :attr:`keys`, and empty before the first write.
         """
-        with self.lock:
-            entries = [self._moments[key].state_dict() if key in self._moments else {} for key in self.keys]
-            return {"training": self.training, "moments": {str(number): entry for number, entry in enumerate(entries)}}
+        entries = [self._moments[key].state_dict() if key in self._moments else {} for key in self.keys]
+        return {"training": self.training, "moments": {str(number): entry for number, entry in enumerate(entries)}}
 
+    @operation
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`, in place where there are statistics.
 
@@ -400,17 +402,16 @@ class RunningStatistics(Process):
         """
         self.check_state(state)
         found = self._checked(state)
-        with self.lock:
-            for key in self.keys:
-                if key in found:
-                    own, shared = found[key]
-                    known = self._of(key, own.shape[1])
-                    known.put(own.to(known.state.device))
-                    known.shared = None if shared is None else shared.to(known.state.device, copy=True)
-                elif key in self._moments:
-                    self._moments[key].put(torch.zeros_like(self._moments[key].state))
-                    self._moments[key].shared = None
-            self.train(state["training"])
+        for key in self.keys:
+            if key in found:
+                own, shared = found[key]
+                known = self._of(key, own.shape[1])
+                known.put(own.to(known.state.device))
+                known.shared = None if shared is None else shared.to(known.state.device, copy=True)
+            elif key in self._moments:
+                self._moments[key].put(torch.zeros_like(self._moments[key].state))
+                self._moments[key].shared = None
+        self.train(state["training"])
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise a ValueError unless ``state`` can be loaded."""
@@ -489,13 +490,13 @@ class Normalize(RunningStatistics):
         """The addresses of mean and factor, and the bounds."""
         return {**super().options_of(leaf, origin), "low": self.low, "high": self.high}
 
+    @operation
     def update(self, data: Data) -> None:
         """Learn from a batch of any shape: a TensorDict, or a tensor if there is one key. No host sync.
 
         Frozen statistics stay as they are. Don't give it rows that the buffer learns from as well.
         """
-        with self.lock:
-            self._learn(data, 0)
+        self._learn(data, 0)
 
     def __call__(self, data: Data) -> Data:
         """Normalise and clip data that is not from the buffer, as a batch is. No host sync.
@@ -517,13 +518,13 @@ class Normalize(RunningStatistics):
                 out.set(as_written(key), self._normalised(value, origin))
         return out
 
+    @operation
     def _normalised(self, numbers: Tensor, key: Key) -> Tensor:
-        with self.lock:
-            moments = self._known(key)
-            shape = self._shapes.get(key, (moments.elements,))
-            computed = numbers if numbers.dtype is torch.float64 else numbers.float()
-            mean, factor = moments.scaling()
-            computed = (computed - mean.view(shape)) * factor.view(shape)
+        moments = self._known(key)
+        shape = self._shapes.get(key, (moments.elements,))
+        computed = numbers if numbers.dtype is torch.float64 else numbers.float()
+        mean, factor = moments.scaling()
+        computed = (computed - mean.view(shape)) * factor.view(shape)
         return computed.clamp(self.low, self.high).to(numbers.dtype)
 
     def __repr__(self) -> str:
@@ -660,6 +661,7 @@ class RewardScale(RunningStatistics):
         if self._envs is not None and rows % self._envs:
             raise ValueError(f"RewardScale was told of {self._envs} environments, but {rows} rows are written")
 
+    @operation
     def update(self, data: Data) -> None:
         """Learn from a TensorDict of steps ``[T, E]``, or ``[n]`` with one batch dimension. No host sync.
 
@@ -670,9 +672,8 @@ class RewardScale(RunningStatistics):
         """
         ndim = len(data.batch_size)
         self.check_write(data, ndim)
-        with self.lock:
-            self.streams = OWN
-            self._learn(data, ndim)
+        self.streams = OWN
+        self._learn(data, ndim)
 
     def _learn(self, data: Data, ndim: int, stored: Tensor | None = None) -> None:
         # Returns add up along the stream: a row that was not stored is a step of it all the same.
@@ -705,21 +706,22 @@ class RewardScale(RunningStatistics):
             self._of_writers[stream] = {key: torch.zeros_like(one) for key, one in self._returns.items()}
         return self._of_writers[stream]
 
+    @operation
     def reset(self) -> None:
         """Begin a new trajectory in every environment. Statistics stay as they are. No host sync."""
-        with self.lock:
-            self._of_writers.clear()
-            for returns in self._returns.values():
-                returns.zero_()
+        self._of_writers.clear()
+        for returns in self._returns.values():
+            returns.zero_()
 
     # State
 
+    @operation
     def state_dict(self) -> dict[str, Any]:
         """Copies of statistics and returns."""
-        with self.lock:
-            returns = {str(number): self._returns[key].clone() for number, key in enumerate(self.keys) if self._returns}
-            return {**super().state_dict(), "returns": returns}
+        returns = {str(number): self._returns[key].clone() for number, key in enumerate(self.keys) if self._returns}
+        return {**super().state_dict(), "returns": returns}
 
+    @operation
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`, in place. Returns of another number of environments begin anew.
 
@@ -727,14 +729,13 @@ class RewardScale(RunningStatistics):
             ValueError: it is of another number of keys, or of rows of another size. Nothing changes.
         """
         super().load_state_dict(state)
-        with self.lock:
-            self._of_writers.clear()
-            for number, key in enumerate(self.keys):
-                saved, known = state["returns"].get(str(number)), self._returns.get(key)
-                if known is None and saved is not None:
-                    self._returns[key] = saved.to(self._device, copy=True)
-                elif known is not None:
-                    known.copy_(saved if saved is not None and saved.shape == known.shape else torch.zeros_like(known))
+        self._of_writers.clear()
+        for number, key in enumerate(self.keys):
+            saved, known = state["returns"].get(str(number)), self._returns.get(key)
+            if known is None and saved is not None:
+                self._returns[key] = saved.to(self._device, copy=True)
+            elif known is not None:
+                known.copy_(saved if saved is not None and saved.shape == known.shape else torch.zeros_like(known))
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise a ValueError unless ``state`` can be loaded."""

@@ -6,13 +6,13 @@ docs/extending.md shows how to write a sampler.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import describe_type, warn
+from gpubuf.data.operation import ALONE, Alone, Operation
 from gpubuf.data.recording import current, refuse_in_capture
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.storage import host_memory
@@ -175,7 +175,7 @@ class Sampler:
             :meth:`on_write`, those of an update :meth:`update_priority`, and samples carry ``"index_generation"``, by
             which a priority that returns too late is recognised.
         ran_out: whether an epoch has ended with the last batch; iteration over the buffer stops there.
-        lock: the lock of the sampler's buffer, for methods that users call on the sampler itself.
+        operation: that of the sampler's buffer, for methods that users call on the sampler itself.
         reader: what :meth:`draw` reads rows from: a plan of the storage, which knows how batches are made of rows.
     """
 
@@ -188,7 +188,7 @@ class Sampler:
     #: The attributes that a draw replaces, apart from the random stream: what is to be put back where a batch that was
     #: drawn ahead is thrown away. None: a draw can't be taken back, and none is made ahead.
     drawn_state: ClassVar[tuple[str, ...] | None] = None
-    lock: AbstractContextManager[Any] = nullcontext()
+    operation: Operation | Alone = ALONE
     reader: RowPlan | None = None
     #: The ranks that draw with this one, if there are any.
     shards: Shards | None = None
@@ -232,8 +232,8 @@ class Sampler:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the lock of the buffer, which gives a copy its own."""
-        return {name: value for name, value in vars(self).items() if name != "lock"}
+        """All but the operation of the buffer, which gives a copy its own."""
+        return {name: value for name, value in vars(self).items() if name != "operation"}
 
     # Binding
 
@@ -248,12 +248,12 @@ class Sampler:
             raise RuntimeError(UNBOUND)
         return self._storage
 
-    def bind(self, storage: TensorStorage, lock: AbstractContextManager[Any] | None = None) -> None:
+    def bind(self, storage: TensorStorage, operation: Operation | None = None) -> None:
         """Serve ``storage`` from now on. With another storage than before, all data about rows is forgotten.
 
         Args:
             storage: the storage.
-            lock: the lock of the buffer that the sampler becomes part of.
+            operation: that of the buffer that the sampler becomes part of.
 
         Raises:
             TypeError: the storage is not tensor-backed.
@@ -262,7 +262,7 @@ class Sampler:
         if not isinstance(storage, TensorStorage):
             raise TypeError(f"gpubuf's samplers need a TensorStorage, got {describe_type(storage)}")
         other = storage is not self._storage
-        if other and lock is not self.lock and getattr(self.lock, "in_use", False):
+        if other and operation is not self.operation and self.operation.in_use:
             raise ValueError(
                 f"this {type(self).__name__} serves a buffer with another storage: give each buffer a sampler "
                 "of its own, or give the other one a new sampler by set_sampler()"
@@ -273,11 +273,11 @@ class Sampler:
         if other or self.reader is None:
             self.reader = storage.reader(Recipe())
         self._storage = storage
-        self.lock = nullcontext() if lock is None else lock
+        self.operation = ALONE if operation is None else operation
 
     def unbind(self) -> None:
         """Serve no buffer any more. Rows that are there when it is bound again count as new."""
-        self._storage, self.reader, self.lock = None, None, nullcontext()
+        self._storage, self.reader, self.operation = None, None, ALONE
 
     def read_from(self, reader: RowPlan) -> None:
         """Called by the buffer: read rows from ``reader``, which reads the storage, from now on."""

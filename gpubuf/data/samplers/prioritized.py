@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count
-from gpubuf.data.lock import graph_break
-from gpubuf.data.recording import DERIVED, current, current_recording, refuse_in_capture
+from gpubuf.data.operation import operation
+from gpubuf.data.recording import current, current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.samplers.sum_tree import SumTree, check_beta, exponent, refuse_negative, refuse_unusable, rows_at
@@ -118,20 +118,18 @@ class PrioritizedSampler(Sampler):
         return self._alpha
 
     @alpha.setter
+    @operation
     def alpha(self, value: float) -> None:
         refuse_negative(alpha=value)
         value = exponent("alpha", value)
         refuse_in_capture("alpha is set, which transforms every priority: set it between calls of the step")
-        with self.lock:
-            if self._tree is None:
-                self._alpha = value
-                return
-            self.raise_if_refused()
-            # An interrupted change is finished by the next operation of the buffer, as that of priorities is.
-            before = self.storage.begin(DERIVED)
-            self._tree.set_alpha(value)
+        if self._tree is None:
             self._alpha = value
-            self.storage.end(before)
+            return
+        self.raise_if_refused()
+        # An interrupted change is finished by the next operation of the buffer, as that of priorities is.
+        self.storage.changing(self._tree.set_alpha, value)
+        self._alpha = value
 
     @property
     def beta(self) -> float | Tensor:
@@ -139,7 +137,7 @@ class PrioritizedSampler(Sampler):
         return self._beta
 
     @beta.setter
-    @graph_break
+    @operation
     def beta(self, value: float | Tensor) -> None:
         check_beta(value)
         recording = current_recording()
@@ -149,10 +147,9 @@ class PrioritizedSampler(Sampler):
             refuse_in_capture(
                 "beta is set to a number, which would stay: set it to a tensor on the device, or between calls"
             )
-        with self.lock:
-            if self._tree is not None:
-                self._tree.set_beta(value)
-            self._beta = value
+        if self._tree is not None:
+            self._tree.set_beta(value)
+        self._beta = value
 
     @property
     def eps(self) -> float:

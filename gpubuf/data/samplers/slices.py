@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count, warn
-from gpubuf.data.recording import DERIVED, current_recording, refuse_in_capture
+from gpubuf.data.operation import operation
+from gpubuf.data.recording import current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import Drawn, Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.row_order import Looks, environments_in_turn
@@ -404,26 +405,26 @@ class SliceSampler(Sampler):
         """Index all rows anew, O(capacity)."""
         self.rebuild()
 
+    @operation
     def rebuild(self) -> None:
         """Index all rows anew, after they were filled or changed by others than ``extend``. O(capacity)."""
-        with self.lock:
-            if self._index is not None:
-                self._index.rebuild()
+        if self._index is not None:
+            self._index.rebuild()
 
     def mend(self) -> None:
         super().mend()
         self.rebuild()
 
+    @operation
     def trajectories(self) -> Trajectories:
         """All stored trajectories: their bounds and lengths, for inspection. Synchronises.
 
         Raises:
             RuntimeError: nothing has been written yet.
         """
-        with self.lock:
-            if self._storage is None or not self._storage.initialized:
-                raise RuntimeError("there are no trajectories before the first write")
-            return self.trajectory_index.trajectories()
+        if self._storage is None or not self._storage.initialized:
+            raise RuntimeError("there are no trajectories before the first write")
+        return self.trajectory_index.trajectories()
 
     def empty(self) -> None:
         super().empty()
@@ -638,10 +639,10 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
             raise ValueError("the last batch of an epoch may be shorter than the others: several need drop_last=True")
         return super().draw_batches(n, batches)
 
+    @operation
     def rebuild(self) -> None:
-        with self.lock:
-            super().rebuild()
-            self._left = self._of = None
+        super().rebuild()
+        self._left = self._of = None
 
 
 SliceSampler.without_replacement = SliceSamplerWithoutReplacement
@@ -735,12 +736,13 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         if eligible is None:
             refuse_in_capture("the first write or sample finds the eligible starts: do it before")
             eligible = torch.zeros(eligible_words(storage.max_size), dtype=torch.int64, device=storage.device)
-        before = storage.begin(DERIVED)
+        storage.changing(self._restrict_to, index, eligible, need)
+        return eligible
+
+    def _restrict_to(self, index: TrajectoryIndex, eligible: Tensor, need: int) -> None:
         index.update_eligible(eligible, index.steps, need, not self.strict_length)
         self._tree_made().restrict(eligible)
         self._need, self._eligible = need, eligible
-        storage.end(before)
-        return eligible
 
     def _require(self, index: TrajectoryIndex, need: int) -> None:
         if self._eligible is None or need != self._need:
@@ -794,11 +796,11 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         self.rebuild()
         PrioritizedSampler.mark_update(self, index, storage=storage)
 
+    @operation
     def rebuild(self) -> None:
-        with self.lock:
-            super().rebuild()
-            if self._index is not None and self._eligible is not None:
-                self._restrict(self._index, self._need)
+        super().rebuild()
+        if self._index is not None and self._eligible is not None:
+            self._restrict(self._index, self._need)
 
     def empty(self) -> None:
         super().empty()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import warn
-from gpubuf.data.recording import DERIVED, current_recording
+from gpubuf.data.recording import current_recording
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.storage.end_bits import EndBits, Signal
 from gpubuf.data.storage.layout import Key, RowLayout, as_key
@@ -178,10 +178,11 @@ class TrajectoryIndex(EndBits):
         """Change the rule; free if it stays the same, else O(capacity / 64)."""
         self._note_rule(rule)
         if rule != self.rule:
-            before = self.storage.begin(DERIVED)
-            self._assume(rule)
-            trajectories.resum(self.ends, self.sums, self.storage.ring, *self._shape_and_rule)
-            self.storage.end(before)
+            self.storage.changing(self._use, rule)
+
+    def _use(self, rule: Rule) -> None:
+        self._assume(rule)
+        trajectories.resum(self.ends, self.sums, self.storage.ring, *self._shape_and_rule)
 
     def _note_rule(self, new: Rule | None = None) -> None:
         """Each replay restores the rule that was current at capture, then applies the new one."""

@@ -57,6 +57,34 @@ def side_bytes(schema: Schema, capacity: int, envs: int, next_capacity: int | No
     return (slots + envs) * row_bytes, 4 * capacity + 8 * (slots + 1)
 
 
+class Again:
+    """What an interrupted change of several steps leaves to the next operation: it is made again, as a whole."""
+
+    def __init__(self) -> None:
+        self._change: Callable[[], Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Again, ()
+
+    def make(self, change: Callable[[], Any], again: Callable[[], Any] | None = None) -> Any:
+        """What ``change`` returns. An interrupt of it leaves ``again``, or the change itself, to :meth:`redo`."""
+        self._change = again or change
+        try:
+            found = change()
+        except Exception:
+            self._change = None
+            raise
+        self._change = None
+        return found
+
+    def redo(self) -> None:
+        """Make a change again that was interrupted. One that there was no room for is undone."""
+        if self._change is not None:
+            with contextlib.suppress(NoRoomError):
+                self._change()
+            self._change = None
+
+
 class Sharing:
     """Observations stored once: the next observation of a row is the observation of the next row, but for exceptions.
 
@@ -69,6 +97,7 @@ class Sharing:
         shape: of the storage.
         placement: of the storage. Entries are with the rows; links are always on the device that does the work.
         ring: the counters of the storage.
+        again: makes changes of several launches.
 
     Attributes:
         leaves: the columns that are shared, by their positions, as they are stored.
@@ -79,17 +108,15 @@ class Sharing:
         plan: writes rows. The storage sets both.
     """
 
-    def __init__(self, schema: Schema, slots: int, shape: tuple[int, ...], placement: Placement, ring: Ring) -> None:
+    def __init__(
+        self, schema: Schema, slots: int, shape: tuple[int, ...], placement: Placement, ring: Ring, again: Again
+    ) -> None:
         self.leaves, self.slots, self._ring = schema.shared, slots, ring
         self._ndim, self._capacity, self._envs = len(shape), math.prod(shape), math.prod(shape[1:])
         self.links, self.owners = rows.new_links(self._capacity, slots, placement.device)
         self.sides = [self.new_side(leaf, placement) for leaf in self.leaves.values()]
         self.raw, self.plan = RowPlan(), RowPlan()
-        #: Makes a change again that was interrupted.
-        self._again: Callable[[], Any] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_again": None}
+        self._again = again
 
     def new_side(self, leaf: Leaf, placement: Placement) -> Tensor:
         """Uninitialised memory for the entries and the pending rows of one column."""
@@ -163,7 +190,7 @@ class Sharing:
             return self.plan.extend(sources, n)
         # Several launches, of which the last one moves the counters. All may be made twice.
         again = functools.partial(self._extend_unless_done, self._ring.written, sources, n)
-        index: Tensor = self._made(functools.partial(self.plan.extend, sources, n), again)
+        index: Tensor = self._again.make(functools.partial(self.plan.extend, sources, n), again)
         return index
 
     def _extend_unless_done(self, written: int, sources: list[Tensor], n: int) -> None:
@@ -187,7 +214,7 @@ class Sharing:
         kept = stored.gather(index)[0] if past_dispatcher(self.links) else None
         change = functools.partial(change, kept)
         try:
-            self._made(change, change)
+            self._again.make(change)
         except NoRoomError as error:
             raise self._advised(error) from None
 
@@ -215,24 +242,6 @@ class Sharing:
                 # They are continued again: entries that were taken for them come free.
                 self.raw.relink(coming, before)
             raise
-
-    def _made(self, change: Callable[[], Any], again: Callable[[], None]) -> Any:
-        """What ``change`` returns. An interrupt of it leaves ``again`` to :meth:`redo`."""
-        self._again = again
-        try:
-            found = change()
-        except Exception:
-            self._again = None
-            raise
-        self._again = None
-        return found
-
-    def redo(self) -> None:
-        """Make a change again that was interrupted. One that there was no room for is undone."""
-        if self._again is not None:
-            with contextlib.suppress(NoRoomError):
-                self._again()
-            self._again = None
 
     def _before(self, index: Tensor) -> Tensor:
         """The rows before those of ``index`` whose next observations are the observations of these.

@@ -65,12 +65,7 @@ from gpubuf.data.storage.schema import (
     Schema,
     keys_told,
 )
-from gpubuf.data.storage.share_next import (
-    Sharing,
-    entries_of,
-    side_bytes,
-)
-from gpubuf.kernels.rows import NoRoomError
+from gpubuf.data.storage.share_next import Again, Sharing, entries_of, side_bytes
 
 #: Rows are stored as they are written.
 PLAIN = Options()
@@ -178,7 +173,7 @@ class TensorStorage:
         #: What an operation is about to change; still there after it if that was interrupted, and mended then by the
         #: next one.
         self.unfinished: Unfinished | None = None
-        self._again: Callable[[], None] | None = None
+        self.again = Again()
 
     def __getstate__(self) -> dict[str, Any]:
         """All but addresses, and views of records: pickle would write their memory once for each key.
@@ -439,7 +434,7 @@ class TensorStorage:
             ring.skipped = ring.written
         if schema.shared:
             slots = entries_of(self.max_size, self.envs, self.options.next_capacity)
-            self.sharing = Sharing(schema, slots, shape, placement, ring)
+            self.sharing = Sharing(schema, slots, shape, placement, ring, self.again)
         self.host = self._new_host(schema, ring)
         self.marks.envs = self.envs
         if self.marks.by_writers:
@@ -542,24 +537,17 @@ class TensorStorage:
 
     # Operations that may be interrupted
 
-    def begin(self, what: Unfinished) -> Unfinished | None:
-        """Mark what is about to change. Pass the result to :meth:`end`."""
+    def changing(self, action: Callable[..., Any], *args: Any, what: Unfinished = DERIVED, **named: Any) -> None:
+        """``action(*args, **named)``, marked as unfinished until it is done; after an error the next one mends."""
         before = self.unfinished
         if before is None:
             self.unfinished = what
-        return before
-
-    def end(self, before: Unfinished | None) -> None:
-        """Take the mark of :meth:`begin` away: everything is done."""
+        action(*args, **named)
         self.unfinished = before
 
-    def redo(self) -> None:
-        """Make a change again that was interrupted. One that there was no room for is undone."""
-        if self.sharing is not None:
-            self.sharing.redo()
-        again, self._again = self._again, None
-        if again is not None:
-            again()
+    def settled(self) -> None:
+        """Everything that was begun is done."""
+        self.unfinished = None
 
     # Readers, and where trajectories end
 
@@ -758,29 +746,18 @@ class TensorStorage:
             data = mapped(data, lambda row: row.expand(n, *row.shape))
         if batch_shape(data, 1) != (index.numel(),):
             raise ValueError(f"{index.numel()} rows are addressed, the batch has shape {batch_shape(data, 1)}")
-        sources = layout.collect(data, 1)
-        host, local = self.host, self.local(sources, 1)
-        rows_on_host = {} if host is None else host.rows_of(data, 1)
+        local = self.local(layout.collect(data, 1), 1)
         (index,) = self.addresses.apart([index])
-        derived = self.end_bits is not None or self.sharing is not None or host is not None
-        before = self.begin(DERIVED) if derived else None
-        try:
-            if host is None:
-                self._overwrite(local, index)
-            else:
-                # In two memories: who is interrupted between them writes both again.
-                self._again = functools.partial(self._overwrite_both, local, index, host, rows_on_host)
-                self._again()
-        except Exception as error:
-            self._again = None
-            if isinstance(error, NoRoomError):
-                # Nothing has changed.
-                self.end(before)
-            raise
-        self._again = None
-        if derived:
-            self.rebuild()
-            self.end(before)
+        overwrite = functools.partial(self._overwrite, local, index)
+        if self.host is not None:
+            # In two memories: who is interrupted between them writes both again.
+            both = functools.partial(self._overwrite_both, local, index, self.host, self.host.rows_of(data, 1))
+            overwrite = functools.partial(self.again.make, both)
+        self.changing(self._change, overwrite)
+
+    def _change(self, change: Callable[[], Any]) -> None:
+        change()
+        self.rebuild()
 
     def _overwrite(self, local: list[Tensor], index: Tensor) -> None:
         if self.sharing is None:
@@ -804,14 +781,12 @@ class TensorStorage:
         Raises:
             IndexError: as :meth:`write`.
         """
-        columns = {self.schema.columns[key] for key in keys}
-        ends = self.end_bits is not None and self.end_bits.depends_on(columns)
-        before = self.begin(DERIVED) if ends else None
         index, generation = self.addresses.apart([index, generation])
-        self.plans.written.update(self.local(sources, 1), keys, index, generation)
-        if ends:
-            self.rebuild()
-            self.end(before)
+        update = functools.partial(self.plans.written.update, self.local(sources, 1), keys, index, generation)
+        if self.end_bits is not None and self.end_bits.depends_on({self.schema.columns[key] for key in keys}):
+            self.changing(self._change, update)
+        else:
+            update()
 
     def local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
         """The sources on the storage's device, with the batch dimensions flattened, and copies of views of the rows.

@@ -11,6 +11,7 @@ from torch import Tensor
 from gpubuf.data import buffer as core
 from gpubuf.data import tensordict_buffers
 from gpubuf.data.arguments import component
+from gpubuf.data.operation import operation
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage.layout import Data, as_key, batch_shape, is_container, is_data, shallow
 from gpubuf.data.updates import flat_entries, is_key
@@ -148,13 +149,13 @@ class ReplayBuffer(core.ReplayBuffer):
 
     # Rows changed in place
 
+    @operation
     def __setitem__(self, index: Any, data: Any) -> None:
         """As for the core's class. Under a key: that key of all rows, as it is stored."""
         if not is_key(index):
             super().__setitem__(index, data)
             return
-        with self._lock:
-            self.set_(index, self._rows.in_written_order(data) if isinstance(data, Tensor) and data.ndim else data)
+        self.set_(index, self._rows.in_written_order(data) if isinstance(data, Tensor) and data.ndim else data)
 
     def set_(self, key: Any, value: Any) -> Self:
         """Set one key of all rows stored: see :func:`~gpubuf.integrations.edits.set_keys`.
@@ -203,6 +204,7 @@ class ReplayBuffer(core.ReplayBuffer):
         """
         return self[:] if end is None else self[:end]
 
+    @operation
     def write_all(self, data: Data, end: int | None = None) -> None:
         """Overwrite the first rows, in the order in which they lie, with all their keys. No host sync.
 
@@ -216,25 +218,25 @@ class ReplayBuffer(core.ReplayBuffer):
             ValueError: there are more rows than are stored, fewer than ``end``, or a key, shape or dtype differs.
             RuntimeError: the writer refuses writes. In all cases nothing is written.
         """
-        with self._lock:
-            self._writer.check_writable()
-            if len(self._transform):
-                data = self._transform.inv(shallow(data))
-                if data is None:
-                    return
-            held = self._rows.written_shape()
-            shape = tuple(batch_shape(data, self._storage.ndim))
-            n = held[0] if end is None else min(end, held[0])
-            if shape[0] > n or (end is not None and shape[0] != n):
-                wanted = "stored" if end is None else "addressed"
-                raise ValueError(f"the data has {shape[0]} rows, {n} are {wanted}: extend() adds rows")
-            if shape[1:] != held[1:]:
-                raise ValueError(f"the data has the shape {list(shape)}, the buffer {list(held)}")
-            if 0 not in shape:
-                self._rows.write(slice(shape[0]), data)
+        self._writer.check_writable()
+        if len(self._transform):
+            data = self._transform.inv(shallow(data))
+            if data is None:
+                return
+        held = self._rows.written_shape()
+        shape = tuple(batch_shape(data, self._storage.ndim))
+        n = held[0] if end is None else min(end, held[0])
+        if shape[0] > n or (end is not None and shape[0] != n):
+            wanted = "stored" if end is None else "addressed"
+            raise ValueError(f"the data has {shape[0]} rows, {n} are {wanted}: extend() adds rows")
+        if shape[1:] != held[1:]:
+            raise ValueError(f"the data has the shape {list(shape)}, the buffer {list(held)}")
+        if 0 not in shape:
+            self._rows.write(slice(shape[0]), data)
 
     write_all_in_order = write_all
 
+    @operation
     def stats(self) -> dict[str, Any]:
         """The state of the buffer in numbers, for a logger. It changes nothing. No host sync.
 
@@ -243,16 +245,15 @@ class ReplayBuffer(core.ReplayBuffer):
             ``"initialized"``, whether the storage is allocated; ``"capacity"``; and ``"utilization"``, the size as a
             share of the capacity.
         """
-        with self._lock:
-            size, capacity = len(self), self._storage.max_size
-            return {
-                "size": size,
-                "write_count": self.write_count,
-                "prefetch_queue_size": self._batches.ahead,
-                "initialized": self._storage.initialized,
-                "capacity": capacity,
-                "utilization": size / capacity,
-            }
+        size, capacity = len(self), self._storage.max_size
+        return {
+            "size": size,
+            "write_count": self.write_count,
+            "prefetch_queue_size": self._batches.ahead,
+            "initialized": self._storage.initialized,
+            "capacity": capacity,
+            "utilization": size / capacity,
+        }
 
     # Saving
 

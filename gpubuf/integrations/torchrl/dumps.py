@@ -65,10 +65,8 @@ def load_dump(buffer: Checkpointed, folder: Path) -> None:
         ValueError: the dump is damaged, holds what can't be stored here, or does not fit the buffer, which is as it
             was.
     """
-    with buffer._lock:
-        storage = buffer._storage
-        found = _read(folder, storage.ndim, stacklevel=6)
-        _take(buffer, found, found.batch_size)
+    found = _read(folder, buffer._storage.ndim, stacklevel=6)
+    buffer.operation.run(_take, buffer, found, found.batch_size)
 
 
 restore.readers.append((is_dump, load_dump))
@@ -117,13 +115,12 @@ def load_torchrl(
     kwargs.setdefault("batch_size", found.batch_size)
     kind = ReplayBuffer if isinstance(found.data, Tensor) else TensorDictReplayBuffer
     buffer = kind(storage=storage, sampler=sampler, **kwargs)
-    with buffer._lock:
-        _take(buffer, found, buffer.batch_size)
+    buffer.operation.run(_take, buffer, found, buffer.batch_size)
     return buffer
 
 
 def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
-    """Replace all that a buffer holds, with its lock held."""
+    """Replace all that a buffer holds, within an operation."""
     storage, sampler, per_step = buffer._storage, buffer._sampler, math.prod(found.shape[1:])
     room = -(-storage.max_size // per_step) * per_step
     if found.size > room:

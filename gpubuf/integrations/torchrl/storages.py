@@ -78,7 +78,7 @@ class TensorStorage(core.TensorStorage):
                 f"gap, got {new[:8]}"
             )
         self.append(_picked(rows, [last[position] for position in new]))
-        self.end(None)
+        self.settled()
         if old:
             self[torch.tensor(old, device="cpu")] = _picked(rows, [last[position] for position in old])
 

@@ -19,7 +19,7 @@ import triton
 from torch.cuda._utils import _get_device_index
 from triton.runtime import driver
 
-from gpubuf.data import lock
+from gpubuf.data import operation
 from gpubuf.kernels import _registry
 
 _kept: list[tempfile.TemporaryDirectory[str]] = []
@@ -76,12 +76,11 @@ def install(capability: tuple[int, int] = (9, 0)) -> ctypes.CDLL:
     torch.cuda._initialized = True
     for name, answer in {"_cuda_getDevice": 0, "_cuda_isCurrentStreamCapturing": False}.items():
         setattr(torch._C, name, lambda answer=answer: answer)
-    torch._C._cuda_getCurrentRawStream = lock._raw_stream = lambda device: 0
+    torch._C._cuda_getCurrentRawStream = operation._raw_stream = lambda device: 0
     torch.cuda.get_device_capability = lambda device=None: capability
     torch.cuda.current_stream = _current_stream
     torch.cuda.is_current_stream_capturing = lambda: False
-    lock.BufferLock.gpu = lambda self: self.device
-    lock.BufferLock.on_gpu = lambda self: self.device is not None
+    operation.Operation.gpu = lambda self: self.device
 
     from triton.backends.nvidia.driver import CudaDriver
 

@@ -1,4 +1,4 @@
-"""The lock of a buffer. It makes each operation one step, for the threads of the host and for the streams of a GPU."""
+"""Operations of a buffer: each is one step, for the threads of the host and for the streams of a GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Self, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._compile import _disable_dynamo
@@ -17,6 +17,7 @@ from gpubuf.data.recording import current, outside_captures, used
 from gpubuf.data.storage.storage import TensorStorage
 
 _T = TypeVar("_T")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -106,81 +107,12 @@ class StreamOrder:
 graph_break = _disable_dynamo
 
 
-def _nothing(*exception: object) -> None:
-    """The end of a block."""
+class Operation:
+    """Runs what a buffer does: one operation at a time, in the order in which threads asked for it.
 
-
-class _Exit:
-    """``Guard.__exit__``: takes the lock when a ``with`` begins, and gives it what ends its block.
-
-    ``with`` looks its exit up before it enters the block, and keeps it where nothing else refers to it.
-    """
-
-    def __get__(self, guard: Guard | None, kind: type | None = None) -> Callable[..., None]:
-        if guard is None:
-            raise AttributeError("the exit of a lock depends on the lock")
-        lock = guard._lock
-        # `held` spelled out: each operation comes here.
-        if lock._is_owned():  # type: ignore[attr-defined]
-            return _nothing
-        try:
-            return _hold(guard._take(), guard._give_back)
-        except BaseException:
-            if lock._is_owned():  # type: ignore[attr-defined]
-                guard._give_back(None)
-            raise
-
-
-def _hold(end: Callable[..., None], give_back: Callable[..., None]) -> Callable[..., None]:
-    """Holds a lock that was taken. A function of its own: the traceback of a draw keeps the locals of its callers."""
-    hold = functools.partial(end)
-    try:
-        # In its own attributes: its end refers to the lock.
-        hold.given_back = weakref.ref(hold, give_back)  # type: ignore[attr-defined]
-        return hold
-    except BaseException:
-        vars(hold).clear()
-        raise
-
-
-class Guard:
-    """A reentrant lock, ``with guard:``, that no interrupt can leave held.
-
-    An exception can come at any call, that of an ``__exit__`` too: from Ctrl-C, a timer, another thread. A function of
-    Python that has to release a lock may never begin. So a ``with`` holds the lock by an object, and the lock is
-    released when that object is freed, by a function written in C: however the block is left, nothing comes between.
-    """
-
-    __exit__ = _Exit()
-
-    def __init__(self) -> None:
-        self.renew()
-
-    def renew(self) -> None:
-        """Begin with a lock that nobody has."""
-        # Reentrant so that it knows its owner. A `with` inside another one leaves it alone.
-        self._lock = threading.RLock()
-        # It is told about the weak reference too.
-        self._give_back = functools.partial(self._lock.__exit__, None, None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    @property
-    def held(self) -> bool:
-        """Whether this thread holds the lock."""
-        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
-
-    def _take(self) -> Callable[..., None]:
-        """Take the lock. Returns what is called at the end of the block, before the lock is released."""
-        self._lock.acquire()
-        return _nothing
-
-
-class BufferLock(Guard):
-    """The lock of a buffer, ``with lock:``. Threads get it in the order in which they asked.
-
-    Operations on a GPU are ordered across streams. If an operation was interrupted, the next one finishes its work.
+    Operations on a GPU are ordered across streams. If one was interrupted, the next one finishes its work. An exception
+    can come at any call, from Ctrl-C, a timer or another thread: the lock is held by ``with`` alone, whose end is a
+    function written in C, so that nothing leaves it held.
 
     Args:
         storage: the buffer's storage.
@@ -188,6 +120,7 @@ class BufferLock(Guard):
 
     Attributes:
         storage: the buffer's storage; to be set when that is replaced.
+        lock: is held by the thread whose operation runs.
         intake: a weak reference to what takes in the rows of other processes, called before each operation; None: no
             process but this one writes.
     """
@@ -197,27 +130,107 @@ class BufferLock(Guard):
         self._mend = None if mend is None else weakref.WeakMethod(mend)
         self.intake: Callable[[], Callable[[], object] | None] | None = None
         self._streams = StreamOrder()
-        # The lock holds on to the storage: its memory is released after this.
+        # The operation holds on to the storage: its memory is released after this.
         weakref.finalize(self, outside_captures, self._streams.settle).atexit = False
         self._has_cuda: bool | None = None
         self.renew()
 
     def renew(self) -> None:
         """Begin with a lock that nobody has: in a copy, and in a forked process."""
-        super().renew()
+        # Reentrant so that it knows its owner: what an operation calls is part of it.
+        self.lock = threading.RLock()
         # A free lock goes to the first thread that asks, mostly the one that has just released it: a thread that writes
-        # in a loop would keep all others out. So a thread that waits holds a place in this line until it has the lock.
-        self._waiting: deque[Guard] = deque()
+        # in a loop would keep all others out. So a thread that waits has a place here until it has the lock.
+        self.line: deque[Any] = deque()
+        # Whether to look for one. Right but for a moment: it costs a turn, no more.
+        self._busy = False
+
+    def run(self, action: Callable[..., _T], *args: Any, **named: Any) -> _T:
+        """``action(*args, **named)`` as one operation, or as a part of the one that calls this."""
+        if self.held:
+            return action(*args, **named)
+        if self.line or self._busy:
+            return self._in_line(action, args, named)
+        with self.lock: return self._step(action, args, named)  # noqa: E701  # fmt: skip
+
+    @property
+    def held(self) -> bool:
+        """Whether an operation of this thread runs."""
+        return self.lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+    # A `with` on one line: a debugger that stops at lines can't interrupt between its block and its end.
+
+    def _in_line(self, action: Callable[..., _T], args: Any, named: Any) -> _T:
+        """:meth:`run`, after all who came before."""
+        place = threading.RLock()
+        with place: return self._wait(place, action, args, named)  # noqa: E701  # fmt: skip
+
+    def _wait(self, place: Any, action: Callable[..., _T], args: Any, named: Any) -> _T:
+        line = self.line
+        try:
+            line.append(place)
+            while (first := line[0]) is not place:
+                with first: self._pass(first)  # noqa: E701  # fmt: skip
+            with self.lock: return self._turn(place, action, args, named)  # noqa: E701  # fmt: skip
+        finally:
+            with contextlib.suppress(ValueError):
+                line.remove(place)
+
+    def _pass(self, first: Any) -> None:
+        """The thread of the first place is done, or gave up: an interrupt may have kept it in the line."""
+        if self.line[0] is first:
+            self.line.popleft()
+
+    def _turn(self, place: Any, action: Callable[..., _T], args: Any, named: Any) -> _T:
+        self._busy = True
+        self.line.remove(place)
+        return self._step(action, args, named)
+
+    def _step(self, action: Callable[..., _T], args: Any, named: Any) -> _T:
+        storage, ring = self.storage, self.storage._ring
+        # Past `gpu`, which is a call. The first write decides whether the buffer is on a GPU.
+        launches = (ring is None or ring.counters.is_cuda) and self._cuda_present()
+        try:
+            self._busy = True
+            if storage.unfinished is not None or current.operations is not None or launches or self.intake is not None:
+                self._begin()
+            return action(*args, **named)
+        finally:
+            self._busy = False
+            if launches:
+                self.ended()
+
+    def _begin(self) -> None:
+        used(self)
+        device = self.gpu()
+        if device is not None:
+            self._streams.begin(device)
+        if self.storage.unfinished is not None and self._mend is not None:
+            mend = self._mend()
+            if mend is not None:
+                mend()
+        if self.intake is not None and (take := self.intake()) is not None:
+            take()
+
+    def ended(self) -> None:
+        """Note where on its stream an operation on a GPU ends."""
+        device = self.gpu()
+        if device is not None:
+            self._streams.end(device)
+
+    def mend(self) -> None:
+        """Finish an interrupted operation. Within one there is none."""
+        self.run(_nothing)
 
     def abandon(self) -> bool:
         """In a forked process, begin with a lock that nobody has. Returns whether another thread had it."""
-        taken = not self.held and not self._lock.acquire(False)
+        taken = not self.held and not self.lock.acquire(False)
         self.renew()
         return taken
 
     @property
     def in_use(self) -> bool:
-        """Whether the buffer that the lock was made for is still there."""
+        """Whether the buffer is still there."""
         return self._mend is None or self._mend() is not None
 
     def gpu(self) -> torch.device | None:
@@ -227,10 +240,6 @@ class BufferLock(Guard):
         if ring is None or not ring.counters.is_cuda:
             return None
         return ring.counters.device if self._cuda_present() else None
-
-    def on_gpu(self) -> bool:
-        """Whether operations are launches on a GPU."""
-        return self.gpu() is not None
 
     def _cuda_present(self) -> bool:
         if self._has_cuda is None:
@@ -245,71 +254,44 @@ class BufferLock(Guard):
 
     def joined(self, stream: torch.cuda.Stream) -> None:
         """See :meth:`StreamOrder.joined`. ``stream``, which is current, waits for what other threads did."""
-        with self:
-            self._streams.joined(stream)
+        self.run(self._streams.joined, stream)
 
     def settle(self) -> None:
         """See :meth:`StreamOrder.settle`."""
         outside_captures(self._streams.settle)
 
-    def _begin(self) -> None:
-        used(self)
-        device = self.gpu()
-        if device is not None:
-            self._streams.begin(device)
-        if self.storage.unfinished is not None and self._mend is not None:
-            mend = self._mend()
-            if mend is not None:
-                mend()
-        if self.intake is not None and (take := self.intake()) is not None:
-            take()
 
-    def _take(self) -> Callable[..., None]:
-        if self._waiting or not self._lock.acquire(False):
-            self._stand_in_line()
-        storage, ring = self.storage, self.storage._ring
-        # Past `gpu`, which is a call. The first write decides whether the buffer is on a GPU.
-        launches = (ring is None or ring.counters.is_cuda) and self._cuda_present()
-        if storage.unfinished is not None or current.locks is not None or launches or self.intake is not None:
-            self._begin()
-        return self.ended if launches else _nothing
-
-    def _stand_in_line(self) -> None:
-        """Take the lock after all who came before."""
-        line, place = self._waiting, Guard()
-        with place:
-            try:
-                line.append(place)
-                while (first := line[0]) is not place:
-                    with first:
-                        # The first thread has got the lock or given up. An interrupt may have kept it in the line.
-                        if line[0] is first:
-                            line.popleft()
-                self._lock.acquire()
-            finally:
-                with contextlib.suppress(ValueError):
-                    line.remove(place)
-
-    def mend(self) -> None:
-        """Finish an interrupted operation. With the lock held there is none left."""
-        with self:
-            pass
-
-    def ended(self, *exception: object) -> None:
-        """Note where on its stream an operation on a GPU ends."""
-        device = self.gpu()
-        if device is not None:
-            self._streams.end(device)
+def _nothing() -> None:
+    """An operation that has nothing to do of its own."""
 
 
-def under(locks: Sequence[BufferLock], action: Callable[[], _T]) -> _T:
-    """``action()`` with the locks of several buffers held. They are taken in one order, whoever asks for them."""
-    return holding(sorted(locks, key=id), action)
+class Alone:
+    """The operation of what is part of no buffer."""
+
+    in_use = False
+
+    def run(self, action: Callable[..., _T], *args: Any, **named: Any) -> _T:
+        """``action(*args, **named)``."""
+        return action(*args, **named)
 
 
-def holding(guards: Sequence[Guard], action: Callable[[], _T]) -> _T:
-    """``action()`` with locks held, which are taken one after the other."""
-    if not guards:
-        return action()
-    with guards[0]:
-        return holding(guards[1:], action)
+#: See :class:`Alone`.
+ALONE = Alone()
+
+
+def operation(method: _Method) -> _Method:
+    """Make a method of a buffer, or of one of its parts, one operation of it; a graph break to ``torch.compile``."""
+
+    @functools.wraps(method)
+    def step(self: Any, *args: Any, **named: Any) -> Any:
+        return self.operation.run(method, self, *args, **named)
+
+    broken: Any = graph_break(step)
+    return cast("_Method", broken)
+
+
+def together(operations: Iterable[Operation], action: Callable[[], _T]) -> _T:
+    """``action()`` as one operation of several buffers. Their locks are taken in one order, whoever asks for them."""
+    for one in sorted(operations, key=id, reverse=True):
+        action = functools.partial(one.run, action)
+    return action()
