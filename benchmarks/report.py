@@ -91,25 +91,30 @@ def comparison(run: Run, workloads: Sequence[str]) -> str:
     return table(["median µs per call", *(TITLES[name] for name in columns)], rows) if rows else f"{OPEN}."
 
 
-def in_turn(run: Run) -> str:
-    """Calls in turn: ours, in a graph where there is one, TorchRL's, and the fastest other library's.
+def in_turn_rows(run: Run) -> dict[str, list[str]]:
+    """By workload of calls in turn: ours, in a graph where there is one, TorchRL's, and the fastest other library's.
 
     A peer's ratio is to the calls of ours that alternated with its own.
     """
     parts: dict[str, dict[str, dict[str, float]]] = run.data["in_turn"]
-    rows = []
+    rows: dict[str, list[str]] = {}
     for name in HEADLINES:
         found = {peer: part[name] for peer, part in parts.items() if name in part}
         if not found:
             continue
         ours = found.get("torchrl") or next(iter(found.values()))
         others = [(each[peer] / each[OURS], peer) for peer, each in found.items() if peer != "torchrl"]
-        row = [REGISTRY[name].title, digits(ours[OURS]), against(None, ours.get(f"{OURS}-graph"))]
+        row = rows[name] = [digits(ours[OURS]), against(None, ours.get(f"{OURS}-graph"))]
         for peer in ("torchrl", min(others, default=(0.0, ""))[1]):
             each = found.get(peer, {})
             shown = against(each.get(OURS), each.get(peer))
             row.append(f"{shown} {TITLES[peer]}" if shown and peer != "torchrl" else shown)
-        rows.append(row)
+    return rows
+
+
+def in_turn(run: Run) -> str:
+    """docs/performance.md: all of :func:`in_turn_rows`."""
+    rows = [[REGISTRY[name].title, *cells] for name, cells in in_turn_rows(run).items()]
     return table(["median µs per call, in turn", "gpubuf", "gpubuf, graph", "TorchRL", "fastest other"], rows)
 
 
@@ -122,17 +127,13 @@ def headlines(runs: Runs) -> str:
     rows: list[list[str]] = []
     for kind in ("in_turn", "in_turn on cuda"):
         if kind in runs:
-            lines = {
-                line.split(" | ")[0]: line.strip("| ").split(" | ") for line in in_turn(runs[kind]).splitlines()[2:]
-            }
             where = "" if kind == "in_turn" else f", {runs[kind].machine['device']['name']}"
-            for name in SHOWN:
-                if cells := lines.get(f"| {REGISTRY[name].title}"):
-                    rows.append([f"{cells[0]}{where}, µs", cells[1], *(cells[3:] + ["", ""])[:2]])
+            found = in_turn_rows(runs[kind])
+            rows += [[f"{REGISTRY[n].title}{where}, µs", found[n][0], *found[n][2:]] for n in SHOWN if n in found]
     if "sb3_loop" in runs:
-        found = list(runs["sb3_loop"].data["sb3_loop"].values())[-1]
+        loop = list(runs["sb3_loop"].data["sb3_loop"].values())[-1]
         for what in ("sample", "add"):
-            ours, theirs = (found[who]["calls"][what] for who in (OURS, "Stable-Baselines3"))
+            ours, theirs = (loop[who]["calls"][what] for who in (OURS, "Stable-Baselines3"))
             rows.append(
                 [f"`{what}` in Stable-Baselines3's SAC, µs", digits(ours), "", f"{against(ours, theirs)} its own"]
             )
