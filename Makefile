@@ -43,8 +43,8 @@ help:
 	@echo "make newest  the same on the newest ones, those that pip installs today"
 	@echo "make torchrl run programs and losses on TorchRL and on gpubuf, and compare what they give"
 	@echo "make ray     the tests of buffers in actors of Ray"
-	@echo "make bench   all benchmarks beside TorchRL, cpprb, flashbax and Stable-Baselines3, each in its environment;"
-	@echo "             writes benchmarks/results/<device>-<date>.json and curves/, or into OUT=folder;"
+	@echo "make bench   all benchmarks beside TorchRL, cpprb and flashbax, each in its environment;"
+	@echo "             writes benchmarks/results/<device>-<date>.json and its like, or into OUT=folder;"
 	@echo "             BASE=.newest: with the versions that pip installs today, as the figures in README.md"
 	@echo "make gpu STAGE=1|2|3  tests and benchmarks on an NVIDIA GPU, each stage within seven minutes; OUT=folder"
 	@echo "             (make gpu PYTHON=python3 uses that interpreter's own packages: for a machine without an index)"
@@ -77,7 +77,7 @@ ray: $(PEERS)/ray/.ready
 	$(PEERS)/ray/bin/python -m pytest -n 0 -W default tests/integrations/test_ray.py $(ARGS)
 
 bench: $(BASE)/.test $(READY)
-	$(BASE)/bin/python -m benchmarks --device cpu --huge --report $(or $(INTO),--out benchmarks/results) $(ARGS)
+	$(BASE)/bin/python -m benchmarks --device cpu --huge $(or $(INTO),--out benchmarks/results) $(ARGS)
 
 # An interpreter named on the command line is used as it is, with whatever torch it has.
 ifeq ($(origin PYTHON),command line)

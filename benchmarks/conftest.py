@@ -14,17 +14,14 @@ import pytest
 import torch
 
 from benchmarks.measure import clocks
-from benchmarks.measure.machine import add_versions, describe
+from benchmarks.measure.machine import add_versions, describe, versions
 from benchmarks.measure.results import write_whole
 from benchmarks.workloads.registry import REGISTRY, TITLES, environment, in_order
-from benchmarks.workloads.replay import network_updates
 from benchmarks.workloads.workload import Workload
 
-#: Seconds that a benchmark is repeated for: those of the tables, points of curves, and all of a quick run. Microseconds
-#: on the GPU's clock are exact after fewer rounds.
-SECONDS, POINT_SECONDS, QUICK_SECONDS = {"cpu": 2.0, "cuda": 0.5}, 0.25, 0.1
-#: Calls, for each of these seconds, that networks are updated before.
-BETWEEN_PER_SECOND = 150
+#: Seconds that a benchmark is repeated for, and those of a quick run. Microseconds on the GPU's clock are exact after
+#: fewer rounds.
+SECONDS, QUICK_SECONDS = {"cpu": 2.0, "cuda": 0.5}, 0.1
 #: Seconds of calls beforehand on a huge buffer: its first rows come from memory that the machine has to find again.
 HUGE_WARM_UP = 1.0
 RESULTS = pytest.StashKey[dict[str, Any]]()
@@ -35,11 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where the buffers live")
     group.addoption("--huge", action="store_true", help="also the buffers that take gigabytes and minutes")
     group.addoption("--quick", action="store_true", help="fewer workloads, and less time for each")
-    group.addoption("--curves", action="store_true", help="also the points of the curves")
     group.addoption("--workload", action="append", metavar="PATTERN", help="only workloads of such a name")
     group.addoption("--library", action="append", metavar="NAME", help="only these libraries")
     group.addoption("--environment", action="append", metavar="NAME", help="only libraries of these environments")
-    group.addoption("--threads", type=int, default=1, help="how many threads every library may use; default: 1")
     group.addoption("--deadline", type=float, help="time.time() after which nothing more is begun")
     group.addoption(
         "--into", type=Path, help="a file of results, written after every benchmark; an existing one is continued"
@@ -47,11 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The same number for everybody: the comparison is of the work, not of the cores that a library takes for it.
-    threads = config.getoption("--threads")
-    torch.set_num_threads(threads)
-    several = "true" if threads > 1 else "false"
-    os.environ.setdefault("XLA_FLAGS", f"--xla_cpu_multi_thread_eigen={several} intra_op_parallelism_threads={threads}")
+    # One thread for everybody: the comparison is of the work, not of the cores that a library takes for it.
+    torch.set_num_threads(1)
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
     # JAX would take most of the GPU's memory when it starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     path = config.getoption("--into")
@@ -67,8 +60,7 @@ def chosen(config: pytest.Config) -> list[Workload]:
         entry
         for entry in REGISTRY.values()
         if option("--device") in entry.devices
-        and (option("--curves") or not entry.axis)
-        and (option("--huge") or not entry.huge or entry.axis)
+        and (option("--huge") or not entry.huge)
         and (not option("--quick") or entry.quick)
         and (not option("--workload") or any(fnmatch.fnmatch(entry.name, p) for p in option("--workload")))
     ]
@@ -87,7 +79,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     seconds = QUICK_SECONDS if config.getoption("--quick") else SECONDS[config.getoption("--device")]
     parameters = []
     for workload, library in in_order(chosen(config), wanted):
-        mark = pytest.mark.benchmark(max_time=min(seconds, POINT_SECONDS) if REGISTRY[workload].axis else seconds)
+        mark = pytest.mark.benchmark(max_time=seconds)
         parameters.append(pytest.param(workload, library, marks=mark))
     metafunc.parametrize(("workload", "library"), parameters)
 
@@ -116,11 +108,9 @@ def measure(benchmark, device: str) -> Callable[[Workload, str, Any, Callable[[]
     """``measure(entry, library, filled, call)`` times the call, in the group of its workload."""
 
     def run(entry: Workload, library: str, filled: Any, call: Callable[[], object]) -> None:
-        between = network_updates() if entry.between else None
         clock = clocks.of(filled, device)
         clocks.warm_up(call, clock, HUGE_WARM_UP if entry.huge else benchmark._max_time / 4)
         many, calls = clocks.repeated(call, clock)
-        traffic = entry.traffic(library, device)
         benchmark.group = entry.name
         benchmark.extra_info.update(
             workload=entry.name,
@@ -132,16 +122,9 @@ def measure(benchmark, device: str) -> Callable[[Workload, str, Any, Callable[[]
             capacity=entry.capacity,
             batch=entry.batch,
             row_bytes=entry.row_bytes,
-            **({"axis": entry.axis, "value": entry.value} if entry.axis else {}),
-            **({"bytes": traffic.bytes, "launches": traffic.launches, "bus": traffic.bus} if traffic else {}),
-            **entry.extra(filled, library),
         )
         benchmark._timer = clock.timer
-        if between is None:
-            benchmark(many)
-        else:
-            rounds = max(5, round(benchmark._max_time * BETWEEN_PER_SECOND))
-            benchmark.pedantic(call, setup=between, rounds=rounds, warmup_rounds=5)
+        benchmark(many)
 
     return run
 
@@ -172,7 +155,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     elif benchmark is None or benchmark.stats is None:
         return
     else:
-        add_versions(item.config.stash[RESULTS]["machine_info"], environment(library))
+        add_versions(item.config.stash[RESULTS]["machine_info"], environment(library), versions())
         # Without the single timings: megabytes that nobody reads.
         note(item.config, "benchmarks", benchmark.stats.as_dict(include_data=False))
         outcome = f"{benchmark.stats.stats.median / benchmark.extra_info['calls'] * 1e6:.2f} µs"

@@ -28,11 +28,9 @@ from typing import Any
 import torch
 
 from benchmarks.measure.elsewhere import ROOT
-from benchmarks.measure.machine import RESULTS
-from benchmarks.measure.results import Run, write_whole
-from benchmarks.report import curves
-from benchmarks.report.comparison import combined
-from benchmarks.run import begin, benchmark_command, curves_path, write_parts
+from benchmarks.measure.machine import RESULTS, describe
+from benchmarks.measure.results import Run, combined, write_whole
+from benchmarks.run import benchmark_command
 from gpubuf.kernels._tuned import slug, user_folder
 
 #: Seconds of a stage. A step that would have less than ``LEAST`` is left out, and said.
@@ -60,16 +58,15 @@ ALONE = (
 SANITIZED = ("kernels/test_rows_gpu.py", "kernels/test_sum_tree_gpu.py", "kernels/test_trajectories_gpu.py")
 REPLAY = (
     *("uniform-sample-*", "prioritized-sample-*", "priority-update-*", "sample-and-update-*", "*extend-256"),
-    *("extend-from-the-host-*", "update-of-networks-*"),
+    "extend-from-the-host-*",
 )
-OTHERS = ("placement-*", "SAC-*")
-SLICES = ("slices-*", "prioritized-slices-*", "filling-*")
-CURVES = ("batch/*", "row/*", "capacity/*")
+SAC = ("SAC-*",)
+SLICES = ("slices-*", "prioritized-slices-*")
 #: Peers that have buffers on a GPU, measured where their packages are.
 PEERS = ("torchrl", "flashbax")
 GPU_CALLS = (sys.executable, "-m", "benchmarks.studies.kernels")
-#: What that study finds, in a stage's folder.
-CALLS = "calls.json"
+#: What studies find, in a stage's folder.
+CALLS, IN_TURN = "calls.json", "in_turn.json"
 
 
 @dataclass(frozen=True)
@@ -142,8 +139,8 @@ class Plan:
             Step("tune", tune, 75),
             self._benchmarks("replay", 95, REPLAY, *peers),
             Step("calls", calls, 75),
-            self._benchmarks("placement and SAC", 60, OTHERS),
-            self._benchmarks("slices and filling", 70, SLICES),
+            self._benchmarks("SAC", 60, SAC),
+            self._benchmarks("slices", 70, SLICES),
         ]
 
     def _third(self) -> list[Step]:
@@ -162,9 +159,10 @@ class Plan:
 
         # What finds nothing must be able to find something: a kernel that writes beyond its tensor.
         planted = (sys.executable, "-m", "tests.support.planted_fault", *under("memcheck"))
+        study = (sys.executable, "-m", "benchmarks.studies.in_turn", "calls", "--device", self.kind)
         return [
             self._profile(50),
-            self._benchmarks("curves", 120, CURVES, "--curves", "--huge"),
+            Step("in turn", (*study, "--parts", *PEERS, "--out", str(self.folder / IN_TURN)), 120),
             Step("planted fault", planted, 50, uncached, needs="compute-sanitizer"),
             sanitized("memcheck", 90),
             sanitized("racecheck", LIMIT),
@@ -349,11 +347,11 @@ def describe_machine(path: Path, kind: str) -> None:
     for command in (*runtime, ["nvidia-smi"], *ours):
         with contextlib.suppress(OSError):
             subprocess.run(command, cwd=ROOT, check=False)
-    begin(path, kind)
+    write_whole(path, {"machine_info": describe(kind)})
 
 
 def gather(folders: Sequence[Path], out: Path) -> list[Path]:
-    """Make of the files of stages the files that ``make report`` reads: tables, curves with their pictures, tuned file.
+    """Make of the files of stages the files that ``make report`` reads: results and tuned file.
 
     If several stages have measured a workload, the last one counts: stage 2 uses the tuned file.
 
@@ -372,12 +370,13 @@ def gather(folders: Sequence[Path], out: Path) -> list[Path]:
     data["datetime"] = max(run.data["datetime"] for run in runs)
     del data["stage"]
     path = out / f"{slug(data['machine_info']['device']['name'])}-{data['datetime'][:10]}.json"
-    written = write_parts(data, path)
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(path, data)
+    written = [path]
     for folder in folders:
-        written += [copy(each, out / f"calls-{path.name}") for each in folder.glob(CALLS)]
+        for name in (CALLS, IN_TURN):
+            written += [copy(each, out / f"{each.stem}-{path.name}") for each in folder.glob(name)]
         written += [copy(each, out / "tuned" / each.name) for each in folder.glob("tuned/*.json")]
-    if curves_path(path) in written:
-        curves.write([path, curves_path(path)], curves_path(path).with_suffix(""))
     return written
 
 

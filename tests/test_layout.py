@@ -205,7 +205,7 @@ def test_families_of_kernels_are_no_ring():
     assert circles(families) == []
 
 
-BENCHMARK_ROOMS = ("measure", "peers", "workloads", "studies", "report")
+BENCHMARK_ROOMS = ("measure", "peers", "workloads", "studies")
 """Folders of benchmarks/, from the lowest to the highest. The files beside them are commands, and import any room."""
 
 

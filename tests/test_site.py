@@ -103,10 +103,10 @@ def test_every_public_name_is_in_the_reference(hooks: ModuleType):
 def test_links_lead_to_pages_or_to_the_repository(hooks: ModuleType):
     repository = "https://repository.example/gpubuf"
     text = hooks.relinked(
-        "[a](../README.md#x) [b](rows.md#y) [c](../tests) ![d](../docs/slices.png)", "data.md", repository
+        "[a](../README.md#x) [b](rows.md#y) [c](../tests) ![d](../docs/pendulum.png)", "data.md", repository
     )
     assert text == (
-        f"[a]({repository}/blob/main/README.md#x) [b](rows.md#y) [c]({repository}/tree/main/tests) ![d](slices.png)"
+        f"[a]({repository}/blob/main/README.md#x) [b](rows.md#y) [c]({repository}/tree/main/tests) ![d](pendulum.png)"
     )
     assert hooks.relinked("[a](../CONTRIBUTING.md#x)", "data.md", repository) == "[a](contributing.md#x)"
     assert hooks.relinked("[a](docs/data.md)", "contributing.md", repository) == "[a](data.md)"

@@ -31,7 +31,7 @@ def found_by(python: str, module: str, *arguments: str, path: str = "", env: Map
 
     Args:
         python: the interpreter.
-        module: in the project, such as ``benchmarks.studies.side_by_side``.
+        module: in the project, such as ``benchmarks.studies.in_turn``.
         arguments: of the module.
         path: more folders to import from, after the project, as ``PYTHONPATH`` has them.
         env: variables of the environment besides ours.

@@ -1,6 +1,6 @@
-"""Times calls that are compared with each other: in one process, one after the other, in many rounds.
+"""Times calls as a program makes them: one call of each contender after the other, not one of them in a tight loop.
 
-A shared machine is then equally slow for all of them.
+A call finds in the caches what the others have left there, and a shared machine is equally slow for all.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Call = Callable[[], object]
-#: By contender: ``"calls"``, the microseconds of each, and where they are known ``"bytes"`` and ``"operations"``.
+#: By contender: ``"calls"``, the median microseconds of each, and where they are counted ``"operations"``.
 Found = dict[str, dict[str, Any]]
 
-#: Seconds of one call of one contender in one round.
-TURN = 0.05
+#: Rounds before those that count.
+WARM_UP = 10
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,11 @@ class Contender:
 
     Attributes:
         calls: what is timed, by name. The same names in all contenders of a table, as far as they have them.
-        n_bytes: of all memory that it keeps; None: not of interest.
         counted: the call whose operations are counted, those that reach PyTorch's dispatcher; None: none is.
-        between: what lies between two calls and is not timed; None: nothing does.
     """
 
     calls: Mapping[str, Call]
-    n_bytes: int | None = None
     counted: Call | None = None
-    between: Call | None = None
 
 
 class _Count(TorchDispatchMode):
@@ -55,34 +51,27 @@ def operations(call: Call) -> int:
     return count.operations
 
 
-def turn(call: Call, between: Call | None = None) -> float:
-    """Microseconds per call: the mean over a slice of time, so that what is done now and then counts too."""
-    call()
-    count, took, start = 0, 0.0, time.perf_counter()
-    while time.perf_counter() < start + TURN or not count:
-        if between is not None:
-            between()
-        began = time.perf_counter()
-        call()
-        took += time.perf_counter() - began
-        count += 1
-    return took / count * 1e6
+def alternating(calls: Mapping[str, Call], rounds: int, wait: Call = lambda: None) -> dict[str, float]:
+    """Median microseconds of calls, each made once a round; ``wait`` returns once a call is done, and is timed."""
+    took: dict[str, list[float]] = {who: [] for who in calls}
+    for number in range(-min(WARM_UP, rounds), rounds):
+        for who, call in calls.items():
+            start = time.perf_counter()
+            call()
+            wait()
+            if number >= 0:
+                took[who].append((time.perf_counter() - start) * 1e6)
+    return {who: statistics.median(times) for who, times in took.items()}
 
 
-def in_turn(contenders: Mapping[str, Contender], rounds: int) -> Found:
-    """The medians over rounds, in each of which every call had its turn."""
-    calls = {(who, what): call for who, made in contenders.items() for what, call in made.calls.items()}
-    took: dict[tuple[str, str], list[float]] = {place: [] for place in calls}
-    for call in calls.values():
-        turn(call)
-    for _ in range(rounds):
-        for place, call in calls.items():
-            took[place].append(turn(call, contenders[place[0]].between))
-    found: Found = {}
+def in_turn(contenders: Mapping[str, Contender], rounds: int, wait: Call = lambda: None) -> Found:
+    """Call by call, the contenders that have it in turn."""
+    found: Found = {who: {"calls": {}} for who in contenders}
+    for what in dict.fromkeys(what for made in contenders.values() for what in made.calls):
+        calls = {who: made.calls[what] for who, made in contenders.items() if what in made.calls}
+        for who, took in alternating(calls, rounds, wait).items():
+            found[who]["calls"][what] = took
     for who, made in contenders.items():
-        found[who] = {"calls": {what: statistics.median(took[who, what]) for what in made.calls}}
-        if made.n_bytes is not None:
-            found[who]["bytes"] = made.n_bytes
         if made.counted is not None:
             found[who]["operations"] = operations(made.counted)
     return found

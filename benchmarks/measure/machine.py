@@ -32,11 +32,11 @@ def versions() -> dict[str, str]:
     return {name: found for name in PACKAGES if (found := version(name)) is not None}
 
 
-def add_versions(machine: dict[str, Any], environment: str) -> None:
+def add_versions(machine: dict[str, Any], environment: str, found: dict[str, str]) -> None:
     """Enter what an environment has that is measured in it, beside the machine that others have described."""
     environments = machine.setdefault("environments", {})
     if environment not in environments:
-        environments[environment] = versions()
+        environments[environment] = found
         known = {**environments[environment], **machine["versions"]}
         machine["versions"] = {name: known[name] for name in PACKAGES if name in known}
 

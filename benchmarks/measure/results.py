@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +17,7 @@ from typing import Any
 from benchmarks.measure.machine import RESULTS, result_path
 
 #: The studies: one of these stands in a file in place of pytest-benchmark's ``benchmarks``.
-SUBJECTS = (
-    *("kernels", "calls", "threads", "learning", "speed", "writers"),
-    *("adapters", "batches", "losses", "trained"),
-)
+SUBJECTS = ("kernels", "calls", "learning", "speed", "writers", "in_turn", "sb3_loop", "losses")
 
 
 @dataclass(frozen=True)
@@ -53,22 +51,30 @@ class Run:
         """pytest-benchmark's entries for one workload, by library."""
         return self._by_workload.get(workload, {})
 
-    def entry(self, workload: str, library: str) -> dict[str, Any] | None:
-        """The statistics of one library on one workload, in seconds per call, or None."""
-        found = self.of(workload).get(library)
-        if found is None:
-            return None
-        return {name: found["stats"][name] / found["extra_info"]["calls"] for name in ("median", "iqr", "min")}
-
     def median(self, workload: str, library: str) -> float | None:
-        """Seconds a call, or None."""
-        entry = self.entry(workload, library)
-        return entry["median"] if entry else None
+        """Seconds per call of one library on one workload, or None."""
+        found = self.of(workload).get(library)
+        return None if found is None else found["stats"]["median"] / found["extra_info"]["calls"]
 
     @property
     def workloads(self) -> list[str]:
         """Every workload that was measured, in the order of the file."""
         return list(self._by_workload)
+
+
+def combined(runs: Sequence[Run]) -> Run:
+    """Several files of one machine as one.
+
+    Raises:
+        ValueError: there are none, or they are of different devices.
+    """
+    if not runs:
+        raise ValueError("there are no results to show")
+    devices = {(run.machine["device"]["kind"], run.machine["device"]["name"]) for run in runs}
+    if len(devices) > 1:
+        raise ValueError(f"results of one device are needed, but these are of {sorted(devices)}")
+    parts = {key: [entry for run in runs for entry in run.data.get(key, [])] for key in ("benchmarks", "skipped")}
+    return Run(runs[0].source, {**runs[0].data, **parts})
 
 
 #: By kind, see :func:`kind_of`.

@@ -5,7 +5,6 @@ An adapter does nothing that is timed: a benchmark times the functions that it r
 
 from __future__ import annotations
 
-import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -17,13 +16,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from benchmarks.peers.sources import TINY, Source
+from benchmarks.peers.sources import Source
 
 ALPHA, BETA, EPS = 0.6, 0.4, 1e-8
-#: Bytes, and rows, of a write that fills a buffer; it is a multiple of the rows of any step of many environments.
-CHUNK_BYTES, CHUNK_ROWS, WHOLE_STEPS = 1 << 25, 1_000_000, 256
-#: The most rows of a peer's buffer, uniform and prioritized: beyond, filling and checking it takes minutes.
-LARGEST = (100_000_000, 10_000_000)
+#: Bytes, and rows, of a write that fills a buffer.
+CHUNK_BYTES, CHUNK_ROWS = 1 << 25, 1_000_000
 
 
 class UnavailableError(Exception):
@@ -65,7 +62,6 @@ class Library(ABC):
         tree_bytes: what prioritization takes for a row, about.
         weights_over: the largest importance weight of the ``"buffer"`` is 1, or that of the ``"batch"``.
         exact_sums: a row of next to no weight is never drawn; not so where sums are float32.
-        lacks: columns of transitions that its batches don't have.
         priorities_known: all rows have the priorities that the benchmarks give them.
         untouched: nothing was written since it was filled.
 
@@ -78,7 +74,6 @@ class Library(ABC):
     tree_bytes: ClassVar[int] = 8
     weights_over: ClassVar[str] = "buffer"
     exact_sums: ClassVar[bool] = True
-    lacks: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, source: Source, prioritized: bool, device: str) -> None:
         self.source = source
@@ -110,10 +105,6 @@ class Library(ABC):
     @abstractmethod
     def priorities(self, index: Tensor, priority: Tensor) -> tuple[Any, Any]:
         """An index and its priorities in the form that :attr:`update` takes."""
-
-    @abstractmethod
-    def training_batch(self, n: int) -> tuple[Any, ...]:
-        """A batch as a training step asks for it: observation, action, next observation, reward and terminated."""
 
     @abstractmethod
     def columns(self, batch: Any) -> dict[str, np.ndarray]:
@@ -149,7 +140,6 @@ class Library(ABC):
     def fill(self) -> None:
         """Write all rows."""
         n = min(CHUNK_BYTES // self.source.layout.row_bytes, CHUNK_ROWS)
-        n = max(n - n % WHOLE_STEPS, WHOLE_STEPS)
         for start in range(0, len(self.source), n):
             self.extend(self.rows(self.source.rows(start, min(n, len(self.source) - start))))
 
@@ -209,17 +199,6 @@ class TorchRLInterface(Library):
 
     def priorities(self, index: Tensor, priority: Tensor) -> tuple[Tensor, Tensor]:
         return index.to(self.device), priority.to(self.device)
-
-    def training_batch(self, n: int) -> tuple[Any, ...]:
-        batch = self.buffer.sample(n)
-        following = batch["next"]
-        return (
-            batch["observation"],
-            batch["action"],
-            following["observation"],
-            following["reward"],
-            following["terminated"],
-        )
 
     def columns(self, batch: TensorDictBase) -> dict[str, np.ndarray]:
         flat = flat_arrays(batch)
@@ -352,11 +331,6 @@ class Cpprb(Library):
     def priorities(self, index: Tensor, priority: Tensor) -> tuple[np.ndarray, np.ndarray]:
         return index.numpy().astype(np.uint64), priority.numpy()
 
-    def training_batch(self, n: int) -> tuple[Any, ...]:
-        batch = self.sample(n)
-        names = ("observation", "action", "next.observation", "next.reward", "next.terminated")
-        return tuple(torch.from_numpy(batch[name]) for name in names)
-
     def columns(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         flat = dict(batch)
         if "weights" in flat:
@@ -469,11 +443,6 @@ class Flashbax(Library):
         pair = (index.numpy().astype(np.int32), priority.numpy())
         return tuple(self.jax.device_put(pair, self.home))
 
-    def training_batch(self, n: int) -> tuple[Any, ...]:
-        batch = self.sample(n)
-        names = ("observation", "action", "next.observation", "next.reward", "next.terminated")
-        return tuple(batch[name] for name in names)
-
     def columns(self, batch: Any) -> dict[str, np.ndarray]:
         return {name: np.asarray(column) for name, column in batch.items()}
 
@@ -485,140 +454,9 @@ class Flashbax(Library):
         return "wall"
 
 
-#: The arrays and the parts of a batch of Stable-Baselines3, by our names.
-STABLE_NAMES = {
-    "observation": "observations",
-    "action": "actions",
-    "next.observation": "next_observations",
-    "next.reward": "rewards",
-    "next.terminated": "dones",
-}
-
-
-class StableBaselines(Library):
-    """Stable-Baselines3's ``ReplayBuffer``: NumPy arrays on the host, batches copied to the device; uniform only.
-
-    It writes a step of all environments at a time. There are as many as divide both the capacity and 256, so that a
-    batch of rows is some whole steps. Rows of :data:`TINY` get the action, reward and flags that it can't leave out.
-    """
-
-    name = "sb3"
-    title = "Stable-Baselines3"
-    lacks = frozenset({"next.done"})
-
-    def load(self) -> None:
-        if self.prioritized:
-            raise UnavailableError("Stable-Baselines3 has no prioritized buffer")
-        with needing("Stable-Baselines3"):
-            from gymnasium import spaces
-            from stable_baselines3.common.buffers import ReplayBuffer
-        self.box, self.buffer_class = spaces.Box, ReplayBuffer
-        self.envs = math.gcd(len(self.source), WHOLE_STEPS)
-
-    def row_bytes(self) -> int:
-        # observation and next observation, action, and three float32: reward, done, timeout
-        return 24 if self.source.layout == TINY else self.source.layout.row_bytes + 10
-
-    def open(self) -> None:
-        observation, layout = self.source.layout.row["observation"].numpy(), self.source.layout
-        seen = self.box(0, 1, observation.shape[1:], observation.dtype)
-        action = self.box(-1, 1, (max(layout.action, 1),), np.float32)
-        self.buffer = self.buffer_class(len(self.source), seen, action, device=self.device, n_envs=self.envs)
-        self.sample = self.buffer.sample
-        self.extend = self.write
-
-    def write(self, steps: list[tuple[Any, ...]]) -> None:
-        add = self.buffer.add
-        for step in steps:
-            add(*step)
-
-    def rows(self, source: TensorDict) -> list[tuple[Any, ...]]:
-        if len(source) % self.envs:
-            raise UnavailableError(f"it writes steps of all its {self.envs} environments, not {len(source)} rows")
-        flat, nothing = flat_arrays(source), np.zeros((len(source), 1), np.float32)
-        done = flat.get("next.done", nothing).astype(bool)
-        timeouts = done & ~flat.get("next.terminated", done)
-        seen, reward = flat["observation"], flat.get("next.reward", nothing)[:, 0]
-        columns = (seen, flat.get("next.observation", seen), flat.get("action", nothing), reward, done[:, 0])
-        infos = [{"TimeLimit.truncated": True} if timeout else {} for timeout in timeouts[:, 0].tolist()]
-        steps = (slice(start, start + self.envs) for start in range(0, len(source), self.envs))
-        return [(*(column[step] for column in columns), infos[step]) for step in steps]
-
-    def priorities(self, index: Tensor, priority: Tensor) -> tuple[Any, Any]:
-        raise NotImplementedError("Stable-Baselines3 has no priorities")
-
-    def training_batch(self, n: int) -> tuple[Any, ...]:
-        batch = self.buffer.sample(n)
-        return batch.observations, batch.actions, batch.next_observations, batch.rewards, batch.dones
-
-    def columns(self, batch: Any) -> dict[str, np.ndarray]:
-        return self.named(lambda name: getattr(batch, name).cpu().numpy())
-
-    def stored(self, position: np.ndarray) -> dict[str, np.ndarray]:
-        def array(name: str) -> np.ndarray:
-            found = getattr(self.buffer, name) * (1 - self.buffer.timeouts if name == "dones" else 1)
-            return found.reshape(len(self.source), -1)[position]
-
-        return self.named(array)
-
-    def named(self, array: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
-        """The columns of the layout, with their dtypes, out of arrays by the library's names."""
-        columns = {name: column for name, column in self.source.layout.row.items() if name not in self.lacks}
-        return {name: array(STABLE_NAMES[name]).astype(column.numpy().dtype) for name, column in columns.items()}
-
-
-class Placed(Gpubuf):
-    """gpubuf, its rows in one of its placements beside a GPU; a batch always comes out on the GPU."""
-
-    placement: ClassVar[str]
-    #: The share of a batch's rows that crosses the bus.
-    over_the_bus: ClassVar[float]
-
-    def load(self) -> None:
-        if self.device != "cuda":
-            raise UnavailableError("where rows lie beside a GPU can be compared only on a machine with one")
-        super().load()
-
-    def storage(self) -> Any:
-        return self.storage_class(len(self.source), device=self.placement)
-
-
-class OnGpu(Placed):
-    """All rows in the GPU's memory."""
-
-    name, title, placement, over_the_bus = "gpubuf-cuda", "rows on the GPU", "cuda", 0.0
-
-
-class Split(Placed):
-    """Half of the rows on the GPU, the others in pinned host memory; one launch per batch."""
-
-    name, title, placement, over_the_bus = "gpubuf-split", "half the rows on the GPU", "split:50%", 0.5
-
-
-class Pinned(Placed):
-    """All rows in pinned host memory, which the GPU reads in the same launch."""
-
-    name, title, placement, over_the_bus = "gpubuf-pinned", "rows in pinned memory", "pinned", 1.0
-
-
-class GatherAndCopy(Placed):
-    """The usual way: the CPU gathers a batch from ordinary memory, and copies it to the GPU."""
-
-    name, title, placement, over_the_bus = "gpubuf-copy", "gathered by the CPU, copied", "cpu", 1.0
-
-    def open(self) -> None:
-        super().open()
-        sample = self.sample
-        self.sample = lambda n: sample(n).to("cuda", non_blocking=True)
-
-    def rows(self, source: Any) -> Any:
-        return source
-
-
 #: Libraries beside ours; each has an environment of this name.
-PEERS = ("torchrl", "cpprb", "flashbax", "sb3")
-PLACEMENTS: dict[str, type[Placed]] = {placed.name: placed for placed in (OnGpu, Split, Pinned, GatherAndCopy)}
+PEERS = ("torchrl", "cpprb", "flashbax")
 #: By their names in files of results.
 LIBRARIES: dict[str, type[Library]] = {
-    library.name: library for library in (Gpubuf, GpubufGraph, TorchRL, Cpprb, Flashbax, StableBaselines)
+    library.name: library for library in (Gpubuf, GpubufGraph, TorchRL, Cpprb, Flashbax)
 }

@@ -39,16 +39,11 @@ class Layout:
 
     Attributes:
         observation: numbers of an observation.
-        action: numbers of an action; 0: a row is nothing but an observation, of int32.
+        action: numbers of an action, whose first one is the row's number.
     """
 
     observation: int
     action: int
-
-    @property
-    def number(self) -> str:
-        """The column whose first entry is the row's number."""
-        return "action" if self.action else "observation"
 
     @cached_property
     def row(self) -> dict[str, Tensor]:
@@ -63,15 +58,11 @@ class Layout:
 
 #: Those of MuJoCo's HalfCheetah: 17 + 6 + 17 numbers.
 TRANSITIONS = Layout(17, 6)
-#: As small as a row can be that still carries its number.
-TINY = Layout(1, 0)
 
 
 @lru_cache(maxsize=2)
 def content(layout: Layout, n: int) -> dict[str, Tensor]:
     """``n`` rows, by flat name."""
-    if not layout.action:
-        return {"observation": torch.zeros(n, layout.observation, dtype=torch.int32)}
     return dict(transitions(n, layout.observation, layout.action).flatten_keys(".").items())
 
 
@@ -91,16 +82,16 @@ class Source:
     capacity: int
 
     def __post_init__(self) -> None:
-        if self.layout.action and self.capacity > 1 << 24:
+        if self.capacity > 1 << 24:
             raise ValueError(f"transitions are numbered up to {1 << 24}, not {self.capacity}")
 
     def __len__(self) -> int:
         return self.capacity
 
     def _columns(self, number: Tensor) -> dict[str, Tensor]:
-        period = min(self.capacity, TABLE_BYTES // self.layout.row_bytes) if self.layout.action else 1
+        period = min(self.capacity, TABLE_BYTES // self.layout.row_bytes)
         columns = {name: column[number % period] for name, column in content(self.layout, period).items()}
-        columns[self.layout.number][:, 0] = number
+        columns["action"][:, 0] = number
         return columns
 
     def rows(self, start: int, n: int) -> TensorDict:

@@ -26,9 +26,8 @@ import torch
 import gpubuf
 from benchmarks.measure import clocks
 from benchmarks.measure.elsewhere import found_by
-from benchmarks.measure.figures import OPEN, described, digits, table
 from benchmarks.measure.machine import describe
-from benchmarks.measure.results import Runs, write_results
+from benchmarks.measure.results import write_results
 from benchmarks.peers.sources import transitions
 
 CAPACITY, STORED = 1_000_000, 20_000
@@ -210,21 +209,6 @@ def profile(device: str) -> None:
         if device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
-
-
-def launches_table(runs: Runs) -> str:
-    """docs/performance-launches.md: the kernels that every call launches, and what it took on a GPU."""
-    run, measured = runs.get("kernels"), runs.get("calls on cuda")
-    if run is None:
-        return f"No run of `python -m benchmarks.studies.kernels` is committed: {OPEN}."
-    took = {} if measured is None else {each["call"]: each for each in measured.data["calls"]}
-    rows = []
-    for each in run.data["kernels"]["launches"]:
-        found = took.get(each["call"], {})
-        times = [digits(found[what]) if what in found else OPEN for what in ("warm", "cold")]
-        rows.append([each["call"], str(each["total"]), *times, ", ".join(f"`{name}`" for name in each["kernels"])])
-    shown = table(["call", "launches", "µs, warm", "µs, cold", "kernels"], rows)
-    return "\n\n".join([shown, *(described(each) for each in (measured, run) if each is not None)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -29,9 +29,8 @@ from tensordict import TensorDict
 from torch import multiprocessing, nn
 
 from benchmarks.measure.elsewhere import found_by, peer_python
-from benchmarks.measure.figures import conditions, digits, of_run, table
 from benchmarks.measure.machine import describe
-from benchmarks.measure.results import Run, write_results
+from benchmarks.measure.results import write_results
 from gpubuf import LazyTensorStorage, TensorDictReplayBuffer
 
 CAPACITY_BYTES = 1 << 26
@@ -46,12 +45,6 @@ ROW_BYTES = (180, 28_000)
 WRITERS = (1, 4)
 _FIRST_ROWS = 512
 _NO_LIMIT, _PAUSED = -1.0, 0.0
-
-TITLES = {
-    "gpubuf": "gpubuf, a client per writer",
-    "queue": "`torch.multiprocessing.Queue` of TensorDicts",
-    "memmap": "TorchRL, shared `LazyMemmapStorage`",
-}
 
 
 def rows_of(row_bytes: int, n: int) -> TensorDict:
@@ -204,32 +197,6 @@ def contend(name: str, row_bytes: int, writers: int) -> dict[str, Any]:
         paced = written / TURNS / SECONDS
         found = {"contender": name, "row bytes": row_bytes, "writers": writers, "rows/s": n / took}
         return {**found, "learner us/row": used / n * 1e6, "updates": updates, "paced rows/s": paced}
-
-
-def size(row_bytes: int) -> str:
-    return f"{row_bytes} bytes" if row_bytes < 1000 else f"{row_bytes // 1000} kB"
-
-
-@of_run("writers", "of `python -m benchmarks.studies.writers`")
-def writers_section(run: Run) -> str:
-    """docs/writers.md: the newest run."""
-    rows = []
-    for row_bytes, writers in itertools.product(ROW_BYTES, WRITERS):
-        of_size = [e for e in run.data["writers"]["rates"] if (e["row bytes"], e["writers"]) == (row_bytes, writers)]
-        here = {each["contender"]: each for each in of_size if each["contender"] in CONTENDERS}
-        for name, each in here.items():
-            faster = "" if name == "gpubuf" else f" ({each['rows/s'] / here['gpubuf']['rows/s']:.2f}x)"
-            alone, beside = each["updates"]
-            row = [TITLES[name], size(row_bytes), f"{writers}", f"{each['rows/s']:,.0f}{faster}"]
-            row += [digits(each["learner us/row"]), f"{alone:.0f}", f"{beside:.0f} ({beside / alone - 1:+.0%})"]
-            rows.append([*row, f"{each['paced rows/s']:.0f}"])
-    sentence = (
-        f"Rows per second of writers that do nothing else, {ROWS} rows per write; then updates per second of a learner "
-        f"that draws 256 rows for each, without writers and with {PACE:.0f} rows per second from each of them, as "
-        "far as they get through."
-    )
-    head = ["", "a row", "writers", "rows/s", "µs of the learner per row", "updates/s", "while writers write"]
-    return "\n\n".join([sentence, table([*head, "rows/s then"], rows), conditions(run)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -5,34 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from benchmarks.peers.libraries import LIBRARIES, PEERS, PLACEMENTS, UnavailableError
-from benchmarks.workloads import replay, sac, slices, sweeps
+from benchmarks.peers.libraries import LIBRARIES, PEERS, UnavailableError
+from benchmarks.workloads import replay, sac, slices
 from benchmarks.workloads.workload import Workload
 
-_OURS = ("gpubuf", "gpubuf-graph")
-_BY_NAME = {name: library.title for name, library in {**LIBRARIES, **PLACEMENTS}.items()}
-#: The names of the libraries in pictures and tables, by their names in files of results; in the order of columns.
+#: The names of the libraries in tables, by their names in files of results; in the order of columns.
 TITLES = {
-    **{name: _BY_NAME[name] for name in _OURS},
-    "gpubuf-random": "gpubuf without an index",
-    **{name: _BY_NAME[name] for name in (*PLACEMENTS, "torchrl")},
-    "torchrl-uncached": "TorchRL, uncached",
-    **{name: _BY_NAME[name] for name in PEERS[1:]},
+    **{name: library.title for name, library in LIBRARIES.items()},
     "plain": "plain PyTorch",
 }
 REGISTRY: dict[str, Workload] = {
     **replay.WORKLOADS,
     **sac.WORKLOADS,
     **slices.SLICES,
-    **replay.PLACED,
-    **sweeps.POINTS,
 }
 
 
 def environment(library: str) -> str:
-    """In which environment a library runs: ``torchrl-uncached`` in ``torchrl``, all of ours in ``gpubuf``."""
-    name = library.partition("-")[0]
-    return name if name in PEERS else "gpubuf"
+    """In which environment a library runs: a peer in its own, all of ours in ``gpubuf``."""
+    return library if library in PEERS else "gpubuf"
 
 
 def in_order(

@@ -15,20 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.measure import roofline
-from benchmarks.measure.roofline import Traffic
 from benchmarks.peers.libraries import (
     ALPHA,
     BETA,
     EPS,
-    LARGEST,
     LIBRARIES,
     PEERS,
-    PLACEMENTS,
     Library,
-    UnavailableError,
 )
 from benchmarks.peers.sources import TRANSITIONS, Layout, Source
 from benchmarks.workloads.workload import Workload
@@ -53,19 +48,18 @@ def draws(n: int, capacity: int) -> list[tuple[Tensor, Tensor]]:
 
 def row_numbers(library: Library, batch: Any) -> np.ndarray:
     """Which rows a sampled batch is made of."""
-    return library.columns(batch)[library.source.layout.number][:, 0].astype(np.int64)
+    return library.columns(batch)["action"][:, 0].astype(np.int64)
 
 
 def check_contents(library: Library, columns: dict[str, np.ndarray], row: np.ndarray) -> None:
-    """Assert that these are the whole rows of these numbers, but for columns that the library doesn't give back."""
+    """Assert that these are the whole rows of these numbers."""
     for name, expected in library.source.columns(row).items():
-        if name not in library.lacks:
-            np.testing.assert_array_equal(columns[name], expected, err_msg=name)
+        np.testing.assert_array_equal(columns[name], expected, err_msg=name)
 
 
 def check_rows(library: Library, columns: dict[str, np.ndarray], n: int) -> np.ndarray:
     """Assert that a batch holds ``n`` whole rows of the source, where it says; return their numbers."""
-    row = columns[library.source.layout.number][:, 0].astype(np.int64)
+    row = columns["action"][:, 0].astype(np.int64)
     assert row.shape == (n,)
     assert ((row >= 0) & (row < len(library.source))).all()
     check_contents(library, columns, row)
@@ -172,46 +166,6 @@ def stepping(library: Library, n: int) -> Callable[[], object]:
     return call
 
 
-def training(library: Library, n: int) -> Callable[[], object]:
-    """Draw a batch, and take what a training step reads out of it, in the library's own words."""
-    sampling(library, n)
-    assert all(len(part) == n for part in library.training_batch(n))
-    return lambda: library.training_batch(n)
-
-
-def updating_networks(library: Library, n: int) -> Callable[[], object]:
-    """Update networks, then draw the next batch: on a GPU, where both are queued and can be timed together only.
-
-    Raises:
-        UnavailableError: the library's calls are not on the stream of the networks.
-    """
-    if library.device == "cuda" and library.clock != "events":
-        raise UnavailableError(f"{library.title} has another stream than networks in PyTorch")
-    batch, update = training(library, n), network_updates(library.device)
-    return lambda: (update(), batch())
-
-
-def network_updates(device: str = "cpu") -> Callable[[], None]:
-    """What lies between two batches of soft actor-critic: an actor and two critics, 256 wide, are updated by Adam.
-
-    They pass a few megabytes through the caches, and the code of their operations.
-    """
-    widths = {"actor": (17, 12), "critic": (23, 1), "other critic": (23, 1)}
-    work = []
-    for given, made in widths.values():
-        hidden = [nn.Linear(given, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
-        network = nn.Sequential(*hidden, nn.Linear(256, made)).to(device)
-        work.append((network, torch.optim.Adam(network.parameters(), 1e-4), torch.randn(256, given, device=device)))
-
-    def update() -> None:
-        for network, optimizer, rows in work:
-            optimizer.zero_grad()
-            network(rows).square().mean().backward()
-            optimizer.step()
-
-    return update
-
-
 #: Rows of a write that is checked begin so far into a batch: where no batch that is timed begins.
 ODD = 7
 
@@ -222,13 +176,13 @@ def check_write(library: Library, n: int, rows: Callable[[TensorDict], Any]) -> 
     They are written as ``rows`` makes them. Of a buffer as it was filled the run is the first, and only its
     surroundings are looked at: it can be a large one.
     """
-    source, number = library.source, library.source.layout.number
+    source = library.source
     first = n + ODD
     position = np.arange(min(3 * n, len(source)) if library.untouched else len(source))
-    before = library.stored(position)[number][:, 0].astype(np.int64)
+    before = library.stored(position)["action"][:, 0].astype(np.int64)
     library.extend(rows(source.rows(first, n)))
     stored = library.stored(position)
-    after = stored[number][:, 0].astype(np.int64)
+    after = stored["action"][:, 0].astype(np.int64)
     changed = np.flatnonzero(before != after)
     start = changed[after[changed] == first]
     assert start.size == 1, "the first row was not written, or more than once"
@@ -264,25 +218,18 @@ class Operation:
     Attributes:
         title: for people.
         prepare: checks the library against the oracle, and returns the call to time.
-        work: the parts of a call, see :func:`benchmarks.measure.roofline.counted`.
+        prioritized: of a prioritized buffer.
         turn: when, among the operations on one buffer: the more it changes, the later.
-        between: networks are updated before each call.
         devices: where it is measured.
         graphed: it is also measured as replays of a graph. Others take arguments, which would be copied first.
     """
 
     title: str
     prepare: Callable[[Library, int], Callable[[], object]]
-    work: tuple[str, ...]
+    prioritized: bool = False
     turn: int = 0
-    between: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
     graphed: bool = False
-
-    @property
-    def prioritized(self) -> bool:
-        """Which of the two buffers."""
-        return bool({"draw", "update"} & set(self.work))
 
     @property
     def name(self) -> str:
@@ -290,30 +237,21 @@ class Operation:
         return self.title.replace(" ", "-")
 
 
-_DRAWN, _WRITTEN = ("gather",), ("write",)
-_BY_PRIORITY, _STEP = ("draw", "gather"), ("draw", "gather", "update")
-_BETWEEN: dict[str, Any] = {"between": True, "devices": ("cpu",)}
-_UPDATED: dict[str, Any] = {"prepare": updating_networks, "devices": ("cuda",)}
-UNIFORM_SAMPLE = Operation("uniform sample", sampling, _DRAWN, graphed=True)
-PRIORITIZED_SAMPLE = Operation("prioritized sample", sampling, _BY_PRIORITY, graphed=True)
-SAMPLE_AND_UPDATE = Operation("sample and update", stepping, _STEP, turn=1, graphed=True)
-PRIORITY_UPDATE = Operation("priority update", updating, ("update",), turn=2)
-EXTEND = Operation("extend", extending, _WRITTEN, turn=3)
-HOST_EXTEND = Operation("extend from the host", extending_from_host, ("write", "upload"), turn=3, devices=("cuda",))
+UNIFORM_SAMPLE = Operation("uniform sample", sampling, graphed=True)
+PRIORITIZED_SAMPLE = Operation("prioritized sample", sampling, True, graphed=True)
+SAMPLE_AND_UPDATE = Operation("sample and update", stepping, True, turn=1, graphed=True)
+PRIORITY_UPDATE = Operation("priority update", updating, True, turn=2)
+EXTEND = Operation("extend", extending, turn=3)
+HOST_EXTEND = Operation("extend from the host", extending_from_host, turn=3, devices=("cuda",))
 #: With the sizes of the batches that are measured, in the order of the tables.
 OPERATIONS = {
-    Operation("batch between updates", training, _DRAWN, **_BETWEEN): (256,),
-    Operation("prioritized batch between updates", training, _BY_PRIORITY, **_BETWEEN): (256,),
-    Operation("sample and update between updates", stepping, _STEP, turn=1, **_BETWEEN): (256,),
-    Operation("update of networks and batch", work=_DRAWN, **_UPDATED): (256,),
-    Operation("update of networks and prioritized batch", work=_BY_PRIORITY, **_UPDATED): (256,),
     UNIFORM_SAMPLE: (256, 4096, 32768),
     EXTEND: (256,),
     HOST_EXTEND: (1, 256, 4096),
     PRIORITIZED_SAMPLE: (256, 4096),
     PRIORITY_UPDATE: (256, 4096),
     SAMPLE_AND_UPDATE: (256, 4096),
-    Operation("prioritized extend", extending, ("write", "update"), turn=3): (256,),
+    Operation("prioritized extend", extending, True, turn=3): (256,),
 }
 
 
@@ -329,33 +267,18 @@ class Replay(Workload):
     operation: Operation
     layout: Layout = TRANSITIONS
 
-    @property
-    def between(self) -> bool:  # type: ignore[override]
-        return self.operation.between
-
     def source(self) -> Source:
         """The rows that fill the buffer."""
         return Source(self.layout, self.capacity)
 
     def fill(self, library: str, device: str) -> Library:
-        most = LARGEST[self.operation.prioritized]
-        if not library.startswith("gpubuf") and self.capacity > most:
-            raise UnavailableError(f"left out beyond {most:,} rows: filling and checking it takes minutes")
-        kinds = PLACEMENTS if library in PLACEMENTS else LIBRARIES
-        return kinds[library](self.source(), self.operation.prioritized, device)
+        return LIBRARIES[library](self.source(), self.operation.prioritized, device)
 
     def prepare(self, filled: Library, library: str, device: str) -> Callable[[], object]:
         return self.operation.prepare(filled, self.batch)
 
     def contents(self, library: str) -> Hashable:
         return library, self.source(), self.operation.prioritized
-
-    def traffic(self, library: str, device: str) -> Traffic:
-        work = roofline.counted(self.operation.work, self.batch, self.row_bytes, self.capacity, device)
-        if library not in PLACEMENTS:
-            return work
-        over = int(self.batch * self.row_bytes * PLACEMENTS[library].over_the_bus)
-        return Traffic(work.bytes - over, work.launches, over)
 
 
 def replay(
@@ -369,18 +292,8 @@ def replay(
     return Replay(operation=operation, layout=layout, turn=operation.turn, **{**given, **sizes, **more})
 
 
-def _placement(batch: int) -> Replay:
-    """A batch of rows that are not all on the GPU."""
-    # An observation and the next one of 2 KiB each: rows of 4 KiB, and a GiB of them.
-    layout = Layout(512, 1)
-    rows = (1 << 30) // layout.row_bytes // 64 * 64
-    named = {"name": f"placement-{batch}", "title": f"uniform sample, {batch}, rows of 4 KiB by where they lie"}
-    return replay(UNIFORM_SAMPLE, batch, rows, layout, libraries=tuple(PLACEMENTS), devices=("cuda",), **named)
-
-
 #: By name.
 WORKLOADS = {
     workload.name: workload
     for workload in (replay(operation, batch) for operation, sizes in OPERATIONS.items() for batch in sizes)
 }
-PLACED = {workload.name: workload for workload in (_placement(batch) for batch in (256, 4096))}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from benchmarks.measure.roofline import Traffic
+from typing import Any
 
 #: Rows of a buffer that takes gigabytes and minutes to fill.
 HUGE = 50_000_000
@@ -23,12 +21,9 @@ class Workload:
         capacity: rows of the buffer.
         batch: rows of a batch.
         row_bytes: bytes of a row.
-        axis: the name of the axis that it is a point of; empty: it stands in the tables.
-        value: where on the axis.
         quick: part of a quick run.
         turn: when, among those that share a buffer: the more a call changes, the later.
         devices: where it makes sense.
-        between: networks are updated before each call, so that it finds the caches as a training loop leaves them.
     """
 
     name: str
@@ -37,12 +32,9 @@ class Workload:
     capacity: int
     batch: int
     row_bytes: int
-    axis: str = ""
-    value: int = 0
     quick: bool = True
     turn: int = 0
     devices: tuple[str, ...] = ("cpu", "cuda")
-    between: ClassVar[bool] = False
 
     @property
     def huge(self) -> bool:
@@ -59,11 +51,3 @@ class Workload:
     def contents(self, library: str) -> Hashable:
         """Equal for two workloads that can share a filled buffer."""
         return self.name, library
-
-    def traffic(self, library: str, device: str) -> Traffic | None:
-        """The least work of a call; None: it is not counted."""
-        return None
-
-    def extra(self, filled: Any, library: str) -> dict[str, Any]:
-        """Further entries of the file of results."""
-        return {}

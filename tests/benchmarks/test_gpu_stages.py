@@ -22,7 +22,7 @@ from benchmarks.measure.elsewhere import ROOT
 from benchmarks.measure.results import newest_runs
 from benchmarks.stages import Plan, Step
 from benchmarks.workloads.registry import REGISTRY
-from tests.support.benchmark_results import GPU_ROOFLINE, a_run, entry
+from tests.support.benchmark_results import a_run, entry
 from tests.support.planted_fault import main as planted_fault
 
 CODE = (sys.executable, "-c")
@@ -72,7 +72,7 @@ def test_every_workload_is_measured():
     on_gpu = [name for name, workload in REGISTRY.items() if "cuda" in workload.devices]
     assert not [name for name in on_gpu if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
     measured = [step.command for step in planned(2, 3).values() if "--benchmark-enable" in step.command]
-    assert len(measured) == 4
+    assert len(measured) == 3
     assert all({"--deadline={deadline}", "--environment=gpubuf", "--device=cuda"} < set(each) for each in measured)
     # The profiler looks at the calls of the headline figures alone.
     assert "--profile-from-start off" in " ".join(planned(3)["profile"].command)
@@ -193,13 +193,12 @@ def test_a_stage_is_rehearsed_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     plan = Plan(1, tmp_path / "out", "cpu")
     steps = plan.steps()
-    measured = plan._benchmarks("replay", 500, ["extend-256", "placement-256"])
+    measured = plan._benchmarks("replay", 500, ["extend-256"])
     # However busy this machine is.
     patient = [dataclasses.replace(step, seconds=1000) for step in (steps[0], steps[-1], measured)]
     assert stages.run_stage(plan, patient, limit=3000) == 0, plan.log.read_text()[-2000:]
     found = json.loads(plan.results.read_text())
     assert [b["extra_info"]["workload"] for b in found["benchmarks"]] == ["extend-256"]
-    assert found["machine_info"]["roofline"]["copy_bytes_per_second"] > 0
     assert found["gpu_tests"] == {"passed": 0, "failed": 0, "skipped": 1, "failures": []}
 
 
@@ -208,31 +207,31 @@ def test_a_stage_is_rehearsed_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monke
 
 def a_stage(folder: Path, stage: int, entries: list[dict[str, Any]], steps: list[Any], **more: Any) -> None:
     data = a_run(entries, more.pop("skipped", []), "cuda").data
-    data["machine_info"] |= {"device": {"kind": "cuda", "name": "Some GPU"}, "roofline": GPU_ROOFLINE}
+    data["machine_info"] |= {"device": {"kind": "cuda", "name": "Some GPU"}}
     data |= {"stage": stage, "steps": steps, **more}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"stage-{stage}.json").write_text(json.dumps(data))
 
 
 def test_stages_become_files_for_the_report(tmp_path: Path):
-    """Tuned figures replace those by rule; tests are added up; points of curves go where curves are."""
+    """Tuned figures replace those by rule; tests are added up; findings of studies go along."""
     passed = {"name": "a", "tests": {"passed": 3, "failed": 0, "skipped": 1, "failures": []}}
     failed = {"name": "b", "tests": {"passed": 1, "failed": 1, "skipped": 0, "failures": ["t::bad"]}}
     late = [{"workload": "extend-256", "library": "gpubuf", "reason": "the time for this run was over"}]
     a_stage(tmp_path / "b", 2, [entry("uniform-sample-256", "gpubuf", 4e-6), entry("extend-256", "gpubuf", 5e-6)], [{}])
     a_stage(tmp_path / "a", 1, [entry("uniform-sample-256", "gpubuf", 9e-6)], [passed], skipped=late)
-    a_stage(tmp_path / "a", 3, [entry("batch/extend/16", "gpubuf", 1e-6)], [failed])
+    a_stage(tmp_path / "a", 3, [entry("priority-update-256", "gpubuf", 1e-6)], [failed])
     gpu = {"device": {"kind": "cuda", "name": "Some GPU"}}
     found = {"datetime": "2026-11-21", "machine_info": gpu, "calls": []}
-    (tmp_path / "b" / "calls.json").write_text(json.dumps(found))
+    for study in ("calls", "in_turn"):
+        (tmp_path / "b" / f"{study}.json").write_text(json.dumps(found))
     (tmp_path / "b" / "tuned").mkdir()
     (tmp_path / "b" / "tuned" / "some-gpu.json").write_text("{}")
     results = tmp_path / "home" / "benchmarks" / "results"
     assert stages.main(["--gather", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(results)]) == 0
     names = {path.relative_to(results).as_posix() for path in results.rglob("*") if path.is_file()}
     name = "some-gpu-2026-11-21"
-    drawn = {f"curves/{name}{end}" for end in (".json", "-batch.png")}
-    assert names == {f"{name}.json", f"calls-{name}.json", "tuned/some-gpu.json", *drawn}
+    assert names == {f"{name}.json", f"calls-{name}.json", f"in_turn-{name}.json", "tuned/some-gpu.json"}
     run = newest_runs(results)["cuda"]
     assert run.median("uniform-sample-256", "gpubuf") == pytest.approx(4e-6)
     assert run.data["skipped"] == []

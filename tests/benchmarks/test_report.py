@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from benchmarks import report
 from benchmarks.measure.machine import RESULTS
 from benchmarks.measure.results import kind_of, newest_runs, write_results
-from benchmarks.report import pictures, write
-from benchmarks.report.write import rewritten
+from benchmarks.report import rewritten
 from tests.support.benchmark_results import a_run, block, entry, line, machine, run_of
 
 REPLAY = [entry("uniform-sample-256", "gpubuf", 20e-6), entry("uniform-sample-256", "torchrl", 150e-6)]
@@ -24,40 +23,25 @@ def test_medians_and_ratios():
     text = rewritten(page, runs, "../")
     assert line(text, "uniform sample, 256") == ["20.0", "150 (7.5x)"]
     assert text.startswith("a\n<!-- figures: replay -->\n\n|")
-    assert text.endswith("|\n\n<!-- end of figures -->\nz\n")
+    assert text.endswith("\n\n<!-- end of figures -->\nz\n")
     assert rewritten(text, runs, "../") == text
     assert "committed: open" in block("replay_gpu", runs)
     graph, peer = (entry("uniform-sample-256", name, 2.5e-6) for name in ("gpubuf-graph", "torchrl"))
     runs["cuda"] = a_run([entry("uniform-sample-256", "gpubuf", 5e-6), graph, peer], kind="cuda")
     assert line(block("replay_gpu", runs), "uniform sample, 256") == ["5.00", "2.50", "2.50 (0.5x)"]
-    assert "measured: open" in block("loss_gpu", runs)
+    assert "open." in block("sac_gpu", runs)
     with pytest.raises(ValueError, match="'nonsense' are unknown"):
         block("nonsense", {})
 
 
-@pytest.mark.parametrize("name", sorted(write.FIGURES.keys() - {"memory", "training_batches"}))
+@pytest.mark.parametrize("name", sorted(report.FIGURES.keys()))
 def test_without_a_run_figures_are_open(name: str):
     """With runs they are those of the committed pages, see below."""
     assert "open" in block(name, {})
 
 
-def of_slices(factor: float) -> list[dict[str, Any]]:
-    return [entry("slices-5M-in-6M-write-and-sample", name, 80e-6 * factor) for name in ("gpubuf", "torchrl")]
-
-
-def test_pictures_say_which_runs_they_show(tmp_path: Path):
-    path = tmp_path / "slices.png"
-    runs = {"cpu": a_run(of_slices(1.0)), "cuda": a_run(of_slices(0.1), kind="cuda")}
-    assert not pictures.is_of(path, write.sliced(runs))
-    write.draw_plot(path, runs)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert pictures.is_of(path, write.sliced(runs))
-    assert not pictures.is_of(path, write.sliced({"cpu": runs["cpu"]}))
-    assert pictures.is_of(path, write.sliced({"cpu": a_run([])}))
-
-
-def test_the_committed_pages_and_pictures_are_those_of_the_committed_runs():
-    assert write.main(["--check"]) == 0
+def test_the_committed_pages_are_those_of_the_committed_runs():
+    assert report.main(["--check"]) == 0
 
 
 def test_committed_results_say_where_they_come_from():
@@ -71,6 +55,25 @@ def test_committed_results_say_where_they_come_from():
         for benchmark in data.get("benchmarks", []):
             assert {"workload", "library", "device", "calls"} <= benchmark["extra_info"].keys(), path
             assert "data" not in benchmark["stats"], path
+
+
+def test_headlines_are_of_calls_in_turn_and_of_loops():
+    """A peer's ratio is to the calls of ours beside it."""
+    runs = {"cpu": a_run(REPLAY)}
+    assert "open." in block("headlines", runs)
+    parts = {
+        "torchrl": {"uniform-sample-256": {"gpubuf": 50.0, "torchrl": 200.0}},
+        "cpprb": {"uniform-sample-256": {"gpubuf": 60.0, "cpprb": 120.0}},
+        "flashbax": {"uniform-sample-256": {"gpubuf": 40.0, "flashbax": 100.0}},
+    }
+    runs["in_turn"] = run_of(in_turn=parts)
+    took = {"gpubuf": {"sample": 20.0, "add": 10.0}, "Stable-Baselines3": {"sample": 30.0, "add": 10.0}}
+    loop = {who: {"calls": calls} for who, calls in took.items()}
+    runs["sb3_loop"] = run_of(sb3_loop={"300000": loop})
+    found = block("headlines", runs)
+    assert line(found, "uniform sample, 256, µs") == ["50.0", "200 (4.0x)", "120 (2.0x) cpprb"]
+    assert line(found, "`sample` in Stable-Baselines3's SAC, µs") == ["20.0", "", "30.0 (1.5x) its own"]
+    assert line(block("in_turn", runs), "uniform sample, 256") == ["50.0", "", "200 (4.0x)", "120 (2.0x) cpprb"]
 
 
 # Files

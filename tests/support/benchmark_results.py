@@ -5,21 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.measure.results import Run
-from benchmarks.report.write import rewritten
+from benchmarks.report import rewritten
 from benchmarks.workloads.registry import REGISTRY
-
-ROOFLINE = {"copy_bytes_per_second": 1e10, "launch_seconds": 2e-6}
-GPU_ROOFLINE = {**ROOFLINE, "bus_bytes_per_second": 5e10, "graph_launch_seconds": 1e-6}
 
 
 def entry(workload: str, library: str, seconds: float) -> dict[str, Any]:
     """What ten calls of so many seconds each give, with a tenth of that as spread, and the half as minimum."""
-    known = REGISTRY[workload]
     extra: dict[str, Any] = {"workload": workload, "library": library, "calls": 10}
-    extra |= {"axis": known.axis, "value": known.value} if known.axis else {}
-    traffic = known.traffic(library, "cpu")
-    if traffic is not None:
-        extra |= {"bytes": traffic.bytes, "launches": traffic.launches, "bus": traffic.bus}
     return {"extra_info": extra, "stats": {"median": 10 * seconds, "iqr": seconds, "min": 5 * seconds}}
 
 
@@ -35,7 +27,6 @@ def machine(kind: str = "cpu") -> dict[str, Any]:
         "threads": 1,
         "cores": 2,
         "load_before": 0.25,
-        "roofline": GPU_ROOFLINE if kind == "cuda" else ROOFLINE,
     }
 
 

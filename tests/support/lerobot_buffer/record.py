@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.peers.lerobot_buffer import lerobot_buffer
+from tests.support.lerobot_buffer.theirs import lerobot_buffer
 from tests.support.lerobot_buffer.transitions import ADDED, CAPACITY, Frames, frames, transition
 from tests.support.records import write
 

@@ -1,60 +1,77 @@
-"""docs/migration.md says what is so: every name of TorchRL's, compared with gpubuf as it is imported here."""
+"""docs/migration.md and its two tables say what is so of gpubuf as it is imported here."""
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from benchmarks.report.migration import page
+import gpubuf.data
+import gpubuf.objectives
 from gpubuf.integrations import torchrl as G
 from tests.support import torchrl_stand_in
 
-RENDER = "python -m benchmarks.report.migration"
-PROBES = {name: reason.probe for name, reason in page.reasons().items() if reason.probe}
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, NAMES, ARGUMENTS = (DOCS / f"migration{name}.md" for name in ("", "-names", "-arguments"))
 
 
-def test_the_pages_are_up_to_date():
-    for path, text in page.render().items():
-        assert path.read_text() == text, f"{path} is stale: {RENDER}"
+def test_every_name_is_on_the_page_with_its_state():
+    """Missing are those that can't be imported; of the rest of ``torchrl.data`` names are listed."""
+    text, recorded = NAMES.read_text(), torchrl_stand_in.recorded()
+    assert [name for name in recorded if f"`{name}`" not in text] == []
+    states = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", text, re.MULTILINE))
+    assert set(states.values()) <= {"same", "better", "different", "missing"}
+    here = {name for module in (gpubuf.data, gpubuf.objectives, G) for name in module.__all__}
+    listed = {name for name, entry in recorded.items() if not entry["area"].startswith("other: ")}
+    assert states.keys() == listed
+    assert [name for name in listed & here if states[name] == "missing"] == []
 
 
-def test_every_difference_has_a_reason_and_no_reason_is_stale(monkeypatch: pytest.MonkeyPatch):
-    """A reason is stale that names what exists no more, or that calls missing what is here."""
-    _, wrong = page.comparison()
-    assert wrong == [], f"mend benchmarks/report/migration/reasons.toml, then {RENDER}"
-    stale = ["Nobody", "ReplayBuffer", "ReplayBuffer.sample", "ReplayBuffer.sample(batch_size)", "Storage.nothing"]
-    planted = {**page.reasons(), **{name: page.Reason("missing", "So it is.") for name in stale}}
-    del planted["Compose(in_keys)"]
-    monkeypatch.setattr(page, "reasons", lambda: planted)
-    _, wrong = page.comparison()
-    assert {f"{name}: its reason is stale" for name in stale} | {"Compose(in_keys): no reason"} <= set(wrong)
+def test_members_that_are_called_missing_are():
+    """Those named in the tables of classes, without arguments of methods and constructors."""
+    sections = re.split(r"^## `(\w+)`$", ARGUMENTS.read_text(), flags=re.MULTILINE)[1:]
+    here = {**vars(gpubuf.objectives), **vars(gpubuf.data), **{name: getattr(G, name) for name in G.__all__}}
+    wrong = []
+    for name, table in zip(sections[::2], sections[1::2], strict=True):
+        for items in re.findall(r"^\| (.+?) \| missing \|", table, re.MULTILINE):
+            wrong += [f"{name}.{item}" for item in re.findall(r"`(\w+)`", items) if hasattr(here[name], item)]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("name", PROBES)
-def test_an_argument_is_accepted_at_its_default_only(name: str):
+PROBES = [
+    "ReplayBuffer(consume_after_n_samples=1)",
+    "ReplayBuffer(delayed_init=True)",
+    "ReplayBuffer(service_backend='ray')",
+    "ReplayBuffer(service_backend_options={'a': 1})",
+    "ReplayBuffer(transport='ray')",
+    "ReplayBuffer(transport_options={'a': 1})",
+    "ReplayBuffer(checkpointer=object())",
+    "SliceSampler(slice_len=2, fragmented=True)",
+    "PrioritizedReplayBuffer(alpha=0.5, beta=0.5, sync=False)",
+    "TensorDictPrioritizedReplayBuffer(alpha=0.5, beta=0.5, sync=False)",
+]
+
+
+@pytest.mark.parametrize("call", PROBES)
+def test_an_argument_is_accepted_at_its_default_only(call: str):
     with pytest.raises(NotImplementedError):
-        eval(PROBES[name], {each: getattr(G, each) for each in G.__all__})
-
-
-def test_every_name_is_on_the_page():
-    text = page.NAMES.read_text()
-    assert [name for name in page.recorded()["names"] if f"`{name}`" not in text] == []
-    assert set(re.findall(r"^\| `\w+` \| (\w+) \|", text, re.MULTILINE)) <= set(page.STATES)
+        eval(call, {each: getattr(G, each) for each in G.__all__})
 
 
 @pytest.mark.skipif(not torchrl_stand_in.installed(), reason="needs TorchRL")
-def test_the_record_is_torchrls():
-    # In a process of its own, for TorchRL changes some of its functions when they are used.
-    program = "import json; from benchmarks.report.migration.record import recorded; print(json.dumps(recorded()))"
-    told = subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, capture_output=True, text=True)
-    assert json.loads(told.stdout.splitlines()[-1]) == page.recorded()
+def test_the_recorded_names_are_torchrls():
+    import torchrl.data
+    import torchrl.objectives
+
+    recorded = torchrl_stand_in.recorded()
+    assert {*torchrl.data.__all__, *torchrl.objectives.__all__} <= recorded.keys()
+    for name, entry in recorded.items():
+        found = getattr(torchrl.data, name, None)
+        assert found is None or [each for each in entry.get("members", ()) if not hasattr(found, each)] == [], name
 
 
 # The table of differences
@@ -219,6 +236,6 @@ def test_the_table_of_differences_is_true(task: str):
 
 
 def test_every_difference_is_checked():
-    introduction = page.PAGE.read_text().partition("## Every name")[0]
+    introduction = PAGE.read_text().partition("## Every name")[0]
     table = re.findall(r"^\| (.+?) \| .+ \| .+ \| .*\|$", introduction, re.MULTILINE)
     assert table == ["task", "---", *CHECKS]

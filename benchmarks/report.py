@@ -1,0 +1,329 @@
+"""Writes the measured figures into README.md and the pages of docs/, so that none of them is typed by hand.
+
+``python -m benchmarks.report`` reads the newest file of every kind in ``benchmarks/results/``, and rewrites the blocks
+between the markers ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``. With ``--check`` it changes nothing, and
+fails if a page is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.measure.elsewhere import ROOT
+from benchmarks.measure.results import Run, Runs, newest_runs
+from benchmarks.studies.in_turn import WORKLOADS as HEADLINES
+from benchmarks.workloads import losses
+from benchmarks.workloads.registry import REGISTRY, TITLES
+from benchmarks.workloads.replay import WORKLOADS
+from benchmarks.workloads.sac import WORKLOADS as SAC
+from benchmarks.workloads.slices import SLICES
+
+#: Stands for a figure that no run has.
+OPEN = "open"
+OURS = "gpubuf"
+
+
+def digits(value: float) -> str:
+    """Three significant digits, or all digits before the point: ``9.17``, ``76.2``, ``1062``."""
+    return f"{value:.{max(0, 2 - len(str(int(value))) + 1)}f}"
+
+
+def against(ours: float | None, theirs: float | None, missing: str = "") -> str:
+    """``402000 (2010x)``, or what stands for a missing figure."""
+    return missing if theirs is None else digits(theirs) + (f" ({theirs / ours:.1f}x)" if ours else "")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose first column is text and the others numbers."""
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def described(run: Run) -> str:
+    """Device, versions and conditions of a run, in a sentence or two."""
+    machine = run.machine
+    known = machine["versions"].items()
+    versions = ", ".join(f"{name} {version}" for name, version in known if version and name != "gpubuf")
+    threads = f"{machine['threads']} thread" + ("s" if machine["threads"] != 1 else "")
+    instructions = f" ({machine['instructions']})" if "instructions" in machine else ""
+    found = (
+        f"{machine['device']['name']}{instructions}, Python {machine['python_version']}, {threads}, load "
+        f"{machine['load_before']:.2f} on {machine['cores']} cores; {versions}; "
+        f"{run.data['datetime'][:10]}, [`{run.source}`]({{root}}{run.source})."
+    )
+    if "gpu_tests" in run.data:
+        tests = run.data["gpu_tests"]
+        counts = "{passed} passed, {failed} failed, {skipped} skipped".format(**tests)
+        found += f"\n\nGPU tests: {counts}." + "".join(f" Failed: `{name}`." for name in tests["failures"])
+    return found
+
+
+def of_run(section: Callable[[Run], str], kind: str) -> Callable[[Runs], str]:
+    """A block about the newest run of one kind, and where it comes from; without one it says that there is none."""
+
+    def found(runs: Runs) -> str:
+        run = runs.get(kind)
+        return f"No run of this kind is committed: {OPEN}." if run is None else f"{section(run)}\n\n{described(run)}"
+
+    return found
+
+
+# One table of workloads for README, pages and the terminal
+
+
+def comparison(run: Run, workloads: Sequence[str]) -> str:
+    """Median µs per call by library, in brackets how many times as long as gpubuf's. Graphs have no ratio."""
+    names = [name for name in workloads if name in run.workloads]
+    measured = {library for name in names for library in run.of(name)}
+    columns = [name for name in TITLES if name in measured]
+    rows = []
+    for name in names:
+        took = {library: run.median(name, library) for library in columns}
+        micro = {library: None if each is None else each * 1e6 for library, each in took.items()}
+        cells = [against(None if who.startswith(OURS) else micro.get(OURS), micro[who]) for who in columns]
+        rows.append([REGISTRY[name].title, *cells])
+    return table(["median µs per call", *(TITLES[name] for name in columns)], rows) if rows else f"{OPEN}."
+
+
+def in_turn_rows(run: Run) -> dict[str, list[str]]:
+    """By workload of calls in turn: ours, in a graph where there is one, TorchRL's, and the fastest other library's.
+
+    A peer's ratio is to the calls of ours that alternated with its own.
+    """
+    parts: dict[str, dict[str, dict[str, float]]] = run.data["in_turn"]
+    rows: dict[str, list[str]] = {}
+    for name in HEADLINES:
+        found = {peer: part[name] for peer, part in parts.items() if name in part}
+        if not found:
+            continue
+        ours = found.get("torchrl") or next(iter(found.values()))
+        others = [(each[peer] / each[OURS], peer) for peer, each in found.items() if peer != "torchrl"]
+        row = rows[name] = [digits(ours[OURS]), against(None, ours.get(f"{OURS}-graph"))]
+        for peer in ("torchrl", min(others, default=(0.0, ""))[1]):
+            each = found.get(peer, {})
+            shown = against(each.get(OURS), each.get(peer))
+            row.append(f"{shown} {TITLES[peer]}" if shown and peer != "torchrl" else shown)
+    return rows
+
+
+def in_turn(run: Run) -> str:
+    """docs/performance.md: all of :func:`in_turn_rows`."""
+    rows = [[REGISTRY[name].title, *cells] for name, cells in in_turn_rows(run).items()]
+    return table(["median µs per call, in turn", "gpubuf", "gpubuf, graph", "TorchRL", "fastest other"], rows)
+
+
+#: Workloads of calls in turn that README shows.
+SHOWN = ("uniform-sample-256", "extend-256", "prioritized-sample-256", "sample-and-update-256", HEADLINES[-1])
+
+
+def headlines(runs: Runs) -> str:
+    """README: calls in turn, Stable-Baselines3's loop with a large buffer, and steps per second of whole programs."""
+    rows: list[list[str]] = []
+    for kind in ("in_turn", "in_turn on cuda"):
+        if kind in runs:
+            where = "" if kind == "in_turn" else f", {runs[kind].machine['device']['name']}"
+            found = in_turn_rows(runs[kind])
+            rows += [[f"{REGISTRY[n].title}{where}, µs", found[n][0], *found[n][2:]] for n in SHOWN if n in found]
+    if "sb3_loop" in runs:
+        loop = list(runs["sb3_loop"].data["sb3_loop"].values())[-1]
+        for what in ("sample", "add"):
+            ours, theirs = (loop[who]["calls"][what] for who in (OURS, "Stable-Baselines3"))
+            rows.append(
+                [f"`{what}` in Stable-Baselines3's SAC, µs", digits(ours), "", f"{against(ours, theirs)} its own"]
+            )
+    if "speed" in runs:
+        speeds = {one["program"]: one["steps_per_second"] for one in runs["speed"].data["speed"]}
+        ours = speeds["gpubuf, uniform"]
+        for program in ("Stable-Baselines3", "SBX"):
+            if program in speeds:
+                shown = f"{speeds[program]:.0f} ({ours / speeds[program]:.1f}x) {program}"
+                rows.append(["training with SAC, steps per second", f"{ours:.0f}", "", shown])
+    kinds = [kind for kind in ("in_turn", "in_turn on cuda", "sb3_loop", "speed") if kind in runs]
+    sources = ", ".join(f"[{runs[kind].machine['device']['name']}]({{root}}{runs[kind].source})" for kind in kinds)
+    return f"{table(['', 'gpubuf', 'TorchRL', 'another'], rows)}\n\nMeasured on: {sources}." if rows else f"{OPEN}."
+
+
+def sb3_loop(run: Run) -> str:
+    """``add`` and ``sample`` inside Stable-Baselines3's loop."""
+    rows = []
+    for before, found in run.data["sb3_loop"].items():
+        for what in ("sample", "add"):
+            ours, theirs = (found[who]["calls"][what] for who in (OURS, "Stable-Baselines3"))
+            rows.append([f"`{what}`, {int(before):,} rows before", digits(ours), against(ours, theirs)])
+    return table(["median µs in Stable-Baselines3's SAC", "gpubuf", "its own buffer"], rows)
+
+
+def contenders(run: Run) -> str:
+    """docs/performance-losses.md: a table for each loss, with ratios to the first line, and operations if known."""
+    parts = []
+    for name, found in run.data["losses"].items():
+        first = next(iter(found.values()))
+        names = list(dict.fromkeys(call for part in found.values() for call in part["calls"]))
+        rows = []
+        for contender, part in found.items():
+            cells = []
+            for call in names:
+                took, before = part["calls"].get(call), first["calls"].get(call)
+                ratio = f" ({took / before:.2f}x)" if took and before and part is not first else ""
+                cells.append("" if took is None else f"{digits(took)}{ratio}")
+            rows.append([contender, *cells, str(part.get("operations", ""))])
+        head = [losses.WORKLOADS[name].title, *(f"{call}, µs" for call in names), "operations"]
+        parts.append(table(head, rows))
+    return "\n\n".join(parts)
+
+
+# Studies
+
+
+def by_curve(run: Run) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The runs of each environment and curve."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for one in run.data["learning"]:
+        found.setdefault((one["env"], one["curve"]), []).append(one)
+    return found
+
+
+def algorithms(run: Run) -> str:
+    """Mean returns by algorithm and seed, at the end and on the way, and minutes of a core."""
+    rows = []
+    for (env, curve), ones in by_curve(run).items():
+        returns = [one["mean_return"] for one in ones]
+        known = [spent / 60 for one in ones if (spent := one["processor_seconds"]) is not None]
+        points = [value for one in ones for _, value in one["points"]]
+        row = [f"{env}, {curve}", f"{ones[0]['steps']:,}", ", ".join(f"{each:.0f}" for each in returns)]
+        row.append(f"{statistics.fmean(returns):.0f}")
+        row.append(f"{statistics.fmean(points):.0f}" if points else "")
+        rows.append([*row, f"{statistics.fmean(known):.1f}" if known else ""])
+    head = ["environment, algorithm", "steps", "mean return by seed", "mean", "mean on the way", "minutes of a core"]
+    return table(head, rows)
+
+
+def pendulum(run: Run) -> str:
+    """What ``gpubuf train`` reaches on Pendulum with every seed, and how fast it is."""
+    rows = []
+    for (env, curve), ones in by_curve(run).items():
+        if "Pendulum" in env:
+            returns = ", ".join(f"{one['mean_return']:.1f} (seed {one['seed']})" for one in ones)
+            minutes = statistics.fmean(one["seconds"] for one in ones) / 60
+            steps = statistics.fmean(one["steps_per_second"] for one in ones)
+            mode = f"{env}, {curve}, {ones[0]['steps']:,} steps"
+            rows.append([mode, returns, str(ones[0]["episodes"]), f"{minutes:.1f}", f"{steps:.0f}"])
+    return table(["`gpubuf train`", "mean return", "of episodes", "minutes", "steps per second"], rows)
+
+
+def speed(run: Run) -> str:
+    """Steps per second of several programs."""
+    found, rows = run.data["speed"], []
+    for one in found:
+        rounds = f"{min(one['rounds']):.0f} to {max(one['rounds']):.0f}"
+        factor = found[0]["steps_per_second"] / one["steps_per_second"]
+        rows.append([one["program"], f"{one['steps_per_second']:.0f}", rounds, f"{factor:.2f}x"])
+    head = [f"SAC on {found[0]['env']}", "steps per second", "in the rounds", f"{found[0]['program']}, as fast"]
+    return table(head, rows)
+
+
+def launches(runs: Runs) -> str:
+    """docs/performance-launches.md: the kernels that every call launches, and what it took on a GPU."""
+    run, measured = runs.get("kernels"), runs.get("calls on cuda")
+    if run is None:
+        return f"No run of this kind is committed: {OPEN}."
+    took = {} if measured is None else {each["call"]: each for each in measured.data["calls"]}
+    rows = []
+    for each in run.data["kernels"]["launches"]:
+        found = took.get(each["call"], {})
+        times = [digits(found[what]) if what in found else OPEN for what in ("warm", "cold")]
+        rows.append([each["call"], str(each["total"]), *times, ", ".join(f"`{name}`" for name in each["kernels"])])
+    shown = table(["call", "launches", "µs, warm", "µs, cold", "kernels"], rows)
+    return "\n\n".join([shown, *(described(each) for each in (measured, run) if each is not None)])
+
+
+WRITERS = {
+    "gpubuf": "gpubuf, a client per writer",
+    "queue": "`torch.multiprocessing.Queue` of TensorDicts",
+    "memmap": "TorchRL, shared `LazyMemmapStorage`",
+}
+
+
+def writers(run: Run) -> str:
+    """docs/writers.md: rows per second of writers, and what they cost the learner."""
+    rows, ours = [], 0.0
+    for each in (rate for rate in run.data["writers"]["rates"] if rate["contender"] in WRITERS):
+        ours = each["rows/s"] if each["contender"] == OURS else ours
+        faster = "" if each["contender"] == OURS else f" ({each['rows/s'] / ours:.2f}x)"
+        alone, beside = each["updates"]
+        row = [WRITERS[each["contender"]], f"{each['row bytes']}", f"{each['writers']}"]
+        row += [f"{each['rows/s']:,.0f}{faster}", digits(each["learner us/row"]), f"{alone:.0f}"]
+        rows.append([*row, f"{beside:.0f} ({beside / alone - 1:+.0%})", f"{each['paced rows/s']:.0f}"])
+    head = ["", "bytes of a row", "writers", "rows/s", "µs of the learner per row", "updates/s", "while writers write"]
+    return table([*head, "rows/s then"], rows)
+
+
+GROUPS = {"replay": WORKLOADS, "sac": SAC, "slices": SLICES}
+FIGURES: dict[str, Callable[[Runs], str]] = {
+    **{
+        f"{name}{end}": of_run(functools.partial(comparison, workloads=list(group)), kind)
+        for name, group in GROUPS.items()
+        for kind, end in (("cpu", ""), ("cuda", "_gpu"))
+    },
+    "headlines": headlines,
+    "in_turn": of_run(in_turn, "in_turn"),
+    "in_turn_gpu": of_run(in_turn, "in_turn on cuda"),
+    "sb3_loop": of_run(sb3_loop, "sb3_loop"),
+    "losses": of_run(contenders, "losses"),
+    "training": of_run(pendulum, "learning"),
+    "training_gpu": of_run(pendulum, "learning on cuda"),
+    "algorithms": of_run(algorithms, "learning"),
+    "speed": of_run(speed, "speed"),
+    "launches": launches,
+    "writers": of_run(writers, "writers"),
+}
+
+BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+
+def pages() -> list[str]:
+    """Every page with figures, from the root of the project."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [path.relative_to(ROOT).as_posix() for path in found if BLOCK.search(path.read_text())]
+
+
+def rewritten(page: str, runs: Runs, root: str) -> str:
+    """The page with every block of figures as the runs have it; ``root`` is the way to the project's root.
+
+    Raises:
+        ValueError: a block asks for figures that nobody knows.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        if match[2] not in FIGURES:
+            raise ValueError(f"figures {match[2]!r} are unknown; there are {sorted(FIGURES)}")
+        return f"{match[1]}\n{FIGURES[match[2]](runs).replace('{root}', root)}\n\n{match[3]}"
+
+    return BLOCK.sub(block, page)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; fail where a page is out of date")
+    options = parser.parse_args(arguments)
+    runs, stale = newest_runs(), []
+    for name in pages():
+        path = ROOT / name
+        old = path.read_text()
+        new = rewritten(old, runs, "../" * name.count("/"))
+        if new != old:
+            stale.append(name)
+            if not options.check:
+                path.write_text(new)
+    print(f"{'out of date' if options.check else 'rewritten'}: {', '.join(stale) or 'none'}")
+    return 1 if options.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
