@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -68,6 +69,25 @@ def leaf_of(spec: Any, key: NestedKey) -> tuple[Any, int]:
     return spec, container
 
 
+def not_an_option(value: Any) -> Any:
+    """A field of options that has a value in this loss, and is none of its arguments."""
+    return field(default=value, init=False)
+
+
+def taking(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates a constructor whose keyword arguments are the fields of ``options``: its signature lists them."""
+
+    def listed(constructor: Any) -> Any:
+        signature = inspect.signature(constructor)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        more = [each for name, each in inspect.signature(options).parameters.items() if name != "self"]
+        keywords = [each.replace(kind=each.KEYWORD_ONLY) for each in more]
+        constructor.__signature__ = signature.replace(parameters=[*own, *keywords])
+        return constructor
+
+    return listed
+
+
 @dataclass(frozen=True)
 class ActorCriticOptions:
     """The keyword arguments that losses of an actor and N critics share; :class:`~gpubuf.objectives.SACLoss` has their
@@ -78,6 +98,12 @@ class ActorCriticOptions:
         RuntimeError: ``priority_key`` is given.
         ValueError: an argument is out of range or none of its choices.
     """
+
+    #: Those that a loss has as attributes, too.
+    ATTRIBUTES: ClassVar[tuple[str, ...]] = (
+        *("num_qvalue_nets", "delay_actor", "delay_qvalue", "skip_done_states", "deactivate_vmap"),
+        *("use_prioritized_weights", "scalar_output_mode"),
+    )
 
     num_qvalue_nets: int = 2
     loss_function: str = "smooth_l1"
@@ -91,11 +117,6 @@ class ActorCriticOptions:
     deactivate_vmap: bool = False
     use_prioritized_weights: str | bool = "auto"
     scalar_output_mode: str | None = None
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """The options among ``arguments``, the local variables of a constructor. Others keep their defaults."""
-        return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
 
     def __post_init__(self) -> None:
         if self.gamma is not None:
@@ -164,11 +185,8 @@ class ActorCriticLossModule(TDLossModule):
     ) -> None:
         reduction = "mean" if options.reduction is None else options.reduction
         super().__init__(loss_function=options.loss_function, reduction=reduction)
-        self.num_qvalue_nets = options.num_qvalue_nets
-        self.delay_actor, self.delay_qvalue = options.delay_actor, options.delay_qvalue
-        self.skip_done_states, self.deactivate_vmap = options.skip_done_states, options.deactivate_vmap
-        self.use_prioritized_weights = options.use_prioritized_weights
-        self.scalar_output_mode = options.scalar_output_mode
+        for name in options.ATTRIBUTES:
+            setattr(self, name, getattr(options, name))
         if reduction == "none" and options.scalar_output_mode is None and self.scalar_names:
             warn(
                 f"{type(self).__name__} with reduction='none' leaves {' and '.join(self.scalar_names)}, which are "

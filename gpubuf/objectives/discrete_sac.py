@@ -21,7 +21,7 @@ from torch.distributions import Categorical, OneHotCategorical
 from gpubuf.kernels import discrete_sac
 from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
-from gpubuf.objectives.actor_critic import leaf_of
+from gpubuf.objectives.actor_critic import leaf_of, not_an_option, taking
 from gpubuf.objectives.base import warn
 from gpubuf.objectives.batch import REDUCTIONS
 from gpubuf.objectives.networks import run_counting
@@ -144,6 +144,14 @@ def chosen_values(q: Tensor, action: Tensor, space: str, mask: Tensor | None) ->
 _soft_value = direct(discrete_sac.soft_value)
 
 
+@dataclass(frozen=True)
+class DiscreteSACOptions(SACOptions):
+    """The keyword arguments that :class:`DiscreteSACLoss` shares with SAC."""
+
+    delay_actor: bool = not_an_option(False)
+    action_spec: Any = not_an_option(None)
+
+
 class DiscreteSACLoss(SoftActorCriticLoss):
     """Soft actor-critic over a finite set of actions (Christodoulou, arXiv 1910.07207).
 
@@ -218,6 +226,7 @@ class DiscreteSACLoss(SoftActorCriticLoss):
         action_value: NestedKey = "action_value"
         log_prob: NestedKey = "log_prob"
 
+    @taking(DiscreteSACOptions)
     def __init__(
         self,
         actor_network: Any,
@@ -225,24 +234,11 @@ class DiscreteSACLoss(SoftActorCriticLoss):
         *,
         action_space: Any = None,
         num_actions: int | None = None,
-        num_qvalue_nets: int = 2,
-        loss_function: str = "smooth_l1",
-        alpha_init: float = 1.0,
-        min_alpha: float | None = None,
-        max_alpha: float | None = None,
-        fixed_alpha: bool = False,
         target_entropy_weight: float = 0.98,
-        target_entropy: str | float = "auto",
-        delay_qvalue: bool = True,
-        priority_key: str | None = None,
-        separate_losses: bool = False,
-        reduction: str | None = None,
-        skip_done_states: bool = False,
-        deactivate_vmap: bool = False,
-        use_prioritized_weights: str | bool = "auto",
-        scalar_output_mode: str | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(actor_network, qvalue_network, SACOptions.of(locals()))
+        chosen = DiscreteSACOptions(**options)
+        super().__init__(actor_network, qvalue_network, chosen)
         if action_space is None:
             warn(
                 "DiscreteSACLoss reads actions as one-hot vectors. Pass action_space='one-hot' to silence this "
@@ -251,7 +247,7 @@ class DiscreteSACLoss(SoftActorCriticLoss):
             action_space = "one-hot"
         space, _ = leaf_of(action_space, self.tensor_keys.action)
         self.action_space = action_space_name(space)
-        if target_entropy == "auto":
+        if chosen.target_entropy == "auto":
             num_actions = number_of_actions(space) if num_actions is None else num_actions
             if num_actions is None or num_actions < 1:
                 raise ValueError(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gpubuf.kernels import sac, td
 from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
-from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of
+from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of, taking
 from gpubuf.objectives.batch import HAS_TARGET, REDUCTIONS, halves, joined, reduced
 from gpubuf.objectives.networks import run_counting
 
@@ -31,6 +31,8 @@ class SACOptions(ActorCriticOptions):
     Raises:
         ValueError: an argument is out of range.
     """
+
+    ATTRIBUTES = (*ActorCriticOptions.ATTRIBUTES, "fixed_alpha")
 
     alpha_init: float = 1.0
     min_alpha: float | None = None
@@ -107,7 +109,6 @@ class SoftActorCriticLoss(ActorCriticLossModule):
 
     def _set_temperature(self, options: SACOptions) -> None:
         """Register the temperature, its bounds and its aim, on the device of the policy."""
-        self.fixed_alpha = options.fixed_alpha
         like = next(self.actor_network_params.parameters(), None)
         new: dict[str, Any] = {
             "dtype": torch.float64 if like is not None and like.dtype is torch.float64 else torch.get_default_dtype(),
@@ -179,11 +180,6 @@ class SoftActorCriticLoss(ActorCriticLossModule):
             log_prob: log-densities S of the actor's actions, which :meth:`actor_loss` returns.
         """
         return -self.log_alpha * (log_prob.detach() + self.target_entropy)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the temperature."""
-        return self.log_alpha.device
 
     def _temperature_loss(self, tensordict: TensorDictBase, log_prob: Tensor) -> Tensor:
         """The reduced loss of the temperature, by log-densities S without gradient."""
@@ -402,34 +398,18 @@ class SACLoss(SoftActorCriticLoss):
 
     value_network_params: TensorDictParams | None
 
+    @taking(SACOptions)
     def __init__(
         self,
         actor_network: Any,
         qvalue_network: TensorDictModule | Sequence[TensorDictModule],
         value_network: Any = None,
         *,
-        num_qvalue_nets: int = 2,
-        loss_function: str = "smooth_l1",
-        alpha_init: float = 1.0,
-        min_alpha: float | None = None,
-        max_alpha: float | None = None,
-        action_spec: Any = None,
-        fixed_alpha: bool = False,
-        target_entropy: str | float = "auto",
-        delay_actor: bool = False,
-        delay_qvalue: bool = True,
         delay_value: bool = True,
-        gamma: float | None = None,
-        priority_key: str | None = None,
-        separate_losses: bool = False,
-        reduction: str | None = None,
-        skip_done_states: bool = False,
-        deactivate_vmap: bool = False,
-        use_prioritized_weights: str | bool = "auto",
-        scalar_output_mode: str | None = None,
+        **options: Any,
     ) -> None:
         further = {} if value_network is None else {"value_network": (value_network, delay_value)}
-        super().__init__(actor_network, qvalue_network, SACOptions.of(locals()), further)
+        super().__init__(actor_network, qvalue_network, SACOptions(**options), further)
         self.delay_value = delay_value
         if value_network is None:
             self.value_network_params = None

@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from gpubuf.modules.fast_call import entry, is_plain
-from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of
+from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of, not_an_option, taking
 from gpubuf.objectives.batch import reduced
 from gpubuf.objectives.networks import run_counting
 from gpubuf.objectives.values import TDLossModule
@@ -45,6 +45,14 @@ def check_order(low: Any, high: Any) -> None:
     # A comparison that NaN fails.
     if not (lower <= upper).all():
         raise ValueError(f"the lower bounds of the actions must not be above the upper ones, got {low} and {high}")
+
+
+@dataclass(frozen=True)
+class TD3Options(ActorCriticOptions):
+    """The keyword arguments that :class:`TD3Loss` shares with other losses of an actor and critics."""
+
+    delay_actor: bool = True
+    scalar_output_mode: str | None = not_an_option(None)
 
 
 class TD3Loss(ActorCriticLossModule):
@@ -131,6 +139,7 @@ class TD3Loss(ActorCriticLossModule):
     noise_clip: Tensor
     _schedulable_buffers = frozenset({"policy_noise", "noise_clip"})
 
+    @taking(TD3Options)
     def __init__(
         self,
         actor_network: Any,
@@ -138,19 +147,9 @@ class TD3Loss(ActorCriticLossModule):
         *,
         action_spec: Any = None,
         bounds: tuple[Any, Any] | None = None,
-        num_qvalue_nets: int = 2,
         policy_noise: float = 0.2,
         noise_clip: float = 0.5,
-        loss_function: str = "smooth_l1",
-        delay_actor: bool = True,
-        delay_qvalue: bool = True,
-        gamma: float | None = None,
-        priority_key: str | None = None,
-        separate_losses: bool = False,
-        reduction: str | None = None,
-        skip_done_states: bool = False,
-        deactivate_vmap: bool = False,
-        use_prioritized_weights: str | bool = "auto",
+        **options: Any,
     ) -> None:
         if (action_spec is None) == (bounds is None):
             raise ValueError(
@@ -160,7 +159,7 @@ class TD3Loss(ActorCriticLossModule):
         for name, value in (("policy_noise", policy_noise), ("noise_clip", noise_clip)):
             if not value >= 0:
                 raise ValueError(f"{name} must be at least 0, got {value}")
-        super().__init__(actor_network, qvalue_network, ActorCriticOptions.of(locals()))
+        super().__init__(actor_network, qvalue_network, TD3Options(**options))
         like = next(iter(self.parameters()), torch.empty((), device=torch.get_default_device()))
         low, high = action_bounds(action_spec, self.tensor_keys.action) if bounds is None else bounds
         check_order(low, high)
