@@ -37,7 +37,6 @@ from gpubuf.objectives.networks import (
     leaves,
     paths,
     redraw,
-    run_counting,
     target_parameters,
 )
 from gpubuf.objectives.values import TDLossModule
@@ -137,7 +136,8 @@ class ActorCriticLossModule(TDLossModule):
     It holds the networks with their target parameters, runs them on the states of a batch, and makes the output. A
     subclass implements :meth:`_losses` with these parts:
 
-    * :meth:`_draw`: actions of the actor, with gradients; :meth:`_next_action`: of the next states, without;
+    * ``self._networks["actor_network"].online.run(state, drawn, state)``: actions of the actor, with gradients;
+      :meth:`_next_action`: of the next states, without;
     * ``self._critics``: ``online``, ``detached`` and ``target`` values of all critics, see
       :class:`~gpubuf.objectives.critics.Critics`;
     * :meth:`td_target` and :meth:`td_loss`, from :class:`TDLossModule`;
@@ -496,16 +496,8 @@ class ActorCriticLossModule(TDLossModule):
         tensordict.set(key, priority)
         return priority
 
-    def _draw(self, actor: Any, tensordict: TensorDictBase) -> tuple[Any, Tensor]:
-        """(actions, log-densities S) that can be differentiated by the parameters of ``actor``.
-
-        The actions are one tensor, or, of a ``tensordict.nn.CompositeDistribution``, a TensorDict of several. Their
-        log-density is then the sum of all parts.
-        """
-        return _drawn(run_counting(actor, tensordict, actor.get_dist, tensordict))
-
     def _act(self, state: TensorDictBase, action: Any) -> None:
-        """Put what :meth:`_draw` returned into ``state``, where the critics find it.
+        """Put what :func:`drawn` returned into ``state``, where the critics find it.
 
         The parts of a composite action lie where their distribution says, or, if that knows nothing of the action's
         key, under it.
@@ -529,7 +521,7 @@ class ActorCriticLossModule(TDLossModule):
     def _next_action(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
         """(next states with actions that the actor, or its target, draws in them, log-densities S). No gradient."""
         state = self._next_state(tensordict)
-        action, log_prob = self._draw(self._networks["actor_network"].target.ready(), state)
+        action, log_prob = self._networks["actor_network"].target.run(state, drawn, state)
         self._act(state, action)
         return state, log_prob
 
@@ -545,14 +537,26 @@ class ActorCriticLossModule(TDLossModule):
         return q
 
 
-def _drawn(dist: Any) -> tuple[Any, Tensor]:
-    """What :meth:`ActorCriticLossModule._draw` returns, of the distribution ``dist``.
+def drawn(actor: Any, state: TensorDictBase) -> tuple[Any, Tensor]:
+    """(actions of ``actor`` in ``state``, log-densities S) that can be differentiated by its parameters.
+
+    The actions are one tensor, or, of a ``tensordict.nn.CompositeDistribution``, a TensorDict of several. Their
+    log-density is then the sum of all parts.
+    """
+    dist = actor.get_dist(state)
+    fused = None if isinstance(dist, CompositeDistribution) else getattr(dist, "rsample_and_log_prob", None)
+    action, log_prob = _of_distribution(dist) if fused is None else fused()
+    return action, log_prob
+
+
+def _of_distribution(dist: Any) -> tuple[Any, Tensor]:
+    """What :func:`drawn` returns, of any distribution.
 
     A ``CompositeDistribution`` is drawn part by part: tensordict 0.14 knows no reparameterized draw of a composite that
     comes with its log-density.
     """
     if isinstance(dist, CompositeDistribution):
-        parts = {key: _drawn(part) for key, part in dist.dists.items()}
+        parts = {key: _of_distribution(part) for key, part in dist.dists.items()}
         rows = len(dist.batch_shape)
         of_parts = [each.flatten(rows).sum(-1) if each.ndim > rows else each for _, each in parts.values()]
         action = TensorDict({key: action for key, (action, _) in parts.items()}, dist.batch_shape)

@@ -24,7 +24,6 @@ from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.actor_critic import leaf_of, not_an_option, taking
 from gpubuf.objectives.base import warn
 from gpubuf.objectives.batch import REDUCTIONS
-from gpubuf.objectives.networks import run_counting
 from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
 from gpubuf.objectives.values import TDLossModule
 
@@ -104,15 +103,14 @@ def policy_logits(actor: Any, tensordict: TensorDictBase) -> Tensor:
     them, which the kernels do anyway.
     """
     last: Any = actor[-1] if type(actor) is ProbabilisticTensorDictSequential and not actor.return_composite else None
-    plain = type(last) is ProbabilisticTensorDictModule and last.distribution_class in (Categorical, OneHotCategorical)
-    return run_counting(actor, tensordict, _logits, actor, tensordict, plain)
-
-
-def _logits(actor: Any, tensordict: TensorDictBase, plain: bool) -> Tensor:
-    last: Any = actor[-1] if plain else None
-    if not plain or {*last.distribution_kwargs} - {"validate_args"} or last.dist_keys not in (["logits"], ["probs"]):
+    if (
+        type(last) is not ProbabilisticTensorDictModule
+        or last.distribution_class not in (Categorical, OneHotCategorical)
+        or {*last.distribution_kwargs} - {"validate_args"}
+        or last.dist_keys not in (["logits"], ["probs"])
+    ):
         return action_logits(actor.get_dist(tensordict.copy()))
-    found: Tensor = entry(actor.get_dist_params(tensordict.copy()), last.in_keys[0])
+    found = entry(actor.get_dist_params(tensordict.copy()), last.in_keys[0])
     return found if last.dist_keys == ["logits"] else _of_probabilities(found)
 
 
@@ -274,7 +272,7 @@ class DiscreteSACLoss(SoftActorCriticLoss):
     def _target(self, tensordict: TensorDictBase, alpha: Tensor) -> Tensor:
         """Targets of the critics, S. No gradient."""
         state = self._next_state(tensordict)
-        logits = policy_logits(self._networks["actor_network"].target.ready(), state)
+        logits = self._networks["actor_network"].target.run(state, policy_logits, state)
         next_q = self._critics.target(state, self.tensor_keys.action_value)
         value = _soft_value(next_q, self._checked_logits(logits, next_q), alpha)
         return self.td_target(value.unsqueeze(0), tensordict, value.shape)
@@ -289,7 +287,7 @@ class DiscreteSACLoss(SoftActorCriticLoss):
             alpha: the temperature.
             found: values of all actions, which the critics' loss has computed; None to compute them.
         """
-        logits = policy_logits(self._networks["actor_network"].online.ready(), tensordict)
+        logits = self._networks["actor_network"].online.run(tensordict, policy_logits, tensordict)
         inputs = (entry(tensordict, key) for key in self.qvalue_network.in_keys)
         if found is None or any(tensor.requires_grad for tensor in inputs):
             values = self._critics.detached(tensordict, self.tensor_keys.action_value)

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from gpubuf.kernels import sac, td
 from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
-from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of, taking
+from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, drawn, leaf_of, taking
 from gpubuf.objectives.batch import HAS_TARGET, REDUCTIONS, halves, joined, reduced
-from gpubuf.objectives.networks import run_counting
 
 _temperature_slope = direct(sac.temperature_loss)
 
@@ -281,12 +280,12 @@ class SoftActorCriticLoss(ActorCriticLossModule):
         self, tensordict: TensorDictBase, alpha: Tensor, found: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(reduced loss of the actor, log-densities S of the actions that it drew, mean entropy ``[]``)."""
-        state, actor = tensordict.copy(), self._networks["actor_network"].online.ready()
+        state, actor = tensordict.copy(), self._networks["actor_network"].online
         if self.joint_batch == "all":
-            both = self._draw(actor, joined(state, self._next_state(state), actor.in_keys))
-            action, log_prob = (halves(each)[0] for each in both)
+            rows = joined(state, self._next_state(state), self.actor_network.in_keys)
+            action, log_prob = (halves(each)[0] for each in actor.run(rows, drawn, rows))
         else:
-            action, log_prob = self._draw(actor, state)
+            action, log_prob = actor.run(state, drawn, state)
         self._act(state, action)
         shape = log_prob.shape
         if not self._target_entropy_known:
@@ -448,8 +447,8 @@ class SACLoss(SoftActorCriticLoss):
     def _state_value(self, tensordict: TensorDictBase, target: bool) -> Tensor:
         """``V(s)``, S, by the value network or its target."""
         network = self._networks["value_network"]
-        module = (network.target if target else network.online).ready()
-        found = run_counting(module, tensordict, module, tensordict.copy())
+        copy = network.target if target else network.online
+        found = copy.run(tensordict, nn.Module.__call__, tensordict.copy())
         value: Tensor = entry(found, self.tensor_keys.value)
         return value.squeeze(-1) if value.ndim and value.shape[-1] == 1 else value
 
@@ -474,7 +473,7 @@ class SACLoss(SoftActorCriticLoss):
         value = self._state_value(tensordict, target=False)
         with torch.no_grad():
             state = tensordict.copy()
-            action, log_prob = self._draw(self._networks["actor_network"].target.ready(), state)
+            action, log_prob = self._networks["actor_network"].target.run(state, drawn, state)
             self._act(state, action)
             q = self._checked(self._critics.target(state, self.tensor_keys.state_action_value), log_prob.shape)
             target = q.amin(0).reshape(log_prob.shape) - alpha * log_prob

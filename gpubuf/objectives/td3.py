@@ -13,10 +13,9 @@ from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from gpubuf.modules.fast_call import entry, is_plain
+from gpubuf.modules.fast_call import entries, entry, is_plain
 from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of, not_an_option, taking
 from gpubuf.objectives.batch import reduced
-from gpubuf.objectives.networks import run_counting
 from gpubuf.objectives.values import TDLossModule
 
 
@@ -205,11 +204,8 @@ class TD3Loss(ActorCriticLossModule):
 
     def _action(self, actor: Any, state: TensorDictBase) -> Tensor:
         """The action of ``actor``, which may be its target."""
-        return run_counting(actor, state, self._act_of, actor, state)
-
-    def _act_of(self, actor: Any, state: TensorDictBase) -> Tensor:
         if is_plain(actor) and actor.out_keys[0] == self.tensor_keys.action:
-            action: Tensor = actor.module(*(entry(state, key) for key in actor.in_keys))
+            action: Tensor = actor.module(*entries(state, actor.in_keys))
             return action
         before = state.exclude(self.tensor_keys.action)
         return entry(actor(before), self.tensor_keys.action)
@@ -217,7 +213,7 @@ class TD3Loss(ActorCriticLossModule):
     def _actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """(reduced loss of the actor, values ``[N, *S]`` of its actions without gradient)."""
         state = tensordict.copy()
-        action = self._action(self._networks["actor_network"].online.ready(), state)
+        action = self._networks["actor_network"].online.run(state, self._action, state)
         state.set(self.tensor_keys.action, action)
         shape = action.shape[:-1]
         q = self._critics.detached_first(state, self.tensor_keys.state_action_value)
@@ -229,7 +225,7 @@ class TD3Loss(ActorCriticLossModule):
     def _target(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """(values of the next states, targets of the critics), both S. No gradient."""
         state = self._next_state(tensordict)
-        action = self._action(self._networks["actor_network"].target.ready(), state)
+        action = self._networks["actor_network"].target.run(state, self._action, state)
         noise = torch.randn_like(action).mul_(self.policy_noise).clamp_(-self.noise_clip, self.noise_clip)
         state.set(self.tensor_keys.action, (action + noise).clamp(self.min_action, self.max_action))
         shape = action.shape[:-1]
