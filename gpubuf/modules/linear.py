@@ -97,7 +97,7 @@ def multiplied(x: Tensor, y: Tensor, bias: Tensor | None = None, relu: bool = Fa
 
 def joined(inputs: Sequence[Tensor]) -> Tensor:
     """The inputs of a network, concatenated along the last dimension."""
-    return inputs[0] if len(inputs) == 1 else torch.cat(list(inputs), -1)
+    return inputs[0] if len(inputs) == 1 else torch.cat(tuple(inputs), -1)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -106,7 +106,8 @@ def _rows(x: Tensor) -> Tensor:
 
 def shared_rows(inputs: Sequence[Tensor], num_nets: int) -> Tensor:
     """Inputs that N nets share, joined, ``[N, rows, in]``; nothing is repeated in memory."""
-    return _rows(joined(inputs)).expand(num_nets, -1, -1)
+    x = inputs[0] if len(inputs) == 1 else torch.cat(tuple(inputs), -1)
+    return (x if x.ndim == 2 else _rows(x)).expand(num_nets, -1, -1)
 
 
 def ensemble_input_layer(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -121,7 +122,10 @@ def ensemble_input_layer(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor 
         bias: ``[N, 1, out]`` or None.
     """
     n = weight.shape[0]
-    if weight.requires_grad or not torch.is_grad_enabled() or len({x.requires_grad for x in inputs}) == 1:
+    mixed = False
+    for x in inputs:
+        mixed = mixed or x.requires_grad is not inputs[0].requires_grad
+    if not mixed or weight.requires_grad or not torch.is_grad_enabled():
         return linear_product(shared_rows(inputs, n), weight, bias)
     out, parts = bias, weight.split([x.shape[-1] for x in inputs], 1)
     for with_gradient in (False, True):
@@ -271,7 +275,9 @@ class EnsembleLinear(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear_product(x, self.weight, self.bias)
+        if self.bias is None or x.numel() * self.out_features >= ONEDNN_WORK:
+            return linear_product(x, self.weight, self.bias)
+        return torch.baddbmm(self.bias, x, self.weight)
 
     def extra_repr(self) -> str:
         text = f"num_nets={self.num_nets}, in_features={self.in_features}, out_features={self.out_features}"

@@ -136,7 +136,7 @@ class ActorCriticLossModule(TDLossModule):
     It holds the networks with their target parameters, runs them on the states of a batch, and makes the output. A
     subclass implements :meth:`_losses` with these parts:
 
-    * ``self._networks["actor_network"].online.run(state, drawn, state)``: actions of the actor, with gradients;
+    * ``self._networks["actor_network"].online.run(state, self._act, state)``: actions of the actor, with gradients;
       :meth:`_next_action`: of the next states, without;
     * ``self._critics``: ``online``, ``detached`` and ``target`` values of all critics, see
       :class:`~gpubuf.objectives.critics.Critics`;
@@ -496,12 +496,23 @@ class ActorCriticLossModule(TDLossModule):
         tensordict.set(key, priority)
         return priority
 
-    def _act(self, state: TensorDictBase, action: Any) -> None:
-        """Put what :func:`drawn` returned into ``state``, where the critics find it.
+    def _act(self, actor: Any, state: TensorDictBase) -> tuple[Any, Tensor]:
+        """(actions that ``actor`` draws in ``state``, log-densities S), both with gradients to its parameters.
 
-        The parts of a composite action lie where their distribution says, or, if that knows nothing of the action's
-        key, under it.
+        The actions are one tensor, or, of a ``tensordict.nn.CompositeDistribution``, a TensorDict of several; their
+        log-density is then the sum of all parts. They are put into ``state``, where the critics find them.
         """
+        dist = actor.get_dist(state)
+        fused = None if isinstance(dist, CompositeDistribution) else getattr(dist, "rsample_and_log_prob", None)
+        action, log_prob = drawn(dist) if fused is None else fused()
+        if isinstance(action, Tensor):
+            state.set(self._tensor_keys.action, action)
+        else:
+            self._put(state, action)
+        return action, log_prob
+
+    def _put(self, state: TensorDictBase, action: Any) -> None:
+        """Put actions into ``state``: parts of a composite one where their distribution says, if it knows the key."""
         key = self._tensor_keys.action
         if isinstance(action, Tensor) or unravel_key(key) not in action.keys(True):
             state.set(key, action)
@@ -521,8 +532,7 @@ class ActorCriticLossModule(TDLossModule):
     def _next_action(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
         """(next states with actions that the actor, or its target, draws in them, log-densities S). No gradient."""
         state = self._next_state(tensordict)
-        action, log_prob = self._networks["actor_network"].target.run(state, drawn, state)
-        self._act(state, action)
+        _, log_prob = self._networks["actor_network"].target.run(state, self._act, state)
         return state, log_prob
 
     def _checked(self, q: Tensor, shape: torch.Size) -> Tensor:
@@ -537,26 +547,17 @@ class ActorCriticLossModule(TDLossModule):
         return q
 
 
-def drawn(actor: Any, state: TensorDictBase) -> tuple[Any, Tensor]:
-    """(actions of ``actor`` in ``state``, log-densities S) that can be differentiated by its parameters.
-
-    The actions are one tensor, or, of a ``tensordict.nn.CompositeDistribution``, a TensorDict of several. Their
-    log-density is then the sum of all parts.
-    """
-    dist = actor.get_dist(state)
-    fused = None if isinstance(dist, CompositeDistribution) else getattr(dist, "rsample_and_log_prob", None)
-    action, log_prob = _of_distribution(dist) if fused is None else fused()
-    return action, log_prob
-
-
-def _of_distribution(dist: Any) -> tuple[Any, Tensor]:
-    """What :func:`drawn` returns, of any distribution.
+def drawn(dist: Any) -> tuple[Any, Tensor]:
+    """(actions, log-densities) of a distribution that can be differentiated by its parameters.
 
     A ``CompositeDistribution`` is drawn part by part: tensordict 0.14 knows no reparameterized draw of a composite that
     comes with its log-density.
+
+    Raises:
+        TypeError: it can't be differentiated, or its log-density is not one tensor.
     """
     if isinstance(dist, CompositeDistribution):
-        parts = {key: _of_distribution(part) for key, part in dist.dists.items()}
+        parts = {key: drawn(part) for key, part in dist.dists.items()}
         rows = len(dist.batch_shape)
         of_parts = [each.flatten(rows).sum(-1) if each.ndim > rows else each for _, each in parts.values()]
         action = TensorDict({key: action for key, (action, _) in parts.items()}, dist.batch_shape)

@@ -218,11 +218,12 @@ class BatchedCritics(Critics):
         # Without shared parameters the network itself runs, with its hooks.
         self._online = SwappableCopy(network, paths(self.params), copied=bool(owners))
         self._detached, self._target = (self._running_copy() for _ in range(2))
+        self._plain = is_plain(self._target.module)
 
     def refresh(self, params: Any, target_params: TensorDictBase | None, owners: Owners) -> None:
         super().refresh(params, target_params, owners)
         self._online.places.fill(self._tensors)
-        self._detached.places.fill(constants(self._tensors))
+        self._detached.places.fill(self._tensors, constant=True)
         if self._target_tensors is not None:
             self._target.places.fill(self._target_tensors)
 
@@ -232,13 +233,13 @@ class BatchedCritics(Critics):
     def detached(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         if not torch.compiler.is_compiling():
             # A parameter may have other memory by now: somebody has replaced its `.data`.
-            self._detached.places.fill(constants(self._tensors))
-        return self._detached.run(inputs, self._values, inputs, key)
+            self._detached.places.fill(self._tensors, constant=True)
+        return self._detached.run(inputs, self._values, inputs, key, self._plain)
 
     def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         if self._target_tensors is None:
             return self.detached(inputs, key)
-        return self._target.run(inputs, self._values, inputs, key)
+        return self._target.run(inputs, self._values, inputs, key, self._plain)
 
     def expect_subsets(self, count: int) -> None:
         core = getattr(self.network, "module", None)
@@ -252,7 +253,7 @@ class BatchedCritics(Critics):
         assert self._subset is not None
         self._subset.places.fill(tensors)
         try:
-            return self._subset.run(inputs, self._values, inputs, key, len(tensors[0]))
+            return self._subset.run(inputs, self._values, inputs, key, True, len(tensors[0]))
         finally:
             self._subset.places.clear()
 
@@ -263,15 +264,18 @@ class BatchedCritics(Critics):
         given = entries(inputs, self.network.in_keys)
         if not runs_net_by_net(list(core.layers), given, many=0):
             return super().detached_first(inputs, key)
-        self._detached.places.fill(constants(self._tensors))
+        self._detached.places.fill(self._tensors, constant=True)
         detached: Any = self._detached.module
         out, batch = net_by_net(list(detached.module.layers), given, 1), given[0].shape[:-1]
         return out if len(batch) == 1 else out.reshape(len(out), *batch, -1)
 
-    def _values(self, module: Any, inputs: TensorDictBase, key: NestedKey, size: int | None = None) -> Tensor:
+    def _values(
+        self, module: Any, inputs: TensorDictBase, key: NestedKey, plain: bool | None = None, size: int | None = None
+    ) -> Tensor:
         given = entries(inputs, module.in_keys)
         value: Tensor
-        if is_plain(module):
+        # The network itself may have got hooks since; its copies get none.
+        if is_plain(module) if plain is None else plain:
             value = module.module(*given)
         else:
             # The nets come first in the output: no batch size would fit inputs and output alike.

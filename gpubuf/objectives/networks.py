@@ -60,10 +60,10 @@ class ParameterPlaces:
         # Recurrent layers keep a second list of their parameters.
         self._recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
 
-    def fill(self, tensors: Iterable[Tensor | None]) -> None:
-        """Put ``tensors`` into these places."""
+    def fill(self, tensors: Iterable[Tensor | None], constant: bool = False) -> None:
+        """Put ``tensors``, or :func:`constants` of them, into these places."""
         for (owner, name), tensor in zip(self._places, tensors, strict=True):
-            owner[name] = tensor
+            owner[name] = tensor.detach() if constant and tensor is not None and tensor.requires_grad else tensor
         for part in self._recurrent:
             part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
 

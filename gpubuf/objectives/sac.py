@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gpubuf.kernels import sac, td
 from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
-from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, drawn, leaf_of, taking
+from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of, taking
 from gpubuf.objectives.batch import HAS_TARGET, REDUCTIONS, halves, joined, reduced
 
 _temperature_slope = direct(sac.temperature_loss)
@@ -197,7 +197,9 @@ class SoftActorCriticLoss(ActorCriticLossModule):
         alpha, seen = self.alpha, self._seen(tensordict)
         with set_interaction_type(InteractionType.RANDOM):
             loss_qvalue, priority, found = self._critic_loss(seen, alpha)
-            losses, scalars = {"loss_qvalue": loss_qvalue, **self._further_losses(seen, alpha)}, {"alpha": alpha}
+            losses, scalars = {"loss_qvalue": loss_qvalue}, {"alpha": alpha}
+            if self.further_loss_names:
+                losses |= self._further_losses(seen, alpha)
             if with_actor:
                 loss_actor, log_prob, scalars["entropy"] = self._actor_loss(seen, alpha, found)
                 losses = {"loss_actor": loss_actor, **losses}
@@ -283,10 +285,10 @@ class SoftActorCriticLoss(ActorCriticLossModule):
         state, actor = tensordict.copy(), self._networks["actor_network"].online
         if self.joint_batch == "all":
             rows = joined(state, self._next_state(state), self.actor_network.in_keys)
-            action, log_prob = (halves(each)[0] for each in actor.run(rows, drawn, rows))
+            action, log_prob = (halves(each)[0] for each in actor.run(rows, self._act, rows))
+            self._put(state, action)
         else:
-            action, log_prob = actor.run(state, drawn, state)
-        self._act(state, action)
+            action, log_prob = actor.run(state, self._act, state)
         shape = log_prob.shape
         if not self._target_entropy_known:
             self._learn_target_entropy(action, shape)
@@ -430,8 +432,6 @@ class SACLoss(SoftActorCriticLoss):
             return self._state_value_loss(self._seen(tensordict), self.alpha), {}
 
     def _further_losses(self, tensordict: TensorDictBase, alpha: Tensor) -> dict[str, Tensor]:
-        if self.value_network_params is None:
-            return {}
         return {"loss_value": self._state_value_loss(tensordict, alpha)}
 
     def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -473,8 +473,7 @@ class SACLoss(SoftActorCriticLoss):
         value = self._state_value(tensordict, target=False)
         with torch.no_grad():
             state = tensordict.copy()
-            action, log_prob = self._networks["actor_network"].target.run(state, drawn, state)
-            self._act(state, action)
+            _, log_prob = self._networks["actor_network"].target.run(state, self._act, state)
             q = self._checked(self._critics.target(state, self.tensor_keys.state_action_value), log_prob.shape)
             target = q.amin(0).reshape(log_prob.shape) - alpha * log_prob
         if value.shape != target.shape:
