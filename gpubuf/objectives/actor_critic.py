@@ -8,7 +8,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -68,11 +68,6 @@ def leaf_of(spec: Any, key: NestedKey) -> tuple[Any, int]:
     return spec, container
 
 
-def not_an_option(value: Any) -> Any:
-    """A field of options that has a value in this loss, and is none of its arguments."""
-    return field(default=value, init=False)
-
-
 def taking(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorates a constructor whose keyword arguments are the fields of ``options``: its signature lists them."""
 
@@ -90,7 +85,7 @@ def taking(options: type) -> Callable[[Callable[..., None]], Callable[..., None]
 @dataclass(frozen=True)
 class ActorCriticOptions:
     """The keyword arguments that losses of an actor and N critics share; :class:`~gpubuf.objectives.SACLoss` has their
-    meaning.
+    meaning. A field that is no argument of a loss, but has a value there, has ``init=False`` in its options.
 
     Raises:
         TypeError: ``gamma`` is given.

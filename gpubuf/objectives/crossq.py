@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from gpubuf.objectives.actor_critic import not_an_option, taking
+from gpubuf.objectives.actor_critic import taking
 from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
 
 
@@ -19,8 +19,8 @@ from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
 class CrossQOptions(SACOptions):
     """The keyword arguments of :class:`CrossQLoss`: those of SAC but for target networks."""
 
-    delay_actor: bool = not_an_option(False)
-    delay_qvalue: bool = not_an_option(False)
+    delay_actor: bool = field(default=False, init=False)
+    delay_qvalue: bool = field(default=False, init=False)
 
 
 class CrossQLoss(SoftActorCriticLoss):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributions import Categorical, OneHotCategorical
 from gpubuf.kernels import discrete_sac
 from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
-from gpubuf.objectives.actor_critic import leaf_of, not_an_option, taking
+from gpubuf.objectives.actor_critic import leaf_of, taking
 from gpubuf.objectives.base import warn
 from gpubuf.objectives.batch import REDUCTIONS
 from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
@@ -103,14 +103,15 @@ def policy_logits(actor: Any, tensordict: TensorDictBase) -> Tensor:
     them, which the kernels do anyway.
     """
     last: Any = actor[-1] if type(actor) is ProbabilisticTensorDictSequential and not actor.return_composite else None
+    kind = type(last)
     if (
-        type(last) is not ProbabilisticTensorDictModule
+        kind is not ProbabilisticTensorDictModule
         or last.distribution_class not in (Categorical, OneHotCategorical)
         or {*last.distribution_kwargs} - {"validate_args"}
         or last.dist_keys not in (["logits"], ["probs"])
     ):
         return action_logits(actor.get_dist(tensordict.copy()))
-    found = entry(actor.get_dist_params(tensordict.copy()), last.in_keys[0])
+    found: Tensor = entry(actor.get_dist_params(tensordict.copy()), last.in_keys[0])
     return found if last.dist_keys == ["logits"] else _of_probabilities(found)
 
 
@@ -146,8 +147,8 @@ _soft_value = direct(discrete_sac.soft_value)
 class DiscreteSACOptions(SACOptions):
     """The keyword arguments that :class:`DiscreteSACLoss` shares with SAC."""
 
-    delay_actor: bool = not_an_option(False)
-    action_spec: Any = not_an_option(None)
+    delay_actor: bool = field(default=False, init=False)
+    action_spec: Any = field(default=None, init=False)
 
 
 class DiscreteSACLoss(SoftActorCriticLoss):

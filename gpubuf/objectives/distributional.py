@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from gpubuf.kernels import categorical
 from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
-from gpubuf.objectives.actor_critic import not_an_option, taking
+from gpubuf.objectives.actor_critic import taking
 from gpubuf.objectives.base import one_of
 from gpubuf.objectives.batch import REDUCTIONS, reduced
 from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
@@ -54,7 +54,7 @@ class DistributionalOptions(SACOptions):
     reward_scale: float = 1.0
     cloning_weight: float = 0.0
     joint_batch: bool | str = False
-    loss_function: str = not_an_option("smooth_l1")
+    loss_function: str = field(default="smooth_l1", init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -239,4 +239,5 @@ class DistributionalSACLoss(SoftActorCriticLoss):
         _, mask = self.row_weights(tensordict, sizes.shape)
         size = reduced(sizes, None, mask, "mean")
         # The same amount for every critic moves their minimum, and their mean, by that amount.
-        return values - self.cloning_weight * size * cost
+        near: Tensor = values - self.cloning_weight * size * cost
+        return near

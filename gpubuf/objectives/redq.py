@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from gpubuf.objectives.actor_critic import not_an_option, taking
+from gpubuf.objectives.actor_critic import taking
 from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
 
 
@@ -31,7 +31,7 @@ class REDQOptions(SACOptions):
     sub_sample_len: int | None = None
     min_alpha: float | None = 0.1
     max_alpha: float | None = 10.0
-    delay_actor: bool = not_an_option(False)
+    delay_actor: bool = field(default=False, init=False)
     gSDE: bool = False  # noqa: N815
 
     def __post_init__(self) -> None:

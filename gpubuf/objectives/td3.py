@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from gpubuf.modules.fast_call import entries, entry, is_plain
-from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of, not_an_option, taking
+from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of, taking
 from gpubuf.objectives.batch import reduced
 from gpubuf.objectives.values import TDLossModule
 
@@ -51,7 +51,7 @@ class TD3Options(ActorCriticOptions):
     """The keyword arguments that :class:`TD3Loss` shares with other losses of an actor and critics."""
 
     delay_actor: bool = True
-    scalar_output_mode: str | None = not_an_option(None)
+    scalar_output_mode: str | None = field(default=None, init=False)
 
 
 class TD3Loss(ActorCriticLossModule):
