@@ -392,9 +392,8 @@ def launches(
         without_rows: what results are then: nothing is launched.
     """
     declaration, schema = declaration_of(operation), operation._schema.arguments
-    inputs = declaration.arguments
+    inputs, numbers = declaration.arguments, declaration.numbers
     tensors = [place for place, name in enumerate(inputs) if name in declaration.tensors]
-    numbers = [name for name in inputs if name not in declaration.tensors]
     take_numbers = pick(inputs, numbers)
     # No kernel asks for the pointer of a number. A result may have the name of one, and comes later.
     places = {f"{name}_ptr": place for place, name in enumerate([*inputs, *declaration.results])}

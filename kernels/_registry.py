@@ -238,9 +238,10 @@ def is_tensor(argument: Any) -> bool:
 def pick(names: Sequence[str], wanted: Sequence[str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """A function that takes those wanted from the values of ``names``."""
     places = [names.index(name) for name in wanted]
-    if len(places) == 1:
-        return lambda values: (values[places[0]],)
-    return itemgetter(*places) if places else lambda values: ()
+    if len(places) > 1:
+        return itemgetter(*places)
+    # A slice of a tuple is a tuple.
+    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
 
 def without_dispatch(operation: Any, *, given: Sequence[str] | None = (), trusted: bool = False) -> Callable[..., Any]:

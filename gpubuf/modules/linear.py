@@ -97,7 +97,7 @@ def multiplied(x: Tensor, y: Tensor, bias: Tensor | None = None, relu: bool = Fa
 
 def joined(inputs: Sequence[Tensor]) -> Tensor:
     """The inputs of a network, concatenated along the last dimension."""
-    return inputs[0] if len(inputs) == 1 else torch.cat(list(inputs), -1)
+    return inputs[0] if len(inputs) == 1 else torch.cat(tuple(inputs), -1)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -106,7 +106,8 @@ def _rows(x: Tensor) -> Tensor:
 
 def shared_rows(inputs: Sequence[Tensor], num_nets: int) -> Tensor:
     """Inputs that N nets share, joined, ``[N, rows, in]``; nothing is repeated in memory."""
-    return _rows(joined(inputs)).expand(num_nets, -1, -1)
+    x = inputs[0] if len(inputs) == 1 else torch.cat(tuple(inputs), -1)
+    return (x if x.ndim == 2 else _rows(x)).expand(num_nets, -1, -1)
 
 
 def ensemble_input_layer(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -121,14 +122,17 @@ def ensemble_input_layer(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor 
         bias: ``[N, 1, out]`` or None.
     """
     n = weight.shape[0]
-    constant = [x for x in inputs if not x.requires_grad]
-    if weight.requires_grad or len(constant) in (0, len(inputs)) or not torch.is_grad_enabled():
+    mixed = False
+    for x in inputs:
+        mixed = mixed or x.requires_grad is not inputs[0].requires_grad
+    if not mixed or weight.requires_grad or not torch.is_grad_enabled():
         return linear_product(shared_rows(inputs, n), weight, bias)
-    out = bias
-    pieces = list(zip(inputs, weight.split([x.shape[-1] for x in inputs], 1), strict=True))
-    for x, part in sorted(pieces, key=lambda piece: piece[0].requires_grad):
-        rows = _rows(x).expand(n, -1, -1)
-        out = torch.bmm(rows, part) if out is None else torch.baddbmm(out, rows, part)
+    out, parts = bias, weight.split([x.shape[-1] for x in inputs], 1)
+    for with_gradient in (False, True):
+        for x, part in zip(inputs, parts, strict=True):
+            if x.requires_grad is with_gradient:
+                rows = (x if x.ndim == 2 else _rows(x)).expand(n, -1, -1)
+                out = torch.bmm(rows, part) if out is None else torch.baddbmm(out, rows, part)
     assert out is not None
     return out
 
@@ -168,8 +172,9 @@ def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool = 
     Or one of N nets: ``[N, rows, in]`` times ``[N, in, out]``, plus ``[N, 1, out]`` or None. With ``relu`` its positive
     part.
     """
-    worth = x.dtype is torch.float32 and worth_onednn(x.shape[-2], x.shape[-1], weight.shape[-1])
-    if worth and fast_here(x, weight):
+    # The cheapest question first: it is asked of every layer.
+    large = x.dtype is torch.float32 and x.numel() * weight.shape[-1] >= ONEDNN_WORK
+    if large and worth_onednn(x.shape[-2], x.shape[-1], weight.shape[-1]) and fast_here(x, weight):
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             return cast(Tensor, _product(x, weight, bias, relu))
         if bias is None or not bias.requires_grad:
@@ -186,9 +191,9 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[*batch, in_features] -> [*batch, out_features]``."""
-        rows = input.numel() // max(self.in_features, 1)
-        if not input.is_cpu or input.ndim < 2 or not worth_onednn(rows, self.in_features, self.out_features):
-            return super().forward(input)
+        small = not input.is_cpu or input.ndim < 2 or input.numel() * self.out_features < ONEDNN_WORK
+        if small or not worth_onednn(input.numel() // self.in_features, self.in_features, self.out_features):
+            return functional.linear(input, self.weight, self.bias)
         out = linear_product(_rows(input), self.weight.t(), self.bias)
         return out if input.ndim == 2 else out.reshape(*input.shape[:-1], -1)
 
@@ -270,7 +275,9 @@ class EnsembleLinear(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear_product(x, self.weight, self.bias)
+        if self.bias is None or x.numel() * self.out_features >= ONEDNN_WORK:
+            return linear_product(x, self.weight, self.bias)
+        return torch.baddbmm(self.bias, x, self.weight)
 
     def extra_repr(self) -> str:
         text = f"num_nets={self.num_nets}, in_features={self.in_features}, out_features={self.out_features}"
@@ -283,8 +290,11 @@ def runs_net_by_net(layers: Sequence[Any], inputs: Sequence[Tensor], many: int =
     if not x.is_cpu or not x.shape[-1] or type(first) is not EnsembleLinear or torch.compiler.is_compiling():
         return False
     rows, width = x.numel() // x.shape[-1], first.out_features
-    fast = x.dtype is torch.float32 and len(layers) > 1 and worth_onednn(rows, width, width)
-    if (rows * width * first.num_nets < many and not fast) or any(_hooks_of_all):
+    if rows * width * first.num_nets < many:
+        large = x.dtype is torch.float32 and len(layers) > 1 and rows * width * width >= ONEDNN_WORK
+        if not large or not worth_onednn(rows, width, width):
+            return False
+    if any(_hooks_of_all):
         return False
     return all(
         type(part) is (nn.ReLU if i % 2 else EnsembleLinear) and not hooked(part) for i, part in enumerate(layers)

@@ -206,7 +206,8 @@ class MLP(nn.Sequential):
         super().__init__(*layers.build(in_features, out_features, num_cells))
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        output: Tensor = super().forward(joined(inputs))  # type: ignore[no-untyped-call]
+        # Asked here already: it is called for every action.
+        output: Tensor = super().forward(inputs[0] if len(inputs) == 1 else joined(inputs))  # type: ignore[no-untyped-call]
         return output
 
     def normalize_weights(self) -> None:

@@ -20,7 +20,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from gpubuf.modules.fast_call import entry, is_plain
+from gpubuf.modules.fast_call import entries, is_plain
 from gpubuf.modules.mlp import MLP, EnsembleMLP
 from gpubuf.modules.tanh_normal import TanhNormal
 from gpubuf.modules.weight_norm import draw_rows
@@ -82,7 +82,7 @@ class TanhNormalActor(ProbabilisticTensorDictSequential):
         network, head = cast("list[Any]", self.module)
         if args or kwargs or not is_plain(network, outputs=2):
             return super().get_dist(tensordict, *args, **kwargs)  # type: ignore[return-value]
-        loc, scale = network.module(*(entry(tensordict, key) for key in network.in_keys))
+        loc, scale = network.module(*entries(tensordict, network.in_keys))
         if isinstance(head, TanhNormalHead):
             return TanhNormal(loc, scale, low=head.low, high=head.high)
         return TanhNormal(loc, scale, **head.distribution_kwargs)

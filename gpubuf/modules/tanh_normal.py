@@ -11,7 +11,6 @@ from torch.distributions import Distribution, constraints
 from torch.nn.functional import softplus
 
 from gpubuf.kernels import tanh_normal
-from gpubuf.kernels._operations import computing_dtype
 
 
 class TanhNormal(Distribution):
@@ -98,7 +97,8 @@ class TanhNormal(Distribution):
         if sample_shape:
             shape = self._extended_shape(sample_shape)
             loc, scale = loc.expand(shape), scale.expand(shape)
-        noise = torch.randn(loc.shape, dtype=computing_dtype(loc, scale), device=loc.device)
+        dtype = torch.float64 if torch.float64 in (loc.dtype, scale.dtype) else torch.float32
+        noise = torch.randn(loc.shape, dtype=dtype, device=loc.device)
         self._drawn = tanh_normal.sample_direct(loc, scale, noise, *self._bounds, len(self.event_shape))
         return self._drawn
 

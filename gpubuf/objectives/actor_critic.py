@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -36,7 +37,6 @@ from gpubuf.objectives.networks import (
     leaves,
     paths,
     redraw,
-    run_counting,
     target_parameters,
 )
 from gpubuf.objectives.values import TDLossModule
@@ -68,16 +68,36 @@ def leaf_of(spec: Any, key: NestedKey) -> tuple[Any, int]:
     return spec, container
 
 
+def taking(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates a constructor whose keyword arguments are the fields of ``options``: its signature lists them."""
+
+    def listed(constructor: Any) -> Any:
+        signature = inspect.signature(constructor)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        more = [each for name, each in inspect.signature(options).parameters.items() if name != "self"]
+        keywords = [each.replace(kind=each.KEYWORD_ONLY) for each in more]
+        constructor.__signature__ = signature.replace(parameters=[*own, *keywords])
+        return constructor
+
+    return listed
+
+
 @dataclass(frozen=True)
 class ActorCriticOptions:
     """The keyword arguments that losses of an actor and N critics share; :class:`~gpubuf.objectives.SACLoss` has their
-    meaning.
+    meaning. A field that is no argument of a loss, but has a value there, has ``init=False`` in its options.
 
     Raises:
         TypeError: ``gamma`` is given.
         RuntimeError: ``priority_key`` is given.
         ValueError: an argument is out of range or none of its choices.
     """
+
+    #: Those that a loss has as attributes, too.
+    ATTRIBUTES: ClassVar[tuple[str, ...]] = (
+        *("num_qvalue_nets", "delay_actor", "delay_qvalue", "skip_done_states", "deactivate_vmap"),
+        *("use_prioritized_weights", "scalar_output_mode"),
+    )
 
     num_qvalue_nets: int = 2
     loss_function: str = "smooth_l1"
@@ -91,11 +111,6 @@ class ActorCriticOptions:
     deactivate_vmap: bool = False
     use_prioritized_weights: str | bool = "auto"
     scalar_output_mode: str | None = None
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """The options among ``arguments``, the local variables of a constructor. Others keep their defaults."""
-        return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
 
     def __post_init__(self) -> None:
         if self.gamma is not None:
@@ -116,7 +131,8 @@ class ActorCriticLossModule(TDLossModule):
     It holds the networks with their target parameters, runs them on the states of a batch, and makes the output. A
     subclass implements :meth:`_losses` with these parts:
 
-    * :meth:`_draw`: actions of the actor, with gradients; :meth:`_next_action`: of the next states, without;
+    * ``self._networks["actor_network"].online.run(state, self._act, state)``: actions of the actor, with gradients;
+      :meth:`_next_action`: of the next states, without;
     * ``self._critics``: ``online``, ``detached`` and ``target`` values of all critics, see
       :class:`~gpubuf.objectives.critics.Critics`;
     * :meth:`td_target` and :meth:`td_loss`, from :class:`TDLossModule`;
@@ -164,11 +180,8 @@ class ActorCriticLossModule(TDLossModule):
     ) -> None:
         reduction = "mean" if options.reduction is None else options.reduction
         super().__init__(loss_function=options.loss_function, reduction=reduction)
-        self.num_qvalue_nets = options.num_qvalue_nets
-        self.delay_actor, self.delay_qvalue = options.delay_actor, options.delay_qvalue
-        self.skip_done_states, self.deactivate_vmap = options.skip_done_states, options.deactivate_vmap
-        self.use_prioritized_weights = options.use_prioritized_weights
-        self.scalar_output_mode = options.scalar_output_mode
+        for name in options.ATTRIBUTES:
+            setattr(self, name, getattr(options, name))
         if reduction == "none" and options.scalar_output_mode is None and self.scalar_names:
             warn(
                 f"{type(self).__name__} with reduction='none' leaves {' and '.join(self.scalar_names)}, which are "
@@ -478,20 +491,23 @@ class ActorCriticLossModule(TDLossModule):
         tensordict.set(key, priority)
         return priority
 
-    def _draw(self, actor: Any, tensordict: TensorDictBase) -> tuple[Any, Tensor]:
-        """(actions, log-densities S) that can be differentiated by the parameters of ``actor``.
+    def _act(self, actor: Any, state: TensorDictBase) -> tuple[Any, Tensor]:
+        """(actions that ``actor`` draws in ``state``, log-densities S), both with gradients to its parameters.
 
-        The actions are one tensor, or, of a ``tensordict.nn.CompositeDistribution``, a TensorDict of several. Their
-        log-density is then the sum of all parts.
+        The actions are one tensor, or, of a ``tensordict.nn.CompositeDistribution``, a TensorDict of several; their
+        log-density is then the sum of all parts. They are put into ``state``, where the critics find them.
         """
-        return _drawn(run_counting(actor, tensordict, actor.get_dist, tensordict))
+        dist = actor.get_dist(state)
+        fused = None if isinstance(dist, CompositeDistribution) else getattr(dist, "rsample_and_log_prob", None)
+        action, log_prob = drawn(dist) if fused is None else fused()
+        if isinstance(action, Tensor):
+            state.set(self._tensor_keys.action, action)
+        else:
+            self._put(state, action)
+        return action, log_prob
 
-    def _act(self, state: TensorDictBase, action: Any) -> None:
-        """Put what :meth:`_draw` returned into ``state``, where the critics find it.
-
-        The parts of a composite action lie where their distribution says, or, if that knows nothing of the action's
-        key, under it.
-        """
+    def _put(self, state: TensorDictBase, action: Any) -> None:
+        """Put actions into ``state``: parts of a composite one where their distribution says, if it knows the key."""
         key = self._tensor_keys.action
         if isinstance(action, Tensor) or unravel_key(key) not in action.keys(True):
             state.set(key, action)
@@ -511,8 +527,7 @@ class ActorCriticLossModule(TDLossModule):
     def _next_action(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
         """(next states with actions that the actor, or its target, draws in them, log-densities S). No gradient."""
         state = self._next_state(tensordict)
-        action, log_prob = self._draw(self._networks["actor_network"].target.ready(), state)
-        self._act(state, action)
+        _, log_prob = self._networks["actor_network"].target.run(state, self._act, state)
         return state, log_prob
 
     def _checked(self, q: Tensor, shape: torch.Size) -> Tensor:
@@ -527,14 +542,17 @@ class ActorCriticLossModule(TDLossModule):
         return q
 
 
-def _drawn(dist: Any) -> tuple[Any, Tensor]:
-    """What :meth:`ActorCriticLossModule._draw` returns, of the distribution ``dist``.
+def drawn(dist: Any) -> tuple[Any, Tensor]:
+    """(actions, log-densities) of a distribution that can be differentiated by its parameters.
 
     A ``CompositeDistribution`` is drawn part by part: tensordict 0.14 knows no reparameterized draw of a composite that
     comes with its log-density.
+
+    Raises:
+        TypeError: it can't be differentiated, or its log-density is not one tensor.
     """
     if isinstance(dist, CompositeDistribution):
-        parts = {key: _drawn(part) for key, part in dist.dists.items()}
+        parts = {key: drawn(part) for key, part in dist.dists.items()}
         rows = len(dist.batch_shape)
         of_parts = [each.flatten(rows).sum(-1) if each.ndim > rows else each for _, each in parts.values()]
         action = TensorDict({key: action for key, (action, _) in parts.items()}, dist.batch_shape)

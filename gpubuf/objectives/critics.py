@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -32,34 +32,21 @@ from gpubuf.objectives.networks import (
     paths,
     redraw,
     redrawn_copies,
-    run_counting,
     share_parameters,
     shared_paths,
     stacked_parameters,
 )
 
-_ELEMENTWISE = (
-    nn.CELU,
-    nn.ELU,
-    nn.GELU,
-    nn.Hardswish,
-    nn.Hardtanh,
-    nn.Identity,
-    nn.LeakyReLU,
-    nn.Mish,
-    nn.ReLU,
-    nn.ReLU6,
-    nn.SELU,
-    nn.SiLU,
-    nn.Sigmoid,
-    nn.Softplus,
-    nn.Softsign,
-    nn.Tanh,
+_ELEMENTWISE = tuple(
+    getattr(nn, name)
+    for name in (
+        *("CELU", "ELU", "GELU", "Hardswish", "Hardtanh", "Identity", "LeakyReLU", "Mish"),
+        *("ReLU", "ReLU6", "SELU", "SiLU", "Sigmoid", "Softplus", "Softsign", "Tanh"),
+    )
 )
 
 
-@dataclass(frozen=True)
-class Linear:
+class Linear(NamedTuple):
     """The positions of a linear layer's parameters in the list of stacked tensors."""
 
     weight: int
@@ -165,23 +152,21 @@ class Critics(abc.ABC):
         """Draw the parameters anew, in place."""
         redraw(self.network)
 
+    @abc.abstractmethod
     def online(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         """Values with gradients to parameters and inputs."""
-        return self._run(self._online, self._tensors, inputs, key)
 
+    @abc.abstractmethod
     def detached(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         """Values with gradients to the inputs only."""
-        return self._run(self._detached, constants(self._tensors), inputs, key)
 
     def detached_first(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         """:meth:`detached`, for a loss that has gradients to the values of the first network only."""
         return self.detached(inputs, key)
 
+    @abc.abstractmethod
     def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         """Values with the target parameters, or, without target parameters, with the detached ones."""
-        if self._target_tensors is None:
-            return self.detached(inputs, key)
-        return self._run(self._target, self._target_tensors, inputs, key)
 
     def expect_subsets(self, count: int) -> None:  # noqa: B027 (an ensemble need not prepare)
         """Prepare for :meth:`target_subset` of so many networks."""
@@ -194,11 +179,11 @@ class Critics(abc.ABC):
         if self._subset is None:
             return self.target(inputs, key).index_select(0, subset)
         every = constants(self._tensors) if self._target_tensors is None else self._target_tensors
-        return self._run(self._subset, [tensor.index_select(0, subset) for tensor in every], inputs, key)
+        return self._run_subset([tensor.index_select(0, subset) for tensor in every], inputs, key)
 
     @abc.abstractmethod
-    def _run(self, copy: SwappableCopy, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey) -> Tensor:
-        """The values of ``copy`` on ``tensors``."""
+    def _run_subset(self, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        """The values of the networks whose parameters are ``tensors``, a part of all."""
 
     def expect_joint_batches(self) -> None:
         """From now on present and next rows come together, in one batch, to :meth:`online` and to :meth:`target`.
@@ -233,19 +218,28 @@ class BatchedCritics(Critics):
         # Without shared parameters the network itself runs, with its hooks.
         self._online = SwappableCopy(network, paths(self.params), copied=bool(owners))
         self._detached, self._target = (self._running_copy() for _ in range(2))
+        self._plain = is_plain(self._target.module)
 
     def refresh(self, params: Any, target_params: TensorDictBase | None, owners: Owners) -> None:
         super().refresh(params, target_params, owners)
         self._online.places.fill(self._tensors)
-        self._detached.places.fill(constants(self._tensors))
+        self._detached.places.fill(self._tensors, constant=True)
         if self._target_tensors is not None:
             self._target.places.fill(self._target_tensors)
+
+    def online(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        return self._online.run(inputs, self._values, inputs, key)
 
     def detached(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         if not torch.compiler.is_compiling():
             # A parameter may have other memory by now: somebody has replaced its `.data`.
-            self._detached.places.fill(constants(self._tensors))
-        return self._run(self._detached, [], inputs, key)
+            self._detached.places.fill(self._tensors, constant=True)
+        return self._detached.run(inputs, self._values, inputs, key, self._plain)
+
+    def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        if self._target_tensors is None:
+            return self.detached(inputs, key)
+        return self._target.run(inputs, self._values, inputs, key, self._plain)
 
     def expect_subsets(self, count: int) -> None:
         core = getattr(self.network, "module", None)
@@ -255,12 +249,13 @@ class BatchedCritics(Critics):
             copied: Any = self._subset.module.module
             copied.ensemble_size = count
 
-    def target_subset(self, inputs: TensorDictBase, key: NestedKey, subset: Tensor) -> Tensor:
+    def _run_subset(self, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        assert self._subset is not None
+        self._subset.places.fill(tensors)
         try:
-            return super().target_subset(inputs, key, subset)
+            return self._subset.run(inputs, self._values, inputs, key, True, len(tensors[0]))
         finally:
-            if self._subset is not None:
-                self._subset.places.clear()
+            self._subset.places.clear()
 
     def detached_first(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         core = getattr(self.network, "module", None)
@@ -269,28 +264,27 @@ class BatchedCritics(Critics):
         given = entries(inputs, self.network.in_keys)
         if not runs_net_by_net(list(core.layers), given, many=0):
             return super().detached_first(inputs, key)
-        self._detached.places.fill(constants(self._tensors))
+        self._detached.places.fill(self._tensors, constant=True)
         detached: Any = self._detached.module
         out, batch = net_by_net(list(detached.module.layers), given, 1), given[0].shape[:-1]
         return out if len(batch) == 1 else out.reshape(len(out), *batch, -1)
 
-    def _run(self, copy: SwappableCopy, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey) -> Tensor:
-        given = entries(inputs, self.network.in_keys)
-        module, size = copy.ready(), self.size
-        if copy is self._subset:
-            copy.places.fill(tensors)
-            size = module.module.ensemble_size
+    def _values(
+        self, module: Any, inputs: TensorDictBase, key: NestedKey, plain: bool | None = None, size: int | None = None
+    ) -> Tensor:
+        given = entries(inputs, module.in_keys)
         value: Tensor
-        if is_plain(module):
-            value = run_counting(module, inputs, module.module, *given)
+        # The network itself may have got hooks since; its copies get none.
+        if is_plain(module) if plain is None else plain:
+            value = module.module(*given)
         else:
             # The nets come first in the output: no batch size would fit inputs and output alike.
-            data = TensorDict(dict(zip(self.network.in_keys, given, strict=True)), batch_size=[])
+            data = TensorDict(dict(zip(module.in_keys, given, strict=True)), batch_size=[])
             with _decided():
-                value = run_counting(module, inputs, module, data).get(key)
-        if value.shape[:1] != (size,):
+                value = module(data).get(key)
+        if value.shape[:1] != (self.size if size is None else size,):
             raise ValueError(
-                f"an ensemble of {size} networks must return them along the first dimension, got {key!r} of shape "
+                f"an ensemble of {self.size} networks must return them along the first dimension, got {key!r} of shape "
                 f"{list(value.shape)}"
             )
         return value
@@ -321,25 +315,38 @@ class StackedCritics(Critics):
             redraw(self._online.module)
         self._online.places.clear()
 
+    def online(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        return self._run(self._online, self._tensors, inputs, key)
+
+    def detached(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        return self._run(self._detached, constants(self._tensors), inputs, key)
+
+    def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        if self._target_tensors is None:
+            return self.detached(inputs, key)
+        return self._run(self._target, self._target_tensors, inputs, key)
+
+    def _run_subset(self, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        return self._run(self._target, tensors, inputs, key)
+
     def _run(self, copy: SwappableCopy, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey) -> Tensor:
         if self._layers is not None:
             return run_linear(self._layers, tensors, entries(inputs, self.network.in_keys))
-        module = copy.ready()
 
-        def single(*own: Tensor) -> Tensor:
+        def single(module: Any, *own: Tensor) -> Tensor:
             copy.places.fill(own)
             with _decided():
                 output: Tensor = module(inputs.copy()).get(key)
             return output
 
-        def run() -> Tensor:
+        def every(module: Any) -> Tensor:
             if self._use_vmap:
-                found: Tensor = torch.vmap(single, randomness=self.vmap_randomness)(*tensors)
+                found: Tensor = torch.vmap(functools.partial(single, module), randomness=self.vmap_randomness)(*tensors)
                 return found
-            return torch.stack([single(*own) for own in zip(*(t.unbind(0) for t in tensors), strict=True)])
+            return torch.stack([single(module, *own) for own in zip(*(t.unbind(0) for t in tensors), strict=True)])
 
         try:
-            return run_counting(module, inputs, run)
+            return copy.run(inputs, every)
         finally:
             copy.places.clear()
 

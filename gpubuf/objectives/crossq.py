@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
@@ -11,7 +11,16 @@ from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from gpubuf.objectives.actor_critic import taking
 from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
+
+
+@dataclass(frozen=True)
+class CrossQOptions(SACOptions):
+    """The keyword arguments of :class:`CrossQLoss`: those of SAC but for target networks."""
+
+    delay_actor: bool = field(default=False, init=False)
+    delay_qvalue: bool = field(default=False, init=False)
 
 
 class CrossQLoss(SoftActorCriticLoss):
@@ -40,28 +49,11 @@ class CrossQLoss(SoftActorCriticLoss):
     joint_batch = "critics"
     _keys_of_actors = (("action", "dist_sample_keys"),)
 
+    @taking(CrossQOptions)
     def __init__(
-        self,
-        actor_network: Any,
-        qvalue_network: TensorDictModule | Sequence[TensorDictModule],
-        *,
-        num_qvalue_nets: int = 2,
-        loss_function: str = "smooth_l1",
-        alpha_init: float = 1.0,
-        min_alpha: float | None = None,
-        max_alpha: float | None = None,
-        action_spec: Any = None,
-        fixed_alpha: bool = False,
-        target_entropy: str | float = "auto",
-        priority_key: str | None = None,
-        separate_losses: bool = False,
-        reduction: str | None = None,
-        skip_done_states: bool = False,
-        deactivate_vmap: bool = False,
-        use_prioritized_weights: str | bool = "auto",
-        scalar_output_mode: str | None = None,
+        self, actor_network: Any, qvalue_network: TensorDictModule | Sequence[TensorDictModule], **options: Any
     ) -> None:
-        super().__init__(actor_network, qvalue_network, SACOptions.of({**locals(), "delay_qvalue": False}))
+        super().__init__(actor_network, qvalue_network, CrossQOptions(**options))
 
     def alpha_loss(self, log_prob: Tensor, tensordict: TensorDictBase | None = None) -> Tensor:
         """``loss_alpha``, reduced, as TorchRL's.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,10 +21,9 @@ from torch.distributions import Categorical, OneHotCategorical
 from gpubuf.kernels import discrete_sac
 from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
-from gpubuf.objectives.actor_critic import leaf_of
+from gpubuf.objectives.actor_critic import leaf_of, taking
 from gpubuf.objectives.base import warn
 from gpubuf.objectives.batch import REDUCTIONS
-from gpubuf.objectives.networks import run_counting
 from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
 from gpubuf.objectives.values import TDLossModule
 
@@ -104,13 +103,13 @@ def policy_logits(actor: Any, tensordict: TensorDictBase) -> Tensor:
     them, which the kernels do anyway.
     """
     last: Any = actor[-1] if type(actor) is ProbabilisticTensorDictSequential and not actor.return_composite else None
-    plain = type(last) is ProbabilisticTensorDictModule and last.distribution_class in (Categorical, OneHotCategorical)
-    return run_counting(actor, tensordict, _logits, actor, tensordict, plain)
-
-
-def _logits(actor: Any, tensordict: TensorDictBase, plain: bool) -> Tensor:
-    last: Any = actor[-1] if plain else None
-    if not plain or {*last.distribution_kwargs} - {"validate_args"} or last.dist_keys not in (["logits"], ["probs"]):
+    kind = type(last)
+    if (
+        kind is not ProbabilisticTensorDictModule
+        or last.distribution_class not in (Categorical, OneHotCategorical)
+        or {*last.distribution_kwargs} - {"validate_args"}
+        or last.dist_keys not in (["logits"], ["probs"])
+    ):
         return action_logits(actor.get_dist(tensordict.copy()))
     found: Tensor = entry(actor.get_dist_params(tensordict.copy()), last.in_keys[0])
     return found if last.dist_keys == ["logits"] else _of_probabilities(found)
@@ -142,6 +141,14 @@ def chosen_values(q: Tensor, action: Tensor, space: str, mask: Tensor | None) ->
 
 
 _soft_value = direct(discrete_sac.soft_value)
+
+
+@dataclass(frozen=True)
+class DiscreteSACOptions(SACOptions):
+    """The keyword arguments that :class:`DiscreteSACLoss` shares with SAC."""
+
+    delay_actor: bool = field(default=False, init=False)
+    action_spec: Any = field(default=None, init=False)
 
 
 class DiscreteSACLoss(SoftActorCriticLoss):
@@ -218,6 +225,7 @@ class DiscreteSACLoss(SoftActorCriticLoss):
         action_value: NestedKey = "action_value"
         log_prob: NestedKey = "log_prob"
 
+    @taking(DiscreteSACOptions)
     def __init__(
         self,
         actor_network: Any,
@@ -225,24 +233,11 @@ class DiscreteSACLoss(SoftActorCriticLoss):
         *,
         action_space: Any = None,
         num_actions: int | None = None,
-        num_qvalue_nets: int = 2,
-        loss_function: str = "smooth_l1",
-        alpha_init: float = 1.0,
-        min_alpha: float | None = None,
-        max_alpha: float | None = None,
-        fixed_alpha: bool = False,
         target_entropy_weight: float = 0.98,
-        target_entropy: str | float = "auto",
-        delay_qvalue: bool = True,
-        priority_key: str | None = None,
-        separate_losses: bool = False,
-        reduction: str | None = None,
-        skip_done_states: bool = False,
-        deactivate_vmap: bool = False,
-        use_prioritized_weights: str | bool = "auto",
-        scalar_output_mode: str | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(actor_network, qvalue_network, SACOptions.of(locals()))
+        chosen = DiscreteSACOptions(**options)
+        super().__init__(actor_network, qvalue_network, chosen)
         if action_space is None:
             warn(
                 "DiscreteSACLoss reads actions as one-hot vectors. Pass action_space='one-hot' to silence this "
@@ -251,7 +246,7 @@ class DiscreteSACLoss(SoftActorCriticLoss):
             action_space = "one-hot"
         space, _ = leaf_of(action_space, self.tensor_keys.action)
         self.action_space = action_space_name(space)
-        if target_entropy == "auto":
+        if chosen.target_entropy == "auto":
             num_actions = number_of_actions(space) if num_actions is None else num_actions
             if num_actions is None or num_actions < 1:
                 raise ValueError(
@@ -278,7 +273,7 @@ class DiscreteSACLoss(SoftActorCriticLoss):
     def _target(self, tensordict: TensorDictBase, alpha: Tensor) -> Tensor:
         """Targets of the critics, S. No gradient."""
         state = self._next_state(tensordict)
-        logits = policy_logits(self._networks["actor_network"].target.ready(), state)
+        logits = self._networks["actor_network"].target.run(state, policy_logits, state)
         next_q = self._critics.target(state, self.tensor_keys.action_value)
         value = _soft_value(next_q, self._checked_logits(logits, next_q), alpha)
         return self.td_target(value.unsqueeze(0), tensordict, value.shape)
@@ -293,7 +288,7 @@ class DiscreteSACLoss(SoftActorCriticLoss):
             alpha: the temperature.
             found: values of all actions, which the critics' loss has computed; None to compute them.
         """
-        logits = policy_logits(self._networks["actor_network"].online.ready(), tensordict)
+        logits = self._networks["actor_network"].online.run(tensordict, policy_logits, tensordict)
         inputs = (entry(tensordict, key) for key in self.qvalue_network.in_keys)
         if found is None or any(tensor.requires_grad for tensor in inputs):
             values = self._critics.detached(tensordict, self.tensor_keys.action_value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from gpubuf.kernels import categorical
 from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
+from gpubuf.objectives.actor_critic import taking
 from gpubuf.objectives.base import one_of
 from gpubuf.objectives.batch import REDUCTIONS, reduced
 from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
@@ -34,6 +35,12 @@ class DistributionalOptions(SACOptions):
         ValueError: an argument is out of range or none of its choices.
     """
 
+    ATTRIBUTES = (
+        *SACOptions.ATTRIBUTES,
+        *("v_min", "v_max", "num_atoms", "target", "actor_value", "target_sigma", "temperature_from"),
+        *("temperature_loss", "priority", "average_critics", "cloning_weight", "joint_batch"),
+    )
+
     v_min: float
     v_max: float
     num_atoms: int
@@ -43,9 +50,11 @@ class DistributionalOptions(SACOptions):
     temperature_from: str = "current"
     temperature_loss: str = "log_alpha"
     priority: str = "divergence"
+    average_critics: bool = False
     reward_scale: float = 1.0
     cloning_weight: float = 0.0
     joint_batch: bool | str = False
+    loss_function: str = field(default="smooth_l1", init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,49 +135,13 @@ class DistributionalSACLoss(SoftActorCriticLoss):
     _schedulable_buffers = SoftActorCriticLoss._schedulable_buffers | {"reward_scale"}
     SUPPORTED_VALUE_ESTIMATORS = (ValueEstimators.TD0,)
 
+    @taking(DistributionalOptions)
     def __init__(
-        self,
-        actor_network: Any,
-        qvalue_network: TensorDictModule | Sequence[TensorDictModule],
-        *,
-        v_min: float,
-        v_max: float,
-        num_atoms: int,
-        target: str = "min",
-        actor_value: str = "min",
-        target_entropy: str | float = "auto",
-        target_sigma: float | None = None,
-        temperature_from: str = "current",
-        temperature_loss: str = "log_alpha",
-        priority: str = "divergence",
-        average_critics: bool = False,
-        reward_scale: float = 1.0,
-        cloning_weight: float = 0.0,
-        joint_batch: bool | str = False,
-        num_qvalue_nets: int = 2,
-        alpha_init: float = 1.0,
-        min_alpha: float | None = None,
-        max_alpha: float | None = None,
-        action_spec: Any = None,
-        fixed_alpha: bool = False,
-        delay_actor: bool = False,
-        delay_qvalue: bool = True,
-        gamma: float | None = None,
-        priority_key: str | None = None,
-        separate_losses: bool = False,
-        reduction: str | None = None,
-        skip_done_states: bool = False,
-        deactivate_vmap: bool = False,
-        use_prioritized_weights: str | bool = "auto",
-        scalar_output_mode: str | None = None,
+        self, actor_network: Any, qvalue_network: TensorDictModule | Sequence[TensorDictModule], **options: Any
     ) -> None:
-        options = DistributionalOptions.of(locals())
-        self.v_min, self.v_max, self.num_atoms = float(v_min), float(v_max), num_atoms
-        self.target, self.priority, self.target_sigma = target, priority, target_sigma
-        self.actor_value, self.temperature_from, self.temperature_loss = actor_value, temperature_from, temperature_loss
-        self.average_critics, self.joint_batch, self.cloning_weight = average_critics, joint_batch, cloning_weight
-        super().__init__(actor_network, qvalue_network, options)
-        self.register_buffer("reward_scale", torch.full_like(self.alpha_init, reward_scale))
+        chosen = DistributionalOptions(**options)
+        super().__init__(actor_network, qvalue_network, chosen)
+        self.register_buffer("reward_scale", torch.full_like(self.alpha_init, chosen.reward_scale))
 
     @classmethod
     def fastsac(cls, actor_network: Any, qvalue_network: Any, **kwargs: Any) -> Self:
@@ -266,4 +239,5 @@ class DistributionalSACLoss(SoftActorCriticLoss):
         _, mask = self.row_weights(tensordict, sizes.shape)
         size = reduced(sizes, None, mask, "mean")
         # The same amount for every critic moves their minimum, and their mean, by that amount.
-        return values - self.cloning_weight * size * cost
+        near: Tensor = values - self.cloning_weight * size * cost
+        return near

@@ -49,17 +49,6 @@ def ensemble_size(module: nn.Module) -> int | None:
     return None
 
 
-def run_counting(module: Any, inputs: TensorDictBase, run: Callable[..., Found], *args: Any) -> Found:
-    """``run(*args)``, which runs ``module`` on ``inputs``; rows masked there enter no batch norm's statistics."""
-    if COUNTS not in inputs.keys():
-        return run(*args)
-    count_rows(module, counting_rows(inputs, module.in_keys))
-    try:
-        return run(*args)
-    finally:
-        count_rows(module, None)
-
-
 class ParameterPlaces:
     """The places within a module that hold its parameters and buffers, in the order of given paths."""
 
@@ -71,10 +60,10 @@ class ParameterPlaces:
         # Recurrent layers keep a second list of their parameters.
         self._recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
 
-    def fill(self, tensors: Iterable[Tensor | None]) -> None:
-        """Put ``tensors`` into these places."""
+    def fill(self, tensors: Iterable[Tensor | None], constant: bool = False) -> None:
+        """Put ``tensors``, or :func:`constants` of them, into these places."""
         for (owner, name), tensor in zip(self._places, tensors, strict=True):
-            owner[name] = tensor
+            owner[name] = tensor.detach() if constant and tensor is not None and tensor.requires_grad else tensor
         for part in self._recurrent:
             part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
 
@@ -115,17 +104,28 @@ class SwappableCopy:
 
     def __init__(self, module: nn.Module, where: Iterable[Path], copied: bool = True) -> None:
         shared: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
-        self.module = copy.deepcopy(module, shared) if copied else module
+        self.module: Any = copy.deepcopy(module, shared) if copied else module
+        self._counts = any(isinstance(part, BatchNorm) for part in self.module.modules())
         self.places = ParameterPlaces(self.module, where)
         self._modes = list(zip(module.modules(), self.module.modules(), strict=True)) if copied else []
 
-    def ready(self) -> Any:
-        """The module, with ``training`` of every part set to that of the original."""
+    def run(self, inputs: TensorDictBase, function: Callable[..., Found], *args: Any) -> Found:
+        """``function(module, *args)``, with ``training`` of every part set to that of the original.
+
+        Rows masked in ``inputs`` enter no batch norm's statistics.
+        """
+        module = self.module
         for original, part in self._modes:
             # An assignment to an attribute of a module costs ten times the comparison.
             if part.training is not original.training:
                 part.training = original.training
-        return self.module
+        if not self._counts or COUNTS not in inputs.keys():
+            return function(module, *args)
+        count_rows(module, counting_rows(inputs, module.in_keys))
+        try:
+            return function(module, *args)
+        finally:
+            count_rows(module, None)
 
     def keep_running_statistics(self) -> None:
         """From now on batch norms normalise by their running statistics, and leave these alone, in either mode."""

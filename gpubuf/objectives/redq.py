@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,39 @@ from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from gpubuf.objectives.actor_critic import taking
 from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
+
+
+@dataclass(frozen=True)
+class REDQOptions(SACOptions):
+    """The keyword arguments of :class:`REDQLoss`.
+
+    Raises:
+        ValueError: an argument is out of range.
+        NotImplementedError: ``gSDE=True``.
+    """
+
+    ATTRIBUTES = (*SACOptions.ATTRIBUTES, "sub_sample_len")
+
+    num_qvalue_nets: int = 10
+    sub_sample_len: int | None = None
+    min_alpha: float | None = 0.1
+    max_alpha: float | None = 10.0
+    delay_actor: bool = field(default=False, init=False)
+    gSDE: bool = False  # noqa: N815
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gSDE:
+            raise NotImplementedError("the noise is that of the actor's distribution: leave gSDE out")
+        if self.sub_sample_len is None:
+            object.__setattr__(self, "sub_sample_len", min(2, self.num_qvalue_nets))
+        elif not 1 <= self.sub_sample_len <= self.num_qvalue_nets:
+            raise ValueError(
+                f"sub_sample_len must be in [1, num_qvalue_nets], got {self.sub_sample_len} of {self.num_qvalue_nets} "
+                "critics"
+            )
 
 
 class REDQLoss(SoftActorCriticLoss):
@@ -59,42 +91,12 @@ class REDQLoss(SoftActorCriticLoss):
     temperature_loss = "alpha"
     row_names = ("state_action_value_actor", "action_log_prob_actor", "next.state_value", "target_value")
 
+    @taking(REDQOptions)
     def __init__(
-        self,
-        actor_network: Any,
-        qvalue_network: TensorDictModule | Sequence[TensorDictModule],
-        *,
-        num_qvalue_nets: int = 10,
-        sub_sample_len: int | None = None,
-        loss_function: str = "smooth_l1",
-        alpha_init: float = 1.0,
-        min_alpha: float | None = 0.1,
-        max_alpha: float | None = 10.0,
-        action_spec: Any = None,
-        fixed_alpha: bool = False,
-        target_entropy: str | float = "auto",
-        delay_qvalue: bool = True,
-        gSDE: bool = False,  # noqa: N803
-        gamma: float | None = None,
-        priority_key: str | None = None,
-        separate_losses: bool = False,
-        reduction: str | None = None,
-        skip_done_states: bool = False,
-        deactivate_vmap: bool = False,
-        use_prioritized_weights: str | bool = "auto",
-        scalar_output_mode: str | None = None,
+        self, actor_network: Any, qvalue_network: TensorDictModule | Sequence[TensorDictModule], **options: Any
     ) -> None:
-        if gSDE:
-            raise NotImplementedError("the noise is that of the actor's distribution: leave gSDE out")
-        if sub_sample_len is None:
-            sub_sample_len = min(2, num_qvalue_nets)
-        if not 1 <= sub_sample_len <= num_qvalue_nets:
-            raise ValueError(
-                f"sub_sample_len must be in [1, num_qvalue_nets], got {sub_sample_len} of {num_qvalue_nets} critics"
-            )
-        self.sub_sample_len = sub_sample_len
-        super().__init__(actor_network, qvalue_network, SACOptions.of(locals()))
-        self._critics.expect_subsets(sub_sample_len)
+        super().__init__(actor_network, qvalue_network, REDQOptions(**options))
+        self._critics.expect_subsets(self.sub_sample_len)
         #: Outputs of the call in progress, by the names in :attr:`row_names`.
         self._row_outputs: dict[str, Tensor] = {}
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from gpubuf.kernels import sac, td
 from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
-from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of
+from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of, taking
 from gpubuf.objectives.batch import HAS_TARGET, REDUCTIONS, halves, joined, reduced
-from gpubuf.objectives.networks import run_counting
 
 _temperature_slope = direct(sac.temperature_loss)
 
@@ -31,6 +30,8 @@ class SACOptions(ActorCriticOptions):
     Raises:
         ValueError: an argument is out of range.
     """
+
+    ATTRIBUTES = (*ActorCriticOptions.ATTRIBUTES, "fixed_alpha")
 
     alpha_init: float = 1.0
     min_alpha: float | None = None
@@ -107,7 +108,6 @@ class SoftActorCriticLoss(ActorCriticLossModule):
 
     def _set_temperature(self, options: SACOptions) -> None:
         """Register the temperature, its bounds and its aim, on the device of the policy."""
-        self.fixed_alpha = options.fixed_alpha
         like = next(self.actor_network_params.parameters(), None)
         new: dict[str, Any] = {
             "dtype": torch.float64 if like is not None and like.dtype is torch.float64 else torch.get_default_dtype(),
@@ -180,11 +180,6 @@ class SoftActorCriticLoss(ActorCriticLossModule):
         """
         return -self.log_alpha * (log_prob.detach() + self.target_entropy)
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the temperature."""
-        return self.log_alpha.device
-
     def _temperature_loss(self, tensordict: TensorDictBase, log_prob: Tensor) -> Tensor:
         """The reduced loss of the temperature, by log-densities S without gradient."""
         weight, mask = self.row_weights(tensordict, log_prob.shape, target=self.temperature_from == "next")
@@ -202,7 +197,9 @@ class SoftActorCriticLoss(ActorCriticLossModule):
         alpha, seen = self.alpha, self._seen(tensordict)
         with set_interaction_type(InteractionType.RANDOM):
             loss_qvalue, priority, found = self._critic_loss(seen, alpha)
-            losses, scalars = {"loss_qvalue": loss_qvalue, **self._further_losses(seen, alpha)}, {"alpha": alpha}
+            losses, scalars = {"loss_qvalue": loss_qvalue}, {"alpha": alpha}
+            if self.further_loss_names:
+                losses |= self._further_losses(seen, alpha)
             if with_actor:
                 loss_actor, log_prob, scalars["entropy"] = self._actor_loss(seen, alpha, found)
                 losses = {"loss_actor": loss_actor, **losses}
@@ -285,13 +282,13 @@ class SoftActorCriticLoss(ActorCriticLossModule):
         self, tensordict: TensorDictBase, alpha: Tensor, found: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(reduced loss of the actor, log-densities S of the actions that it drew, mean entropy ``[]``)."""
-        state, actor = tensordict.copy(), self._networks["actor_network"].online.ready()
+        state, actor = tensordict.copy(), self._networks["actor_network"].online
         if self.joint_batch == "all":
-            both = self._draw(actor, joined(state, self._next_state(state), actor.in_keys))
-            action, log_prob = (halves(each)[0] for each in both)
+            rows = joined(state, self._next_state(state), self.actor_network.in_keys)
+            action, log_prob = (halves(each)[0] for each in actor.run(rows, self._act, rows))
+            self._put(state, action)
         else:
-            action, log_prob = self._draw(actor, state)
-        self._act(state, action)
+            action, log_prob = actor.run(state, self._act, state)
         shape = log_prob.shape
         if not self._target_entropy_known:
             self._learn_target_entropy(action, shape)
@@ -402,34 +399,18 @@ class SACLoss(SoftActorCriticLoss):
 
     value_network_params: TensorDictParams | None
 
+    @taking(SACOptions)
     def __init__(
         self,
         actor_network: Any,
         qvalue_network: TensorDictModule | Sequence[TensorDictModule],
         value_network: Any = None,
         *,
-        num_qvalue_nets: int = 2,
-        loss_function: str = "smooth_l1",
-        alpha_init: float = 1.0,
-        min_alpha: float | None = None,
-        max_alpha: float | None = None,
-        action_spec: Any = None,
-        fixed_alpha: bool = False,
-        target_entropy: str | float = "auto",
-        delay_actor: bool = False,
-        delay_qvalue: bool = True,
         delay_value: bool = True,
-        gamma: float | None = None,
-        priority_key: str | None = None,
-        separate_losses: bool = False,
-        reduction: str | None = None,
-        skip_done_states: bool = False,
-        deactivate_vmap: bool = False,
-        use_prioritized_weights: str | bool = "auto",
-        scalar_output_mode: str | None = None,
+        **options: Any,
     ) -> None:
         further = {} if value_network is None else {"value_network": (value_network, delay_value)}
-        super().__init__(actor_network, qvalue_network, SACOptions.of(locals()), further)
+        super().__init__(actor_network, qvalue_network, SACOptions(**options), further)
         self.delay_value = delay_value
         if value_network is None:
             self.value_network_params = None
@@ -451,8 +432,6 @@ class SACLoss(SoftActorCriticLoss):
             return self._state_value_loss(self._seen(tensordict), self.alpha), {}
 
     def _further_losses(self, tensordict: TensorDictBase, alpha: Tensor) -> dict[str, Tensor]:
-        if self.value_network_params is None:
-            return {}
         return {"loss_value": self._state_value_loss(tensordict, alpha)}
 
     def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -468,8 +447,8 @@ class SACLoss(SoftActorCriticLoss):
     def _state_value(self, tensordict: TensorDictBase, target: bool) -> Tensor:
         """``V(s)``, S, by the value network or its target."""
         network = self._networks["value_network"]
-        module = (network.target if target else network.online).ready()
-        found = run_counting(module, tensordict, module, tensordict.copy())
+        copy = network.target if target else network.online
+        found = copy.run(tensordict, nn.Module.__call__, tensordict.copy())
         value: Tensor = entry(found, self.tensor_keys.value)
         return value.squeeze(-1) if value.ndim and value.shape[-1] == 1 else value
 
@@ -494,8 +473,7 @@ class SACLoss(SoftActorCriticLoss):
         value = self._state_value(tensordict, target=False)
         with torch.no_grad():
             state = tensordict.copy()
-            action, log_prob = self._draw(self._networks["actor_network"].target.ready(), state)
-            self._act(state, action)
+            _, log_prob = self._networks["actor_network"].target.run(state, self._act, state)
             q = self._checked(self._critics.target(state, self.tensor_keys.state_action_value), log_prob.shape)
             target = q.amin(0).reshape(log_prob.shape) - alpha * log_prob
         if value.shape != target.shape:

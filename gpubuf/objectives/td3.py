@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,9 @@ from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from gpubuf.modules.fast_call import entry, is_plain
-from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of
+from gpubuf.modules.fast_call import entries, entry, is_plain
+from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of, taking
 from gpubuf.objectives.batch import reduced
-from gpubuf.objectives.networks import run_counting
 from gpubuf.objectives.values import TDLossModule
 
 
@@ -45,6 +44,14 @@ def check_order(low: Any, high: Any) -> None:
     # A comparison that NaN fails.
     if not (lower <= upper).all():
         raise ValueError(f"the lower bounds of the actions must not be above the upper ones, got {low} and {high}")
+
+
+@dataclass(frozen=True)
+class TD3Options(ActorCriticOptions):
+    """The keyword arguments that :class:`TD3Loss` shares with other losses of an actor and critics."""
+
+    delay_actor: bool = True
+    scalar_output_mode: str | None = field(default=None, init=False)
 
 
 class TD3Loss(ActorCriticLossModule):
@@ -131,6 +138,7 @@ class TD3Loss(ActorCriticLossModule):
     noise_clip: Tensor
     _schedulable_buffers = frozenset({"policy_noise", "noise_clip"})
 
+    @taking(TD3Options)
     def __init__(
         self,
         actor_network: Any,
@@ -138,19 +146,9 @@ class TD3Loss(ActorCriticLossModule):
         *,
         action_spec: Any = None,
         bounds: tuple[Any, Any] | None = None,
-        num_qvalue_nets: int = 2,
         policy_noise: float = 0.2,
         noise_clip: float = 0.5,
-        loss_function: str = "smooth_l1",
-        delay_actor: bool = True,
-        delay_qvalue: bool = True,
-        gamma: float | None = None,
-        priority_key: str | None = None,
-        separate_losses: bool = False,
-        reduction: str | None = None,
-        skip_done_states: bool = False,
-        deactivate_vmap: bool = False,
-        use_prioritized_weights: str | bool = "auto",
+        **options: Any,
     ) -> None:
         if (action_spec is None) == (bounds is None):
             raise ValueError(
@@ -160,7 +158,7 @@ class TD3Loss(ActorCriticLossModule):
         for name, value in (("policy_noise", policy_noise), ("noise_clip", noise_clip)):
             if not value >= 0:
                 raise ValueError(f"{name} must be at least 0, got {value}")
-        super().__init__(actor_network, qvalue_network, ActorCriticOptions.of(locals()))
+        super().__init__(actor_network, qvalue_network, TD3Options(**options))
         like = next(iter(self.parameters()), torch.empty((), device=torch.get_default_device()))
         low, high = action_bounds(action_spec, self.tensor_keys.action) if bounds is None else bounds
         check_order(low, high)
@@ -206,11 +204,8 @@ class TD3Loss(ActorCriticLossModule):
 
     def _action(self, actor: Any, state: TensorDictBase) -> Tensor:
         """The action of ``actor``, which may be its target."""
-        return run_counting(actor, state, self._act_of, actor, state)
-
-    def _act_of(self, actor: Any, state: TensorDictBase) -> Tensor:
         if is_plain(actor) and actor.out_keys[0] == self.tensor_keys.action:
-            action: Tensor = actor.module(*(entry(state, key) for key in actor.in_keys))
+            action: Tensor = actor.module(*entries(state, actor.in_keys))
             return action
         before = state.exclude(self.tensor_keys.action)
         return entry(actor(before), self.tensor_keys.action)
@@ -218,7 +213,7 @@ class TD3Loss(ActorCriticLossModule):
     def _actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """(reduced loss of the actor, values ``[N, *S]`` of its actions without gradient)."""
         state = tensordict.copy()
-        action = self._action(self._networks["actor_network"].online.ready(), state)
+        action = self._networks["actor_network"].online.run(state, self._action, state)
         state.set(self.tensor_keys.action, action)
         shape = action.shape[:-1]
         q = self._critics.detached_first(state, self.tensor_keys.state_action_value)
@@ -230,7 +225,7 @@ class TD3Loss(ActorCriticLossModule):
     def _target(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """(values of the next states, targets of the critics), both S. No gradient."""
         state = self._next_state(tensordict)
-        action = self._action(self._networks["actor_network"].target.ready(), state)
+        action = self._networks["actor_network"].target.run(state, self._action, state)
         noise = torch.randn_like(action).mul_(self.policy_noise).clamp_(-self.noise_clip, self.noise_clip)
         state.set(self.tensor_keys.action, (action + noise).clamp(self.min_action, self.max_action))
         shape = action.shape[:-1]

@@ -299,7 +299,7 @@ class TDLossModule(LossModule):
         estimator = self._value_estimator
         target: Tensor
         if not isinstance(estimator, TDLambdaEstimator):
-            target = _soft_td_target(*rows, estimator.gamma, steps)
+            target = _soft_td_target(*rows, estimator.gamma, steps, td.SMALLEST)
         else:
             done = per_row(self.done(tensordict), shape, str(self.tensor_keys.done))
             _, mask = self.row_weights(tensordict, shape, target=True)

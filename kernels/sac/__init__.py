@@ -7,11 +7,9 @@ Reference: Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", arX
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from gpubuf.kernels._operations import declare, differentiable, register_autograd
+from gpubuf.kernels._operations import declare, differentiable
 from gpubuf.kernels.td import check_critics, check_rows, loss_shape
 
 # --- actor objective --------------------------------------------------------------------------------------------------
@@ -80,25 +78,5 @@ temperature_loss = declare(
 )
 """``(loss, slope)``: ``l_i = -log_alpha * (log_prob[i] + target_entropy)``; slope is the derivative by log_alpha.
 
-The loss acts on log_alpha, not on alpha, as in TorchRL. Differentiable in ``log_alpha`` only, through ``loss``.
+The loss acts on log_alpha, not on alpha, as in TorchRL. Not differentiable: multiply ``slope`` by what learns.
 """
-
-
-def _temperature_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    log_alpha, slope = inputs[0], output[1]
-    ctx.save_for_backward(slope)
-    ctx.shape, ctx.dtype = log_alpha.shape, log_alpha.dtype
-    ctx.mark_non_differentiable(slope)
-    ctx.set_materialize_grads(False)
-
-
-def _temperature_loss_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    by_log_alpha = None
-    if grad is not None:
-        (slope,) = ctx.saved_tensors
-        product = grad * slope
-        by_log_alpha = (product.sum() if product.ndim else product).to(ctx.dtype).reshape(ctx.shape)
-    return by_log_alpha, None, None, None, None, None
-
-
-register_autograd(temperature_loss, _temperature_loss_setup, _temperature_loss_backward)

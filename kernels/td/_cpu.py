@@ -30,7 +30,7 @@ def weights(n: int, weight: Tensor | None, mask: Tensor | None, like: Tensor) ->
 def reduced(rows: Tensor, weight: Tensor | None, mask: Tensor | None, reduction: int) -> tuple[Tensor, Tensor]:
     """``(loss, norm)`` of the losses of rows ``[n]``. What is masked is selected away."""
     n = len(rows)
-    each = weights(n, weight, mask, rows)
+    each = None if weight is None and mask is None else weights(n, weight, mask, rows)
     if each is not None:
         rows = (rows if mask is None else rows.where(mask.view(n), 0)) * each
     norm = rows.new_ones(())
@@ -51,18 +51,14 @@ def soft_td_target(
     next_q: Tensor, next_log_prob: Tensor | None, alpha: Tensor | None, reward: Tensor, terminated: Tensor,
     gamma: Tensor, steps: Tensor | None, combine: int, n: int, nets: int,
 ) -> Tensor:  # fmt: skip
-    reward = reward.view(n)
+    reward, discount = reward.view(n), gamma if steps is None else gamma ** steps.view(n)
     value = _next_value(next_q.view(nets, n), next_log_prob, alpha, combine)
-    return torch.where(terminated.view(n), reward, reward + _discount(gamma, steps) * value)
+    return torch.where(terminated.view(n), reward, reward + discount * value)
 
 
 def _next_value(q: Tensor, next_log_prob: Tensor | None, alpha: Tensor | None, combine: int) -> Tensor:
     value = combined(q, combine)
     return value if next_log_prob is None or alpha is None else value - alpha * next_log_prob.view(-1)
-
-
-def _discount(gamma: Tensor, steps: Tensor | None) -> Tensor:
-    return gamma if steps is None else gamma ** steps.view(-1)
 
 
 @plain(td.soft_lambda_return)
@@ -78,8 +74,7 @@ def soft_lambda_return(
     if not n:
         return reward.clone()
     value = _next_value(next_q.view(nets, n), next_log_prob, alpha, combine).view(shape)
-    discount = _discount(gamma, steps)
-    discount = discount.view(shape) if discount.numel() > 1 else discount
+    discount = gamma if steps is None else gamma ** steps.view(shape)
     follows = ~done.view(shape)
     follows[:, -1] = False
     if mask is not None:

@@ -347,10 +347,8 @@ CONTRACTS: dict[str, KernelContract] = {
         make_temperature,
         functools.partial(reduced, sac_reference.temperature_loss),
         {"batch": ((33,), *BATCHES), "kind": WEIGHTING, "reduction": tuple(REDUCTIONS)},
-        leaves=("log_alpha",),
         rows={"log_prob": 0, "weight": 0},
         refused=[({"target_entropy": torch.zeros(2)}, "target_entropy"), *WRONG_ROWS],
-        smooth={"batch": (5,), "kind": "weight", "reduction": td.MEAN},
     ),
     "discrete_soft_value": KernelContract(
         discrete_sac.soft_value,
