@@ -80,7 +80,7 @@ from gpubuf.data.storage.share_next import (
     oldest_of,
     side_bytes,
 )
-from gpubuf.kernels.rows import OFF, Field, NoRoomError, Reading
+from gpubuf.kernels.rows import Field, NoRoomError, Reading
 
 #: Rows are stored as they are written.
 PLAIN = Options()
@@ -662,10 +662,10 @@ class TensorStorage:
 
     def _set_reader(self, plan: RowPlan, schema: Schema, ring: Ring) -> None:
         recipe, processing = plan.recipe, plan.recipe.processing
-        mirror, draws, noise = OFF, 0, None
+        draws, noise = 0, None
         if processing is not None:
-            processing.bind(schema.batch.leaves, self._envs, self._device, ring.counters)
-            mirror, draws, noise = processing.mirror, processing.draws, processing.noise
+            processing.bind(schema.batch.leaves, self._envs, self._device)
+            draws, noise = processing.draws, processing.noise
         fields = recipe.fields(schema, self._fields_of(schema, schema.batch))
         ends = self.end_bits.ends if self.end_bits is not None and recipe.n_steps > 1 else None
         links = None if self.sharing is None else self.sharing.links
@@ -674,7 +674,7 @@ class TensorStorage:
             field_table(fields, self._device),
             ring,
             self.max_size,
-            reading=Reading(ends, links, noise, self._envs, recipe.n_steps, recipe.gamma, mirror, draws),
+            reading=Reading(ends, links, noise, self._envs, recipe.n_steps, recipe.gamma, draws),
         )
 
     def followed_by(self, follower: Follower) -> None:
