@@ -258,8 +258,9 @@ def without_multi_steps(transform: Any, recipe: Recipe) -> tuple[Any, Recipe]:
 
 def with_statistics(pipeline: Pipeline | None, transform: Any) -> Pipeline | None:
     """``pipeline`` with the running statistics of a transform: it is one, or a Compose of which one is a part."""
-    given = transform.steps if isinstance(transform, Compose) else [_Step(transform, False)]
-    found = [step.transform for step in given if isinstance(step.transform, RunningStatistics) and not step.invert]
+    compose = isinstance(transform, Compose)
+    given = [step.transform for step in transform.steps if not step.invert] if compose else [transform]
+    found = [each for each in given if isinstance(each, RunningStatistics)]
     return (pipeline or Pipeline(())).with_statistics(found) if found else pipeline
 
 

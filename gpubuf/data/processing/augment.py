@@ -107,7 +107,7 @@ class Mirror:
                     f"Mirror has a permutation of {permutation.numel()} elements for {as_written(key)!r}, whose rows "
                     f"have {value.shape[len(lead) :].numel()}"
                 )
-            image = value.reshape(*lead, -1)[..., permutation] * sign
+            image = value.reshape(*lead, -1).index_select(-1, permutation) * sign
             image = image.view(value.shape).to(value.dtype)
             return image if chosen is None else torch.where(chosen.view(-1, *[1] * (value.dim() - 1)), image, value)
 
