@@ -94,7 +94,9 @@ def filled(kind: str, rank: int) -> TensorDictReplayBuffer:
 
 def stored(buffer: TensorDictReplayBuffer) -> dict[str, Any]:
     """What a buffer holds: rows, the leaves of the tree, lengths of trajectories, batches."""
-    found: dict[str, Any] = {"rows": buffer.storage[:].clone().to_dict()}
+    # Past the transforms.
+    rows = buffer.storage[:]
+    found: dict[str, Any] = {"rows": (rows if buffer.storage.ndim == 1 else rows.transpose(0, 1)).clone().to_dict()}
     if buffer.sampler.has_priorities:
         found["leaves"] = buffer.sampler.tree.leaves[: len(buffer)].clone()
         found["largest"] = buffer.sampler.tree.max_priority
