@@ -22,7 +22,6 @@ from gpubuf.data.storage.plan import RowPlan
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import Writer
-from gpubuf.kernels.rows import DOUBLED
 
 
 class Batch(NamedTuple):
@@ -75,11 +74,6 @@ class Batches:
     def discard(self) -> None:
         """Throw a batch ahead away, and take its draw back. Called within an operation. No host sync."""
 
-    @property
-    def _doubled(self) -> bool:
-        processing = self.reader.recipe.processing
-        return processing is not None and processing.mirror == DOUBLED
-
     def next(self, batch_size: int | None, include_info: bool, batches: int | None = None) -> Batch:
         """The next batch, or ``batches`` of them at once, with its info in it if that is wanted.
 
@@ -94,8 +88,6 @@ class Batches:
             check_batch_size(batches, "batches")
         if self.gate is not None:
             self.gate(n * (batches or 1))
-        if batches is not None and self._doubled:
-            raise ValueError("Mirror(mode='double') makes one batch at a time: sample() without batches")
         batch = self.finish(self._draw(n, include_info, batches))
         if include_info and not batch.has_info and hasattr(batch.data, "set"):
             attach_info(batch.data, batch.info, self.storage.ndim)
@@ -107,14 +99,12 @@ class Batches:
         To be passed to :meth:`finish`. Its info has flat positions as ``"index"``, and ``"index_generation"`` always.
 
         Raises:
-            ValueError: rows are doubled.
+            ValueError: rows are not tensors, or there is a ``sample_unit``.
         """
         if self.storage.host is not None:
             raise ValueError("a buffer of data that are not tensors can't have a part in batches of several buffers")
         if self.unit is not None:
             raise ValueError("a buffer with a sample_unit can't have a part in batches of several buffers")
-        if self._doubled:
-            raise ValueError("a buffer with Mirror(mode='double') can't have a part in batches of several buffers")
         return self._draw(n, False, batches, whole=False)
 
     def _checked(self, batch_size: int | None) -> int:
@@ -148,8 +138,6 @@ class Batches:
             drawn = self.unit.draw(sampler, reader, n, batches, storage)
         else:
             drawn = sampler.draw(n) if batches is None else sampler.draw_batches(n, batches)
-        if self._doubled:
-            drawn = drawn.doubled()
         if self.relabel is not None:
             drawn = self.relabel.apply(drawn, storage, sampler.random_state(storage.device))
         info = self._info(drawn, whole)

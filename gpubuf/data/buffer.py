@@ -9,6 +9,7 @@ import pickle
 import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Self
@@ -52,7 +53,7 @@ from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.placement import MemoryReport
 from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.data.transforms import Compose, without_multi_steps
+from gpubuf.data.transforms import Compose, with_statistics, without_multi_steps
 from gpubuf.data.updates import RowAccess, is_key
 from gpubuf.data.writers import RoundRobinWriter, Writer
 
@@ -81,7 +82,8 @@ class ReplayBuffer:
         prefetch: with 1 and more, the next batch of ``batch_size`` transitions is made ahead where that pays: with rows
             in pinned memory on a stream of its own, and of mapped files the pages of its rows are requested. It is
             drawn when the one before it is asked for, and has the rows or the choice of that moment.
-        transform: a callable on a batch, or a module, also for indexing. :class:`MultiStepTransform` sets ``n_steps``.
+        transform: a callable on a batch, or a module, also for indexing: :class:`RewardScale`, :class:`Clip`,
+            :class:`Mirror`, or one of your own. :class:`MultiStepTransform` sets ``n_steps``.
         batch_size: number of transitions in a batch; :meth:`sample` may override it.
         dim_extend: the dimension of a written batch along which time runs, and which becomes the first; default: the
             last of the storage's.
@@ -95,8 +97,8 @@ class ReplayBuffer:
         end_keys: flags that end a trajectory. Default: those of ``"done"``, ``"terminated"`` and ``"truncated"`` that
             are stored under ``"next"``, or else at the root.
         traj_key: identifiers of trajectories, whose change ends one; instead of ``end_keys``.
-        process: what happens to keys on their way out: :class:`Normalize`, :class:`RewardScale`, :class:`Clip`,
-            :class:`Mirror` and :class:`RandomShift`. Indexing gives rows as they were written.
+        process: what the launch that copies the rows does to keys: :class:`Normalize` and :class:`RandomShift`. It
+            comes before the transforms. Indexing gives rows as they were written.
         relabel: gives rows of a batch other goals, see :class:`Hindsight`.
         sample_unit: what a drawn row stands for: a :class:`Sequence` of steps around it. Default: itself.
         writers: places for writers in other processes: a number, or :class:`Writers` with more options. Each gets a
@@ -148,7 +150,7 @@ class ReplayBuffer:
         self._prefetch = bool(prefetch)
         self._batch_size = batch_size
         self._transform = Compose()
-        self._pipeline = Pipeline.of(process)
+        self._pipeline = with_statistics(Pipeline.of(process), transform)
         self._recipe = Recipe(n_steps, gamma, reward_keys, end_keys, traj_key, self._pipeline)
         transform, self._recipe = without_multi_steps(transform, self._recipe)
         if transform is not None:
@@ -174,8 +176,6 @@ class ReplayBuffer:
         """Make the buffer's operations, and make it known."""
         self.operation = Operation(self._storage, self._mend)
         self._sampler.bind(self._storage, self.operation)
-        if self._pipeline is not None:
-            self._pipeline.attach(self.operation)
         self._assemble()
         _buffers.add(self)
 
@@ -187,6 +187,8 @@ class ReplayBuffer:
             ValueError: a part can't be used with another.
         """
         storage, sampler, writer = self._storage, self._sampler, self._writer
+        if self._pipeline is not None:
+            self._pipeline.attach(self.operation)
         if self._intake is not None:
             self._intake.serve(storage, sampler, writer, self._pipeline, self._unit)
         reader = self._reader_of(storage)
@@ -195,7 +197,7 @@ class ReplayBuffer:
             check_parts(sampler, self._recipe, relabels=self._relabel is not None)
             self._unit.bind(storage)
         if self._relabel is not None:
-            self._relabel.check_recipe(self._recipe, () if self._pipeline is None else self._pipeline.steps)
+            self._relabel.check_recipe(self._recipe, () if self._pipeline is None else self._pipeline.process)
             storage.serve(self._relabel)
         if sampler.reader is not reader:
             sampler.read_from(reader)
@@ -289,11 +291,16 @@ class ReplayBuffer:
     def insert_transform(self, index: int, transform: Callable[[Data], Data], *, invert: bool = False) -> Self:
         """Add a transform before the one at ``index``."""
         rest, recipe = without_multi_steps(transform, self._recipe)
+        pipeline = self._pipeline if invert else with_statistics(self._pipeline, transform)
+        if pipeline is not self._pipeline:
+            recipe = replace(recipe, processing=pipeline)
+            if self._storage.initialized:
+                recipe.check_rows(self._storage.schema)
         if rest is not None:
             self._transform.insert(index, rest, invert=invert)
         if recipe is not self._recipe:
             self._batches.discard()
-            self._recipe = recipe
+            self._pipeline, self._recipe = pipeline, recipe
             self._assemble()
         return self
 

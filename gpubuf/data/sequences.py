@@ -16,7 +16,7 @@ from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import as_key
 from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.kernels.rows import OFF, SIZE, WRITTEN
+from gpubuf.kernels.rows import SIZE, WRITTEN
 
 BOUNDARIES = ("pad", "stop", "include_reset")
 
@@ -230,11 +230,9 @@ def check_parts(sampler: Sampler, recipe: Recipe, *, relabels: bool) -> None:
     Raises:
         ValueError: they can't.
     """
-    mirrors = recipe.processing is not None and recipe.processing.mirror != OFF
     for found, name in (
         (isinstance(sampler, SliceSampler), f"a {type(sampler).__name__}, which draws runs of steps itself"),
         (recipe.n_steps > 1, f"n_steps={recipe.n_steps}"),
-        (mirrors, "Mirror, which treats each row by itself"),
         (relabels, "relabel"),
     ):
         if found:

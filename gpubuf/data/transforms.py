@@ -11,6 +11,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from gpubuf.data.arguments import describe_type
+from gpubuf.data.processing.pipeline import Pipeline
+from gpubuf.data.processing.statistics import RunningStatistics
 from gpubuf.data.recording import refuse_in_capture
 from gpubuf.data.storage.layout import Data, Key, as_key, device_of
 from gpubuf.data.storage.placement import AUTO
@@ -252,6 +254,14 @@ def without_multi_steps(transform: Any, recipe: Recipe) -> tuple[Any, Recipe]:
         else:
             recipe = own
     return rest if len(rest) else None, recipe
+
+
+def with_statistics(pipeline: Pipeline | None, transform: Any) -> Pipeline | None:
+    """``pipeline`` with the running statistics of a transform: it is one, or a Compose of which one is a part."""
+    compose = isinstance(transform, Compose)
+    given = [step.transform for step in transform.steps if not step.invert] if compose else [transform]
+    found = [each for each in given if isinstance(each, RunningStatistics)]
+    return (pipeline or Pipeline(())).with_statistics(found) if found else pipeline
 
 
 def _recipe(transform: Any, recipe: Recipe) -> Recipe:

@@ -372,14 +372,12 @@ def _make_normalize(config: TrainConfig, observation_size: int, device: torch.de
     return normalize
 
 
-def _make_statistics(config: TrainConfig, normalize: Normalize | None) -> list[Normalize | RewardScale]:
-    """The running statistics by which the buffer scales its batches."""
-    found: list[Normalize | RewardScale] = [] if normalize is None else [normalize]
-    if config.scale_rewards:
-        # In a storage of one dimension environments take turns.
-        envs = None if _rows_apart(config) else config.num_envs
-        found.append(RewardScale(config.gamma, config.v_max or _LARGEST_RETURN, envs=envs))
-    return found
+def _make_reward_scale(config: TrainConfig) -> RewardScale | None:
+    if not config.scale_rewards:
+        return None
+    # In a storage of one dimension environments take turns.
+    envs = None if _rows_apart(config) else config.num_envs
+    return RewardScale(config.gamma, config.v_max or _LARGEST_RETURN, envs=envs)
 
 
 def _make_buffer(config: TrainConfig, device: torch.device, normalize: Normalize | None) -> TensorDictReplayBuffer:
@@ -394,7 +392,8 @@ def _make_buffer(config: TrainConfig, device: torch.device, normalize: Normalize
         "batch_size": config.batch_size,
         "n_steps": config.n_steps,
         "gamma": config.gamma,
-        "process": _make_statistics(config, normalize),
+        "process": [] if normalize is None else [normalize],
+        "transform": _make_reward_scale(config),
     }
     if config.prioritized:
         alpha, beta = config.priority_alpha, config.priority_beta

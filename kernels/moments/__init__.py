@@ -65,7 +65,7 @@ def new_state(elements: int, device: torch.device | str) -> tuple[Tensor, Tensor
     return state, mean, factor, torch.zeros(n_tickets(elements), dtype=torch.int64, device=device)
 
 
-def check_update(state: Tensor, source: Tensor, mean: Tensor | None, factor: Tensor, rule: Tensor) -> None:
+def check_update(state: Tensor, source: Tensor, mean: Tensor, factor: Tensor, rule: Tensor) -> None:
     """Raise TypeError or ValueError unless these can be arguments of :data:`update`."""
     check_devices(state, source, mean, factor, rule)
     if source.dim() != 2 or source.dtype.is_complex:
@@ -77,7 +77,7 @@ def check_update(state: Tensor, source: Tensor, mean: Tensor | None, factor: Ten
         ("factor", factor, torch.float32, (elements,)),
         ("rule", rule, torch.float64, (len(Rule._fields),)),
     ):
-        if tensor is not None and (tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous()):
+        if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous():
             raise ValueError(
                 f"{name} must be contiguous, {dtype} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}"
             )
@@ -100,7 +100,7 @@ def check_returns(before: Tensor, rewards: Tensor, ends: Tensor, rule: Tensor) -
 
 
 update = define(
-    "moments_update(Tensor(a!) state, Tensor source, Tensor(b!)? mean, Tensor(c!) factor, Tensor rule,"
+    "moments_update(Tensor(a!) state, Tensor source, Tensor(b!) mean, Tensor(c!) factor, Tensor rule,"
     " Tensor(d!) tickets) -> ()",
     __name__,
     fake=lambda state, source, mean, factor, rule, tickets: None,
@@ -111,7 +111,7 @@ Their mean and M2 are computed in two passes, and merged with the state: with ``
 ``d * n_b / n`` and M2 becomes ``M2_a + M2_b + d * d * n_a * n_b / n``. On a GPU programs read parts of many rows, each
 in two passes, and the last one merges them at once by the same formula for many parts: ``mean = sum(n_i * mean_i) / n``
 and ``M2 = sum(M2_i + n_i * (mean_i - mean)^2)``. All of it is float64, in an order that depends on the shape alone:
-results repeat to the bit on one kind of device. ``mean`` may be None. Without rows, mean and factor are computed anew
+results repeat to the bit on one kind of device. Without rows, mean and factor are computed anew
 from the state. ``tickets``, like ``state``, is for one call at a time. One launch, no host sync.
 
 Raises:

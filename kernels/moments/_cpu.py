@@ -20,7 +20,7 @@ from gpubuf.kernels.moments import (
 )
 
 
-def update(state: Tensor, source: Tensor, mean: Tensor | None, factor: Tensor, rule: Tensor, tickets: Tensor) -> None:
+def update(state: Tensor, source: Tensor, mean: Tensor, factor: Tensor, rule: Tensor, tickets: Tensor) -> None:
     """See :data:`gpubuf.kernels.moments.update`."""
     check_update(state, source, mean, factor, rule)
     if len(source) and rule[ACTIVE]:
@@ -28,8 +28,7 @@ def update(state: Tensor, source: Tensor, mean: Tensor | None, factor: Tensor, r
     spread = (state[M2] / state[COUNT] + rule[EPS]).sqrt()
     scale = torch.maximum(spread, state[PEAK] / rule[PEAK_AT])
     factor.copy_(torch.where(state[COUNT] > 0, 1 / scale, 1.0))
-    if mean is not None:
-        mean.copy_(state[MEAN])
+    mean.copy_(state[MEAN])
 
 
 def _merge(state: Tensor, rows: Tensor, rule: Tensor) -> None:

@@ -60,7 +60,7 @@ def _read(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
-def update(state: Tensor, source: Tensor, mean: Tensor | None, factor: Tensor, rule: Tensor, tickets: Tensor) -> None:
+def update(state: Tensor, source: Tensor, mean: Tensor, factor: Tensor, rule: Tensor, tickets: Tensor) -> None:
     """See :data:`gpubuf.kernels.moments.update`."""
     check_update(state, source, mean, factor, rule)
     n, elements = source.shape
@@ -71,11 +71,10 @@ def update(state: Tensor, source: Tensor, mean: Tensor | None, factor: Tensor, r
     demand_int64("tickets", tickets, (n_tickets(elements),))
     several = plan.parts > 1
     parts = torch.empty((plan.parts, *state.shape), dtype=state.dtype, device=state.device) if several else state
-    tensors = (_read(source), state, factor if mean is None else mean, factor, rule, parts, tickets)
+    tensors = (_read(source), state, mean, factor, rule, parts, tickets)
     blocks = {"BLOCK_ROWS": plan.block_rows, "BLOCK_WIDTH": plan.block_width, "BLOCK_PARTS": ceil_power(plan.parts)}
-    how = {"HAS_MEAN": mean is not None, **blocks, "num_warps": plan.num_warps}
     sizes = (n, elements, plan.blocks, plan.parts, plan.part_rows)
-    launch(moments_update_kernel, plan.blocks * plan.parts, *tensors, *sizes, **how)
+    launch(moments_update_kernel, plan.blocks * plan.parts, *tensors, *sizes, **blocks, num_warps=plan.num_warps)
 
 
 def returns(before: Tensor, rewards: Tensor, ends: Tensor, rule: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def store_moments(pointer, elements, there, count, mean, m2, peak):
 
 @triton.jit
 def merge_into_state(state_ptr, mean_ptr, factor_ptr, rule_ptr, element, inside, elements, batch):
-    """Take the moments of a batch into those of the state, and write what is read of it. ``mean_ptr`` may be None."""
+    """Take the moments of a batch into those of the state, and write what is read of it."""
     batch_count, batch_mean, batch_m2, batch_peak = batch
     count, mean, m2, peak = load_moments(state_ptr + element, elements, inside)
     until = tl.where(tl.load(rule_ptr + ACTIVE) != 0, tl.load(rule_ptr + UNTIL), 0.0)
@@ -71,15 +71,14 @@ def merge_into_state(state_ptr, mean_ptr, factor_ptr, rule_ptr, element, inside,
     scale = tl.maximum(tl.sqrt(variance + tl.load(rule_ptr + EPS)), peak / tl.load(rule_ptr + PEAK_AT))
     factor = tl.where(count > 0, 1.0 / scale, 1.0)
     tl.store(factor_ptr + element, factor.to(tl.float32), mask=inside)
-    if mean_ptr is not None:
-        tl.store(mean_ptr + element, mean.to(tl.float32), mask=inside)
+    tl.store(mean_ptr + element, mean.to(tl.float32), mask=inside)
 
 
 @triton.jit(do_not_specialize=["n", "elements", "n_blocks", "n_parts", "part_rows"])
 def moments_update_kernel(
     source_ptr,  # any real [n, elements]
     state_ptr,  # float64 [4, elements]
-    mean_ptr,  # float32 [elements], out where HAS_MEAN
+    mean_ptr,  # float32 [elements], out
     factor_ptr,  # float32 [elements], out
     rule_ptr,  # float64 [5]
     parts_ptr,  # float64 [n_parts, 4, elements], scratch where BLOCK_PARTS > 1
@@ -89,7 +88,6 @@ def moments_update_kernel(
     n_blocks,  # blocks of elements
     n_parts,  # of the rows
     part_rows,  # rows of a part
-    HAS_MEAN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,  # at least n_parts; 1 if that is 1
@@ -129,7 +127,7 @@ def moments_update_kernel(
         squares += deviation * deviation
     m2 = tl.sum(squares, 0)
 
-    outputs = (state_ptr, mean_ptr if HAS_MEAN else None, factor_ptr)
+    outputs = (state_ptr, mean_ptr, factor_ptr)
     if BLOCK_PARTS == 1:
         merge_into_state(*outputs, rule_ptr, element, inside, elements, (count, mean, m2, peak))
     else:

@@ -31,7 +31,7 @@ the ``k``-th offset, the running sum of the sizes before it, each rounded up to 
   the window with discounts (``SUM``); ``STEPS`` is the length of the window.
 * **Codec.** A stored element becomes a number (``stored * scale + offset``) and an element of the batch; a written one
   becomes a stored one (``(written - offset) / scale``, rounded to the nearest, half to even, if stored as an integer).
-* **Processing.** A number is mirrored, normalised and clipped, in this order, and images are shifted.
+* **Processing.** A number is normalised and cut to bounds, and images are shifted.
 
 Rows form a ring of ``steps = capacity // envs`` steps of ``envs`` environments. Row ``t * envs + e`` is step ``t`` of
 environment ``e``, and its *successor* is row ``((t + 1) % steps) * envs + e``. The newest step is ``(written // envs -
@@ -145,10 +145,6 @@ _INTEGER_OF = {dtype.itemsize: DTYPES.index(dtype) for dtype in (torch.uint8, to
 DRAWN, LAST, NEXT, SUM, STEPS = range(5)
 """Which row a field reads: values of :attr:`Field.kind`."""
 
-OFF, BY_CHANCE, DOUBLED = range(3)
-"""Mirroring of a batch. ``BY_CHANCE`` decides for each row. ``DOUBLED`` gives 2n rows for n drawn ones: as they are,
-and then all of them mirrored."""
-
 IN_SUCCESSOR, LOST = 0, -1
 """Values of ``links`` that are no entry."""
 
@@ -175,9 +171,7 @@ class Field:
         elements: of a row of this field. ``row_bytes`` is so many times the size of the stored dtype.
         scale, offset: of the codec; 1 and 0 change nothing.
         mean, factor: addresses of float32 ``[elements]``: a number becomes ``(number - mean) * factor``; 0: none.
-        low, high: bounds of the numbers after that; -inf and inf: none. NaN stays NaN.
-        permutation, sign: addresses of int32 and float32 ``[elements]``: mirrored, element i of a row is ``sign[i] *
-            row[permutation[i]]``; 0: this field is not mirrored.
+        low, high: bounds of the normalised numbers; -inf and inf: none. NaN stays NaN.
         pad: images ``[..., height, width]`` are shifted by up to so many pixels in both directions: pixel (y, x) is
             that at ``(y + dy, x + dx)``, each cut to the image, with ``dy = floor(u * (2 * pad + 1)) - pad`` of the
             first uniform of the field's pair, and dx of the second; 0: none. At most ``MAX_PAD``. Elements have up to 8
@@ -205,8 +199,6 @@ class Field:
     factor: int = 0
     low: float = float("-inf")
     high: float = float("inf")
-    permutation: int = 0
-    sign: int = 0
     pad: int = 0
     height: int = 0
     width: int = 0
@@ -226,7 +218,8 @@ class Field:
         if self.kind == NEXT:
             aligned |= self.entries | self.pending | self.side_stride
         batch_bytes = self.row_bytes if self.batch == OPAQUE else self.elements * DTYPES[self.batch].itemsize
-        values += [self._copied(), aligned, batch_bytes, int(self.stored == self.written and not self._has_codec)]
+        copied = int(not (self._is_computed or self.pad))
+        values += [copied, aligned, batch_bytes, int(self.stored == self.written and not self._has_codec)]
         return values + [0] * (FIELD - len(values))
 
     @property
@@ -235,21 +228,13 @@ class Field:
 
     @property
     def _is_computed(self) -> bool:
-        """Whether elements of batches are computed even where they are neither mirrored nor shifted."""
-        bounded = self.low != float("-inf") or self.high != float("inf")
-        changed = self.kind in (SUM, STEPS) or self.stored != self.batch or self._has_codec
-        return bool(changed or self.mean or self.factor or bounded)
+        """Whether elements of batches are computed even where they are not shifted."""
+        return bool(self.kind in (SUM, STEPS) or self.stored != self.batch or self._has_codec or self.mean)
 
     def _is_moved_unknown(self) -> bool:
         """Whether elements of an unknown dtype are shifted, and no more."""
         unknown = self.stored == self.written == self.batch == OPAQUE and self.elements > 0
-        return unknown and self.pad > 0 and not (self.permutation or self.sign or self._is_computed)
-
-    def _copied(self) -> int:
-        """``COPIED`` of the entry: 0 if batches are computed, 1 if mirrored ones are, 2 if all are copied as bytes."""
-        if self._is_computed or self.pad:
-            return 0
-        return 1 if self.permutation or self.sign else 2
+        return unknown and self.pad > 0 and not self._is_computed
 
 
 FIELD = 32
@@ -257,12 +242,12 @@ FIELD = 32
 
 # Places in an entry, after those of its column.
 KIND, STORED, WRITTEN_AS, BATCH, ELEMENTS = range(5, 10)
-SCALE, CODEC_OFFSET, MEAN, FACTOR, LOW, HIGH, PERMUTATION, SIGN, PAD, HEIGHT, WIDTH, PAIR = range(10, 22)
-ENTRIES, PENDING, SIDE_STRIDE, WRITES = range(22, 26)
+SCALE, CODEC_OFFSET, MEAN, FACTOR, LOW, HIGH, PAD, HEIGHT, WIDTH, PAIR = range(10, 20)
+ENTRIES, PENDING, SIDE_STRIDE, WRITES = range(20, 24)
 
-# Places of what follows from these: how far batches are copied, see :meth:`Field.encoded`; all addresses and sizes that
-# must be aligned for wide copies, in one number; bytes of a row of the batch; and whether writes are copied as bytes.
-COPIED, ALIGNED, BATCH_BYTES, WRITTEN_AS_STORED = range(26, 30)
+# Places of what follows from these: whether batches are copied as bytes; all addresses and sizes that must be aligned
+# for wide copies, in one number; bytes of a row of the batch; and whether writes are copied as bytes.
+COPIED, ALIGNED, BATCH_BYTES, WRITTEN_AS_STORED = range(24, 28)
 
 
 def float_bits(value: float) -> int:
@@ -291,13 +276,11 @@ class Reading(NamedTuple):
             of word ``(t // 64) * envs + e`` is set if row ``t * envs + e`` ends a trajectory. None: no row does.
         links: int32 ``[capacity]``, where next observations are; None: no field is ``NEXT``.
         noise: None, or a random state as in :mod:`gpubuf.kernels.philox`: of the random numbers of the processing. Row
-            b of a batch uses uniforms ``offset + b * draws ..`` of it: the first one mirrors the row (if below one
-            half), the others come in pairs, by which images are shifted down and to the right. A call moves it by
-            ``rows * draws``.
+            b of a batch uses uniforms ``offset + b * draws ..`` of it, in pairs by which images are shifted down and to
+            the right. A call moves it by ``n * draws``.
         envs: environments of a step.
         n_steps: most rows of a window, 1 to ``MAX_STEPS``.
         gamma: discount of a step in sums.
-        mirror: ``OFF``, ``BY_CHANCE`` or ``DOUBLED``.
         draws: random numbers of a row.
     """
 
@@ -307,25 +290,19 @@ class Reading(NamedTuple):
     envs: int = 1
     n_steps: int = 1
     gamma: float = 1.0
-    mirror: int = OFF
     draws: int = 0
-
-    def rows(self, n: int) -> int:
-        """Rows of a batch of ``n`` drawn ones."""
-        return 2 * n if self.mirror == DOUBLED else n
 
 
 _READING = (
     "Tensor? ends=None, Tensor? links=None, Tensor(b!)? noise=None, int envs=1, int n_steps=1, float gamma=1.0,"
-    " int mirror=0, int draws=0"
+    " int draws=0"
 )
 
 
 def _gather_fake(
     table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int, *reading: Any
 ) -> tuple[Tensor, Tensor]:
-    rows = Reading(*reading).rows(index.numel())
-    return table.new_empty(arena_bytes, dtype=torch.uint8), index.new_empty(rows)
+    return table.new_empty(arena_bytes, dtype=torch.uint8), index.new_empty(index.numel())
 
 
 gather = define(
@@ -339,11 +316,10 @@ gather = define(
 ``index`` is int64 ``[n]``, contiguous, with values in ``[-capacity, capacity)``; negative ones count from the
 end of the storage. ``generation`` is int64 ``[n]``. ``arena_bytes`` is what :func:`arena_offsets` says. No host sync.
 
-For a table of fields ``reading`` is a :class:`Reading`. The batch has n rows, or 2n if ``mirror`` is ``DOUBLED``, and
-``generation`` is that of the drawn rows. A row of the arena has ``elements * size of the batch's dtype`` bytes. Sums
-are made in float64, the drawn row first. The codec, mirroring, normalising and clipping compute in float32, or in
-float64 if stored or batch are float64, or if integers are summed; between integers nothing is computed without a codec
-or processing. A number becomes an integer of the batch rounded to the nearest, half to even, and cut to the range (NaN:
+For a table of fields ``reading`` is a :class:`Reading`. A row of the arena has ``elements * size of the batch's dtype``
+bytes. Sums are made in float64, the drawn row first. The codec and normalising compute in float32, or in float64 if
+stored or batch are float64, or if integers are summed; between integers nothing is computed without a codec or
+processing. A number becomes an integer of the batch rounded to the nearest, half to even, and cut to the range (NaN:
 0), and a bool if it is not zero.
 
 Raises:
@@ -357,8 +333,7 @@ Raises:
 def _sample_fake(
     table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int, *reading: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = Reading(*reading).rows(n)
-    return table.new_empty(arena_bytes, dtype=torch.uint8), ring.new_empty(rows), ring.new_empty(rows)
+    return table.new_empty(arena_bytes, dtype=torch.uint8), ring.new_empty(n), ring.new_empty(n)
 
 
 sample = define(
@@ -372,8 +347,7 @@ sample = define(
 Drawn with replacement from the valid rows in the same launch that copies them: draw ``i`` is
 ``min(floor(u_i * size), size - 1)`` with the ``i``-th Philox uniform. The ring must not be empty (on an empty
 ring the CPU raises RuntimeError; a GPU counts a fault per row, reads zeros, and says -1 for index and generation).
-No draw is made for ``n`` = 0. ``reading`` as for :data:`gather`; index and generation have an entry for each row of the
-batch. No host sync.
+No draw is made for ``n`` = 0. ``reading`` as for :data:`gather`. No host sync.
 """
 
 extend = define(

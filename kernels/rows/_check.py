@@ -12,14 +12,11 @@ from torch import Tensor
 from gpubuf.kernels._registry import demand_dense, demand_int64
 from gpubuf.kernels.philox import check_state
 from gpubuf.kernels.rows import (
-    BY_CHANCE,
-    DOUBLED,
     DTYPES,
     ELEMENTS,
     ENTRY,
     FIELD,
     MAX_STEPS,
-    OFF,
     ROW_BYTES,
     NoRoomError,
     Reading,
@@ -66,11 +63,8 @@ def check_reading(how: Reading, capacity: int) -> None:
         check_links(how.links, capacity)
     if noise is not None:
         check_state(noise)
-    if not OFF <= how.mirror <= DOUBLED:
-        raise ValueError(f"mirror must be {OFF} to {DOUBLED}, not {how.mirror}")
-    by_chance = how.mirror == BY_CHANCE
-    if how.draws < 0 or ((how.draws or by_chance) and noise is None) or (by_chance and not how.draws):
-        raise ValueError(f"{how.draws} random numbers per row with mirror {how.mirror} don't go with noise {noise}")
+    if how.draws < 0 or (how.draws and noise is None):
+        raise ValueError(f"{how.draws} random numbers per row don't go with noise {noise}")
 
 
 def check_envs(capacity: int, envs: int) -> None:

@@ -16,14 +16,11 @@ from gpubuf.kernels.philox import OFFSET, check_state
 from gpubuf.kernels.philox._cpu import uniforms_at
 from gpubuf.kernels.rows import (
     BATCH_BYTES,
-    BY_CHANCE,
-    DOUBLED,
     DRAWN,
     DTYPES,
     ENTRY,
     IN_SUCCESSOR,
     NEXT,
-    OFF,
     OPAQUE,
     ROW_BYTES,
     SIZE,
@@ -75,8 +72,6 @@ class _Field(NamedTuple):
     factor: int = 0
     low: float = -math.inf
     high: float = math.inf
-    permutation: int = 0
-    sign: int = 0
     pad: int = 0
     height: int = 0
     width: int = 0
@@ -85,7 +80,7 @@ class _Field(NamedTuple):
     pending: int = 0
     side_stride: int = 0
     writes: int = 1
-    copied: int = 2
+    copied: int = 1
     aligned: int = 0
     batch_bytes: int = 0
     written_as_stored: int = 1
@@ -267,10 +262,8 @@ def _next_of(field: _Field, last: Tensor, windows: _Windows, capacity: int, how:
     return out
 
 
-def _computed(
-    field: _Field, drawn: Tensor, windows: _Windows, capacity: int, how: Reading, mirrored: Tensor, at: Tensor
-) -> Tensor:
-    """Rows of the batch. ``mirrored`` says which; ``at`` has the positions of their random numbers."""
+def _computed(field: _Field, drawn: Tensor, windows: _Windows, capacity: int, how: Reading, at: Tensor) -> Tensor:
+    """Rows of the batch. ``at`` has the positions of their random numbers."""
     real = torch.float64 if field.is_wide else torch.float32
     stored = numbers = None
     if field.kind == STEPS:
@@ -286,38 +279,26 @@ def _computed(
         row = drawn if field.kind == DRAWN else windows.last
         data = _next_of(field, row, windows, capacity, how) if field.kind == NEXT else load(field, row)
         stored = data if field.batch == OPAQUE and not field.pad else _elements(data, field.stored)
-    may_mirror = field.permutation != 0 and bool(mirrored.any())
-    bounded = (field.low, field.high) != (-math.inf, math.inf)
-    integers = _is_integer(field.stored) and _is_integer(field.batch)
-    moved = stored is not None and (field.stored == field.batch or integers)
-    if moved and not (field.has_codec or bounded or field.mean):
-        assert stored is not None
-        out = stored if field.stored == field.batch else _cut(stored, field.batch)
-        if not may_mirror:
-            return _shifted(field, out, how, at)
-    else:
-        out = None
     if numbers is None:
         assert stored is not None
+        integers = _is_integer(field.stored) and _is_integer(field.batch)
+        if (field.stored == field.batch or integers) and not (field.has_codec or field.mean):
+            return _shifted(field, stored if field.stored == field.batch else _cut(stored, field.batch), how, at)
         numbers = _decoded(field, stored)
-    if may_mirror:
-        permutation = field.numbers(field.permutation, torch.int32).long()
-        turned = numbers[:, permutation] * field.numbers(field.sign, torch.float32).to(real)
-        numbers = torch.where(mirrored[:, None], turned, numbers)
     if field.mean:
         mean, factor = (field.numbers(each, torch.float32).to(real) for each in (field.mean, field.factor))
         numbers = (numbers - mean) * factor
-    low, high = numbers.new_tensor(field.low), numbers.new_tensor(field.high)
-    numbers = torch.where(numbers < low, low, numbers)
-    result = _cut(torch.where(numbers > high, high, numbers), field.batch)
-    return _shifted(field, result if out is None else torch.where(mirrored[:, None], result, out), how, at)
+        low, high = numbers.new_tensor(field.low), numbers.new_tensor(field.high)
+        numbers = torch.where(numbers < low, low, numbers)
+        numbers = torch.where(numbers > high, high, numbers)
+    return _shifted(field, _cut(numbers, field.batch), how, at)
 
 
 def _shifted(field: _Field, elements: Tensor, how: Reading, at: Tensor) -> Tensor:
     if not field.pad or not len(elements):
         return elements
     assert how.noise is not None
-    first = at + 1 + 2 * field.pair
+    first = at + 2 * field.pair
     moves = (uniforms_at(int(how.noise[0]), torch.stack((first, first + 1))) * (2 * field.pad + 1)).long() - field.pad
     y, x = (
         (torch.arange(size, device="cpu") + by[:, None]).clamp_(0, size - 1)
@@ -359,55 +340,41 @@ def _read(
         gone = (how.links[windows.last] < 0) & (windows.last // how.envs != windows.newest)
         if gone.any():
             raise lost(given, int(gone.nonzero()[0]))
-    halves = 2 if how.mirror == DOUBLED else 1
-    for half in range(halves):
-        at, mirrored = (
-            torch.arange(half * n, half * n + n, device="cpu") * how.draws,
-            torch.full((n,), half == 1, device="cpu"),
-        )
-        if how.noise is not None:
-            at += how.noise[OFFSET]
-            if how.mirror == BY_CHANCE:
-                mirrored = uniforms_at(int(how.noise[0]), at) < 0.5
-        for field, target in zip(fields, targets, strict=True):
-            out = _computed(field, drawn, windows, capacity, how, mirrored, at)
-            target[half * n : half * n + n] = out.contiguous().view(_BYTE).view(n, target.shape[1])
+    at = torch.arange(n, device="cpu") * how.draws
+    if how.noise is not None:
+        at += how.noise[OFFSET]
+    for field, target in zip(fields, targets, strict=True):
+        out = _computed(field, drawn, windows, capacity, how, at)
+        target.copy_(out.contiguous().view(_BYTE).view(n, target.shape[1]))
     if rng is not None:
         rng[OFFSET] += n
     if how.noise is not None:
-        how.noise[OFFSET] += how.rows(n) * how.draws
-    generation = (written - drawn + capacity - 1) // capacity
-    return (index.repeat(halves) if rng is not None else index), generation.repeat(halves)
+        how.noise[OFFSET] += n * how.draws
+    return index, (written - drawn + capacity - 1) // capacity
 
 
 def _check_readable(table: Tensor, fields: list[_Field], how: Reading) -> None:
     for number, field in enumerate(fields):
-        plain = (
-            field.kind < SUM
-            and field.stored == field.batch
-            and not (field.has_codec or field.mean or (field.low, field.high) != (-math.inf, math.inf))
-        )
-        mirrored = field.permutation != 0 and how.mirror != OFF
+        plain = field.kind < SUM and field.stored == field.batch and not (field.has_codec or field.mean)
         opaque = OPAQUE in (field.stored, field.batch) and table.shape[1] != ENTRY
-        if (field.kind == NEXT and how.links is None) or (opaque and (not plain or mirrored)):
+        if (field.kind == NEXT and how.links is None) or (opaque and not plain):
             raise unreadable(table, number)
 
 
 def _pieces(
     table: Tensor, ring: Tensor, capacity: int, reading: tuple[Any, ...], n: int, arena_bytes: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """An arena for a batch of ``n`` drawn rows, and each key's piece of it, ``[rows, width]``. It checks arguments."""
+    """An arena for a batch of ``n`` rows, and each key's piece of it, ``[n, width]``. It checks arguments."""
     check_storage(table, ring, capacity)
-    how, bytes_of_row = Reading(), ROW_BYTES
-    if table.shape[1] != ENTRY:
-        how, bytes_of_row = Reading(*reading), BATCH_BYTES
-        check_reading(how, capacity)
-    widths, rows = table[:, bytes_of_row].tolist(), how.rows(n)
-    offsets, size = arena_offsets(widths, rows)
+    plain = table.shape[1] == ENTRY
+    if not plain:
+        check_reading(Reading(*reading), capacity)
+    widths = table[:, ROW_BYTES if plain else BATCH_BYTES].tolist()
+    offsets, size = arena_offsets(widths, n)
     if size != arena_bytes:
-        raise ValueError(f"an arena of {arena_bytes} bytes does not fit {rows} rows of {widths} bytes")
+        raise ValueError(f"an arena of {arena_bytes} bytes does not fit {n} rows of {widths} bytes")
     arena = torch.empty(arena_bytes, dtype=_BYTE, device="cpu")
-    return arena, [arena[at : at + rows * w].view(rows, w) for at, w in zip(offsets, widths, strict=True)]
+    return arena, [arena[at : at + n * w].view(n, w) for at, w in zip(offsets, widths, strict=True)]
 
 
 def _bytes_of(tensors: list[Tensor]) -> list[Tensor]:
@@ -432,7 +399,7 @@ def gather(
 def gather_into(
     table: Tensor, ring: Tensor, index: Tensor, capacity: int, tensors: list[Tensor], *reading: Any
 ) -> Tensor:
-    """:func:`gather` into one tensor per key, ``[n, ...]`` or ``[2n, ...]``, contiguous; returns the generations."""
+    """:func:`gather` into one tensor per key, ``[n, ...]``, contiguous; returns the generations."""
     return _read(table, ring, None, index, index.numel(), capacity, _bytes_of(tensors), reading)[1]
 
 

@@ -149,7 +149,7 @@ def _read(
         computed = (*[tensor is not None for tensor in memory], *how[3:])
     known = prepared_read(device, table.shape[0], n, capacity, arena_bytes, rng is not None, computed)
     arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
-    generation = torch.empty(known.rows, dtype=torch.int64, device=device)
+    generation = torch.empty(n, dtype=torch.int64, device=device)
     index = torch.empty_like(generation) if given is None else given
     if n == 0:
         return arena, index, generation
@@ -165,12 +165,11 @@ def _read(
 
 
 class Read(NamedTuple):
-    """The launch of a batch: all but its tensors. ``numbers`` come after them; ``rows`` are those of the batch."""
+    """The launch of a batch: all but its tensors. ``numbers`` come after them."""
 
     variant: Variant
     programs: int
     numbers: tuple[int, ...]
-    rows: int
 
 
 @remembered
@@ -192,23 +191,23 @@ def prepared_read(
     """
     flags: dict[str, bool] = {}
     if computed is None:
-        rows, kernel = n, rows_sample_kernel if drawn else rows_gather_kernel
+        kernel = rows_sample_kernel if drawn else rows_gather_kernel
         tile, num_warps = copy_tile(arena_bytes, device)
         numbers: tuple[int, ...] = (n_keys, n, capacity)
     else:
-        has_ends, has_links, has_noise, envs, n_steps, gamma, mirror, draws = computed
-        rows, kernel = Reading(mirror=mirror).rows(n), rows_compute_kernel
+        has_ends, has_links, has_noise, envs, n_steps, gamma, draws = computed
+        kernel = rows_compute_kernel
         tile, num_warps = (
             sample_tile(arena_bytes, device, has_links, has_noise) if drawn else batch_tile(arena_bytes, device)
         )
-        numbers = (n_keys, n, rows, capacity // envs, envs, n_steps, float_bits(gamma), mirror, draws)
+        numbers = (n_keys, n, capacity // envs, envs, n_steps, float_bits(gamma), draws)
         flags = {"HAS_ENDS": has_ends, "HAS_LINKS": has_links, "HAS_NOISE": has_noise, "SAMPLE": drawn}
-    if rows:
-        check_row_bytes(arena_bytes, rows)
-    row_programs = cdiv(rows, tile)
-    programs = row_programs + copying_programs(n_keys, rows, arena_bytes, tile)
+    if n:
+        check_row_bytes(arena_bytes, n)
+    row_programs = cdiv(n, tile)
+    programs = row_programs + copying_programs(n_keys, n, arena_bytes, tile)
     constants = {**flags, "KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT}
-    return Read(variant_of(kernel, num_warps, None, constants), programs, (*numbers, row_programs), rows)
+    return Read(variant_of(kernel, num_warps, None, constants), programs, (*numbers, row_programs))
 
 
 # Writing

@@ -78,16 +78,15 @@ def _addresses(tensors: list[Tensor]) -> array[int]:
 def _pieces(
     table: Tensor, ring: Tensor, capacity: int, reading: tuple[Any, ...], n: int, arena_bytes: int
 ) -> tuple[Tensor, array[int]]:
-    """An arena for a batch of ``n`` drawn rows, and the address of each key's piece of it. Arguments are checked."""
+    """An arena for a batch of ``n`` rows, and the address of each key's piece of it. Arguments are checked."""
     check_storage(table, ring, capacity)
-    how, bytes_of_row = Reading(), ROW_BYTES
-    if table.shape[1] != ENTRY:
-        how, bytes_of_row = Reading(*reading), BATCH_BYTES
-        check_reading(how, capacity)
-    widths = table[:, bytes_of_row].tolist()
-    offsets, size = arena_offsets(widths, how.rows(n))
+    plain = table.shape[1] == ENTRY
+    if not plain:
+        check_reading(Reading(*reading), capacity)
+    widths = table[:, ROW_BYTES if plain else BATCH_BYTES].tolist()
+    offsets, size = arena_offsets(widths, n)
     if size != arena_bytes:
-        raise ValueError(f"an arena of {arena_bytes} bytes does not fit {how.rows(n)} rows of {widths} bytes")
+        raise ValueError(f"an arena of {arena_bytes} bytes does not fit {n} rows of {widths} bytes")
     arena = torch.empty(arena_bytes, dtype=torch.uint8, device="cpu")
     first = arena.data_ptr()
     return arena, array("q", [first + offset for offset in offsets])
@@ -105,7 +104,7 @@ def gather(
 def gather_into(
     table: Tensor, ring: Tensor, index: Tensor, capacity: int, tensors: list[Tensor], *reading: Any
 ) -> Tensor:
-    """:func:`gather` into one tensor per key, ``[n, ...]`` or ``[2n, ...]``, contiguous; returns the generations.
+    """:func:`gather` into one tensor per key, ``[n, ...]``, contiguous; returns the generations.
 
     For storages, which vouch for dtypes, shapes and strides: they are not looked at.
     """
@@ -135,7 +134,7 @@ def _read(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Copy or compute a batch of ``given`` rows, or of ``n`` rows that ``rng`` draws; returns index and generations."""
     how = None if table.shape[1] == ENTRY else Reading(*reading)
-    generation = torch.empty_like(vector(n if how is None else how.rows(n), torch.int64))
+    generation = torch.empty_like(vector(n, torch.int64))
     index = torch.empty_like(generation) if given is None else given
     if n == 0:
         return index, generation
@@ -154,7 +153,7 @@ def _read(
         if rng is not None:
             rng[OFFSET] += n
         if how is not None and how.noise is not None:
-            how.noise[OFFSET] += how.rows(n) * how.draws
+            how.noise[OFFSET] += n * how.draws
     return index, generation
 
 

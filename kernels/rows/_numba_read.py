@@ -7,23 +7,19 @@ than the first (measured on Zen 4, 1 M rows: 17 µs without and with prefetches 
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
-import math
-
 import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._primitives import as_f32, as_i64, copy_bytes, load_i64, lowest_bit, prefetch_l2
+from gpubuf.kernels._primitives import as_f32, as_i64, load_i64, lowest_bit, prefetch_l2
 from gpubuf.kernels.philox import OFFSET, SEED
 from gpubuf.kernels.philox._numba_kernels import philox_uniform_f64
 from gpubuf.kernels.rows import (
     BATCH,
     BATCH_BYTES,
-    BY_CHANCE,
     CODEC_OFFSET,
     COPIED,
     DEVICE_ROWS,
-    DOUBLED,
     DRAWN,
     ELEMENTS,
     ENTRY,
@@ -37,15 +33,12 @@ from gpubuf.kernels.rows import (
     LOW,
     MEAN,
     NEXT,
-    OFF,
     OPAQUE,
     PAD,
     PAIR,
-    PERMUTATION,
     ROW_BYTES,
     ROW_STRIDE,
     SCALE,
-    SIGN,
     SIZE,
     SPLIT,
     STEPS,
@@ -96,8 +89,6 @@ _BYTES_AHEAD = 10_240
 # a copy, and the hardware begins too late with what follows the first lines.
 _PAGE = 4096
 
-# How rows of a batch are mirrored.
-NONE, ALL, DRAWN_BY_CHANCE = range(3)
 # Copies
 
 
@@ -202,45 +193,28 @@ def is_wide(field):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def _is_clipped(field):  # type: ignore[no-untyped-def]
-    return float_of(field[LOW]) > -math.inf or float_of(field[HIGH]) < math.inf
-
-
-@jit(forceinline=True)
 def _is_changed(field):  # type: ignore[no-untyped-def]
-    """Whether numbers become others, unless they are mirrored."""
-    return field[MEAN] != 0 or _is_clipped(field) or is_coded(field)
+    """Whether numbers become others."""
+    return field[MEAN] != 0 or is_coded(field)
 
 
 @jit(forceinline=True)
 def is_moved(field):  # type: ignore[no-untyped-def]
-    """Whether elements are those of rows, or the same integers of another dtype, unless they are mirrored."""
+    """Whether elements are those of rows, or the same integers of another dtype."""
     stored, batch = field[STORED], field[BATCH]
     same = stored == batch or (is_integer(stored) and is_integer(batch))
     return same and not _is_changed(field) and field[KIND] < SUM
 
 
 @jit
-def _mirrored(numbers, field, mirrored):  # type: ignore[no-untyped-def]
-    sign, permutation = field[SIGN], field[PERMUTATION]
-    for i in range(field[ELEMENTS]):
-        mirrored[i] = numbers[read_i32(permutation, i)] * read_f32(sign, i)
-
-
-@jit
-def _processed(numbers, field, number_type):  # type: ignore[no-untyped-def]
-    """Normalise and clip numbers in place."""
-    n = field[ELEMENTS]
+def _normalise(numbers, field, number_type):  # type: ignore[no-untyped-def]
+    """Normalise numbers in place, and cut them to bounds."""
     mean, factor = field[MEAN], field[FACTOR]
-    if mean != 0:
-        for i in range(n):
-            numbers[i] = (numbers[i] - number_type(read_f32(mean, i))) * number_type(read_f32(factor, i))
-    if _is_clipped(field):
-        bottom, top = number_type(float_of(field[LOW])), number_type(float_of(field[HIGH]))
-        for i in range(n):
-            number = numbers[i]
-            number = bottom if number < bottom else number
-            numbers[i] = top if number > top else number
+    bottom, top = number_type(float_of(field[LOW])), number_type(float_of(field[HIGH]))
+    for i in range(field[ELEMENTS]):
+        number = (numbers[i] - number_type(read_f32(mean, i))) * number_type(read_f32(factor, i))
+        number = bottom if number < bottom else number
+        numbers[i] = top if number > top else number
 
 
 @jit
@@ -280,13 +254,13 @@ def _rows_ahead(row_bytes):  # type: ignore[no-untyped-def]
 
 @jit
 def _convert(field, rows, n, capacity, target, numbers):  # type: ignore[no-untyped-def]
-    """Rows of float32 to ``target``, of fields that are neither sums nor mirrored nor shifted."""
+    """Rows of float32 to ``target``, of fields that are neither sums nor shifted."""
     # What is read once here would be read for every row: the compiler can't know that no row lies in the field.
     elements, stored, row_bytes, width = field[ELEMENTS], field[STORED], field[ROW_BYTES], field[BATCH_BYTES]
     mean, factor = field[MEAN], field[FACTOR]
     scale, offset = np.float32(float_of(field[SCALE])), np.float32(float_of(field[CODEC_OFFSET]))
     low, high = np.float32(float_of(field[LOW])), np.float32(float_of(field[HIGH]))
-    coded, clipped = is_coded(field), _is_clipped(field)
+    coded = is_coded(field)
     base, stride, elsewhere = field[DEVICE_ROWS], field[ROW_STRIDE], field[SPLIT] < capacity or field[KIND] == NEXT
     scratch, ahead = np.int64(numbers.ctypes.data), _rows_ahead(row_bytes)
     for i in range(n):
@@ -309,17 +283,12 @@ def _convert(field, rows, n, capacity, target, numbers):  # type: ignore[no-unty
             normalise_f32(source, mean, factor, low, high, elements, out)
         elif source != out:
             copy_row(out, source, width)
-        if clipped and mean == 0:
-            made = carray(as_f32(out), elements)
-            for e in range(elements):
-                number = low if made[e] < low else made[e]
-                made[e] = high if number > high else number
 
 
 @jit
 def _compute(field, rows, length, n, how, number_type, target, numbers):  # type: ignore[no-untyped-def]
     """Rows of a field to ``target``, in numbers of a type; see :func:`compute_narrow`."""
-    capacity, envs, gamma, mirroring, noise, ahead, draws = how
+    capacity, envs, gamma, noise, ahead, draws = how
     seed, offset = 0, 0
     if noise != 0:
         state = carray(as_i64(noise), 3)
@@ -327,8 +296,6 @@ def _compute(field, rows, length, n, how, number_type, target, numbers):  # type
     elements, stored, batch, row_bytes = field[ELEMENTS], field[STORED], field[BATCH], field[BATCH_BYTES]
     kind, pad = field[KIND], field[PAD]
     moved = is_moved(field)
-    mirroring = mirroring if field[PERMUTATION] != 0 else NONE
-    mirrored_numbers = np.empty_like(numbers) if field[PERMUTATION] != 0 else numbers
     sums = np.empty(elements if kind == SUM else 0, np.float64)
     integers = np.empty(elements if moved and stored != batch else 0, np.int64)
     unshifted = np.empty(row_bytes if pad != 0 else 0, np.uint8)
@@ -336,15 +303,13 @@ def _compute(field, rows, length, n, how, number_type, target, numbers):  # type
     for i in range(n):
         out = target + i * row_bytes
         at = np.int64(unshifted.ctypes.data) if pad != 0 else out
-        draw = offset + i * draws
-        mirrored = mirroring == ALL or (mirroring == DRAWN_BY_CHANCE and philox_uniform_f64(seed, draw) < 0.5)
         row = rows[i]
         address = 0
         if kind != STEPS:
             coming = rows[min(i + rows_ahead, n - 1)]
             prefetch_row(place_address(field, coming), field[ROW_BYTES], _PAGE)
             address = place_address(field, row)
-        if not moved or mirrored:
+        if not moved:
             discount = 1.0
             for step in range(length[i] if kind == SUM else 1):
                 if kind == STEPS:
@@ -360,11 +325,9 @@ def _compute(field, rows, length, n, how, number_type, target, numbers):  # type
             if kind == SUM:
                 for e in range(elements):
                     numbers[e] = sums[e]
-            if mirrored:
-                _mirrored(numbers, field, mirrored_numbers)
-            result = mirrored_numbers if mirrored else numbers
-            _processed(result, field, number_type)
-            encode(result, elements, batch, at)
+            if field[MEAN] != 0:
+                _normalise(numbers, field, number_type)
+            encode(numbers, elements, batch, at)
         elif stored != batch:
             decode(address, stored, elements, integers)
             encode_integers(integers, elements, batch, at)
@@ -373,7 +336,7 @@ def _compute(field, rows, length, n, how, number_type, target, numbers):  # type
         else:
             copy_row(at, address, row_bytes)
         if pad != 0:
-            pair, shifts = draw + 1 + 2 * field[PAIR], 2 * pad + 1
+            pair, shifts = offset + i * draws + 2 * field[PAIR], 2 * pad + 1
             dy = int(philox_uniform_f64(seed, pair) * shifts) - pad
             dx = int(philox_uniform_f64(seed, pair + 1) * shifts) - pad
             _shifted(at, field, row_bytes // elements, dy, dx, out)
@@ -385,14 +348,12 @@ def _compute_narrow(field, rows, length, n, how, target):  # type: ignore[no-unt
     """Compute ``n`` rows of a field, in float32 or between integers.
 
     ``rows`` are those that the field reads, or places of next observations; ``length`` has the steps of their windows.
-    ``how`` is the capacity, environments, discount, which rows are mirrored, the address of the noise (0: none), how
-    far from its offset the random numbers of the first row are, and how many a row has.
+    ``how`` is the capacity, environments, discount, the address of the noise (0: none), how far from its offset the
+    random numbers of the first row are, and how many a row has.
     """
-    capacity, _, _, mirroring, _, _, _ = how
     numbers = np.empty(field[ELEMENTS], np.float32)
-    mirrored = mirroring != NONE and field[PERMUTATION] != 0
-    if field[BATCH] == F32 and field[KIND] < SUM and field[PAD] == 0 and not mirrored:
-        _convert(field, rows, n, capacity, target, numbers)
+    if field[BATCH] == F32 and field[KIND] < SUM and field[PAD] == 0:
+        _convert(field, rows, n, how[0], target, numbers)
     else:
         _compute(field, rows, length, n, how, np.float32, target, numbers)
 
@@ -467,17 +428,16 @@ def _find_next(links, written, capacity, envs, last, n, place):  # type: ignore[
 
 
 @jit(forceinline=True)
-def _is_plain_sum(field, mirror):  # type: ignore[no-untyped-def]
+def _is_plain_sum(field):  # type: ignore[no-untyped-def]
     """Whether a field is a sum of float32 that becomes nothing else."""
     is_sum = field[KIND] == SUM and field[STORED] == F32 and field[BATCH] == F32
-    return is_sum and not _is_changed(field) and (field[PERMUTATION] == 0 or mirror == OFF)
+    return is_sum and not _is_changed(field)
 
 
 @jit(forceinline=True)
 def _is_plain_length(field):  # type: ignore[no-untyped-def]
     """Whether a field is the number of steps as int64."""
-    is_length = field[KIND] == STEPS and field[BATCH] == I64
-    return is_length and field[MEAN] == 0 and field[PERMUTATION] == 0 and not _is_clipped(field)
+    return field[KIND] == STEPS and field[BATCH] == I64 and field[MEAN] == 0
 
 
 @jit(forceinline=True)
@@ -512,23 +472,21 @@ def _rows_of(field, drawn, last, place):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def _first_wrong(fields, n_fields, has_links, mirror):  # type: ignore[no-untyped-def]
+def _first_wrong(fields, n_fields, has_links):  # type: ignore[no-untyped-def]
     """The first field that can't be read: without links, or elements that are computed but can't be; or -1."""
     for f in range(n_fields):
         field = fields[f]
         if field[KIND] == NEXT and not has_links:
             return f
-        if field[STORED] >= OPAQUE or field[BATCH] >= OPAQUE:
-            is_mirrored = field[PERMUTATION] != 0 and mirror != OFF
-            if not is_moved(field) or is_mirrored:
-                return f
+        if (field[STORED] >= OPAQUE or field[BATCH] >= OPAQUE) and not is_moved(field):
+            return f
     return -1
 
 
 @kernel
 def read_batch(  # type: ignore[no-untyped-def]
     ends, links, noise, fields_address, n_fields, ring_address, rng_address, index_address, first, n, of,
-    capacity, targets_address, generation_address, envs, n_steps, gamma: float, mirror, draws,
+    capacity, targets_address, generation_address, envs, n_steps, gamma: float, draws,
 ):  # fmt: skip
     """As :func:`copy_batch`, of a table of fields."""
     ring = carray(as_i64(ring_address), 4)
@@ -538,7 +496,7 @@ def read_batch(  # type: ignore[no-untyped-def]
     if result != DONE:
         return result
     fields = carray(as_i64(fields_address), (n_fields, FIELD))
-    wrong = _first_wrong(fields, n_fields, links != 0, mirror)
+    wrong = _first_wrong(fields, n_fields, links != 0)
     if wrong >= 0:
         return 2 * of + wrong
     targets = carray(as_i64(targets_address), n_fields)
@@ -566,37 +524,25 @@ def read_batch(  # type: ignore[no-untyped-def]
             rows, width = _rows_of(field, drawn, last, place), field[BATCH_BYTES]
             if f + 1 < n_fields and fields[f + 1, KIND] != STEPS:
                 _prefetch_first(fields[f + 1], _rows_of(fields[f + 1], drawn, last, place), count)
-            target, halves = targets[f] + row * width, 1
-            if field[COPIED] == 2 or (field[COPIED] == 1 and mirror != BY_CHANCE):
+            target = targets[f] + row * width
+            if field[COPIED] != 0:
                 _copy_rows(target, field, rows, count, field[SPLIT] < capacity or field[KIND] == NEXT)
-            elif _is_plain_sum(field, mirror):
+            elif _is_plain_sum(field):
                 _sum_rows(target, field, rows, length, count, capacity, envs, gamma)
             elif _is_plain_length(field):
                 lengths = carray(as_i64(target), count * field[ELEMENTS])
                 for i in range(count * field[ELEMENTS]):
                     lengths[i] = length[i // field[ELEMENTS]]
             else:
-                halves = 0
-            if mirror == DOUBLED and (field[COPIED] == 2 or (halves == 1 and field[KIND] >= SUM)):
-                copy_bytes(target + of * width, target, count * width)
-                halves = 2
-            # Those that are left: as they are, or by chance; and then all of them mirrored.
-            for half in range(halves, 2 if mirror == DOUBLED else 1):
-                mirroring = ALL if half == 1 else (DRAWN_BY_CHANCE if mirror == BY_CHANCE else NONE)
-                number = half * of + row
-                how = (capacity, envs, gamma, mirroring, noise, number * draws, draws)
+                how = (capacity, envs, gamma, noise, row * draws, draws)
                 if is_wide(field):
-                    _compute_wide(field, rows, length, count, how, targets[f] + number * width)
+                    _compute_wide(field, rows, length, count, how, target)
                 else:
-                    _compute_narrow(field, rows, length, count, how, targets[f] + number * width)
+                    _compute_narrow(field, rows, length, count, how, target)
     write_generations(written, capacity, position, n)
-    if mirror == DOUBLED:
-        copy_bytes(at + 8 * of, at, 8 * n)
-        if rng_address != 0:
-            copy_bytes(index_address + 8 * (of + first), index_address + 8 * first, 8 * n)
     if n == of:
         if rng_address != 0:
             carray(as_i64(rng_address), 3)[OFFSET] += n
         if noise != 0:
-            carray(as_i64(noise), 3)[OFFSET] += (2 * n if mirror == DOUBLED else n) * draws
+            carray(as_i64(noise), 3)[OFFSET] += n * draws
     return DONE

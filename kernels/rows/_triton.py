@@ -26,7 +26,7 @@ Arguments that kernels and helpers share:
 * ``memory``: (ends_ptr, links_ptr, noise_ptr, index_ptr, rng_ptr), see :class:`gpubuf.kernels.rows.Reading`; ``has``
   says which there are, constexpr: (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE). A name would make a number of each;
 * ``before``: (noise_offset, rng_offset, size), the counters before the call;
-* ``batch``: (n, rows, mirror, draws), of which ``rows`` is n, or 2 n if ``mirror`` is ``DOUBLED``;
+* ``batch``: (n, draws), the rows of the batch and the random numbers of a row;
 * ``window``: (newest, steps, envs, n_steps): the newest step, and the ring, ``capacity = steps * envs``.
 """
 
@@ -65,15 +65,14 @@ UINT8, INT8, INT16, INT32, INT64, FLOAT16, BFLOAT16, FLOAT32, FLOAT64, BOOL = ma
 
 # Places in an entry of ``fields_ptr`` after those of its column, and their number.
 KIND, STORED, WRITTEN_AS, BATCH, ELEMENTS = map(tl.constexpr, range(rows.KIND, rows.SCALE))
-SCALE, CODEC_OFFSET, MEAN, FACTOR, LOW, HIGH, PERMUTATION = map(tl.constexpr, range(rows.SCALE, rows.SIGN))
-SIGN, PAD, HEIGHT, WIDTH, PAIR = map(tl.constexpr, range(rows.SIGN, rows.ENTRIES))
+SCALE, CODEC_OFFSET, MEAN, FACTOR, LOW, HIGH = map(tl.constexpr, range(rows.SCALE, rows.PAD))
+PAD, HEIGHT, WIDTH, PAIR = map(tl.constexpr, range(rows.PAD, rows.ENTRIES))
 ENTRIES, PENDING, SIDE_STRIDE, WRITES = map(tl.constexpr, range(rows.ENTRIES, rows.COPIED))
 COPIED, ALIGNED, BATCH_BYTES, WRITTEN_AS_STORED = map(tl.constexpr, range(rows.COPIED, rows.WRITTEN_AS_STORED + 1))
 FIELD = tl.constexpr(rows.FIELD)
 
-# Values of KIND and of ``mirror``.
+# Values of KIND.
 DRAWN, LAST, NEXT, SUM, STEPS = map(tl.constexpr, range(rows.DRAWN, rows.STEPS + 1))
-OFF, BY_CHANCE, DOUBLED = map(tl.constexpr, range(rows.OFF, rows.DOUBLED + 1))
 
 # More steps than any window has.
 NO_END = tl.constexpr(1 << 20)
@@ -368,15 +367,14 @@ def load_positions(memory, before, batch, row, capacity, has):
     """(position, whether there is one) of rows of the batch: drawn, or given."""
     _ends_ptr, _links_ptr, _noise_ptr, index_ptr, rng_ptr = memory
     _noise_offset, rng_offset, size = before
-    n, rows, _mirror, _draws = batch
-    drawn = tl.where(row < n, row, row - n)
+    n, _draws = batch
     if has[3]:
         # The seed is loaded here: hoisted out of a loop, its round keys would occupy twenty registers.
-        position = draw_position(tl.load(rng_ptr + SEED), rng_offset + drawn, size)
+        position = draw_position(tl.load(rng_ptr + SEED), rng_offset + row, size)
         valid = position >= 0
     else:
-        position, valid = normalise(tl.load(index_ptr + drawn, mask=row < rows, other=0), capacity)
-    return position, valid & (row < rows)
+        position, valid = normalise(tl.load(index_ptr + row, mask=row < n, other=0), capacity)
+    return position, valid & (row < n)
 
 
 @triton.jit
@@ -433,25 +431,20 @@ def load_places(memory, position, valid, kind, window, has):
 
 
 @triton.jit
-def load_twists(memory, before, batch, row, pad, pair, has):
-    """Whether rows of a batch are mirrored (bit 0), and how far shifted down and right, both plus ``pad``; int32."""
+def load_moves(memory, before, batch, row, pad, pair, has):
+    """How far rows of a batch are shifted down (low 16 bits) and right, both plus ``pad``; int32."""
     _ends_ptr, _links_ptr, noise_ptr, _index_ptr, _rng_ptr = memory
     noise_offset, _rng_offset, _size = before
-    n, _rows, mirror, draws = batch
-    mirrored = (mirror == DOUBLED) & (row >= n)
-    if has[2]:
-        counter = noise_offset + row * draws
-        if mirror == BY_CHANCE:
-            mirrored = philox_uniform_f64(tl.load(noise_ptr + SEED), counter) < 0.5
-    twist = mirrored.to(tl.int32)
+    _n, draws = batch
+    move = (row * 0).to(tl.int32)
     if has[2] and pad > 0:
-        counter += 1 + 2 * pair
+        counter = noise_offset + row * draws + 2 * pair
         span = (2 * pad + 1).to(tl.float64)
         seed = tl.load(noise_ptr + SEED)
         down = tl.minimum((philox_uniform_f64(seed, counter) * span).to(tl.int32), 2 * pad.to(tl.int32))
         right = tl.minimum((philox_uniform_f64(seed, counter + 1) * span).to(tl.int32), 2 * pad.to(tl.int32))
-        twist += (down << 1) + (right << 16)
-    return twist
+        move = down + (right << 16)
+    return move
 
 
 @triton.jit
@@ -472,16 +465,16 @@ def place_address(entry_ptr, place, capacity, envs, kind):
 
 
 @triton.jit
-def load_batch_tiles(fields_ptr, n_keys, rows, mirror, KEYS: tl.constexpr, TILE: tl.constexpr):
+def load_batch_tiles(fields_ptr, n_keys, n, KEYS: tl.constexpr, TILE: tl.constexpr):
     """(tiles, bytes, lanes): what a batch is of every field, int64 [KEYS]. Computed fields have an element a lane."""
     lanes = tl.arange(0, KEYS)
     entry_ptr = fields_ptr + lanes * FIELD
     some = lanes < n_keys
-    copied = tl.load(entry_ptr + COPIED, mask=some, other=0) > (mirror != OFF).to(tl.int64)
+    copied = tl.load(entry_ptr + COPIED, mask=some, other=0) != 0
     batch_bytes = tl.load(entry_ptr + BATCH_BYTES, mask=some, other=0)
     words = batch_bytes >> unit_shift(tl.load(entry_ptr + ALIGNED, mask=some, other=0))
-    elements = tl.where(copied, words, tl.load(entry_ptr + ELEMENTS, mask=some, other=0)) * rows
-    return (elements + (TILE - 1)) // TILE, batch_bytes * rows, lanes
+    elements = tl.where(copied, words, tl.load(entry_ptr + ELEMENTS, mask=some, other=0)) * n
+    return (elements + (TILE - 1)) // TILE, batch_bytes * n, lanes
 
 
 @triton.jit
@@ -521,8 +514,8 @@ def _load_sum(entry_ptr, place, column, mask, stored, gamma, window, FLOAT: tl.c
 
 
 @triton.jit
-def _compute_floats(entry_ptr, place, element, column, mirrored, mask, codes, gamma, window, FLOAT: tl.constexpr):
-    """Bits of elements of a batch: read or summed up, mirrored, normalised and clipped."""
+def _compute_floats(entry_ptr, place, column, mask, codes, gamma, window, FLOAT: tl.constexpr):
+    """Bits of elements of a batch: read or summed up, normalised and cut to bounds."""
     kind, stored, batch = codes
     _newest, steps, envs, _n_steps = window
     if kind == SUM:
@@ -535,27 +528,21 @@ def _compute_floats(entry_ptr, place, element, column, mirrored, mask, codes, ga
         bits = load_bits(address, shift, unit_shift(tl.load(entry_ptr + ALIGNED)), mask)
         scale = load_float(entry_ptr, SCALE)
         number = decoded_numbers(bits, stored, scale, load_float(entry_ptr, CODEC_OFFSET), FLOAT)
-    sign = tl.load(entry_ptr + SIGN)
-    if sign != 0:
-        signed = number * _load_vector(sign, element, mask & mirrored, tl.float32).to(FLOAT)
-        number = tl.where(mirrored, signed, number)
     mean = tl.load(entry_ptr + MEAN)
     if mean != 0:
-        number -= _load_vector(mean, element, mask, tl.float32).to(FLOAT)
-    factor = tl.load(entry_ptr + FACTOR)
-    if factor != 0:
-        number *= _load_vector(factor, element, mask, tl.float32).to(FLOAT)
-    # In this form NaN stays.
-    low = load_float(entry_ptr, LOW).to(FLOAT)
-    number = tl.where(number < low, low, number)
-    high = load_float(entry_ptr, HIGH).to(FLOAT)
-    number = tl.where(number > high, high, number)
+        number -= _load_vector(mean, column, mask, tl.float32).to(FLOAT)
+        number *= _load_vector(tl.load(entry_ptr + FACTOR), column, mask, tl.float32).to(FLOAT)
+        # In this form NaN stays.
+        low = load_float(entry_ptr, LOW).to(FLOAT)
+        number = tl.where(number < low, low, number)
+        high = load_float(entry_ptr, HIGH).to(FLOAT)
+        number = tl.where(number > high, high, number)
     found, _ = float_bits(number, batch, FLOAT)
     return found
 
 
 @triton.jit
-def _compute_tile(entry_ptr, place, twist, column, mask, target, gamma, window, mirror):
+def _compute_tile(entry_ptr, place, move, column, mask, target, gamma, window):
     """Compute and store elements ``column`` [TILE] of rows at places of a field, to int64 addresses of these rows."""
     _newest, steps, envs, _n_steps = window
     kind = tl.load(entry_ptr + KIND)
@@ -565,49 +552,38 @@ def _compute_tile(entry_ptr, place, twist, column, mask, target, gamma, window, 
     element = column
     pad = tl.load(entry_ptr + PAD).to(tl.int32)
     if pad > 0:
-        down = ((twist >> 1) & 0x7FFF) - pad
-        right = (twist >> 16) - pad
+        down = (move & 0xFFFF) - pad
+        right = (move >> 16) - pad
         element = shifted(column, down, right, tl.load(entry_ptr + HEIGHT), tl.load(entry_ptr + WIDTH))
-    permutation = tl.load(entry_ptr + PERMUTATION)
-    can_be_mirrored = (permutation != 0) & (mirror != OFF)
-    mirrored = ((twist & 1) != 0) & can_be_mirrored
+    element = element.to(tl.int64)
     integers = (is_float(stored) | is_float(batch)) == 0
     changed = (load_float(entry_ptr, SCALE) != 1) | (load_float(entry_ptr, CODEC_OFFSET) != 0)
-    changed |= (tl.load(entry_ptr + MEAN) | tl.load(entry_ptr + FACTOR)) != 0
-    changed |= load_float(entry_ptr, LOW) > float("-inf")
-    changed |= load_float(entry_ptr, HIGH) < float("inf")
+    changed |= tl.load(entry_ptr + MEAN) != 0
     moved = (((stored == batch) | integers) & (kind < SUM)) & (changed == 0)
-    bits = place * 0
     if moved:
         # Integers stay exact, and NaNs keep their bits.
         shift = item_shift(stored)
-        address = place_address(entry_ptr, place, steps * envs, envs, kind) + (element.to(tl.int64) << shift)
-        bits = load_bits(address, shift, unit_shift(tl.load(entry_ptr + ALIGNED)), valid & ~mirrored)
+        address = place_address(entry_ptr, place, steps * envs, envs, kind) + (element << shift)
+        bits = load_bits(address, shift, unit_shift(tl.load(entry_ptr + ALIGNED)), valid)
         if stored != batch:
             bits, _ = integer_bits(integers_of(bits, stored), batch)
-    if can_be_mirrored | (moved == 0):
-        read = element
-        if can_be_mirrored:
-            read = tl.where(mirrored, _load_vector(permutation, element, valid & mirrored, tl.int32), element)
-        read = read.to(tl.int64)
-        active = valid & (mirrored | (moved == 0))
+    else:
         codes = (kind, stored, batch)
         if ((stored == FLOAT64) | (batch == FLOAT64)) | ((kind == SUM) & (is_float(stored) == 0)):
-            found = _compute_floats(entry_ptr, place, element, read, mirrored, active, codes, gamma, window, tl.float64)
+            bits = _compute_floats(entry_ptr, place, element, valid, codes, gamma, window, tl.float64)
         else:
-            found = _compute_floats(entry_ptr, place, element, read, mirrored, active, codes, gamma, window, tl.float32)
-        bits = tl.where(active, found, bits)
+            bits = _compute_floats(entry_ptr, place, element, valid, codes, gamma, window, tl.float32)
     shift = item_shift(batch)
     store_bits(target + (column.to(tl.int64) << shift), tl.where(valid, bits, 0), shift, shift, mask)
 
 
 @triton.jit
 def _look_up(memory, before, batch, row, kind, pad, pair, window, has):
-    """(place, twist) of rows of the batch, int64 and int32."""
+    """(place, move) of rows of the batch, int64 and int32."""
     _newest, steps, envs, _n_steps = window
     position, valid = load_positions(memory, before, batch, row, steps * envs, has)
     place = load_places(memory, position, valid, kind, window, has)
-    return place, load_twists(memory, before, batch, row, pad, pair, has)
+    return place, load_moves(memory, before, batch, row, pad, pair, has)
 
 
 @triton.jit
@@ -616,16 +592,16 @@ def make_tiles(
     TILE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """The tiles ``begin``, ``begin + programs``, ... of a batch."""
-    _n, rows, mirror, _draws = batch
+    n, _draws = batch
     _newest, steps, envs, _n_steps = window
-    tiles, sizes, lanes = load_batch_tiles(fields_ptr, n_keys, rows, mirror, KEYS, TILE)
+    tiles, sizes, lanes = load_batch_tiles(fields_ptr, n_keys, n, KEYS, TILE)
     for tile in range(begin, tl.sum(tiles, 0), programs):
         key, number, offset = find_tile(tiles, sizes, lanes, tile, ALIGNMENT)
         entry_ptr = fields_ptr + key * FIELD
         kind = tl.load(entry_ptr + KIND)
         pad = tl.load(entry_ptr + PAD)
         pair = tl.load(entry_ptr + PAIR)
-        copied = tl.load(entry_ptr + COPIED) > (mirror != OFF).to(tl.int64)
+        copied = tl.load(entry_ptr + COPIED) != 0
         batch_bytes = tl.load(entry_ptr + BATCH_BYTES)
         shift = unit_shift(tl.load(entry_ptr + ALIGNED))
         words = tl.where(copied, batch_bytes >> shift, tl.load(entry_ptr + ELEMENTS))
@@ -635,19 +611,19 @@ def make_tiles(
         # Where rows have many elements each is looked up once, for the threads that share it.
         if words >= 8:
             some = first_row + tl.arange(0, TILE // 4)
-            place, twist = _look_up(memory, before, batch, some, kind, pad, pair, window, has)
+            place, move = _look_up(memory, before, batch, some, kind, pad, pair, window, has)
             place = tl.gather(place, row, 0)
-            twist = tl.gather(twist, row, 0)
+            move = tl.gather(move, row, 0)
         else:
-            place, twist = _look_up(memory, before, batch, first_row + row, kind, pad, pair, window, has)
-        mask = row < rows - first_row
+            place, move = _look_up(memory, before, batch, first_row + row, kind, pad, pair, window, has)
+        mask = row < n - first_row
         target = arena_ptr.to(tl.int64) + offset + (first_row + row) * batch_bytes
         if copied:
             byte = column.to(tl.int64) << shift
             source = place_address(entry_ptr, place, steps * envs, envs, kind) + byte
             copy_elements(source, target + byte, shift, mask & (place >= 0), mask)
         else:
-            _compute_tile(entry_ptr, place, twist, column, mask, target, gamma, window, mirror)
+            _compute_tile(entry_ptr, place, move, column, mask, target, gamma, window)
 
 
 # Kernels
@@ -753,19 +729,17 @@ def rows_compute_kernel(
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
     ends_ptr,  # int64 [cdiv(steps, 64) * envs], HAS_ENDS
     links_ptr,  # int32 [capacity], HAS_LINKS
-    noise_ptr,  # int64 [3]: (seed, offset, ticket), advanced by rows * draws, HAS_NOISE
+    noise_ptr,  # int64 [3]: (seed, offset, ticket), advanced by n * draws, HAS_NOISE
     rng_ptr,  # int64 [3]: (seed, offset, ticket), advanced by n, SAMPLE
-    index_ptr,  # int64 [n]; with SAMPLE [rows], output
+    index_ptr,  # int64 [n]; with SAMPLE output
     arena_ptr,  # uint8 [arena_bytes], 64-byte aligned
-    generation_ptr,  # int64 [rows]
+    generation_ptr,  # int64 [n]
     n_keys,
     n,
-    rows,
     steps,
     envs,
     n_steps,
     gamma_bits,
-    mirror,
     draws,
     row_programs,
     HAS_ENDS: tl.constexpr,
@@ -776,20 +750,19 @@ def rows_compute_kernel(
     TILE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    """arena[f, b] = field f of the batch's row b, from row index[b] or index[b - n]; generation of that row.
+    """arena[f, b] = field f of the batch's row b, from row index[b]; generation of that row.
 
-    With SAMPLE index[b] = min(floor(uniform(seed, offset + b) * size), size - 1), b < n: every program draws for itself
-    the rows that it makes, for the generator is counter-based. rows = n, or 2 n if mirror is DOUBLED. gamma_bits are
-    those of a float64. A row out of range, or whose next observation is lost, reads as zeros and counts as a fault.
+    With SAMPLE index[b] = min(floor(uniform(seed, offset + b) * size), size - 1): every program draws for itself the
+    rows that it makes, for the generator is counter-based. gamma_bits are those of a float64. A row out of range, or
+    whose next observation is lost, reads as zeros and counts as a fault.
 
-    Grid: (row_programs + any number of tile programs,), where row_programs = cdiv(rows, TILE).
+    Grid: (row_programs + any number of tile programs,), where row_programs = cdiv(n, TILE).
     """
     program = tl.program_id(0).to(tl.int64)
     n = n.to(tl.int64)
     envs = envs.to(tl.int64)
     draws = draws.to(tl.int64)
     steps = steps.to(tl.int64)
-    rows = rows.to(tl.int64)
     written = tl.load(ring_ptr + WRITTEN)
     size = n
     if SAMPLE:
@@ -804,7 +777,7 @@ def rows_compute_kernel(
         ticket = take_ticket(rng_ptr + TICKET)
     memory = (ends_ptr, links_ptr, noise_ptr, index_ptr, rng_ptr)
     before = (noise_offset, rng_offset, size)
-    batch = (n, rows, mirror, draws)
+    batch = (n, draws)
     window = (newest_step(written, steps, envs), steps, envs, n_steps.to(tl.int64))
     if program < row_programs:
         row = program * TILE + tl.arange(0, TILE)
@@ -813,12 +786,12 @@ def rows_compute_kernel(
             memory, before, batch, row, steps * envs, (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE)
         )
         if SAMPLE:
-            tl.store(index_ptr + row, position, mask=row < rows)
+            tl.store(index_ptr + row, position, mask=row < n)
         if HAS_LINKS:
             places = load_places(memory, position, valid, STEPS, window, (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE))
             valid = places >= 0
         generation = generation_of(position, valid, written, steps * envs)
-        tl.store(generation_ptr + row, generation, mask=row < rows)
+        tl.store(generation_ptr + row, generation, mask=row < n)
         count_faults(ring_ptr, (row < n) & ~valid)
     else:
         make_tiles(
@@ -840,4 +813,4 @@ def rows_compute_kernel(
     if SAMPLE:
         advance_state(rng_ptr, ticket, rng_offset + n)
     if HAS_NOISE:
-        advance_state(noise_ptr, noise_ticket, noise_offset + rows * draws)
+        advance_state(noise_ptr, noise_ticket, noise_offset + n * draws)

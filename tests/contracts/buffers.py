@@ -21,10 +21,10 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from gpubuf.data import (
-    Clip,
     Hindsight,
     LazyMemmapStorage,
     LazyTensorStorage,
+    Normalize,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
@@ -153,7 +153,7 @@ class BufferContract:
             dim_extend=0 if self.envs else None,
             n_steps=self.n_steps,
             gamma=GAMMA,
-            process=[Clip(("next", "reward"), -0.5, 1.5)] if self.process else (),
+            process=[Normalize(("next", "reward"), update="manual", clip=(-0.5, 1.5))] if self.process else (),
             relabel=Hindsight(achieved_reward, goal_key="goal", achieved_key=("next", "observation"))
             if self.relabel
             else None,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpubuf.kernels import philox, rows
 from gpubuf.kernels._registry import triton_on_cpu_enabled
-from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, DRAWN, LAST, NEXT, OFF, STEPS, SUM, Field, dtype_code
+from gpubuf.kernels.rows import DRAWN, LAST, NEXT, STEPS, SUM, Field, dtype_code
 from tests.kernels.reference.rows import ABSENT, Key, Ring
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -33,7 +33,6 @@ class Spec:
     normalised: bool = False
     low: float = float("-inf")
     high: float = float("inf")
-    mirrored: bool = False
     pad: int = 0
     height: int = 0
     width: int = 0
@@ -201,10 +200,6 @@ class Store:
         if spec.normalised:
             found["mean"] = torch.randn(spec.elements, generator=torch.Generator().manual_seed(seed))
             found["factor"] = torch.rand(spec.elements, generator=torch.Generator().manual_seed(seed + 1)) * 3
-        if spec.mirrored:
-            order = torch.randperm(spec.elements, generator=torch.Generator().manual_seed(seed + 2))
-            found["permutation"] = order.int()
-            found["sign"] = (order % 3 - 1).float()
         if spec.kind == NEXT and spec.writes:
             found["entries"] = random_elements((slots, spec.elements), spec.stored, seed + 3)
             found["pending"] = random_elements((self.envs, spec.elements), spec.stored, seed + 4)
@@ -257,8 +252,6 @@ class Store:
             factor=aside["factor"].data_ptr() if spec.normalised else 0,
             low=spec.low,
             high=spec.high,
-            permutation=aside["permutation"].data_ptr() if spec.mirrored else 0,
-            sign=aside["sign"].data_ptr() if spec.mirrored else 0,
             pad=spec.pad,
             height=spec.height,
             width=spec.width,
@@ -272,7 +265,7 @@ class Store:
     @property
     def draws(self) -> int:
         """Random numbers of a row of the batch."""
-        return 1 + 2 * sum(spec.pad > 0 for spec in self.specs)
+        return 2 * sum(spec.pad > 0 for spec in self.specs)
 
     @property
     def end_bits(self) -> Tensor:
@@ -327,29 +320,23 @@ class Store:
             found.append(piece.view(dtype).view(n, spec.elements) if piece.numel() else piece.new_empty(n, 0).to(dtype))
         return found
 
-    def gather(
-        self, index: Tensor, n_steps: int = 1, gamma: float = 0.9, mirror: int = OFF
-    ) -> tuple[list[Tensor], Tensor]:
-        n = index.numel() * (2 if mirror == DOUBLED else 1)
-        reading = self.reading(n_steps, gamma, mirror)
+    def gather(self, index: Tensor, n_steps: int = 1, gamma: float = 0.9) -> tuple[list[Tensor], Tensor]:
+        n, reading = index.numel(), self.reading(n_steps, gamma)
         arena, generation = rows.gather(self.table, self.ring, index, self.capacity, self.arena_bytes(n), *reading)
         return self.cut(arena, n), generation
 
-    def reading(self, n_steps: int = 1, gamma: float = 0.9, mirror: int = OFF) -> tuple[Any, ...]:
+    def reading(self, n_steps: int = 1, gamma: float = 0.9) -> tuple[Any, ...]:
         """The last arguments of a read."""
         if self.copied:
             return ()
         draws = 0 if self.noise is None else self.draws
         ends = self.end_bits if self.ends else None
-        return ends, self.links, self.noise, self.envs, n_steps, gamma, mirror, draws
+        return ends, self.links, self.noise, self.envs, n_steps, gamma, draws
 
-    def sample(
-        self, rng: Tensor, n: int, n_steps: int = 1, gamma: float = 0.9, mirror: int = OFF
-    ) -> tuple[list[Tensor], Tensor, Tensor]:
-        out = n * (2 if mirror == DOUBLED else 1)
-        reading = self.reading(n_steps, gamma, mirror)
-        found = rows.sample(self.table, self.ring, rng, n, self.capacity, self.arena_bytes(out), *reading)
-        return self.cut(found[0], out), found[1], found[2]
+    def sample(self, rng: Tensor, n: int, n_steps: int = 1, gamma: float = 0.9) -> tuple[list[Tensor], Tensor, Tensor]:
+        reading = self.reading(n_steps, gamma)
+        found = rows.sample(self.table, self.ring, rng, n, self.capacity, self.arena_bytes(n), *reading)
+        return self.cut(found[0], n), found[1], found[2]
 
     def extend(self, sources: list[Tensor], n: int) -> Tensor:
         return rows.extend(self.table, sources, self.ring, n, self.capacity, self.envs, self.links, self.owners)
@@ -376,27 +363,21 @@ class Store:
         return found
 
 
-def expected_batch(
-    store: Store, index: Iterable[int], n_steps: int = 1, gamma: float = 0.9, mirror: int = OFF
-) -> list[Tensor]:
+def expected_batch(store: Store, index: Iterable[int], n_steps: int = 1, gamma: float = 0.9) -> list[Tensor]:
     """What the definition gives for rows ``index``, with the random numbers that the store's noise has next."""
     ring, index = store.reference(), [row % store.capacity for row in index]
-    count = len(index) * (2 if mirror == DOUBLED else 1)
     uniform = None
     if store.noise is not None:
-        uniform = philox.uniform(store.noise.clone(), count * store.draws).view(count, store.draws)
+        uniform = philox.uniform(store.noise.clone(), len(index) * store.draws).view(len(index), store.draws)
     batch: list[list[Tensor]] = [[] for _ in ring.keys]
-    for b in range(count):
-        mirrored = mirror == DOUBLED and b >= len(index)
-        if mirror == BY_CHANCE and uniform is not None:
-            mirrored = bool(uniform[b, 0] < 0.5)
+    for b, row in enumerate(index):
         for rows_of_key, key in zip(batch, ring.keys, strict=True):
             shift = (0, 0)
             if key.field.pad and uniform is not None:
-                first = 1 + 2 * key.field.pair
+                first = 2 * key.field.pair
                 down, right = (uniform[b, first : first + 2] * (2 * key.field.pad + 1)).long() - key.field.pad
                 shift = (int(down), int(right))
-            rows_of_key.append(ring.read(key, index[b % len(index)], n_steps, gamma, mirrored, shift))
+            rows_of_key.append(ring.read(key, row, n_steps, gamma, shift))
     return [torch.stack(rows_of_key) for rows_of_key in batch]
 
 

@@ -18,17 +18,14 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf.data import (
-    Clip,
     Hindsight,
     LazyTensorStorage,
-    Mirror,
     Normalize,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
     RandomShift,
     ReplayBuffer,
-    RewardScale,
     Sampler,
     SamplerWithoutReplacement,
     Sequence,
@@ -85,9 +82,8 @@ def reached(achieved: Tensor, goal: Tensor, batch: TensorDict) -> Tensor:
 
 
 def processing() -> list[Any]:
-    """All that may happen to a batch."""
-    images = {"pair": ([1, 0], -1.0)}
-    return [Normalize("pair", clip=3), RewardScale(0.9), Mirror(images), RandomShift("image", 1), Clip("pair", -2, 1)]
+    """All that the launch may do to a batch."""
+    return [Normalize("pair", clip=3), RandomShift("image", 1)]
 
 
 @dataclass(frozen=True)
@@ -259,7 +255,7 @@ class Model(SliceModel):
         batch["next", "reward"] = torch.full(batch.shape, 9.0)
         batch["next", "truncated"] = flag & ~even
         if self.contract.form == "processed":
-            # Images, and pairs for the mirror.
+            # Images, and pairs of numbers.
             number = batch["number"].float()
             batch["image"] = (number[..., None, None] % 50 + torch.arange(12).view(3, 4)).to(torch.uint8)
             batch["pair"] = torch.stack((number, -number / 2), -1)
@@ -526,7 +522,6 @@ _REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("bootstrap must be .* at least 0", lambda: Sequence(1, bootstrap=-1)),
         ("episode_boundary must be one of", lambda: Sequence(2, "wrap")),
         ("SliceSampler", lambda: buffer(sampler=slices(), sample_unit=Sequence(2))),
-        ("Mirror treats each row", lambda: buffer(sampler=slices(), process=[Mirror({"a": ([0], 1)})])),
         ("n_steps=3", lambda: buffer(sample_unit=Sequence(2), n_steps=3)),
     ],
     TypeError: [

@@ -351,7 +351,7 @@ def planned(contract: BufferContract) -> bool:
 )
 def test_memory_is_as_planned(contract, kind, monkeypatch):
     """Byte for byte, wherever it is: rows, tree, index and counters."""
-    contract = replace(contract, steps=150)
+    contract = replace(contract, steps=150, process=False)
     machine = Machine(device=20_000 if kind == "split" else GIB).install(monkeypatch)
     rows, sampler = Model(contract).write(150), contract.new().sampler
     made = plan(
@@ -426,6 +426,7 @@ def test_replays_of_a_captured_step_are_steps(contract, monkeypatch):
 @pytest.mark.parametrize("contract", each_option(contracts(on_device)), ids=str)
 def test_nothing_waits_for_the_gpu(contract):
     """CASES 28: on fake CUDA tensors, where reading a value raises."""
+    contract = replace(contract, process=False)
     model = Model(contract)
     rows = [model.write(n) for n in (3, STEPS + 5, 3)]
 

@@ -157,12 +157,12 @@ def test_other_shapes_of_storage():
 
 
 def test_what_changes_batches_keeps_them_with_their_rows():
-    doubled = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(10), batch_size=4, process=[Mirror({"value": ([1, 0], 1.0)}, mode="double")]
-    )
-    doubled.extend(rows(6).exclude("inner").set("value", torch.ones(6, 2)))
-    batch = doubled.sample()
-    assert batch.get("text").tolist() == [f"row {i}" for i in batch["number"].tolist()]
+    mirror = Mirror({"value": ([1, 0], 1.0)})
+    mirrored = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=4, transform=mirror)
+    mirrored.extend(rows(6).exclude("inner").set("value", torch.ones(6, 2)))
+    batch = mirrored.sample()
+    for found in (batch, torch.cat([batch, mirror.mirrored(batch)])):
+        assert found.get("text").tolist() == [f"row {i}" for i in found["number"].tolist()]
     converted = TensorDictReplayBuffer(storage=LazyTensorStorage(10, dtypes={"number": torch.int16}), batch_size=4)
     converted.extend(rows(6))
     assert numbers(converted.sample())

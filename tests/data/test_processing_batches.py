@@ -1,10 +1,11 @@
-"""Batches that are processed in the launch that copies the rows, against plain torch operations after the fact.
+"""Batches that are processed in the launch that copies the rows and by transforms, against plain torch operations.
 
 Processing in the life of a buffer: checkpoints, copies, refused writes, graphs, compiled code.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from gpubuf import capture
 from gpubuf.data import (
     Clip,
+    Compose,
     LazyTensorStorage,
     Mirror,
     MixedReplayBuffer,
@@ -34,9 +36,9 @@ from tests.contracts import first_quick
 from tests.support.counted_launches import counted_launches
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
-from tests.support.processing_setup import Twins, close, generator, normalised, shifted, steps, uniforms
+from tests.support.processing_setup import Twins, apart, close, generator, normalised, shifted, steps, uniforms
 
-SWAP = ([2, 0, 1], [1.0, -1.0, 0.5])
+SWAP, SEED = ([2, 0, 1], [1.0, -1.0, 0.5]), 5
 
 
 Apply = Callable[[TensorDict, Twins, Any], None]
@@ -80,25 +82,25 @@ def clipping(key: Any, low: float, high: float) -> tuple[Any, Apply]:
     return Clip(key, low, high), apply
 
 
-def mirroring(mode: str) -> tuple[Any, Apply]:
-    """All keys of a row or none, by its first random number; or the second half of the rows."""
+def mirroring() -> tuple[Any, Apply]:
+    """All keys of a row or none, by the next random number of torch."""
     images = {"observation": SWAP, "action": ([1, 0], -1.0)}
 
     def apply(batch: TensorDict, twins: Twins, uniform: Any) -> None:
-        which = torch.arange(len(batch)) >= len(batch) // 2 if mode == "double" else uniform[:, 0] < 0.5
+        which = torch.rand(len(batch), generator=generator(SEED)) < 0.5
         for name, (order, sign) in images.items():
             for key in keys_of(batch, name):
                 image = batch[key][:, order] * torch.tensor(sign)
                 batch[key] = torch.where(which.unsqueeze(-1), image, batch[key])
 
-    return Mirror(images, mode=mode), apply
+    return Mirror(images), apply
 
 
 def shifting(pad: int) -> tuple[Any, Apply]:
     """Pixel by pixel; observation and next observation apart."""
 
     def apply(batch: TensorDict, twins: Twins, uniform: Any) -> None:
-        drawn = torch.floor(uniform[:, 1:] * (2 * pad + 1)).long() - pad
+        drawn = torch.floor(uniform * (2 * pad + 1)).long() - pad
         for key in keys_of(batch, "pixels"):
             at = 2 * twins.processed._pipeline.options((key,) if isinstance(key, str) else key)["pair"]
             rows = [shifted(row, *drawn[i, at : at + 2].tolist()) for i, row in enumerate(batch[key])]
@@ -110,7 +112,7 @@ def shifting(pad: int) -> tuple[Any, Apply]:
 SHORT = {"dtypes": {"observation": torch.bfloat16, "action": torch.float16}}
 ONCE = {"share_next": ["observation"]}
 BOTH = {**ONCE, "dtypes": {"observation": torch.bfloat16}}
-#: What is done, in the order in which it is done in whatever order it is given, and to which buffers.
+#: What is done, in this order, and to which buffers.
 WAYS: dict[str, tuple[Callable[[], list[tuple[Any, Apply]]], dict[str, Any]]] = {
     "normalised": (lambda: [normalising("observation", "action", clip=2)], {}),
     "stored short": (lambda: [normalising("observation", "action")], {"storage": SHORT, "envs": 2, "n_steps": 3}),
@@ -122,15 +124,15 @@ WAYS: dict[str, tuple[Callable[[], list[tuple[Any, Apply]]], dict[str, Any]]] = 
         {},
     ),
     "sums of rewards": (lambda: [scaling(0.9, 5.0)], {"n_steps": 3}),
-    "mirrored": (lambda: [mirroring("random")], {}),
-    "doubled": (lambda: [mirroring("double")], {"prioritized": True}),
+    "mirrored": (lambda: [mirroring()], {"prioritized": True}),
     "shifted": (lambda: [shifting(2)], {}),
     "shifted, stored once": (lambda: [shifting(2)], {"storage": {"share_next": ["pixels"]}}),
     "shifted floats": (lambda: [shifting(1)], {"storage": {"dtypes": {"pixels": torch.float32}}}),
     "all": (
         lambda: [
-            mirroring("double"),
+            shifting(1),
             normalising("observation"),
+            mirroring(),
             clipping("observation", -0.7, 0.7),
             scaling(0.9, 5.0),
         ],
@@ -144,13 +146,14 @@ def test_batches_are_what_torch_makes_of_them(backend, name):
     """With the statistics of all rows that were ever written, at every draw. What is not named stays as it is."""
     made, options = WAYS[name]
     objects, steps = zip(*made(), strict=True)
-    twins = Twins(*objects[::-1], **{"gamma": 0.9, **options})
+    twins = Twins(*objects, **{"gamma": 0.9, **options})
     for number, n in enumerate((5, 1, 30, 25) if backend == "numba" else (20, 5)):
         twins.write(n, number)
         pipeline = twins.processed._pipeline
-        uniform = None if pipeline.noise is None else uniforms(pipeline, 16)
+        uniform = None if pipeline is None or pipeline.noise is None else uniforms(pipeline, 16)
+        torch.manual_seed(SEED)
         plain, processed = twins.sample()
-        due = torch.cat([plain, plain]) if processed.batch_size == (32,) else plain.clone()
+        due = plain.clone()
         for step in steps:
             step(due, twins, uniform)
         for key in due.keys(True, True):
@@ -160,7 +163,7 @@ def test_batches_are_what_torch_makes_of_them(backend, name):
             else:
                 assert torch.equal(processed[key], due[key]), key
         if options.get("prioritized"):
-            for buffer, batch in ((twins.plain, plain), (twins.processed, processed[:16])):
+            for buffer, batch in ((twins.plain, plain), (twins.processed, processed)):
                 buffer.update_tensordict_priority(batch.set("td_error", torch.arange(16.0) + number))
 
 
@@ -176,10 +179,6 @@ def test_several_batches_in_one_draw():
     assert processed.batch_size == (3, 16)
     expected = normalised(plain["observation"].view(48, 3), twins.rows("observation"))
     close(processed["observation"].view(48, 3).double(), expected, 2e-5)
-    doubled = Twins(Mirror({"observation": SWAP}, mode="double"))
-    doubled.write(40, 0)
-    with pytest.raises(ValueError, match="one batch at a time"):
-        doubled.processed.sample(batches=3)
 
 
 def test_buffers_that_share_statistics_in_one_batch():
@@ -193,11 +192,6 @@ def test_buffers_that_share_statistics_in_one_batch():
     every = torch.cat([rows["observation"] for rows in data]).double()
     plain = torch.stack([data[b]["observation"][i] for b, i in zip(info["buffer"], info["index"], strict=True)])
     close(batch["observation"].double(), normalised(plain, every), 2e-5)
-    mirror = Mirror({"observation": SWAP}, mode="double")
-    doubled = ReplayBuffer(storage=LazyTensorStorage(32), process=[mirror])
-    doubled.extend(data[0])
-    with pytest.raises(ValueError, match="several buffers"):
-        MixedReplayBuffer([doubled, parts[0]], batch_size=16).sample()
 
 
 @pytest.mark.parametrize("prioritized", first_quick([True, False]))
@@ -207,7 +201,7 @@ def test_launches(prioritized):
     process = (
         Normalize(["observation", "action"], clip=2),
         RewardScale(0.9),
-        Mirror({"observation": SWAP}, mode="double"),
+        Mirror({"observation": SWAP}),
         RandomShift("pixels"),
     )
     twins = Twins(*process, prioritized=prioritized, n_steps=3, storage={"share_next": ["observation"]})
@@ -233,8 +227,9 @@ def objects() -> list[Any]:
     ]
 
 
-def new(*process: Any, **arguments: Any) -> TensorDictReplayBuffer:
-    given = {"storage": LazyTensorStorage(64), "batch_size": 8, "process": process or objects(), **arguments}
+def new(*given_objects: Any, **arguments: Any) -> TensorDictReplayBuffer:
+    chosen = apart(*(given_objects or objects()))
+    given = {"storage": LazyTensorStorage(64), "batch_size": 8, **chosen, **arguments}
     return TensorDictReplayBuffer(**given, generator=generator(5))
 
 
@@ -273,7 +268,7 @@ def test_checkpoints_of_other_processing_are_refused(tmp_path: Path):
     for other, folder, text in (
         (plain, "all", "give it `process`"),
         (buffer, "none", "nothing of that"),
-        (new(Clip("action", -1, 1)), "all", "processing"),
+        (new(RandomShift("pixels")), "all", "processing"),
     ):
         before = [] if other is plain else state_of(other)
         with pytest.raises(ValueError, match=text):
@@ -322,11 +317,53 @@ def test_refused_writes_teach_nothing():
 
 
 def test_a_single_object_will_do_and_others_are_refused():
-    assert new(process=Clip("action", -1, 1))._pipeline.steps[0].high == 1
-    with pytest.raises(TypeError, match="process takes"):
-        new(process=[lambda data: data])
+    assert new(process=RandomShift("pixels", 1))._pipeline.steps[0].pad == 1
+    for other in (Clip("action", -1, 1), Mirror({"action": ([1, 0], 1)}), RewardScale(0.9), lambda data: data):
+        with pytest.raises(TypeError, match=r"process takes Normalize and RandomShift: give .* as transform="):
+            new(process=[other])
     plain = ReplayBuffer(storage=LazyTensorStorage(4), process=[])
     assert plain._recipe.is_plain
+
+
+def test_statistics_among_the_transforms():
+    """They learn whether they come before the first row or after it, and normalise in their turn."""
+    normalize, scale, early = Normalize("observation"), RewardScale(0.9), RewardScale(0.9)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(64), batch_size=8)
+    buffer.append_transform(Compose(Clip("observation", 0, 1), early))
+    buffer.extend(steps(10))
+    before = buffer.sample()
+    buffer.append_transform(normalize).append_transform(scale)
+    batch = buffer.sample()
+    assert torch.equal(batch["observation"], steps(10)["observation"].clamp(0, 1)[batch["index"]])
+    with pytest.raises(ValueError, match="nowhere"):
+        buffer.append_transform(RewardScale(0.9, keys="nowhere"))
+    assert len(buffer.transform) == 4
+    buffer.extend(steps(20, seed=1))
+    assert normalize.count().tolist() == [20] * 3
+    assert early.count().item() == 30
+    batch, rows = buffer.sample(), torch.cat([steps(10), steps(20, seed=1)])
+    due = rows["next", "reward"][batch["index"]] * early.factor() * scale.factor()
+    close(batch["next", "reward"], due, 1e-6)
+    close(batch["observation"], normalize(rows[batch["index"]]["observation"].clamp(0, 1)), 1e-6)
+    assert before["observation"].max() <= 1
+    again = copy.deepcopy(buffer)
+    again.extend(steps(5))
+    assert again._pipeline.steps[-1].count().item() == 25
+    assert scale.count().item() == 20
+    assert again.sample()["next", "reward"].isfinite().all()
+
+
+def test_rewards_are_clipped_before_a_sum_where_they_are_written():
+    clip = Clip(("next", "reward"), -1.0, 1.0)
+    summed, single = (TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=32, n_steps=2) for _ in "ab")
+    summed.append_transform(clip)
+    single.append_transform(clip, invert=True)
+    data = steps(2, ends=0)
+    data["next", "reward"] = torch.tensor([[5.0], [5.0]])
+    for buffer, due in ((summed, 1.0), (single, 1.99)):
+        buffer.extend(data)
+        batch = buffer.sample()
+        close(batch["next", "reward"][batch["steps_to_next_obs"] == 2].max(), torch.tensor(due), 1e-6)
 
 
 def test_statistics_outlive_the_rows():
@@ -358,6 +395,7 @@ def test_replays_learn_on(monkeypatch: pytest.MonkeyPatch):
     found = []
     for graphs in (False, True):
         process = objects()
+        torch.manual_seed(SEED)
         buffer = new(*process)
         buffer.extend(steps(30))
         buffer.sample()
@@ -386,7 +424,7 @@ def test_nothing_waits_for_the_gpu():
     with fake_cuda():
         process = [*objects()[1:], Normalize("observation", update="manual")]
         buffer = TensorDictReplayBuffer(
-            storage=LazyTensorStorage(64, device="cuda"), batch_size=8, process=process, n_steps=2
+            storage=LazyTensorStorage(64, device="cuda"), batch_size=8, n_steps=2, **apart(*process)
         )
         data = steps(6).apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda"))
         buffer.extend(data)

@@ -62,7 +62,8 @@ KINDS = ("n-step", "shared", "slices", "prioritized slices", "two environments")
 
 def new(kind: str, capacity: int = CAPACITY) -> TensorDictReplayBuffer:
     sampler: Sampler = PrioritizedSampler(capacity, ALPHA, 0.4, EPS)
-    options: dict[str, Any] = {"n_steps": N_STEPS, "gamma": 1.0, "process": [Normalize("x"), RewardScale(0.9)]}
+    options: dict[str, Any] = {"n_steps": N_STEPS, "gamma": 1.0, "process": [Normalize("x")]}
+    options["transform"] = RewardScale(0.9)
     if kind == "slices":
         sampler, options = SliceSampler(slice_len=2), {}
     elif kind == "prioritized slices":
@@ -93,7 +94,9 @@ def filled(kind: str, rank: int) -> TensorDictReplayBuffer:
 
 def stored(buffer: TensorDictReplayBuffer) -> dict[str, Any]:
     """What a buffer holds: rows, the leaves of the tree, lengths of trajectories, batches."""
-    found: dict[str, Any] = {"rows": buffer[:].clone().to_dict()}
+    # Past the transforms.
+    rows = buffer.storage[:]
+    found: dict[str, Any] = {"rows": (rows if buffer.storage.ndim == 1 else rows.transpose(0, 1)).clone().to_dict()}
     if buffer.sampler.has_priorities:
         found["leaves"] = buffer.sampler.tree.leaves[: len(buffer)].clone()
         found["largest"] = buffer.sampler.tree.max_priority

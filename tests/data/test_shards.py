@@ -145,7 +145,8 @@ def statistics_of(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     for write in range(WRITES):
         if write < 2:
             steps = [Normalize("x"), RewardScale(0.9)]
-            buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100), process=steps, batch_size=4)
+            storage = LazyTensorStorage(100)
+            buffer = TensorDictReplayBuffer(storage=storage, process=steps[:1], transform=steps[1], batch_size=4)
         if write == 1:
             buffer.load_state_dict(state)
         buffer.extend(observations(rank, write))

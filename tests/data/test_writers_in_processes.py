@@ -280,7 +280,7 @@ def test_returns_add_up_within_one_writer(steps: Any, run: int, capacity: int):
     """``RewardScale`` has a return for each environment of each writer, whoever's steps come between theirs."""
     scale = RewardScale(0.9)
     buffer = buffer_of(
-        capacity, Writers(3, run=run, queue_steps=32), storage={"ndim": 2}, dim_extend=1, process=[scale]
+        capacity, Writers(3, run=run, queue_steps=32), storage={"ndim": 2}, dim_extend=1, transform=scale
     )
     seen = list[float]()
     for ends in played(buffer, steps, ENVS).values():
@@ -603,7 +603,7 @@ def test_mistakes_are_refused_with_a_sentence():
     with pytest.raises(ValueError, match="written in turn"):
         TensorDictReplayBuffer(LazyTensorStorage(3), writer=TensorDictMaxValueWriter(), writers=1)
     with pytest.raises(ValueError, match="give the buffer a storage with ndim=2"):
-        ReplayBuffer(LazyTensorStorage(3), process=[RewardScale(0.99, envs=2)], writers=1)
+        ReplayBuffer(LazyTensorStorage(3), transform=RewardScale(0.99, envs=2), writers=1)
     with pytest.raises(ValueError, match="a Sequence that goes on over the ends of trajectories"):
         ReplayBuffer(LazyTensorStorage(3), sample_unit=Sequence(2, "include_reset"), writers=1)
     for options in ({"count": 0}, {"count": 1, "margin": 1.0}, {"count": 1, "timeout": 0}, {"count": 1, "ratio": -1.0}):

@@ -135,7 +135,7 @@ def test_no_rows_compute_mean_and_factor_anew():
     moments.update(state, torch.empty(0, 2), mean, factor, rule_of(), tickets)
     assert mean.tolist() == [5, 0]
     close(factor, [0.5, 1.0], 1e-6)
-    moments.update(state, torch.empty(0, 2), None, factor, rule_of(peak_at=0.7), tickets)
+    moments.update(state, torch.empty(0, 2), mean, factor, rule_of(peak_at=0.7), tickets)
     close(factor, [0.1, 1.0], 1e-6)
 
 
@@ -182,7 +182,6 @@ def test_no_steps_and_no_environments():
 def test_opcheck():
     state, mean, factor, tickets = new_state(3, "cpu")
     torch.library.opcheck(moments.update, (state, numbers(4, 3), mean, factor, rule_of(), tickets))
-    torch.library.opcheck(moments.update, (state, numbers(4, 3), None, factor, rule_of(), tickets))
     before = torch.zeros(2, 1, dtype=torch.float64)
     given = (before, numbers(4, 2).unsqueeze(-1), numbers(4, 2) > 100, rule_of(gamma=0.9))
     torch.library.opcheck(moments.returns, given)

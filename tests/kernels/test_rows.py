@@ -15,7 +15,7 @@ import triton.language as tl
 from gpubuf.kernels import _threads, config, philox, rows
 from gpubuf.kernels._registry import lazy
 from gpubuf.kernels.config import RowsConfig
-from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, DRAWN, LAST, MAX_PAD, NEXT, OFF, STEPS, SUM, _launch
+from gpubuf.kernels.rows import DRAWN, LAST, MAX_PAD, NEXT, STEPS, SUM, _launch
 from gpubuf.kernels.rows._triton_tiles import quotient, rows_and_columns, unit_shift
 from tests.contracts import first_quick, on_both
 from tests.contracts.rows import (
@@ -336,21 +336,20 @@ def test_sums(backend, elements):
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("mirror", [OFF, DOUBLED])
 @pytest.mark.parametrize(
     ("backend", "n", "size"), on_both([(1, 1), (7, 3), (256, 50)], lambda case: case[0] < 256), indirect=["backend"]
 )
-def test_the_law_of_a_sample(backend, n, size, mirror):
+def test_the_law_of_a_sample(backend, n, size):
     """Case 38: bit for bit from the Philox uniforms; the newest rows as all others; copied rows draw alike."""
     rngs = [philox.new_state(7, "cpu") for _ in range(3)]
     for rng in rngs:
         rng[philox.OFFSET] = 2**33 + 5
     store, copied = Store(TRANSITION, 50, written=size), Store([ID], 50, written=size, copied=True)
     drawn = store.reference().sample(philox.uniform(rngs[0], n).tolist())
-    found, index, generation = store.sample(rngs[1], n, 3, mirror=mirror)
-    assert index.tolist() == drawn * (2 if mirror == DOUBLED else 1)
+    found, index, generation = store.sample(rngs[1], n, 3)
+    assert index.tolist() == drawn
     assert generation.tolist() == [1] * len(index)
-    assert_same(found, expected_batch(store, drawn, 3, mirror=mirror))
+    assert_same(found, expected_batch(store, drawn, 3))
     assert copied.sample(rngs[2], n)[1].tolist() == drawn
     assert all(rng.tolist() == [7, 2**33 + 5 + n, 0] for rng in rngs)
     assert store.counters == [size, size, 0, 0]
@@ -396,35 +395,34 @@ def test_out_of_range(backend, bad, copied):
 
 # Processing
 
-#: Fields that are mirrored, normalised, clipped and shifted, and plain ones beside them.
+#: Fields that are normalised, cut to bounds and shifted, and plain ones beside them.
 PROCESSED = (
     Spec(17, normalised=True, low=-2.0, high=1.5),
-    Spec(6, mirrored=True),
-    Spec(17, LAST, mirrored=True, normalised=True, high=2.0),
+    Spec(6),
+    Spec(17, LAST, normalised=True, high=2.0),
     Spec(1, SUM, normalised=True, low=-1.0),
-    Spec(5, DRAWN, torch.bfloat16, batch=torch.float32, mirrored=True, low=-1.0, high=1.0),
-    Spec(4, DRAWN, torch.float64, normalised=True, mirrored=True),
-    Spec(3, DRAWN, torch.int64, mirrored=True),
+    Spec(5, DRAWN, torch.bfloat16, batch=torch.float32, normalised=True, low=-1.0, high=1.0),
+    Spec(4, DRAWN, torch.float64, normalised=True),
+    Spec(3, DRAWN, torch.int64),
     Spec(2 * 5 * 4, DRAWN, torch.uint8, pad=2, height=5, width=4),
     Spec(5 * 4, LAST, torch.uint8, batch=torch.float32, scale=1 / 255, pad=3, height=5, width=4, pair=1),
-    Spec(9, LAST, normalised=True, mirrored=True, pad=1, height=3, width=3, pair=2),
+    Spec(9, LAST, normalised=True, pad=1, height=3, width=3, pair=2),
     Spec(3, DRAWN, torch.float16),
 )
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("mirror", [OFF, BY_CHANCE, DOUBLED])
-def test_processing(backend, mirror):
-    store = Store(PROCESSED, 23, written=40, layout="plain" if mirror == OFF else "record")
+@pytest.mark.parametrize("layout", ["plain", "record"])
+def test_processing(backend, layout):
+    store = Store(PROCESSED, 23, written=40, layout=layout)
     store.ends, store.noise = {3, 9, 10}, philox.new_state(11, "cpu")
     store.noise[philox.OFFSET] = 2**32 + 1
     index = torch.arange(-5, 18 if backend == "numba" else 2)
-    expected = expected_batch(store, index.tolist(), 3, 0.9, mirror)
-    found, generation = store.gather(index, 3, 0.9, mirror)
+    expected = expected_batch(store, index.tolist(), 3, 0.9)
+    found, generation = store.gather(index, 3, 0.9)
     assert_same(found, expected)
-    doubled = 2 if mirror == DOUBLED else 1
-    assert store.noise.tolist() == [11, 2**32 + 1 + doubled * len(index) * store.draws, 0]
-    assert generation.tolist() == [2 if row % 23 < 17 else 1 for row in index.tolist()] * doubled
+    assert store.noise.tolist() == [11, 2**32 + 1 + len(index) * store.draws, 0]
+    assert generation.tolist() == [2 if row % 23 < 17 else 1 for row in index.tolist()]
 
 
 def test_the_largest_shift(backend):
@@ -460,7 +458,7 @@ FIELDS = (
     Spec(2, LAST, torch.bfloat16, torch.float32),
     Spec(1, SUM, torch.float64),
     Spec(1, SUM),
-    Spec(4, DRAWN, mirrored=True, normalised=True),
+    Spec(4, DRAWN, normalised=True),
     Spec(9, DRAWN, torch.uint8, pad=1, height=3, width=3),
     Spec(1, STEPS, torch.int64),
 )
@@ -487,9 +485,8 @@ BAD_READS = [
     ({"capacity": 0}, ValueError, "at least 1, but is 0"),
     ({"envs": 5}, ValueError, "not a whole number of steps"),
     ({"envs": 0}, ValueError, "not a whole number of steps"),
-    ({"mirror": 3}, ValueError, "mirror must be"),
     ({"noise": None}, ValueError, "random numbers"),
-    ({"noise": None, "draws": 0, "mirror": BY_CHANCE}, ValueError, "random numbers"),
+    ({"draws": -1}, ValueError, "random numbers"),
     ({"noise": torch.zeros(2, dtype=torch.int64)}, ValueError, "shape"),
     ({"index": torch.tensor([0.0, 1.0])}, TypeError, "index must be int64, not torch.float32"),
     ({"index": torch.tensor([[0, 1]])}, ValueError, r"shape \[2\], not \[1, 2\]"),
@@ -556,7 +553,7 @@ def test_what_only_the_cpu_can_check():
     unlinked = Store([Spec(2), Spec(2, NEXT, of=0)], 4, slots=2)
     unlinked.specs[0].writes = False
     unlinked.attach()
-    opaque = Store([Spec(2), Spec(2, DRAWN, torch.complex64, mirrored=True)], 4, written=4)
+    opaque = Store([Spec(2), Spec(2, DRAWN, torch.complex64, normalised=True)], 4, written=4)
     for change, error, text in (
         (lambda: gather_with(store, arena_bytes=64), ValueError, "an arena of 64 bytes does not fit 2 rows"),
         (lambda: rows.gather(plain.table, plain.ring, index, 5, 64), ValueError, r"4 rows of \[12, 1\] bytes"),
@@ -564,7 +561,7 @@ def test_what_only_the_cpu_can_check():
         (lambda: plain.extend(wide, 2), ValueError, r"key 0: expected 2 rows of 12 bytes, .* \[2, 4\] and 32 bytes"),
         (lambda: plain.write(wide, index[:2]), ValueError, "key 0: expected 2 rows of 12 bytes"),
         (lambda: gather_with(store, links=None), ValueError, "field 1 can't be read: next observations need links"),
-        (lambda: opaque.gather(index, mirror=DOUBLED), ValueError, "field 1 can't be read"),
+        (lambda: opaque.gather(index), ValueError, "field 1 can't be read"),
         (lambda: store.extend(narrow, 4), ValueError, "field 2: expected 4 rows of 2 elements"),
         (lambda: store.write(narrow, index), ValueError, "field 2: expected 4 rows of 2 elements"),
         (lambda: rows.extend(store.table, sources, store.ring, 4, 12, 2), ValueError, "field 1 can't be written"),
@@ -573,7 +570,6 @@ def test_what_only_the_cpu_can_check():
         with pytest.raises(error, match=text):
             change()
     assert_store(store, before)
-    assert opaque.gather(index)[0][1].dtype is torch.complex64
 
 
 def test_rows_too_large_for_32_bits():
@@ -599,9 +595,9 @@ def test_opcheck():
     store = Store(specs, 12, 2, slots=12)
     store.extend(store.batch(8, 1), 8)
     store.noise = philox.new_state(5, "cpu")
-    read, reading = (store.table, store.ring), (store.end_bits, store.links, store.noise, 2, 3, 0.9, DOUBLED, 1)
-    check(rows.gather, (*read, index, 12, store.arena_bytes(6), *reading))
-    check(rows.sample, (*read, rng, 3, 12, store.arena_bytes(6), *reading))
+    read, reading = (store.table, store.ring), (store.end_bits, store.links, store.noise, 2, 3, 0.9, 1)
+    check(rows.gather, (*read, index, 12, store.arena_bytes(3), *reading))
+    check(rows.sample, (*read, rng, 3, 12, store.arena_bytes(3), *reading))
     sources, shared = store.batch(4, 7), (2, store.links, store.owners)
     check(rows.extend, (store.table, sources, store.ring, 4, 12, *shared))
     check(rows.relink, (store.table, sources, store.ring, torch.arange(4), 12, *shared))
@@ -641,8 +637,8 @@ def test_launches(n_keys):
         record.run(rows.extend, fields, sources, ring, 4, 12, *shared)
         record.run(rows.write, fields, sources, ring, index, 12, index)
         record.run(rows.relink, fields, sources, ring, index, 12, *shared)
-        record.run(rows.gather, fields, ring, index, 12, 256, *reading, rows.BY_CHANCE, 3)
-        record.run(rows.sample, fields, ring, state, 6, 12, 512, *reading, rows.DOUBLED, 3)
+        record.run(rows.gather, fields, ring, index, 12, 256, *reading, 3)
+        record.run(rows.sample, fields, ring, state, 6, 12, 512, *reading, 3)
     if n_keys == 3:
         again = ["compare", "assign", "aside"]
         copies = ["extend", "write", "gather", "sample"]
@@ -779,13 +775,10 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    ("n", "mirror"),
-    [(2 * _threads.ROWS_A_THREAD - 1, OFF), (2 * _threads.ROWS_A_THREAD, DOUBLED), (9000, BY_CHANCE)],
-)
-def test_any_number_of_threads_gives_the_same_bits(threads, n, mirror):
+@pytest.mark.parametrize("n", [2 * _threads.ROWS_A_THREAD - 1, 2 * _threads.ROWS_A_THREAD, 9000])
+def test_any_number_of_threads_gives_the_same_bits(threads, n):
     """Rows, index, generations, and what is left of both random streams; eager forms give the same as operations."""
-    store, n_out = Store(FIELDS, 600, 2, slots=600), n * (2 if mirror == DOUBLED else 1)
+    store = Store(FIELDS, 600, 2, slots=600)
     for seed in range(10):
         store.extend(store.batch(80, seed), 80)
     store.ends = set(range(0, 600, 7))
@@ -793,25 +786,23 @@ def test_any_number_of_threads_gives_the_same_bits(threads, n, mirror):
     def results(count: int) -> list[torch.Tensor]:
         threads(count)
         store.noise, rng = philox.new_state(5, "cpu"), philox.new_state(7, "cpu")
-        drawn = store.sample(rng, n, 5, mirror=mirror)
-        gathered = store.gather(drawn[1][:n].clone(), 5, mirror=mirror)
+        drawn = store.sample(rng, n, 5)
+        gathered = store.gather(drawn[1].clone(), 5)
         return [*drawn[0], *drawn[1:], *gathered[0], gathered[1], store.noise, rng]
 
     def eager() -> list[torch.Tensor]:
         store.noise, rng = philox.new_state(5, "cpu"), philox.new_state(7, "cpu")
-        reading = store.reading(5, mirror=mirror)
-        fields = [
-            [torch.empty(n_out, s.elements, dtype=store.dtypes(f)[2]) for f, s in enumerate(FIELDS)] for _ in "ab"
-        ]
+        reading = store.reading(5)
+        fields = [[torch.empty(n, s.elements, dtype=store.dtypes(f)[2]) for f, s in enumerate(FIELDS)] for _ in "ab"]
         index, generation = sample_into(store.table, store.ring, rng, n, 600, fields[0], *reading)
-        again = gather_into(store.table, store.ring, index[:n].clone(), 600, fields[1], *reading)
+        again = gather_into(store.table, store.ring, index.clone(), 600, fields[1], *reading)
         return [*fields[0], index, generation, *fields[1], again, store.noise, rng]
 
     one = results(1)
     assert_same(results(3), one)
     assert_same(eager(), one)
     assert one[-1].tolist() == [7, n, 0]
-    assert one[-2].tolist() == [5, 2 * n_out * store.draws, 0]
+    assert one[-2].tolist() == [5, 2 * n * store.draws, 0]
 
 
 def test_an_error_in_any_part_is_found(threads):

@@ -8,8 +8,15 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data import LazyTensorStorage, PrioritizedSampler, RandomSampler, TensorDictReplayBuffer
-from gpubuf.data.processing.base import Process
+from gpubuf.data import (
+    Compose,
+    LazyTensorStorage,
+    Normalize,
+    PrioritizedSampler,
+    RandomSampler,
+    RandomShift,
+    TensorDictReplayBuffer,
+)
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.storage.layout import RowLayout
 from gpubuf.kernels import philox
@@ -40,8 +47,16 @@ def steps(n: int, width: int = 3, seed: int = 0, ends: float = 0.2) -> TensorDic
     )
 
 
-def bound(*objects: object, data: TensorDict | None = None, envs: int = 1) -> Pipeline:
-    pipeline = Pipeline(objects)
+def apart(*objects: Any) -> dict[str, Any]:
+    """Objects as arguments of a buffer: those for the launch, and the others as transforms."""
+    process = [each for each in objects if isinstance(each, (Normalize, RandomShift))]
+    transforms = [each for each in objects if not isinstance(each, (Normalize, RandomShift))]
+    return {"process": process, "transform": Compose(*transforms) if transforms else None}
+
+
+def bound(*objects: Any, data: TensorDict | None = None, envs: int = 1) -> Pipeline:
+    transforms = apart(*objects)["transform"]
+    pipeline = Pipeline(apart(*objects)["process"], () if transforms is None else transforms)
     pipeline.bind(RowLayout(steps(1) if data is None else data, 1).leaves, envs, CPU)
     return pipeline
 
@@ -54,7 +69,7 @@ class Twins:
     """Two buffers of the same rows that draw alike: one gives batches as they are stored, the other processes them.
 
     Args:
-        objects: what happens to the batches of the second.
+        objects: what happens to the batches of the second, transforms in this order.
         envs: environments, of which each write has whole steps; None: rows of one dimension.
         prioritized: whether rows are drawn by priority.
         storage: arguments of the storages.
@@ -63,7 +78,7 @@ class Twins:
 
     def __init__(
         self,
-        *objects: Process,
+        *objects: Any,
         envs: int | None = None,
         prioritized: bool = False,
         storage: dict[str, Any] | None = None,
@@ -71,11 +86,11 @@ class Twins:
     ) -> None:
         self.envs = envs
         made = []
-        for process in ((), objects):
+        for chosen in ((), objects):
             sampler = PrioritizedSampler(64, 0.7, 0.5) if prioritized else RandomSampler()
             rows = LazyTensorStorage(64, ndim=1 if envs is None else 2, **(storage or {}))
             given = {"batch_size": 16, **arguments}
-            made.append(TensorDictReplayBuffer(storage=rows, sampler=sampler, process=process, **given))
+            made.append(TensorDictReplayBuffer(storage=rows, sampler=sampler, **apart(*chosen), **given))
             sampler.random_state("cpu").manual_seed(7)
         self.plain, self.processed = made
         self.written: list[TensorDict] = []

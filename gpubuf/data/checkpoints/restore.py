@@ -183,7 +183,10 @@ def _check_settings(buffer: Checkpointed, state: dict[str, Any]) -> None:
     saved: Any = state.get("_processing")
     need(size is None or (is_count(size, 1) and size < 2**31), f"the checkpoint's batch size is {size!r}")
     if buffer._pipeline is None:
-        need(saved is None, "the state has the processing of batches, and this buffer has none: give it `process`")
+        need(
+            saved is None,
+            "the state has the processing of batches, and this buffer has none: give it `process` and `transform`",
+        )
     else:
         need(saved is not None, "this buffer processes its batches, and the state has nothing of that")
         buffer._pipeline.check_state(saved)

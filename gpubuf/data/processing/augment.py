@@ -1,30 +1,30 @@
-"""Augmentation and clipping of batches: Clip, Mirror, RandomShift."""
+"""Augmentation and clipping of batches: RandomShift in the launch that copies the rows, Mirror and Clip after it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
-from gpubuf.data.processing.base import Process, as_keys, check_bounds, require_numbers
-from gpubuf.data.storage.layout import Key, Leaf, address, as_key, as_written
-from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, MAX_PAD
+from gpubuf.data.processing.base import Process, as_keys, check_bounds, replaced, tensor_at, with_twins
+from gpubuf.data.storage.layout import Key, Leaf, as_key, as_written
+from gpubuf.kernels.rows import MAX_PAD
 
 
-class Clip(Process):
-    """Cuts the numbers of a batch to an interval, in the launch that copies the rows. The stored rows stay as they are.
+class Clip:
+    """Cuts numbers to an interval: a transform of batches, in plain PyTorch.
 
-    It comes last: normalised keys are cut after they have been normalised. A sum of rewards (n-step) is cut as a sum.
-    Several bounds on one key all hold. NaN stays NaN.
+    ``transform=Clip(("next", "reward"), -1.0, 1.0)`` cuts what a batch has, of n-step rewards the sum. To clip each
+    reward before the sum, clip what is written: ``buffer.append_transform(clip, invert=True)``. NaN stays NaN.
 
     Args:
-        keys: a key, or a list of keys. A root key stands for its twin under "next" too. Integers are compared as
-            float32, exact to 2**24.
-        low, high: the bounds; infinite ones are none.
+        keys: a key, or a list of keys. A root key stands for its twin under "next" too.
+        low, high: the bounds; infinite ones are none. Integers are compared as float32, exact to 2**24.
 
     Raises:
         ValueError: ``low`` is above ``high``, or one is NaN.
@@ -34,96 +34,99 @@ class Clip(Process):
         self.keys = as_keys(keys)
         self.low, self.high = check_bounds(low, high)
 
-    def check_leaf(self, leaf: Leaf, origin: Key) -> None:
-        """Raise unless the batch has numbers there."""
-        require_numbers("Clip", leaf)
+    def __call__(self, data: TensorDictBase) -> TensorDictBase:
+        """A shallow copy of a batch, on any device, with these keys cut. No host sync.
 
-    def options_of(self, leaf: Leaf, origin: Key) -> dict[str, Any]:
-        """The bounds."""
-        return {"low": self.low, "high": self.high}
+        Raises:
+            KeyError: a key is not there.
+        """
+        return replaced(data, with_twins(self.keys), lambda x, _: x.clamp(self.low, self.high).to(x.dtype), self.keys)
 
     def __repr__(self) -> str:
         return f"Clip({list(self.keys)}, low={self.low}, high={self.high})"
 
 
-Mode = Literal["random", "double"]
+class Mirror:
+    """Mirrors rows of a batch with probability one half: a transform, in plain PyTorch.
 
+    All keys of a row are mirrored, or none: element i of a mirrored row is ``sign[i] * row[permutation[i]]``, with the
+    elements of a row counted as they lie in memory. Keys that are not named (rewards, flags) are the same in the
+    mirror. A row is what the first dimension of a batch counts: a window of steps is mirrored as a whole.
 
-class Mirror(Process):
-    """Mirrors rows of a batch, in the launch that copies them: all keys of a row, or none.
+    ``process=`` comes before transforms. To normalise rows after they are mirrored give both as transforms:
+    ``transform=Compose(mirror, Normalize(...))``.
 
-    Element i of a mirrored row is ``sign[i] * row[permutation[i]]``, with the elements of a row counted as they lie in
-    memory. Keys that are not named (rewards, flags) are the same in the mirror. Mirroring comes before normalisation.
+    The random numbers are those of torch's global generator on the device of the batch.
 
     Args:
         images: for each key ``(permutation, sign)``: a permutation of the elements of a row, as integers, and a number
             for each element, or one for all. A root key stands for its twin under "next" too. Integers are computed in
             float32, exact to 2**24.
-        mode: ``"random"`` mirrors each row of a batch with probability one half. ``"double"`` makes a batch of 2n rows
-            of n drawn ones: as they are, and then all of them mirrored, in the same order. Index, generation and
-            weight come twice then.
+        mode: ``"random"``.
 
     Raises:
-        ValueError: a permutation is none, the sign has another length, or the mode is unknown.
+        ValueError: a permutation is none, the sign has another length, or the mode is another.
 
     As in FastTD3 (Seo et al. 2025) and in "Symmetry Considerations for Learning Task Symmetric Robot Policies"
     (Mittal et al. 2024).
     """
 
-    slot = "mirrors"
-
-    def __init__(self, images: Mapping[Any, tuple[Any, Any]], mode: Mode = "random") -> None:
-        if mode not in get_args(Mode):
-            raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
-        self.mode: Mode = mode
+    def __init__(self, images: Mapping[Any, tuple[Any, Any]], mode: str = "random") -> None:
+        if mode != "random":
+            raise ValueError(
+                f"mode must be 'random', got {mode!r}: torch.cat([batch, mirror.mirrored(batch)]) doubles a batch"
+            )
         self._images = {as_key(key): _checked(as_key(key), *image) for key, image in images.items()}
         self.keys = tuple(self._images)
         if not self.keys:
             raise ValueError("Mirror needs a key to mirror")
 
-    @property
-    def mirror(self) -> int:
-        """The mirroring of a batch, for the kernels."""
-        return DOUBLED if self.mode == "double" else BY_CHANCE
+    def __call__(self, data: TensorDictBase) -> TensorDictBase:
+        """A shallow copy of a batch, on any device, with some rows mirrored. No host sync after the first call.
 
-    def check_leaf(self, leaf: Leaf, origin: Key) -> None:
-        """Raise unless the batch has numbers there, as many per row as the permutation."""
-        require_numbers("Mirror", leaf)
-        permutation, _ = self._images[origin]
-        if permutation.numel() != leaf.n_elements:
-            raise ValueError(
-                f"Mirror has a permutation of {permutation.numel()} elements for {as_written(origin)!r}, whose rows "
-                f"have {leaf.n_elements}"
-            )
+        Raises:
+            KeyError: a key is not there.
+            ValueError: its rows have another number of elements than the permutation.
+        """
+        chosen = torch.rand(len(data), device=tensor_at(data, self.keys[0]).device) < 0.5
+        return self._mirrored(data, chosen)
 
-    def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device) -> None:
-        """Have permutations and signs on the device."""
-        self._images = {key: (p.to(device), s.to(device)) for key, (p, s) in self._images.items()}
+    def mirrored(self, data: TensorDictBase) -> TensorDictBase:
+        """As a call, with all rows mirrored."""
+        return self._mirrored(data, None)
 
-    def options_of(self, leaf: Leaf, origin: Key) -> dict[str, Any]:
-        """The permutation and the signs."""
-        permutation, sign = self._images[origin]
-        return {"permutation": address(permutation), "sign": address(sign)}
+    def _mirrored(self, data: TensorDictBase, chosen: Tensor | None) -> TensorDictBase:
+        lead = data.batch_size
 
-    def tensors(self) -> list[Tensor]:
-        """Permutations and signs."""
-        return [tensor for image in self._images.values() for tensor in image]
+        def change(value: Tensor, key: Key) -> Tensor:
+            permutation, sign = self._images[key]
+            if permutation.device != value.device:
+                permutation, sign = self._images[key] = (permutation.to(value.device), sign.to(value.device))
+            if permutation.numel() != value.shape[len(lead) :].numel():
+                raise ValueError(
+                    f"Mirror has a permutation of {permutation.numel()} elements for {as_written(key)!r}, whose rows "
+                    f"have {value.shape[len(lead) :].numel()}"
+                )
+            image = value.reshape(*lead, -1).index_select(-1, permutation) * sign
+            image = image.view(value.shape).to(value.dtype)
+            return image if chosen is None else torch.where(chosen.view(-1, *[1] * (value.dim() - 1)), image, value)
+
+        return replaced(data, with_twins(self.keys), change, self.keys)
 
     def __repr__(self) -> str:
-        return f"Mirror({list(self.keys)}, mode={self.mode!r})"
+        return f"Mirror({list(self.keys)})"
 
 
 def _checked(key: Key, permutation: Any, sign: Any) -> tuple[Tensor, Tensor]:
-    """``(int32 [elements], float32 [elements])``, in memory of their own."""
+    """``(int64 [elements], float32 [elements])``, in memory of their own."""
     numbers, signs = (np.asarray(value.cpu() if isinstance(value, Tensor) else value) for value in (permutation, sign))
     numbers, signs = numbers.reshape(-1), signs.reshape(-1)
     if numbers.dtype.kind not in "iu" or sorted(numbers) != list(range(len(numbers))):
         raise ValueError(f"{as_written(key)!r}: {permutation!r} is not a permutation of 0 .. {len(numbers) - 1}")
     if len(signs) not in (1, len(numbers)) or not np.isfinite(signs).all():
         raise ValueError(f"{as_written(key)!r}: expected one sign, or {len(numbers)}, finite, got {sign!r}")
-    return torch.tensor(numbers.tolist(), dtype=torch.int32, device="cpu"), torch.tensor(
-        np.broadcast_to(signs, numbers.shape).tolist(), dtype=torch.float32, device="cpu"
-    )
+    order = torch.tensor(numbers.tolist(), dtype=torch.int64, device="cpu")
+    return order, torch.tensor(signs.tolist(), dtype=torch.float32, device="cpu").expand(len(order)).clone()
 
 
 class RandomShift(Process):
@@ -143,8 +146,6 @@ class RandomShift(Process):
 
     As in DrQ (Kostrikov, Yarats, Fergus, "Image Augmentation Is All You Need", 2021), with whole pixels.
     """
-
-    slot = "shifts"
 
     def __init__(self, keys: Any, pad: int = 4) -> None:
         self.keys = as_keys(keys)

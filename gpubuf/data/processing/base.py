@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from gpubuf.data.operation import ALONE, Alone, Operation
@@ -51,32 +52,51 @@ def tensor_at(data: Data, key: Key) -> Tensor:
     return value
 
 
+def replaced(
+    data: TensorDictBase, served: Mapping[Key, Key], change: Callable[[Tensor, Key], Tensor], needed: Iterable[Key] = ()
+) -> TensorDictBase:
+    """A shallow copy of a batch with other tensors under keys that are there.
+
+    Args:
+        data: the batch.
+        served: the keys, and which key stands for each.
+        change: makes the other tensor, of a tensor and the key that stands for it.
+        needed: keys that must be there.
+
+    Raises:
+        KeyError: one of these is not.
+    """
+    for key in needed:
+        tensor_at(data, key)
+    out: TensorDictBase = data.copy()
+    for key, origin in served.items():
+        value = data.get(as_written(key), None)
+        if value is not None:
+            out.set(as_written(key), change(value, origin))
+    return out
+
+
 class Process:
-    """Base class of what may happen to batches. See :class:`gpubuf.data.processing.pipeline.Pipeline` for the order.
+    """Base class of what the launch of a batch does to it, and of what learns from written rows.
 
     A buffer calls :meth:`check` before its first rows are written, :meth:`bind` once they are, and :meth:`on_write`
     after every write, the first one included. Memory whose address :meth:`options_of` has given stays where it is until
     the next :meth:`bind`.
 
     Attributes:
-        slot: what it does to a number; two objects with the same one exclude each other on a key. None: they don't.
         keys: the keys that it was given.
         operation: that of its buffer, for methods that users call on the object itself.
-        ring: the counters of its buffer, from :meth:`bind` on: an operation that says it changes them comes, in
-            compiled code too, between the launches before and after it.
         streams: of the batch that is being written: from which step on it is whose, see
             :data:`gpubuf.data.storage.end_bits.Streams`.
     """
 
-    slot: ClassVar[str | None] = None
     keys: tuple[Key, ...]
     operation: Operation | Alone = ALONE
-    ring: Tensor | None = None
     streams: Streams = OWN
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the operation and the counters of the buffer, which gives a copy its own."""
-        return {name: value for name, value in vars(self).items() if name not in ("operation", "ring")}
+        """All but the operation of the buffer, which gives a copy its own."""
+        return {name: value for name, value in vars(self).items() if name != "operation"}
 
     def serves(self) -> dict[Key, Key]:
         """The keys of batches that it changes, and by which of :attr:`keys`. Of twins below next not all are there."""
@@ -161,28 +181,16 @@ class Process:
         """Raise a ValueError unless ``state``, which was read from files, can be loaded."""
 
 
-def require_numbers(what: str, leaf: Leaf) -> None:
-    """Raise unless the kernels can compute with the elements of this leaf.
-
-    Raises:
-        ValueError: they can't.
-    """
-    if leaf.dtype not in DTYPES:
-        known = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
-        raise ValueError(f"{what} can't compute with {leaf.dtype}, of {leaf.name} in the batch: it takes {known}")
-
-
 def require_floating(what: str, leaf: Leaf) -> None:
     """Raise unless the batch has floating-point numbers in this leaf, with which the kernels can compute.
 
     Raises:
         ValueError: it has not.
     """
-    require_numbers(what, leaf)
-    if not leaf.dtype.is_floating_point:
+    if leaf.dtype not in DTYPES or not leaf.dtype.is_floating_point:
         raise ValueError(
-            f"{what} makes fractions, but {leaf.name} is {leaf.dtype} in the batch: give the storage "
-            "batch_dtypes={key: torch.float32}"
+            f"{what} makes fractions of 16, 32 or 64 bits, but {leaf.name} is {leaf.dtype} in the batch: give the "
+            "storage batch_dtypes={key: torch.float32}"
         )
 
 

@@ -1,8 +1,7 @@
-"""All that happens to the batches of a buffer, as one object: what the launch needs to know, in its order."""
+"""What the launch does to the batches of a buffer, and the statistics that learn from its writes, as one object."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
@@ -10,49 +9,47 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.operation import Operation
-from gpubuf.data.processing.augment import Mirror
+from gpubuf.data.processing.augment import RandomShift
 from gpubuf.data.processing.base import Process
+from gpubuf.data.processing.statistics import Normalize
 from gpubuf.data.samplers.base import RandomState, is_tensor
 from gpubuf.data.storage.end_bits import OWN, Streams
 from gpubuf.data.storage.layout import Data, Key, Leaf, as_written
-from gpubuf.kernels.rows import BY_CHANCE, OFF
 from gpubuf.serialization import need
 
 
 class Pipeline:
-    """The objects of a buffer, in whatever order they were given.
-
-    The order in the launch is fixed: a stored number is decoded, mirrored, normalised (or scaled, as a reward), and
-    clipped. Images are shifted as they are read.
+    """The objects of a buffer, in whatever order they were given: a number is normalised after it has been decoded, and
+    images are shifted as they are read.
 
     Args:
-        steps: objects of this package.
+        process: those whose work the launch does.
+        statistics: those that are transforms of batches, and only learn here.
 
     Attributes:
-        steps: these.
-        mirror: the mirroring of a batch, see :mod:`gpubuf.kernels.rows`.
+        process: as given.
+        steps: all of them.
         draws: random numbers per row of a batch.
         random: their stream, once the buffer has rows; None if ``draws`` is 0.
 
     Raises:
-        TypeError: something else is among them.
-        ValueError: two of them do the same to a key, or there are two of :class:`Mirror`.
+        TypeError: something else is in ``process``.
+        ValueError: two of them do the same to a key, or one comes twice.
     """
 
-    def __init__(self, steps: Iterable[Process]) -> None:
-        self.steps = tuple(steps)
-        taken: dict[tuple[str, Key], Process] = {}
-        for step in self.steps:
-            if not isinstance(step, Process):
-                raise TypeError(f"process takes Normalize, RewardScale, Clip, Mirror, RandomShift; not {step!r}")
-            for key in step.serves() if step.slot else ():
-                other = taken.setdefault((str(step.slot), key), step)
+    def __init__(self, process: Iterable[Process], statistics: Iterable[Process] = ()) -> None:
+        self.process = tuple(process)
+        self.steps = (*self.process, *statistics)
+        taken: dict[tuple[type, Key], Process] = {}
+        for step in self.process:
+            if not isinstance(step, (Normalize, RandomShift)):
+                raise TypeError(f"process takes Normalize and RandomShift: give {step!r} as transform=")
+            for key in step.serves():
+                other = taken.setdefault((type(step), key), step)
                 if other is not step:
                     raise ValueError(f"both {other!r} and {step!r} serve {as_written(key)!r}: one of them can")
-        mirrors = [step for step in self.steps if isinstance(step, Mirror)]
-        if len(mirrors) > 1:
-            raise ValueError("a row is mirrored as a whole: give one Mirror for all keys")
-        self.mirror = mirrors[0].mirror if mirrors else OFF
+        if len(set(map(id, self.steps))) < len(self.steps):
+            raise ValueError(f"an object comes twice among {list(self.steps)}")
         self.random: RandomState | None = None
         self._generator: torch.Generator | None = None
         self._options: dict[Key, dict[str, Any]] = {}
@@ -66,6 +63,12 @@ class Pipeline:
         given = (steps,) if isinstance(steps, Process) else tuple(steps)
         return cls(given) if given else None
 
+    def with_statistics(self, steps: Iterable[Process]) -> Pipeline:
+        """These objects, and transforms that learn as well. The random stream goes on."""
+        other = Pipeline(self.process, (*self.steps[len(self.process) :], *steps))
+        other.random, other._generator = self.random, self._generator
+        return other
+
     # Binding
 
     def attach(self, operation: Operation) -> None:
@@ -78,9 +81,8 @@ class Pipeline:
         for step in self.steps:
             step.check(leaves)
 
-    def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device, ring: Tensor | None = None) -> None:
-        """Have all state on ``device``, for rows of these leaves, counted in ``ring``. What is there goes on. May
-        synchronise.
+    def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device) -> None:
+        """Have all state on ``device``, for rows of these leaves. What is there goes on. May synchronise.
 
         A buffer calls it when it has allocated its rows, and again after they have moved; then :meth:`options` gives
         new addresses.
@@ -88,10 +90,10 @@ class Pipeline:
         self.check(leaves)
         self._options, self._pairs = {leaf.key: {} for leaf in leaves}, 0
         for step in self.steps:
-            step.ring = ring
             step.bind(leaves, envs, device)
+        for step in self.process:
             for leaf, origin in step.served_leaves(leaves):
-                self._merge(leaf, step.options_of(leaf, origin.key))
+                self._options[leaf.key] |= step.options_of(leaf, origin.key)
         for found in self._options.values():
             if "pad" in found:
                 found["pair"] = self._pairs
@@ -100,23 +102,12 @@ class Pipeline:
             own = self.random or RandomState(generator=self._generator, device=device)
             self.random = own.to(device)
 
-    def _merge(self, leaf: Leaf, options: dict[str, Any]) -> None:
-        """Add what one object asks of a leaf. Of several bounds the tightest hold."""
-        found = self._options[leaf.key]
-        for name, value in options.items():
-            tighter = {"low": max, "high": min}.get(name)
-            found[name] = value if tighter is None or name not in found else tighter(value, found[name])
-        if found.get("low", -math.inf) > found.get("high", math.inf):
-            raise ValueError(f"the bounds of {leaf.name} leave nothing between {found['low']} and {found['high']}")
-
     # For the launch
 
     @property
     def draws(self) -> int:
-        """Uniforms of a row of the batch: one for the mirror, and a pair for each image key."""
-        if self._pairs:
-            return 1 + 2 * self._pairs
-        return 1 if self.mirror == BY_CHANCE else 0
+        """Uniforms of a row of the batch: a pair for each image key."""
+        return 2 * self._pairs
 
     @property
     def noise(self) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Running statistics of rows, in float64 on their device, and what divides by them: Normalize, RewardScale."""
+"""Running statistics of rows, in float64 on their device, and batches scaled by them: Normalize, RewardScale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpubuf.data.operation import operation
-from gpubuf.data.processing.base import Process, as_keys, check_bounds, require_floating, tensor_at
+from gpubuf.data.processing.base import Process, as_keys, check_bounds, replaced, require_floating, tensor_at
 from gpubuf.data.samplers.shards import gathered
 from gpubuf.data.storage.end_bits import OWN
 from gpubuf.data.storage.host_memory import to_device
@@ -61,24 +61,21 @@ class Moments:
         elements: of a row.
         device: of the rows.
         rule: how the statistics go on.
-        centred: whether the mean is subtracted.
 
     Attributes:
         state: float64 ``[4, elements]``: count, mean, M2, largest magnitude.
-        mean, factor: float32 ``[elements]``, at fixed addresses: a number becomes ``(number - mean) * factor``, with
-            ``factor = 1 / max(sqrt(M2 / count + eps), largest / peak_at)``. Before any number: 0 and 1.
+        mean, factor: float32 ``[elements]``, at fixed addresses: ``factor = 1 / max(sqrt(M2 / count + eps), largest /
+            peak_at)``. Before any number: 0 and 1.
         rule: float64 ``[5]``, on the device: see :class:`gpubuf.kernels.moments.Rule`.
         tickets: scratch of the kernel.
-        centred: as given.
         shared: of the state what all ranks of a process group have, or None: see :meth:`RunningStatistics.all_reduce`.
     """
 
     shared: Tensor | None = None
 
-    def __init__(self, elements: int, device: torch.device, rule: Rule, centred: bool) -> None:
+    def __init__(self, elements: int, device: torch.device, rule: Rule) -> None:
         self.state, self.mean, self.factor, self.tickets = kernels.new_state(elements, device)
         self.rule = torch.tensor(rule, dtype=torch.float64, device="cpu").to(device)
-        self.centred = centred
 
     @property
     def elements(self) -> int:
@@ -90,13 +87,9 @@ class Moments:
         """Of the population (``M2 / count``), float64 ``[elements]``; 0 before any number."""
         return self.state[M2] / self.state[COUNT].clamp(min=1.0)
 
-    def scaling(self) -> tuple[Tensor, Tensor]:
-        """Mean and factor, float32 ``[elements]``, for operations of PyTorch. No host sync."""
-        return self.mean, self.factor
-
     def update(self, numbers: Tensor) -> None:
         """Take ``[n, elements]`` numbers in, of any dtype, on the device. One launch, no host sync."""
-        _update(self.state, numbers, self.mean if self.centred else None, self.factor, self.rule, self.tickets)
+        _update(self.state, numbers, self.mean, self.factor, self.rule, self.tickets)
 
     def activate(self, active: bool) -> None:
         """Let the statistics move, or not: in place, so that captured graphs go by it. No host sync."""
@@ -182,7 +175,6 @@ class RunningStatistics(Process):
 
     Args:
         keys, update, eps, until: see the subclasses.
-        centred: whether the mean is subtracted.
         peak_at: the largest magnitude becomes at most so much.
         gamma: discount of returns.
 
@@ -190,18 +182,8 @@ class RunningStatistics(Process):
         training: whether the statistics move: see :meth:`train` and :meth:`eval`.
     """
 
-    slot = "normalises"
-
     def __init__(
-        self,
-        keys: Any,
-        update: Update,
-        eps: float,
-        until: int | None,
-        *,
-        centred: bool,
-        peak_at: float = math.inf,
-        gamma: float = 1.0,
+        self, keys: Any, update: Update, eps: float, until: int | None, peak_at: float = math.inf, gamma: float = 1.0
     ) -> None:
         if update not in get_args(Update):
             raise ValueError(f"update must be one of {get_args(Update)}, got {update!r}")
@@ -213,7 +195,6 @@ class RunningStatistics(Process):
         self.training = True
         self._update: Update = update
         self._rule = Rule(float(eps), peak_at, math.inf if until is None else float(until), gamma=gamma)
-        self._centred = centred
         self._moments: dict[Key, Moments] = {}
         self._shapes: dict[Key, tuple[int, ...]] = {}
         self._device = torch.device("cpu")
@@ -224,7 +205,7 @@ class RunningStatistics(Process):
         found = self._moments.get(key)
         if found is None:
             rule = self._rule._replace(active=float(self.training))
-            found = self._moments[key] = Moments(elements, self._device, rule, self._centred)
+            found = self._moments[key] = Moments(elements, self._device, rule)
         return found
 
     # Binding
@@ -245,11 +226,6 @@ class RunningStatistics(Process):
         for key, leaf in self.found(leaves).items():
             self._moments[key] = self._of(key, leaf.n_elements).to(device)
             self._shapes[key] = leaf.shape
-
-    def options_of(self, leaf: Leaf, origin: Key) -> dict[str, Any]:
-        """The addresses of mean and factor."""
-        moments = self._moments[origin]
-        return {"mean": address(moments.mean), "factor": address(moments.factor)}
 
     def tensors(self) -> list[Tensor]:
         """Statistics, and what is read of them."""
@@ -300,7 +276,7 @@ class RunningStatistics(Process):
 
     def factor(self, key: Any = None) -> Tensor:
         """What the numbers of each element are multiplied with: float32, of the row's shape. A copy."""
-        return self._read(key, lambda moments: moments.scaling()[1].clone())
+        return self._read(key, lambda moments: moments.factor.clone())
 
     @operation
     def _read(self, key: Any, part: Callable[[Moments], Tensor]) -> Tensor:
@@ -320,8 +296,7 @@ class RunningStatistics(Process):
     def _known(self, key: Key) -> Moments:
         if key not in self._moments:
             raise RuntimeError(
-                f"{type(self).__name__} knows nothing yet: give it to a buffer, as process=[...], and write a batch, "
-                "or load a state"
+                f"{type(self).__name__} knows nothing yet: give it to a buffer, and write a batch, or load a state"
             )
         return self._moments[key]
 
@@ -439,7 +414,7 @@ class RunningStatistics(Process):
 
 
 class Normalize(RunningStatistics):
-    """Gives every element of chosen keys mean 0 and variance 1, in the launch that copies the rows.
+    """Gives every element of chosen keys mean 0 and variance 1, in the launch that copies the rows (``process=``).
 
     A number becomes ``(number - mean) / sqrt(variance + eps)``, with the running mean and variance of its element of a
     row, over all rows ever written (of the population; also of rows that have been overwritten since). The stored rows
@@ -447,7 +422,8 @@ class Normalize(RunningStatistics):
     before you ask for it. Statistics are float64 on the device of the rows.
 
     A root key stands for its twin under "next" too: with the same statistics, which learn from the root key alone.
-    Statistics are of rows as they are written; mirroring, which comes first, does not enter.
+    Statistics are of rows as they are written. As ``transform=`` it does the same in plain PyTorch, in its turn among
+    the transforms.
 
     * Before the first row nothing changes. After one row, and for elements that never change, the variance is 0: what
       equals the mean becomes 0, and any other number is multiplied by ``1 / sqrt(eps)``. ``clip`` bounds it.
@@ -482,13 +458,14 @@ class Normalize(RunningStatistics):
         clip: float | tuple[float, float] | None = None,
         until: int | None = None,
     ) -> None:
-        super().__init__(keys, update, eps, until, centred=True)
+        super().__init__(keys, update, eps, until)
         clip = math.inf if clip is None else clip
         self.low, self.high = check_bounds(*(clip if isinstance(clip, tuple) else (-clip, clip)))
 
     def options_of(self, leaf: Leaf, origin: Key) -> dict[str, Any]:
         """The addresses of mean and factor, and the bounds."""
-        return {**super().options_of(leaf, origin), "low": self.low, "high": self.high}
+        mean, factor = (address(each) for each in (self._moments[origin].mean, self._moments[origin].factor))
+        return {"mean": mean, "factor": factor, "low": self.low, "high": self.high}
 
     @operation
     def update(self, data: Data) -> None:
@@ -511,20 +488,14 @@ class Normalize(RunningStatistics):
         """
         if isinstance(data, Tensor):
             return self._normalised(data, self._key(None))
-        out = data.copy()
-        for key, origin in self._served.items():
-            value = data.get(as_written(key), None)
-            if value is not None:
-                out.set(as_written(key), self._normalised(value, origin))
-        return out
+        return replaced(data, self._served, self._normalised)
 
     @operation
     def _normalised(self, numbers: Tensor, key: Key) -> Tensor:
         moments = self._known(key)
         shape = self._shapes.get(key, (moments.elements,))
         computed = numbers if numbers.dtype is torch.float64 else numbers.float()
-        mean, factor = moments.scaling()
-        computed = (computed - mean.view(shape)) * factor.view(shape)
+        computed = (computed - moments.mean.view(shape)) * moments.factor.view(shape)
         return computed.clamp(self.low, self.high).to(numbers.dtype)
 
     def __repr__(self) -> str:
@@ -548,10 +519,13 @@ ENDS: tuple[Key, ...] = (("next", "done"), ("next", "terminated"), ("next", "tru
 class RewardScale(RunningStatistics):
     """Divides rewards so that returns have a standard deviation of at most 1, and magnitudes of at most ``g_max``.
 
+    It is a transform of batches (``transform=RewardScale(0.99)``), in plain PyTorch: it reads the divisor on the
+    device, so that a captured graph follows it. What it divides by it learns from every write to the buffer.
+
     G is a running discounted return for each environment: ``G = gamma * G + reward``, and 0 again after a step that
     ends a trajectory. A reward becomes ``reward / max(sqrt(Var G + eps), max |G| / g_max)``, with the variance (of the
     population) and the largest magnitude over all steps ever written. The mean stays where it is. The stored rows stay
-    as they are; a sum of rewards (n-step) is scaled as one.
+    as they are; a sum of rewards (n-step) is scaled as one, which is the sum of the scaled rewards.
 
     Before the first step rewards stay as they are. A reward that is not finite counts as 0 in G. Rewards of several
     elements have a G for each. While the statistics are frozen, G goes on. All of it is float64, on the device of the
@@ -593,7 +567,7 @@ class RewardScale(RunningStatistics):
         envs: int | None = None,
         until: int | None = None,
     ) -> None:
-        super().__init__(keys, update, eps, until, centred=False, peak_at=float(g_max), gamma=float(gamma))
+        super().__init__(keys, update, eps, until, float(g_max), float(gamma))
         if not 0.0 <= gamma <= 1.0:
             raise ValueError(f"gamma must be between 0 and 1, got {gamma}")
         if not g_max > 0.0:
@@ -612,6 +586,21 @@ class RewardScale(RunningStatistics):
     def serves(self) -> dict[Key, Key]:
         """The keys themselves: a reward has no twin under "next"."""
         return {key: key for key in self.keys}
+
+    @operation
+    def __call__(self, data: Any) -> Any:
+        """A shallow copy of a batch with scaled rewards. No host sync.
+
+        Raises:
+            KeyError: a key is not there.
+            RuntimeError: nothing was written to its buffer yet.
+        """
+
+        def scaled(rewards: Tensor, key: Key) -> Tensor:
+            factor = self._known(key).factor.view(self._shapes.get(key, (-1,)))
+            return (rewards * factor).to(rewards.dtype)
+
+        return replaced(data, self._served, scaled, self.keys)
 
     # Binding
 

@@ -154,14 +154,6 @@ class Drawn(NamedTuple):
         info = {key: value.reshape(*shape, *value.shape[own:]) for key, value in self.info.items()}
         return Drawn(tensors, self.positions, self.generation, info, shape)
 
-    def doubled(self) -> Drawn:
-        """For a batch that has every drawn row twice: where its rows lie, and the info about each of them."""
-        twice = {key: torch.cat((value, value)) for key, value in self.info.items()}
-        positions = self.positions
-        if positions.numel() != self.generation.numel():
-            positions = torch.cat((positions, positions))
-        return Drawn(self.tensors, positions, self.generation, twice, self.batch_size)
-
 
 class Sampler:
     """Base class of samplers. A sampler of your own overrides :meth:`choose`.

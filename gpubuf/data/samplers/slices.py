@@ -33,7 +33,6 @@ from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import check_tells_ends, host_can_read
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.kernels.rows import OFF
 from gpubuf.kernels.trajectories import Rule, eligible_words
 
 
@@ -294,15 +293,11 @@ class SliceSampler(Sampler):
         return Rule(length, length if self.strict_length else 1, before, after, self.weighting == "transition")
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Raise for transitions of several steps, and for mirrored ones: slices are runs of single ones, in order.
+        """Raise for transitions of several steps: slices are runs of single ones, in order.
 
         Raises:
             ValueError: so it is.
         """
-        if recipe.processing is not None and recipe.processing.mirror != OFF:
-            raise ValueError(
-                f"Mirror treats each row by itself: it can't be used with the runs of {type(self).__name__}"
-            )
         if recipe.n_steps > 1:
             raise ValueError(
                 f"a {type(self).__name__} gives runs of single steps: it can't be used with n_steps={recipe.n_steps}"

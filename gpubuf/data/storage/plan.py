@@ -78,8 +78,6 @@ class RowPlan:
         self._capacity = 0
         self._links: tuple[Any, ...] = ()
         self._reading: tuple[Any, ...] = ()
-        # How often a drawn row comes in the batch.
-        self._copies = 1
 
     def set(
         self,
@@ -102,7 +100,6 @@ class RowPlan:
         """
         self._layout, self._ring, self._capacity, self._links = layout, ring, capacity, links
         self._reading = () if reading is None else tuple(reading)
-        self._copies = 1 if reading is None else reading.rows(1)
         # Last: with it the plan is ready. An interrupt may come at any call.
         if self.table is not None and (self.table.device, self.table.shape) == (table.device, table.shape):
             self.table.copy_(table)
@@ -137,10 +134,9 @@ class RowPlan:
             index: int64 ``[n]`` flat positions on the device of the table, contiguous.
 
         Returns:
-            One tensor ``[n, ...]`` for each key of ``layout``, and the generations, int64 ``[n]``; ``[2 * n]`` each if
-            batches are doubled.
+            One tensor ``[n, ...]`` for each key of ``layout``, and the generations, int64 ``[n]``.
         """
-        table, n = self.table, index.numel() * self._copies
+        table, n = self.table, index.numel()
         if table is None:
             raise RuntimeError(NOT_INITIALIZED)
         layout, ring = self._layout, self._ring.counters
@@ -172,18 +168,18 @@ class RowPlan:
 
         Returns:
             One tensor ``[n, ...]`` for each key, and of the drawn rows the flat positions and the write generations,
-            int64 ``[n]`` each; ``[2 * n]`` if batches are doubled.
+            int64 ``[n]`` each.
         """
-        table, rows_out = self.table, n * self._copies
+        table = self.table
         if table is None:
             raise RuntimeError(NOT_INITIALIZED)
         layout, ring = self._layout, self._ring.counters
         if past_dispatcher(table):
-            tensors = layout.allocate(rows_out)
+            tensors = layout.allocate(n)
             return tensors, *_sample_into(table, ring, rng, n, self._capacity, tensors, *self._reading)
-        n_bytes = layout.arena(rows_out).n_bytes
+        n_bytes = layout.arena(n).n_bytes
         arena, index, generation = _sample(table, ring, rng, n, self._capacity, n_bytes, *self._reading)
-        return layout.cut(arena, rows_out), index, generation
+        return layout.cut(arena, n), index, generation
 
     def assemble(
         self, tensors: list[Tensor], extra: dict[Any, Tensor] | None = None, batch_size: tuple[int, ...] | None = None
@@ -350,8 +346,6 @@ _STEPS_FIELD = rows.Field(
 class Processing(Protocol):
     """What happens to the keys of a batch: see :class:`gpubuf.data.processing.pipeline.Pipeline`."""
 
-    mirror: int
-
     @property
     def draws(self) -> int:
         """Uniforms of a row of the batch."""
@@ -363,7 +357,7 @@ class Processing(Protocol):
     def check(self, leaves: Sequence[Leaf]) -> None:
         """Raise unless batches of these leaves can be processed."""
 
-    def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device, ring: Tensor) -> None:
+    def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device) -> None:
         """Have all state on ``device``."""
 
     def options(self, key: Key) -> dict[str, Any]:

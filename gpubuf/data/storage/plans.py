@@ -16,7 +16,7 @@ from gpubuf.data.storage.plan import Recipe, RowPlan, as_stored, field_table, fi
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import Options, Schema
 from gpubuf.data.storage.share_next import Sharing
-from gpubuf.kernels.rows import OFF, Field, Reading
+from gpubuf.kernels.rows import Field, Reading
 
 
 class Rows(NamedTuple):
@@ -115,10 +115,10 @@ class Plans:
         """Read rows where they are now, and where trajectories end, if that is known."""
         for plan in self._readers:
             recipe, processing = plan.recipe, plan.recipe.processing
-            mirror, draws, noise = OFF, 0, None
+            draws, noise = 0, None
             if processing is not None:
-                processing.bind(at.schema.batch.leaves, at.envs, at.device, at.ring.counters)
-                mirror, draws, noise = processing.mirror, processing.draws, processing.noise
+                processing.bind(at.schema.batch.leaves, at.envs, at.device)
+                draws, noise = processing.draws, processing.noise
             bits = ends.ends if ends is not None and recipe.n_steps > 1 else None
             links = None if at.sharing is None else at.sharing.links
             plan.set(
@@ -126,7 +126,7 @@ class Plans:
                 field_table(recipe.fields(at.schema, at.fields(at.schema.batch)), at.device),
                 at.ring,
                 at.capacity,
-                reading=Reading(bits, links, noise, at.envs, recipe.n_steps, recipe.gamma, mirror, draws),
+                reading=Reading(bits, links, noise, at.envs, recipe.n_steps, recipe.gamma, draws),
             )
 
     def forget(self) -> None:

@@ -26,8 +26,6 @@ class Key:
     batch: torch.dtype
     mean: Tensor = ABSENT
     factor: Tensor = ABSENT
-    permutation: Tensor = ABSENT
-    sign: Tensor = ABSENT
     entries: Tensor = ABSENT
     pending: Tensor = ABSENT
 
@@ -93,24 +91,21 @@ def shifted(elements: Tensor, field: Field, down: int, right: int) -> Tensor:
     return elements.view(-1, field.height, field.width)[:, y][:, :, x].reshape(-1)
 
 
-def computed(key: Key, stored: Tensor, summed: Tensor, mirrored: bool, shift: tuple[int, int]) -> Tensor:
+def computed(key: Key, stored: Tensor, summed: Tensor, shift: tuple[int, int]) -> Tensor:
     """A row of the batch from a stored row, or from numbers if those are given instead."""
     field = key.field
-    mirrored = mirrored and key.permutation is not ABSENT
-    bounded = (field.low, field.high) != (-math.inf, math.inf)
     as_integers = is_integer(stored.dtype) and is_integer(key.batch)
     moved = summed is ABSENT and (stored.dtype is key.batch or as_integers)
-    if moved and not (mirrored or has_codec(key) or bounded or key.mean is not ABSENT):
+    if moved and not has_codec(key) and key.mean is ABSENT:
         result = cut(stored, key.batch)
     else:
         numbers = numbers_of(key, stored) if summed is ABSENT else summed
-        if mirrored:
-            numbers = numbers[key.permutation.long()] * key.sign.to(numbers.dtype)
         if key.mean is not ABSENT:
             numbers = (numbers - key.mean.to(numbers.dtype)) * key.factor.to(numbers.dtype)
-        low, high = numbers.new_tensor([field.low, field.high])
-        numbers = torch.where(numbers < low, low, numbers)
-        result = cut(torch.where(numbers > high, high, numbers), key.batch)
+            low, high = numbers.new_tensor([field.low, field.high])
+            numbers = torch.where(numbers < low, low, numbers)
+            numbers = torch.where(numbers > high, high, numbers)
+        result = cut(numbers, key.batch)
     return shifted(result, field, *shift) if field.pad else result
 
 
@@ -212,15 +207,15 @@ class Ring(StoredOnce):
             rows.append(self.after(rows[-1]))
         return rows
 
-    def read(self, key: Key, row: int, n_steps: int, gamma: float, mirrored: bool, shift: tuple[int, int]) -> Tensor:
+    def read(self, key: Key, row: int, n_steps: int, gamma: float, shift: tuple[int, int]) -> Tensor:
         rows, kind = self.window(row, n_steps), key.field.kind
         if kind in (SUM, STEPS):
             wide = torch.float64 in (key.column.dtype, key.batch)
             steps = torch.full((key.field.elements,), len(rows), dtype=torch.float64 if wide else torch.float32)
             numbers = steps if kind == STEPS else discounted(key, rows, gamma)
-            return computed(key, ABSENT, numbers, mirrored, shift)
+            return computed(key, ABSENT, numbers, shift)
         stored = self.next_of(key, rows[-1]) if kind == NEXT else key.column[row if kind == DRAWN else rows[-1]]
-        return computed(key, stored[: key.field.elements], ABSENT, mirrored, shift)
+        return computed(key, stored[: key.field.elements], ABSENT, shift)
 
     def extend(self, sources: list[Tensor], n: int) -> list[int]:
         return self.append([*map(encoded, self.keys, sources)], n)
