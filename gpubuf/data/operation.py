@@ -7,7 +7,7 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -147,7 +147,8 @@ class Operation:
 
     def run(self, action: Callable[..., _T], *args: Any, **named: Any) -> _T:
         """``action(*args, **named)`` as one operation, or as a part of the one that calls this."""
-        if self.held:
+        # `held` spelled out: every call comes here.
+        if self.lock._is_owned():  # type: ignore[attr-defined]
             return action(*args, **named)
         if self.line or self._busy:
             return self._in_line(action, args, named)
@@ -217,6 +218,20 @@ class Operation:
         device = self.gpu()
         if device is not None:
             self._streams.end(device)
+
+    @contextlib.contextmanager
+    def block(self) -> Iterator[None]:
+        """Around what is to be one operation, for programs that know a lock, ``with buffer._replay_lock:``."""
+        if self.held:
+            yield
+            return
+        with self.lock:
+            # Begins as every operation does; those within the block are parts of it.
+            self._step(_nothing, (), {})
+            try:
+                yield
+            finally:
+                self.ended()
 
     def mend(self) -> None:
         """Finish an interrupted operation. Within one there is none."""

@@ -310,6 +310,19 @@ def test_flags_that_are_changed_in_place():
     assert steps() == [5, 4, 3, 2, 1, 1, 2, 1]
 
 
+def test_a_buffer_that_is_refused_leaves_the_storage_alone():
+    """Also while its error is kept, and with it the frames that it came through."""
+    storage, rows = LazyTensorStorage(20), TensorDict({"observation": torch.zeros(5, 2)}, [5])
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=4)
+    buffer.extend(rows)
+    with pytest.raises(KeyError) as refused:
+        TensorDictReplayBuffer(storage=storage, n_steps=3)
+    buffer.free()
+    buffer.extend(rows)
+    assert len(buffer) == 5
+    assert refused.value.__traceback__ is not None
+
+
 def test_another_storage_or_sampler():
     buffer, _ = filled(20)
     model = Model(30, seed=4)

@@ -390,3 +390,18 @@ def test_methods_of_a_sampler_are_operations(method):
     operation.run(wait)
     thread.join()
     assert is_free(operation)
+
+
+def test_a_block_is_one_operation():
+    """As TorchRL's programs write it, ``with buffer._replay_lock:``. It begins and ends as an operation does."""
+    operation, begun = Operation(LazyTensorStorage(4)), []
+    operation.intake = lambda: lambda: begun.append(operation.held)
+    with operation.block():
+        assert operation.run(lambda: operation.held)
+        with operation.block():
+            pass
+        assert begun == [True]
+        with ThreadPoolExecutor(1) as other:
+            assert not other.submit(operation.lock.acquire, False).result()
+    operation.intake = None
+    assert is_free(operation)

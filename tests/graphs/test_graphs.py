@@ -211,9 +211,10 @@ def test_without_a_gpu_every_call_is_the_step():
     assert "eagerly on cpu" in repr(step)
 
 
-def test_a_replay_reads_the_rows_where_they_are_by_then(machine):
-    """A move within a device keeps the tables that a graph reads."""
-    world = World("uniform", storage=COMPUTED)
+@pytest.mark.parametrize("n_steps", [1, 3])
+def test_a_replay_reads_the_rows_where_they_are_by_then(machine, n_steps):
+    """A move within a device keeps the tables that a graph reads, and what follows its writes."""
+    world = World("uniform", storage=COMPUTED, n_steps=n_steps)
     storage = world.buffer.storage
     step = captured(world, machine)
     for number in range(3):

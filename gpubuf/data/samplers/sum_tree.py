@@ -14,8 +14,8 @@ from torch import Tensor
 from gpubuf.data.arguments import warn
 from gpubuf.data.recording import current_recording
 from gpubuf.data.samplers.base import RandomState
-from gpubuf.data.storage.indexing import as_positions, check_dense
-from gpubuf.data.storage.layout import MASK_KEY
+from gpubuf.data.storage.indexing import as_positions
+from gpubuf.data.storage.layout import MASK_KEY, check_dense
 from gpubuf.data.storage.placement import device_name
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels import config, rows, sum_tree

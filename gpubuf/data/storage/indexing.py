@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import as_tensor
+from gpubuf.data.storage.layout import check_dense
 from gpubuf.kernels.sum_tree import NO_ROW
 
 
@@ -68,13 +69,6 @@ def unravel(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
         flat = rest
     coordinates.select(-1, 0).copy_(flat)
     return coordinates
-
-
-def check_dense(name: str, tensor: Tensor) -> None:
-    """Raise TypeError for a tensor that has no memory of its own to be read: sparse, or on the device "meta"."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        what = "no data" if tensor.is_meta else f"the layout {tensor.layout}"
-        raise TypeError(f"{name} has {what}: only dense tensors can be used")
 
 
 def as_positions(

@@ -18,7 +18,6 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non
 from torch import Tensor
 
 from gpubuf import serialization
-from gpubuf.data.storage.indexing import check_dense
 from gpubuf.kernels.rows import ALIGNMENT, arena_offsets
 
 Key = tuple[str, ...]
@@ -265,6 +264,13 @@ def _place(path: Names) -> str:
 
 # A Tensor, a TensorDictBase or a tensorclass, or containers of these: there is no common type.
 Data = Any
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise TypeError for a tensor that has no memory of its own to be read: sparse, or on the device "meta"."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        what = "no data" if tensor.is_meta else f"the layout {tensor.layout}"
+        raise TypeError(f"{name} has {what}: only dense tensors can be used")
 
 
 def batch_shape(data: Data, ndim: int) -> tuple[int, ...]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-from weakref import WeakSet
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from gpubuf.data.storage.column import Column, address_table
 from gpubuf.data.storage.end_bits import EndBits
 from gpubuf.data.storage.layout import RowLayout
-from gpubuf.data.storage.plan import Recipe, RowPlan, as_stored, field_table, fields_of
+from gpubuf.data.storage.plan import RowPlan, as_stored, field_table, fields_of
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import Options, Schema
 from gpubuf.data.storage.share_next import Sharing
@@ -63,35 +61,12 @@ class Plans:
         self.stored = RowPlan()
         self.batch = RowPlan() if options else self.stored
         self.written = RowPlan() if options.batch_dtypes else self.batch
-        # For as long as a buffer reads by them.
-        self._readers = WeakSet[RowPlan]()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without readers, which the buffer of a copy asks for anew."""
-        return {**vars(self), "_readers": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._readers = WeakSet()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tables that the storage itself has."""
         tables = [plan.table for plan in {self.stored, self.written, self.batch}]
         return sum(table.nbytes for table in tables if table is not None)
-
-    @property
-    def table(self) -> Tensor:
-        """The addresses of the columns, int64 ``[K, 5]``; see :mod:`gpubuf.kernels.rows`."""
-        assert self.stored.table is not None
-        return self.stored.table
-
-    def reader(self, recipe: Recipe) -> RowPlan:
-        """The plan that reads by ``recipe``; a new one has no table before the next :meth:`set_readers`."""
-        found = [plan for plan in self._readers if plan.recipe == recipe]
-        plan = found[0] if found else RowPlan(recipe)
-        self._readers.add(plan)
-        return plan
 
     def set(self, at: Rows) -> None:
         """Write and read rows where they are now. Tables stay where they are, as long as the device does."""
@@ -111,25 +86,25 @@ class Plans:
             fields = field_table(as_stored(at.fields(schema.written)), at.device)
             sharing.raw.set(schema.full, fields, at.ring, at.capacity, links, reading)
 
-    def set_readers(self, at: Rows, ends: EndBits | None) -> None:
-        """Read rows where they are now, and where trajectories end, if that is known."""
-        for plan in self._readers:
-            recipe, processing = plan.recipe, plan.recipe.processing
-            draws, noise = 0, None
-            if processing is not None:
-                processing.bind(at.schema.batch.leaves, at.envs, at.device)
-                draws, noise = processing.draws, processing.noise
-            bits = ends.ends if ends is not None and recipe.n_steps > 1 else None
-            links = None if at.sharing is None else at.sharing.links
-            plan.set(
-                recipe.layout(at.schema.batch),
-                field_table(recipe.fields(at.schema, at.fields(at.schema.batch)), at.device),
-                at.ring,
-                at.capacity,
-                reading=Reading(bits, links, noise, at.envs, recipe.n_steps, recipe.gamma, draws),
-            )
-
     def forget(self) -> None:
         """The rows are gone."""
-        for plan in (self.stored, self.written, self.batch, *self._readers):
+        for plan in (self.stored, self.written, self.batch):
             plan.forget()
+
+
+def set_reader(plan: RowPlan, at: Rows, ends: EndBits | None) -> None:
+    """Read rows by the recipe of ``plan`` where they are now, and where trajectories end, if that is known."""
+    recipe, processing = plan.recipe, plan.recipe.processing
+    draws, noise = 0, None
+    if processing is not None:
+        processing.bind(at.schema.batch.leaves, at.envs, at.device)
+        draws, noise = processing.draws, processing.noise
+    bits = ends.ends if ends is not None and recipe.n_steps > 1 else None
+    links = None if at.sharing is None else at.sharing.links
+    plan.set(
+        recipe.layout(at.schema.batch),
+        field_table(recipe.fields(at.schema, at.fields(at.schema.batch)), at.device),
+        at.ring,
+        at.capacity,
+        reading=Reading(bits, links, noise, at.envs, recipe.n_steps, recipe.gamma, draws),
+    )

@@ -58,7 +58,7 @@ from gpubuf.data.storage.placement import (
     working_device,
 )
 from gpubuf.data.storage.plan import NOT_INITIALIZED, Recipe, RowPlan
-from gpubuf.data.storage.plans import Plans, Rows
+from gpubuf.data.storage.plans import Plans, Rows, set_reader
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import (
     Options,
@@ -423,7 +423,7 @@ class TensorStorage:
 
     def _adopt(self, schema: Schema, found: list[Record], shape: tuple[int, ...], placement: Placement) -> None:
         # What an interrupt has left of rows that never were.
-        self.plans.forget()
+        self._forget_plans()
         self._placement, self._device = placement, placement.device
         self.records, self._columns = found, columns_of(found, schema.stored.leaves)
         self._shape = torch.Size(shape)
@@ -456,8 +456,11 @@ class TensorStorage:
 
     def _follow(self) -> None:
         """Serve the followers that there are. Marks come before what reads them."""
-        kept: list[Follower | None] = [self.marks if self.marks.kept else None, self.end_bits, self.host, self.sharing]
-        self.followers = tuple(follower for follower in kept if follower is not None)
+        marks = None if self.marks.rows is None else self.marks
+        found = tuple([each for each in (marks, self.end_bits, self.host, self.sharing) if each is not None])
+        # The same tuple while they are the same: a captured write holds it.
+        if found != self.followers:
+            self.followers = found
 
     @property
     def envs(self) -> int:
@@ -468,16 +471,21 @@ class TensorStorage:
         at = self._rows_now(schema, ring)
         if at.sharing is not None:
             at.sharing.to(self._device)
-        sides = [] if at.sharing is None else at.sharing.sides
-        self.addresses = RowAddresses([*sides, *(part for record in self.records for part in record.memory.parts)])
+        memory = [] if at.sharing is None else list(at.sharing.sides)
+        for record in self.records:
+            memory += record.memory.parts
+        self.addresses = RowAddresses(memory)
         self.plans.set(at)
-        self.table = self.plans.table
+        assert self.plans.stored.table is not None
+        self.table = self.plans.stored.table
         if anew:
             self._keep_ends(schema, ring)
         elif self.end_bits is not None:
             self.end_bits.readdress(self.table)
         self._follow()
-        self.plans.set_readers(at, self.end_bits)
+        for reader in self._served:
+            if isinstance(reader, RowPlan):
+                set_reader(reader, at, self.end_bits)
 
     def _rows_now(self, schema: Schema, ring: Ring) -> Rows:
         return Rows(schema, self._columns, ring, self.max_size, self.envs, self._device, self.sharing)
@@ -526,7 +534,7 @@ class TensorStorage:
             self.host = self.sharing = self.marks.rows = self.end_bits = None
             self._follow()
             self.records, self._columns, self.addresses = [], [], RowAddresses()
-            self.plans.forget()
+            self._forget_plans()
             self.max_size = self.requested_size
             del self.table
 
@@ -560,11 +568,20 @@ class TensorStorage:
         """
         if recipe.is_plain:
             return self.plans.batch
-        plan = self.plans.reader(recipe)
+        for other in self._served:
+            if isinstance(other, RowPlan) and other.recipe == recipe:
+                return other
+        plan = RowPlan(recipe)
         self.serve(plan)
         if self._schema is not None:
-            self.plans.set_readers(self._rows_now(self._schema, self.counters), self.end_bits)
+            set_reader(plan, self._rows_now(self._schema, self.counters), self.end_bits)
         return plan
+
+    def _forget_plans(self) -> None:
+        self.plans.forget()
+        for reader in self._served:
+            if isinstance(reader, RowPlan):
+                reader.forget()
 
     def serve(self, reader: Reader) -> None:
         """Serve ``reader`` for as long as it exists: rows that lack what it needs are refused.

@@ -158,7 +158,7 @@ class BufferOfTorchRL(Joined, metaclass=_PlainBuffer):
 
     @property
     def _replay_lock(self: Any) -> Any:
-        return self.operation.lock
+        return self.operation.block()
 
     _write_lock = _futures_lock = _replay_lock
 
