@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -38,6 +38,9 @@ class Follower(Protocol):
 
 class Companion(Protocol):
     """What a buffer keeps about the rows, a sampler: it refers to the storage, which tells it of all that happens."""
+
+    #: Names of attributes with what is known about the rows. Graphs use them as they are.
+    parts: ClassVar[tuple[str, ...]]
 
     @property
     def hears(self) -> bool:

@@ -788,7 +788,7 @@ class TensorStorage:
         ring.count(n)
         recording = current_recording()
         if recording is not None:
-            recording.holds(self, "followers", "told")
+            recording.holds(self, "followers")
         # Of more rows than the capacity only the newest are there.
         self.on_write(index if n <= self.max_size else index[-self.max_size :])
         return index
