@@ -223,7 +223,7 @@ class ArrayWrites:
             or storage.hearing is not route.hearing
         ):
             route = self._route = self._new_route()
-        if route is None or not route.direct or len(self.transform) or current.recording is not None:
+        if route is None or not route.direct or not self.transform.is_empty or current.recording is not None:
             return None
         return route
 

@@ -29,10 +29,10 @@ from gpubuf.data.checkpoints import restore, save, shards
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.intake import Intake, Writers
-from gpubuf.data.operation import Operation, graph_break, operation
+from gpubuf.data.operation import Operation, at_replays, graph_break, operation
 from gpubuf.data.prefetch import Prefetched
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.recording import EMPTIES, REPLAY, refuse_in_capture
+from gpubuf.data.recording import EMPTIES, REPLAY
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.priorities import vector
 from gpubuf.data.samplers.row_order import RowOrder
@@ -425,7 +425,7 @@ class ReplayBuffer:
             data = storage.apart(data)
         given = priority(data) if priority is not None else None
         if first_write:
-            refuse_in_capture("the first write allocates the storage: write before")
+            at_replays().refuse("the first write allocates the storage: write before")
         if pipeline is not None:
             pipeline.check_write(data, storage.ndim)
         storage.given = given

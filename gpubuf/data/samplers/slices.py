@@ -24,7 +24,6 @@ from gpubuf.data.samplers.trajectory_index import (
     signal_keys,
     stored_signal,
 )
-from gpubuf.data.samplers.uniform import EpochSampler
 from gpubuf.data.storage.end_bits import Signal, bitmap_bytes
 from gpubuf.data.storage.layout import MASK_KEY, RowLayout, as_written
 from gpubuf.data.storage.placement import IndexBytes
@@ -446,7 +445,7 @@ class SliceSampler(Sampler):
         return [size, *keys, f"strict_length={self.strict_length}", f"weighting={self.weighting!r}", *index]
 
 
-class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
+class SliceSamplerWithoutReplacement(SliceSampler):
     """Every eligible trajectory once an epoch, one slice of it, which starts anywhere in it with equal probability.
 
     A batch has fewer slices than asked for if no more trajectories are left; then ``ran_out`` is set, and the next
@@ -461,7 +460,9 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
         replacement: accepted for compatibility.
     """
 
-    _saved_as = ("ranks", "epoch")
+    row_tensors = ("_left",)
+    drawn_state = ("_left", "_of")
+    epoch_as = ("ranks", "epoch")
 
     def __init__(
         self,
@@ -483,8 +484,7 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
         stack: bool = False,
         replacement: bool = False,
     ) -> None:
-        SliceSampler.__init__(
-            self,
+        super().__init__(
             num_slices=num_slices,
             slice_len=slice_len,
             end_key=end_key,
@@ -497,7 +497,7 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
             strict_length=strict_length,
             stack=stack,
         )
-        EpochSampler.__init__(self, drop_last, shuffle)
+        self.drop_last, self.shuffle = drop_last, shuffle
 
     def _told(self) -> list[str]:
         size, *others = super()._told()
@@ -510,7 +510,7 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
         )
         rule, storage = self._rule(length), index.storage
         index.use(rule)
-        ranks = self._next(n, [storage.written, *rule], lambda: self._count(index))
+        ranks = self.next_of_epoch(n, [storage.written, *rule], lambda: self._count(index))
         return *index.draw(ranks.numel(), self.random_state(storage.device), ranks), {}
 
     def _count(self, index: TrajectoryIndex) -> int:
