@@ -218,7 +218,7 @@ class ArrayWrites:
         # Past properties: every write comes here.
         storage, route = self.storage, self._route
         ring = storage._ring
-        if route is None or ring is None or storage._schema is not route.form or ring.counters is not route.ring:
+        if route is None or storage._schema is not route.form or ring.counters is not route.ring:
             route = self._route = self._new_route()
         if route is None or not route.direct or len(self.transform) or current.recording is not None:
             return None

@@ -22,10 +22,9 @@ from gpubuf.data.recording import DERIVED, Unfinished, current_recording, refuse
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage import state as states
 from gpubuf.data.storage.column import (
-    Column,
+    Columns,
     Record,
     RowAddresses,
-    columns_of,
     new_record,
     owned_column,
     records,
@@ -83,6 +82,7 @@ class TensorStorage:
         marks: the rows that end trajectories whatever their flags say.
         followers: what is kept about the rows: marks, ends and :attr:`host`, :attr:`sharing`, where there are any.
         end_bits: where trajectories end, if a buffer needs that. None: none does, or nothing is allocated.
+        columns: the rows, ``[*shape, ...]`` for each of ``layout.leaves``. Those beyond ``len()`` are uninitialised.
         addresses: where the rows are.
         owner: the process that handed a buffer with these rows to this one, and alone may write; None: this process.
         table: the addresses of :attr:`columns`, int64 ``[K, 5]``; see :mod:`gpubuf.kernels.rows`.
@@ -138,11 +138,9 @@ class TensorStorage:
         self.options = options
         # What the rows are; None: nothing is allocated.
         self._schema: Schema | None = None
-        #: The memory of the rows: see :mod:`~.column`. :attr:`columns` are views of it.
-        self.records: list[Record] = []
-        self._columns: list[Column] = []
+        self.columns = Columns()
         self.addresses = RowAddresses()
-        self._ring: Ring | None = None
+        self._ring = Ring(self.max_size)
         self._placement: Placement | None = None
         self.owner: int | None = None
         # These stay the same, so that captured graphs find their tables.
@@ -168,12 +166,9 @@ class TensorStorage:
         self.again = Again()
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but addresses, and views of records: pickle would write their memory once for each key.
-
-        Who has a copy may write to it.
-        """
+        """All but addresses. Who has a copy may write to it."""
         nowhere = {"table": None, "addresses": RowAddresses(), "owner": None}
-        return {**vars(self), **nowhere, "_served": None, "_columns": []}
+        return {**vars(self), **nowhere, "_served": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -183,15 +178,15 @@ class TensorStorage:
             return
         # Copies of pinned and of mapped memory are neither.
         if self._placement.rows_on_host or not self.relocatable:
-            copies, self.records = self.records, self._allocate(schema.stored, tuple(self._shape), self._placement)
-            for record, copied in zip(self.records, copies, strict=True):
+            copies, records = self.columns.records, self._allocate(schema.stored, tuple(self._shape), self._placement)
+            for record, copied in zip(records, copies, strict=True):
                 for start, part in copied.memory.pieces():
                     record.memory.write(start, part)
+            self.columns = Columns(records, schema.stored.leaves)
             if self.sharing is not None:
                 self.sharing.renew(self._placement)
             if self.marks.kept:
                 self.marks.rows = self._new_marks().copy_(self.marks.memory)
-        self._columns = columns_of(self.records, schema.stored.leaves)
         self._connect(schema, self.counters, anew=False)
 
     # Properties
@@ -273,7 +268,7 @@ class TensorStorage:
         Raises:
             RuntimeError: nothing has been written yet.
         """
-        if self._ring is None:
+        if self._schema is None:
             raise RuntimeError(NOT_INITIALIZED)
         return self._ring
 
@@ -285,20 +280,20 @@ class TensorStorage:
     @property
     def cursor(self) -> int:
         """Position that the next row goes to."""
-        return 0 if self._ring is None else self._ring.cursor
+        return self._ring.cursor
 
     @property
     def written(self) -> int:
         """Number of rows ever written; :meth:`empty` moves it on to a multiple of ``max_size``."""
-        return 0 if self._ring is None else self._ring.written
+        return self._ring.written
 
     @property
     def rows_written(self) -> int:
         """Number of rows written, as users count them: from 0 again after ``empty()``."""
-        return 0 if self._ring is None else self._ring.written - self._ring.skipped
+        return self._ring.written - self._ring.skipped
 
     def __len__(self) -> int:
-        return 0 if self._ring is None else self._ring.size
+        return self._ring.size
 
     def generations(self, index: Tensor) -> Tensor:
         """The write generations of rows: see :meth:`Ring.generations`. Raises RuntimeError before the first write."""
@@ -318,17 +313,7 @@ class TensorStorage:
     def nbytes(self) -> int:
         """Bytes of row memory, with next observations that lie aside."""
         beside = 0 if self.sharing is None else self.sharing.entry_bytes
-        return sum(column.nbytes for column in self._columns) + beside
-
-    @property
-    def columns(self) -> list[Column]:
-        """The rows: ``[*shape, ...]`` for each of ``layout.leaves``. Those beyond ``len()`` are uninitialised."""
-        return self._columns
-
-    @property
-    def row_tensors(self) -> list[Tensor]:
-        """The tensors that the rows are in: one a key, or two where rows are in two places."""
-        return [part for column in self._columns for part in column.parts]
+        return self.columns.nbytes + beside
 
     @property
     def relocatable(self) -> bool:
@@ -417,7 +402,7 @@ class TensorStorage:
         # What an interrupt has left of rows that never were.
         self._forget_plans()
         self._placement, self._device = placement, placement.device
-        self.records, self._columns = found, columns_of(found, schema.stored.leaves)
+        self.columns = Columns(found, schema.stored.leaves)
         self._shape = torch.Size(shape)
         self.max_size = math.prod(shape)
         ring = self._new_ring(placement.device)
@@ -463,10 +448,8 @@ class TensorStorage:
         at = self._rows_now(schema, ring)
         if at.sharing is not None:
             at.sharing.to(self._device)
-        memory = [] if at.sharing is None else list(at.sharing.sides)
-        for record in self.records:
-            memory += record.memory.parts
-        self.addresses = RowAddresses(memory)
+        sides = [] if at.sharing is None else at.sharing.sides
+        self.addresses = RowAddresses([*sides, *self.columns.memory])
         self.plans.set(at)
         assert self.plans.stored.table is not None
         self.table = self.plans.stored.table
@@ -480,15 +463,10 @@ class TensorStorage:
                 set_reader(reader, at, self.end_bits)
 
     def _rows_now(self, schema: Schema, ring: Ring) -> Rows:
-        return Rows(schema, self._columns, ring, self.max_size, self.envs, self._device, self.sharing)
-
-    def replace_record(self, number: int, memory: Column) -> None:
-        """Keep the rows of one record in other memory, which holds them. See :meth:`relocated`."""
-        self.records[number] = Record(self.records[number].keys, memory)
-        self._columns = columns_of(self.records, self.layout.leaves)
+        return Rows(schema, self.columns, ring, self.max_size, self.envs, self._device, self.sharing)
 
     def relocated(self, placement: Placement) -> None:
-        """Adopt ``placement`` after copies there have replaced all of :attr:`records`."""
+        """Adopt ``placement``, where all records of :attr:`columns` are now."""
         ring, stays = self.counters, placement.device == self._device
         if not stays:
             self._device = placement.device
@@ -503,8 +481,7 @@ class TensorStorage:
 
     def empty(self, recount: bool = False) -> None:
         """Forget every row, in O(1); memory stays allocated. No host sync. ``recount``: as for :meth:`Ring.empty`."""
-        if self._ring is not None:
-            self._ring.empty(recount)
+        self._ring.empty(recount)
         for follower in self.followers:
             follower.clear()
 
@@ -522,18 +499,18 @@ class TensorStorage:
         finally:
             rewritten = self.counters.rewritten
             self._laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
-            self._schema = self._ring = self._placement = None
+            self._schema = self._placement = None
+            self._ring = Ring(self.requested_size)
             self.host = self.sharing = self.marks.rows = self.end_bits = None
             self._follow()
-            self.records, self._columns, self.addresses = [], [], RowAddresses()
+            self.columns, self.addresses = Columns(), RowAddresses()
             self._forget_plans()
             self.max_size = self.requested_size
             del self.table
 
     def refresh(self) -> None:
         """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
-        if self._ring is not None:
-            self._ring.refresh()
+        self._ring.refresh()
 
     # Operations that may be interrupted
 
@@ -719,7 +696,6 @@ class TensorStorage:
 
     def _append(self, local: list[Tensor], n: int) -> Tensor:
         ring, sharing = self._ring, self.sharing
-        assert ring is not None
         if self.unfinished is None:
             # Until the buffer has told its sampler, too.
             self.unfinished = Unfinished(ring.written)
@@ -896,7 +872,7 @@ class TensorStorage:
     def _rows(self, index: Any) -> Data:
         layout, index = self.written_layout, plain_index(index)
         if isinstance(index, (int, slice)) and self.gives_views:
-            tensors = [column.whole[: self.steps_stored][index] for column in self._columns]
+            tensors = [column.whole[: self.steps_stored][index] for column in self.columns]
             steps = () if isinstance(index, int) else (len(range(self.steps_stored)[index]),)
             return layout.assemble(tensors, (*steps, *self._shape[1:]), self._device)
         flat, batch = self.located(index)
