@@ -18,8 +18,8 @@ LARGE_BYTES = 1 << 30
 """From this size on a move shows a progress bar, on a terminal."""
 
 
-def move(storage: TensorStorage, sampler: Sampler, requested: torch.device | str, progress: bool | None = None) -> None:
-    """Move a storage and what ``sampler`` keeps about it. See :meth:`gpubuf.ReplayBuffer.to`.
+def move(storage: TensorStorage, requested: torch.device | str, progress: bool | None = None) -> None:
+    """Move a storage and what is known about its rows. See :meth:`gpubuf.ReplayBuffer.to`.
 
     Raises:
         ValueError: ``requested`` is ``"auto"``.
@@ -35,20 +35,18 @@ def move(storage: TensorStorage, sampler: Sampler, requested: torch.device | str
     on_gpu = before is not None and before.device.type == "cuda"
     index = IndexBytes()
     if not on_gpu:
-        index = sampler.index_beside(requested, shape) + storage.derived_bytes(requested, shape)
+        index = storage.derived_bytes(requested, shape)
     aside, sides = 0, list[torch.Tensor]()
     if storage.sharing is not None:
         aside, sides = storage.sharing.entry_bytes, storage.sharing.sides
     held = sum(part.nbytes for part in [*storage.columns.parts, *sides] if part.is_cuda)
     target = place(requested, storage.nbytes - aside, index, shape, torch.device("cpu"), held, aside)
     if before is not None and not before.same_place(target):
-        _move(storage, sampler, before, target, progress)
+        _move(storage, before, target, progress)
     storage.requested_device = requested
 
 
-def _move(
-    storage: TensorStorage, sampler: Sampler, before: Placement, target: Placement, progress: bool | None
-) -> None:
+def _move(storage: TensorStorage, before: Placement, target: Placement, progress: bool | None) -> None:
     storage.refresh()
     for device in {before.device, target.device}:
         if device.type == "cuda":
@@ -60,11 +58,9 @@ def _move(
         with progress_bar(moving, rows.n_bytes, progress, columns=BINARY_BYTES, least=LARGE_BYTES) as advance:
             rows.to(target, advance)
         storage.relocated(target)
-        sampler.move()
     except BaseException:
         rows.to(before, show_nothing)
         storage.relocated(before)
-        sampler.move()
         raise
 
 

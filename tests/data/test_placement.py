@@ -607,7 +607,7 @@ def test_what_the_rows_take_on_the_gpu_is_room_for_them(monkeypatch):
         buffer.extend(transitions(CAPACITY, device="cuda"))
         Machine(device=0).install(monkeypatch)
         seen = []
-        monkeypatch.setattr(moving, "_move", lambda storage, sampler, before, target, progress: seen.append(target))
+        monkeypatch.setattr(moving, "_move", lambda storage, before, target, progress: seen.append(target))
         buffer.to("split:64%")
         assert (seen[0].kind, seen[0].near_steps) == ("split", 128)
 

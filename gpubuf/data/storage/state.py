@@ -105,6 +105,10 @@ def load(storage: TensorStorage, state: dict[str, Any]) -> Tensor | None:
         storage.keep_marks()
     for follower in storage.followers:
         follower.load(state, order)
+    for companion in storage.companions:
+        companion.empty()
+        if size:
+            companion.on_write(torch.arange(size, device=storage.device), None)
     return order
 
 

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from tensordict import TensorDictBase
@@ -32,7 +32,7 @@ from gpubuf.data.storage.column import (
 )
 from gpubuf.data.storage.containers import Data, batch_shape, device_of, first_of, mapped, stacked
 from gpubuf.data.storage.end_bits import EndBits, Marks, Signal, bitmap_bytes
-from gpubuf.data.storage.follower import Follower, Reader
+from gpubuf.data.storage.follower import Companion, Follower, Reader
 from gpubuf.data.storage.host_rows import HostRows
 from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, stored_positions, unravel
 from gpubuf.data.storage.layout import Key, RowLayout
@@ -155,9 +155,11 @@ class TensorStorage:
         # Weak, because they refer to the storage.
         self._served = WeakSet[Reader]()
         self._laps = 0  # how often the ring went round before the memory was last released
-        #: What the sampler is going to take beside the rows. The buffer sets it before the first write, where the
-        #: placement depends on what fits.
-        self.beside = IndexBytes()
+        #: Weak references to samplers, and to those that hear of writes. The same tuples while they are the same.
+        self.told: tuple[ref[Companion], ...] = ()
+        self.hearing: tuple[ref[Companion], ...] = ()
+        #: The priorities of the write that is under way, float32 ``[n]``.
+        self.given: Tensor | None = None
         #: Root keys that are derived and therefore not stored; set by writers that own them.
         self.ignored_keys: frozenset[str] = frozenset()
         #: What an operation is about to change; still there after it if that was interrupted, and mended then by the
@@ -167,7 +169,7 @@ class TensorStorage:
 
     def __getstate__(self) -> dict[str, Any]:
         """All but addresses. Who has a copy may write to it."""
-        nowhere = {"table": None, "addresses": RowAddresses(), "owner": None}
+        nowhere = {"table": None, "addresses": RowAddresses(), "owner": None, "told": (), "hearing": ()}
         return {**vars(self), **nowhere, "_served": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -332,11 +334,13 @@ class TensorStorage:
         return Schema.of(layout, self.options)
 
     def check_rows(self, schema: Schema) -> None:
-        """Raise if rows of ``schema`` lack what a reader needs.
+        """Raise if rows of ``schema`` lack what a reader or a sampler needs.
 
         Raises:
-            KeyError, ValueError: they do.
+            KeyError, RuntimeError, ValueError: they do.
         """
+        for companion in self.companions:
+            companion.check_rows(schema.written, self.ndim)
         for reader in self._served:
             reader.check_rows(schema)
 
@@ -379,19 +383,23 @@ class TensorStorage:
         n, aside, links = math.prod(shape), 0, 0
         if schema.shared:
             aside, links = side_bytes(schema, n, math.prod(shape[1:]), self.options.next_capacity)
-        beside = self.beside + self.derived_bytes(self.requested_device, shape) + IndexBytes(index=links)
+        beside = self.derived_bytes(self.requested_device, shape) + IndexBytes(index=links)
         return place(self.requested_device, n * schema.stored.row_bytes, beside, shape, data_device, aside=aside)
 
     def derived_bytes(self, requested: torch.device | str, shape: tuple[int, ...]) -> IndexBytes:
-        """Bytes that a storage of ``shape`` keeps beside its rows; zero for placements that ignore free memory."""
+        """Bytes that are kept beside the rows of a storage of ``shape``; zero for placements that ignore free memory.
+
+        The machine is then not asked for its GPU: a process that CUDA woke up in can't be forked to use it.
+        """
         if not depends_on_room(requested):
             return IndexBytes()
+        device_type = "cuda" if host_memory.cuda_present() else "cpu"
         index = math.prod(shape) * self.marks.by_writers
         if self._ends_by is not None:
-            index += bitmap_bytes(shape, "cuda" if host_memory.cuda_present() else "cpu")
+            index += bitmap_bytes(shape, device_type)
         if self.sharing is not None:
             index += self.sharing.nbytes
-        return IndexBytes(index=index)
+        return sum((each.index_bytes(shape, device_type) for each in self.companions), IndexBytes(index=index))
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Record]:
         """Uninitialised row memory. Storages elsewhere override it."""
@@ -477,13 +485,17 @@ class TensorStorage:
         self._connect(self.schema, ring, anew=not stays)
         self._placement = placement
         if not stays:
-            self.rebuild()
+            self._rebuild_own()
+        for companion in self.companions:
+            companion.move()
 
     def empty(self, recount: bool = False) -> None:
         """Forget every row, in O(1); memory stays allocated. No host sync. ``recount``: as for :meth:`Ring.empty`."""
         self._ring.empty(recount)
         for follower in self.followers:
             follower.clear()
+        for companion in self.companions:
+            companion.empty()
 
     def free(self) -> None:
         """Forget every row, and release all memory; the next write allocates anew. Synchronises.
@@ -507,6 +519,8 @@ class TensorStorage:
             self._forget_plans()
             self.max_size = self.requested_size
             del self.table
+            for companion in self.companions:
+                companion.free()
 
     def refresh(self) -> None:
         """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
@@ -568,8 +582,28 @@ class TensorStorage:
             self._ends_by = recipe
             if self._schema is not None:
                 self._keep_ends(self._schema, self.counters)
-                self.rebuild()
+                self._rebuild_own()
         self._served.add(reader)
+
+    @property
+    def companions(self) -> list[Companion]:
+        """The samplers of all buffers with this storage."""
+        return [found for each in self.told if (found := each()) is not None]
+
+    def tell(self, companion: Companion) -> None:
+        """Tell a sampler of all that happens to the rows, for as long as it exists."""
+        self._tell([*self._others(companion), companion])
+
+    def leave(self, companion: Companion) -> None:
+        """Tell it of nothing any more."""
+        self._tell(self._others(companion))
+
+    def _others(self, companion: Companion) -> list[Companion]:
+        return [each for each in self.companions if each is not companion]
+
+    def _tell(self, companions: list[Companion]) -> None:
+        self.told = tuple(map(ref, companions))
+        self.hearing = tuple(ref(each) for each in companions if each.hears)
 
     def _keep_ends(self, schema: Schema, ring: Ring) -> None:
         if self._ends_by is not None:
@@ -598,11 +632,38 @@ class TensorStorage:
         self.marks.end(self.ring, env)
         if self.end_bits is not None:
             self.end_bits.write(1)
+        for companion in self.companions:
+            companion.on_end()
 
     def rebuild(self) -> None:
         """Rows were changed in place: compute anew what is known about them. O(capacity). No host sync."""
+        self._rebuild_own()
+        for companion in self.companions:
+            companion.rebuild()
+
+    def _rebuild_own(self) -> None:
         for follower in self.followers:
             follower.rebuild()
+
+    def mark_update(self, index: Any) -> None:
+        """Rows were written by others: treat them as new. O(capacity). No host sync."""
+        self._rebuild_own()
+        for companion in self.companions:
+            companion.mark_update(index)
+
+    def mend(self) -> None:
+        """An operation was interrupted: compute anew what is known about rows. O(capacity). No host sync."""
+        self._rebuild_own()
+        for companion in self.companions:
+            companion.mend()
+
+    def on_write(self, index: Tensor) -> None:
+        """Rows were written at ``index``, int64 ``[n]``, flat: all who follow them hear of it. Can be done again."""
+        for follower in self.followers:
+            follower.on_write(index)
+        for each in self.hearing:
+            if (companion := each()) is not None:
+                companion.on_write(index, None if self.given is None else self.given[-index.numel() :])
 
     # Writing
 
@@ -690,22 +751,22 @@ class TensorStorage:
         if index is None:
             return None
         ring.note(n)
-        for follower in self.followers:
-            follower.on_write(index)
+        if self.followers or self.hearing:
+            self.on_write(index if n <= self.max_size else index[-self.max_size :])
         return index
 
     def _append(self, local: list[Tensor], n: int) -> Tensor:
         ring, sharing = self._ring, self.sharing
         if self.unfinished is None:
-            # Until the buffer has told its sampler, too.
+            # Until the buffer says that it is done.
             self.unfinished = Unfinished(ring.written)
         index = self.plans.written.extend(local, n) if sharing is None else sharing.extend(local, n)
         ring.count(n)
         recording = current_recording()
         if recording is not None:
-            recording.holds(self, "followers")
-        for follower in self.followers:
-            follower.on_write(index)
+            recording.holds(self, "followers", "told")
+        # Of more rows than the capacity only the newest are there.
+        self.on_write(index if n <= self.max_size else index[-self.max_size :])
         return index
 
     def holds_nothing(self, data: Data) -> bool:
@@ -768,7 +829,9 @@ class TensorStorage:
         """
         index, generation = self.addresses.apart([index, generation])
         update = functools.partial(self.plans.written.update, self.local(sources, 1), keys, index, generation)
-        if self.end_bits is not None and self.end_bits.depends_on({self.schema.columns[key] for key in keys}):
+        changed = {self.schema.columns[key] for key in keys}
+        ends = self.end_bits is not None and self.end_bits.depends_on(changed)
+        if ends or any(each.depends_on(changed) for each in self.companions):
             self.changing(self._change, update)
         else:
             update()
