@@ -64,10 +64,8 @@ class TorchEnvironments(Environments):
     def __init__(self, num_envs: int, seed: int | Sequence[int], device: torch.device | str) -> None:
         self.num_envs = num_envs
         self.device = torch.device(device)
-        self.action_bounds = (
-            torch.full((self.action_size,), -self.largest_action, device="cpu"),
-            torch.full((self.action_size,), self.largest_action, device="cpu"),
-        )
+        bound = torch.full((self.action_size,), self.largest_action, device="cpu")
+        self.action_bounds = -bound, bound
         self._seed = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
         self._random = RandomState(self._seed, device=self.device)
         self._state = torch.zeros(num_envs, self.state_size, dtype=torch.float64, device=self.device)
