@@ -1,4 +1,8 @@
-"""``gpubuf train``: the options, which are the settings of `TrainConfig`, and what they start."""
+"""Train an agent on an environment.
+
+Soft actor-critic, one of its descendants or TD3, on an environment of Gymnasium or one made of tensor operations; and
+evaluate it. Exit codes: 0 done, 1 training diverged, 2 the request can't be met, 130 interrupted by Ctrl-C and saved.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpubuf.commands import find_modules_here, whole_number
-from gpubuf.train.config import (
-    ALGORITHM_DEFAULTS,
-    CHANGEABLE_ON_RESUME,
-    TORCH_PREFIX,
-    TRANSITIONS,
-    TrainConfig,
-    UsageError,
-    defaults,
-    groups,
-    setting_texts,
-    setting_types,
-)
+from gpubuf.commands import whole_number
+from gpubuf.train import config as settings
+from gpubuf.train.config import TrainConfig, UsageError
 
 SIGNAL_EXIT = 128
 """Added to a signal's number, it gives the exit code of a process that the signal ended."""
@@ -39,12 +33,14 @@ def run(options: dict[str, Any]) -> int:
     if resumed is not None and overwrite:
         raise UsageError("--resume and --overwrite contradict each other")
     # A run that goes on has its environment in its folder: it is looked at there.
-    needed = _NEEDED if config is None or config.env.startswith(TORCH_PREFIX) else ("gymnasium", *_NEEDED)
+    needed = _NEEDED if config is None or config.env.startswith(settings.TORCH_PREFIX) else ("gymnasium", *_NEEDED)
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f'training needs {", ".join(missing)}; pip install "gpubuf[train]"')
 
-    find_modules_here()
+    # ``module:id`` is found in the working directory too, as by ``python -m gpubuf``.
+    if "" not in sys.path:
+        sys.path.append("")
 
     from gpubuf.train.environments import NotFiniteError
     from gpubuf.train.progress import LineReporter, Reporter
@@ -75,21 +71,13 @@ def _resume_folder(resumed: Path | bool, out: Path | None) -> Path:
     return out
 
 
-def add(commands: Any) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     # An option that is not given is absent, so that --resume can tell given options from defaults.
-    parser = commands.add_parser(
-        "train",
-        help="train an agent on an environment",
-        description="Train soft actor-critic, one of its descendants or TD3 on an environment, Gymnasium's or one made "
-        "of tensor operations, and evaluate it.",
-        epilog="Exit codes: 0 done, 1 training diverged, 2 the request can't be met, 130 "
-        "interrupted by Ctrl-C and saved. With --resume, only "
-        f"{', '.join(_option(name) for name in sorted(CHANGEABLE_ON_RESUME))} may be changed.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    texts = setting_texts()
-    for heading, names in groups().items():
+    parser.argument_default = argparse.SUPPRESS
+    changeable = ", ".join(map(_option, sorted(settings.CHANGEABLE_ON_RESUME)))
+    parser.epilog = f"With --resume, only {changeable} may be changed."
+    texts = settings.setting_texts()
+    for heading, names in settings.groups().items():
         group = parser.add_argument_group(heading)
         for name in names:
             _add_setting(group, name, texts.get(name, "") + _default(name))
@@ -105,13 +93,13 @@ def add(commands: Any) -> None:
 
 def _add_setting(group: Any, name: str, text: str) -> None:
     """The option for the setting ``name``; a bool has two, ``--name`` and ``--no-name``."""
-    kind = setting_types()[name][0]
+    kind = settings.setting_types()[name][0]
     if name == "prioritized":
         mode = group.add_mutually_exclusive_group()
         mode.add_argument("--prioritized", action="store_true", help=text)
         mode.add_argument("--uniform", dest=name, action="store_false", help="Draw them uniformly")
     elif name == "algo":
-        group.add_argument("--algo", choices=list(ALGORITHM_DEFAULTS), help=text)
+        group.add_argument("--algo", choices=list(settings.ALGORITHM_DEFAULTS), help=text)
     elif kind is bool:
         group.add_argument(_option(name), action=argparse.BooleanOptionalAction, help=text)
     else:
@@ -121,12 +109,12 @@ def _add_setting(group: Any, name: str, text: str) -> None:
 
 def _default(name: str) -> str:
     """The default of a setting; sac's and those that differ from it where it depends on the algorithm."""
-    usual, default = ALGORITHM_DEFAULTS[TrainConfig.algo], getattr(TrainConfig, name)
+    usual, default = settings.ALGORITHM_DEFAULTS[TrainConfig.algo], getattr(TrainConfig, name)
     shown = [] if default is None else [_written(default)]
     if name in ON_DEVICE:
-        shown = [f"{defaults(TrainConfig.env)[name]}", f"with torch/ environments {ON_DEVICE[name]}"]
+        shown = [f"{settings.defaults(TrainConfig.env)[name]}", f"with torch/ environments {ON_DEVICE[name]}"]
     elif name in usual:
-        of_each = {algo: settings[name] for algo, settings in ALGORITHM_DEFAULTS.items()}
+        of_each = {algo: each[name] for algo, each in settings.ALGORITHM_DEFAULTS.items()}
         shown = [] if usual[name] is None else [_written(usual[name])]
         shown += [f"{algo} {_written(value)}" for algo, value in of_each.items() if value not in (usual[name], None)]
     return f" (default: {'; '.join(shown)})" if shown else ""
@@ -157,5 +145,5 @@ ON_DEVICE = {
     "num_envs": "64",
     "update_ratio": "16 updates whenever all have stepped",
     "eval_episodes": "256",
-    **{name: f"{each} an environment if that is more" for name, (_, each) in TRANSITIONS.items()},
+    **{name: f"{each} an environment if that is more" for name, (_, each) in settings.TRANSITIONS.items()},
 }

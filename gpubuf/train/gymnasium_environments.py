@@ -211,7 +211,7 @@ class GymnasiumEnvironments(Environments):
         if self.discrete:
             return np.asarray(action.argmax(1) + self._first)
         scaled = self._centre + self._scale * action.reshape(self.num_envs, *self._action_shape)
-        return scaled.astype(self._action_dtype)
+        return np.asarray(scaled, self._action_dtype)
 
     def _check(self, *found: tuple[str, NDArray[Any]]) -> None:
         for what, values in found:

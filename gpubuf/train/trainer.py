@@ -12,14 +12,7 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from gpubuf import graphs
-from gpubuf.data import (
-    LazyTensorStorage,
-    Normalize,
-    RewardScale,
-    TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
-)
+from gpubuf import data, graphs
 from gpubuf.data.storage.layout import Leaf, as_key
 from gpubuf.train.algorithms import ALGORITHMS, Agent
 from gpubuf.train.config import TORCH_PREFIX, TrainConfig, UsageError
@@ -351,28 +344,30 @@ def _evaluation_record(kind: str, step: int, returns: list[float]) -> dict[str, 
     return {"kind": kind, "step": step, "mean_return": mean, "returns": returns}
 
 
-def _make_normalize(config: TrainConfig, observation_size: int, device: torch.device) -> Normalize | None:
+def _make_normalize(config: TrainConfig, observation_size: int, device: torch.device) -> data.Normalize | None:
     """The statistics of observations, on the device from the first step on: it may be by policy, and captured."""
     if not config.normalize_observations:
         return None
-    normalize = Normalize("observation", eps=_LEAST_DEVIATION**2)
+    normalize = data.Normalize("observation", eps=_LEAST_DEVIATION**2)
     normalize.bind([Leaf(as_key("observation"), torch.float32, (observation_size,))], config.num_envs, device)
     return normalize
 
 
-def _make_buffer(config: TrainConfig, device: torch.device, normalize: Normalize | None) -> TensorDictReplayBuffer:
+def _make_buffer(
+    config: TrainConfig, device: torch.device, normalize: data.Normalize | None
+) -> data.TensorDictReplayBuffer:
     apart = _rows_apart(config)
     shared = ["observation"] if config.share_next else False
     # In a storage of one dimension environments take turns.
     envs, largest = None if apart else config.num_envs, config.v_max or _LARGEST_RETURN
     options: dict[str, Any] = {
-        "storage": LazyTensorStorage(config.capacity, device=device, ndim=2 if apart else 1, share_next=shared),
+        "storage": data.LazyTensorStorage(config.capacity, device=device, ndim=2 if apart else 1, share_next=shared),
         "batch_size": config.batch_size,
         "n_steps": config.n_steps,
         "gamma": config.gamma,
         "process": [] if normalize is None else [normalize],
-        "transform": RewardScale(config.gamma, largest, envs=envs) if config.scale_rewards else None,
+        "transform": data.RewardScale(config.gamma, largest, envs=envs) if config.scale_rewards else None,
     }
     if config.priority_alpha is None or config.priority_beta is None:
-        return TensorDictReplayBuffer(**options)
-    return TensorDictPrioritizedReplayBuffer(alpha=config.priority_alpha, beta=config.priority_beta, **options)
+        return data.TensorDictReplayBuffer(**options)
+    return data.TensorDictPrioritizedReplayBuffer(alpha=config.priority_alpha, beta=config.priority_beta, **options)
