@@ -20,7 +20,8 @@ from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import current
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.row_order import RowOrder
-from gpubuf.data.storage.layout import Key, Leaf, as_key, as_written, of_array
+from gpubuf.data.storage.containers import of_array
+from gpubuf.data.storage.layout import Key, Leaf, as_key, as_written
 from gpubuf.data.storage.schema import as_numbers, stored_as
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose

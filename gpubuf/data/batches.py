@@ -16,8 +16,8 @@ from gpubuf.data.pinning import pin
 from gpubuf.data.recording import refuse_in_capture
 from gpubuf.data.samplers.base import Drawn, Sampler, require_rows
 from gpubuf.data.sequences import SampleUnit
+from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.indexing import expanded
-from gpubuf.data.storage.layout import Data
 from gpubuf.data.storage.plan import RowPlan
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose

@@ -39,20 +39,13 @@ from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.sum_tree import vector
 from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.sequences import SampleUnit, check_parts, checked_unit
+from gpubuf.data.storage.containers import Data, batch_shape, mapped, shallow, tensors_of
 from gpubuf.data.storage.indexing import as_positions, plain_index
-from gpubuf.data.storage.layout import (
-    Data,
-    batch_shape,
-    inside,
-    layout_of,
-    mapped,
-    shallow,
-    tensors_of,
-)
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.placement import MemoryReport
 from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import TensorStorage
+from gpubuf.data.storage.tree_layout import inside, layout_of
 from gpubuf.data.transforms import Compose, with_statistics, without_multi_steps
 from gpubuf.data.updates import RowAccess, is_key
 from gpubuf.data.writers import RoundRobinWriter, Writer

@@ -19,8 +19,9 @@ from torch import Tensor
 from gpubuf.data.arguments import as_tensor
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.sum_tree import vector
+from gpubuf.data.storage.containers import Data, is_data, mapped
 from gpubuf.data.storage.indexing import as_positions, plain_index
-from gpubuf.data.storage.layout import Data, Key, as_key, as_written, is_data, mapped
+from gpubuf.data.storage.layout import Key, as_key, as_written
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import NEXT_KEY, Schema
 from gpubuf.data.storage.storage import TensorStorage

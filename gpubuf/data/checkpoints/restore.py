@@ -24,7 +24,8 @@ from gpubuf.data.checkpoints.save import Checkpointed
 from gpubuf.data.pinning import tensors_of
 from gpubuf.data.recording import EMPTIES
 from gpubuf.data.samplers.base import is_count, is_tensor
-from gpubuf.data.storage.layout import Leaf, Pieces, RowLayout, batch_shape
+from gpubuf.data.storage.containers import Pieces, batch_shape
+from gpubuf.data.storage.layout import Leaf, RowLayout
 from gpubuf.data.storage.schema import NEXT_KEY, Schema, written_leaves
 from gpubuf.data.storage.share_next import SharedState
 from gpubuf.data.storage.storage import TensorStorage

@@ -31,21 +31,12 @@ from gpubuf.data.storage.column import (
     records,
     separate,
 )
+from gpubuf.data.storage.containers import Data, batch_shape, device_of, first_of, mapped, stacked
 from gpubuf.data.storage.end_bits import EndBits, Marks, Signal, bitmap_bytes
 from gpubuf.data.storage.follower import Follower, Reader
 from gpubuf.data.storage.host_rows import HostRows
 from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, stored_positions, unravel
-from gpubuf.data.storage.layout import (
-    Data,
-    Key,
-    RowLayout,
-    batch_shape,
-    device_of,
-    first_of,
-    layout_of,
-    mapped,
-    stacked,
-)
+from gpubuf.data.storage.layout import Key, RowLayout
 from gpubuf.data.storage.placement import (
     AUTO,
     PINNED,
@@ -66,6 +57,7 @@ from gpubuf.data.storage.schema import (
     keys_told,
 )
 from gpubuf.data.storage.share_next import Again, Sharing, entries_of, side_bytes
+from gpubuf.data.storage.tree_layout import layout_of
 
 #: Rows are stored as they are written.
 PLAIN = Options()

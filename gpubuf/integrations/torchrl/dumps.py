@@ -21,7 +21,8 @@ from gpubuf.data.checkpoints.files import MANIFEST
 from gpubuf.data.checkpoints.save import Checkpointed
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import memmap_files as files
-from gpubuf.data.storage.layout import Data, RowLayout
+from gpubuf.data.storage.containers import Data
+from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.state import rows_state
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.integrations.torchrl.buffers import ReplayBuffer, TensorDictReplayBuffer

@@ -16,8 +16,8 @@ from gpubuf.data.recording import Unfinished
 from gpubuf.data.storage import lazy, memmap
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage import storage as core
+from gpubuf.data.storage.containers import Data, batch_shape, mapped
 from gpubuf.data.storage.indexing import unravel
-from gpubuf.data.storage.layout import Data, batch_shape, mapped
 from gpubuf.data.storage.plan import NOT_INITIALIZED
 from gpubuf.data.storage.state import rows_state
 
