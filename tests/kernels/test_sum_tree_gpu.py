@@ -11,6 +11,7 @@ from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels.sum_tree import NO_ROW
 from tests.support.sum_tree_checks import assert_consistent
+from tests.support.waiting import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -175,8 +176,7 @@ def test_no_sync():
     tree = SumTree(1000, device="cuda")
     rng = RandomState(1, device="cuda")
     index, priority = torch.arange(64, device="cuda"), torch.rand(64, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for _ in range(2):
             tree.mark(index)
             tree.update(index, priority, generation=torch.ones_like(index))
@@ -185,5 +185,3 @@ def test_no_sync():
             tree.set_beta(0.5)
             tree.set_beta(priority[0])
             rng.uniform(4)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

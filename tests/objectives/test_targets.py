@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gpubuf.objectives import HardUpdate, SACLoss, SoftUpdate, TargetNetUpdater
+from tests.support.dispatched import Count
 from tests.support.sac_setup import CRITICS, linear_critic, make_actor, make_batch, make_loss, total
 
 
@@ -141,8 +142,6 @@ def test_refused():
 
 def test_one_operation_for_all_tensors():
     """torch._foreach_lerp_, not a loop."""
-    from tests.support.dispatched import Count
-
     loss = make_loss("vmap", delay_actor=True)
     updater = SoftUpdate(loss, tau=0.1)
     assert len(loss.target_pairs()) > 10
