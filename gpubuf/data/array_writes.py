@@ -219,7 +219,7 @@ class ArrayWrites:
             route is None
             or storage._schema is not route.form
             or ring.counters is not route.ring
-            or storage.hearing is not route.hearing
+            or storage.followers.hearing is not route.hearing
         ):
             route = self._route = self._new_route()
         if route is None or not route.direct or len(self.transform) or current.recording is not None:
@@ -304,7 +304,7 @@ class _Route:
     def __init__(self, storage: TensorStorage, *, direct: bool) -> None:
         self.direct = direct
         self.form, self.ring = storage.schema, storage.ring
-        self.hearing = storage.hearing
+        self.hearing = storage.followers.hearing
         self.step = tuple(storage.shape[1:])
         self.layout = storage.written_layout
         self.one_step = PreparedRows.of(storage, self.step, keeps_index=bool(self.hearing))

@@ -396,7 +396,7 @@ class ReplayBuffer:
         storage = self._storage
         if storage._schema is not None and type(data) is TensorDict:
             # As in `extend_columns`.
-            storage.given = None
+            storage.followers.priority = None
             index = self._arrays.write_batch(data)
             if index is not None:
                 return index
@@ -428,7 +428,7 @@ class ReplayBuffer:
             refuse_in_capture("the first write allocates the storage: write before")
         if pipeline is not None:
             pipeline.check_write(data, storage.ndim)
-        storage.given = given
+        storage.followers.priority = given
         index = self._writer.extend(data)
         if index.numel() == 0:
             return _no_rows(storage)
@@ -494,7 +494,7 @@ class ReplayBuffer:
                 nothing is written.
         """
         # No priorities come with the rows, also for whoever completes this write.
-        self._storage.given = None
+        self._storage.followers.priority = None
         if not self._arrays.write(columns, False):
             self.extend(self._arrays.as_batch(columns, False))
 
@@ -508,7 +508,7 @@ class ReplayBuffer:
         Raises:
             ValueError: as :meth:`extend_columns`. No host sync.
         """
-        self._storage.given = None
+        self._storage.followers.priority = None
         if not self._arrays.write(columns, True):
             self.add(self._arrays.as_batch(columns, True))
 
@@ -673,7 +673,7 @@ class ReplayBuffer:
     @operation
     def mark_update(self, index: Any) -> None:
         """Rows were written elsewhere (``buffer[i] = ...``, or through the storage): treat them as new."""
-        self._storage.changing(self._storage.mark_update, index)
+        self._storage.changing(self._storage.followers.mark_update, index)
 
     # Rows by their index
 
@@ -902,7 +902,7 @@ class ReplayBuffer:
         if left.written is None or self._complete_write(left.written) or not self._writer.in_order:
             if not left.counted:
                 storage.refresh()
-            storage.mend()
+            storage.followers.mend()
             self._writer.mend()
         storage.settled()
 
@@ -914,7 +914,7 @@ class ReplayBuffer:
         if n > 0:
             first = storage.written - n
             index = (first + torch.arange(n, device=storage.device)) % storage.max_size
-            storage.on_write(index)
+            storage.followers.on_write(index)
         return n > 0
 
     # Copies, which have memory of their own, and other processes

@@ -111,5 +111,5 @@ def report(storage: TensorStorage, sampler: Sampler, processing: int) -> MemoryR
     counters = storage.ring.nbytes + storage.table_bytes + sampler.random_bytes + processing
     kind = placement.kind if storage.relocatable else DISK
     on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
-    index = taken.index + sum(follower.nbytes for follower in storage.followers)
+    index = taken.index + storage.followers.nbytes
     return MemoryReport(kind, str(placement.device), storage.nbytes, taken.tree, index, counters, on_host)

@@ -265,15 +265,15 @@ class Sampler:
         if other or self.reader is None:
             self.reader = storage.reader(Recipe())
         if other and self._storage is not None:
-            self._storage.leave(self)
+            self._storage.followers.leave(self)
         self._storage = storage
-        storage.tell(self)
+        storage.followers.join(self)
         self.operation = ALONE if operation is None else operation
 
     def unbind(self) -> None:
         """Serve no buffer any more. Rows that are there when it is bound again count as new."""
         if self._storage is not None:
-            self._storage.leave(self)
+            self._storage.followers.leave(self)
         self._storage, self.reader, self.operation = None, None, ALONE
 
     def read_from(self, reader: RowPlan) -> None:

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from tensordict import TensorDictBase
@@ -32,7 +32,7 @@ from gpubuf.data.storage.column import (
 )
 from gpubuf.data.storage.containers import Data, batch_shape, device_of, first_of, mapped, stacked
 from gpubuf.data.storage.end_bits import EndBits, Marks, Signal, bitmap_bytes
-from gpubuf.data.storage.follower import Companion, Follower, Reader
+from gpubuf.data.storage.follower import Followers, Reader
 from gpubuf.data.storage.host_rows import HostRows
 from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, stored_positions, unravel
 from gpubuf.data.storage.layout import Key, RowLayout
@@ -80,7 +80,8 @@ class TensorStorage:
         sharing: the next observations that are stored once; None: all have memory of their own.
         plans: how rows are written and read.
         marks: the rows that end trajectories whatever their flags say.
-        followers: what is kept about the rows: marks, ends and :attr:`host`, :attr:`sharing`, where there are any.
+        followers: what is kept about the rows: marks, ends and :attr:`host`, :attr:`sharing`, where there are any, and
+            the samplers of all buffers with this storage.
         end_bits: where trajectories end, if a buffer needs that. None: none does, or nothing is allocated.
         columns: the rows, ``[*shape, ...]`` for each of ``layout.leaves``. Those beyond ``len()`` are uninitialised.
         addresses: where the rows are.
@@ -125,7 +126,7 @@ class TensorStorage:
         self.counters.set(self.max_size, self.max_size)
         if self.host is not None:
             self.host.put(range(self.max_size), self.host.rows_of(storage, ndim))
-        self.rebuild()
+        self.followers.rebuild()
 
     def _configure(self, max_size: int, device: torch.device | str, ndim: int, options: Options = PLAIN) -> None:
         if isinstance(max_size, bool) or max_size < 1 or max_size % 1:
@@ -151,15 +152,10 @@ class TensorStorage:
         self.end_bits: EndBits | None = None
         # Which keys tell the ends of trajectories; None: nobody asks.
         self._ends_by: Recipe | None = None
-        self.followers: tuple[Follower, ...] = ()
+        self.followers = Followers()
         # Weak, because they refer to the storage.
         self._served = WeakSet[Reader]()
         self._laps = 0  # how often the ring went round before the memory was last released
-        #: Weak references to samplers, and to those that hear of writes. The same tuples while they are the same.
-        self.told: tuple[ref[Companion], ...] = ()
-        self.hearing: tuple[ref[Companion], ...] = ()
-        #: The priorities of the write that is under way, float32 ``[n]``.
-        self.given: Tensor | None = None
         #: Root keys that are derived and therefore not stored; set by writers that own them.
         self.ignored_keys: frozenset[str] = frozenset()
         #: What an operation is about to change; still there after it if that was interrupted, and mended then by the
@@ -169,7 +165,7 @@ class TensorStorage:
 
     def __getstate__(self) -> dict[str, Any]:
         """All but addresses. Who has a copy may write to it."""
-        nowhere = {"table": None, "addresses": RowAddresses(), "owner": None, "told": (), "hearing": ()}
+        nowhere = {"table": None, "addresses": RowAddresses(), "owner": None}
         return {**vars(self), **nowhere, "_served": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -339,8 +335,8 @@ class TensorStorage:
         Raises:
             KeyError, RuntimeError, ValueError: they do.
         """
-        for companion in self.companions:
-            companion.check_rows(schema.written, self.ndim)
+        for sampler in self.followers.samplers:
+            sampler.check_rows(schema.written, self.ndim)
         for reader in self._served:
             reader.check_rows(schema)
 
@@ -399,7 +395,7 @@ class TensorStorage:
             index += bitmap_bytes(shape, device_type)
         if self.sharing is not None:
             index += self.sharing.nbytes
-        return sum((each.index_bytes(shape, device_type) for each in self.companions), IndexBytes(index=index))
+        return sum((each.index_bytes(shape, device_type) for each in self.followers.samplers), IndexBytes(index=index))
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Record]:
         """Uninitialised row memory. Storages elsewhere override it."""
@@ -440,12 +436,7 @@ class TensorStorage:
         return HostRows(schema.written.host, self.max_size, ring) if schema.written.host else None
 
     def _follow(self) -> None:
-        """Serve the followers that there are. Marks come before what reads them."""
-        marks = None if self.marks.rows is None else self.marks
-        found = tuple([each for each in (marks, self.end_bits, self.host, self.sharing) if each is not None])
-        # The same tuple while they are the same: a captured write holds it.
-        if found != self.followers:
-            self.followers = found
+        self.followers.keep([self.marks if self.marks.kept else None, self.end_bits, self.host, self.sharing])
 
     @property
     def envs(self) -> int:
@@ -485,17 +476,13 @@ class TensorStorage:
         self._connect(self.schema, ring, anew=not stays)
         self._placement = placement
         if not stays:
-            self._rebuild_own()
-        for companion in self.companions:
-            companion.move()
+            self.followers.rebuild_own()
+        self.followers.move()
 
     def empty(self, recount: bool = False) -> None:
         """Forget every row, in O(1); memory stays allocated. No host sync. ``recount``: as for :meth:`Ring.empty`."""
         self._ring.empty(recount)
-        for follower in self.followers:
-            follower.clear()
-        for companion in self.companions:
-            companion.empty()
+        self.followers.clear()
 
     def free(self) -> None:
         """Forget every row, and release all memory; the next write allocates anew. Synchronises.
@@ -514,13 +501,11 @@ class TensorStorage:
             self._schema = self._placement = None
             self._ring = Ring(self.requested_size)
             self.host = self.sharing = self.marks.rows = self.end_bits = None
-            self._follow()
             self.columns, self.addresses = Columns(), RowAddresses()
             self._forget_plans()
             self.max_size = self.requested_size
             del self.table
-            for companion in self.companions:
-                companion.free()
+            self.followers.free()
 
     def refresh(self) -> None:
         """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
@@ -582,28 +567,8 @@ class TensorStorage:
             self._ends_by = recipe
             if self._schema is not None:
                 self._keep_ends(self._schema, self.counters)
-                self._rebuild_own()
+                self.followers.rebuild_own()
         self._served.add(reader)
-
-    @property
-    def companions(self) -> list[Companion]:
-        """The samplers of all buffers with this storage."""
-        return [found for each in self.told if (found := each()) is not None]
-
-    def tell(self, companion: Companion) -> None:
-        """Tell a sampler of all that happens to the rows, for as long as it exists."""
-        self._tell([*self._others(companion), companion])
-
-    def leave(self, companion: Companion) -> None:
-        """Tell it of nothing any more."""
-        self._tell(self._others(companion))
-
-    def _others(self, companion: Companion) -> list[Companion]:
-        return [each for each in self.companions if each is not companion]
-
-    def _tell(self, companions: list[Companion]) -> None:
-        self.told = tuple(map(ref, companions))
-        self.hearing = tuple(ref(each) for each in companions if each.hears)
 
     def _keep_ends(self, schema: Schema, ring: Ring) -> None:
         if self._ends_by is not None:
@@ -632,38 +597,7 @@ class TensorStorage:
         self.marks.end(self.ring, env)
         if self.end_bits is not None:
             self.end_bits.write(1)
-        for companion in self.companions:
-            companion.on_end()
-
-    def rebuild(self) -> None:
-        """Rows were changed in place: compute anew what is known about them. O(capacity). No host sync."""
-        self._rebuild_own()
-        for companion in self.companions:
-            companion.rebuild()
-
-    def _rebuild_own(self) -> None:
-        for follower in self.followers:
-            follower.rebuild()
-
-    def mark_update(self, index: Any) -> None:
-        """Rows were written by others: treat them as new. O(capacity). No host sync."""
-        self._rebuild_own()
-        for companion in self.companions:
-            companion.mark_update(index)
-
-    def mend(self) -> None:
-        """An operation was interrupted: compute anew what is known about rows. O(capacity). No host sync."""
-        self._rebuild_own()
-        for companion in self.companions:
-            companion.mend()
-
-    def on_write(self, index: Tensor) -> None:
-        """Rows were written at ``index``, int64 ``[n]``, flat: all who follow them hear of it. Can be done again."""
-        for follower in self.followers:
-            follower.on_write(index)
-        for each in self.hearing:
-            if (companion := each()) is not None:
-                companion.on_write(index, None if self.given is None else self.given[-index.numel() :])
+        self.followers.on_end()
 
     # Writing
 
@@ -751,8 +685,7 @@ class TensorStorage:
         if index is None:
             return None
         ring.note(n)
-        if self.followers or self.hearing:
-            self.on_write(index if n <= self.max_size else index[-self.max_size :])
+        self.followers.on_write(index if n <= self.max_size else index[-self.max_size :])
         return index
 
     def _append(self, local: list[Tensor], n: int) -> Tensor:
@@ -764,9 +697,9 @@ class TensorStorage:
         ring.count(n)
         recording = current_recording()
         if recording is not None:
-            recording.holds(self, "followers", "told")
+            recording.holds(self.followers, "own", "choosers")
         # Of more rows than the capacity only the newest are there.
-        self.on_write(index if n <= self.max_size else index[-self.max_size :])
+        self.followers.on_write(index if n <= self.max_size else index[-self.max_size :])
         return index
 
     def holds_nothing(self, data: Data) -> bool:
@@ -803,7 +736,7 @@ class TensorStorage:
 
     def _change(self, change: Callable[[], Any]) -> None:
         change()
-        self.rebuild()
+        self.followers.rebuild()
 
     def _overwrite(self, local: list[Tensor], index: Tensor) -> None:
         if self.sharing is None:
@@ -831,7 +764,7 @@ class TensorStorage:
         update = functools.partial(self.plans.written.update, self.local(sources, 1), keys, index, generation)
         changed = {self.schema.columns[key] for key in keys}
         ends = self.end_bits is not None and self.end_bits.depends_on(changed)
-        if ends or any(each.depends_on(changed) for each in self.companions):
+        if ends or self.followers.depends_on(changed):
             self.changing(self._change, update)
         else:
             update()

@@ -299,7 +299,7 @@ class TensorDictMaxValueWriter(Writer):
         positions = index.clamp(min=0)
         ring.rewrite(positions, (index >= 0) & (ring.generations(positions) >= 0))
         ring.fill(index.numel())
-        self._storage.on_write(index)
+        self._storage.followers.on_write(index)
 
     def _ranks_of_all(self, rows: list[Any]) -> Tensor:
         found = [torch.empty(0, dtype=torch.float64, device="cpu")]
