@@ -35,7 +35,7 @@ from gpubuf.data.storage.end_bits import EndBits, Marks, Signal, bitmap_bytes
 from gpubuf.data.storage.follower import Followers, Reader
 from gpubuf.data.storage.host_rows import HostRows
 from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, stored_positions, unravel
-from gpubuf.data.storage.layout import Key, RowLayout
+from gpubuf.data.storage.layout import Key, RowLayout, as_key
 from gpubuf.data.storage.placement import (
     AUTO,
     PINNED,
@@ -523,7 +523,7 @@ class TensorStorage:
 
     def settled(self) -> None:
         """Everything that was begun is done."""
-        self.unfinished = None
+        self.unfinished = self.followers.priority = None
 
     # Readers, and where trajectories end
 
@@ -704,8 +704,13 @@ class TensorStorage:
 
     def holds_nothing(self, data: Data) -> bool:
         """Whether ``data`` has no rows or no keys. As a first batch it does not tell the layout of a row."""
-        empty = math.prod(batch_shape(data, self.ndim)) == 0
-        return empty or not layout_of(data, self.ndim, self.ignored_keys).leaves
+        if math.prod(batch_shape(data, self.ndim)) == 0:
+            return True
+        data = first_of(data)
+        if isinstance(data, Tensor):
+            return False
+        entries = data.items(True, True)
+        return not any(isinstance(value, Tensor) for key, value in entries if as_key(key)[0] not in self.ignored_keys)
 
     def write(self, index: Tensor, data: Data) -> None:
         """Overwrite rows in place. Neither the cursor nor any row's write generation moves.
