@@ -15,7 +15,8 @@ from gpubuf.data.arguments import check_count
 from gpubuf.data.ingress.intake import Writers
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
-from gpubuf.data.samplers.slices import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
+from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler
+from gpubuf.data.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
 from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.containers import batch_shape

@@ -32,9 +32,9 @@ from gpubuf.data.prepared_writes import Columns
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import EMPTIES, REPLAY
 from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.priorities import vector
 from gpubuf.data.samplers.row_order import RowOrder
 from gpubuf.data.samplers.slices import SliceSampler
-from gpubuf.data.samplers.sum_tree import vector
 from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.sequences import SampleUnit, check_parts, checked_unit
 from gpubuf.data.storage.containers import Data, shallow

@@ -90,6 +90,14 @@ class Recording:
         """Do ``action`` if the capture is given up: its launches then never run."""
         self._undo.append(action)
 
+    def refuse(self, reason: str) -> None:
+        """Raise: the step does what a graph can't repeat.
+
+        Raises:
+            CaptureError: always.
+        """
+        raise CaptureError(f"this can't be captured in a CUDA graph: {reason}")
+
     def abandon(self) -> None:
         """The capture is given up: undo the work on the host."""
         for action in reversed(self._undo):
@@ -234,5 +242,5 @@ def refuse_in_capture(reason: str) -> None:
     Raises:
         CaptureError: so it is.
     """
-    if current_recording() is not None:
-        raise CaptureError(f"this can't be captured in a CUDA graph: {reason}")
+    if current.recording is not None:
+        current.recording.refuse(reason)

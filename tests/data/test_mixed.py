@@ -26,7 +26,7 @@ from gpubuf.data import (
     TensorDictRoundRobinWriter,
 )
 from gpubuf.data.checkpoints import files
-from gpubuf.data.mixed import Offsets, cut
+from gpubuf.data.shares import Offsets, cut
 from gpubuf.kernels._registry import triton_on_cpu
 from tests.contracts import first_quick
 from tests.contracts.checkpoints import cut_short, state_bytes

@@ -21,7 +21,7 @@ from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.queues import Queues, Rows, fence, numpy_dtype, of_bits, start_of, wait
 from gpubuf.data.operation import Operation, operation
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.processing.statistics import RewardScale
+from gpubuf.data.processing.reward_scale import RewardScale
 from gpubuf.data.recording import capturing, current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.row_order import RowOrder

@@ -6,14 +6,14 @@ docs/extending.md shows how to write a sampler.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import describe_type, warn
-from gpubuf.data.operation import ALONE, Alone, Operation
-from gpubuf.data.recording import current, refuse_in_capture
+from gpubuf.data.operation import ALONE, Alone, Operation, at_replays
+from gpubuf.data.recording import current
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.placement import IndexBytes
@@ -129,6 +129,16 @@ def positions_below(value: Any, bound: int) -> bool:
 UNBOUND = "the sampler belongs to no buffer yet: give it to one, or call bind(storage)"
 
 
+class _NoReader:
+    """The reader of a sampler that belongs to no buffer."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name) if name.startswith("__") else RuntimeError(UNBOUND)
+
+
+_NO_READER = cast("RowPlan", _NoReader())
+
+
 class Drawn(NamedTuple):
     """The result of a draw: gathered rows, where they lie, and the info about each of them."""
 
@@ -175,13 +185,16 @@ class Sampler:
     ran_out: bool = False
     #: Attributes that hold a tensor about the rows, or None.
     row_tensors: ClassVar[tuple[str, ...]] = ()
+    #: Attributes that hold what is known about the rows, or None: objects with ``to(device)``, which is called when the
+    #: rows have moved, and ``nbytes``. A graph uses them as they are.
+    parts: ClassVar[tuple[str, ...]] = ()
     #: The class that ``replacement=False`` stands for.
     without_replacement: ClassVar[type[Sampler] | None] = None
     #: The attributes that a draw replaces, apart from the random stream: what is to be put back where a batch that was
     #: drawn ahead is thrown away. None: a draw can't be taken back, and none is made ahead.
     drawn_state: ClassVar[tuple[str, ...] | None] = None
     operation: Operation | Alone = ALONE
-    reader: RowPlan | None = None
+    reader: RowPlan = _NO_READER
     #: The ranks that draw with this one, if there are any.
     shards: Shards | None = None
     # For samplers whose constructor does not call that of this class.
@@ -205,8 +218,8 @@ class Sampler:
 
     def __init__(self) -> None:
         # Also in the instance: compiled code depends on where an attribute is.
-        self.ran_out = False
-        self._storage = self.reader = self._random = self._generator = None
+        self.ran_out, self.reader = False, _NO_READER
+        self._storage = self._random = self._generator = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -240,6 +253,11 @@ class Sampler:
             raise RuntimeError(UNBOUND)
         return self._storage
 
+    @property
+    def _has_rows(self) -> bool:
+        """Whether the storage, if there is one, is allocated."""
+        return self._storage is not None and self._storage.initialized
+
     def bind(self, storage: TensorStorage, operation: Operation | None = None) -> None:
         """Serve ``storage`` from now on. With another storage than before, all data about rows is forgotten.
 
@@ -262,11 +280,9 @@ class Sampler:
         self.check_storage(storage)
         if other:
             self.forget_storage()
-        if other or self.reader is None:
-            self.reader = storage.reader(Recipe())
-        if other and self._storage is not None:
-            self._storage.followers.leave(self)
-        self._storage = storage
+            reader = storage.reader(Recipe())
+            self.unbind()
+            self._storage, self.reader = storage, reader
         storage.followers.join(self)
         self.operation = ALONE if operation is None else operation
 
@@ -274,7 +290,7 @@ class Sampler:
         """Serve no buffer any more. Rows that are there when it is bound again count as new."""
         if self._storage is not None:
             self._storage.followers.leave(self)
-        self._storage, self.reader, self.operation = None, None, ALONE
+        self._storage, self.reader, self.operation = None, _NO_READER, ALONE
 
     def read_from(self, reader: RowPlan) -> None:
         """Called by the buffer: read rows from ``reader``, which reads the storage, from now on."""
@@ -288,8 +304,12 @@ class Sampler:
 
     def forget_storage(self) -> None:
         """Called when another storage replaces the one so far, and by :meth:`free`: release all data about its rows."""
-        for name in self.row_tensors:
+        for name in (*self.parts, *self.row_tensors):
             setattr(self, name, None)
+
+    def _known(self, names: Sequence[str]) -> dict[str, Any]:
+        """The attributes among these that are not None."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def check_rows(self, layout: RowLayout, ndim: int) -> None:
         """Called before the first rows are written: raise if they lack what the sampler needs."""
@@ -307,19 +327,14 @@ class Sampler:
 
     def draw(self, n: int) -> Drawn:
         """Choose ``n`` rows and gather them. Override it if one launch does both."""
-        reader = self.reader
-        if reader is None:
-            raise RuntimeError(UNBOUND)
         positions, info = self.choose(n)
-        tensors, generation = reader.gather(positions)
+        tensors, generation = self.reader.gather(positions)
         return Drawn(tensors, positions, generation, info)
 
     def draw_batches(self, n: int, batches: int) -> Drawn:
         """``batches`` batches of ``n`` rows, chosen and gathered at once."""
         if type(self).draw is not Sampler.draw:
             return self.draw(n * batches).in_batches(batches)
-        if self.reader is None:
-            raise RuntimeError(UNBOUND)
         positions, info = self.choose_batches(n, batches)
         tensors, generation = self.reader.gather(positions)
         return Drawn(tensors, positions, generation, info).in_batches(batches)
@@ -343,14 +358,15 @@ class Sampler:
 
     def random_state(self, device: torch.device | str) -> RandomState:
         """The random stream, created at its first use: seeded by ``set_rng``, else by torch's global generator."""
-        state = self._random
-        if state is None:
-            refuse_in_capture("the sampler draws for the first time, which seeds its random stream: sample once before")
-            state = self._random = RandomState(generator=self._generator, device=device)
-        # `current_recording()` spelled out: every sample comes here.
-        if (recording := current.recording) is not None:
-            recording.holds(self, "_random", "reader")
-        return state
+        if not self._random:
+            at_replays().refuse(
+                "the sampler draws for the first time, which seeds its random stream: sample once before"
+            )
+            self._random = RandomState(generator=self._generator, device=device)
+        # `at_replays()` spelled out: every sample comes here.
+        if current.recording:
+            current.recording.holds(self, "_random", "reader")
+        return self._random
 
     def order_of(self, n: int, device: torch.device, shuffle: bool) -> Tensor:
         """``range(n)``, int64 ``[n]``, optionally shuffled by the random stream. No host sync."""
@@ -430,10 +446,8 @@ class Sampler:
 
     def move(self) -> None:
         """Follow the storage to another device: called after its rows are in their new place. May synchronise."""
-        device = self.storage.device
-        for name in ("_random", *self.row_tensors):
-            if getattr(self, name) is not None:
-                setattr(self, name, getattr(self, name).to(device))
+        for name, value in self._known(("_random", *self.parts, *self.row_tensors)).items():
+            setattr(self, name, value.to(self.storage.device))
 
     # Memory
 
@@ -443,23 +457,22 @@ class Sampler:
 
     def memory(self) -> IndexBytes:
         """Bytes that the sampler takes now."""
-        tensors = [getattr(self, name) for name in self.row_tensors]
         # A tensor may be a view of the rest of a larger one.
-        return IndexBytes(index=sum(each.untyped_storage().nbytes() for each in tensors if each is not None))
+        tensors = sum(each.untyped_storage().nbytes() for each in self._known(self.row_tensors).values())
+        return IndexBytes(index=tensors + sum(part.nbytes for part in self._known(self.parts).values()))
 
     @property
     def random_bytes(self) -> int:
         """Bytes of the random state, once there is one."""
-        return 0 if self._random is None else self._random.state.nbytes
+        return self._random.state.nbytes if self._random else 0
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """What the sampler needs to go on with the same batches, also with a seed not used yet. Synchronises."""
-        storage = self._storage
-        if self._random is None and self._generator is not None and storage is not None and storage.initialized:
-            self.random_state(storage.device)
-        return {"type": type(self).__name__, "random": self._random.state_dict() if self._random else None}
+        if self._generator and self._has_rows:
+            self.random_state(self.storage.device)
+        return {"type": type(self).__name__, "random": self._random and self._random.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
         """Restore :meth:`state_dict`, after the storage has been restored.
@@ -469,9 +482,8 @@ class Sampler:
             order: None if every row is back at its position. Otherwise the rows lie from position 0 on, and this is the
                 old position of each, int64 ``[size]`` on the CPU, as :meth:`TensorStorage.load_state_dict` returns it.
         """
-        random = state.get("random")
-        if random is not None:
-            self.random_state(self.storage.device).load_state_dict(random)
+        if state.get("random"):
+            self.random_state(self.storage.device).load_state_dict(state["random"])
 
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         """Raise unless ``state``, which was read from files, can be loaded.

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import warn
-from gpubuf.data.recording import current_recording
+from gpubuf.data.operation import at_replays
+from gpubuf.data.recording import current
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.storage.end_bits import EndBits, Signal
 from gpubuf.data.storage.layout import Key, RowLayout, as_key
@@ -153,7 +154,7 @@ class TrajectoryIndex(EndBits):
     def __init__(self, storage: TensorStorage, signal: Signal, rule: Rule | None = None) -> None:
         super().__init__(signal, storage.counters, storage.shape, storage.table, storage.marks)
         self.storage = storage
-        self._assume(self.rule if rule is None else rule)
+        self._assume(rule or self.rule)
         if len(storage):
             self.rebuild()
 
@@ -180,19 +181,24 @@ class TrajectoryIndex(EndBits):
         if rule != self.rule:
             self.storage.changing(self._use, rule)
 
+    def to(self, device: torch.device) -> TrajectoryIndex:
+        """This index, which reads the signal where it is now; on another device one that is made anew."""
+        if self.ends.device != device:
+            return TrajectoryIndex(self.storage, self.signal.to(device), self.rule)
+        self.readdress(self.storage.table)
+        return self
+
     def _use(self, rule: Rule) -> None:
         self._assume(rule)
         trajectories.resum(self.ends, self.sums, self.storage.ring, *self._shape_and_rule)
 
     def _note_rule(self, new: Rule | None = None) -> None:
         """Each replay restores the rule that was current at capture, then applies the new one."""
-        recording = current_recording()
-        if recording is not None:
+        if recording := current.recording:
             # Whichever rule was used by others since the last replay.
             recording.before(self, functools.partial(self.use, self.rule))
-            if new is not None:
-                recording.after(functools.partial(self._assume, new))
-                recording.undo(functools.partial(self._assume, self.rule))
+            recording.after(functools.partial(self._assume, new or self.rule))
+            recording.undo(functools.partial(self._assume, self.rule))
 
     def _assume(self, rule: Rule) -> None:
         self.rule = rule
@@ -304,10 +310,8 @@ class TrajectoryBounds:
 
     def bounds(self, storage: TensorStorage, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """First row, last row and length of the trajectories of rows. A GPU gives rows that are not stored length 0."""
-        if storage.end_bits is None:
+        if not storage.end_bits:
             storage.serve(self)
-        assert storage.end_bits is not None
-        recording = current_recording()
-        if recording is not None:
-            recording.holds(storage, "end_bits")
+        assert storage.end_bits
+        at_replays().holds(storage, "end_bits")
         return storage.end_bits.bounds(row)

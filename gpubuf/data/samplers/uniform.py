@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpubuf.data.recording import refuse_in_capture
-from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, is_count, positions_below
+from gpubuf.data.operation import at_replays
+from gpubuf.data.recording import current
+from gpubuf.data.samplers.base import Drawn, Sampler, is_count, positions_below
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.storage import TensorStorage
@@ -120,7 +121,7 @@ class SamplerWithoutReplacement(EpochSampler):
         Raises:
             ValueError: ``drop_last`` is set and fewer than ``n`` rows are stored.
         """
-        refuse_in_capture(
+        at_replays().refuse(
             "the host decides which rows of an epoch come next: sample without replacement outside of the step"
         )
         size = len(self.storage)
@@ -170,9 +171,7 @@ class RandomSampler(Sampler):
 
     def _weights(self, n: int) -> dict[Any, Tensor]:
         """The info of ``n`` rows."""
-        if self.shards is None:
-            return {}
-        return {"priority_weight": self.shards.weights(self.storage.ring[SIZE], n)}
+        return {"priority_weight": self.shards.weights(self.storage.ring[SIZE], n)} if self.shards else {}
 
     def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """Uniform positions. No host sync."""
@@ -184,9 +183,10 @@ class RandomSampler(Sampler):
 
     def draw(self, n: int) -> Drawn:
         """Choose and gather in one launch. No host sync."""
-        reader = self.reader
-        if reader is None:
-            raise RuntimeError(UNBOUND)
-        info = {} if self.shards is None else self._weights(n)
-        tensors, index, generation = reader.sample_uniform(self.random_state(reader.device).state, n)
+        # Past calls where there is nothing to do: every sample comes here.
+        info = self._weights(n) if self.shards else {}
+        random = self._random
+        if not random or current.recording:
+            random = self.random_state(self.reader.device)
+        tensors, index, generation = self.reader.sample_uniform(random.state, n)
         return Drawn(tensors, index, generation, info)

@@ -697,7 +697,7 @@ class TensorStorage:
         ring.count(n)
         recording = current_recording()
         if recording is not None:
-            recording.holds(self.followers, "own", "choosers")
+            recording.holds(self.followers, "own")
         # Of more rows than the capacity only the newest are there.
         self.followers.on_write(index if n <= self.max_size else index[-self.max_size :])
         return index

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gpubuf.data.arguments import as_tensor
 from gpubuf.data.samplers import base as core
-from gpubuf.data.samplers import prioritized, slices, uniform
+from gpubuf.data.samplers import prioritized, prioritized_slices, slices, uniform
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.storage import TensorStorage
@@ -287,8 +287,8 @@ class SliceSamplerWithoutReplacement(SliceSampler, slices.SliceSamplerWithoutRep
 SliceSampler.without_replacement = SliceSamplerWithoutReplacement
 
 
-class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, slices.PrioritizedSliceSampler):
-    __doc__ = slices.PrioritizedSliceSampler.__doc__
+class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, prioritized_slices.PrioritizedSliceSampler):
+    __doc__ = prioritized_slices.PrioritizedSliceSampler.__doc__
 
 
 # States of TorchRL
