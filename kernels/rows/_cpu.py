@@ -6,6 +6,7 @@ import ctypes
 import math
 import struct
 from array import array
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,9 @@ from gpubuf.kernels.rows import (
 )
 from gpubuf.kernels.rows._check import (
     CONTIGUOUS,
+    EVERY,
+    NEXT_ALONE,
+    NOT_NEXT,
     check_count,
     check_generation,
     check_reading,
@@ -314,7 +318,7 @@ def _read(
     table: Tensor, ring: Tensor, rng: Tensor | None, given: Tensor | None, n: int, capacity: int,
     targets: list[Tensor], reading: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fill ``targets``, bytes ``[rows, width]``, with a batch; returns index and generations."""
+    """See :func:`reading`."""
     fields, how = fields_of(table), Reading() if table.shape[1] == ENTRY else Reading(*reading)
     written, size, *_ = ring.tolist()
     if n == 0:
@@ -335,22 +339,35 @@ def _read(
             raise out_of_range(index, int(wrong.nonzero()[0]), capacity)
         drawn = torch.where(index < 0, index + capacity, index)
     _check_readable(table, fields, how)
-    windows = _Windows(drawn, ring, capacity, how)
-    if how.links is not None and any(field.kind == NEXT for field in fields):
-        gone = (how.links[windows.last] < 0) & (windows.last // how.envs != windows.newest)
-        if gone.any():
-            raise lost(given, int(gone.nonzero()[0]))
-    at = torch.arange(n, device="cpu") * how.draws
-    if how.noise is not None:
-        at += how.noise[OFFSET]
-    for field, target in zip(fields, targets, strict=True):
-        out = _computed(field, drawn, windows, capacity, how, at)
-        target.copy_(out.contiguous().view(_BYTE).view(n, target.shape[1]))
+    first = 0 if how.noise is None else int(how.noise[OFFSET])
+    compute(fields, targets, given, drawn, ring, capacity, how, first)
     if rng is not None:
         rng[OFFSET] += n
     if how.noise is not None:
         how.noise[OFFSET] += n * how.draws
     return index, (written - drawn + capacity - 1) // capacity
+
+
+def compute(
+    fields: list[_Field], targets: list[Tensor], given: Tensor | None, drawn: Tensor, ring: Tensor, capacity: int,
+    how: Reading, first: int,
+) -> None:  # fmt: skip
+    """Fill ``targets``, contiguous ``[n, ...]``, with the rows ``drawn``, of which ``given`` is the index.
+
+    ``first`` is the position of their first random number.
+    """
+    if all(field.kind == DRAWN for field in fields):
+        how = how._replace(n_steps=1)
+    windows = _Windows(drawn, ring, capacity, how)
+    if how.links is not None and any(field.kind == NEXT for field in fields):
+        gone = (how.links[windows.last] < 0) & (windows.last // how.envs != windows.newest)
+        if gone.any():
+            raise lost(given, int(gone.nonzero()[0]))
+    at = torch.arange(len(drawn), device="cpu") * how.draws + first
+    for field, target in zip(fields, targets, strict=True):
+        out = _computed(field, drawn, windows, capacity, how, at).contiguous().view(_BYTE).view(-1)
+        if target.nbytes:
+            _at(target.data_ptr(), target.nbytes).copy_(out)
 
 
 def _check_readable(table: Tensor, fields: list[_Field], how: Reading) -> None:
@@ -377,59 +394,58 @@ def _pieces(
     return arena, [arena[at : at + n * w].view(n, w) for at, w in zip(offsets, widths, strict=True)]
 
 
-def _bytes_of(tensors: list[Tensor]) -> list[Tensor]:
-    """The memory of contiguous tensors, by rows."""
-    return [
-        _at(each.data_ptr(), each.nbytes).view(len(each), -1)
-        if each.nbytes
-        else torch.empty(len(each), 0, dtype=_BYTE, device="cpu")
-        for each in tensors
-    ]
+def reading(read: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Callable[..., Any], ...]:
+    """``(gather, gather_into, sample, sample_into)`` by what fills contiguous tensors ``[n, ...]``, one per key.
+
+    ``read`` takes table, ring, a random state or None, given rows or None, how many they are, the capacity, the tensors
+    and the reading. It returns index and generations. The variants "into" are for storages, which give the tensors, and
+    vouch for dtypes, shapes and strides: they are not looked at.
+    """
+
+    def gather(
+        table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int, *how: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See :data:`gpubuf.kernels.rows.gather`."""
+        n = length_of("index", index)
+        arena, pieces = _pieces(table, ring, capacity, how, n, arena_bytes)
+        return arena, read(table, ring, None, index, n, capacity, pieces, how)[1]
+
+    def gather_into(
+        table: Tensor, ring: Tensor, index: Tensor, capacity: int, tensors: list[Tensor], *how: Any
+    ) -> Tensor:
+        return read(table, ring, None, index, index.numel(), capacity, tensors, how)[1]
+
+    def sample(
+        table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int, *how: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :data:`gpubuf.kernels.rows.sample`."""
+        check_count(n)
+        check_state(rng)
+        arena, pieces = _pieces(table, ring, capacity, how, n, arena_bytes)
+        return arena, *read(table, ring, rng, None, n, capacity, pieces, how)
+
+    def sample_into(
+        table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, tensors: list[Tensor], *how: Any
+    ) -> tuple[Tensor, Tensor]:
+        return read(table, ring, rng, None, n, capacity, tensors, how)
+
+    return gather, gather_into, sample, sample_into
 
 
-def gather(
-    table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int, *reading: Any
-) -> tuple[Tensor, Tensor]:
-    """See :data:`gpubuf.kernels.rows.gather`."""
-    n = length_of("index", index)
-    arena, pieces = _pieces(table, ring, capacity, reading, n, arena_bytes)
-    return arena, _read(table, ring, None, index, n, capacity, pieces, reading)[1]
-
-
-def gather_into(
-    table: Tensor, ring: Tensor, index: Tensor, capacity: int, tensors: list[Tensor], *reading: Any
-) -> Tensor:
-    """:func:`gather` into one tensor per key, ``[n, ...]``, contiguous; returns the generations."""
-    return _read(table, ring, None, index, index.numel(), capacity, _bytes_of(tensors), reading)[1]
-
-
-def sample(
-    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int, *reading: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :data:`gpubuf.kernels.rows.sample`."""
-    check_count(n)
-    check_state(rng)
-    arena, pieces = _pieces(table, ring, capacity, reading, n, arena_bytes)
-    return arena, *_read(table, ring, rng, None, n, capacity, pieces, reading)
-
-
-def sample_into(
-    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, tensors: list[Tensor], *reading: Any
-) -> tuple[Tensor, Tensor]:
-    """:func:`sample` into one tensor per key, as :func:`gather_into`; returns index and generations."""
-    return _read(table, ring, rng, None, n, capacity, _bytes_of(tensors), reading)
+gather, gather_into, sample, sample_into = reading(_read)
 
 
 # Writing
 
 
-def _takes(field: _Field, what: str) -> bool:
+def _takes(field: _Field, which: int) -> bool:
     """Whether a write takes rows of a field from its source: of every field, of all but NEXT, or of NEXT alone."""
-    return bool(field.writes) and field.kind != STEPS and (what == "every" or (field.kind == NEXT) == (what == "next"))
+    taken = bool(field.writes) and field.kind != STEPS
+    return taken and (which == EVERY or (field.kind == NEXT) == (which == NEXT_ALONE))
 
 
-def _stored(
-    table: Tensor, fields: list[_Field], described: array[int], n: int, what: str, sources: Any
+def stored_rows(
+    table: Tensor, fields: list[_Field], described: array[int], n: int, which: int, sources: Any
 ) -> list[Tensor]:
     """The rows of sources as they are stored, bytes ``[n, row_bytes]``; empty where a field is not taken.
 
@@ -440,7 +456,7 @@ def _stored(
     for number, field in enumerate(fields):
         address, stride, n_bytes = described[3 * number : 3 * number + 3]
         width = field.row_bytes if field.written_as_stored else field.elements * _dtype(field.written).itemsize
-        if not _takes(field, what):
+        if not _takes(field, which):
             found.append(torch.empty(n, 0, dtype=_BYTE, device="cpu"))
             continue
         if n_bytes != n * width:
@@ -457,10 +473,10 @@ def _links_of(fields: list[_Field], stored: list[Tensor]) -> list[tuple[_Field, 
     """For every NEXT field that is written: it, its rows, and those of the column that has the observations."""
     found = []
     for number, field in enumerate(fields):
-        if _takes(field, "next"):
+        if _takes(field, NEXT_ALONE):
             for other, rows in zip(fields, stored, strict=True):
                 same = (other.device_rows, other.row_bytes) == (field.device_rows, field.row_bytes)
-                if other.kind != NEXT and _takes(other, "every") and same:
+                if other.kind != NEXT and _takes(other, EVERY) and same:
                     found.append((field, stored[number], other, rows))
                     break
             else:
@@ -510,16 +526,16 @@ def _extend(
 ) -> Tensor:  # fmt: skip
     fields, written, size = fields_of(table), int(ring[WRITTEN]), int(ring[SIZE])
     kept = min(n, capacity)
-    stored = [rows[n - kept :] for rows in _stored(table, fields, described, n, "every", sources)]
+    stored = [rows[n - kept :] for rows in stored_rows(table, fields, described, n, EVERY, sources)]
     if links is not None and owners is not None:
         _link(fields, stored, written, size, n, kept, capacity, envs, links, owners)
     else:
         for number, field in enumerate(fields):
-            if _takes(field, "next"):
+            if _takes(field, NEXT_ALONE):
                 raise unlinked(number)
     rows = (torch.arange(n - kept, n, device="cpu") + written) % capacity
     for field, data in zip(fields, stored, strict=True):
-        if _takes(field, "others"):
+        if _takes(field, NOT_NEXT):
             _store(field, rows, data)
     ring[WRITTEN], ring[SIZE] = written + n, min(size + n, capacity)
     return (torch.arange(n, device="cpu") + written) % capacity
@@ -619,13 +635,13 @@ def write(
         return
     fields, rows = fields_of(table), _found(index, capacity)
     described, _alive = describe_sources(sources, n)
-    stored = _stored(table, fields, described, n, "others", sources)
+    stored = stored_rows(table, fields, described, n, NOT_NEXT, sources)
     places = torch.arange(n, device="cpu")
     if generation is not None:
         places = places[generation == (int(ring[WRITTEN]) - rows + capacity - 1) // capacity]
     places = places[_last_of_each(rows[places])]
     for field, data in zip(fields, stored, strict=True):
-        if _takes(field, "others"):
+        if _takes(field, NOT_NEXT):
             _store(field, rows[places], data[places])
 
 
@@ -643,8 +659,8 @@ def relink(
     if (rows >= size).any():
         raise not_stored(index, int((rows >= size).nonzero()[0]), capacity)
     described, _alive = describe_sources(sources, n)
-    stored = _stored(table, fields, described, n, "next", sources)
-    shared = [(field, data) for field, data in zip(fields, stored, strict=True) if _takes(field, "next")]
+    stored = stored_rows(table, fields, described, n, NEXT_ALONE, sources)
+    shared = [(field, data) for field, data in zip(fields, stored, strict=True) if _takes(field, NEXT_ALONE)]
     newest = (written - envs) % capacity
     places = _last_of_each(rows)
     others = places[(rows[places] < newest) | (rows[places] >= newest + envs)]
