@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import struct
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +89,7 @@ class _Field(NamedTuple):
     aligned: int = 0
     batch_bytes: int = 0
     written_as_stored: int = 1
+    simple: int = 1
 
     @property
     def has_codec(self) -> bool:
@@ -106,14 +108,18 @@ class _Field(NamedTuple):
 _FLOATS = {"scale", "offset", "low", "high"}
 
 
-def fields_of(table: Tensor) -> list[_Field]:
+def fields_of(table: Tensor) -> Sequence[_Field]:
+    """The entries of a table."""
+    return _fields_of(table.numpy().tobytes(), table.shape[1])
+
+
+@functools.lru_cache(maxsize=64)
+def _fields_of(words: bytes, width: int) -> Sequence[_Field]:
     found = []
-    for entry in table.tolist():
-        values = dict(zip(_Field._fields, entry, strict=False))
-        for name in _FLOATS & values.keys():
-            values[name] = struct.unpack("<d", struct.pack("<q", values[name]))[0]
-        found.append(_Field(**values))
-    return found
+    for first in range(0, len(words), 8 * width):
+        kinds = ["d" if name in _FLOATS else "q" for name in _Field._fields[:width]]
+        found.append(_Field(*struct.unpack_from(f"<{''.join(kinds)}", words, first)))
+    return tuple(found)
 
 
 def _dtype(code: int) -> torch.dtype:
@@ -269,7 +275,6 @@ def _next_of(field: _Field, last: Tensor, windows: _Windows, capacity: int, how:
 def _computed(field: _Field, drawn: Tensor, windows: _Windows, capacity: int, how: Reading, at: Tensor) -> Tensor:
     """Rows of the batch. ``at`` has the positions of their random numbers."""
     real = torch.float64 if field.is_wide else torch.float32
-    stored = numbers = None
     if field.kind == STEPS:
         numbers = windows.length.to(real)[:, None].repeat(1, field.elements)
     elif field.kind == SUM:
@@ -282,15 +287,22 @@ def _computed(field: _Field, drawn: Tensor, windows: _Windows, capacity: int, ho
     else:
         row = drawn if field.kind == DRAWN else windows.last
         data = _next_of(field, row, windows, capacity, how) if field.kind == NEXT else load(field, row)
-        stored = data if field.batch == OPAQUE and not field.pad else _elements(data, field.stored)
-    if numbers is None:
-        assert stored is not None
-        integers = _is_integer(field.stored) and _is_integer(field.batch)
-        if (field.stored == field.batch or integers) and not (field.has_codec or field.mean):
-            return _shifted(field, stored if field.stored == field.batch else _cut(stored, field.batch), how, at)
-        numbers = _decoded(field, stored)
+        return finished(field, data, how, at)
+    return _processed(field, numbers, how, at)
+
+
+def finished(field: _Field, data: Tensor, how: Reading, at: Tensor) -> Tensor:
+    """Rows of the batch, of the bytes of the rows that a field reads; ``at`` as in :func:`_computed`."""
+    stored = data if field.batch == OPAQUE and not field.pad else _elements(data, field.stored)
+    integers = _is_integer(field.stored) and _is_integer(field.batch)
+    if (field.stored == field.batch or integers) and not (field.has_codec or field.mean):
+        return _shifted(field, stored if field.stored == field.batch else _cut(stored, field.batch), how, at)
+    return _processed(field, _decoded(field, stored), how, at)
+
+
+def _processed(field: _Field, numbers: Tensor, how: Reading, at: Tensor) -> Tensor:
     if field.mean:
-        mean, factor = (field.numbers(each, torch.float32).to(real) for each in (field.mean, field.factor))
+        mean, factor = (field.numbers(each, torch.float32).to(numbers.dtype) for each in (field.mean, field.factor))
         numbers = (numbers - mean) * factor
         low, high = numbers.new_tensor(field.low), numbers.new_tensor(field.high)
         numbers = torch.where(numbers < low, low, numbers)
@@ -349,7 +361,7 @@ def _read(
 
 
 def compute(
-    fields: list[_Field], targets: list[Tensor], given: Tensor | None, drawn: Tensor, ring: Tensor, capacity: int,
+    fields: Sequence[_Field], targets: list[Tensor], given: Tensor | None, drawn: Tensor, ring: Tensor, capacity: int,
     how: Reading, first: int,
 ) -> None:  # fmt: skip
     """Fill ``targets``, contiguous ``[n, ...]``, with the rows ``drawn``, of which ``given`` is the index.
@@ -365,12 +377,15 @@ def compute(
             raise lost(given, int(gone.nonzero()[0]))
     at = torch.arange(len(drawn), device="cpu") * how.draws + first
     for field, target in zip(fields, targets, strict=True):
-        out = _computed(field, drawn, windows, capacity, how, at).contiguous().view(_BYTE).view(-1)
-        if target.nbytes:
-            _at(target.data_ptr(), target.nbytes).copy_(out)
+        fill(target, _computed(field, drawn, windows, capacity, how, at))
 
 
-def _check_readable(table: Tensor, fields: list[_Field], how: Reading) -> None:
+def fill(target: Tensor, rows: Tensor) -> None:
+    """Copy rows of a batch to a contiguous tensor of as many bytes."""
+    target.view(-1).view(_BYTE).copy_(rows.contiguous().view(-1).view(_BYTE))
+
+
+def _check_readable(table: Tensor, fields: Sequence[_Field], how: Reading) -> None:
     for number, field in enumerate(fields):
         plain = field.kind < SUM and field.stored == field.batch and not (field.has_codec or field.mean)
         opaque = OPAQUE in (field.stored, field.batch) and table.shape[1] != ENTRY
@@ -438,45 +453,57 @@ gather, gather_into, sample, sample_into = reading(_read)
 # Writing
 
 
-def _takes(field: _Field, which: int) -> bool:
+def takes(field: _Field, which: int) -> bool:
     """Whether a write takes rows of a field from its source: of every field, of all but NEXT, or of NEXT alone."""
     taken = bool(field.writes) and field.kind != STEPS
     return taken and (which == EVERY or (field.kind == NEXT) == (which == NEXT_ALONE))
 
 
 def stored_rows(
-    table: Tensor, fields: list[_Field], described: array[int], n: int, which: int, sources: Any
-) -> list[Tensor]:
-    """The rows of sources as they are stored, bytes ``[n, row_bytes]``; empty where a field is not taken.
+    table: Tensor, number: int, field: _Field, described: Sequence[int], n: int, sources: Any
+) -> tuple[int, int, Tensor | None]:
+    """(address, bytes from row to row, what keeps them) of the ``n`` rows of a source as they are stored.
+
+    ``described`` is as :func:`describe_sources` has all of them. None: the rows are the source's own.
 
     Raises:
         ValueError: a source has rows of another size, or a number does not fit.
     """
+    address, stride, n_bytes = described[3 * number : 3 * number + 3]
+    width = field.row_bytes if field.written_as_stored else field.elements * _dtype(field.written).itemsize
+    if n_bytes != n * width:
+        raise misfit(table, sources[number], number, n)
+    stride = width if stride == CONTIGUOUS else stride
+    if field.written_as_stored:
+        return address, stride, None
+    data = _strided(address, n, stride, width)
+    elements = _encoded(field, _elements(data, field.written), number).contiguous()
+    return elements.data_ptr(), field.row_bytes, elements
+
+
+def _stored(
+    table: Tensor, fields: Sequence[_Field], described: Sequence[int], n: int, which: int, sources: Any
+) -> list[Tensor]:
+    """The rows of sources as they are stored, bytes ``[n, row_bytes]``; empty where a field is not taken."""
     found = []
     for number, field in enumerate(fields):
-        address, stride, n_bytes = described[3 * number : 3 * number + 3]
-        width = field.row_bytes if field.written_as_stored else field.elements * _dtype(field.written).itemsize
-        if not _takes(field, which):
+        if takes(field, which):
+            address, stride, made = stored_rows(table, number, field, described, n, sources)
+            rows = _strided(address, n, stride, field.row_bytes)
+            found.append(rows if made is None else made.view(_BYTE).view(n, field.row_bytes))
+        else:
             found.append(torch.empty(n, 0, dtype=_BYTE, device="cpu"))
-            continue
-        if n_bytes != n * width:
-            raise misfit(table, sources[number], number, n)
-        data = _strided(address, n, width if stride == CONTIGUOUS else stride, width)
-        if not field.written_as_stored:
-            elements = _encoded(field, _elements(data, field.written), number).contiguous()
-            data = elements.view(_BYTE).view(n, field.row_bytes)
-        found.append(data)
     return found
 
 
-def _links_of(fields: list[_Field], stored: list[Tensor]) -> list[tuple[_Field, Tensor, _Field, Tensor]]:
+def _links_of(fields: Sequence[_Field], stored: list[Tensor]) -> list[tuple[_Field, Tensor, _Field, Tensor]]:
     """For every NEXT field that is written: it, its rows, and those of the column that has the observations."""
     found = []
     for number, field in enumerate(fields):
-        if _takes(field, NEXT_ALONE):
+        if takes(field, NEXT_ALONE):
             for other, rows in zip(fields, stored, strict=True):
                 same = (other.device_rows, other.row_bytes) == (field.device_rows, field.row_bytes)
-                if other.kind != NEXT and _takes(other, EVERY) and same:
+                if other.kind != NEXT and takes(other, EVERY) and same:
                     found.append((field, stored[number], other, rows))
                     break
             else:
@@ -526,24 +553,24 @@ def _extend(
 ) -> Tensor:  # fmt: skip
     fields, written, size = fields_of(table), int(ring[WRITTEN]), int(ring[SIZE])
     kept = min(n, capacity)
-    stored = [rows[n - kept :] for rows in stored_rows(table, fields, described, n, EVERY, sources)]
+    stored = [rows[n - kept :] for rows in _stored(table, fields, described, n, EVERY, sources)]
     if links is not None and owners is not None:
         _link(fields, stored, written, size, n, kept, capacity, envs, links, owners)
     else:
         for number, field in enumerate(fields):
-            if _takes(field, NEXT_ALONE):
+            if takes(field, NEXT_ALONE):
                 raise unlinked(number)
     rows = (torch.arange(n - kept, n, device="cpu") + written) % capacity
     for field, data in zip(fields, stored, strict=True):
-        if _takes(field, NOT_NEXT):
+        if takes(field, NOT_NEXT):
             _store(field, rows, data)
     ring[WRITTEN], ring[SIZE] = written + n, min(size + n, capacity)
     return (torch.arange(n, device="cpu") + written) % capacity
 
 
 def _link(
-    fields: list[_Field], stored: list[Tensor], written: int, size: int, n: int, kept: int, capacity: int, envs: int,
-    links: Tensor, owners: Tensor,
+    fields: Sequence[_Field], stored: list[Tensor], written: int, size: int, n: int, kept: int, capacity: int,
+    envs: int, links: Tensor, owners: Tensor,
 ) -> None:  # fmt: skip
     """Move next observations aside, the old pending ones first; those of the last step become pending."""
     shared, had_pending = _links_of(fields, stored), size > 0 and n < capacity
@@ -635,13 +662,13 @@ def write(
         return
     fields, rows = fields_of(table), _found(index, capacity)
     described, _alive = describe_sources(sources, n)
-    stored = stored_rows(table, fields, described, n, NOT_NEXT, sources)
+    stored = _stored(table, fields, described, n, NOT_NEXT, sources)
     places = torch.arange(n, device="cpu")
     if generation is not None:
         places = places[generation == (int(ring[WRITTEN]) - rows + capacity - 1) // capacity]
     places = places[_last_of_each(rows[places])]
     for field, data in zip(fields, stored, strict=True):
-        if _takes(field, NOT_NEXT):
+        if takes(field, NOT_NEXT):
             _store(field, rows[places], data[places])
 
 
@@ -659,8 +686,8 @@ def relink(
     if (rows >= size).any():
         raise not_stored(index, int((rows >= size).nonzero()[0]), capacity)
     described, _alive = describe_sources(sources, n)
-    stored = stored_rows(table, fields, described, n, NEXT_ALONE, sources)
-    shared = [(field, data) for field, data in zip(fields, stored, strict=True) if _takes(field, NEXT_ALONE)]
+    stored = _stored(table, fields, described, n, NEXT_ALONE, sources)
+    shared = [(field, data) for field, data in zip(fields, stored, strict=True) if takes(field, NEXT_ALONE)]
     newest = (written - envs) % capacity
     places = _last_of_each(rows)
     others = places[(rows[places] < newest) | (rows[places] >= newest + envs)]

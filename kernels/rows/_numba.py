@@ -19,7 +19,7 @@ from gpubuf.kernels._operations import vector
 from gpubuf.kernels._registry import length_of
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET
-from gpubuf.kernels.rows import ENTRY, SIMPLE, WRITTEN_AS_STORED, Reading
+from gpubuf.kernels.rows import ENTRY, SUM, WRITTEN_AS_STORED, Reading
 from gpubuf.kernels.rows._check import (
     EVERY,
     NOT_NEXT,
@@ -36,7 +36,7 @@ from gpubuf.kernels.rows._check import (
     unlinked,
     unreadable,
 )
-from gpubuf.kernels.rows._cpu import compute, fields_of, reading, relink, stored_rows
+from gpubuf.kernels.rows._cpu import compute, fields_of, fill, finished, reading, relink, stored_rows, takes
 
 __all__ = ["PreparedExtend", "extend", "gather", "gather_into", "relink", "sample", "sample_into", "write"]
 
@@ -45,9 +45,9 @@ _read_batch = named("rows._numba_read.read_batch")
 _extend_rows = named("rows._numba_write.extend_rows")
 _write_rows = named("rows._numba_write.write_rows")
 
-# Results of kernels that read: all is done, some fields are left, there are no rows. Others count from 0: rows, then
-# rows whose next observation is lost, then fields.
-DONE, LEFT, EMPTY = -1, -2, -3
+# Results of kernels that read: done; not begun, since fields are not SIMPLE; there are no rows. Others count from 0:
+# rows, then rows whose next observation is lost, then fields.
+DONE, NOT_SIMPLE, EMPTY = -1, -2, -3
 
 # Results of kernels that write, but for DONE: `problem` of _numba_write.py adds which field or row.
 MISFIT, UNLINKED, NO_ROOM, INVALID, NEEDS_STAGING = range(5)
@@ -70,7 +70,6 @@ def _read(
     targets: list[Tensor], reading: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See :func:`gpubuf.kernels.rows._cpu.reading`."""
-    how = None if table.shape[1] == ENTRY else Reading(*reading)
     generation = torch.empty_like(vector(n, torch.int64))
     index = torch.empty_like(generation) if given is None else given
     if n == 0:
@@ -78,29 +77,51 @@ def _read(
     addresses = _addresses(targets)
     before: tuple[Any, ...] = (table.data_ptr(), len(targets), ring.data_ptr(), _address(rng), index.data_ptr())
     after: tuple[Any, ...] = (n, capacity, addresses.buffer_info()[0], generation.data_ptr())
-    first = 0
-    if how is None:
+    if table.shape[1] == ENTRY:
+        how = None
         results = call_in_parts(_copy_batch, before, n, after)
     else:
-        ends, links, noise, *numbers = how
-        if noise is not None:
-            first = int(noise[OFFSET])
-        before, after = (_address(ends), _address(links), _address(noise), *before), (*after, *numbers)
-        results = call_in_parts(_read_batch, before, n, after)
+        how = Reading(*reading)
+        before, after = (*map(_address, how[:3]), *before), (*after, *how[3:])
+        results = call_in_parts(_read_batch, before, n, (*after, True))
+        if results[0] == NOT_SIMPLE:
+            results = _read_some(table, index, ring, capacity, targets, how, before, after)
     for result in results:
-        if result != DONE and result != LEFT:
+        if result != DONE:
             raise _refused_batch(table, given, result, n, capacity)
     if len(results) > 1:
         if rng is not None:
             rng[OFFSET] += n
         if how is not None and how.noise is not None:
             how.noise[OFFSET] += n * how.draws
-    if how is not None and results[0] == LEFT:
-        left = (table[:, SIMPLE] == 0).nonzero()[:, 0]
-        drawn = torch.where(index < 0, index + capacity, index)
-        rest = [targets[place] for place in left.tolist()]
-        compute(fields_of(table[left]), rest, given, drawn, ring, capacity, how, first)
     return index, generation
+
+
+def _read_some(
+    table: Tensor, index: Tensor, ring: Tensor, capacity: int, targets: list[Tensor], how: Reading,
+    before: tuple[Any, ...], after: tuple[Any, ...],
+) -> Any:  # fmt: skip
+    """The kernel's results for those fields that are ``SIMPLE``; the others are computed by the plain definition."""
+    n, _, _, *others = after
+    first = 0 if how.noise is None else int(how.noise[OFFSET])
+    copies, copied, left = [*targets], [], []
+    for place, field in enumerate(fields_of(table)):
+        if not field.simple and field.kind < SUM:
+            copies[place] = torch.empty(n, field.row_bytes, dtype=torch.uint8, device="cpu")
+            copied.append((place, field))
+        elif not field.simple:
+            left.append((place, field))
+    addresses = _addresses(copies)
+    results = call_in_parts(_read_batch, before, n, (n, capacity, addresses.buffer_info()[0], *others, False))
+    if all(result == DONE for result in results):
+        at = torch.arange(n, device="cpu") * how.draws + first if how.draws else index
+        for place, field in copied:
+            fill(targets[place], finished(field, copies[place], how, at))
+        if left:
+            drawn = torch.where(index < 0, index + capacity, index)
+            rest = [targets[place] for place, _ in left]
+            compute([field for _, field in left], rest, index, drawn, ring, capacity, how, first)
+    return results
 
 
 gather, gather_into, sample, sample_into = reading(_read)
@@ -123,15 +144,21 @@ def _refused_batch(fields: Tensor, index: Tensor | None, result: int, n: int, ca
 
 def _staged(
     table: Tensor, fields: Any, described: array[int], n: int, skipped: int, which: int, sources: list[Tensor]
-) -> tuple[array[int], list[Tensor]]:
+) -> tuple[array[int], list[Tensor | None]]:
     """(address, bytes from row to row) of every source from row ``skipped`` on, as it is stored; and what keeps them.
 
     Raises:
         ValueError: a source has rows of another size, or a number does not fit.
     """
-    rows = stored_rows(table, fields, described, n, which, sources)
-    words = [word for each in rows for word in (each.data_ptr() + skipped * each.stride(0), each.stride(0))]
-    return array("q", words), rows
+    words, alive = array("q"), []
+    for number, field in enumerate(fields):
+        address, stride = 0, 0
+        if takes(field, which):
+            address, stride, made = stored_rows(table, number, field, described, n, sources)
+            alive.append(made)
+        words.append(address + skipped * stride)
+        words.append(stride)
+    return words, alive
 
 
 def _write_with(

@@ -44,7 +44,7 @@ from gpubuf.kernels.rows import (
     WIDTH,
     WRITTEN,
 )
-from gpubuf.kernels.rows._numba import DONE, EMPTY, LEFT
+from gpubuf.kernels.rows._numba import DONE, EMPTY, NOT_SIMPLE
 from gpubuf.kernels.rows._numba_copy import (
     AHEAD,
     ASIDE,
@@ -286,9 +286,13 @@ def _rows_of(field, drawn, last, place):  # type: ignore[no-untyped-def]
 @kernel
 def read_batch(  # type: ignore[no-untyped-def]
     ends, links, noise, fields_address, n_fields, ring_address, rng_address, index_address, first, n, of,
-    capacity, targets_address, generation_address, envs, n_steps, gamma: float, draws,
+    capacity, targets_address, generation_address, envs, n_steps, gamma: float, draws, all_simple: bool,
 ):  # fmt: skip
-    """As :func:`copy_batch`, of those fields of a table that are ``SIMPLE``."""
+    """As :func:`copy_batch`, of a table of fields.
+
+    Of fields that are not ``SIMPLE`` and that read single rows, targets take these as they are stored. With
+    ``all_simple`` there are none: otherwise nothing is done, and the result says so.
+    """
     ring = carray(as_i64(ring_address), 4)
     written, at = ring[WRITTEN], generation_address + 8 * first
     position = carray(as_i64(at), n)
@@ -297,14 +301,16 @@ def read_batch(  # type: ignore[no-untyped-def]
         return result
     fields = carray(as_i64(fields_address), (n_fields, FIELD))
     targets = carray(as_i64(targets_address), n_fields)
-    has_windows, has_next, result = False, False, DONE
+    has_windows, has_next, simple = False, False, True
     for f in range(n_fields):
         unknown = fields[f, SIMPLE] == 0 and max(fields[f, STORED], fields[f, BATCH]) >= OPAQUE
         if unknown or (fields[f, KIND] == NEXT and links == 0):
             return 2 * of + f
-        result = result if fields[f, SIMPLE] else LEFT
+        simple &= fields[f, SIMPLE] != 0
         has_windows |= fields[f, KIND] != DRAWN
         has_next |= fields[f, KIND] == NEXT
+    if all_simple and not simple:
+        return NOT_SIMPLE
     together = min(n, _TOGETHER)
     length, last = np.empty(together, np.int64), np.empty(together, np.int64)
     place = np.empty(together if has_next else 0, np.int64)
@@ -325,8 +331,9 @@ def read_batch(  # type: ignore[no-untyped-def]
             rows, width = _rows_of(field, drawn, last, place), field[BATCH_BYTES]
             if f + 1 < n_fields and fields[f + 1, KIND] != STEPS:
                 _prefetch_first(fields[f + 1], _rows_of(fields[f + 1], drawn, last, place), count)
-            target = targets[f] + row * width
-            if field[COPIED] != 0:
+            stored = field[COPIED] != 0 or (field[SIMPLE] == 0 and field[KIND] < SUM)
+            target = targets[f] + row * (field[ROW_BYTES] if stored else width)
+            if stored:
                 _copy_rows(target, field, rows, count, field[SPLIT] < capacity or field[KIND] == NEXT)
             elif field[SIMPLE] == 0:
                 continue
@@ -344,4 +351,4 @@ def read_batch(  # type: ignore[no-untyped-def]
             carray(as_i64(rng_address), 3)[OFFSET] += n
         if noise != 0:
             carray(as_i64(noise), 3)[OFFSET] += n * draws
-    return result
+    return DONE
