@@ -28,7 +28,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
     Writers,
 )
-from gpubuf.data import Hindsight, RewardScale, Sequence, array_writes
+from gpubuf.data import Hindsight, RewardScale, Sequence, writing
 from gpubuf.data.buffer import ReplayBuffer as CoreBuffer
 from gpubuf.data.ingress import intake
 from gpubuf.data.ingress.client import WriterClient
@@ -651,7 +651,7 @@ def test_a_late_gpu_gets_the_rows_of_the_time(monkeypatch: pytest.MonkeyPatch):
     assert len(buffer) == 2
     gpu.synchronize()
     buffer.storage._device = GPU
-    monkeypatch.setattr(array_writes, "past_dispatcher", lambda table: False)
+    monkeypatch.setattr(writing, "past_dispatcher", lambda table: False)
     for step in range(1, 5):
         one.extend_columns(columns(1, 2 * step, 2))
         other.extend_columns(columns(2, 3 * step - 3, 3))
@@ -721,7 +721,7 @@ def test_a_queue_that_a_gpu_still_reads_is_not_written_to(monkeypatch: pytest.Mo
     # What it makes counts as being on the GPU.
     monkeypatch.setattr(host_memory, "to_device", lambda sources, device: sources)
     monkeypatch.setattr(intake, "JOINED_BYTES", 0)
-    monkeypatch.setattr(array_writes, "past_dispatcher", lambda table: False)
+    monkeypatch.setattr(writing, "past_dispatcher", lambda table: False)
 
     def steps(writer: int, first: int, n: int) -> Any:
         rows = batch(writer, first, n)
@@ -765,7 +765,7 @@ def test_queues_that_the_driver_refuses_to_lock_are_copied_as_before(monkeypatch
     gpu = LateGpu(monkeypatch)
     monkeypatch.setattr(host_memory, "SideCopies", refused)
     monkeypatch.setattr(intake, "JOINED_BYTES", 0)
-    monkeypatch.setattr(array_writes, "past_dispatcher", lambda table: False)
+    monkeypatch.setattr(writing, "past_dispatcher", lambda table: False)
     buffer = buffer_of(writers=1)
     (client,) = clients_of(buffer, 1)
     client.extend(batch(0, 0, 2))
