@@ -40,8 +40,8 @@ from gpubuf.modules import (
     tanh_normal_actor,
 )
 from gpubuf.objectives import CrossQLoss, DiscreteSACLoss, DistributionalSACLoss, REDQLoss, SACLoss, TD3Loss
-from gpubuf.objectives.actor_critic import ActorCriticLossModule
-from gpubuf.objectives.sac import SoftActorCriticLoss
+from gpubuf.objectives.base import LossModule
+from gpubuf.objectives.sac import SoftActorCritic
 from gpubuf.optim import AdamW
 from gpubuf.serialization import load, save
 from gpubuf.train.config import TrainConfig
@@ -179,7 +179,7 @@ class Algorithm:
     title: str
     actor: Callable[..., TensorDictModuleBase]
     critics: Callable[[TrainConfig, int, int, torch.device], TensorDictModule]
-    loss: Callable[..., ActorCriticLossModule]
+    loss: Callable[..., LossModule]
     options: Callable[[TrainConfig, int], dict[str, Any]]
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
@@ -434,7 +434,7 @@ class Agent:
     @property
     def critic_loss_names(self) -> frozenset[str]:
         """Those of `loss_names` that an update of the critics alone has."""
-        if not isinstance(self.loss, SoftActorCriticLoss):
+        if not isinstance(self.loss, SoftActorCritic):
             return frozenset({"loss_qvalue"})
         names = {"loss_qvalue", "alpha"}
         return frozenset(names if self.loss.temperature_from == "current" else {*names, "loss_alpha"})
@@ -470,7 +470,7 @@ class Agent:
 
     def _eager_critic_losses(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
         """The same for the critics alone."""
-        if isinstance(self.loss, SoftActorCriticLoss):
+        if isinstance(self.loss, SoftActorCritic):
             return self._summed(self.loss.critic_losses(batch))
         assert isinstance(self.loss, TD3Loss)
         return self._summed({"loss_qvalue": self.loss.value_loss(batch)[0]})

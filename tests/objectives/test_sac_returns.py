@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpubuf.objectives import SACLoss, TDLossModule, ValueEstimators
+from gpubuf.objectives import LossModule, SACLoss, ValueEstimators
 from tests.support.losses_setup import agree
 from tests.support.sac_setup import make_batch, make_loss, separated
 
@@ -82,7 +82,7 @@ def test_a_batch_without_dimensions_is_refused():
 
 
 def test_a_loss_may_support_fewer_estimators():
-    class OneStep(TDLossModule):
+    class OneStep(LossModule):
         SUPPORTED_VALUE_ESTIMATORS = (ValueEstimators.TD0,)
 
     with pytest.raises(NotImplementedError, match="OneStep bootstraps with TD0 only, got value_type='TD1'"):
