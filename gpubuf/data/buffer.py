@@ -25,7 +25,8 @@ from gpubuf.data.check import Report, check
 from gpubuf.data.checkpoints import restore, save, shards
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
-from gpubuf.data.ingress.intake import Intake, Writers
+from gpubuf.data.ingress.intake import Intake
+from gpubuf.data.ingress.options import Writers
 from gpubuf.data.operation import Operation, graph_break, operation
 from gpubuf.data.prefetch import Prefetched
 from gpubuf.data.prepared_writes import Columns

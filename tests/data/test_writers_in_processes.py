@@ -704,12 +704,12 @@ def test_queues_are_locked_for_one_gpu_at_a_time(monkeypatch: pytest.MonkeyPatch
     found = []
     for number in (0, 0, 1):
         storage: Any = SimpleNamespace(device=torch.device("cuda", number))
-        found.append(id(buffer.writers._copies(storage, buffer.writers._queues, 1 << 30)))
+        found.append(id(buffer.writers._reader_of(storage, buffer.writers._queues, 1 << 30)))
     assert len(alive) == 1
     assert found[0] == found[1]
     storage = SimpleNamespace(device=torch.device("cuda", 2))
     with pytest.warns(UserWarning, match="not page-locked: refused"):
-        assert buffer.writers._copies(storage, buffer.writers._queues, 1 << 30) is None
+        assert buffer.writers._reader_of(storage, buffer.writers._queues, 1 << 30) is intake._IN_PLACE
     assert not alive
 
 
@@ -743,7 +743,7 @@ def test_a_queue_that_a_gpu_still_reads_is_not_written_to(monkeypatch: pytest.Mo
         one.extend(steps(1, 6, 3))
     one.extend(steps(1, 6, 1))
     buffer.writers.take()
-    copies = buffer.writers._aside
+    copies = buffer.writers._reader._copies
     assert len(copies.queue) == 2
     copies.finish()
     buffer.writers.take()
