@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from gpubuf.data import Compose, LazyTensorStorage, MultiStepTransform, ReplayBuffer, TensorDictReplayBuffer
+from gpubuf.data import Compose, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
 
 def add(number: int):
@@ -88,22 +88,6 @@ def test_a_compose_gives_a_buffer_its_transforms():
     assert buffer.transform[1] is second
     buffer.extend(numbers(0, 1))
     assert buffer.sample()["number"].tolist() == [111] * 4
-
-
-def test_a_multi_step_transform_in_a_compose_sets_n_steps():
-    rows = TensorDict(
-        {"observation": torch.arange(6.0), ("next", "reward"): torch.ones(6, 1), ("next", "done"): torch.zeros(6, 1)},
-        [6],
-    )
-    other = add(0)
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(6), transform=Compose(other, MultiStepTransform(3, 1.0)), batch_size=50
-    )
-    buffer.extend(rows)
-    assert buffer.transform.transforms == [other]
-    assert buffer.sample()["next", "reward"].max() == 3.0
-    with pytest.raises(TypeError, match="either n_steps or"):
-        buffer.append_transform(Compose(MultiStepTransform(2, 1.0)))
 
 
 @pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -229,18 +226,6 @@ def test_bad_specs_exit_with_2(capsys, arguments, message):
     assert "Traceback" not in captured.err
     assert captured.err.splitlines()[-1].startswith("gpubuf plan: error: ")
     assert message in captured.err
-
-
-def test_help_comes_without_importing_torch():
-    code = (
-        "import sys; from gpubuf.cli import main\n"
-        "try: main(['plan', '--help'])\n"
-        "except SystemExit as error: assert error.code == 0\n"
-        "assert not {'torch', 'rich', 'numba'} & set(sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for option in ("--spec", "--capacity", "--budget", "--sampler", "--slices", "--envs"):
-        assert option in done.stdout
 
 
 OBSERVATION = 310
