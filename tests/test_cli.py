@@ -157,13 +157,6 @@ def test_train_interrupt_resume(capsys, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["seed"] == 9
 
 
-def test_the_default_folder_is_a_new_one(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for _ in range(2):
-        assert main(["train", *TINY, "--quiet"]) == 0
-    assert len(list((tmp_path / "runs").iterdir())) == 2
-
-
 def test_a_second_interrupt_exits_at_once(capsys, tmp_path):
     train_environments.signals_at[60] = [signal.SIGINT, signal.SIGINT]
     assert main(["train", *TINY, "--out", str(tmp_path / "run")]) == 130

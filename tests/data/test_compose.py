@@ -137,16 +137,6 @@ class TestTorchRLsOwn:
         assert buffer[:]["next", "reward"].flatten().tolist() == [i + (i + 1) / 2 + (i + 2) / 4 for i in range(7)]
         assert buffer.transform[0] is own
 
-    def test_multi_step_transform_is_a_recipe(self):
-        transforms = pytest.importorskip("torchrl.envs.transforms")
-        buffer = TensorDictReplayBuffer(
-            storage=LazyTensorStorage(20), transform=transforms.MultiStepTransform(n_steps=3, gamma=0.5), batch_size=64
-        )
-        buffer.extend(_transitions(0, 10))
-        batch = buffer.sample()
-        assert set(batch["steps_to_next_obs"].flatten().tolist()) == {1, 2, 3}
-        assert len(buffer) == 10
-
 
 def _transitions(start: int, stop: int) -> TensorDict:
     n = stop - start
