@@ -18,9 +18,10 @@ from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.slices import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
 from gpubuf.data.storage import host_memory
+from gpubuf.data.storage.containers import batch_shape
 from gpubuf.data.storage.end_bits import bitmap_bytes
 from gpubuf.data.storage.host_memory import Free
-from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, batch_shape
+from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key
 from gpubuf.data.storage.placement import PINNED, SPLIT, IndexBytes, NothingFitsError, choose, near_steps, readable
 from gpubuf.data.storage.placement import parse_bytes as parse_bytes
 from gpubuf.data.storage.plan import Recipe

@@ -20,7 +20,8 @@ from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import current
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.row_order import RowOrder
-from gpubuf.data.storage.layout import Key, Leaf, as_key, as_written, of_array
+from gpubuf.data.storage.containers import of_array
+from gpubuf.data.storage.layout import Key, Leaf, as_key, as_written
 from gpubuf.data.storage.schema import as_numbers, stored_as
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
@@ -147,7 +148,7 @@ class ArrayWrites:
     Attributes:
         storage: where they are written to.
         writer: moves the cursor.
-        sampler: is notified of the write.
+        sampler: may have a use for priorities that come with the rows.
         transform: that of the buffer: rows that it changes take the general way.
         pipeline: learns from written rows, or None.
         row_order: looks at the order of the rows, or None.
@@ -185,11 +186,8 @@ class ArrayWrites:
             sources, n = route.sources(columns, one_step, self.dim_extend)
             if n == 0:
                 return True
-            index = self.storage.append_columns(sources, n)
-        if n > self.storage.max_size:
-            # Of more rows than the capacity only the newest are there.
-            index = index[-self.storage.max_size :]
-        self._end(route, index)
+            self.storage.append_columns(sources, n)
+        self._end()
         return True
 
     def write_batch(self, batch: TensorDict) -> Tensor | None:
@@ -209,7 +207,7 @@ class ArrayWrites:
             return None
         index = self.storage.append_prepared(ready.launch, ready.n)
         if index is not None:
-            self._end(route, index)
+            self._end()
         return index
 
     def _current_route(self) -> _Route | None:
@@ -217,16 +215,19 @@ class ArrayWrites:
         # Past properties: every write comes here.
         storage, route = self.storage, self._route
         ring = storage._ring
-        if route is None or ring is None or storage._schema is not route.form or ring.counters is not route.ring:
+        if (
+            route is None
+            or storage._schema is not route.form
+            or ring.counters is not route.ring
+            or storage.followers.hearing is not route.hearing
+        ):
             route = self._route = self._new_route()
         if route is None or not route.direct or len(self.transform) or current.recording is not None:
             return None
         return route
 
-    def _end(self, route: _Route, index: Tensor) -> None:
-        """Tell whoever has to know of the rows at ``index``, which are written."""
-        if route.tells:
-            self.sampler.on_write(index, None)
+    def _end(self) -> None:
+        """The rows are written, and all who follow them know of them."""
         self.storage.settled()
         if self.row_order is not None:
             self.row_order.look(self.storage)
@@ -254,13 +255,13 @@ class ArrayWrites:
         storage = self.storage
         if not storage.initialized:
             return None
-        sampler, pipeline = self.sampler, self.pipeline
+        pipeline = self.pipeline
         # Priorities that come with the rows, statistics and other writers need the batch as a whole.
-        given = sampler.has_priorities and storage.written_layout.position(as_key(self.priority_key)) is not None
+        given = self.sampler.has_priorities and storage.written_layout.position(as_key(self.priority_key)) is not None
         learns = pipeline is not None and pipeline.learns
         plain = type(self.writer).extend is RoundRobinWriter.extend
         direct = plain and storage.owner is None and storage.host is None and not (given or learns)
-        return _Route(storage, sampler, direct=direct)
+        return _Route(storage, direct=direct)
 
 
 def tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, torch.dtype]) -> TensorDict:
@@ -295,18 +296,18 @@ class _Route:
         direct: whether columns can be written at all; if not, they become a TensorDict.
         form, ring: what the route was made for.
         layout: of the rows as they are written.
-        tells: whether the sampler is notified of writes.
+        hearing: those that hear of writes.
         step: batch dimensions of one step.
         one_step: the write of one step on the CPU, ready to launch; None if it takes the general way.
     """
 
-    def __init__(self, storage: TensorStorage, sampler: Sampler, *, direct: bool) -> None:
+    def __init__(self, storage: TensorStorage, *, direct: bool) -> None:
         self.direct = direct
         self.form, self.ring = storage.schema, storage.ring
-        self.tells = type(sampler).on_write is not Sampler.on_write
+        self.hearing = storage.followers.hearing
         self.step = tuple(storage.shape[1:])
         self.layout = storage.written_layout
-        self.one_step = PreparedRows.of(storage, self.step, keeps_index=self.tells)
+        self.one_step = PreparedRows.of(storage, self.step, keeps_index=bool(self.hearing))
         self._storage = storage
         self._keys = self.layout.keys
         self._of_size: dict[tuple[int, bool], PreparedRows | None] = {}
@@ -316,7 +317,7 @@ class _Route:
         first: Any = next(iter(columns.values() if isinstance(columns, Mapping) else columns), None)
         if not isinstance(first, (_array, Tensor)) or first.ndim == 0:
             return None
-        return self.of_size(first.shape[0], keeps_index=self.tells)
+        return self.of_size(first.shape[0], keeps_index=bool(self.hearing))
 
     def of_size(self, n: int, *, keeps_index: bool) -> PreparedRows | None:
         """The write of ``n`` rows to a storage of one dimension on the CPU, ready to launch.

@@ -16,8 +16,8 @@ from gpubuf.data.pinning import pin
 from gpubuf.data.recording import refuse_in_capture
 from gpubuf.data.samplers.base import Drawn, Sampler, require_rows
 from gpubuf.data.sequences import SampleUnit
+from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.indexing import expanded
-from gpubuf.data.storage.layout import Data
 from gpubuf.data.storage.plan import RowPlan
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
@@ -132,7 +132,7 @@ class Batches:
         if sampler.ran_out:
             sampler.ran_out = False
         # Past `len`, which is a call.
-        if storage._ring is None or not storage._ring.size:
+        if not storage._ring.size:
             require_rows(storage, sampler.shards)
         if self.unit is not None:
             drawn = self.unit.draw(sampler, reader, n, batches, storage)
@@ -176,7 +176,7 @@ class Batches:
     def _info(self, drawn: Drawn, whole: bool) -> dict[Any, Tensor]:
         index, generation, shape = drawn.positions, drawn.generation, drawn.batch_size
         ring = self.storage._ring
-        if ring is not None and ring.rewritten is not None:
+        if ring.rewritten is not None:
             generation = ring.with_rewrites(index, generation)
         if whole and self.storage.ndim > 1:
             index = self.storage.unravel(index)

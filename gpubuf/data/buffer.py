@@ -39,20 +39,13 @@ from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.sum_tree import vector
 from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.sequences import SampleUnit, check_parts, checked_unit
+from gpubuf.data.storage.containers import Data, mapped, shallow, tensors_of
 from gpubuf.data.storage.indexing import as_positions, plain_index
-from gpubuf.data.storage.layout import (
-    Data,
-    batch_shape,
-    inside,
-    layout_of,
-    mapped,
-    shallow,
-    tensors_of,
-)
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.placement import MemoryReport
 from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import TensorStorage
+from gpubuf.data.storage.tree_layout import inside
 from gpubuf.data.transforms import Compose, with_statistics, without_multi_steps
 from gpubuf.data.updates import RowAccess, is_key
 from gpubuf.data.writers import RoundRobinWriter, Writer
@@ -157,8 +150,6 @@ class ReplayBuffer:
             self._transform.append(transform)
         self._relabel = relabel
         self._unit = checked_unit(sample_unit)
-        # The priorities of the write that is under way.
-        self._given: Tensor | None = None
         self._intake: Intake | None = None
         if writers is not None:
             self._storage.mark_writers()
@@ -230,7 +221,7 @@ class ReplayBuffer:
             dim_extend=self.dim_extend,
             priority_key=self.priority_key,
         )
-        self._rows = RowAccess(storage, sampler, writer, self._recipe, self.dim_extend)
+        self._rows = RowAccess(storage, writer, self._recipe, self.dim_extend)
 
     def _discard(self) -> None:
         """Before parts or memory are given up: no batch is ahead, and all streams wait for the last operation."""
@@ -405,7 +396,7 @@ class ReplayBuffer:
         storage = self._storage
         if storage._schema is not None and type(data) is TensorDict:
             # As in `extend_columns`.
-            self._given = None
+            storage.followers.priority = None
             index = self._arrays.write_batch(data)
             if index is not None:
                 return index
@@ -435,40 +426,27 @@ class ReplayBuffer:
         given = priority(data) if priority is not None else None
         if first_write:
             refuse_in_capture("the first write allocates the storage: write before")
-            self._sampler.check_rows(layout_of(data, storage.ndim, storage.ignored_keys), storage.ndim)
-            full = storage.full_shape(batch_shape(data, storage.ndim))
-            storage.beside = self._sampler.index_beside(storage.requested_device, full)
         if pipeline is not None:
             pipeline.check_write(data, storage.ndim)
-        self._given = given
+        storage.followers.priority = given
         index = self._writer.extend(data)
         if index.numel() == 0:
             return _no_rows(storage)
-        # Of more rows than the capacity only the newest are there.
-        newest = index.numel() > storage.max_size and in_order
-        self._tell_sampler(index[-storage.max_size :] if newest else index)
         if pipeline is not None:
             rows = inside(storage.written_layout, data, storage.ndim)
             kept = None if in_order else index >= 0
             pipeline.on_write(rows, storage.ndim, kept, storage.marks.streams)
         storage.settled()
-        self._given = None
         if first_write and self._prefetch:
             # Where the rows are decides how batches are made.
             self._assemble()
         if self._row_order is not None:
             self._row_order.look(storage)
         found = storage.unravel(index)
-        if newest:
+        if index.numel() > storage.max_size and in_order:
             # Their places hold later rows of this write.
             found[: -storage.max_size] = -1
         return found
-
-    def _tell_sampler(self, survivors: Tensor) -> None:
-        given = self._given
-        if given is not None:
-            given = given[-survivors.numel() :]
-        self._sampler.on_write(survivors, given)
 
     @operation
     def add(self, data: Data) -> int | Tensor | None:
@@ -516,7 +494,7 @@ class ReplayBuffer:
                 nothing is written.
         """
         # No priorities come with the rows, also for whoever completes this write.
-        self._given = None
+        self._storage.followers.priority = None
         if not self._arrays.write(columns, False):
             self.extend(self._arrays.as_batch(columns, False))
 
@@ -530,7 +508,7 @@ class ReplayBuffer:
         Raises:
             ValueError: as :meth:`extend_columns`. No host sync.
         """
-        self._given = None
+        self._storage.followers.priority = None
         if not self._arrays.write(columns, True):
             self.add(self._arrays.as_batch(columns, True))
 
@@ -554,11 +532,7 @@ class ReplayBuffer:
             raise TypeError("the rows of this buffer do not follow each other: there are no trajectories to end")
         storage.check_owned()
         if storage.initialized:
-            storage.changing(self._end_trajectories, env)
-
-    def _end_trajectories(self, env: int | None) -> None:
-        self._storage.end_trajectories(env)
-        self._sampler.on_end()
+            storage.changing(storage.end_trajectories, env)
 
     def client(self, example: Any = None, *, place: int | None = None) -> WriterClient:
         """What a writer in another process has in place of the buffer: ``extend``, ``extend_columns``, ``add_columns``.
@@ -597,7 +571,6 @@ class ReplayBuffer:
     def _empty(self, recount: bool = False) -> None:
         self._storage.empty(recount)
         self._writer.empty(recount)
-        self._sampler.empty()
 
     # Reading
 
@@ -686,7 +659,7 @@ class ReplayBuffer:
         if priority is None:
             return self._update_from_batch(index)
         ring = self._storage._ring
-        if generation is not None and ring is not None and ring.rewritten is not None:
+        if generation is not None and ring.rewritten is not None:
             index = as_positions(index, self._storage.shape, self._storage.device)
             generation = ring.without_rewrites(index, vector(generation, torch.int64, index))
         self._storage.changing(self._sampler.update_priority, index, priority, generation=generation)
@@ -700,11 +673,7 @@ class ReplayBuffer:
     @operation
     def mark_update(self, index: Any) -> None:
         """Rows were written elsewhere (``buffer[i] = ...``, or through the storage): treat them as new."""
-        self._storage.changing(self._mark_update, index)
-
-    def _mark_update(self, index: Any) -> None:
-        self._storage.rebuild()
-        self._sampler.mark_update(index)
+        self._storage.changing(self._storage.followers.mark_update, index)
 
     # Rows by their index
 
@@ -819,11 +788,7 @@ class ReplayBuffer:
             IndexError: a GPU has refused rows out of range before. The memory is released all the same.
         """
         self._discard()
-        try:
-            self._storage.free()
-        finally:
-            if not self._storage.initialized:
-                self._sampler.free()
+        self._storage.free()
 
     @operation
     def to(self, device: torch.device | str, *, progress: bool | None = None) -> Self:
@@ -844,7 +809,7 @@ class ReplayBuffer:
         """
         self._batches.discard()
         try:
-            moving.move(self._storage, self._sampler, device, progress)
+            moving.move(self._storage, device, progress)
             self.operation.ended()
         finally:
             if self._prefetch:
@@ -924,7 +889,7 @@ class ReplayBuffer:
         otherwise there was none. Data derived from rows and priorities is computed anew: O(capacity). Synchronises
         after a write.
         """
-        storage, sampler = self._storage, self._sampler
+        storage = self._storage
         left = storage.unfinished
         if left is not None and left.empties:
             self._empty()
@@ -937,22 +902,19 @@ class ReplayBuffer:
         if left.written is None or self._complete_write(left.written) or not self._writer.in_order:
             if not left.counted:
                 storage.refresh()
-            storage.rebuild()
-            sampler.mend()
+            storage.followers.mend()
             self._writer.mend()
         storage.settled()
 
     def _complete_write(self, written: int) -> bool:
-        """Whether an interrupted write has written rows; the sampler knows of them then."""
+        """Whether an interrupted write has written rows; all who follow them know of them then."""
         storage = self._storage
         storage.refresh()
         n = min(storage.written - written, storage.max_size)
         if n > 0:
             first = storage.written - n
             index = (first + torch.arange(n, device=storage.device)) % storage.max_size
-            for follower in storage.followers:
-                follower.on_write(index)
-            self._tell_sampler(index)
+            storage.followers.on_write(index)
         return n > 0
 
     # Copies, which have memory of their own, and other processes

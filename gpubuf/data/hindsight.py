@@ -12,7 +12,8 @@ from torch import Tensor
 from gpubuf.data.processing.base import Process
 from gpubuf.data.samplers.base import Drawn, RandomState
 from gpubuf.data.samplers.trajectory_index import TrajectoryBounds
-from gpubuf.data.storage.layout import Data, Key, RowLayout, as_key, as_written
+from gpubuf.data.storage.containers import Data
+from gpubuf.data.storage.layout import Key, RowLayout, as_key, as_written
 from gpubuf.data.storage.plan import Recipe, position_of
 from gpubuf.data.storage.schema import NEXT_KEY, Schema
 from gpubuf.data.storage.storage import TensorStorage

@@ -23,9 +23,11 @@ from gpubuf.data.recording import current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import RandomState, is_tensor
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.sum_tree import masks_of, priority_vectors, rows_of
+from gpubuf.data.storage.containers import Data, device_of
 from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.layout import MASK_KEY, Data, RowLayout, device_of, layout_of, priority_mask_key
+from gpubuf.data.storage.layout import MASK_KEY, RowLayout, priority_mask_key
 from gpubuf.data.storage.schema import host_can_read
+from gpubuf.data.storage.tree_layout import layout_of
 from gpubuf.data.transforms import Compose
 from gpubuf.serialization import need
 

@@ -15,8 +15,9 @@ from gpubuf.data.operation import graph_break, operation
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.sum_tree import masks_of, rows_of
 from gpubuf.data.sequences import by_anchor
+from gpubuf.data.storage.containers import Data, batch_shape, tensors_of
 from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.layout import MASK_KEY, Data, batch_shape, priority_mask_key, tensors_of
+from gpubuf.data.storage.layout import MASK_KEY, priority_mask_key
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.writers import TensorDictRoundRobinWriter, Writer
 

@@ -14,7 +14,8 @@ from gpubuf.data.arguments import describe_type
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.processing.statistics import RunningStatistics
 from gpubuf.data.recording import refuse_in_capture
-from gpubuf.data.storage.layout import Data, Key, as_key, device_of
+from gpubuf.data.storage.containers import Data, device_of
+from gpubuf.data.storage.layout import Key, as_key
 from gpubuf.data.storage.placement import AUTO
 from gpubuf.data.storage.plan import STEPS_KEY, Recipe
 from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY

@@ -11,8 +11,8 @@ from torch import Tensor
 from gpubuf.data.arguments import as_tensor, describe_type
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.layout import Data
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.storage import TensorStorage
 

@@ -119,13 +119,13 @@ def test_a_part_that_fails_leaves_the_buffer_empty(contract: BufferContract, lat
     for name in ("sampler", "writer", "transform"):
         buffer, part = target.buffer, getattr(target.buffer, name)
         mend = break_part(part, "load_state_dict", late=late)
-        at = [tensor.data_ptr() for tensor in buffer.storage.row_tensors] if contract.storage != "list" else []
+        at = [tensor.data_ptr() for tensor in buffer.storage.columns.parts] if contract.storage != "list" else []
         with pytest.raises(FailedError) as raised:
             buffer.load(tmp_path / "c")
         assert raised.value.__notes__ == ["the contents were being replaced: the buffer is empty now"]
         check_empty(buffer)
         if at:
-            assert [tensor.data_ptr() for tensor in buffer.storage.row_tensors] == at
+            assert [tensor.data_ptr() for tensor in buffer.storage.columns.parts] == at
         mend()
         buffer.load(tmp_path / "c")
         assert state_bytes(buffer) == target.after

@@ -25,7 +25,7 @@ from gpubuf.data import (
     TensorStorage,
     moving,
 )
-from gpubuf.data.storage import host_memory
+from gpubuf.data.storage import column, host_memory
 from gpubuf.data.storage.column import records
 from gpubuf.data.storage.host_memory import Free
 from gpubuf.data.storage.placement import IndexBytes, NothingFitsError, choose, near_steps, place, readable
@@ -147,7 +147,7 @@ def test_a_given_tensor_stays_where_it_is_by_auto(machine):
     data = transitions(5)
     storage = TensorStorage(data, device="auto")
     assert storage.placement.kind == "cpu"
-    assert storage.row_tensors[0].data_ptr() == data["observation"].data_ptr()
+    assert storage.columns.parts[0].data_ptr() == data["observation"].data_ptr()
     for device in ("pinned", "split:50%"):
         assert same(TensorStorage(transitions(200), device=device)[:], transitions(200))
 
@@ -265,7 +265,7 @@ def test_memory_is_taken_once(monkeypatch, device, near, kind):
         assert sum(taken["cpu"]) == far
         assert due - far <= sum(taken["cuda"]) < due - far + due / 4
         storage = buffer.storage
-        assert {t.device.type for t in storage.row_tensors} == ({"cuda"} if near else set()) | (
+        assert {t.device.type for t in storage.columns.parts} == ({"cuda"} if near else set()) | (
             {"cpu"} if far else set()
         )
         assert storage.device.type == storage.ring.device.type == storage.table.device.type == "cuda"
@@ -342,17 +342,17 @@ def test_records_are_released_one_by_one(machine, monkeypatch):
     """No second full copy: when a record is allocated, those before it have left their old place."""
     buffer = twin("uniform", device="pinned")
     write(buffer, 30, 0)
-    of_keys = [t.nbytes for t in buffer.storage.row_tensors]
+    of_keys = [t.nbytes for t in buffer.storage.columns.parts]
     sizes = [sum(of_keys[key] for key in record) for record in records(buffer.storage.layout.leaves)]
     assert len(sizes) < len(of_keys)
     assert sum(machine.pinned.values()) == sum(sizes)
-    allocate, left = moving.new_record, []
+    allocate, left = column.new_record, []
 
     def watched(*arguments):
         left.append(sum(machine.pinned.values()))
         return allocate(*arguments)
 
-    monkeypatch.setattr(moving, "new_record", watched)
+    monkeypatch.setattr(column, "new_record", watched)
     buffer.to("cpu")
     assert left == [sum(sizes[key:]) for key in range(len(sizes))]
     assert machine.pinned == {}
@@ -373,7 +373,7 @@ def test_a_move_that_fails_leaves_everything_where_it_was(machine, monkeypatch, 
     stays, moves = twin(kind), twin(kind)
     for buffer in (stays, moves):
         write(buffer, 75, 0)
-    allocate, calls = moving.new_record, []
+    allocate, calls = column.new_record, []
     move = type(moves.sampler).move
 
     def scarce(*arguments):
@@ -387,7 +387,7 @@ def test_a_move_that_fails_leaves_everything_where_it_was(machine, monkeypatch, 
         if moves.storage.placement.kind == "pinned" and where == "sampler":
             raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(moving, "new_record", scarce)
+    monkeypatch.setattr(column, "new_record", scarce)
     monkeypatch.setattr(type(moves.sampler), "move", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         moves.to("pinned")
@@ -519,7 +519,7 @@ def test_what_the_rows_take_on_the_gpu_is_room_for_them(monkeypatch):
         buffer.extend(transitions(CAPACITY, device="cuda"))
         Machine(device=0).install(monkeypatch)
         seen = []
-        monkeypatch.setattr(moving, "_move", lambda storage, sampler, before, target, progress: seen.append(target))
+        monkeypatch.setattr(moving, "_move", lambda storage, before, target, progress: seen.append(target))
         buffer.to("split:64%")
         assert (seen[0].kind, seen[0].near_steps) == ("split", 128)
 

@@ -401,7 +401,7 @@ def test_pages_of_the_next_batch_are_requested(monkeypatch):
         buffer.sample()
         pages, (address,) = (
             list(asked),
-            [tensor.data_ptr() for tensor in storage.row_tensors if tensor.dim() == 2 and tensor.shape[1] == 3000],
+            [tensor.data_ptr() for tensor in storage.columns.parts if tensor.dim() == 2 and tensor.shape[1] == 3000],
         )
         index = buffer.sample()["index"]
         assert len(pages) == 8 * (1 if n_steps == 1 else 2)
@@ -420,7 +420,7 @@ def test_nothing_is_requested_of_rows_that_are_in_memory(monkeypatch):
     _, ahead = pair("files", "uniform")
     for _ in range(memmap.PATIENCE):
         ahead.sample()
-    assert len(asked) == memmap.PATIENCE * 8 * len(ahead.storage.row_tensors)
+    assert len(asked) == memmap.PATIENCE * 8 * len(ahead.storage.columns.parts)
     asked.clear()
     ahead.sample()
     assert not asked
@@ -432,7 +432,7 @@ def test_nothing_is_requested_of_rows_that_are_in_memory(monkeypatch):
 def test_the_system_takes_requests():
     storage = LazyMemmapStorage(10)
     storage.append(TensorDict({"pixels": torch.zeros(10, 9000)}, [10]))
-    (start,) = (tensor.data_ptr() for tensor in storage.row_tensors)
+    (start,) = (tensor.data_ptr() for tensor in storage.columns.parts)
     assert memmap._madvise(start // 4096 * 4096, 9000 * 40, memmap._WILLNEED) == 0
     storage.request(torch.tensor([0, 9]))
 

@@ -378,7 +378,7 @@ def test_replays_learn_on(monkeypatch: pytest.MonkeyPatch):
         step: Any = lambda data, buffer=buffer: cycle(buffer, data)  # noqa: E731
         if graphs:
             machine = RecordedCuda().install(monkeypatch)
-            machine.memory = buffer.storage.row_tensors
+            machine.memory = buffer.storage.columns.parts
             step = capture(step, warmup=2)
         batches = []
         for number in range(9):

@@ -30,7 +30,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
 
 
 def captured(world: World, machine: RecordedCuda, step: Callable[..., object] | None = None) -> Captured:
-    machine.memory = world.buffer.storage.row_tensors
+    machine.memory = world.buffer.storage.columns.parts
     return capture(world.step if step is None else step, warmup=WARMUP)
 
 
@@ -223,11 +223,11 @@ def test_a_replay_reads_the_rows_where_they_are_by_then(machine, n_steps):
     rows = moving._Rows(storage, target)
     rows._places = [None] * len(rows._places)
     rows.to(target, lambda n: None)
-    before = [part.data_ptr() for part in storage.row_tensors]
+    before = [part.data_ptr() for part in storage.columns.parts]
     storage.relocated(target)
-    machine.memory = storage.row_tensors
+    machine.memory = storage.columns.parts
     _, batch = step(world.data(7))
-    assert [part.data_ptr() for part in storage.row_tensors] == before
+    assert [part.data_ptr() for part in storage.columns.parts] == before
     stored = world.buffer[:]["action"]
     assert all((row == stored).all(1).any() for row in batch["action"])
 

@@ -41,6 +41,7 @@ from gpubuf.modules.linear import Linear
 from gpubuf.objectives import SACLoss, SoftUpdate
 from gpubuf.optim import AdamW
 from tests.support.dispatched import Count
+from tests.support.sac_setup import total
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -448,10 +449,6 @@ def batch(*shape, privileged=0):
     following = {**state(), "reward": torch.randn(*shape, 1, generator=generator), "done": flags, "terminated": flags}
     action = torch.rand(*shape, 3, generator=generator) * 2 - 1
     return TensorDict({**state(), "action": action, "next": following}, shape)
-
-
-def total(out):
-    return sum(value for key, value in out.items() if key.startswith("loss_"))
 
 
 def running(loss):

@@ -5,7 +5,6 @@ SACLoss on batches that a buffer sampled, on actors that others built, and on on
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -22,16 +21,13 @@ from torch import nn
 from torch.distributions import Independent, Normal
 
 from gpubuf.data import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
-from gpubuf.modules import TanhNormal, make_sac_actor, make_sac_critic
+from gpubuf.modules import TanhNormal
 from gpubuf.objectives import SACLoss, ValueEstimators
-from gpubuf.objectives.batch import rows_of
 from tests.support import sac_setup
 from tests.support.losses_setup import agree
-from tests.support.precision import assert_no_worse
 from tests.support.sac_setup import (
     ACTION,
     OBSERVATION,
-    by_hand,
     gradients,
     linear_critic,
     make_actor,
@@ -72,43 +68,6 @@ def test_separate_steps_in_torchrl_order():
     out["loss_actor"].backward()
     out["loss_qvalue"].backward()
     assert all(parameter.grad is not None for parameter in loss.parameters())
-
-
-def test_float32_is_no_worse_than_plain_torch():
-    """The ml-cross-entropy criterion for the whole loss."""
-    torch.manual_seed(0)
-    loss = separated(make_loss(target_entropy=-3.0))
-    batch = make_batch(64)
-    truth = by_hand(loss, batch, 0)
-    expected = gradients(loss, total(truth))
-    # The noise of another dtype is another one: take it where both have the same, from the actor's mean.
-    single = copy.deepcopy(loss).to(torch.float32)
-    torch.manual_seed(0)
-    noises = [torch.randn(64, 3, dtype=torch.float64) for _ in range(2)]
-
-    def run(function):
-        # one list for each evaluation
-        queue = [noise.float() for noise in noises]
-        original = torch.randn
-        torch.randn = lambda *_, **__: queue.pop(0)
-        try:
-            return function()
-        finally:
-            torch.randn = original
-
-    batch32 = batch.apply(lambda t: t.float() if t.is_floating_point() else t)
-    ours = run(lambda: run_loss(single, batch32, 0))
-    plain = run(lambda: by_hand(single, batch32, 0))
-    for name in truth:
-        assert_no_worse(ours[name].detach(), plain[name].detach(), truth[name].detach(), 1e-6)
-    found, other = gradients(single, total(ours)), gradients(single, total(plain))
-    for name in expected:
-        assert_no_worse(found[name], other[name], expected[name], 1e-6)
-
-
-def test_the_actors_key_is_taken_over():
-    actor = make_sac_actor(5, 3, (8,), action_key=("agents", "move"))
-    assert SACLoss(actor, make_sac_critic(5, 3, (8,))).tensor_keys.action == ("agents", "move")
 
 
 def test_redrawn_copies_differ():
@@ -327,25 +286,6 @@ def test_a_latent_inside_the_actor_is_drawn_at_random():
             dist = TanhNormal(*actor[2].module(drawn))
             _, log_prob = dist.rsample_and_log_prob()
     torch.testing.assert_close(random["entropy"], -log_prob.mean())
-
-
-@pytest.mark.parametrize(
-    ("flag", "features", "expected"),
-    [
-        ([[True], [False]], (2, 5), [[True], [False]]),
-        ([True, False], (2, 5), [[True], [False]]),
-        ([[True, True], [True, False]], (2, 5), [[True], [False]]),
-        ([[[True], [True]], [[False], [True]]], (2, 5), [[True], [False]]),
-        ([[True], [False]], (2, 3, 5), [[[True]], [[False]]]),
-        ([[True, False], [False, True]], (2, 2, 5), [[[True], [False]], [[False], [True]]]),
-        ([[True], [False]], (2, 3, 4, 4), [[[[True]]], [[[False]]]]),
-    ],
-)
-def test_a_flag_against_an_observation(flag, features, expected):
-    """CASES 29: a state that agents share has ended where all of them have."""
-    found = rows_of(torch.tensor(flag), torch.zeros(features))
-    assert found.tolist() == expected
-    assert torch.broadcast_shapes(found.shape, features) == features
 
 
 def test_an_observation_that_agents_share():

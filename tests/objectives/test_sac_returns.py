@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpubuf.objectives import SACLoss, TDLossModule, ValueEstimators
+from gpubuf.objectives import SACLoss, ValueEstimators
 from tests.support.losses_setup import agree
 from tests.support.sac_setup import make_batch, make_loss, separated
 
@@ -79,11 +79,3 @@ def test_the_numbers_are_read_on_the_device():
 def test_a_batch_without_dimensions_is_refused():
     with pytest.raises(ValueError, match=r"a dimension of time, \[B, T\], got batch_size \[\]"):
         lambda_loss()(make_batch())
-
-
-def test_a_loss_may_support_fewer_estimators():
-    class OneStep(TDLossModule):
-        SUPPORTED_VALUE_ESTIMATORS = (ValueEstimators.TD0,)
-
-    with pytest.raises(NotImplementedError, match="OneStep bootstraps with TD0 only, got value_type='TD1'"):
-        OneStep().make_value_estimator("TD1")

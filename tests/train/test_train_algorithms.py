@@ -340,7 +340,7 @@ def test_sticky_noise_is_that_of_the_policy_s_distribution():
     observation = torch.randn(8, 3)
     seen = [agent.explore(observation) for _ in range(3)]
     policy = agent.actor.get_dist(_batch(observation))
-    expected = torch.tanh(policy.loc + policy.scale * agent._noise._noise)
+    expected = torch.tanh(policy.loc + policy.scale * agent._noise.noise)
     torch.testing.assert_close(seen[-1], expected.detach())
     other = Trainer(dataclasses.replace(config, seed=5), CPU, lambda record: None).agent
     other.load_state_dict(agent.state_dict())

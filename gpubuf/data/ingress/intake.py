@@ -27,9 +27,11 @@ from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.row_order import RowOrder
 from gpubuf.data.sequences import SampleUnit, Sequence
 from gpubuf.data.storage import host_memory
+from gpubuf.data.storage.containers import batch_shape, tensors_of
 from gpubuf.data.storage.end_bits import OWN
-from gpubuf.data.storage.layout import as_key, batch_shape, layout_of, tensors_of
+from gpubuf.data.storage.layout import as_key
 from gpubuf.data.storage.storage import TensorStorage
+from gpubuf.data.storage.tree_layout import layout_of
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import Writer
 

@@ -11,8 +11,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from gpubuf.data.operation import ALONE, Alone, Operation
+from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.end_bits import OWN, Streams
-from gpubuf.data.storage.layout import Data, Key, Leaf, as_key, as_written
+from gpubuf.data.storage.layout import Key, Leaf, as_key, as_written
 from gpubuf.data.storage.schema import NEXT_KEY
 from gpubuf.kernels.rows import DTYPES
 

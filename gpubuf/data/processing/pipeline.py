@@ -13,8 +13,9 @@ from gpubuf.data.processing.augment import RandomShift
 from gpubuf.data.processing.base import Process
 from gpubuf.data.processing.statistics import Normalize
 from gpubuf.data.samplers.base import RandomState, is_tensor
+from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.end_bits import OWN, Streams
-from gpubuf.data.storage.layout import Data, Key, Leaf, as_written
+from gpubuf.data.storage.layout import Key, Leaf, as_written
 from gpubuf.serialization import need
 
 

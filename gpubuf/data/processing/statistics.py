@@ -13,9 +13,10 @@ from torch import Tensor
 from gpubuf.data.operation import operation
 from gpubuf.data.processing.base import Process, as_keys, check_bounds, replaced, require_floating, tensor_at
 from gpubuf.data.samplers.shards import gathered
+from gpubuf.data.storage.containers import Data, batch_shape
 from gpubuf.data.storage.end_bits import OWN
 from gpubuf.data.storage.host_memory import to_device
-from gpubuf.data.storage.layout import Data, Key, Leaf, address, as_key, as_written, batch_shape
+from gpubuf.data.storage.layout import Key, Leaf, address, as_key, as_written
 from gpubuf.kernels import moments as kernels
 from gpubuf.kernels._registry import without_dispatch
 from gpubuf.kernels.moments import ACTIVE, COUNT, M2, MEAN, PEAK, Rule

@@ -5,7 +5,7 @@ docs/extending.md shows how to write a sampler.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,9 +15,8 @@ from gpubuf.data.arguments import describe_type, warn
 from gpubuf.data.operation import ALONE, Alone, Operation
 from gpubuf.data.recording import current, refuse_in_capture
 from gpubuf.data.samplers.shards import Shards
-from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import RowLayout
-from gpubuf.data.storage.placement import IndexBytes, depends_on_room
+from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels import philox
@@ -158,9 +157,10 @@ class Drawn(NamedTuple):
 class Sampler:
     """Base class of samplers. A sampler of your own overrides :meth:`choose`.
 
-    A buffer calls :meth:`bind` once, and from then on :meth:`draw` for every batch and :meth:`on_write` after every
-    write. A sampler serves one storage at a time: that of its buffer, until that is gone or has another sampler. Its
-    next buffer begins with a tree, an index and an epoch of its own; the random stream goes on.
+    A buffer calls :meth:`bind` once, and from then on :meth:`draw` for every batch. The storage calls :meth:`on_write`
+    after every write, by whichever buffer, and says what else happens to the rows. A sampler serves one storage at a
+    time: that of its buffer, until that is gone or has another sampler. Its next buffer begins with a tree, an index
+    and an epoch of its own; the random stream goes on.
 
     Attributes:
         has_priorities: declares that the sampler has a use for priorities: those that come with a write reach
@@ -264,11 +264,16 @@ class Sampler:
             self.forget_storage()
         if other or self.reader is None:
             self.reader = storage.reader(Recipe())
+        if other and self._storage is not None:
+            self._storage.followers.leave(self)
         self._storage = storage
+        storage.followers.join(self)
         self.operation = ALONE if operation is None else operation
 
     def unbind(self) -> None:
         """Serve no buffer any more. Rows that are there when it is bound again count as new."""
+        if self._storage is not None:
+            self._storage.followers.leave(self)
         self._storage, self.reader, self.operation = None, None, ALONE
 
     def read_from(self, reader: RowPlan) -> None:
@@ -360,6 +365,11 @@ class Sampler:
 
     # Writing
 
+    @property
+    def hears(self) -> bool:
+        """Whether :meth:`on_write` is overridden."""
+        return type(self).on_write is not Sampler.on_write
+
     def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
         """Called once for every write, with the flat positions of its surviving rows.
 
@@ -397,12 +407,12 @@ class Sampler:
     def on_end(self) -> None:
         """Called after the newest rows were marked as ends of their trajectories."""
 
-    def depends_on(self, keys: Sequence[int]) -> bool:
+    def depends_on(self, keys: Collection[int]) -> bool:
         """Whether the sampler has derived data from any of these stored keys (positions in the layout)."""
         return False
 
-    def rows_changed(self) -> None:
-        """Called after rows were changed in place, in keys that :meth:`depends_on` names."""
+    def rebuild(self) -> None:
+        """Called after rows were changed in place: compute anew what is derived from them."""
 
     # The life of the rows
 
@@ -430,15 +440,6 @@ class Sampler:
     def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
         """Bytes that the sampler needs for a storage of ``shape`` (``[rows]`` or ``[steps, envs]``) to come."""
         return IndexBytes()
-
-    def index_beside(self, requested: torch.device | str, shape: tuple[int, ...]) -> IndexBytes:
-        """:meth:`index_bytes` for a requested placement: zero for placements that do not depend on free memory.
-
-        The machine is then not asked for its GPU: a process that CUDA woke up in can't be forked to use it.
-        """
-        if not depends_on_room(requested):
-            return IndexBytes()
-        return self.index_bytes(shape, "cuda" if host_memory.cuda_present() else "cpu")
 
     def memory(self) -> IndexBytes:
         """Bytes that the sampler takes now."""

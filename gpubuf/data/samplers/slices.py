@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -392,13 +392,9 @@ class SliceSampler(Sampler):
         """Rows were written elsewhere: index all of them anew, O(capacity)."""
         self.rebuild()
 
-    def depends_on(self, keys: Sequence[int]) -> bool:
+    def depends_on(self, keys: Collection[int]) -> bool:
         """Whether one of them tells where trajectories end."""
         return self._index is not None and self._index.depends_on(keys)
-
-    def rows_changed(self) -> None:
-        """Index all rows anew, O(capacity)."""
-        self.rebuild()
 
     @operation
     def rebuild(self) -> None:

@@ -13,7 +13,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase, is_non_ten
 from torch import Tensor
 
 from gpubuf.data.recording import refuse_in_capture
-from gpubuf.data.storage.layout import Data, Key, as_written
+from gpubuf.data.storage.containers import Data
+from gpubuf.data.storage.layout import Key, as_written
 from gpubuf.data.storage.plan import RowPlan
 from gpubuf.data.storage.ring import Ring
 

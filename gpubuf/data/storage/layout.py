@@ -1,23 +1,21 @@
-"""The layout of a row: its keys and containers, and the way between batches of users and flat lists of tensors.
+"""The layout of a row: its keys, and the way between batches of users and flat lists of tensors.
 
 A :class:`RowLayout` is derived once from the first batch. It checks every later batch against itself, hands the
-kernels a flat list of tensors, and cuts the arena that a gather returns into a TensorDict. Rows that are dicts, tuples
-and lists are TensorDicts inside (:class:`TreeLayout`): kernels and checkpoints know tensors by their keys.
+kernels a flat list of tensors, and cuts the arena that a gather returns into a TensorDict.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 
 from gpubuf import serialization
+from gpubuf.data.storage.containers import FIRST_KEYS, Data, is_data
 from gpubuf.kernels.rows import ALIGNMENT, arena_offsets
 
 Key = tuple[str, ...]
@@ -31,10 +29,6 @@ def as_key(key: Any) -> Key:
 def as_written(key: Key) -> str | Key:
     """The shortest way to write a key: the name alone where there is only one."""
     return key[0] if len(key) == 1 else key
-
-
-FIRST_KEYS = "; all rows have the keys of the first write"
-"""Of an error about keys: why they can't be taken."""
 
 
 def priority_mask_key(key: Any) -> Any:
@@ -82,240 +76,11 @@ class Node:
     tensorclass: type | None
 
 
-Names = tuple[str, ...]
-
-
-def is_data(value: Any) -> bool:
-    """Whether ``value`` is a tensor, a TensorDict or a tensorclass."""
-    return isinstance(value, (Tensor, TensorDictBase)) or is_tensorclass(value)
-
-
-def is_container(value: Any) -> bool:
-    """Whether ``value`` is a dict, a tuple or a list."""
-    return isinstance(value, (dict, tuple, list)) and not is_data(value)
-
-
-@dataclass(frozen=True)
-class Container:
-    """A container, and what it is made of.
-
-    Attributes:
-        kind: dict, OrderedDict, tuple, list, or the class of a named tuple.
-        keys: of a dict: its keys; else the numbers of the entries.
-        parts: what lies there: another container, or None for a tensor, a TensorDict or a tensorclass.
-    """
-
-    kind: type
-    keys: tuple[Any, ...]
-    parts: tuple[Container | None, ...]
-
-    @property
-    def is_dict(self) -> bool:
-        """Whether entries are found by key."""
-        return issubclass(self.kind, dict)
-
-    @property
-    def names(self) -> list[Names]:
-        """Where each entry lies, as a key of nested TensorDicts: keys and fields as text, numbers in sequences."""
-        own = getattr(self.kind, "_fields", None) or tuple(map(str, self.keys))
-        found: list[Names] = []
-        for name, part in zip(own, self.parts, strict=True):
-            found += [(name,)] if part is None else [(name, *below) for below in part.names]
-        return found
-
-    def values(self, data: Any) -> list[Any]:
-        """The tensors, TensorDicts and tensorclasses of a batch, in the order of :attr:`names`.
-
-        Raises:
-            ValueError: the batch has another structure; the text states both.
-        """
-        found: list[Any] = []
-        self._walk(data, (), found)
-        return found
-
-    def _walk(self, data: Any, path: Names, found: list[Any]) -> None:
-        if type(data) is not self.kind and not self._is_alike(type(data)):
-            raise ValueError(
-                f"the storage holds a {self.kind.__name__} {_place(path)}, the batch has a {type(data).__name__} there"
-            )
-        if self.is_dict and data.keys() != set(self.keys):
-            missing, extra = [k for k in self.keys if k not in data], [k for k in data if k not in self.keys]
-            raise ValueError(
-                f"the batch's keys differ from the storage's: missing {missing}, extra {extra}{FIRST_KEYS}"
-            )
-        if len(data) != len(self.keys):
-            raise ValueError(f"the storage holds {len(self.keys)} entries {_place(path)}, the batch has {len(data)}")
-        for key, part in zip(self.keys, self.parts, strict=True):
-            if part is None:
-                found.append(data[key])
-            else:
-                part._walk(data[key], (*path, str(key)), found)
-
-    def _is_alike(self, kind: type) -> bool:
-        """Whether ``kind`` is a named tuple of the same name and fields: a loaded one has a class of its own."""
-        fields = getattr(self.kind, "_fields", None)
-        return fields is not None and (kind.__name__, getattr(kind, "_fields", ())) == (self.kind.__name__, fields)
-
-    def built(self, values: Iterator[Any]) -> Any:
-        """The container, filled with ``values`` in the order of :attr:`names`."""
-        parts = [next(values) if part is None else part.built(values) for part in self.parts]
-        if self.is_dict:
-            return self.kind(zip(self.keys, parts, strict=True))
-        return self.kind(*parts) if hasattr(self.kind, "_fields") else self.kind(parts)
-
-    # In a state
-
-    def described(self) -> dict[str, Any]:
-        """The container as plain values, for files."""
-        fields = getattr(self.kind, "_fields", None)
-        return {
-            "kind": "namedtuple" if fields is not None else self.kind.__name__,
-            "name": self.kind.__name__,
-            "keys": list(self.keys if fields is None else fields),
-            "parts": [None if part is None else part.described() for part in self.parts],
-        }
-
-
-_KINDS: dict[str, type] = {kind.__name__: kind for kind in (dict, OrderedDict, tuple, list)}
-
-
-def structure_of(data: Any, path: Names = ()) -> Container | None:
-    """The containers of a batch; None for what is none.
-
-    Raises:
-        TypeError: a container, a key or a value has a type that can't be stored.
-        ValueError: two keys of a dict have the same text.
-    """
-    if is_data(data):
-        return None
-    kind = type(data)
-    named = issubclass(kind, tuple) and hasattr(kind, "_fields")
-    if kind not in _KINDS.values() and not named:
-        raise TypeError(
-            f"only tensors, TensorDicts and tensorclasses can be stored, and dicts, tuples and lists of them; "
-            f"{_place(path)} is a {kind.__name__}. Only a storage of objects takes it"
-        )
-    keys = tuple(data) if isinstance(data, dict) else tuple(range(len(data)))
-    for key in keys:
-        if type(key) not in (str, int):
-            raise TypeError(f"the keys of a dict are text or integers, got {key!r} {_place(path)}")
-    if len(set(map(str, keys))) < len(keys):
-        raise ValueError(f"two keys {_place(path)} have the same text: {list(keys)}")
-    return Container(kind, keys, tuple(structure_of(data[key], (*path, str(key))) for key in keys))
-
-
-def read_structure(saved: Any) -> Container | None:
-    """The inverse of :meth:`Container.described`. A named tuple gets a class of its own.
-
-    Raises:
-        ValueError: ``saved`` is something else.
-    """
-    if saved is None:
-        return None
-    try:
-        kind, name, keys, parts = (saved[entry] for entry in ("kind", "name", "keys", "parts"))
-        if len(keys) != len(parts) or len(set(map(str, keys))) < len(keys) or {*map(type, keys)} - {str, int}:
-            raise ValueError(f"{keys!r} are no keys")
-        made = namedtuple(str(name), keys) if kind == "namedtuple" else _KINDS[kind]
-        if not issubclass(made, dict):
-            keys = range(len(parts))
-        return Container(made, tuple(keys), tuple(read_structure(part) for part in parts))
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"the state does not say how the rows are structured: {error!r}") from None
-
-
-def first_of(data: Any) -> Any:
-    """The first tensor, TensorDict or tensorclass in ``data``; ``data`` itself where there is none."""
-    if is_data(data) or not is_container(data):
-        return data
-    for value in data.values() if isinstance(data, dict) else data:
-        found = first_of(value)
-        if is_data(found):
-            return found
-    return data
-
-
-def of_array(value: Any) -> Tensor:
-    """A NumPy array or number as a tensor: of its memory, or of a copy if PyTorch can't have that, or would warn."""
-    array = np.asarray(value)
-    taken = array.flags.carray or (array.flags.writeable and all(stride >= 0 for stride in array.strides))
-    return torch.from_numpy(array if taken else array.copy())
-
-
-def tensors_of(data: Any) -> Any:
-    """NumPy arrays and numbers, and those in dicts, lists and tuples, as tensors; a list of numbers is one tensor.
-
-    Arrays keep their dtype. Numbers of Python get PyTorch's, and so do those of float64, which are floats of Python.
-    """
-    if isinstance(data, dict):
-        return {key: tensors_of(value) for key, value in data.items()}
-    if type(data) is list and data and all(isinstance(value, bool | int | float) for value in data):
-        return torch.tensor([value.item() if isinstance(value, np.generic) else value for value in data], device="cpu")
-    if type(data) in (list, tuple):
-        return type(data)(map(tensors_of, data))
-    if isinstance(data, bool | int | float):
-        return torch.tensor(data.item() if isinstance(data, np.generic) else data, device="cpu")
-    return of_array(data) if isinstance(data, np.ndarray | np.generic) else data
-
-
-def _place(path: Names) -> str:
-    return f"at {path!r}" if path else "at the root"
-
-
-# A Tensor, a TensorDictBase or a tensorclass, or containers of these: there is no common type.
-Data = Any
-
-
 def check_dense(name: str, tensor: Tensor) -> None:
     """Raise TypeError for a tensor that has no memory of its own to be read: sparse, or on the device "meta"."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         what = "no data" if tensor.is_meta else f"the layout {tensor.layout}"
         raise TypeError(f"{name} has {what}: only dense tensors can be used")
-
-
-def batch_shape(data: Data, ndim: int) -> tuple[int, ...]:
-    """The leading ``ndim`` dimensions of a batch: of containers those of the first tensor in them.
-
-    Raises:
-        TypeError: ``data`` has no batch dimensions.
-        ValueError: it has fewer than ``ndim``.
-    """
-    if type(data) is TensorDict:
-        shape = data.batch_size
-    elif isinstance(data, Tensor):
-        shape = data.shape
-    elif isinstance(data, TensorDictBase) or is_tensorclass(data):
-        shape = data.batch_size
-    else:
-        first = first_of(data)
-        if first is data:
-            empty = " without tensors (extend_columns takes NumPy arrays)" if isinstance(data, (Mapping, tuple)) else ""
-            raise TypeError(
-                "expected a TensorDict, a tensorclass, a tensor or containers of tensors, got "
-                f"{type(data).__name__}{empty}"
-            )
-        return batch_shape(first, ndim)
-    if len(shape) < ndim:
-        one = "; add() writes a single row" if len(shape) == ndim - 1 else ""
-        raise ValueError(f"the storage has {ndim} batch dimension(s), the batch has shape {tuple(shape)}{one}")
-    return tuple(shape[:ndim])
-
-
-def device_of(data: Data) -> torch.device:
-    """The device of a batch: the one that it claims, or that of its first tensor.
-
-    Raises:
-        ValueError: it has no tensors.
-    """
-    device: torch.device
-    data = first_of(data)
-    if isinstance(data, Tensor) or data.device is not None:
-        device = data.device
-        return device
-    for value in data.values(True, True):
-        device = value.device
-        return device
-    raise ValueError("the data has no keys: there is nothing to store")
 
 
 #: Bytes of a batch from which on it is one allocation on the CPU too.
@@ -327,29 +92,6 @@ class ArenaPlan(NamedTuple):
 
     n_bytes: int
     views: list[tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]]
-
-
-class Pieces(NamedTuple):
-    """Rows that come a piece at a time, as from the files of a checkpoint.
-
-    Attributes:
-        example: what all pieces look like; it may have no rows.
-        parts: gives the first step of every piece, and the piece, from the beginning at each call.
-    """
-
-    example: Data
-    parts: Callable[[], Iterator[tuple[int, Data]]]
-
-    @classmethod
-    def of(cls, rows: Any, ndim: int) -> Pieces:
-        """Rows as a state has them: one batch, a list of batches that follow each other, or pieces already."""
-        if isinstance(rows, Pieces):
-            return rows
-        parts, start = [], 0
-        for batch in rows if isinstance(rows, list) else [rows]:
-            parts.append((start, batch))
-            start += batch_shape(batch, ndim)[0]
-        return cls(parts[0][1], parts.__iter__)
 
 
 def _by_level(entries: Mapping[Any, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[Key, Tensor]]]:
@@ -716,165 +458,3 @@ def address(tensor: Tensor) -> int:
 
 
 assert ALIGNMENT % 16 == 0, "every dtype's size must divide the alignment of an arena's views"
-
-
-class TreeLayout(RowLayout):
-    """A :class:`RowLayout` of rows that are containers. It takes batches in their own structure, and gives such.
-
-    Args:
-        example, batch_dims, ignored: as for :class:`RowLayout`; ``example`` is a dict, a tuple or a list.
-        tree: the structure; None: that of ``example``. ``example`` may then be the TensorDict that it is inside.
-
-    Raises:
-        TypeError, ValueError: as :func:`~gpubuf.data.storage.layout.structure_of`.
-    """
-
-    def __init__(
-        self, example: Data, batch_dims: int, ignored: frozenset[str] = frozenset(), tree: Container | None = None
-    ) -> None:
-        found = structure_of(example) if tree is None else tree
-        assert found is not None
-        self.tree: Container = found
-        inside = example if is_data(example) else _inside(found, example, batch_dims)
-        super().__init__(inside, batch_dims, ignored)
-
-    def _look_up(self) -> None:
-        """Find the leaf, or the node, of each value in the containers, too."""
-        super()._look_up()
-        if self.host:
-            raise TypeError(f"{list(self.host)} are not tensors: a TensorDict holds such data")
-        self.is_tensordict = self.takes_info = False
-        self._names = self.tree.names
-        self._slots: list[int | Node] = []
-        for names in self._names:
-            at: Any = self.root
-            for name in names:
-                at = at.children.get(name) if isinstance(at, Node) else None
-            if at is None:
-                raise ValueError(f"the structure of the rows names {names!r}, which is not stored")
-            self._slots.append(at)
-
-    @property
-    def plain(self) -> RowLayout:
-        other = object.__new__(RowLayout)
-        inside = {
-            name: value for name, value in self.__getstate__().items() if name not in ("tree", "_names", "_slots")
-        }
-        vars(other).update(inside)
-        other._look_up()
-        return other
-
-    def collect(self, data: Data, batch_dims: int) -> list[Tensor]:
-        if isinstance(data, TensorDictBase):
-            return super().collect(data, batch_dims)
-        out: list[Tensor] = []
-        shape = batch_shape(data, batch_dims)
-        for value, at, names in zip(self.tree.values(data), self._slots, self._names, strict=True):
-            if isinstance(at, int):
-                out.append(self._checked(self.leaves[at], value, batch_dims))
-            else:
-                self._collect(at, value, names, batch_dims, out)
-            if tuple(value.shape[:batch_dims]) != shape:
-                raise ValueError(f"entry {names!r} has {tuple(value.shape[:batch_dims])} rows, the first one {shape}")
-        return out
-
-    def is_one_row(self, data: Data) -> bool:
-        if is_data(data):
-            return super().is_one_row(data)
-        value, at = self.tree.values(data)[0], self._slots[0]
-        dims, own = (value.ndim, self.leaves[at].shape) if isinstance(at, int) else (len(value.shape), at.batch_suffix)
-        return dims == len(own)
-
-    def assemble(
-        self,
-        tensors: list[Tensor],
-        batch_size: tuple[int, ...],
-        device: torch.device | None,
-        extra: Mapping[Any, Any] | None = None,
-    ) -> Data:
-        size = torch.Size(batch_size)
-        values = [
-            tensors[at] if isinstance(at, int) else self._assemble(at, tensors, size, device) for at in self._slots
-        ]
-        data = self.tree.built(iter(values))
-        if extra:
-            if not isinstance(data, dict):
-                raise ValueError(f"a batch that is a {type(data).__name__} has no place for {sorted(map(str, extra))}")
-            data.update({as_written(as_key(key)): value for key, value in extra.items()})
-        return data
-
-
-def layout_of(example: Data, batch_dims: int, ignored: frozenset[str] = frozenset()) -> RowLayout:
-    """The layout of rows like those of ``example``. Raises as :class:`RowLayout` and :class:`TreeLayout`."""
-    return (TreeLayout if is_container(example) else RowLayout)(example, batch_dims, ignored)
-
-
-def saved_tree(layout: RowLayout) -> dict[str, Any]:
-    """What a state says about the containers of rows: an entry, or nothing where they are TensorDicts."""
-    return {"tree": layout.tree.described()} if isinstance(layout, TreeLayout) else {}
-
-
-def with_tree(layout: RowLayout, saved: Any) -> RowLayout:
-    """A layout with the containers of :func:`saved_tree`'s entry; None: none.
-
-    Raises:
-        ValueError: they are not those of these rows.
-    """
-    tree = read_structure(saved)
-    if tree is None:
-        return layout
-    if layout.host:
-        raise ValueError(f"the state has rows in containers, and {list(layout.host)}, which are not tensors")
-    other = object.__new__(TreeLayout)
-    vars(other).update({**layout.__getstate__(), "tree": tree})
-    other._look_up()
-    return other
-
-
-def inside(layout: RowLayout, data: Data, batch_dims: int) -> Data:
-    """A batch as the TensorDict that it is inside: one of containers is brought into that form."""
-    return _inside(layout.tree, data, batch_dims) if isinstance(layout, TreeLayout) and not is_data(data) else data
-
-
-def _inside(tree: Container, data: Any, batch_dims: int) -> TensorDict:
-    size = torch.Size(batch_shape(data, batch_dims))
-    root: dict[str, Any] = {}
-    for names, value in zip(tree.names, tree.values(data), strict=True):
-        at = root
-        for name in names[:-1]:
-            at = at.setdefault(name, {})
-        at[names[-1]] = value
-    return _level(root, size)
-
-
-def _level(entries: dict[str, Any], size: torch.Size) -> TensorDict:
-    source: Any = {name: _level(value, size) if type(value) is dict else value for name, value in entries.items()}
-    return TensorDict._new_unsafe(source, size, None, nested=False)
-
-
-def mapped(data: Data, function: Callable[[Any], Any]) -> Data:
-    """A batch with ``function`` applied to every tensor, TensorDict and tensorclass in its containers."""
-    tree = None if is_data(data) else structure_of(data)
-    return function(data) if tree is None else tree.built(map(function, tree.values(data)))
-
-
-def stacked(rows: Sequence[Data]) -> Data:
-    """Rows as a batch: tensors and TensorDicts are stacked, and the same entries of containers.
-
-    Raises:
-        ValueError: their structures differ.
-    """
-    tree = None if is_data(rows[0]) else structure_of(rows[0])
-    if tree is None:
-        return torch.stack(list(rows), 0)
-    columns = zip(*(tree.values(row) for row in rows), strict=True)
-    return tree.built(torch.stack(column, 0) for column in columns)
-
-
-def shallow(data: Data) -> Data:
-    """A copy of a batch that shares its tensors, for transforms that set keys in place."""
-    return (
-        data
-        if isinstance(data, Tensor)
-        else mapped(data, lambda value: value if isinstance(value, Tensor) else value.copy())
-    )

@@ -21,12 +21,14 @@ from torch import Tensor
 from gpubuf.data.arguments import warn
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.column import Column, Record, separate
-from gpubuf.data.storage.layout import Data, RowLayout, batch_shape, saved_tree, with_tree
+from gpubuf.data.storage.containers import Data, batch_shape
+from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.memmap_files import COUNTER_WORDS, COUNTERS_FILE, GPUBUF_FILE, Counters
 from gpubuf.data.storage.placement import Placement
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import Schema
+from gpubuf.data.storage.tree_layout import saved_tree, with_tree
 from gpubuf.kernels import rows
 
 FORMAT = "gpubuf-memmap"
@@ -165,7 +167,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         self.counters.set(written, size)
         if (folder / files.MARKS_FILE).exists():
             self.keep_marks()
-        self.rebuild()
+        self.followers.rebuild()
 
     def establish(self, schema: Schema, shape: tuple[int, ...], data_device: torch.device) -> None:
         if schema.written.host:

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from gpubuf import serialization
 from gpubuf.data.arguments import warn
-from gpubuf.data.storage.layout import Data, Key, Node, RowLayout
+from gpubuf.data.storage.containers import Data
+from gpubuf.data.storage.layout import Key, Node, RowLayout
 from gpubuf.kernels import rows
 
 logger = logging.getLogger("gpubuf")

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.storage.column import Column
-from gpubuf.data.storage.layout import Data, Key, Leaf, RowLayout, as_key, as_written, layout_of, rows_in
+from gpubuf.data.storage.containers import Data
+from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, as_written, rows_in
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, Schema, check_tells_ends, default_ends
+from gpubuf.data.storage.tree_layout import layout_of
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
 

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.storage import host_memory
+from gpubuf.data.storage.containers import Data, Pieces, batch_shape, device_of
 from gpubuf.data.storage.host_rows import saved_host
-from gpubuf.data.storage.layout import Data, Pieces, RowLayout, batch_shape, device_of, saved_tree, with_tree
+from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.schema import Options, Schema, check_same, described, written_leaves
 from gpubuf.data.storage.share_next import CHUNK_BYTES, SharedState, entries_of, full_state, oldest_first, oldest_of
+from gpubuf.data.storage.tree_layout import saved_tree, with_tree
 from gpubuf.kernels.rows import NoRoomError
 
 #: A :class:`gpubuf.data.storage.storage.TensorStorage`, which imports this.
@@ -54,7 +56,7 @@ def state_of(storage: TensorStorage) -> dict[str, Any]:
     state |= saved_tree(storage.written_layout)
     if storage.computed:
         state["form"] = described(storage.schema)
-    for follower in storage.followers:
+    for follower in storage.followers.own:
         state |= follower.state(len(storage))
     return state
 
@@ -101,8 +103,12 @@ def load(storage: TensorStorage, state: dict[str, Any]) -> Tensor | None:
     _set_counters(storage, state, order)
     if "marks" in state:
         storage.keep_marks()
-    for follower in storage.followers:
+    for follower in storage.followers.own:
         follower.load(state, order)
+    for sampler in storage.followers.samplers:
+        sampler.empty()
+        if size:
+            sampler.on_write(torch.arange(size, device=storage.device), None)
     return order
 
 

@@ -13,7 +13,8 @@ from gpubuf.data import tensordict_buffers
 from gpubuf.data.arguments import component
 from gpubuf.data.operation import operation
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.storage.layout import Data, as_key, batch_shape, is_container, is_data, shallow
+from gpubuf.data.storage.containers import Data, batch_shape, is_container, is_data, shallow
+from gpubuf.data.storage.layout import as_key
 from gpubuf.data.updates import flat_entries, is_key
 from gpubuf.integrations.edits import set_keys
 from gpubuf.integrations.torchrl.list_storage import ListStorage

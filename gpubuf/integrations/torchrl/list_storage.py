@@ -9,8 +9,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
+from gpubuf.data.storage.containers import Data, is_container, is_data, mapped, stacked
 from gpubuf.data.storage.host_rows import HostRows
-from gpubuf.data.storage.layout import Data, RowLayout, is_container, is_data, mapped, stacked
+from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.placement import Placement
 from gpubuf.data.storage.plan import RowPlan
 from gpubuf.data.storage.ring import Ring

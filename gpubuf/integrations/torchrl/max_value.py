@@ -17,10 +17,12 @@ from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.recording import Unfinished, refuse_in_capture
 from gpubuf.data.samplers.base import Sampler, is_tensor
 from gpubuf.data.samplers.slices import SliceSampler
-from gpubuf.data.storage.layout import Data, as_key, as_written, batch_shape, layout_of
+from gpubuf.data.storage.containers import Data, batch_shape
+from gpubuf.data.storage.layout import as_key, as_written
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.storage import TensorStorage
+from gpubuf.data.storage.tree_layout import layout_of
 from gpubuf.data.writers import DERIVED_KEYS, Writer
 from gpubuf.integrations.torchrl.list_storage import UNLIMITED, ListStorage
 from gpubuf.serialization import need
@@ -297,6 +299,7 @@ class TensorDictMaxValueWriter(Writer):
         positions = index.clamp(min=0)
         ring.rewrite(positions, (index >= 0) & (ring.generations(positions) >= 0))
         ring.fill(index.numel())
+        self._storage.followers.on_write(index)
 
     def _ranks_of_all(self, rows: list[Any]) -> Tensor:
         found = [torch.empty(0, dtype=torch.float64, device="cpu")]
