@@ -169,17 +169,6 @@ def test_batches_are_those_that_come_without(storage, sampler):
             assert identical(ahead.sample(batches=2), plain.sample(batches=2))
 
 
-@each_storage
-@pytest.mark.parametrize("sampler", ["without replacement", "in order", "slices in turn"])
-def test_epochs_end_at_the_same_batch(storage, sampler):
-    plain, ahead = pair(storage, sampler)
-    for _ in range(3):
-        due, batches = list(plain), list(ahead)
-        assert len(batches) == len(due) >= 1
-        assert all(map(identical, batches, due))
-    assert identical(ahead.next(), plain.next())
-
-
 class Reference:
     """A batch is drawn when the one before it is asked for."""
 
