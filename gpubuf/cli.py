@@ -57,8 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="gpubuf", description=about)
     parser.add_argument("--version", action="version", version=f"gpubuf {gpubuf.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in COMMANDS.values():
-        module.add(commands)
+    for name, module in COMMANDS.items():
+        text = " ".join((module.__doc__ or "").split())
+        module.add(commands.add_parser(name, help=text.partition(".")[0], description=text, allow_abbrev=False))
     parsed, unknown = parser.parse_known_args(arguments)
     options = vars(parsed)
     command = options.pop("command")

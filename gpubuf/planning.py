@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count
-from gpubuf.data.ingress.intake import Writers
+from gpubuf.data.ingress.options import Writers
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler

@@ -1,9 +1,9 @@
-"""The commands of ``gpubuf``, a module each: ``add`` describes its options, ``run`` returns the exit code."""
+"""The commands of ``gpubuf``, a module each: its docstring is the help, ``add`` gives it options, ``run`` returns the
+exit code."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 
 
 def whole_number(text: str) -> int:
@@ -16,9 +16,3 @@ def whole_number(text: str) -> int:
         return int(number) if times > 1 or "e" in text.lower() else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a whole number such as 10000, 1e4 or 10k, got {text!r}") from None
-
-
-def find_modules_here() -> None:
-    """Import ``module:id`` from the working directory too, as ``python -m gpubuf`` does."""
-    if "" not in sys.path:
-        sys.path.append("")

@@ -1,7 +1,12 @@
-"""``gpubuf compare``: what several runs have reached, as a table and as curves with bands."""
+"""Compare runs: returns by settings, as a table and as curves.
+
+Runs of the same environments that differ in their seeds alone are one curve: their mean, in a band from the lowest to
+the highest.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import statistics
@@ -25,16 +30,13 @@ def run(options: dict[str, Any]) -> int:
     found = {folder: TrainConfig.read(folder) for given in options["runs"] for folder in run_folders(given)}
     names = labels(found)
     curves: dict[str, dict[str, list[Points]]] = {}
+    for folder, config in found.items():
+        curves.setdefault(config.env, {}).setdefault(names[folder], []).append(evaluations(folder))
     lines = [["environment", "settings", "runs", "mean return", "of each run, at its end"]]
-    for env in dict.fromkeys(config.env for config in found.values()):
-        for label in dict.fromkeys(names[folder] for folder, config in found.items() if config.env == env):
-            folders = [folder for folder, config in found.items() if config.env == env and names[folder] == label]
-            points = {folder: evaluations(folder) for folder in folders}
-            curves.setdefault(env, {})[label] = [each for each in points.values() if each]
-            last = [each[-1][1] for each in points.values() if each]
-            mean = f"{statistics.fmean(last):.1f}" if last else "-"
-            each = ", ".join(f"{value:.1f}" for value in last)
-            lines.append([env, label, str(len(folders)), mean, each])
+    for env, label, runs in ((env, *curve) for env, of_env in curves.items() for curve in of_env.items()):
+        last = [points[-1][1] for points in runs if points]
+        mean = f"{statistics.fmean(last):.1f}" if last else "-"
+        lines.append([env, label, str(len(runs)), mean, ", ".join(f"{value:.1f}" for value in last)])
     show(lines)
     if out is not None:
         _draw(out, curves)
@@ -84,19 +86,12 @@ def _draw(path: Path, curves: dict[str, dict[str, list[Points]]]) -> None:
     figure = Figure(figsize=(6 * len(curves), 4), layout="constrained")
     for panel, (env, of_env) in enumerate(curves.items(), 1):
         axes = figure.add_subplot(1, len(curves), panel)
-        draw_bands(axes, of_env)
+        draw_bands(axes, {label: list(filter(None, runs)) for label, runs in of_env.items()})
         axes.set(title=env, xlabel="environment steps", ylabel="return of an evaluation")
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "compare",
-        help="compare runs: returns by settings, and curves",
-        description="Compare runs of the same environments. Runs that differ in their seeds alone are one curve: their "
-        "mean, in a band from the lowest to the highest.",
-        allow_abbrev=False,
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, or folders of such folders")
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw the curves into a .png, .svg or .pdf")

@@ -1,7 +1,12 @@
-"""``gpubuf info``: devices, versions, tuned files, and what works here."""
+"""Say what gpubuf finds on this machine.
+
+Devices, versions, tuned files, whether CUDA graphs and gathers from pinned memory work (both are tried), whether a C
+compiler and Python.h are there for the first launch, and where compiled kernels are kept. Exit code: 0.
+"""
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 
@@ -20,14 +25,5 @@ def run(options: dict[str, Any]) -> int:
     return 0
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "info",
-        help="say what gpubuf finds on this machine",
-        description="Say what gpubuf finds on this machine: devices, versions, tuned files, whether CUDA graphs and "
-        "gathers from pinned memory work (both are tried), whether a C compiler and Python.h are there for the first "
-        "launch, and where compiled kernels are kept.",
-        epilog="Exit code: 0.",
-        allow_abbrev=False,
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON, bytes as numbers")

@@ -1,7 +1,12 @@
-"""``gpubuf inspect``: looks at the rows of a saved buffer, or of the buffer of a run."""
+"""Look at the rows of a saved buffer or of a run.
+
+For what goes wrong in practice: NaN, ends of episodes, rows that don't follow each other, environments mixed up, keys
+that never change.
+"""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +51,5 @@ def saved_storage(folder: Path) -> Any:
     return storage
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "inspect",
-        help="look at the rows of a saved buffer or of a run",
-        description="Look at stored rows for what goes wrong in practice: NaN, ends of episodes, rows that don't "
-        "follow each other, environments mixed up, keys that never change.",
-        allow_abbrev=False,
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="what buffer.save() wrote, or the folder of a run")

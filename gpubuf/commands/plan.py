@@ -1,7 +1,12 @@
-"""``gpubuf plan``: the tables of `gpubuf.plan`."""
+"""Say how much memory a buffer takes, and where it fits.
+
+Key by key, on this machine, as `gpubuf.plan` does. Exit codes: 0 it fits, 1 it fits nowhere, 2 the request makes no
+sense.
+"""
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from gpubuf.commands import whole_number
@@ -22,22 +27,17 @@ def run(options: dict[str, Any]) -> int:
     from gpubuf.planning import parse_dtype, parse_entry, plan
 
     try:
-        entries = [parse_entry(text) for text in options["spec"]]
-        spec = {key: (shape, dtype) for key, dtype, shape in entries}
-        if len(spec) < len(entries):
+        spec = {key: (shape, dtype) for key, dtype, shape in map(parse_entry, options["spec"])}
+        if len(spec) < len(options["spec"]):
             raise ValueError("a key is given twice")
         stored = dict(_pair(text, "KEY=DTYPE") for text in options["stored_as"])
+        same = ("budget", "envs", "share_next", "next_capacity", "n_steps", "writers")
         made = plan(
             spec,
             options["capacity"],
             sampler=sampler,
-            budget=options["budget"],
-            envs=options["envs"],
             dtypes={key: parse_dtype(name) for key, name in stored.items()},
-            share_next=options["share_next"],
-            next_capacity=options["next_capacity"],
-            n_steps=options["n_steps"],
-            writers=options["writers"],
+            **{name: options[name] for name in same},
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -54,52 +54,25 @@ def _pair(text: str, form: str) -> tuple[tuple[str, ...], str]:
     return tuple(key.split(".")), value
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help="say how much memory a buffer takes, and where it fits",
-        description="Say how much memory a buffer takes, key by key, and where it fits on this machine.",
-        epilog="Exit codes: 0 it fits, 1 it fits nowhere, 2 the request makes no sense.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--spec",
-        action="append",
-        required=True,
-        metavar="KEY=SHAPE:DTYPE",
-        help="a key of a row, such as pixels=3x84x84:uint8 or next.reward=1:float32; once for each key",
-    )
-    parser.add_argument(
-        "--stored-as",
-        action="append",
-        default=[],
-        metavar="KEY=DTYPE",
-        help="the dtype in which a key, and the same key under next, is stored, such as observation=bfloat16",
-    )
-    parser.add_argument(
-        "--share-next",
-        action="store_true",
-        help="store observations once, and read the next ones from the next row",
-    )
-    parser.add_argument(
-        "--next-capacity",
-        type=whole_number,
-        metavar="N",
-        help="room for next observations that are not in the next row (default: an eighth of the rows)",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    entry = "a key of a row, such as pixels=3x84x84:uint8 or next.reward=1:float32; once for each key"
+    parser.add_argument("--spec", action="append", required=True, metavar="KEY=SHAPE:DTYPE", help=entry)
+    stored = "the dtype in which a key, and the same key under next, is stored, such as observation=bfloat16"
+    parser.add_argument("--stored-as", action="append", default=[], metavar="KEY=DTYPE", help=stored)
+    once = "store observations once, and read the next ones from the next row"
+    parser.add_argument("--share-next", action="store_true", help=once)
+    room = "room for next observations that are not in the next row (default: an eighth of the rows)"
+    parser.add_argument("--next-capacity", type=whole_number, metavar="N", help=room)
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--capacity", type=whole_number, metavar="N", help="transitions")
     size.add_argument("--budget", metavar="BYTES", help="plan for as many transitions as fit, such as into 24GiB")
-    parser.add_argument(
-        "--sampler", choices=_SLICED, default="uniform", help="how batches are drawn (default: uniform)"
-    )
+    drawn = "how batches are drawn (default: uniform)"
+    parser.add_argument("--sampler", choices=_SLICED, default="uniform", help=drawn)
     parser.add_argument("--slices", action="store_true", help="draw slices of trajectories")
-    parser.add_argument(
-        "--n-steps", type=whole_number, default=1, metavar="N", help="steps of a transition (default: 1)"
-    )
-    parser.add_argument(
-        "--envs", type=whole_number, default=1, metavar="N", help="environments side by side (default: 1)"
-    )
-    parser.add_argument(
-        "--writers", type=whole_number, default=0, metavar="N", help="writers in other processes (default: 0)"
-    )
+    for name, default, text in (
+        ("--n-steps", 1, "steps of a transition"),
+        ("--envs", 1, "environments side by side"),
+        ("--writers", 0, "writers in other processes"),
+    ):
+        text += f" (default: {default})"
+        parser.add_argument(name, type=whole_number, default=default, metavar="N", help=text)

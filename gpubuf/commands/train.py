@@ -1,4 +1,8 @@
-"""``gpubuf train``: the options, which are the settings of `TrainConfig`, and what they start."""
+"""Train an agent on an environment.
+
+Soft actor-critic, one of its descendants or TD3, on an environment of Gymnasium or one made of tensor operations; and
+evaluate it. Exit codes: 0 done, 1 training diverged, 2 the request can't be met, 130 interrupted by Ctrl-C and saved.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpubuf.commands import find_modules_here, whole_number
-from gpubuf.train.config import (
-    ALGORITHM_DEFAULTS,
-    CHANGEABLE_ON_RESUME,
-    TORCH_PREFIX,
-    UPDATES,
-    TrainConfig,
-    UsageError,
-    defaults,
-    setting_types,
-)
+from gpubuf.commands import whole_number
+from gpubuf.train import config as settings
+from gpubuf.train.config import TrainConfig, UsageError
 
 SIGNAL_EXIT = 128
 """Added to a signal's number, it gives the exit code of a process that the signal ended."""
@@ -37,12 +33,14 @@ def run(options: dict[str, Any]) -> int:
     if resumed is not None and overwrite:
         raise UsageError("--resume and --overwrite contradict each other")
     # A run that goes on has its environment in its folder: it is looked at there.
-    needed = _NEEDED if config is None or config.env.startswith(TORCH_PREFIX) else ("gymnasium", *_NEEDED)
+    needed = _NEEDED if config is None or config.env.startswith(settings.TORCH_PREFIX) else ("gymnasium", *_NEEDED)
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f'training needs {", ".join(missing)}; pip install "gpubuf[train]"')
 
-    find_modules_here()
+    # ``module:id`` is found in the working directory too, as by ``python -m gpubuf``.
+    if "" not in sys.path:
+        sys.path.append("")
 
     from gpubuf.train.environments import NotFiniteError
     from gpubuf.train.progress import LineReporter, Reporter
@@ -73,118 +71,52 @@ def _resume_folder(resumed: Path | bool, out: Path | None) -> Path:
     return out
 
 
-def add(commands: Any) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     # An option that is not given is absent, so that --resume can tell given options from defaults.
-    parser = commands.add_parser(
-        "train",
-        help="train an agent on an environment",
-        description="Train soft actor-critic, one of its descendants or TD3 on an environment, Gymnasium's or one made "
-        "of tensor operations, and evaluate it.",
-        epilog="Exit codes: 0 done, 1 training diverged, 2 the request can't be met, 130 "
-        "interrupted by Ctrl-C and saved. With --resume, only "
-        f"{', '.join(_option(name) for name in sorted(CHANGEABLE_ON_RESUME))} may be changed.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    run = parser.add_argument_group("the run")
-    _setting(run, "env", "NAME", "Gymnasium id (module:id imports the module first), or torch/Pendulum on the device")
-    run.add_argument("--algo", choices=list(ALGORITHM_DEFAULTS), help="the algorithm (default: sac)")
-    mode = run.add_mutually_exclusive_group()
-    mode.add_argument("--prioritized", action="store_true", help="draw batches by priority")
-    mode.add_argument("--uniform", dest="prioritized", action="store_false", help="draw them uniformly (the default)")
-    _setting(run, "device", "NAME", "auto (CUDA if there is one), cpu, cuda or cuda:N")
-    _setting(run, "seed", "N", "of everything random")
-    _setting(run, "total_steps", "N", "transitions to collect")
-    _setting(run, "num_envs", "N", "environments stepped together")
-    _setting(run, "threads", "N", "CPU threads of PyTorch (default: 1 for small networks)")
-    _switch(run, "cuda_graph", "capture updates, and steps on the device, into CUDA graphs (default: on CUDA)")
-    _switch(run, "compile", "compile losses and gradients with torch.compile (default: off)")
-    _switch(run, "bfloat16", "compute layers in bfloat16 in updates")
-    run.add_argument("--out", type=Path, metavar="FOLDER", help="where to (default: a new folder under runs/)")
-    run.add_argument(
-        "--resume",
-        type=Path,
-        nargs="?",
-        const=True,
-        metavar="FOLDER",
-        help="go on with the run in FOLDER (default: that of --out)",
-    )
-    run.add_argument("--overwrite", action="store_true", help="replace the run that is in --out")
-    run.add_argument(
-        "--track",
-        action="append",
-        choices=("tensorboard", "wandb"),
-        help="also send all records to TensorBoard or Weights & Biases; with --resume again",
-    )
-    run.add_argument("--quiet", action="store_true", help="no progress, only the result")
-
-    learning = parser.add_argument_group("learning")
-    _setting(learning, "batch_size", "N", "transitions an update draws")
-    _setting(learning, "buffer_size", "N", "capacity in transitions (default: --total-steps, at most 1,000,000)")
-    _setting(learning, "learning_starts", "N", "transitions collected at random before the first update")
-    _setting(learning, "update_ratio", "X", f"updates per transition{_more_updates()}")
-    _setting(learning, "learning_rate", "X", "of Adam or AdamW, for actor, critics and temperature")
-    _setting(learning, "policy_every", "N", "updates for each that also trains policy and temperature")
-    _setting(learning, "gamma", "X", "discount")
-    _setting(learning, "n_steps", "N", "steps of a transition, whose rewards are summed")
-    _switch(learning, "share_next", "store observations once, in half the memory (default: twice)")
-    _setting(learning, "tau", "X", "share of the critics that enters their targets at each update")
-    _setting(learning, "critics", "N", "Q functions in the ensemble")
-    learning.add_argument(
-        "--hidden",
-        type=_widths,
-        metavar="N,N",
-        help="widths of the hidden layers" + _by_algorithm("hidden"),
-    )
-    _setting(learning, "atoms", "N", "values in the support of a critic's distribution")
-    _setting(learning, "v_min", "X", "lowest value of that support")
-    _setting(learning, "v_max", "X", "highest value of that support")
-    _switch(learning, "scale_rewards", "divide rewards by the spread of the returns" + _by_algorithm("scale_rewards"))
-    text = "give observations mean 0 and variance 1" + _by_algorithm("normalize_observations")
-    _switch(learning, "normalize_observations", text)
-    _setting(learning, "noise_hold", "N", "most steps for which exploration holds the same noise")
-    _setting(learning, "priority_alpha", "X", "exponent of the priorities")
-    _setting(learning, "priority_beta", "X", "exponent of the importance weights at the start; 1 at the end")
-
-    records = parser.add_argument_group("records")
-    _setting(records, "eval_episodes", "N", "episodes of the final evaluation")
-    _setting(records, "eval_every", "N", "transitions between evaluations for the curve; 0 for none")
-    _setting(records, "log_every", "N", "transitions between records of the losses")
-    _setting(records, "checkpoint_every", "N", "transitions between checkpoints; 0 for one at the end only")
+    parser.argument_default = argparse.SUPPRESS
+    changeable = ", ".join(map(_option, sorted(settings.CHANGEABLE_ON_RESUME)))
+    parser.epilog = f"With --resume, only {changeable} may be changed."
+    texts = settings.setting_texts()
+    for heading, names in settings.groups().items():
+        group = parser.add_argument_group(heading)
+        for name in names:
+            _add_setting(group, name, texts.get(name, "") + _default(name))
+    files = parser.add_argument_group("files")
+    files.add_argument("--out", type=Path, metavar="FOLDER", help="where to (default: a new folder under runs/)")
+    resume = "go on with the run in FOLDER (default: that of --out)"
+    files.add_argument("--resume", type=Path, nargs="?", const=True, metavar="FOLDER", help=resume)
+    files.add_argument("--overwrite", action="store_true", help="replace the run that is in --out")
+    track = "also send all records to TensorBoard or Weights & Biases; with --resume again"
+    files.add_argument("--track", action="append", choices=("tensorboard", "wandb"), help=track)
+    files.add_argument("--quiet", action="store_true", help="no progress, only the result")
 
 
-#: How the default of a setting follows from the number of environments on a device, in words.
-ON_DEVICE = {
-    "num_envs": "64",
-    "total_steps": "500 an environment if that is more",
-    "learning_starts": "10 an environment if that is more",
-    "update_ratio": "16 updates whenever all have stepped",
-    "eval_every": "50 an environment if that is more",
-    "eval_episodes": "256",
-    "log_every": "25 an environment if that is more",
-}
+def _add_setting(group: Any, name: str, text: str) -> None:
+    """The option for the setting ``name``; a bool has two, ``--name`` and ``--no-name``."""
+    kind = settings.setting_types()[name][0]
+    if name == "prioritized":
+        mode = group.add_mutually_exclusive_group()
+        mode.add_argument("--prioritized", action="store_true", help=text)
+        mode.add_argument("--uniform", dest=name, action="store_false", help="Draw them uniformly")
+    elif name == "algo":
+        group.add_argument("--algo", choices=list(settings.ALGORITHM_DEFAULTS), help=text)
+    elif kind is bool:
+        group.add_argument(_option(name), action=argparse.BooleanOptionalAction, help=text)
+    else:
+        read, metavar = _READ.get(kind, (_widths, "N,N"))
+        group.add_argument(_option(name), type=read, metavar=metavar, help=text)
 
 
-def _setting(group: Any, name: str, metavar: str, text: str) -> None:
-    """The option for the setting ``name``, whose type and default `TrainConfig` and the algorithms know."""
-    default = ALGORITHM_DEFAULTS[TrainConfig.algo].get(name, getattr(TrainConfig, name))
+def _default(name: str) -> str:
+    """The default of a setting; sac's and those that differ from it where it depends on the algorithm."""
+    usual, default = settings.ALGORITHM_DEFAULTS[TrainConfig.algo], getattr(TrainConfig, name)
+    shown = [] if default is None else [_written(default)]
     if name in ON_DEVICE:
-        default = defaults(TrainConfig.env)[name]
-        text = f"{text} (default: {default}; with torch/ environments {ON_DEVICE[name]})"
-    elif name in ALGORITHM_DEFAULTS[TrainConfig.algo]:
-        text += _by_algorithm(name)
-    elif default is not None:
-        text = f"{text} (default: {default})"
-    kind = setting_types()[name][0]
-    group.add_argument(_option(name), type=whole_number if kind is int else kind, metavar=metavar, help=text)
-
-
-def _by_algorithm(name: str) -> str:
-    """The defaults of a setting that depends on the algorithm: sac's, and those that differ from it."""
-    of_each = {algo: settings[name] for algo, settings in ALGORITHM_DEFAULTS.items()}
-    usual = of_each[TrainConfig.algo]
-    shown = [] if usual is None else [_written(usual)]
-    shown += [f"{algo} {_written(value)}" for algo, value in of_each.items() if value not in (usual, None)]
+        shown = [f"{settings.defaults(TrainConfig.env)[name]}", f"with torch/ environments {ON_DEVICE[name]}"]
+    elif name in usual:
+        of_each = {algo: each[name] for algo, each in settings.ALGORITHM_DEFAULTS.items()}
+        shown = [] if usual[name] is None else [_written(usual[name])]
+        shown += [f"{algo} {_written(value)}" for algo, value in of_each.items() if value not in (usual[name], None)]
     return f" (default: {'; '.join(shown)})" if shown else ""
 
 
@@ -192,15 +124,6 @@ def _written(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _more_updates() -> str:
-    return "".join(f", {times} times as many with {algo}" for algo, times in UPDATES.items())
-
-
-def _switch(group: Any, name: str, text: str) -> None:
-    """The pair of options ``--name`` and ``--no-name``."""
-    group.add_argument(_option(name), action=argparse.BooleanOptionalAction, help=text)
 
 
 def _option(name: str) -> str:
@@ -212,3 +135,15 @@ def _widths(text: str) -> tuple[int, ...]:
         return tuple(int(width) for width in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected widths such as 256,256, got {text!r}") from None
+
+
+#: How the text of an option is read, and what stands for it, by the type of a setting; widths are all else.
+_READ: dict[type, tuple[Any, str]] = {str: (str, "NAME"), int: (whole_number, "N"), float: (float, "X")}
+
+#: How the default of a setting follows from the number of environments on a device, in words.
+ON_DEVICE = {
+    "num_envs": "64",
+    "update_ratio": "16 updates whenever all have stepped",
+    "eval_episodes": "256",
+    **{name: f"{each} an environment if that is more" for name, (_, each) in settings.TRANSITIONS.items()},
+}

@@ -1,4 +1,9 @@
-"""``gpubuf tune``: finds the fastest configurations of the kernels on this GPU, and writes them to a file."""
+"""Find the fastest configurations of the kernels on this GPU.
+
+Times configurations of the kernels that copy rows, draw by priority and update priorities, for the sizes that you have,
+and writes the fastest into a file that gpubuf uses from then on. Points for other sizes stay in the file. Exit codes: 0
+done, 1 the GPU failed, 2 the request can't be met, such as without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +18,8 @@ from gpubuf.train.config import UsageError
 
 #: The keys of a row of a task from MuJoCo, the default.
 ROW_OF_MUJOCO = (
-    "observation=17:float32",
-    "action=6:float32",
-    "next.observation=17:float32",
-    "next.reward=1:float32",
-    "next.done=1:bool",
-    "next.terminated=1:bool",
+    *("observation=17:float32", "action=6:float32", "next.observation=17:float32"),
+    *("next.reward=1:float32", "next.done=1:bool", "next.terminated=1:bool"),
 )
 
 
@@ -81,37 +82,14 @@ def run(options: dict[str, Any]) -> int:
     return 0
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "tune",
-        help="find the fastest configurations of the kernels on this GPU",
-        description="Time configurations of the kernels that copy rows, draw by priority and update priorities on this "
-        "GPU, for the sizes that you have, and write the fastest into a file that gpubuf uses from then on. Points for "
-        "other sizes stay in the file.",
-        epilog="Exit codes: 0 done, 1 the GPU failed, 2 the request can't be met, such as without a GPU.",
-        allow_abbrev=False,
-    )
-    sizes = parser.add_argument_group("sizes")
-    sizes.add_argument(
-        "--capacity",
-        type=_positive,
-        action="append",
-        metavar="N",
-        help="transitions of a buffer; once for each (default: 1,000,000)",
-    )
-    sizes.add_argument(
-        "--batch-size",
-        type=_positive,
-        action="append",
-        metavar="N",
-        help="transitions of a batch; once for each (default: 256, 4096 and 32768)",
-    )
-    sizes.add_argument(
-        "--spec",
-        action="append",
-        metavar="KEY=SHAPE:DTYPE",
-        help="a key of a row, such as pixels=3x84x84:uint8; once for each key (default: those of a MuJoCo task)",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    for name, text in {
+        "--capacity": "transitions of a buffer; once for each (default: 1,000,000)",
+        "--batch-size": "transitions of a batch; once for each (default: 256, 4096 and 32768)",
+    }.items():
+        parser.add_argument(name, type=_positive, action="append", metavar="N", help=text)
+    entry = "a key of a row, such as pixels=3x84x84:uint8; once for each key (default: those of a MuJoCo task)"
+    parser.add_argument("--spec", action="append", metavar="KEY=SHAPE:DTYPE", help=entry)
     parser.add_argument("--device", default="cuda", metavar="NAME", help="cuda or cuda:N (default: the current GPU)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to (default: the user's cache folder)")
 

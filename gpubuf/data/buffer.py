@@ -14,23 +14,22 @@ from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Self
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf.data import moving
 from gpubuf.data.arguments import check_sizes, component
-from gpubuf.data.array_writes import ArrayWrites, Columns
 from gpubuf.data.batches import Batches
 from gpubuf.data.check import Report, check
 from gpubuf.data.checkpoints import restore, save, shards
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
-from gpubuf.data.ingress.intake import Intake, Writers
-from gpubuf.data.operation import Operation, at_replays, graph_break, operation
+from gpubuf.data.ingress.intake import Intake
+from gpubuf.data.ingress.options import Writers
+from gpubuf.data.operation import Operation, graph_break, operation
 from gpubuf.data.prefetch import Prefetched
+from gpubuf.data.prepared_writes import Columns
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import EMPTIES, REPLAY
 from gpubuf.data.samplers.base import Sampler
@@ -39,21 +38,21 @@ from gpubuf.data.samplers.row_order import RowOrder
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.sequences import SampleUnit, check_parts, checked_unit
-from gpubuf.data.storage.containers import Data, mapped, shallow, tensors_of
+from gpubuf.data.storage.containers import Data, shallow
 from gpubuf.data.storage.indexing import as_positions, plain_index
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.placement import MemoryReport
 from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.data.storage.tree_layout import inside
 from gpubuf.data.transforms import Compose, with_statistics, without_multi_steps
 from gpubuf.data.updates import RowAccess, is_key
 from gpubuf.data.writers import RoundRobinWriter, Writer
+from gpubuf.data.writing import Writes, without_priority
 
 DEFAULT_CAPACITY = 1_000
 _BYTES, _OWNER = "_bytes", "_owner"
 # A copy gets new ones: they have locks and addresses.
-_OF_THE_PROCESS = ("operation", "_batches", "_arrays", "_rows", "_intake")
+_OF_THE_PROCESS = ("operation", "_batches", "_writes", "_rows", "_intake")
 
 
 class ReplayBuffer:
@@ -211,7 +210,7 @@ class ReplayBuffer:
             unit=self._unit,
             gate=None if self._intake is None else self._intake.gate,
         )
-        self._arrays = ArrayWrites(
+        self._writes = Writes(
             storage,
             writer,
             sampler,
@@ -386,67 +385,15 @@ class ReplayBuffer:
         """
         if update_priority is not None:
             raise NotImplementedError("update_priority is for TensorDictReplayBuffer, whose batches carry priorities")
-        return self._extend(data, None)
+        return self._extend(data, without_priority)
 
-    def _as_tensors(self, data: Any) -> Any:
-        """Dicts, lists and arrays without NumPy's, where the storage can't have them."""
-        return data if self._storage.takes_objects else tensors_of(data)
-
-    def _extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
-        storage = self._storage
-        if storage._schema is not None and type(data) is TensorDict:
-            # As in `extend_columns`.
-            storage.given = None
-            index = self._arrays.write_batch(data)
-            if index is not None:
-                return index
-        if storage.owner is not None:
-            storage.check_owned()
-        if type(data) is not TensorDict:
-            if isinstance(data, (dict, list, tuple, np.ndarray)):
-                data = self._as_tensors(data)
-            if isinstance(data, list):
-                if not data:
-                    return _no_rows(storage)
-                data = storage.batch_of(data)
-        if len(self._transform):
-            # Inverse transforms may set keys in place; the caller's TensorDict must not see them.
-            data = self._transform.inv(shallow(data))
-            if data is None:
-                return _no_rows(storage)
-        first_write = storage._schema is None
-        if first_write and storage.holds_nothing(data):
-            return _no_rows(storage)
-        if storage.ndim > 1 and self.dim_extend != 0:
-            data = mapped(data, lambda value: value.transpose(0, self.dim_extend))
-        pipeline, in_order = self._pipeline, self._writer.in_order
-        if not first_write and (priority is not None or pipeline is not None or not in_order):
-            # They read the batch again after some of it is written.
-            data = storage.apart(data)
-        given = priority(data) if priority is not None else None
-        if first_write:
-            at_replays().refuse("the first write allocates the storage: write before")
-        if pipeline is not None:
-            pipeline.check_write(data, storage.ndim)
-        storage.given = given
-        index = self._writer.extend(data)
-        if index.numel() == 0:
-            return _no_rows(storage)
-        if pipeline is not None:
-            rows = inside(storage.written_layout, data, storage.ndim)
-            kept = None if in_order else index >= 0
-            pipeline.on_write(rows, storage.ndim, kept, storage.marks.streams)
-        storage.settled()
-        if first_write and self._prefetch:
-            # Where the rows are decides how batches are made.
-            self._assemble()
-        if self._row_order is not None:
-            self._row_order.look(storage)
-        found = storage.unravel(index)
-        if index.numel() > storage.max_size and in_order:
-            # Their places hold later rows of this write.
-            found[: -storage.max_size] = -1
-        return found
+    def _extend(self, data: Data, priority: Callable[[Data], Tensor | None]) -> Tensor:
+        if not self._prefetch or self._storage.initialized:
+            return self._writes.extend(data, priority)
+        index = self._writes.extend(data, priority)
+        # Where the rows are decides how batches are made.
+        self._assemble()
+        return index
 
     @operation
     def add(self, data: Data) -> int | Tensor | None:
@@ -457,7 +404,7 @@ class ReplayBuffer:
             dimensions. No host sync.
         """
         cursor = self._storage.cursor
-        data = self._as_tensors(data)
+        data = self._writes.as_tensors(data)
         row = self._storage.as_batch(data, self.dim_extend)
         try:
             index = self.extend(row)
@@ -478,7 +425,7 @@ class ReplayBuffer:
         Raises:
             RuntimeError: nothing has been written yet.
         """
-        return self._arrays.keys
+        return self._writes.keys
 
     @operation
     def extend_columns(self, columns: Columns) -> None:
@@ -493,10 +440,8 @@ class ReplayBuffer:
             ValueError: a key is missing or unknown, has another shape or dtype, or can't hold a number of a list;
                 nothing is written.
         """
-        # No priorities come with the rows, also for whoever completes this write.
-        self._storage.given = None
-        if not self._arrays.write(columns, False):
-            self.extend(self._arrays.as_batch(columns, False))
+        if not self._writes.columns(columns, False):
+            self.extend(self._writes.as_batch(columns, False))
 
     @operation
     def add_columns(self, columns: Columns) -> None:
@@ -508,9 +453,8 @@ class ReplayBuffer:
         Raises:
             ValueError: as :meth:`extend_columns`. No host sync.
         """
-        self._storage.given = None
-        if not self._arrays.write(columns, True):
-            self.add(self._arrays.as_batch(columns, True))
+        if not self._writes.columns(columns, True):
+            self.add(self._writes.as_batch(columns, True))
 
     @operation
     def end_trajectories(self, env: int | None = None) -> None:
@@ -659,7 +603,7 @@ class ReplayBuffer:
         if priority is None:
             return self._update_from_batch(index)
         ring = self._storage._ring
-        if generation is not None and ring is not None and ring.rewritten is not None:
+        if generation is not None and ring.rewritten is not None:
             index = as_positions(index, self._storage.shape, self._storage.device)
             generation = ring.without_rewrites(index, vector(generation, torch.int64, index))
         self._storage.changing(self._sampler.update_priority, index, priority, generation=generation)
@@ -673,7 +617,7 @@ class ReplayBuffer:
     @operation
     def mark_update(self, index: Any) -> None:
         """Rows were written elsewhere (``buffer[i] = ...``, or through the storage): treat them as new."""
-        self._storage.changing(self._storage.mark_update, index)
+        self._storage.changing(self._storage.followers.mark_update, index)
 
     # Rows by their index
 
@@ -902,7 +846,7 @@ class ReplayBuffer:
         if left.written is None or self._complete_write(left.written) or not self._writer.in_order:
             if not left.counted:
                 storage.refresh()
-            storage.mend()
+            storage.followers.mend()
             self._writer.mend()
         storage.settled()
 
@@ -914,7 +858,7 @@ class ReplayBuffer:
         if n > 0:
             first = storage.written - n
             index = (first + torch.arange(n, device=storage.device)) % storage.max_size
-            storage.on_write(index)
+            storage.followers.on_write(index)
         return n > 0
 
     # Copies, which have memory of their own, and other processes
@@ -987,12 +931,6 @@ def storage_of(given: Any, sampler: Sampler | None = None) -> TensorStorage:
         return LazyTensorStorage(given)
     storage: TensorStorage = component(given, TensorStorage)
     return storage
-
-
-def _no_rows(storage: TensorStorage) -> Tensor:
-    """The index of an empty write."""
-    shape = (0,) if storage.ndim == 1 else (0, storage.ndim)
-    return torch.empty(shape, dtype=torch.int64, device=storage.device if storage.initialized else None)
 
 
 def _passed(buffer: ReplayBuffer) -> Any:

@@ -6,7 +6,6 @@ import torch
 
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import host_memory
-from gpubuf.data.storage.column import new_record
 from gpubuf.data.storage.placement import AUTO, DISK, SPLIT, IndexBytes, MemoryReport, Placement, place, readable
 from gpubuf.data.storage.share_next import Sharing
 from gpubuf.data.storage.storage import TensorStorage
@@ -40,7 +39,7 @@ def move(storage: TensorStorage, requested: torch.device | str, progress: bool |
     aside, sides = 0, list[torch.Tensor]()
     if storage.sharing is not None:
         aside, sides = storage.sharing.entry_bytes, storage.sharing.sides
-    held = sum(part.nbytes for part in [*storage.row_tensors, *sides] if part.is_cuda)
+    held = sum(part.nbytes for part in [*storage.columns.parts, *sides] if part.is_cuda)
     target = place(requested, storage.nbytes - aside, index, shape, torch.device("cpu"), held, aside)
     if before is not None and not before.same_place(target):
         _move(storage, before, target, progress)
@@ -70,7 +69,7 @@ class _Rows:
 
     def __init__(self, storage: TensorStorage, placement: Placement) -> None:
         self._storage = storage
-        self._places = [placement] * len(storage.records)
+        self._places = [placement] * len(storage.columns.records)
         self._side_places = [placement] * (0 if storage.sharing is None else len(storage.sharing.sides))
         self.n_bytes = len(storage) * storage.layout.row_bytes
 
@@ -84,15 +83,15 @@ class _Rows:
 
     def _move(self, number: int, target: Placement, advance: Advance) -> None:
         storage = self._storage
-        keys, memory = storage.records[number]
-        copy = new_record([storage.layout.leaves[key] for key in keys], tuple(storage.shape), target)
+        memory = storage.columns.records[number].memory
+        copy = storage.columns.allocate(number, tuple(storage.shape), target)
         step_bytes = memory.nbytes // len(memory)
         steps = max(CHUNK_BYTES // max(step_bytes, 1), 1)
         for start in range(0, storage.steps_stored, steps):
             stop = min(start + steps, storage.steps_stored)
             copy.write(start, memory[start:stop])
             advance((stop - start) * step_bytes)
-        storage.replace_record(number, copy)
+        storage.columns = storage.columns.replace(number, copy)
         self._places[number] = target
 
     def _move_sides(self, sharing: Sharing, target: Placement) -> None:
@@ -112,5 +111,5 @@ def report(storage: TensorStorage, sampler: Sampler, processing: int) -> MemoryR
     counters = storage.ring.nbytes + storage.table_bytes + sampler.random_bytes + processing
     kind = placement.kind if storage.relocatable else DISK
     on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
-    index = taken.index + sum(follower.nbytes for follower in storage.followers)
+    index = taken.index + storage.followers.nbytes
     return MemoryReport(kind, str(placement.device), storage.nbytes, taken.tree, index, counters, on_host)

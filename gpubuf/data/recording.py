@@ -11,7 +11,7 @@ import functools
 import gc
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -42,6 +42,22 @@ EMPTIES = Unfinished(empties=True)
 
 #: A captured graph is being replayed, which counts rows on the device.
 REPLAY = Unfinished(counted=False)
+
+
+@contextlib.contextmanager
+def emptied_unless_done(storages: Sequence[Any]) -> Iterator[None]:
+    """Around the replacement of all that storages hold: if it does not finish, the next operation empties them."""
+    outer = [storage.unfinished for storage in storages]
+    try:
+        for storage in storages:
+            storage.unfinished = EMPTIES
+        yield
+        for storage, mark in zip(storages, outer, strict=True):
+            storage.unfinished = mark
+    except BaseException:
+        for storage in storages:
+            storage.unfinished = EMPTIES
+        raise
 
 
 class CaptureError(RuntimeError):

@@ -27,17 +27,10 @@ __all__ = [
     "train",
 ]
 
-_LAZY = {
-    "Policy": "gpubuf.train.algorithms",
-    "Reporter": "gpubuf.train.progress",
-    "TrainResult": "gpubuf.train.run",
-    "load_policy": "gpubuf.train.algorithms",
-    "resume": "gpubuf.train.run",
-    "train": "gpubuf.train.run",
-}
+_HOMES = {"Policy": "algorithms", "load_policy": "algorithms", "Reporter": "progress"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'run')}"), name)

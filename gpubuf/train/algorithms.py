@@ -15,39 +15,19 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from tensordict import TensorDict
-from tensordict.nn import (
-    ProbabilisticTensorDictModule,
-    ProbabilisticTensorDictSequential,
-    TensorDictModule,
-    TensorDictModuleBase,
-)
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor, nn
 from torch.distributions import OneHotCategorical
 from torch.nn.functional import one_hot
 
+from gpubuf import modules, objectives
 from gpubuf.data import Normalize
-from gpubuf.modules import (
-    MLP,
-    EnsembleMLP,
-    GaussianParameters,
-    TanhNormalActor,
-    make_fastsac_actor,
-    make_fastsac_critic,
-    make_flashsac_actor,
-    make_flashsac_critic,
-    make_sac_actor,
-    make_sac_critic,
-    tanh_normal_actor,
-)
-from gpubuf.objectives import CrossQLoss, DiscreteSACLoss, DistributionalSACLoss, REDQLoss, SACLoss, TD3Loss
-from gpubuf.objectives.actor_critic import ActorCriticLossModule
-from gpubuf.objectives.sac import SoftActorCriticLoss
 from gpubuf.optim import AdamW
 from gpubuf.serialization import load, save
 from gpubuf.train.config import TrainConfig
 
 
-class StickyNoise:
+class StickyNoise(nn.Module):
     """Standard normal noise for each environment, the same for k steps, k drawn from a truncated zeta distribution.
 
     k is in 1 .. ``longest`` with a probability proportional to k^-2. Held noise moves a body further than noise that is
@@ -63,32 +43,27 @@ class StickyNoise:
         device: Of the tensors.
     """
 
+    noise: Tensor
+    left: Tensor
+
     def __init__(self, num_envs: int, action_size: int, longest: int, device: torch.device) -> None:
+        super().__init__()
         weights = torch.arange(1, longest + 1, dtype=torch.float64, device="cpu").pow(-2)
         # The last one is left out: a number beyond all others stands for the longest.
         self._cumulative = (weights.cumsum(0) / weights.sum())[:-1].float().to(device)
-        self._noise = torch.zeros(num_envs, action_size, device=device)
-        self._left = torch.zeros(num_envs, dtype=torch.int64, device=device)
+        self.register_buffer("noise", torch.zeros(num_envs, action_size, device=device))
+        self.register_buffer("left", torch.zeros(num_envs, dtype=torch.int64, device=device))
 
     def draw(self) -> Tensor:
         """The noise of the next step, `[E, A]` float32; the next draw overwrites it."""
-        over = self._left == 0
+        over = self.left == 0
         # Every environment draws at every step, also without need: shapes must not depend on values.
-        fresh = torch.randn_like(self._noise)
-        uniform = torch.rand(self._left.shape, device=self._left.device)
+        fresh = torch.randn_like(self.noise)
+        uniform = torch.rand(self.left.shape, device=self.left.device)
         steps = torch.searchsorted(self._cumulative, uniform, right=True) + 1
-        self._noise.copy_(torch.where(over[:, None], fresh, self._noise))
-        self._left.copy_(torch.where(over, steps, self._left)).sub_(1)
-        return self._noise
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Noise and steps that are left."""
-        return {"noise": self._noise, "left": self._left}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore what `state_dict` returned, in place."""
-        self._noise.copy_(state["noise"])
-        self._left.copy_(state["left"])
+        self.noise.copy_(torch.where(over[:, None], fresh, self.noise))
+        self.left.copy_(torch.where(over, steps, self.left)).sub_(1)
+        return self.noise
 
 
 class Gaussian:
@@ -155,8 +130,6 @@ _EXPLORATION = 0.1
 #: The values that `Agent.update` returns, in this order, where there is a temperature.
 _SAC_LOSSES = ("loss_qvalue", "loss_actor", "loss_alpha", "alpha", "entropy")
 
-_Losses = Callable[[TensorDict], tuple[Tensor, Tensor]]
-
 
 @dataclass(frozen=True)
 class Algorithm:
@@ -177,9 +150,9 @@ class Algorithm:
     """
 
     title: str
-    actor: Callable[..., TensorDictModuleBase]
+    actor: Callable[..., nn.Module]
     critics: Callable[[TrainConfig, int, int, torch.device], TensorDictModule]
-    loss: Callable[..., ActorCriticLossModule]
+    loss: Callable[..., objectives.LossModule]
     options: Callable[[TrainConfig, int], dict[str, Any]]
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
@@ -190,7 +163,7 @@ class Algorithm:
 
 
 def _sac_critics(config: TrainConfig, observation: int, action: int, device: torch.device) -> TensorDictModule:
-    return make_sac_critic(observation, action, config.hidden, num_nets=config.critics, device=device)
+    return modules.make_sac_critic(observation, action, config.hidden, num_nets=config.critics, device=device)
 
 
 def _td_options(config: TrainConfig, action: int) -> dict[str, Any]:
@@ -210,21 +183,19 @@ def _redq_options(config: TrainConfig, action: int) -> dict[str, Any]:
 _BATCH_NORM: dict[str, Any] = {"norm": "batch", "norm_place": "before"}
 
 
-def _crossq_actor(
-    observation: int, action: int, hidden: Sequence[int], *, device: torch.device | str
-) -> TanhNormalActor:
-    network = MLP(observation, 2 * action, hidden, **_BATCH_NORM, device=device)
-    return tanh_normal_actor(nn.Sequential(network, GaussianParameters()), action, device=device)
+def _crossq_actor(observation: int, action: int, hidden: Sequence[int], *, device: torch.device | str) -> nn.Module:
+    network = modules.MLP(observation, 2 * action, hidden, **_BATCH_NORM, device=device)
+    return modules.tanh_normal_actor(nn.Sequential(network, modules.GaussianParameters()), action, device=device)
 
 
 def _crossq_critics(config: TrainConfig, observation: int, action: int, device: torch.device) -> TensorDictModule:
-    network = EnsembleMLP(config.critics, observation + action, 1, config.hidden, **_BATCH_NORM, device=device)
+    network = modules.EnsembleMLP(config.critics, observation + action, 1, config.hidden, **_BATCH_NORM, device=device)
     return TensorDictModule(network, ["observation", "action"], ["state_action_value"])
 
 
 def _fastsac_critics(config: TrainConfig, observation: int, action: int, device: torch.device) -> TensorDictModule:
     nets: Any = {"num_atoms": config.atoms, "num_nets": config.critics}
-    return make_fastsac_critic(observation, action, config.hidden, **nets, device=device)
+    return modules.make_fastsac_critic(observation, action, config.hidden, **nets, device=device)
 
 
 def _support(config: TrainConfig) -> dict[str, Any]:
@@ -238,36 +209,34 @@ _EXPANSION = 2
 _TEMPERATURE = 0.01
 
 
-def _flashsac_actor(
-    observation: int, action: int, hidden: Sequence[int], *, device: torch.device | str
-) -> TanhNormalActor:
+def _flashsac_actor(observation: int, action: int, hidden: Sequence[int], *, device: torch.device | str) -> nn.Module:
     """``hidden`` has the width of each residual block of a critic. Those of the policy are half as wide."""
     width, blocks = max(hidden[0] // 2, 1), len(hidden)
-    return make_flashsac_actor(observation, action, width, num_blocks=blocks, expansion=_EXPANSION, device=device)
+    return modules.make_flashsac_actor(
+        observation, action, width, num_blocks=blocks, expansion=_EXPANSION, device=device
+    )
 
 
 def _flashsac_critics(config: TrainConfig, observation: int, action: int, device: torch.device) -> TensorDictModule:
     blocks: Any = {"num_blocks": len(config.hidden), "expansion": _EXPANSION}
     nets: Any = {"num_atoms": config.atoms, "num_nets": config.critics}
-    return make_flashsac_critic(observation, action, config.hidden[0], **blocks, **nets, device=device)
+    return modules.make_flashsac_critic(observation, action, config.hidden[0], **blocks, **nets, device=device)
 
 
-def _td3_actor(observation: int, action: int, hidden: Sequence[int], *, device: torch.device | str) -> TensorDictModule:
-    network = nn.Sequential(MLP(observation, action, hidden, device=device), nn.Tanh())
+def _td3_actor(observation: int, action: int, hidden: Sequence[int], *, device: torch.device | str) -> nn.Module:
+    network = nn.Sequential(modules.MLP(observation, action, hidden, device=device), nn.Tanh())
     return TensorDictModule(network, ["observation"], ["action"])
 
 
-def _discrete_actor(
-    observation: int, action: int, hidden: Sequence[int], *, device: torch.device | str
-) -> ProbabilisticTensorDictSequential:
+def _discrete_actor(observation: int, action: int, hidden: Sequence[int], *, device: torch.device | str) -> nn.Module:
     return ProbabilisticTensorDictSequential(
-        TensorDictModule(MLP(observation, action, hidden, device=device), ["observation"], ["logits"]),
+        TensorDictModule(modules.MLP(observation, action, hidden, device=device), ["observation"], ["logits"]),
         ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=OneHotCategorical),
     )
 
 
 def _discrete_critics(config: TrainConfig, observation: int, action: int, device: torch.device) -> TensorDictModule:
-    network = EnsembleMLP(config.critics, observation, action, config.hidden, device=device)
+    network = modules.EnsembleMLP(config.critics, observation, action, config.hidden, device=device)
     return TensorDictModule(network, ["observation"], ["action_value"])
 
 
@@ -277,13 +246,13 @@ _ENTROPY = 0.3
 #: By the name that ``--algo`` takes.
 ALGORITHMS: dict[str, Algorithm] = {
     # Haarnoja et al. 2018, arXiv:1812.05905, with a learnt temperature.
-    "sac": Algorithm("SAC", make_sac_actor, _sac_critics, SACLoss, _td_options),
+    "sac": Algorithm("SAC", modules.make_sac_actor, _sac_critics, objectives.SACLoss, _td_options),
     # Seo et al., arXiv:2512.01996; holosoma fc600e7, ``agents/fast_sac``; in a size for a CPU.
     "fastsac": Algorithm(
         "FastSAC",
-        make_fastsac_actor,
+        modules.make_fastsac_actor,
         _fastsac_critics,
-        DistributionalSACLoss.fastsac,
+        objectives.DistributionalSACLoss.fastsac,
         lambda config, action: {**_support(config), "target_entropy": 0.0},
         betas=(0.9, 0.95),
         weight_decay=0.001,
@@ -293,20 +262,22 @@ ALGORITHMS: dict[str, Algorithm] = {
         "FlashSAC",
         _flashsac_actor,
         _flashsac_critics,
-        DistributionalSACLoss.flashsac,
+        objectives.DistributionalSACLoss.flashsac,
         lambda config, action: {**_support(config), "alpha_init": _TEMPERATURE},
         unit_rows=True,
     ),
     # Randomized ensembled double Q-learning: Chen et al. 2021, arXiv:2101.05982.
-    "redq": Algorithm("REDQ", make_sac_actor, _sac_critics, REDQLoss, _redq_options),
+    "redq": Algorithm("REDQ", modules.make_sac_actor, _sac_critics, objectives.REDQLoss, _redq_options),
     # Bhatt et al. 2024, arXiv:1902.05605.
-    "crossq": Algorithm("CrossQ", _crossq_actor, _crossq_critics, CrossQLoss, _td_options, betas=(0.5, 0.999)),
+    "crossq": Algorithm(
+        "CrossQ", _crossq_actor, _crossq_critics, objectives.CrossQLoss, _td_options, betas=(0.5, 0.999)
+    ),
     # Fujimoto et al. 2018, arXiv:1802.09477.
     "td3": Algorithm(
         "TD3",
         _td3_actor,
         _sac_critics,
-        TD3Loss,
+        objectives.TD3Loss,
         lambda config, action: {"loss_function": "l2", "bounds": (-1.0, 1.0)},
         actions=Deterministic(),
         losses=("loss_qvalue", "loss_actor"),
@@ -317,7 +288,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         "Discrete SAC",
         _discrete_actor,
         _discrete_critics,
-        DiscreteSACLoss,
+        objectives.DiscreteSACLoss,
         lambda config, action: {
             **{"loss_function": "l2", "action_space": "one-hot", "num_actions": action},
             "target_entropy_weight": _ENTROPY,
@@ -325,21 +296,6 @@ ALGORITHMS: dict[str, Algorithm] = {
         actions=Discrete(),
     ),
 }
-
-
-class Scaling(nn.Module):
-    """``(x - mean) * factor``, which is all that a policy needs of :class:`~gpubuf.data.Normalize`: float32 `[O]`."""
-
-    mean: Tensor
-    factor: Tensor
-
-    def __init__(self, mean: Tensor, factor: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("mean", mean)
-        self.register_buffer("factor", factor)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - self.mean) * self.factor
 
 
 class Agent:
@@ -357,13 +313,7 @@ class Agent:
         normalize: Normalises observations as the buffer does those of its batches; None: they are taken as they are.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        observation_size: int,
-        action_size: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, config: TrainConfig, observation_size: int, action_size: int, device: torch.device) -> None:
         self.device = device
         self._shape = {
             "algo": config.algo,
@@ -389,12 +339,7 @@ class Agent:
         self.loss.nan_named = True
         unit_rows = (self.actor, critics) if algorithm.unit_rows else ()
         self._optimizer = self._make_optimizer(config, algorithm, unit_rows)
-        # Of a whole update, and of one that trains the critics alone.
-        self._losses: _Losses = self._eager_losses
-        self._critic_losses: _Losses = self._eager_critic_losses
-        if config.compile:
-            self._losses = torch.compile(self._eager_losses, fullgraph=True)
-            self._critic_losses = torch.compile(self._eager_critic_losses, fullgraph=True)
+        self._losses = torch.compile(self._eager_losses, fullgraph=True) if config.compile else self._eager_losses
 
     def act(self, observation: Tensor) -> Tensor:
         """The best actions `[E, A]`, each number in [-1, 1], on the network's device.
@@ -434,10 +379,9 @@ class Agent:
     @property
     def critic_loss_names(self) -> frozenset[str]:
         """Those of `loss_names` that an update of the critics alone has."""
-        if not isinstance(self.loss, SoftActorCriticLoss):
-            return frozenset({"loss_qvalue"})
-        names = {"loss_qvalue", "alpha"}
-        return frozenset(names if self.loss.temperature_from == "current" else {*names, "loss_alpha"})
+        alone = {"loss_qvalue", "alpha"}
+        from_next = getattr(self.loss, "temperature_from", "current") == "next"
+        return frozenset({*alone, "loss_alpha"} if from_next else alone)
 
     def update(self, batch: TensorDict, policy: bool = True) -> Tensor:
         """Take one step of the optimiser on ``batch``, and write ``"td_error"`` into it.
@@ -459,23 +403,20 @@ class Agent:
     def _gradients(self, batch: TensorDict, policy: bool) -> Tensor:
         """Set the gradients of the parameters that learn, and None for others. Returns the values of `loss_names`."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._bfloat16):
-            total, values = (self._losses if policy else self._critic_losses)(batch)
+            total, values = self._losses(batch, policy)
         self._optimizer.zero_grad(set_to_none=True)
         total.backward()
         return values
 
-    def _eager_losses(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
+    def _eager_losses(self, batch: TensorDict, policy: bool) -> tuple[Tensor, Tensor]:
         """The sum to minimise, and the values of `loss_names`."""
-        return self._summed(self.loss(batch))
-
-    def _eager_critic_losses(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
-        """The same for the critics alone."""
-        if isinstance(self.loss, SoftActorCriticLoss):
-            return self._summed(self.loss.critic_losses(batch))
-        assert isinstance(self.loss, TD3Loss)
-        return self._summed({"loss_qvalue": self.loss.value_loss(batch)[0]})
-
-    def _summed(self, found: Any) -> tuple[Tensor, Tensor]:
+        found: Any
+        if policy:
+            found = self.loss(batch)
+        elif isinstance(self.loss, objectives.TD3Loss):
+            found = {"loss_qvalue": self.loss.value_loss(batch)[0]}
+        else:
+            found = cast(Any, self.loss).critic_losses(batch)
         # The losses share no parameters, so their sum gives each parameter the gradient of its own loss.
         present = [name for name in self.loss_names if name in found]
         total: Tensor = sum(found[name] for name in present if name.startswith("loss_"))
@@ -525,16 +466,19 @@ class Policy(nn.Module):
         network: Of the actor: a function of observations.
         actions: Of its algorithm.
         low, high: What actions of -1 and 1 stand for, in the shape of one action; the first and the last of several.
+        mean, factor: The network sees ``(observation - mean) * factor``, float32 `[O]` or `[]`.
     """
 
     low: Tensor
     high: Tensor
+    mean: Tensor
+    factor: Tensor
 
-    def __init__(self, network: nn.Module, actions: Gaussian, low: Tensor, high: Tensor) -> None:
+    def __init__(self, network: nn.Module, actions: Gaussian, **buffers: Tensor) -> None:
         super().__init__()
         self.network, self._actions = network, actions
-        self.register_buffer("low", low)
-        self.register_buffer("high", high)
+        for name in ("low", "high", "mean", "factor"):
+            self.register_buffer(name, buffers[name])
 
     def forward(self, observation: Tensor | ArrayLike) -> Tensor | NDArray[Any]:
         """The actions for observations `[*, O]`, in the shape of the action space after the same leading dimensions.
@@ -546,7 +490,12 @@ class Policy(nn.Module):
             given = torch.as_tensor(np.asarray(observation, dtype=np.float32), device=self.low.device)
             with torch.no_grad():
                 return cast(NDArray[Any], self(given).cpu().numpy())
-        return self._actions.in_units(self.network(observation), self.low, self.high)
+        output = self.network((observation - self.mean) * self.factor)
+        return self._actions.in_units(output, self.low, self.high)
+
+
+# The statistics of observations that are not normalised.
+_AS_THEY_ARE = {"mean": torch.zeros((), device="cpu"), "factor": torch.ones((), device="cpu")}
 
 
 def load_policy(run: str | os.PathLike[str], device: torch.device | str = "cpu") -> Policy:
@@ -567,12 +516,9 @@ def load_policy(run: str | os.PathLike[str], device: torch.device | str = "cpu")
         algorithm = ALGORITHMS[model["algo"]]
         actor = algorithm.actor(model["observation_size"], model["action_size"], model["hidden"], device=device)
         actor.load_state_dict(model["actor"])
-        network = network_of(actor)
+        buffers = {"low": model["action_low"], "high": model["action_high"], **model.get("normalize", _AS_THEY_ARE)}
         # Copies, for the tensors of a file share its memory.
-        if "normalize" in model:
-            statistics = (model["normalize"][name].to(device, copy=True) for name in ("mean", "factor"))
-            network = nn.Sequential(Scaling(*statistics), network)
-        bounds = (model[name].to(device, copy=True) for name in ("action_low", "action_high"))
-        return Policy(network, algorithm.actions, *bounds).eval()
+        copies = {name: buffer.to(device, copy=True) for name, buffer in buffers.items()}
+        return Policy(network_of(actor), algorithm.actions, **copies).eval()
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"{path} does not hold a policy: {error!r}") from None

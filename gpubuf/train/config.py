@@ -7,7 +7,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -52,7 +53,6 @@ ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
 #: Updates for each update of ``sac``, where ``--update-ratio`` is not given.
 UPDATES: dict[str, int] = {"redq": 5}
 
-
 CONFIG_FILE = "config.json"
 
 #: Options that a resumed run may change: they decide how long and where it runs, not what it has already learnt.
@@ -63,13 +63,37 @@ CHANGEABLE_ON_RESUME = frozenset(
 #: Names of environments that are made of tensor operations on the device begin with it.
 TORCH_PREFIX = "torch/"
 
-_DEFAULT_CAPACITY = 1_000_000
+#: Defaults in transitions: with Gymnasium, and for each environment on the device if that is more.
+TRANSITIONS = {
+    "total_steps": (10_000, 500),
+    "learning_starts": (1_000, 10),
+    "eval_every": (1_000, 50),
+    "log_every": (500, 25),
+}
 
-# The largest default number of updates for each step of all environments.
-_UPDATES_A_STEP = 16
+_DEFAULT_CAPACITY = 1_000_000
 
 #: Defaults of what only prioritized runs have.
 _PRIORITIES = {"priority_alpha": 0.6, "priority_beta": 0.4}
+
+# The settings with a bound on their values, and whether a value is within it.
+_BOUNDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "at least 1": (
+        "total_steps num_envs threads batch_size buffer_size policy_every critics noise_hold eval_episodes log_every",
+        lambda value: value >= 1,
+    ),
+    "at least 0": ("learning_starts eval_every checkpoint_every", lambda value: value >= 0),
+    "at least 2": ("atoms", lambda value: value >= 2),
+    # As many as a window of the buffer can have.
+    "in 1 .. 64": ("n_steps", lambda value: 1 <= value <= 64),
+    # PyTorch's generators take no more.
+    "at least 0 and below 2**64": ("seed", lambda value: 0 <= value < 2**64),
+    "in [0, 1]": ("gamma priority_alpha priority_beta", lambda value: 0 <= value <= 1),
+    "in (0, 1]": ("tau", lambda value: 0 < value <= 1),
+    "above 0 and finite": ("update_ratio learning_rate", lambda value: 0 < value < math.inf),
+    "finite": ("v_min v_max", math.isfinite),
+    "one or more widths above 0": ("hidden", lambda value: len(value) > 0 and min(value) > 0),
+}
 
 _T = TypeVar("_T")
 #: The type of a setting whose default the environment or the algorithm gives. None is allowed as an argument only; as
@@ -79,8 +103,7 @@ if TYPE_CHECKING:
 else:
     Filled = Optional
 # None: the default comes from `defaults`, or from `ALGORITHM_DEFAULTS`.
-_BY_ENVIRONMENT: Any = None
-_BY_ALGORITHM: Any = None
+_FILLED: Any = None
 
 
 def defaults(env: str, num_envs: int | None = None) -> dict[str, int | float]:
@@ -91,25 +114,11 @@ def defaults(env: str, num_envs: int | None = None) -> dict[str, int | float]:
     of all environments.
     """
     if not env.startswith(TORCH_PREFIX):
-        return {
-            "num_envs": 1 if num_envs is None else num_envs,
-            "total_steps": 10_000,
-            "learning_starts": 1_000,
-            "update_ratio": 1.0,
-            "eval_every": 1_000,
-            "eval_episodes": 20,
-            "log_every": 500,
-        }
-    n = 64 if num_envs is None else num_envs
-    return {
-        "num_envs": n,
-        "total_steps": max(10_000, 500 * n),
-        "learning_starts": max(1_000, 10 * n),
-        "update_ratio": min(1.0, _UPDATES_A_STEP / n),
-        "eval_every": max(1_000, 50 * n),
-        "eval_episodes": 256,
-        "log_every": max(500, 25 * n),
-    }
+        least = {name: transitions for name, (transitions, _) in TRANSITIONS.items()}
+        return {"num_envs": num_envs or 1, "update_ratio": 1.0, "eval_episodes": 20, **least}
+    n = num_envs or 64
+    grown = {name: max(least, each * n) for name, (least, each) in TRANSITIONS.items()}
+    return {"num_envs": n, "update_ratio": min(1.0, 16 / n), "eval_episodes": 256, **grown}
 
 
 class UsageError(ValueError):
@@ -121,52 +130,52 @@ class TrainConfig:
     """The settings of one run on one environment.
 
     Settings that depend on the environment or the algorithm, and are None, get their value from `defaults` or
-    `ALGORITHM_DEFAULTS`.
+    `ALGORITHM_DEFAULTS`. ``gpubuf train --help`` shows the texts below.
 
     Attributes:
-        env: Gymnasium id of an environment with a bounded continuous action space; ``module:id`` imports the
-            module first. ``torch/Pendulum`` or ``torch/CartPoleSwingUp`` for one whose copies live on the device.
-        algo: The algorithm, one of `ALGORITHM_DEFAULTS`.
-        prioritized: Draw by priority (Schaul et al. 2016), not uniformly.
-        device: ``"auto"`` (CUDA if there is one), ``"cpu"``, ``"cuda"`` or ``"cuda:N"``. Networks, buffer and
-            update live there; Gymnasium's environments run on the CPU.
-        seed: Seeds PyTorch's global generator and the environments.
+        env: Gymnasium id of an environment with bounded continuous actions, or with one of several (module:id imports
+            the module first); or torch/Pendulum, whose copies live on the device.
+        algo: The algorithm.
+        prioritized: Draw batches by priority (Schaul et al. 2016), not uniformly.
+        device: Of networks, buffer and updates: auto (CUDA if there is one), cpu, cuda or cuda:N. Gymnasium's
+            environments run on the CPU.
+        seed: Of everything random: PyTorch's global generator and the environments.
         total_steps: Transitions to collect, over all environments.
         num_envs: Environments stepped together.
+        threads: CPU threads of PyTorch; by default as many as the size of the networks is worth.
+        cuda_graph: Capture the update into a CUDA graph, and the step of environments on the device too; by default on
+            a CUDA device.
+        compile: Compile the losses and their gradients with torch.compile, which takes a minute or more.
+        bfloat16: Compute the networks' layers in bfloat16 in updates (torch.autocast). Weights, their moments, losses
+            and the policy that acts stay float32.
         batch_size: Transitions an update draws.
-        buffer_size: Capacity in transitions; ``None``: ``total_steps``, at most one million.
+        buffer_size: Capacity in transitions; by default all that are collected, at most one million.
         learning_starts: Transitions collected with random actions before the first update.
-        update_ratio: Updates per transition, 1 in the SAC paper; 0.5 updates at every second transition.
+        update_ratio: Updates per transition, 1 in the SAC paper, five times as many with redq; 0.5 updates at every
+            second transition.
         policy_every: Updates for each that also trains policy and temperature; the others train the critics alone.
         learning_rate: Of Adam or AdamW, for actor, critics and temperature.
         gamma: Discount.
         n_steps: Steps of a transition: rewards of so many steps are summed before the critics bootstrap.
         share_next: Store observations once: the next one of a transition is read from the next row.
-        tau: Share of the target critics that each update replaces by the online critics; None for algorithms without
-            targets.
+        tau: Share of the target critics that each update replaces by the online critics, for algorithms with targets.
         hidden: Width of each hidden layer; with flashsac, of each residual block, and all the same.
         critics: Q functions in the ensemble.
-        atoms: Values in the support of a critic that gives a distribution; None for other critics.
+        atoms: Values in the support of a critic that gives a distribution.
         v_min: Lowest value of that support.
-        v_max: Highest value of that support, above ``v_min``.
-        scale_rewards: Divide rewards by the spread of the returns so far, so that no return is above ``v_max`` (5 if
-            there is none).
+        v_max: Highest value of that support, above the lowest.
+        scale_rewards: Divide rewards by the spread of the returns so far, so that no return is above the highest value
+            of the support (5 if there is none).
         normalize_observations: Give observations mean 0 and variance 1, by the running statistics of all that were
             stored; policy and critics see no others.
         noise_hold: Most steps for which exploration holds the same noise; 1 to draw it at every step.
         priority_alpha: Exponent of the priorities, by default 0.6; prioritized only.
         priority_beta: Exponent of the importance weights at the first update, by default 0.4, annealed linearly to 1
-            at ``total_steps``; prioritized only.
+            at the last step; prioritized only.
         eval_every: Transitions between two short evaluations for the curve; 0 for none.
         eval_episodes: Episodes of the evaluation that ends the run.
         log_every: Transitions between two records of the losses.
         checkpoint_every: Transitions between two checkpoints; 0 for one at the end only.
-        threads: CPU threads of PyTorch; ``None`` chooses by the size of the networks.
-        cuda_graph: Capture the update into a CUDA graph, and the step of environments on the device too; ``None``: on a
-            CUDA device.
-        compile: Compile the losses and their gradients with `torch.compile`, which takes a minute or more.
-        bfloat16: Compute the networks' layers in bfloat16 in updates (`torch.autocast`). Weights, their moments,
-            losses and the policy that acts stay float32.
     """
 
     env: str = "Pendulum-v1"
@@ -174,94 +183,68 @@ class TrainConfig:
     prioritized: bool = False
     device: str = "auto"
     seed: int = 0
-    total_steps: Filled[int] = _BY_ENVIRONMENT
-    num_envs: Filled[int] = _BY_ENVIRONMENT
-    batch_size: Filled[int] = _BY_ALGORITHM
-    buffer_size: int | None = None
-    learning_starts: Filled[int] = _BY_ENVIRONMENT
-    update_ratio: Filled[float] = _BY_ENVIRONMENT
-    policy_every: Filled[int] = _BY_ALGORITHM
-    learning_rate: Filled[float] = _BY_ALGORITHM
-    gamma: Filled[float] = _BY_ALGORITHM
-    n_steps: Filled[int] = _BY_ALGORITHM
-    share_next: bool = False
-    tau: float | None = _BY_ALGORITHM
-    hidden: Filled[tuple[int, ...]] = _BY_ALGORITHM
-    critics: Filled[int] = _BY_ALGORITHM
-    atoms: int | None = None
-    v_min: float | None = None
-    v_max: float | None = None
-    scale_rewards: Filled[bool] = _BY_ALGORITHM
-    normalize_observations: Filled[bool] = _BY_ALGORITHM
-    noise_hold: int | None = _BY_ALGORITHM
-    priority_alpha: float | None = None
-    priority_beta: float | None = None
-    eval_every: Filled[int] = _BY_ENVIRONMENT
-    eval_episodes: Filled[int] = _BY_ENVIRONMENT
-    log_every: Filled[int] = _BY_ENVIRONMENT
-    checkpoint_every: int = 0
+    total_steps: Filled[int] = _FILLED
+    num_envs: Filled[int] = _FILLED
     threads: int | None = None
     cuda_graph: bool | None = None
     compile: bool = False
     bfloat16: bool = False
+    batch_size: Filled[int] = _FILLED
+    buffer_size: int | None = None
+    learning_starts: Filled[int] = _FILLED
+    update_ratio: Filled[float] = _FILLED
+    policy_every: Filled[int] = _FILLED
+    learning_rate: Filled[float] = _FILLED
+    gamma: Filled[float] = _FILLED
+    n_steps: Filled[int] = _FILLED
+    share_next: bool = False
+    tau: float | None = None
+    hidden: Filled[tuple[int, ...]] = _FILLED
+    critics: Filled[int] = _FILLED
+    atoms: int | None = None
+    v_min: float | None = None
+    v_max: float | None = None
+    scale_rewards: Filled[bool] = _FILLED
+    normalize_observations: Filled[bool] = _FILLED
+    noise_hold: int | None = None
+    priority_alpha: float | None = None
+    priority_beta: float | None = None
+    eval_every: Filled[int] = _FILLED
+    eval_episodes: Filled[int] = _FILLED
+    log_every: Filled[int] = _FILLED
+    checkpoint_every: int = 0
 
     def __post_init__(self) -> None:
         if not self.env:
             raise UsageError("env must name an environment, got an empty string")
-        if self.num_envs is not None:
-            self._require("num_envs", self.num_envs >= 1, "at least 1")
         self._fill_defaults()
         # A list where a library made the object (OmegaConf's to_object).
         object.__setattr__(self, "hidden", tuple(self.hidden))
-        at_least_1 = "total_steps batch_size critics log_every eval_episodes policy_every"
-        for name in at_least_1.split():
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("learning_starts", "eval_every", "checkpoint_every", "seed"):
-            self._require(name, getattr(self, name) >= 0, "at least 0")
-        # PyTorch's generators take no more.
-        self._require("seed", self.seed < 2**64, "below 2**64")
-        for name in ("buffer_size", "threads", "noise_hold"):
-            self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
-        for name in ("update_ratio", "learning_rate"):
-            self._require(name, math.isfinite(getattr(self, name)) and getattr(self, name) > 0, "above 0 and finite")
-        self._require(
-            "learning_starts", self.learning_starts < self.total_steps, f"below total_steps ({self.total_steps})"
-        )
-        self._require("gamma", 0 <= self.gamma <= 1, "in [0, 1]")
-        # As many as a window of the buffer can have.
-        self._require("n_steps", 1 <= self.n_steps <= 64, "in 1 .. 64")
-        if self.tau is not None:
-            self._require("tau", 0 < self.tau <= 1, "in (0, 1]")
-        for name in _PRIORITIES:
-            value = getattr(self, name)
-            if not self.prioritized and value is not None:
-                raise UsageError(f"{name} means nothing to a run that is not prioritized, got {value}")
-            self._require(name, not self.prioritized or 0 <= value <= 1, "in [0, 1]")
-        self._require(
-            "hidden", len(self.hidden) > 0 and all(width >= 1 for width in self.hidden), "one or more widths above 0"
-        )
-
-        if self.algo == "flashsac":
-            self._require("hidden", len(set(self.hidden)) == 1, "the same width for every residual block")
-        if self.atoms is not None:
-            assert self.v_min is not None
-            assert self.v_max is not None
-            self._require("atoms", self.atoms >= 2, "at least 2")
-            self._require("v_min", math.isfinite(self.v_min), "finite")
-            self._require("v_max", self.v_min < self.v_max < math.inf, f"above v_min ({self.v_min}) and finite")
+        for bound, (names, holds) in _BOUNDS.items():
+            for name in names.split():
+                value = getattr(self, name)
+                self._require(name, value is None or holds(value), bound)
+        below = f"below total_steps ({self.total_steps})"
+        self._require("learning_starts", self.learning_starts < self.total_steps, below)
+        same = self.algo != "flashsac" or len(set(self.hidden)) == 1
+        self._require("hidden", same, "the same width for every residual block")
+        if self.v_min is not None and self.v_max is not None:
+            self._require("v_max", self.v_min < self.v_max, f"above v_min ({self.v_min})")
 
     def _fill_defaults(self) -> None:
-        """Give each setting that is None its default, and refuse those that mean nothing to the algorithm."""
+        """Give each setting that is None its default, and refuse those that mean nothing to the run."""
         self._require("algo", self.algo in ALGORITHM_DEFAULTS, f"one of {', '.join(ALGORITHM_DEFAULTS)}")
-        of_algorithm = ALGORITHM_DEFAULTS[self.algo]
         of_environment = defaults(self.env, self.num_envs)
         of_environment["update_ratio"] *= UPDATES.get(self.algo, 1)
-        of_mode = _PRIORITIES if self.prioritized else {}
-        for name, value in {**of_environment, **of_algorithm, **of_mode}.items():
-            if getattr(self, name) is None:
+        of_mode: dict[str, Any] = _PRIORITIES if self.prioritized else dict.fromkeys(_PRIORITIES)
+        for name, value in {**of_environment, **ALGORITHM_DEFAULTS[self.algo], **of_mode}.items():
+            given = getattr(self, name)
+            if given is None:
                 object.__setattr__(self, name, value)
+            elif value is None and name in of_mode:
+                raise UsageError(f"{name} means nothing to a run that is not prioritized, got {given}")
             elif value is None:
-                raise UsageError(f"{self.algo} has no {name}, got {getattr(self, name)}")
+                raise UsageError(f"{self.algo} has no {name}, got {given}")
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
@@ -325,6 +308,19 @@ class TrainConfig:
             raise UsageError("the run cannot be resumed with other settings: " + "; ".join(contradictions))
         # The buffer keeps its size when more steps are asked for.
         return dataclasses.replace(self, **{**given, "buffer_size": self.capacity})
+
+
+def groups() -> dict[str, list[str]]:
+    """The names of the settings under the headings of ``gpubuf train --help``."""
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    learning, records = names.index("batch_size"), names.index("eval_every")
+    return {"the run": names[:learning], "learning": names[learning:records], "records": names[records:]}
+
+
+def setting_texts() -> dict[str, str]:
+    """What the docstring of `TrainConfig` says of each setting; nothing where Python strips docstrings."""
+    found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", TrainConfig.__doc__ or "", re.MULTILINE)
+    return {name: " ".join(text.split()).rstrip(".") for name, text in found}
 
 
 def setting_types() -> dict[str, tuple[type, ...]]:

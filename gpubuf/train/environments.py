@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf import graphs
+
 #: What environments are for: the second word of their seeds.
 TRAINING, CURVE, FINAL = range(3)
 
@@ -110,37 +112,23 @@ class Environments(abc.ABC):
 _MOST_STEPS = 10_000
 
 
-Wrap = Callable[[Callable[[], Any]], Callable[[], Any]]
-"""Captures a function of no arguments, such as `gpubuf.capture`, or not."""
-
-
-def as_it_is(function: Callable[[], Any]) -> Callable[[], Any]:
-    """The `Wrap` that captures nothing."""
-    return function
-
-
 class Evaluation:
     """Plays one episode in each of a set of environments; they begin alike every time.
 
     Args:
         environments: As many as there are to be episodes.
         act: Actions `[E, A]` in [-1, 1] for observations `[E, O]`.
-        wrap: Applied to the function that makes one step, such as `gpubuf.capture`.
+        captured: Whether a step is captured into a CUDA graph.
     """
 
-    def __init__(
-        self,
-        environments: Environments,
-        act: Callable[[Tensor], Tensor],
-        wrap: Wrap = as_it_is,
-    ) -> None:
+    def __init__(self, environments: Environments, act: Callable[[Tensor], Tensor], captured: bool = False) -> None:
         self._environments = environments
         self._act = act
         count, device = environments.num_envs, environments.device
         self._observation = torch.zeros(count, environments.observation_size, device=device)
         self._returns = torch.zeros(count, dtype=torch.float64, device=device)
         self._running = torch.ones(count, dtype=torch.bool, device=device)
-        self._step = wrap(self._advance)
+        self._step = graphs.capture(self._advance) if captured else self._advance
 
     def _advance(self) -> None:
         steps = self._environments.step(self._act(self._observation))

@@ -7,10 +7,8 @@ replaces by the first one of the next. `EpisodeRecorder` makes an open episode r
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import gymnasium as gym
 import numpy as np
@@ -22,8 +20,6 @@ from torch import Tensor
 
 from gpubuf.train.config import UsageError
 from gpubuf.train.environments import Environments, NotFiniteError, Steps
-
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 #: An open episode longer than this is not recorded further: a resumed run begins a new one.
 MAX_RECORDED_STEPS = 100_000
@@ -40,31 +36,32 @@ def make(name: str) -> gym.Env[NDArray[Any], NDArray[Any]]:
         EnvironmentUnusableError: It is unknown, needs a package that is not installed, or has other actions than
             continuous ones with bounds or one of several.
     """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        env = _make(name)
-    for warning in caught:
-        # Gymnasium colours its warnings even where there is no terminal.
-        warnings.warn(_COLOURS.sub("", str(warning.message)), warning.category, stacklevel=2)
-    space = env.action_space
-    if not isinstance(space, Discrete) and not (isinstance(space, Box) and np.issubdtype(space.dtype, np.floating)):
+    try:
+        env = gym.make(name, disable_env_checker=True)
+    except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
+        hint = 'those of MuJoCo are in "gpubuf[mujoco]"'
+        raise EnvironmentUnusableError(f"{name} needs a package that is not installed: {error}; {hint}") from None
+    except gym.error.Error as error:
+        raise EnvironmentUnusableError(f"unknown environment {name!r}: {error}") from None
+    space, observed = env.action_space, env.observation_space
+    if isinstance(space, Box) and np.issubdtype(space.dtype, np.floating):
+        if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+            raise EnvironmentUnusableError(f"{name} has actions without bounds, {space}; SAC needs bounded ones")
+    elif not isinstance(space, Discrete):
         raise EnvironmentUnusableError(
             f"{name} has the action space {space}: actions here are continuous (a Box of floats), or one of several "
             "(Discrete)"
         )
-    if isinstance(space, Box) and not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
-        raise EnvironmentUnusableError(f"{name} has actions without bounds, {space}; SAC needs bounded ones")
-    if image := _image(env.observation_space):
+    if image := _image(observed):
         raise EnvironmentUnusableError(
-            f"{name} has images as observations, {image}: the networks here are MLPs, which would take each pixel for "
-            "a feature between 0 and 255. Register an environment whose observations are features, or train a network "
-            "of your own with gpubuf's buffers and losses"
+            f"{name} has images as observations, {image}: the networks here are MLPs. Register an environment whose "
+            "observations are features, or train a network of your own with gpubuf's buffers and losses"
         )
-    if not isinstance(env.observation_space, Box) or len(env.observation_space.shape) != 1:
-        if not env.observation_space.is_np_flattenable:
-            raise EnvironmentUnusableError(f"{name} has observations that can't be flattened, {env.observation_space}")
-        return gym.wrappers.FlattenObservation(env)
-    return env
+    if isinstance(observed, Box) and len(observed.shape) == 1:
+        return env
+    if not observed.is_np_flattenable:
+        raise EnvironmentUnusableError(f"{name} has observations that can't be flattened, {observed}")
+    return gym.wrappers.FlattenObservation(env)
 
 
 def _image(space: gym.Space[Any]) -> Box | None:
@@ -73,26 +70,7 @@ def _image(space: gym.Space[Any]) -> Box | None:
         return space if space.dtype == np.uint8 and len(space.shape) > 1 else None
     parts = getattr(space, "spaces", ())
     found = map(_image, parts.values() if isinstance(parts, Mapping) else parts)
-    return next((image for image in found if image is not None), None)
-
-
-def _make(name: str) -> gym.Env[Any, Any]:
-    try:
-        return gym.make(name, disable_env_checker=True)
-    except gym.error.DependencyNotInstalled as error:
-        raise EnvironmentUnusableError(f"{name} needs a package that is not installed: {error}") from None
-    except ModuleNotFoundError as error:
-        hint = '; pip install "gpubuf[mujoco]"' if _is_mujoco(name) else ""
-        raise EnvironmentUnusableError(f"{name} needs a package that is not installed: {error}{hint}") from None
-    except gym.error.Error as error:
-        raise EnvironmentUnusableError(f"unknown environment {name!r}: {error}") from None
-
-
-def _is_mujoco(name: str) -> bool:
-    try:
-        return "mujoco" in str(gym.spec(name).entry_point)
-    except (gym.error.Error, ImportError):
-        return False
+    return next(filter(None, found), None)
 
 
 class EpisodeRecorder(gym.Wrapper[Any, Any, Any, Any]):
@@ -166,7 +144,6 @@ class GymnasiumEnvironments(Environments):
         num_envs: How many.
         seed: One or more words. Environment i gets the i-th number of their `numpy.random.SeedSequence`, so that runs
             with neighbouring seeds share none.
-        make_env: How to make one; for tests.
 
     Raises:
         EnvironmentUnusableError: See `make`.
@@ -174,23 +151,18 @@ class GymnasiumEnvironments(Environments):
 
     device = torch.device("cpu")
 
-    def __init__(
-        self, name: str, num_envs: int, seed: int | Sequence[int], make_env: Callable[[str], gym.Env[Any, Any]] = make
-    ) -> None:
+    def __init__(self, name: str, num_envs: int, seed: int | Sequence[int]) -> None:
         self._name = name
-        self._recorders: list[EpisodeRecorder] = []
-        self._vector = SyncVectorEnv(
-            [lambda: self._recorded(make_env(name))] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP
-        )
+        make_each = [lambda: EpisodeRecorder(make(name))] * num_envs
+        self._vector = SyncVectorEnv(make_each, autoreset_mode=AutoresetMode.SAME_STEP)
+        self._recorders = cast(list[EpisodeRecorder], self._vector.envs)
         space = self._vector.single_action_space
         self.num_envs = num_envs
         self.observation_size = int(np.prod(self._vector.single_observation_space.shape or (1,)))
         if isinstance(space, Discrete):
             self.discrete, self.action_size, self._first = True, int(space.n), int(space.start)
-            self.action_bounds = (
-                torch.tensor(self._first, device="cpu"),
-                torch.tensor(self._first + self.action_size - 1, device="cpu"),
-            )
+            low, high = np.asarray(space.start), np.asarray(space.start + space.n - 1)
+            self.action_bounds = torch.from_numpy(low), torch.from_numpy(high)
         else:
             assert isinstance(space, Box)
             self.action_size = int(np.prod(space.shape))
@@ -200,16 +172,11 @@ class GymnasiumEnvironments(Environments):
             self.action_bounds = torch.from_numpy(low).float(), torch.from_numpy(high).float()
         self._seeds = [int(word) for word in np.random.SeedSequence(seed).generate_state(num_envs)]
 
-    def _recorded(self, env: gym.Env[Any, Any]) -> EpisodeRecorder:
-        recorder = EpisodeRecorder(env)
-        self._recorders.append(recorder)
-        return recorder
-
     def reset(self) -> Tensor:
         observation, _ = self._vector.reset(seed=list(self._seeds))
         self.take_episodes(True)
         flat = self._flat(observation)
-        self._check("observation", flat)
+        self._check(("observation", flat))
         return torch.from_numpy(flat)
 
     def step(self, action: Tensor) -> Steps:
@@ -223,9 +190,7 @@ class GymnasiumEnvironments(Environments):
             next_observation = flat.copy()
             for i in np.flatnonzero(info["_final_obs"]):
                 next_observation[i] = np.asarray(info["final_obs"][i], dtype=np.float32).reshape(-1)
-        self._check("observation", next_observation)
-        self._check("observation", flat)
-        self._check("reward", reward[:, None])
+        self._check(("observation", next_observation), ("observation", flat), ("reward", reward[:, None]))
         return Steps(
             next_observation=torch.from_numpy(next_observation),
             observation=torch.from_numpy(flat),
@@ -246,16 +211,15 @@ class GymnasiumEnvironments(Environments):
         if self.discrete:
             return np.asarray(action.argmax(1) + self._first)
         scaled = self._centre + self._scale * action.reshape(self.num_envs, *self._action_shape)
-        return scaled.astype(self._action_dtype)
+        return np.asarray(scaled, self._action_dtype)
 
-    def _check(self, what: str, values: NDArray[Any]) -> None:
-        wrong = ~np.isfinite(values).all(1)
-        if wrong.any():
-            i = int(np.flatnonzero(wrong)[0])
-            raise NotFiniteError(
-                f"the {what} of {self._name} is NaN or infinite: {values[i].tolist()}, in copy {i} of "
-                f"{self.num_envs}. Nothing of this step was stored"
-            )
+    def _check(self, *found: tuple[str, NDArray[Any]]) -> None:
+        for what, values in found:
+            for i in np.flatnonzero(~np.isfinite(values).all(1)):
+                raise NotFiniteError(
+                    f"the {what} of {self._name} is NaN or infinite: {values[i].tolist()}, in copy {i} of "
+                    f"{self.num_envs}. Nothing of this step was stored"
+                )
 
     def _flat(self, observation: NDArray[Any]) -> NDArray[np.float32]:
         return observation.reshape(self.num_envs, -1).astype(np.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,45 +77,28 @@ def draw_curve(records: Iterable[dict[str, Any]], title: str, path: Path) -> Non
     """
     from matplotlib.figure import Figure
 
-    episodes: list[tuple[int, float]] = []
-    evaluations: list[tuple[int, list[float]]] = []
-    final: tuple[int, float] | None = None
+    of_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for record in records:
-        if record["kind"] == "episode":
-            episodes.append((record["step"], record["return"]))
-        elif record["kind"] == "episodes":
-            episodes.append((record["step"], record["mean_return"]))
-        elif record["kind"] == "evaluation":
-            evaluations.append((record["step"], record["returns"]))
-        elif record["kind"] == "final_evaluation":
-            final = record["step"], record["mean_return"]
-
+        of_kind[record["kind"]].append(record)
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    if episodes:
-        steps = [step for step, _ in episodes]
-        returns = [value for _, value in episodes]
+    if episodes := of_kind["episode"] or of_kind["episodes"]:
+        steps = [record["step"] for record in episodes]
+        returns = [record["return" if "return" in record else "mean_return"] for record in episodes]
         axes.plot(steps, returns, color="tab:blue", alpha=0.3, linewidth=0.8, label="training episodes")
         axes.plot(steps, _moving_mean(returns), color="tab:blue", label=f"mean of the last {_WINDOW}")
-    if evaluations:
-        steps = [step for step, _ in evaluations]
-        axes.fill_between(
-            steps,
-            [min(returns) for _, returns in evaluations],
-            [max(returns) for _, returns in evaluations],
-            color="tab:orange",
-            alpha=0.2,
-            linewidth=0,
-        )
-        means = [sum(returns) / len(returns) for _, returns in evaluations]
+    if evaluations := of_kind["evaluation"]:
+        steps = [record["step"] for record in evaluations]
+        lowest, highest = ([each(record["returns"]) for record in evaluations] for each in (min, max))
+        axes.fill_between(steps, lowest, highest, color="tab:orange", alpha=0.2, linewidth=0)
+        means = [record["mean_return"] for record in evaluations]
         axes.plot(steps, means, color="tab:orange", marker=".", label="evaluation: mean and range")
-    if final is not None:
-        axes.plot(*final, color="tab:red", marker="*", linestyle="", label=f"final evaluation: {final[1]:.1f}")
-    axes.set_title(title)
-    axes.set_xlabel("environment steps")
-    axes.set_ylabel("return of an episode")
+    for record in of_kind["final_evaluation"]:
+        label = f"final evaluation: {record['mean_return']:.1f}"
+        axes.plot(record["step"], record["mean_return"], color="tab:red", marker="*", linestyle="", label=label)
+    axes.set(title=title, xlabel="environment steps", ylabel="return of an episode")
     axes.grid(alpha=0.3)
-    if episodes or evaluations or final:
+    if axes.lines:
         axes.legend(loc="best")
     figure.savefig(path, dpi=120)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -142,23 +143,15 @@ def free_folder(config: TrainConfig) -> Path:
     environment = config.env.replace("/", "-").replace(":", "-")
     algorithm = "" if config.algo == "sac" else f"{config.algo}-"
     name = f"{environment}-{algorithm}{mode}-seed{config.seed}"
-    number = 1
-    while True:
-        folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
-        if not holds_run(folder):
-            return folder
-        number += 1
+    folders = (Path("runs", name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    return next(folder for folder in folders if not holds_run(folder))
 
 
 class _Run:
     """One run and its files, from `begin` or `restore` to `finish`."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        folder: Path,
-        device: torch.device,
-        reporter: Reporter | Sequence[Reporter],
+        self, config: TrainConfig, folder: Path, device: torch.device, reporter: Reporter | Sequence[Reporter]
     ) -> None:
         self._config = config
         self._folder = folder
@@ -197,9 +190,10 @@ class _Run:
         self._open(lines)
         (self._folder / RESULT_FILE).unlink(missing_ok=True)
         if lost:
-            self._message(
-                f"{len(lost)} open episode(s) could not be played again and begin anew: the run goes on, "
-                "but not exactly as it would have"
+            self._tell(
+                "message",
+                f"{len(lost)} open episode(s) could not be played again and begin anew: the run goes on, but not "
+                "exactly as it would have",
             )
 
     def _open(self, lines: int) -> None:
@@ -214,25 +208,24 @@ class _Run:
         self._trainer.close()
         if self._metrics is not None:
             self._metrics.close()
+        self._tell("close")
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        """Call a method of each reporter."""
         for reporter in self._reporters:
-            reporter.close()
+            getattr(reporter, method)(*arguments)
 
     def _record(self, record: dict[str, Any]) -> None:
         assert self._metrics is not None
         self._metrics.write(record)
-        for reporter in self._reporters:
-            reporter.record(record)
-
-    def _message(self, text: str) -> None:
-        for reporter in self._reporters:
-            reporter.message(text)
+        self._tell("record", record)
 
     def finish(self) -> TrainResult:
         """Train until the end or an interruption, evaluate, and write all remaining files."""
         trainer = self._trainer
         began = time.monotonic()
         try:
-            with _interruption() as interruption:
+            with _Interruption() as interruption:
                 self._train(interruption)
                 self._seconds += time.monotonic() - began
                 self._save()
@@ -250,28 +243,24 @@ class _Run:
                 seconds=self._seconds,
                 signal=None if final is not None else interruption.signal,
             )
-            self._message(_summary(result))
+            self._tell("message", _summary(result))
             return result
         finally:
             self._close()
 
     def _train(self, interruption: _Interruption) -> None:
         trainer, config = self._trainer, self._config
-        self._message(f"{self._title()}; in {self._folder}")
-        for reporter in self._reporters:
-            reporter.start(trainer.step, config.total_steps)
+        self._tell("message", f"{self._title()}; in {self._folder}")
+        self._tell("start", trainer.step, config.total_steps)
         try:
             while trainer.step < config.total_steps and not interruption.requested():
                 before = trainer.step
                 trainer.advance()
-                status = trainer.status()
-                for reporter in self._reporters:
-                    reporter.update(status)
+                self._tell("update", trainer.status())
                 if trainer.checkpoint_due(before):
                     self._save()
         finally:
-            for reporter in self._reporters:
-                reporter.stop()
+            self._tell("stop")
 
     def _save(self) -> None:
         assert self._metrics is not None
@@ -283,10 +272,7 @@ class _Run:
     def _write_result(self, final: dict[str, Any]) -> None:
         returns = final["returns"]
         result = {
-            "env": self._config.env,
-            "algo": self._config.algo,
-            "prioritized": self._config.prioritized,
-            "seed": self._config.seed,
+            **{name: getattr(self._config, name) for name in ("env", "algo", "prioritized", "seed")},
             "steps": self._trainer.step,
             "episodes": len(returns),
             "mean_return": final["mean_return"],
@@ -320,63 +306,52 @@ def _summary(result: TrainResult) -> str:
 
 
 class _Interruption:
-    """Remembers the first signal, and raises KeyboardInterrupt at the second."""
+    """SIGINT and SIGTERM as a request to stop, while it is entered; the second one raises KeyboardInterrupt.
 
-    def __init__(self) -> None:
-        self.signal: int | None = None
+    Without effect in other threads than the main one.
+    """
+
+    signal: int | None = None
+
+    def __enter__(self) -> _Interruption:
+        main = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
+        self._before = {number: signal.signal(number, self._handle) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def requested(self) -> bool:
         return self.signal is not None
 
-    def handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = number
 
 
-@contextmanager
-def _interruption() -> Iterator[_Interruption]:
-    """Turn SIGINT and SIGTERM into a request to stop. Without effect in other threads than the main one."""
-    interruption = _Interruption()
-    if threading.current_thread() is not threading.main_thread():
-        yield interruption
-        return
-    previous = {number: signal.signal(number, interruption.handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield interruption
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 def _resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
-        device = torch.device(name)
+        device = torch.device({"auto": "cuda" if count else "cpu"}.get(name, name))
     except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
         raise UsageError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise UsageError(f"there is no device {name}: PyTorch {torch.__version__} sees {count} CUDA device(s)")
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UsageError(f"there is no device {name}: PyTorch {torch.__version__} sees {count} CUDA device(s)")
     return device
 
 
 @contextmanager
 def _threads(config: TrainConfig, device: torch.device) -> Iterator[None]:
     """Set PyTorch's number of threads for the run, and restore it. On a CPU denormal numbers are 0 in the meantime."""
-    before = torch.get_num_threads()
-    threads = config.threads
-    if threads is None and device.type == "cpu":
-        threads = default_threads(config)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    if device.type == "cpu":
-        # Moments of units that learn no more end among them, with which a step takes several times as long.
-        torch.set_flush_denormal(True)
+    before, on_cpu = torch.get_num_threads(), device.type == "cpu"
+    torch.set_num_threads(config.threads or (default_threads(config) if on_cpu else before))
+    # Moments of units that learn no more end among them, with which a step takes several times as long.
+    torch.set_flush_denormal(on_cpu)
     try:
         yield
     finally:

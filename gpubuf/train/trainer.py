@@ -12,28 +12,11 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from gpubuf import graphs
-from gpubuf.data import (
-    LazyTensorStorage,
-    Normalize,
-    RewardScale,
-    TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
-)
+from gpubuf import data, graphs
 from gpubuf.data.storage.layout import Leaf, as_key
 from gpubuf.train.algorithms import ALGORITHMS, Agent
 from gpubuf.train.config import TORCH_PREFIX, TrainConfig, UsageError
-from gpubuf.train.environments import (
-    CURVE,
-    FINAL,
-    TRAINING,
-    Environments,
-    Evaluation,
-    NotFiniteError,
-    Steps,
-    Wrap,
-    as_it_is,
-)
+from gpubuf.train.environments import CURVE, FINAL, TRAINING, Environments, Evaluation, NotFiniteError, Steps
 from gpubuf.train.progress import Status
 
 # Episodes of an evaluation for the curve. They take time on the host, and nearly none on a device.
@@ -76,17 +59,14 @@ class Trainer:
         self._record = record
         self._device = device
         can_capture = device.type in graphs.GRAPH_DEVICES
-        captured = can_capture if config.cuda_graph is None else config.cuda_graph
-        if captured and not can_capture:
+        self._captured = can_capture if config.cuda_graph is None else config.cuda_graph
+        if self._captured and not can_capture:
             raise UsageError(f"--cuda-graph needs a CUDA device, the run is on {device.type}: say --no-cuda-graph")
-        self._wrap: Wrap = as_it_is
-        if captured:
-            self._wrap = graphs.capture
         self._environments = make_environments(config.env, config.num_envs, (config.seed, TRAINING), device)
         self._curve: Evaluation | None = None
         if self._environments.discrete is not ALGORITHMS[config.algo].actions.discrete:
             self._environments.close()
-            raise UsageError(_wrong_actions(config, self._environments.discrete))
+            raise _wrong_actions(config, self._environments.discrete)
         torch.manual_seed(config.seed)
         sizes = self._environments.observation_size, self._environments.action_size
         self.agent = Agent(config, *sizes, device)
@@ -94,7 +74,7 @@ class Trainer:
         self.buffer = _make_buffer(config, device, self.agent.normalize)
         # To act on next, `[E, O]` float32. Written in place, for graphs read it where it is.
         self._observation = self._environments.reset().to(device)
-        self._step_by_policy = self._wrap(self._explore) if self._environments.capturable else self._explore
+        self._step_by_policy = self._graph(self._explore) if self._environments.capturable else self._explore
         self._updates = 0
         self._sums = torch.zeros(len(self.agent.loss_names), device=device)
         # Updates in the sums, and those among them that trained the policy.
@@ -103,8 +83,11 @@ class Trainer:
         self._returns: deque[float] = deque(maxlen=self._environments.shown_records)
         self._evaluated: float | None = None
         # Two functions, and two graphs, since each does the same at every call.
-        self._update = self._wrap(lambda: self._sample_and_update(policy=True))
-        self._update_critics = self._wrap(lambda: self._sample_and_update(policy=False))
+        self._update = self._graph(lambda: self._sample_and_update(policy=True))
+        self._update_critics = self._graph(lambda: self._sample_and_update(policy=False))
+
+    def _graph(self, step: Callable[[], None]) -> Callable[[], None]:
+        return graphs.capture(step) if self._captured else step
 
     def advance(self) -> None:
         """Step every environment once, and run the updates that are due."""
@@ -183,7 +166,10 @@ class Trainer:
             # A buffer that draws uniformly ignores it.
             self.buffer.update_tensordict_priority(batch)
         except ValueError as error:
-            raise DivergedError(f"training diverged by step {self.step:,}: {error}") from error
+            raise self._diverged(error) from error
+
+    def _diverged(self, found: object) -> DivergedError:
+        return DivergedError(f"training diverged by step {self.step:,}: {found}")
 
     def _beta(self) -> float:
         start = self.config.priority_beta
@@ -201,7 +187,7 @@ class Trainer:
         self._summed = self._summed_policies = 0
         losses = {name: mean for name, mean, count in zip(names, means, counts, strict=True) if count}
         if not all(math.isfinite(value) for value in losses.values()):
-            raise DivergedError(f"training diverged by step {self.step:,}: {losses}")
+            raise self._diverged(losses)
         record = {"kind": "update", "step": self.step, "updates": self._updates, **losses}
         if self.config.prioritized:
             record["beta"] = self._beta()
@@ -227,8 +213,7 @@ class Trainer:
 
     def _evaluation(self, episodes: int, stream: int) -> Evaluation:
         environments = make_environments(self.config.env, episodes, (self.config.seed, stream), self._device)
-        wrap = self._wrap if environments.capturable else as_it_is
-        return Evaluation(environments, self.agent.act, wrap)
+        return Evaluation(environments, self.agent.act, self._captured and environments.capturable)
 
     def save_model(self, path: Path) -> None:
         """Write the policy to ``path``, for `load_policy`."""
@@ -241,7 +226,12 @@ class Trainer:
             DivergedError: a loss since the last record is NaN or infinite: the networks are not worth keeping.
         """
         if not self._sums.isfinite().all():
-            raise DivergedError(f"training diverged by step {self.step:,}: {self._sums.tolist()}")
+            raise self._diverged(self._sums.tolist())
+        try:
+            buffer = self.buffer.state_dict()
+        except ValueError as error:
+            # A GPU has refused NaN priorities earlier, and reports it now.
+            raise self._diverged(error) from error
         return {
             "step": self.step,
             "updates": self._updates,
@@ -251,18 +241,11 @@ class Trainer:
             "returns": list(self._returns),
             "evaluated": self._evaluated,
             "agent": self.agent.state_dict(),
-            "buffer": self._buffer_state(),
+            "buffer": buffer,
             "environments": self._environments.state(),
             "generator": torch.get_rng_state(),
             "cuda_generator": torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
         }
-
-    def _buffer_state(self) -> dict[str, Any]:
-        try:
-            return self.buffer.state_dict()
-        except ValueError as error:
-            # A GPU has refused NaN priorities earlier, and reports it now.
-            raise DivergedError(f"training diverged by step {self.step:,}: {error}") from error
 
     def load_state_dict(self, state: dict[str, Any]) -> list[int]:
         """Continue from what `state_dict` returned.
@@ -349,13 +332,11 @@ def _transitions(observation: Tensor, action: Tensor, steps: Steps, apart: bool)
     return {key: column.unsqueeze(1) for key, column in columns.items()} if apart else columns
 
 
-def _wrong_actions(config: TrainConfig, discrete: bool) -> str:
+def _wrong_actions(config: TrainConfig, discrete: bool) -> UsageError:
     kinds = ("continuous", "discrete")
-    others = [name for name, each in ALGORITHMS.items() if each.actions.discrete is discrete]
-    return (
-        f"{config.env} has {kinds[discrete]} actions, and {config.algo} learns {kinds[not discrete]} ones: say "
-        f"--algo {' or '.join(others)}"
-    )
+    others = " or ".join(name for name, each in ALGORITHMS.items() if each.actions.discrete is discrete)
+    learnt = f"{config.algo} learns {kinds[not discrete]} ones"
+    return UsageError(f"{config.env} has {kinds[discrete]} actions, and {learnt}: say --algo {others}")
 
 
 def _evaluation_record(kind: str, step: int, returns: list[float]) -> dict[str, Any]:
@@ -363,41 +344,30 @@ def _evaluation_record(kind: str, step: int, returns: list[float]) -> dict[str, 
     return {"kind": kind, "step": step, "mean_return": mean, "returns": returns}
 
 
-def _make_normalize(config: TrainConfig, observation_size: int, device: torch.device) -> Normalize | None:
+def _make_normalize(config: TrainConfig, observation_size: int, device: torch.device) -> data.Normalize | None:
     """The statistics of observations, on the device from the first step on: it may be by policy, and captured."""
     if not config.normalize_observations:
         return None
-    normalize = Normalize("observation", eps=_LEAST_DEVIATION**2)
+    normalize = data.Normalize("observation", eps=_LEAST_DEVIATION**2)
     normalize.bind([Leaf(as_key("observation"), torch.float32, (observation_size,))], config.num_envs, device)
     return normalize
 
 
-def _make_reward_scale(config: TrainConfig) -> RewardScale | None:
-    if not config.scale_rewards:
-        return None
+def _make_buffer(
+    config: TrainConfig, device: torch.device, normalize: data.Normalize | None
+) -> data.TensorDictReplayBuffer:
+    apart = _rows_apart(config)
+    shared = ["observation"] if config.share_next else False
     # In a storage of one dimension environments take turns.
-    envs = None if _rows_apart(config) else config.num_envs
-    return RewardScale(config.gamma, config.v_max or _LARGEST_RETURN, envs=envs)
-
-
-def _make_buffer(config: TrainConfig, device: torch.device, normalize: Normalize | None) -> TensorDictReplayBuffer:
-    storage = LazyTensorStorage(
-        config.capacity,
-        device=device,
-        ndim=2 if _rows_apart(config) else 1,
-        share_next=["observation"] if config.share_next else False,
-    )
+    envs, largest = None if apart else config.num_envs, config.v_max or _LARGEST_RETURN
     options: dict[str, Any] = {
-        "storage": storage,
+        "storage": data.LazyTensorStorage(config.capacity, device=device, ndim=2 if apart else 1, share_next=shared),
         "batch_size": config.batch_size,
         "n_steps": config.n_steps,
         "gamma": config.gamma,
         "process": [] if normalize is None else [normalize],
-        "transform": _make_reward_scale(config),
+        "transform": data.RewardScale(config.gamma, largest, envs=envs) if config.scale_rewards else None,
     }
-    if config.prioritized:
-        alpha, beta = config.priority_alpha, config.priority_beta
-        assert alpha is not None
-        assert beta is not None
-        return TensorDictPrioritizedReplayBuffer(alpha=alpha, beta=beta, **options)
-    return TensorDictReplayBuffer(**options)
+    if config.priority_alpha is None or config.priority_beta is None:
+        return data.TensorDictReplayBuffer(**options)
+    return data.TensorDictPrioritizedReplayBuffer(alpha=config.priority_alpha, beta=config.priority_beta, **options)

@@ -185,7 +185,7 @@ def test_a_captured_step(monkeypatch):
         buffer.extend(given)
 
     buffer = made(True)
-    machine.memory = [*buffer.storage.row_tensors, buffer.storage.marks.rows]
+    machine.memory = [*buffer.storage.columns.parts, buffer.storage.marks.rows]
     run = capture(step, warmup=1)
     for _ in range(2):
         run(rows)
@@ -195,7 +195,7 @@ def test_a_captured_step(monkeypatch):
     run(rows)
     assert not buffer.storage.marks.rows.any()
     buffer = made(False)
-    machine.memory = buffer.storage.row_tensors
+    machine.memory = buffer.storage.columns.parts
     run = capture(step, warmup=1)
     for _ in range(2):
         run(rows)

@@ -10,15 +10,8 @@ from tensordict import TensorDict
 
 import gpubuf
 from gpubuf.data import LazyTensorStorage, TensorDictReplayBuffer, TensorStorage
-from gpubuf.data.storage.column import RowAddresses, records
-from gpubuf.data.storage.layout import Leaf
 from gpubuf.kernels import rows
 from tests.support.transitions import same, transitions
-
-WIDE = Leaf(("wide",), torch.float32, (17,))
-REWARD, VALUE = (Leaf((name,), torch.float32, (1,)) for name in ("reward", "value"))
-DONE, TERMINATED = (Leaf((name,), torch.bool, (1,)) for name in ("done", "terminated"))
-NOTHING = Leaf(("nothing",), torch.bool, (0,))
 
 
 def buffer(storage=None) -> TensorDictReplayBuffer:
@@ -27,12 +20,6 @@ def buffer(storage=None) -> TensorDictReplayBuffer:
         batch_size=16,
         generator=torch.Generator().manual_seed(3),
     )
-
-
-def test_small_keys_of_a_dtype_share_a_record():
-    assert records([WIDE, DONE, REWARD, NOTHING, TERMINATED, VALUE]) == [(0,), (1, 4), (2, 5), (3,)]
-    assert records([WIDE, WIDE, REWARD]) == [(0,), (1,), (2,)]
-    assert records([]) == []
 
 
 @pytest.mark.parametrize(("size", "shape"), [(40, (40,)), (40, (10, 4)), (1, (1,)), (4, (1, 4))])
@@ -92,18 +79,3 @@ def test_pickle_writes_every_row_once(given):
     other = pickle.loads(written)
     assert same(other[:], each[:])
     assert other.memory() == each.memory()
-
-
-def test_what_only_lies_near_is_not_copied():
-    """Addresses between those of two keys are none of the rows'; every other byte of a row's memory is."""
-    memory = torch.zeros(100, dtype=torch.uint8)
-    addresses = RowAddresses([memory[20:30], memory[60:70], memory[65:80], memory[:0]])
-    first = memory.data_ptr()
-    assert (addresses.low, addresses.high) == (first + 20, first + 80)
-    for start, end, meets in ((0, 20, 0), (0, 21, 1), (29, 31, 1), (30, 60, 0), (10, 90, 1), (79, 80, 1), (80, 100, 0)):
-        view = memory[start:end]
-        assert addresses.meet(first + start, first + end) == bool(meets)
-        assert (addresses.apart([view])[0] is not view) == bool(meets)
-    strided = memory[10:61].view(-1)[::50]
-    assert addresses.apart([strided])[0] is not strided
-    assert RowAddresses().apart([memory])[0] is memory

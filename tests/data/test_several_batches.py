@@ -128,14 +128,6 @@ def test_epochs(drop_last):
         assert len(set(seen[start : start + length])) == length
 
 
-def test_an_epoch_ends_iteration():
-    buffer = new(SamplerWithoutReplacement(), n=20, batch_size=3)
-    buffer.sample(batches=4)
-    assert not buffer.sampler.ran_out
-    buffer.sample(batches=4)
-    assert buffer.sampler.ran_out
-
-
 def test_collate_and_transforms_see_all_of_them():
     shapes = []
     buffer = new(

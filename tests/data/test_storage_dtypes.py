@@ -20,7 +20,6 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from gpubuf.kernels import rows
 from tests.support.moved_buffers import episodes
 from tests.support.transitions import same, transitions
 
@@ -200,13 +199,6 @@ def test_what_is_written_can_not_be_converted_either():
 
 
 # Memory
-
-
-def test_small_keys_share_a_record_by_the_dtype_that_is_stored():
-    made = LazyTensorStorage(10, dtypes={"observation": torch.float16, ("next", "reward"): torch.float16})
-    made.append(transitions(3))
-    strides = dict(zip((leaf.key for leaf in made.layout.leaves), made.table[:, rows.ROW_STRIDE].tolist(), strict=True))
-    assert strides["observation",] == strides["next", "observation"] == strides["next", "reward"] == 14
 
 
 def test_a_million_frames(capsys):

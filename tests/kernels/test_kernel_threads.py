@@ -15,6 +15,7 @@ from gpubuf.data import LazyTensorStorage
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import _threads
+from tests.support.threads import together
 from tests.support.transitions import transitions
 
 ROOT = Path(__file__).parents[2]
@@ -100,11 +101,7 @@ def test_several_threads_at_once_each_get_their_own_batch():
             if not all(map(torch.equal, found, expected)):
                 wrong.append(round_)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*[work] * 4)
     assert not wrong
 
 

@@ -41,6 +41,7 @@ from gpubuf.modules.linear import Linear
 from gpubuf.objectives import SACLoss, SoftUpdate
 from gpubuf.optim import AdamW
 from tests.support.dispatched import Count
+from tests.support.sac_setup import total
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -366,6 +367,17 @@ def test_compiled():
         torch.testing.assert_close(one, two)
 
 
+def check_vmap(single, norm, x, y, weight, grads):
+    """The nets of ``norm`` through ``torch.vmap`` of a norm without nets, which takes PyTorch's operations."""
+
+    def one(x, weight, bias):
+        return torch.func.functional_call(single, {"weight": weight, "bias": bias}, (x,))
+
+    mapped = torch.vmap(one)(x, norm.weight[:, 0], norm.bias[:, 0])
+    torch.testing.assert_close(mapped, y)
+    torch.testing.assert_close(torch.autograd.grad(mapped, [x, *norm.parameters()], weight), grads)
+
+
 @pytest.mark.parametrize("statistics", ["batch", "running"])
 def test_batch_norms_are_few_operations(backend, statistics):
     """Moments, forward and backward, on both backends; running statistics may move before the backward."""
@@ -384,13 +396,7 @@ def test_batch_norms_are_few_operations(backend, statistics):
     norm.running_var.sub_(1)
     single = BatchNorm(5, activation="silu")
     set_statistics(single, statistics)
-
-    def one(x, weight, bias):
-        return torch.func.functional_call(single, {"weight": weight, "bias": bias}, (x,))
-
-    mapped = torch.vmap(one)(x, norm.weight[:, 0], norm.bias[:, 0])
-    torch.testing.assert_close(mapped, y)
-    torch.testing.assert_close(torch.autograd.grad(mapped, [x, *norm.parameters()], weight), grads)
+    check_vmap(single, norm, x, y, weight, grads)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -404,13 +410,7 @@ def test_row_norms_are_one_operation(backend, activation):
         grads = torch.autograd.grad(y, [x, *norm.parameters()], weight)
     assert count.operations == 2
     single = LayerNorm(5, activation=activation)
-
-    def one(x, weight, bias):
-        return torch.func.functional_call(single, {"weight": weight, "bias": bias}, (x,))
-
-    mapped = torch.vmap(one)(x, norm.weight[:, 0], norm.bias[:, 0])
-    torch.testing.assert_close(mapped, y)
-    torch.testing.assert_close(torch.autograd.grad(mapped, [x, *norm.parameters()], weight), grads)
+    check_vmap(single, norm, x, y, weight, grads)
     wide = LayerNorm(MAX_WIDTH + 1)
     assert wide(draw(2, MAX_WIDTH + 1, dtype=torch.float32)).shape == (2, MAX_WIDTH + 1)
 
@@ -448,10 +448,6 @@ def batch(*shape, privileged=0):
     following = {**state(), "reward": torch.randn(*shape, 1, generator=generator), "done": flags, "terminated": flags}
     action = torch.rand(*shape, 3, generator=generator) * 2 - 1
     return TensorDict({**state(), "action": action, "next": following}, shape)
-
-
-def total(out):
-    return sum(value for key, value in out.items() if key.startswith("loss_"))
 
 
 def running(loss):

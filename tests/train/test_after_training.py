@@ -57,9 +57,9 @@ class TestPolicy:
             assert np.array_equal(action, policy(torch.tensor([1.0, 2.0])).numpy())
 
     def test_environments_of_tensors_have_units_too(self, tmp_path):
-        Trainer(tiny("torch/CartPoleSwingUp"), torch.device("cpu"), lambda record: None).save_model(tmp_path / "model")
+        Trainer(tiny("torch/Pendulum"), torch.device("cpu"), lambda record: None).save_model(tmp_path / "model")
         policy = load_policy(tmp_path / "model")
-        assert (policy.low.tolist(), policy.high.tolist()) == ([-10.0], [10.0])
+        assert (policy.low.tolist(), policy.high.tolist()) == ([-2.0], [2.0])
 
     def test_what_is_no_policy(self, tmp_path, folder):
         with pytest.raises(FileNotFoundError):

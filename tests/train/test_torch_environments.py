@@ -1,5 +1,6 @@
 """The pendulum as tensor operations: Gymnasium's, step by step; its resets, its episodes, and what may be captured."""
 
+import dataclasses
 import itertools
 import math
 
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from gpubuf.train import TrainConfig
 from gpubuf.train.torch_environments import TORCH_ENVIRONMENTS, Pendulum
-from gpubuf.train.trainer import make_environments
+from gpubuf.train.trainer import Trainer, make_environments
 from tests.support.fake_cuda import fake_cuda
 
 CPU = torch.device("cpu")
@@ -158,6 +160,27 @@ def test_an_episode_that_terminates_counts_as_such():
     (record,) = envs.take_episodes(due=True)
     assert (record["episodes"], record["mean_return"], record["mean_length"]) == (4, 3.0, 3.0)
     assert envs.take_episodes(due=True) == []
+
+
+def test_terminated_rows_are_stored_as_such(monkeypatch):
+    """The trainer stores the last observation of an episode that terminates, and begins again."""
+    plain = Pendulum.transition
+
+    def transition(self, state, action):
+        after = plain(self, state, action)
+        return dataclasses.replace(after, terminated=after.state[:, 1].abs() > 3)
+
+    monkeypatch.setattr(Pendulum, "transition", transition)
+    settings = {"num_envs": 4, "total_steps": 400, "learning_starts": 300, "hidden": (8,), "eval_every": 0}
+    trainer = Trainer(TrainConfig(env="torch/Pendulum", **settings), CPU, lambda record: None)
+    for _ in range(50):
+        trainer.advance()
+    rows = trainer.buffer[:]
+    ended = rows["next", "terminated"][:, 0]
+    assert ended.any()
+    assert torch.equal(rows["next", "observation"][:, 2].abs() > 3, ended)
+    following = rows["observation"][4:][ended[:-4]]
+    assert following[:, 2].abs().max() <= 1
 
 
 def test_what_a_graph_addresses_stays_where_it_is():

@@ -123,7 +123,7 @@ def test_an_iteration_does_not_synchronise(prioritized, n_steps, monkeypatch):
         assert {tensor.device.type for tensor in tensors} == {"cuda"}
 
         def gradients(batch, policy):
-            _, values = (agent._losses if policy else agent._critic_losses)(batch)
+            _, values = agent._losses(batch, policy)
             for group in agent._optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = torch.empty_like(parameter)

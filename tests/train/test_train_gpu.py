@@ -74,7 +74,7 @@ def test_every_algorithm_trains_in_graphs(algo, tmp_path):
     changes = {"total_steps": N * 30, "log_every": N * 1000, "noise_hold": 8, "policy_every": 2}
     if algo == "flashsac":
         changes["hidden"] = (32, 32)
-    config = short(algo=algo, env="torch/CartPoleSwingUp", **changes)
+    config = short(algo=algo, env="torch/Pendulum", **changes)
     trainer = Trainer(config, CUDA, print)
     for _ in range(15):
         trainer.advance()

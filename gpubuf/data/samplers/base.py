@@ -291,13 +291,13 @@ class Sampler:
             reader = storage.reader(Recipe())
             self.unbind()
             self._storage, self.reader = storage, reader
-        storage.tell(self)
+        storage.followers.join(self)
         self.operation = ALONE if operation is None else operation
 
     def unbind(self) -> None:
         """Serve no buffer any more. Rows that are there when it is bound again count as new."""
         if self._storage is not None:
-            self._storage.leave(self)
+            self._storage.followers.leave(self)
         self._storage, self.reader, self.operation = None, _NO_READER, ALONE
 
     def read_from(self, reader: RowPlan) -> None:

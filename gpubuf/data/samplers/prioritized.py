@@ -255,14 +255,13 @@ class PrioritizedSampler(Sampler):
         own = self._storage
         if own is None or (storage is not None and storage is not own):
             own = self._storage_of("update_priority", storage)
-        ring = own._ring
-        if ring is None:
+        if own._schema is None:
             raise RuntimeError("cannot update priorities in a storage to which nothing has been written")
         if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype is not torch.int64:
             # Those of a one-dimensional storage are positions already.
             index = as_positions(index, own.shape, own.device, lambda: own.steps_stored)
         tree = self._tree or self._tree_made()
-        tree.update(index, priority, ring=ring.counters, generation=generation)
+        tree.update(index, priority, ring=own._ring.counters, generation=generation)
 
     def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
         """Rows were written elsewhere: give them the priority of new rows. IndexError if they are not stored (CPU)."""

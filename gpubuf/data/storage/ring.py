@@ -29,9 +29,9 @@ class Ring:
         rewritten: how many times each row was overwritten out of turn, int64 ``[capacity]``; None: none ever was.
     """
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
+    def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
         self.capacity = capacity
-        self.counters: Tensor = rows.new_ring(device)
+        self.counters: Tensor = rows.new_ring(torch.device(device))
         self.written = 0
         self.skipped = 0
         self.size = 0

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from tensordict import TensorDictBase
@@ -22,10 +22,9 @@ from gpubuf.data.recording import DERIVED, Unfinished, current_recording, refuse
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage import state as states
 from gpubuf.data.storage.column import (
-    Column,
+    Columns,
     Record,
     RowAddresses,
-    columns_of,
     new_record,
     owned_column,
     records,
@@ -33,10 +32,10 @@ from gpubuf.data.storage.column import (
 )
 from gpubuf.data.storage.containers import Data, batch_shape, device_of, first_of, mapped, stacked
 from gpubuf.data.storage.end_bits import EndBits, Marks, Signal, bitmap_bytes
-from gpubuf.data.storage.follower import Companion, Follower, Reader
+from gpubuf.data.storage.follower import Followers, Reader
 from gpubuf.data.storage.host_rows import HostRows
 from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, stored_positions, unravel
-from gpubuf.data.storage.layout import Key, RowLayout
+from gpubuf.data.storage.layout import Key, RowLayout, as_key
 from gpubuf.data.storage.placement import (
     AUTO,
     PINNED,
@@ -81,8 +80,10 @@ class TensorStorage:
         sharing: the next observations that are stored once; None: all have memory of their own.
         plans: how rows are written and read.
         marks: the rows that end trajectories whatever their flags say.
-        followers: what is kept about the rows: marks, ends and :attr:`host`, :attr:`sharing`, where there are any.
+        followers: what is kept about the rows: marks, ends and :attr:`host`, :attr:`sharing`, where there are any, and
+            the samplers of all buffers with this storage.
         end_bits: where trajectories end, if a buffer needs that. None: none does, or nothing is allocated.
+        columns: the rows, ``[*shape, ...]`` for each of ``layout.leaves``. Those beyond ``len()`` are uninitialised.
         addresses: where the rows are.
         owner: the process that handed a buffer with these rows to this one, and alone may write; None: this process.
         table: the addresses of :attr:`columns`, int64 ``[K, 5]``; see :mod:`gpubuf.kernels.rows`.
@@ -125,7 +126,7 @@ class TensorStorage:
         self.counters.set(self.max_size, self.max_size)
         if self.host is not None:
             self.host.put(range(self.max_size), self.host.rows_of(storage, ndim))
-        self.rebuild()
+        self.followers.rebuild()
 
     def _configure(self, max_size: int, device: torch.device | str, ndim: int, options: Options = PLAIN) -> None:
         if isinstance(max_size, bool) or max_size < 1 or max_size % 1:
@@ -138,11 +139,9 @@ class TensorStorage:
         self.options = options
         # What the rows are; None: nothing is allocated.
         self._schema: Schema | None = None
-        #: The memory of the rows: see :mod:`~.column`. :attr:`columns` are views of it.
-        self.records: list[Record] = []
-        self._columns: list[Column] = []
+        self.columns = Columns()
         self.addresses = RowAddresses()
-        self._ring: Ring | None = None
+        self._ring = Ring(self.max_size)
         self._placement: Placement | None = None
         self.owner: int | None = None
         # These stay the same, so that captured graphs find their tables.
@@ -153,15 +152,10 @@ class TensorStorage:
         self.end_bits: EndBits | None = None
         # Which keys tell the ends of trajectories; None: nobody asks.
         self._ends_by: Recipe | None = None
-        self.followers: tuple[Follower, ...] = ()
+        self.followers = Followers()
         # Weak, because they refer to the storage.
         self._served = WeakSet[Reader]()
         self._laps = 0  # how often the ring went round before the memory was last released
-        #: Weak references to samplers, and to those that hear of writes. The same tuples while they are the same.
-        self.told: tuple[ref[Companion], ...] = ()
-        self.hearing: tuple[ref[Companion], ...] = ()
-        #: The priorities of the write that is under way, float32 ``[n]``.
-        self.given: Tensor | None = None
         #: Root keys that are derived and therefore not stored; set by writers that own them.
         self.ignored_keys: frozenset[str] = frozenset()
         #: What an operation is about to change; still there after it if that was interrupted, and mended then by the
@@ -170,12 +164,9 @@ class TensorStorage:
         self.again = Again()
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but addresses, and views of records: pickle would write their memory once for each key.
-
-        Who has a copy may write to it.
-        """
-        nowhere = {"table": None, "addresses": RowAddresses(), "owner": None, "told": (), "hearing": ()}
-        return {**vars(self), **nowhere, "_served": None, "_columns": []}
+        """All but addresses. Who has a copy may write to it."""
+        nowhere = {"table": None, "addresses": RowAddresses(), "owner": None}
+        return {**vars(self), **nowhere, "_served": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -185,15 +176,15 @@ class TensorStorage:
             return
         # Copies of pinned and of mapped memory are neither.
         if self._placement.rows_on_host or not self.relocatable:
-            copies, self.records = self.records, self._allocate(schema.stored, tuple(self._shape), self._placement)
-            for record, copied in zip(self.records, copies, strict=True):
+            copies, records = self.columns.records, self._allocate(schema.stored, tuple(self._shape), self._placement)
+            for record, copied in zip(records, copies, strict=True):
                 for start, part in copied.memory.pieces():
                     record.memory.write(start, part)
+            self.columns = Columns(records, schema.stored.leaves)
             if self.sharing is not None:
                 self.sharing.renew(self._placement)
             if self.marks.kept:
                 self.marks.rows = self._new_marks().copy_(self.marks.memory)
-        self._columns = columns_of(self.records, schema.stored.leaves)
         self._connect(schema, self.counters, anew=False)
 
     # Properties
@@ -275,7 +266,7 @@ class TensorStorage:
         Raises:
             RuntimeError: nothing has been written yet.
         """
-        if self._ring is None:
+        if self._schema is None:
             raise RuntimeError(NOT_INITIALIZED)
         return self._ring
 
@@ -287,20 +278,20 @@ class TensorStorage:
     @property
     def cursor(self) -> int:
         """Position that the next row goes to."""
-        return 0 if self._ring is None else self._ring.cursor
+        return self._ring.cursor
 
     @property
     def written(self) -> int:
         """Number of rows ever written; :meth:`empty` moves it on to a multiple of ``max_size``."""
-        return 0 if self._ring is None else self._ring.written
+        return self._ring.written
 
     @property
     def rows_written(self) -> int:
         """Number of rows written, as users count them: from 0 again after ``empty()``."""
-        return 0 if self._ring is None else self._ring.written - self._ring.skipped
+        return self._ring.written - self._ring.skipped
 
     def __len__(self) -> int:
-        return 0 if self._ring is None else self._ring.size
+        return self._ring.size
 
     def generations(self, index: Tensor) -> Tensor:
         """The write generations of rows: see :meth:`Ring.generations`. Raises RuntimeError before the first write."""
@@ -320,17 +311,7 @@ class TensorStorage:
     def nbytes(self) -> int:
         """Bytes of row memory, with next observations that lie aside."""
         beside = 0 if self.sharing is None else self.sharing.entry_bytes
-        return sum(column.nbytes for column in self._columns) + beside
-
-    @property
-    def columns(self) -> list[Column]:
-        """The rows: ``[*shape, ...]`` for each of ``layout.leaves``. Those beyond ``len()`` are uninitialised."""
-        return self._columns
-
-    @property
-    def row_tensors(self) -> list[Tensor]:
-        """The tensors that the rows are in: one a key, or two where rows are in two places."""
-        return [part for column in self._columns for part in column.parts]
+        return self.columns.nbytes + beside
 
     @property
     def relocatable(self) -> bool:
@@ -354,8 +335,8 @@ class TensorStorage:
         Raises:
             KeyError, RuntimeError, ValueError: they do.
         """
-        for companion in self.companions:
-            companion.check_rows(schema.written, self.ndim)
+        for sampler in self.followers.samplers:
+            sampler.check_rows(schema.written, self.ndim)
         for reader in self._served:
             reader.check_rows(schema)
 
@@ -414,7 +395,7 @@ class TensorStorage:
             index += bitmap_bytes(shape, device_type)
         if self.sharing is not None:
             index += self.sharing.nbytes
-        return sum((each.index_bytes(shape, device_type) for each in self.companions), IndexBytes(index=index))
+        return sum((each.index_bytes(shape, device_type) for each in self.followers.samplers), IndexBytes(index=index))
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Record]:
         """Uninitialised row memory. Storages elsewhere override it."""
@@ -425,7 +406,7 @@ class TensorStorage:
         # What an interrupt has left of rows that never were.
         self._forget_plans()
         self._placement, self._device = placement, placement.device
-        self.records, self._columns = found, columns_of(found, schema.stored.leaves)
+        self.columns = Columns(found, schema.stored.leaves)
         self._shape = torch.Size(shape)
         self.max_size = math.prod(shape)
         ring = self._new_ring(placement.device)
@@ -455,12 +436,7 @@ class TensorStorage:
         return HostRows(schema.written.host, self.max_size, ring) if schema.written.host else None
 
     def _follow(self) -> None:
-        """Serve the followers that there are. Marks come before what reads them."""
-        marks = None if self.marks.rows is None else self.marks
-        found = tuple([each for each in (marks, self.end_bits, self.host, self.sharing) if each is not None])
-        # The same tuple while they are the same: a captured write holds it.
-        if found != self.followers:
-            self.followers = found
+        self.followers.keep([self.marks if self.marks.kept else None, self.end_bits, self.host, self.sharing])
 
     @property
     def envs(self) -> int:
@@ -471,10 +447,8 @@ class TensorStorage:
         at = self._rows_now(schema, ring)
         if at.sharing is not None:
             at.sharing.to(self._device)
-        memory = [] if at.sharing is None else list(at.sharing.sides)
-        for record in self.records:
-            memory += record.memory.parts
-        self.addresses = RowAddresses(memory)
+        sides = [] if at.sharing is None else at.sharing.sides
+        self.addresses = RowAddresses([*sides, *self.columns.memory])
         self.plans.set(at)
         assert self.plans.stored.table is not None
         self.table = self.plans.stored.table
@@ -488,15 +462,10 @@ class TensorStorage:
                 set_reader(reader, at, self.end_bits)
 
     def _rows_now(self, schema: Schema, ring: Ring) -> Rows:
-        return Rows(schema, self._columns, ring, self.max_size, self.envs, self._device, self.sharing)
-
-    def replace_record(self, number: int, memory: Column) -> None:
-        """Keep the rows of one record in other memory, which holds them. See :meth:`relocated`."""
-        self.records[number] = Record(self.records[number].keys, memory)
-        self._columns = columns_of(self.records, self.layout.leaves)
+        return Rows(schema, self.columns, ring, self.max_size, self.envs, self._device, self.sharing)
 
     def relocated(self, placement: Placement) -> None:
-        """Adopt ``placement`` after copies there have replaced all of :attr:`records`."""
+        """Adopt ``placement``, where all records of :attr:`columns` are now."""
         ring, stays = self.counters, placement.device == self._device
         if not stays:
             self._device = placement.device
@@ -507,18 +476,13 @@ class TensorStorage:
         self._connect(self.schema, ring, anew=not stays)
         self._placement = placement
         if not stays:
-            self._rebuild_own()
-        for companion in self.companions:
-            companion.move()
+            self.followers.rebuild_own()
+        self.followers.move()
 
     def empty(self, recount: bool = False) -> None:
         """Forget every row, in O(1); memory stays allocated. No host sync. ``recount``: as for :meth:`Ring.empty`."""
-        if self._ring is not None:
-            self._ring.empty(recount)
-        for follower in self.followers:
-            follower.clear()
-        for companion in self.companions:
-            companion.empty()
+        self._ring.empty(recount)
+        self.followers.clear()
 
     def free(self) -> None:
         """Forget every row, and release all memory; the next write allocates anew. Synchronises.
@@ -534,20 +498,18 @@ class TensorStorage:
         finally:
             rewritten = self.counters.rewritten
             self._laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
-            self._schema = self._ring = self._placement = None
+            self._schema = self._placement = None
+            self._ring = Ring(self.requested_size)
             self.host = self.sharing = self.marks.rows = self.end_bits = None
-            self._follow()
-            self.records, self._columns, self.addresses = [], [], RowAddresses()
+            self.columns, self.addresses = Columns(), RowAddresses()
             self._forget_plans()
             self.max_size = self.requested_size
             del self.table
-            for companion in self.companions:
-                companion.free()
+            self.followers.free()
 
     def refresh(self) -> None:
         """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
-        if self._ring is not None:
-            self._ring.refresh()
+        self._ring.refresh()
 
     # Operations that may be interrupted
 
@@ -561,7 +523,7 @@ class TensorStorage:
 
     def settled(self) -> None:
         """Everything that was begun is done."""
-        self.unfinished = None
+        self.unfinished = self.followers.priority = None
 
     # Readers, and where trajectories end
 
@@ -605,28 +567,8 @@ class TensorStorage:
             self._ends_by = recipe
             if self._schema is not None:
                 self._keep_ends(self._schema, self.counters)
-                self._rebuild_own()
+                self.followers.rebuild_own()
         self._served.add(reader)
-
-    @property
-    def companions(self) -> list[Companion]:
-        """The samplers of all buffers with this storage."""
-        return [found for each in self.told if (found := each()) is not None]
-
-    def tell(self, companion: Companion) -> None:
-        """Tell a sampler of all that happens to the rows, for as long as it exists."""
-        self._tell([*self._others(companion), companion])
-
-    def leave(self, companion: Companion) -> None:
-        """Tell it of nothing any more."""
-        self._tell(self._others(companion))
-
-    def _others(self, companion: Companion) -> list[Companion]:
-        return [each for each in self.companions if each is not companion]
-
-    def _tell(self, companions: list[Companion]) -> None:
-        self.told = tuple(map(ref, companions))
-        self.hearing = tuple(ref(each) for each in companions if each.hears)
 
     def _keep_ends(self, schema: Schema, ring: Ring) -> None:
         if self._ends_by is not None:
@@ -655,38 +597,7 @@ class TensorStorage:
         self.marks.end(self.ring, env)
         if self.end_bits is not None:
             self.end_bits.write(1)
-        for companion in self.companions:
-            companion.on_end()
-
-    def rebuild(self) -> None:
-        """Rows were changed in place: compute anew what is known about them. O(capacity). No host sync."""
-        self._rebuild_own()
-        for companion in self.companions:
-            companion.rebuild()
-
-    def _rebuild_own(self) -> None:
-        for follower in self.followers:
-            follower.rebuild()
-
-    def mark_update(self, index: Any) -> None:
-        """Rows were written by others: treat them as new. O(capacity). No host sync."""
-        self._rebuild_own()
-        for companion in self.companions:
-            companion.mark_update(index)
-
-    def mend(self) -> None:
-        """An operation was interrupted: compute anew what is known about rows. O(capacity). No host sync."""
-        self._rebuild_own()
-        for companion in self.companions:
-            companion.mend()
-
-    def on_write(self, index: Tensor) -> None:
-        """Rows were written at ``index``, int64 ``[n]``, flat: all who follow them hear of it. Can be done again."""
-        for follower in self.followers:
-            follower.on_write(index)
-        for each in self.hearing:
-            if (companion := each()) is not None:
-                companion.on_write(index, None if self.given is None else self.given[-index.numel() :])
+        self.followers.on_end()
 
     # Writing
 
@@ -774,13 +685,11 @@ class TensorStorage:
         if index is None:
             return None
         ring.note(n)
-        if self.followers or self.hearing:
-            self.on_write(index if n <= self.max_size else index[-self.max_size :])
+        self.followers.on_write(index if n <= self.max_size else index[-self.max_size :])
         return index
 
     def _append(self, local: list[Tensor], n: int) -> Tensor:
         ring, sharing = self._ring, self.sharing
-        assert ring is not None
         if self.unfinished is None:
             # Until the buffer says that it is done.
             self.unfinished = Unfinished(ring.written)
@@ -788,15 +697,20 @@ class TensorStorage:
         ring.count(n)
         recording = current_recording()
         if recording is not None:
-            recording.holds(self, "followers")
+            recording.holds(self.followers, "own")
         # Of more rows than the capacity only the newest are there.
-        self.on_write(index if n <= self.max_size else index[-self.max_size :])
+        self.followers.on_write(index if n <= self.max_size else index[-self.max_size :])
         return index
 
     def holds_nothing(self, data: Data) -> bool:
         """Whether ``data`` has no rows or no keys. As a first batch it does not tell the layout of a row."""
-        empty = math.prod(batch_shape(data, self.ndim)) == 0
-        return empty or not layout_of(data, self.ndim, self.ignored_keys).leaves
+        if math.prod(batch_shape(data, self.ndim)) == 0:
+            return True
+        data = first_of(data)
+        if isinstance(data, Tensor):
+            return False
+        entries = data.items(True, True)
+        return not any(isinstance(value, Tensor) for key, value in entries if as_key(key)[0] not in self.ignored_keys)
 
     def write(self, index: Tensor, data: Data) -> None:
         """Overwrite rows in place. Neither the cursor nor any row's write generation moves.
@@ -827,7 +741,7 @@ class TensorStorage:
 
     def _change(self, change: Callable[[], Any]) -> None:
         change()
-        self.rebuild()
+        self.followers.rebuild()
 
     def _overwrite(self, local: list[Tensor], index: Tensor) -> None:
         if self.sharing is None:
@@ -855,7 +769,7 @@ class TensorStorage:
         update = functools.partial(self.plans.written.update, self.local(sources, 1), keys, index, generation)
         changed = {self.schema.columns[key] for key in keys}
         ends = self.end_bits is not None and self.end_bits.depends_on(changed)
-        if ends or any(each.depends_on(changed) for each in self.companions):
+        if ends or self.followers.depends_on(changed):
             self.changing(self._change, update)
         else:
             update()
@@ -959,7 +873,7 @@ class TensorStorage:
     def _rows(self, index: Any) -> Data:
         layout, index = self.written_layout, plain_index(index)
         if isinstance(index, (int, slice)) and self.gives_views:
-            tensors = [column.whole[: self.steps_stored][index] for column in self._columns]
+            tensors = [column.whole[: self.steps_stored][index] for column in self.columns]
             steps = () if isinstance(index, int) else (len(range(self.steps_stored)[index]),)
             return layout.assemble(tensors, (*steps, *self._shape[1:]), self._device)
         flat, batch = self.located(index)
