@@ -471,6 +471,7 @@ class Sampler:
 
     def mend(self) -> None:
         """Compute anew all data derived from rows or priorities: an operation that changed it was interrupted."""
+        self.rebuild()
 
     def free(self) -> None:
         """Forget everything about the rows, and release its memory."""

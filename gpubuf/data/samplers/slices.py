@@ -310,10 +310,6 @@ class SliceSampler(Sampler):
         if self._index:
             self._index.rebuild()
 
-    def mend(self) -> None:
-        super().mend()
-        self.rebuild()
-
     @operation
     def trajectories(self) -> Trajectories:
         """All stored trajectories: their bounds and lengths, for inspection. Synchronises.
@@ -411,12 +407,8 @@ class SliceSampler(Sampler):
                 info = {key: value[kept] for key, value in info.items()}
         tensors, generation = self.reader.gather(rows)
         info |= self._flags.entries(tensors, last, length, kept)
-        if not self.stack:
-            return Drawn(tensors, rows, generation, info)
-        shape = (n, length)
-        tensors = [t.view(*shape, *t.shape[1:]) for t in tensors]
-        info = {key: value.view(*shape, *value.shape[1:]) for key, value in info.items()}
-        return Drawn(tensors, rows, generation, info, shape)
+        drawn = Drawn(tensors, rows, generation, info)
+        return drawn.in_batches(n) if self.stack else drawn
 
     def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:
         """Whether a slice can be drawn. Synchronises. Raises RuntimeError if the batch size doesn't fit."""
