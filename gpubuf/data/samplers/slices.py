@@ -374,7 +374,7 @@ class SliceSampler(Sampler):
         if self.shards:
             # Before the draw, which may raise on this rank alone.
             info["priority_weight"] = self.shards.weights(index.total, n)
-        return *index.draw(n, self.random_state(index.storage.device)), info
+        return *index.draw(n, self.random_state(index.ends.device)), info
 
     def _nothing_eligible(self, index: TrajectoryIndex) -> str:
         """The message for a user if no slice can be drawn. Synchronises."""
