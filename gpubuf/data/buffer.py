@@ -406,11 +406,8 @@ class ReplayBuffer:
         try:
             index = self.extend(row)
         except ValueError:
-            shape = self._storage.shape_of_rows(data)
-            if shape is None:
-                raise
-            message = f"add() writes one row, and got a batch of shape {list(shape)}: use extend()"
-            raise ValueError(message) from None
+            self._writes.refuse_batch(data)
+            raise
         if self._storage.ndim > 1 or not index.numel():
             return index
         return cursor if self._writer.in_order else self._writer.added(index)

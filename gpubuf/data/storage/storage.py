@@ -616,16 +616,6 @@ class TensorStorage:
             )
         return mapped(row, lambda value: value.unsqueeze(dim))
 
-    def shape_of_rows(self, data: Data) -> tuple[int, ...] | None:
-        """The shape of ``data`` as a batch of rows like those that are stored; None if it is none."""
-        if self._schema is None:
-            return None
-        try:
-            self.written_layout.collect(data, self.ndim)
-            return batch_shape(data, self.ndim)
-        except ValueError:
-            return None
-
     def batch_of(self, rows: list[Data]) -> Data:
         """A list of rows as a batch.
 
@@ -819,38 +809,6 @@ class TensorStorage:
     def contains(self, index: int | Tensor) -> bool | Tensor:
         """Whether a row is stored at ``index``; of a tensor, for each. See :func:`~.indexing.contained`."""
         return contained(index, self.shape, len(self))
-
-    def gather(self, index: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Copies of rows, and their write generations. One launch, no host sync.
-
-        Args:
-            index: int64 ``[n]`` flat positions on the storage's device, contiguous.
-
-        Returns:
-            One tensor ``[n, ...]`` per key (see :meth:`assemble`), and the generations, int64 ``[n]``.
-        """
-        return self.plans.batch.gather(index)
-
-    def gather_key(self, key: int, index: Tensor) -> Tensor:
-        """Copies of one key of rows, ``[n, ...]`` as in batches. One launch, no host sync.
-
-        Args:
-            key: its position in ``batch_layout.leaves``.
-            index: int64 ``[n]`` flat positions on the storage's device, contiguous.
-        """
-        return self.plans.batch.gather_key(key, index)
-
-    def sample_uniform(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
-        """``n`` rows drawn uniformly with replacement. One launch, no host sync.
-
-        Args:
-            rng: random state as in :mod:`gpubuf.kernels.philox`, on the storage's device.
-            n: number of rows.
-
-        Returns:
-            One tensor ``[n, ...]`` per key, the flat positions and the write generations, int64 ``[n]`` each.
-        """
-        return self.plans.batch.sample_uniform(rng, n)
 
     def get(self, index: Any) -> Data:
         """Rows by index, as ``storage[index]``: an int, a slice, a sequence, a tensor, or a tuple of tensors.
