@@ -13,7 +13,7 @@ from gpubuf.data.arguments import check_batch_size, warn
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.operation import Operation
 from gpubuf.data.pinning import pin
-from gpubuf.data.recording import refuse_in_capture
+from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.base import Drawn, Sampler, require_rows
 from gpubuf.data.sequences import SampleUnit
 from gpubuf.data.storage.containers import Data
@@ -204,7 +204,7 @@ def finished(batch: Batch, collate_fn: Callable[[Data], Data] | None, transform:
     if len(transform):
         data = transform(data)
     if pin_memory:
-        refuse_in_capture("pin_memory=True puts batches into the host's memory")
+        at_replays().refuse("pin_memory=True puts batches into the host's memory")
         data, info = pin((data, info))
     return Batch(data, info, ran_out, has_info)
 

@@ -13,7 +13,7 @@ from torch import nn
 from gpubuf.data.arguments import describe_type
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.processing.statistics import RunningStatistics
-from gpubuf.data.recording import refuse_in_capture
+from gpubuf.data.recording import at_replays
 from gpubuf.data.storage.containers import Data, device_of
 from gpubuf.data.storage.layout import Key, as_key
 from gpubuf.data.storage.placement import AUTO
@@ -197,7 +197,7 @@ class MultiStepTransform(nn.Module):
         """
         if not self.write_time:
             return data
-        refuse_in_capture("MultiStepTransform(write_time=True) keeps rows on the host's account: n_steps= does not")
+        at_replays().refuse("MultiStepTransform(write_time=True) keeps rows on the host's account: n_steps= does not")
         recipe = self._recipe
         dim, waiting = data.batch_dims - 1, self._waiting
         total: Any = data if waiting is None else torch.cat([waiting.to(data.device), data], dim)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpubuf.data.prepared_writes import Columns, Route, numbers_as
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.recording import current, refuse_in_capture
+from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.row_order import RowOrder
 from gpubuf.data.storage.containers import Data, batch_shape, mapped, of_array, shallow, tensors_of
@@ -122,7 +122,7 @@ class Writes:
         """Write a batch by the writer. Returns the flat positions of its rows."""
         storage, pipeline, in_order = self.storage, self.pipeline, self.writer.in_order
         if not storage.initialized:
-            refuse_in_capture("the first write allocates the storage: write before")
+            at_replays().refuse("the first write allocates the storage: write before")
         elif priority is not without_priority or pipeline is not None or not in_order:
             # They read the batch again after some of it is written.
             data = storage.apart(data)

@@ -34,7 +34,7 @@ from gpubuf.data import (
 )
 from gpubuf.data.batches import Batches
 from gpubuf.data.prefetch import Prefetched
-from gpubuf.data.recording import CaptureError
+from gpubuf.data.recording import CaptureError, Recording
 from gpubuf.data.storage import memmap
 from tests.contracts import buffers
 from tests.support.interrupted_buffers import is_free
@@ -370,7 +370,7 @@ def test_a_graph_takes_no_batch_that_was_made_outside_of_it(monkeypatch):
     _, ahead = pair("pinned", "uniform")
     ahead.sample()
     with monkeypatch.context() as patched:
-        patched.setattr(recording, "current_recording", object)
+        patched.setattr(recording.current, "recording", Recording())
         with pytest.raises(CaptureError, match="use a buffer without prefetch"):
             ahead.sample()
     monkeypatch.setattr(prefetch, "capturing", lambda: True)

@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count, warn
-from gpubuf.data.recording import DERIVED, Unfinished, current_recording, refuse_in_capture
+from gpubuf.data.recording import DERIVED, Unfinished, at_replays
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage import state as states
 from gpubuf.data.storage.column import (
@@ -585,7 +585,7 @@ class TensorStorage:
 
     def keep_marks(self) -> None:
         if not self.marks.kept:
-            refuse_in_capture("the first call of end_trajectories takes memory: call it once before")
+            at_replays().refuse("the first call of end_trajectories takes memory: call it once before")
             self.marks.rows = self._new_marks()
             self._follow()
 
@@ -685,9 +685,7 @@ class TensorStorage:
             self.unfinished = Unfinished(ring.written)
         index = self.plans.written.extend(local, n) if sharing is None else sharing.extend(local, n)
         ring.count(n)
-        recording = current_recording()
-        if recording is not None:
-            recording.holds(self.followers, "own")
+        at_replays().holds(self.followers, "own")
         # Of more rows than the capacity only the newest are there.
         self.followers.on_write(index if n <= self.max_size else index[-self.max_size :])
         return index
