@@ -102,8 +102,8 @@ class MixedReplayBuffer:
         self._collate_fn = collate_fn
         self._pin_memory = pin_memory
         self._transform = Compose() if transform is None else Compose(transform)
-        own = (key for buffer in buffers if (key := getattr(buffer, "priority_key", None)) is not None)
-        self.priority_key = next(own, "td_error") if priority_key is None else priority_key
+        own = [buffer.priority_key for buffer in buffers if buffer.priority_key]
+        self.priority_key = priority_key or next(iter(own), "td_error")
         if generator is not None:
             self.set_rng(generator)
 
@@ -371,8 +371,8 @@ class MixedReplayBuffer:
         Raises:
             KeyError: the batch has no priorities, or does not say which rows it is made of.
         """
-        sampler = next((part.sampler for part in self._buffers if part.sampler.has_priorities), None)
-        if sampler is None:
+        samplers = [part.sampler for part in self._buffers if part.sampler.has_priorities]
+        if not samplers:
             return
         found = {key: data.get(key, None) for key in (self.priority_key, "index", "buffer")}
         for key, value in found.items():
@@ -383,7 +383,7 @@ class MixedReplayBuffer:
         masks = masks_of(data.get(priority_mask_key(self.priority_key), None), data.get(MASK_KEY[0], None))
         if masks:
             buffer = torch.where(rows_of(masks, index.numel()).to(buffer.device), buffer.reshape(-1), -1)
-        priority = sampler.reduce(priority, index.numel(), masks)
+        priority = samplers[0].reduce(priority, index.numel(), masks)
         self.update_priority(index, priority, buffer=buffer, generation=generation)
 
     @graph_break

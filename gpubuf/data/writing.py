@@ -109,7 +109,7 @@ class Writes:
             if not data:
                 return None
             data = storage.batch_of(data)
-        if len(self.transform):
+        if not self.transform.is_empty:
             # Inverse transforms may set keys in place; the caller's TensorDict must not see them.
             data = self.transform.inv(shallow(data))
         if data is None or (not storage.initialized and storage.holds_nothing(data)):
@@ -206,7 +206,7 @@ class Writes:
         route = self._route
         if route is None or not route.fits(self.storage):
             route = self._route = self._new_route()
-        if route is None or not route.direct or len(self.transform) or current.recording is not None:
+        if route is None or not route.direct or not self.transform.is_empty or current.recording is not None:
             return None
         return route
 

@@ -227,16 +227,8 @@ class RunningStatistics(Process):
             ValueError: it is of another number of keys, or of rows of another size. Nothing changes.
         """
         self.check_state(state)
-        found = self._checked(state)
-        for key in self.keys:
-            if key in found:
-                own, shared = found[key]
-                known = self._of(key, own.shape[1])
-            elif key in self._moments:
-                known = self._moments[key]
-                own, shared = torch.zeros_like(known.state), None
-            else:
-                continue
+        for key, (own, shared) in self._checked(state).items():
+            known = self._of(key, own.shape[1])
             known.put(own.to(known.state.device))
             known.shared = None if shared is None else shared.to(known.state.device, copy=True)
         self.train(state["training"])
@@ -260,8 +252,15 @@ class RunningStatistics(Process):
             raise ValueError(
                 f"expected statistics of {len(self.keys)} key(s), got {entries if entries is None else len(entries)}"
             )
-        given: dict[Key, Any] = {key: entries.get(str(number)) for number, key in enumerate(self.keys)}
-        return {key: (packed(entry), entry.get("shared")) for key, entry in given.items() if entry != {}}
+        found: dict[Key, tuple[Tensor, Any]] = {}
+        for number, key in enumerate(self.keys):
+            entry: Any = entries.get(str(number))
+            if entry != {}:
+                found[key] = packed(entry), entry.get("shared")
+            elif key in self._moments:
+                # It was saved before the first write.
+                found[key] = torch.zeros_like(self._moments[key].state), None
+        return found
 
 
 class Normalize(RunningStatistics):

@@ -5,7 +5,7 @@ docs/extending.md shows how to write a sampler.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -193,6 +193,11 @@ class Sampler:
     #: The attributes that a draw replaces, apart from the random stream: what is to be put back where a batch that was
     #: drawn ahead is thrown away. None: a draw can't be taken back, and none is made ahead.
     drawn_state: ClassVar[tuple[str, ...] | None] = None
+    #: Of samplers without replacement: the names in a state of what is left of the epoch, and of what it is of.
+    epoch_as: ClassVar[tuple[str, ...]] = ()
+    #: Whether an epoch ends before a batch that could not be filled, and whether its order is a random one.
+    drop_last: bool = False
+    shuffle: bool = True
     operation: Operation | Alone = ALONE
     reader: RowPlan = _NO_READER
     #: The ranks that draw with this one, if there are any.
@@ -201,6 +206,9 @@ class Sampler:
     _storage: TensorStorage | None = None
     _random: RandomState | None = None
     _generator: torch.Generator | None = None
+    # What is left of the epoch, int64; and what it is an epoch of: another one begins when that changes.
+    _left: Tensor | None = None
+    _of: Any = None
 
     def __new__(cls, *args: Any, replacement: bool = True, **named: Any) -> Any:
         """An instance; of :attr:`without_replacement` if ``replacement`` is False and the class has one."""
@@ -219,7 +227,7 @@ class Sampler:
     def __init__(self) -> None:
         # Also in the instance: compiled code depends on where an attribute is.
         self.ran_out, self.reader = False, _NO_READER
-        self._storage = self._random = self._generator = None
+        self._storage = self._random = self._generator = self._left = self._of = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -304,7 +312,7 @@ class Sampler:
 
     def forget_storage(self) -> None:
         """Called when another storage replaces the one so far, and by :meth:`free`: release all data about its rows."""
-        for name in (*self.parts, *self.row_tensors):
+        for name in (*self.parts, *self.row_tensors, "_of"):
             setattr(self, name, None)
 
     def _known(self, names: Sequence[str]) -> dict[str, Any]:
@@ -368,9 +376,34 @@ class Sampler:
             current.recording.holds(self, "_random", "reader")
         return self._random
 
-    def order_of(self, n: int, device: torch.device, shuffle: bool) -> Tensor:
-        """``range(n)``, int64 ``[n]``, optionally shuffled by the random stream. No host sync."""
-        if not shuffle:
+    def next_of_epoch(self, n: int, of: Any, count: Callable[[], int]) -> Tensor:
+        """The next ``n`` numbers of the epoch of ``of``, or what is left of it. No host sync, but in ``count``.
+
+        Args:
+            n: how many.
+            of: what the epoch is of: each of so many things once, then all of them again.
+            count: how many there are; called where an epoch begins.
+
+        Raises:
+            ValueError: :attr:`drop_last` is set and there are fewer than ``n``.
+        """
+        left = self._left if self._of == of else None
+        if left is None or (self.drop_last and left.numel() < n):
+            left = self._order_of(count())
+        if self.drop_last and left.numel() < n:
+            raise ValueError(
+                f"The batch size ({n}) is greater than the storage capacity in use, {left.numel()} rows or "
+                "trajectories that can be drawn, and drop_last=True forbids repeats"
+            )
+        ran_out = left.numel() - n < (n if self.drop_last else 1)
+        # At the end, in one step: an interrupt may come at any call.
+        self._left, self._of, self.ran_out = None if ran_out else left[n:], of, ran_out
+        return left[:n]
+
+    def _order_of(self, n: int) -> Tensor:
+        """``range(n)``, int64 ``[n]``, shuffled by the random stream if :attr:`shuffle` is set. No host sync."""
+        device = self.storage.device
+        if not self.shuffle:
             return torch.arange(n, device=device)
         # Sorting independent uniforms gives every order the same probability, and the same order on every device.
         return self.random_state(device).uniform(n).argsort()
@@ -434,10 +467,11 @@ class Sampler:
 
     def empty(self) -> None:
         """Forget everything about the rows."""
-        self.ran_out = False
+        self.ran_out, self._left, self._of = False, None, None
 
     def mend(self) -> None:
         """Compute anew all data derived from rows or priorities: an operation that changed it was interrupted."""
+        self.rebuild()
 
     def free(self) -> None:
         """Forget everything about the rows, and release its memory."""
@@ -472,7 +506,12 @@ class Sampler:
         """What the sampler needs to go on with the same batches, also with a seed not used yet. Synchronises."""
         if self._generator and self._has_rows:
             self.random_state(self.storage.device)
-        return {"type": type(self).__name__, "random": self._random and self._random.state_dict()}
+        state = {"type": type(self).__name__, "random": self._random and self._random.state_dict()}
+        if not self.epoch_as:
+            return state
+        # What was restored of TorchRL's is an epoch of nothing until a batch is drawn.
+        left = None if self._left is None or self._of is None else self._left.clone()
+        return {**state, **dict(zip(self.epoch_as, (left, self._of), strict=True)), "ran_out": self.ran_out}
 
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
         """Restore :meth:`state_dict`, after the storage has been restored.
@@ -484,6 +523,12 @@ class Sampler:
         """
         if state.get("random"):
             self.random_state(self.storage.device).load_state_dict(state["random"])
+        if self.epoch_as:
+            left, of = (state[name] for name in self.epoch_as)
+            self.ran_out = state["ran_out"]
+            # Rows that lie elsewhere now begin a new epoch.
+            there = left is not None and order is None
+            self._left, self._of = (left.to(self.storage.device, copy=True), of) if there else (None, None)
 
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         """Raise unless ``state``, which was read from files, can be loaded.
@@ -502,6 +547,12 @@ class Sampler:
         if random is not None:
             is_state = isinstance(random, dict) and is_tensor(random["state"], torch.int64, (3,))
             need(is_state, "the checkpoint's random state is not int64 [3]")
+        if self.epoch_as:
+            left, of = (state[name] for name in self.epoch_as)
+            counts = of if isinstance(of, list) else [0 if of is None else of]
+            usable = type(state["ran_out"]) is bool and all(is_count(int(count)) for count in counts)
+            # Of trajectories there is at most one a row.
+            need(usable and (left is None or positions_below(left, size)), "the checkpoint's epoch is damaged")
 
 
 def require_rows(storage: TensorStorage, shards: Shards | None = None) -> None:

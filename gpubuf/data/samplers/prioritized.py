@@ -330,10 +330,10 @@ class PrioritizedSampler(Sampler):
             )
 
     def mend(self) -> None:
-        super().mend()
         if self._tree:
             self._tree.mend()
             self._alpha = self._tree.alpha
+        super().mend()
 
     # State
 

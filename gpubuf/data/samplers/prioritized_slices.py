@@ -91,31 +91,38 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             stack=stack,
             process_group=process_group,
         )
-        # How many steps must be left, and the rows of which that is true.
+        self._forget_starts()
+
+    def _forget_starts(self) -> None:
+        # How many steps must be left, 0 before that is known; and the rows of which it is true.
         self._need = 0
-        self._eligible: Tensor | None = None
+        self._eligible = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def forget_storage(self) -> None:
+        super().forget_storage()
+        self._forget_starts()
 
     def _steps_needed(self, length: int) -> int:
         return length - self._rule(length).after
 
-    def _restrict(self, index: TrajectoryIndex, need: int) -> Tensor:
+    def _restrict(self, index: TrajectoryIndex, need: int) -> None:
         """Tell the tree which starts are eligible, of slices that need ``need`` steps. O(capacity)."""
         eligible, storage = self._eligible, index.storage
         at_replays().after(functools.partial(setattr, self, "_need", need))
         at_replays().undo(functools.partial(setattr, self, "_need", self._need))
-        if eligible is None:
+        if not eligible.numel():
             at_replays().refuse("the first write or sample finds the eligible starts: do it before")
             eligible = torch.zeros(eligible_words(storage.max_size), dtype=torch.int64, device=storage.device)
         storage.changing(self._restrict_to, index, eligible, need)
-        return eligible
 
     def _restrict_to(self, index: TrajectoryIndex, eligible: Tensor, need: int) -> None:
         index.update_eligible(eligible, index.steps, need, not self.strict_length)
         self._tree_made().restrict(eligible)
-        self._need, self._eligible = need, eligible
+        # In this order: who is interrupted between them does it again.
+        self._eligible, self._need = eligible, need
 
     def _require(self, index: TrajectoryIndex, need: int) -> None:
-        if self._eligible is None or need != self._need:
+        if need != self._need:
             self._restrict(index, need)
 
     def _note_need(self, index: TrajectoryIndex) -> None:
@@ -151,10 +158,9 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         self._looks.wrote(positions.numel())
         self._note_need(trajectories)
         trajectories.write(n)
-        eligible = self._eligible
-        if eligible is None:
-            eligible = self._restrict(trajectories, self._steps_needed(self.slice_len) if self.slice_len else 1)
-        touched = trajectories.update_eligible(eligible, n, self._need, not self.strict_length)
+        if not self._need:
+            self._restrict(trajectories, self._steps_needed(self.slice_len) if self.slice_len else 1)
+        touched = trajectories.update_eligible(self._eligible, n, self._need, not self.strict_length)
         PrioritizedSampler.on_write(self, positions, priority)
         self._tree_made().refresh(touched)
 
@@ -166,20 +172,19 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     @operation
     def rebuild(self) -> None:
         super().rebuild()
-        if self._index and self._eligible is not None:
+        if self._index and self._need:
             self._restrict(self._index, self._need)
 
     def empty(self) -> None:
         super().empty()
-        if self._eligible is not None:
-            self._eligible.zero_()
+        self._eligible.zero_()
 
     def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
         return IndexBytes(index=8 * eligible_words(math.prod(shape))) + super().index_bytes(shape, device_type)
 
     def move(self) -> None:
         super().move()
-        if self._eligible is not None:
+        if self._need:
             # A tree that was copied knows nothing of it.
             self._tree_made().restrict(self._eligible)
 

@@ -25,7 +25,6 @@ from gpubuf.data.samplers.trajectory_index import (
     signal_keys,
     stored_signal,
 )
-from gpubuf.data.samplers.uniform import EpochSampler
 from gpubuf.data.storage.end_bits import Signal, bitmap_bytes
 from gpubuf.data.storage.layout import MASK_KEY, RowLayout, as_written
 from gpubuf.data.storage.placement import IndexBytes
@@ -312,10 +311,6 @@ class SliceSampler(Sampler):
         if self._index:
             self._index.rebuild()
 
-    def mend(self) -> None:
-        super().mend()
-        self.rebuild()
-
     @operation
     def trajectories(self) -> Trajectories:
         """All stored trajectories: their bounds and lengths, for inspection. Synchronises.
@@ -413,12 +408,8 @@ class SliceSampler(Sampler):
                 info = {key: value[kept] for key, value in info.items()}
         tensors, generation = self.reader.gather(rows)
         info |= self._flags.entries(tensors, last, length, kept)
-        if not self.stack:
-            return Drawn(tensors, rows, generation, info)
-        shape = (n, length)
-        tensors = [t.view(*shape, *t.shape[1:]) for t in tensors]
-        info = {key: value.view(*shape, *value.shape[1:]) for key, value in info.items()}
-        return Drawn(tensors, rows, generation, info, shape)
+        drawn = Drawn(tensors, rows, generation, info)
+        return drawn.in_batches(n) if self.stack else drawn
 
     def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:
         """Whether a slice can be drawn. Synchronises. Raises RuntimeError if the batch size doesn't fit."""
@@ -447,7 +438,7 @@ class SliceSampler(Sampler):
         return [size, *keys, f"strict_length={self.strict_length}", f"weighting={self.weighting!r}", *index]
 
 
-class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
+class SliceSamplerWithoutReplacement(SliceSampler):
     """Every eligible trajectory once an epoch, one slice of it, which starts anywhere in it with equal probability.
 
     A batch has fewer slices than asked for if no more trajectories are left; then ``ran_out`` is set, and the next
@@ -462,7 +453,9 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
         replacement: accepted for compatibility.
     """
 
-    _saved_as = ("ranks", "epoch")
+    row_tensors = ("_left",)
+    drawn_state = ("_left", "_of")
+    epoch_as = ("ranks", "epoch")
 
     def __init__(
         self,
@@ -484,8 +477,7 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
         stack: bool = False,
         replacement: bool = False,
     ) -> None:
-        SliceSampler.__init__(
-            self,
+        super().__init__(
             num_slices=num_slices,
             slice_len=slice_len,
             end_key=end_key,
@@ -498,7 +490,7 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
             strict_length=strict_length,
             stack=stack,
         )
-        EpochSampler.__init__(self, drop_last, shuffle)
+        self.drop_last, self.shuffle = drop_last, shuffle
 
     def _told(self) -> list[str]:
         size, *others = super()._told()
@@ -511,7 +503,7 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
         )
         rule, storage = self._rule(length), index.storage
         index.use(rule)
-        ranks = self._next(n, [storage.written, *rule], lambda: self._count(index))
+        ranks = self.next_of_epoch(n, [storage.written, *rule], lambda: self._count(index))
         return *index.draw(ranks.numel(), self.random_state(storage.device), ranks), {}
 
     def _count(self, index: TrajectoryIndex) -> int:

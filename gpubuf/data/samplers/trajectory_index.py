@@ -45,17 +45,18 @@ def signal_keys(
             f"the rows of the storage have batch dimensions of their own, {list(layout.nested_batch)}: to keep the "
             f"steps of several environments, give the storage ndim={ndim + len(layout.nested_batch)}"
         )
-    asked = traj_key is not None or end_keys is not None
-    by_ends = (False, tuple(as_key(key) for key in end_keys) if end_keys is not None else (END_KEY,))
-    by_ids = [(True, (as_key(traj_key),))] if traj_key is not None else [(True, (key,)) for key in TRAJECTORY_KEYS]
-    choices = [by_ends, *by_ids] if end_keys is not None and traj_key is None else [*by_ids, by_ends]
+    ids = [] if traj_key is None else [(True, (as_key(traj_key),))]
+    ends = [] if end_keys is None else [(False, tuple(as_key(key) for key in end_keys))]
+    asked, choices = [*ids, *ends], [*ids, *ends]
+    choices += [] if ids else [(True, (key,)) for key in TRAJECTORY_KEYS]
+    choices += [] if ends else [(False, (END_KEY,))]
     for by_id, keys in choices:
         positions = tuple(position for key in keys if (position := layout.position(key)) is not None)
         if not positions:
             continue
-        if asked and (by_id, keys) != choices[0]:
+        if asked and (by_id, keys) != asked[0]:
             warn(
-                f"{list(choices[0][1])} is not stored: trajectories are told apart by {list(keys)} instead",
+                f"{list(asked[0][1])} is not stored: trajectories are told apart by {list(keys)} instead",
             )
         return positions, by_id
     if not layout.leaves:
