@@ -8,9 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-import gpubuf
 from gpubuf.data import LazyTensorStorage, TensorDictReplayBuffer, TensorStorage
-from gpubuf.kernels import rows
 from tests.support.transitions import same, transitions
 
 
@@ -20,34 +18,6 @@ def buffer(storage=None) -> TensorDictReplayBuffer:
         batch_size=16,
         generator=torch.Generator().manual_seed(3),
     )
-
-
-@pytest.mark.parametrize(("size", "shape"), [(40, (40,)), (40, (10, 4)), (1, (1,)), (4, (1, 4))])
-def test_packed_rows_are_ordinary_tensors(backend, size, shape):
-    """Written, drawn, read and overwritten as rows of one tensor a key are, also where a dimension has length 1."""
-    ndim, envs = len(shape), shape[-1] if len(shape) == 2 else 1
-
-    def shaped(n, start):
-        # A batch is [environments, steps].
-        data = transitions(n, start)
-        return data if ndim == 1 else data.view(envs, n // envs)
-
-    packed = buffer(LazyTensorStorage(size, ndim=ndim))
-    plain = buffer(TensorStorage(transitions(size).apply(torch.zeros_like).view(shape), ndim=ndim))
-    plain.empty()
-    for start, n in ((0, 12), (12, 24), (36, 16)):
-        for each in (packed, plain):
-            each.extend(shaped(n, start))
-    table = packed.storage.table[:, rows.ROW_STRIDE].tolist()
-    strides = {leaf.key: stride for leaf, stride in zip(packed.storage.layout.leaves, table, strict=True)}
-    assert strides["observation",] == strides["next", "observation"] == 24
-    assert strides["pixels",] == 7
-    assert packed.storage.nbytes == plain.storage.nbytes
-    assert same(packed[:], plain[:])
-    batch = packed.sample()
-    assert all(value.is_contiguous() for value in batch.values(True, True))
-    assert same(batch, plain.sample())
-    assert gpubuf.plan(transitions(5), size).rows == packed.storage.nbytes
 
 
 @pytest.mark.parametrize("way", ["state", "checkpoint"])
