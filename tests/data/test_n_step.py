@@ -1,7 +1,5 @@
 """n-step transitions that are made when a batch is drawn: what they are, and which rows they begin with.
 
-n-step transitions while their rows change: in place, by copies, in other storages.
-
 MultiStepTransform, with TorchRL's name and arguments: made when a batch is drawn, or when rows are written.
 """
 
