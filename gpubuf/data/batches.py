@@ -11,8 +11,9 @@ from torch import Tensor
 
 from gpubuf.data.arguments import check_batch_size, warn
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.operation import Operation, at_replays
+from gpubuf.data.operation import Operation
 from gpubuf.data.pinning import pin
+from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.base import Drawn, Sampler, require_rows
 from gpubuf.data.sequences import SampleUnit
 from gpubuf.data.storage.containers import Data

@@ -16,14 +16,14 @@ from gpubuf.data.arguments import as_tensor, check_batch_size, check_sizes, warn
 from gpubuf.data.batches import Batch, attach_info, finished
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.checkpoints import files, restore, save
-from gpubuf.data.operation import Operation, at_replays, graph_break, together
+from gpubuf.data.operation import Operation, graph_break, together
+from gpubuf.data.recording import at_replays, host_can_read
 from gpubuf.data.samplers.priorities import masks_of, priority_vectors, rows_of
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.shares import Offsets, remembered_cut
 from gpubuf.data.storage.containers import Data, device_of
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import MASK_KEY, RowLayout, priority_mask_key
-from gpubuf.data.storage.schema import host_can_read
 from gpubuf.data.storage.tree_layout import layout_of
 from gpubuf.data.transforms import Compose
 

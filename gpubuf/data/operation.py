@@ -7,13 +7,13 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
 from torch._compile import _disable_dynamo
 
-from gpubuf.data.recording import Recording, capturing, current, outside_captures, refuse_in_capture, used
+from gpubuf.data.recording import capturing, current, outside_captures, used
 from gpubuf.data.storage.storage import TensorStorage
 
 _T = TypeVar("_T")
@@ -259,11 +259,6 @@ class Operation:
         """Whether what is launched runs, rather than become part of a graph that is captured on the current stream."""
         return self.gpu() is None or not capturing()
 
-    @staticmethod
-    def refuse_recording(reason: str) -> None:
-        """Raise a :class:`CaptureError` if :func:`gpubuf.capture` captures a graph in this thread."""
-        refuse_in_capture(reason)
-
     def _cuda_present(self) -> bool:
         if self._has_cuda is None:
             self._has_cuda = torch.cuda.is_available()
@@ -310,36 +305,6 @@ def operation(method: _Method) -> _Method:
 
     broken: Any = graph_break(step)
     return cast("_Method", broken)
-
-
-class _Eager(Recording):
-    """Of a step that is not captured: what is noted is forgotten, and nothing is refused."""
-
-    def before(self, key: Hashable, action: Callable[[], None]) -> None:
-        pass
-
-    def after(self, action: Callable[[], None]) -> None:
-        pass
-
-    def undo(self, action: Callable[[], None]) -> None:
-        pass
-
-    def holds(self, owner: Any, *attributes: str) -> None:
-        pass
-
-    def refuse(self, reason: str) -> None:
-        pass
-
-
-_EAGER = _Eager()
-
-
-def at_replays() -> Recording:
-    """Where an operation notes what is to be done at each replay of the step that it is part of, now as well.
-
-    A step that is not captured takes such notes, and does nothing with them.
-    """
-    return current.recording or _EAGER
 
 
 def together(operations: Iterable[Operation], action: Callable[[], _T]) -> _T:

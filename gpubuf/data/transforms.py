@@ -11,9 +11,9 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from gpubuf.data.arguments import describe_type
-from gpubuf.data.operation import at_replays
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.processing.statistics import RunningStatistics
+from gpubuf.data.recording import at_replays
 from gpubuf.data.storage.containers import Data, device_of
 from gpubuf.data.storage.layout import Key, as_key
 from gpubuf.data.storage.placement import AUTO

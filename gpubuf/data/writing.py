@@ -11,13 +11,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.operation import at_replays
 from gpubuf.data.prepared_writes import Columns, Route, numbers_as
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.recording import current
+from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.row_order import RowOrder
-from gpubuf.data.storage.containers import Data, mapped, of_array, shallow, tensors_of
+from gpubuf.data.storage.containers import Data, batch_shape, mapped, of_array, shallow, tensors_of
 from gpubuf.data.storage.layout import Key, as_key
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.tree_layout import inside
@@ -137,6 +136,18 @@ class Writes:
             pipeline.on_write(rows, storage.ndim, None if in_order else index >= 0, storage.marks.streams)
         self._end()
         return index
+
+    def refuse_batch(self, data: Data) -> None:
+        """Raise ValueError if ``data``, which is given as one row, is a batch of rows like those that are stored."""
+        storage = self.storage
+        if not storage.initialized:
+            return
+        try:
+            storage.written_layout.collect(data, storage.ndim)
+            shape = batch_shape(data, storage.ndim)
+        except ValueError:
+            return
+        raise ValueError(f"add() writes one row, and got a batch of shape {list(shape)}: use extend()") from None
 
     def _end(self) -> None:
         """The rows are written, and all who follow them know of them."""

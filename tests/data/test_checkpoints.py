@@ -525,6 +525,22 @@ def test_a_storage_alone(tmp_path, kind, n):
     other.sample()
 
 
+@pytest.mark.parametrize("to_given", [True, False])
+def test_rows_that_a_storage_was_given_and_others(to_given, tmp_path):
+    """Small keys share a record, but for those of tensors that are there already: a state goes either way."""
+    given, made = (
+        ReplayBuffer(storage=storage)
+        for storage in (TensorStorage(transitions(40).apply(torch.zeros_like)), LazyTensorStorage(40))
+    )
+    given.empty()
+    source, target = (made, given) if to_given else (given, made)
+    source.extend(transitions(30))
+    source.extend(transitions(30, 30))
+    source.save(tmp_path)
+    target.load(tmp_path)
+    assert same(target[:], source[:])
+
+
 def test_objects_text_and_containers(tmp_path):
     for make, data in (
         (lambda: ListStorage(4), ["a", "b", "c"]),

@@ -138,13 +138,6 @@ def test_priorities_of_new_rows_and_late_ones():
     assert buffer[:]["number"].tolist() == [3] * 4
 
 
-def test_ranks_without_an_order_are_the_lowest():
-    buffer = buffer_of(2)
-    nan, inf = float("nan"), float("inf")
-    assert buffer.extend(rows([nan, -inf, nan, 1.0, inf])).tolist() == [-1, -1, -1, 0, 1]
-    assert buffer.extend(rows([nan, inf, 2.0])).tolist() == [-1, 0, -1]
-
-
 def test_the_state_goes_on(tmp_path):
     generator = torch.Generator().manual_seed(2)
     buffer = buffer_of(8, PrioritizedSampler(8, 0.6, 0.4))

@@ -1,7 +1,5 @@
 """n-step transitions that are made when a batch is drawn: what they are, and which rows they begin with.
 
-n-step transitions while their rows change: in place, by copies, in other storages.
-
 MultiStepTransform, with TorchRL's name and arguments: made when a batch is drawn, or when rows are written.
 """
 
@@ -20,7 +18,6 @@ from gpubuf import (
     PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
-    RoundRobinWriter,
     SACLoss,
     SamplerWithoutReplacement,
     SliceSampler,
@@ -269,7 +266,7 @@ def test_a_sampler_of_ones_own_chooses_and_need_not_know():
 def test_a_sampler_that_reads_past_its_reader_is_told():
     class Own(Sampler):
         def draw(self, n):
-            tensors, index, generation = self.storage.sample_uniform(self.random_state("cpu").state, n)
+            tensors, index, generation = self.storage.plans.batch.sample_uniform(self.random_state("cpu").state, n)
             return Drawn(tensors, index, generation, {})
 
     buffer, model = new(12, n_steps=3), Model(12)
@@ -277,35 +274,6 @@ def test_a_sampler_that_reads_past_its_reader_is_told():
     buffer.extend(model.write(9))
     with pytest.raises(RuntimeError, match="let it read them from its reader"):
         buffer.sample()
-
-
-def test_flags_that_are_changed_in_place():
-    """By indexing, by update_if_present, and behind the buffer's back with mark_update."""
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(8),
-        sampler=SamplerWithoutReplacement(shuffle=False),
-        writer=RoundRobinWriter(track_generations=True),
-        n_steps=8,
-        gamma=1.0,
-    )
-    buffer.extend(agents_rows(8))
-
-    def steps() -> list[int]:
-        return buffer.sample(8)["steps_to_next_obs"].flatten().tolist()
-
-    assert steps() == [8, 7, 6, 5, 4, 3, 2, 1]
-    row = buffer[torch.tensor([2])]
-    row["next", "done"][:] = True
-    buffer[torch.tensor([2])] = row.exclude("index")
-    assert steps() == [3, 2, 1, 5, 4, 3, 2, 1]
-    other = ReplayBuffer(storage=buffer.storage)
-    ended = TensorDict({"next": {"done": torch.ones(2, 1, dtype=torch.bool)}}, [2])
-    other.update_if_present(torch.tensor([4, 5]), ended, generation=torch.tensor([1, 1]))
-    assert steps() == [3, 2, 1, 2, 1, 1, 2, 1]
-    column = buffer.storage.columns[buffer.storage.layout.position(("next", "done"))].whole
-    column[2] = False
-    buffer.mark_update(torch.tensor([2]))
-    assert steps() == [5, 4, 3, 2, 1, 1, 2, 1]
 
 
 def test_a_buffer_that_is_refused_leaves_the_storage_alone():

@@ -546,6 +546,3 @@ def test_a_state_goes_from_one_placement_to_another(full_gpu, tmp_path, source, 
         assert same(saved[:], loaded[:])
         assert alike(saved, loaded)
         assert loaded.storage.placement.kind == target
-
-
-# A column

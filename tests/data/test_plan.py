@@ -201,36 +201,6 @@ def test_bad_specs_exit_with_2(capsys, arguments, message):
     assert message in captured.err
 
 
-OBSERVATION = 310
-
-
-def spec() -> dict:
-    return {
-        "observation": ((OBSERVATION,), torch.float32),
-        "action": ((12,), torch.float32),
-        ("next", "observation"): ((OBSERVATION,), torch.float32),
-        ("next", "reward"): ((1,), torch.float32),
-        ("next", "done"): ((1,), torch.bool),
-    }
-
-
-@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2)])
-def test_ten_million_rows(dtype, itemsize):
-    """The bytes of observations are what arithmetic says: halved, and halved again in bfloat16."""
-    n = 10_000_000
-    made = gpubuf.plan(spec(), n, share_next=True, dtypes={"observation": dtype})
-    keys = {key.name: key for key in made.keys}
-    width = OBSERVATION * itemsize
-    assert keys["observation"].n_bytes == n * width
-    assert keys["next.observation"].row_bytes == 0
-    assert keys["next.observation"].n_bytes == (n // 8 + 1) * width
-    rest = n * (12 * 4 + 4 + 1)
-    assert made.rows == n * width + (n // 8 + 1) * width + rest
-    assert made.fit("cpu").index.index == 4 * n + 8 * (n // 8 + 1)
-    plain = gpubuf.plan(spec(), n, dtypes={"observation": dtype})
-    assert plain.rows == 2 * n * width + rest
-
-
 def test_the_command_with_observations_stored_once(capsys):
     entries = ["observation=310:float32", "next.observation=310:float32", "next.reward=1:float32"]
     arguments = [part for entry in entries for part in ("--spec", entry)]

@@ -172,15 +172,6 @@ def test_bytes_are_no_fractions():
         Twins(Normalize("pixels")).write(3, 0)
 
 
-def test_several_batches_in_one_draw():
-    twins = Twins(Normalize("observation"))
-    twins.write(40, 0)
-    plain, processed = (buffer.sample(batches=3) for buffer in (twins.plain, twins.processed))
-    assert processed.batch_size == (3, 16)
-    expected = normalised(plain["observation"].view(48, 3), twins.rows("observation"))
-    close(processed["observation"].view(48, 3).double(), expected, 2e-5)
-
-
 def test_buffers_that_share_statistics_in_one_batch():
     """Online and offline rows: one object for both, which learns from both."""
     normalize = Normalize("observation")

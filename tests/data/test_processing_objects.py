@@ -213,25 +213,6 @@ def test_before_the_first_row_nothing_changes():
 # Normalize
 
 
-def test_normalize_learns_from_the_root_and_serves_its_twin():
-    normalize = Normalize(["observation", "action"])
-    pipeline = bound(normalize)
-    batches = [steps(n, seed=n) for n in (1, 6, 30)]
-    for batch in batches:
-        pipeline.on_write(batch, 1)
-    rows = torch.cat(batches)["observation"].double()
-    close(normalize.mean("observation"), rows.mean(0))
-    close(normalize.var(("next", "observation")), rows.var(0, correction=0))
-    assert normalize.count("action").tolist() == [37, 37]
-    assert pipeline.options(("observation",)) == pipeline.options(("next", "observation"))
-    assert pipeline.options(("next", "reward")) == {}
-    out = normalize(batches[0])
-    expected = (batches[0]["next", "observation"] - rows.mean(0)) / (rows.var(0, correction=0) + 1e-8).sqrt()
-    close(out["next", "observation"], expected.float(), 1e-5)
-    assert out["next", "reward"] is batches[0]["next", "reward"]
-    assert torch.equal(batches[0]["observation"], steps(1, seed=1)["observation"])
-
-
 def test_frozen_statistics_stay_and_still_apply():
     normalize = Normalize("observation")
     pipeline = bound(normalize)

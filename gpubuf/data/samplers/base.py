@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import describe_type, warn
-from gpubuf.data.operation import ALONE, Alone, Operation, at_replays
-from gpubuf.data.recording import current
+from gpubuf.data.operation import ALONE, Alone, Operation
+from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.placement import IndexBytes

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count
-from gpubuf.data.operation import at_replays, operation
+from gpubuf.data.operation import operation
+from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.priorities import check_beta, exponent, refuse_negative, refuse_unusable, rows_at
 from gpubuf.data.samplers.shards import Shards

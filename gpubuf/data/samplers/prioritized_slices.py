@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpubuf.data.arguments import warn
-from gpubuf.data.operation import at_replays, operation
+from gpubuf.data.operation import operation
+from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.slices import Chosen, SliceSampler, pair_of
 from gpubuf.data.samplers.trajectory_index import TrajectoryIndex

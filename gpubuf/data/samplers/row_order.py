@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import warn
+from gpubuf.data.recording import host_can_read
 from gpubuf.data.storage.layout import as_key
 from gpubuf.data.storage.plan import Recipe
-from gpubuf.data.storage.schema import NEXT_KEY, continued_keys, default_ends, host_can_read
+from gpubuf.data.storage.schema import NEXT_KEY, continued_keys, default_ends
 from gpubuf.data.storage.storage import TensorStorage
 
 # How much of a storage is compared at a look, and how much of it is searched at a time.

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count, warn
-from gpubuf.data.operation import at_replays, operation
+from gpubuf.data.operation import operation
+from gpubuf.data.recording import at_replays, host_can_read
 from gpubuf.data.samplers.base import Drawn, Sampler
 from gpubuf.data.samplers.row_order import Looks, environments_in_turn
 from gpubuf.data.samplers.shards import Shards
@@ -28,7 +29,7 @@ from gpubuf.data.storage.end_bits import Signal, bitmap_bytes
 from gpubuf.data.storage.layout import MASK_KEY, RowLayout, as_written
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.plan import Recipe
-from gpubuf.data.storage.schema import check_tells_ends, host_can_read
+from gpubuf.data.storage.schema import check_tells_ends
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels.trajectories import Rule
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import warn
-from gpubuf.data.operation import at_replays
-from gpubuf.data.recording import current
+from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.storage.end_bits import EndBits, Signal
 from gpubuf.data.storage.layout import Key, RowLayout, as_key

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpubuf.data.operation import at_replays
-from gpubuf.data.recording import current
+from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.base import Drawn, Sampler
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.storage.placement import IndexBytes
