@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
-import pickle
 import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, Self
 
 import torch
@@ -25,16 +21,19 @@ from gpubuf.data.check import Report, check
 from gpubuf.data.checkpoints import restore, save, shards
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
-from gpubuf.data.ingress.intake import Intake, Writers
+from gpubuf.data.ingress.intake import Intake
+from gpubuf.data.ingress.options import Writers
+from gpubuf.data.mending import forget, mend
 from gpubuf.data.operation import Operation, graph_break, operation
+from gpubuf.data.passing import living, packed, register, unpacked
 from gpubuf.data.prefetch import Prefetched
 from gpubuf.data.prepared_writes import Columns
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import EMPTIES, REPLAY
 from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.priorities import vector
 from gpubuf.data.samplers.row_order import RowOrder
 from gpubuf.data.samplers.slices import SliceSampler
-from gpubuf.data.samplers.sum_tree import vector
 from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.sequences import SampleUnit, check_parts, checked_unit
 from gpubuf.data.storage.containers import Data, shallow
@@ -49,7 +48,6 @@ from gpubuf.data.writers import RoundRobinWriter, Writer
 from gpubuf.data.writing import Writes, without_priority
 
 DEFAULT_CAPACITY = 1_000
-_BYTES, _OWNER = "_bytes", "_owner"
 # A copy gets new ones: they have locks and addresses.
 _OF_THE_PROCESS = ("operation", "_batches", "_writes", "_rows", "_intake")
 
@@ -166,7 +164,7 @@ class ReplayBuffer:
         self.operation = Operation(self._storage, self._mend)
         self._sampler.bind(self._storage, self.operation)
         self._assemble()
-        _buffers.add(self)
+        living.add(self)
 
     def _assemble(self) -> None:
         """Make batches and writes of the parts that the buffer has now.
@@ -408,11 +406,8 @@ class ReplayBuffer:
         try:
             index = self.extend(row)
         except ValueError:
-            shape = self._storage.shape_of_rows(data)
-            if shape is None:
-                raise
-            message = f"add() writes one row, and got a batch of shape {list(shape)}: use extend()"
-            raise ValueError(message) from None
+            self._writes.refuse_batch(data)
+            raise
         if self._storage.ndim > 1 or not index.numel():
             return index
         return cursor if self._writer.in_order else self._writer.added(index)
@@ -509,11 +504,7 @@ class ReplayBuffer:
         """
         self._writer.check_writable()
         self._discard()
-        self._storage.changing(self._empty, empty_write_count, what=EMPTIES)
-
-    def _empty(self, recount: bool = False) -> None:
-        self._storage.empty(recount)
-        self._writer.empty(recount)
+        self._storage.changing(forget, self._storage, self._writer, empty_write_count, what=EMPTIES)
 
     # Reading
 
@@ -826,52 +817,18 @@ class ReplayBuffer:
             self.operation.mend()
 
     def _mend(self) -> None:
-        """Finish an interrupted operation. The next one calls this.
-
-        The device's counters say whether the rows of a write have been written. If so, the write is completed;
-        otherwise there was none. Data derived from rows and priorities is computed anew: O(capacity). Synchronises
-        after a write.
-        """
-        storage = self._storage
-        left = storage.unfinished
-        if left is not None and left.empties:
-            self._empty()
-            storage.settled()
-            return
-        if left is None or not storage.initialized:
-            storage.settled()
-            return
-        storage.again.redo()
-        if left.written is None or self._complete_write(left.written) or not self._writer.in_order:
-            if not left.counted:
-                storage.refresh()
-            storage.followers.mend()
-            self._writer.mend()
-        storage.settled()
-
-    def _complete_write(self, written: int) -> bool:
-        """Whether an interrupted write has written rows; all who follow them know of them then."""
-        storage = self._storage
-        storage.refresh()
-        n = min(storage.written - written, storage.max_size)
-        if n > 0:
-            first = storage.written - n
-            index = (first + torch.arange(n, device=storage.device)) % storage.max_size
-            storage.followers.on_write(index)
-        return n > 0
+        """Finish an interrupted operation. The next one calls this."""
+        mend(self._storage, self._writer)
 
     # Copies, which have memory of their own, and other processes
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        ForkingPickler.register(cls, _passed)
+        register(cls)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of everything as of one moment. Synchronises."""
-        state = self.operation.run(self._copied)
-        # A process that is being spawned gets bytes: torch would pass it the memory of tensors as open files, and fails
-        # if two tensors share it.
-        return state if get_spawning_popen() is None else {_BYTES: pickle.dumps(state), _OWNER: os.getpid()}
+        return packed(self.operation.run(self._copied))
 
     def _copied(self) -> dict[str, Any]:
         self._batches.discard()
@@ -881,11 +838,9 @@ class ReplayBuffer:
         return copy.deepcopy({name: value for name, value in vars(self).items() if name not in _OF_THE_PROCESS})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        owner = state.get(_OWNER)
-        if _BYTES in state:
-            state = pickle.loads(state[_BYTES])
-        vars(self).update(state)
-        self._storage.owner = None if owner == os.getpid() else owner
+        copied, owner = unpacked(state)
+        vars(self).update(copied)
+        self._storage.owner = owner
         # Writers write to the buffer that made their clients.
         self._intake = None
         self._connect()
@@ -895,7 +850,7 @@ class ReplayBuffer:
         other.__setstate__(self.__getstate__())
         return other
 
-    def _begin_anew(self) -> None:
+    def begin_anew(self) -> None:
         """In a forked process, where no other thread is: a new lock, no batch ahead, and random streams of its own.
 
         If a thread of the parent was in the middle of an operation, the next one here finishes it.
@@ -932,30 +887,4 @@ def storage_of(given: Any, sampler: Sampler | None = None) -> TensorStorage:
     return storage
 
 
-def _passed(buffer: ReplayBuffer) -> Any:
-    """What multiprocessing passes of a buffer, to a process that it starts, and through queues, pipes and pools."""
-    if get_spawning_popen() is not None:
-        return buffer.__reduce_ex__(2)
-    return _arrived, (os.getpid(), pickle.dumps(buffer))
-
-
-def _arrived(sender: int, content: bytes) -> ReplayBuffer:
-    """A buffer from a queue. Its parent's stays that of the parent; any other is a message, which the reader owns."""
-    buffer: ReplayBuffer = pickle.loads(content)
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid == sender:
-        buffer._storage.owner = sender
-    return buffer
-
-
-ForkingPickler.register(ReplayBuffer, _passed)
-
-_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for buffer in list(_buffers):
-        buffer._begin_anew()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+register(ReplayBuffer)

@@ -12,8 +12,8 @@ from torch import Tensor
 from gpubuf.data.batches import collapsed
 from gpubuf.data.buffer import ReplayBuffer, storage_of
 from gpubuf.data.operation import graph_break, operation
+from gpubuf.data.samplers.priorities import masks_of, rows_of
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
-from gpubuf.data.samplers.sum_tree import masks_of, rows_of
 from gpubuf.data.sequences import by_anchor
 from gpubuf.data.storage.containers import Data, batch_shape, tensors_of
 from gpubuf.data.storage.indexing import as_positions

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gpubuf.data.prepared_writes import Columns, Route, numbers_as
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.recording import current, refuse_in_capture
+from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.row_order import RowOrder
-from gpubuf.data.storage.containers import Data, mapped, of_array, shallow, tensors_of
+from gpubuf.data.storage.containers import Data, batch_shape, mapped, of_array, shallow, tensors_of
 from gpubuf.data.storage.layout import Key, as_key
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.tree_layout import inside
@@ -109,7 +109,7 @@ class Writes:
             if not data:
                 return None
             data = storage.batch_of(data)
-        if len(self.transform):
+        if not self.transform.is_empty:
             # Inverse transforms may set keys in place; the caller's TensorDict must not see them.
             data = self.transform.inv(shallow(data))
         if data is None or (not storage.initialized and storage.holds_nothing(data)):
@@ -122,7 +122,7 @@ class Writes:
         """Write a batch by the writer. Returns the flat positions of its rows."""
         storage, pipeline, in_order = self.storage, self.pipeline, self.writer.in_order
         if not storage.initialized:
-            refuse_in_capture("the first write allocates the storage: write before")
+            at_replays().refuse("the first write allocates the storage: write before")
         elif priority is not without_priority or pipeline is not None or not in_order:
             # They read the batch again after some of it is written.
             data = storage.apart(data)
@@ -136,6 +136,18 @@ class Writes:
             pipeline.on_write(rows, storage.ndim, None if in_order else index >= 0, storage.marks.streams)
         self._end()
         return index
+
+    def refuse_batch(self, data: Data) -> None:
+        """Raise ValueError if ``data``, which is given as one row, is a batch of rows like those that are stored."""
+        storage = self.storage
+        if not storage.initialized:
+            return
+        try:
+            storage.written_layout.collect(data, storage.ndim)
+            shape = batch_shape(data, storage.ndim)
+        except ValueError:
+            return
+        raise ValueError(f"add() writes one row, and got a batch of shape {list(shape)}: use extend()") from None
 
     def _end(self) -> None:
         """The rows are written, and all who follow them know of them."""
@@ -194,7 +206,7 @@ class Writes:
         route = self._route
         if route is None or not route.fits(self.storage):
             route = self._route = self._new_route()
-        if route is None or not route.direct or len(self.transform) or current.recording is not None:
+        if route is None or not route.direct or not self.transform.is_empty or current.recording is not None:
             return None
         return route
 

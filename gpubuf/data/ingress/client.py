@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpubuf.data.ingress.queues import Queues, as_bits, numpy_dtype, of_bits, start_of, wait
 from gpubuf.data.prepared_writes import Columns
-from gpubuf.data.samplers.sum_tree import refuse_unusable
+from gpubuf.data.samplers.priorities import refuse_unusable
 from gpubuf.data.storage.containers import batch_shape, mapped, tensors_of
 from gpubuf.data.storage.layout import RowLayout, as_key, as_written
 from gpubuf.data.writing import tensordict_of
