@@ -20,7 +20,7 @@ from tensordict.nn import TensorDictModuleBase, TensorDictParams, dispatch
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor, nn
 
-from gpubuf.data.recording import current_recording
+from gpubuf.data.recording import current
 from gpubuf.data.storage.layout import priority_mask_key
 from gpubuf.kernels import td
 from gpubuf.modules.fast_call import entry
@@ -354,7 +354,7 @@ class LossModule(TensorDictModuleBase):
             if given is not None:
                 self._networks.refresh(given)
             found = losses(tensordict)
-            if not (torch.compiler.is_compiling() or self.nan_named or current_recording() is not None):
+            if not (torch.compiler.is_compiling() or self.nan_named or current.recording is not None):
                 self._look_for_nan(tensordict, found)
         except RuntimeError:
             self._check_action_width(tensordict)

@@ -101,7 +101,7 @@ class SoftActorCritic(LossModule):
 
     def _set_temperature(self, options: Any) -> None:
         """Register the temperature, its bounds and its aim, on the device of the policy."""
-        like = next(self.actor_network_params.parameters(), torch.empty(()))
+        like = next(self.actor_network_params.parameters(), torch.empty((), device=torch.get_default_device()))
         dtype = torch.float64 if like.dtype is torch.float64 else torch.get_default_dtype()
         number = functools.partial(torch.tensor, dtype=dtype, device=like.device)
         self.register_buffer("alpha_init", number(options.alpha_init))

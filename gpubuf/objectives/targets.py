@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpubuf.data.recording import current_recording
+from gpubuf.data.recording import current
 from gpubuf.objectives.base import pairs_of
 
 
@@ -172,7 +172,7 @@ class HardUpdate(TargetNetUpdater):
 
     def step(self) -> None:
         """Count the step, and copy if that is due. No host sync."""
-        recording = current_recording()
+        recording = current.recording
         if recording is not None:
             self._gather()
             recording.holds(self, "_device_counter")
