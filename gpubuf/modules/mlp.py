@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from gpubuf.modules.linear import (
     EnsembleLinear,
     ensemble_input_layer,
+    flat_rows,
     joined,
     make_linear,
     net_by_net,
     runs_net_by_net,
-    shared_rows,
 )
 from gpubuf.modules.norms import NormName, check_norm, make_norm
 from gpubuf.modules.weight_norm import normalize_weights
@@ -267,7 +267,7 @@ class EnsembleMLP(nn.Module):
             elif isinstance(first, EnsembleLinear):
                 x = ensemble_input_layer(inputs, first.weight, first.bias)
             else:
-                x = first(shared_rows(inputs, self.ensemble_size))
+                x = first(flat_rows(joined(inputs)).expand(self.ensemble_size, -1, -1))
             for layer in others:
                 x = layer(x)
         else:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import profiler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from gpubuf.data.recording import CaptureError, capturing, current_recording, refuse_in_capture
+from gpubuf.data.recording import CaptureError, at_replays, capturing, current
 from gpubuf.kernels import optim
 from gpubuf.kernels._registry import is_lazy, without_dispatch
 from gpubuf.kernels.optim import DTYPES, MAX_ENTRIES, address, entry, moment_dtype, tiles_of
@@ -480,7 +480,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _update(self, chosen: frozenset[int] | None, targets: bool) -> None:
         buckets = self._ready()
-        recording = current_recording()
+        recording = current.recording
         if recording is not None:
             recording.holds(self, "_buckets")
             recording.before(self, self._before_replay)
@@ -546,7 +546,7 @@ class AdamW(torch.optim.Optimizer):
         """The buckets, made anew if a tensor was moved or replaced."""
         if self._buckets is not None and self._watch.unchanged(self.state):
             return self._buckets
-        refuse_in_capture(
+        at_replays().refuse(
             "the optimiser makes its tables at the first step, and when a parameter was added, moved or replaced: run "
             "a step outside of the graph"
         )

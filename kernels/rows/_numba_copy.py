@@ -95,14 +95,14 @@ def place_address(entry, place):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def prefetch_row(address, row_bytes, most=256):  # type: ignore[no-untyped-def]
-    """Ask for the first ``most`` bytes of a row; the hardware follows a longer one by itself."""
+def prefetch_row(address, row_bytes):  # type: ignore[no-untyped-def]
+    """Ask for the first 256 bytes of a row; the hardware follows a longer one by itself."""
     prefetch_l2(address)
     if row_bytes > 1:
-        for i in range(64, min(row_bytes, most), 64):
+        for i in range(64, min(row_bytes, 256), 64):
             prefetch_l2(address + i)
         # a row that starts in the middle of a line ends in one more
-        prefetch_l2(address + min(row_bytes, most) - 1)
+        prefetch_l2(address + min(row_bytes, 256) - 1)
 
 
 @jit(forceinline=True)

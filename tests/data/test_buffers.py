@@ -95,7 +95,7 @@ class TestWriting:
             pytest.skip("the CPU raises at once: see test_indexing")
         buffer = buffer_of(4)
         buffer.extend(transitions(4))
-        tensors, generation = buffer.storage.gather(torch.tensor([3, 9]))
+        tensors, generation = buffer.storage.plans.batch.gather(torch.tensor([3, 9]))
         assert generation.tolist() == [1, -1]
         assert all(not t[1].any() for t in tensors)
         with pytest.raises(IndexError, match="1 rows"):

@@ -12,7 +12,7 @@ from gpubuf import (
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.data import array_writes
+from gpubuf.data import writing
 from tests.contracts.checkpoints import state_bytes
 from tests.support.interrupted_buffers import CAPACITY
 from tests.support.late_gpu import GPU, LateGpu
@@ -118,7 +118,7 @@ def test_memory_is_filled_again_before_the_gpu_has_read_it(monkeypatch: pytest.M
     made.extend_columns(columns)
     gpu.synchronize()
     made.storage._device = GPU
-    monkeypatch.setattr(array_writes, "past_dispatcher", lambda table: False)
+    monkeypatch.setattr(writing, "past_dispatcher", lambda table: False)
     for step in range(1, 4):
         for key, value in rows((3,), 3 * step).items():
             columns[key][...] = value

@@ -22,7 +22,7 @@ from gpubuf.integrations.torchrl import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
-from gpubuf.integrations.torchrl.max_value import Ranks, RankState, comparable
+from gpubuf.integrations.torchrl.max_value import Ranks, comparable
 from tests.support.fuzzing import examples
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def test_the_rows_that_a_heap_keeps(stream):
 
 def follow_a_heap(capacity: int, batches: list[Tensor]) -> None:
     """Compare what is kept, and where it lies, with a model; each batch goes on from the state before it."""
-    model, ranks = Model(capacity), Ranks(RankState.of(NO_ROWS, capacity), CPU)
+    model, ranks = Model(capacity), Ranks(capacity, CPU, NO_ROWS)
     lying, entered = dict[int, int](), 0
     for given_ranks in batches:
         first, batch = model.seen, comparable(given_ranks)
@@ -76,11 +76,11 @@ def follow_a_heap(capacity: int, batches: list[Tensor]) -> None:
         entered += int((index >= 0).sum())
         assert sorted(lying.values()) == model.kept
         assert ranks.still_there(index, first).tolist() == index.tolist()
-        state = ranks.state()
-        assert state.counts.tolist() == [model.seen, entered]
-        assert {place: age for place, age in enumerate(state.ages.tolist()) if age >= 0} == lying
-        assert state.ranks[list(lying)].tolist() == [model.ranks[age] for age in lying.values()]
-        ranks = Ranks(state, CPU)
+        kept, ages, counts = ranks.state()
+        assert counts.tolist() == [model.seen, entered]
+        assert {place: age for place, age in enumerate(ages.tolist()) if age >= 0} == lying
+        assert kept[list(lying)].tolist() == [model.ranks[age] for age in lying.values()]
+        ranks = Ranks(capacity, CPU, kept, ages, counts)
 
 
 @pytest.mark.parametrize("capacity", [3000, 70_000])

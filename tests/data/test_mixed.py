@@ -26,7 +26,7 @@ from gpubuf.data import (
     TensorDictRoundRobinWriter,
 )
 from gpubuf.data.checkpoints import files
-from gpubuf.data.mixed import Offsets, cut
+from gpubuf.data.shares import Offsets, cut
 from gpubuf.kernels._registry import triton_on_cpu
 from tests.contracts import first_quick
 from tests.contracts.checkpoints import cut_short, state_bytes
@@ -241,6 +241,8 @@ def test_priorities_of_other_classes():
     """Of a buffer by TorchRL's names, under its key; buffers without any warn."""
     one = TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=LazyTensorStorage(20), priority_key="error")
     one.extend(transitions(12))
+    # One whose rows carry no priorities comes first: it names no key.
+    assert MixedReplayBuffer([ReplayBuffer(storage=LazyTensorStorage(4)), one]).priority_key == "error"
     mixed = MixedReplayBuffer([one, part(12, 100)], batch_size=6)
     batch = mixed.sample()
     with pytest.raises(KeyError, match="the batch has no"):

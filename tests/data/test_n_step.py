@@ -266,7 +266,7 @@ def test_a_sampler_of_ones_own_chooses_and_need_not_know():
 def test_a_sampler_that_reads_past_its_reader_is_told():
     class Own(Sampler):
         def draw(self, n):
-            tensors, index, generation = self.storage.sample_uniform(self.random_state("cpu").state, n)
+            tensors, index, generation = self.storage.plans.batch.sample_uniform(self.random_state("cpu").state, n)
             return Drawn(tensors, index, generation, {})
 
     buffer, model = new(12, n_steps=3), Model(12)

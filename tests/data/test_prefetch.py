@@ -30,11 +30,10 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     TensorStorage,
     prefetch,
-    recording,
 )
 from gpubuf.data.batches import Batches
 from gpubuf.data.prefetch import Prefetched
-from gpubuf.data.recording import CaptureError
+from gpubuf.data.recording import CaptureError, Recording, recorded
 from gpubuf.data.storage import memmap
 from tests.contracts import buffers
 from tests.support.interrupted_buffers import is_free
@@ -369,10 +368,8 @@ def test_transforms_run_when_a_batch_is_asked_for_and_may_read_the_buffer():
 def test_a_graph_takes_no_batch_that_was_made_outside_of_it(monkeypatch):
     _, ahead = pair("pinned", "uniform")
     ahead.sample()
-    with monkeypatch.context() as patched:
-        patched.setattr(recording, "current_recording", object)
-        with pytest.raises(CaptureError, match="use a buffer without prefetch"):
-            ahead.sample()
+    with recorded(Recording()), pytest.raises(CaptureError, match="use a buffer without prefetch"):
+        ahead.sample()
     monkeypatch.setattr(prefetch, "capturing", lambda: True)
     with pytest.raises(RuntimeError, match="use a buffer without prefetch"):
         ahead.sample()

@@ -188,7 +188,7 @@ class TestWithoutTheHost:
         buffer = filled()
         outside = torch.tensor([NO_ROW])
         with triton_on_cpu():
-            tensors, generation = buffer.storage.gather(outside)
+            tensors, generation = buffer.storage.plans.batch.gather(outside)
             assert [tensor.item() for tensor in tensors] == [0]
             assert generation.item() == -1
             buffer.storage.write(outside, TensorDict({"x": torch.tensor([99])}, [1]))

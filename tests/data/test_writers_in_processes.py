@@ -28,7 +28,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
     Writers,
 )
-from gpubuf.data import Hindsight, RewardScale, Sequence, array_writes
+from gpubuf.data import Hindsight, RewardScale, Sequence, writing
 from gpubuf.data.buffer import ReplayBuffer as CoreBuffer
 from gpubuf.data.ingress import intake
 from gpubuf.data.ingress.client import WriterClient
@@ -650,7 +650,7 @@ def test_a_late_gpu_gets_the_rows_of_the_time(monkeypatch: pytest.MonkeyPatch):
     assert len(buffer) == 2
     gpu.synchronize()
     buffer.storage._device = GPU
-    monkeypatch.setattr(array_writes, "past_dispatcher", lambda table: False)
+    monkeypatch.setattr(writing, "past_dispatcher", lambda table: False)
     for step in range(1, 5):
         one.extend_columns(columns(1, 2 * step, 2))
         other.extend_columns(columns(2, 3 * step - 3, 3))
@@ -703,12 +703,12 @@ def test_queues_are_locked_for_one_gpu_at_a_time(monkeypatch: pytest.MonkeyPatch
     found = []
     for number in (0, 0, 1):
         storage: Any = SimpleNamespace(device=torch.device("cuda", number))
-        found.append(id(buffer.writers._copies(storage, buffer.writers._queues, 1 << 30)))
+        found.append(id(buffer.writers._reader_of(storage, buffer.writers._queues, 1 << 30)))
     assert len(alive) == 1
     assert found[0] == found[1]
     storage = SimpleNamespace(device=torch.device("cuda", 2))
     with pytest.warns(UserWarning, match="not page-locked: refused"):
-        assert buffer.writers._copies(storage, buffer.writers._queues, 1 << 30) is None
+        assert buffer.writers._reader_of(storage, buffer.writers._queues, 1 << 30) is intake._IN_PLACE
     assert not alive
 
 
@@ -720,7 +720,7 @@ def test_a_queue_that_a_gpu_still_reads_is_not_written_to(monkeypatch: pytest.Mo
     # What it makes counts as being on the GPU.
     monkeypatch.setattr(host_memory, "to_device", lambda sources, device: sources)
     monkeypatch.setattr(intake, "JOINED_BYTES", 0)
-    monkeypatch.setattr(array_writes, "past_dispatcher", lambda table: False)
+    monkeypatch.setattr(writing, "past_dispatcher", lambda table: False)
 
     def steps(writer: int, first: int, n: int) -> Any:
         rows = batch(writer, first, n)
@@ -742,7 +742,7 @@ def test_a_queue_that_a_gpu_still_reads_is_not_written_to(monkeypatch: pytest.Mo
         one.extend(steps(1, 6, 3))
     one.extend(steps(1, 6, 1))
     buffer.writers.take()
-    copies = buffer.writers._aside
+    copies = buffer.writers._reader._copies
     assert len(copies.queue) == 2
     copies.finish()
     buffer.writers.take()
@@ -764,7 +764,7 @@ def test_queues_that_the_driver_refuses_to_lock_are_copied_as_before(monkeypatch
     gpu = LateGpu(monkeypatch)
     monkeypatch.setattr(host_memory, "SideCopies", refused)
     monkeypatch.setattr(intake, "JOINED_BYTES", 0)
-    monkeypatch.setattr(array_writes, "past_dispatcher", lambda table: False)
+    monkeypatch.setattr(writing, "past_dispatcher", lambda table: False)
     buffer = buffer_of(writers=1)
     (client,) = clients_of(buffer, 1)
     client.extend(batch(0, 0, 2))

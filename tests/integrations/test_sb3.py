@@ -9,6 +9,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from gpubuf.data import prepared_writes
 from gpubuf.integrations import sb3
 from gpubuf.integrations.stable_buffers import WAITING_STEPS
 from tests.contracts.adapters import ENVS, MODES, Seen, program
@@ -450,3 +451,19 @@ def test_the_device_that_load_sets():
         assert (buffer.device.type, buffer.sample(3).rewards.device.type) == ("cuda", "cpu")
 
 
+@pytest.mark.parametrize("space", ["box", "dict"])
+def test_a_step_that_waited_is_written_by_a_prepared_launch(space, monkeypatch: pytest.MonkeyPatch):
+    """Once the first write has settled the columns, none of them is looked up by its key or made a tensor."""
+    buffer = sb3.ReplayBuffer(64, SPACES[space], ACTIONS["box"], "cpu")
+    written = list(stream(space, "box", 1, 3))
+    for step in written[:2]:
+        buffer.add(*step)
+        buffer.sample(4)
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("the step took the general way")
+
+    monkeypatch.setattr(prepared_writes.Route, "sources", refuse)
+    buffer.add(*written[2])
+    buffer.sample(4)
+    assert buffer.size() == 3

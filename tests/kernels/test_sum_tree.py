@@ -67,15 +67,14 @@ def random_bits(rows: int, share: float, seed: int) -> list[bool]:
     return (torch.rand(rows, generator=seeded(seed)) < share).tolist()
 
 
-def restricted(weights, eligible, fan_out: int | None = None, **exponents: float) -> tuple[SumTree, WeightList]:
-    """A tree and a model of these weights; ``eligible`` are booleans."""
+def restricted(weights, eligible=None, fan_out: int | None = None, **exponents: float) -> tuple[SumTree, WeightList]:
+    """A tree and a model of these weights; ``eligible`` are booleans, None: every row is."""
     weights = torch.as_tensor(weights, dtype=torch.float32)
-    tree, model = (
-        kind(weights.numel(), **exponents) for kind in (lambda n, **e: SumTree(n, fan_out=fan_out, **e), WeightList)
-    )
+    tree, model = matching(weights.numel(), fan_out, **exponents)
     tree.leaves[: weights.numel()] = weights
-    model.weights, model.eligible = weights.tolist(), list(eligible)
-    tree.restrict(bitmap(eligible))
+    model.weights, model.eligible = weights.tolist(), None if eligible is None else list(eligible)
+    tree.restrict(None if eligible is None else bitmap(eligible))
+    tree.rebuild()
     return tree, model
 
 
@@ -448,14 +447,6 @@ def wide_programs(monkeypatch, request):
         )
 
 
-def tree_of(weights, fan_out: int | None = None, **exponents: float) -> SumTree:
-    weights = torch.as_tensor(weights, dtype=torch.float32)
-    tree = SumTree(weights.numel(), fan_out=fan_out, **exponents)
-    tree.leaves[: weights.numel()] = weights
-    tree.rebuild()
-    return tree
-
-
 def test_both_backends_draw_alike():
     """Also with weights whose sums are rounded: an uniform would have to fall within 1e-15 of an edge."""
     weights, eligible = torch.rand(5000, generator=seeded(1)) ** 4, random_bits(5000, 0.3, 2)
@@ -485,7 +476,7 @@ def test_weight_zero_is_never_drawn(backend, zeros):
         "comb": slice(0, rows, 2),
     }[zeros]
     weights[nothing] = 0.0
-    tree = tree_of(weights, 4)
+    tree, _ = restricted(weights, fan_out=4)
     for stratified in (False, True):
         index, weight = tree.draw(30_000 if backend == "numba" else 2048, RandomState(6), stratified)
         assert index.min() >= 0
@@ -525,7 +516,7 @@ def test_mass_past_the_last_prefix_sum(backend, fan_out):
 def test_strata(backend):
     """CASES 3: 32 768 strata of 32 leaves: each yields its own leaves, the last one many different ones."""
     strata = 32_768 if backend == "numba" else 4096
-    tree = tree_of(torch.ones(strata * 32))
+    tree, _ = restricted(torch.ones(strata * 32))
     rng = RandomState(10)
     last = []
     for call in range(40 if backend == "numba" else 2):
@@ -731,13 +722,6 @@ def sums_of(leaves: torch.Tensor, fan_out: int) -> np.ndarray:
     return np.concatenate(levels)
 
 
-def weights(count: int, seed: int) -> torch.Tensor:
-    """Weights over many orders of magnitude, so that hardly any sum is exact; one in eight is zero."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.exp(8 * torch.randn(count, generator=generator))
-    return torch.where(torch.rand(count, generator=generator) < 0.125, 0.0, drawn)
-
-
 @pytest.mark.parametrize(
     ("capacity", "fan_out", "geometry"),
     [
@@ -753,7 +737,7 @@ def test_build_update_mark_and_refresh_agree_to_the_bit(capacity, fan_out, geome
     """Finding 8 of the review of the compiled kernels: two orders of summation gave two roots."""
     tree = sum_tree.new_tree(capacity, fan_out, "cpu")
     tree.scalars[sum_tree.MAX_PRIORITY] = 3.0
-    tree.leaves[:capacity] = weights(capacity, 0)
+    tree.leaves[:capacity] = random_priorities(capacity, 0)
     index = torch.randint(capacity, (500,), generator=torch.Generator().manual_seed(1))
 
     def check() -> None:
@@ -762,11 +746,11 @@ def test_build_update_mark_and_refresh_agree_to_the_bit(capacity, fan_out, geome
     with triton_on_cpu(), config.using(sum_tree_update=GEOMETRIES[geometry]):
         sum_tree.build(*tree)
         check()
-        sum_tree.update(*tree, ring_of(capacity, capacity), index, weights(len(index), 2), None)
+        sum_tree.update(*tree, ring_of(capacity, capacity), index, random_priorities(len(index), 2), None)
         check()
         sum_tree.mark(*tree, index[:70].flip(0), False)
         check()
-        tree.leaves[index] = weights(len(index), 3)
+        tree.leaves[index] = random_priorities(len(index), 3)
         sum_tree.refresh(*tree, index)
         check()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from weakref import ref
 
 from torch import Tensor
@@ -39,6 +39,9 @@ class Follower(Protocol):
 
 class Chooser(Protocol):
     """A sampler of a buffer with the storage. It refers to the storage, which tells it of all that happens to rows."""
+
+    #: Names of attributes with what is known about the rows. Graphs use them as they are.
+    parts: ClassVar[tuple[str, ...]]
 
     @property
     def hears(self) -> bool:

@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count, warn
-from gpubuf.data.recording import DERIVED, Unfinished, current_recording, refuse_in_capture
+from gpubuf.data.recording import DERIVED, Unfinished, at_replays
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage import state as states
 from gpubuf.data.storage.column import (
@@ -35,7 +35,7 @@ from gpubuf.data.storage.end_bits import EndBits, Marks, Signal, bitmap_bytes
 from gpubuf.data.storage.follower import Followers, Reader
 from gpubuf.data.storage.host_rows import HostRows
 from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, stored_positions, unravel
-from gpubuf.data.storage.layout import Key, RowLayout
+from gpubuf.data.storage.layout import Key, RowLayout, as_key
 from gpubuf.data.storage.placement import (
     AUTO,
     PINNED,
@@ -523,7 +523,7 @@ class TensorStorage:
 
     def settled(self) -> None:
         """Everything that was begun is done."""
-        self.unfinished = None
+        self.unfinished = self.followers.priority = None
 
     # Readers, and where trajectories end
 
@@ -585,7 +585,7 @@ class TensorStorage:
 
     def keep_marks(self) -> None:
         if not self.marks.kept:
-            refuse_in_capture("the first call of end_trajectories takes memory: call it once before")
+            at_replays().refuse("the first call of end_trajectories takes memory: call it once before")
             self.marks.rows = self._new_marks()
             self._follow()
 
@@ -615,16 +615,6 @@ class TensorStorage:
                 "unless every row is to be such a batch",
             )
         return mapped(row, lambda value: value.unsqueeze(dim))
-
-    def shape_of_rows(self, data: Data) -> tuple[int, ...] | None:
-        """The shape of ``data`` as a batch of rows like those that are stored; None if it is none."""
-        if self._schema is None:
-            return None
-        try:
-            self.written_layout.collect(data, self.ndim)
-            return batch_shape(data, self.ndim)
-        except ValueError:
-            return None
 
     def batch_of(self, rows: list[Data]) -> Data:
         """A list of rows as a batch.
@@ -695,17 +685,20 @@ class TensorStorage:
             self.unfinished = Unfinished(ring.written)
         index = self.plans.written.extend(local, n) if sharing is None else sharing.extend(local, n)
         ring.count(n)
-        recording = current_recording()
-        if recording is not None:
-            recording.holds(self.followers, "own", "choosers")
+        at_replays().holds(self.followers, "own")
         # Of more rows than the capacity only the newest are there.
         self.followers.on_write(index if n <= self.max_size else index[-self.max_size :])
         return index
 
     def holds_nothing(self, data: Data) -> bool:
         """Whether ``data`` has no rows or no keys. As a first batch it does not tell the layout of a row."""
-        empty = math.prod(batch_shape(data, self.ndim)) == 0
-        return empty or not layout_of(data, self.ndim, self.ignored_keys).leaves
+        if math.prod(batch_shape(data, self.ndim)) == 0:
+            return True
+        data = first_of(data)
+        if isinstance(data, Tensor):
+            return False
+        entries = data.items(True, True)
+        return not any(isinstance(value, Tensor) for key, value in entries if as_key(key)[0] not in self.ignored_keys)
 
     def write(self, index: Tensor, data: Data) -> None:
         """Overwrite rows in place. Neither the cursor nor any row's write generation moves.
@@ -814,38 +807,6 @@ class TensorStorage:
     def contains(self, index: int | Tensor) -> bool | Tensor:
         """Whether a row is stored at ``index``; of a tensor, for each. See :func:`~.indexing.contained`."""
         return contained(index, self.shape, len(self))
-
-    def gather(self, index: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Copies of rows, and their write generations. One launch, no host sync.
-
-        Args:
-            index: int64 ``[n]`` flat positions on the storage's device, contiguous.
-
-        Returns:
-            One tensor ``[n, ...]`` per key (see :meth:`assemble`), and the generations, int64 ``[n]``.
-        """
-        return self.plans.batch.gather(index)
-
-    def gather_key(self, key: int, index: Tensor) -> Tensor:
-        """Copies of one key of rows, ``[n, ...]`` as in batches. One launch, no host sync.
-
-        Args:
-            key: its position in ``batch_layout.leaves``.
-            index: int64 ``[n]`` flat positions on the storage's device, contiguous.
-        """
-        return self.plans.batch.gather_key(key, index)
-
-    def sample_uniform(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
-        """``n`` rows drawn uniformly with replacement. One launch, no host sync.
-
-        Args:
-            rng: random state as in :mod:`gpubuf.kernels.philox`, on the storage's device.
-            n: number of rows.
-
-        Returns:
-            One tensor ``[n, ...]`` per key, the flat positions and the write generations, int64 ``[n]`` each.
-        """
-        return self.plans.batch.sample_uniform(rng, n)
 
     def get(self, index: Any) -> Data:
         """Rows by index, as ``storage[index]``: an int, a slice, a sequence, a tensor, or a tuple of tensors.
