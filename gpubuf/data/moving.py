@@ -6,11 +6,10 @@ import torch
 
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import host_memory
-from gpubuf.data.storage.column import new_record
 from gpubuf.data.storage.placement import AUTO, DISK, SPLIT, IndexBytes, MemoryReport, Placement, place, readable
 from gpubuf.data.storage.share_next import Sharing
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.terminal import BINARY_BYTES, Advance, progress_bar, show_nothing
+from gpubuf.terminal import Advance, progress_bar, show_nothing
 
 CHUNK_BYTES = 1 << 28
 """Bytes that are copied at a time."""
@@ -19,8 +18,8 @@ LARGE_BYTES = 1 << 30
 """From this size on a move shows a progress bar, on a terminal."""
 
 
-def move(storage: TensorStorage, sampler: Sampler, requested: torch.device | str, progress: bool | None = None) -> None:
-    """Move a storage and what ``sampler`` keeps about it. See :meth:`gpubuf.ReplayBuffer.to`.
+def move(storage: TensorStorage, requested: torch.device | str, progress: bool | None = None) -> None:
+    """Move a storage and what is known about its rows. See :meth:`gpubuf.ReplayBuffer.to`.
 
     Raises:
         ValueError: ``requested`` is ``"auto"``.
@@ -36,20 +35,18 @@ def move(storage: TensorStorage, sampler: Sampler, requested: torch.device | str
     on_gpu = before is not None and before.device.type == "cuda"
     index = IndexBytes()
     if not on_gpu:
-        index = sampler.index_beside(requested, shape) + storage.derived_bytes(requested, shape)
+        index = storage.derived_bytes(requested, shape)
     aside, sides = 0, list[torch.Tensor]()
     if storage.sharing is not None:
         aside, sides = storage.sharing.entry_bytes, storage.sharing.sides
-    held = sum(part.nbytes for part in [*storage.row_tensors, *sides] if part.is_cuda)
+    held = sum(part.nbytes for part in [*storage.columns.parts, *sides] if part.is_cuda)
     target = place(requested, storage.nbytes - aside, index, shape, torch.device("cpu"), held, aside)
     if before is not None and not before.same_place(target):
-        _move(storage, sampler, before, target, progress)
+        _move(storage, before, target, progress)
     storage.requested_device = requested
 
 
-def _move(
-    storage: TensorStorage, sampler: Sampler, before: Placement, target: Placement, progress: bool | None
-) -> None:
+def _move(storage: TensorStorage, before: Placement, target: Placement, progress: bool | None) -> None:
     storage.refresh()
     for device in {before.device, target.device}:
         if device.type == "cuda":
@@ -58,14 +55,12 @@ def _move(
     rows = _Rows(storage, before)
     try:
         moving = f"moving {readable(rows.n_bytes)} to {target.kind}"
-        with progress_bar(moving, rows.n_bytes, progress, columns=BINARY_BYTES, least=LARGE_BYTES) as advance:
+        with progress_bar(moving, rows.n_bytes, progress, binary=True, least=LARGE_BYTES) as advance:
             rows.to(target, advance)
         storage.relocated(target)
-        sampler.move()
     except BaseException:
         rows.to(before, show_nothing)
         storage.relocated(before)
-        sampler.move()
         raise
 
 
@@ -74,7 +69,7 @@ class _Rows:
 
     def __init__(self, storage: TensorStorage, placement: Placement) -> None:
         self._storage = storage
-        self._places = [placement] * len(storage.records)
+        self._places = [placement] * len(storage.columns.records)
         self._side_places = [placement] * (0 if storage.sharing is None else len(storage.sharing.sides))
         self.n_bytes = len(storage) * storage.layout.row_bytes
 
@@ -88,15 +83,15 @@ class _Rows:
 
     def _move(self, number: int, target: Placement, advance: Advance) -> None:
         storage = self._storage
-        keys, memory = storage.records[number]
-        copy = new_record([storage.layout.leaves[key] for key in keys], tuple(storage.shape), target)
+        memory = storage.columns.records[number].memory
+        copy = storage.columns.allocate(number, tuple(storage.shape), target)
         step_bytes = memory.nbytes // len(memory)
         steps = max(CHUNK_BYTES // max(step_bytes, 1), 1)
         for start in range(0, storage.steps_stored, steps):
             stop = min(start + steps, storage.steps_stored)
             copy.write(start, memory[start:stop])
             advance((stop - start) * step_bytes)
-        storage.replace_record(number, copy)
+        storage.columns = storage.columns.replace(number, copy)
         self._places[number] = target
 
     def _move_sides(self, sharing: Sharing, target: Placement) -> None:
@@ -116,5 +111,5 @@ def report(storage: TensorStorage, sampler: Sampler, processing: int) -> MemoryR
     counters = storage.ring.nbytes + storage.table_bytes + sampler.random_bytes + processing
     kind = placement.kind if storage.relocatable else DISK
     on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
-    index = taken.index + sum(follower.nbytes for follower in storage.followers)
+    index = taken.index + storage.followers.nbytes
     return MemoryReport(kind, str(placement.device), storage.nbytes, taken.tree, index, counters, on_host)

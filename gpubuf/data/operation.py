@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch._compile import _disable_dynamo
 
-from gpubuf.data.recording import capturing, current, outside_captures, refuse_in_capture, used
+from gpubuf.data.recording import capturing, current, outside_captures, used
 from gpubuf.data.storage.storage import TensorStorage
 
 _T = TypeVar("_T")
@@ -188,9 +188,9 @@ class Operation:
         return self._step(action, args, named)
 
     def _step(self, action: Callable[..., _T], args: Any, named: Any) -> _T:
-        storage, ring = self.storage, self.storage._ring
-        # Past `gpu`, which is a call. The first write decides whether the buffer is on a GPU.
-        launches = (ring is None or ring.counters.is_cuda) and self._cuda_present()
+        storage = self.storage
+        # Past `gpu`, which is a call.
+        launches = storage._ring.counters.is_cuda
         try:
             self._busy = True
             if storage.unfinished is not None or current.operations is not None or launches or self.intake is not None:
@@ -198,7 +198,8 @@ class Operation:
             return action(*args, **named)
         finally:
             self._busy = False
-            if launches:
+            # The first write decides whether the buffer is on a GPU.
+            if self.storage._ring.counters.is_cuda:
                 self.ended()
 
     def _begin(self) -> None:
@@ -251,19 +252,12 @@ class Operation:
     def gpu(self) -> torch.device | None:
         """The GPU that operations are launched on, or None. Fake tensors claim to be on one that is not there."""
         # Past the properties, which would cost more than all else here.
-        ring = self.storage._ring
-        if ring is None or not ring.counters.is_cuda:
-            return None
-        return ring.counters.device if self._cuda_present() else None
+        counters = self.storage._ring.counters
+        return counters.device if counters.is_cuda and self._cuda_present() else None
 
     def launches_at_once(self) -> bool:
         """Whether what is launched runs, rather than become part of a graph that is captured on the current stream."""
         return self.gpu() is None or not capturing()
-
-    @staticmethod
-    def refuse_recording(reason: str) -> None:
-        """Raise a :class:`CaptureError` if :func:`gpubuf.capture` captures a graph in this thread."""
-        refuse_in_capture(reason)
 
     def _cuda_present(self) -> bool:
         if self._has_cuda is None:
@@ -273,8 +267,7 @@ class Operation:
     @property
     def device(self) -> torch.device | None:
         """The device that the buffer works on; None before its first write."""
-        ring = self.storage._ring
-        return None if ring is None else ring.counters.device
+        return self.storage._ring.counters.device if self.storage.initialized else None
 
     def joined(self, stream: torch.cuda.Stream) -> None:
         """See :meth:`StreamOrder.joined`. ``stream``, which is current, waits for what other threads did."""

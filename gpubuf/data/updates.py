@@ -17,8 +17,7 @@ from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.arguments import as_tensor
-from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.sum_tree import vector
+from gpubuf.data.samplers.priorities import vector
 from gpubuf.data.storage.containers import Data, is_data, mapped
 from gpubuf.data.storage.indexing import as_positions, plain_index
 from gpubuf.data.storage.layout import Key, as_key, as_written
@@ -50,15 +49,12 @@ class RowAccess:
 
     Attributes:
         storage: holds the rows.
-        sampler: is notified of keys that it has derived data from. A sampler of slices indexes all rows anew, which is
-            O(capacity).
         writer: may refuse writes.
         recipe: that of the buffer's batches.
         dim_extend: the dimension of a written batch along which time runs.
     """
 
     storage: TensorStorage
-    sampler: Sampler
     writer: Writer
     recipe: Recipe
     dim_extend: int
@@ -90,9 +86,6 @@ class RowAccess:
             storage[where.reshape(-1, storage.ndim)] = rows
         else:
             storage[index] = data
-        # The sampler finds anew where trajectories end, if it keeps that.
-        if storage.initialized and self.sampler.depends_on(range(len(storage.layout.leaves))):
-            self.sampler.rows_changed()
 
     def prepare(self, index: Any, data: Any, *, generation: Tensor | None) -> Callable[[], None]:
         """:meth:`ReplayBuffer.update_if_present`, up to the point from which on rows change: the rest of it."""
@@ -118,18 +111,12 @@ class RowAccess:
         return functools.partial(self.update, positions, keys, sources, vector(generation, torch.int64, positions))
 
     def update(self, positions: Tensor, keys: list[int], sources: list[Tensor], generation: Tensor) -> None:
-        """Overwrite single keys of rows that still have their generation, and tell the sampler of what it goes by."""
+        """Overwrite single keys of rows that still have their generation."""
         if not keys:
             return
         storage = self.storage
         generation = storage.counters.without_rewrites(positions, generation)
-        storage.changing(self._update, positions, keys, sources, generation)
-
-    def _update(self, positions: Tensor, keys: list[int], sources: list[Tensor], generation: Tensor) -> None:
-        storage = self.storage
-        storage.update(positions, keys, sources, generation)
-        if self.sampler.depends_on([storage.schema.columns[key] for key in keys]):
-            self.sampler.rows_changed()
+        storage.changing(storage.update, positions, keys, sources, generation)
 
     def in_written_order(self, value: Any) -> Any:
         """``[T, E, ...]`` with the dimensions that a written batch has."""

@@ -35,11 +35,11 @@ pile up, and a root that says too much sends draws past the last leaf.
     [4.0, 4.0, 0.0, 0.0, 8.0]
 
 Read :class:`Tree` next, which every operation takes first, then ``tests/kernels/reference/sum_tree.py``: it says all of
-this in a page, with a list in place of the tree. Then read one backend. On the CPU ``_numba_kernels.py`` has the
-operations, ``_numba_node.py`` the arithmetic of one node, ``_numba_levels.py`` the way up from changed rows;
-``_cpu.py``
-checks arguments and passes addresses. On a GPU ``_triton.py`` has the draw, ``_triton_update.py`` the kernels that
-change weights and the stages that these consist of, and ``_launch.py`` decides between one launch and several.
+this in a page, with a list in place of the tree. Then read one backend. ``_cpu.py`` is the definition in plain PyTorch.
+Of the CPU's own fan-out ``_numba.py`` checks arguments and passes addresses, ``_numba_kernels.py`` has the operations,
+``_numba_node.py`` the arithmetic of one node, ``_numba_levels.py`` the way up from changed rows. On a GPU
+``_triton.py`` has the draw, ``_triton_update.py`` the kernels that change weights and the stages that these consist of,
+and ``_launch.py`` decides between one launch and several.
 
 Invariants
 ----------

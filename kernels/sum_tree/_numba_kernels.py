@@ -1,6 +1,7 @@
 """Kernels of the sum tree on the CPU: breadth-first over the batch, so that the loads of many draws overlap.
 
-The first five numbers that a kernel takes are a tree, as ``_numba_levels.py`` has it.
+The first four numbers that a kernel takes are a tree, as ``_numba_levels.py`` has it. A kernel that can refuse its
+arguments returns whether it has not: otherwise it has changed nothing.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
@@ -25,14 +26,14 @@ from gpubuf.kernels.philox._numba_kernels import philox_uniform_f64
 from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, LARGEST, MAX_PRIORITY, MAXIMUM, MINIMUM, SMALLEST, SUM
 from gpubuf.kernels.sum_tree._numba_levels import (
+    SHIFT,
     planes_of,
     prefetch_children,
     refresh_above,
     refresh_all,
-    shift_of,
     store_level_starts,
 )
-from gpubuf.kernels.sum_tree._numba_node import choose_by_table, choose_leaf, choose_node, store_prefixes
+from gpubuf.kernels.sum_tree._numba_node import WIDTH, choose, copy_leaves, eligible_leaves, store_prefixes
 
 # Draws that go down the tree together: enough to hide the latency of memory, few enough to stay in the L1 cache.
 _TOGETHER = 512
@@ -62,44 +63,34 @@ def _refused(priority):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def _outside(index, n, capacity):  # type: ignore[no-untyped-def]
-    """0, or minus (position + 1) of the first index that is neither a row nor -1."""
-    # Counting first is a loop that the compiler vectorises; looking for the place is not.
+def _all_rows(index, n, capacity):  # type: ignore[no-untyped-def]
+    """Whether all indices are rows or -1."""
     outside = 0
     for i in range(n):
         outside += (index[i] < -1) | (index[i] >= capacity)
-    if outside == 0:
-        return 0
-    for i in range(n):
-        if index[i] < -1 or index[i] >= capacity:
-            return -(i + 1)
-    return 0
+    return outside == 0
 
 
 @kernel
-def build(leaves, nodes, eligible, capacity, fan_out):  # type: ignore[no-untyped-def]
-    refresh_all((leaves, nodes, eligible, capacity, fan_out))
+def build(leaves, nodes, eligible, capacity):  # type: ignore[no-untyped-def]
+    refresh_all((leaves, nodes, eligible, capacity))
 
 
 @kernel
-def refresh(leaves, nodes, eligible, capacity, fan_out, index_address, n):  # type: ignore[no-untyped-def]
-    """0, or minus (position + 1) of the first index out of range."""
+def refresh(leaves, nodes, eligible, capacity, index_address, n):  # type: ignore[no-untyped-def]
     index = carray(as_i64(index_address), n)
-    outside = _outside(index, n, capacity)
-    if outside == 0:
-        refresh_above((leaves, nodes, eligible, capacity, fan_out), index, n)
-    return outside
+    if not _all_rows(index, n, capacity):
+        return False
+    refresh_above((leaves, nodes, eligible, capacity), index, n)
+    return True
 
 
 @kernel
 def update(  # type: ignore[no-untyped-def]
-    leaves, nodes, eligible, capacity, fan_out, scalars_address, ring_address, index_address, priority_address,
+    leaves, nodes, eligible, capacity, scalars_address, ring_address, index_address, priority_address,
     generation_address, n,
 ):  # fmt: skip
-    """0, or position + 1 of the first refused priority, or minus (position + 1) of the first index out of range.
-
-    ``generation_address`` is 0 where there are no generations.
-    """
+    """``generation_address`` is 0 where there are no generations."""
     leaf = carray(as_f32(leaves), capacity)
     scalars = carray(as_f64(scalars_address), 5)
     ring = carray(as_i64(ring_address), 4)
@@ -112,7 +103,7 @@ def update(  # type: ignore[no-untyped-def]
     # (written - row + capacity - 1) // capacity, without a division for every row.
     laps, cursor = ring[WRITTEN] // capacity, ring[WRITTEN] % capacity
 
-    # Everything is looked at before anything is changed: first whether there are faults, and then where.
+    # Everything is looked at before anything is changed.
     rows = np.empty(n, np.int64)
     faults, n_kept, largest = 0, 0, np.uint32(0)
     for i in range(n):
@@ -127,11 +118,7 @@ def update(  # type: ignore[no-untyped-def]
         magnitude = bits[i] & np.uint32(0x7FFFFFFF)
         largest = max(largest, magnitude if kept else np.uint32(0))
     if faults > 0:
-        for i in range(n):
-            if index[i] < -1 or index[i] >= capacity:
-                return -(i + 1)
-            if rows[i] >= 0 and _refused(priority[i]):
-                return i + 1
+        return False
 
     alpha, eps = scalars[ALPHA], scalars[EPS]
     # All of them in a loop of their own, which is vectorised: a power a time takes five times as long.
@@ -144,22 +131,20 @@ def update(  # type: ignore[no-untyped-def]
             leaf[rows[i]] = weight[i]
     if n_kept > 0:
         scalars[MAX_PRIORITY] = max(scalars[MAX_PRIORITY], np.float64(f32_of_bits(largest)))
-    refresh_above((leaves, nodes, eligible, capacity, fan_out), rows, n)
-    return 0
+    refresh_above((leaves, nodes, eligible, capacity), rows, n)
+    return True
 
 
 @kernel
 def mark(  # type: ignore[no-untyped-def]
-    leaves, nodes, eligible, capacity, fan_out, scalars_address, index_address, n, within_buffer: bool
+    leaves, nodes, eligible, capacity, scalars_address, index_address, n, within_buffer: bool
 ):
-    """0, or minus (position + 1) of the first index out of range."""
-    tree = (leaves, nodes, eligible, capacity, fan_out)
+    tree = (leaves, nodes, eligible, capacity)
     leaf = carray(as_f32(leaves), capacity)
     scalars = carray(as_f64(scalars_address), 5)
     index = carray(as_i64(index_address), n)
-    outside = _outside(index, n, capacity)
-    if outside != 0:
-        return outside
+    if not _all_rows(index, n, capacity):
+        return False
     largest_weight = planes_of(tree)[MAXIMUM, -1]
     given = scalars[MAX_PRIORITY]
     if within_buffer and largest_weight > 0.0:
@@ -170,36 +155,36 @@ def mark(  # type: ignore[no-untyped-def]
         if index[i] >= 0:
             leaf[index[i]] = np.float32(weight)
     refresh_above(tree, index, n)
-    return 0
+    return True
 
 
-@jit(forceinline=True)
-def _draw(  # type: ignore[no-untyped-def]
-    leaves, nodes, eligible, capacity, fan_out, scalars_address, rng_address, index_address, weight_address,
-    begin, n, of, stratified,
+@kernel
+def draw(  # type: ignore[no-untyped-def]
+    leaves, nodes, eligible, capacity, scalars_address, rng_address, index_address, weight_address,
+    begin, n, of, stratified: bool,
 ):  # fmt: skip
-    leaf, planes = carray(as_f32(leaves), capacity), planes_of((leaves, nodes, eligible, capacity, fan_out))
+    """Makes draws ``begin .. begin + n - 1`` of ``of``. Advances the random stream only if these are all of them."""
+    leaf, planes = carray(as_f32(leaves), capacity), planes_of((leaves, nodes, eligible, capacity))
     rng = carray(as_i64(rng_address), 3)
     index = carray(as_i64(index_address + 8 * begin), n)
     weight = carray(as_f32(weight_address + 4 * begin), n)
     beta = carray(as_f64(scalars_address), 5)[BETA]
     total, least = planes[SUM, -1], planes[MINIMUM, -1]
     if not total > 0.0:
-        return 1
+        return False
 
-    shift = shift_of(fan_out)
     level_start = np.empty(64, np.int64)
-    depth = store_level_starts(capacity, fan_out, level_start)
+    depth = store_level_starts(capacity, level_start)
 
     # Of levels with far fewer nodes than there are draws, prefix sums are worked out once a node, not once a draw.
     first_table = depth
-    while first_table > 0 and _DRAWS_A_PARENT * (level_start[depth] - level_start[first_table - 1]) <= n * fan_out:
+    while first_table > 0 and _DRAWS_A_PARENT * (level_start[depth] - level_start[first_table - 1]) <= n << SHIFT:
         first_table -= 1
     prefixes = np.empty(level_start[depth] - level_start[first_table])
-    store_prefixes(nodes + 8 * level_start[first_table], prefixes, fan_out)
+    store_prefixes(nodes + 8 * level_start[first_table], prefixes)
 
     seed, offset = rng[SEED], rng[OFFSET] + begin
-    left = np.empty(min(n, _TOGETHER))
+    left, children, of_node = np.empty(min(n, _TOGETHER)), np.empty(WIDTH), np.empty(WIDTH)
     for first in range(0, n, _TOGETHER):
         together = min(_TOGETHER, n - first)
         for i in range(together):
@@ -210,40 +195,27 @@ def _draw(  # type: ignore[no-untyped-def]
         for level in range(depth - 1, -1, -1):
             here = nodes + 8 * level_start[level]
             below = nodes + 8 * level_start[level - 1] if level > 0 else leaves
+            table = prefixes.ctypes.data + 8 * (level_start[level] - level_start[first_table])
             for i in range(together):
-                first_child = index[first + i] << shift
+                first_child = index[first + i] << SHIFT
                 if level >= first_table:
-                    at = level_start[level] - level_start[first_table] + first_child
-                    child, left[i] = choose_by_table(here + 8 * first_child, prefixes, at, left[i], fan_out)
+                    child, left[i] = choose(table + 8 * first_child, left[i])
                 else:
-                    child, left[i] = choose_node(here + 8 * first_child, left[i], fan_out)
+                    store_prefixes(here + 8 * first_child, of_node)
+                    child, left[i] = choose(of_node.ctypes.data, left[i])
                 index[first + i] = first_child + child
                 if level <= first_table:
-                    prefetch_children(below, eligible, level, (first_child + child) << shift)
+                    prefetch_children(below, eligible, level, (first_child + child) << SHIFT)
         for i in range(together):
-            first_child = index[first + i] << shift
-            row = first_child + choose_leaf(leaves, eligible, first_child, left[i], fan_out)
-            index[first + i] = row
-            left[i] = np.float64(leaf[row]) / least
+            first_child = index[first + i] << SHIFT
+            copy_leaves(leaves + 4 * first_child, eligible_leaves(eligible, first_child), children.ctypes.data)
+            store_prefixes(children.ctypes.data, of_node)
+            index[first + i] = first_child + choose(of_node.ctypes.data, left[i])[0]
+        for i in range(together):
+            left[i] = np.float64(leaf[index[first + i]]) / least
         # A loop of its own, without calls, so that it is vectorised: (q / q_min) ** -beta, of ratios of at least 1.
         for i in range(together):
             weight[first + i] = np.float32(exp_below_700(-beta * log_of_normal(left[i])))
     if n == of:
         rng[OFFSET] = offset + n
-    return 0
-
-
-@kernel
-def draw(  # type: ignore[no-untyped-def]
-    leaves, nodes, eligible, capacity, fan_out, scalars_address, rng_address, index_address, weight_address,
-    begin, n, of, stratified: bool,
-):  # fmt: skip
-    """0, or 1 where there is nothing to draw from.
-
-    Makes draws ``begin .. begin + n - 1`` of ``of``. Advances the random stream only if these are all of them.
-    """
-    others = scalars_address, rng_address, index_address, weight_address, begin, n, of, stratified
-    # The CPU's own fan-out: loops of a constant length are unrolled.
-    if fan_out == 16:
-        return _draw(leaves, nodes, eligible, capacity, 16, *others)
-    return _draw(leaves, nodes, eligible, capacity, fan_out, *others)
+    return True

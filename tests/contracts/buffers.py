@@ -36,9 +36,8 @@ from gpubuf.data import (
     TensorDictRoundRobinWriter,
 )
 from gpubuf.integrations.torchrl import ListStorage
-from tests.support.transition_list import Transition, TransitionList, as_batch
 
-STEPS, BATCH, GAMMA, SLICE = 12, 8, 0.9, 2
+STEPS, BATCH, GAMMA, SLICE, WIDTH = 12, 8, 0.9, 2, 3
 
 SAMPLERS: dict[str, Callable[[int], Any]] = {
     "uniform": lambda capacity: RandomSampler(),
@@ -221,8 +220,44 @@ def collated(data: Any) -> Any:
     return data.set("thrice", data["number"] * 3)
 
 
-class Model(TransitionList):
-    """All rows that were ever written, in plain lists: see :class:`TransitionList`.
+@dataclass(frozen=True)
+class Transition:
+    """One row. Observations are a small number, repeated :data:`WIDTH` times: many are equal by chance."""
+
+    observation: int
+    number: int
+    reward: float
+    next_observation: int
+    terminated: bool
+    truncated: bool
+
+    @property
+    def ends(self) -> bool:
+        return self.terminated or self.truncated
+
+
+def as_batch(rows: list[Transition], shape: tuple[int, ...]) -> TensorDict:
+    """Rows as the TensorDict that is written."""
+
+    def column(values: list, dtype: torch.dtype, width: int = 1) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).view(-1, 1).repeat(1, width).view(*shape, width)
+
+    after = {
+        "observation": column([row.next_observation for row in rows], torch.float32, WIDTH),
+        "reward": column([row.reward for row in rows], torch.float32),
+        "terminated": column([row.terminated for row in rows], torch.bool),
+        "truncated": column([row.truncated for row in rows], torch.bool),
+        "done": column([row.ends for row in rows], torch.bool),
+    }
+    root = {
+        "observation": column([row.observation for row in rows], torch.float32, WIDTH),
+        "number": column([row.number for row in rows], torch.int64),
+    }
+    return TensorDict({**root, "next": TensorDict(after, shape)}, shape)
+
+
+class Model:
+    """All rows that were ever written, the stored ones among them: a list without bounds for each environment.
 
     Args:
         contract: of the buffer that the rows are written to.
@@ -230,12 +265,61 @@ class Model(TransitionList):
     """
 
     def __init__(self, contract: BufferContract, seed: int = 0) -> None:
-        super().__init__(contract.steps, max(contract.envs, 1))
+        self.steps, self.envs, self.first = contract.steps, max(contract.envs, 1), 0
+        self.of_env: list[list[Transition]] = [[] for _ in range(self.envs)]
         self.contract, self.random, self.count = contract, random.Random(seed), 0
         # (step, environment) of rows that keep a next observation of their own whatever comes to lie after them.
         self.apart: set[tuple[int, int]] = set()
         #: (step, environment) of rows that are marked.
         self.marked: set[tuple[int, int]] = set()
+
+    @property
+    def written(self) -> int:
+        """Steps so far."""
+        return len(self.of_env[0])
+
+    @property
+    def oldest(self) -> int:
+        """The oldest step that is stored."""
+        return max(self.first, self.written - self.steps)
+
+    @property
+    def stored(self) -> list[int]:
+        """Positions of the rows that are stored, in rising order."""
+        return sorted(
+            step % self.steps * self.envs + env for step in range(self.oldest, self.written) for env in range(self.envs)
+        )
+
+    def empty(self) -> None:
+        """Forget every row; the next one goes to position 0."""
+        gap = -self.written % self.steps
+        for rows in self.of_env:
+            rows += [Transition(0, -1, 0.0, 0, False, False)] * gap
+        self.first = self.written
+
+    def place(self, position: int) -> tuple[int, int]:
+        """The step and the environment of the row that is stored at a position."""
+        slot, env = divmod(position, self.envs)
+        return self.written - 1 - (self.written - 1 - slot) % self.steps, env
+
+    def at(self, position: int) -> Transition:
+        """The row that is stored at a position."""
+        step, env = self.place(position)
+        return self.of_env[env][step]
+
+    def put(self, position: int, row: Transition) -> None:
+        """Overwrite it."""
+        step, env = self.place(position)
+        self.of_env[env][step] = row
+
+    def n_step(self, position: int, n: int, gamma: float) -> tuple[Transition, int]:
+        """The row of a batch with ``n`` steps, and how many there are."""
+        step, env = self.place(position)
+        rows = self.of_env[env][step : min(step + n, self.written)]
+        count = next((i + 1 for i, row in enumerate(rows) if row.ends), len(rows))
+        last = rows[count - 1]
+        reward = sum(gamma**j * row.reward for j, row in enumerate(rows[:count]))
+        return replace(last, observation=rows[0].observation, number=rows[0].number, reward=reward), count
 
     @property
     def written_rows(self) -> int:

@@ -17,10 +17,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubuf.kernels import _registry
 from tests.contracts import covering, pairwise
+from tests.support.dispatched import Dispatched
 from tests.support.fake_cuda import fake_cuda
 from tests.support.precision import assert_no_worse
 
@@ -274,19 +274,6 @@ def check_registration(contract: KernelContract) -> None:
         torch.library.opcheck(contract.operation, tuple(arguments.values()), test_utils=contract.opchecks)
 
 
-class Calls(TorchDispatchMode):
-    """Notes the calls of our operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _registry._implementations:
-            self.found.append((func, args))
-        return func(*args, **(kwargs or {}))
-
-
 def _on_fake_gpu(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_on_fake_gpu, value))
@@ -307,10 +294,11 @@ def check_no_sync(contract: KernelContract) -> None:
     """Launchers, forward and backward, read nothing on the host, and return what fake tensors promise."""
     # Fake tensors take their time: every few cases.
     for case in contract.cases[:: len(contract.cases) // 6]:
-        with Calls() as calls:
+        with Dispatched() as noted:
             differentiated(contract, contract.arguments(**case))
-        assert calls.found
-        for operation, args in calls.found:
+        calls = [(operation, args) for operation, args in noted.calls if operation in _registry._implementations]
+        assert calls
+        for operation, args in calls:
             launcher = _registry._imported(_registry._implementations[operation][1])
             with _launches_noted() as launched, fake_cuda():
                 given = tuple(map(_on_fake_gpu, args))

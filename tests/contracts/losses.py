@@ -26,6 +26,7 @@ WEIGHTING = ("", "weight", "mask", "weight mask", "nothing")
 #: No row, one, the edges of a block, several blocks, whose sums a second kernel adds, and several dimensions.
 BATCHES = ((0,), (1,), (33,), (LOSS_BLOCK,), (LOSS_BLOCK + 7,), (4, 3, 1))
 SUPPORT = {"v_min": -10.0, "v_max": 10.0}
+SUPPORTS = ((-10.0, 10.0), (-3.0, 0.0), (-0.1, 0.7), (100.0, 1e4))
 
 
 def weighting(kind: str, batch: tuple[int, ...]) -> dict[str, Tensor | None]:
@@ -154,7 +155,7 @@ WRONG_ROWS = (
 ATOMS = (2, 51, 101, 129)
 
 
-def make_target(batch, atoms, nets, target, entropy, steps, scaled):
+def make_target(batch, atoms, nets, target, entropy, steps, scaled, support=SUPPORTS[0]):
     n = math.prod(batch)
     return {
         "next_logits": numbers(nets, *batch, atoms),
@@ -165,7 +166,8 @@ def make_target(batch, atoms, nets, target, entropy, steps, scaled):
         "gamma": number(0.97),
         "steps": torch.arange(n).reshape(batch) % 5 + 1 if steps else None,
         "reward_scale": number(0.75) if scaled else None,
-        **SUPPORT,
+        "v_min": support[0],
+        "v_max": support[1],
         "target": target,
     }
 
@@ -384,6 +386,7 @@ CONTRACTS: dict[str, KernelContract] = {
             "entropy": (True, False),
             "steps": (True, False),
             "scaled": (True, False),
+            "support": SUPPORTS,
         },
         wide=("gamma",),
         # Of half-precision logits, equal expected values differ by roundings.

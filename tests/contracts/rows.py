@@ -90,11 +90,8 @@ def random_elements(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tens
     if dtype is torch.bool:
         return torch.randint(2, tuple(shape), generator=generator).bool()
     if not dtype.is_floating_point or dtype.itemsize == 1:
-        return (
-            torch.randint(256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
-            .view(dtype)
-            .view(*shape)
-        )
+        found = torch.randint(256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+        return found.view(dtype).view(*shape)
     found = torch.randn(count, dtype=torch.float64, generator=generator)
     found *= 10.0 ** torch.randint(-9, 9, (count,), generator=generator)
     for special in (float("nan"), float("inf"), -float("inf"), -0.0, 1e-41):
@@ -238,28 +235,17 @@ class Store:
         place = (
             {"device_rows": 0, "split": 2**62, "host_rows": 0, "row_stride": 0} if column is None else column.place()
         )
+        own = {name: value for name, value in vars(spec).items() if name not in ("of", "normalised")}
+        own |= {"stored": stored, "written": written, "batch": batch, "writes": int(spec.writes)}
         return Field(
             **place,
+            **own,
             row_bytes=spec.elements * spec.stored.itemsize,
-            kind=spec.kind,
-            stored=stored,
-            written=written,
-            batch=batch,
-            elements=spec.elements,
-            scale=spec.scale,
-            offset=spec.offset,
             mean=aside["mean"].data_ptr() if spec.normalised else 0,
             factor=aside["factor"].data_ptr() if spec.normalised else 0,
-            low=spec.low,
-            high=spec.high,
-            pad=spec.pad,
-            height=spec.height,
-            width=spec.width,
-            pair=spec.pair,
             entries=aside["entries"].data_ptr() if spec.kind == NEXT else 0,
             pending=aside["pending"].data_ptr() if spec.kind == NEXT else 0,
             side_stride=aside["pending"][0].nbytes if spec.kind == NEXT else 0,
-            writes=int(spec.writes),
         )
 
     @property

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
 )
 from tests.contracts import pairwise
-from tests.support.slice_model import Row, SliceModel
+from tests.support.slice_model import Row, SliceModel, split
 
 STEPS, SLICE, UNITS, ALPHA, BETA, RATIO = 15, 3, 6, 0.7, 0.5, 0.75
 BURN_IN, LENGTH, BOOTSTRAP, DILATION = 1, 2, 1, 2
@@ -206,15 +205,13 @@ class SamplerContract:
 
     def units(self, batch: TensorDict) -> list[Unit]:
         """What a batch is made of."""
-        real = batch.get(("collector", "mask"), None)
-        numbers = batch["number"].reshape(-1)
         if self.slices:
-            last = batch["next", "truncated"].reshape(-1)
-            if real is not None:
-                numbers, last = numbers[real.reshape(-1)], last[real.reshape(-1)]
-            assert last[-1], "the last slice has no last step"
-            stops = (last.nonzero().squeeze(-1) + 1).tolist()
-            return [tuple(numbers[start:stop].tolist()) for start, stop in itertools.pairwise([0, *stops])]
+            real, flat = (
+                batch.get(("collector", "mask"), None),
+                batch.select("number", ("next", "truncated")).reshape(-1),
+            )
+            return split(flat if real is None else flat[real.reshape(-1)])
+        numbers = batch["number"].reshape(-1)
         if self.windows:
             return [tuple(window) for window in numbers.view(-1, WINDOW).tolist()]
         if "hindsight" in self.kind:

@@ -368,15 +368,6 @@ def dimensions(lib: Any, kind: str, ndim: int) -> Any:
 # Writers
 
 
-@program(*(((2, 3), reduction) for reduction in ("max", "min", "mean", "median", "sum")), ((), "max"))
-def rank(lib: Any, shape: tuple[int, ...], reduction: str) -> Any:
-    writer = lib.TensorDictMaxValueWriter(rank_key="key", reduction=reduction)
-    buffer = lib.TensorDictReplayBuffer(storage=lib.LazyTensorStorage(1), batch_size=1, writer=writer)
-    key = torch.rand(4, *shape, generator=torch.Generator().manual_seed(5))
-    index = buffer.extend(TensorDict({"key": key, "obs": torch.arange(4)}, [4]))
-    return [buffer.sample()["obs"], index]
-
-
 @program(("RoundRobinWriter", True), ("TensorDictRoundRobinWriter", False))
 def generations(lib: Any, kind: str, track: bool) -> Any:
     writer = getattr(lib, kind)(track_generations=track)
@@ -926,7 +917,6 @@ KEPT = [
     "story TensorDictReplayBuffer LazyTensorStorage TensorDict PrioritizedSampler 9",
     "story ReplayBuffer ListStorage tensor SamplerWithoutReplacement 5",
     "dimensions TensorDict 2",
-    "rank (2, 3) median",
     "generations RoundRobinWriter True",
     "transforms",
     "refused",

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 
 from gpubuf import ReplayBuffer, capture, plan
 from gpubuf.data import LazyMemmapStorage, moving
-from gpubuf.data.storage import memmap
+from gpubuf.data.storage import column, memmap
 from gpubuf.integrations.edits import set_keys
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import FAULTS, WRITTEN
@@ -315,7 +315,7 @@ def test_rows_lie_anywhere_and_move(contract, monkeypatch):
     for place in ("", "pinned", "cpu", "split:60%", "pinned"):
         if place:
             with monkeypatch.context() as patched:
-                patched.setattr(moving, "new_record", scarce)
+                patched.setattr(column, "new_record", scarce)
                 with pytest.raises(RuntimeError, match="out of memory"):
                     moves.to(place)
             tables = moves.storage.plans.batch.table, moves._reader.table
@@ -416,7 +416,7 @@ def test_replays_of_a_captured_step_are_steps(contract, monkeypatch):
     due = eager.run(eager, 8)
     machine = RecordedCuda().install(monkeypatch)
     sharing = replayed.buffer.storage.sharing
-    machine.memory = [*replayed.buffer.storage.row_tensors, *(sharing.sides if sharing is not None else [])]
+    machine.memory = [*replayed.buffer.storage.columns.parts, *(sharing.sides if sharing is not None else [])]
     step = capture(replayed, warmup=2)
     assert same(replayed.run(step, 8), due)
     assert step.captured
@@ -586,7 +586,10 @@ def mistakes(contract: BufferContract, model: Model) -> dict[str, tuple[Any, ...
 
 @pytest.mark.parametrize("contract", contracts(), ids=str)
 def test_a_refused_call_changes_nothing(contract):
+    """Also where writes of that size are prepared."""
     buffer, model = contract.filled()
+    for _ in range(3):
+        buffer.extend(model.write(3))
     state = pickle.dumps(buffer)
     for what, (call, error, *text) in mistakes(contract, model).items():
         with pytest.raises(error, match=next(iter(text), None)):

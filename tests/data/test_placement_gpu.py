@@ -63,7 +63,7 @@ def test_pinned_rows_beside_rows_on_the_gpu(kind):
         for buffer in (on_gpu, pinned):
             buffer.extend(data)
         assert alike(on_gpu, pinned)
-    assert all(t.is_pinned() for t in pinned.storage.row_tensors)
+    assert all(t.is_pinned() for t in pinned.storage.columns.parts)
     assert pinned.storage.table.is_cuda
     assert same(on_gpu[:], pinned[:])
     assert {t.device.type for t in pinned[3:9].values(True, True)} == {"cuda"}
@@ -89,8 +89,8 @@ def test_rows_in_both_memories_beside_rows_on_the_gpu(kind, share):
         assert split.storage.placement.kind == "pinned"  # less than the 64 steps that go together
     else:
         assert split.storage.placement.kind == "split"
-        assert {t.device.type for t in split.storage.row_tensors} == {"cuda", "cpu"}
-        assert all(t.is_cuda or t.is_pinned() for t in split.storage.row_tensors)
+        assert {t.device.type for t in split.storage.columns.parts} == {"cuda", "cpu"}
+        assert all(t.is_cuda or t.is_pinned() for t in split.storage.columns.parts)
     assert same(on_gpu[:], split[:])
     data = transitions(50, 5000).to("cuda")
     with no_waiting():

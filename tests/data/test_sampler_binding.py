@@ -77,6 +77,38 @@ def test_a_sampler_that_returns_takes_all_rows_for_new():
     assert float(sampler.tree.total) == pytest.approx(15.0)
 
 
+def test_samplers_of_two_buffers_with_one_storage_hear_of_all_that_happens(tmp_path):
+    """Whichever buffer writes, changes, marks, forgets, restores or releases rows."""
+    storage = LazyTensorStorage(20)
+    first = TensorDictReplayBuffer(storage=storage, sampler=PrioritizedSampler(20, 1.0, 0.5, eps=0.0), batch_size=4)
+    second = TensorDictReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=2), batch_size=4)
+
+    def known() -> tuple[list[float], list[int]]:
+        return first.sampler.tree.leaves[:20].tolist(), second.sampler.trajectories().length.tolist()
+
+    def rows(*ends: bool) -> TensorDict:
+        return TensorDict({"next": {"done": torch.tensor(ends).unsqueeze(1)}}, [len(ends)])
+
+    second.extend(rows(False, True, False).set("td_error", torch.zeros(3)))
+    first.extend(rows(False, False).set("td_error", torch.tensor([2.0, 6.0])), update_priority=True)
+    assert known() == ([1.0, 1.0, 1.0, 2.0, 6.0] + [0.0] * 15, [2, 3])
+    first[torch.tensor([1])] = rows(False).set("td_error", torch.zeros(1))
+    assert known()[1] == [5]
+    second.update_if_present(torch.tensor([0]), rows(True), generation=torch.tensor([1]))
+    first.end_trajectories()
+    first.extend_columns({("next", "done"): torch.ones(1, 1, dtype=torch.bool), "td_error": torch.ones(1)})
+    assert known()[1] == [1, 4, 1]
+    second.mark_update(torch.tensor([3]))
+    assert known()[0][3] == 6.0
+    first.save(tmp_path)
+    second.empty()
+    assert known() == ([0.0] * 20, [])
+    first.load(tmp_path)
+    assert known() == ([1.0, 1.0, 1.0, 6.0, 6.0, 1.0] + [0.0] * 14, [1, 4, 1])
+    first.free()
+    assert first.sampler._tree is None
+
+
 class EvenRandom(RandomSampler):
     """Overrides a sampler that chooses and gathers in one launch, and uses its choice."""
 

@@ -369,7 +369,7 @@ def test_a_buffer_that_moves_draws_the_same(contract, monkeypatch):
             if contract.prioritized and not contract.windows:
                 for buffer, batch in zip((stays, moves), batches, strict=True):
                     buffer.update_tensordict_priority(batch.set("td_error", batch["number"] % 5 + 1.0))
-    held = [weakref.ref(tensor) for tensor in moves.storage.row_tensors]
+    held = [weakref.ref(tensor) for tensor in moves.storage.columns.parts]
     moves.free()
     assert not [ref for ref in held if ref() is not None]
     assert moves.memory().total == 0
@@ -422,7 +422,7 @@ def test_replays_of_a_captured_step_are_steps(contract, monkeypatch):
     eager, replayed = Step(contract), Step(contract)
     due = eager.run(eager, 6)
     machine = RecordedCuda().install(monkeypatch)
-    machine.memory = replayed.buffer.storage.row_tensors
+    machine.memory = replayed.buffer.storage.columns.parts
     step = capture(replayed, warmup=2)
     assert not differences(replayed.run(step, 6), due)
     assert step.captured

@@ -27,11 +27,6 @@ from tests.support.graph_worlds import World
 from tests.support.transitions import transitions
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
-    return RecordedCuda().install(monkeypatch)
-
-
 class Pair(NamedTuple):
     x: Tensor
     y: Tensor
@@ -166,7 +161,7 @@ def test_arguments_of_the_constructor():
 def test_where_a_step_works_is_found_out(machine):
     """By its arguments, its results, or its buffers; or else by what it does."""
     world = World("uniform")
-    machine.memory = world.buffer.storage.row_tensors
+    machine.memory = world.buffer.storage.columns.parts
     x = torch.zeros(2)
     for step, arguments in (
         (lambda given: None, (x,)),
@@ -261,8 +256,6 @@ REFUSED = {
     "the first write": (first_write, "the first write allocates the storage"),
     "the first tree": (first_tree, "makes the tree"),
     "item": (on_the_host(lambda x: x[0].item()), "reads a value"),
-    "nonzero": (on_the_host(lambda x: x.nonzero()), "size only the GPU knows"),
-    "a mask": (on_the_host(lambda x: x[x > 1]), "size only the GPU knows"),
     "Python's noise": (on_the_host(lambda x: random.random()), "draws from Python's random"),
 }
 
@@ -282,7 +275,7 @@ def test_what_cannot_be_captured(name, machine):
 
 def test_a_refused_step_has_done_nothing(machine):
     world = World("prioritized")
-    machine.memory = world.buffer.storage.row_tensors
+    machine.memory = world.buffer.storage.columns.parts
 
     def step(data: TensorDict) -> Tensor:
         world.buffer.extend(data)
@@ -306,7 +299,7 @@ def test_a_refused_step_leaves_the_rule_of_slices(name, machine):
     drawn = []
     for graphs in (False, True):
         world = World(name)
-        machine.memory = world.buffer.storage.row_tensors
+        machine.memory = world.buffer.storage.columns.parts
         sampler = world.buffer.sampler
 
         def step(world: World = world, sampler: Any = sampler) -> None:
@@ -341,12 +334,14 @@ def test_a_refused_step_leaves_the_rule_of_slices(name, machine):
         lambda buffer: buffer.set_rng(torch.Generator().manual_seed(1)),
         lambda buffer: buffer.set_storage(LazyTensorStorage(20)),
         lambda buffer: buffer.sampler.free(),
+        # Nothing but the rows is another.
+        lambda buffer: (buffer.storage.free(), buffer.extend(transitions(8))),
     ],
 )
 def test_a_graph_does_not_outlive_what_it_works_on(change, machine):
     buffer = prioritized()
     buffer.extend(transitions(8))
-    machine.memory = buffer.storage.row_tensors
+    machine.memory = buffer.storage.columns.parts
     step = capture(lambda: buffer.sample()["index"], warmup=1)
     for _ in range(3):
         step()
@@ -356,7 +351,7 @@ def test_a_graph_does_not_outlive_what_it_works_on(change, machine):
     assert machine.log.count("replay") == 2
     step.reset()
     buffer.extend(transitions(8))
-    machine.memory = buffer.storage.row_tensors
+    machine.memory = buffer.storage.columns.parts
     for _ in range(2):
         assert step().shape == (4,)
     assert step.captured
@@ -366,7 +361,7 @@ def test_what_is_changed_in_place_is_seen_by_the_graph(machine):
     """Exponents, priorities and the random state may be set between calls."""
     buffer = prioritized()
     buffer.extend(transitions(8))
-    machine.memory = buffer.storage.row_tensors
+    machine.memory = buffer.storage.columns.parts
     step = capture(lambda: buffer.sample().select("index", "priority_weight"), warmup=1)
     for _ in range(2):
         step()
@@ -382,17 +377,3 @@ def test_what_is_changed_in_place_is_seen_by_the_graph(machine):
     drawn = step()["index"].tolist()
     buffer.sampler.random_state("cpu").load_state_dict(state)
     assert step()["index"].tolist() == drawn
-
-
-def test_a_graph_does_not_outlive_the_rows(machine):
-    """Although nothing but the storage has changed."""
-    buffer = ReplayBuffer(storage=LazyTensorStorage(20), batch_size=4)
-    buffer.extend(transitions(8))
-    machine.memory = buffer.storage.row_tensors
-    step = capture(buffer.sample, warmup=1)
-    for _ in range(2):
-        step()
-    buffer.storage.free()
-    buffer.extend(transitions(8))
-    with pytest.raises(CaptureError, match="moved, freed"):
-        step()

@@ -12,12 +12,6 @@ import torch
 from torch import Tensor
 
 from gpubuf import CaptureError, capture
-from tests.support.graph_recorder import RecordedCuda
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
-    return RecordedCuda().install(monkeypatch)
 
 
 def test_an_error_of_cuda_is_explained(machine):

@@ -2,88 +2,78 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
 
 from gpubuf.kernels import categorical, td
 from gpubuf.kernels.categorical._launch import plan_atoms
 from gpubuf.kernels.config import MATRIX_TILE
-from tests.kernels.reference import categorical as reference
-from tests.support.categorical_setup import GAMMA, SUPPORT, TARGETS, Rows, projected_atom_by_atom, random
+from tests.contracts.kernels import numbers
+from tests.contracts.losses import CONTRACTS, SUPPORTS
 
 # The interpreter computes with NumPy, which warns of what a kernel then leaves out by selection.
 NUMPY_WARNS = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 NAN, INF = float("nan"), float("inf")
-PRIORITIES = {"divergence": categorical.DIVERGENCE, "value error": categorical.VALUE_ERROR}
+TARGET, SUPPORT = CONTRACTS["categorical_target"], SUPPORTS[0]
+TARGETS = (categorical.OWN, categorical.MIN, categorical.MIXTURE)
+PRIORITIES = (categorical.DIVERGENCE, categorical.VALUE_ERROR)
 
 
-class TestAgainstTheFormula:
-    @pytest.mark.parametrize("support", [(-3.0, 0.0), (-0.1, 0.7), (100.0, 1e4)], ids=str)
-    def test_supports(self, backend, support):
-        rows = Rows(2, 51, (4,), support=support)
-        for dtype, tolerance in ((torch.float64, 1e-13), (torch.float32, 1e-5)):
-            ours = rows.ours(categorical.MIN, dtype)
-            torch.testing.assert_close(ours.double(), rows.formula(categorical.MIN), rtol=0, atol=tolerance)
+def arguments(batch=(4,), atoms=51, nets=2, target=categorical.OWN, dtype=torch.float32, **changed):
+    """The arguments of a target, by name."""
+    options = {"entropy": True, "steps": True, "scaled": True}
+    return TARGET.arguments(dtype, batch=batch, atoms=atoms, nets=nets, target=target, **options) | changed
 
-    def test_arguments_of_mixed_dtypes(self, backend):
-        """Integer rewards and steps, flags as numbers, half-precision logits."""
-        logits, reward = random(2, 6, 21).to(torch.bfloat16), torch.arange(-3, 3)
-        terminated, steps = torch.tensor([0, 1, 0, 0, 1, 0]), torch.arange(6)
-        ours = categorical.categorical_target(
-            logits,
-            random(6, seed=1),
-            torch.tensor(0.5),
-            reward,
-            terminated.float(),
-            torch.tensor(0.5),
-            steps.to(torch.uint8),
-            None,
-            *SUPPORT,
-            categorical.OWN,
+
+def test_arguments_of_mixed_dtypes(backend):
+    """Integer rewards and steps, flags as numbers, half-precision logits."""
+    given = arguments((6,), 21, reward=torch.arange(-3, 3), dtype=torch.bfloat16)
+    ours = TARGET.run({**given, "terminated": given["terminated"].float(), "steps": given["steps"].to(torch.uint8)})[0]
+    wide = {name: TARGET.narrowed(name, value, torch.float64) for name, value in given.items()}
+    true = TARGET.definition(**{**wide, "reward": given["reward"].double()})
+    torch.testing.assert_close(ours.double(), true, rtol=0, atol=1e-6)
+
+
+def projected_atom_by_atom(
+    mass: list[float], reward: float, discount: float, bonus: float, support: tuple[float, float]
+) -> list[float]:
+    """Move each atom, and share its mass among the two atoms around: plain Python, in the words of the definition."""
+    v_min, v_max = support
+    spacing = (v_max - v_min) / (len(mass) - 1)
+    out = [0.0] * len(mass)
+    for j, p in enumerate(mass):
+        z = v_min + j * spacing
+        moved = reward if discount == 0 else reward + discount * (z - bonus)
+        place = (min(max(moved, v_min), v_max) - v_min) / spacing
+        below = math.floor(place)
+        out[below] += p * (below + 1 - place)
+        if below < place:
+            out[below + 1] += p * (place - below)
+    return out
+
+
+@NUMPY_WARNS
+@pytest.mark.parametrize("gamma", [0.0, 0.01, 0.5, 0.97, 1.0])
+def test_against_a_loop_over_atoms(backend, gamma):
+    """The formula shares mass by distances; this is the projection as programs write it, atom by atom.
+
+    All atoms end in one place, within two atoms, two in each, and each where it was.
+    """
+    steps = torch.arange(8) % 5
+    given = arguments((8,), dtype=torch.float64, gamma=torch.tensor(gamma, dtype=torch.float64), steps=steps)
+    (ours,) = TARGET.run(given)
+    for net, row in itertools.product(range(2), range(8)):
+        true = projected_atom_by_atom(
+            given["next_logits"][net, row].softmax(-1).tolist(),
+            given["reward_scale"].item() * given["reward"][row].item(),
+            0.0 if given["terminated"][row] else gamma ** steps[row].item(),
+            given["alpha"].item() * given["next_log_prob"][row].item(),
+            (given["v_min"], given["v_max"]),
         )
-        true = reference.categorical_target(
-            logits.double(),
-            random(6, seed=1),
-            0.5,
-            reward.double(),
-            terminated > 0,
-            0.5,
-            steps,
-            1.0,
-            *SUPPORT,
-            categorical.OWN,
-        )
-        torch.testing.assert_close(ours.double(), true, rtol=0, atol=1e-6)
-
-    @NUMPY_WARNS
-    @pytest.mark.parametrize("gamma", [0.0, 0.01, 0.5, 1.0])
-    def test_discounts(self, backend, gamma):
-        """All atoms end in one place, within two atoms, two in each, and each where it was."""
-        logits, zeros = random(1, 4, 51, size=3), torch.zeros(4)
-        steps = torch.tensor([0, 1, 2, 3])
-        ours = categorical.categorical_target(
-            logits, None, None, zeros + 0.3, zeros, torch.tensor(gamma), steps, None, *SUPPORT, categorical.OWN
-        )
-        for row in range(4):
-            mass = logits[0, row].softmax(-1).tolist()
-            true = projected_atom_by_atom(mass, 0.3, float(torch.tensor(gamma)) ** row, 0.0, SUPPORT)
-            torch.testing.assert_close(ours[0, row], torch.tensor(true, dtype=torch.float64), rtol=0, atol=1e-6)
-
-
-def test_against_a_loop_over_atoms(backend):
-    """The formula shares mass by distances; this is the projection as programs write it, atom by atom."""
-    rows = Rows(2, 51, (8,))
-    ours = rows.ours(categorical.OWN, torch.float64)
-    for net in range(2):
-        for row in range(8):
-            true = projected_atom_by_atom(
-                rows.logits[net, row].softmax(-1).tolist(),
-                rows.scale * rows.reward[row].item(),
-                0.0 if rows.terminated[row] else GAMMA ** rows.steps[row].item(),
-                rows.alpha * rows.log_prob[row].item(),
-                rows.support,
-            )
-            torch.testing.assert_close(ours[net, row], torch.tensor(true).double(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(ours[net, row], torch.tensor(true).double(), rtol=0, atol=1e-6)
 
 
 class TestChoice:
@@ -101,7 +91,7 @@ class TestChoice:
     def test_a_nan_critic_is_seen(self, backend):
         """A diverged critic must show, whichever it is, and in its row only."""
         for broken in (0, 1, 2):
-            logits = random(3, 2, 5).float()
+            logits = numbers(3, 2, 5, size=1).float()
             logits[broken, 1, 2] = NAN
             zeros = torch.zeros(2)
             for target in (categorical.MIN, categorical.MIXTURE):
@@ -146,7 +136,7 @@ class TestCase43:
 
     def test_nothing_is_lost_where_every_place_is_whole(self, backend):
         """Case 43: FastSAC's settings without discount or reward move no atom, and change no mass."""
-        logits = random(3, 101, size=4)
+        logits = numbers(3, 101, size=4)
         ours = single(logits, 0.0, support=(-20.0, 20.0))
         torch.testing.assert_close(ours.double(), logits.softmax(-1), rtol=0, atol=3e-7)
 
@@ -183,7 +173,7 @@ class TestCase43:
         logits[0, [1, 3]] = -INF
         logits[1, :4] = -INF
         logits[2], logits[3, 1] = -INF, INF
-        for target in TARGETS.values():
+        for target in TARGETS:
             ours = single(logits, 0.0, target=target)
             torch.testing.assert_close(ours[0], torch.tensor([1, 0, 1, 0, 1]) / 3)
             assert ours[1].tolist() == [0, 0, 0, 0, 1]
@@ -194,11 +184,11 @@ class TestCase43:
 def test_mass_sums_to_one(backend, atoms):
     """To 1e-6 in float32, for random and extreme rows: sharp and flat logits, places far beyond the support."""
     n = 600 if backend == "numba" else 6
-    rows = Rows(2, atoms, (n,))
-    rows.logits = rows.logits * torch.tensor([1e-3, 1.0, 40.0]).repeat(n // 3).unsqueeze(-1)
-    rows.reward = rows.reward * torch.tensor([1e-6, 1.0, 1e20]).repeat_interleave(n // 3)
-    for target in TARGETS.values():
-        ours = rows.ours(target)
+    for target in TARGETS:
+        given = arguments((n,), atoms, target=target)
+        given["next_logits"] *= torch.tensor([1e-3, 1.0, 40.0]).repeat(n // 3).unsqueeze(-1)
+        given["reward"] *= torch.tensor([1e-6, 1.0, 1e20]).repeat_interleave(n // 3)
+        (ours,) = TARGET.run(given)
         assert ((ours.double().sum(-1) - 1).abs() < 1e-6).all()
         assert (ours >= 0).all()
 
@@ -222,7 +212,7 @@ class TestCase43OfTheLoss:
         """Case 43: an atom whose logit is -inf adds nothing if it has no mass; if it has, the loss is infinite."""
         target = torch.tensor([[[0.5, 0.5, 0.0], [0.25, 0.25, 0.5]]])
         logits = torch.tensor([[[0.0, 0.0, -INF], [0.0, 0.0, -INF]]], requires_grad=True)
-        for priority in PRIORITIES.values():
+        for priority in PRIORITIES:
             loss, far, _ = categorical.categorical_loss(logits, target, None, None, *SUPPORT, priority, False, td.NONE)
             assert loss[1] == INF
             torch.testing.assert_close(loss[0].detach(), torch.tensor(2.0).log())
@@ -234,10 +224,10 @@ class TestCase43OfTheLoss:
     @pytest.mark.parametrize("bad", ["logits", "target"])
     def test_a_nan_is_seen_in_its_row_only(self, backend, bad):
         """Case 43: in the loss, the priority and the gradient of that row."""
-        logits, target = random(2, 3, 5).float(), random(2, 3, 5, seed=1).softmax(-1).float()
+        logits, target = numbers(2, 3, 5, size=1).float(), numbers(2, 3, 5, seed=1, size=1).softmax(-1).float()
         (logits if bad == "logits" else target)[1, 2, 3] = NAN
         logits.requires_grad_()
-        for priority in PRIORITIES.values():
+        for priority in PRIORITIES:
             loss, far, _ = categorical.categorical_loss(logits, target, None, None, *SUPPORT, priority, False, td.NONE)
             assert loss.isnan().tolist() == far.isnan().tolist() == [False, False, True]
             (by_logits,) = torch.autograd.grad(loss.sum(), logits)
@@ -246,8 +236,8 @@ class TestCase43OfTheLoss:
 
 class TestSelection:
     def test_priorities_are_neither_weighted_nor_masked(self, backend):
-        logits, target = random(2, 6, 5), random(1, 6, 5, seed=1).softmax(-1)
-        for priority in PRIORITIES.values():
+        logits, target = numbers(2, 6, 5, size=1), numbers(1, 6, 5, seed=1, size=1).softmax(-1)
+        for priority in PRIORITIES:
             (_, one, _), (_, other, _) = (
                 categorical.categorical_loss(logits, target, *w, *SUPPORT, priority, True, td.MEAN)
                 for w in ((None, None), (torch.zeros(6), torch.zeros(6) > 0))
@@ -256,10 +246,10 @@ class TestSelection:
 
     def test_a_critic_that_has_learnt_has_no_priority(self, backend):
         """The divergence from itself is 0, and not below where rounding would make it so."""
-        logits = random(1, 40, 51, size=3)
+        logits = numbers(1, 40, 51, size=3)
         for dtype in (torch.float32, torch.float64):
             target = logits.softmax(-1).to(dtype)
-            for priority in PRIORITIES.values():
+            for priority in PRIORITIES:
                 _, far, _ = categorical.categorical_loss(
                     logits.to(dtype), target, None, None, *SUPPORT, priority, False, td.MEAN
                 )

@@ -193,13 +193,6 @@ class TestRules:
             with pytest.raises(ValueError, match=f"power of two of at least 2, but is {wrong}"):
                 config.tree_fan_out(10, "cpu", explicit=wrong)
 
-    @pytest.mark.parametrize(
-        ("n_bytes", "tile"),
-        [(0, 256), (1, 256), (2**20, 256), (2**20 + 1, 512), (2**22 - 1, 512), (2**22, 1024), (2**40, 1024)],
-    )
-    def test_rows(self, n_bytes, tile):
-        assert config.rows_copy(n_bytes) == RowsConfig(tile, 4)
-
     @pytest.mark.parametrize("fan_out", [2, 16, 32, 64, 1024, 4096])
     def test_trees(self, fan_out):
         """In graphs a launch costs the host nothing: there updates take several of them earlier."""
@@ -225,8 +218,6 @@ class TestRules:
             assert chosen.block_bytes * config.index_span(n, by_id) <= 1024
             assert chosen.block_nodes * fan_out <= max(1024, fan_out)
             assert (chosen.block_envs > 0) == (run_words * min(1 << (envs - 1).bit_length(), 32) <= 512)
-        # A lane reads a byte of flags, but the one flag of a single step; identifiers tell that of the step before.
-        assert [config.index_span(n, by_id) for by_id in (False, True)] == [1 if n == 1 else 8, 8]
 
     @pytest.mark.parametrize("slice_len", [1, 4, 9, 1000])
     def test_slices(self, slice_len):
@@ -235,10 +226,6 @@ class TestRules:
                 assert powers_of_two(chosen.block_slices, chosen.block_steps, chosen.num_warps)
                 assert chosen.block_steps == max(8, min(64, 1 << (slice_len - 1).bit_length()))
                 assert chosen.block_slices * chosen.block_steps <= 1024
-
-    def test_slices_are_drawn_side_by_side(self):
-        """Issue 23: four slices a program made eight warps for 32 slices, each of more than three times the work."""
-        assert [config.index_draw(32, n, 8).block_slices for n in (1, 32, 4096, 4097)] == [1, 1, 1, 16]
 
     def test_by_value(self):
         """At both sides of every bound that a rule has."""

@@ -68,15 +68,6 @@ def test_strided_rows():
     check([numbers(9, 8)[:, ::2], numbers(4, 9).T], 4, Rule(1e-8))
 
 
-def test_many_rows_are_those_of_var_mean():
-    rows, (state, mean, factor, tickets) = numbers(3000, 2, torch.float32), new_state(2, "cpu")
-    for part in rows.split(1100):
-        moments.update(state, part, mean, factor, rule_of(), tickets)
-    variance, expected = torch.var_mean(rows.double(), 0, correction=0)
-    close(state[MEAN], expected)
-    close(state[M2] / state[COUNT], variance, 1e-10)
-
-
 @pytest.mark.parametrize(("n", "elements"), [(640, 17), (1300, 33), (2561, 3), (1 << 14, 1)])
 def test_rows_of_several_programs(n, elements):
     """Some of them find only numbers that are not finite; twice the same bits, whichever program is the last."""

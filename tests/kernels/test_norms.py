@@ -1,69 +1,93 @@
-"""Norms with activations on both backends: values and gradients against the definition, edges, and no waiting."""
+"""Norms with activations on both backends: edges, and gradients of gradients. Values: the contract of kernels."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 
 from gpubuf.kernels import norms
-from gpubuf.kernels.norms import LAYER, MAX_WIDTH, RELU, SILU, _launch
+from gpubuf.kernels.norms import LAYER, MAX_WIDTH, NONE, RELU, RMS, SILU, _launch
 from gpubuf.kernels.norms._launch import BatchPlan, NormPlan, plan_batch, plan_norm
-from tests.kernels.reference.norms import batch_norm_activation as batch_reference
-from tests.kernels.reference.norms import norm_activation as reference
-from tests.support.norms_setup import ACTIVATIONS, EPS, KINDS, inputs, results
+from tests.contracts.kernels import F32, F64, numbers
+from tests.contracts.losses import CONTRACTS
+
+NORM, BATCH = CONTRACTS["norm_activation"], CONTRACTS["batch_norm"]
+LEAVES, ACTIVATIONS = ("x", "weight", "bias"), (NONE, RELU, SILU)
 
 
-def ours(norm, activation):
-    return lambda x, weight, bias: norms.norm_activation(x, weight, bias, EPS, norm, activation)[0]
+def of_rows(shape, nets, norm=LAYER, activation=SILU, dtype=F32, bias=True):
+    """The arguments of a norm of rows, by name; ``nets=None`` for a weight without nets."""
+    return NORM.arguments(dtype, layout=(shape, nets), norm=norm, activation=activation, bias=bias)
 
 
-def defined(norm, activation):
-    return lambda x, weight, bias: reference(x, weight, bias, EPS, KINDS[norm], ACTIVATIONS[activation])
+def of_columns(x, activation=SILU, own=True):
+    """The arguments of a norm of the columns of ``x``, ``[N, rows, D]``: by its own moments, or by given ones."""
+    made = BATCH.arguments(x.dtype, shape=tuple(x.shape), activation=activation, own=own)
+    mean, var = norms.batch_moments(x, made["weight"]) if own else (made[name].to(x.dtype) for name in ("mean", "var"))
+    return made | {"x": x, "mean": mean, "var": var}
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_row_of_one_value(backend, activation):
-    """Nothing is left without its mean: the bias alone, and gradients that eps bounds."""
-    x = torch.full((1, 4, 8), 3.0)
-    weight, bias = torch.ones(1, 1, 8), torch.linspace(-1, 1, 8).reshape(1, 1, 8)
-    y, *grads = results(ours(LAYER, activation), x, weight, bias)
-    truth, *others = results(defined(LAYER, activation), x.double(), weight.double(), bias.double())
+def results(function, arguments):
+    """y and the gradients by x, weight and bias under a fixed incoming gradient."""
+    leaves = [arguments[name].detach().clone().requires_grad_() for name in LEAVES]
+    y = function(**{**arguments, **dict(zip(LEAVES, leaves, strict=True))})
+    y = y if isinstance(y, torch.Tensor) else y[0]
+    slope = torch.linspace(-1, 2, y.numel(), dtype=F64).reshape(y.shape).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, leaves, slope)]
+
+
+def assert_agrees(contract, arguments):
+    """Values and gradients are those of the definition in float64."""
+    wide = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    (y, *grads), (truth, *others) = results(contract.operation, arguments), results(contract.definition, wide)
     torch.testing.assert_close(y.double(), truth)
     for one, true in zip(grads, others, strict=True):
         torch.testing.assert_close(one.double(), true, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("norm", KINDS)
+def test_a_row_of_one_value(backend, activation):
+    """Nothing is left without its mean: the bias alone, and gradients that eps bounds."""
+    given = of_rows((1, 4, 8), 1, activation=activation) | {"x": torch.full((1, 4, 8), 3.0)}
+    given |= {"weight": torch.ones(1, 1, 8), "bias": torch.linspace(-1, 1, 8).reshape(1, 1, 8)}
+    assert_agrees(NORM, given)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("norm", [LAYER, RMS])
 def test_gradients_of_gradients(norm, activation):
     """A gradient penalty, also without a bias and for some arguments only."""
-    x, weight, bias = (t.requires_grad_() for t in inputs((2, 3, 4), 2, torch.float64))
-    assert torch.autograd.gradgradcheck(ours(norm, activation), (x, weight, bias))
-    assert torch.autograd.gradgradcheck(lambda x: ours(norm, activation)(x, weight.detach(), None), (x,))
+    for names, bias in ((LEAVES, True), (("x",), False)):
+        given = of_rows((2, 3, 4), 2, norm, activation, F64, bias)
+        leaves = [given[name].requires_grad_() for name in names]
+        assert torch.autograd.gradgradcheck(
+            lambda *x, given=given, names=names: NORM.run({**given, **dict(zip(names, x, strict=True))})[0], leaves
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(5, 4), (2, 3, 4), (2, 3, 5, 4)], ids=str)
 def test_composed(shape, dtype):
     """Of PyTorch's operations, for what knows no others."""
-    nets = None if len(shape) == 2 else 2
-    for norm in KINDS:
-        for activation in ACTIVATIONS:
-            x, weight, bias = inputs(shape, nets, torch.float32)
-            one = norms.composed(x.to(dtype), weight, bias, EPS, norm, activation)
-            two = norms.norm_activation(x.to(dtype), weight, bias, EPS, norm, activation)[0]
-            assert one.dtype is dtype
-            tolerance = 1e-5 if dtype is torch.float32 else 2e-2
-            torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
+    for norm, activation in itertools.product((LAYER, RMS), ACTIVATIONS):
+        given = of_rows(shape, None if len(shape) == 2 else 2, norm, activation)
+        given["x"] = given["x"].to(dtype)
+        one, two = norms.composed(*given.values()), NORM.run(given)[0]
+        assert one.dtype is dtype
+        tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)], ids=str)
+@pytest.mark.parametrize("wanted", [("x",), ("weight",), ("bias",), ("x", "bias")], ids=str)
 def test_some_gradients(backend, wanted):
-    arguments = inputs((2, 5, 4), 2, torch.float64)
     found = []
-    for function in (ours, defined):
-        given = [t.detach().clone().requires_grad_(i in wanted) for i, t in enumerate(arguments)]
-        found.append(torch.autograd.grad(function(LAYER, SILU)(*given).sum(), [given[i] for i in wanted]))
+    for function in (NORM.operation, NORM.definition):
+        given = of_rows((2, 5, 4), 2, dtype=F64)
+        leaves = [given[name].requires_grad_() for name in wanted]
+        y = function(**given)
+        found.append(torch.autograd.grad((y if isinstance(y, torch.Tensor) else y[0]).sum(), leaves))
     torch.testing.assert_close(*found)
 
 
@@ -86,43 +110,19 @@ def test_plans():
 # --- batch norm ------------------------------------------------------------------------------------------------------
 
 
-def given_statistics(weight):
-    """Any mean and variance."""
-    generator = torch.Generator().manual_seed(7)
-    mean = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-    return mean.to(weight.dtype), (mean.square() + 0.3).to(weight.dtype)
-
-
-def batch_ours(activation, own):
-    def run(x, weight, bias):
-        with torch.no_grad():
-            mean, var = norms.batch_moments(x, weight) if own else given_statistics(weight)
-        return norms.batch_norm_activation(x, weight, bias, mean, var, EPS, activation, own)
-
-    return run
-
-
-def batch_defined(activation, own):
-    def run(x, weight, bias):
-        return batch_reference(x, weight, bias, EPS, ACTIVATIONS[activation], None if own else given_statistics(weight))
-
-    return run
-
-
 @pytest.mark.parametrize("shape", [(6, 5), (2, 3, 5)], ids=str)
 def test_one_net(backend, shape):
     """A weight without nets: all rows are one batch."""
-    x, weight, bias = inputs(shape, None, torch.float64)
-    got = results(batch_ours(SILU, True), x, weight, bias)
-    one = [t.reshape(1, -1, 5) for t in (x, weight, bias)]
-    for a, b in zip(got, results(batch_defined(SILU, True), *one), strict=True):
+    given = of_columns(numbers(1, 6, 5))
+    flat = {**given, "x": given["x"].reshape(shape), **{name: given[name].reshape(5) for name in ("weight", "bias")}}
+    flat["mean"], flat["var"] = norms.batch_moments(flat["x"], flat["weight"])
+    for a, b in zip(results(BATCH.operation, flat), results(BATCH.definition, given), strict=True):
         torch.testing.assert_close(a, b.reshape(a.shape))
 
 
 def test_moments(backend):
     """Of columns far from 0, too: the mean is taken off before anything is squared."""
-    x, weight, _ = inputs((2, 100, 9), 2, torch.float32)
-    x = x + 1000
+    x, weight = numbers(2, 100, 9).float() + 1000, torch.ones(2, 1, 9)
     mean, var = norms.batch_moments(x, weight)
     torch.testing.assert_close(mean.double(), x.double().mean(1, keepdim=True), rtol=1e-6, atol=0)
     torch.testing.assert_close(var.double(), x.double().var(1, correction=0, keepdim=True), rtol=1e-4, atol=0)
@@ -138,22 +138,16 @@ def test_moments(backend):
 
 def test_a_column_of_one_value(backend):
     """Its variance is 0: the bias alone, and gradients that eps bounds."""
-    x = torch.full((1, 6, 3), 2.0)
-    _, weight, bias = inputs((1, 6, 3), 1, torch.float32)
-    got = results(batch_ours(SILU, True), x, weight, bias)
-    for one, true in zip(
-        got, results(batch_defined(SILU, True), x.double(), weight.double(), bias.double()), strict=True
-    ):
-        torch.testing.assert_close(one.double(), true, rtol=1e-4, atol=1e-5)
+    assert_agrees(BATCH, of_columns(torch.full((1, 6, 3), 2.0)))
 
 
 @pytest.mark.parametrize("rows", [5, 600])
 def test_batch_nan(backend, rows):
     """A NaN spoils its own column of its own net, and nothing else."""
-    x, weight, bias = inputs((2, rows, 6), 2, torch.float32)
+    x = numbers(2, rows, 6).float()
     x[0, 2, 3] = float("nan")
     for activation in ACTIVATIONS:
-        y, by_x, by_weight, by_bias = results(batch_ours(activation, True), x, weight, bias)
+        y, by_x, by_weight, by_bias = results(BATCH.operation, of_columns(x, activation))
         assert y[0, :, 3].isnan().all()
         assert y.isnan().sum() == rows
         assert by_x.isnan().sum() in (0, rows)  # ReLU takes a NaN for its own gradient
@@ -163,38 +157,43 @@ def test_batch_nan(backend, rows):
 
 def test_strided_and_mixed_inputs(backend):
     """Rows that nets share without memory of their own, and bfloat16 rows with float32 parameters."""
-    _, weight, bias = inputs((3, 4, 6), 3, torch.float32)
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
-    for dtype in (torch.float32, torch.bfloat16):
-        own = x.to(dtype).requires_grad_()
-        leaves = [own, weight.requires_grad_(), bias.requires_grad_()]
-        grad = torch.linspace(-1, 1, 72).reshape(3, 4, 6).to(dtype)
-        y = batch_ours(RELU, True)(own.expand(3, 4, 6), weight, bias)
-        grads = torch.autograd.grad(y, leaves, grad)
-        assert [t.dtype for t in grads] == [dtype, torch.float32, torch.float32]
-        double = [t.detach().double().requires_grad_() for t in leaves]
-        true = batch_defined(RELU, True)(double[0].expand(3, 4, 6), *double[1:])
-        tolerance = 1e-5 if dtype is torch.float32 else 3e-2
-        torch.testing.assert_close(y.double(), true, rtol=tolerance, atol=tolerance)
-        for a, b in zip(grads, torch.autograd.grad(true, double, grad.double()), strict=True):
+    plain = of_columns(numbers(3, 4, 6).float(), RELU)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        shared = numbers(4, 6).to(dtype)
+        found = []
+        for function, as_given in ((BATCH.operation, True), (BATCH.definition, False)):
+            tensors = (shared, plain["weight"], plain["bias"])
+            x, weight, bias = ((t if as_given else t.double()).detach().requires_grad_() for t in tensors)
+            given = {**plain, "x": x.expand(3, 4, 6), "weight": weight, "bias": bias}
+            given["mean"], given["var"] = norms.batch_moments(given["x"].detach(), weight.detach())
+            y = function(**given)
+            y = y if isinstance(y, torch.Tensor) else y[0]
+            slope = torch.linspace(-1, 1, 72).reshape(3, 4, 6).to(dtype).to(y.dtype)
+            found.append([y, *torch.autograd.grad(y, [x, weight, bias], slope)])
+        assert [t.dtype for t in found[0]] == [dtype, dtype, torch.float32, torch.float32]
+        for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["batch", "given"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_batch_gradcheck(activation, own):
-    arguments = [t.requires_grad_() for t in inputs((2, 4, 3), 2, torch.float64)]
-    assert torch.autograd.gradcheck(batch_ours(activation, own), arguments)
-    assert torch.autograd.gradgradcheck(batch_ours(activation, own), arguments)
+    given = of_columns(numbers(2, 4, 3), activation, own)
+
+    def function(x, weight, bias):
+        mean, var = norms.batch_moments(x.detach(), weight.detach()) if own else (given["mean"], given["var"])
+        return BATCH.run({**given, "x": x, "weight": weight, "bias": bias, "mean": mean, "var": var})[0]
+
+    leaves = [given[name].requires_grad_() for name in LEAVES]
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_batch_composed(activation):
-    x, weight, bias = inputs((2, 5, 4), 2, torch.float32)
     for own in (True, False):
-        mean, var = given_statistics(weight)
-        one = norms.composed_batch(x, weight, bias, mean, var, EPS, activation, own)
-        torch.testing.assert_close(one, batch_ours(activation, own)(x, weight, bias))
+        given = of_columns(numbers(2, 5, 4).float(), activation, own)
+        torch.testing.assert_close(norms.composed_batch(*given.values()), BATCH.run(given)[0])
 
 
 def test_batch_plans():

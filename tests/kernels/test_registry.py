@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubuf.kernels import _registry
+from tests.support.dispatched import Dispatched
 
 
 def given_back(*args):
@@ -91,18 +91,6 @@ def on_triton(x: torch.Tensor, n: int) -> torch.Tensor:
     return x - n
 
 
-class Recorded(TorchDispatchMode):
-    """Which operations reach the dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def test_without_dispatch():
     """The dispatcher is passed by where it has nothing to decide, and only there."""
     operation = _registry.define(
@@ -116,9 +104,9 @@ def test_without_dispatch():
     with torch.profiler.profile(acc_events=True) as profile:
         assert call(x, 2).tolist() == [2, 3, 4]
     assert "gpubuf::test_shift" not in {event.key for event in profile.key_averages()}
-    with Recorded() as recorded:
+    with Dispatched() as noted:
         assert call(x, 2).tolist() == [2, 3, 4]
-    assert recorded.seen[0] == "gpubuf::test_shift"
+    assert noted.calls[0][0].name() == "gpubuf::test_shift"
     with _registry.triton_on_cpu(), torch.profiler.profile(acc_events=True) as profile:
         assert call(x, 2).tolist() == [-2, -1, 0]
     assert "gpubuf::test_shift" not in {event.key for event in profile.key_averages()}

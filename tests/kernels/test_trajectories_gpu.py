@@ -23,9 +23,8 @@ class Twin:
     def __init__(self, steps: int, envs: int, fan_out: int, rule: Rule, by_id: bool, device: str) -> None:
         self.steps, self.envs, self.fan_out, self.rule, self.by_id = steps, envs, fan_out, rule, by_id
         self.storage = torch.zeros(steps * envs, dtype=torch.int64 if by_id else torch.bool, device=device)
-        self.signals = torch.tensor(
-            [rows.table_entry(self.storage.data_ptr(), self.storage.element_size())], device=device
-        )
+        entry = rows.table_entry(self.storage.data_ptr(), self.storage.element_size())
+        self.signals = torch.tensor([entry], device=device)
         self.ends, self.sums = trajectories.new_index(steps, envs, fan_out, device)
         self.ring = rows.new_ring(device)
         self.rng = philox.new_state(7, device)
@@ -33,14 +32,8 @@ class Twin:
 
     def write(self, batch: torch.Tensor) -> None:
         """Rows ``[n, E]``."""
-        batch = batch.to(self.storage.device)
-        rows.extend(
-            torch.tensor([rows.table_entry(self.storage.data_ptr(), self.storage.element_size())], device=batch.device),
-            [batch.reshape(-1)],
-            self.ring,
-            batch.numel(),
-            self.steps * self.envs,
-        )
+        flat = batch.to(self.storage.device).reshape(-1)
+        rows.extend(self.signals, [flat], self.ring, flat.numel(), self.steps * self.envs)
         self.update(batch.shape[0])
 
     def update(self, n: int) -> None:

@@ -4,12 +4,9 @@ import copy
 
 import pytest
 import torch
-from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torch import nn
 
 from gpubuf.modules import MLP, EnsembleMLP, linear, mlp
-from gpubuf.objectives import TD3Loss
 
 F64 = torch.float64
 
@@ -62,25 +59,6 @@ def test_in_transformed_code_and_with_hooks(request):
     of_all.remove()
     assert nn.ReLU in heard
     assert not calls
-
-
-def test_twin_critics_of_td3():
-    """The actor's gradient comes from the first critic, whether or not the critics run one by one."""
-    torch.manual_seed(0)
-    actor = TensorDictModule(MLP(3, 2, (8,)), ["observation"], ["action"])
-    critics = TensorDictModule(EnsembleMLP(2, 5, 1, (8, 8)), ["observation", "action"], ["state_action_value"])
-    loss = TD3Loss(actor, critics, bounds=(-1.0, 1.0))
-    batch = {"observation": torch.randn(6, 3)}
-    action = actor.module(batch["observation"])
-    first = loss._critics.detached_first
-
-    data = TensorDict({**batch, "action": action}, [6])
-    fast, slow = first(data, "state_action_value"), loss._critics.detached(data, "state_action_value")
-    torch.testing.assert_close(fast, slow)
-    ours, theirs = (torch.autograd.grad(q[0].mean(), action, retain_graph=True) for q in (fast, slow))
-    torch.testing.assert_close(ours, theirs)
-    (of_second,) = torch.autograd.grad(fast[1].sum(), action)
-    assert not of_second.any()
 
 
 @pytest.mark.parametrize("onednn", [True, False])

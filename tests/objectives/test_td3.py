@@ -9,11 +9,10 @@ import pytest
 import torch
 from tensordict.nn import TensorDictModule
 
-from gpubuf.kernels import sac
 from gpubuf.modules import MLP
-from gpubuf.objectives.batch import REDUCTIONS, reduced
+from gpubuf.objectives import SoftUpdate
 from tests.support.losses_setup import F64, Bounded, agree, deterministic_actor, make_td3, td3_by_hand
-from tests.support.sac_setup import ACTION, CELLS, OBSERVATION, make_batch, separated
+from tests.support.sac_setup import ACTION, CELLS, OBSERVATION, make_batch, normalised_critic, run_loss, separated
 
 LOW, HIGH = torch.tensor([-1.0, -0.5, -2.0]), torch.tensor([1.0, 0.25, 2.0])
 
@@ -81,21 +80,22 @@ def test_noise(noise, clip):
     agree(separated(make_td3(policy_noise=noise, noise_clip=clip, bounds=(-0.1, 0.1))), make_batch(9), td3_by_hand)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("n", [0, 1, 40])
-def test_the_reduction_without_kernels(dtype, n):
-    """The same numbers as those of the kernels, and 0 for a mean over nothing."""
-    rows, weight, mask = torch.randn(n, 1).to(dtype), torch.rand(n), torch.arange(n) % 3 != 1
-    for name, code in REDUCTIONS.items():
-        for w, m in ((None, None), (weight, None), (None, mask), (weight, mask), (weight, mask & False)):
-            truth, *_ = sac.actor_loss(-rows.unsqueeze(0), torch.zeros(n, 1), torch.zeros(()), w, m, code)
-            ours = reduced(rows, w, m, name)
-            assert ours.dtype is truth.dtype
-            torch.testing.assert_close(ours, truth)
-
-
 def test_the_noise_differs_between_calls_and_rows():
     loss, batch = make_td3(policy_noise=0.3), make_batch(1).expand(50).clone()
     values = [loss(batch)["next_state_value"] for _ in range(2)]
     assert values[0].unique().numel() == 50
     assert not (values[0] == values[1]).any()
+
+
+@pytest.mark.slow
+def test_a_second_size_of_batch_in_compiled_code():
+    """It was refused: the critics' shape counted as another than the same shape of the actions."""
+    loss = make_td3(normalised_critic())
+    SoftUpdate(loss, tau=0.5)
+    compiled = torch.compile(loss, backend="eager", fullgraph=True)
+    for rows in (6, 4):
+        batch = make_batch(rows)
+        expected = run_loss(loss, batch, 3)
+        torch.manual_seed(3)
+        out = compiled(batch.clone())
+        torch.testing.assert_close({key: out[key] for key in out.keys()}, {key: expected[key] for key in out.keys()})

@@ -22,7 +22,7 @@ from tensordict.nn import (
 )
 from torch import nn
 
-from gpubuf.modules import MLP, TanhNormal
+from gpubuf.modules import MLP, TanhNormal, make_sac_actor
 from gpubuf.objectives import CrossQLoss, REDQLoss, SACLoss, TD3Loss
 from gpubuf.objectives.networks import SideBySide
 from tests.contracts.objectives import CLASSES
@@ -195,6 +195,8 @@ def test_keys_that_the_actor_knows():
     assert SACLoss(actor, critic).tensor_keys.log_prob == "density"
     assert REDQLoss(actor, critic).tensor_keys.sample_log_prob == "density"
     assert CrossQLoss(actor, critic).tensor_keys.log_prob == "_log_prob"
+    moving = make_sac_actor(OBSERVATION, ACTION, CELLS, action_key=("agents", "move"))
+    assert SACLoss(moving, critic).tensor_keys.action == ("agents", "move")
     # An actor that draws serves as one that doesn't.
     assert TD3Loss(actor, critic, bounds=(-1.0, 1.0)).tensor_keys.action == "action"
 

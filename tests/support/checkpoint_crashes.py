@@ -20,6 +20,7 @@ import torch
 
 from gpubuf import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 from gpubuf.data.checkpoints.files import BUFFER, MANIFEST, read_manifest
+from tests.support.memmap_crashes import forked
 from tests.support.transitions import transitions
 
 CAPACITY = 200
@@ -54,13 +55,7 @@ def save_for_ever(folder: str, report: int) -> None:
 def killed(folder: str, seconds: float) -> int:
     """Start a process, kill it ``seconds`` after its first report; returns the last number of rows that it reported."""
     reports, report = os.pipe()
-    process = os.fork()
-    if process == 0:
-        try:
-            os.close(reports)
-            save_for_ever(folder, report)
-        finally:
-            os._exit(1)
+    process = forked(lambda: save_for_ever(folder, report))
     os.close(report)
     select.select([reports], [], [])
     time.sleep(seconds)

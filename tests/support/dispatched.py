@@ -1,15 +1,19 @@
-"""How many operations are dispatched."""
+"""What is dispatched."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Count(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.operations = 0
+class Dispatched(TorchDispatchMode):
+    """Notes the operations that reach the dispatcher, with their arguments."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.operations += 1
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, args))
         return func(*args, **(kwargs or {}))

@@ -125,7 +125,7 @@ class World:
         """Everything that a step changes, by name."""
         storage, sampler = self.buffer.storage, self.buffer.sampler
         yield "ring", storage.ring.clone()
-        for i, rows in enumerate(storage.row_tensors):
+        for i, rows in enumerate(storage.columns.parts):
             yield f"rows {i}", rows[: len(self.buffer) // self.envs].clone()
         if storage.end_bits is not None:
             yield "end bits", storage.end_bits.ends.clone()

@@ -71,7 +71,7 @@ def check_derived(sampler: Sampler) -> None:
     bits = sampler.storage.end_bits
     if bits is not None:
         ends = bits.ends.clone()
-        sampler.storage.rebuild()
+        sampler.storage.followers.rebuild()
         assert torch.equal(ends, bits.ends)
     tree = getattr(sampler, "_tree", None)
     if tree is not None:

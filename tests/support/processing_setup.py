@@ -130,10 +130,8 @@ def uniforms(pipeline: Pipeline, n: int) -> Tensor:
 
 
 def shifted(image: Tensor, down: int, right: int) -> Tensor:
-    """``[..., H, W]``, pixel by pixel."""
+    """``[..., H, W]``, with the pixels at the edge repeated."""
     height, width = image.shape[-2:]
-    out = torch.empty_like(image)
-    for y in range(height):
-        for x in range(width):
-            out[..., y, x] = image[..., min(max(y + down, 0), height - 1), min(max(x + right, 0), width - 1)]
-    return out
+    rows = (torch.arange(height) + down).clamp(0, height - 1)
+    columns = (torch.arange(width) + right).clamp(0, width - 1)
+    return image[..., rows[:, None], columns]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 
 from gpubuf.data.operation import Operation
@@ -32,12 +31,4 @@ def together(*jobs: Callable[[], None]) -> None:
 def wait_for_line(operation: Operation, n: int) -> None:
     """Until so many threads wait for their turn."""
     while len(operation.line) < n:
-        os.sched_yield()
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Until ``condition`` holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
         os.sched_yield()

@@ -32,5 +32,5 @@ def run(config, iterations=20, machine=None):
         if machine is not None:
             # Rows are written by address, which the recorder can't see.
             storage = trainer.buffer.storage
-            machine.memory = [*storage.row_tensors, *(storage.sharing.sides if storage.sharing else ())]
+            machine.memory = [*storage.columns.parts, *(storage.sharing.sides if storage.sharing else ())]
     return trainer, records

@@ -27,19 +27,13 @@ from typing import Any, cast
 
 import numpy as np
 
-WIDTH = 5
+from tests.support.written_rows import WIDTH, payload
+
 CAPACITY = 1 << 22
 QUEUE_STEPS = 64
 
 
 # What a row holds
-
-
-def payload(writer: Any, number: Any) -> Any:
-    """What a row holds besides, ``[..., WIDTH]`` float32: other numbers for each row, so that a torn one shows."""
-    place = np.arange(WIDTH, dtype=np.float64)
-    seeds = np.asarray(writer, np.float64)[..., None] * 7919 + np.asarray(number, np.float64)[..., None]
-    return np.modf(np.sin(seeds + 12.9898 * (place + 1)) * 43758.5453)[0].astype(np.float32)
 
 
 def columns_of(writer: int, first: int, n: int) -> dict[str, np.ndarray]:

@@ -73,17 +73,6 @@ def write_rows(client: Any, writer: int, sizes: list[int], form: str = "columns"
     client.close()
 
 
-def write_for_ever(client: Any, writer: int, log: str, n: int = 3) -> None:
-    """Write batches, and note before each what is submitted, and after each what was acknowledged."""
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    first = 0
-    while True:
-        os.write(handle, b"s%d\n" % (first + n))
-        client.extend_columns(columns(writer, first, n))
-        first += n
-        os.write(handle, b"a%d\n" % first)
-
-
 def write_and_die(client: Any, writer: int, n: int) -> None:
     """Write so many rows, then be killed."""
     client.extend_columns(columns(writer, 0, n))

@@ -135,25 +135,22 @@ def check(buffer: Checkpointed, state: dict[str, Any]) -> None:
         if rows["initialized"]:
             schema = buffer._storage.check_state(rows)
             if not buffer._storage.initialized:
-                expect_rows(buffer, schema, tuple(rows["shape"]), "state")
+                expect_rows(buffer._storage, schema, "state")
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         # Of another type than all that a save writes.
         raise ValueError(f"the checkpoint's state can't be used: {error!r}") from None
 
 
-def expect_rows(buffer: Checkpointed, schema: Schema, shape: tuple[int, ...], of: str) -> None:
-    """Let a buffer without rows expect some of this form, those of a storage of ``shape``.
+def expect_rows(storage: TensorStorage, schema: Schema, of: str) -> None:
+    """Raise unless a buffer without rows could have some of this form.
 
     Raises:
         ValueError: it can't serve them.
     """
-    storage, sampler = buffer._storage, buffer._sampler
     try:
-        sampler.check_rows(schema.written, storage.ndim)
         storage.check_rows(schema)
     except (LookupError, RuntimeError, TypeError) as error:
         raise ValueError(f"the buffer can't serve the rows of the {of}: {error}") from error
-    storage.beside = sampler.index_beside(storage.requested_device, storage.full_shape(shape))
 
 
 def check_transforms(transform: nn.Module, state: dict[str, Any]) -> None:

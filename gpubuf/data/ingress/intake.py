@@ -21,7 +21,8 @@ from gpubuf.data.ingress.options import MOST_STEPS, Writers
 from gpubuf.data.ingress.queues import Queues, Rows, fence, numpy_dtype, of_bits, start_of, wait
 from gpubuf.data.operation import Operation, operation
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.processing.statistics import RewardScale
+from gpubuf.data.processing.reward_scale import RewardScale
+from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.row_order import RowOrder
 from gpubuf.data.sequences import SampleUnit, Sequence
@@ -338,7 +339,7 @@ class Intake:
             TimeoutError: the writers have written too little for the timeout.
             ValueError: the margin has no room for so many samples.
         """
-        self.operation.refuse_recording("ratio= counts the samples of eager calls: sample before the captured step")
+        at_replays().refuse("ratio= counts the samples of eager calls: sample before the captured step")
         margin = self.options.samples_ahead
         if samples > 2 * margin:
             raise ValueError(f"a batch of {samples} samples is more than twice margin={margin}: raise the margin")

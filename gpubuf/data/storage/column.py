@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,15 +139,60 @@ def new_record(leaves: Sequence[Leaf], shape: tuple[int, ...], placement: Placem
     return new_column((*shape, *own), leaves[0].dtype, placement)
 
 
-def columns_of(found: Sequence[Record], leaves: Sequence[Leaf]) -> list[Column]:
-    """The columns of a row's keys, ``leaves``: views of the memory of records."""
-    columns: dict[int, Column] = {}
-    for keys, memory in found:
-        offset = 0
-        for key in keys:
-            columns[key] = memory if len(keys) == 1 else Column(*(_cut(p, offset, leaves[key]) for p in memory.parts))
-            offset += leaves[key].n_elements
-    return [columns[key] for key in range(len(leaves))]
+class Columns(Sequence[Column]):
+    """The memory of the rows of a storage: a column for each key, ``[*shape, ...]``, all views of records.
+
+    Args:
+        records: the memory, which covers all keys.
+        leaves: the keys of a row.
+    """
+
+    def __init__(self, records: Iterable[Record] = (), leaves: Sequence[Leaf] = ()) -> None:
+        self.records = list(records)
+        self._leaves = list(leaves)
+        found: dict[int, Column] = {}
+        for keys, memory in self.records:
+            offset = 0
+            for key in keys:
+                parts = memory.parts if len(keys) == 1 else [_cut(p, offset, leaves[key]) for p in memory.parts]
+                found[key] = Column(*parts)
+                offset += leaves[key].n_elements
+        self._columns = [found[key] for key in range(len(leaves))]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without views: pickle would write the memory of a record once for each key."""
+        return Columns, (self.records, self._leaves)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._columns[key]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(column.nbytes for column in self._columns)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The tensors that rows are in: one a key, or two where rows are in two places."""
+        return [part for column in self._columns for part in column.parts]
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The tensors that own the memory of the rows."""
+        return [part for record in self.records for part in record.memory.parts]
+
+    def allocate(self, number: int, shape: tuple[int, ...], placement: Placement) -> Column:
+        """Uninitialised memory for one record of a storage of ``shape``."""
+        return new_record([self._leaves[key] for key in self.records[number].keys], shape, placement)
+
+    def replace(self, number: int, memory: Column) -> Columns:
+        """These columns, with other memory for one record."""
+        records = list(self.records)
+        records[number] = Record(records[number].keys, memory)
+        return Columns(records, self._leaves)
 
 
 def separate(columns: Sequence[Column]) -> list[Record]:

@@ -167,7 +167,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         self.counters.set(written, size)
         if (folder / files.MARKS_FILE).exists():
             self.keep_marks()
-        self.rebuild()
+        self.followers.rebuild()
 
     def establish(self, schema: Schema, shape: tuple[int, ...], data_device: torch.device) -> None:
         if schema.written.host:

@@ -56,7 +56,7 @@ def state_of(storage: TensorStorage) -> dict[str, Any]:
     state |= saved_tree(storage.written_layout)
     if storage.computed:
         state["form"] = described(storage.schema)
-    for follower in storage.followers:
+    for follower in storage.followers.own:
         state |= follower.state(len(storage))
     return state
 
@@ -103,8 +103,12 @@ def load(storage: TensorStorage, state: dict[str, Any]) -> Tensor | None:
     _set_counters(storage, state, order)
     if "marks" in state:
         storage.keep_marks()
-    for follower in storage.followers:
+    for follower in storage.followers.own:
         follower.load(state, order)
+    for sampler in storage.followers.samplers:
+        sampler.empty()
+        if size:
+            sampler.on_write(torch.arange(size, device=storage.device), None)
     return order
 
 

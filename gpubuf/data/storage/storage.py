@@ -11,21 +11,19 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count, warn
-from gpubuf.data.recording import DERIVED, Unfinished, current_recording, refuse_in_capture
+from gpubuf.data.recording import DERIVED, Unfinished, at_replays
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage import state as states
 from gpubuf.data.storage.column import (
-    Column,
+    Columns,
     Record,
     RowAddresses,
-    columns_of,
     new_record,
     owned_column,
     records,
@@ -33,10 +31,10 @@ from gpubuf.data.storage.column import (
 )
 from gpubuf.data.storage.containers import Data, batch_shape, device_of, first_of, mapped, stacked
 from gpubuf.data.storage.end_bits import EndBits, Marks, Signal, bitmap_bytes
-from gpubuf.data.storage.follower import Follower, Reader
+from gpubuf.data.storage.follower import Followers, Reader
 from gpubuf.data.storage.host_rows import HostRows
 from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, stored_positions, unravel
-from gpubuf.data.storage.layout import Key, RowLayout
+from gpubuf.data.storage.layout import Key, RowLayout, as_key
 from gpubuf.data.storage.placement import (
     AUTO,
     PINNED,
@@ -81,8 +79,10 @@ class TensorStorage:
         sharing: the next observations that are stored once; None: all have memory of their own.
         plans: how rows are written and read.
         marks: the rows that end trajectories whatever their flags say.
-        followers: what is kept about the rows: marks, ends and :attr:`host`, :attr:`sharing`, where there are any.
+        followers: what is kept about the rows: marks, ends and :attr:`host`, :attr:`sharing`, where there are any, and
+            the samplers of all buffers with this storage.
         end_bits: where trajectories end, if a buffer needs that. None: none does, or nothing is allocated.
+        columns: the rows, ``[*shape, ...]`` for each of ``layout.leaves``. Those beyond ``len()`` are uninitialised.
         addresses: where the rows are.
         owner: the process that handed a buffer with these rows to this one, and alone may write; None: this process.
         table: the addresses of :attr:`columns`, int64 ``[K, 5]``; see :mod:`gpubuf.kernels.rows`.
@@ -125,7 +125,7 @@ class TensorStorage:
         self.counters.set(self.max_size, self.max_size)
         if self.host is not None:
             self.host.put(range(self.max_size), self.host.rows_of(storage, ndim))
-        self.rebuild()
+        self.followers.rebuild()
 
     def _configure(self, max_size: int, device: torch.device | str, ndim: int, options: Options = PLAIN) -> None:
         if isinstance(max_size, bool) or max_size < 1 or max_size % 1:
@@ -138,11 +138,9 @@ class TensorStorage:
         self.options = options
         # What the rows are; None: nothing is allocated.
         self._schema: Schema | None = None
-        #: The memory of the rows: see :mod:`~.column`. :attr:`columns` are views of it.
-        self.records: list[Record] = []
-        self._columns: list[Column] = []
+        self.columns = Columns()
         self.addresses = RowAddresses()
-        self._ring: Ring | None = None
+        self._ring = Ring(self.max_size)
         self._placement: Placement | None = None
         self.owner: int | None = None
         # These stay the same, so that captured graphs find their tables.
@@ -151,15 +149,8 @@ class TensorStorage:
         self.sharing: Sharing | None = None
         self.marks = Marks()
         self.end_bits: EndBits | None = None
-        # Which keys tell the ends of trajectories; None: nobody asks.
-        self._ends_by: Recipe | None = None
-        self.followers: tuple[Follower, ...] = ()
-        # Weak, because they refer to the storage.
-        self._served = WeakSet[Reader]()
+        self.followers = Followers()
         self._laps = 0  # how often the ring went round before the memory was last released
-        #: What the sampler is going to take beside the rows. The buffer sets it before the first write, where the
-        #: placement depends on what fits.
-        self.beside = IndexBytes()
         #: Root keys that are derived and therefore not stored; set by writers that own them.
         self.ignored_keys: frozenset[str] = frozenset()
         #: What an operation is about to change; still there after it if that was interrupted, and mended then by the
@@ -168,30 +159,26 @@ class TensorStorage:
         self.again = Again()
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but addresses, and views of records: pickle would write their memory once for each key.
-
-        Who has a copy may write to it.
-        """
+        """All but addresses. Who has a copy may write to it."""
         nowhere = {"table": None, "addresses": RowAddresses(), "owner": None}
-        return {**vars(self), **nowhere, "_served": None, "_columns": []}
+        return {**vars(self), **nowhere}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._served = WeakSet()
         schema = self._schema
         if schema is None or self._placement is None:
             return
         # Copies of pinned and of mapped memory are neither.
         if self._placement.rows_on_host or not self.relocatable:
-            copies, self.records = self.records, self._allocate(schema.stored, tuple(self._shape), self._placement)
-            for record, copied in zip(self.records, copies, strict=True):
+            copies, records = self.columns.records, self._allocate(schema.stored, tuple(self._shape), self._placement)
+            for record, copied in zip(records, copies, strict=True):
                 for start, part in copied.memory.pieces():
                     record.memory.write(start, part)
+            self.columns = Columns(records, schema.stored.leaves)
             if self.sharing is not None:
                 self.sharing.renew(self._placement)
             if self.marks.kept:
                 self.marks.rows = self._new_marks().copy_(self.marks.memory)
-        self._columns = columns_of(self.records, schema.stored.leaves)
         self._connect(schema, self.counters, anew=False)
 
     # Properties
@@ -273,7 +260,7 @@ class TensorStorage:
         Raises:
             RuntimeError: nothing has been written yet.
         """
-        if self._ring is None:
+        if self._schema is None:
             raise RuntimeError(NOT_INITIALIZED)
         return self._ring
 
@@ -285,20 +272,20 @@ class TensorStorage:
     @property
     def cursor(self) -> int:
         """Position that the next row goes to."""
-        return 0 if self._ring is None else self._ring.cursor
+        return self._ring.cursor
 
     @property
     def written(self) -> int:
         """Number of rows ever written; :meth:`empty` moves it on to a multiple of ``max_size``."""
-        return 0 if self._ring is None else self._ring.written
+        return self._ring.written
 
     @property
     def rows_written(self) -> int:
         """Number of rows written, as users count them: from 0 again after ``empty()``."""
-        return 0 if self._ring is None else self._ring.written - self._ring.skipped
+        return self._ring.written - self._ring.skipped
 
     def __len__(self) -> int:
-        return 0 if self._ring is None else self._ring.size
+        return self._ring.size
 
     def generations(self, index: Tensor) -> Tensor:
         """The write generations of rows: see :meth:`Ring.generations`. Raises RuntimeError before the first write."""
@@ -318,17 +305,7 @@ class TensorStorage:
     def nbytes(self) -> int:
         """Bytes of row memory, with next observations that lie aside."""
         beside = 0 if self.sharing is None else self.sharing.entry_bytes
-        return sum(column.nbytes for column in self._columns) + beside
-
-    @property
-    def columns(self) -> list[Column]:
-        """The rows: ``[*shape, ...]`` for each of ``layout.leaves``. Those beyond ``len()`` are uninitialised."""
-        return self._columns
-
-    @property
-    def row_tensors(self) -> list[Tensor]:
-        """The tensors that the rows are in: one a key, or two where rows are in two places."""
-        return [part for column in self._columns for part in column.parts]
+        return self.columns.nbytes + beside
 
     @property
     def relocatable(self) -> bool:
@@ -347,13 +324,14 @@ class TensorStorage:
         return Schema.of(layout, self.options)
 
     def check_rows(self, schema: Schema) -> None:
-        """Raise if rows of ``schema`` lack what a reader needs.
+        """Raise if rows of ``schema`` lack what a reader or a sampler needs.
 
         Raises:
-            KeyError, ValueError: they do.
+            KeyError, RuntimeError, ValueError: they do.
         """
-        for reader in self._served:
-            reader.check_rows(schema)
+        for sampler in self.followers.samplers:
+            sampler.check_rows(schema.written, self.ndim)
+        self.plans.check_rows(schema)
 
     def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a storage whose first batch has ``shape``: whole steps of all environments.
@@ -394,19 +372,23 @@ class TensorStorage:
         n, aside, links = math.prod(shape), 0, 0
         if schema.shared:
             aside, links = side_bytes(schema, n, math.prod(shape[1:]), self.options.next_capacity)
-        beside = self.beside + self.derived_bytes(self.requested_device, shape) + IndexBytes(index=links)
+        beside = self.derived_bytes(self.requested_device, shape) + IndexBytes(index=links)
         return place(self.requested_device, n * schema.stored.row_bytes, beside, shape, data_device, aside=aside)
 
     def derived_bytes(self, requested: torch.device | str, shape: tuple[int, ...]) -> IndexBytes:
-        """Bytes that a storage of ``shape`` keeps beside its rows; zero for placements that ignore free memory."""
+        """Bytes that are kept beside the rows of a storage of ``shape``; zero for placements that ignore free memory.
+
+        The machine is then not asked for its GPU: a process that CUDA woke up in can't be forked to use it.
+        """
         if not depends_on_room(requested):
             return IndexBytes()
+        device_type = "cuda" if host_memory.cuda_present() else "cpu"
         index = math.prod(shape) * self.marks.by_writers
-        if self._ends_by is not None:
-            index += bitmap_bytes(shape, "cuda" if host_memory.cuda_present() else "cpu")
+        if self.plans.ends_by is not None:
+            index += bitmap_bytes(shape, device_type)
         if self.sharing is not None:
             index += self.sharing.nbytes
-        return IndexBytes(index=index)
+        return sum((each.index_bytes(shape, device_type) for each in self.followers.samplers), IndexBytes(index=index))
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Record]:
         """Uninitialised row memory. Storages elsewhere override it."""
@@ -415,9 +397,9 @@ class TensorStorage:
 
     def _adopt(self, schema: Schema, found: list[Record], shape: tuple[int, ...], placement: Placement) -> None:
         # What an interrupt has left of rows that never were.
-        self._forget_plans()
+        self.plans.forget()
         self._placement, self._device = placement, placement.device
-        self.records, self._columns = found, columns_of(found, schema.stored.leaves)
+        self.columns = Columns(found, schema.stored.leaves)
         self._shape = torch.Size(shape)
         self.max_size = math.prod(shape)
         ring = self._new_ring(placement.device)
@@ -447,12 +429,7 @@ class TensorStorage:
         return HostRows(schema.written.host, self.max_size, ring) if schema.written.host else None
 
     def _follow(self) -> None:
-        """Serve the followers that there are. Marks come before what reads them."""
-        marks = None if self.marks.rows is None else self.marks
-        found = tuple([each for each in (marks, self.end_bits, self.host, self.sharing) if each is not None])
-        # The same tuple while they are the same: a captured write holds it.
-        if found != self.followers:
-            self.followers = found
+        self.followers.keep([self.marks if self.marks.kept else None, self.end_bits, self.host, self.sharing])
 
     @property
     def envs(self) -> int:
@@ -463,10 +440,8 @@ class TensorStorage:
         at = self._rows_now(schema, ring)
         if at.sharing is not None:
             at.sharing.to(self._device)
-        memory = [] if at.sharing is None else list(at.sharing.sides)
-        for record in self.records:
-            memory += record.memory.parts
-        self.addresses = RowAddresses(memory)
+        sides = [] if at.sharing is None else at.sharing.sides
+        self.addresses = RowAddresses([*sides, *self.columns.memory])
         self.plans.set(at)
         assert self.plans.stored.table is not None
         self.table = self.plans.stored.table
@@ -475,20 +450,13 @@ class TensorStorage:
         elif self.end_bits is not None:
             self.end_bits.readdress(self.table)
         self._follow()
-        for reader in self._served:
-            if isinstance(reader, RowPlan):
-                set_reader(reader, at, self.end_bits)
+        self.plans.set_readers(at, self.end_bits)
 
     def _rows_now(self, schema: Schema, ring: Ring) -> Rows:
-        return Rows(schema, self._columns, ring, self.max_size, self.envs, self._device, self.sharing)
-
-    def replace_record(self, number: int, memory: Column) -> None:
-        """Keep the rows of one record in other memory, which holds them. See :meth:`relocated`."""
-        self.records[number] = Record(self.records[number].keys, memory)
-        self._columns = columns_of(self.records, self.layout.leaves)
+        return Rows(schema, self.columns, ring, self.max_size, self.envs, self._device, self.sharing)
 
     def relocated(self, placement: Placement) -> None:
-        """Adopt ``placement`` after copies there have replaced all of :attr:`records`."""
+        """Adopt ``placement``, where all records of :attr:`columns` are now."""
         ring, stays = self.counters, placement.device == self._device
         if not stays:
             self._device = placement.device
@@ -499,14 +467,13 @@ class TensorStorage:
         self._connect(self.schema, ring, anew=not stays)
         self._placement = placement
         if not stays:
-            self.rebuild()
+            self.followers.rebuild_own()
+        self.followers.move()
 
     def empty(self, recount: bool = False) -> None:
         """Forget every row, in O(1); memory stays allocated. No host sync. ``recount``: as for :meth:`Ring.empty`."""
-        if self._ring is not None:
-            self._ring.empty(recount)
-        for follower in self.followers:
-            follower.clear()
+        self._ring.empty(recount)
+        self.followers.clear()
 
     def free(self) -> None:
         """Forget every row, and release all memory; the next write allocates anew. Synchronises.
@@ -522,18 +489,18 @@ class TensorStorage:
         finally:
             rewritten = self.counters.rewritten
             self._laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
-            self._schema = self._ring = self._placement = None
+            self._schema = self._placement = None
+            self._ring = Ring(self.requested_size)
             self.host = self.sharing = self.marks.rows = self.end_bits = None
-            self._follow()
-            self.records, self._columns, self.addresses = [], [], RowAddresses()
-            self._forget_plans()
+            self.columns, self.addresses = Columns(), RowAddresses()
+            self.plans.forget()
             self.max_size = self.requested_size
             del self.table
+            self.followers.free()
 
     def refresh(self) -> None:
         """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
-        if self._ring is not None:
-            self._ring.refresh()
+        self._ring.refresh()
 
     # Operations that may be interrupted
 
@@ -547,7 +514,7 @@ class TensorStorage:
 
     def settled(self) -> None:
         """Everything that was begun is done."""
-        self.unfinished = None
+        self.unfinished = self.followers.priority = None
 
     # Readers, and where trajectories end
 
@@ -558,22 +525,13 @@ class TensorStorage:
             KeyError: the stored rows lack a key that the recipe needs.
             ValueError: the rows can't be summed, or another reader tells ends by other keys.
         """
-        if recipe.is_plain:
-            return self.plans.batch
-        for other in self._served:
-            if isinstance(other, RowPlan) and other.recipe == recipe:
-                return other
+        if (found := self.plans.reader(recipe)) is not None:
+            return found
         plan = RowPlan(recipe)
         self.serve(plan)
         if self._schema is not None:
             set_reader(plan, self._rows_now(self._schema, self.counters), self.end_bits)
         return plan
-
-    def _forget_plans(self) -> None:
-        self.plans.forget()
-        for reader in self._served:
-            if isinstance(reader, RowPlan):
-                reader.forget()
 
     def serve(self, reader: Reader) -> None:
         """Serve ``reader`` for as long as it exists: rows that lack what it needs are refused.
@@ -584,19 +542,14 @@ class TensorStorage:
         """
         if self._schema is not None:
             reader.check_rows(self._schema)
-        known, recipe = self._ends_by, reader.recipe
-        if reader.needs_ends and (known is None or not recipe.same_ends(known)):
-            if any(other.needs_ends for other in self._served):
-                raise ValueError("another buffer with the same storage tells the ends of trajectories by other keys")
-            self._ends_by = recipe
-            if self._schema is not None:
-                self._keep_ends(self._schema, self.counters)
-                self.rebuild()
-        self._served.add(reader)
+        if self.plans.tell_ends(reader) and self._schema is not None:
+            self._keep_ends(self._schema, self.counters)
+            self.followers.rebuild_own()
+        self.plans.readers.add(reader)
 
     def _keep_ends(self, schema: Schema, ring: Ring) -> None:
-        if self._ends_by is not None:
-            positions, by_id = self._ends_by.ends(schema)
+        if self.plans.ends_by is not None:
+            positions, by_id = self.plans.ends_by.ends(schema)
             signal = Signal(tuple(schema.columns[position] for position in positions), by_id)
             self.end_bits = EndBits(signal, ring, self._shape, self.table, self.marks)
             self._follow()
@@ -609,7 +562,7 @@ class TensorStorage:
 
     def keep_marks(self) -> None:
         if not self.marks.kept:
-            refuse_in_capture("the first call of end_trajectories takes memory: call it once before")
+            at_replays().refuse("the first call of end_trajectories takes memory: call it once before")
             self.marks.rows = self._new_marks()
             self._follow()
 
@@ -621,11 +574,7 @@ class TensorStorage:
         self.marks.end(self.ring, env)
         if self.end_bits is not None:
             self.end_bits.write(1)
-
-    def rebuild(self) -> None:
-        """Rows were changed in place: compute anew what is known about them. O(capacity). No host sync."""
-        for follower in self.followers:
-            follower.rebuild()
+        self.followers.on_end()
 
     # Writing
 
@@ -643,16 +592,6 @@ class TensorStorage:
                 "unless every row is to be such a batch",
             )
         return mapped(row, lambda value: value.unsqueeze(dim))
-
-    def shape_of_rows(self, data: Data) -> tuple[int, ...] | None:
-        """The shape of ``data`` as a batch of rows like those that are stored; None if it is none."""
-        if self._schema is None:
-            return None
-        try:
-            self.written_layout.collect(data, self.ndim)
-            return batch_shape(data, self.ndim)
-        except ValueError:
-            return None
 
     def batch_of(self, rows: list[Data]) -> Data:
         """A list of rows as a batch.
@@ -713,29 +652,30 @@ class TensorStorage:
         if index is None:
             return None
         ring.note(n)
-        for follower in self.followers:
-            follower.on_write(index)
+        self.followers.on_write(index if n <= self.max_size else index[-self.max_size :])
         return index
 
     def _append(self, local: list[Tensor], n: int) -> Tensor:
         ring, sharing = self._ring, self.sharing
-        assert ring is not None
         if self.unfinished is None:
-            # Until the buffer has told its sampler, too.
+            # Until the buffer says that it is done.
             self.unfinished = Unfinished(ring.written)
         index = self.plans.written.extend(local, n) if sharing is None else sharing.extend(local, n)
         ring.count(n)
-        recording = current_recording()
-        if recording is not None:
-            recording.holds(self, "followers")
-        for follower in self.followers:
-            follower.on_write(index)
+        at_replays().holds(self.followers, "own")
+        # Of more rows than the capacity only the newest are there.
+        self.followers.on_write(index if n <= self.max_size else index[-self.max_size :])
         return index
 
     def holds_nothing(self, data: Data) -> bool:
         """Whether ``data`` has no rows or no keys. As a first batch it does not tell the layout of a row."""
-        empty = math.prod(batch_shape(data, self.ndim)) == 0
-        return empty or not layout_of(data, self.ndim, self.ignored_keys).leaves
+        if math.prod(batch_shape(data, self.ndim)) == 0:
+            return True
+        data = first_of(data)
+        if isinstance(data, Tensor):
+            return False
+        entries = data.items(True, True)
+        return not any(isinstance(value, Tensor) for key, value in entries if as_key(key)[0] not in self.ignored_keys)
 
     def write(self, index: Tensor, data: Data) -> None:
         """Overwrite rows in place. Neither the cursor nor any row's write generation moves.
@@ -766,7 +706,7 @@ class TensorStorage:
 
     def _change(self, change: Callable[[], Any]) -> None:
         change()
-        self.rebuild()
+        self.followers.rebuild()
 
     def _overwrite(self, local: list[Tensor], index: Tensor) -> None:
         if self.sharing is None:
@@ -792,7 +732,9 @@ class TensorStorage:
         """
         index, generation = self.addresses.apart([index, generation])
         update = functools.partial(self.plans.written.update, self.local(sources, 1), keys, index, generation)
-        if self.end_bits is not None and self.end_bits.depends_on({self.schema.columns[key] for key in keys}):
+        changed = {self.schema.columns[key] for key in keys}
+        ends = self.end_bits is not None and self.end_bits.depends_on(changed)
+        if ends or self.followers.depends_on(changed):
             self.changing(self._change, update)
         else:
             update()
@@ -843,38 +785,6 @@ class TensorStorage:
         """Whether a row is stored at ``index``; of a tensor, for each. See :func:`~.indexing.contained`."""
         return contained(index, self.shape, len(self))
 
-    def gather(self, index: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Copies of rows, and their write generations. One launch, no host sync.
-
-        Args:
-            index: int64 ``[n]`` flat positions on the storage's device, contiguous.
-
-        Returns:
-            One tensor ``[n, ...]`` per key (see :meth:`assemble`), and the generations, int64 ``[n]``.
-        """
-        return self.plans.batch.gather(index)
-
-    def gather_key(self, key: int, index: Tensor) -> Tensor:
-        """Copies of one key of rows, ``[n, ...]`` as in batches. One launch, no host sync.
-
-        Args:
-            key: its position in ``batch_layout.leaves``.
-            index: int64 ``[n]`` flat positions on the storage's device, contiguous.
-        """
-        return self.plans.batch.gather_key(key, index)
-
-    def sample_uniform(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
-        """``n`` rows drawn uniformly with replacement. One launch, no host sync.
-
-        Args:
-            rng: random state as in :mod:`gpubuf.kernels.philox`, on the storage's device.
-            n: number of rows.
-
-        Returns:
-            One tensor ``[n, ...]`` per key, the flat positions and the write generations, int64 ``[n]`` each.
-        """
-        return self.plans.batch.sample_uniform(rng, n)
-
     def get(self, index: Any) -> Data:
         """Rows by index, as ``storage[index]``: an int, a slice, a sequence, a tensor, or a tuple of tensors.
 
@@ -896,7 +806,7 @@ class TensorStorage:
     def _rows(self, index: Any) -> Data:
         layout, index = self.written_layout, plain_index(index)
         if isinstance(index, (int, slice)) and self.gives_views:
-            tensors = [column.whole[: self.steps_stored][index] for column in self._columns]
+            tensors = [column.whole[: self.steps_stored][index] for column in self.columns]
             steps = () if isinstance(index, int) else (len(range(self.steps_stored)[index]),)
             return layout.assemble(tensors, (*steps, *self._shape[1:]), self._device)
         flat, batch = self.located(index)

@@ -12,7 +12,6 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import component
@@ -132,19 +131,14 @@ def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
             raise ValueError(f"the dump's rows have shape {found.shape}, the storage's {tuple(storage.shape)}")
     else:
         layout = RowLayout(found.data, storage.ndim, storage.ignored_keys)
-        restore.expect_rows(buffer, storage.schema_like(layout), found.shape, "dump")
+        restore.expect_rows(storage, storage.schema_like(layout), "dump")
     with restore.replacing(buffer):
         storage.empty()
-        sampler.empty()
         state = rows_state(found.data, len(found.shape), found.size, found.written)
         order = storage.load_state_dict({**state, "as_written": True})
-        if found.size:
-            sampler.on_write(torch.arange(found.size, device=storage.device), None)
         if found.priorities is not None and isinstance(sampler, PrioritizedSampler):
             state = found.priorities.state(storage.max_size, found.size, order)
             sampler.load_state_dict({**sampler.state_dict(), **state})
-        storage.rebuild()
-        sampler.mend()
         buffer._batch_size = batch_size
         buffer._assemble()
 

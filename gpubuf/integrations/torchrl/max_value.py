@@ -14,7 +14,7 @@ from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.recording import Unfinished, refuse_in_capture
+from gpubuf.data.recording import Unfinished, at_replays
 from gpubuf.data.samplers.base import Sampler, is_tensor
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.storage.containers import Data, batch_shape
@@ -23,7 +23,7 @@ from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.tree_layout import layout_of
-from gpubuf.data.writers import DERIVED_KEYS, Writer
+from gpubuf.data.writers import DRAWN_KEYS, Writer
 from gpubuf.integrations.torchrl.list_storage import UNLIMITED, ListStorage
 from gpubuf.serialization import need
 
@@ -208,7 +208,7 @@ class TensorDictMaxValueWriter(Writer):
         super().register_storage(storage)
         if self._storage.options.share_next:
             raise ValueError("TensorDictMaxValueWriter has no row after another: it can't be used with share_next")
-        self._storage.ignored_keys = DERIVED_KEYS
+        self._storage.ignored_keys = DRAWN_KEYS
         self._ranks = None
 
     def attach(self, sampler: Sampler, recipe: Recipe, relabel: Hindsight | None) -> None:
@@ -287,6 +287,7 @@ class TensorDictMaxValueWriter(Writer):
         positions = index.clamp(min=0)
         ring.rewrite(positions, (index >= 0) & (ring.generations(positions) >= 0))
         ring.fill(index.numel())
+        self._storage.followers.on_write(index)
 
     def _ranks_of_all(self, rows: list[Any]) -> Tensor:
         found = [torch.empty(0, dtype=torch.float64, device="cpu")]
@@ -326,7 +327,7 @@ class TensorDictMaxValueWriter(Writer):
         ring = storage.counters
         if kept is not None and self._of is ring and kept.device == ring.counters.device:
             return kept
-        refuse_in_capture("the ranks of the rows are made at the first write: write before")
+        at_replays().refuse("the ranks of the rows are made at the first write: write before")
         if kept is not None and self._of is ring:
             return self._adopt(*kept.state())
         size = len(storage)

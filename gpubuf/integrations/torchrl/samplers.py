@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gpubuf.data.arguments import as_tensor
 from gpubuf.data.samplers import base as core
-from gpubuf.data.samplers import prioritized, slices, uniform
+from gpubuf.data.samplers import prioritized, prioritized_slices, slices, uniform
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.storage import TensorStorage
@@ -171,7 +171,8 @@ def _adapt_on_write(cls: type[Any], foreign: bool) -> None:
             self.add((storage.cursor - 1) % storage.max_size)
         else:
             self.extend(index)
-        if priority is not None and before is Sampler.on_write:
+        # Another buffer with the storage may have priorities.
+        if priority is not None and self.has_priorities and before is Sampler.on_write:
             self.update_priority(index, priority, storage=storage)
 
     on_write.notifies = True  # type: ignore[attr-defined]
@@ -289,8 +290,8 @@ class SliceSamplerWithoutReplacement(SliceSampler, slices.SliceSamplerWithoutRep
 SliceSampler.without_replacement = SliceSamplerWithoutReplacement
 
 
-class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, slices.PrioritizedSliceSampler):
-    __doc__ = slices.PrioritizedSliceSampler.__doc__
+class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, prioritized_slices.PrioritizedSliceSampler):
+    __doc__ = prioritized_slices.PrioritizedSliceSampler.__doc__
 
 
 # States of TorchRL

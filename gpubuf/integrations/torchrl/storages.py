@@ -122,11 +122,11 @@ class TensorStorage(core.TensorStorage):
         """
         if not self.initialized:
             return None
-        if self.computed or any(len(column.parts) > 1 for column in self._columns):
+        if self.computed or any(len(column.parts) > 1 for column in self.columns):
             raise NotImplementedError(
                 "the rows of this storage are not in memory as they were written: read them by storage[index]"
             )
-        tensors = [column.whole for column in self._columns]
+        tensors = [column.whole for column in self.columns]
         return self.written_layout.assemble(tensors, tuple(self._shape), self.rows_device)
 
     def _rand_given_ndim(self, batch_size: int) -> Tensor | tuple[Tensor, ...]:
