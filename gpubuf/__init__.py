@@ -118,9 +118,13 @@ def _version() -> str:
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
-    if name not in __all__:
-        importlib.import_module("gpubuf.missing_names").refuse(__name__, name)
-    return getattr(importlib.import_module(_ELSEWHERE.get(name, "gpubuf.data")), name)
+    home = _ELSEWHERE.get(name, "gpubuf.data" if name in __all__ else None)
+    # Any loss that gpubuf.objectives exports.
+    if home is None and name.endswith("Loss") and hasattr(importlib.import_module("gpubuf.objectives"), name):
+        home = "gpubuf.objectives"
+    if home is None:
+        return importlib.import_module("gpubuf.missing_names").refuse(__name__, name)
+    return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

@@ -632,6 +632,9 @@ class Captured:
             one.joined(current)
             recording.holds(one, "storage")
             recording.holds(one.storage, "table", "_ring")
+            recording.holds(one.storage.followers, "choosers")
+            for sampler in one.storage.followers.samplers:
+                recording.holds(sampler, *sampler.parts)
         self._graph, self._results, self._recording, self._kept = graph, results, recording, checks.kept
 
     # After it

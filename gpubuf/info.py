@@ -255,7 +255,7 @@ def _try_pinned_gather() -> None:
     storage = LazyTensorStorage(64, device="pinned")
     storage.append(TensorDict({"row": torch.arange(64, device="cpu")}, [64]))
     index = torch.tensor([5, 63, 0, 5], device=storage.device)
-    (found,), _ = storage.gather(index)
+    (found,), _ = storage.plans.batch.gather(index)
     if found.tolist() != index.tolist():
         raise RuntimeError(f"rows {index.tolist()} were gathered as {found.tolist()}")
 

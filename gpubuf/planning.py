@@ -12,10 +12,11 @@ from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count
-from gpubuf.data.ingress.intake import Writers
+from gpubuf.data.ingress.options import Writers
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
-from gpubuf.data.samplers.slices import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
+from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler
+from gpubuf.data.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
 from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.containers import batch_shape
@@ -27,7 +28,7 @@ from gpubuf.data.storage.placement import parse_bytes as parse_bytes
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import Codec, Options, Schema
 from gpubuf.data.storage.share_next import entries_of, side_bytes
-from gpubuf.data.writers import DERIVED_KEYS
+from gpubuf.data.writers import DRAWN_KEYS
 from gpubuf.kernels.rows import ENTRY, FIELD
 from gpubuf.terminal import aligned
 
@@ -334,7 +335,7 @@ def _sampler(given: str | Sampler | Callable[[], Sampler]) -> Sampler:
 def _layout(spec: Any) -> RowLayout:
     if isinstance(spec, (Tensor, TensorDictBase)) or is_tensorclass(spec):
         batch_shape(spec, 1)
-        return RowLayout(spec, 1, DERIVED_KEYS)
+        return RowLayout(spec, 1, DRAWN_KEYS)
     if not isinstance(spec, Mapping):
         raise TypeError(f"expected an example batch or a mapping from keys to shapes, got {type(spec).__name__}")
     if not spec:

@@ -47,13 +47,6 @@ def emitted(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-def repeated(builder: Any, value: Any, lanes: int) -> Any:
-    """For intrinsics: a vector with a value in every lane."""
-    kind, first = ir.VectorType(value.type, lanes), ir.IntType(32)(0)
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, first)
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(first.type, lanes), None))
-
-
 def _pointer_cast(element: Any) -> Any:
     @intrinsic
     def as_pointer(typingctx, address):  # type: ignore[no-untyped-def]
@@ -72,16 +65,23 @@ as_u8 = _pointer_cast(types.uint8)
 as_u32 = _pointer_cast(types.uint32)
 
 
-@emitted(types.int64(types.int64))
-def load_i64(builder: Any, address: Any) -> Any:
-    """``load_i64(address)``: eight bytes from an address of any alignment."""
-    return builder.load(builder.inttoptr(address, ir.IntType(64).as_pointer()), align=1)
+def _load(number: Any, kind: Any) -> Any:
+    return emitted(number(types.int64))(
+        lambda builder, address: builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
+    )
 
 
-@emitted(types.void(types.int64, types.int64))
-def store_i64(builder: Any, address: Any, value: Any) -> None:
-    """``store_i64(address, value)``: eight bytes to an address of any alignment."""
-    builder.store(value, builder.inttoptr(address, ir.IntType(64).as_pointer()), align=1)
+def _store(number: Any, kind: Any) -> Any:
+    def store(builder: Any, address: Any, value: Any) -> None:
+        builder.store(value, builder.inttoptr(address, kind.as_pointer()), align=1)
+
+    return emitted(types.void(types.int64, number))(store)
+
+
+#: ``load_i64(address)``: a number from an address of any alignment; ``store_i64(address, number)``.
+load_i64, store_i64 = _load(types.int64, ir.IntType(64)), _store(types.int64, ir.IntType(64))
+load_i32, store_i32 = _load(types.int32, ir.IntType(32)), _store(types.int32, ir.IntType(32))
+load_f32, store_f32 = _load(types.float32, ir.FloatType()), _store(types.float32, ir.FloatType())
 
 
 @emitted(types.int64(types.int64))

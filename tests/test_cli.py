@@ -50,7 +50,7 @@ def refused(capsys, *arguments):
 def test_version_and_help_answer_without_importing_torch():
     code = (
         "import sys; from gpubuf.cli import main\n"
-        "for arguments in (['--version'], ['--help'], ['train', '--help']):\n"
+        "for arguments in (['--version'], ['--help'], ['train', '--help'], ['plan', '--help']):\n"
         "    try: main(arguments)\n"
         "    except SystemExit as error: assert error.code == 0\n"
         "assert main(['train', '--gamma', '2']) == 2\n"
@@ -58,7 +58,8 @@ def test_version_and_help_answer_without_importing_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert f"gpubuf {gpubuf.__version__}" in done.stdout
-    for option in ("--env", "--prioritized", "--uniform", "--device", "--seed", "--total-steps", "--num-envs", "--out"):
+    of_train = ("--env", "--prioritized", "--uniform", "--device", "--seed", "--total-steps", "--num-envs", "--out")
+    for option in (*of_train, "--spec", "--capacity", "--budget", "--sampler", "--slices", "--envs"):
         assert option in done.stdout
 
 
@@ -154,13 +155,6 @@ def test_train_interrupt_resume(capsys, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 140
     assert main(["train", *TINY, "--out", "run", "--overwrite", "--quiet", "--seed", "9"]) == 0
     assert json.loads((tmp_path / "run" / "result.json").read_text())["seed"] == 9
-
-
-def test_the_default_folder_is_a_new_one(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for _ in range(2):
-        assert main(["train", *TINY, "--quiet"]) == 0
-    assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
 def test_a_second_interrupt_exits_at_once(capsys, tmp_path):

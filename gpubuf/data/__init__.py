@@ -5,13 +5,15 @@ from typing import NoReturn
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
-from gpubuf.data.ingress.intake import Writers
+from gpubuf.data.ingress.options import Writers
 from gpubuf.data.mixed import MixedReplayBuffer
 from gpubuf.data.processing.augment import Clip, Mirror, RandomShift
-from gpubuf.data.processing.statistics import Normalize, RewardScale
+from gpubuf.data.processing.reward_scale import RewardScale
+from gpubuf.data.processing.statistics import Normalize
 from gpubuf.data.samplers.base import RandomState, Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
-from gpubuf.data.samplers.slices import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
+from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler
+from gpubuf.data.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement

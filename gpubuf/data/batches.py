@@ -13,7 +13,7 @@ from gpubuf.data.arguments import check_batch_size, warn
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.operation import Operation
 from gpubuf.data.pinning import pin
-from gpubuf.data.recording import refuse_in_capture
+from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.base import Drawn, Sampler, require_rows
 from gpubuf.data.sequences import SampleUnit
 from gpubuf.data.storage.containers import Data
@@ -66,6 +66,11 @@ class Batches:
     gate: Callable[[int], None] | None = None
     _warned: bool = False
 
+    def __post_init__(self) -> None:
+        # What is done to rows after they were gathered, apart from the transforms, of which there may be more later.
+        self._direct = self.collate_fn is None
+        self._finished = self._direct and self.relabel is None and not self.pin_memory
+
     @property
     def ahead(self) -> int:
         """The number of batches that are made ahead of their consumer."""
@@ -88,7 +93,10 @@ class Batches:
             check_batch_size(batches, "batches")
         if self.gate is not None:
             self.gate(n * (batches or 1))
-        batch = self.finish(self._draw(n, include_info, batches))
+        batch = self._draw(n, include_info, batches)
+        # Past a call that changes nothing: every sample comes here.
+        if not (self._finished and self.transform.is_empty):
+            batch = self.finish(batch)
         if include_info and not batch.has_info and hasattr(batch.data, "set"):
             attach_info(batch.data, batch.info, self.storage.ndim)
         return batch
@@ -143,7 +151,7 @@ class Batches:
         info = self._info(drawn, whole)
         if not assembled:
             return Batch(drawn.tensors, info, sampler.ran_out, False)
-        direct = include_info and self.collate_fn is None and not len(self.transform) and reader.layout.takes_info
+        direct = include_info and self._direct and self.transform.is_empty and reader.layout.takes_info
         extra, host = info if direct else None, storage.host
         if host is None:
             data = reader.assemble(drawn.tensors, extra, drawn.batch_size)
@@ -160,7 +168,7 @@ class Batches:
             raise ValueError("windows of rows, and data that are not tensors, are no columns: sample() gives them")
         if self.gate is not None:
             self.gate(n)
-        if self.relabel is not None or self.collate_fn is not None or self.pin_memory or len(self.transform):
+        if not (self._finished and self.transform.is_empty):
             data, info, _, _ = self.finish(self.part(n))
             if not isinstance(data, TensorDictBase):
                 raise ValueError(f"batches are made to a {type(data).__name__} here: sample() gives them")
@@ -189,10 +197,10 @@ class Batches:
 
     def finish(self, batch: Batch) -> Batch:
         """Relabel, collate, transform and pin."""
+        if self._finished and self.transform.is_empty:
+            return batch
         if self.relabel is not None:
             self.relabel.finish(batch.data, batch.info)
-        if self.collate_fn is None and not self.pin_memory and not len(self.transform):
-            return batch
         return finished(batch, self.collate_fn, self.transform, self.pin_memory)
 
 
@@ -201,10 +209,10 @@ def finished(batch: Batch, collate_fn: Callable[[Data], Data] | None, transform:
     data, info, ran_out, has_info = batch
     if collate_fn is not None:
         data = collate_fn(data)
-    if len(transform):
+    if not transform.is_empty:
         data = transform(data)
     if pin_memory:
-        refuse_in_capture("pin_memory=True puts batches into the host's memory")
+        at_replays().refuse("pin_memory=True puts batches into the host's memory")
         data, info = pin((data, info))
     return Batch(data, info, ran_out, has_info)
 

@@ -3,57 +3,53 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
-import pickle
 import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, Self
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf.data import moving
 from gpubuf.data.arguments import check_sizes, component
-from gpubuf.data.array_writes import ArrayWrites, Columns
 from gpubuf.data.batches import Batches
 from gpubuf.data.check import Report, check
 from gpubuf.data.checkpoints import restore, save, shards
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
-from gpubuf.data.ingress.intake import Intake, Writers
+from gpubuf.data.ingress.intake import Intake
+from gpubuf.data.ingress.options import Writers
+from gpubuf.data.mending import forget, mend
 from gpubuf.data.operation import Operation, graph_break, operation
+from gpubuf.data.passing import living, packed, register, unpacked
 from gpubuf.data.prefetch import Prefetched
+from gpubuf.data.prepared_writes import Columns
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.recording import EMPTIES, REPLAY, refuse_in_capture
+from gpubuf.data.recording import EMPTIES, REPLAY
 from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.priorities import vector
 from gpubuf.data.samplers.row_order import RowOrder
 from gpubuf.data.samplers.slices import SliceSampler
-from gpubuf.data.samplers.sum_tree import vector
 from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.sequences import SampleUnit, check_parts, checked_unit
-from gpubuf.data.storage.containers import Data, mapped, shallow, tensors_of
+from gpubuf.data.storage.containers import Data, shallow
 from gpubuf.data.storage.indexing import as_positions, plain_index
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.placement import MemoryReport
 from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.data.storage.tree_layout import inside
 from gpubuf.data.transforms import Compose, with_statistics, without_multi_steps
 from gpubuf.data.updates import RowAccess, is_key
 from gpubuf.data.writers import RoundRobinWriter, Writer
+from gpubuf.data.writing import Writes, without_priority
 
 DEFAULT_CAPACITY = 1_000
-_BYTES, _OWNER = "_bytes", "_owner"
 # A copy gets new ones: they have locks and addresses.
-_OF_THE_PROCESS = ("operation", "_batches", "_arrays", "_rows", "_intake")
+_OF_THE_PROCESS = ("operation", "_batches", "_writes", "_rows", "_intake")
 
 
 class ReplayBuffer:
@@ -168,7 +164,7 @@ class ReplayBuffer:
         self.operation = Operation(self._storage, self._mend)
         self._sampler.bind(self._storage, self.operation)
         self._assemble()
-        _buffers.add(self)
+        living.add(self)
 
     def _assemble(self) -> None:
         """Make batches and writes of the parts that the buffer has now.
@@ -211,7 +207,7 @@ class ReplayBuffer:
             unit=self._unit,
             gate=None if self._intake is None else self._intake.gate,
         )
-        self._arrays = ArrayWrites(
+        self._writes = Writes(
             storage,
             writer,
             sampler,
@@ -386,67 +382,15 @@ class ReplayBuffer:
         """
         if update_priority is not None:
             raise NotImplementedError("update_priority is for TensorDictReplayBuffer, whose batches carry priorities")
-        return self._extend(data, None)
+        return self._extend(data, without_priority)
 
-    def _as_tensors(self, data: Any) -> Any:
-        """Dicts, lists and arrays without NumPy's, where the storage can't have them."""
-        return data if self._storage.takes_objects else tensors_of(data)
-
-    def _extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
-        storage = self._storage
-        if storage._schema is not None and type(data) is TensorDict:
-            # As in `extend_columns`.
-            storage.followers.priority = None
-            index = self._arrays.write_batch(data)
-            if index is not None:
-                return index
-        if storage.owner is not None:
-            storage.check_owned()
-        if type(data) is not TensorDict:
-            if isinstance(data, (dict, list, tuple, np.ndarray)):
-                data = self._as_tensors(data)
-            if isinstance(data, list):
-                if not data:
-                    return _no_rows(storage)
-                data = storage.batch_of(data)
-        if len(self._transform):
-            # Inverse transforms may set keys in place; the caller's TensorDict must not see them.
-            data = self._transform.inv(shallow(data))
-            if data is None:
-                return _no_rows(storage)
-        first_write = storage._schema is None
-        if first_write and storage.holds_nothing(data):
-            return _no_rows(storage)
-        if storage.ndim > 1 and self.dim_extend != 0:
-            data = mapped(data, lambda value: value.transpose(0, self.dim_extend))
-        pipeline, in_order = self._pipeline, self._writer.in_order
-        if not first_write and (priority is not None or pipeline is not None or not in_order):
-            # They read the batch again after some of it is written.
-            data = storage.apart(data)
-        given = priority(data) if priority is not None else None
-        if first_write:
-            refuse_in_capture("the first write allocates the storage: write before")
-        if pipeline is not None:
-            pipeline.check_write(data, storage.ndim)
-        storage.followers.priority = given
-        index = self._writer.extend(data)
-        if index.numel() == 0:
-            return _no_rows(storage)
-        if pipeline is not None:
-            rows = inside(storage.written_layout, data, storage.ndim)
-            kept = None if in_order else index >= 0
-            pipeline.on_write(rows, storage.ndim, kept, storage.marks.streams)
-        storage.settled()
-        if first_write and self._prefetch:
-            # Where the rows are decides how batches are made.
-            self._assemble()
-        if self._row_order is not None:
-            self._row_order.look(storage)
-        found = storage.unravel(index)
-        if index.numel() > storage.max_size and in_order:
-            # Their places hold later rows of this write.
-            found[: -storage.max_size] = -1
-        return found
+    def _extend(self, data: Data, priority: Callable[[Data], Tensor | None]) -> Tensor:
+        if not self._prefetch or self._storage.initialized:
+            return self._writes.extend(data, priority)
+        index = self._writes.extend(data, priority)
+        # Where the rows are decides how batches are made.
+        self._assemble()
+        return index
 
     @operation
     def add(self, data: Data) -> int | Tensor | None:
@@ -457,16 +401,13 @@ class ReplayBuffer:
             dimensions. No host sync.
         """
         cursor = self._storage.cursor
-        data = self._as_tensors(data)
+        data = self._writes.as_tensors(data)
         row = self._storage.as_batch(data, self.dim_extend)
         try:
             index = self.extend(row)
         except ValueError:
-            shape = self._storage.shape_of_rows(data)
-            if shape is None:
-                raise
-            message = f"add() writes one row, and got a batch of shape {list(shape)}: use extend()"
-            raise ValueError(message) from None
+            self._writes.refuse_batch(data)
+            raise
         if self._storage.ndim > 1 or not index.numel():
             return index
         return cursor if self._writer.in_order else self._writer.added(index)
@@ -478,7 +419,7 @@ class ReplayBuffer:
         Raises:
             RuntimeError: nothing has been written yet.
         """
-        return self._arrays.keys
+        return self._writes.keys
 
     @operation
     def extend_columns(self, columns: Columns) -> None:
@@ -493,10 +434,8 @@ class ReplayBuffer:
             ValueError: a key is missing or unknown, has another shape or dtype, or can't hold a number of a list;
                 nothing is written.
         """
-        # No priorities come with the rows, also for whoever completes this write.
-        self._storage.followers.priority = None
-        if not self._arrays.write(columns, False):
-            self.extend(self._arrays.as_batch(columns, False))
+        if not self._writes.columns(columns, False):
+            self.extend(self._writes.as_batch(columns, False))
 
     @operation
     def add_columns(self, columns: Columns) -> None:
@@ -508,9 +447,8 @@ class ReplayBuffer:
         Raises:
             ValueError: as :meth:`extend_columns`. No host sync.
         """
-        self._storage.followers.priority = None
-        if not self._arrays.write(columns, True):
-            self.add(self._arrays.as_batch(columns, True))
+        if not self._writes.columns(columns, True):
+            self.add(self._writes.as_batch(columns, True))
 
     @operation
     def end_trajectories(self, env: int | None = None) -> None:
@@ -566,11 +504,7 @@ class ReplayBuffer:
         """
         self._writer.check_writable()
         self._discard()
-        self._storage.changing(self._empty, empty_write_count, what=EMPTIES)
-
-    def _empty(self, recount: bool = False) -> None:
-        self._storage.empty(recount)
-        self._writer.empty(recount)
+        self._storage.changing(forget, self._storage, self._writer, empty_write_count, what=EMPTIES)
 
     # Reading
 
@@ -883,52 +817,18 @@ class ReplayBuffer:
             self.operation.mend()
 
     def _mend(self) -> None:
-        """Finish an interrupted operation. The next one calls this.
-
-        The device's counters say whether the rows of a write have been written. If so, the write is completed;
-        otherwise there was none. Data derived from rows and priorities is computed anew: O(capacity). Synchronises
-        after a write.
-        """
-        storage = self._storage
-        left = storage.unfinished
-        if left is not None and left.empties:
-            self._empty()
-            storage.settled()
-            return
-        if left is None or not storage.initialized:
-            storage.settled()
-            return
-        storage.again.redo()
-        if left.written is None or self._complete_write(left.written) or not self._writer.in_order:
-            if not left.counted:
-                storage.refresh()
-            storage.followers.mend()
-            self._writer.mend()
-        storage.settled()
-
-    def _complete_write(self, written: int) -> bool:
-        """Whether an interrupted write has written rows; all who follow them know of them then."""
-        storage = self._storage
-        storage.refresh()
-        n = min(storage.written - written, storage.max_size)
-        if n > 0:
-            first = storage.written - n
-            index = (first + torch.arange(n, device=storage.device)) % storage.max_size
-            storage.followers.on_write(index)
-        return n > 0
+        """Finish an interrupted operation. The next one calls this."""
+        mend(self._storage, self._writer)
 
     # Copies, which have memory of their own, and other processes
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        ForkingPickler.register(cls, _passed)
+        register(cls)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of everything as of one moment. Synchronises."""
-        state = self.operation.run(self._copied)
-        # A process that is being spawned gets bytes: torch would pass it the memory of tensors as open files, and fails
-        # if two tensors share it.
-        return state if get_spawning_popen() is None else {_BYTES: pickle.dumps(state), _OWNER: os.getpid()}
+        return packed(self.operation.run(self._copied))
 
     def _copied(self) -> dict[str, Any]:
         self._batches.discard()
@@ -938,11 +838,9 @@ class ReplayBuffer:
         return copy.deepcopy({name: value for name, value in vars(self).items() if name not in _OF_THE_PROCESS})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        owner = state.get(_OWNER)
-        if _BYTES in state:
-            state = pickle.loads(state[_BYTES])
-        vars(self).update(state)
-        self._storage.owner = None if owner == os.getpid() else owner
+        copied, owner = unpacked(state)
+        vars(self).update(copied)
+        self._storage.owner = owner
         # Writers write to the buffer that made their clients.
         self._intake = None
         self._connect()
@@ -952,7 +850,7 @@ class ReplayBuffer:
         other.__setstate__(self.__getstate__())
         return other
 
-    def _begin_anew(self) -> None:
+    def begin_anew(self) -> None:
         """In a forked process, where no other thread is: a new lock, no batch ahead, and random streams of its own.
 
         If a thread of the parent was in the middle of an operation, the next one here finishes it.
@@ -989,36 +887,4 @@ def storage_of(given: Any, sampler: Sampler | None = None) -> TensorStorage:
     return storage
 
 
-def _no_rows(storage: TensorStorage) -> Tensor:
-    """The index of an empty write."""
-    shape = (0,) if storage.ndim == 1 else (0, storage.ndim)
-    return torch.empty(shape, dtype=torch.int64, device=storage.device if storage.initialized else None)
-
-
-def _passed(buffer: ReplayBuffer) -> Any:
-    """What multiprocessing passes of a buffer, to a process that it starts, and through queues, pipes and pools."""
-    if get_spawning_popen() is not None:
-        return buffer.__reduce_ex__(2)
-    return _arrived, (os.getpid(), pickle.dumps(buffer))
-
-
-def _arrived(sender: int, content: bytes) -> ReplayBuffer:
-    """A buffer from a queue. Its parent's stays that of the parent; any other is a message, which the reader owns."""
-    buffer: ReplayBuffer = pickle.loads(content)
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid == sender:
-        buffer._storage.owner = sender
-    return buffer
-
-
-ForkingPickler.register(ReplayBuffer, _passed)
-
-_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for buffer in list(_buffers):
-        buffer._begin_anew()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+register(ReplayBuffer)

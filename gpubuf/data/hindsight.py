@@ -136,7 +136,7 @@ class Hindsight(TrajectoryBounds):
         n = rows.numel()
         uniform = random.uniform(2 * n)
         relabelled, target = self._targets(storage, rows, uniform[:n] < self.ratio, uniform[n:])
-        goal = storage.gather_key(position_of(layout, self.achieved_key, _NEEDS), target)
+        goal = storage.plans.batch.gather_key(position_of(layout, self.achieved_key, _NEEDS), target)
         lead = drawn.batch_size or (n,)
         goal = goal.view(*lead, *goal.shape[1:])
         mask = relabelled.view(*lead, *[1] * (goal.dim() - len(lead)))

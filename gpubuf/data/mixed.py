@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase, is_tensorclass
@@ -19,20 +17,15 @@ from gpubuf.data.batches import Batch, attach_info, finished
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.checkpoints import files, restore, save
 from gpubuf.data.operation import Operation, graph_break, together
-from gpubuf.data.recording import current_recording, refuse_in_capture
-from gpubuf.data.samplers.base import RandomState, is_tensor
+from gpubuf.data.recording import at_replays, host_can_read
+from gpubuf.data.samplers.priorities import masks_of, priority_vectors, rows_of
 from gpubuf.data.samplers.slices import SliceSampler
-from gpubuf.data.samplers.sum_tree import masks_of, priority_vectors, rows_of
+from gpubuf.data.shares import Offsets, remembered_cut
 from gpubuf.data.storage.containers import Data, device_of
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import MASK_KEY, RowLayout, priority_mask_key
-from gpubuf.data.storage.schema import host_can_read
 from gpubuf.data.storage.tree_layout import layout_of
 from gpubuf.data.transforms import Compose
-from gpubuf.serialization import need
-
-# Of float64, per row of a batch.
-_ROUNDING = 1e-13
 
 WEIGHT = "priority_weight"
 
@@ -109,8 +102,8 @@ class MixedReplayBuffer:
         self._collate_fn = collate_fn
         self._pin_memory = pin_memory
         self._transform = Compose() if transform is None else Compose(transform)
-        own = (key for buffer in buffers if (key := getattr(buffer, "priority_key", None)) is not None)
-        self.priority_key = next(own, "td_error") if priority_key is None else priority_key
+        own = [buffer.priority_key for buffer in buffers if buffer.priority_key]
+        self.priority_key = priority_key or next(iter(own), "td_error")
         if generator is not None:
             self.set_rng(generator)
 
@@ -137,7 +130,7 @@ class MixedReplayBuffer:
 
     @shares.setter
     def shares(self, shares: Sequence[float] | Tensor) -> None:
-        refuse_in_capture("shares are set, which would stay: capture the step anew after it")
+        at_replays().refuse("shares are set, which would stay: capture the step anew after it")
         shares = tuple([float(share) for share in shares])
         if len(shares) != len(self._buffers):
             raise ValueError(f"there are {len(self._buffers)} buffers, and {len(shares)} shares")
@@ -274,34 +267,36 @@ class MixedReplayBuffer:
             RuntimeError: ``n`` is no multiple of it.
         """
         samplers = [buffer._sampler for buffer in self._buffers]
-        if any(sampler.shards is not None for sampler in samplers):
+        if any(sampler.shards for sampler in samplers):
             raise ValueError(
                 "a buffer whose sampler has a process_group can't have a part in batches of several buffers: each rank "
                 "decides for itself which of them it draws from, and the others would wait"
             )
         if True not in [isinstance(sampler, SliceSampler) for sampler in samplers]:
             return 1
-        forms = {(s.slice_len, s.stack) if isinstance(s, SliceSampler) else None for s in samplers}
-        (form,) = forms if len(forms) == 1 else (None,)
-        if form is None or form[0] is None:
+        forms = {(s.slice_len, s.stack) if isinstance(s, SliceSampler) else (None, False) for s in samplers}
+        length, _ = forms.pop()
+        if forms or not length:
             raise ValueError(
                 "buffers that draw slices are mixed with buffers that draw slices of the same length: give all their "
                 f"samplers the same slice_len and stack, got {samplers}"
             )
-        if n % form[0]:
-            raise RuntimeError(f"the batch size must be divisible by slice_len: got {n} and {form[0]}")
-        return form[0]
+        if n % length:
+            raise RuntimeError(f"the batch size must be divisible by slice_len: got {n} and {length}")
+        return length
 
     def _counts(self, n: int, unit: int, shares: tuple[float, ...]) -> dict[int, int]:
         """How many rows each buffer gives, by its number; the shares are those of buffers that have rows."""
         found = remembered_cut(shares, n // unit)
-        if (recording := current_recording()) is not None:
-            recording.holds(self, "_shares")
+        at_replays().holds(self, "_shares")
         if shares != self._shares:
-            refuse_in_capture("a buffer that has a share is empty, and would give no row for ever: fill it first")
+            at_replays().refuse("a buffer that has a share is empty, and would give no row for ever: fill it first")
+        whole = found.whole
         if found.ends:
-            refuse_in_capture("shares are rounded by the host: give a batch size that makes them whole numbers of rows")
-        whole = found.rounded(self._offsets.on_host()) if found.ends else found.whole
+            at_replays().refuse(
+                "shares are rounded by the host: give a batch size that makes them whole numbers of rows"
+            )
+            whole = found.rounded(self._offsets.on_host())
         return {number: unit * count for number, count in enumerate(whole) if count}
 
     def _batch(self, data: Data, infos: dict[int, dict[Any, Tensor]], dim: int) -> Batch:
@@ -376,18 +371,19 @@ class MixedReplayBuffer:
         Raises:
             KeyError: the batch has no priorities, or does not say which rows it is made of.
         """
-        sampler = next((part.sampler for part in self._buffers if part.sampler.has_priorities), None)
-        if sampler is None:
+        samplers = [part.sampler for part in self._buffers if part.sampler.has_priorities]
+        if not samplers:
             return
-        found = [data.get(key, None) for key in (self.priority_key, "index", "buffer", "index_generation")]
-        priority, index, buffer, generation = found
-        if priority is None or index is None or buffer is None:
-            missing = self.priority_key if priority is None else "index" if index is None else "buffer"
-            raise KeyError(f"the batch has no {missing!r}; its keys are {sorted(map(str, data.keys(True, True)))}")
+        found = {key: data.get(key, None) for key in (self.priority_key, "index", "buffer")}
+        for key, value in found.items():
+            if value is None:
+                raise KeyError(f"the batch has no {key!r}; its keys are {sorted(map(str, data.keys(True, True)))}")
+        priority, index, buffer = found.values()
+        generation = data.get("index_generation", None)
         masks = masks_of(data.get(priority_mask_key(self.priority_key), None), data.get(MASK_KEY[0], None))
         if masks:
             buffer = torch.where(rows_of(masks, index.numel()).to(buffer.device), buffer.reshape(-1), -1)
-        priority = sampler.reduce(priority, index.numel(), masks)
+        priority = samplers[0].reduce(priority, index.numel(), masks)
         self.update_priority(index, priority, buffer=buffer, generation=generation)
 
     @graph_break
@@ -558,88 +554,6 @@ def check_rows(buffers: Sequence[ReplayBuffer], positions: Tensor, owner: Tensor
     if bool(wrong.any()):
         number, position = int(owner[wrong][0]), int(positions[wrong][0])
         raise IndexError(f"index {position} is out of range: buffer {number} has {int(limits[number])} rows")
-
-
-# Shares of a batch
-
-
-class Cut(NamedTuple):
-    """How a batch is cut into the parts of its buffers, up to a random offset.
-
-    Attributes:
-        whole: rows of each part that every batch has.
-        ends: of what is left of each share, below one row: the sums up to each buffer. Empty if nothing is left.
-    """
-
-    whole: tuple[int, ...]
-    ends: tuple[float, ...]
-
-    def rounded(self, offset: float) -> tuple[int, ...]:
-        """Rows of each part. ``offset`` is uniform in [0, 1): on average each part is its share, exactly.
-
-        This is systematic sampling (Madow, 1949): a part has the row of every whole number between its ends.
-        """
-        places = [math.floor(end + offset) for end in (0.0, *self.ends)]
-        return tuple(map(operator.add, self.whole, map(operator.sub, places[1:], places))) if self.ends else self.whole
-
-
-def cut(shares: tuple[float, ...], n: int) -> Cut:
-    """In which parts ``n`` rows are drawn, in proportion to ``shares``, of which one is positive."""
-    total = sum(shares)
-    due = [share / total * n for share in shares]
-    # What is whole but for rounding is whole.
-    due = [round(share) if abs(share - round(share)) <= _ROUNDING * n else share for share in due]
-    whole = tuple(map(math.floor, due))
-    ends = list(itertools.accumulate(map(operator.sub, due, whole)))
-    if not any(ends):
-        return Cut(whole, ())
-    # The last end is a whole number, and so are those of the buffers after it that have nothing left.
-    last = n - sum(whole)
-    return Cut(whole, tuple(last if last - end <= _ROUNDING * n else end for end in ends))
-
-
-remembered_cut = functools.lru_cache(maxsize=256)(cut)
-"""The same, for calls that are made over and over. Compiled code can't look there."""
-
-
-class Offsets:
-    """The random stream by which shares are rounded. It is seeded at its first use, on the host."""
-
-    def __init__(self) -> None:
-        self._random: RandomState | None = None
-
-    def set_rng(self, generator: torch.Generator | None) -> None:
-        """Begin anew, from a generator; None: from torch's global one, at the next use."""
-        self._random = None if generator is None else RandomState(generator=generator)
-
-    def on_host(self) -> float:
-        """The next offset."""
-        return float(self.seeded().uniform(1))
-
-    def seeded(self) -> RandomState:
-        """The stream."""
-        if self._random is None:
-            self._random = RandomState()
-        return self._random
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the stream is; None: it has no seed yet."""
-        return {"stream": None if self._random is None else self._random.state.clone()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
-        if state["stream"] is not None:
-            self.seeded().state.copy_(state["stream"])
-
-    def check_state(self, state: Any) -> None:
-        """Raise unless :meth:`load_state_dict` can take a state.
-
-        Raises:
-            ValueError: it can't.
-        """
-        stream = state.get("stream", ()) if isinstance(state, dict) else ()
-        usable = stream is None or is_tensor(stream, torch.int64, (3,))
-        need(usable, "the random state of the shares is not int64 [3]")
 
 
 def _joined(parts: Sequence[Data], dims: int, layout: RowLayout | None, dim: int) -> Data:

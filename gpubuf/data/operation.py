@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch._compile import _disable_dynamo
 
-from gpubuf.data.recording import current, outside_captures, used
+from gpubuf.data.recording import capturing, current, outside_captures, used
 from gpubuf.data.storage.storage import TensorStorage
 
 _T = TypeVar("_T")
@@ -211,7 +211,7 @@ class Operation:
             mend = self._mend()
             if mend is not None:
                 mend()
-        if self.intake is not None and (take := self.intake()) is not None:
+        if self.intake is not None and current.recording is None and (take := self.intake()) is not None:
             take()
 
     def ended(self) -> None:
@@ -254,6 +254,10 @@ class Operation:
         # Past the properties, which would cost more than all else here.
         counters = self.storage._ring.counters
         return counters.device if counters.is_cuda and self._cuda_present() else None
+
+    def launches_at_once(self) -> bool:
+        """Whether what is launched runs, rather than become part of a graph that is captured on the current stream."""
+        return self.gpu() is None or not capturing()
 
     def _cuda_present(self) -> bool:
         if self._has_cuda is None:

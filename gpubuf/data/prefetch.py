@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpubuf.data.batches import Batch, Batches
 from gpubuf.data.pinning import tensors_of
-from gpubuf.data.recording import capturing, refuse_in_capture
+from gpubuf.data.recording import at_replays, capturing
 from gpubuf.data.samplers.base import Drawn, Sampler
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.sequences import SampleUnit
@@ -109,7 +109,7 @@ class Prefetched(Batches):
     def _draw(
         self, n: int, include_info: bool, batches: int | None, *, whole: bool = True, assembled: bool = True
     ) -> Batch:
-        refuse_in_capture(_WHY)
+        at_replays().refuse(_WHY)
         if capturing():
             raise RuntimeError(_WHY)
         batch = super()._draw(n, include_info, batches, whole=whole, assembled=assembled)

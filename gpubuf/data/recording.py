@@ -11,7 +11,7 @@ import functools
 import gc
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -42,6 +42,22 @@ EMPTIES = Unfinished(empties=True)
 
 #: A captured graph is being replayed, which counts rows on the device.
 REPLAY = Unfinished(counted=False)
+
+
+@contextlib.contextmanager
+def emptied_unless_done(storages: Sequence[Any]) -> Iterator[None]:
+    """Around the replacement of all that storages hold: if it does not finish, the next operation empties them."""
+    outer = [storage.unfinished for storage in storages]
+    try:
+        for storage in storages:
+            storage.unfinished = EMPTIES
+        yield
+        for storage, mark in zip(storages, outer, strict=True):
+            storage.unfinished = mark
+    except BaseException:
+        for storage in storages:
+            storage.unfinished = EMPTIES
+        raise
 
 
 class CaptureError(RuntimeError):
@@ -89,6 +105,14 @@ class Recording:
     def undo(self, action: Callable[[], None]) -> None:
         """Do ``action`` if the capture is given up: its launches then never run."""
         self._undo.append(action)
+
+    def refuse(self, reason: str) -> None:
+        """Raise: the step does what a graph can't repeat.
+
+        Raises:
+            CaptureError: always.
+        """
+        raise CaptureError(f"this can't be captured in a CUDA graph: {reason}")
 
     def abandon(self) -> None:
         """The capture is given up: undo the work on the host."""
@@ -141,14 +165,57 @@ class _Current(threading.local):
 current = _Current()
 
 
-def current_recording() -> Recording | None:
-    """The recording of the graph that :func:`gpubuf.capture` is capturing in this thread, if it is."""
-    return current.recording
+class _Eager(Recording):
+    """Of a step that is not captured: what is noted is forgotten, and nothing is refused."""
+
+    def before(self, key: Hashable, action: Callable[[], None]) -> None:
+        pass
+
+    def after(self, action: Callable[[], None]) -> None:
+        pass
+
+    def undo(self, action: Callable[[], None]) -> None:
+        pass
+
+    def holds(self, owner: Any, *attributes: str) -> None:
+        pass
+
+    def refuse(self, reason: str) -> None:
+        pass
+
+
+_EAGER = _Eager()
+
+
+def at_replays() -> Recording:
+    """Where an operation notes what is to be done at each replay of the step that it is part of, now as well.
+
+    A step that is not captured takes such notes, and does nothing with them.
+    """
+    return current.recording or _EAGER
+
+
+def each_run(counters: torch.Tensor, action: Callable[..., None], *args: Any) -> None:
+    """``action(*args)``, for what was launched with ``counters``: now, and at each replay where a step is captured.
+
+    Within a graph that another program captures nothing is done, for its replays can't be seen.
+    """
+    if current.recording is not None:
+        current.recording.after(functools.partial(action, *args))
+    elif not (counters.is_cuda and capturing()):
+        action(*args)
 
 
 def capturing() -> bool:
     """Whether work on the current CUDA stream goes into a graph, whoever captures it."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def host_can_read(tensor: torch.Tensor) -> bool:
+    """Whether the host may look at a tensor's values now, without waiting for a GPU."""
+    if current.recording is not None or capturing():
+        return False
+    return tensor.is_cpu and type(tensor) is torch.Tensor
 
 
 # Captures of `gpubuf.capture` that are under way, in all threads: one entry each.
@@ -226,13 +293,3 @@ def used(operation: Operation) -> None:
     operations = current.operations
     if operations is not None and operation not in operations:
         operations.append(operation)
-
-
-def refuse_in_capture(reason: str) -> None:
-    """Raise if a graph is being captured in this thread by :func:`gpubuf.capture`.
-
-    Raises:
-        CaptureError: so it is.
-    """
-    if current_recording() is not None:
-        raise CaptureError(f"this can't be captured in a CUDA graph: {reason}")

@@ -118,13 +118,13 @@ class Sequence(SampleUnit, TrajectoryBounds):
             raise ValueError(f"episode_boundary must be one of {BOUNDARIES}, got {episode_boundary!r}")
         self.length, self.burn_in, self.bootstrap, self.dilation = length, burn_in, bootstrap, dilation
         self.episode_boundary = episode_boundary
-        self.done_key = None if done_key is None else as_key(done_key)
-        super().__init__(Recipe(end_keys=None if self.done_key is None else [self.done_key]))
+        self.done_key = done_key and as_key(done_key)
+        super().__init__(Recipe(end_keys=[self.done_key] if self.done_key else None))
 
     @property
     def needs_ends(self) -> bool:
         """Whether windows stop where trajectories end."""
-        return self.episode_boundary != "include_reset" and self.done_key is not None
+        return self.episode_boundary != "include_reset" and bool(self.done_key)
 
     def bind(self, storage: TensorStorage) -> None:
         storage.serve(self)

@@ -12,14 +12,15 @@ from torch import Tensor
 from gpubuf.data.batches import collapsed
 from gpubuf.data.buffer import ReplayBuffer, storage_of
 from gpubuf.data.operation import graph_break, operation
+from gpubuf.data.samplers.priorities import masks_of, rows_of
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
-from gpubuf.data.samplers.sum_tree import masks_of, rows_of
 from gpubuf.data.sequences import by_anchor
 from gpubuf.data.storage.containers import Data, batch_shape, tensors_of
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import MASK_KEY, priority_mask_key
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.writers import TensorDictRoundRobinWriter, Writer
+from gpubuf.data.writing import without_priority
 
 
 class TensorDictReplayBuffer(ReplayBuffer):
@@ -67,7 +68,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             if not isinstance(first, TensorDictBase | list) and not is_tensorclass(first):
                 raise TypeError(f"{type(self).__name__} stores TensorDicts, got a {type(first).__name__}")
         wanted = update_priority is not False and self._sampler.has_priorities
-        return self._extend(data, self._given_priority if wanted else None)
+        return self._extend(data, self._given_priority if wanted else without_priority)
 
     def _as_tensordicts(self, data: Any, ndim: int) -> Any:
         """A dict of tensors or arrays, or a list of such rows, as TensorDicts of ``ndim`` batch dimensions."""

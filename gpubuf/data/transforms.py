@@ -13,7 +13,7 @@ from torch import nn
 from gpubuf.data.arguments import describe_type
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.processing.statistics import RunningStatistics
-from gpubuf.data.recording import refuse_in_capture
+from gpubuf.data.recording import at_replays
 from gpubuf.data.storage.containers import Data, device_of
 from gpubuf.data.storage.layout import Key, as_key
 from gpubuf.data.storage.placement import AUTO
@@ -68,6 +68,8 @@ class Compose(nn.Module):
         elif given:
             raise TypeError("give transforms one by one, or a list of them, not both")
         self.steps = nn.ModuleList()
+        #: Whether there is none. An attribute, for every sample asks.
+        self.is_empty = True
         for transform in transforms:
             self.append(transform)
 
@@ -88,10 +90,13 @@ class Compose(nn.Module):
         for step in transform.steps if isinstance(transform, Compose) and not invert else [_Step(transform, invert)]:
             self.steps.insert(index, step)
             index += 1
+        self.is_empty = not len(self.steps)
 
     def pop(self, index: int = -1) -> Any:
         """Remove the transform at ``index``, the last one by default, and return it."""
-        return self.steps.pop(index).transform
+        step: Any = self.steps.pop(index)
+        self.is_empty = not len(self.steps)
+        return step.transform
 
     @property
     def transforms(self) -> list[Any]:
@@ -109,14 +114,14 @@ class Compose(nn.Module):
             return self.transforms[index]
         part = Compose()
         part.steps.extend(list(self.steps)[index])
+        part.is_empty = not len(part.steps)
         return part
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.transforms)
 
     def __len__(self) -> int:
-        # Past nn.Module.__getattr__, which is slow: every sample asks.
-        return len(self._modules["steps"]._modules)  # type: ignore[union-attr]
+        return len(self.steps)
 
     def forward(self, data: Data) -> Data:
         """Transform a sampled batch."""
@@ -197,7 +202,7 @@ class MultiStepTransform(nn.Module):
         """
         if not self.write_time:
             return data
-        refuse_in_capture("MultiStepTransform(write_time=True) keeps rows on the host's account: n_steps= does not")
+        at_replays().refuse("MultiStepTransform(write_time=True) keeps rows on the host's account: n_steps= does not")
         recipe = self._recipe
         dim, waiting = data.batch_dims - 1, self._waiting
         total: Any = data if waiting is None else torch.cat([waiting.to(data.device), data], dim)

@@ -17,7 +17,7 @@ from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.arguments import as_tensor
-from gpubuf.data.samplers.sum_tree import vector
+from gpubuf.data.samplers.priorities import vector
 from gpubuf.data.storage.containers import Data, is_data, mapped
 from gpubuf.data.storage.indexing import as_positions, plain_index
 from gpubuf.data.storage.layout import Key, as_key, as_written

@@ -17,7 +17,7 @@ from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.storage import TensorStorage
 
 #: Root keys that a TensorDict writer derives at sampling time instead of storing them.
-DERIVED_KEYS = frozenset({"index", "index_generation"})
+DRAWN_KEYS = frozenset({"index", "index_generation"})
 
 
 class Writer:
@@ -171,7 +171,7 @@ class TensorDictRoundRobinWriter(RoundRobinWriter):
 
     def register_storage(self, storage: TensorStorage) -> None:
         super().register_storage(storage)
-        self._storage.ignored_keys = DERIVED_KEYS
+        self._storage.ignored_keys = DRAWN_KEYS
 
 
 class ImmutableDatasetWriter(Writer):

@@ -142,4 +142,4 @@ def stored_values(buffer: ReplayBuffer, key: Key, index: Tensor | None = None) -
     assert number is not None
     if index is None:
         index = torch.arange(len(buffer), device=storage.device)
-    return buffer.operation.run(storage.gather_key, number, index)
+    return buffer.operation.run(storage.plans.batch.gather_key, number, index)

@@ -100,14 +100,9 @@ def joined(inputs: Sequence[Tensor]) -> Tensor:
     return inputs[0] if len(inputs) == 1 else torch.cat(tuple(inputs), -1)
 
 
-def _rows(x: Tensor) -> Tensor:
+def flat_rows(x: Tensor) -> Tensor:
+    """``[*batch, features]`` as a matrix."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-
-
-def shared_rows(inputs: Sequence[Tensor], num_nets: int) -> Tensor:
-    """Inputs that N nets share, joined, ``[N, rows, in]``; nothing is repeated in memory."""
-    x = inputs[0] if len(inputs) == 1 else torch.cat(tuple(inputs), -1)
-    return (x if x.ndim == 2 else _rows(x)).expand(num_nets, -1, -1)
 
 
 def ensemble_input_layer(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -126,12 +121,13 @@ def ensemble_input_layer(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor 
     for x in inputs:
         mixed = mixed or x.requires_grad is not inputs[0].requires_grad
     if not mixed or weight.requires_grad or not torch.is_grad_enabled():
-        return linear_product(shared_rows(inputs, n), weight, bias)
+        x = inputs[0] if len(inputs) == 1 else torch.cat(tuple(inputs), -1)
+        return linear_product((x if x.ndim == 2 else flat_rows(x)).expand(n, -1, -1), weight, bias)
     out, parts = bias, weight.split([x.shape[-1] for x in inputs], 1)
     for with_gradient in (False, True):
         for x, part in zip(inputs, parts, strict=True):
             if x.requires_grad is with_gradient:
-                rows = (x if x.ndim == 2 else _rows(x)).expand(n, -1, -1)
+                rows = (x if x.ndim == 2 else flat_rows(x)).expand(n, -1, -1)
                 out = torch.bmm(rows, part) if out is None else torch.baddbmm(out, rows, part)
     assert out is not None
     return out
@@ -194,7 +190,7 @@ class Linear(nn.Linear):
         small = not input.is_cpu or input.ndim < 2 or input.numel() * self.out_features < ONEDNN_WORK
         if small or not worth_onednn(input.numel() // self.in_features, self.in_features, self.out_features):
             return functional.linear(input, self.weight, self.bias)
-        out = linear_product(_rows(input), self.weight.t(), self.bias)
+        out = linear_product(flat_rows(input), self.weight.t(), self.bias)
         return out if input.ndim == 2 else out.reshape(*input.shape[:-1], -1)
 
 
@@ -309,7 +305,7 @@ def net_by_net(layers: Sequence[Any], inputs: Sequence[Tensor], leading: int | N
         inputs: each ``[*batch, in_i]``, joined along the last dimension.
         leading: how many of the nets have gradients, the first ones; None: all.
     """
-    x, found = _rows(joined(inputs)), []
+    x, found = flat_rows(joined(inputs)), []
     parameters = [
         (part.weight.unbind(), repeat(None) if part.bias is None else part.bias.squeeze(1).unbind())
         for part in layers[::2]

@@ -12,7 +12,7 @@ from gpubuf.objectives.redq import REDQLoss
 from gpubuf.objectives.sac import SACLoss
 from gpubuf.objectives.targets import HardUpdate, SoftUpdate, TargetNetUpdater
 from gpubuf.objectives.td3 import TD3Loss
-from gpubuf.objectives.values import TD0Estimator, TD1Estimator, TDLambdaEstimator, TDLossModule, ValueEstimators
+from gpubuf.objectives.values import TD0Estimator, TD1Estimator, TDLambdaEstimator, ValueEstimators
 
 __all__ = [
     "CrossQLoss",
@@ -27,7 +27,6 @@ __all__ = [
     "TD1Estimator",
     "TD3Loss",
     "TDLambdaEstimator",
-    "TDLossModule",
     "TargetNetUpdater",
     "ValueEstimators",
     "target_parameters",

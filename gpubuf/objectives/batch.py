@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,14 @@ from torch import Tensor
 from gpubuf.kernels import td
 from gpubuf.kernels._operations import computing_dtype
 from gpubuf.modules.fast_call import entry
+
+
+def one_of(choices: Collection[Any], value: Any, argument: str) -> Any:
+    """``value``; ValueError if it is none of ``choices``."""
+    # By type too: 1 is equal to True.
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise ValueError(f"{argument} must be one of {list(choices)}, got {value!r}")
+    return value
 
 
 def next_key(key: NestedKey) -> NestedKey:
@@ -54,6 +62,13 @@ def trimmed(flag: Tensor) -> Tensor:
     return flag
 
 
+def aligned(*flags: Tensor) -> list[Tensor]:
+    """``flags``, of bool or a number, as bool with the same number of dimensions: added on the right, or trimmed."""
+    cut = [trimmed(flag.bool()) for flag in flags]
+    dims = max(flag.ndim for flag in cut)
+    return [flag.reshape(flag.shape + (1,) * (dims - flag.ndim)) for flag in cut]
+
+
 def rows_of(flag: Tensor, like: Tensor) -> Tensor:
     """A flag per row, shaped to broadcast against an observation ``like``, ``[*batch, *features]``.
 
@@ -77,6 +92,14 @@ HAS_TARGET = "_has_target"
 #: Entry that :func:`without_masked` adds to the batch as networks see it: which rows count. gpubuf's batch norms take
 #: their statistics from these alone.
 COUNTS = "_counts"
+
+
+def next_state(tensordict: TensorDictBase) -> TensorDictBase:
+    """The entries of the next step in a TensorDict of their own."""
+    following: TensorDictBase | None = tensordict.get("next", None)
+    if following is None:
+        raise KeyError(f"the batch has no 'next', where the step after is; its keys are {sorted(tensordict.keys())}")
+    return following.copy()
 
 
 def maybe(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
@@ -140,14 +163,11 @@ def without_masked(
     Returns:
         A shallow copy, in which the entries at ``keys`` are new, with :data:`COUNTS`; the batch itself without a mask.
     """
-    found = (maybe(tensordict, key) for key in mask_keys)
-    given = [trimmed(mask.bool()) for mask in found if mask is not None]
+    given = [mask for mask in (maybe(tensordict, key) for key in mask_keys) if mask is not None]
     if not given:
         return tensordict
-    dims = max(mask.ndim for mask in given)
-    aligned = (mask.reshape(mask.shape + (1,) * (dims - mask.ndim)) for mask in given)
-    every = functools.reduce(torch.logical_and, aligned)
-    out = tensordict.copy().set(COUNTS, every.reshape(every.shape + (1,) * (tensordict.ndim - dims)))
+    every = functools.reduce(torch.logical_and, aligned(*given))
+    out = tensordict.copy().set(COUNTS, every.reshape(every.shape + (1,) * (tensordict.ndim - every.ndim)))
     for key in leaf_keys(tensordict, keys):
         value = entry(tensordict, key)
         if not value.is_floating_point():
@@ -180,10 +200,8 @@ def without_ended(
     Returns:
         A shallow copy, in which the next states are new, with :data:`HAS_TARGET`.
     """
-    terminated, done = trimmed(terminated.bool()), trimmed(done.bool())
-    dims = max(terminated.ndim, done.ndim)
-    terminated, done = (flag.reshape(flag.shape + (1,) * (dims - flag.ndim)) for flag in (terminated, done))
-    ended = terminated | done
+    terminated, done = aligned(terminated, done)
+    ended, dims = terminated | done, done.ndim
     out, lost = tensordict.copy(), torch.zeros_like(ended)
     for key in leaf_keys(tensordict, keys):
         own, after = entry(tensordict, key), entry(tensordict, next_key(key))
@@ -207,12 +225,6 @@ def joined(present: TensorDictBase, following: TensorDictBase, keys: Iterable[Ne
         out.set(key, torch.cat([entry(present, key), entry(following, key)]))
     counts = maybe(present, COUNTS)
     return out if counts is None else out.set(COUNTS, torch.cat([counts, counts]))
-
-
-def halves(rows: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
-    """What belongs to the present rows, and to the next ones, of what a network says of :func:`joined` rows."""
-    present, following = rows.chunk(2, dim)
-    return present, following
 
 
 REDUCTIONS = {"none": td.NONE, "mean": td.MEAN, "sum": td.SUM}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from gpubuf.objectives.actor_critic import taking
-from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
+from gpubuf.objectives.base import LossModule
+from gpubuf.objectives.sac import SACOptions, SoftActorCritic
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,7 @@ class CrossQOptions(SACOptions):
     delay_qvalue: bool = field(default=False, init=False)
 
 
-class CrossQLoss(SoftActorCriticLoss):
+class CrossQLoss(SoftActorCritic):
     """CrossQ: SAC without target networks, for critics with batch norms (Bhatt et al., arXiv 1902.05605).
 
     The formulas are those of :class:`~gpubuf.objectives.SACLoss`, with Q in the place of Qtarget. The rows (s, a) and
@@ -43,17 +40,12 @@ class CrossQLoss(SoftActorCriticLoss):
     """
 
     @dataclass
-    class _AcceptedKeys(SoftActorCriticLoss._AcceptedKeys):
+    class _AcceptedKeys(SoftActorCritic._AcceptedKeys):
         log_prob: NestedKey = "_log_prob"
 
+    Options = CrossQOptions
     joint_batch = "critics"
-    _keys_of_actors = (("action", "dist_sample_keys"),)
-
-    @taking(CrossQOptions)
-    def __init__(
-        self, actor_network: Any, qvalue_network: TensorDictModule | Sequence[TensorDictModule], **options: Any
-    ) -> None:
-        super().__init__(actor_network, qvalue_network, CrossQOptions(**options))
+    _keys_of_actors = LossModule._keys_of_actors
 
     def alpha_loss(self, log_prob: Tensor, tensordict: TensorDictBase | None = None) -> Tensor:
         """``loss_alpha``, reduced, as TorchRL's.

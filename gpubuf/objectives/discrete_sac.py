@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import (
-    ProbabilisticTensorDictModule,
-    ProbabilisticTensorDictSequential,
-    TensorDictModule,
-)
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torch.distributions import Categorical, OneHotCategorical
@@ -21,24 +16,17 @@ from torch.distributions import Categorical, OneHotCategorical
 from gpubuf.kernels import discrete_sac
 from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
-from gpubuf.objectives.actor_critic import leaf_of, taking
-from gpubuf.objectives.base import warn
-from gpubuf.objectives.batch import REDUCTIONS
-from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
-from gpubuf.objectives.values import TDLossModule
+from gpubuf.objectives.base import LossModule, warn
+from gpubuf.objectives.batch import REDUCTIONS, next_state
+from gpubuf.objectives.options import leaf_of
+from gpubuf.objectives.sac import SACOptions, SoftActorCritic
 
 ONE_HOT, CATEGORICAL = "one-hot", "categorical"
 
 #: By name, or by the name of the class of a space of TorchRL or Gymnasium.
 _SPACES = {
-    "one-hot": ONE_HOT,
-    "one_hot": ONE_HOT,
-    "OneHot": ONE_HOT,
-    "OneHotDiscreteTensorSpec": ONE_HOT,
-    "categorical": CATEGORICAL,
-    "Categorical": CATEGORICAL,
-    "DiscreteTensorSpec": CATEGORICAL,
-    "Discrete": CATEGORICAL,
+    **dict.fromkeys(("one-hot", "one_hot", "OneHot", "OneHotDiscreteTensorSpec"), ONE_HOT),
+    **dict.fromkeys(("categorical", "Categorical", "DiscreteTensorSpec", "Discrete"), CATEGORICAL),
 }
 
 
@@ -145,13 +133,18 @@ _soft_value = direct(discrete_sac.soft_value)
 
 @dataclass(frozen=True)
 class DiscreteSACOptions(SACOptions):
-    """The keyword arguments that :class:`DiscreteSACLoss` shares with SAC."""
+    """The keyword arguments of :class:`DiscreteSACLoss`."""
 
+    CONSUMED = SACOptions.CONSUMED | {"action_space", "num_actions", "target_entropy_weight"}
+
+    action_space: Any = None
+    num_actions: int | None = None
+    target_entropy_weight: float = 0.98
     delay_actor: bool = field(default=False, init=False)
     action_spec: Any = field(default=None, init=False)
 
 
-class DiscreteSACLoss(SoftActorCriticLoss):
+class DiscreteSACLoss(SoftActorCritic):
     """Soft actor-critic over a finite set of actions (Christodoulou, arXiv 1910.07207).
 
     The critics return the values of all A actions, so that every expectation over the policy ``p`` is exact. With S the
@@ -219,25 +212,16 @@ class DiscreteSACLoss(SoftActorCriticLoss):
     """
 
     @dataclass
-    class _AcceptedKeys(TDLossModule._AcceptedKeys):
+    class _AcceptedKeys(LossModule._AcceptedKeys):
         action: NestedKey = "action"
         value: NestedKey = "state_value"
         action_value: NestedKey = "action_value"
         log_prob: NestedKey = "log_prob"
 
-    @taking(DiscreteSACOptions)
-    def __init__(
-        self,
-        actor_network: Any,
-        qvalue_network: TensorDictModule | Sequence[TensorDictModule],
-        *,
-        action_space: Any = None,
-        num_actions: int | None = None,
-        target_entropy_weight: float = 0.98,
-        **options: Any,
-    ) -> None:
-        chosen = DiscreteSACOptions(**options)
-        super().__init__(actor_network, qvalue_network, chosen)
+    Options = DiscreteSACOptions
+
+    def _known_entropy(self, options: Any) -> float | None:
+        action_space = options.action_space
         if action_space is None:
             warn(
                 "DiscreteSACLoss reads actions as one-hot vectors. Pass action_space='one-hot' to silence this "
@@ -246,19 +230,25 @@ class DiscreteSACLoss(SoftActorCriticLoss):
             action_space = "one-hot"
         space, _ = leaf_of(action_space, self.tensor_keys.action)
         self.action_space = action_space_name(space)
-        if chosen.target_entropy == "auto":
-            num_actions = number_of_actions(space) if num_actions is None else num_actions
-            if num_actions is None or num_actions < 1:
-                raise ValueError(
-                    "target_entropy='auto' needs the number of actions: pass num_actions, or a space that knows it, "
-                    f"got num_actions={num_actions}"
-                )
-            self.target_entropy = target_entropy_weight * math.log(num_actions)
+        if options.target_entropy != "auto":
+            return float(options.target_entropy)
+        num_actions = number_of_actions(space) if options.num_actions is None else options.num_actions
+        if num_actions is None or num_actions < 1:
+            raise ValueError(
+                "target_entropy='auto' needs the number of actions: pass num_actions, or a space that knows it, "
+                f"got num_actions={num_actions}"
+            )
+        return float(options.target_entropy_weight * math.log(num_actions))
 
     def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """(reduced loss of all critics, priority of each row S, values of all actions ``[N, *S, A]``)."""
-        keys, target = self.tensor_keys, self._target(tensordict, alpha)
-        q = self._critics.online(tensordict, keys.action_value)
+        keys, critics, state = self.tensor_keys, self._critics, next_state(tensordict)
+        with torch.no_grad():
+            logits = self._actor.target.run(state, policy_logits, state)
+            next_q = critics.target(state, keys.action_value)
+            value = _soft_value(next_q, self._checked_logits(logits, next_q), alpha)
+            target = self.td_target(value.unsqueeze(0), tensordict, value.shape)
+        q = critics.online(tensordict, keys.action_value)
         if q.shape[1:-1] != target.shape:
             raise ValueError(
                 f"the critics' {keys.action_value!r} must be {[q.shape[0], *target.shape, 'A']} to go with targets of "
@@ -268,15 +258,6 @@ class DiscreteSACLoss(SoftActorCriticLoss):
         chosen = chosen_values(q, entry(tensordict, keys.action), self.action_space, mask)
         loss, td_error = self.td_loss(chosen, target, tensordict)
         return loss, td_error, q
-
-    @torch.no_grad()
-    def _target(self, tensordict: TensorDictBase, alpha: Tensor) -> Tensor:
-        """Targets of the critics, S. No gradient."""
-        state = self._next_state(tensordict)
-        logits = self._networks["actor_network"].target.run(state, policy_logits, state)
-        next_q = self._critics.target(state, self.tensor_keys.action_value)
-        value = _soft_value(next_q, self._checked_logits(logits, next_q), alpha)
-        return self.td_target(value.unsqueeze(0), tensordict, value.shape)
 
     def _actor_loss(
         self, tensordict: TensorDictBase, alpha: Tensor, found: Tensor | None = None
@@ -288,7 +269,7 @@ class DiscreteSACLoss(SoftActorCriticLoss):
             alpha: the temperature.
             found: values of all actions, which the critics' loss has computed; None to compute them.
         """
-        logits = self._networks["actor_network"].online.run(tensordict, policy_logits, tensordict)
+        logits = self._actor.online.run(tensordict, policy_logits, tensordict)
         inputs = (entry(tensordict, key) for key in self.qvalue_network.in_keys)
         if found is None or any(tensor.requires_grad for tensor in inputs):
             values = self._critics.detached(tensordict, self.tensor_keys.action_value)

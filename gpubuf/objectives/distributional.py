@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule
 from torch import Tensor
 
 from gpubuf.kernels import categorical
 from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
-from gpubuf.objectives.actor_critic import taking
-from gpubuf.objectives.base import one_of
-from gpubuf.objectives.batch import REDUCTIONS, reduced
-from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
+from gpubuf.objectives.batch import REDUCTIONS, one_of, reduced
+from gpubuf.objectives.sac import SACOptions, SoftActorCritic
 from gpubuf.objectives.values import ValueEstimators
 
 _categorical_target = direct(categorical.categorical_target)
@@ -35,11 +31,7 @@ class DistributionalOptions(SACOptions):
         ValueError: an argument is out of range or none of its choices.
     """
 
-    ATTRIBUTES = (
-        *SACOptions.ATTRIBUTES,
-        *("v_min", "v_max", "num_atoms", "target", "actor_value", "target_sigma", "temperature_from"),
-        *("temperature_loss", "priority", "average_critics", "cloning_weight", "joint_batch"),
-    )
+    CONSUMED = SACOptions.CONSUMED | {"reward_scale"}
 
     v_min: float
     v_max: float
@@ -78,7 +70,7 @@ class DistributionalOptions(SACOptions):
         one_of((False, "critics", "all"), self.joint_batch, "joint_batch")
 
 
-class DistributionalSACLoss(SoftActorCriticLoss):
+class DistributionalSACLoss(SoftActorCritic):
     """Soft actor-critic whose critics return distributions: logits of ``num_atoms`` values from v_min to v_max.
 
     With S the batch shape, N critics, z_1 .. z_A the atoms, a distance D apart, p the softmax of the target critics'
@@ -131,17 +123,14 @@ class DistributionalSACLoss(SoftActorCriticLoss):
             ``[N, *S, num_atoms]``.
     """
 
+    Options = DistributionalOptions
     reward_scale: Tensor
-    _schedulable_buffers = SoftActorCriticLoss._schedulable_buffers | {"reward_scale"}
+    _schedulable_buffers = SoftActorCritic._schedulable_buffers | {"reward_scale"}
     SUPPORTED_VALUE_ESTIMATORS = (ValueEstimators.TD0,)
 
-    @taking(DistributionalOptions)
-    def __init__(
-        self, actor_network: Any, qvalue_network: TensorDictModule | Sequence[TensorDictModule], **options: Any
-    ) -> None:
-        chosen = DistributionalOptions(**options)
-        super().__init__(actor_network, qvalue_network, chosen)
-        self.register_buffer("reward_scale", torch.full_like(self.alpha_init, chosen.reward_scale))
+    def _set_temperature(self, options: Any) -> None:
+        super()._set_temperature(options)
+        self.register_buffer("reward_scale", torch.full_like(self.alpha_init, options.reward_scale))
 
     @classmethod
     def fastsac(cls, actor_network: Any, qvalue_network: Any, **kwargs: Any) -> Self:

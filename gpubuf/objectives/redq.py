@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from gpubuf.objectives.actor_critic import taking
-from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
+from gpubuf.objectives.options import CriticNetworks
+from gpubuf.objectives.sac import SACOptions, SoftActorCritic
 
 
 @dataclass(frozen=True)
@@ -24,8 +22,6 @@ class REDQOptions(SACOptions):
         ValueError: an argument is out of range.
         NotImplementedError: ``gSDE=True``.
     """
-
-    ATTRIBUTES = (*SACOptions.ATTRIBUTES, "sub_sample_len")
 
     num_qvalue_nets: int = 10
     sub_sample_len: int | None = None
@@ -47,7 +43,7 @@ class REDQOptions(SACOptions):
             )
 
 
-class REDQLoss(SoftActorCriticLoss):
+class REDQLoss(SoftActorCritic):
     """Randomized ensembled double Q-learning: SAC with many critics (Chen et al., arXiv 2101.05982).
 
     The formulas are those of :class:`~gpubuf.objectives.SACLoss`, except that
@@ -83,25 +79,20 @@ class REDQLoss(SoftActorCriticLoss):
     """
 
     @dataclass
-    class _AcceptedKeys(SoftActorCriticLoss._AcceptedKeys):
+    class _AcceptedKeys(SoftActorCritic._AcceptedKeys):
         sample_log_prob: NestedKey = "sample_log_prob"
 
-    _keys_of_actors = (*SoftActorCriticLoss._keys_of_actors, ("sample_log_prob", "log_prob_keys"))
+    _keys_of_actors = (*SoftActorCritic._keys_of_actors, ("sample_log_prob", "log_prob_keys"))
+    Options = REDQOptions
     actor_value = "mean"
     temperature_loss = "alpha"
-    row_names = ("state_action_value_actor", "action_log_prob_actor", "next.state_value", "target_value")
+    further_names = ("state_action_value_actor", "action_log_prob_actor", "next.state_value", "target_value")
 
-    @taking(REDQOptions)
-    def __init__(
-        self, actor_network: Any, qvalue_network: TensorDictModule | Sequence[TensorDictModule], **options: Any
-    ) -> None:
-        super().__init__(actor_network, qvalue_network, REDQOptions(**options))
+    def __init__(self, actor_network: Any, qvalue_network: CriticNetworks, **options: Any) -> None:
+        super().__init__(actor_network, qvalue_network, **options)
         self._critics.expect_subsets(self.sub_sample_len)
-        #: Outputs of the call in progress, by the names in :attr:`row_names`.
+        #: Outputs of the call in progress, by the names in :attr:`further_names`.
         self._row_outputs: dict[str, Tensor] = {}
-
-    def _every_out_key(self) -> list[NestedKey]:
-        return [*super()._every_out_key(), *self.row_names]
 
     def _next_values(self, state: TensorDictBase, shape: torch.Size) -> Tensor:
         if self.sub_sample_len == self.num_qvalue_nets:
@@ -117,7 +108,7 @@ class REDQLoss(SoftActorCriticLoss):
         values = rows["state_action_value_actor"].reshape(self.num_qvalue_nets, *rows["target_value"].shape)
         # No batch size would fit values of all critics and rows alike.
         found.batch_size = torch.Size([])
-        return found.update({name: rows[name] for name in self.row_names} | {"state_action_value_actor": values})
+        return found.update({name: rows[name] for name in self.further_names} | {"state_action_value_actor": values})
 
     def _critic_distance(
         self, q: Tensor, next_q: Tensor, next_log_prob: Tensor, alpha: Tensor, tensordict: TensorDictBase

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from tensordict import TensorDictBase
-from tensordict.nn import InteractionType, TensorDictModule, TensorDictParams, set_interaction_type
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import CompositeDistribution, InteractionType, TensorDictParams, set_interaction_type
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor, nn
 
 from gpubuf.kernels import sac, td
 from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
-from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of, taking
-from gpubuf.objectives.batch import HAS_TARGET, REDUCTIONS, halves, joined, reduced
+from gpubuf.objectives.base import LossModule
+from gpubuf.objectives.batch import HAS_TARGET, REDUCTIONS, joined, next_state, reduced
+from gpubuf.objectives.options import CriticNetworks, LossOptions, leaf_of
 
 _temperature_slope = direct(sac.temperature_loss)
 
 
 @dataclass(frozen=True)
-class SACOptions(ActorCriticOptions):
+class SACOptions(LossOptions):
     """The keyword arguments that the variants of soft actor-critic share; see :class:`SACLoss`.
 
     Raises:
         ValueError: an argument is out of range.
     """
 
-    ATTRIBUTES = (*ActorCriticOptions.ATTRIBUTES, "fixed_alpha")
+    CONSUMED = LossOptions.CONSUMED | {"alpha_init", "min_alpha", "max_alpha", "action_spec", "target_entropy"}
 
     alpha_init: float = 1.0
     min_alpha: float | None = None
@@ -54,7 +55,7 @@ class SACOptions(ActorCriticOptions):
             raise ValueError(f"target_entropy must be a number or 'auto', got {self.target_entropy!r}")
 
 
-class SoftActorCriticLoss(ActorCriticLossModule):
+class SoftActorCritic(LossModule):
     """What all variants of soft actor-critic share: a temperature, learnt or fixed, and the losses that it enters.
 
     Attributes:
@@ -62,11 +63,15 @@ class SoftActorCriticLoss(ActorCriticLossModule):
     """
 
     @dataclass
-    class _AcceptedKeys(ActorCriticLossModule._AcceptedKeys):
+    class _AcceptedKeys(LossModule._AcceptedKeys):
+        action: NestedKey = "action"
+        state_action_value: NestedKey = "state_action_value"
+        log_prob: NestedKey = "action_log_prob"
         value: NestedKey = "state_value"
 
     loss_names = ("loss_actor", "loss_qvalue", "loss_alpha")
     scalar_names = ("alpha", "entropy")
+    _keys_of_actors: tuple[tuple[str, str], ...] = (("log_prob", "log_prob_keys"), *LossModule._keys_of_actors)
     _schedulable_buffers = frozenset({"alpha_init", "min_log_alpha", "max_log_alpha", "log_alpha"})
 
     #: How the actor's objective combines the critics: "min" or "mean".
@@ -79,47 +84,31 @@ class SoftActorCriticLoss(ActorCriticLossModule):
     #: DistributionalSACLoss alone.
     joint_batch: bool | str = False
 
+    Options: ClassVar[Any] = SACOptions
     log_alpha: Tensor
     _target_entropy: Tensor
 
-    def __init__(
-        self,
-        actor_network: Any,
-        qvalue_network: TensorDictModule | Sequence[TensorDictModule],
-        options: SACOptions,
-        further: dict[str, tuple[Any, bool]] | None = None,
-    ) -> None:
-        super().__init__(actor_network, qvalue_network, options, further)
-        self._set_temperature(options)
-        if not isinstance(options.target_entropy, str):
-            self.target_entropy = options.target_entropy
-        else:
-            spec = getattr(actor_network, "spec", None) if options.action_spec is None else options.action_spec
-            size = _components(*leaf_of(spec, unravel_key(self.tensor_keys.action)))
-            if size is not None:
-                self.target_entropy = self._automatic_entropy(size)
+    def __init__(self, actor_network: Any, qvalue_network: CriticNetworks, **options: Any) -> None:
+        super().__init__()
+        self._set_temperature(self._take(actor_network, qvalue_network, options))
         self.make_value_estimator()
         if self.joint_batch:
-            self._networks["actor_network"].keep_running_statistics()
+            self._actor.keep_running_statistics()
             self._critics.expect_joint_batches()
             self.refresh_links()
 
     # --- the temperature ---
 
-    def _set_temperature(self, options: SACOptions) -> None:
+    def _set_temperature(self, options: Any) -> None:
         """Register the temperature, its bounds and its aim, on the device of the policy."""
-        like = next(self.actor_network_params.parameters(), None)
-        new: dict[str, Any] = {
-            "dtype": torch.float64 if like is not None and like.dtype is torch.float64 else torch.get_default_dtype(),
-            "device": None if like is None else like.device,
-        }
-        self.register_buffer("alpha_init", torch.tensor(options.alpha_init, **new))
+        like = next(self.actor_network_params.parameters(), torch.empty((), device=torch.get_default_device()))
+        dtype = torch.float64 if like.dtype is torch.float64 else torch.get_default_dtype()
+        number = functools.partial(torch.tensor, dtype=dtype, device=like.device)
+        self.register_buffer("alpha_init", number(options.alpha_init))
         bounded = bool(options.min_alpha or options.max_alpha)
-        low = math.log(options.min_alpha) if options.min_alpha else -math.inf
-        high = math.log(options.max_alpha) if options.max_alpha else math.inf
-        self.register_buffer("min_log_alpha", torch.tensor(low, **new) if bounded else None)
-        self.register_buffer("max_log_alpha", torch.tensor(high, **new) if bounded else None)
-        log_alpha = torch.tensor(math.log(options.alpha_init), **new)
+        for name, bound, none in (("min", options.min_alpha, -math.inf), ("max", options.max_alpha, math.inf)):
+            self.register_buffer(f"{name}_log_alpha", number(math.log(bound) if bound else none) if bounded else None)
+        log_alpha = number(math.log(options.alpha_init))
         if self.fixed_alpha:
             self.register_buffer("log_alpha", log_alpha)
         else:
@@ -127,6 +116,17 @@ class SoftActorCriticLoss(ActorCriticLossModule):
         # A buffer in any case, so that every state_dict has it. NaN until it is known.
         self.register_buffer("_target_entropy", torch.full_like(self.alpha_init, math.nan))
         self._target_entropy_known = False
+        known = self._known_entropy(options)
+        if known is not None:
+            self.target_entropy = known
+
+    def _known_entropy(self, options: Any) -> float | None:
+        """The entropy that the temperature aims at, if ``options`` or the policy say so; None: see the first batch."""
+        if not isinstance(options.target_entropy, str):
+            return float(options.target_entropy)
+        spec = getattr(self.actor_network, "spec", None) if options.action_spec is None else options.action_spec
+        size = _components(*leaf_of(spec, unravel_key(self.tensor_keys.action)))
+        return None if size is None else self._automatic_entropy(size)
 
     def _automatic_entropy(self, components: int) -> float:
         """The entropy that "auto" stands for, of an action of so many components."""
@@ -198,7 +198,7 @@ class SoftActorCriticLoss(ActorCriticLossModule):
         with set_interaction_type(InteractionType.RANDOM):
             loss_qvalue, priority, found = self._critic_loss(seen, alpha)
             losses, scalars = {"loss_qvalue": loss_qvalue}, {"alpha": alpha}
-            if self.further_loss_names:
+            if self.further_names:
                 losses |= self._further_losses(seen, alpha)
             if with_actor:
                 loss_actor, log_prob, scalars["entropy"] = self._actor_loss(seen, alpha, found)
@@ -248,21 +248,21 @@ class SoftActorCriticLoss(ActorCriticLossModule):
         The priority and the log-densities have no gradient; the latter serve a temperature that learns from the next
         actions. A subclass may return something else that its :meth:`_actor_loss` takes.
         """
-        key, critics = self._tensor_keys.state_action_value, self._critics
-        state, next_log_prob = self._next_action(tensordict)
-        shape = next_log_prob.shape
-        if not self.joint_batch:
-            with torch.no_grad():
-                next_q = self._next_values(state, shape)
+        key, critics, state = self._tensor_keys.state_action_value, self._critics, next_state(tensordict)
+        with torch.no_grad():
+            _, next_log_prob = self._actor.target.run(state, self._act, state)
+            shape = next_log_prob.shape
+            next_q = None if self.joint_batch else self._next_values(state, shape)
+        if next_q is not None:
             q = critics.online(tensordict, key)
         else:
             rows = joined(tensordict, state, self.qvalue_network.in_keys)
-            q, next_q = halves(critics.online(rows, key), 1)
+            q, next_q = critics.online(rows, key).chunk(2, 1)
             if self.delay_qvalue:
                 with torch.no_grad():
-                    _, next_q = halves(critics.target(rows, key), 1)
+                    _, next_q = critics.target(rows, key).chunk(2, 1)
             next_q = self._checked(next_q.detach(), shape)
-        loss, priority = self._critic_distance(self._checked(q, shape), next_q, next_log_prob, alpha, tensordict)
+        loss, priority = self._critic_distance(q, next_q, next_log_prob, alpha, tensordict)
         return loss, priority, next_log_prob
 
     def _next_values(self, state: TensorDictBase, shape: torch.Size) -> Tensor:
@@ -282,24 +282,46 @@ class SoftActorCriticLoss(ActorCriticLossModule):
         self, tensordict: TensorDictBase, alpha: Tensor, found: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(reduced loss of the actor, log-densities S of the actions that it drew, mean entropy ``[]``)."""
-        state, actor = tensordict.copy(), self._networks["actor_network"].online
+        state, actor = tensordict.copy(), self._actor.online
         if self.joint_batch == "all":
-            rows = joined(state, self._next_state(state), self.actor_network.in_keys)
-            action, log_prob = (halves(each)[0] for each in actor.run(rows, self._act, rows))
+            rows = joined(state, next_state(state), self.actor_network.in_keys)
+            action, log_prob = (each.chunk(2)[0] for each in actor.run(rows, self._act, rows))
             self._put(state, action)
         else:
             action, log_prob = actor.run(state, self._act, state)
         shape = log_prob.shape
         if not self._target_entropy_known:
             self._learn_target_entropy(action, shape)
-        # Values, whatever the critics return.
-        q = ActorCriticLossModule._checked(self, self._policy_values(state, tensordict), shape)
+        q = self._policy_values(state, tensordict)
         weight, mask = self.row_weights(tensordict, shape)
         combine = td.AVERAGE if self.actor_value == "mean" else td.SMALLEST
         loss, entropy, _ = sac.actor_loss_direct(q, log_prob, alpha, weight, mask, REDUCTIONS[self.reduction], combine)
         if mask is not None:
             entropy = -reduced(log_prob.detach(), None, mask, "mean")
         return loss, log_prob, entropy
+
+    def _act(self, actor: Any, state: TensorDictBase) -> tuple[Any, Tensor]:
+        """(actions that ``actor`` draws in ``state``, log-densities S), both with gradients to its parameters.
+
+        The actions are one tensor, or, of a ``tensordict.nn.CompositeDistribution``, a TensorDict of several; their
+        log-density is then the sum of all parts. They are put into ``state``, where the critics find them.
+        """
+        dist = actor.get_dist(state)
+        fused = None if isinstance(dist, CompositeDistribution) else getattr(dist, "rsample_and_log_prob", None)
+        action, log_prob = drawn(dist) if fused is None else fused()
+        if isinstance(action, Tensor):
+            state.set(self._tensor_keys.action, action)
+        else:
+            self._put(state, action)
+        return action, log_prob
+
+    def _put(self, state: TensorDictBase, action: Any) -> None:
+        """Put actions into ``state``: parts of a composite one where their distribution says, if it knows the key."""
+        key = self._tensor_keys.action
+        if isinstance(action, Tensor) or unravel_key(key) not in action.keys(True):
+            state.set(key, action)
+        else:
+            state.update(action)
 
     def _policy_values(self, state: TensorDictBase, tensordict: TensorDictBase) -> Tensor:
         """Values ``[N, *S]`` of the actor's actions, which ``state`` has; ``tensordict`` is the batch. They reach the
@@ -308,7 +330,49 @@ class SoftActorCriticLoss(ActorCriticLossModule):
         return q
 
 
-class SACLoss(SoftActorCriticLoss):
+def drawn(dist: Any) -> tuple[Any, Tensor]:
+    """(actions, log-densities) of a distribution that can be differentiated by its parameters.
+
+    A ``CompositeDistribution`` is drawn part by part: tensordict 0.14 knows no reparameterized draw of a composite that
+    comes with its log-density.
+
+    Raises:
+        TypeError: it can't be differentiated, or its log-density is not one tensor.
+    """
+    if isinstance(dist, CompositeDistribution):
+        parts = {key: drawn(part) for key, part in dist.dists.items()}
+        rows = len(dist.batch_shape)
+        of_parts = [each.flatten(rows).sum(-1) if each.ndim > rows else each for _, each in parts.values()]
+        action = TensorDict({key: action for key, (action, _) in parts.items()}, dist.batch_shape)
+        return action, functools.reduce(torch.add, of_parts)
+    fused = getattr(dist, "rsample_and_log_prob", None)
+    if fused is not None:
+        action, log_prob = fused()
+    elif not dist.has_rsample:
+        raise TypeError(f"SAC differentiates through the action: {type(dist).__name__} has no rsample")
+    else:
+        action = dist.rsample()
+        log_prob = dist.log_prob(action)
+    if not isinstance(log_prob, Tensor):
+        raise TypeError(f"the log-density of an action must be one tensor, got {type(log_prob).__name__}")
+    return action, log_prob
+
+
+@dataclass(frozen=True)
+class SACLossOptions(SACOptions):
+    """The keyword arguments of :class:`SACLoss`."""
+
+    CONSUMED = SACOptions.CONSUMED | {"value_network"}
+
+    value_network: Any = None
+    delay_value: bool = True
+
+    @property
+    def further(self) -> Mapping[str, tuple[Any, bool]]:
+        return {} if self.value_network is None else {"value_network": (self.value_network, self.delay_value)}
+
+
+class SACLoss(SoftActorCritic):
     """Soft actor-critic (Haarnoja et al., arXiv 1812.05905; with a value network arXiv 1801.01290).
 
     With S the batch shape of the log-density of the actions (agents included), N critics and ``terminated``, not
@@ -397,28 +461,20 @@ class SACLoss(SoftActorCriticLoss):
         ValueError: an argument is out of range, or the critics are not ``num_qvalue_nets``.
     """
 
+    Options = SACLossOptions
     value_network_params: TensorDictParams | None
 
-    @taking(SACOptions)
     def __init__(
-        self,
-        actor_network: Any,
-        qvalue_network: TensorDictModule | Sequence[TensorDictModule],
-        value_network: Any = None,
-        *,
-        delay_value: bool = True,
-        **options: Any,
+        self, actor_network: Any, qvalue_network: CriticNetworks, value_network: Any = None, **options: Any
     ) -> None:
-        further = {} if value_network is None else {"value_network": (value_network, delay_value)}
-        super().__init__(actor_network, qvalue_network, SACOptions(**options), further)
-        self.delay_value = delay_value
+        super().__init__(actor_network, qvalue_network, value_network=value_network, **options)
         if value_network is None:
             self.value_network_params = None
         else:
-            self.further_loss_names = ("loss_value",)
+            self.further_names = ("loss_value",)
 
     # TorchRL's name it by the version of SAC; the networks decide.
-    qvalue_v1_loss = qvalue_v2_loss = SoftActorCriticLoss.qvalue_loss
+    qvalue_v1_loss = qvalue_v2_loss = SoftActorCritic.qvalue_loss
 
     def value_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """(``loss_value``, ``{}``).
@@ -438,7 +494,7 @@ class SACLoss(SoftActorCriticLoss):
         if self.value_network_params is None:
             return super()._critic_loss(tensordict, alpha)
         with torch.no_grad():
-            value = self._state_value(self._next_state(tensordict), target=True)
+            value = self._state_value(next_state(tensordict), target=True)
         target = self.td_target(value.unsqueeze(0), tensordict, value.shape)
         q = self._checked(self._critics.online(tensordict, self.tensor_keys.state_action_value), target.shape)
         loss, td_error = self.td_loss(self._own_chunks(q), target, tensordict)
@@ -446,7 +502,7 @@ class SACLoss(SoftActorCriticLoss):
 
     def _state_value(self, tensordict: TensorDictBase, target: bool) -> Tensor:
         """``V(s)``, S, by the value network or its target."""
-        network = self._networks["value_network"]
+        network = self._networks.single["value_network"]
         copy = network.target if target else network.online
         found = copy.run(tensordict, nn.Module.__call__, tensordict.copy())
         value: Tensor = entry(found, self.tensor_keys.value)
@@ -473,7 +529,7 @@ class SACLoss(SoftActorCriticLoss):
         value = self._state_value(tensordict, target=False)
         with torch.no_grad():
             state = tensordict.copy()
-            _, log_prob = self._networks["actor_network"].target.run(state, self._act, state)
+            _, log_prob = self._actor.target.run(state, self._act, state)
             q = self._checked(self._critics.target(state, self.tensor_keys.state_action_value), log_prob.shape)
             target = q.amin(0).reshape(log_prob.shape) - alpha * log_prob
         if value.shape != target.shape:

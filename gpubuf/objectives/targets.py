@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gpubuf.data.recording import current_recording
+from gpubuf.data.recording import current
 from gpubuf.objectives.base import pairs_of
 
 
@@ -47,7 +48,7 @@ class TargetNetUpdater:
         self.initialized = True
 
     def _gather(self) -> None:
-        """Look the tensors up if they have changed, in lists for ``torch._foreach_*``."""
+        """Look the tensors up if they have changed."""
         version = getattr(self.loss_module, "links_version", None)
         if version is not None and self._version == version:
             return
@@ -57,21 +58,19 @@ class TargetNetUpdater:
             version = [id(tensor) for pair in pairs for tensor in pair]
             if self._version == version:
                 return
-        # Counters (of batch normalisation, say) can't be averaged.
-        averaged = [pair for pair in pairs if pair[0].is_floating_point()]
-        copied = [pair for pair in pairs if not pair[0].is_floating_point()]
-        self._targets, self._sources = _columns(averaged)
-        self._copied_targets, self._copied_sources = _columns(copied)
         self._version = version
+        # Counters (of batch normalisation, say) can't be averaged.
+        self._averaged = _columns(pair for pair in pairs if pair[0].is_floating_point())
+        self._counters = _columns(pair for pair in pairs if not pair[0].is_floating_point())
 
     @torch.no_grad()
     def _copy_all(self) -> None:
-        torch._foreach_copy_(self._targets, self._sources)
+        torch._foreach_copy_(*self._averaged)
         self._copy_counters()
 
     def _copy_counters(self) -> None:
-        if self._copied_targets:
-            torch._foreach_copy_(self._copied_targets, self._copied_sources)
+        if self._counters[0]:
+            torch._foreach_copy_(*self._counters)
 
     def step(self) -> None:
         """Update the targets. Call it after each step of the optimiser. No host sync."""
@@ -86,8 +85,10 @@ class TargetNetUpdater:
         self.initialized = state_dict["initialized"]
 
 
-def _columns(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    return [target for target, _ in pairs], [source for _, source in pairs]
+def _columns(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    """(targets, sources), for ``torch._foreach_*``."""
+    found = list(pairs)
+    return [target for target, _ in found], [source for _, source in found]
 
 
 class SoftUpdate(TargetNetUpdater):
@@ -134,7 +135,7 @@ class SoftUpdate(TargetNetUpdater):
     def step(self) -> None:
         """Update the targets. Call it after each step of the optimiser. No host sync."""
         self._gather()
-        torch._foreach_lerp_(self._targets, self._sources, self._weight)
+        torch._foreach_lerp_(*self._averaged, self._weight)
         self._copy_counters()
 
 
@@ -165,13 +166,13 @@ class HardUpdate(TargetNetUpdater):
         before = self._version
         super()._gather()
         if self._version != before:
-            targets = [*self._targets, *self._copied_targets]
-            self._device_counter = torch.zeros((), dtype=torch.int64, device=targets[0].device)
+            device = (*self._averaged[0], *self._counters[0])[0].device
+            self._device_counter = torch.zeros((), dtype=torch.int64, device=device)
             self._on_device = 0  # what the device's counter is
 
     def step(self) -> None:
         """Count the step, and copy if that is due. No host sync."""
-        recording = current_recording()
+        recording = current.recording
         if recording is not None:
             self._gather()
             recording.holds(self, "_device_counter")
@@ -203,9 +204,9 @@ class HardUpdate(TargetNetUpdater):
     def _step_on_device(self) -> None:
         counter = self._device_counter.add_(1)
         due = counter >= self.value_network_update_interval
-        pairs = zip((*self._targets, *self._copied_targets), (*self._sources, *self._copied_sources), strict=True)
-        for target, source in pairs:
-            target.copy_(torch.where(due, source, target))
+        for targets, sources in (self._averaged, self._counters):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(torch.where(due, source, target))
         counter.masked_fill_(due, 0)
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 
 from gpubuf.modules.fast_call import entries, entry, is_plain
-from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions, leaf_of, taking
-from gpubuf.objectives.batch import reduced
-from gpubuf.objectives.values import TDLossModule
+from gpubuf.objectives.base import LossModule
+from gpubuf.objectives.batch import next_state, reduced
+from gpubuf.objectives.options import CriticNetworks, LossOptions, leaf_of
 
 
 def action_bounds(spec: Any, key: NestedKey) -> tuple[Any, Any]:
@@ -47,14 +45,35 @@ def check_order(low: Any, high: Any) -> None:
 
 
 @dataclass(frozen=True)
-class TD3Options(ActorCriticOptions):
-    """The keyword arguments that :class:`TD3Loss` shares with other losses of an actor and critics."""
+class TD3Options(LossOptions):
+    """The keyword arguments of :class:`TD3Loss`.
 
+    Raises:
+        ValueError: an argument is out of range, or not one of ``action_spec`` and ``bounds`` is given.
+    """
+
+    CONSUMED = LossOptions.CONSUMED | {"action_spec", "bounds", "policy_noise", "noise_clip"}
+
+    action_spec: Any = None
+    bounds: tuple[Any, Any] | None = None
+    policy_noise: float = 0.2
+    noise_clip: float = 0.5
     delay_actor: bool = True
     scalar_output_mode: str | None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.action_spec is None) == (self.bounds is None):
+            raise ValueError(
+                f"give one of bounds and action_spec, got bounds={self.bounds} and action_spec={self.action_spec}: one "
+                "is needed, but not both"
+            )
+        for name in ("policy_noise", "noise_clip"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
 
-class TD3Loss(ActorCriticLossModule):
+
+class TD3Loss(LossModule):
     """TD3: clipped double Q-learning with a deterministic policy (Fujimoto et al., arXiv 1802.09477).
 
     With S the batch shape (agents included), N critics and ``terminated``, not ``done``, to stop bootstrapping:
@@ -117,12 +136,11 @@ class TD3Loss(ActorCriticLossModule):
     """
 
     @dataclass
-    class _AcceptedKeys(TDLossModule._AcceptedKeys):
+    class _AcceptedKeys(LossModule._AcceptedKeys):
         action: NestedKey = "action"
         state_action_value: NestedKey = "state_action_value"
 
     _rows = "actions of batch shape"
-    _keys_of_actors = (("action", "dist_sample_keys"),)
     loss_names = (
         "loss_actor",
         "loss_qvalue",
@@ -138,35 +156,20 @@ class TD3Loss(ActorCriticLossModule):
     noise_clip: Tensor
     _schedulable_buffers = frozenset({"policy_noise", "noise_clip"})
 
-    @taking(TD3Options)
-    def __init__(
-        self,
-        actor_network: Any,
-        qvalue_network: TensorDictModule | Sequence[TensorDictModule],
-        *,
-        action_spec: Any = None,
-        bounds: tuple[Any, Any] | None = None,
-        policy_noise: float = 0.2,
-        noise_clip: float = 0.5,
-        **options: Any,
-    ) -> None:
-        if (action_spec is None) == (bounds is None):
-            raise ValueError(
-                f"give one of bounds and action_spec, got bounds={bounds} and action_spec={action_spec}: one is "
-                "needed, but not both"
-            )
-        for name, value in (("policy_noise", policy_noise), ("noise_clip", noise_clip)):
-            if not value >= 0:
-                raise ValueError(f"{name} must be at least 0, got {value}")
-        super().__init__(actor_network, qvalue_network, TD3Options(**options))
+    Options = TD3Options
+
+    def __init__(self, actor_network: Any, qvalue_network: CriticNetworks, **options: Any) -> None:
+        super().__init__()
+        chosen = self._take(actor_network, qvalue_network, options)
         like = next(iter(self.parameters()), torch.empty((), device=torch.get_default_device()))
-        low, high = action_bounds(action_spec, self.tensor_keys.action) if bounds is None else bounds
+        low, high = chosen.bounds or action_bounds(chosen.action_spec, self.tensor_keys.action)
         check_order(low, high)
         self.register_buffer("max_action", torch.as_tensor(high, dtype=like.dtype, device=like.device))
         self.register_buffer("min_action", torch.as_tensor(low, dtype=like.dtype, device=like.device))
         # TorchRL's state has no such entries.
-        for name, value in (("policy_noise", policy_noise), ("noise_clip", noise_clip)):
-            self.register_buffer(name, torch.tensor(value, dtype=like.dtype, device=like.device), persistent=False)
+        for name in ("policy_noise", "noise_clip"):
+            value = torch.tensor(getattr(chosen, name), dtype=like.dtype, device=like.device)
+            self.register_buffer(name, value, persistent=False)
         self.make_value_estimator()
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -213,7 +216,7 @@ class TD3Loss(ActorCriticLossModule):
     def _actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """(reduced loss of the actor, values ``[N, *S]`` of its actions without gradient)."""
         state = tensordict.copy()
-        action = self._networks["actor_network"].online.run(state, self._action, state)
+        action = self._actor.online.run(state, self._action, state)
         state.set(self.tensor_keys.action, action)
         shape = action.shape[:-1]
         q = self._critics.detached_first(state, self.tensor_keys.state_action_value)
@@ -224,8 +227,8 @@ class TD3Loss(ActorCriticLossModule):
     @torch.no_grad()
     def _target(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """(values of the next states, targets of the critics), both S. No gradient."""
-        state = self._next_state(tensordict)
-        action = self._networks["actor_network"].target.run(state, self._action, state)
+        state = next_state(tensordict)
+        action = self._actor.target.run(state, self._action, state)
         noise = torch.randn_like(action).mul_(self.policy_noise).clamp_(-self.noise_clip, self.noise_clip)
         state.set(self.tensor_keys.action, (action + noise).clamp(self.min_action, self.max_action))
         shape = action.shape[:-1]

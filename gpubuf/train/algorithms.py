@@ -22,7 +22,6 @@ from torch.nn.functional import one_hot
 
 from gpubuf import modules, objectives
 from gpubuf.data import Normalize
-from gpubuf.objectives.actor_critic import ActorCriticLossModule
 from gpubuf.optim import AdamW
 from gpubuf.serialization import load, save
 from gpubuf.train.config import TrainConfig
@@ -153,7 +152,7 @@ class Algorithm:
     title: str
     actor: Callable[..., nn.Module]
     critics: Callable[[TrainConfig, int, int, torch.device], TensorDictModule]
-    loss: Callable[..., ActorCriticLossModule]
+    loss: Callable[..., objectives.LossModule]
     options: Callable[[TrainConfig, int], dict[str, Any]]
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0

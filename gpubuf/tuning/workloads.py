@@ -126,15 +126,15 @@ def workloads(job: Job, row: Sequence[Entry], device: torch.device, memory: int,
         # All batches of a round are alive at once.
         times = range(max(min(rotations, 2**31 // (n * row_bytes)), 2))
         indices = [torch.randint(stored.max_size, (n,), device=device, generator=generator) for _ in times]
-        gather = [partial(stored.gather, index) for index in indices]
-        sample = partial(stored.sample_uniform, rng.state, n)
+        gather = [partial(stored.plans.batch.gather, index) for index in indices]
+        sample = partial(stored.plans.batch.sample_uniform, rng.state, n)
         sources = [[key.clone() for key in call()[0]] for call in gather]
         extend = [partial(rows.extend, written.table, source, written.ring, n, written.max_size) for source in sources]
 
         def extended() -> Any:
             written.ring.copy_(start)
             index = extend[0]()
-            return index, written.ring.clone(), written.gather(index)
+            return index, written.ring.clone(), written.plans.batch.gather(index)
 
         return [
             Workload(f"gather {n:,}", gather, gather[0]),

@@ -220,6 +220,7 @@ class Field:
         batch_bytes = self.row_bytes if self.batch == OPAQUE else self.elements * DTYPES[self.batch].itemsize
         copied = int(not (self._is_computed or self.pad))
         values += [copied, aligned, batch_bytes, int(self.stored == self.written and not self._has_codec)]
+        values.append(int(self._is_simple))
         return values + [0] * (FIELD - len(values))
 
     @property
@@ -230,6 +231,15 @@ class Field:
     def _is_computed(self) -> bool:
         """Whether elements of batches are computed even where they are not shifted."""
         return bool(self.kind in (SUM, STEPS) or self.stored != self.batch or self._has_codec or self.mean)
+
+    @property
+    def _is_simple(self) -> bool:
+        """Whether elements of batches are those of rows, moved perhaps, or float32 sums of them, or steps as int64."""
+        if self.kind == STEPS:
+            return self.batch == _INTEGER_OF[8] and not self.mean
+        summed = self.kind == SUM
+        same = self.stored == self.batch and not (self._has_codec or self.mean or (summed and self.pad))
+        return same and (not summed or self.stored == DTYPES.index(torch.float32))
 
     def _is_moved_unknown(self) -> bool:
         """Whether elements of an unknown dtype are shifted, and no more."""
@@ -246,8 +256,9 @@ SCALE, CODEC_OFFSET, MEAN, FACTOR, LOW, HIGH, PAD, HEIGHT, WIDTH, PAIR = range(1
 ENTRIES, PENDING, SIDE_STRIDE, WRITES = range(20, 24)
 
 # Places of what follows from these: whether batches are copied as bytes; all addresses and sizes that must be aligned
-# for wide copies, in one number; bytes of a row of the batch; and whether writes are copied as bytes.
-COPIED, ALIGNED, BATCH_BYTES, WRITTEN_AS_STORED = range(24, 28)
+# for wide copies, in one number; bytes of a row of the batch; whether writes are copied as bytes; and whether batches
+# are made by the CPU's compiled kernels.
+COPIED, ALIGNED, BATCH_BYTES, WRITTEN_AS_STORED, SIMPLE = range(24, 29)
 
 
 def float_bits(value: float) -> int:

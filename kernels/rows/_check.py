@@ -96,6 +96,10 @@ def check_sharing(links: Tensor | None, owners: Tensor | None, n: int, capacity:
     return owners.numel() - 1
 
 
+# The fields that an operation takes from its sources.
+EVERY, NOT_NEXT, NEXT_ALONE = range(3)
+
+
 class Source(NamedTuple):
     """The rows of one key, as bytes. ``rows`` keeps the memory alive; row ``i`` starts ``i * stride`` bytes on."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import struct
 from array import array
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,9 @@ from gpubuf.kernels.rows import (
 )
 from gpubuf.kernels.rows._check import (
     CONTIGUOUS,
+    EVERY,
+    NEXT_ALONE,
+    NOT_NEXT,
     check_count,
     check_generation,
     check_reading,
@@ -84,6 +89,7 @@ class _Field(NamedTuple):
     aligned: int = 0
     batch_bytes: int = 0
     written_as_stored: int = 1
+    simple: int = 1
 
     @property
     def has_codec(self) -> bool:
@@ -102,14 +108,18 @@ class _Field(NamedTuple):
 _FLOATS = {"scale", "offset", "low", "high"}
 
 
-def fields_of(table: Tensor) -> list[_Field]:
+def fields_of(table: Tensor) -> Sequence[_Field]:
+    """The entries of a table."""
+    return _fields_of(table.numpy().tobytes(), table.shape[1])
+
+
+@functools.lru_cache(maxsize=64)
+def _fields_of(words: bytes, width: int) -> Sequence[_Field]:
     found = []
-    for entry in table.tolist():
-        values = dict(zip(_Field._fields, entry, strict=False))
-        for name in _FLOATS & values.keys():
-            values[name] = struct.unpack("<d", struct.pack("<q", values[name]))[0]
-        found.append(_Field(**values))
-    return found
+    for first in range(0, len(words), 8 * width):
+        kinds = ["d" if name in _FLOATS else "q" for name in _Field._fields[:width]]
+        found.append(_Field(*struct.unpack_from(f"<{''.join(kinds)}", words, first)))
+    return tuple(found)
 
 
 def _dtype(code: int) -> torch.dtype:
@@ -265,7 +275,6 @@ def _next_of(field: _Field, last: Tensor, windows: _Windows, capacity: int, how:
 def _computed(field: _Field, drawn: Tensor, windows: _Windows, capacity: int, how: Reading, at: Tensor) -> Tensor:
     """Rows of the batch. ``at`` has the positions of their random numbers."""
     real = torch.float64 if field.is_wide else torch.float32
-    stored = numbers = None
     if field.kind == STEPS:
         numbers = windows.length.to(real)[:, None].repeat(1, field.elements)
     elif field.kind == SUM:
@@ -278,15 +287,22 @@ def _computed(field: _Field, drawn: Tensor, windows: _Windows, capacity: int, ho
     else:
         row = drawn if field.kind == DRAWN else windows.last
         data = _next_of(field, row, windows, capacity, how) if field.kind == NEXT else load(field, row)
-        stored = data if field.batch == OPAQUE and not field.pad else _elements(data, field.stored)
-    if numbers is None:
-        assert stored is not None
-        integers = _is_integer(field.stored) and _is_integer(field.batch)
-        if (field.stored == field.batch or integers) and not (field.has_codec or field.mean):
-            return _shifted(field, stored if field.stored == field.batch else _cut(stored, field.batch), how, at)
-        numbers = _decoded(field, stored)
+        return finished(field, data, how, at)
+    return _processed(field, numbers, how, at)
+
+
+def finished(field: _Field, data: Tensor, how: Reading, at: Tensor) -> Tensor:
+    """Rows of the batch, of the bytes of the rows that a field reads; ``at`` as in :func:`_computed`."""
+    stored = data if field.batch == OPAQUE and not field.pad else _elements(data, field.stored)
+    integers = _is_integer(field.stored) and _is_integer(field.batch)
+    if (field.stored == field.batch or integers) and not (field.has_codec or field.mean):
+        return _shifted(field, stored if field.stored == field.batch else _cut(stored, field.batch), how, at)
+    return _processed(field, _decoded(field, stored), how, at)
+
+
+def _processed(field: _Field, numbers: Tensor, how: Reading, at: Tensor) -> Tensor:
     if field.mean:
-        mean, factor = (field.numbers(each, torch.float32).to(real) for each in (field.mean, field.factor))
+        mean, factor = (field.numbers(each, torch.float32).to(numbers.dtype) for each in (field.mean, field.factor))
         numbers = (numbers - mean) * factor
         low, high = numbers.new_tensor(field.low), numbers.new_tensor(field.high)
         numbers = torch.where(numbers < low, low, numbers)
@@ -310,11 +326,11 @@ def _shifted(field: _Field, elements: Tensor, how: Reading, at: Tensor) -> Tenso
     return images[batch, channel, y[:, None, :, None], x[:, None, None, :]].reshape(elements.shape)
 
 
-def _read(
+def read(
     table: Tensor, ring: Tensor, rng: Tensor | None, given: Tensor | None, n: int, capacity: int,
     targets: list[Tensor], reading: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fill ``targets``, bytes ``[rows, width]``, with a batch; returns index and generations."""
+    """See :func:`reading`."""
     fields, how = fields_of(table), Reading() if table.shape[1] == ENTRY else Reading(*reading)
     written, size, *_ = ring.tolist()
     if n == 0:
@@ -335,17 +351,8 @@ def _read(
             raise out_of_range(index, int(wrong.nonzero()[0]), capacity)
         drawn = torch.where(index < 0, index + capacity, index)
     _check_readable(table, fields, how)
-    windows = _Windows(drawn, ring, capacity, how)
-    if how.links is not None and any(field.kind == NEXT for field in fields):
-        gone = (how.links[windows.last] < 0) & (windows.last // how.envs != windows.newest)
-        if gone.any():
-            raise lost(given, int(gone.nonzero()[0]))
-    at = torch.arange(n, device="cpu") * how.draws
-    if how.noise is not None:
-        at += how.noise[OFFSET]
-    for field, target in zip(fields, targets, strict=True):
-        out = _computed(field, drawn, windows, capacity, how, at)
-        target.copy_(out.contiguous().view(_BYTE).view(n, target.shape[1]))
+    first = 0 if how.noise is None else int(how.noise[OFFSET])
+    compute(fields, targets, given, drawn, ring, capacity, how, first)
     if rng is not None:
         rng[OFFSET] += n
     if how.noise is not None:
@@ -353,7 +360,32 @@ def _read(
     return index, (written - drawn + capacity - 1) // capacity
 
 
-def _check_readable(table: Tensor, fields: list[_Field], how: Reading) -> None:
+def compute(
+    fields: Sequence[_Field], targets: list[Tensor], given: Tensor | None, drawn: Tensor, ring: Tensor, capacity: int,
+    how: Reading, first: int,
+) -> None:  # fmt: skip
+    """Fill ``targets``, contiguous ``[n, ...]``, with the rows ``drawn``, of which ``given`` is the index.
+
+    ``first`` is the position of their first random number.
+    """
+    if all(field.kind == DRAWN for field in fields):
+        how = how._replace(n_steps=1)
+    windows = _Windows(drawn, ring, capacity, how)
+    if how.links is not None and any(field.kind == NEXT for field in fields):
+        gone = (how.links[windows.last] < 0) & (windows.last // how.envs != windows.newest)
+        if gone.any():
+            raise lost(given, int(gone.nonzero()[0]))
+    at = torch.arange(len(drawn), device="cpu") * how.draws + first
+    for field, target in zip(fields, targets, strict=True):
+        fill(target, _computed(field, drawn, windows, capacity, how, at))
+
+
+def fill(target: Tensor, rows: Tensor) -> None:
+    """Copy rows of a batch to a contiguous tensor of as many bytes."""
+    target.view(-1).view(_BYTE).copy_(rows.contiguous().view(-1).view(_BYTE))
+
+
+def _check_readable(table: Tensor, fields: Sequence[_Field], how: Reading) -> None:
     for number, field in enumerate(fields):
         plain = field.kind < SUM and field.stored == field.batch and not (field.has_codec or field.mean)
         opaque = OPAQUE in (field.stored, field.batch) and table.shape[1] != ENTRY
@@ -377,90 +409,101 @@ def _pieces(
     return arena, [arena[at : at + n * w].view(n, w) for at, w in zip(offsets, widths, strict=True)]
 
 
-def _bytes_of(tensors: list[Tensor]) -> list[Tensor]:
-    """The memory of contiguous tensors, by rows."""
-    return [
-        _at(each.data_ptr(), each.nbytes).view(len(each), -1)
-        if each.nbytes
-        else torch.empty(len(each), 0, dtype=_BYTE, device="cpu")
-        for each in tensors
-    ]
+def reading(fill_batch: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Callable[..., Any], ...]:
+    """``(gather, gather_into, sample, sample_into)`` by what fills contiguous tensors ``[n, ...]``, one per key.
+
+    ``fill_batch`` takes table, ring, a random state or None, given rows or None, how many they are, the capacity, the
+    tensors and the reading. It returns index and generations. The variants "into" are for storages, which give the
+    tensors, and vouch for dtypes, shapes and strides: they are not looked at.
+    """
+
+    def gather(
+        table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int, *how: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See :data:`gpubuf.kernels.rows.gather`."""
+        n = length_of("index", index)
+        arena, pieces = _pieces(table, ring, capacity, how, n, arena_bytes)
+        return arena, fill_batch(table, ring, None, index, n, capacity, pieces, how)[1]
+
+    def gather_into(
+        table: Tensor, ring: Tensor, index: Tensor, capacity: int, tensors: list[Tensor], *how: Any
+    ) -> Tensor:
+        return fill_batch(table, ring, None, index, index.numel(), capacity, tensors, how)[1]
+
+    def sample(
+        table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int, *how: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :data:`gpubuf.kernels.rows.sample`."""
+        check_count(n)
+        check_state(rng)
+        arena, pieces = _pieces(table, ring, capacity, how, n, arena_bytes)
+        return arena, *fill_batch(table, ring, rng, None, n, capacity, pieces, how)
+
+    def sample_into(
+        table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, tensors: list[Tensor], *how: Any
+    ) -> tuple[Tensor, Tensor]:
+        return fill_batch(table, ring, rng, None, n, capacity, tensors, how)
+
+    return gather, gather_into, sample, sample_into
 
 
-def gather(
-    table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int, *reading: Any
-) -> tuple[Tensor, Tensor]:
-    """See :data:`gpubuf.kernels.rows.gather`."""
-    n = length_of("index", index)
-    arena, pieces = _pieces(table, ring, capacity, reading, n, arena_bytes)
-    return arena, _read(table, ring, None, index, n, capacity, pieces, reading)[1]
-
-
-def gather_into(
-    table: Tensor, ring: Tensor, index: Tensor, capacity: int, tensors: list[Tensor], *reading: Any
-) -> Tensor:
-    """:func:`gather` into one tensor per key, ``[n, ...]``, contiguous; returns the generations."""
-    return _read(table, ring, None, index, index.numel(), capacity, _bytes_of(tensors), reading)[1]
-
-
-def sample(
-    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int, *reading: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :data:`gpubuf.kernels.rows.sample`."""
-    check_count(n)
-    check_state(rng)
-    arena, pieces = _pieces(table, ring, capacity, reading, n, arena_bytes)
-    return arena, *_read(table, ring, rng, None, n, capacity, pieces, reading)
-
-
-def sample_into(
-    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, tensors: list[Tensor], *reading: Any
-) -> tuple[Tensor, Tensor]:
-    """:func:`sample` into one tensor per key, as :func:`gather_into`; returns index and generations."""
-    return _read(table, ring, rng, None, n, capacity, _bytes_of(tensors), reading)
+gather, gather_into, sample, sample_into = reading(read)
 
 
 # Writing
 
 
-def _takes(field: _Field, what: str) -> bool:
+def takes(field: _Field, which: int) -> bool:
     """Whether a write takes rows of a field from its source: of every field, of all but NEXT, or of NEXT alone."""
-    return bool(field.writes) and field.kind != STEPS and (what == "every" or (field.kind == NEXT) == (what == "next"))
+    taken = bool(field.writes) and field.kind != STEPS
+    return taken and (which == EVERY or (field.kind == NEXT) == (which == NEXT_ALONE))
 
 
-def _stored(
-    table: Tensor, fields: list[_Field], described: array[int], n: int, what: str, sources: Any
-) -> list[Tensor]:
-    """The rows of sources as they are stored, bytes ``[n, row_bytes]``; empty where a field is not taken.
+def stored_rows(
+    table: Tensor, number: int, field: _Field, described: Sequence[int], n: int, sources: Any
+) -> tuple[int, int, Tensor | None]:
+    """(address, bytes from row to row, what keeps them) of the ``n`` rows of a source as they are stored.
+
+    ``described`` is as :func:`describe_sources` has all of them. None: the rows are the source's own.
 
     Raises:
         ValueError: a source has rows of another size, or a number does not fit.
     """
+    address, stride, n_bytes = described[3 * number : 3 * number + 3]
+    width = field.row_bytes if field.written_as_stored else field.elements * _dtype(field.written).itemsize
+    if n_bytes != n * width:
+        raise misfit(table, sources[number], number, n)
+    stride = width if stride == CONTIGUOUS else stride
+    if field.written_as_stored:
+        return address, stride, None
+    data = _strided(address, n, stride, width)
+    elements = _encoded(field, _elements(data, field.written), number).contiguous()
+    return elements.data_ptr(), field.row_bytes, elements
+
+
+def _stored(
+    table: Tensor, fields: Sequence[_Field], described: Sequence[int], n: int, which: int, sources: Any
+) -> list[Tensor]:
+    """The rows of sources as they are stored, bytes ``[n, row_bytes]``; empty where a field is not taken."""
     found = []
     for number, field in enumerate(fields):
-        address, stride, n_bytes = described[3 * number : 3 * number + 3]
-        width = field.row_bytes if field.written_as_stored else field.elements * _dtype(field.written).itemsize
-        if not _takes(field, what):
+        if takes(field, which):
+            address, stride, made = stored_rows(table, number, field, described, n, sources)
+            rows = _strided(address, n, stride, field.row_bytes)
+            found.append(rows if made is None else made.view(_BYTE).view(n, field.row_bytes))
+        else:
             found.append(torch.empty(n, 0, dtype=_BYTE, device="cpu"))
-            continue
-        if n_bytes != n * width:
-            raise misfit(table, sources[number], number, n)
-        data = _strided(address, n, width if stride == CONTIGUOUS else stride, width)
-        if not field.written_as_stored:
-            elements = _encoded(field, _elements(data, field.written), number).contiguous()
-            data = elements.view(_BYTE).view(n, field.row_bytes)
-        found.append(data)
     return found
 
 
-def _links_of(fields: list[_Field], stored: list[Tensor]) -> list[tuple[_Field, Tensor, _Field, Tensor]]:
+def _links_of(fields: Sequence[_Field], stored: list[Tensor]) -> list[tuple[_Field, Tensor, _Field, Tensor]]:
     """For every NEXT field that is written: it, its rows, and those of the column that has the observations."""
     found = []
     for number, field in enumerate(fields):
-        if _takes(field, "next"):
+        if takes(field, NEXT_ALONE):
             for other, rows in zip(fields, stored, strict=True):
                 same = (other.device_rows, other.row_bytes) == (field.device_rows, field.row_bytes)
-                if other.kind != NEXT and _takes(other, "every") and same:
+                if other.kind != NEXT and takes(other, EVERY) and same:
                     found.append((field, stored[number], other, rows))
                     break
             else:
@@ -510,24 +553,24 @@ def _extend(
 ) -> Tensor:  # fmt: skip
     fields, written, size = fields_of(table), int(ring[WRITTEN]), int(ring[SIZE])
     kept = min(n, capacity)
-    stored = [rows[n - kept :] for rows in _stored(table, fields, described, n, "every", sources)]
+    stored = [rows[n - kept :] for rows in _stored(table, fields, described, n, EVERY, sources)]
     if links is not None and owners is not None:
         _link(fields, stored, written, size, n, kept, capacity, envs, links, owners)
     else:
         for number, field in enumerate(fields):
-            if _takes(field, "next"):
+            if takes(field, NEXT_ALONE):
                 raise unlinked(number)
     rows = (torch.arange(n - kept, n, device="cpu") + written) % capacity
     for field, data in zip(fields, stored, strict=True):
-        if _takes(field, "others"):
+        if takes(field, NOT_NEXT):
             _store(field, rows, data)
     ring[WRITTEN], ring[SIZE] = written + n, min(size + n, capacity)
     return (torch.arange(n, device="cpu") + written) % capacity
 
 
 def _link(
-    fields: list[_Field], stored: list[Tensor], written: int, size: int, n: int, kept: int, capacity: int, envs: int,
-    links: Tensor, owners: Tensor,
+    fields: Sequence[_Field], stored: list[Tensor], written: int, size: int, n: int, kept: int, capacity: int,
+    envs: int, links: Tensor, owners: Tensor,
 ) -> None:  # fmt: skip
     """Move next observations aside, the old pending ones first; those of the last step become pending."""
     shared, had_pending = _links_of(fields, stored), size > 0 and n < capacity
@@ -619,13 +662,13 @@ def write(
         return
     fields, rows = fields_of(table), _found(index, capacity)
     described, _alive = describe_sources(sources, n)
-    stored = _stored(table, fields, described, n, "others", sources)
+    stored = _stored(table, fields, described, n, NOT_NEXT, sources)
     places = torch.arange(n, device="cpu")
     if generation is not None:
         places = places[generation == (int(ring[WRITTEN]) - rows + capacity - 1) // capacity]
     places = places[_last_of_each(rows[places])]
     for field, data in zip(fields, stored, strict=True):
-        if _takes(field, "others"):
+        if takes(field, NOT_NEXT):
             _store(field, rows[places], data[places])
 
 
@@ -643,8 +686,8 @@ def relink(
     if (rows >= size).any():
         raise not_stored(index, int((rows >= size).nonzero()[0]), capacity)
     described, _alive = describe_sources(sources, n)
-    stored = _stored(table, fields, described, n, "next", sources)
-    shared = [(field, data) for field, data in zip(fields, stored, strict=True) if _takes(field, "next")]
+    stored = _stored(table, fields, described, n, NEXT_ALONE, sources)
+    shared = [(field, data) for field, data in zip(fields, stored, strict=True) if takes(field, NEXT_ALONE)]
     newest = (written - envs) % capacity
     places = _last_of_each(rows)
     others = places[(rows[places] < newest) | (rows[places] >= newest + envs)]

@@ -2,7 +2,9 @@
 
 Kernels work on addresses: :mod:`gpubuf.kernels.rows._numba_read` makes batches, and
 :mod:`gpubuf.kernels.rows._numba_write` writes rows and keeps the next observations that lie aside. Columns have kernels
-of their own, which copy and take few arguments.
+of their own, which copy and take few arguments. What training loops seldom feel is left to the plain definition:
+elements that are computed or converted, and new links of rows. So is what a kernel refuses, before it has changed
+anything: the definition says why.
 """
 
 from __future__ import annotations
@@ -17,50 +19,29 @@ from gpubuf.kernels._jit import named
 from gpubuf.kernels._operations import vector
 from gpubuf.kernels._registry import length_of
 from gpubuf.kernels._threads import call_in_parts
-from gpubuf.kernels.philox import OFFSET, check_state
-from gpubuf.kernels.rows import (
-    BATCH_BYTES,
-    ENTRY,
-    ROW_BYTES,
-    STORED,
-    WRITES,
-    WRITTEN_AS_STORED,
-    Reading,
-    arena_offsets,
-)
+from gpubuf.kernels.philox import OFFSET
+from gpubuf.kernels.rows import ENTRY, SUM, WRITTEN_AS_STORED, Reading, _cpu
 from gpubuf.kernels.rows._check import (
+    EVERY,
+    NOT_NEXT,
     check_count,
     check_generation,
-    check_reading,
     check_sharing,
     check_source_count,
     check_storage,
     describe_sources,
-    lost,
-    misfit,
-    no_room,
-    not_stored,
-    out_of_range,
-    unfit,
-    unlinked,
-    unreadable,
 )
+from gpubuf.kernels.rows._cpu import compute, fields_of, fill, finished, reading, relink, stored_rows, takes
+
+__all__ = ["PreparedExtend", "extend", "gather", "gather_into", "relink", "sample", "sample_into", "write"]
 
 _copy_batch = named("rows._numba_read.copy_batch")
 _read_batch = named("rows._numba_read.read_batch")
 _extend_rows = named("rows._numba_write.extend_rows")
 _write_rows = named("rows._numba_write.write_rows")
-_relink_rows = named("rows._numba_write.relink_rows")
-_stage = named("rows._numba_write.stage")
 
-# Results of kernels that read. Others count from 0: rows, then rows whose next observation is lost, then fields.
-DONE, EMPTY = -1, -2
-
-# The fields that an operation takes from its sources.
-EVERY, NOT_NEXT, NEXT_ALONE = range(3)
-
-# Results of kernels that write, but for DONE: `problem` of _numba_write.py adds which field or row.
-MISFIT, UNFIT, UNLINKED, NO_ROOM, INVALID, NEEDS_STAGING = range(6)
+# Results of kernels. Those but DONE have changed nothing: fields are not SIMPLE, or not written as they are stored.
+DONE, REFUSED, NOT_SIMPLE, NOT_AS_STORED = range(4)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -75,80 +56,29 @@ def _addresses(tensors: list[Tensor]) -> array[int]:
 # Reading
 
 
-def _pieces(
-    table: Tensor, ring: Tensor, capacity: int, reading: tuple[Any, ...], n: int, arena_bytes: int
-) -> tuple[Tensor, array[int]]:
-    """An arena for a batch of ``n`` rows, and the address of each key's piece of it. Arguments are checked."""
-    check_storage(table, ring, capacity)
-    plain = table.shape[1] == ENTRY
-    if not plain:
-        check_reading(Reading(*reading), capacity)
-    widths = table[:, ROW_BYTES if plain else BATCH_BYTES].tolist()
-    offsets, size = arena_offsets(widths, n)
-    if size != arena_bytes:
-        raise ValueError(f"an arena of {arena_bytes} bytes does not fit {n} rows of {widths} bytes")
-    arena = torch.empty(arena_bytes, dtype=torch.uint8, device="cpu")
-    first = arena.data_ptr()
-    return arena, array("q", [first + offset for offset in offsets])
-
-
-def gather(
-    table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int, *reading: Any
-) -> tuple[Tensor, Tensor]:
-    """See :data:`gpubuf.kernels.rows.gather`."""
-    n = length_of("index", index)
-    arena, pieces = _pieces(table, ring, capacity, reading, n, arena_bytes)
-    return arena, _read(table, ring, None, index, n, capacity, pieces, reading)[1]
-
-
-def gather_into(
-    table: Tensor, ring: Tensor, index: Tensor, capacity: int, tensors: list[Tensor], *reading: Any
-) -> Tensor:
-    """:func:`gather` into one tensor per key, ``[n, ...]``, contiguous; returns the generations.
-
-    For storages, which vouch for dtypes, shapes and strides: they are not looked at.
-    """
-    return _read(table, ring, None, index, index.numel(), capacity, _addresses(tensors), reading)[1]
-
-
-def sample(
-    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int, *reading: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :data:`gpubuf.kernels.rows.sample`."""
-    check_count(n)
-    check_state(rng)
-    arena, pieces = _pieces(table, ring, capacity, reading, n, arena_bytes)
-    return arena, *_read(table, ring, rng, None, n, capacity, pieces, reading)
-
-
-def sample_into(
-    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, tensors: list[Tensor], *reading: Any
-) -> tuple[Tensor, Tensor]:
-    """:func:`sample` into one tensor per key, as :func:`gather_into`; returns index and generations."""
-    return _read(table, ring, rng, None, n, capacity, _addresses(tensors), reading)
-
-
 def _read(
-    table: Tensor, ring: Tensor, rng: Tensor | None, given: Tensor | None, n: int, capacity: int, targets: array[int],
-    reading: tuple[Any, ...],
+    table: Tensor, ring: Tensor, rng: Tensor | None, given: Tensor | None, n: int, capacity: int,
+    targets: list[Tensor], reading: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Copy or compute a batch of ``given`` rows, or of ``n`` rows that ``rng`` draws; returns index and generations."""
-    how = None if table.shape[1] == ENTRY else Reading(*reading)
+    """See :func:`gpubuf.kernels.rows._cpu.reading`."""
     generation = torch.empty_like(vector(n, torch.int64))
     index = torch.empty_like(generation) if given is None else given
     if n == 0:
         return index, generation
+    addresses = _addresses(targets)
     before: tuple[Any, ...] = (table.data_ptr(), len(targets), ring.data_ptr(), _address(rng), index.data_ptr())
-    after: tuple[Any, ...] = (n, capacity, targets.buffer_info()[0], generation.data_ptr())
-    if how is None:
+    after: tuple[Any, ...] = (n, capacity, addresses.buffer_info()[0], generation.data_ptr())
+    if table.shape[1] == ENTRY:
+        how = None
         results = call_in_parts(_copy_batch, before, n, after)
     else:
-        ends, links, noise, *numbers = how
-        before, after = (_address(ends), _address(links), _address(noise), *before), (*after, *numbers)
-        results = call_in_parts(_read_batch, before, n, after)
-    for result in results:
-        if result != DONE:
-            raise _refused_batch(table, given, result, n, capacity)
+        how = Reading(*reading)
+        before, after = (*map(_address, how[:3]), *before), (*after, *how[3:])
+        results = call_in_parts(_read_batch, before, n, (*after, True))
+        if results[0] == NOT_SIMPLE:
+            results = _read_some(table, index, ring, capacity, targets, how, before, after)
+    if any(results):
+        return _cpu.read(table, ring, rng, given, n, capacity, targets, reading)
     if len(results) > 1:
         if rng is not None:
             rng[OFFSET] += n
@@ -157,19 +87,56 @@ def _read(
     return index, generation
 
 
-def _refused_batch(fields: Tensor, index: Tensor | None, result: int, n: int, capacity: int) -> Exception:
-    """What a kernel's result says of a batch of ``n`` rows."""
-    if result == EMPTY:
-        return RuntimeError("can't sample from an empty storage")
-    if result >= 2 * n:
-        return unreadable(fields, result - 2 * n)
-    if result >= n:
-        return lost(index, result - n)
-    assert index is not None
-    return out_of_range(index, result, capacity)
+def _read_some(
+    table: Tensor, index: Tensor, ring: Tensor, capacity: int, targets: list[Tensor], how: Reading,
+    before: tuple[Any, ...], after: tuple[Any, ...],
+) -> Any:  # fmt: skip
+    """The kernel's results for those fields that are ``SIMPLE``; the others are computed by the plain definition."""
+    n, _, _, *others = after
+    first = 0 if how.noise is None else int(how.noise[OFFSET])
+    copies, copied, left = [*targets], [], []
+    for place, field in enumerate(fields_of(table)):
+        if not field.simple and field.kind < SUM:
+            copies[place] = torch.empty(n, field.row_bytes, dtype=torch.uint8, device="cpu")
+            copied.append((place, field))
+        elif not field.simple:
+            left.append((place, field))
+    addresses = _addresses(copies)
+    results = call_in_parts(_read_batch, before, n, (n, capacity, addresses.buffer_info()[0], *others, False))
+    if not any(results):
+        at = torch.arange(n, device="cpu") * how.draws + first if how.draws else index
+        for place, field in copied:
+            fill(targets[place], finished(field, copies[place], how, at))
+        if left:
+            drawn = torch.where(index < 0, index + capacity, index)
+            rest = [targets[place] for place, _ in left]
+            compute([field for _, field in left], rest, index, drawn, ring, capacity, how, first)
+    return results
+
+
+gather, gather_into, sample, sample_into = reading(_read)
 
 
 # Writing
+
+
+def _staged(
+    table: Tensor, fields: Any, described: array[int], n: int, skipped: int, which: int, sources: list[Tensor]
+) -> tuple[array[int], list[Tensor | None]]:
+    """(address, bytes from row to row) of every source from row ``skipped`` on, as it is stored; and what keeps them.
+
+    Raises:
+        ValueError: a source has rows of another size, or a number does not fit.
+    """
+    words, alive = array("q"), []
+    for number, field in enumerate(fields):
+        address, stride = 0, 0
+        if takes(field, which):
+            address, stride, made = stored_rows(table, number, field, described, n, sources)
+            alive.append(made)
+        words.append(address + skipped * stride)
+        words.append(stride)
+    return words, alive
 
 
 def _write_with(
@@ -179,29 +146,10 @@ def _write_with(
     described, _alive = describe_sources(sources, n)
     given = (table.data_ptr(), len(sources), table.shape[1], described.buffer_info()[0])
     result: int = kernel(*given, 0, *others)
-    if result == DONE or result & 7 != NEEDS_STAGING:
-        return result
-    staged, scratch = array("q", bytes(16 * len(sources))), torch.empty(result >> 3, dtype=torch.uint8, device="cpu")
-    place = staged.buffer_info()[0]
-    result = _stage(*given, place, which, n, skipped, scratch.data_ptr())
-    return kernel(*given, place, *others) if result == DONE else result
-
-
-def _refused_write(
-    table: Tensor, sources: list[Tensor], result: int, n: int, index: Tensor | None, capacity: int
-) -> Exception:
-    """What a kernel's result says of a write."""
-    kind, place = result & 7, result >> 3
-    if kind == MISFIT:
-        return misfit(table, sources[place], place, n)
-    if kind == UNFIT:
-        return unfit(place, int(table[place, STORED]))
-    if kind == NO_ROOM:
-        return no_room(place, n)
-    if kind == INVALID:
-        assert index is not None
-        return not_stored(index, place, capacity)
-    return unlinked(place)
+    if result == NOT_AS_STORED:
+        staged, _rows = _staged(table, fields_of(table), described, n, skipped, which, sources)
+        result = kernel(*given, staged.buffer_info()[0], *others)
+    return result
 
 
 def extend(
@@ -222,9 +170,7 @@ def extend(
         shared = (links.data_ptr(), owners.data_ptr(), owners.numel() - 1)
     others = (ring.data_ptr(), *shared, n, capacity, envs, index.data_ptr())
     result = _write_with(_extend_rows, EVERY, table, sources, n, n - capacity if n > capacity else 0, others)
-    if result != DONE:
-        raise _refused_write(table, sources, result, n, None, capacity)
-    return index
+    return index if result == DONE else _cpu.extend(table, sources, ring, n, capacity, envs, links, owners)
 
 
 class PreparedExtend:
@@ -245,32 +191,28 @@ class PreparedExtend:
         slots = check_sharing(links, owners, n, capacity, envs)
         self.described, alive = describe_sources(sources, n)
         self._index, self._keeps_index = ring.new_empty(n), keeps_index
-        skipped = max(n - capacity, 0)
-        scratch = torch.empty((n - skipped) * _converted_bytes(table), dtype=torch.uint8, device="cpu")
-        staged, converts = array("q", bytes(16 * n_keys)), scratch.numel() > 0
-        given = (table.data_ptr(), n_keys, table.shape[1], self.described.buffer_info()[0])
-        place = staged.buffer_info()[0] if converts else 0
-        self._stage = (*given, place, EVERY, n, skipped, scratch.data_ptr()) if converts else ()
-        shared = (ring.data_ptr(), _address(links), _address(owners), slots, n, capacity, envs)
-        self._arguments = (*given, place, *shared)
+        self._given = (table.data_ptr(), n_keys, table.shape[1], self.described.buffer_info()[0])
+        self._shared = (ring.data_ptr(), _address(links), _address(owners), slots, n, capacity, envs)
+        converts = table.shape[1] != ENTRY and not bool(table[:, WRITTEN_AS_STORED].all())
+        self._staging = (table, fields_of(table), self.described, n, max(n - capacity, 0), EVERY, sources)
+        self._converts = converts
         # The kernels know addresses alone.
-        self._alive = (table, sources, ring, links, owners, alive, staged, scratch)
+        self._alive = (table, sources, ring, links, owners, alive)
 
     def __call__(self) -> Tensor | None:
         """Write what is in the memory now. Returns the index: without ``keeps_index`` the same tensor at each call.
 
         None: the rows were refused, and nothing is written. The operation itself says why.
         """
-        if self._stage and _stage(*self._stage) != DONE:
-            return None
         index = torch.empty_like(self._index) if self._keeps_index else self._index
-        return index if _extend_rows(*self._arguments, index.data_ptr()) == DONE else None
-
-
-def _converted_bytes(table: Tensor) -> int:
-    """Bytes of those fields of a row that are stored in another form than they are written in."""
-    found: list[list[int]] = [] if table.shape[1] == ENTRY else table.tolist()
-    return sum(field[ROW_BYTES] for field in found if field[WRITES] and not field[WRITTEN_AS_STORED])
+        if not self._converts:
+            return index if _extend_rows(*self._given, 0, *self._shared, index.data_ptr()) == DONE else None
+        try:
+            staged, _rows = _staged(*self._staging)
+        except ValueError:
+            return None
+        place = staged.buffer_info()[0]
+        return index if _extend_rows(*self._given, place, *self._shared, index.data_ptr()) == DONE else None
 
 
 def write(
@@ -285,20 +227,4 @@ def write(
     others = (index.data_ptr(), n, capacity, ring.data_ptr(), _address(generation))
     result = _write_with(_write_rows, NOT_NEXT, table, sources, n, 0, others)
     if result != DONE:
-        raise _refused_write(table, sources, result, n, index, capacity)
-
-
-def relink(
-    table: Tensor, sources: list[Tensor], ring: Tensor, index: Tensor, capacity: int, envs: int, links: Tensor,
-    owners: Tensor,
-) -> None:  # fmt: skip
-    """See :data:`gpubuf.kernels.rows.relink`."""
-    n_keys, n = check_storage(table, ring, capacity), length_of("index", index)
-    check_source_count(sources, n_keys)
-    slots = check_sharing(links, owners, 0, capacity, envs)
-    if n == 0:
-        return
-    others = (ring.data_ptr(), links.data_ptr(), owners.data_ptr(), slots, index.data_ptr(), n, capacity, envs)
-    result = _write_with(_relink_rows, NEXT_ALONE, table, sources, n, 0, others)
-    if result != DONE:
-        raise _refused_write(table, sources, result, n, index, capacity)
+        _cpu.write(table, sources, ring, index, capacity, generation)

@@ -95,29 +95,23 @@ def place_address(entry, place):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def prefetch_row(address, row_bytes, most=256):  # type: ignore[no-untyped-def]
-    """Ask for the first ``most`` bytes of a row; the hardware follows a longer one by itself."""
+def prefetch_row(address, row_bytes):  # type: ignore[no-untyped-def]
+    """Ask for the first 256 bytes of a row; the hardware follows a longer one by itself."""
     prefetch_l2(address)
     if row_bytes > 1:
-        for i in range(64, min(row_bytes, most), 64):
+        for i in range(64, min(row_bytes, 256), 64):
             prefetch_l2(address + i)
         # a row that starts in the middle of a line ends in one more
-        prefetch_l2(address + min(row_bytes, most) - 1)
+        prefetch_l2(address + min(row_bytes, 256) - 1)
 
 
 @jit(forceinline=True)
-def first_outside(numbers, n, low, high):  # type: ignore[no-untyped-def]
-    """The place of the first number outside ``low .. high - 1``, or -1."""
-    # Counting first is a loop that the compiler vectorises; looking for the place is not.
+def all_within(numbers, n, low, high):  # type: ignore[no-untyped-def]
+    """Whether all numbers are in ``low .. high - 1``."""
     outside = 0
     for i in range(n):
         outside += (numbers[i] < low) | (numbers[i] >= high)
-    if outside == 0:
-        return -1
-    for i in range(n):
-        if numbers[i] < low or numbers[i] >= high:
-            return i
-    return -1
+    return outside == 0
 
 
 @jit(forceinline=True)

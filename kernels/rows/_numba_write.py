@@ -1,7 +1,7 @@
 """Writes of rows on the CPU, and the next observations that lie aside.
 
-Everything is checked before the first byte changes: sizes, numbers, rows, and room aside. Rows that must be converted
-are staged before that: in memory of their own, as they will be stored.
+Everything is checked before the first byte changes: sizes, rows, and room aside. Rows that must be converted are
+staged before that, by the plain definition: in memory of their own, as they will be stored.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
@@ -10,75 +10,34 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._primitives import as_i64
+from gpubuf.kernels._primitives import as_i64, store_i32
 from gpubuf.kernels.rows import (
-    CODEC_OFFSET,
     DEVICE_ROWS,
-    ELEMENTS,
     ENTRIES,
     ENTRY,
     KIND,
     NEXT,
     PENDING,
     ROW_BYTES,
-    SCALE,
     SIDE_STRIDE,
     SIZE,
     STEPS,
-    STORED,
     WRITES,
     WRITTEN,
-    WRITTEN_AS,
     WRITTEN_AS_STORED,
 )
-from gpubuf.kernels.rows._check import CONTIGUOUS
-from gpubuf.kernels.rows._numba import (
-    DONE,
-    EVERY,
-    INVALID,
-    MISFIT,
-    NEEDS_STAGING,
-    NEXT_ALONE,
-    NO_ROOM,
-    NOT_NEXT,
-    UNFIT,
-    UNLINKED,
-)
+from gpubuf.kernels.rows._check import CONTIGUOUS, EVERY, NEXT_ALONE, NOT_NEXT
+from gpubuf.kernels.rows._numba import DONE, NOT_AS_STORED, REFUSED
 from gpubuf.kernels.rows._numba_copy import (
     AHEAD,
+    all_within,
     copy_row,
     differ,
-    first_outside,
     forward,
     prefetch_row,
     row_address,
     write_run,
 )
-from gpubuf.kernels.rows._numba_numbers import (
-    BF16,
-    BOOL,
-    F16,
-    F32,
-    F64,
-    decode,
-    encode,
-    encode_f32,
-    encode_flags,
-    encode_integers,
-    float_of,
-    is_coded,
-    is_integer,
-    read_i32,
-    write_32,
-)
-
-_SIZES = (1, 1, 2, 4, 8, 2, 2, 4, 8, 1)
-
-
-@jit(forceinline=True)
-def problem(kind, place):  # type: ignore[no-untyped-def]
-    """The result that says which problem there is, and with which field or row."""
-    return kind + 8 * place
 
 
 @jit(forceinline=True)
@@ -89,42 +48,6 @@ def is_taken(field, which):  # type: ignore[no-untyped-def]
     if field[WRITES] == 0 or field[KIND] == STEPS:
         return False
     return which == EVERY or (field[KIND] == NEXT) == (which == NEXT_ALONE)
-
-
-@jit
-def _encode_rows(field, source, stride, n, numbers, number_type, target):  # type: ignore[no-untyped-def]
-    elements, written, stored = field[ELEMENTS], field[WRITTEN_AS], field[STORED]
-    divisor, subtrahend = number_type(float_of(field[SCALE])), number_type(float_of(field[CODEC_OFFSET]))
-    coded, misfits = is_coded(field), 0
-    if written == F32 and not coded and (stored in (F16, BF16)):
-        for i in range(n):
-            encode_f32(source + i * stride, elements, stored, target + i * field[ROW_BYTES])
-        return 0
-    for i in range(n):
-        decode(source + i * stride, written, elements, numbers)
-        if coded:
-            for e in range(elements):
-                numbers[e] = (numbers[e] - subtrahend) / divisor
-        misfits += encode(numbers, elements, stored, target + i * field[ROW_BYTES])
-    return misfits
-
-
-@jit
-def _encode_field(field, source, stride, n, target):  # type: ignore[no-untyped-def]
-    """Convert ``n`` rows. Returns how many numbers don't fit."""
-    elements, written, stored, coded = field[ELEMENTS], field[WRITTEN_AS], field[STORED], is_coded(field)
-    # Flags of many environments: a loop that goes through no numbers of a row.
-    if stored == BOOL and elements == 1 and not coded and encode_flags(source, stride, written, n, target):
-        return 0
-    if not coded and is_integer(written) and is_integer(stored):
-        integers, misfits = np.empty(elements, np.int64), 0
-        for i in range(n):
-            decode(source + i * stride, written, elements, integers)
-            misfits += encode_integers(integers, elements, stored, target + i * field[ROW_BYTES])
-        return misfits
-    if written == F64 or stored == F64:
-        return _encode_rows(field, source, stride, n, np.empty(elements, np.float64), np.float64, target)
-    return _encode_rows(field, source, stride, n, np.empty(elements, np.float32), np.float32, target)
 
 
 @jit(forceinline=True)
@@ -141,41 +64,18 @@ def _opened(fields_address, n_fields, width, sources_address, staged_address):  
 def _find_sources(fields, n_fields, sources, which, n, skipped, staged):  # type: ignore[no-untyped-def]
     """Set address and stride of the rows of every field that is taken, from row ``skipped`` of ``n`` on.
 
-    Returns DONE, or a problem: a source has rows of another size, or so many bytes of rows must be converted.
+    Returns DONE; NOT_AS_STORED if rows must be converted; REFUSED if a source has rows of another size.
     """
-    needed = 0
     for f in range(n_fields):
         if is_taken(fields[f], which):
-            field = fields[f]
-            as_stored = len(field) == ENTRY or field[WRITTEN_AS_STORED] != 0
-            width = field[ROW_BYTES] if as_stored else field[ELEMENTS] * _SIZES[field[WRITTEN_AS]]
+            field, width = fields[f], fields[f, ROW_BYTES]
+            if len(field) != ENTRY and field[WRITTEN_AS_STORED] == 0:
+                return NOT_AS_STORED
             if sources[3 * f + 2] != n * width:
-                return problem(MISFIT, f)
+                return REFUSED
             stride = sources[3 * f + 1]
             stride = width if stride == CONTIGUOUS else stride
             staged[f, 0], staged[f, 1] = sources[3 * f] + skipped * stride, stride
-            if not as_stored:
-                needed += (n - skipped) * field[ROW_BYTES]
-    return problem(NEEDS_STAGING, needed) if needed else DONE
-
-
-@kernel
-def stage(fields_address, n_fields, width, sources_address, staged_address, which, n, skipped, scratch):  # type: ignore[no-untyped-def]
-    """Find the rows of sources, and convert those that must be into ``scratch``, which is large enough.
-
-    Returns DONE, or a problem: a number does not fit.
-    """
-    fields, sources, staged = _opened(fields_address, n_fields, width, sources_address, staged_address)
-    result = _find_sources(fields, n_fields, sources, which, n, skipped, staged)
-    if result & 7 == MISFIT:
-        return result
-    for f in range(n_fields):
-        field = fields[f]
-        if is_taken(field, which) and len(field) != ENTRY and not field[WRITTEN_AS_STORED]:
-            if _encode_field(field, staged[f, 0], staged[f, 1], n - skipped, scratch) > 0:
-                return problem(UNFIT, f)
-            staged[f, 0], staged[f, 1] = scratch, field[ROW_BYTES]
-            scratch += (n - skipped) * field[ROW_BYTES]
     return DONE
 
 
@@ -229,7 +129,7 @@ def _put_next(fields, n_fields, staged, row, where, number):  # type: ignore[no-
 
 @jit(forceinline=True)
 def _find_separate(fields, n_fields, staged, envs, kept, pending, separate):  # type: ignore[no-untyped-def]
-    """Mark the rows whose next observation is not what follows; returns how many, or the problem with a field.
+    """Mark the rows whose next observation is not what follows; returns how many, -1 if a field has no column to share.
 
     The first ``envs`` of ``separate`` are for the step that was the newest, if its observations are ``pending``, and
     the others for the rows to write.
@@ -242,7 +142,7 @@ def _find_separate(fields, n_fields, staged, envs, kept, pending, separate):  # 
             continue
         g = _partner(fields, n_fields, f)
         if g < 0:
-            return -2 - f
+            return -1
         after, after_stride, stride = staged[g, 0], staged[g, 1], staged[f, 1]
         if pending:
             for e in range(envs):
@@ -262,8 +162,7 @@ def extend_rows(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Write rows at the cursor. ``links`` is 0 if nothing is shared.
 
-    The rows are those of the sources, or those that :func:`stage` has found and converted: then ``staged_address`` is
-    not 0.
+    The rows are those of the sources, or where ``staged_address`` is not 0, those of which it has address and stride.
     """
     fields, sources, staged = _opened(fields_address, n_fields, width, sources_address, staged_address)
     ring, index = carray(as_i64(ring_address), 4), carray(as_i64(index_address), n)
@@ -279,17 +178,17 @@ def extend_rows(  # type: ignore[no-untyped-def]
         separate = np.empty(envs + kept, np.int8)
         need = _find_separate(fields, n_fields, staged, envs, kept, pending, separate)
         if need < 0:
-            return problem(UNLINKED, -2 - need)
+            return REFUSED
         bound = max(written - size, written + n - capacity)
         if not _room(owners, slots, need, bound):
-            return problem(NO_ROOM, need)
+            return REFUSED
         _set_links(
             fields, n_fields, staged, links, owners, slots, bound, written, n, kept, capacity, envs, pending, separate
         )
     elif width != ENTRY:
         for f in range(n_fields):
             if is_taken(fields[f], NEXT_ALONE):
-                return problem(UNLINKED, f)
+                return REFUSED
     position = written % capacity
     for i in range(n):
         index[i] = position
@@ -323,7 +222,7 @@ def _set_links(  # type: ignore[no-untyped-def]
                         old = field[PENDING] + e * field[SIDE_STRIDE]
                         copy_row(field[ENTRIES] + entry * field[SIDE_STRIDE], old, field[ROW_BYTES])
                 link = entry + 1
-            write_32(links, first + e, link)
+            store_i32(links + 4 * (first + e), link)
     number = written + n - kept
     row = number % capacity
     for i in range(kept):
@@ -334,7 +233,7 @@ def _set_links(  # type: ignore[no-untyped-def]
             entry = _take(owners, slots, number + i, bound)
             _put_next(fields, n_fields, staged, i, ENTRIES, entry)
             link = entry + 1
-        write_32(links, row, link)
+        store_i32(links + 4 * row, link)
         row = forward(row, 1, capacity)
 
 
@@ -346,9 +245,8 @@ def write_rows(  # type: ignore[no-untyped-def]
     """``generation_address`` is 0 where there are no generations."""
     fields, sources, staged = _opened(fields_address, n_fields, width, sources_address, staged_address)
     index = carray(as_i64(index_address), n)
-    invalid = first_outside(index, n, -capacity, capacity)
-    if invalid >= 0:
-        return problem(INVALID, invalid)
+    if not all_within(index, n, -capacity, capacity):
+        return REFUSED
     if staged_address == 0:
         result = _find_sources(fields, n_fields, sources, NOT_NEXT, n, 0, staged)
         if result != DONE:
@@ -368,83 +266,4 @@ def write_rows(  # type: ignore[no-untyped-def]
                 if has_generation and generation[i] != laps + (position < cursor):
                     continue
                 copy_row(row_address(field, position), source + i * stride, row_bytes)
-    return DONE
-
-
-@jit(forceinline=True)
-def _mark_winners(links, rows, n, before):  # type: ignore[no-untyped-def]
-    """Mark the last one of several entries of ``rows`` that are the same row. Links are as before.
-
-    In the meantime the link of each row says which one is the last.
-    """
-    for i in range(n):
-        before[i] = read_i32(links, rows[i])
-    for i in range(n):
-        write_32(links, rows[i], i)
-    for i in range(n):
-        rows[i] = rows[i] if read_i32(links, rows[i]) == i else ~rows[i]
-    for i in range(n):
-        if rows[i] >= 0:
-            write_32(links, rows[i], before[i])
-
-
-@kernel
-def relink_rows(  # type: ignore[no-untyped-def]
-    fields_address, n_fields, width, sources_address, staged_address, ring_address, links, owners_address, slots,
-    index_address, n, capacity, envs,
-):  # fmt: skip
-    """Give rows their next observations."""
-    fields, sources, staged = _opened(fields_address, n_fields, width, sources_address, staged_address)
-    ring, owners = carray(as_i64(ring_address), 4), carray(as_i64(owners_address), slots + 1)
-    index = carray(as_i64(index_address), n)
-    written, size = ring[WRITTEN], ring[SIZE]
-    rows, before = np.empty(n, np.int64), np.empty(n, np.int32)
-    invalid = first_outside(index, n, -capacity, capacity)
-    if invalid >= 0:
-        return problem(INVALID, invalid)
-    for i in range(n):
-        rows[i] = index[i] + capacity if index[i] < 0 else index[i]
-        if rows[i] >= size:
-            return problem(INVALID, i)
-    if staged_address == 0:
-        result = _find_sources(fields, n_fields, sources, NEXT_ALONE, n, 0, staged)
-        if result != DONE:
-            return result
-    _mark_winners(links, rows, n, before)
-    newest = (written - envs) % capacity
-    separate, need = np.empty(n, np.int8), 0
-    for i in range(n):
-        separate[i] = 0
-        row = rows[i]
-        if row >= 0 and not newest <= row < newest + envs:
-            after = forward(row, envs, capacity)
-            for f in range(n_fields):
-                if is_taken(fields[f], NEXT_ALONE):
-                    source = staged[f, 0] + i * staged[f, 1]
-                    separate[i] |= differ(source, row_address(fields[f], after), fields[f, ROW_BYTES])
-            need += separate[i]
-            if before[i] > 0:
-                # Free, if this succeeds.
-                owners[before[i] - 1] = ~owners[before[i] - 1]
-    fits = _room(owners, slots, need, written - size)
-    for i in range(n):
-        row = rows[i]
-        if row >= 0 and not newest <= row < newest + envs and before[i] > 0:
-            owners[before[i] - 1] = -1 if fits else ~owners[before[i] - 1]
-    if not fits:
-        return problem(NO_ROOM, need)
-    for i in range(n):
-        row = rows[i]
-        if row < 0:
-            continue
-        if newest <= row < newest + envs:
-            _put_next(fields, n_fields, staged, i, PENDING, row - newest)
-            continue
-        link = 0
-        if separate[i]:
-            # The number of the row: the cursor is that of the next one.
-            entry = _take(owners, slots, written - 1 - (written - 1 - row) % capacity, written - size)
-            _put_next(fields, n_fields, staged, i, ENTRIES, entry)
-            link = entry + 1
-        write_32(links, row, link)
     return DONE

@@ -57,24 +57,6 @@ def test_calls_on_a_gpu_are_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPat
     assert clocks.runs(call, clock, 2, calls=3) == pytest.approx([2.5, 2.5])
 
 
-def test_calls_on_a_gpu_are_warm_and_many_at_a_time_and_waited_for(monkeypatch: pytest.MonkeyPatch):
-    done: list[str] = []
-    clock = clocks.Clock("events", lambda: 0.0, lambda: done.append("wait"))
-    clocks.warm_up(lambda: done.append("call"), clock, 0.0)
-    assert done == ["call", "wait"] * 2
-    # Long enough for a call that the machine interrupts.
-    monkeypatch.setattr(clocks, "ROUND_SECONDS", 60.0)
-    many, calls = clocks.repeated(lambda: done.append("call"), clock)
-    assert calls == clocks.MOST_CALLS
-    done.clear()
-    many()
-    assert done == ["call"] * calls + ["wait"]
-    # A call that takes longer than a round is timed by itself, and so is every call on a CPU.
-    monkeypatch.setattr(clocks, "ROUND_SECONDS", 0.0)
-    assert clocks.repeated(lambda: None, clock)[1] == 1
-    assert clocks.repeated(Event, clocks.of(None, "cpu")) == (Event, 1)
-
-
 # Tables
 
 

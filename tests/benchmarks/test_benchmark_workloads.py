@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import gpubuf
 from benchmarks.peers.libraries import LIBRARIES, PEERS, Gpubuf, GpubufGraph, Library, UnavailableError
 from benchmarks.peers.sources import TRANSITIONS, Layout, Source
 from benchmarks.workloads import losses, sac
-from benchmarks.workloads.registry import REGISTRY, TITLES, LastFilled, environment, in_order
+from benchmarks.workloads.registry import REGISTRY, TITLES, environment
 from benchmarks.workloads.replay import POOL, PRIORITIZED_SAMPLE, SAMPLE_AND_UPDATE, UNIFORM_SAMPLE, Replay, replay
 from gpubuf.data.storage import host_memory
 
@@ -71,16 +70,6 @@ def test_captured_calls_agree_with_the_oracle(operation: Any):
     for _ in range(POOL + 1):
         call()
     assert len(library.captured) == graphs
-
-
-def test_writes_are_checked_wherever_the_cursor_is():
-    """Batches of several sizes written into one buffer, one benchmark after the other, over its end as well."""
-    workload = replace(REGISTRY["extend-256"], capacity=CAPACITY)
-    library = filled(workload)
-    for n in (64, 16, 256, 16):
-        call = replace(workload, batch=n).prepare(library, "gpubuf", "cpu")
-        for _ in range(CAPACITY // n + 3):
-            call()
 
 
 # What the oracles are for
@@ -182,41 +171,6 @@ def test_every_workload_is_described():
         if isinstance(entry, Replay):
             assert set(PEERS) < set(entry.libraries), name
     assert {environment(name) for name in TITLES} == {"gpubuf", *PEERS}
-
-
-def test_each_buffer_is_filled_once_and_read_before_it_is_written():
-    entries = list(REGISTRY.values())
-    runs = in_order(entries)
-    assert sorted(runs) == sorted((entry.name, library) for entry in entries for library in entry.libraries)
-    fills = [REGISTRY[name].contents(library) for name, library in runs]
-    assert 1 + sum(a != b for a, b in pairwise(fills)) == len(set(fills))
-    for (name, library), (following, after) in pairwise(runs):
-        if REGISTRY[name].contents(library) == REGISTRY[following].contents(after):
-            assert REGISTRY[name].turn <= REGISTRY[following].turn
-
-
-def test_what_was_filled_is_kept_for_the_next(monkeypatch: pytest.MonkeyPatch):
-    fills: list[str] = []
-
-    def fill(self: Replay, library: str, device: str) -> str:
-        fills.append(library)
-        if library == "cpprb":
-            raise UnavailableError("not today")
-        if library == "flashbax":
-            raise RuntimeError("out of memory")
-        return library
-
-    monkeypatch.setattr(Replay, "fill", fill)
-    entry, last = REGISTRY["uniform-sample-256"], LastFilled()
-    assert last.get(entry, "gpubuf", "cpu") == last.get(entry, "gpubuf", "cpu") == "gpubuf"
-    for _ in range(2):
-        with pytest.raises(UnavailableError, match="not today"):
-            last.get(entry, "cpprb", "cpu")
-    assert fills == ["gpubuf", "cpprb"]
-    for _ in range(2):
-        # Not an empty buffer, whose error would tell nothing.
-        with pytest.raises(RuntimeError, match="out of memory"):
-            last.get(entry, "flashbax", "cpu")
 
 
 @pytest.mark.parametrize("layout", [TRANSITIONS, Layout(4096, 1)], ids=lambda x: str(x.row_bytes))

@@ -132,11 +132,3 @@ def test_programs_run_in_turn(monkeypatch: pytest.MonkeyPatch):
     assert found["long", 80] > 0.4
     with pytest.raises(subprocess.CalledProcessError):
         speed.seconds({("broken", 1): ["false"], ("long", 10_000): naps})
-
-
-@pytest.mark.slow
-def test_speed_runs_the_command():
-    """The real one, far too short to time."""
-    command = speed.programs("torch/Pendulum", 1, None)["gpubuf, uniform"]
-    what = ("gpubuf", speed.STARTS + 3)
-    assert speed.seconds({what: [*command, "--num-envs", "1", "--hidden", "8"]})[what] > 0

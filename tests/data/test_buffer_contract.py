@@ -586,7 +586,10 @@ def mistakes(contract: BufferContract, model: Model) -> dict[str, tuple[Any, ...
 
 @pytest.mark.parametrize("contract", contracts(), ids=str)
 def test_a_refused_call_changes_nothing(contract):
+    """Also where writes of that size are prepared."""
     buffer, model = contract.filled()
+    for _ in range(3):
+        buffer.extend(model.write(3))
     state = pickle.dumps(buffer)
     for what, (call, error, *text) in mistakes(contract, model).items():
         with pytest.raises(error, match=next(iter(text), None)):

@@ -83,12 +83,6 @@ class TestWriting:
         assert same(data, before)
         assert buffer.storage[:]["observation"].equal(before["observation"] * 2)
 
-    def test_strided_and_expanded_batches(self):
-        buffer = buffer_of(8)
-        buffer.extend(transitions(8)[::2])
-        buffer.extend(transitions(1).expand(3))
-        assert buffer[:]["next", "step"].tolist() == [0, 2, 4, 6, 0, 0, 0]
-
     def test_rows_that_require_grad_are_stored_detached(self):
         buffer = buffer_of(4)
         data = TensorDict({"x": torch.randn(2, 3, requires_grad=True)}, [2])
@@ -101,7 +95,7 @@ class TestWriting:
             pytest.skip("the CPU raises at once: see test_indexing")
         buffer = buffer_of(4)
         buffer.extend(transitions(4))
-        tensors, generation = buffer.storage.gather(torch.tensor([3, 9]))
+        tensors, generation = buffer.storage.plans.batch.gather(torch.tensor([3, 9]))
         assert generation.tolist() == [1, -1]
         assert all(not t[1].any() for t in tensors)
         with pytest.raises(IndexError, match="1 rows"):
@@ -198,17 +192,6 @@ def test_update_priority_without_priorities():
     with pytest.warns(UserWarning, match="no priorities"):
         buffer.update_priority(torch.tensor([0]), 1.0)
     buffer.update_tensordict_priority(buffer.sample(2))
-
-
-def test_a_full_storage_can_be_given():
-    data = transitions(5)
-    buffer = TensorDictReplayBuffer(storage=TensorStorage(data))
-    assert len(buffer) == 5
-    assert same(buffer[:], data)
-    assert buffer.storage[:]["observation"].data_ptr() != 0
-    assert buffer.extend(transitions(1, 9)).tolist() == [0]
-    with pytest.raises(ValueError, match="max_size"):
-        TensorStorage(data, max_size=4)
 
 
 def test_an_index_in_the_data_is_not_stored():

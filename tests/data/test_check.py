@@ -122,21 +122,6 @@ def test_one_fault_is_found(change, text, rows):
     assert f"- {found}" in str(report)
 
 
-def test_environments_that_take_turns():
-    report = faulty(lambda data: None, episodes(60, envs=4).reshape(-1))
-    assert [finding.text for finding in report.findings] == [
-        "the rows of 4 environments take turns, and slices and n-step returns would mix them: store them in two "
-        "dimensions, LazyTensorStorage(..., ndim=2), and write [4, steps]"
-    ]
-
-
-def test_steps_along_the_dimension_of_environments():
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(400, ndim=2))
-    # [steps, envs] in the place of [envs, steps].
-    buffer.extend(episodes(40, envs=3))
-    assert "write [envs, steps], or give the buffer dim_extend=0" in buffer.check().findings[0].text
-
-
 def test_only_the_first_rows_are_named():
     report = faulty(lambda data: data["observation"].fill_(torch.nan))
     assert report.findings[0].rows == (0, 1, 2)

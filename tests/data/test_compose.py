@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from gpubuf.data import Compose, LazyTensorStorage, MultiStepTransform, ReplayBuffer, TensorDictReplayBuffer
+from gpubuf.data import Compose, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
 
 def add(number: int):
@@ -90,22 +90,6 @@ def test_a_compose_gives_a_buffer_its_transforms():
     assert buffer.sample()["number"].tolist() == [111] * 4
 
 
-def test_a_multi_step_transform_in_a_compose_sets_n_steps():
-    rows = TensorDict(
-        {"observation": torch.arange(6.0), ("next", "reward"): torch.ones(6, 1), ("next", "done"): torch.zeros(6, 1)},
-        [6],
-    )
-    other = add(0)
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(6), transform=Compose(other, MultiStepTransform(3, 1.0)), batch_size=50
-    )
-    buffer.extend(rows)
-    assert buffer.transform.transforms == [other]
-    assert buffer.sample()["next", "reward"].max() == 3.0
-    with pytest.raises(TypeError, match="either n_steps or"):
-        buffer.append_transform(Compose(MultiStepTransform(2, 1.0)))
-
-
 @pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_an_inverse_transform_may_keep_the_rows_for_later(kind, ndim):
@@ -152,16 +136,6 @@ class TestTorchRLsOwn:
         assert lengths == [0, 0, 1, 3, 5, 7]
         assert buffer[:]["next", "reward"].flatten().tolist() == [i + (i + 1) / 2 + (i + 2) / 4 for i in range(7)]
         assert buffer.transform[0] is own
-
-    def test_multi_step_transform_is_a_recipe(self):
-        transforms = pytest.importorskip("torchrl.envs.transforms")
-        buffer = TensorDictReplayBuffer(
-            storage=LazyTensorStorage(20), transform=transforms.MultiStepTransform(n_steps=3, gamma=0.5), batch_size=64
-        )
-        buffer.extend(_transitions(0, 10))
-        batch = buffer.sample()
-        assert set(batch["steps_to_next_obs"].flatten().tolist()) == {1, 2, 3}
-        assert len(buffer) == 10
 
 
 def _transitions(start: int, stop: int) -> TensorDict:

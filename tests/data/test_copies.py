@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import pickle
 import threading
 
 import pytest
 import torch
 import torch.multiprocessing
+from tensordict import TensorDict
 
-from gpubuf import LazyTensorStorage, TensorDictReplayBuffer
+from gpubuf import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from gpubuf.data import TensorStorage
 from tests.support.interrupted_buffers import CAPACITY, SAMPLERS, check, check_goes_on, steps, written
+from tests.support.transitions import same
 
 
 def used(sampler: str) -> TensorDictReplayBuffer:
@@ -106,3 +110,18 @@ def test_a_fork_during_another_threads_turn_has_a_lock_of_its_own():
         done.set()
         thread.join()
     check(buffer)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_pickle_writes_every_row_once(given):
+    """Rows given to the storage share no record, even where they share memory."""
+    both = torch.zeros(2, 4096, 3)
+    rows = TensorDict({"a": both[0], "b": both[1]}, [4096])
+    buffer = ReplayBuffer(storage=TensorStorage(rows) if given else LazyTensorStorage(4096))
+    buffer.empty()
+    buffer.extend(rows.apply(lambda key: key + torch.arange(4096.0)[:, None]))
+    copied = pickle.dumps(buffer)
+    assert len(copied) < (2.5 if given else 1.2) * buffer.storage.nbytes
+    other = pickle.loads(copied)
+    assert same(other[:], buffer[:])
+    assert other.memory() == buffer.memory()

@@ -13,7 +13,6 @@ from gpubuf.integrations.torchrl import (
     LazyTensorStorage,
     PrioritizedSampler,
     ReplayBuffer,
-    SliceSampler,
     TensorDictReplayBuffer,
     TensorStorage,
 )
@@ -45,34 +44,6 @@ def test_two_dimensions_are_steps_and_environments(backend):
         buffer.write_all(TensorDict({"a": torch.zeros(2, 6, dtype=torch.long)}, [2, 6]))
     coordinates = torch.tensor([[4, 1], [5, 0], [0, 2], [-5, -2]])
     assert buffer.storage.contains(coordinates).tolist() == [True, False, False, True]
-
-
-def test_set_of_end_flags_indexes_trajectories_anew(backend):
-    sampler = SliceSampler(slice_len=3, end_key=("next", "done"))
-    buffer = ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler)
-    buffer.extend(rows(8))
-    assert buffer.can_sample(3)
-    buffer.set_at_(("next", "done"), True, [1, 3, 5])
-    assert not buffer.can_sample(3)
-    written = rows(8, 100)
-    written["next", "done"][4] = True
-    buffer.write_all(written)
-    assert buffer.can_sample(3)
-    starts = {int(row) for _ in range(30) for row in buffer.sample(3)["a"][:1]}
-    assert starts <= {100, 101, 102, 105}
-
-
-def test_priorities_and_generations_stay(backend):
-    sampler = PrioritizedSampler(8, alpha=1.0, beta=1.0)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler)
-    index = buffer.extend(rows(8))
-    buffer.update_priority(index, torch.arange(8.0))
-    batch = buffer.sample(4)
-    leaves = sampler.tree.leaves.clone()
-    buffer.set_("a", 7).update_({"obs": torch.ones(8, 2)}).write_all(rows(8, 8))
-    assert torch.equal(sampler.tree.leaves, leaves)
-    buffer.update_priority(batch["index"], 100.0, generation=batch["index_generation"])
-    assert float(sampler.tree.max_priority) == 100.0
 
 
 def test_stored_forms(backend):

@@ -10,7 +10,6 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf import (
-    LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
     PrioritizedSliceSampler,
@@ -124,28 +123,9 @@ def one_env(n: int) -> TensorDict:
     return rows_of([[(0, i)] for i in range(n)])[:, 0]
 
 
-def test_what_lies_aside_ends_nothing():
-    """A next observation that is not that of the row after it is kept and counted: flags and marks alone end."""
-    rows = one_env(6)
-    rows["next", "observation"][2] = 9
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10, share_next=True), n_steps=3)
-    buffer.extend(rows)
-    assert buffer.storage.sharing.used == 1
-    assert steps_of(buffer) == [3, 3, 3, 3, 2, 1]
-    buffer.end_trajectories()
-    buffer.extend(rows[:3])
-    assert steps_of(buffer) == [3, 3, 3, 3, 2, 1, 3, 2, 1]
-    assert buffer[:]["next", "observation"].flatten().tolist() == [
-        *rows["next", "observation"],
-        *rows["next", "observation"][:3],
-    ]
-
-
-@pytest.mark.parametrize("kind", ["tensor", "mapped"])
-def test_a_first_mark_comes_late(kind, tmp_path):
+def test_a_first_mark_comes_late():
     """Rows take a byte each from then on; a row that is written over loses its mark, also after empty()."""
-    storage = LazyTensorStorage(8) if kind == "tensor" else LazyMemmapStorage(8, scratch_dir=tmp_path / "rows")
-    buffer = TensorDictReplayBuffer(storage=storage, n_steps=3)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), n_steps=3)
     buffer.end_trajectories()
     buffer.extend(one_env(5))
     before = buffer.memory().index
@@ -154,19 +134,12 @@ def test_a_first_mark_comes_late(kind, tmp_path):
     assert buffer.memory().index == before + 8
     buffer.extend(one_env(2))
     assert steps_of(buffer) == [3, 3, 3, 2, 1, 2, 1]
-    if kind == "mapped":
-        again = TensorDictReplayBuffer(storage=LazyMemmapStorage.open(tmp_path / "rows"), n_steps=3)
-        assert steps_of(again) == [3, 3, 3, 2, 1, 2, 1]
-        assert (tmp_path / "rows" / "gpubuf.marks").stat().st_size == 8
     buffer.extend(one_env(6))
     assert steps_of(buffer) == [3, 3, 3, 2, 1, 3, 3, 3][-8:]
     buffer.end_trajectories()
     buffer.empty()
     buffer.extend(one_env(8))
     assert steps_of(buffer) == [3, 3, 3, 3, 3, 3, 2, 1]
-    if kind == "mapped":
-        storage.cleanup()
-        assert not (tmp_path / "rows").exists()
 
 
 def test_a_captured_step(monkeypatch):

@@ -104,29 +104,6 @@ def test_flags_of_goals_that_end_a_trajectory():
         assert torch.equal(batch["next", "done"], hit | batch["next", "truncated"])
 
 
-def test_trajectories_told_by_other_keys():
-    buffer = buffer_of(ratio=1.0, strategy="final", traj_key="episode")
-    buffer.extend(rows(range(8), set()).set("episode", torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])))
-    batch = buffer.sample(40)
-    assert torch.equal(batch["desired_goal"][:, 0], torch.tensor([2.0, 4.0, 7.0])[batch["episode"]])
-    buffer = buffer_of(ratio=1.0, strategy="final", end_keys=[("next", "terminated")])
-    fill(buffer, 8, [{3}])
-    assert (buffer.sample(10)["desired_goal"][:, 0] == 7).all()
-
-
-def test_another_storage():
-    """The ends follow the rows to a storage that replaces the first. Moves are in tests/contracts."""
-    buffer = buffer_of(ratio=1.0, strategy="final")
-    for end, total in ((2, 9), (1, 7), (3, 6)):
-        if total == 7:
-            buffer.set_storage(LazyTensorStorage(STEPS))
-        buffer.empty()
-        fill(buffer, total, [{end}])
-        batch = buffer.sample(30)
-        step = batch["next", "achieved_goal"][:, 0]
-        assert torch.equal(batch["desired_goal"][:, 0], torch.where(step <= end, float(end), total - 1.0))
-
-
 def test_refused():
     """Wrong arguments are among those of all samplers, in tests/contracts/samplers.py."""
     data = rows(range(4), set())

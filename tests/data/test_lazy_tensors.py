@@ -18,8 +18,8 @@ from gpubuf import (
     TensorStorage,
 )
 from gpubuf.data.samplers.sum_tree import SumTree
-from gpubuf.kernels import rows, sum_tree, td
-from gpubuf.kernels._registry import is_lazy, without_dispatch
+from gpubuf.kernels import td
+from gpubuf.kernels._registry import is_lazy
 
 
 def conjugated(n: int) -> Tensor:
@@ -74,14 +74,6 @@ class TestRows:
         buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
         buffer.extend(Step(observation=values, batch_size=[6]))
         assert torch.equal(buffer[:].observation, plain)
-
-    def test_extend_of_two_dimensions(self, make):
-        values = torch.stack([make(6).clone()] * 2)
-        lazy = torch._neg_view(-values)
-        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
-        buffer.extend(TensorDict({"a": lazy}, [2, 6]))
-        assert torch.equal(buffer[:]["a"], values)
-        assert torch.equal(buffer.storage[:]["a"], values.transpose(0, 1))
 
     def test_add(self, make):
         values = make(1)
@@ -151,11 +143,3 @@ def test_operations_of_the_loss():
     plain = q.clone().requires_grad_()
     td.td_loss(plain, torch.zeros(5), weight, None, td.L2, td.MEAN)[0].backward()
     assert torch.equal(lazy.grad, plain.grad)
-
-
-def test_who_names_what_users_have_made_is_checked():
-    write = without_dispatch(rows.extend, given=("sources",))
-    table, ring = torch.zeros(0, rows.ENTRY, dtype=torch.int64), rows.new_ring("cpu")
-    assert write(table, [], ring, 3, 4).tolist() == [0, 1, 2]
-    with pytest.raises(KeyError):
-        without_dispatch(sum_tree.mark, given=("priority",))

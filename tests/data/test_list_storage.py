@@ -61,18 +61,16 @@ def test_what_it_refuses():
     for wrong in ({"a": torch.zeros(2)}, "text", 3):
         with pytest.raises(TypeError, match=r"add\(\) writes one object"):
             buffer.extend(wrong)
-    with pytest.raises(ValueError, match="2 rows are addressed, 1 objects"):
-        buffer[[0, 1]] = ["one"]
-    with pytest.raises(ValueError, match="one batch at a time"):
-        buffer.sample(batches=2)
-    with pytest.raises(RuntimeError, match="Its rows are objects"):
-        ReplayBuffer(
-            storage=ListStorage(4), sampler=SliceSampler(slice_len=2, traj_key="episode"), batch_size=2
-        ).extend([1, 2])
-    with pytest.raises(RuntimeError, match="empty"):
-        ReplayBuffer(storage=ListStorage(4), batch_size=2).sample()
-    with pytest.raises(NotImplementedError):
-        buffer.to("cpu")
+    new, slices = ReplayBuffer(storage=ListStorage(4), batch_size=2), SliceSampler(slice_len=2, traj_key="episode")
+    for error, text, call in (
+        (ValueError, "2 rows are addressed, 1 objects", lambda: buffer.__setitem__([0, 1], ["one"])),
+        (ValueError, "one batch at a time", lambda: buffer.sample(batches=2)),
+        (RuntimeError, "Its rows are objects", lambda: ReplayBuffer(ListStorage(4), sampler=slices).extend([1, 2])),
+        (RuntimeError, "empty", new.sample),
+        (NotImplementedError, "stay where they are", lambda: buffer.to("cpu")),
+    ):
+        with pytest.raises(error, match=text):
+            call()
     assert buffer[:] == [f"object {i}" for i in range(4)]
 
 

@@ -187,7 +187,9 @@ def test_cleanup_leaves_the_files_of_others(tmp_path: Path):
     del keep
     assert len(LazyMemmapStorage.open(tmp_path / "keep")) == 2
     drop = LazyMemmapStorage(4, scratch_dir=tmp_path / "drop", auto_cleanup=True)
-    ReplayBuffer(storage=drop).extend(transitions(2))
+    buffer = ReplayBuffer(storage=drop)
+    buffer.extend(transitions(2))
+    buffer.end_trajectories()
     (tmp_path / "drop" / "next" / "notes.txt").write_text("mine")
     drop.cleanup()
     assert [path.name for path in (tmp_path / "drop").rglob("*")] == ["next", "notes.txt"]

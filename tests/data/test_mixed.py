@@ -26,7 +26,7 @@ from gpubuf.data import (
     TensorDictRoundRobinWriter,
 )
 from gpubuf.data.checkpoints import files
-from gpubuf.data.mixed import Offsets, cut
+from gpubuf.data.shares import Offsets, cut
 from gpubuf.kernels._registry import triton_on_cpu
 from tests.contracts import first_quick
 from tests.contracts.checkpoints import cut_short, state_bytes
@@ -241,6 +241,8 @@ def test_priorities_of_other_classes():
     """Of a buffer by TorchRL's names, under its key; buffers without any warn."""
     one = TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=LazyTensorStorage(20), priority_key="error")
     one.extend(transitions(12))
+    # One whose rows carry no priorities comes first: it names no key.
+    assert MixedReplayBuffer([ReplayBuffer(storage=LazyTensorStorage(4)), one]).priority_key == "error"
     mixed = MixedReplayBuffer([one, part(12, 100)], batch_size=6)
     batch = mixed.sample()
     with pytest.raises(KeyError, match="the batch has no"):
@@ -256,36 +258,28 @@ def test_priorities_of_other_classes():
 
 def test_refused():
     one, other = part(12, 0), part(12, 100)
-    with pytest.raises(TypeError, match="expected ReplayBuffers, got a TensorDict"):
-        MixedReplayBuffer([one, transitions(3)])
-    with pytest.raises(ValueError, match="each of them once"):
-        MixedReplayBuffer([one, one])
-    with pytest.raises(ValueError, match="each of them once"):
-        MixedReplayBuffer([])
+    mixed, slices = MixedReplayBuffer([one, other]), [part(12, start, kind="slices") for start in (0, 100)]
+    less = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
+    less.extend(transitions(5).select("observation"))
+    for error, text, call in (
+        (TypeError, "expected ReplayBuffers, got a TensorDict", lambda: MixedReplayBuffer([one, transitions(3)])),
+        (ValueError, "each of them once", lambda: MixedReplayBuffer([one, one])),
+        (ValueError, "each of them once", lambda: MixedReplayBuffer([])),
+        (ValueError, "shares", lambda: setattr(mixed, "shares", [-1, 2])),
+        (RuntimeError, "batch_size must be given", mixed.sample),
+        (RuntimeError, "iteration needs", lambda: next(iter(mixed))),
+        (ValueError, "batch_size must be a whole number of at least 1", lambda: mixed.sample(0)),
+        (ValueError, "batches must be a whole number of at least 1, got 0", lambda: mixed.sample(12, batches=0)),
+        (ValueError, "same slice_len and stack", lambda: MixedReplayBuffer([one, slices[0]]).sample(4)),
+        (RuntimeError, "divisible by slice_len: got 5 and 2", lambda: MixedReplayBuffer(slices).sample(5)),
+        (ValueError, "store the same keys", lambda: MixedReplayBuffer([one, less]).sample(4)),
+    ):
+        with pytest.raises(error, match=text):
+            call()
     for shares in ([1], [-1, 2], [0, 0], [float("nan"), 1], [float("inf"), 1], torch.ones(3)):
         with pytest.raises(ValueError, match="shares"):
             MixedReplayBuffer([one, other], shares)
-    mixed = MixedReplayBuffer([one, other])
-    with pytest.raises(ValueError, match="shares"):
-        mixed.shares = [-1, 2]
     assert mixed.shares == (1, 1)
-    with pytest.raises(RuntimeError, match="batch_size must be given"):
-        mixed.sample()
-    with pytest.raises(RuntimeError, match="iteration needs"):
-        next(iter(mixed))
-    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1"):
-        mixed.sample(0)
-    with pytest.raises(ValueError, match="batches must be a whole number of at least 1, got 0"):
-        mixed.sample(12, batches=0)
-    with pytest.raises(ValueError, match="same slice_len and stack"):
-        MixedReplayBuffer([one, part(12, 0, kind="slices")]).sample(4)
-    slices = MixedReplayBuffer([part(12, start, kind="slices") for start in (0, 100)])
-    with pytest.raises(RuntimeError, match="divisible by slice_len: got 5 and 2"):
-        slices.sample(5)
-    less = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
-    less.extend(transitions(5).select("observation"))
-    with pytest.raises(ValueError, match="store the same keys"):
-        MixedReplayBuffer([one, less]).sample(4)
 
 
 # All or nothing

@@ -1,13 +1,10 @@
 """n-step transitions that are made when a batch is drawn: what they are, and which rows they begin with.
 
-n-step transitions while their rows change: in place, by copies, in other storages.
-
 MultiStepTransform, with TorchRL's name and arguments: made when a batch is drawn, or when rows are written.
 """
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -15,14 +12,12 @@ import torch
 from tensordict import TensorDict, tensorclass
 
 from gpubuf import (
-    Hindsight,
     LazyTensorStorage,
     MultiStepTransform,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
-    RoundRobinWriter,
     SACLoss,
     SamplerWithoutReplacement,
     SliceSampler,
@@ -30,7 +25,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from gpubuf.data import Compose, Sampler, Sequence
+from gpubuf.data import Compose, Sampler
 from gpubuf.data.samplers.base import Drawn
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.modules import make_sac_actor, make_sac_critic
@@ -271,7 +266,7 @@ def test_a_sampler_of_ones_own_chooses_and_need_not_know():
 def test_a_sampler_that_reads_past_its_reader_is_told():
     class Own(Sampler):
         def draw(self, n):
-            tensors, index, generation = self.storage.sample_uniform(self.random_state("cpu").state, n)
+            tensors, index, generation = self.storage.plans.batch.sample_uniform(self.random_state("cpu").state, n)
             return Drawn(tensors, index, generation, {})
 
     buffer, model = new(12, n_steps=3), Model(12)
@@ -279,35 +274,6 @@ def test_a_sampler_that_reads_past_its_reader_is_told():
     buffer.extend(model.write(9))
     with pytest.raises(RuntimeError, match="let it read them from its reader"):
         buffer.sample()
-
-
-def test_flags_that_are_changed_in_place():
-    """By indexing, by update_if_present, and behind the buffer's back with mark_update."""
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(8),
-        sampler=SamplerWithoutReplacement(shuffle=False),
-        writer=RoundRobinWriter(track_generations=True),
-        n_steps=8,
-        gamma=1.0,
-    )
-    buffer.extend(agents_rows(8))
-
-    def steps() -> list[int]:
-        return buffer.sample(8)["steps_to_next_obs"].flatten().tolist()
-
-    assert steps() == [8, 7, 6, 5, 4, 3, 2, 1]
-    row = buffer[torch.tensor([2])]
-    row["next", "done"][:] = True
-    buffer[torch.tensor([2])] = row.exclude("index")
-    assert steps() == [3, 2, 1, 5, 4, 3, 2, 1]
-    other = ReplayBuffer(storage=buffer.storage)
-    ended = TensorDict({"next": {"done": torch.ones(2, 1, dtype=torch.bool)}}, [2])
-    other.update_if_present(torch.tensor([4, 5]), ended, generation=torch.tensor([1, 1]))
-    assert steps() == [3, 2, 1, 2, 1, 1, 2, 1]
-    column = buffer.storage.columns[buffer.storage.layout.position(("next", "done"))].whole
-    column[2] = False
-    buffer.mark_update(torch.tensor([2]))
-    assert steps() == [5, 4, 3, 2, 1, 1, 2, 1]
 
 
 def test_a_buffer_that_is_refused_leaves_the_storage_alone():
@@ -361,102 +327,6 @@ def test_identifiers_that_do_not_fit():
         ReplayBuffer(storage=TensorStorage(agents_rows(3)), n_steps=2, traj_key="episode")
 
 
-def rollouts(steps: int, envs: int, kind: str = "counts") -> TensorDict:
-    """``[T, E]``: what rsl_rl, CleanRL and Isaac Lab write."""
-    time, env = torch.arange(steps).view(-1, 1, 1), torch.arange(envs).view(1, -1, 1)
-    now = (1000.0 * env + time).expand(steps, envs, 1)
-    coming = now + 1
-    if kind == "constant":
-        now = coming = torch.zeros(steps, envs, 1)
-    if kind == "unrelated":
-        now, coming = torch.rand(2, steps, envs, 1)
-    done = (time % 7 == 6).expand(steps, envs, 1)
-    following = {"observation": coming, "reward": torch.ones(steps, envs, 1), "done": done if kind == "ends" else ~done}
-    following["done"] = following["done"] & (kind == "ends")
-    return TensorDict({"observation": now, "next": following}, [steps, envs])
-
-
-WINDOWS = {
-    "n_steps": lambda: {"n_steps": 3},
-    "slices": lambda: {"sampler": SliceSampler(slice_len=2, end_key=("next", "done"))},
-    "sequences": lambda: {"sample_unit": Sequence(2)},
-    "hindsight": lambda: {
-        "relabel": Hindsight(
-            lambda a, g, d: (a == g).float(), goal_key="observation", achieved_key=("next", "observation")
-        )
-    },
-}
-
-
-def order_warnings(batches: list[TensorDict], ndim: int = 2, **options: Any) -> list[str]:
-    """What is said at each of the writes, "" where nothing is."""
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4000, ndim=ndim), **options)
-    said = []
-    for batch in batches:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            buffer.extend(batch)
-        assert all(warning.filename == __file__ for warning in caught)
-        said.append(" ".join(str(warning.message) for warning in caught))
-    return said
-
-
-@pytest.mark.parametrize(("kind", "ends"), [("n_steps", "counts"), ("slices", "ends"), ("hindsight", "counts")])
-def test_rollouts_in_the_other_order(kind, ends):
-    """Case 58: said at the first write, once; nothing is said of the right order."""
-    batch = rollouts(20, 8, ends)
-    for given, options, dims in (
-        (batch, {}, (0, 1)),
-        (batch.transpose(0, 1), {"dim_extend": 0}, (1, 0)),
-    ):
-        said = order_warnings([given, given], **options, **WINDOWS[kind]())
-        assert (
-            f"rows continue along dimension {dims[0]}, not {dims[1]}: transpose, or pass dim_extend={dims[0]}"
-            in said[0]
-        )
-        assert said[1] == ""
-    for given, options in ((batch.transpose(0, 1), {}), (batch, {"dim_extend": 0})):
-        assert order_warnings([given, given], **options, **WINDOWS[kind]()) == ["", ""]
-
-
-def test_single_steps_in_the_other_order():
-    """Case 58: ``[1, E]`` each time, which is one environment's E steps: its rows take turns."""
-    steps = list(rollouts(20, 8).split(1))
-    said = order_warnings(steps, n_steps=3)
-    assert sum(bool(words) for words in said) == 1
-    assert "rows continue along dimension 0, not 1: transpose, or pass dim_extend=0" in "".join(said)
-    assert order_warnings([step.transpose(0, 1) for step in steps], n_steps=3) == [""] * 20
-
-
-@pytest.mark.parametrize(
-    ("kind", "shape"), [("constant", (20, 8)), ("unrelated", (20, 8)), ("counts", (1, 8)), ("ends", (20, 1))]
-)
-def test_no_false_alarm_about_the_order(kind, shape):
-    """Case 58: observations that are all the same, or tell nothing; one step, one environment."""
-    batch = rollouts(*shape, kind).transpose(0, 1)
-    assert order_warnings([batch] * 3, n_steps=3) == [""] * 3
-    assert order_warnings([rollouts(*shape, kind)] * 3, n_steps=3, dim_extend=0) == [""] * 3
-    if kind in ("constant", "unrelated"):
-        assert order_warnings([rollouts(*shape, kind)] * 3, n_steps=3) == [""] * 3
-
-
-@pytest.mark.parametrize("kind", ["n_steps", "sequences", "hindsight"])
-def test_environments_that_take_turns(kind):
-    """Case 58: in a 1-D storage windows would mix them: said once. Slices are refused when they are drawn."""
-    rows = rollouts(20, 4).reshape(-1)
-    said = [words for words in order_warnings(list(rows.split(4)), ndim=1, **WINDOWS[kind]()) if words]
-    assert len(said) == 1
-    mixes = "n_steps=3 mixes them" if kind == "n_steps" else "windows of several steps mix them"
-    assert all(words in said[0] for words in ("rows of 4 environments take turns", mixes, "use a storage with ndim=2"))
-    rows["env"] = torch.arange(80) % 4
-    for given, options in (
-        (rows, {"n_steps": 1}),
-        (rows, {"n_steps": 3, "traj_key": "env"}),
-        (rows[::4], {"n_steps": 3}),
-    ):
-        assert order_warnings([given], ndim=1, **options) == [""]
-
-
 @pytest.mark.parametrize("kind", first_quick(["prioritized", "uniform"]))
 def test_launches_of_a_sample(kind):
     """As many as without: one to draw and make all keys, two with priorities. A write takes one more."""
@@ -470,18 +340,6 @@ def test_launches_of_a_sample(kind):
     with triton_on_cpu(), counted_launches() as found:
         buffer.sample(batches=4)
     assert found.total() == launches, found
-
-
-def test_rows_of_a_checkpoint_that_can_not_be_summed(tmp_path):
-    plain = TensorDictReplayBuffer(storage=LazyTensorStorage(8))
-    plain.extend(TensorDict({"x": torch.ones(3)}, [3]))
-    plain.save(tmp_path / "c")
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), n_steps=2)
-    with pytest.raises(ValueError, match=r"can't serve the rows of the state.*next.*reward"):
-        buffer.load(tmp_path / "c")
-    assert not buffer.initialized
-    buffer.extend(Model(8).write(5))
-    assert len(buffer.sample(4)) == 4
 
 
 # MultiStepTransform

@@ -21,7 +21,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
 )
 from gpubuf.data import pinning
-from gpubuf.data.pinning import copied, map_tensors, pin, tensors_of
+from gpubuf.data.pinning import pin, tensors_of
 from gpubuf.data.recording import capture_under_way
 from gpubuf.data.storage import host_memory
 from tests.support.transitions import same, transitions
@@ -137,14 +137,6 @@ def test_without_an_accelerator_one_warning(monkeypatch):
         batch = buffer.sample(2)
     assert same(batch, transitions(4)[batch["index"]])
     buffer.sample(2)
-
-
-def test_copies_claim_a_device_where_asked():
-    data = TensorDict({"x": torch.ones(2)}, [2])
-    assert copied(data, None).device is None
-    assert copied(data, "cpu", claim=True).device == torch.device("cpu")
-    assert copied(data, "cpu")["x"] is not data["x"]
-    assert map_tensors(None, torch.clone) is None
 
 
 @pytest.mark.gpu

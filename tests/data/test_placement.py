@@ -26,10 +26,9 @@ from gpubuf.data import (
     moving,
 )
 from gpubuf.data.storage import column, host_memory
-from gpubuf.data.storage.column import Column, records
+from gpubuf.data.storage.column import records
 from gpubuf.data.storage.host_memory import Free
 from gpubuf.data.storage.placement import IndexBytes, NothingFitsError, choose, near_steps, place, readable
-from gpubuf.kernels.rows import ENTRY
 from tests.support.fake_cuda import fake_cuda
 from tests.support.moved_buffers import SAMPLERS, alike, episodes
 from tests.support.placements import GIB, Machine
@@ -38,69 +37,6 @@ from tests.support.transitions import same, transitions
 GPU = torch.device("cuda", 0)
 
 # The decision
-
-
-@pytest.mark.parametrize(
-    ("rows", "index", "free", "expected"),
-    [
-        (9, 1, Free(100, 10), "cuda"),
-        (10, 1, Free(100, 10), "pinned"),
-        (100, 10, Free(100, 10), "pinned"),
-        (101, 1, Free(100, 10), "split"),
-        (109, 1, Free(100, 10), "split"),
-        (9, 1, Free(0, 10), "cuda"),
-        (9, 1, Free(10), "cpu"),
-        (0, 0, Free(0, 0), "cuda"),
-    ],
-)
-def test_the_first_place_with_room_is_chosen(rows, index, free, expected):
-    kind, why = choose(rows, index, 10, free)
-    assert kind == expected
-    assert readable(rows) in why
-    assert readable(index) in why
-    assert ("no CUDA" in why) == (expected == "cpu")
-
-
-@pytest.mark.parametrize(
-    ("rows", "index", "free"),
-    [
-        (110, 1, Free(100, 10)),  # more than GPU and host have
-        (50, 11, Free(100, 10)),  # the index stays on the GPU, where it does not fit
-        (10, 1, Free(10)),  # rows and index share the host
-    ],
-)
-def test_nothing_fits(rows, index, free):
-    with pytest.raises(NothingFitsError) as caught:
-        choose(rows, index, 50, free)
-    assert isinstance(caught.value, RuntimeError)
-    assert isinstance(caught.value, MemoryError)
-    text = str(caught.value)
-    for said in (readable(rows), readable(index), readable(free.host), "capacity", "uint8", "LazyMemmapStorage"):
-        assert said in text
-    assert free.device is None or readable(free.device) in text
-
-
-def test_nothing_fits_says_how_many_rows_would():
-    with pytest.raises(NothingFitsError, match="about 500 rows fit"):
-        choose(4000, 10, 1000, Free(2000, 10))
-    with pytest.raises(NothingFitsError, match="about 0 rows fit"):
-        choose(4000, 20, 1000, Free(2000, 10))
-
-
-def test_a_machine_with_cuda_never_uses_pageable_memory(monkeypatch):
-    """DESIGN.md 4: never pageable memory silently."""
-    for host in (0, 10 * GIB, 1000 * GIB):
-        machine = Machine(host=host, device=GIB).install(monkeypatch)
-        monkeypatch.setattr("gpubuf.data.storage.placement.named", lambda requested: torch.device("cuda", 0))
-        assert machine.device is not None
-        for rows in (1, GIB // 2, 2 * GIB, 100 * GIB):
-            try:
-                chosen = place("auto", rows, IndexBytes(), (100,), torch.device("cpu"))
-            except NothingFitsError:
-                assert rows > machine.host + machine.device
-            else:
-                assert chosen.kind == ("cuda" if rows <= GIB else "pinned" if rows <= machine.host else "split")
-                assert chosen.device.type == "cuda"
 
 
 @pytest.mark.parametrize("gpu", [None, 0, 10, 21])
@@ -122,6 +58,7 @@ def test_where_a_buffer_goes(gpu):
         else:
             with pytest.raises(NothingFitsError) as caught:
                 choose(rows, index, 50, Free(host, gpu))
+            assert {MemoryError, RuntimeError} <= {*type(caught.value).__mro__}
             text, room = str(caught.value), host - index + (gpu or 0) if beside or gpu is None else 0
             fitting = min(max(room, 0) * 50 // max(rows, 1), 50)
             said += [f"about {fitting} rows fit", readable(host), "uint8", "LazyMemmapStorage"]
@@ -421,18 +358,6 @@ def test_records_are_released_one_by_one(machine, monkeypatch):
     assert machine.pinned == {}
 
 
-def test_only_rows_that_are_stored_are_copied_in_chunks(machine, monkeypatch, capsys):
-    monkeypatch.setattr(moving, "CHUNK_BYTES", 16)
-    copied = []
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), batch_size=4)
-    buffer.extend(TensorDict({"x": torch.arange(10.0), "wide": torch.zeros(10, 9)}, [10]))
-    monkeypatch.setattr("gpubuf.terminal.show_nothing", copied.append)
-    buffer.to("pinned")
-    assert copied == [16, 16, 8, *[36] * 10]
-    assert capsys.readouterr().err == ""
-    assert buffer[:]["x"].tolist() == list(range(10))
-
-
 def test_progress(machine, capsys):
     pytest.importorskip("rich")
     buffer = twin("uniform")
@@ -528,19 +453,6 @@ def test_other_rows_may_follow():
     assert buffer.sample()["y"].tolist() == [1] * 8
 
 
-def test_memory_report():
-    buffer = twin("prioritized slices")
-    write(buffer, 30, 0)
-    buffer.sample()
-    taken = buffer.memory()
-    tree, index = buffer.sampler.tree, buffer.sampler.trajectory_index
-    assert taken.tree == tree.nbytes
-    assert taken.index == index.nbytes + 8
-    assert taken.counters == 32 + 8 * ENTRY * len(buffer.storage.layout.leaves) + 24
-    assert str(taken).splitlines()[0] == "rows      3.398 KiB on cpu"
-    assert "3.398 KiB" in repr(buffer)
-
-
 CAPACITY = 200
 ROW_BYTES = 58  # of `episodes`
 
@@ -634,24 +546,3 @@ def test_a_state_goes_from_one_placement_to_another(full_gpu, tmp_path, source, 
         assert same(saved[:], loaded[:])
         assert alike(saved, loaded)
         assert loaded.storage.placement.kind == target
-
-
-# A column
-
-
-def test_a_column_in_two_parts_is_one():
-    whole = torch.arange(30.0).view(10, 3)
-    column = Column(whole[:4].clone(), whole[4:].clone())
-    assert (len(column), column.shape, column.dtype, column.nbytes) == (10, (10, 3), torch.float32, 120)
-    for start in range(11):
-        for stop in range(start, 11):
-            assert torch.equal(column[start:stop], whole[start:stop])
-            other = Column(torch.zeros(4, 3), torch.zeros(6, 3))
-            other.write(start, whole[start:stop])
-            expected = torch.zeros(10, 3)
-            expected[start:stop] = whole[start:stop]
-            assert torch.equal(other[0:10], expected)
-    assert column[1:3].data_ptr() == column.parts[0][1:].data_ptr()
-    assert column[5:9].data_ptr() == column.parts[1][1:].data_ptr()
-    with pytest.raises(ValueError, match="unpack"):
-        column.whole  # noqa: B018

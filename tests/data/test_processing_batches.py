@@ -172,15 +172,6 @@ def test_bytes_are_no_fractions():
         Twins(Normalize("pixels")).write(3, 0)
 
 
-def test_several_batches_in_one_draw():
-    twins = Twins(Normalize("observation"))
-    twins.write(40, 0)
-    plain, processed = (buffer.sample(batches=3) for buffer in (twins.plain, twins.processed))
-    assert processed.batch_size == (3, 16)
-    expected = normalised(plain["observation"].view(48, 3), twins.rows("observation"))
-    close(processed["observation"].view(48, 3).double(), expected, 2e-5)
-
-
 def test_buffers_that_share_statistics_in_one_batch():
     """Online and offline rows: one object for both, which learns from both."""
     normalize = Normalize("observation")
@@ -274,30 +265,6 @@ def test_checkpoints_of_other_processing_are_refused(tmp_path: Path):
         with pytest.raises(ValueError, match=text):
             other.load(tmp_path / folder)
         assert other is plain or all(torch.equal(a, b) for a, b in zip(before, state_of(other), strict=True))
-    wide = new(Normalize("observation"))
-    wide.extend(steps(3, width=5))
-    narrow = new(Normalize("observation"))
-    narrow.extend(steps(3))
-    with pytest.raises(ValueError, match="elements"):
-        wide.load_state_dict(narrow.state_dict())
-
-
-def test_a_load_that_fails_late_can_be_repeated(monkeypatch: pytest.MonkeyPatch):
-    """The buffer is empty; the next load finds nothing of the first one."""
-    source, buffer = new(), new()
-    source.extend(steps(30))
-    buffer.extend(steps(5, seed=3))
-
-    def fail(state: Any) -> None:
-        raise RuntimeError("too late")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(buffer.writer, "load_state_dict", fail)
-        with pytest.raises(RuntimeError, match="too late"):
-            buffer.load_state_dict(source.state_dict())
-    assert len(buffer) == 0
-    buffer.load_state_dict(source.state_dict())
-    assert all(map(torch.equal, state_of(buffer), state_of(source)))
 
 
 def test_refused_writes_teach_nothing():
@@ -439,17 +406,6 @@ def test_nothing_waits_for_the_gpu():
             process[-1].mean()
         assert batch["observation"].device.type == "cuda"
         assert batch["pixels"].shape == (8, 2, 4, 5)
-
-
-def test_the_state_follows_the_rows_to_another_device():
-    with fake_cuda():
-        buffer = new()
-        buffer.extend(steps(6))
-        pipeline = buffer._pipeline
-        assert pipeline.noise.device.type == "cpu"
-        pipeline.bind(buffer.storage.batch_layout.leaves, 1, torch.device("cuda"))
-        assert {tensor.device.type for step in pipeline.steps for tensor in step.tensors()} == {"cuda"}
-        assert pipeline.noise.device.type == "cuda"
 
 
 def test_rows_that_are_not_kept_do_not_count():

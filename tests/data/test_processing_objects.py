@@ -19,23 +19,6 @@ from gpubuf.data.storage.layout import RowLayout
 from tests.support.processing_setup import CPU, bound, close, generator, steps
 
 
-def test_the_stream_of_a_pipeline():
-    torch.manual_seed(3)
-    first, second = bound(RandomShift("pixels")), bound(RandomShift("pixels"))
-    torch.manual_seed(3)
-    again = bound(RandomShift("pixels"))
-    assert torch.equal(first.noise, again.noise)
-    assert not torch.equal(first.noise, second.noise)
-    address = first.noise.data_ptr()
-    first.set_rng(generator(7))
-    second.set_rng(generator(7))
-    assert torch.equal(first.noise, second.noise)
-    assert first.noise.data_ptr() == address
-    first.noise[1] = 12
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(first.noise, second.noise)
-
-
 def depth(dtype: torch.dtype) -> TensorDict:
     """Images of a dtype with which no kernel computes."""
     return TensorDict({"depth": torch.ones(1, 2, 2).to(dtype)}, [1])
@@ -228,36 +211,6 @@ def test_before_the_first_row_nothing_changes():
 
 
 # Normalize
-
-
-def test_normalize_learns_from_the_root_and_serves_its_twin():
-    normalize = Normalize(["observation", "action"])
-    pipeline = bound(normalize)
-    batches = [steps(n, seed=n) for n in (1, 6, 30)]
-    for batch in batches:
-        pipeline.on_write(batch, 1)
-    rows = torch.cat(batches)["observation"].double()
-    close(normalize.mean("observation"), rows.mean(0))
-    close(normalize.var(("next", "observation")), rows.var(0, correction=0))
-    assert normalize.count("action").tolist() == [37, 37]
-    assert pipeline.options(("observation",)) == pipeline.options(("next", "observation"))
-    assert pipeline.options(("next", "reward")) == {}
-    out = normalize(batches[0])
-    expected = (batches[0]["next", "observation"] - rows.mean(0)) / (rows.var(0, correction=0) + 1e-8).sqrt()
-    close(out["next", "observation"], expected.float(), 1e-5)
-    assert out["next", "reward"] is batches[0]["next", "reward"]
-    assert torch.equal(batches[0]["observation"], steps(1, seed=1)["observation"])
-
-
-def test_normalize_reads_two_dimensions_and_rows_of_two():
-    data = TensorDict({"observation": torch.randn(6, 4, 2, 3, generator=generator())}, [6, 4])
-    normalize = Normalize("observation")
-    pipeline = Pipeline([normalize])
-    pipeline.bind(RowLayout(data, 2).leaves, 4, CPU)
-    pipeline.on_write(data, 2)
-    close(normalize.mean(), data["observation"].double().mean((0, 1)))
-    assert normalize.mean().shape == (2, 3)
-    assert normalize(data["observation"]).shape == (6, 4, 2, 3)
 
 
 def test_frozen_statistics_stay_and_still_apply():

@@ -210,6 +210,7 @@ def advice(writes: list[TensorDict], ndim: int = 1, capacity: int = 30_000, **op
             buffer.extend(rows)
             if number > 1:
                 buffer.sample()
+        assert all(warning.filename == __file__ for warning in caught)
         said += [(number, str(warning.message)) for warning in caught]
     told = [finding.text for finding in buffer.check().findings if "take turns" in finding.text]
     return said + [(0, text) for text in told]
@@ -218,11 +219,75 @@ def advice(writes: list[TensorDict], ndim: int = 1, capacity: int = 30_000, **op
 WINDOWS = {
     "n_steps": lambda: {"n_steps": 3},
     "slices": lambda: {"sampler": SliceSampler(slice_len=2, end_key=("next", "done"))},
+    "sequences": lambda: {"sample_unit": Sequence(2)},
+    "hindsight": lambda: {
+        "relabel": Hindsight(reward, goal_key="observation", achieved_key=("next", "observation")),
+    },
 }
+two_windows = pytest.mark.parametrize("kind", ["n_steps", "slices"])
+
+
+def rollouts(steps: int, envs: int, kind: str) -> TensorDict:
+    """``[T, E]``: what rsl_rl, CleanRL and Isaac Lab write."""
+    time, env = torch.arange(steps).view(-1, 1, 1), torch.arange(envs).view(1, -1, 1)
+    now = (1000.0 * env + time).expand(steps, envs, 1)
+    coming = now + 1
+    if kind == "constant":
+        now = coming = torch.zeros(steps, envs, 1)
+    if kind == "unrelated":
+        now, coming = torch.rand(2, steps, envs, 1)
+    done = (time % 7 == 6).expand(steps, envs, 1)
+    following = {"observation": coming, "reward": torch.ones(steps, envs, 1), "done": done if kind == "ends" else ~done}
+    following["done"] = following["done"] & (kind == "ends")
+    return TensorDict({"observation": now, "next": following}, [steps, envs])
+
+
+@pytest.mark.parametrize(("kind", "seen"), [("n_steps", "counts"), ("slices", "ends"), ("hindsight", "counts")])
+def test_rollouts_in_the_other_order(kind, seen):
+    """Case 58: said at the first write, once; nothing is said of the right order."""
+    batch, window = rollouts(20, 8, seen), WINDOWS[kind]
+    turned = batch.transpose(0, 1)
+    for given, options, dims in ((batch, {}, (0, 1)), (turned, {"dim_extend": 0}, (1, 0))):
+        ((number, text),) = advice([given, given], 2, **options, **window())
+        assert number == 1
+        assert (
+            f"rows continue along dimension {dims[0]}, not {dims[1]}: transpose, or pass dim_extend={dims[0]}" in text
+        )
+    for given, options in ((turned, {}), (batch, {"dim_extend": 0})):
+        assert advice([given, given], 2, **options, **window()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("constant", (20, 8)), ("unrelated", (20, 8)), ("counts", (1, 8)), ("ends", (20, 1))]
+)
+def test_no_false_alarm_about_the_order(kind, shape):
+    """Case 58: observations that are all the same, or tell nothing; one step, one environment."""
+    batch = rollouts(*shape, kind)
+    assert advice([batch.transpose(0, 1)] * 3, 2, n_steps=3) == []
+    assert advice([batch] * 3, 2, n_steps=3, dim_extend=0) == []
+    if kind in ("constant", "unrelated"):
+        assert advice([batch] * 3, 2, n_steps=3) == []
+
+
+@pytest.mark.parametrize("kind", ["n_steps", "sequences", "hindsight"])
+def test_environments_that_take_turns(kind):
+    """Case 58: in a 1-D storage windows would mix them: said once. Slices are refused when they are drawn."""
+    rows = rollouts(20, 4, "counts").reshape(-1)
+    (_, text), (number, _) = advice(list(rows.split(4)), **WINDOWS[kind]())
+    assert number == 0
+    mixes = "n_steps=3 mixes them" if kind == "n_steps" else "windows of several steps mix them"
+    assert all(words in text for words in ("rows of 4 environments take turns", mixes, "use a storage with ndim=2"))
+    rows["env"] = torch.arange(80) % 4
+    for given, options in (
+        (rows, {"n_steps": 1}),
+        (rows, {"n_steps": 3, "traj_key": "env"}),
+        (rows[::4], {"n_steps": 3}),
+    ):
+        assert [number for number, _ in advice([given], **options) if number] == []
 
 
 @pytest.mark.parametrize("walk", ["random", "near"])
-@pytest.mark.parametrize("kind", WINDOWS)
+@two_windows
 @pytest.mark.parametrize("envs", [17, 256, 257, 512, 600, 1024, 4096])
 def test_environments_in_turn_at_any_number(envs, kind, walk):
     """Case 70: said with the second write, which has the first windows, and by check()."""
@@ -266,7 +331,7 @@ def test_check_reads_in_chunks(envs, monkeypatch):
     assert "write [envs, steps], or give the buffer dim_extend=0" in buffer.check().findings[0].text
 
 
-@pytest.mark.parametrize("kind", WINDOWS)
+@two_windows
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 64, 300, 600])
 def test_no_false_alarm_about_the_size_of_writes(size, kind):
     """Case 70: one trajectory in chunks of equal size, the same rows shuffled, and the same rows again and again."""
@@ -285,7 +350,7 @@ def test_no_false_alarm_about_the_size_of_writes(size, kind):
         assert advice(list(writes.split(size)), **WINDOWS[kind]()) == []
 
 
-@pytest.mark.parametrize("kind", WINDOWS)
+@two_windows
 @pytest.mark.parametrize("ahead", [2, 4, 8])
 def test_writes_as_large_as_a_row_looks_ahead(ahead, kind):
     """Case 70: one environment whose rows have the observation so many steps later, written as many at a time."""
@@ -348,7 +413,7 @@ def test_environments_of_gymnasium(name, mode):
 # Rows that are batches
 
 
-@pytest.mark.parametrize("kind", ["plain", *WINDOWS])
+@pytest.mark.parametrize("kind", ["plain", "n_steps", "slices"])
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 def test_steps_of_environments_in_one_dimension_name_the_second(kind, device):
     """Case 70: ``[16, 1024]`` in the place of ``[n]``, of which each row takes as much as 1024: no lack of memory."""

@@ -12,13 +12,11 @@ from gpubuf.data import (
     LazyTensorStorage,
     MixedReplayBuffer,
     PrioritizedSampler,
-    SamplerWithoutReplacement,
     SampleUnit,
     Sequence,
     TensorDictReplayBuffer,
     Transition,
 )
-from gpubuf.integrations.edits import set_keys
 
 KEYS = {"validity_mask", "learning_mask", "anchor_index", "sequence_id", "step_in_sequence", "index"}
 
@@ -37,20 +35,6 @@ def buffer_of(
     return TensorDictReplayBuffer(
         storage=storage, sampler=sampler, sample_unit=unit, batch_size=4, generator=generator, **options
     )
-
-
-def test_the_index_follows_writes_and_edits():
-    buffer = buffer_of(Sequence(12), SamplerWithoutReplacement(shuffle=False), capacity=8)
-    buffer.extend(rows(8, ends=(5,)))
-    real = buffer.sample()["validity_mask"].view(4, 12).sum(1)
-    assert real.tolist() == [6, 5, 4, 3]
-    set_keys(buffer, {("next", "done"): True}, 2, whole=False)
-    buffer.sample()
-    assert buffer.sample()["validity_mask"].view(4, 12).sum(1).tolist() == [3, 2, 1, 3]
-    buffer.empty()
-    buffer.extend(rows(3, 50))
-    batch = next(iter(buffer))
-    assert batch["number"].view(-1, 12)[0].tolist() == [50, 51] + [52] * 10
 
 
 def test_priorities_are_those_of_anchors():

@@ -9,7 +9,6 @@ from gpubuf import (
     LazyTensorStorage,
     PrioritizedSampler,
     RandomSampler,
-    ReplayBuffer,
     SamplerWithoutReplacement,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
@@ -46,24 +45,6 @@ def test_they_are_one_large_batch_cut_into_parts(sampler, ndim):
         assert batch[key].shape[:2] == (3, 8)
     assert batch["observation"].is_contiguous()
     assert same(several.sample(), large.sample()[:8])
-
-
-def test_info_and_shapes_of_a_plain_buffer():
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(50), sampler=PrioritizedSampler(50, 0.6, 0.4), batch_size=4, pin_memory=False
-    )
-    buffer.extend(transitions(30))
-    batch, info = buffer.sample(return_info=True, batches=5)
-    assert batch.batch_size == (5, 4)
-    assert {key: tuple(value.shape) for key, value in info.items()} == dict.fromkeys(
-        ("index", "priority_weight", "index_generation"), (5, 4)
-    )
-    assert buffer.sample(batches=1).batch_size == (1, 4)
-    with pytest.warns(UserWarning, match="batch_size"):
-        assert buffer.sample(7, batches=2).batch_size == (2, 7)
-    tensors = ReplayBuffer(storage=LazyTensorStorage(9), batch_size=2)
-    tensors.extend(torch.arange(9.0))
-    assert tensors.sample(batches=3).shape == (3, 2)
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
@@ -126,14 +107,6 @@ def test_epochs(drop_last):
     length = 18 if drop_last else 20
     for start in range(0, 60 - length + 1, length):
         assert len(set(seen[start : start + length])) == length
-
-
-def test_an_epoch_ends_iteration():
-    buffer = new(SamplerWithoutReplacement(), n=20, batch_size=3)
-    buffer.sample(batches=4)
-    assert not buffer.sampler.ran_out
-    buffer.sample(batches=4)
-    assert buffer.sampler.ran_out
 
 
 def test_collate_and_transforms_see_all_of_them():

@@ -137,7 +137,7 @@ def check(buffer: TensorDictReplayBuffer, ring: Ring) -> None:
     everything = ring.at(list(range(len(ring))))
     assert same_bytes(buffer[:].reshape(-1), everything)
     order = torch.randperm(len(ring))
-    rows = storage.plans.batch.assemble(storage.gather(order.to(storage.device))[0])
+    rows = storage.plans.batch.assemble(storage.plans.batch.gather(order.to(storage.device))[0])
     assert same_bytes(rows, everything[order])
     sample, info = buffer.sample(return_info=True)
     positions = info["index"]
@@ -249,15 +249,15 @@ def test_keys_that_are_found():
 
 def test_wrong_keys():
     data = td(a=torch.zeros(4, 5), next_b=torch.zeros(4, 5))
-    with pytest.raises(ValueError, match=r"finds no key.*but for flags and rewards"):
-        LazyTensorStorage(8, share_next=True).append(data)
-    with pytest.raises(ValueError, match=r"names 'a', but \('next', 'a'\) is not stored"):
-        LazyTensorStorage(8, share_next=["a"]).append(data)
-    with pytest.raises(ValueError, match="names 'b', but 'b' is not stored"):
-        LazyTensorStorage(8, share_next=["b"]).append(data)
     unequal = td(a=torch.zeros(4, 5), next_a=torch.zeros(4, 5, dtype=torch.float64))
-    with pytest.raises(ValueError, match="only equal ones can share a column"):
-        LazyTensorStorage(8, share_next=["a"]).append(unequal)
+    for share_next, given, text in (
+        (True, data, r"finds no key.*but for flags and rewards"),
+        (["a"], data, r"names 'a', but \('next', 'a'\) is not stored"),
+        (["b"], data, "names 'b', but 'b' is not stored"),
+        (["a"], unequal, "only equal ones can share a column"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            LazyTensorStorage(8, share_next=share_next).append(given)
     with pytest.raises(ValueError, match="next_capacity must be a whole number of at least 1"):
         LazyTensorStorage(8, share_next=True, next_capacity=0)
     with pytest.raises(ValueError, match="next_capacity is for storages with share_next"):

@@ -24,38 +24,8 @@ from gpubuf import (
     TensorStorage,
 )
 from tests.support.slice_model import SliceModel, episodes, filled, split
-from tests.support.sum_tree_checks import chi_square, chi_square_bound
 
 # What is drawn
-
-
-@pytest.mark.parametrize("weighting", ["trajectory", "transition"])
-def test_distribution_in_a_large_buffer(weighting):
-    """Chi-square over trajectories, and over the places in them, where a ring of 400 000 rows has wrapped."""
-    generator = torch.Generator().manual_seed(0)
-    done = torch.rand(600_000, 1, generator=generator) < 0.02
-    sampler = SliceSampler(slice_len=8, weighting=weighting)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(400_000), sampler=sampler)
-    buffer.set_rng(generator)
-    buffer.extend(TensorDict({"number": torch.arange(600_000), "next": {"done": done}}, [600_000]))
-    found = sampler.trajectories()
-    assert found.length.sum() == 400_000
-    eligible = found.length >= 8
-    starts = torch.where(eligible, found.length - 7, 0)
-    share = starts if weighting == "transition" else eligible.long()
-    n, groups = 100_000, 200
-    first = buffer.sample(8 * n)["number"].view(n, 8)[:, 0].contiguous()
-    oldest = torch.cat([torch.zeros(1, dtype=torch.int64), found.length.cumsum(0)])[:-1] + 200_000
-    which = torch.searchsorted(oldest, first, right=True) - 1
-    assert eligible[which].all()
-    group = torch.arange(len(found)) * groups // len(found)
-    counts = torch.zeros(groups).index_add_(0, group[which], torch.ones(n))
-    expected = torch.zeros(groups).index_add_(0, group, share.float()) / share.sum()
-    assert chi_square(counts.tolist(), expected.tolist()) < chi_square_bound(groups - 1)
-    # The place among the eligible starts of its trajectory, with a random rest, is uniform in [0, 1).
-    place = (first - oldest[which] + torch.rand(n, generator=generator)) / starts[which]
-    counts = torch.histc(place, 50, 0, 1)
-    assert chi_square(counts.tolist(), [1 / 50] * 50) < chi_square_bound(49)
 
 
 def test_one_long_trajectory_among_a_million_short_ones():
@@ -110,15 +80,6 @@ def test_flags_of_agents():
     assert batch["next", "done"].shape == batch["next", "truncated"].shape == (60, 3, 1)
     assert batch["next", "truncated"].view(10, 6, 3)[:, -1].all()
     assert not batch["next", "truncated"].view(10, 6, 3)[:, :-1].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.int64])
-def test_flags_of_any_width(dtype):
-    """Any byte of a flag says that the trajectory ends: the first one of a 1 in float16 is 0."""
-    done = (torch.arange(140) % 7 == 6).to(dtype).unsqueeze(-1)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(140), sampler=SliceSampler(slice_len=2))
-    buffer.extend(TensorDict({"next": {"done": done}}, [140]))
-    assert buffer.sampler.trajectories().length.tolist() == [7] * 20
 
 
 # Where trajectories are told apart
@@ -280,12 +241,6 @@ def test_environments_in_turn_are_told_from_one_that_looks_ahead(ends, walk):
     buffer.extend(data.reshape(-1))
     with pytest.raises(RuntimeError, match="4 environments take turns"):
         buffer.sample(8)
-
-
-def test_rows_that_are_batches_themselves():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SliceSampler(slice_len=2))
-    with pytest.raises(ValueError, match="ndim=2"):
-        buffer.extend(TensorDict({"next": {"done": torch.zeros(4, 5, 1, dtype=torch.bool)}}, [4, 5]))
 
 
 # The rest of the interface

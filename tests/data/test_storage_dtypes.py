@@ -20,7 +20,6 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from gpubuf.kernels import rows
 from tests.support.moved_buffers import episodes
 from tests.support.transitions import same, transitions
 
@@ -142,24 +141,6 @@ def test_a_root_key_stands_for_the_next_one_too():
     assert {leaf.key: leaf.dtype for leaf in own.layout.leaves}["next", "observation"] is torch.float16
 
 
-def test_dtypes_of_batches(backend):
-    """Batches have them; indexing gives what was written."""
-    given = {"observation": torch.bfloat16, "pixels": torch.float32}
-    made = buffer(dtypes={"observation": torch.bfloat16}, batch_dtypes=given)
-    data = transitions(20)
-    made.extend(data)
-    batch = made.sample()
-    assert batch["observation"].dtype is batch["next", "observation"].dtype is torch.bfloat16
-    assert batch["pixels"].dtype is torch.float32
-    chosen = batch["index"]
-    assert torch.equal(batch["observation"], data["observation"][chosen].bfloat16())
-    assert torch.equal(batch["pixels"], data["pixels"][chosen].float())
-    assert made[:]["observation"].dtype is torch.float32
-    assert made[:]["pixels"].dtype is torch.uint8
-    assert made[chosen]["pixels"].dtype is torch.uint8
-    assert same(made[:], data)
-
-
 def test_keys_that_are_not_there():
     for options in ({"dtypes": {"reward": torch.float16}}, {"batch_dtypes": {("next", "x"): torch.float16}}):
         made = LazyTensorStorage(5, **options)
@@ -200,13 +181,6 @@ def test_what_is_written_can_not_be_converted_either():
 
 
 # Memory
-
-
-def test_small_keys_share_a_record_by_the_dtype_that_is_stored():
-    made = LazyTensorStorage(10, dtypes={"observation": torch.float16, ("next", "reward"): torch.float16})
-    made.append(transitions(3))
-    strides = dict(zip((leaf.key for leaf in made.layout.leaves), made.table[:, rows.ROW_STRIDE].tolist(), strict=True))
-    assert strides["observation",] == strides["next", "observation"] == strides["next", "reward"] == 14
 
 
 def test_a_million_frames(capsys):

@@ -105,17 +105,6 @@ def test_default_streams_of_two_devices_are_two(monkeypatch):
     assert machine.said() == ["other waits for default"]
 
 
-def test_one_stream_is_looked_up_once(monkeypatch):
-    """Making an object of a stream takes longer than all else in an operation."""
-    machine, order = Machine(monkeypatch), StreamOrder()
-    order.begin(DEVICE)
-    order.end(DEVICE)
-    monkeypatch.setattr(torch.cuda, "current_stream", None)
-    order.begin(DEVICE)
-    order.end(DEVICE)
-    assert machine.said() == []
-
-
 def test_a_dropped_buffer_is_waited_for(monkeypatch):
     """By all streams that its memory may belong to: a draw made ahead still reads it, and moves its random state on."""
     machine, order = Machine(monkeypatch), StreamOrder()
@@ -140,15 +129,6 @@ def test_a_dropped_buffer_is_waited_for(monkeypatch):
     other = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=2, prefetch=1)
     other.set_sampler(PrioritizedSampler(10, 0.7, 0.5))
     assert settled[1:] == [other.operation._streams]
-
-
-def test_the_streams_of_operations_are_waited_for_when_it_goes(monkeypatch):
-    machine, own = Machine(monkeypatch), Operation(LazyTensorStorage(10))
-    own.joined(machine.default)
-    own.joined(machine.other)
-    machine.said()
-    del own
-    assert machine.said() == ["default waits for other"]
 
 
 def test_what_another_thread_does_during_a_capture_is_waited_for(monkeypatch):

@@ -67,21 +67,6 @@ class TestArguments:
             with pytest.raises(ValueError, match=f"power of two of at least 2, but is {wrong}"):
                 SumTree(3, fan_out=wrong)
 
-    def test_repr(self):
-        tree = SumTree(1000, alpha=0.6)
-        # 63 parents padded to 64, 4 above them padded to 16, the root.
-        assert tree.nodes.shape == (3, 64 + 16 + 1)
-        assert tree.nbytes == 1008 * 4 + 3 * 81 * 8 + 5 * 8 + 4 * 8
-        assert repr(tree) == f"SumTree(capacity=1000, alpha=0.6, fan_out=16, device='cpu', nbytes={tree.nbytes})"
-
-
-class TestProperties:
-    def test_generations_of_a_standalone_tree(self):
-        """Without a ring every row counts as written once."""
-        tree = SumTree(3)
-        tree.update(torch.arange(3), torch.ones(3), generation=torch.tensor([1, 2, 0]))
-        assert weights_of(tree) == [1, 0, 0]
-
 
 class TestAlpha:
     def test_change(self):
@@ -123,17 +108,6 @@ class TestAlpha:
             tree.update(torch.arange(2), torch.tensor([1.0, 1e-13]))
         tree.update(torch.arange(2), torch.tensor([1e13, 1e-14]))
         tree.mark(torch.arange(4))
-
-    def test_refused(self):
-        tree = filled()
-        with pytest.raises(ValueError, match="alpha must be finite and not negative, but is -1"):
-            tree.set_alpha(-1)
-        assert tree.alpha == tree.scalars[0].item() == 1
-        with pytest.raises(ValueError, match="beta must be finite"):
-            tree.set_beta(-1)
-        with pytest.raises(ValueError, match=r"single number, not of shape \[2\]"):
-            tree.set_beta(torch.ones(2))
-        assert tree.beta.item() == 1
 
 
 class TestState:

@@ -15,6 +15,7 @@ from tensordict import TensorDict, tensorclass
 
 from gpubuf.data import arguments
 from gpubuf.integrations.torchrl import (
+    ImmutableDatasetWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -27,8 +28,10 @@ from gpubuf.integrations.torchrl import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorStorage,
+    Writer,
     load_torchrl,
 )
+from tests.support.torchrl_buffers import edits
 from tests.support.transitions import same, transitions
 
 
@@ -335,3 +338,41 @@ def test_the_constructors_collate_fn_stays_with_an_assigned_storage():
     buffer._storage = ListStorage(8)
     buffer.extend(list("abcd"))
     assert buffer.sample() == 3
+
+
+# Writers by themselves, and storages that are replaced
+
+
+def test_a_new_storage_has_its_collate_fn():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8), collate_fn=lambda batch: batch["a"], batch_size=3)
+    buffer.extend(edits.rows(4))
+    assert isinstance(buffer.sample(), torch.Tensor)
+    before = buffer.set_storage(TensorStorage(edits.rows(4)))
+    assert set(buffer.sample().keys()) == {"a", "obs", "next"}
+    buffer.set_storage(before, lambda batch: batch["obs"])
+    assert buffer.sample().shape == (3, 2)
+    with pytest.raises(TypeError, match="Storage"):
+        buffer.set_storage(object())
+    assert buffer.sample().shape == (3, 2)
+
+
+def test_a_writer_adds_a_row(backend):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3))
+    assert [buffer.writer.add(edits.rows(1, i)[0]) for i in range(5)] == [0, 1, 2, 0, 1]
+    assert sorted(buffer["a"].tolist()) == [2, 3, 4]
+    two = ReplayBuffer(storage=LazyTensorStorage(8, ndim=2))
+    assert two.writer.add(edits.rows(2)).tolist() == [[0, 0], [0, 1]]
+    best = TensorDictReplayBuffer(storage=LazyTensorStorage(2), writer=TensorDictMaxValueWriter("a"))
+    for number, place in ((5, 0), (7, 1), (6, 0), (3, None), (9, 0)):
+        assert best.writer.add(edits.rows(1, number)[0]) == place
+    assert sorted(best["a"].tolist()) == [7, 9]
+
+
+def test_arguments_of_writers():
+    assert isinstance(Writer(compilable=True), Writer)
+    assert RoundRobinWriter(True, track_generations=True).tracks_generations
+    writer = ImmutableDatasetWriter(compilable=True)
+    buffer = ReplayBuffer(storage=TensorStorage(edits.rows(3)), writer=writer)
+    with pytest.raises(RuntimeError, match="can't be changed") as refused:
+        buffer.writer.add(edits.rows(1)[0])
+    assert str(refused.value) == writer.WRITING_ERR

@@ -30,18 +30,6 @@ def buffers(**options):
         yield buffer
 
 
-@pytest.mark.parametrize("dim_extend", [None, 0, 1])
-def test_indices_go_by_the_written_shape(backend, dim_extend):
-    written = rows(2, 5, dim_extend)
-    for buffer in buffers(dim_extend=dim_extend):
-        for index in (slice(None), 1, -1, slice(1, None), ..., (1, 0), (slice(None), slice(1, 2))):
-            found = buffer[index]
-            assert (found.exclude("index") == written[index]).all(), index
-            # The index of a row is that of the storage, in whatever shape the rows are given.
-            where = found["index"].reshape(-1, 2)
-            assert torch.equal(buffer[where]["a"], found["a"].reshape(-1))
-
-
 def test_indices_that_no_row_has(backend):
     for buffer in buffers():
         for index, error in (
@@ -85,14 +73,6 @@ def test_rows_are_written_as_they_are_read(backend, dim_extend):
             buffer[index] = new
             due[index] = due[index].exclude("index").apply(lambda value: value + 50).set("index", due[index]["index"])
             assert (buffer[:] == due).all(), index
-
-
-def test_positions_are_those_of_samples(backend):
-    buffer = next(buffers())
-    batch, info = buffer.sample(6, return_info=True)
-    assert torch.equal(buffer[info["index"]]["a"], batch["a"])
-    assert torch.equal(buffer[info["index"].unbind(-1)]["a"], batch["a"])
-    assert buffer[[0, 3]]["a"].tolist() == [0, 6]
 
 
 def test_rows_that_are_not_tensordicts(backend):
@@ -208,7 +188,7 @@ class TestWithoutTheHost:
         buffer = filled()
         outside = torch.tensor([NO_ROW])
         with triton_on_cpu():
-            tensors, generation = buffer.storage.gather(outside)
+            tensors, generation = buffer.storage.plans.batch.gather(outside)
             assert [tensor.item() for tensor in tensors] == [0]
             assert generation.item() == -1
             buffer.storage.write(outside, TensorDict({"x": torch.tensor([99])}, [1]))

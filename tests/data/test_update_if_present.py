@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf.data import (
-    LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
     ReplayBuffer,
@@ -76,21 +74,6 @@ def test_a_storage_of_tensors(backend):
     buffer.update_if_present(info["index"], torch.ones(3, 2), generation=info["index_generation"])
     assert buffer[:][info["index"]].eq(1).all()
     assert buffer[:].sum() == 2 * info["index"].unique().numel()
-
-
-def test_mapped_files_and_checkpoints(tmp_path: Path):
-    """A checkpoint on top of another holds what was written back since."""
-    for storage in (LazyMemmapStorage(CAPACITY, scratch_dir=tmp_path / "rows"), LazyTensorStorage(CAPACITY)):
-        buffer, folder = buffer_of(storage=storage), tmp_path / type(storage).__name__
-        write(buffer, 8, 0)
-        buffer.save(folder)
-        batch = buffer.sample(4)
-        buffer.update_if_present(batch["index"], written_back(batch, 1000))
-        buffer.save(folder)
-        other = buffer_of()
-        other.load(folder)
-        assert same(other[:], buffer[:])
-        assert (other[:]["observation"] >= 1000).any()
 
 
 def test_trajectories_follow_their_flags():

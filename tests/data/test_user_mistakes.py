@@ -419,14 +419,6 @@ def test_a_list_storage_keeps_what_it_is_given():
     assert buffer.storage[0] is row
 
 
-@pytest.mark.parametrize("name", ["DQNLoss", "ClipPPOLoss", "SamplerEnsemble"])
-def test_a_name_of_torchrl_s_at_the_top(name):
-    with pytest.raises(AttributeError, match=f"gpubuf has no {name} as TorchRL"):
-        getattr(gpubuf, name)
-    with pytest.raises(AttributeError, match="no attribute 'replay'"):
-        gpubuf.replay  # noqa: B018
-
-
 @pytest.mark.parametrize(
     ("actor", "critic", "name"),
     [

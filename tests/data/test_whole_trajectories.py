@@ -55,16 +55,6 @@ def test_a_batch_says_of_every_step_where_its_row_lies(ndim):
         assert leaves[row] == pytest.approx(expected, rel=1e-6)
 
 
-def test_rows_that_were_overwritten_take_no_priority():
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4), sampler=PrioritizedSampler(4, 1.0, 1.0), batch_size=8)
-    buffer.extend(rows(4, 3))
-    batch = buffer.sample()
-    buffer.extend(rows(2, 3))
-    batch["td_error"] = torch.full((8, 3), 7.0)
-    buffer.update_tensordict_priority(batch)
-    assert buffer.sampler.tree.leaves[:2].tolist() == [1.0, 1.0]
-
-
 def test_an_index_may_have_more_dimensions_than_its_batch():
     buffer = prioritized()
     batch = TensorDict({"index": torch.arange(3).unsqueeze(1).expand(3, 4), "td_error": torch.arange(3) + 2.0}, [3])

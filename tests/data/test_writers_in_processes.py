@@ -28,7 +28,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
     Writers,
 )
-from gpubuf.data import Hindsight, RewardScale, Sequence, array_writes
+from gpubuf.data import Hindsight, RewardScale, Sequence, writing
 from gpubuf.data.buffer import ReplayBuffer as CoreBuffer
 from gpubuf.data.ingress import intake
 from gpubuf.data.ingress.client import WriterClient
@@ -577,15 +577,15 @@ def test_mistakes_are_refused_with_a_sentence():
     with pytest.raises(RuntimeError, match="has to know what a row is: write a batch first, or pass client"):
         buffer.client()
     buffer.extend(batch(OWN, 0, 2))
-    client = buffer.client()
-    with pytest.raises(ValueError, match="keys differ"):
-        client.extend(batch(0, 0, 1).exclude("number"))
-    with pytest.raises(ValueError, match=r"missing \['number'\]"):
-        client.extend_columns({key: value for key, value in columns(0, 0, 1).items() if key != "number"})
-    with pytest.raises(ValueError, match="holds rows of shape"):
-        client.extend_columns({**columns(0, 0, 1), "number": np.zeros((1, 2), np.int64)})
-    with pytest.raises(ValueError, match="has the 8 columns"):
-        client.add_columns([1, 2])
+    client, rows = buffer.client(), columns(0, 0, 1)
+    for text, write, wrong in (
+        ("keys differ", client.extend, batch(0, 0, 1).exclude("number")),
+        (r"missing \['number'\]", client.extend_columns, {key: rows[key] for key in rows if key != "number"}),
+        ("holds rows of shape", client.extend_columns, {**rows, "number": np.zeros((1, 2), np.int64)}),
+        ("has the 8 columns", client.add_columns, [1, 2]),
+    ):
+        with pytest.raises(ValueError, match=text):
+            write(wrong)
     client.extend(batch(0, 0, 1))
     with pytest.raises(RuntimeError, match="was used here: ask the buffer"):
         copy.copy(client)
@@ -596,16 +596,15 @@ def test_mistakes_are_refused_with_a_sentence():
     assert numbers_of(buffer, 0) == [0]
     with pytest.raises(RuntimeError, match="make it with writers="):
         CoreBuffer(LazyTensorStorage(3)).client()
-    with pytest.raises(TypeError, match="need a LazyTensorStorage"):
-        ReplayBuffer(ListStorage(3), writers=1)
-    with pytest.raises(TypeError, match="need a LazyTensorStorage"):
-        ReplayBuffer(LazyMemmapStorage(3), writers=1)
-    with pytest.raises(ValueError, match="written in turn"):
-        TensorDictReplayBuffer(LazyTensorStorage(3), writer=TensorDictMaxValueWriter(), writers=1)
-    with pytest.raises(ValueError, match="give the buffer a storage with ndim=2"):
-        ReplayBuffer(LazyTensorStorage(3), transform=RewardScale(0.99, envs=2), writers=1)
-    with pytest.raises(ValueError, match="a Sequence that goes on over the ends of trajectories"):
-        ReplayBuffer(LazyTensorStorage(3), sample_unit=Sequence(2, "include_reset"), writers=1)
+    for error, text, parts in (
+        (TypeError, "need a LazyTensorStorage", {"storage": ListStorage(3)}),
+        (TypeError, "need a LazyTensorStorage", {"storage": LazyMemmapStorage(3)}),
+        (ValueError, "written in turn", {"writer": TensorDictMaxValueWriter()}),
+        (ValueError, "give the buffer a storage with ndim=2", {"transform": RewardScale(0.99, envs=2)}),
+        (ValueError, "that goes on over the ends of trajectories", {"sample_unit": Sequence(2, "include_reset")}),
+    ):
+        with pytest.raises(error, match=text):
+            TensorDictReplayBuffer(**{"storage": LazyTensorStorage(3), "writers": 1, **parts})
     for options in ({"count": 0}, {"count": 1, "margin": 1.0}, {"count": 1, "timeout": 0}, {"count": 1, "ratio": -1.0}):
         with pytest.raises(ValueError, match=r"count|ratio|timeout"):
             Writers(**options)
@@ -651,7 +650,7 @@ def test_a_late_gpu_gets_the_rows_of_the_time(monkeypatch: pytest.MonkeyPatch):
     assert len(buffer) == 2
     gpu.synchronize()
     buffer.storage._device = GPU
-    monkeypatch.setattr(array_writes, "past_dispatcher", lambda table: False)
+    monkeypatch.setattr(writing, "past_dispatcher", lambda table: False)
     for step in range(1, 5):
         one.extend_columns(columns(1, 2 * step, 2))
         other.extend_columns(columns(2, 3 * step - 3, 3))
@@ -704,12 +703,12 @@ def test_queues_are_locked_for_one_gpu_at_a_time(monkeypatch: pytest.MonkeyPatch
     found = []
     for number in (0, 0, 1):
         storage: Any = SimpleNamespace(device=torch.device("cuda", number))
-        found.append(id(buffer.writers._copies(storage, buffer.writers._queues, 1 << 30)))
+        found.append(id(buffer.writers._reader_of(storage, buffer.writers._queues, 1 << 30)))
     assert len(alive) == 1
     assert found[0] == found[1]
     storage = SimpleNamespace(device=torch.device("cuda", 2))
     with pytest.warns(UserWarning, match="not page-locked: refused"):
-        assert buffer.writers._copies(storage, buffer.writers._queues, 1 << 30) is None
+        assert buffer.writers._reader_of(storage, buffer.writers._queues, 1 << 30) is intake._IN_PLACE
     assert not alive
 
 
@@ -721,7 +720,7 @@ def test_a_queue_that_a_gpu_still_reads_is_not_written_to(monkeypatch: pytest.Mo
     # What it makes counts as being on the GPU.
     monkeypatch.setattr(host_memory, "to_device", lambda sources, device: sources)
     monkeypatch.setattr(intake, "JOINED_BYTES", 0)
-    monkeypatch.setattr(array_writes, "past_dispatcher", lambda table: False)
+    monkeypatch.setattr(writing, "past_dispatcher", lambda table: False)
 
     def steps(writer: int, first: int, n: int) -> Any:
         rows = batch(writer, first, n)
@@ -743,7 +742,7 @@ def test_a_queue_that_a_gpu_still_reads_is_not_written_to(monkeypatch: pytest.Mo
         one.extend(steps(1, 6, 3))
     one.extend(steps(1, 6, 1))
     buffer.writers.take()
-    copies = buffer.writers._aside
+    copies = buffer.writers._reader._copies
     assert len(copies.queue) == 2
     copies.finish()
     buffer.writers.take()
@@ -765,7 +764,7 @@ def test_queues_that_the_driver_refuses_to_lock_are_copied_as_before(monkeypatch
     gpu = LateGpu(monkeypatch)
     monkeypatch.setattr(host_memory, "SideCopies", refused)
     monkeypatch.setattr(intake, "JOINED_BYTES", 0)
-    monkeypatch.setattr(array_writes, "past_dispatcher", lambda table: False)
+    monkeypatch.setattr(writing, "past_dispatcher", lambda table: False)
     buffer = buffer_of(writers=1)
     (client,) = clients_of(buffer, 1)
     client.extend(batch(0, 0, 2))

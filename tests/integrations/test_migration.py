@@ -45,15 +45,9 @@ def test_members_that_are_called_missing_are():
 PROBES = [
     "ReplayBuffer(consume_after_n_samples=1)",
     "ReplayBuffer(delayed_init=True)",
-    "ReplayBuffer(service_backend='ray')",
-    "ReplayBuffer(service_backend_options={'a': 1})",
-    "ReplayBuffer(transport='ray')",
-    "ReplayBuffer(transport_options={'a': 1})",
     "ReplayBuffer(checkpointer=object())",
-    "SliceSampler(slice_len=2, fragmented=True)",
-    "PrioritizedReplayBuffer(alpha=0.5, beta=0.5, sync=False)",
-    "TensorDictPrioritizedReplayBuffer(alpha=0.5, beta=0.5, sync=False)",
 ]
+"""Others are in test_torchrl_messages.py, with what is said of them."""
 
 
 @pytest.mark.parametrize("call", PROBES)

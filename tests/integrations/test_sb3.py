@@ -9,7 +9,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from gpubuf.data import array_writes
+from gpubuf.data import prepared_writes
 from gpubuf.integrations import sb3
 from gpubuf.integrations.stable_buffers import WAITING_STEPS
 from tests.contracts.adapters import ENVS, MODES, Seen, program
@@ -463,7 +463,7 @@ def test_a_step_that_waited_is_written_by_a_prepared_launch(space, monkeypatch: 
     def refuse(*arguments: Any) -> None:
         raise AssertionError("the step took the general way")
 
-    monkeypatch.setattr(array_writes._Route, "sources", refuse)
+    monkeypatch.setattr(prepared_writes.Route, "sources", refuse)
     buffer.add(*written[2])
     buffer.sample(4)
     assert buffer.size() == 3

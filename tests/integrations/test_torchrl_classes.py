@@ -60,20 +60,6 @@ def test_a_buffer_and_its_parts_have_torchrls_types(name: str):
     assert ("index" in batch_of_it.keys()) == name.startswith("TensorDict")
 
 
-@pytest.mark.parametrize("name", BUFFERS)
-def test_a_buffer_draws_what_gpubufs_draws(name: str):
-    """Seeded alike, with the same rows."""
-    data = batch(20)
-    drawn = []
-    for module in (JOINED, gpubuf.data):
-        options = {"alpha": 0.6, "beta": 0.4} if "Prioritized" in name else {}
-        buffer = getattr(module, name)(batch_size=8, generator=torch.Generator().manual_seed(1), **options)
-        buffer.extend(data)
-        drawn.append(buffer.sample(return_info=True)[1])
-    assert drawn[0].keys() == drawn[1].keys()
-    assert all(torch.equal(drawn[0][key], drawn[1][key]) for key in drawn[0])
-
-
 def test_no_call_of_the_fast_path_is_added():
     """A call of a joined buffer is that of gpubuf's class: the same function."""
     for name in ("sample", "update_priority", "update_tensordict_priority"):

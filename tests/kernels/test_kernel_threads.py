@@ -82,22 +82,22 @@ def test_small_batches_stay_in_the_thread_of_the_caller():
 def test_workers_are_kept():
     storage, _ = filled()
     rng = RandomState(seed=1).state
-    storage.sample_uniform(rng, LARGE)
+    storage.plans.batch.sample_uniform(rng, LARGE)
     before = names_of_workers()
     assert before
     for _ in range(20):
-        storage.sample_uniform(rng, LARGE)
+        storage.plans.batch.sample_uniform(rng, LARGE)
     assert names_of_workers() == before
 
 
 def test_several_threads_at_once_each_get_their_own_batch():
     storage, _ = filled()
-    expected = storage.sample_uniform(RandomState(seed=7).state, LARGE)[0]
+    expected = storage.plans.batch.sample_uniform(RandomState(seed=7).state, LARGE)[0]
     wrong: list[int] = []
 
     def work() -> None:
         for round_ in range(30):
-            found = storage.sample_uniform(RandomState(seed=7).state, LARGE)[0]
+            found = storage.plans.batch.sample_uniform(RandomState(seed=7).state, LARGE)[0]
             if not all(map(torch.equal, found, expected)):
                 wrong.append(round_)
 
@@ -183,15 +183,15 @@ torch.set_num_threads(2)
 from gpubuf.data.samplers.base import RandomState
 from tests.kernels.test_kernel_threads import LARGE, filled, names_of_workers
 storage, tree = filled()
-expected = storage.sample_uniform(RandomState(seed=7).state, LARGE)[0]
+expected = storage.plans.batch.sample_uniform(RandomState(seed=7).state, LARGE)[0]
 assert names_of_workers() == ["gpubuf-kernels"]
 child = os.fork()
 if child == 0:
     assert names_of_workers() == []
-    found = storage.sample_uniform(RandomState(seed=7).state, LARGE)[0]
+    found = storage.plans.batch.sample_uniform(RandomState(seed=7).state, LARGE)[0]
     os._exit(0 if all(map(torch.equal, found, expected)) and names_of_workers() else 1)
 assert os.waitpid(child, 0)[1] == 0
-storage.sample_uniform(RandomState(seed=7).state, LARGE)
+storage.plans.batch.sample_uniform(RandomState(seed=7).state, LARGE)
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from gpubuf import capture
+import gpubuf
+from gpubuf import capture, objectives
 from gpubuf.objectives import CrossQLoss, SoftUpdate
 from tests.contracts import first_quick
 from tests.contracts.objectives import BATCH_NORMS, CLASSES, COMPILED, CONTRACTS
@@ -60,6 +61,13 @@ def assert_same(loss: Any, ours: dict[str, Tensor], other: Any, truth: dict[str,
     torch.testing.assert_close(losses_of(ours), losses_of(truth))
     torch.testing.assert_close(ours["td_error"], truth["td_error"])
     torch.testing.assert_close(gradients(loss, total(ours)), gradients(other, total(truth)))
+
+
+def test_every_loss_has_a_contract():
+    """And is found in gpubuf itself, too."""
+    losses = {name for name in objectives.__all__ if name.endswith("Loss")}
+    assert losses == CLASSES.keys()
+    assert all(getattr(gpubuf, name) is getattr(objectives, name) for name in losses)
 
 
 @every

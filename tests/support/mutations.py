@@ -29,7 +29,12 @@ ROOT = Path(__file__).parents[2]
 #: Files of the source, and the tests that have to notice a fault in them, as patterns from the root of the project.
 AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sum tree": (
-        ("kernels/sum_tree/_numba*.py", "kernels/sum_tree/_launch.py", "gpubuf/data/samplers/sum_tree.py"),
+        (
+            "kernels/sum_tree/_numba*.py",
+            "kernels/sum_tree/_launch.py",
+            "gpubuf/data/samplers/sum_tree.py",
+            "gpubuf/data/samplers/priorities.py",
+        ),
         (
             "tests/kernels/test_sum_tree*.py",
             "tests/data/test_sum_tree*.py",
@@ -65,17 +70,17 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "tests/data/test_sampler_contract.py",
         ),
     ),
-    "mixes": (("gpubuf/data/mixed*.py",), ("tests/data/test_mixed.py",)),
+    "mixes": (("gpubuf/data/mixed*.py", "gpubuf/data/shares.py"), ("tests/data/test_mixed.py",)),
     "processing": (("gpubuf/data/processing/*.py",), ("tests/data/test_processing*.py",)),
     "slices": (
-        ("gpubuf/data/samplers/slices*.py", "kernels/trajectories/_numba*.py"),
+        ("gpubuf/data/samplers/*slice*.py", "kernels/trajectories/_numba*.py"),
         ("tests/data/test_slice*.py", "tests/data/test_sampler_contract.py", "tests/kernels/test_trajector*.py"),
     ),
     "samplers": (
         (
             "gpubuf/data/samplers/uniform.py",
-            "gpubuf/data/samplers/prioritized.py",
-            "gpubuf/data/samplers/slices.py",
+            "gpubuf/data/samplers/prioritized*.py",
+            "gpubuf/data/samplers/slice*.py",
             "gpubuf/data/samplers/trajectory_index.py",
             "gpubuf/data/samplers/row_order.py",
             "gpubuf/data/hindsight.py",

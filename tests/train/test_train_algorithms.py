@@ -180,12 +180,6 @@ def test_an_algorithm_for_other_actions_names_one_that_fits(algo, env, message, 
         train(tiny(algo, env=PREFIX + env), tmp_path)
 
 
-def test_a_stored_run_without_an_algorithm_is_sac_s():
-    values = json.loads(TrainConfig().to_json())
-    assert values.pop("algo") == "sac"
-    assert TrainConfig.from_mapping(values) == TrainConfig()
-
-
 def test_options_of_the_command(tmp_path, capsys):
     sizes = "--total-steps 24 --num-envs 4 --learning-starts 16 --hidden 8 --batch-size 8 --eval-episodes 1"
     chosen = "--env torch/Pendulum --noise-hold 5 --scale-rewards --policy-every 3"

@@ -7,32 +7,25 @@ import pytest
 
 from gpubuf.train.config import CHANGEABLE_ON_RESUME, TrainConfig, UsageError
 
+#: Settings of which there is one or more.
+COUNTS = ["total_steps", "num_envs", "batch_size", "buffer_size", "threads", "critics", "eval_episodes", "log_every"]
+COUNTS += ["policy_every", "noise_hold"]
+
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("env", "", "must name an environment"),
-        ("total_steps", 0, "at least 1, got 0"),
-        ("num_envs", 0, "at least 1"),
+        *((name, 0, "at least 1, got 0") for name in COUNTS),
         ("batch_size", -3, "at least 1, got -3"),
-        ("buffer_size", 0, "at least 1"),
-        ("threads", 0, "at least 1"),
-        ("critics", 0, "at least 1"),
-        ("eval_episodes", 0, "at least 1"),
-        ("log_every", 0, "at least 1"),
-        ("seed", -1, "at least 0"),
+        *((name, -1, "at least 0") for name in ("seed", "learning_starts", "eval_every", "checkpoint_every")),
         ("seed", 2**64, rf"below 2\*\*64, got {2**64}"),
         ("n_steps", 0, r"in 1 \.\. 64, got 0"),
         ("n_steps", 65, r"in 1 \.\. 64, got 65"),
-        ("policy_every", 0, "at least 1"),
-        ("noise_hold", 0, "at least 1"),
         ("algo", "sarsa", "one of sac"),
         ("atoms", 51, "sac has no atoms, got 51"),
         ("v_max", 3.0, r"sac has no v_max, got 3\.0"),
-        ("learning_starts", -1, "at least 0"),
         ("learning_starts", 10_000, r"below total_steps \(10000\), got 10000"),
-        ("eval_every", -1, "at least 0"),
-        ("checkpoint_every", -1, "at least 0"),
         ("update_ratio", 0.0, "above 0"),
         ("learning_rate", float("nan"), "above 0 and finite, got nan"),
         ("learning_rate", float("inf"), "finite"),

@@ -107,18 +107,6 @@ def test_actions_are_stretched_to_the_bounds():
     envs.close()
 
 
-def test_environments_that_cannot_be_played_again_begin_anew():
-    envs = GymnasiumEnvironments(PREFIX + "Unrepeatable-v0", 2, 0)
-    envs.reset()
-    envs.step(torch.zeros(2, 1))
-    restored, lost = envs.restore(envs.state())
-    assert lost == [0, 1]
-    assert restored[:, 1].tolist() == [0, 0]
-    assert [recorder._length for recorder in envs._recorders] == [0, 0]
-    assert envs.take_episodes(True) == []
-    envs.close()
-
-
 def test_an_episode_too_long_to_record_begins_anew(monkeypatch):
     monkeypatch.setattr(gymnasium_environments, "MAX_RECORDED_STEPS", 2)
     recorder = EpisodeRecorder(make("Pendulum-v1"))

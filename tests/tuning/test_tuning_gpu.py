@@ -43,10 +43,10 @@ def test_what_is_in_force_is_what_is_launched():
     storage = LazyTensorStorage(1000, device="cuda")
     storage.append(torch.arange(5000, device="cuda").view(1000, 5))
     index = torch.arange(999, -1, -1, device="cuda")
-    expected = storage.gather(index)[0][0].clone()
+    expected = storage.plans.batch.gather(index)[0][0].clone()
     for made in (RowsConfig(128, 1), RowsConfig(1024, 8)):
         with config.using(rows_copy=made):
-            assert storage.gather(index)[0][0].equal(expected)
+            assert storage.plans.batch.gather(index)[0][0].equal(expected)
 
 
 def test_info():

@@ -22,7 +22,7 @@ from gpubuf.data.checkpoints import files
 from gpubuf.data.checkpoints.files import need
 from gpubuf.data.checkpoints.save import Checkpointed
 from gpubuf.data.pinning import tensors_of
-from gpubuf.data.recording import EMPTIES
+from gpubuf.data.recording import emptied_unless_done
 from gpubuf.data.samplers.base import is_count, is_tensor
 from gpubuf.data.storage.containers import Pieces, batch_shape
 from gpubuf.data.storage.layout import Leaf, RowLayout
@@ -103,19 +103,12 @@ def replacing(*buffers: Checkpointed) -> Iterator[None]:
 
     It may be nested: the contents of the buffers count when the outermost block has finished.
     """
-    storages = [buffer._storage for buffer in buffers]
-    outer = [storage.unfinished for storage in storages]
     try:
-        for buffer, storage in zip(buffers, storages, strict=True):
-            buffer._batches.discard()
-            storage.unfinished = EMPTIES
-        yield
-        for storage, mark in zip(storages, outer, strict=True):
-            storage.unfinished = mark
+        with emptied_unless_done([buffer._storage for buffer in buffers]):
+            for buffer in buffers:
+                buffer._batches.discard()
+            yield
     except BaseException as error:
-        # The next operation finds the mark, and empties the buffer.
-        for storage in storages:
-            storage.unfinished = EMPTIES
         error.add_note("the contents were being replaced: the buffer is empty now")
         raise
 

@@ -27,7 +27,7 @@ from gpubuf.data.checkpoints import files
 from gpubuf.data.checkpoints.files import need
 from gpubuf.data.checkpoints.restore import check, existing, readers, replacing
 from gpubuf.data.checkpoints.save import Checkpointed, state_of
-from gpubuf.data.processing.statistics import merged_entries
+from gpubuf.data.processing.moments import merged_entries
 from gpubuf.data.storage.containers import Data, Pieces
 from gpubuf.data.storage.share_next import full_state, oldest_of
 from gpubuf.kernels.sum_tree import MAX_PRIORITY

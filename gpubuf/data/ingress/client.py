@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gpubuf.data.array_writes import Columns, tensordict_of
 from gpubuf.data.ingress.queues import Queues, as_bits, numpy_dtype, of_bits, start_of, wait
-from gpubuf.data.samplers.sum_tree import refuse_unusable
+from gpubuf.data.prepared_writes import Columns
+from gpubuf.data.samplers.priorities import refuse_unusable
 from gpubuf.data.storage.containers import batch_shape, mapped, tensors_of
 from gpubuf.data.storage.layout import RowLayout, as_key, as_written
+from gpubuf.data.writing import tensordict_of
 
 _CHECK_EVERY = 0.25
 """Seconds between two looks at whether the learner is there."""

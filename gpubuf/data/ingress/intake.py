@@ -10,98 +10,38 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 
-from gpubuf.data.arguments import check_count, warn
+from gpubuf.data.arguments import warn
 from gpubuf.data.ingress.client import WriterClient
+from gpubuf.data.ingress.options import MOST_STEPS, Writers
 from gpubuf.data.ingress.queues import Queues, Rows, fence, numpy_dtype, of_bits, start_of, wait
 from gpubuf.data.operation import Operation, operation
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.processing.statistics import RewardScale
-from gpubuf.data.recording import capturing, current_recording, refuse_in_capture
+from gpubuf.data.processing.reward_scale import RewardScale
+from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.row_order import RowOrder
 from gpubuf.data.sequences import SampleUnit, Sequence
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.containers import batch_shape, tensors_of
 from gpubuf.data.storage.end_bits import OWN
-from gpubuf.data.storage.layout import as_key
+from gpubuf.data.storage.layout import RowLayout, as_key
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.tree_layout import layout_of
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import Writer
-
-QUEUE_BYTES = 1 << 23
-"""Default of the bytes of a queue, within these bounds:"""
-LEAST_STEPS, MOST_STEPS = 64, 4096
 
 JOINED_BYTES = 1 << 20
 """Runs of up to so many bytes in all become one write, by a copy that costs less than a write. Larger ones are written
 where they lie. A GPU copies them from there, all in one write."""
 
 _RUN = 64
-_MARGIN_ROWS = 1000
 _LOOK_EVERY = 0.25
 """Seconds between two looks at whether writers with short runs have ended."""
-
-
-@dataclass(frozen=True)
-class Writers:
-    """How processes write to a buffer: ``ReplayBuffer(..., writers=Writers(4))``, or ``writers=4`` for the defaults.
-
-    Args:
-        count: places, for as many writers at a time.
-        queue_steps: steps (rows, for buffers of one dimension) that wait in a writer's queue at most. Default: as many
-            as fit into 8 MiB, within 64 and 4096.
-        run: steps of one writer that are taken in together, at least, unless it has closed, has ended or waits for
-            room, or the buffer is saved. Where another writer's rows come next, a trajectory is cut. Default: 64 where
-            batches have rows of several steps (``n_steps``, slices, sequences, hindsight) or observations are stored
-            once (``share_next``), but no more than half the queue; else 1.
-        timeout: seconds that a writer waits for room, or a learner for rows with ``ratio``; None: any number.
-        ratio: samples drawn for each row written. Writers and learner wait for each other. Default: they don't.
-        margin: samples by which either may be ahead of ``ratio``. Default: those of 1000 rows. A batch, and the samples
-            of one write, must fit into it twice.
-        min_rows: with ``ratio``: rows that are written before the first sample, at the least.
-
-    Raises:
-        ValueError: a number makes no sense, or ``margin`` or ``min_rows`` come without ``ratio``.
-    """
-
-    count: int
-    queue_steps: int | None = None
-    run: int | None = None
-    timeout: float | None = 60.0
-    ratio: float | None = None
-    margin: float | None = None
-    min_rows: int = 1
-
-    def __post_init__(self) -> None:
-        check_count(self.count, "count")
-        for name in ("queue_steps", "run"):
-            if getattr(self, name) is not None:
-                check_count(getattr(self, name), name)
-        check_count(self.min_rows, "min_rows")
-        if self.timeout is not None and not self.timeout > 0:
-            raise ValueError(f"timeout must be above 0 seconds, got {self.timeout}")
-        if self.ratio is None and (self.margin is not None or self.min_rows != 1):
-            raise ValueError("margin and min_rows are those of a ratio: give ratio, too")
-        if (self.ratio is not None and not 0 < self.ratio < math.inf) or (self.margin is not None and self.margin <= 0):
-            raise ValueError(f"ratio and margin must be above 0, got {self.ratio} and {self.margin}")
-
-    @staticmethod
-    def of(given: int | Writers) -> Writers:
-        """``writers=`` of a buffer: the options, or a number of places."""
-        return given if isinstance(given, Writers) else Writers(given)
-
-    def steps_for(self, step_bytes: int) -> int:
-        """Steps of a queue."""
-        if self.queue_steps is not None:
-            return self.queue_steps
-        return min(max(QUEUE_BYTES // max(step_bytes, 1), LEAST_STEPS), MOST_STEPS)
 
 
 class WriterCounters(NamedTuple):
@@ -162,6 +102,62 @@ class _Claim(NamedTuple):
     runs: list[_Run]
 
 
+class _NoQueues:
+    """The queues of a buffer that has had no client."""
+
+    count, rows = 0, Rows(cast(RowLayout, None), (), 2 * MOST_STEPS)
+
+    def leave(self, process: int) -> None:
+        """No process writes."""
+
+    def set_limit(self, steps: int) -> None:
+        """No process writes."""
+
+
+class _InPlace:
+    """Reads steps where they lie in the queues."""
+
+    done = True
+
+    def columns(self, queues: Queues, pieces: list[_Piece]) -> list[Any]:
+        """The steps of pieces, an array per key: where they lie, if that is one piece."""
+        if len(pieces) == 1:
+            ((place, start, stop),) = pieces
+            return [column[start:stop] for column in queues.columns[place]]
+        return [
+            np.concatenate([queues.columns[place][key][start:stop] for place, start, stop in pieces])
+            for key in range(len(queues.rows.layout.leaves))
+        ]
+
+
+_IN_PLACE = _InPlace()
+
+
+class _BySideCopies:
+    """Has a GPU copy steps from where they lie, on a stream of its own.
+
+    Raises:
+        RuntimeError: the memory can't be page-locked.
+    """
+
+    def __init__(self, queues: Queues, device: torch.device) -> None:
+        self._copies = host_memory.SideCopies(np.frombuffer(queues.memory, np.uint8), device)
+
+    @property
+    def done(self) -> bool:
+        """Whether the GPU has read everything."""
+        return self._copies.done
+
+    def columns(self, queues: Queues, pieces: list[_Piece]) -> list[Any]:
+        """The steps of pieces, a tensor per key."""
+        return self._copies.joined(
+            [
+                [of_bits(queues.columns[place][key][start:stop], leaf.dtype) for place, start, stop in pieces]
+                for key, leaf in enumerate(queues.rows.layout.leaves)
+            ]
+        )
+
+
 class Intake:
     """Takes rows out of the queues of a buffer's writers. It is ``buffer.writers``.
 
@@ -182,15 +178,15 @@ class Intake:
         self.drawn = 0
         self._buffer: Callable[[], Target | None] = weakref.ref(buffer)
         self.operation = buffer.operation
-        self._queues: Queues | None = None
+        self._queues: Queues | _NoQueues = _NoQueues()
         self._taken: list[int] = []
         self._clients = 0
         # When writers whose runs are short were last looked for.
         self._looked = 0.0
         self._claim: _Claim | None = None
-        # Copies from the queues to a GPU, and for which device they are made or refused.
-        self._aside: host_memory.SideCopies | None = None
-        self._asked: torch.device | None = None
+        # What reads large writes, and the device for which it was made.
+        self._reader: _InPlace | _BySideCopies = _IN_PLACE
+        self._reads_for = torch.device("cpu")
         self._taking = False
         # How often rows were taken in before an operation.
         self._calls = 0
@@ -202,17 +198,13 @@ class Intake:
     def client(self, example: Any = None, place: int | None = None) -> WriterClient:
         """A client for a writer in another process. See :meth:`gpubuf.ReplayBuffer.client`."""
         buffer = self._target()
-        queues = self._queues
-        if queues is None:
-            queues = self._open(buffer, example)
+        queues = self._queues if isinstance(self._queues, Queues) else self._open(buffer, example)
         place = self._free_place(queues) if place is None else self._taken_over(queues, place)
         # Rows of the writer before are its own run.
         self.take(everything=True)
         self._clients += 1
         queues.give(place, self._clients)
-        start = start_of(os.getpid())
-        assert start is not None
-        learner, time_dim = (os.getpid(), start), buffer.dim_extend if queues.rows.envs else 0
+        learner, time_dim = (os.getpid(), start_of(os.getpid()) or 0), buffer.dim_extend if queues.rows.envs else 0
         leaves = queues.rows.layout.leaves
         key = as_key(buffer.priority_key) if buffer._sampler.has_priorities else ()
         priority = next((i for i, leaf in enumerate(leaves) if key and leaf.key == key), None)
@@ -258,7 +250,7 @@ class Intake:
             # A next observation that is stored once needs a place of its own where another writer's row follows.
             in_order = buffer._row_order is not None or bool(buffer._storage.options.share_next)
             run = _RUN if in_order else 1
-        return run if self._queues is None else max(min(run, self._queues.rows.steps // 2), 1)
+        return max(min(run, self._queues.rows.steps // 2), 1)
 
     def _free_place(self, queues: Queues) -> int:
         for place in range(queues.count):
@@ -316,7 +308,7 @@ class Intake:
     def counters(self) -> list[WriterCounters]:
         """The state of every place. No host sync."""
         queues = self._queues
-        if queues is None:
+        if isinstance(queues, _NoQueues):
             return [WriterCounters(place, None, 0, 0, 0.0) for place in range(self.options.count)]
         found = []
         for place in range(queues.count):
@@ -331,14 +323,9 @@ class Intake:
     def _set_limit(self) -> None:
         """Let writers go on as far as the samples allow."""
         options, queues = self.options, self._queues
-        if options.ratio is not None and queues is not None:
-            rows = options.min_rows + (self.drawn + self._margin) / options.ratio
+        if options.ratio is not None:
+            rows = options.min_rows + (self.drawn + self.options.samples_ahead) / options.ratio
             queues.set_limit(max(math.floor(rows) // queues.rows.step_rows, 1))
-
-    @property
-    def _margin(self) -> float:
-        ratio = self.options.ratio or 0.0
-        return _MARGIN_ROWS * ratio if self.options.margin is None else self.options.margin
 
     @property
     def gate(self) -> Callable[[int], None] | None:
@@ -352,9 +339,8 @@ class Intake:
             TimeoutError: the writers have written too little for the timeout.
             ValueError: the margin has no room for so many samples.
         """
-        refuse_in_capture("ratio= counts the samples of eager calls: sample before the captured step")
-        margin, ratio = self._margin, self.options.ratio
-        assert ratio is not None
+        at_replays().refuse("ratio= counts the samples of eager calls: sample before the captured step")
+        margin = self.options.samples_ahead
         if samples > 2 * margin:
             raise ValueError(f"a batch of {samples} samples is more than twice margin={margin}: raise the margin")
         if not self._may_draw(samples):
@@ -369,9 +355,9 @@ class Intake:
         if take:
             self.take(everything=True)
         options, queues = self.options, self._queues
-        size, envs = len(self._target()._storage), 1 if queues is None else queues.rows.step_rows
+        size, envs = len(self._target()._storage), queues.rows.step_rows
         ahead = self.drawn + samples - (options.ratio or 0.0) * (sum(self._taken) * envs - options.min_rows)
-        return size >= options.min_rows and ahead <= self._margin
+        return size >= options.min_rows and ahead <= self.options.samples_ahead
 
     def _why_blocked(self, samples: int) -> str:
         alive = [one for one in self.counters() if one.process is not None]
@@ -388,9 +374,8 @@ class Intake:
         self.operation.run(self._close)
 
     def _close(self) -> None:
-        if self._queues is not None:
-            self._queues.leave(os.getpid())
-            self.take(everything=True)
+        self._queues.leave(os.getpid())
+        self.take(everything=True)
 
     # Rows
 
@@ -414,42 +399,36 @@ class Intake:
 
     def at_call(self) -> None:
         """Called at the beginning of an operation of the buffer."""
-        if not self._taking and self._queues is not None and current_recording() is None:
+        if self._taken and not self._taking:
             self._calls += 1
             self._take(False)
 
     def _take(self, everything: bool) -> None:
         queues = self._queues
-        if queues is None or self._taking:
+        if isinstance(queues, _NoQueues) or self._taking:
             return
         try:
             # The writes below are operations of the buffer.
             self._taking = True
             if self._claim is not None:
                 self._settle(queues, self._claim)
-            if self._aside is not None and not self._in_capture():
-                self._give_back(queues)
             runs = self._arrived(queues, everything)
-            if not runs or self._in_capture():
-                return
-            buffer = self._target()
-            for group in self._groups(buffer, queues, runs):
-                self._write(buffer, queues, group)
+            if self.operation.launches_at_once():
+                if self._reader is not _IN_PLACE:
+                    self._give_back(queues)
+                buffer = self._target()
+                for group in self._groups(buffer, queues, runs) if runs else ():
+                    self._write(buffer, queues, group)
         finally:
             self._taking = False
-
-    def _in_capture(self) -> bool:
-        return self.operation.gpu() is not None and capturing()
 
     def _arrived(self, queues: Queues, everything: bool) -> list[_Run]:
         """What is to be taken in now."""
         found, short = list[_Run](), list[_Run]()
-        run = 1 if everything else None
         for place, taken in enumerate(self._taken):
             count = queues.published(place) - taken
             if count:
-                run = self.run if run is None else run
-                (found if count >= run else short).append(_Run(place, taken, count))
+                (found if everything or count >= self.run else short).append(_Run(place, taken, count))
         if short:
             look = time.monotonic() - self._looked > _LOOK_EVERY
             self._looked = time.monotonic() if look else self._looked
@@ -469,7 +448,7 @@ class Intake:
         steps = -(-storage.max_size // queues.rows.step_rows)
         if total <= steps and storage.initialized and not len(buffer._transform):
             n_bytes = total * queues.rows.step_bytes
-            if n_bytes <= JOINED_BYTES or self._copies(storage, queues, n_bytes) is not None:
+            if n_bytes <= JOINED_BYTES or self._reader_of(storage, queues, n_bytes) is not _IN_PLACE:
                 return [runs]
         return [
             [_Run(place, first + at, min(steps, count - at))]
@@ -491,14 +470,14 @@ class Intake:
         storage.marks.streams = streams
         rows = queues.rows
         layout, as_columns = rows.layout, storage.initialized and rows.layout.is_tensordict
-        aside = self._copies(storage, queues, steps * rows.step_bytes) if as_columns else None
+        reader = self._reader_of(storage, queues, steps * rows.step_bytes) if as_columns else _IN_PLACE
         pieces = [(run.place, *piece) for run in runs for piece in queues.pieces(run.first, run.steps)]
-        columns: list[Any] = self._columns(queues, pieces) if aside is None else self._on_gpu(aside, queues, pieces)
+        columns = reader.columns(queues, pieces)
         turned = buffer.dim_extend if rows.envs else 0
         if turned:
             columns = [column.swapaxes(0, turned) for column in columns]
         if as_columns:
-            for place, leaf in enumerate(layout.leaves if aside is None else ()):
+            for place, leaf in enumerate(layout.leaves if reader is _IN_PLACE else ()):
                 if numpy_dtype(leaf.dtype) is None:
                     columns[place] = of_bits(columns[place], leaf.dtype)
             buffer.extend_columns(dict(zip(layout.keys, columns, strict=True)))
@@ -510,54 +489,29 @@ class Intake:
         self._release(queues, runs)
         self._claim, storage.marks.streams = None, OWN
 
-    def _copies(self, storage: TensorStorage, queues: Queues, n_bytes: int) -> host_memory.SideCopies | None:
-        """How ``n_bytes`` are copied to the GPU of a storage from where they lie; None: in another way."""
+    def _reader_of(self, storage: TensorStorage, queues: Queues, n_bytes: int) -> _InPlace | _BySideCopies:
+        """What reads ``n_bytes`` for a storage."""
         device = storage.device
         if n_bytes <= JOINED_BYTES or device.type != "cuda" or not host_memory.cuda_present():
-            return None
-        if device != self._asked:
+            return _IN_PLACE
+        if device != self._reads_for:
             # The memory can be locked once at a time.
-            self._asked, self._aside = device, None
+            self._reads_for, self._reader = device, _IN_PLACE
             try:
-                self._aside = host_memory.SideCopies(np.frombuffer(queues.memory, np.uint8), device)
+                self._reader = _BySideCopies(queues, device)
             except RuntimeError as refused:
                 warn(f"the queues of writers are not page-locked: {refused}")
-        return self._aside
-
-    @staticmethod
-    def _on_gpu(aside: host_memory.SideCopies, queues: Queues, pieces: list[_Piece]) -> list[torch.Tensor]:
-        """The steps of pieces, a tensor per key."""
-        return aside.joined(
-            [
-                [of_bits(queues.columns[place][key][start:stop], leaf.dtype) for place, start, stop in pieces]
-                for key, leaf in enumerate(queues.rows.layout.leaves)
-            ]
-        )
-
-    @staticmethod
-    def _columns(queues: Queues, pieces: list[_Piece]) -> list[np.ndarray]:
-        """The steps of pieces, an array per key: where they lie, if that is one piece."""
-        if len(pieces) == 1:
-            ((place, start, stop),) = pieces
-            return [column[start:stop] for column in queues.columns[place]]
-        return [
-            np.concatenate([queues.columns[place][key][start:stop] for place, start, stop in pieces])
-            for key in range(len(queues.rows.layout.leaves))
-        ]
+        return self._reader
 
     def _release(self, queues: Queues, runs: list[_Run]) -> None:
         for place, first, count in runs:
             # In the mirror first: after an interrupt between the two it is the one that counts.
             self._taken[place] = first + count
-            if self._aside is None:
-                queues.release(place, first + count)
-        if self._aside is not None:
-            self._give_back(queues)
+        self._give_back(queues)
 
     def _give_back(self, queues: Queues) -> None:
-        """Let writers write again where a GPU has read what was taken."""
-        assert self._aside is not None
-        if self._aside.done:
+        """Let writers write again where everything was read that was taken."""
+        if self._reader.done:
             for place, taken in enumerate(self._taken):
                 if queues.taken(place) != taken:
                     queues.release(place, taken)

@@ -113,7 +113,7 @@ class Pipeline:
     @property
     def noise(self) -> Tensor | None:
         """The random state, int64 ``[3]``."""
-        return None if self.random is None else self.random.state
+        return self.random.state if self.random else None
 
     def options(self, key: Key) -> dict[str, Any]:
         """Attributes of :class:`gpubuf.kernels.rows.Field` for a key of the batch: valid until :meth:`bind`."""
@@ -122,7 +122,7 @@ class Pipeline:
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Start a new random stream, seeded by ``generator`` (None: by torch's global one)."""
         self._generator = generator
-        if self.random is not None:
+        if self.random:
             # In place: a captured graph draws from it.
             self.random.state.copy_(RandomState(generator=generator, device=self.random.device).state)
 
@@ -147,7 +147,7 @@ class Pipeline:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        own = 0 if self.random is None else self.random.state.nbytes
+        own = self.random.state.nbytes if self.random else 0
         return own + sum(tensor.nbytes for step in self.steps for tensor in step.tensors())
 
     # State
@@ -163,9 +163,8 @@ class Pipeline:
         self.check_state(state)
         for number, step in enumerate(self.steps):
             step.load_state_dict(state["steps"][str(number)])
-        if state["random"] is not None:
-            if self.random is None:
-                self.random = RandomState(seed=0)
+        if state["random"]:
+            self.random = self.random or RandomState(seed=0)
             self.random.load_state_dict(state["random"])
 
     def check_state(self, state: dict[str, Any]) -> None:

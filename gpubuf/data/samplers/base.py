@@ -5,15 +5,15 @@ docs/extending.md shows how to write a sampler.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import describe_type, warn
 from gpubuf.data.operation import ALONE, Alone, Operation
-from gpubuf.data.recording import current, refuse_in_capture
+from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.placement import IndexBytes
@@ -129,6 +129,16 @@ def positions_below(value: Any, bound: int) -> bool:
 UNBOUND = "the sampler belongs to no buffer yet: give it to one, or call bind(storage)"
 
 
+class _NoReader:
+    """The reader of a sampler that belongs to no buffer."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name) if name.startswith("__") else RuntimeError(UNBOUND)
+
+
+_NO_READER = cast("RowPlan", _NoReader())
+
+
 class Drawn(NamedTuple):
     """The result of a draw: gathered rows, where they lie, and the info about each of them."""
 
@@ -175,19 +185,30 @@ class Sampler:
     ran_out: bool = False
     #: Attributes that hold a tensor about the rows, or None.
     row_tensors: ClassVar[tuple[str, ...]] = ()
+    #: Attributes that hold what is known about the rows, or None: objects with ``to(device)``, which is called when the
+    #: rows have moved, and ``nbytes``. A graph uses them as they are.
+    parts: ClassVar[tuple[str, ...]] = ()
     #: The class that ``replacement=False`` stands for.
     without_replacement: ClassVar[type[Sampler] | None] = None
     #: The attributes that a draw replaces, apart from the random stream: what is to be put back where a batch that was
     #: drawn ahead is thrown away. None: a draw can't be taken back, and none is made ahead.
     drawn_state: ClassVar[tuple[str, ...] | None] = None
+    #: Of samplers without replacement: the names in a state of what is left of the epoch, and of what it is of.
+    epoch_as: ClassVar[tuple[str, ...]] = ()
+    #: Whether an epoch ends before a batch that could not be filled, and whether its order is a random one.
+    drop_last: bool = False
+    shuffle: bool = True
     operation: Operation | Alone = ALONE
-    reader: RowPlan | None = None
+    reader: RowPlan = _NO_READER
     #: The ranks that draw with this one, if there are any.
     shards: Shards | None = None
     # For samplers whose constructor does not call that of this class.
     _storage: TensorStorage | None = None
     _random: RandomState | None = None
     _generator: torch.Generator | None = None
+    # What is left of the epoch, int64; and what it is an epoch of: another one begins when that changes.
+    _left: Tensor | None = None
+    _of: Any = None
 
     def __new__(cls, *args: Any, replacement: bool = True, **named: Any) -> Any:
         """An instance; of :attr:`without_replacement` if ``replacement`` is False and the class has one."""
@@ -205,8 +226,8 @@ class Sampler:
 
     def __init__(self) -> None:
         # Also in the instance: compiled code depends on where an attribute is.
-        self.ran_out = False
-        self._storage = self.reader = self._random = self._generator = None
+        self.ran_out, self.reader = False, _NO_READER
+        self._storage = self._random = self._generator = self._left = self._of = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -240,6 +261,11 @@ class Sampler:
             raise RuntimeError(UNBOUND)
         return self._storage
 
+    @property
+    def _has_rows(self) -> bool:
+        """Whether the storage, if there is one, is allocated."""
+        return self._storage is not None and self._storage.initialized
+
     def bind(self, storage: TensorStorage, operation: Operation | None = None) -> None:
         """Serve ``storage`` from now on. With another storage than before, all data about rows is forgotten.
 
@@ -262,11 +288,9 @@ class Sampler:
         self.check_storage(storage)
         if other:
             self.forget_storage()
-        if other or self.reader is None:
-            self.reader = storage.reader(Recipe())
-        if other and self._storage is not None:
-            self._storage.followers.leave(self)
-        self._storage = storage
+            reader = storage.reader(Recipe())
+            self.unbind()
+            self._storage, self.reader = storage, reader
         storage.followers.join(self)
         self.operation = ALONE if operation is None else operation
 
@@ -274,7 +298,7 @@ class Sampler:
         """Serve no buffer any more. Rows that are there when it is bound again count as new."""
         if self._storage is not None:
             self._storage.followers.leave(self)
-        self._storage, self.reader, self.operation = None, None, ALONE
+        self._storage, self.reader, self.operation = None, _NO_READER, ALONE
 
     def read_from(self, reader: RowPlan) -> None:
         """Called by the buffer: read rows from ``reader``, which reads the storage, from now on."""
@@ -288,8 +312,12 @@ class Sampler:
 
     def forget_storage(self) -> None:
         """Called when another storage replaces the one so far, and by :meth:`free`: release all data about its rows."""
-        for name in self.row_tensors:
+        for name in (*self.parts, *self.row_tensors, "_of"):
             setattr(self, name, None)
+
+    def _known(self, names: Sequence[str]) -> dict[str, Any]:
+        """The attributes among these that are not None."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def check_rows(self, layout: RowLayout, ndim: int) -> None:
         """Called before the first rows are written: raise if they lack what the sampler needs."""
@@ -307,19 +335,14 @@ class Sampler:
 
     def draw(self, n: int) -> Drawn:
         """Choose ``n`` rows and gather them. Override it if one launch does both."""
-        reader = self.reader
-        if reader is None:
-            raise RuntimeError(UNBOUND)
         positions, info = self.choose(n)
-        tensors, generation = reader.gather(positions)
+        tensors, generation = self.reader.gather(positions)
         return Drawn(tensors, positions, generation, info)
 
     def draw_batches(self, n: int, batches: int) -> Drawn:
         """``batches`` batches of ``n`` rows, chosen and gathered at once."""
         if type(self).draw is not Sampler.draw:
             return self.draw(n * batches).in_batches(batches)
-        if self.reader is None:
-            raise RuntimeError(UNBOUND)
         positions, info = self.choose_batches(n, batches)
         tensors, generation = self.reader.gather(positions)
         return Drawn(tensors, positions, generation, info).in_batches(batches)
@@ -343,18 +366,44 @@ class Sampler:
 
     def random_state(self, device: torch.device | str) -> RandomState:
         """The random stream, created at its first use: seeded by ``set_rng``, else by torch's global generator."""
-        state = self._random
-        if state is None:
-            refuse_in_capture("the sampler draws for the first time, which seeds its random stream: sample once before")
-            state = self._random = RandomState(generator=self._generator, device=device)
-        # `current_recording()` spelled out: every sample comes here.
-        if (recording := current.recording) is not None:
-            recording.holds(self, "_random", "reader")
-        return state
+        if not self._random:
+            at_replays().refuse(
+                "the sampler draws for the first time, which seeds its random stream: sample once before"
+            )
+            self._random = RandomState(generator=self._generator, device=device)
+        # `at_replays()` spelled out: every sample comes here.
+        if current.recording:
+            current.recording.holds(self, "_random", "reader")
+        return self._random
 
-    def order_of(self, n: int, device: torch.device, shuffle: bool) -> Tensor:
-        """``range(n)``, int64 ``[n]``, optionally shuffled by the random stream. No host sync."""
-        if not shuffle:
+    def next_of_epoch(self, n: int, of: Any, count: Callable[[], int]) -> Tensor:
+        """The next ``n`` numbers of the epoch of ``of``, or what is left of it. No host sync, but in ``count``.
+
+        Args:
+            n: how many.
+            of: what the epoch is of: each of so many things once, then all of them again.
+            count: how many there are; called where an epoch begins.
+
+        Raises:
+            ValueError: :attr:`drop_last` is set and there are fewer than ``n``.
+        """
+        left = self._left if self._of == of else None
+        if left is None or (self.drop_last and left.numel() < n):
+            left = self._order_of(count())
+        if self.drop_last and left.numel() < n:
+            raise ValueError(
+                f"The batch size ({n}) is greater than the storage capacity in use, {left.numel()} rows or "
+                "trajectories that can be drawn, and drop_last=True forbids repeats"
+            )
+        ran_out = left.numel() - n < (n if self.drop_last else 1)
+        # At the end, in one step: an interrupt may come at any call.
+        self._left, self._of, self.ran_out = None if ran_out else left[n:], of, ran_out
+        return left[:n]
+
+    def _order_of(self, n: int) -> Tensor:
+        """``range(n)``, int64 ``[n]``, shuffled by the random stream if :attr:`shuffle` is set. No host sync."""
+        device = self.storage.device
+        if not self.shuffle:
             return torch.arange(n, device=device)
         # Sorting independent uniforms gives every order the same probability, and the same order on every device.
         return self.random_state(device).uniform(n).argsort()
@@ -411,17 +460,18 @@ class Sampler:
         """Whether the sampler has derived data from any of these stored keys (positions in the layout)."""
         return False
 
-    def rebuild(self) -> None:
+    def rows_changed(self) -> None:
         """Called after rows were changed in place: compute anew what is derived from them."""
 
     # The life of the rows
 
     def empty(self) -> None:
         """Forget everything about the rows."""
-        self.ran_out = False
+        self.ran_out, self._left, self._of = False, None, None
 
     def mend(self) -> None:
         """Compute anew all data derived from rows or priorities: an operation that changed it was interrupted."""
+        self.rows_changed()
 
     def free(self) -> None:
         """Forget everything about the rows, and release its memory."""
@@ -430,10 +480,8 @@ class Sampler:
 
     def move(self) -> None:
         """Follow the storage to another device: called after its rows are in their new place. May synchronise."""
-        device = self.storage.device
-        for name in ("_random", *self.row_tensors):
-            if getattr(self, name) is not None:
-                setattr(self, name, getattr(self, name).to(device))
+        for name, value in self._known(("_random", *self.parts, *self.row_tensors)).items():
+            setattr(self, name, value.to(self.storage.device))
 
     # Memory
 
@@ -443,23 +491,27 @@ class Sampler:
 
     def memory(self) -> IndexBytes:
         """Bytes that the sampler takes now."""
-        tensors = [getattr(self, name) for name in self.row_tensors]
         # A tensor may be a view of the rest of a larger one.
-        return IndexBytes(index=sum(each.untyped_storage().nbytes() for each in tensors if each is not None))
+        tensors = sum(each.untyped_storage().nbytes() for each in self._known(self.row_tensors).values())
+        return IndexBytes(index=tensors + sum(part.nbytes for part in self._known(self.parts).values()))
 
     @property
     def random_bytes(self) -> int:
         """Bytes of the random state, once there is one."""
-        return 0 if self._random is None else self._random.state.nbytes
+        return self._random.state.nbytes if self._random else 0
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """What the sampler needs to go on with the same batches, also with a seed not used yet. Synchronises."""
-        storage = self._storage
-        if self._random is None and self._generator is not None and storage is not None and storage.initialized:
-            self.random_state(storage.device)
-        return {"type": type(self).__name__, "random": self._random.state_dict() if self._random else None}
+        if self._generator and self._has_rows:
+            self.random_state(self.storage.device)
+        state = {"type": type(self).__name__, "random": self._random and self._random.state_dict()}
+        if not self.epoch_as:
+            return state
+        # What was restored of TorchRL's is an epoch of nothing until a batch is drawn.
+        left = None if self._left is None or self._of is None else self._left.clone()
+        return {**state, **dict(zip(self.epoch_as, (left, self._of), strict=True)), "ran_out": self.ran_out}
 
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
         """Restore :meth:`state_dict`, after the storage has been restored.
@@ -469,9 +521,14 @@ class Sampler:
             order: None if every row is back at its position. Otherwise the rows lie from position 0 on, and this is the
                 old position of each, int64 ``[size]`` on the CPU, as :meth:`TensorStorage.load_state_dict` returns it.
         """
-        random = state.get("random")
-        if random is not None:
-            self.random_state(self.storage.device).load_state_dict(random)
+        if state.get("random"):
+            self.random_state(self.storage.device).load_state_dict(state["random"])
+        if self.epoch_as:
+            left, of = (state[name] for name in self.epoch_as)
+            self.ran_out = state["ran_out"]
+            # Rows that lie elsewhere now begin a new epoch.
+            there = left is not None and order is None
+            self._left, self._of = (left.to(self.storage.device, copy=True), of) if there else (None, None)
 
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         """Raise unless ``state``, which was read from files, can be loaded.
@@ -490,6 +547,12 @@ class Sampler:
         if random is not None:
             is_state = isinstance(random, dict) and is_tensor(random["state"], torch.int64, (3,))
             need(is_state, "the checkpoint's random state is not int64 [3]")
+        if self.epoch_as:
+            left, of = (state[name] for name in self.epoch_as)
+            counts = of if isinstance(of, list) else [0 if of is None else of]
+            usable = type(state["ran_out"]) is bool and all(is_count(int(count)) for count in counts)
+            # Of trajectories there is at most one a row.
+            need(usable and (left is None or positions_below(left, size)), "the checkpoint's epoch is damaged")
 
 
 def require_rows(storage: TensorStorage, shards: Shards | None = None) -> None:

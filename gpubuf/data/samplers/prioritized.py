@@ -13,10 +13,11 @@ from torch import Tensor
 
 from gpubuf.data.arguments import check_count
 from gpubuf.data.operation import operation
-from gpubuf.data.recording import current, current_recording, refuse_in_capture
+from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.priorities import check_beta, exponent, refuse_negative, refuse_unusable, rows_at
 from gpubuf.data.samplers.shards import Shards
-from gpubuf.data.samplers.sum_tree import SumTree, check_beta, exponent, refuse_negative, refuse_unusable, rows_at
+from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.storage import TensorStorage
@@ -73,6 +74,7 @@ class PrioritizedSampler(Sampler):
     """
 
     has_priorities = True
+    parts: ClassVar[tuple[str, ...]] = ("_tree",)
     drawn_state: ClassVar[tuple[str, ...] | None] = ()
 
     def __init__(
@@ -101,7 +103,7 @@ class PrioritizedSampler(Sampler):
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
         self.max_capacity, self.dtype = int(max_capacity), dtype
-        self._device = None if device is None else torch.device(device)
+        self._device = torch.device(device or "cpu")
         self.reduction = reduction
         self.max_priority_within_buffer = max_priority_within_buffer
         self.stratified = stratified
@@ -122,13 +124,11 @@ class PrioritizedSampler(Sampler):
     def alpha(self, value: float) -> None:
         refuse_negative(alpha=value)
         value = exponent("alpha", value)
-        refuse_in_capture("alpha is set, which transforms every priority: set it between calls of the step")
-        if self._tree is None:
-            self._alpha = value
-            return
-        self.raise_if_refused()
-        # An interrupted change is finished by the next operation of the buffer, as that of priorities is.
-        self.storage.changing(self._tree.set_alpha, value)
+        at_replays().refuse("alpha is set, which transforms every priority: set it between calls of the step")
+        if self._tree:
+            self.raise_if_refused()
+            # An interrupted change is finished by the next operation of the buffer, as that of priorities is.
+            self.storage.changing(self._tree.set_alpha, value)
         self._alpha = value
 
     @property
@@ -140,14 +140,12 @@ class PrioritizedSampler(Sampler):
     @operation
     def beta(self, value: float | Tensor) -> None:
         check_beta(value)
-        recording = current_recording()
-        if recording is not None:
-            recording.undo(functools.partial(setattr, self, "_beta", self._beta))
         if not isinstance(value, Tensor):
-            refuse_in_capture(
+            at_replays().refuse(
                 "beta is set to a number, which would stay: set it to a tensor on the device, or between calls"
             )
-        if self._tree is not None:
+        at_replays().undo(functools.partial(setattr, self, "_beta", self._beta))
+        if self._tree:
             self._tree.set_beta(value)
         self._beta = value
 
@@ -159,18 +157,16 @@ class PrioritizedSampler(Sampler):
     @property
     def device(self) -> torch.device:
         """Where the tree is. Before the first write: where the storage will be, as far as that is known."""
-        if self._tree is not None:
-            return self._tree.device
-        if self._storage is not None and self._storage.initialized:
-            return self._storage.device
-        return torch.device("cpu") if self._device is None else self._device
+        return self.storage.device if self._has_rows else self._device
 
     @property
     def default_priority(self) -> Tensor | float:
         """Priority of the next new row, before the transformation: a 0-dim device tensor. No host sync."""
         tree = self._tree
-        if tree is None or not self.max_priority_within_buffer:
-            return 1.0 if tree is None else tree.max_priority
+        if not tree:
+            return 1.0
+        if not self.max_priority_within_buffer:
+            return tree.max_priority
         # With alpha 0 all weights are 1, whatever the priorities.
         priority = tree.maximum ** (1 / tree.scalars[ALPHA]) - tree.scalars[EPS]
         return torch.where(tree.maximum > 0, torch.where(tree.scalars[ALPHA] > 0, priority, tree.max_priority), 1.0)
@@ -182,47 +178,38 @@ class PrioritizedSampler(Sampler):
         Raises:
             RuntimeError: nothing has been written yet.
         """
-        if self._storage is None or not self._storage.initialized:
+        if not self._has_rows:
             raise RuntimeError("the sampler has no tree before the first write")
         return self._tree_made()
-
-    def forget_storage(self) -> None:
-        super().forget_storage()
-        self._tree = None
 
     def _tree_made(self, n_new: int = 0) -> SumTree:
         """The tree over the storage, made at the first use.
 
         Rows that are there already count as new, except for ``n_new`` that the caller is about to treat.
         """
-        recording = current_recording()
-        if self._tree is None:
-            refuse_in_capture("the first write or sample makes the tree: do it before")
+        if not self._tree:
+            at_replays().refuse("the first write or sample makes the tree: do it before")
             storage = self.storage
             tree = SumTree(storage.max_size, alpha=self._alpha, eps=self._eps, device=storage.device)
             tree.set_beta(self._beta)
             if len(storage) > n_new:
                 tree.mark(torch.arange(len(storage), device=storage.device))
             self._tree = tree
-        if recording is not None:
-            recording.holds(self, "_tree")
         return self._tree
 
     # Sampling
 
     def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """Positions by priority, and ``"priority_weight"``, float32 ``[n]``. One launch, no host sync."""
-        tree = self._tree
-        if tree is None or current.recording is not None:
-            tree = self._tree_made()
+        tree = self._tree or self._tree_made()
+        random = self.random_state(tree.leaves.device)
+        if not self.shards:
+            positions, weight = tree.draw(n, random, self.stratified)
+            return positions, {"priority_weight": weight}
         # Before the draw, which may raise on this rank alone.
-        factor = None
-        if self.shards is not None:
-            factor = self.shards.correction(tree.total, tree.minimum, tree.beta, tree.largest_given)
-        positions, weight = tree.draw(n, self.random_state(tree.leaves.device), self.stratified)
-        if factor is not None:
-            weight.mul_(factor)
-        return positions, {"priority_weight": weight}
+        factor = self.shards.correction(tree.total, tree.minimum, tree.beta, tree.largest_given)
+        positions, weight = tree.draw(n, random, self.stratified)
+        return positions, {"priority_weight": weight.mul_(factor)}
 
     def choose_batches(self, n: int, batches: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """As :meth:`choose`. Stratified batches are drawn one by one: each has a row from every part of the weight."""
@@ -274,9 +261,7 @@ class PrioritizedSampler(Sampler):
         if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype is not torch.int64:
             # Those of a one-dimensional storage are positions already.
             index = as_positions(index, own.shape, own.device, lambda: own.steps_stored)
-        tree = self._tree
-        if tree is None or current.recording is not None:
-            tree = self._tree_made()
+        tree = self._tree or self._tree_made()
         tree.update(index, priority, ring=own._ring.counters, generation=generation)
 
     def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
@@ -334,7 +319,7 @@ class PrioritizedSampler(Sampler):
         Raises:
             ValueError: there were any. The count starts again from zero.
         """
-        if self._tree is None:
+        if not self._tree:
             return
         self._tree.warn_of_clamped()
         refused = int(self._tree.refused)
@@ -345,16 +330,16 @@ class PrioritizedSampler(Sampler):
             )
 
     def mend(self) -> None:
-        super().mend()
-        if self._tree is not None:
+        if self._tree:
             self._tree.mend()
             self._alpha = self._tree.alpha
+        super().mend()
 
     # State
 
     def empty(self) -> None:
         super().empty()
-        if self._tree is not None:
+        if self._tree:
             self._tree.clear(reset=True)
 
     def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
@@ -362,14 +347,8 @@ class PrioritizedSampler(Sampler):
         return IndexBytes(tree=tree) + super().index_bytes(shape, device_type)
 
     def memory(self) -> IndexBytes:
-        return IndexBytes(tree=0 if self._tree is None else self._tree.nbytes) + super().memory()
-
-    def move(self) -> None:
-        """Take the tree along. Priorities that a GPU has refused stay counted. Synchronises."""
-        super().move()
-        device = self.storage.device
-        if self._tree is not None and self._tree.device != device:
-            self._tree = self._tree.to(device)
+        tree = self._tree.nbytes if self._tree else 0
+        return IndexBytes(tree, -tree) + super().memory()
 
     def state_dict(self) -> dict[str, Any]:
         self.raise_if_refused()
@@ -378,13 +357,13 @@ class PrioritizedSampler(Sampler):
             "alpha": self._alpha,
             "beta": float(self._beta),
             "eps": self._eps,
-            "tree": self._tree.state_dict() if self._tree is not None else None,
+            "tree": self._tree and self._tree.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
         storage = self.storage
         tree = state["tree"]
-        if tree is None:
+        if not tree:
             self.empty()
         else:
             if order is not None:
@@ -414,5 +393,5 @@ class PrioritizedSampler(Sampler):
         need(float(tree["hyper"][REFUSED]) == 0, "the checkpoint's tree has refused priorities")
 
     def __repr__(self) -> str:
-        tree = "" if self._tree is None else f", tree={self._tree}"
+        tree = f", tree={self._tree}" if self._tree else ""
         return f"{type(self).__name__}(alpha={self._alpha}, beta={float(self._beta)}, eps={self._eps}{tree})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import warn
+from gpubuf.data.recording import host_can_read
 from gpubuf.data.storage.layout import as_key
 from gpubuf.data.storage.plan import Recipe
-from gpubuf.data.storage.schema import NEXT_KEY, continued_keys, default_ends, host_can_read
+from gpubuf.data.storage.schema import NEXT_KEY, continued_keys, default_ends
 from gpubuf.data.storage.storage import TensorStorage
 
 # How much of a storage is compared at a look, and how much of it is searched at a time.
@@ -247,12 +249,12 @@ class Looks:
     """When the order of rows is looked at: with 2 rows, and again with twice as many. And how rows were written so far.
 
     Attributes:
-        at: how many rows are written at the next look; None: there is none.
+        at: how many rows are written at the next look; infinity: there is none.
         size, run: rows of each of the newest writes, and of all of these together.
     """
 
     def __init__(self) -> None:
-        self.at: int | None = 2
+        self.at: float = 2
         self.size = self.run = 0
 
     def wrote(self, n: int) -> None:
@@ -263,7 +265,7 @@ class Looks:
     def again(self, written: int) -> None:
         """Nothing told, with so many rows written."""
         # Two writes are compared, however large they are.
-        self.at = 2 * written if written <= max(_LAST_LOOK, 2 * self.size) else None
+        self.at = 2 * written if written <= max(_LAST_LOOK, 2 * self.size) else math.inf
 
 
 class RowOrder:
@@ -287,7 +289,7 @@ class RowOrder:
             UserWarning: as a warning: they continue elsewhere.
         """
         looks = self._looks
-        if looks.at is None:
+        if looks.at == math.inf:
             return
         written = storage.written
         looks.wrote(written - self._written)
@@ -296,7 +298,7 @@ class RowOrder:
             return
         # Rows of writers that take turns are cut.
         known = storage.marks.by_writers or self._recipe.traj_key is not None
-        looks.at = None
+        looks.at = math.inf
         if storage.ndim > 2 or known or (storage.ndim == 1 and self._refused):
             return
         ends = self._recipe.end_keys

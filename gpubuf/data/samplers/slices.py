@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Collection, Sequence
@@ -14,11 +13,11 @@ from torch import Tensor
 
 from gpubuf.data.arguments import check_count, warn
 from gpubuf.data.operation import operation
-from gpubuf.data.recording import current_recording, refuse_in_capture
+from gpubuf.data.recording import at_replays, host_can_read
 from gpubuf.data.samplers.base import Drawn, Sampler
-from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.row_order import Looks, environments_in_turn
 from gpubuf.data.samplers.shards import Shards
+from gpubuf.data.samplers.slice_flags import SliceFlags, check_free
 from gpubuf.data.samplers.trajectory_index import (
     Trajectories,
     TrajectoryIndex,
@@ -26,14 +25,13 @@ from gpubuf.data.samplers.trajectory_index import (
     signal_keys,
     stored_signal,
 )
-from gpubuf.data.samplers.uniform import EpochSampler
 from gpubuf.data.storage.end_bits import Signal, bitmap_bytes
-from gpubuf.data.storage.layout import MASK_KEY, Key, RowLayout, as_key, as_written
+from gpubuf.data.storage.layout import MASK_KEY, RowLayout, as_written
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.plan import Recipe
-from gpubuf.data.storage.schema import check_tells_ends, host_can_read
+from gpubuf.data.storage.schema import check_tells_ends
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.kernels.trajectories import Rule, eligible_words
+from gpubuf.kernels.trajectories import Rule
 
 
 def pair_of(span: bool | int | Sequence[bool | int]) -> tuple[bool | int, bool | int]:
@@ -61,87 +59,6 @@ def partition(batch_size: int, num_slices: int | None, slice_len: int | None) ->
         raise RuntimeError(f"the batch size must be divisible by {name}: got {batch_size} and {divisor}")
     other = batch_size // divisor
     return (divisor, other) if num_slices else (other, divisor)
-
-
-def _check_free(layout: RowLayout, keys: Sequence[Key], instead: str) -> None:
-    """Raise if a batch of these rows can't have what the sampler says at ``keys``.
-
-    Raises:
-        ValueError: it would lie below a stored tensor, or in the place of stored ones.
-    """
-    for leaf in layout.leaves:
-        for key in keys:
-            common = min(len(key), len(leaf.key))
-            if key != leaf.key and key[:common] == leaf.key[:common]:
-                raise ValueError(
-                    f"batches of slices have a flag at {as_written(key)!r}, but the rows have a tensor at {leaf.name}: "
-                    f"{instead}"
-                )
-
-
-def _either(flags: Tensor, others: Tensor) -> Tensor:
-    """Flags of any dtype, set where they or ``others`` (bool) are."""
-    return (flags.bool() | others).to(flags.dtype)
-
-
-class SliceFlags:
-    """Which flags to report, and where the stored ones are among the tensors of a gathered batch.
-
-    Args:
-        layout: of the rows.
-        truncated_key: under which the last step of every slice is reported; ``"done"`` and ``"terminated"`` go beside
-            it. None reports none of them.
-        init_key: of stored flags that are set at the first step of every slice; None, or not stored: of none.
-
-    Raises:
-        ValueError: the rows have other data where a flag belongs.
-    """
-
-    def __init__(self, layout: RowLayout, truncated_key: Any | None, init_key: Any | None) -> None:
-        self.truncated: Any = None
-        if truncated_key is not None:
-            truncated = as_key(truncated_key)
-            done: Key = (*truncated[:-1], "done")
-            terminated: Key = (*truncated[:-1], "terminated")
-            _check_free(layout, (truncated, done, terminated), "give the sampler another truncated_key, or None")
-            self.truncated, self.done, self.terminated = (as_written(key) for key in (truncated, done, terminated))
-            self._truncated, self._done, self._terminated = (
-                layout.position(key) for key in (truncated, done, terminated)
-            )
-        init = None if init_key is None else as_key(init_key)
-        self._init = None if init is None else layout.position(init)
-        self.init: Any = None if init is None or self._init is None else as_written(init)
-
-    def entries(self, tensors: list[Tensor], last: Tensor, length: int, kept: Tensor | None) -> dict[Any, Tensor]:
-        """The flags of a batch, by key.
-
-        Args:
-            tensors: the gathered rows, ``[n, ...]`` each, in the order of the layout. They are not changed.
-            last: bool ``[n]``, set at the last step of every slice.
-            length: steps of a slice.
-            kept: which of the steps of slices of equal length are in the batch, int64 ``[n]``; None: all of them.
-        """
-        flags: dict[Any, Tensor] = {}
-        if self.truncated is not None:
-            done = None if self._done is None else tensors[self._done]
-            truncated = last.unsqueeze(-1)
-            like = tensors[self._truncated] if done is None and self._truncated is not None else done
-            if like is not None and like.shape != truncated.shape:
-                # Flags of several elements per row (agents) keep their shape: all of them see where the slice ends.
-                truncated = last.view(-1, *[1] * (like.ndim - 1)).expand(like.shape).contiguous()
-            flags[self.truncated] = truncated
-            flags[self.done] = truncated.clone() if done is None else _either(done, truncated)
-            terminated = torch.zeros_like(truncated) if self._terminated is None else tensors[self._terminated]
-            flags[self.terminated] = terminated
-        if self._init is not None:
-            stored = tensors[self._init]
-            started = stored.clone()
-            if kept is None:
-                started.view(-1, length, *stored.shape[1:]).select(1, 0).fill_(True)
-            else:
-                started = _either(stored, (kept % length == 0).view(-1, *[1] * (stored.ndim - 1)))
-            flags[self.init] = started
-        return flags
 
 
 WEIGHTINGS = ("trajectory", "transition")
@@ -202,7 +119,10 @@ class SliceSampler(Sampler):
             or for batches of unequal sizes on the ranks of a group.
     """
 
+    parts: ClassVar[tuple[str, ...]] = ("_index",)
     drawn_state: ClassVar[tuple[str, ...] | None] = ()
+    # Made with the index.
+    _flags: SliceFlags
 
     def __init__(
         self,
@@ -244,18 +164,22 @@ class SliceSampler(Sampler):
             )
         if end_key is not None and end_keys is not None:
             raise RuntimeError("end_key and end_keys exclude each other")
-        static = [name for name, value in (("ends", ends), ("trajectories", trajectories)) if value is not None]
-        stored = {"end_key": end_key, "end_keys": end_keys, "traj_key": traj_key}
-        keys = [name for name, value in stored.items() if value is not None]
-        if len(static) == 2 or (static and keys):
-            raise RuntimeError(f"{' and '.join(static + keys)} exclude each other")
+        given = {
+            "ends": ends, "trajectories": trajectories, "end_key": end_key, "end_keys": end_keys, "traj_key": traj_key
+        }  # fmt: skip
+        given = {name: value for name, value in given.items() if value is not None}
+        if given.keys() & {"ends", "trajectories"} and len(given) > 1:
+            raise RuntimeError(f"{' and '.join(given)} exclude each other")
+        # Fixed tensors, and whether they are identifiers; of keys those that were given.
+        self._fixed = [(given[name], name == "trajectories") for name in ("ends", "trajectories") if name in given]
+        self._keys = {name: given[name] for name in ("end_key", "end_keys", "traj_key") if name in given}
         if pad_output and strict_length:
             raise ValueError("pad_output=True is incompatible with strict_length=True: strict slices are never short")
         if weighting not in WEIGHTINGS:
             raise ValueError(f"weighting must be one of {WEIGHTINGS}, got {weighting!r}")
         self.num_slices, self.slice_len = num_slices, slice_len
-        self.end_key, self.end_keys, self._traj_key = end_key, end_keys, traj_key
-        self.ends, self.fixed_trajectories = ends, trajectories
+        self._end_keys: Sequence[Any] | None = (end_key,) if "end_key" in given else end_keys
+        self._traj_key = traj_key
         self.truncated_key, self.init_key = truncated_key, init_key
         self.strict_length, self.pad_output = strict_length, pad_output
         self.span = pair_of(span)
@@ -266,14 +190,13 @@ class SliceSampler(Sampler):
         if stack and self._may_be_short and not pad_output:
             raise ValueError("stack=True needs slices of equal lengths: no span, and strict_length or pad_output")
         self.shards = Shards.of(process_group)
-        if self.shards is not None and self._may_be_short and not pad_output:
+        if self.shards and self._may_be_short and not pad_output:
             raise ValueError(
                 "slices of unequal lengths make batches of unequal sizes, whose mean over ranks is not that of one "
                 "buffer: with process_group set strict_length=True without a span, or pad_output=True"
             )
         self._rules: dict[int, Rule] = {}
         self._index: TrajectoryIndex | None = None
-        self._flags: SliceFlags | None = None
         # When it is looked at whether rows follow each other.
         self._looks = Looks()
 
@@ -281,10 +204,9 @@ class SliceSampler(Sampler):
 
     def _rule(self, length: int) -> Rule:
         """The rule for slices of ``length`` steps."""
-        rule = self._rules.get(length)
-        if rule is None:
-            rule = self._rules[length] = self._new_rule(length)
-        return rule
+        if length not in self._rules:
+            self._rules[length] = self._new_rule(length)
+        return self._rules[length]
 
     def _new_rule(self, length: int) -> Rule:
         before, after = (length - 1 if s is True else int(s) for s in self.span)
@@ -307,34 +229,29 @@ class SliceSampler(Sampler):
 
     def forget_storage(self) -> None:
         super().forget_storage()
-        self._index, self._flags, self._looks = None, None, Looks()
+        self._looks = Looks()
 
     @property
     def trajectory_index(self) -> TrajectoryIndex:
         """The index of the storage's trajectories; made at the first use, with all rows that are there by then."""
-        if self._index is None:
-            refuse_in_capture("the first write or sample makes the index: do it before")
+        if not self._index:
+            at_replays().refuse("the first write or sample makes the index: do it before")
             storage = self.storage
             self._flags = SliceFlags(storage.batch_layout, self.truncated_key, self.init_key)
             self._index = TrajectoryIndex(storage, self._signal(storage), self._rule(self.slice_len or 1))
-        recording = current_recording()
-        if recording is not None:
-            recording.holds(self, "_index")
         return self._index
 
     def _signal(self, storage: TensorStorage) -> Signal:
-        if self.ends is not None:
-            return fixed_signal(storage, self.ends, by_id=False)
-        if self.fixed_trajectories is not None:
-            return fixed_signal(storage, self.fixed_trajectories, by_id=True)
+        for values, by_id in self._fixed:
+            return fixed_signal(storage, values, by_id)
         return stored_signal(storage, self._end_keys, self._traj_key)
 
     def check_rows(self, layout: RowLayout, ndim: int) -> None:
         """Raise if nothing in the rows tells where trajectories end, or a batch can't tell where slices do."""
         SliceFlags(layout, self.truncated_key, self.init_key)
         if self.pad_output:
-            _check_free(layout, (MASK_KEY,), "store that under another key")
-        if self.ends is None and self.fixed_trajectories is None:
+            check_free(layout, (MASK_KEY,), "store that under another key")
+        if not self._fixed:
             with warnings.catch_warnings():
                 # Said when the index is made.
                 warnings.simplefilter("ignore")
@@ -347,19 +264,15 @@ class SliceSampler(Sampler):
     def traj_key(self) -> Any:
         """The key of the trajectories' identifiers: as given, or, from the first use on, the one that was found."""
         index = self._index
-        if self._traj_key is not None or index is None or not (index.signal.by_id and index.signal.columns):
-            return self._traj_key
-        return as_written(index.storage.layout.leaves[index.signal.columns[0]].key)
-
-    @property
-    def _end_keys(self) -> Sequence[Any] | None:
-        return self.end_keys if self.end_key is None else (self.end_key,)
+        if "traj_key" not in self._keys and index and index.signal.by_id and index.signal.columns:
+            return as_written(index.storage.layout.leaves[index.signal.columns[0]].key)
+        return self._traj_key
 
     def _check_order(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
         """Refuse environments that take turns in a 1-D storage, as far as the stored rows tell."""
         looks = self._looks
-        looks.at = None
-        if storage.ndim > 1 or storage.marks.by_writers or index.signal.by_id or index.signal.fixed is not None:
+        looks.at = math.inf
+        if storage.ndim > 1 or storage.marks.by_writers or index.signal.by_id or self._fixed:
             return
         apart = environments_in_turn(storage, self._end_keys, looks.size, looks.run)
         if apart is None:
@@ -376,13 +289,9 @@ class SliceSampler(Sampler):
 
     def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
         """Index the steps of one write."""
-        trajectories = self.trajectory_index
-        self._note_size(positions)
-        trajectories.write(positions.numel() // trajectories.envs)
-
-    def _note_size(self, positions: Tensor) -> None:
-        if self._looks.at is not None:
-            self._looks.wrote(positions.numel())
+        trajectories, n = self.trajectory_index, positions.numel()
+        self._looks.wrote(n)
+        trajectories.write(n // trajectories.envs)
 
     def on_end(self) -> None:
         """Read the newest step again: its rows were marked as ends."""
@@ -390,21 +299,21 @@ class SliceSampler(Sampler):
 
     def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
         """Rows were written elsewhere: index all of them anew, O(capacity)."""
-        self.rebuild()
+        self.rows_changed()
 
     def depends_on(self, keys: Collection[int]) -> bool:
         """Whether one of them tells where trajectories end."""
-        return self._index is not None and self._index.depends_on(keys)
+        return bool(self._index and self._index.depends_on(keys))
 
     @operation
     def rebuild(self) -> None:
         """Index all rows anew, after they were filled or changed by others than ``extend``. O(capacity)."""
-        if self._index is not None:
-            self._index.rebuild()
+        self.rows_changed()
 
-    def mend(self) -> None:
-        super().mend()
-        self.rebuild()
+    def rows_changed(self) -> None:
+        """Index all rows anew, within an operation of any buffer with the storage."""
+        if self._index:
+            self._index.rebuild()
 
     @operation
     def trajectories(self) -> Trajectories:
@@ -413,34 +322,19 @@ class SliceSampler(Sampler):
         Raises:
             RuntimeError: nothing has been written yet.
         """
-        if self._storage is None or not self._storage.initialized:
+        if not self._has_rows:
             raise RuntimeError("there are no trajectories before the first write")
         return self.trajectory_index.trajectories()
 
     def empty(self) -> None:
         super().empty()
-        if self._index is not None:
+        if self._index:
             self._index.clear()
 
     def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
-        fixed = self.ends if self.ends is not None else self.fixed_trajectories
-        signal = 0 if fixed is None else math.prod(shape) * fixed.element_size()
+        signal = sum(math.prod(shape) * values.element_size() for values, _ in self._fixed)
         index = bitmap_bytes(shape, device_type)
         return IndexBytes(index=index + signal) + super().index_bytes(shape, device_type)
-
-    def memory(self) -> IndexBytes:
-        return IndexBytes(index=0 if self._index is None else self._index.nbytes) + super().memory()
-
-    def move(self) -> None:
-        """Read the signals where they are now; on another device the index, which is derived, is made anew."""
-        super().move()
-        index, storage = self._index, self.storage
-        if index is None:
-            return
-        if index.ends.device == storage.device:
-            index.readdress(storage.table)
-        else:
-            self._index = TrajectoryIndex(storage, index.signal.to(storage.device), index.rule)
 
     # Sampling
 
@@ -469,7 +363,7 @@ class SliceSampler(Sampler):
         n, length = partition(batch_size, self.num_slices, self.slice_len)
         index = self.trajectory_index
         # On the CPU alone, for it reads rows; and only where the number of rows may be looked at.
-        if self._looks.at is not None and storage.written >= self._looks.at and host_can_read(storage.table):
+        if self._looks.at < math.inf and storage.written >= self._looks.at and host_can_read(storage.table):
             self._check_order(storage, index)
         return self._read(index, *self._choose_slices(index, n * batches, length), length)
 
@@ -482,10 +376,10 @@ class SliceSampler(Sampler):
         """Choose ``n`` slices."""
         index.use(self._rule(length))
         info: dict[Any, Tensor] = {}
-        if self.shards is not None:
+        if self.shards:
             # Before the draw, which may raise on this rank alone.
             info["priority_weight"] = self.shards.weights(index.total, n)
-        return *index.draw(n, self.random_state(index.storage.device)), info
+        return *index.draw(n, self.random_state(index.ends.device)), info
 
     def _nothing_eligible(self, index: TrajectoryIndex) -> str:
         """The message for a user if no slice can be drawn. Synchronises."""
@@ -508,7 +402,7 @@ class SliceSampler(Sampler):
             if self.pad_output:
                 info[MASK_KEY] = real
             else:
-                refuse_in_capture(
+                at_replays().refuse(
                     "slices of unequal lengths make batches whose size only the GPU knows: set pad_output=True"
                 )
                 kept = real.nonzero().squeeze(-1)
@@ -516,17 +410,10 @@ class SliceSampler(Sampler):
                     raise RuntimeError(self._nothing_eligible(index))
                 rows, last = rows[kept], last[kept]
                 info = {key: value[kept] for key, value in info.items()}
-        reader, flags = self.reader, self._flags
-        assert reader is not None
-        assert flags is not None
-        tensors, generation = reader.gather(rows)
-        info |= flags.entries(tensors, last, length, kept)
-        if not self.stack:
-            return Drawn(tensors, rows, generation, info)
-        shape = (n, length)
-        tensors = [t.view(*shape, *t.shape[1:]) for t in tensors]
-        info = {key: value.view(*shape, *value.shape[1:]) for key, value in info.items()}
-        return Drawn(tensors, rows, generation, info, shape)
+        tensors, generation = self.reader.gather(rows)
+        info |= self._flags.entries(tensors, last, length, kept)
+        drawn = Drawn(tensors, rows, generation, info)
+        return drawn.in_batches(n) if self.stack else drawn
 
     def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:
         """Whether a slice can be drawn. Synchronises. Raises RuntimeError if the batch size doesn't fit."""
@@ -543,20 +430,19 @@ class SliceSampler(Sampler):
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
         """Restore the random stream. The index is derived from the rows: it is made anew."""
         super().load_state_dict(state, order)
-        self.rebuild()
+        self.rows_changed()
 
     def __repr__(self) -> str:
-        size = f"num_slices={self.num_slices}" if self.slice_len is None else f"slice_len={self.slice_len}"
-        index = "" if self._index is None else f", index={self._index}"
-        alphas = f", alpha={self._alpha}, beta={float(self._beta)}" if isinstance(self, PrioritizedSampler) else ""
-        keys = {"end_key": self.end_key, "end_keys": self.end_keys, "traj_key": self._traj_key}
-        given = "".join(f", {name}={key!r}" for name, key in keys.items() if key is not None)
-        given += f", drop_last={self.drop_last}" if isinstance(self, EpochSampler) else ""
-        told = f"strict_length={self.strict_length}, weighting={self.weighting!r}{index}{alphas}"
-        return f"{type(self).__name__}({size}{given}, {told})"
+        return f"{type(self).__name__}({', '.join(self._told())})"
+
+    def _told(self) -> list[str]:
+        size = f"slice_len={self.slice_len}" if self.slice_len else f"num_slices={self.num_slices}"
+        keys = [f"{name}={key!r}" for name, key in self._keys.items()]
+        index = [f"index={self._index}"] if self._index else []
+        return [size, *keys, f"strict_length={self.strict_length}", f"weighting={self.weighting!r}", *index]
 
 
-class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
+class SliceSamplerWithoutReplacement(SliceSampler):
     """Every eligible trajectory once an epoch, one slice of it, which starts anywhere in it with equal probability.
 
     A batch has fewer slices than asked for if no more trajectories are left; then ``ran_out`` is set, and the next
@@ -571,7 +457,9 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
         replacement: accepted for compatibility.
     """
 
-    _saved_as = ("ranks", "epoch")
+    row_tensors = ("_left",)
+    drawn_state = ("_left", "_of")
+    epoch_as = ("ranks", "epoch")
 
     def __init__(
         self,
@@ -593,8 +481,7 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
         stack: bool = False,
         replacement: bool = False,
     ) -> None:
-        SliceSampler.__init__(
-            self,
+        super().__init__(
             num_slices=num_slices,
             slice_len=slice_len,
             end_key=end_key,
@@ -607,15 +494,20 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
             strict_length=strict_length,
             stack=stack,
         )
-        EpochSampler.__init__(self, drop_last, shuffle)
+        self.drop_last, self.shuffle = drop_last, shuffle
+
+    def _told(self) -> list[str]:
+        size, *others = super()._told()
+        at = len(self._keys)
+        return [size, *others[:at], f"drop_last={self.drop_last}", *others[at:]]
 
     def _choose_slices(self, index: TrajectoryIndex, n: int, length: int) -> Chosen:
-        refuse_in_capture(
+        at_replays().refuse(
             "an epoch begins when the host says so: sample slices without replacement outside of the step"
         )
         rule, storage = self._rule(length), index.storage
         index.use(rule)
-        ranks = self._next(n, [storage.written, *rule], lambda: self._count(index))
+        ranks = self.next_of_epoch(n, [storage.written, *rule], lambda: self._count(index))
         return *index.draw(ranks.numel(), self.random_state(storage.device), ranks), {}
 
     def _count(self, index: TrajectoryIndex) -> int:
@@ -630,183 +522,9 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
             raise ValueError("the last batch of an epoch may be shorter than the others: several need drop_last=True")
         return super().draw_batches(n, batches)
 
-    @operation
-    def rebuild(self) -> None:
-        super().rebuild()
+    def rows_changed(self) -> None:
+        super().rows_changed()
         self._left = self._of = None
 
 
 SliceSampler.without_replacement = SliceSamplerWithoutReplacement
-
-
-class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
-    """Draws where a slice starts by priority, among the rows from which a slice can start.
-
-    A start is eligible where ``slice_len`` steps of its trajectory are left (fewer, by the right ``span``) or, with
-    ``strict_length=False``, at the first row of a trajectory too. A bitmap, which every write keeps up to date, tells
-    the sum tree which rows these are; the priorities of the others stay what they are, and count again as soon as
-    their trajectory has grown. ``"priority_weight"`` is that of the start, for every step of its slice. Weights are
-    normalised by the smallest of the eligible starts.
-
-    Args:
-        max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, replacement, process_group: as for
-            :class:`PrioritizedSampler`; the ranks' sums are those of eligible starts.
-        num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, cache_values, truncated_key, init_key,
-            strict_length, compile, stack: as for :class:`SliceSampler`.
-        span: as for :class:`SliceSampler`, but slices never begin before their trajectory: the first entry of a pair is
-            ignored, with a warning.
-    """
-
-    def __init__(
-        self,
-        max_capacity: int,
-        alpha: float,
-        beta: float,
-        eps: float = 1e-8,
-        dtype: torch.dtype = torch.float,
-        reduction: str = "max",
-        *,
-        num_slices: int | None = None,
-        slice_len: int | None = None,
-        end_key: Any = None,
-        end_keys: Sequence[Any] | None = None,
-        traj_key: Any = None,
-        ends: Tensor | None = None,
-        trajectories: Tensor | None = None,
-        cache_values: bool = False,
-        truncated_key: Any = ("next", "truncated"),
-        init_key: Any = "is_init",
-        strict_length: bool = True,
-        compile: bool | dict[str, Any] = False,
-        span: bool | int | Sequence[bool | int] = False,
-        max_priority_within_buffer: bool = False,
-        stack: bool = False,
-        replacement: bool = True,
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        before, after = pair_of(span)
-        if before:
-            warn(f"{type(self).__name__} draws the first step itself: the left span is ignored")
-        PrioritizedSampler.__init__(
-            self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, replacement=replacement
-        )
-        SliceSampler.__init__(
-            self,
-            num_slices=num_slices,
-            slice_len=slice_len,
-            end_key=end_key,
-            end_keys=end_keys,
-            traj_key=traj_key,
-            ends=ends,
-            trajectories=trajectories,
-            truncated_key=truncated_key,
-            init_key=init_key,
-            strict_length=strict_length,
-            span=(False, after),
-            stack=stack,
-            process_group=process_group,
-        )
-        # How many steps must be left, and the rows of which that is true.
-        self._need = 0
-        self._eligible: Tensor | None = None
-
-    def forget_storage(self) -> None:
-        super().forget_storage()
-        self._eligible = None
-
-    def _steps_needed(self, length: int) -> int:
-        return length - self._rule(length).after
-
-    def _restrict(self, index: TrajectoryIndex, need: int) -> Tensor:
-        """Tell the tree which starts are eligible, of slices that need ``need`` steps. O(capacity)."""
-        eligible, storage = self._eligible, index.storage
-        recording = current_recording()
-        if recording is not None:
-            recording.after(functools.partial(setattr, self, "_need", need))
-            recording.undo(functools.partial(setattr, self, "_need", self._need))
-        if eligible is None:
-            refuse_in_capture("the first write or sample finds the eligible starts: do it before")
-            eligible = torch.zeros(eligible_words(storage.max_size), dtype=torch.int64, device=storage.device)
-        storage.changing(self._restrict_to, index, eligible, need)
-        return eligible
-
-    def _restrict_to(self, index: TrajectoryIndex, eligible: Tensor, need: int) -> None:
-        index.update_eligible(eligible, index.steps, need, not self.strict_length)
-        self._tree_made().restrict(eligible)
-        self._need, self._eligible = need, eligible
-
-    def _require(self, index: TrajectoryIndex, need: int) -> None:
-        if self._eligible is None or need != self._need:
-            self._restrict(index, need)
-
-    def _note_need(self, index: TrajectoryIndex) -> None:
-        """A graph that is captured now finds the starts that are eligible now, at each replay."""
-        recording = current_recording()
-        if recording is not None:
-            recording.holds(self, "_eligible")
-            recording.before(self, functools.partial(self._require, index, self._need))
-
-    def _choose_slices(self, index: TrajectoryIndex, n: int, length: int) -> Chosen:
-        self._note_need(index)
-        self._require(index, self._steps_needed(length))
-        try:
-            start, info = PrioritizedSampler.choose(self, n)
-        except RuntimeError as error:
-            if self.shards is not None:
-                # What the group says counts for all of its ranks.
-                raise
-            raise RuntimeError(self._nothing_eligible(index)) from error
-        return *index.slices(start, length), info
-
-    def _can_draw(self, index: TrajectoryIndex, length: int) -> bool:
-        self._require(index, self._steps_needed(length))
-        return float(self._tree_made().total) > 0
-
-    def _nothing_eligible(self, index: TrajectoryIndex) -> str:
-        return (
-            f"no slice can start anywhere: {self._need} steps are needed, the stored trajectories are "
-            f"{index.trajectories()}, and no row with so many left has a positive priority"
-        )
-
-    def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
-        """Index the steps of one write, and give them their priority, in one tree update."""
-        trajectories = self.trajectory_index
-        n = positions.numel() // trajectories.envs
-        self._note_size(positions)
-        self._note_need(trajectories)
-        trajectories.write(n)
-        eligible = self._eligible
-        if eligible is None:
-            eligible = self._restrict(trajectories, self._steps_needed(self.slice_len) if self.slice_len else 1)
-        touched = trajectories.update_eligible(eligible, n, self._need, not self.strict_length)
-        PrioritizedSampler.on_write(self, positions, priority)
-        self._tree_made().refresh(touched)
-
-    def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
-        """Rows were written elsewhere: index all of them anew, and give these the priority of new ones. O(capacity)."""
-        self.rebuild()
-        PrioritizedSampler.mark_update(self, index, storage=storage)
-
-    @operation
-    def rebuild(self) -> None:
-        super().rebuild()
-        if self._index is not None and self._eligible is not None:
-            self._restrict(self._index, self._need)
-
-    def empty(self) -> None:
-        super().empty()
-        if self._eligible is not None:
-            self._eligible.zero_()
-
-    def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
-        return IndexBytes(index=8 * eligible_words(math.prod(shape))) + super().index_bytes(shape, device_type)
-
-    def memory(self) -> IndexBytes:
-        return IndexBytes(index=0 if self._eligible is None else self._eligible.nbytes) + super().memory()
-
-    def move(self) -> None:
-        super().move()
-        index, eligible = self._index, self._eligible
-        if index is not None and eligible is not None and eligible.device != self.storage.device:
-            self._eligible = None
-            self._restrict(index, self._need)

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from gpubuf.data.arguments import warn
-from gpubuf.data.recording import current_recording
 from gpubuf.data.samplers.base import RandomState
-from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.layout import MASK_KEY, check_dense
+from gpubuf.data.samplers.priorities import check_beta, exponent, priority_vectors, vector
 from gpubuf.data.storage.placement import device_name
-from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels import config, rows, sum_tree
 from gpubuf.kernels._registry import demand_int64, is_lazy, without_dispatch
-from gpubuf.kernels.rows import SIZE
 from gpubuf.kernels.sum_tree import (
     ALPHA,
     BETA,
@@ -29,100 +22,11 @@ from gpubuf.kernels.sum_tree import (
     MAX_PRIORITY,
     MAXIMUM,
     MINIMUM,
-    NO_ROW,
     REFUSED,
     SMALLEST,
     SUM,
 )
 from gpubuf.kernels.sum_tree._check import check_eligible
-
-
-class CountError(RuntimeError, ValueError):
-    """There are not as many priorities or generations as rows."""
-
-
-def vector(values: Tensor, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """``values`` as a contiguous ``[n]`` on the device of ``like``; as they are if they are so already.
-
-    Raises:
-        TypeError: rows or generations are not integers.
-    """
-    if (
-        values.dtype is not dtype
-        or values.dim() != 1
-        or values.requires_grad
-        # the number of the device, -1 for the CPU: cheaper to compare than torch.device
-        or values.get_device() != like.get_device()
-        or values.is_meta
-        or values.layout is not torch.strided
-    ):
-        check_dense("rows, priorities or generations", values)
-        if dtype is torch.int64 and (values.is_floating_point() or values.dtype is torch.bool):
-            raise TypeError(f"rows and generations are integers, not {values.dtype}")
-        values = values.detach().to(like.device, dtype).reshape(-1)
-    return values if values.is_contiguous() else values.contiguous()
-
-
-def masks_of(told: Tensor | None, collected: Any) -> list[Tensor]:
-    """Masks of the elements of a batch that have a priority; none: all of them have one.
-
-    Args:
-        told: what a loss says, at :func:`~gpubuf.data.storage.layout.priority_mask_key` of the batch.
-        collected: the entry of the batch that has :data:`~gpubuf.data.storage.layout.MASK_KEY`, or None.
-    """
-    steps = collected.get(MASK_KEY[1], None) if isinstance(collected, TensorDictBase) else None
-    return [mask for mask in (told, steps) if mask is not None]
-
-
-def rows_of(masks: Sequence[Tensor], n: int) -> Tensor:
-    """Which of ``n`` rows have an element that each of the masks lets count: bool ``[n]``."""
-    return functools.reduce(torch.logical_and, [mask.reshape(n, mask.numel() // max(n, 1)).any(-1) for mask in masks])
-
-
-def rows_at(index: Any, storage: TensorStorage) -> Tensor:
-    """The flat positions of stored rows. Of others on a GPU it is ``NO_ROW``, without a sync.
-
-    Raises:
-        IndexError: no row is stored there.
-    """
-    positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored)
-    if not storage.initialized or not positions.numel():
-        return positions
-    if not positions.is_cpu or type(positions) is not Tensor:
-        return torch.where(positions < storage.ring[SIZE], positions, NO_ROW)
-    if int(positions.max()) >= len(storage):
-        raise IndexError(f"index {int(positions.max())} is out of range: {len(storage)} rows are stored")
-    return positions
-
-
-def priority_vectors(
-    index: Tensor, priority: Any, generation: Tensor | None, like: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows, and a priority and maybe a generation for each of them, on the device of ``like``.
-
-    One priority stands for all.
-
-    Raises:
-        CountError: there are not as many as rows.
-    """
-    index = vector(index, torch.int64, like)
-    n = index.numel()
-    if not isinstance(priority, Tensor):
-        # Filled on the device itself: a copy from the host can't be captured in a graph.
-        number = isinstance(priority, int | float)
-        priority = torch.full((n,), priority, device=like.device) if number else torch.as_tensor(priority, device="cpu")
-    if priority.numel() == 1 and n != 1:
-        priority = priority.reshape(1).expand(n)
-    priority = vector(priority, torch.float32, like)
-    if generation is not None:
-        generation = vector(generation, torch.int64, like)
-    if priority.numel() != n or (generation is not None and generation.numel() != n):
-        given = {"priorities": priority.numel()}
-        if generation is not None:
-            given["generations"] = generation.numel()
-        raise CountError(f"{n} rows are addressed, but given are {given}")
-    return index, priority, generation
-
 
 CHUNK = 1 << 24
 """Weights that a change of alpha holds in float64 at a time."""
@@ -132,39 +36,6 @@ def may_be_clamped(alpha: float, eps: float) -> bool:
     """Whether the weight of any float32 priority is out of float32's range."""
     least = eps or 2.0**-149
     return alpha * math.log2(LARGEST + eps) > math.log2(LARGEST) or alpha * math.log2(least) < math.log2(SMALLEST)
-
-
-def exponent(name: str, value: float) -> float:
-    """``value``, checked.
-
-    Raises:
-        ValueError: it is not a finite number of at least 0.
-    """
-    if not 0.0 <= value < math.inf:
-        raise ValueError(f"{name} must be finite and not negative, but is {value}")
-    return float(value)
-
-
-def refuse_negative(alpha: float = 0.0, beta: float | Tensor = 0.0) -> None:
-    """Raise for negative exponents in TorchRL's words. All else that is wrong with them is found later.
-
-    Raises:
-        ValueError: one is negative.
-    """
-    if alpha < 0:
-        raise ValueError(f"alpha must be greater or equal than 0, got alpha={alpha}")
-    if not isinstance(beta, Tensor) and beta < 0:
-        raise ValueError(f"beta must be greater or equal to 0, got beta={beta}")
-
-
-def refuse_unusable(priority: Tensor) -> None:
-    """Raise for priorities that no tree takes, before rows that bring them are written. Synchronises.
-
-    Raises:
-        ValueError: one is NaN, infinite or negative.
-    """
-    if not bool(((priority >= 0) & priority.isfinite()).all()):
-        raise ValueError("priorities must be finite and non-negative; nothing was written")
 
 
 class Reweighing:
@@ -198,23 +69,6 @@ class Reweighing:
             part.copy_(weights)
             weights = None
             self._next = number + 1, None
-
-
-def check_beta(beta: float | Tensor) -> None:
-    """Check the exponent of the importance weights. The value of a tensor is checked only if that costs no sync.
-
-    It costs none on the CPU, outside of a capture, whose replays have other values.
-
-    Raises:
-        ValueError: it is negative or not finite, or a tensor of several elements.
-    """
-    if not isinstance(beta, Tensor):
-        exponent("beta", beta)
-        return
-    if beta.numel() != 1:
-        raise ValueError(f"beta must be a single number, not of shape {list(beta.shape)}")
-    if beta.is_cpu and type(beta) is Tensor and current_recording() is None:
-        exponent("beta", beta.item())
 
 
 _update = without_dispatch(sum_tree.update, trusted=True, given=("index", "priority", "generation"))
@@ -349,7 +203,9 @@ class SumTree:
         return 4 * leaves + 3 * 8 * sum(sum_tree.level_sizes(capacity, fan_out)) + 8 * (_SCALARS + _RING)
 
     def to(self, device: torch.device) -> SumTree:
-        """A copy on ``device``, with the fan-out that suits it, and without :attr:`eligible`."""
+        """This tree if it is there, else a copy with the fan-out that suits the device, without :attr:`eligible`."""
+        if device == self.device:
+            return self
         copy = SumTree(self.capacity, device=device)
         copy._transformed_by(self._alpha, self._eps)
         copy._warned_of_clamped = self._warned_of_clamped
@@ -375,7 +231,7 @@ class SumTree:
         Raises:
             IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU counts it in :attr:`refused`).
             ValueError: a priority is NaN, infinite or negative (CPU; a GPU keeps the old one, and counts it in
-                :attr:`refused`), or, as :class:`~gpubuf.data.samplers.sum_tree.CountError`, the arguments have
+                :attr:`refused`), or, as :class:`~gpubuf.data.samplers.priorities.CountError`, the arguments have
                 different numbers of elements. Nothing has changed.
         """
         number = self.leaves.get_device()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import warn
-from gpubuf.data.recording import current_recording
+from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.storage.end_bits import EndBits, Signal
 from gpubuf.data.storage.layout import Key, RowLayout, as_key
@@ -45,17 +45,18 @@ def signal_keys(
             f"the rows of the storage have batch dimensions of their own, {list(layout.nested_batch)}: to keep the "
             f"steps of several environments, give the storage ndim={ndim + len(layout.nested_batch)}"
         )
-    asked = traj_key is not None or end_keys is not None
-    by_ends = (False, tuple(as_key(key) for key in end_keys) if end_keys is not None else (END_KEY,))
-    by_ids = [(True, (as_key(traj_key),))] if traj_key is not None else [(True, (key,)) for key in TRAJECTORY_KEYS]
-    choices = [by_ends, *by_ids] if end_keys is not None and traj_key is None else [*by_ids, by_ends]
+    ids = [] if traj_key is None else [(True, (as_key(traj_key),))]
+    ends = [] if end_keys is None else [(False, tuple(as_key(key) for key in end_keys))]
+    asked, choices = [*ids, *ends], [*ids, *ends]
+    choices += [] if ids else [(True, (key,)) for key in TRAJECTORY_KEYS]
+    choices += [] if ends else [(False, (END_KEY,))]
     for by_id, keys in choices:
         positions = tuple(position for key in keys if (position := layout.position(key)) is not None)
         if not positions:
             continue
-        if asked and (by_id, keys) != choices[0]:
+        if asked and (by_id, keys) != asked[0]:
             warn(
-                f"{list(choices[0][1])} is not stored: trajectories are told apart by {list(keys)} instead",
+                f"{list(asked[0][1])} is not stored: trajectories are told apart by {list(keys)} instead",
             )
         return positions, by_id
     if not layout.leaves:
@@ -153,7 +154,7 @@ class TrajectoryIndex(EndBits):
     def __init__(self, storage: TensorStorage, signal: Signal, rule: Rule | None = None) -> None:
         super().__init__(signal, storage.counters, storage.shape, storage.table, storage.marks)
         self.storage = storage
-        self._assume(self.rule if rule is None else rule)
+        self._assume(rule or self.rule)
         if len(storage):
             self.rebuild()
 
@@ -180,19 +181,24 @@ class TrajectoryIndex(EndBits):
         if rule != self.rule:
             self.storage.changing(self._use, rule)
 
+    def to(self, device: torch.device) -> TrajectoryIndex:
+        """This index, which reads the signal where it is now; on another device one that is made anew."""
+        if self.ends.device != device:
+            return TrajectoryIndex(self.storage, self.signal.to(device), self.rule)
+        self.readdress(self.storage.table)
+        return self
+
     def _use(self, rule: Rule) -> None:
         self._assume(rule)
-        trajectories.resum(self.ends, self.sums, self.storage.ring, *self._shape_and_rule)
+        trajectories.resum(self.ends, self.sums, self._ring.counters, *self._shape_and_rule)
 
     def _note_rule(self, new: Rule | None = None) -> None:
         """Each replay restores the rule that was current at capture, then applies the new one."""
-        recording = current_recording()
-        if recording is not None:
+        if recording := current.recording:
             # Whichever rule was used by others since the last replay.
             recording.before(self, functools.partial(self.use, self.rule))
-            if new is not None:
-                recording.after(functools.partial(self._assume, new))
-                recording.undo(functools.partial(self._assume, self.rule))
+            recording.after(functools.partial(self._assume, new or self.rule))
+            recording.undo(functools.partial(self._assume, self.rule))
 
     def _assume(self, rule: Rule) -> None:
         self.rule = rule
@@ -208,7 +214,7 @@ class TrajectoryIndex(EndBits):
         """
         try:
             drawn: tuple[Tensor, Tensor, Tensor] = _draw(
-                self.ends, self.sums, self.storage.ring, rng.state, rank, n, *self._shape_and_rule
+                self.ends, self.sums, self._ring.counters, rng.state, rank, n, *self._shape_and_rule
             )
         except RuntimeError as error:
             raise RuntimeError(self.nothing_eligible()) from error
@@ -229,14 +235,14 @@ class TrajectoryIndex(EndBits):
     def slices(self, start: Tensor, slice_len: int) -> tuple[Tensor, Tensor, Tensor]:
         """Slices from given rows, as :data:`gpubuf.kernels.trajectories.slices` gives them."""
         found: tuple[Tensor, Tensor, Tensor] = _slices(
-            self.ends, self.storage.ring, start, slice_len, self.steps, self.envs
+            self.ends, self._ring.counters, start, slice_len, self.steps, self.envs
         )
         return found
 
     def update_eligible(self, eligible: Tensor, n: int, need: int, starts_too: bool) -> Tensor:
         """See :data:`gpubuf.kernels.trajectories.update_eligible`."""
         changed: Tensor = _update_eligible(
-            eligible, self.ends, self.storage.ring, n, need, starts_too, self.steps, self.envs
+            eligible, self.ends, self._ring.counters, n, need, starts_too, self.steps, self.envs
         )
         return changed
 
@@ -304,10 +310,8 @@ class TrajectoryBounds:
 
     def bounds(self, storage: TensorStorage, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """First row, last row and length of the trajectories of rows. A GPU gives rows that are not stored length 0."""
-        if storage.end_bits is None:
+        if not storage.end_bits:
             storage.serve(self)
-        assert storage.end_bits is not None
-        recording = current_recording()
-        if recording is not None:
-            recording.holds(storage, "end_bits")
+        assert storage.end_bits
+        at_replays().holds(storage, "end_bits")
         return storage.end_bits.bounds(row)

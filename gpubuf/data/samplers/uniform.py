@@ -3,97 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpubuf.data.recording import refuse_in_capture
-from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, is_count, positions_below
+from gpubuf.data.recording import at_replays, current
+from gpubuf.data.samplers.base import Drawn, Sampler
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels.rows import SIZE
-from gpubuf.serialization import need
 
 
-class EpochSampler(Sampler):
-    """Base class of samplers without replacement: each of so many things once an epoch, then all of them again.
-
-    Args:
-        drop_last, shuffle: as for :class:`SamplerWithoutReplacement`.
-    """
-
-    row_tensors = ("_left",)
-    drawn_state: ClassVar[tuple[str, ...] | None] = ("_left", "_of")
-    # The names in a state of what is left, and of what it is an epoch of.
-    _saved_as: ClassVar[tuple[str, str]] = ("remaining", "size")
-
-    def __init__(self, drop_last: bool, shuffle: bool) -> None:
-        Sampler.__init__(self)
-        self.drop_last, self.shuffle = drop_last, shuffle
-        # What is left of the epoch, int64; and what it is an epoch of: another one begins when that changes.
-        self._left: Tensor | None = None
-        self._of: Any = None
-
-    def _next(self, n: int, of: Any, count: Callable[[], int]) -> Tensor:
-        """The next ``n`` numbers of the epoch of ``of``, or what is left of it. No host sync, but in ``count``.
-
-        Args:
-            n: how many.
-            of: what the epoch is of.
-            count: how many numbers there are; called where an epoch begins.
-
-        Raises:
-            ValueError: ``drop_last`` is set and there are fewer than ``n``.
-        """
-        left = self._left if self._of == of else None
-        if left is None or (self.drop_last and left.numel() < n):
-            left = self.order_of(count(), self.storage.device, self.shuffle)
-        if self.drop_last and left.numel() < n:
-            raise ValueError(
-                f"The batch size ({n}) is greater than the storage capacity in use, {left.numel()} rows or "
-                "trajectories that can be drawn, and drop_last=True forbids repeats"
-            )
-        ran_out = left.numel() - n < (n if self.drop_last else 1)
-        # At the end, in one step: an interrupt may come at any call.
-        self._left, self._of, self.ran_out = None if ran_out else left[n:], of, ran_out
-        return left[:n]
-
-    def forget_storage(self) -> None:
-        super().forget_storage()
-        self._of = None
-
-    def empty(self) -> None:
-        super().empty()
-        self._left = self._of = None
-
-    def state_dict(self) -> dict[str, Any]:
-        # What was restored of TorchRL's is an epoch of nothing until a batch is drawn.
-        left = None if self._left is None or self._of is None else self._left.clone()
-        epoch = dict(zip(self._saved_as, (left, self._of), strict=True))
-        return {**super().state_dict(), **epoch, "ran_out": self.ran_out}
-
-    def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
-        super().load_state_dict(state, order)
-        left, of = (state[name] for name in self._saved_as)
-        self.ran_out = state["ran_out"]
-        # Rows that lie elsewhere now begin a new epoch.
-        there = left is not None and order is None
-        self._left, self._of = (left.to(self.storage.device, copy=True), of) if there else (None, None)
-
-    def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
-        super().check_state(state, capacity, size)
-        left, of = (state[name] for name in self._saved_as)
-        counts = of if isinstance(of, list) else [0 if of is None else of]
-        usable = type(state["ran_out"]) is bool and all(is_count(int(count)) for count in counts)
-        # Of trajectories there is at most one a row.
-        need(usable and (left is None or positions_below(left, size)), "the checkpoint's epoch is damaged")
-
-
-class SamplerWithoutReplacement(EpochSampler):
+class SamplerWithoutReplacement(Sampler):
     """Every row once an epoch.
 
     A permutation is used up batch by batch, and a new one drawn when it has ended (which sets ``ran_out``) or when the
@@ -106,10 +30,13 @@ class SamplerWithoutReplacement(EpochSampler):
         replacement: accepted for compatibility.
     """
 
-    drawn_state = EpochSampler.drawn_state
+    row_tensors = ("_left",)
+    drawn_state = ("_left", "_of")
+    epoch_as = ("remaining", "size")
 
     def __init__(self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False) -> None:
-        super().__init__(drop_last, shuffle)
+        super().__init__()
+        self.drop_last, self.shuffle = drop_last, shuffle
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
@@ -120,11 +47,11 @@ class SamplerWithoutReplacement(EpochSampler):
         Raises:
             ValueError: ``drop_last`` is set and fewer than ``n`` rows are stored.
         """
-        refuse_in_capture(
+        at_replays().refuse(
             "the host decides which rows of an epoch come next: sample without replacement outside of the step"
         )
         size = len(self.storage)
-        return self._next(n, size, lambda: size), {}
+        return self.next_of_epoch(n, size, lambda: size), {}
 
     def choose_batches(self, n: int, batches: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """The next rows. A batch that an epoch can't fill goes on with the next one; with ``drop_last`` it is left out.
@@ -170,9 +97,7 @@ class RandomSampler(Sampler):
 
     def _weights(self, n: int) -> dict[Any, Tensor]:
         """The info of ``n`` rows."""
-        if self.shards is None:
-            return {}
-        return {"priority_weight": self.shards.weights(self.storage.ring[SIZE], n)}
+        return {"priority_weight": self.shards.weights(self.storage.ring[SIZE], n)} if self.shards else {}
 
     def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """Uniform positions. No host sync."""
@@ -184,9 +109,10 @@ class RandomSampler(Sampler):
 
     def draw(self, n: int) -> Drawn:
         """Choose and gather in one launch. No host sync."""
-        reader = self.reader
-        if reader is None:
-            raise RuntimeError(UNBOUND)
-        info = {} if self.shards is None else self._weights(n)
-        tensors, index, generation = reader.sample_uniform(self.random_state(reader.device).state, n)
+        # Past calls where there is nothing to do: every sample comes here.
+        info = self._weights(n) if self.shards else {}
+        random = self._random
+        if not random or current.recording:
+            random = self.random_state(self.reader.device)
+        tensors, index, generation = self.reader.sample_uniform(random.state, n)
         return Drawn(tensors, index, generation, info)

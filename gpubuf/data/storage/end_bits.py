@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.recording import refuse_in_capture
+from gpubuf.data.recording import at_replays
 from gpubuf.data.storage.layout import address
 from gpubuf.data.storage.placement import device_name
 from gpubuf.data.storage.ring import Ring
@@ -91,7 +91,7 @@ class Marks:
         marks.index_fill_(0, index, 0)
         if not self.by_writers:
             return
-        refuse_in_capture("a buffer with writers is written in eager mode: call extend before the captured step")
+        at_replays().refuse("a buffer with writers is written in eager mode: call extend before the captured step")
         steps = index.reshape(-1, envs)
         if streams is OWN or streams is not self._last[0]:
             self._last = streams, self._stream

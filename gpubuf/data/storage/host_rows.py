@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data.recording import refuse_in_capture
+from gpubuf.data.recording import at_replays
 from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.layout import Key, as_written
 from gpubuf.data.storage.plan import RowPlan
@@ -58,7 +58,7 @@ class HostRows:
         Raises:
             CaptureError: a graph is being captured.
         """
-        refuse_in_capture("data that are not tensors are written by the host: write them outside of the step")
+        at_replays().refuse("data that are not tensors are written by the host: write them outside of the step")
         self._pending = _Pending(self._ring.written, rows)
 
     def on_write(self, index: Tensor) -> None:

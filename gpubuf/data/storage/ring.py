@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-from gpubuf.data.recording import capturing, current_recording
+from gpubuf.data.recording import each_run
 from gpubuf.kernels import rows
 
 
@@ -44,13 +42,7 @@ class Ring:
 
     def count(self, n: int) -> None:
         """Note in the mirror that an operation has written ``n`` rows: now, and at each replay of a captured step."""
-        recording = current_recording()
-        if recording is not None:
-            recording.after(functools.partial(self.count, n))
-            return
-        if self.counters.is_cuda and capturing():
-            return
-        self.note(n)
+        each_run(self.counters, self.note, n)
 
     def note(self, n: int) -> None:
         """:meth:`count` in eager mode, where nothing is recorded or captured."""
@@ -72,13 +64,9 @@ class Ring:
         # In one step, for an interrupt between several would leave rows behind that were never written.
         lap_end = (self.counters[rows.WRITTEN] + (self.capacity - 1)).div(self.capacity, rounding_mode="floor")
         self.counters[: rows.SIZE + 1].copy_(torch.stack([lap_end * self.capacity, torch.zeros_like(lap_end)]))
-        self._empty_mirror(recount)
+        each_run(self.counters, self._empty_mirror, recount)
 
     def _empty_mirror(self, recount: bool) -> None:
-        recording = current_recording()
-        if recording is not None:
-            recording.after(functools.partial(self._empty_mirror, recount))
-            return
         lap_end = -(-self.written // self.capacity) * self.capacity
         self.skipped = lap_end if recount else self.skipped + lap_end - self.written
         self.written = lap_end
@@ -90,13 +78,9 @@ class Ring:
         """Count ``n`` rows that were written after the others, or fewer if there was less room. No host sync."""
         size = self.counters[rows.SIZE]
         self.counters[: rows.SIZE + 1].add_((size + n).clamp(max=self.capacity) - size)
-        self._fill_mirror(n)
+        each_run(self.counters, self._fill_mirror, n)
 
     def _fill_mirror(self, n: int) -> None:
-        recording = current_recording()
-        if recording is not None:
-            recording.after(functools.partial(self._fill_mirror, n))
-            return
         added = min(self.size + n, self.capacity) - self.size
         self.written, self.size = self.written + added, self.size + added
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import as_tensor, check_count
-from gpubuf.data.recording import capturing, current_recording
+from gpubuf.data.recording import host_can_read
 from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, as_written
 from gpubuf.kernels.rows import DTYPES, FAULTS
 
@@ -74,13 +74,6 @@ def check_dtype(dtype: torch.dtype) -> None:
             f"it. Choose one of {known}; a Codec scales numbers to int8 or uint8"
         )
     raise ValueError(f"{dtype} can't be converted: choose one of {known}")
-
-
-def host_can_read(tensor: Tensor) -> bool:
-    """Whether the host may look at a tensor's values now, without waiting for a GPU."""
-    if current_recording() is not None or capturing():
-        return False
-    return tensor.is_cpu and type(tensor) is Tensor
 
 
 def as_numbers(value: Any) -> Tensor:

@@ -106,11 +106,8 @@ class ReplayBuffer(core.ReplayBuffer):
             if parts.get("transform") is not None:
                 raise TypeError("transform and transform_factory exclude each other")
             parts["transform"] = transform_factory()
-        if parts.get("sampler") is None:
-            parts["sampler"] = self._kinds.sampler
-        if parts.get("writer") is None:
-            parts["writer"] = self._kinds.writer
-        parts["sampler"] = component(parts["sampler"], Sampler)
+        parts["sampler"] = component(parts.get("sampler") or self._kinds.sampler, Sampler)
+        parts["writer"] = parts.get("writer") or self._kinds.writer
         # Whether the first write decides what the storage is.
         self._is_open = storage is None
         super().__init__(self._storage_of(storage, parts["sampler"]), **parts)
@@ -125,20 +122,19 @@ class ReplayBuffer(core.ReplayBuffer):
 
     def extend(self, data: Data, *, update_priority: bool | None = None) -> Tensor:
         """As for the core's class."""
-        if self._is_open and not self.initialized:
-            self._storage.check_owned()
-            self._choose_storage(data)
+        self._choose_storage(data)
         return super().extend(data, update_priority=update_priority)
 
     def add(self, data: Data) -> int | Tensor | None:
         """As for the core's class."""
-        if self._is_open and not self.initialized:
-            self._storage.check_owned()
-            self._choose_storage(data)
+        self._choose_storage(data)
         return super().add(data)
 
     def _choose_storage(self, data: Any) -> None:
-        """For a first batch that is no tensors: a storage of any objects."""
+        """For a first batch that is no tensors: a storage of any objects, where none was given."""
+        if not self._is_open or self.initialized:
+            return
+        self._storage.check_owned()
         leaves: Any = [data[0]] if isinstance(data, list) and data else [data]
         while leaves and is_container(leaves[0]):
             first = leaves[0]

@@ -7,14 +7,14 @@ of equal rank the one that came first leaves first.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.recording import Unfinished, refuse_in_capture
+from gpubuf.data.recording import Unfinished, at_replays
 from gpubuf.data.samplers.base import Sampler, is_tensor
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.storage.containers import Data, batch_shape
@@ -23,7 +23,7 @@ from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.tree_layout import layout_of
-from gpubuf.data.writers import DERIVED_KEYS, Writer
+from gpubuf.data.writers import DRAWN_KEYS, Writer
 from gpubuf.integrations.torchrl.list_storage import UNLIMITED, ListStorage
 from gpubuf.serialization import need
 
@@ -32,30 +32,6 @@ NEVER = 2**62
 
 #: Ages of places that hold no row: below those of all rows, and rising with the place.
 _EMPTY = -(2**61)
-
-
-class RankState(NamedTuple):
-    """What is kept about the rows, in an order that does not depend on the device.
-
-    Attributes:
-        ranks: float64 ``[capacity]``; -inf where there is no row.
-        ages: int64 ``[capacity]``: a row has a larger one than those that came before it.
-        counts: int64 ``[2]``: the age of the next row, and how many rows have entered and outlasted their batch.
-    """
-
-    ranks: Tensor
-    ages: Tensor
-    counts: Tensor
-
-    @classmethod
-    def of(cls, ranks: Tensor, capacity: int, ages: Tensor | None = None, counts: Tensor | None = None) -> RankState:
-        """The state of rows that lie at the first places."""
-        n, device = ranks.numel(), ranks.device
-        all_ranks = torch.full((capacity,), -torch.inf, dtype=torch.float64, device=device)
-        all_ranks[:n].copy_(ranks)
-        all_ages = torch.arange(capacity, device=device) + _EMPTY
-        all_ages[:n].copy_(torch.arange(n, device=device) if ages is None else ages)
-        return cls(all_ranks, all_ages, torch.tensor([n, n], device="cpu") if counts is None else counts)
 
 
 def comparable(ranks: Tensor) -> Tensor:
@@ -71,18 +47,30 @@ class Ranks:
     operations on whole vectors, without a host sync.
 
     Args:
-        state: of the rows that are there.
+        capacity: number of places.
         device: where the tensors live. They are changed in place.
+        ranks: float64 ``[n]``, of the rows that lie at the first places; -inf where there is no row.
+        ages: int64 ``[n]``: a row has a larger one than those that came before it. Default: they came in this order.
+        counts: int64 ``[2]``: the age of the next row, and how many rows have entered and outlasted their batch.
     """
 
-    def __init__(self, state: RankState, device: torch.device) -> None:
-        self._capacity = state.ranks.numel()
-        self._counts = state.counts.to(device, copy=True, non_blocking=True)
+    def __init__(
+        self,
+        capacity: int,
+        device: torch.device,
+        ranks: Tensor,
+        ages: Tensor | None = None,
+        counts: Tensor | None = None,
+    ) -> None:
+        n, self._capacity = ranks.numel(), capacity
+        counts = torch.tensor([n, n], device="cpu") if counts is None else counts
+        self._counts = counts.to(device, copy=True, non_blocking=True)
         # After the places is one that is none.
-        self._ranks = torch.full((self._capacity + 1,), torch.inf, dtype=torch.float64, device=device)
-        self._ages = torch.full((self._capacity + 1,), NEVER, dtype=torch.int64, device=device)
-        self._ranks[: self._capacity].copy_(state.ranks)
-        self._ages[: self._capacity].copy_(state.ages)
+        self._ranks = torch.full((capacity + 1,), -torch.inf, dtype=torch.float64, device=device)
+        self._ages = torch.arange(capacity + 1, device=device) + _EMPTY
+        self._ranks[capacity:], self._ages[capacity:] = torch.inf, NEVER
+        self._ranks[:n].copy_(ranks)
+        self._ages[:n].copy_(torch.arange(n, device=device) if ages is None else ages)
 
     @property
     def device(self) -> torch.device:
@@ -143,10 +131,10 @@ class Ranks:
         ages = first_age + torch.arange(index.numel(), device=index.device)
         return torch.where(self._ages.gather(0, index.clamp(min=0)) == ages, index, -1)
 
-    def state(self) -> RankState:
-        """The state of now: copies. Synchronises."""
+    def state(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Ranks and ages of all places, and the counts, of now: copies. Synchronises."""
         ranks, ages = self._ranks[: self._capacity], self._ages[: self._capacity]
-        return RankState(ranks.clone(), ages.clone(), self._counts.cpu().clone())
+        return ranks.clone(), ages.clone(), self._counts.cpu().clone()
 
     def _least(self, n: int) -> Tensor:
         """The ``n`` least places, int64 ``[n]``, the least of them first. ``n`` is at most the capacity."""
@@ -220,7 +208,7 @@ class TensorDictMaxValueWriter(Writer):
         super().register_storage(storage)
         if self._storage.options.share_next:
             raise ValueError("TensorDictMaxValueWriter has no row after another: it can't be used with share_next")
-        self._storage.ignored_keys = DERIVED_KEYS
+        self._storage.ignored_keys = DRAWN_KEYS
         self._ranks = None
 
     def attach(self, sampler: Sampler, recipe: Recipe, relabel: Hindsight | None) -> None:
@@ -339,19 +327,16 @@ class TensorDictMaxValueWriter(Writer):
         ring = storage.counters
         if kept is not None and self._of is ring and kept.device == ring.counters.device:
             return kept
-        refuse_in_capture("the ranks of the rows are made at the first write: write before")
+        at_replays().refuse("the ranks of the rows are made at the first write: write before")
         if kept is not None and self._of is ring:
-            state = kept.state()
-        else:
-            size = len(storage)
-            stored = storage[:] if size else []
-            ranks = self.ranks_of(stored) if not isinstance(stored, list) else self._ranks_of_all(stored)
-            state = RankState.of(ranks, storage.max_size)
-            state.counts[1] = storage.rows_written
-        return self._adopt(state)
+            return self._adopt(*kept.state())
+        size = len(storage)
+        stored = storage[:] if size else []
+        ranks = self.ranks_of(stored) if not isinstance(stored, list) else self._ranks_of_all(stored)
+        return self._adopt(ranks, counts=torch.tensor([size, storage.rows_written], device="cpu"))
 
-    def _adopt(self, state: RankState) -> Ranks:
-        found = Ranks(state, self._storage.device)
+    def _adopt(self, ranks: Tensor, ages: Tensor | None = None, counts: Tensor | None = None) -> Ranks:
+        found = Ranks(self._storage.max_size, self._storage.device, ranks, ages, counts)
         self._ranks, self._of = found, self._storage.counters
         return found
 
@@ -370,9 +355,8 @@ class TensorDictMaxValueWriter(Writer):
 
     def empty(self, recount: bool = False) -> None:
         if self._ranks is not None and self._storage.initialized:
-            state = RankState.of(torch.empty(0, dtype=torch.float64, device="cpu"), self._storage.max_size)
-            state.counts[1] = 0 if recount else self.write_count
-            self._adopt(state)
+            counts = torch.tensor([0, 0 if recount else self.write_count], device="cpu")
+            self._adopt(torch.empty(0, dtype=torch.float64, device="cpu"), counts=counts)
 
     def mend(self) -> None:
         """Rank the rows by what they hold, if a write was interrupted."""
@@ -383,15 +367,14 @@ class TensorDictMaxValueWriter(Writer):
         """The ranks of the rows, in which order they came, and how many there were. Synchronises."""
         if not self._storage.initialized:
             return {}
-        size, state = len(self._storage), self._kept().state()
-        return {"ranks": state.ranks[:size], "ages": state.ages[:size], "counts": state.counts}
+        size, (ranks, ages, counts) = len(self._storage), self._kept().state()
+        return {"ranks": ranks[:size], "ages": ages[:size], "counts": counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`. Rows of another writer are ranked by what they hold."""
         self._ranks = None
         if state.get("ranks") is not None:
-            ages, counts = state["ages"].cpu(), state["counts"].clone()
-            self._adopt(RankState.of(state["ranks"].cpu(), self._storage.max_size, ages, counts))
+            self._adopt(state["ranks"], state["ages"], state["counts"])
 
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         if state.get("ranks") is None:

@@ -10,6 +10,7 @@ not part of them.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import os
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from gpubuf.data.arguments import as_tensor
 from gpubuf.data.samplers import base as core
-from gpubuf.data.samplers import prioritized, slices, uniform
+from gpubuf.data.samplers import prioritized, prioritized_slices, slices, uniform
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.storage import TensorStorage
@@ -90,10 +91,11 @@ def _adapt_update_priority(cls: type[Any], foreign: bool) -> None:
     own, before = vars(cls)["update_priority"], super(cls, cls).update_priority
     if _takes(own, "generation"):
         return
-    takes_storage = _takes(own, "storage")
+    update = _with_storage(own)
     # A tree ignores the position -1; what a class without one would do with it is not known.
     skips = before is not Sampler.update_priority and getattr(before, "skips", True)
 
+    @functools.wraps(own)
     def update_priority(
         self: Any, index: Any, priority: Any, *, storage: Any = None, generation: Tensor | None = None
     ) -> Any:
@@ -101,9 +103,8 @@ def _adapt_update_priority(cls: type[Any], foreign: bool) -> None:
         if skips and generation is not None and storage is not None:
             positions = as_positions(index, storage.shape, storage.device)
             index = torch.where(storage.generations(positions) == generation.reshape(-1), positions, -1)
-        return own(self, index, priority, storage=storage) if takes_storage else own(self, index, priority)
+        return update(self, index, priority, storage=storage)
 
-    update_priority.__doc__ = own.__doc__
     update_priority.skips = skips  # type: ignore[attr-defined]
     cls.update_priority = update_priority
     if foreign and "has_priorities" not in vars(cls):
@@ -111,15 +112,16 @@ def _adapt_update_priority(cls: type[Any], foreign: bool) -> None:
 
 
 def _with_storage(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that is given the storage if it takes it."""
     takes_storage = _takes(own, "storage")
 
-    def mark_update(self: Any, index: Any, *, storage: Any = None) -> Any:
+    @functools.wraps(own)
+    def method(self: Any, *arguments: Any, storage: Any = None) -> Any:
         if not takes_storage:
-            return own(self, index)
-        return own(self, index, storage=self._storage if storage is None else storage)
+            return own(self, *arguments)
+        return own(self, *arguments, storage=self._storage if storage is None else storage)
 
-    mark_update.__doc__ = own.__doc__
-    return mark_update
+    return method
 
 
 def _adapt_state(cls: type[Any], foreign: bool) -> None:
@@ -169,7 +171,8 @@ def _adapt_on_write(cls: type[Any], foreign: bool) -> None:
             self.add((storage.cursor - 1) % storage.max_size)
         else:
             self.extend(index)
-        if priority is not None and before is Sampler.on_write:
+        # Another buffer with the storage may have priorities.
+        if priority is not None and self.has_priorities and before is Sampler.on_write:
             self.update_priority(index, priority, storage=storage)
 
     on_write.notifies = True  # type: ignore[attr-defined]
@@ -287,8 +290,8 @@ class SliceSamplerWithoutReplacement(SliceSampler, slices.SliceSamplerWithoutRep
 SliceSampler.without_replacement = SliceSamplerWithoutReplacement
 
 
-class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, slices.PrioritizedSliceSampler):
-    __doc__ = slices.PrioritizedSliceSampler.__doc__
+class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, prioritized_slices.PrioritizedSliceSampler):
+    __doc__ = prioritized_slices.PrioritizedSliceSampler.__doc__
 
 
 # States of TorchRL

@@ -12,7 +12,6 @@ so. docs/integrations/torchrl.md is the manual.
 
 from __future__ import annotations
 
-import functools
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -55,16 +54,9 @@ class Missing:
         )
 
 
-def _set_state(instance: object, state: dict[str, Any]) -> None:
-    vars(instance).update(state)
-
-
 #: Special methods of TorchRL's that are at work on attributes of its constructor: Python's own in their place.
-_SPECIAL: dict[str, Any] = {
-    "__getstate__": object.__getstate__,
-    "__setstate__": _set_state,
-    "__repr__": object.__repr__,
-}
+_SPECIAL: dict[str, Any] = {name: getattr(object, name) for name in ("__getstate__", "__repr__")}
+_SPECIAL["__setstate__"] = lambda instance, state: instance.__dict__.update(state)
 
 
 #: Members of TorchRL's that work on any buffer: those by which its ``RayReplayBuffer`` makes an actor of one.
@@ -137,10 +129,6 @@ class _PlainBuffer(type(theirs.ReplayBuffer)):  # type: ignore[misc]
         return type.__call__(cls, *args, **named)
 
 
-def _as_it_is(rows: Any) -> Any:
-    return rows
-
-
 class BufferOfTorchRL(Joined, metaclass=_PlainBuffer):
     """What TorchRL's collectors, trainers and ensembles ask of a buffer beside what gpubuf's has."""
 
@@ -150,7 +138,7 @@ class BufferOfTorchRL(Joined, metaclass=_PlainBuffer):
     @property
     def _collate_fn(self: Any) -> Any:
         # TorchRL's ensembles call it, also where none was given.
-        return self._collate or _as_it_is
+        return self._collate or (lambda rows: rows)
 
     @property
     def _sample_unit(self: Any) -> Any:
@@ -166,10 +154,6 @@ class BufferOfTorchRL(Joined, metaclass=_PlainBuffer):
         """Nothing: batches that are prepared ahead hold the rows of the moment at which they were drawn."""
 
 
-def _fill(body: dict[str, Any], own: dict[str, Any]) -> None:
-    own.update(body)
-
-
 def _join(base: type, *names: str, **attributes: Any) -> None:
     """Make the classes of these names: of ``base``, of gpubuf and of TorchRL."""
     for name in names:
@@ -177,7 +161,7 @@ def _join(base: type, *names: str, **attributes: Any) -> None:
         body: dict[str, Any] = {"__module__": __name__, "__doc__": described, **attributes}
         bases = base, getattr(ours, name), getattr(theirs, name)
         __all__.append(name)
-        globals()[name] = types.new_class(name, bases, exec_body=functools.partial(_fill, body))
+        globals()[name] = types.prepare_class(name, bases)[0](name, bases, body)
 
 
 _join(StorageOfTorchRL, "TensorStorage", "LazyTensorStorage", "LazyMemmapStorage", "ListStorage")

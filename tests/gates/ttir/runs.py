@@ -1,4 +1,8 @@
-"""Which tests launch the kernels of which families, and how they are run so that kernels are executed here."""
+"""Which tests launch the kernels of which families, and how they are run so that kernels are executed here.
+
+All of it follows from names: the kernels of a family are those of ``kernels/<family>/_triton*.py``, and its tests are
+``tests/kernels/test_<family>*.py``. Operations without state have rows in ``tests/contracts/losses.py`` besides.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +47,22 @@ class Run:
         return [*files(self.tests), "-k", left_out, "--ttir-blocks", *blocks, *([] if every else ["--gate"])]
 
 
+def tests_of(families: Sequence[str]) -> str:
+    """Names of the files that test some families, but for what only a GPU can tell."""
+    paths = sorted(path for family in families for path in (ROOT / "tests" / "kernels").glob(f"test_{family}*.py"))
+    return " ".join(path.stem.removeprefix("test_") for path in paths if not path.stem.endswith("_gpu"))
+
+
+FAMILIES = {path.parent.name for path in KERNELS.glob("*/_triton.py")}
+
+_ROWS, _INDICES = ("philox", "rows"), ("sum_tree", "trajectories")
+_LEARNING = tuple(sorted(FAMILIES - {*_ROWS, *_INDICES}))
+
 RUNS = {
-    "rows": Run("philox rows rows_convert rows_sharing", ("philox", "rows"), BLOCKS, "default", marked=True),
-    "indices": Run("sum_tree trajectories", ("sum_tree", "trajectories"), BLOCKS, "default", marked=True),
+    "rows": Run(tests_of(_ROWS), _ROWS, BLOCKS, "default", marked=True),
+    "indices": Run(tests_of(_INDICES), _INDICES, BLOCKS, "default", marked=True),
     "learning": Run(
-        "losses losses_edges tanh_normal categorical moments norms optim",
-        ("tanh_normal", "sac", "td", "categorical", "discrete_sac", "moments", "norms", "optim"),
-        ("default", "stages"),
-        "stages",
-        marked=False,
+        f"losses losses_edges {tests_of(_LEARNING)}", _LEARNING, ("default", "stages"), "stages", marked=False
     ),
 }
 
@@ -62,8 +73,7 @@ UNMARKED = """
     philox::test_uniforms_are_those_of_the_contract
     categorical::TestChoice
     categorical::TestCase43OfTheLoss
-    losses::test_mixed_dtypes[expected_value]
-    losses::test_mixed_dtypes[norm_activation]
+    losses::test_mixed_dtypes
     losses::test_masked_rows_reach_nothing[td_loss]
     losses::test_masked_rows_reach_nothing[sac_actor_loss]
     losses::test_masked_rows_reach_nothing[temperature_loss]

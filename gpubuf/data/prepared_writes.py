@@ -1,6 +1,6 @@
-"""Writes of rows that come as one array per key: from NumPy, as tensors, or in a plain TensorDict.
+"""Routes of rows into a storage, past the general one: columns as tensors, and launches prepared on the CPU.
 
-On the CPU their launch is prepared: only addresses change from one write to the next.
+From one write of a prepared launch to the next, only addresses change.
 """
 
 from __future__ import annotations
@@ -8,25 +8,17 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.recording import current
-from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.row_order import RowOrder
 from gpubuf.data.storage.containers import of_array
-from gpubuf.data.storage.layout import Key, Leaf, as_key, as_written
+from gpubuf.data.storage.layout import Leaf, as_key, as_written
 from gpubuf.data.storage.schema import as_numbers, stored_as
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.data.transforms import Compose
-from gpubuf.data.writers import RoundRobinWriter, Writer
-from gpubuf.kernels._registry import eager, past_dispatcher
+from gpubuf.kernels._registry import eager
 
 #: An array per key, by key (``"reward"``, ``("next", "reward")``) or in the order of the storage's keys.
 Columns = Mapping[Any, Any] | Sequence[Any]
@@ -141,155 +133,7 @@ def _address(array: np.ndarray) -> int:
         return 0
 
 
-@dataclass(eq=False)
-class ArrayWrites:
-    """Writes rows that come as one array per key, within an operation of the buffer.
-
-    Attributes:
-        storage: where they are written to.
-        writer: moves the cursor.
-        sampler: may have a use for priorities that come with the rows.
-        transform: that of the buffer: rows that it changes take the general way.
-        pipeline: learns from written rows, or None.
-        row_order: looks at the order of the rows, or None.
-        dim_extend: the dimension of a written batch along which time runs.
-        priority_key: where rows carry their priorities; ``()``: nowhere.
-    """
-
-    storage: TensorStorage
-    writer: Writer
-    sampler: Sampler
-    transform: Compose
-    pipeline: Pipeline | None
-    row_order: RowOrder | None
-    dim_extend: int
-    priority_key: Any
-    _route: _Route | None = None
-
-    @property
-    def keys(self) -> list[Any]:
-        """The keys of a row in the order of its columns."""
-        return self.storage.written_layout.keys
-
-    def write(self, columns: Columns, one_step: bool) -> bool:
-        """Write rows, in eager mode. False: they take the general way, as :meth:`as_batch`, and nothing has changed."""
-        route = self._current_route()
-        if route is None:
-            return False
-        index, n = None, 0
-        if past_dispatcher(route.ring):
-            ready = route.one_step if one_step else route.sized(columns)
-            if ready is not None and ready.fill(columns):
-                n = ready.n
-                index = self.storage.append_prepared(ready.launch, n)
-        if index is None:
-            sources, n = route.sources(columns, one_step, self.dim_extend)
-            if n == 0:
-                return True
-            self.storage.append_columns(sources, n)
-        self._end()
-        return True
-
-    def write_batch(self, batch: TensorDict) -> Tensor | None:
-        """Write the rows of a TensorDict, in eager mode on the CPU. Returns their index.
-
-        None: they take the general way, and nothing has changed.
-        """
-        route = self._current_route()
-        if route is None or not past_dispatcher(route.ring):
-            return None
-        size = batch.batch_size
-        ready = route.of_size(size[0], keeps_index=True) if size else None
-        if ready is None or ready.n > self.storage.max_size:
-            return None
-        tensors = route.layout.entries_of(batch)
-        if tensors is None or not ready.fill(tensors):
-            return None
-        index = self.storage.append_prepared(ready.launch, ready.n)
-        if index is not None:
-            self._end()
-        return index
-
-    def _current_route(self) -> _Route | None:
-        """How columns are written now; None if they become a batch that is written in the general way."""
-        # Past properties: every write comes here.
-        storage, route = self.storage, self._route
-        ring = storage._ring
-        if (
-            route is None
-            or storage._schema is not route.form
-            or ring.counters is not route.ring
-            or storage.followers.hearing is not route.hearing
-        ):
-            route = self._route = self._new_route()
-        if route is None or not route.direct or len(self.transform) or current.recording is not None:
-            return None
-        return route
-
-    def _end(self) -> None:
-        """The rows are written, and all who follow them know of them."""
-        self.storage.settled()
-        if self.row_order is not None:
-            self.row_order.look(self.storage)
-
-    def as_batch(self, columns: Columns, one_step: bool) -> TensorDict:
-        """Columns as a TensorDict, which the buffer can transform and write.
-
-        Raises:
-            ValueError: there are none, they have different batch dimensions, or their keys are not known yet.
-        """
-        storage = self.storage
-        lead = storage.ndim - 1 if one_step else storage.ndim
-        if not isinstance(columns, Mapping):
-            if not storage.initialized:
-                raise ValueError(
-                    "the first write settles keys and their order: expected a dict of arrays by key, got a "
-                    f"{type(columns).__name__}"
-                )
-            columns = dict(zip(self.keys, columns, strict=True))
-        leaves = storage.written_layout.leaves if storage.initialized else []
-        return tensordict_of(columns, lead, {leaf.key: leaf.dtype for leaf in leaves})
-
-    def _new_route(self) -> _Route | None:
-        """How columns are written now; None before the first write."""
-        storage = self.storage
-        if not storage.initialized:
-            return None
-        pipeline = self.pipeline
-        # Priorities that come with the rows, statistics and other writers need the batch as a whole.
-        given = self.sampler.has_priorities and storage.written_layout.position(as_key(self.priority_key)) is not None
-        learns = pipeline is not None and pipeline.learns
-        plain = type(self.writer).extend is RoundRobinWriter.extend
-        direct = plain and storage.owner is None and storage.host is None and not (given or learns)
-        return _Route(storage, direct=direct)
-
-
-def tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, torch.dtype]) -> TensorDict:
-    """Columns as a TensorDict with ``lead`` batch dimensions. Lists and numbers take the dtypes given by key.
-
-    Raises:
-        ValueError: there are none, or they have different batch dimensions.
-    """
-    if not columns:
-        raise ValueError("there are no columns")
-    out: TensorDict | None = None
-    for key, value in columns.items():
-        if isinstance(value, (np.ndarray, np.generic)):
-            value = of_array(value)
-        tensor = value if isinstance(value, Tensor) else _of_numbers(value, dtypes.get(as_key(key)), str(key))
-        if out is None:
-            out = TensorDict({}, batch_size=tensor.shape[:lead])
-        if tensor.ndim < lead or tensor.shape[:lead] != out.batch_size:
-            raise ValueError(
-                f"key {key!r} has shape {tuple(tensor.shape)}, but the columns before it have the batch dimensions "
-                f"{tuple(out.batch_size)}"
-            )
-        out.set(as_key(key), tensor)
-    assert out is not None
-    return out
-
-
-class _Route:
+class Route:
     """How columns are written to a storage, as long as its form stays.
 
     Attributes:
@@ -311,6 +155,15 @@ class _Route:
         self._storage = storage
         self._keys = self.layout.keys
         self._of_size: dict[tuple[int, bool], PreparedRows | None] = {}
+
+    def fits(self, storage: TensorStorage) -> bool:
+        """Whether the storage is still as the route has found it."""
+        # Past properties: every write comes here.
+        return (
+            storage._schema is self.form
+            and storage._ring.counters is self.ring
+            and storage.followers.hearing is self.hearing
+        )
 
     def sized(self, columns: Columns) -> PreparedRows | None:
         """:meth:`of_size` for as many rows as the first of ``columns`` has."""
@@ -399,10 +252,10 @@ def _as_tensor(value: Any, leaf: Leaf) -> Tensor:
             raise ValueError(
                 f"key {leaf.name}: the storage holds {leaf.dtype}, the column can't be read: {error}"
             ) from None
-    return _of_numbers(value, leaf.dtype, leaf.name)
+    return numbers_as(value, leaf.dtype, leaf.name)
 
 
-def _of_numbers(value: Any, dtype: torch.dtype | None, name: str) -> Tensor:
+def numbers_as(value: Any, dtype: torch.dtype | None, name: str) -> Tensor:
     """Lists and numbers in the dtype of their key, or without one in that of PyTorch."""
     return torch.as_tensor(value, device="cpu") if dtype is None else stored_as(as_numbers(value), dtype, name)
 
