@@ -31,9 +31,6 @@ library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 _triton_on_cpu = False
 
-#: Families whose plain definition, ``_cpu.py``, Numba does the same as, faster, by ``_numba.py``.
-COMPILED = {"philox", "rows", "sum_tree", "trajectories"}
-
 
 def triton_on_cpu_enabled() -> bool:
     """Whether CPU tensors are sent to the Triton launchers at present."""
@@ -105,7 +102,7 @@ def triton_on_cpu(enabled: bool = True) -> Iterator[None]:
 
 @functools.cache
 def numba_installed() -> bool:
-    """Whether Numba can do the CPU's work of the families of :data:`COMPILED`."""
+    """Whether Numba can do the CPU's work of families that have a ``_numba.py``: the same as ``_cpu.py``, faster."""
     return importlib.util.find_spec("numba") is not None
 
 
@@ -113,7 +110,7 @@ def _imported(target: str) -> Callable[..., Any]:
     """The function named ``"module:function"``: of ``_numba.py`` in place of ``_cpu.py``, if Numba is installed."""
     module, _, name = target.partition(":")
     family, _, part = module.rpartition(".")
-    if part == "_cpu" and family.rpartition(".")[2] in COMPILED and numba_installed():
+    if part == "_cpu" and numba_installed() and importlib.util.find_spec(f"{family}._numba"):
         module = f"{family}._numba"
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function

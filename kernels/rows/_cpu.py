@@ -326,7 +326,7 @@ def _shifted(field: _Field, elements: Tensor, how: Reading, at: Tensor) -> Tenso
     return images[batch, channel, y[:, None, :, None], x[:, None, None, :]].reshape(elements.shape)
 
 
-def _read(
+def read(
     table: Tensor, ring: Tensor, rng: Tensor | None, given: Tensor | None, n: int, capacity: int,
     targets: list[Tensor], reading: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -409,12 +409,12 @@ def _pieces(
     return arena, [arena[at : at + n * w].view(n, w) for at, w in zip(offsets, widths, strict=True)]
 
 
-def reading(read: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Callable[..., Any], ...]:
+def reading(fill_batch: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Callable[..., Any], ...]:
     """``(gather, gather_into, sample, sample_into)`` by what fills contiguous tensors ``[n, ...]``, one per key.
 
-    ``read`` takes table, ring, a random state or None, given rows or None, how many they are, the capacity, the tensors
-    and the reading. It returns index and generations. The variants "into" are for storages, which give the tensors, and
-    vouch for dtypes, shapes and strides: they are not looked at.
+    ``fill_batch`` takes table, ring, a random state or None, given rows or None, how many they are, the capacity, the
+    tensors and the reading. It returns index and generations. The variants "into" are for storages, which give the
+    tensors, and vouch for dtypes, shapes and strides: they are not looked at.
     """
 
     def gather(
@@ -423,12 +423,12 @@ def reading(read: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Callable[..., A
         """See :data:`gpubuf.kernels.rows.gather`."""
         n = length_of("index", index)
         arena, pieces = _pieces(table, ring, capacity, how, n, arena_bytes)
-        return arena, read(table, ring, None, index, n, capacity, pieces, how)[1]
+        return arena, fill_batch(table, ring, None, index, n, capacity, pieces, how)[1]
 
     def gather_into(
         table: Tensor, ring: Tensor, index: Tensor, capacity: int, tensors: list[Tensor], *how: Any
     ) -> Tensor:
-        return read(table, ring, None, index, index.numel(), capacity, tensors, how)[1]
+        return fill_batch(table, ring, None, index, index.numel(), capacity, tensors, how)[1]
 
     def sample(
         table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int, *how: Any
@@ -437,17 +437,17 @@ def reading(read: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Callable[..., A
         check_count(n)
         check_state(rng)
         arena, pieces = _pieces(table, ring, capacity, how, n, arena_bytes)
-        return arena, *read(table, ring, rng, None, n, capacity, pieces, how)
+        return arena, *fill_batch(table, ring, rng, None, n, capacity, pieces, how)
 
     def sample_into(
         table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, tensors: list[Tensor], *how: Any
     ) -> tuple[Tensor, Tensor]:
-        return read(table, ring, rng, None, n, capacity, tensors, how)
+        return fill_batch(table, ring, rng, None, n, capacity, tensors, how)
 
     return gather, gather_into, sample, sample_into
 
 
-gather, gather_into, sample, sample_into = reading(_read)
+gather, gather_into, sample, sample_into = reading(read)
 
 
 # Writing

@@ -3,7 +3,8 @@
 Kernels work on addresses: :mod:`gpubuf.kernels.rows._numba_read` makes batches, and
 :mod:`gpubuf.kernels.rows._numba_write` writes rows and keeps the next observations that lie aside. Columns have kernels
 of their own, which copy and take few arguments. What training loops seldom feel is left to the plain definition:
-elements that are computed or converted, and new links of rows.
+elements that are computed or converted, and new links of rows. So is what a kernel refuses, before it has changed
+anything: the definition says why.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gpubuf.kernels._operations import vector
 from gpubuf.kernels._registry import length_of
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET
-from gpubuf.kernels.rows import ENTRY, SUM, WRITTEN_AS_STORED, Reading
+from gpubuf.kernels.rows import ENTRY, SUM, WRITTEN_AS_STORED, Reading, _cpu
 from gpubuf.kernels.rows._check import (
     EVERY,
     NOT_NEXT,
@@ -29,12 +30,6 @@ from gpubuf.kernels.rows._check import (
     check_source_count,
     check_storage,
     describe_sources,
-    lost,
-    misfit,
-    no_room,
-    out_of_range,
-    unlinked,
-    unreadable,
 )
 from gpubuf.kernels.rows._cpu import compute, fields_of, fill, finished, reading, relink, stored_rows, takes
 
@@ -45,12 +40,8 @@ _read_batch = named("rows._numba_read.read_batch")
 _extend_rows = named("rows._numba_write.extend_rows")
 _write_rows = named("rows._numba_write.write_rows")
 
-# Results of kernels that read: done; not begun, since fields are not SIMPLE; there are no rows. Others count from 0:
-# rows, then rows whose next observation is lost, then fields.
-DONE, NOT_SIMPLE, EMPTY = -1, -2, -3
-
-# Results of kernels that write, but for DONE: `problem` of _numba_write.py adds which field or row.
-MISFIT, UNLINKED, NO_ROOM, INVALID, NEEDS_STAGING = range(5)
+# Results of kernels. Those but DONE have changed nothing: fields are not SIMPLE, or not written as they are stored.
+DONE, REFUSED, NOT_SIMPLE, NOT_AS_STORED = range(4)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -86,9 +77,8 @@ def _read(
         results = call_in_parts(_read_batch, before, n, (*after, True))
         if results[0] == NOT_SIMPLE:
             results = _read_some(table, index, ring, capacity, targets, how, before, after)
-    for result in results:
-        if result != DONE:
-            raise _refused_batch(table, given, result, n, capacity)
+    if any(results):
+        return _cpu.read(table, ring, rng, given, n, capacity, targets, reading)
     if len(results) > 1:
         if rng is not None:
             rng[OFFSET] += n
@@ -113,7 +103,7 @@ def _read_some(
             left.append((place, field))
     addresses = _addresses(copies)
     results = call_in_parts(_read_batch, before, n, (n, capacity, addresses.buffer_info()[0], *others, False))
-    if all(result == DONE for result in results):
+    if not any(results):
         at = torch.arange(n, device="cpu") * how.draws + first if how.draws else index
         for place, field in copied:
             fill(targets[place], finished(field, copies[place], how, at))
@@ -125,18 +115,6 @@ def _read_some(
 
 
 gather, gather_into, sample, sample_into = reading(_read)
-
-
-def _refused_batch(fields: Tensor, index: Tensor | None, result: int, n: int, capacity: int) -> Exception:
-    """What a kernel's result says of a batch of ``n`` rows."""
-    if result == EMPTY:
-        return RuntimeError("can't sample from an empty storage")
-    if result >= 2 * n:
-        return unreadable(fields, result - 2 * n)
-    if result >= n:
-        return lost(index, result - n)
-    assert index is not None
-    return out_of_range(index, result, capacity)
 
 
 # Writing
@@ -168,25 +146,10 @@ def _write_with(
     described, _alive = describe_sources(sources, n)
     given = (table.data_ptr(), len(sources), table.shape[1], described.buffer_info()[0])
     result: int = kernel(*given, 0, *others)
-    if result != DONE and result & 7 == NEEDS_STAGING:
+    if result == NOT_AS_STORED:
         staged, _rows = _staged(table, fields_of(table), described, n, skipped, which, sources)
         result = kernel(*given, staged.buffer_info()[0], *others)
     return result
-
-
-def _refused_write(
-    table: Tensor, sources: list[Tensor], result: int, n: int, index: Tensor | None, capacity: int
-) -> Exception:
-    """What a kernel's result says of a write."""
-    kind, place = result & 7, result >> 3
-    if kind == MISFIT:
-        return misfit(table, sources[place], place, n)
-    if kind == NO_ROOM:
-        return no_room(place, n)
-    if kind == INVALID:
-        assert index is not None
-        return out_of_range(index, place, capacity)
-    return unlinked(place)
 
 
 def extend(
@@ -207,9 +170,7 @@ def extend(
         shared = (links.data_ptr(), owners.data_ptr(), owners.numel() - 1)
     others = (ring.data_ptr(), *shared, n, capacity, envs, index.data_ptr())
     result = _write_with(_extend_rows, EVERY, table, sources, n, n - capacity if n > capacity else 0, others)
-    if result != DONE:
-        raise _refused_write(table, sources, result, n, None, capacity)
-    return index
+    return index if result == DONE else _cpu.extend(table, sources, ring, n, capacity, envs, links, owners)
 
 
 class PreparedExtend:
@@ -266,4 +227,4 @@ def write(
     others = (index.data_ptr(), n, capacity, ring.data_ptr(), _address(generation))
     result = _write_with(_write_rows, NOT_NEXT, table, sources, n, 0, others)
     if result != DONE:
-        raise _refused_write(table, sources, result, n, index, capacity)
+        _cpu.write(table, sources, ring, index, capacity, generation)

@@ -106,18 +106,12 @@ def prefetch_row(address, row_bytes):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def first_outside(numbers, n, low, high):  # type: ignore[no-untyped-def]
-    """The place of the first number outside ``low .. high - 1``, or -1."""
-    # Counting first is a loop that the compiler vectorises; looking for the place is not.
+def all_within(numbers, n, low, high):  # type: ignore[no-untyped-def]
+    """Whether all numbers are in ``low .. high - 1``."""
     outside = 0
     for i in range(n):
         outside += (numbers[i] < low) | (numbers[i] >= high)
-    if outside == 0:
-        return -1
-    for i in range(n):
-        if numbers[i] < low or numbers[i] >= high:
-            return i
-    return -1
+    return outside == 0
 
 
 @jit(forceinline=True)

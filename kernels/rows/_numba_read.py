@@ -44,14 +44,14 @@ from gpubuf.kernels.rows import (
     WIDTH,
     WRITTEN,
 )
-from gpubuf.kernels.rows._numba import DONE, EMPTY, NOT_SIMPLE
+from gpubuf.kernels.rows._numba import DONE, NOT_SIMPLE, REFUSED
 from gpubuf.kernels.rows._numba_copy import (
     AHEAD,
     ASIDE,
     AT_END,
+    all_within,
     copy_row,
     divided,
-    first_outside,
     forward,
     place_address,
     prefetch_row,
@@ -68,25 +68,24 @@ _TOGETHER = 1024
 def _find_positions(ring, rng_address, index_address, first, n, capacity, position):  # type: ignore[no-untyped-def]
     """Draw rows ``first .. first + n - 1`` of a batch, or find given ones where ``rng_address`` is 0.
 
-    Returns DONE, EMPTY, or the number of a row that is out of range.
+    False: there are none, or a given one is out of range.
     """
     index = carray(as_i64(index_address + 8 * first), n)
     if rng_address != 0:
         rng, size = carray(as_i64(rng_address), 3), ring[SIZE]
         if size == 0:
-            return EMPTY
+            return False
         seed, offset = rng[SEED], rng[OFFSET] + first
         for i in range(n):
             row = min(int(philox_uniform_f64(seed, offset + i) * size), size - 1)
             index[i] = row
             position[i] = row
-        return DONE
-    invalid = first_outside(index, n, -capacity, capacity)
-    if invalid >= 0:
-        return first + invalid
+        return True
+    if not all_within(index, n, -capacity, capacity):
+        return False
     for i in range(n):
         position[i] = index[i] + capacity if index[i] < 0 else index[i]
-    return DONE
+    return True
 
 
 @jit(forceinline=True)
@@ -137,9 +136,8 @@ def copy_batch(  # type: ignore[no-untyped-def]
     ring = carray(as_i64(ring_address), 4)
     # The memory of the generations holds the positions until the rows are copied.
     position = carray(as_i64(generation_address + 8 * first), n)
-    result = _find_positions(ring, rng_address, index_address, first, n, capacity, position)
-    if result != DONE:
-        return result
+    if not _find_positions(ring, rng_address, index_address, first, n, capacity, position):
+        return REFUSED
     table, targets = carray(as_i64(table_address), (n_keys, ENTRY)), carray(as_i64(targets_address), n_keys)
     if n_keys > 0:
         _prefetch_first(table[0], position, n)
@@ -229,12 +227,12 @@ def _find_windows(ends, written, capacity, envs, n_steps, position, n, length, l
 
 @jit(forceinline=True)
 def _find_next(links, written, capacity, envs, last, n, place):  # type: ignore[no-untyped-def]
-    """Where the observation after each row is. Returns the number of a row whose observation is lost, or -1."""
+    """Find where the observation after each row is; whether none is lost."""
     steps = capacity // envs
     pending = (written // envs + steps - 1) % steps * envs
     for i in range(n):
         prefetch_l2(links + 4 * last[i])
-    lost = -1
+    lost = 0
     for i in range(n):
         row = last[i]
         link = load_i32(links + 4 * row)
@@ -243,10 +241,9 @@ def _find_next(links, written, capacity, envs, last, n, place):  # type: ignore[
         elif link > 0:
             place[i] = ASIDE - 2 * (link - 1)
         else:
-            if link < 0:
-                lost = i
+            lost += link < 0
             place[i] = forward(row, envs, capacity)
-    return lost
+    return lost == 0
 
 
 # Fields
@@ -296,16 +293,15 @@ def read_batch(  # type: ignore[no-untyped-def]
     ring = carray(as_i64(ring_address), 4)
     written, at = ring[WRITTEN], generation_address + 8 * first
     position = carray(as_i64(at), n)
-    result = _find_positions(ring, rng_address, index_address, first, n, capacity, position)
-    if result != DONE:
-        return result
+    if not _find_positions(ring, rng_address, index_address, first, n, capacity, position):
+        return REFUSED
     fields = carray(as_i64(fields_address), (n_fields, FIELD))
     targets = carray(as_i64(targets_address), n_fields)
     has_windows, has_next, simple = False, False, True
     for f in range(n_fields):
         unknown = fields[f, SIMPLE] == 0 and max(fields[f, STORED], fields[f, BATCH]) >= OPAQUE
         if unknown or (fields[f, KIND] == NEXT and links == 0):
-            return 2 * of + f
+            return REFUSED
         simple &= fields[f, SIMPLE] != 0
         has_windows |= fields[f, KIND] != DRAWN
         has_next |= fields[f, KIND] == NEXT
@@ -321,10 +317,8 @@ def read_batch(  # type: ignore[no-untyped-def]
             _prefetch_first(fields[0], drawn, count)
         if has_windows:
             _find_windows(ends, written, capacity, envs, n_steps, drawn, count, length, last)
-        if has_next:
-            lost = _find_next(links, written, capacity, envs, last, count, place)
-            if lost >= 0:
-                return of + first + start + lost
+        if has_next and not _find_next(links, written, capacity, envs, last, count, place):
+            return REFUSED
         row = first + start
         for f in range(n_fields):
             field = fields[f]

@@ -27,23 +27,17 @@ from gpubuf.kernels.rows import (
     WRITTEN_AS_STORED,
 )
 from gpubuf.kernels.rows._check import CONTIGUOUS, EVERY, NEXT_ALONE, NOT_NEXT
-from gpubuf.kernels.rows._numba import DONE, INVALID, MISFIT, NEEDS_STAGING, NO_ROOM, UNLINKED
+from gpubuf.kernels.rows._numba import DONE, NOT_AS_STORED, REFUSED
 from gpubuf.kernels.rows._numba_copy import (
     AHEAD,
+    all_within,
     copy_row,
     differ,
-    first_outside,
     forward,
     prefetch_row,
     row_address,
     write_run,
 )
-
-
-@jit(forceinline=True)
-def problem(kind, place):  # type: ignore[no-untyped-def]
-    """The result that says which problem there is, and with which field or row."""
-    return kind + 8 * place
 
 
 @jit(forceinline=True)
@@ -70,15 +64,15 @@ def _opened(fields_address, n_fields, width, sources_address, staged_address):  
 def _find_sources(fields, n_fields, sources, which, n, skipped, staged):  # type: ignore[no-untyped-def]
     """Set address and stride of the rows of every field that is taken, from row ``skipped`` of ``n`` on.
 
-    Returns DONE, or a problem: a source has rows of another size, or rows must be converted.
+    Returns DONE; NOT_AS_STORED if rows must be converted; REFUSED if a source has rows of another size.
     """
     for f in range(n_fields):
         if is_taken(fields[f], which):
             field, width = fields[f], fields[f, ROW_BYTES]
             if len(field) != ENTRY and field[WRITTEN_AS_STORED] == 0:
-                return problem(NEEDS_STAGING, f)
+                return NOT_AS_STORED
             if sources[3 * f + 2] != n * width:
-                return problem(MISFIT, f)
+                return REFUSED
             stride = sources[3 * f + 1]
             stride = width if stride == CONTIGUOUS else stride
             staged[f, 0], staged[f, 1] = sources[3 * f] + skipped * stride, stride
@@ -135,7 +129,7 @@ def _put_next(fields, n_fields, staged, row, where, number):  # type: ignore[no-
 
 @jit(forceinline=True)
 def _find_separate(fields, n_fields, staged, envs, kept, pending, separate):  # type: ignore[no-untyped-def]
-    """Mark the rows whose next observation is not what follows; returns how many, or the problem with a field.
+    """Mark the rows whose next observation is not what follows; returns how many, -1 if a field has no column to share.
 
     The first ``envs`` of ``separate`` are for the step that was the newest, if its observations are ``pending``, and
     the others for the rows to write.
@@ -148,7 +142,7 @@ def _find_separate(fields, n_fields, staged, envs, kept, pending, separate):  # 
             continue
         g = _partner(fields, n_fields, f)
         if g < 0:
-            return -2 - f
+            return -1
         after, after_stride, stride = staged[g, 0], staged[g, 1], staged[f, 1]
         if pending:
             for e in range(envs):
@@ -184,17 +178,17 @@ def extend_rows(  # type: ignore[no-untyped-def]
         separate = np.empty(envs + kept, np.int8)
         need = _find_separate(fields, n_fields, staged, envs, kept, pending, separate)
         if need < 0:
-            return problem(UNLINKED, -2 - need)
+            return REFUSED
         bound = max(written - size, written + n - capacity)
         if not _room(owners, slots, need, bound):
-            return problem(NO_ROOM, need)
+            return REFUSED
         _set_links(
             fields, n_fields, staged, links, owners, slots, bound, written, n, kept, capacity, envs, pending, separate
         )
     elif width != ENTRY:
         for f in range(n_fields):
             if is_taken(fields[f], NEXT_ALONE):
-                return problem(UNLINKED, f)
+                return REFUSED
     position = written % capacity
     for i in range(n):
         index[i] = position
@@ -251,9 +245,8 @@ def write_rows(  # type: ignore[no-untyped-def]
     """``generation_address`` is 0 where there are no generations."""
     fields, sources, staged = _opened(fields_address, n_fields, width, sources_address, staged_address)
     index = carray(as_i64(index_address), n)
-    invalid = first_outside(index, n, -capacity, capacity)
-    if invalid >= 0:
-        return problem(INVALID, invalid)
+    if not all_within(index, n, -capacity, capacity):
+        return REFUSED
     if staged_address == 0:
         result = _find_sources(fields, n_fields, sources, NOT_NEXT, n, 0, staged)
         if result != DONE:

@@ -1,6 +1,7 @@
 """The sum tree on the CPU: its operations.
 
-Trees of another fan-out than the CPU's own take the plain definition.
+Trees of another fan-out than the CPU's own take the plain definition. So does a call that a kernel refuses, before it
+has changed anything: the definition says why.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.config import CPU_FAN_OUT
 from gpubuf.kernels.philox import OFFSET, check_request
 from gpubuf.kernels.sum_tree import _cpu
-from gpubuf.kernels.sum_tree._check import check_index, check_tree, check_update, nothing_to_draw, outside, refused
+from gpubuf.kernels.sum_tree._check import check_index, check_tree, check_update
 
 _build = named("sum_tree._numba_kernels.build")
 _refresh = named("sum_tree._numba_kernels.refresh")
@@ -49,9 +50,8 @@ def refresh(
         check_tree(leaves, nodes, scalars, eligible, capacity, fan_out)
         check_index(index)
     tree = _tree(leaves, nodes, eligible, capacity)
-    code = _refresh(*tree, index.data_ptr(), index.numel())
-    if code:
-        raise outside(index, -code - 1, capacity)
+    if not _refresh(*tree, index.data_ptr(), index.numel()):
+        _cpu.refresh(leaves, nodes, scalars, eligible, capacity, fan_out, index)
 
 
 def update(
@@ -66,11 +66,8 @@ def update(
         check_update(ring, index, priority, generation)
     tree = _tree(leaves, nodes, eligible, capacity)
     told = index.data_ptr(), priority.data_ptr(), 0 if generation is None else generation.data_ptr(), index.numel()
-    code = _update(*tree, scalars.data_ptr(), ring.data_ptr(), *told)
-    if code < 0:
-        raise outside(index, -code - 1, capacity)
-    if code > 0:
-        raise refused(index, priority, code - 1)
+    if not _update(*tree, scalars.data_ptr(), ring.data_ptr(), *told):
+        _cpu.update(leaves, nodes, scalars, eligible, capacity, fan_out, ring, index, priority, generation)
 
 
 def mark(
@@ -84,9 +81,8 @@ def mark(
         check_tree(leaves, nodes, scalars, eligible, capacity, fan_out)
         check_index(index)
     tree = _tree(leaves, nodes, eligible, capacity)
-    code = _mark(*tree, scalars.data_ptr(), index.data_ptr(), index.numel(), within_buffer)
-    if code:
-        raise outside(index, -code - 1, capacity)
+    if not _mark(*tree, scalars.data_ptr(), index.data_ptr(), index.numel(), within_buffer):
+        _cpu.mark(leaves, nodes, scalars, eligible, capacity, fan_out, index, within_buffer)
 
 
 def draw(
@@ -105,8 +101,8 @@ def draw(
     tree = _tree(leaves, nodes, eligible, capacity)
     others = scalars.data_ptr(), rng.data_ptr(), index.data_ptr(), weight.data_ptr()
     results = call_in_parts(_draw, (*tree, *others), n, (n, stratified))
-    if any(results):
-        raise nothing_to_draw(eligible)
+    if not all(results):
+        return _cpu.draw(leaves, nodes, scalars, eligible, capacity, fan_out, rng, n, stratified)
     if len(results) > 1:
         rng[OFFSET] += n
     return index, weight

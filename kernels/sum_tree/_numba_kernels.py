@@ -1,6 +1,7 @@
 """Kernels of the sum tree on the CPU: breadth-first over the batch, so that the loads of many draws overlap.
 
-The first four numbers that a kernel takes are a tree, as ``_numba_levels.py`` has it.
+The first four numbers that a kernel takes are a tree, as ``_numba_levels.py`` has it. A kernel that can refuse its
+arguments returns whether it has not: otherwise it has changed nothing.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
@@ -62,18 +63,12 @@ def _refused(priority):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def _outside(index, n, capacity):  # type: ignore[no-untyped-def]
-    """0, or minus (position + 1) of the first index that is neither a row nor -1."""
-    # Counting first is a loop that the compiler vectorises; looking for the place is not.
+def _all_rows(index, n, capacity):  # type: ignore[no-untyped-def]
+    """Whether all indices are rows or -1."""
     outside = 0
     for i in range(n):
         outside += (index[i] < -1) | (index[i] >= capacity)
-    if outside == 0:
-        return 0
-    for i in range(n):
-        if index[i] < -1 or index[i] >= capacity:
-            return -(i + 1)
-    return 0
+    return outside == 0
 
 
 @kernel
@@ -83,12 +78,11 @@ def build(leaves, nodes, eligible, capacity):  # type: ignore[no-untyped-def]
 
 @kernel
 def refresh(leaves, nodes, eligible, capacity, index_address, n):  # type: ignore[no-untyped-def]
-    """0, or minus (position + 1) of the first index out of range."""
     index = carray(as_i64(index_address), n)
-    outside = _outside(index, n, capacity)
-    if outside == 0:
-        refresh_above((leaves, nodes, eligible, capacity), index, n)
-    return outside
+    if not _all_rows(index, n, capacity):
+        return False
+    refresh_above((leaves, nodes, eligible, capacity), index, n)
+    return True
 
 
 @kernel
@@ -96,10 +90,7 @@ def update(  # type: ignore[no-untyped-def]
     leaves, nodes, eligible, capacity, scalars_address, ring_address, index_address, priority_address,
     generation_address, n,
 ):  # fmt: skip
-    """0, or position + 1 of the first refused priority, or minus (position + 1) of the first index out of range.
-
-    ``generation_address`` is 0 where there are no generations.
-    """
+    """``generation_address`` is 0 where there are no generations."""
     leaf = carray(as_f32(leaves), capacity)
     scalars = carray(as_f64(scalars_address), 5)
     ring = carray(as_i64(ring_address), 4)
@@ -112,7 +103,7 @@ def update(  # type: ignore[no-untyped-def]
     # (written - row + capacity - 1) // capacity, without a division for every row.
     laps, cursor = ring[WRITTEN] // capacity, ring[WRITTEN] % capacity
 
-    # Everything is looked at before anything is changed: first whether there are faults, and then where.
+    # Everything is looked at before anything is changed.
     rows = np.empty(n, np.int64)
     faults, n_kept, largest = 0, 0, np.uint32(0)
     for i in range(n):
@@ -127,11 +118,7 @@ def update(  # type: ignore[no-untyped-def]
         magnitude = bits[i] & np.uint32(0x7FFFFFFF)
         largest = max(largest, magnitude if kept else np.uint32(0))
     if faults > 0:
-        for i in range(n):
-            if index[i] < -1 or index[i] >= capacity:
-                return -(i + 1)
-            if rows[i] >= 0 and _refused(priority[i]):
-                return i + 1
+        return False
 
     alpha, eps = scalars[ALPHA], scalars[EPS]
     # All of them in a loop of their own, which is vectorised: a power a time takes five times as long.
@@ -145,21 +132,19 @@ def update(  # type: ignore[no-untyped-def]
     if n_kept > 0:
         scalars[MAX_PRIORITY] = max(scalars[MAX_PRIORITY], np.float64(f32_of_bits(largest)))
     refresh_above((leaves, nodes, eligible, capacity), rows, n)
-    return 0
+    return True
 
 
 @kernel
 def mark(  # type: ignore[no-untyped-def]
     leaves, nodes, eligible, capacity, scalars_address, index_address, n, within_buffer: bool
 ):
-    """0, or minus (position + 1) of the first index out of range."""
     tree = (leaves, nodes, eligible, capacity)
     leaf = carray(as_f32(leaves), capacity)
     scalars = carray(as_f64(scalars_address), 5)
     index = carray(as_i64(index_address), n)
-    outside = _outside(index, n, capacity)
-    if outside != 0:
-        return outside
+    if not _all_rows(index, n, capacity):
+        return False
     largest_weight = planes_of(tree)[MAXIMUM, -1]
     given = scalars[MAX_PRIORITY]
     if within_buffer and largest_weight > 0.0:
@@ -170,7 +155,7 @@ def mark(  # type: ignore[no-untyped-def]
         if index[i] >= 0:
             leaf[index[i]] = np.float32(weight)
     refresh_above(tree, index, n)
-    return 0
+    return True
 
 
 @kernel
@@ -178,10 +163,7 @@ def draw(  # type: ignore[no-untyped-def]
     leaves, nodes, eligible, capacity, scalars_address, rng_address, index_address, weight_address,
     begin, n, of, stratified: bool,
 ):  # fmt: skip
-    """0, or 1 where there is nothing to draw from.
-
-    Makes draws ``begin .. begin + n - 1`` of ``of``. Advances the random stream only if these are all of them.
-    """
+    """Makes draws ``begin .. begin + n - 1`` of ``of``. Advances the random stream only if these are all of them."""
     leaf, planes = carray(as_f32(leaves), capacity), planes_of((leaves, nodes, eligible, capacity))
     rng = carray(as_i64(rng_address), 3)
     index = carray(as_i64(index_address + 8 * begin), n)
@@ -189,7 +171,7 @@ def draw(  # type: ignore[no-untyped-def]
     beta = carray(as_f64(scalars_address), 5)[BETA]
     total, least = planes[SUM, -1], planes[MINIMUM, -1]
     if not total > 0.0:
-        return 1
+        return False
 
     level_start = np.empty(64, np.int64)
     depth = store_level_starts(capacity, level_start)
@@ -236,4 +218,4 @@ def draw(  # type: ignore[no-untyped-def]
             weight[first + i] = np.float32(exp_below_700(-beta * log_of_normal(left[i])))
     if n == of:
         rng[OFFSET] = offset + n
-    return 0
+    return True

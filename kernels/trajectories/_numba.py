@@ -1,4 +1,7 @@
-"""The trajectory index on the CPU: its operations."""
+"""The trajectory index on the CPU: its operations.
+
+What a kernel refuses, before it has changed anything, takes the plain definition, which says why.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from torch import Tensor
 
 from gpubuf.kernels._jit import named
 from gpubuf.kernels._registry import length_of
-from gpubuf.kernels.rows import ENTRY, SIZE
-from gpubuf.kernels.trajectories import Slices, new_slices, touched_rows
+from gpubuf.kernels.rows import ENTRY
+from gpubuf.kernels.trajectories import Slices, _cpu, new_slices, touched_rows
 from gpubuf.kernels.trajectories._check import (
     check_draw,
     check_eligible,
@@ -18,23 +21,16 @@ from gpubuf.kernels.trajectories._check import (
     check_index,
     check_signals,
     check_slice_len,
-    not_stored,
-    rank_out_of_range,
-    too_short,
 )
 
 _bounds_of_rows = named("trajectories._numba_read.bounds_of_rows")
 _draw_slices = named("trajectories._numba_read.draw_slices")
-_longest_trajectory = named("trajectories._numba_read.longest_trajectory")
 _slices_from_rows = named("trajectories._numba_read.slices_from_rows")
 _rebuild_index = named("trajectories._numba_update.rebuild_index")
 _update_eligible_steps = named("trajectories._numba_update.update_eligible_steps")
 _update_ends_alone = named("trajectories._numba_update.update_ends_alone")
 _update_index = named("trajectories._numba_update.update_index")
 _weigh_again = named("trajectories._numba_update.weigh_again")
-
-# Results of kernels that are not the position of an offending element.
-DONE, EMPTY = -1, -2
 
 _addresses = functools.partial(map, Tensor.data_ptr)
 
@@ -68,20 +64,14 @@ def draw(ends: Tensor, sums: Tensor, ring: Tensor, rng: Tensor, rank: Tensor | N
     """See :data:`gpubuf.kernels.trajectories.draw`."""
     check_index(ends, sums, ring, *index)
     check_draw(rng, rank, n)
-    steps, envs, _fan_out, slice_len, min_len, *_rule = index
-    slices = new_slices(ends, n, slice_len)
+    slices = new_slices(ends, n, index[3])
     if n == 0:
         return slices
     rows, length, last = slices
     random = (rng.data_ptr(), 0 if rank is None else rank.data_ptr(), n)
     given = (ends.data_ptr(), sums.data_ptr(), ring.data_ptr(), *random, *index)
-    code = _draw_slices(*given, rows.data_ptr(), length.data_ptr(), last.data_ptr())
-    if code == EMPTY:
-        longest = _longest_trajectory(*_addresses((ends, ring)), steps, envs)
-        raise too_short(longest, min_len)
-    if code != DONE:
-        assert rank is not None, "only given ranks can be out of range"
-        raise rank_out_of_range(rank, code, int(sums[-1]))
+    if not _draw_slices(*given, rows.data_ptr(), length.data_ptr(), last.data_ptr()):
+        return _cpu.draw(ends, sums, ring, rng, rank, n, *index)
     return slices
 
 
@@ -92,9 +82,8 @@ def slices(ends: Tensor, ring: Tensor, start: Tensor, slice_len: int, steps: int
     n = length_of("start", start)
     found = index, length, last = new_slices(start, n, slice_len)
     given = (ends.data_ptr(), ring.data_ptr(), start.data_ptr(), n, slice_len, steps, envs)
-    code = _slices_from_rows(*given, index.data_ptr(), length.data_ptr(), last.data_ptr())
-    if code != DONE:
-        raise not_stored(start, code, int(ring[SIZE]))
+    if not _slices_from_rows(*given, index.data_ptr(), length.data_ptr(), last.data_ptr()):
+        return _cpu.slices(ends, ring, start, slice_len, steps, envs)
     return found
 
 
@@ -103,9 +92,8 @@ def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Te
     check_ends(ends, ring, steps, envs)
     n = length_of("row", row)
     out = row.new_empty(3, n)
-    code = _bounds_of_rows(*_addresses((ends, ring, row)), n, steps, envs, out.data_ptr())
-    if code != DONE:
-        raise not_stored(row, code, int(ring[SIZE]))
+    if not _bounds_of_rows(*_addresses((ends, ring, row)), n, steps, envs, out.data_ptr()):
+        return _cpu.bounds(ends, ring, row, steps, envs)
     return out
 
 

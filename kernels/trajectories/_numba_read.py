@@ -1,5 +1,7 @@
 """The operations that only read the trajectory index, on the CPU: draws, slices and bounds.
 
+They return whether their arguments were right: otherwise they have changed nothing.
+
 A batch goes through its searches breadth-first, in stages, so that the cache misses of its entries overlap.
 """
 
@@ -12,8 +14,7 @@ from gpubuf.kernels._jit import jit, kernel
 from gpubuf.kernels._primitives import as_i64, as_u8, lowest_bit
 from gpubuf.kernels.philox import OFFSET, SEED
 from gpubuf.kernels.philox._numba_kernels import philox_uniform_f64
-from gpubuf.kernels.rows._numba_copy import divided, first_outside
-from gpubuf.kernels.trajectories._numba import DONE, EMPTY
+from gpubuf.kernels.rows._numba_copy import all_within, divided
 from gpubuf.kernels.trajectories._numba_search import (
     age_of,
     age_of_end_before,
@@ -51,10 +52,7 @@ def draw_slices(  # type: ignore[no-untyped-def]
     ends, sums, ring, rng_address, rank_address, n, steps, envs, fan_out, slice_len, min_len, before, after,
     by_transition: bool, index_address, length_address, last_address,
 ):  # fmt: skip
-    """DONE, or EMPTY where there is nothing to draw from, or the position of a rank out of range.
-
-    ``rank_address`` is 0 where there are no ranks.
-    """
+    """``rank_address`` is 0 where there are no ranks."""
     rng = carray(as_i64(rng_address), 3)
     rank = carray(as_i64(rank_address), n)
     index = carray(as_i64(index_address), n * slice_len)
@@ -63,12 +61,8 @@ def draw_slices(  # type: ignore[no-untyped-def]
     shift = lowest_bit(fan_out)
     n_words = ((steps + 63) >> 6) * envs
     total = root_of(sums, n_words, shift)
-    if total <= 0:
-        return EMPTY
-    if rank_address != 0:
-        wrong = first_outside(rank, n, 0, total)
-        if wrong >= 0:
-            return wrong
+    if total <= 0 or (rank_address != 0 and not all_within(rank, n, 0, total)):
+        return False
     oldest, filled, _ = ring_view(ring, steps, envs)
     seed, offset = rng[SEED], rng[OFFSET]
     together = min(n, _TOGETHER)
@@ -120,22 +114,7 @@ def draw_slices(  # type: ignore[no-untyped-def]
             length[start + i] = stop - first
             _lay_out(index, last, (start + i) * slice_len, slice_len, row, stop - first, steps, envs)
     rng[OFFSET] = offset + 2 * n
-    return DONE
-
-
-@kernel
-def longest_trajectory(ends, ring, steps, envs):  # type: ignore[no-untyped-def]
-    """Length of the longest trajectory in the ring, 0 where it is empty."""
-    oldest, filled, _ = ring_view(ring, steps, envs)
-    longest = 0
-    for env in range(envs):
-        age = -1
-        while age < filled - 1:
-            step = step_of(age + 1, oldest, steps)
-            last = last_age(ends, steps, envs, env, step, oldest, filled)
-            longest = max(longest, last - age)
-            age = last
-    return longest
+    return True
 
 
 @jit(forceinline=True)
@@ -153,15 +132,13 @@ def _fetch(ends, rows, n, steps, envs, before, after):  # type: ignore[no-untype
 def slices_from_rows(  # type: ignore[no-untyped-def]
     ends, ring, start_address, n, slice_len, steps, envs, index_address, length_address, last_address
 ):
-    """DONE, or the position of a row that is not stored."""
     rows = carray(as_i64(start_address), n)
     index = carray(as_i64(index_address), n * slice_len)
     length = carray(as_i64(length_address), n)
     last = carray(as_u8(last_address), n * slice_len)
     oldest, filled, _ = ring_view(ring, steps, envs)
-    wrong = first_outside(rows, n, 0, filled * envs)
-    if wrong >= 0:
-        return wrong
+    if not all_within(rows, n, 0, filled * envs):
+        return False
     for start in range(0, n, _TOGETHER):
         together = min(_TOGETHER, n - start)
         _fetch(ends, rows[start : start + together], together, steps, envs, False, True)
@@ -170,18 +147,16 @@ def slices_from_rows(  # type: ignore[no-untyped-def]
             to_end = last_age(ends, steps, envs, env, step, oldest, filled) - age_of(step, oldest, steps) + 1
             length[i] = min(slice_len, to_end)
             _lay_out(index, last, i * slice_len, slice_len, rows[i], length[i], steps, envs)
-    return DONE
+    return True
 
 
 @kernel
 def bounds_of_rows(ends, ring, row_address, n, steps, envs, out_address):  # type: ignore[no-untyped-def]
-    """DONE, or the position of a row that is not stored."""
     rows = carray(as_i64(row_address), n)
     out = carray(as_i64(out_address), 3 * n)
     oldest, filled, _ = ring_view(ring, steps, envs)
-    wrong = first_outside(rows, n, 0, filled * envs)
-    if wrong >= 0:
-        return wrong
+    if not all_within(rows, n, 0, filled * envs):
+        return False
     for start in range(0, n, _TOGETHER):
         together = min(_TOGETHER, n - start)
         _fetch(ends, rows[start : start + together], together, steps, envs, True, True)
@@ -192,4 +167,4 @@ def bounds_of_rows(ends, ring, row_address, n, steps, envs, out_address):  # typ
             out[i] = step_of(first, oldest, steps) * envs + env
             out[n + i] = step_of(last, oldest, steps) * envs + env
             out[2 * n + i] = last - first + 1
-    return DONE
+    return True

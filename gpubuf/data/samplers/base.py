@@ -460,7 +460,7 @@ class Sampler:
         """Whether the sampler has derived data from any of these stored keys (positions in the layout)."""
         return False
 
-    def rebuild(self) -> None:
+    def rows_changed(self) -> None:
         """Called after rows were changed in place: compute anew what is derived from them."""
 
     # The life of the rows
@@ -471,7 +471,7 @@ class Sampler:
 
     def mend(self) -> None:
         """Compute anew all data derived from rows or priorities: an operation that changed it was interrupted."""
-        self.rebuild()
+        self.rows_changed()
 
     def free(self) -> None:
         """Forget everything about the rows, and release its memory."""

@@ -299,7 +299,7 @@ class SliceSampler(Sampler):
 
     def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
         """Rows were written elsewhere: index all of them anew, O(capacity)."""
-        self.rebuild()
+        self.rows_changed()
 
     def depends_on(self, keys: Collection[int]) -> bool:
         """Whether one of them tells where trajectories end."""
@@ -308,6 +308,10 @@ class SliceSampler(Sampler):
     @operation
     def rebuild(self) -> None:
         """Index all rows anew, after they were filled or changed by others than ``extend``. O(capacity)."""
+        self.rows_changed()
+
+    def rows_changed(self) -> None:
+        """Index all rows anew, within an operation of any buffer with the storage."""
         if self._index:
             self._index.rebuild()
 
@@ -375,7 +379,7 @@ class SliceSampler(Sampler):
         if self.shards:
             # Before the draw, which may raise on this rank alone.
             info["priority_weight"] = self.shards.weights(index.total, n)
-        return *index.draw(n, self.random_state(index.storage.device)), info
+        return *index.draw(n, self.random_state(index.ends.device)), info
 
     def _nothing_eligible(self, index: TrajectoryIndex) -> str:
         """The message for a user if no slice can be drawn. Synchronises."""
@@ -426,7 +430,7 @@ class SliceSampler(Sampler):
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
         """Restore the random stream. The index is derived from the rows: it is made anew."""
         super().load_state_dict(state, order)
-        self.rebuild()
+        self.rows_changed()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._told())})"
@@ -518,9 +522,8 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             raise ValueError("the last batch of an epoch may be shorter than the others: several need drop_last=True")
         return super().draw_batches(n, batches)
 
-    @operation
-    def rebuild(self) -> None:
-        super().rebuild()
+    def rows_changed(self) -> None:
+        super().rows_changed()
         self._left = self._of = None
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 
 from gpubuf.data.storage.column import Column, address_table
 from gpubuf.data.storage.end_bits import EndBits
+from gpubuf.data.storage.follower import Reader
 from gpubuf.data.storage.layout import RowLayout
-from gpubuf.data.storage.plan import RowPlan, as_stored, field_table, fields_of
+from gpubuf.data.storage.plan import Recipe, RowPlan, as_stored, field_table, fields_of
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import Options, Schema
 from gpubuf.data.storage.share_next import Sharing
@@ -54,6 +56,8 @@ class Plans:
         stored: of rows as they are stored.
         written: of rows as they are written.
         batch: of rows as batches have them.
+        readers: what reads rows in ways of its own, as long as it exists: it refers to the storage.
+        ends_by: which keys tell the ends of trajectories; None: nobody asks.
     """
 
     def __init__(self, options: Options) -> None:
@@ -61,6 +65,42 @@ class Plans:
         self.stored = RowPlan()
         self.batch = RowPlan() if options else self.stored
         self.written = RowPlan() if options.batch_dtypes else self.batch
+        self.ends_by: Recipe | None = None
+        self.readers = WeakSet[Reader]()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without readers: those of a copy come anew."""
+        return {**vars(self), "readers": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.readers = WeakSet()
+
+    def reader(self, recipe: Recipe) -> RowPlan | None:
+        """What reads rows as a recipe says; None: nothing does."""
+        if recipe.is_plain:
+            return self.batch
+        same = (each for each in self.readers if isinstance(each, RowPlan) and each.recipe == recipe)
+        return next(same, None)
+
+    def tell_ends(self, reader: Reader) -> bool:
+        """Let ends of trajectories be told as a reader needs it. Returns whether that is by other keys than before.
+
+        Raises:
+            ValueError: another one knows the ends of trajectories by other keys.
+        """
+        known, recipe = self.ends_by, reader.recipe
+        changes = reader.needs_ends and (known is None or not recipe.same_ends(known))
+        if changes:
+            if any(other.needs_ends for other in self.readers):
+                raise ValueError("another buffer with the same storage tells the ends of trajectories by other keys")
+            self.ends_by = recipe
+        return changes
+
+    def check_rows(self, schema: Schema) -> None:
+        """Raise if rows of ``schema`` lack what a reader needs."""
+        for reader in self.readers:
+            reader.check_rows(schema)
 
     @property
     def nbytes(self) -> int:
@@ -86,10 +126,17 @@ class Plans:
             fields = field_table(as_stored(at.fields(schema.written)), at.device)
             sharing.raw.set(schema.full, fields, at.ring, at.capacity, links, reading)
 
+    def set_readers(self, at: Rows, ends: EndBits | None) -> None:
+        """Read rows where they are now, and where trajectories end, if that is known."""
+        for reader in self.readers:
+            if isinstance(reader, RowPlan):
+                set_reader(reader, at, ends)
+
     def forget(self) -> None:
         """The rows are gone."""
-        for plan in (self.stored, self.written, self.batch):
-            plan.forget()
+        for plan in (self.stored, self.written, self.batch, *self.readers):
+            if isinstance(plan, RowPlan):
+                plan.forget()
 
 
 def set_reader(plan: RowPlan, at: Rows, ends: EndBits | None) -> None:

@@ -11,7 +11,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 from tensordict import TensorDictBase
@@ -150,11 +149,7 @@ class TensorStorage:
         self.sharing: Sharing | None = None
         self.marks = Marks()
         self.end_bits: EndBits | None = None
-        # Which keys tell the ends of trajectories; None: nobody asks.
-        self._ends_by: Recipe | None = None
         self.followers = Followers()
-        # Weak, because they refer to the storage.
-        self._served = WeakSet[Reader]()
         self._laps = 0  # how often the ring went round before the memory was last released
         #: Root keys that are derived and therefore not stored; set by writers that own them.
         self.ignored_keys: frozenset[str] = frozenset()
@@ -166,11 +161,10 @@ class TensorStorage:
     def __getstate__(self) -> dict[str, Any]:
         """All but addresses. Who has a copy may write to it."""
         nowhere = {"table": None, "addresses": RowAddresses(), "owner": None}
-        return {**vars(self), **nowhere, "_served": None}
+        return {**vars(self), **nowhere}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._served = WeakSet()
         schema = self._schema
         if schema is None or self._placement is None:
             return
@@ -337,8 +331,7 @@ class TensorStorage:
         """
         for sampler in self.followers.samplers:
             sampler.check_rows(schema.written, self.ndim)
-        for reader in self._served:
-            reader.check_rows(schema)
+        self.plans.check_rows(schema)
 
     def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a storage whose first batch has ``shape``: whole steps of all environments.
@@ -391,7 +384,7 @@ class TensorStorage:
             return IndexBytes()
         device_type = "cuda" if host_memory.cuda_present() else "cpu"
         index = math.prod(shape) * self.marks.by_writers
-        if self._ends_by is not None:
+        if self.plans.ends_by is not None:
             index += bitmap_bytes(shape, device_type)
         if self.sharing is not None:
             index += self.sharing.nbytes
@@ -404,7 +397,7 @@ class TensorStorage:
 
     def _adopt(self, schema: Schema, found: list[Record], shape: tuple[int, ...], placement: Placement) -> None:
         # What an interrupt has left of rows that never were.
-        self._forget_plans()
+        self.plans.forget()
         self._placement, self._device = placement, placement.device
         self.columns = Columns(found, schema.stored.leaves)
         self._shape = torch.Size(shape)
@@ -457,9 +450,7 @@ class TensorStorage:
         elif self.end_bits is not None:
             self.end_bits.readdress(self.table)
         self._follow()
-        for reader in self._served:
-            if isinstance(reader, RowPlan):
-                set_reader(reader, at, self.end_bits)
+        self.plans.set_readers(at, self.end_bits)
 
     def _rows_now(self, schema: Schema, ring: Ring) -> Rows:
         return Rows(schema, self.columns, ring, self.max_size, self.envs, self._device, self.sharing)
@@ -502,7 +493,7 @@ class TensorStorage:
             self._ring = Ring(self.requested_size)
             self.host = self.sharing = self.marks.rows = self.end_bits = None
             self.columns, self.addresses = Columns(), RowAddresses()
-            self._forget_plans()
+            self.plans.forget()
             self.max_size = self.requested_size
             del self.table
             self.followers.free()
@@ -534,22 +525,13 @@ class TensorStorage:
             KeyError: the stored rows lack a key that the recipe needs.
             ValueError: the rows can't be summed, or another reader tells ends by other keys.
         """
-        if recipe.is_plain:
-            return self.plans.batch
-        for other in self._served:
-            if isinstance(other, RowPlan) and other.recipe == recipe:
-                return other
+        if (found := self.plans.reader(recipe)) is not None:
+            return found
         plan = RowPlan(recipe)
         self.serve(plan)
         if self._schema is not None:
             set_reader(plan, self._rows_now(self._schema, self.counters), self.end_bits)
         return plan
-
-    def _forget_plans(self) -> None:
-        self.plans.forget()
-        for reader in self._served:
-            if isinstance(reader, RowPlan):
-                reader.forget()
 
     def serve(self, reader: Reader) -> None:
         """Serve ``reader`` for as long as it exists: rows that lack what it needs are refused.
@@ -560,19 +542,14 @@ class TensorStorage:
         """
         if self._schema is not None:
             reader.check_rows(self._schema)
-        known, recipe = self._ends_by, reader.recipe
-        if reader.needs_ends and (known is None or not recipe.same_ends(known)):
-            if any(other.needs_ends for other in self._served):
-                raise ValueError("another buffer with the same storage tells the ends of trajectories by other keys")
-            self._ends_by = recipe
-            if self._schema is not None:
-                self._keep_ends(self._schema, self.counters)
-                self.followers.rebuild_own()
-        self._served.add(reader)
+        if self.plans.tell_ends(reader) and self._schema is not None:
+            self._keep_ends(self._schema, self.counters)
+            self.followers.rebuild_own()
+        self.plans.readers.add(reader)
 
     def _keep_ends(self, schema: Schema, ring: Ring) -> None:
-        if self._ends_by is not None:
-            positions, by_id = self._ends_by.ends(schema)
+        if self.plans.ends_by is not None:
+            positions, by_id = self.plans.ends_by.ends(schema)
             signal = Signal(tuple(schema.columns[position] for position in positions), by_id)
             self.end_bits = EndBits(signal, ring, self._shape, self.table, self.marks)
             self._follow()
@@ -694,8 +671,7 @@ class TensorStorage:
         """Whether ``data`` has no rows or no keys. As a first batch it does not tell the layout of a row."""
         if math.prod(batch_shape(data, self.ndim)) == 0:
             return True
-        data = first_of(data)
-        if isinstance(data, Tensor):
+        if not isinstance(data, TensorDictBase):
             return False
         entries = data.items(True, True)
         return not any(isinstance(value, Tensor) for key, value in entries if as_key(key)[0] not in self.ignored_keys)

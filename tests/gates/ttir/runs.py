@@ -73,8 +73,7 @@ UNMARKED = """
     philox::test_uniforms_are_those_of_the_contract
     categorical::TestChoice
     categorical::TestCase43OfTheLoss
-    losses::test_mixed_dtypes[expected_value]
-    losses::test_mixed_dtypes[norm_activation]
+    losses::test_mixed_dtypes
     losses::test_masked_rows_reach_nothing[td_loss]
     losses::test_masked_rows_reach_nothing[sac_actor_loss]
     losses::test_masked_rows_reach_nothing[temperature_loss]
