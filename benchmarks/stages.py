@@ -42,10 +42,6 @@ CUT = 124
 #: Processes that share the gpu-marked tests, which mostly compile.
 WORKERS = 14
 
-#: The kernels' own figures: time, instructions, and why warps wait. Clocks stay as they are: a guest may not set them.
-NCU = ("ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw")
-NCU_SECTIONS = ("SpeedOfLight", "LaunchStats", "InstructionStats", "SchedulerStats", "WarpStateStats")
-
 #: pytest loads the plugins that are needed, and none that a machine has beside them: they may not suit this pytest.
 PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin,pytest_benchmark.plugin"}
 
@@ -161,18 +157,11 @@ class Plan:
         planted = (sys.executable, "-m", "tests.support.planted_fault", *under("memcheck"))
         study = (sys.executable, "-m", "benchmarks.studies.in_turn", "calls", "--device", self.kind)
         return [
-            self._profile(50),
             Step("in turn", (*study, "--parts", *PEERS, "--out", str(self.folder / IN_TURN)), 120),
             Step("planted fault", planted, 50, uncached, needs="compute-sanitizer"),
             sanitized("memcheck", 90),
             sanitized("racecheck", LIMIT),
         ]
-
-    def _profile(self, seconds: float) -> Step:
-        sections = [word for section in NCU_SECTIONS for word in ("--section", section)]
-        table = ("--log-file", str(self.folder / f"stage-{self.stage}-ncu.csv"))
-        command = (*NCU, *sections, *table, *GPU_CALLS, self.kind, "--profile")
-        return Step("profile", command, seconds, needs=NCU[0])
 
     def _tests(
         self,

@@ -6,15 +6,10 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TextIO
 
 Advance = Callable[[int], None]
-"""Called with the bytes, or items, that are done since the last call."""
-
-BYTES = ("{task.description}", "bar", "bytes", "speed", "remaining")
-BINARY_BYTES = ("{task.description}", "bar", "binary bytes", "speed", "remaining")
-ITEMS = ("{task.description}", "bar", "count", "remaining")
-"""Columns of a bar that counts bytes (in MB or MiB), or items."""
+"""Called with the bytes that are done since the last call."""
 
 
 def has_rich() -> bool:
@@ -27,49 +22,18 @@ def can_show(stream: TextIO) -> bool:
     return stream.isatty() and has_rich()
 
 
-def make_progress(*columns: str, stderr: bool = False, transient: bool = False) -> Any:
-    """A ``rich.progress.Progress``.
-
-    Args:
-        columns: "bar", "count", "bytes", "binary bytes", "speed" or "remaining"; anything else
-            is a text with fields of the task.
-        stderr: draw on standard error; standard output is then left to results.
-        transient: remove the bar at the end.
-    """
-    from rich import progress
-    from rich.console import Console
-
-    made: dict[str, Callable[[], Any]] = {
-        "bar": progress.BarColumn,
-        "count": progress.MofNCompleteColumn,
-        "bytes": progress.DownloadColumn,
-        "binary bytes": lambda: progress.DownloadColumn(binary_units=True),
-        "speed": progress.TransferSpeedColumn,
-        "remaining": progress.TimeRemainingColumn,
-    }
-    each = (made[column]() if column in made else progress.TextColumn(column) for column in columns)
-    return progress.Progress(*each, console=Console(stderr=True) if stderr else None, transient=transient)
-
-
 @contextmanager
 def progress_bar(
-    description: str,
-    total: int,
-    wanted: bool | None,
-    *,
-    columns: tuple[str, ...],
-    least: int = 0,
-    install: str = "pip install rich",
+    description: str, total: int, wanted: bool | None, *, binary: bool = False, least: int = 0
 ) -> Iterator[Advance]:
-    """A bar on standard error. Yields the function that advances it.
+    """A bar on standard error, which leaves standard output to results. Yields the function that advances it.
 
     Args:
         description: stands before the bar.
-        total: bytes or items in all.
+        total: bytes in all.
         wanted: True, False, or None: on a terminal, for ``least`` and more, where rich is installed.
-        columns: as for :func:`make_progress`.
+        binary: count in MiB, not in MB.
         least: see ``wanted``.
-        install: how to install rich, for the error.
 
     Raises:
         ImportError: ``wanted`` is True, and rich is not installed.
@@ -80,8 +44,13 @@ def progress_bar(
         yield show_nothing
         return
     if not has_rich():
-        raise ImportError(f"progress=True needs rich: {install}")
-    with make_progress(*columns, stderr=True) as bar:
+        raise ImportError("progress=True needs rich: pip install rich")
+    from rich import progress
+    from rich.console import Console
+
+    count = progress.DownloadColumn(binary_units=binary), progress.TransferSpeedColumn()
+    columns = progress.TextColumn("{task.description}"), progress.BarColumn(), *count, progress.TimeRemainingColumn()
+    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(description, total=total)
         yield lambda done: bar.advance(task, done)
 

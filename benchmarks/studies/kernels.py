@@ -6,9 +6,8 @@ instructions, bytes and dependent trips to memory. Tests hold the kernels to the
 
 ``python -m benchmarks.studies.kernels cuda`` times the calls in replayed graphs of :data:`REPEATS` calls each, so that
 the host takes no part: once as they are, with all that a call reads in the second level of cache, and once with a
-memset larger than that cache before every call, whose own time is taken off. ``--profile`` makes the calls of
-:data:`HEADLINES` once each, for a profiler of NVIDIA's that ``ncu --profile-from-start off`` has told to wait for them:
-buffers are filled, and kernels compiled, before it looks. A stage of ``make gpu`` runs both, :mod:`benchmarks.stages`.
+memset larger than that cache before every call, whose own time is taken off. A stage of ``make gpu`` does this,
+:mod:`benchmarks.stages`.
 """
 
 from __future__ import annotations
@@ -144,17 +143,6 @@ def counted_in_subprocess(*options: str) -> list[dict[str, Any]]:
     return found
 
 
-HEADLINES = (
-    "uniform: sample, 256",
-    "uniform: sample, 32768",
-    "prioritized: sample, 256",
-    "prioritized: priority update, 256",
-    "slices: sample, 256",
-    "slices: extend, 256",
-    "statistics of 48 elements, 4096",
-)
-"""The calls that a profiler looks at."""
-
 WARM_UP = 5
 REPEATS = 20
 """Calls in a graph."""
@@ -194,35 +182,14 @@ def timed(device: str) -> list[dict[str, object]]:
     return found
 
 
-def profile(device: str) -> None:
-    """Make each of the headline calls once, with the profiler on."""
-    for name, call in all_calls(device):
-        if name not in HEADLINES:
-            continue
-        for _ in range(WARM_UP):
-            call()
-        print(name, flush=True)
-        if device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.profiler.start()
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.profiler.stop()
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.studies.kernels", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("device", choices=("cuda", "cpu"), nargs="?", help="time the calls there; cpu: a rehearsal")
-    parser.add_argument("--profile", action="store_true", help="for ncu: the headline calls, once")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<kernels or calls>-<device>-<date>.json")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if options.profile:
-        profile(options.device)
-        return
     machine = describe(options.device or "cpu")
     if options.device:
         write_results("calls", timed(options.device), machine, options.out)

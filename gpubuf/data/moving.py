@@ -9,7 +9,7 @@ from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.placement import AUTO, DISK, SPLIT, IndexBytes, MemoryReport, Placement, place, readable
 from gpubuf.data.storage.share_next import Sharing
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.terminal import BINARY_BYTES, Advance, progress_bar, show_nothing
+from gpubuf.terminal import Advance, progress_bar, show_nothing
 
 CHUNK_BYTES = 1 << 28
 """Bytes that are copied at a time."""
@@ -55,7 +55,7 @@ def _move(storage: TensorStorage, before: Placement, target: Placement, progress
     rows = _Rows(storage, before)
     try:
         moving = f"moving {readable(rows.n_bytes)} to {target.kind}"
-        with progress_bar(moving, rows.n_bytes, progress, columns=BINARY_BYTES, least=LARGE_BYTES) as advance:
+        with progress_bar(moving, rows.n_bytes, progress, binary=True, least=LARGE_BYTES) as advance:
             rows.to(target, advance)
         storage.relocated(target)
     except BaseException:

@@ -185,24 +185,9 @@ class MLP(nn.Sequential):
         out_features: int,
         num_cells: Sequence[int] = (256, 256),
         activation: Callable[[], nn.Module] = nn.ReLU,
-        *,
-        norm: NormName | None = None,
-        norm_place: Literal["after", "before"] = "after",
-        input_norm: NormName | None = None,
-        head_norm: NormName | None = None,
-        norm_kwargs: dict[str, Any] | None = None,
-        dropout: float = 0.0,
-        num_blocks: int = 0,
-        expansion: int = 4,
-        bias: bool = True,
-        unit_rows: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
-        layers = Layers(
-            None, activation, norm, norm_place, input_norm, head_norm, norm_kwargs, dropout, num_blocks, expansion,
-            bias, unit_rows, device, dtype,
-        )  # fmt: skip
+        layers = Layers(None, activation, **options)
         super().__init__(*layers.build(in_features, out_features, num_cells))
 
     def forward(self, *inputs: Tensor) -> Tensor:

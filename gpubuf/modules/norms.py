@@ -209,15 +209,9 @@ class BatchNorm(_Norm):
         renorm_warmup: int | None = None,
         r_max: float = 3.0,
         d_max: float = 5.0,
-        activation: str | None = None,
-        unit_rows: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(
-            features, num_nets, eps=eps, bias=True, activation=activation, unit_rows=unit_rows, device=device,
-            dtype=dtype,
-        )  # fmt: skip
+        super().__init__(features, num_nets, eps=eps, bias=True, **kwargs)
         if not 0 < momentum <= 1:
             raise ValueError(f"momentum must be in (0, 1], got {momentum}")
         self.momentum, self.renorm_warmup, self.r_max, self.d_max = momentum, renorm_warmup, r_max, d_max
@@ -226,7 +220,7 @@ class BatchNorm(_Norm):
         self.register_buffer("running_mean", torch.zeros_like(self.scale))
         self.register_buffer("running_var", torch.ones_like(self.scale))
         if renorm_warmup is not None:
-            self.register_buffer("num_batches", torch.zeros((), dtype=torch.int64, device=device))
+            self.register_buffer("num_batches", torch.zeros((), dtype=torch.int64, device=self.weight.device))
 
     def reset_parameters(self) -> None:
         """Set the scale to 1, the shift to 0, and forget the running statistics."""
@@ -362,10 +356,7 @@ def make_norm(
     name: str, num_nets: int | None, features: int, activation: Callable[[], nn.Module] | None, **kwargs: Any
 ) -> list[nn.Module]:
     """A norm and the activation after it, as one module where that is possible."""
-    if activation is not None:
-        made = activation()
-        fused = {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(made))
-        if fused is not None:
-            return [_NAMES[name](features, num_nets, activation=fused, **kwargs)]
-        return [_NAMES[name](features, num_nets, **kwargs), made]
-    return [_NAMES[name](features, num_nets, **kwargs)]
+    made = None if activation is None else activation()
+    fused = "relu" if type(made) is nn.ReLU else "silu" if type(made) is nn.SiLU else None
+    norm = _NAMES[name](features, num_nets, activation=fused, **kwargs)
+    return [norm] if made is None or fused is not None else [norm, made]

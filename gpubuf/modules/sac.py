@@ -101,15 +101,11 @@ def make_sac_actor(
     action_dim: int,
     num_cells: Sequence[int] = (256, 256),
     *,
-    low: float | Sequence[float] | Any = -1.0,
-    high: float | Sequence[float] | Any = 1.0,
     activation: Callable[[], nn.Module] = nn.ReLU,
-    in_keys: Sequence[NestedKey] = ("observation",),
-    action_key: NestedKey = "action",
     scale_lb: float = 1e-4,
-    return_log_prob: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    **head: Any,
 ) -> TanhNormalActor:
     """A Gaussian policy squashed by tanh: MLP, mean and standard deviation, :class:`TanhNormal`.
 
@@ -121,28 +117,18 @@ def make_sac_actor(
         obs_dim: width of all inputs together.
         action_dim: number of action components, A.
         num_cells: widths of the hidden layers.
-        low: lower bound of the actions: a number or ``[A]`` numbers (``env.action_space.low``).
-        high: upper bound of the actions, as ``low``.
         activation: factory of the activation modules.
-        in_keys: keys of the inputs, each ``[*batch, width]``.
-        action_key: key of the action, ``[*batch, A]``. With a nested key the parameters of the distribution are written
-            beside the action, for example at ``("agents", "loc")``.
         scale_lb: lower bound of the standard deviation, which starts near 1.
-        return_log_prob: also write the log-density of the action.
         device: of the parameters.
         dtype: of the parameters.
+        **head: ``low``, ``high``, ``in_keys``, ``action_key`` and ``return_log_prob`` of :func:`tanh_normal_actor`.
 
     Raises:
         ValueError: a bound is infinite, ``low >= high``, or the bounds are not ``[A]``.
     """
-    network = nn.Sequential(
-        MLP(obs_dim, 2 * action_dim, num_cells, activation, device=device, dtype=dtype),
-        GaussianParameters(scale_lb),
-    )
-    return tanh_normal_actor(
-        network, action_dim, low=low, high=high, in_keys=in_keys, action_key=action_key,
-        return_log_prob=return_log_prob, device=device, dtype=dtype,
-    )  # fmt: skip
+    body = MLP(obs_dim, 2 * action_dim, num_cells, activation, device=device, dtype=dtype)
+    network = nn.Sequential(body, GaussianParameters(scale_lb))
+    return tanh_normal_actor(network, action_dim, device=device, dtype=dtype, **head)
 
 
 def tanh_normal_actor(
@@ -159,7 +145,17 @@ def tanh_normal_actor(
 ) -> TanhNormalActor:
     """The actor whose mean and standard deviation, each ``[*batch, A]``, ``network`` returns.
 
-    The arguments are those of :func:`make_sac_actor`; ``device`` and ``dtype`` are those of the bounds.
+    Args:
+        network: from inputs to mean and standard deviation.
+        action_dim: number of action components, A.
+        low: lower bound of the actions: a number or ``[A]`` numbers (``env.action_space.low``).
+        high: upper bound of the actions, as ``low``.
+        in_keys: keys of the inputs, each ``[*batch, width]``.
+        action_key: key of the action, ``[*batch, A]``. With a nested key the parameters of the distribution are written
+            beside the action, for example at ``("agents", "loc")``.
+        return_log_prob: also write the log-density of the action.
+        device: of the bounds.
+        dtype: of the bounds.
 
     Raises:
         ValueError: a bound is infinite, ``low >= high``, or the bounds are not ``[A]``.
@@ -192,26 +188,28 @@ def make_sac_critic(
     num_cells: Sequence[int] = (256, 256),
     *,
     num_nets: int = 2,
+    num_atoms: int = 1,
     activation: Callable[[], nn.Module] = nn.ReLU,
     in_keys: Sequence[NestedKey] = ("observation", "action"),
     out_key: NestedKey = "state_action_value",
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    **layers: Any,
 ) -> TensorDictModule:
     """An ensemble of action-value networks, for ``SACLoss(actor, critic, num_qvalue_nets=num_nets)``.
+
+    For a critic that knows more than the actor, name its observations among ``in_keys``.
 
     Args:
         obs_dim: width of all observations among ``in_keys`` together.
         action_dim: number of action components.
         num_cells: widths of the hidden layers.
         num_nets: number of networks, N.
+        num_atoms: number of outputs, A: logits of the atoms of a categorical distribution; 1 for plain values.
         activation: factory of the activation modules.
         in_keys: keys of the inputs, each ``[*batch, width]``.
-        out_key: key of the values, ``[N, *batch, 1]``.
-        device: of the parameters.
-        dtype: of the parameters.
+        out_key: key of the values, ``[N, *batch, A]``.
+        **layers: ``device``, ``dtype``, and other keyword arguments of :class:`EnsembleMLP`, such as ``norm``.
     """
-    network = EnsembleMLP(num_nets, obs_dim + action_dim, 1, num_cells, activation, device=device, dtype=dtype)
+    network = EnsembleMLP(num_nets, obs_dim + action_dim, num_atoms, num_cells, activation, **layers)
     return TensorDictModule(network, list(in_keys), [out_key])
 
 
@@ -281,36 +279,19 @@ def make_fastsac_actor(
 
 
 def make_fastsac_critic(
-    obs_dim: int,
-    action_dim: int,
-    num_cells: Sequence[int] = (768, 384, 192),
-    *,
-    num_atoms: int = 101,
-    num_nets: int = 2,
-    in_keys: Sequence[NestedKey] = ("observation", "action"),
-    out_key: NestedKey = "state_action_value",
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    obs_dim: int, action_dim: int, num_cells: Sequence[int] = (768, 384, 192), *, num_atoms: int = 101, **options: Any
 ) -> TensorDictModule:
     """The critics of FastSAC: layer norm and SiLU, and logits of the atoms of a categorical distribution.
-
-    For a critic that knows more than the actor, name its observations among ``in_keys``.
 
     Args:
         obs_dim: width of all observations among ``in_keys`` together.
         action_dim: number of action components.
         num_cells: widths of the hidden layers.
         num_atoms: number of atoms, A; 1 for plain values.
-        num_nets: number of networks, N.
-        in_keys: keys of the inputs, each ``[*batch, width]``.
-        out_key: key of the logits, ``[N, *batch, A]``.
-        device: of the parameters.
-        dtype: of the parameters.
+        **options: further arguments of :func:`~gpubuf.modules.make_sac_critic`.
     """
-    network = EnsembleMLP(
-        num_nets, obs_dim + action_dim, num_atoms, num_cells, nn.SiLU, norm="layer", device=device, dtype=dtype
-    )
-    return TensorDictModule(network, list(in_keys), [out_key])
+    kind: dict[str, Any] = {"activation": nn.SiLU, "norm": "layer"}
+    return make_sac_critic(obs_dim, action_dim, num_cells, num_atoms=num_atoms, **kind, **options)
 
 
 _FLASHSAC: dict[str, Any] = {
@@ -367,38 +348,22 @@ def make_flashsac_actor(
 
 
 def make_flashsac_critic(
-    obs_dim: int,
-    action_dim: int,
-    width: int = 256,
-    *,
-    num_blocks: int = 2,
-    expansion: int = 4,
-    num_atoms: int = 101,
-    num_nets: int = 2,
-    in_keys: Sequence[NestedKey] = ("observation", "action"),
-    out_key: NestedKey = "state_action_value",
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    obs_dim: int, action_dim: int, width: int = 256, *, num_blocks: int = 2, num_atoms: int = 101, **options: Any
 ) -> TensorDictModule:
     """The critics of FlashSAC: batch norm, residual blocks, RMS norm before the head, weights with unit rows.
 
     A net is ``head(rms(blocks(W batch_norm(x))))``; a block is ``x + a(batch_norm(W_2 a(batch_norm(W_1 x))))``. Call
-    :func:`~gpubuf.modules.normalize_weights` after each step of the optimiser. For a critic that knows more than the
-    actor, name its observations among ``in_keys``.
+    :func:`~gpubuf.modules.normalize_weights` after each step of the optimiser.
 
     Args:
         obs_dim: width of all observations among ``in_keys`` together.
         action_dim: number of action components.
         width: of the residual blocks.
         num_blocks: number of residual blocks.
-        expansion: width within a residual block, as a multiple of ``width``.
         num_atoms: number of atoms, A; 1 for plain values.
-        num_nets: number of networks, N.
-        in_keys: keys of the inputs, each ``[*batch, width]``.
-        out_key: key of the logits, ``[N, *batch, A]``.
-        device: of the parameters.
-        dtype: of the parameters.
+        **options: further arguments of :func:`~gpubuf.modules.make_sac_critic`, as ``expansion``, the width within a
+            residual block as a multiple of ``width``, 4 by default.
     """
-    options: dict[str, Any] = {"num_blocks": num_blocks, "expansion": expansion, "device": device, "dtype": dtype}
-    network = EnsembleMLP(num_nets, obs_dim + action_dim, num_atoms, (width,), **options, **_FLASHSAC)
-    return TensorDictModule(network, list(in_keys), [out_key])
+    return make_sac_critic(
+        obs_dim, action_dim, (width,), num_atoms=num_atoms, num_blocks=num_blocks, **_FLASHSAC, **options
+    )

@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import (
-    ProbabilisticTensorDictModule,
-    ProbabilisticTensorDictSequential,
-)
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torch.distributions import Categorical, OneHotCategorical
@@ -28,14 +25,8 @@ ONE_HOT, CATEGORICAL = "one-hot", "categorical"
 
 #: By name, or by the name of the class of a space of TorchRL or Gymnasium.
 _SPACES = {
-    "one-hot": ONE_HOT,
-    "one_hot": ONE_HOT,
-    "OneHot": ONE_HOT,
-    "OneHotDiscreteTensorSpec": ONE_HOT,
-    "categorical": CATEGORICAL,
-    "Categorical": CATEGORICAL,
-    "DiscreteTensorSpec": CATEGORICAL,
-    "Discrete": CATEGORICAL,
+    **dict.fromkeys(("one-hot", "one_hot", "OneHot", "OneHotDiscreteTensorSpec"), ONE_HOT),
+    **dict.fromkeys(("categorical", "Categorical", "DiscreteTensorSpec", "Discrete"), CATEGORICAL),
 }
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 
 from gpubuf.objectives.batch import LOSS_FUNCTIONS, REDUCTIONS, one_of
+
+CriticNetworks = TensorDictModule | Sequence[TensorDictModule]
+"""One network, a list of them, or a natively batched ensemble."""
 
 
 def leaf_of(spec: Any, key: NestedKey) -> tuple[Any, int]:

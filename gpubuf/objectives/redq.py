@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from gpubuf.objectives.options import CriticNetworks
 from gpubuf.objectives.sac import SACOptions, SoftActorCritic
 
 
@@ -89,9 +88,7 @@ class REDQLoss(SoftActorCritic):
     temperature_loss = "alpha"
     further_names = ("state_action_value_actor", "action_log_prob_actor", "next.state_value", "target_value")
 
-    def __init__(
-        self, actor_network: Any, qvalue_network: TensorDictModule | Sequence[TensorDictModule], **options: Any
-    ) -> None:
+    def __init__(self, actor_network: Any, qvalue_network: CriticNetworks, **options: Any) -> None:
         super().__init__(actor_network, qvalue_network, **options)
         self._critics.expect_subsets(self.sub_sample_len)
         #: Outputs of the call in progress, by the names in :attr:`further_names`.

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import (
-    CompositeDistribution,
-    InteractionType,
-    TensorDictModule,
-    TensorDictParams,
-    set_interaction_type,
-)
+from tensordict.nn import CompositeDistribution, InteractionType, TensorDictParams, set_interaction_type
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor, nn
 
@@ -25,7 +19,7 @@ from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.base import LossModule
 from gpubuf.objectives.batch import HAS_TARGET, REDUCTIONS, joined, next_state, reduced
-from gpubuf.objectives.options import LossOptions, leaf_of
+from gpubuf.objectives.options import CriticNetworks, LossOptions, leaf_of
 
 _temperature_slope = direct(sac.temperature_loss)
 
@@ -94,9 +88,7 @@ class SoftActorCritic(LossModule):
     log_alpha: Tensor
     _target_entropy: Tensor
 
-    def __init__(
-        self, actor_network: Any, qvalue_network: TensorDictModule | Sequence[TensorDictModule], **options: Any
-    ) -> None:
+    def __init__(self, actor_network: Any, qvalue_network: CriticNetworks, **options: Any) -> None:
         super().__init__()
         self._set_temperature(self._take(actor_network, qvalue_network, options))
         self.make_value_estimator()
@@ -473,11 +465,7 @@ class SACLoss(SoftActorCritic):
     value_network_params: TensorDictParams | None
 
     def __init__(
-        self,
-        actor_network: Any,
-        qvalue_network: TensorDictModule | Sequence[TensorDictModule],
-        value_network: Any = None,
-        **options: Any,
+        self, actor_network: Any, qvalue_network: CriticNetworks, value_network: Any = None, **options: Any
     ) -> None:
         super().__init__(actor_network, qvalue_network, value_network=value_network, **options)
         if value_network is None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 
 from gpubuf.modules.fast_call import entries, entry, is_plain
 from gpubuf.objectives.base import LossModule
 from gpubuf.objectives.batch import next_state, reduced
-from gpubuf.objectives.options import LossOptions, leaf_of
+from gpubuf.objectives.options import CriticNetworks, LossOptions, leaf_of
 
 
 def action_bounds(spec: Any, key: NestedKey) -> tuple[Any, Any]:
@@ -160,9 +158,7 @@ class TD3Loss(LossModule):
 
     Options = TD3Options
 
-    def __init__(
-        self, actor_network: Any, qvalue_network: TensorDictModule | Sequence[TensorDictModule], **options: Any
-    ) -> None:
+    def __init__(self, actor_network: Any, qvalue_network: CriticNetworks, **options: Any) -> None:
         super().__init__()
         chosen = self._take(actor_network, qvalue_network, options)
         like = next(iter(self.parameters()), torch.empty((), device=torch.get_default_device()))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,12 @@ from gpubuf.kernels.optim import DTYPES, MAX_ENTRIES, address, entry, moment_dty
 from gpubuf.objectives.base import LossModule
 
 
+def _sent(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of what the host has."""
+    # Not waited for: CUDA has read memory that is not pinned when the call returns.
+    return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
+
+
 class Hyperparameters:
     """The hyperparameters of all groups on the device, and what was sent there.
 
@@ -29,13 +36,9 @@ class Hyperparameters:
 
     def __init__(self, groups: Sequence[dict[str, Any]], max_norm: float | None, device: torch.device) -> None:
         self._device = device
-        rows = [[0.0] * optim.HYPER for _ in groups]
         self._sent = [self._on_host(group, max_norm) for group in groups]
-        for row, sent in zip(rows, self._sent, strict=True):
-            for column, value in enumerate(_columns(sent)):
-                row[column] = 0.0 if value is None else value
-        # Not waited for: CUDA has read memory that is not pinned when the call returns.
-        self.values = torch.tensor(rows, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
+        rows = [[0.0 if value is None else value for value in _columns(sent)] for sent in self._sent]
+        self.values = _sent(rows, torch.float64, device)
 
     def _on_host(self, group: dict[str, Any], max_norm: float | None) -> tuple[float | None, ...]:
         """The values that the host knows, in the order of the columns; None for those in tensors on the device."""
@@ -91,35 +94,29 @@ class Watch:
     ) -> None:
         # Fake tensors have no addresses, and never move.
         self._fake = any(isinstance(tensor, FakeTensor) for tensor in params)
-        self._params, self._pairs = list(params), _flat(pairs)
-        self._addresses = self._now(self._params), self._now(self._pairs)
+        self._params = params
         self._loss = source if isinstance(source, LossModule) else None
-        self._version = None if self._loss is None else self._loss.links_version
+        self._look_up(pairs)
+        self._addresses = self._now()
         self.watch_state(state)
 
     def watch_state(self, state: dict[Tensor, Any]) -> None:
         """The state has the tensors that it had, in another dictionary."""
         self._state, self._states = state, len(state)
 
-    def _now(self, tensors: Sequence[Tensor]) -> list[int]:
-        return [] if self._fake else list(map(Tensor.data_ptr, tensors))
+    def _look_up(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._tensors = [*self._params, *(tensor for pair in pairs for tensor in pair)]
+        self._version = None if self._loss is None else self._loss.links_version
+
+    def _now(self) -> list[int]:
+        return [] if self._fake else list(map(Tensor.data_ptr, self._tensors))
 
     def unchanged(self, state: dict[Tensor, Any]) -> bool:
         """Whether all tensors are where they were, and the optimiser has the same state."""
         if self._loss is not None and self._loss.links_version != self._version:
             # Loading a state looks the tensors up again, and finds the same ones.
-            self._version = self._loss.links_version
-            self._pairs = _flat(self._loss.target_pairs())
-        return (
-            self._now(self._params) == self._addresses[0]
-            and self._now(self._pairs) == self._addresses[1]
-            and state is self._state
-            and len(state) == self._states
-        )
-
-
-def _flat(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    return [tensor for pair in pairs for tensor in pair]
+            self._look_up(self._loss.target_pairs())
+        return self._now() == self._addresses and state is self._state and len(state) == self._states
 
 
 @dataclass
@@ -141,81 +138,65 @@ class Place:
     moments: tuple[Tensor, Tensor] | None = None
 
 
-@dataclass
 class Bucket:
     """Up to 64 entries of one dtype: one launch, or PyTorch's fused AdamW.
 
     Attributes:
         places: the entries; those that are only sources come last.
-        optimised: the parameters with a group, in order; the first of ``params``.
-        groups: the group of each of them.
-        params, moments, targets: what the operation writes.
-        averages: for each entry, whether it has a target.
-        steps: float32 ``[E]``.
-        table, tiles, ticket, aligned, unit_rows: see :data:`gpubuf.kernels.optim.adamw`.
-        addresses: of parameters and targets, to see whether one was moved.
+        params: what the operation writes, as ``steps``, float32 ``[E]``.
+        table, tiles: see :data:`gpubuf.kernels.optim.adamw`.
+        state: the arguments of that operation that stay, from ``steps`` to ``unit_rows``.
     """
 
-    places: list[Place]
-    device: torch.device
-    optimised: list[Tensor] = field(init=False)
-    groups: list[int] = field(init=False)
-    others: list[None] = field(init=False)
-
-    def __post_init__(self) -> None:
-        places = self.places
-        self.optimised = [place.param for place in places if place.group is not None]
-        self.groups = [place.group for place in places if place.group is not None]
-        self.others = [None] * (len(places) - len(self.optimised))
+    def __init__(self, places: list[Place], device: torch.device) -> None:
+        self.places = places
+        self._optimised = [(place.param, place.group) for place in places if place.group is not None]
+        self._others = [None] * (len(places) - len(self._optimised))
         self.params = [place.param.detach() for place in places]
-        self.moments = [moment for place in places for moment in place.moments or ()]
-        self.targets = [place.target.detach() for place in places if place.target is not None]
-        self.averages = [place.target is not None for place in places]
-        self.stays = [False] * len(places)
+        self._averages = [place.target is not None for place in places]
+        self._stays = [False] * len(places)
         # Elements of each parameter, and -1 if it is not contiguous.
-        self.contiguous = [param.numel() if param.is_contiguous() else -1 for param in self.optimised]
-        self.device_index = self.optimised[0].get_device() if self.optimised else -1
-        self.dtype = places[0].param.dtype
+        self._contiguous = [param.numel() if param.is_contiguous() else -1 for param, _ in self._optimised]
+        self._device_index = self._optimised[0][0].get_device() if self._optimised else -1
+        self._dtype = places[0].param.dtype
         entries = [
             entry(p, place.moments, place.target, place.group or 0, *(place.rows or (None, 1.0)))
             for p, place in zip(self.params, places, strict=True)
         ]
-        self.unit_rows = any(place.rows is not None for place in places)
-        self.aligned = not any(address & 15 for each in entries for address in each[:4])
-        # Not waited for: CUDA has read memory that is not pinned when the call returns.
-        self.table = torch.tensor(entries, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
-        self.tiles = torch.tensor(tiles_of(entries), dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
-        self.ticket = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.steps = torch.zeros(len(places), dtype=torch.float32, device=self.device)
+        self.table, self.tiles = (_sent(each, torch.int64, device) for each in (entries, tiles_of(entries)))
+        self.steps = torch.zeros(len(places), dtype=torch.float32, device=device)
+        self.state = (
+            self.steps,
+            torch.zeros(1, dtype=torch.int64, device=device),
+            self.params,
+            [moment for place in places for moment in place.moments or ()],
+            [place.target.detach() for place in places if place.target is not None],
+            not any(address & 15 for each in entries for address in each[:4]),
+            any(place.rows is not None for place in places),
+        )
 
     def gradients(self, chosen: frozenset[int] | None) -> list[Tensor | None]:
         """One for each entry, with its parameter's strides; None where there is none, or the group is not chosen."""
-        if chosen is None:
-            found = [param.grad for param in self.optimised]
-        else:
-            found = [
-                param.grad if group in chosen else None
-                for param, group in zip(self.optimised, self.groups, strict=True)
-            ]
-        dtype, device = self.dtype, self.device_index
+        found = [param.grad if chosen is None or group in chosen else None for param, group in self._optimised]
+        dtype, device = self._dtype, self._device_index
         for i, grad in enumerate(found):
             # What a kernel reads by address has to be what the parameter is; the commonest case is asked for first.
             if grad is not None and not (
                 grad.dtype is dtype
                 and grad.is_contiguous()
-                and grad.numel() == self.contiguous[i]
+                and grad.numel() == self._contiguous[i]
                 and grad.get_device() == device
                 and not grad.is_neg()
             ):
-                found[i] = _as_parameter(grad, self.optimised[i])
-        return [*found, *self.others] if self.others else found
+                found[i] = _as_parameter(grad, self._optimised[i][0])
+        return [*found, *self._others] if self._others else found
 
     def moving(self, chosen: frozenset[int] | None, targets: bool) -> list[bool]:
         """For each entry, whether its target moves: those of other groups stay where they are."""
         if not targets:
-            return self.stays
+            return self._stays
         if chosen is None:
-            return self.averages
+            return self._averages
         return [place.target is not None and (place.group is None or place.group in chosen) for place in self.places]
 
 
@@ -260,15 +241,6 @@ def check_parameter(param: Tensor, device: torch.device) -> None:
         raise ValueError(f"all parameters must be on one device, got {device} and {param.device}")
     if not is_dense(param):
         raise ValueError(f"parameters must be dense, got strides {param.stride()} for shape {list(param.shape)}")
-
-
-def new_moments(param: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tensors of zeros with the parameter's strides; float32 for bfloat16 parameters."""
-    dtype = moment_dtype(param.dtype)
-    first, second = (
-        torch.empty_strided(param.shape, param.stride(), dtype=dtype, device=param.device).zero_() for _ in range(2)
-    )
-    return first, second
 
 
 def make_buckets(places: Sequence[Place], device: torch.device) -> list[Bucket]:
@@ -490,21 +462,8 @@ class AdamW(torch.optim.Optimizer):
         gradients = [bucket.gradients(chosen) for bucket in buckets]
         norm = None if self.max_grad_norm is None else self._norm(gradients)
         for bucket, grads in zip(buckets, gradients, strict=True):
-            _kernel(
-                bucket.table,
-                bucket.tiles,
-                self._hyper.values,
-                grads,
-                bucket.moving(chosen, targets),
-                norm,
-                bucket.steps,
-                bucket.ticket,
-                bucket.params,
-                bucket.moments,
-                bucket.targets,
-                bucket.aligned,
-                bucket.unit_rows,
-            )
+            moving = bucket.moving(chosen, targets)
+            _kernel(bucket.table, bucket.tiles, self._hyper.values, grads, moving, norm, *bucket.state)
             # Autograd does not see a write by address.
             torch._C._increment_version(bucket.params)
         if targets and self._copied[0]:
@@ -589,13 +548,13 @@ class AdamW(torch.optim.Optimizer):
         return buckets
 
     def _moments(self, param: Tensor) -> tuple[Tensor, Tensor]:
-        """The two moments of a parameter: those of its state, or new ones."""
-        state = self.state[param]
-        first, second = new_moments(param)
-        for name, moment in (("exp_avg", first), ("exp_avg_sq", second)):
-            present = state.get(name)
+        """The two moments of a parameter, float32 for bfloat16: those of its state, or new ones with its strides."""
+        state, new = self.state[param], functools.partial(torch.empty_strided, param.shape, param.stride())
+        dtype = moment_dtype(param.dtype)
+        for name in ("exp_avg", "exp_avg_sq"):
+            present, moment = state.get(name), new(dtype=dtype, device=param.device)
             if present is None or not same_layout(present, moment):
-                state[name] = moment if present is None else moment.copy_(present)
+                state[name] = moment.zero_() if present is None else moment.copy_(present)
         return state["exp_avg"], state["exp_avg_sq"]
 
     # Its state

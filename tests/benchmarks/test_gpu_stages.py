@@ -74,8 +74,6 @@ def test_every_workload_is_measured():
     measured = [step.command for step in planned(2, 3).values() if "--benchmark-enable" in step.command]
     assert len(measured) == 3
     assert all({"--deadline={deadline}", "--environment=gpubuf", "--device=cuda"} < set(each) for each in measured)
-    # The profiler looks at the calls of the headline figures alone.
-    assert "--profile-from-start off" in " ".join(planned(3)["profile"].command)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 
 from gpubuf.data import prepared_writes
-from gpubuf.integrations import sb3
+from gpubuf.integrations import sb3, stable_buffers
 from gpubuf.integrations.stable_buffers import WAITING_STEPS
 from tests.contracts.adapters import ENVS, MODES, Seen, program
 from tests.support import sb3_buffers
@@ -83,13 +83,13 @@ def test_steps_wait_and_are_written_once(monkeypatch):
     """Steps that wait on the host are seen by every reader, also if the write was interrupted."""
     buffer = filled(CASES[0], 5)
     assert (buffer.size(), buffer.pos, len(buffer.buffer)) == (5, 5, 0)
-    write = buffer.buffer.extend_columns
+    write = stable_buffers._extend_columns
 
-    def interrupted(columns: Any) -> None:
-        write(columns)
+    def interrupted(own: Any, columns: Any) -> None:
+        write(own, columns)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(buffer.buffer, "extend_columns", interrupted)
+    monkeypatch.setattr(stable_buffers, "_extend_columns", interrupted)
     with pytest.raises(KeyboardInterrupt):
         buffer.sample(2)
     monkeypatch.undo()

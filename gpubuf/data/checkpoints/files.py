@@ -27,7 +27,7 @@ import torch
 from gpubuf import serialization
 from gpubuf.data.operation import Operation, together
 from gpubuf.data.pinning import copied, tensors_of
-from gpubuf.terminal import BYTES, progress_bar
+from gpubuf.terminal import progress_bar
 
 MANIFEST = "manifest.json"
 BUFFER, MIX, RANKS = "one buffer", "several buffers", "several ranks"
@@ -128,7 +128,7 @@ def write(
 
     def write_now(state: dict[str, Any]) -> File:
         total = sum(tensor.nbytes for tensor in tensors_of(state))
-        with progress_bar("saving", total, progress, columns=BYTES, least=BAR_BYTES) as advance:
+        with progress_bar("saving", total, progress, least=BAR_BYTES) as advance:
             size, checksum = serialization.write(folder / name, serialization.contents(state), advance)
         serialization.sync_folder(folder)
         return File(name, size, checksum)
@@ -202,7 +202,7 @@ def read(folder: Path, file: File, progress: bool | None) -> dict[str, Any]:
         raise DamagedError(f"{path} is missing, but {MANIFEST} names it") from None
     need(stat.S_ISREG(found.st_mode), f"{path} is not a regular file")
     need(found.st_size == file.size, f"{path} has {found.st_size} bytes, {MANIFEST} says {file.size}")
-    with progress_bar("loading", file.size, progress, columns=BYTES, least=BAR_BYTES) as advance:
+    with progress_bar("loading", file.size, progress, least=BAR_BYTES) as advance:
         state: dict[str, Any] = _owned(serialization.load(path, file.checksum, advance))
     return state
 

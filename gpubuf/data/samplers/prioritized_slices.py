@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpubuf.data.arguments import warn
-from gpubuf.data.operation import operation
 from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.slices import Chosen, SliceSampler, pair_of
@@ -166,12 +165,11 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
         """Rows were written elsewhere: index all of them anew, and give these the priority of new ones. O(capacity)."""
-        self.rebuild()
+        self.rows_changed()
         PrioritizedSampler.mark_update(self, index, storage=storage)
 
-    @operation
-    def rebuild(self) -> None:
-        super().rebuild()
+    def rows_changed(self) -> None:
+        super().rows_changed()
         if self._index and self._need:
             self._restrict(self._index, self._need)
 

@@ -152,11 +152,11 @@ class SliceSampler(Sampler):
         # By name: in a prioritized slice sampler the next class is another sampler, which has arguments of its own.
         Sampler.__init__(self)
         self.require_replacement(replacement)
-        if (num_slices is None) == (slice_len is None):
+        sizes = {"num_slices": num_slices, "slice_len": slice_len}
+        chosen = [name for name, value in sizes.items() if value is not None]
+        if len(chosen) != 1:
             raise TypeError(f"give either num_slices or slice_len, got num_slices={num_slices}, slice_len={slice_len}")
-        for name, value in (("num_slices", num_slices), ("slice_len", slice_len)):
-            if value is not None:
-                check_count(value, name)
+        check_count(sizes[chosen[0]], chosen[0])
         if fragmented:
             raise NotImplementedError(
                 "fragmented=True is not supported: keep the environments apart in a storage with ndim=2 and batches of "
@@ -184,7 +184,7 @@ class SliceSampler(Sampler):
         self.strict_length, self.pad_output = strict_length, pad_output
         self.span = pair_of(span)
         self.weighting, self.stack = weighting, stack
-        if any(not isinstance(s, bool) and (s < 0 or (slice_len is not None and s >= slice_len)) for s in self.span):
+        if any(not isinstance(s, bool) and (s < 0 or s >= (slice_len or math.inf)) for s in self.span):
             raise ValueError(f"a span must be smaller than the slice, got span={span} and slice_len={slice_len}")
         self._may_be_short = not strict_length or any(self.span)
         if stack and self._may_be_short and not pad_output:
@@ -299,7 +299,7 @@ class SliceSampler(Sampler):
 
     def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
         """Rows were written elsewhere: index all of them anew, O(capacity)."""
-        self.rebuild()
+        self.rows_changed()
 
     def depends_on(self, keys: Collection[int]) -> bool:
         """Whether one of them tells where trajectories end."""
@@ -308,6 +308,10 @@ class SliceSampler(Sampler):
     @operation
     def rebuild(self) -> None:
         """Index all rows anew, after they were filled or changed by others than ``extend``. O(capacity)."""
+        self.rows_changed()
+
+    def rows_changed(self) -> None:
+        """Index all rows anew, within an operation of any buffer with the storage."""
         if self._index:
             self._index.rebuild()
 
@@ -375,7 +379,7 @@ class SliceSampler(Sampler):
         if self.shards:
             # Before the draw, which may raise on this rank alone.
             info["priority_weight"] = self.shards.weights(index.total, n)
-        return *index.draw(n, self.random_state(index.storage.device)), info
+        return *index.draw(n, self.random_state(index.ends.device)), info
 
     def _nothing_eligible(self, index: TrajectoryIndex) -> str:
         """The message for a user if no slice can be drawn. Synchronises."""
@@ -426,7 +430,7 @@ class SliceSampler(Sampler):
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
         """Restore the random stream. The index is derived from the rows: it is made anew."""
         super().load_state_dict(state, order)
-        self.rebuild()
+        self.rows_changed()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._told())})"
@@ -518,9 +522,8 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             raise ValueError("the last batch of an epoch may be shorter than the others: several need drop_last=True")
         return super().draw_batches(n, batches)
 
-    @operation
-    def rebuild(self) -> None:
-        super().rebuild()
+    def rows_changed(self) -> None:
+        super().rows_changed()
         self._left = self._of = None
 
 

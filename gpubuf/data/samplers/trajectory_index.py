@@ -190,7 +190,7 @@ class TrajectoryIndex(EndBits):
 
     def _use(self, rule: Rule) -> None:
         self._assume(rule)
-        trajectories.resum(self.ends, self.sums, self.storage.ring, *self._shape_and_rule)
+        trajectories.resum(self.ends, self.sums, self._ring.counters, *self._shape_and_rule)
 
     def _note_rule(self, new: Rule | None = None) -> None:
         """Each replay restores the rule that was current at capture, then applies the new one."""
@@ -214,7 +214,7 @@ class TrajectoryIndex(EndBits):
         """
         try:
             drawn: tuple[Tensor, Tensor, Tensor] = _draw(
-                self.ends, self.sums, self.storage.ring, rng.state, rank, n, *self._shape_and_rule
+                self.ends, self.sums, self._ring.counters, rng.state, rank, n, *self._shape_and_rule
             )
         except RuntimeError as error:
             raise RuntimeError(self.nothing_eligible()) from error
@@ -235,14 +235,14 @@ class TrajectoryIndex(EndBits):
     def slices(self, start: Tensor, slice_len: int) -> tuple[Tensor, Tensor, Tensor]:
         """Slices from given rows, as :data:`gpubuf.kernels.trajectories.slices` gives them."""
         found: tuple[Tensor, Tensor, Tensor] = _slices(
-            self.ends, self.storage.ring, start, slice_len, self.steps, self.envs
+            self.ends, self._ring.counters, start, slice_len, self.steps, self.envs
         )
         return found
 
     def update_eligible(self, eligible: Tensor, n: int, need: int, starts_too: bool) -> Tensor:
         """See :data:`gpubuf.kernels.trajectories.update_eligible`."""
         changed: Tensor = _update_eligible(
-            eligible, self.ends, self.storage.ring, n, need, starts_too, self.steps, self.envs
+            eligible, self.ends, self._ring.counters, n, need, starts_too, self.steps, self.envs
         )
         return changed
 

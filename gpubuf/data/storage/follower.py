@@ -50,14 +50,14 @@ class Chooser(Protocol):
     def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
         """As :meth:`Follower.on_write`, once for every write. ``priority``: float32 ``[n]``, if rows came with some."""
 
-    def rebuild(self) -> None:
+    def rows_changed(self) -> None:
         """As :meth:`Follower.rebuild`."""
 
     def depends_on(self, keys: Collection[int]) -> bool:
-        """Whether :meth:`rebuild` reads any of these stored keys (positions in the layout)."""
+        """Whether :meth:`rows_changed` reads any of these stored keys (positions in the layout)."""
 
     def mark_update(self, index: Any) -> None:
-        """Rows at ``index`` were written by others: they are new. It has to :meth:`rebuild`, too."""
+        """Rows at ``index`` were written by others: they are new, and :meth:`rows_changed`, too."""
 
     def on_end(self) -> None:
         """The newest rows were marked as ends of their trajectories."""
@@ -158,7 +158,7 @@ class Followers:
         """Rows were changed in place: compute anew what is known about them. O(capacity). No host sync."""
         self.rebuild_own()
         for sampler in self.samplers:
-            sampler.rebuild()
+            sampler.rows_changed()
 
     def rebuild_own(self) -> None:
         """:meth:`rebuild` what the storage keeps."""

@@ -171,7 +171,8 @@ def _adapt_on_write(cls: type[Any], foreign: bool) -> None:
             self.add((storage.cursor - 1) % storage.max_size)
         else:
             self.extend(index)
-        if priority is not None and before is Sampler.on_write:
+        # Another buffer with the storage may have priorities.
+        if priority is not None and self.has_priorities and before is Sampler.on_write:
             self.update_priority(index, priority, storage=storage)
 
     on_write.notifies = True  # type: ignore[attr-defined]
