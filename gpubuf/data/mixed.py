@@ -302,18 +302,17 @@ class MixedReplayBuffer:
     def _batch(self, data: Data, infos: dict[int, dict[Any, Tensor]], dim: int) -> Batch:
         """A batch with the info of its parts, by the numbers of their buffers."""
         parts = list(infos.values())
-        prioritized = True in [buffer._sampler.has_priorities for buffer in self._buffers]
         # Also where this batch has no row of a buffer with priorities.
-        if prioritized or True in [WEIGHT in info for info in parts]:
-            for info in parts:
-                if WEIGHT not in info:
-                    info[WEIGHT] = torch.ones(info["index"].shape, device=info["index"].device)
-        tracks = [getattr(buffer._writer, "track_generations", False) for buffer in self._buffers]
-        if not prioritized and True not in tracks:
-            for info in parts:
-                info.pop("index_generation", None)
+        prioritized = any(buffer._sampler.has_priorities for buffer in self._buffers)
+        weighted = prioritized or any(WEIGHT in info for info in parts)
+        tracked = prioritized or any(buffer._writer.tracks_generations for buffer in self._buffers)
         for number, info in infos.items():
-            info["buffer"] = torch.full_like(info["index"], number)
+            index = info["index"]
+            info["buffer"] = torch.full_like(index, number)
+            if weighted and WEIGHT not in info:
+                info[WEIGHT] = torch.ones(index.shape, device=index.device)
+            if not tracked:
+                info.pop("index_generation", None)
         merged = {
             key: torch.cat(values, dim)
             for key in parts[0]

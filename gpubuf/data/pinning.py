@@ -48,12 +48,10 @@ def tensors_of(data: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
-def copied(data: Any, device: torch.device | str | None, *, claim: bool = False) -> Any:
-    """A copy of ``data``, on ``device`` if that is not None; ``claim``: set the TensorDict's device."""
+def copied(data: Any, device: torch.device | None) -> Any:
+    """A copy of ``data``, on ``device`` if that is not None."""
     if device is None:
         return map_tensors(data, Tensor.clone)
-    if claim and (isinstance(data, TensorDictBase) or is_tensorclass(data)):
-        data = data.to(device)
     return map_tensors(data, lambda tensor: tensor.to(device, copy=True))
 
 

@@ -88,9 +88,13 @@ class Compose(nn.Module):
             raise ValueError(f"the index must be in [-{n}, {n}], got {index}")
         index += n if index < 0 else 0
         for step in transform.steps if isinstance(transform, Compose) and not invert else [_Step(transform, invert)]:
-            self.steps.insert(index, step)
+            self.place(index, step)
             index += 1
-        self.is_empty = not len(self.steps)
+
+    def place(self, index: int, step: nn.Module) -> None:
+        """Add a step of another Compose, with the transform in it and its direction, before the one at ``index``."""
+        self.steps.insert(index, step)
+        self.is_empty = False
 
     def pop(self, index: int = -1) -> Any:
         """Remove the transform at ``index``, the last one by default, and return it."""
@@ -113,8 +117,8 @@ class Compose(nn.Module):
         if not isinstance(index, slice):
             return self.transforms[index]
         part = Compose()
-        part.steps.extend(list(self.steps)[index])
-        part.is_empty = not len(part.steps)
+        for step in list(self.steps)[index]:
+            part.place(len(part), step)
         return part
 
     def __iter__(self) -> Iterator[Any]:
@@ -256,7 +260,7 @@ def without_multi_steps(transform: Any, recipe: Recipe) -> tuple[Any, Recipe]:
     for step in transform.steps:
         own = multi_step_of(step.transform, recipe)
         if own is None:
-            rest.steps.append(step)
+            rest.place(len(rest), step)
         else:
             recipe = own
     return rest if len(rest) else None, recipe

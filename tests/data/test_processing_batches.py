@@ -242,6 +242,7 @@ def test_frozen_statistics_are_frozen_in_a_checkpoint(tmp_path: Path):
     other = new(restored)
     other.load(tmp_path)
     other.extend(steps(30))
+    restored.update(steps(10, seed=2))
     assert not restored.training
     assert restored.count().tolist() == [30] * 3
     restored.train()

@@ -213,23 +213,6 @@ def test_before_the_first_row_nothing_changes():
 # Normalize
 
 
-def test_frozen_statistics_stay_and_still_apply():
-    normalize = Normalize("observation")
-    pipeline = bound(normalize)
-    pipeline.on_write(steps(10), 1)
-    before = normalize.mean()
-    factor = pipeline.options(("observation",))
-    assert normalize.eval() is normalize
-    assert not normalize.training
-    pipeline.on_write(steps(10, seed=1), 1)
-    normalize.update(steps(10, seed=2))
-    assert torch.equal(normalize.mean(), before)
-    assert pipeline.options(("observation",)) == factor
-    normalize.train()
-    pipeline.on_write(steps(10, seed=1), 1)
-    assert normalize.count().tolist() == [20] * 3
-
-
 def test_until():
     normalize = Normalize("observation", until=10)
     pipeline = bound(normalize)

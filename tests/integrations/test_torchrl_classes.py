@@ -66,7 +66,7 @@ def test_no_call_of_the_fast_path_is_added():
         assert getattr(JOINED.TensorDictReplayBuffer, name) is getattr(gpubuf.data.TensorDictReplayBuffer, name)
     for name in ("draw", "on_write"):
         assert getattr(JOINED.PrioritizedSampler, name) is getattr(gpubuf.data.PrioritizedSampler, name)
-    for name in ("append", "gather", "sample_uniform"):
+    for name in ("append", "append_columns"):
         assert getattr(JOINED.LazyTensorStorage, name) is getattr(gpubuf.data.LazyTensorStorage, name)
     buffer = buffer_of("TensorDictReplayBuffer")
     # TorchRL's ensemble finds one to call, and batches are made without.

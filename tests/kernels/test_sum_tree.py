@@ -78,9 +78,6 @@ def restricted(weights, eligible=None, fan_out: int | None = None, **exponents: 
     return tree, model
 
 
-SMALL = (2000, 4, 50)
-
-
 def run(capacity: int, fan_out: int | None, operations, **exponents: float) -> None:
     """Do the same with a tree and with a model: they agree after each operation.
 
@@ -105,7 +102,7 @@ def run(capacity: int, fan_out: int | None, operations, **exponents: float) -> N
             tree.mark(torch.tensor(arguments[0], dtype=torch.int64), arguments[1])
             model.mark(*arguments)
         elif name == "restrict":
-            (model.eligible,) = arguments
+            model.eligible = None if arguments[0] is None else [*arguments[0]]
             tree.restrict(None if model.eligible is None else bitmap(model.eligible))
         elif name == "flip" and model.eligible is not None:
             for row in set(arguments[0]) - {-1}:
@@ -123,6 +120,7 @@ def run(capacity: int, fan_out: int | None, operations, **exponents: float) -> N
             tree.clear()
             model.weights = [0.0] * capacity
         assert_same(tree, model)
+        assert "alpha" in exponents or tree.leaves[:capacity].tolist() == model.weights
         # To the bit, what a build makes.
         nodes = tree.nodes.clone()
         tree.rebuild()
@@ -173,6 +171,9 @@ def test_batches_of_every_size(backend, n, limited):
         ("flip", [*marked.tolist(), capacity - 1]),
     ]
     run(capacity, None, operations, alpha=0.7, eps=1e-6)
+
+
+SMALL = (2000, 4, 50)
 
 
 @pytest.mark.parametrize(

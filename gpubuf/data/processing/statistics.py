@@ -41,12 +41,13 @@ class RunningStatistics(Process):
             raise ValueError(f"update must be one of {get_args(Update)}, got {update!r}")
         if not 0.0 < eps < math.inf:
             raise ValueError(f"eps must be finite and above 0, got {eps}")
-        if until is not None and until < 1:
+        most = math.inf if until is None else float(until)
+        if most < 1:
             raise ValueError(f"until must be at least 1, got {until}")
         self.keys = as_keys(keys)
         self.training = True
         self._update: Update = update
-        self._rule = Rule(float(eps), peak_at, math.inf if until is None else float(until), gamma=gamma)
+        self._rule = Rule(float(eps), peak_at, most, gamma=gamma)
         self._moments: dict[Key, Moments] = {}
         self._shapes: dict[Key, tuple[int, ...]] = {}
         self._device = torch.device("cpu")
@@ -139,10 +140,9 @@ class RunningStatistics(Process):
             if len(self.keys) > 1:
                 raise ValueError(f"which of the keys {[as_written(each) for each in self.keys]}?")
             return self.keys[0]
-        found = self._served.get(as_key(key))
-        if found is None:
+        if as_key(key) not in self._served:
             raise KeyError(f"{key!r} is none of the keys {[as_written(each) for each in self.keys]}")
-        return found
+        return self._served[as_key(key)]
 
     def _known(self, key: Key) -> Moments:
         if key not in self._moments:

@@ -154,13 +154,12 @@ class Drawn(NamedTuple):
         Raises:
             RuntimeError: they are too few.
         """
-        shape = (self.positions.numel(),) if self.batch_size is None else self.batch_size
+        shape = own = self.batch_size or (self.positions.numel(),)
         if shape[0] % batches:
             raise RuntimeError(f"{batches} batches were asked for, but {shape[0]} rows can't be cut into so many")
         shape = (batches, shape[0] // batches, *shape[1:])
-        own = 1 if self.batch_size is None else len(self.batch_size)
-        tensors = [tensor.view(*shape, *tensor.shape[own:]) for tensor in self.tensors]
-        info = {key: value.reshape(*shape, *value.shape[own:]) for key, value in self.info.items()}
+        tensors = [tensor.view(*shape, *tensor.shape[len(own) :]) for tensor in self.tensors]
+        info = {key: value.reshape(*shape, *value.shape[len(own) :]) for key, value in self.info.items()}
         return Drawn(tensors, self.positions, self.generation, info, shape)
 
 
@@ -213,7 +212,7 @@ class Sampler:
     def __new__(cls, *args: Any, replacement: bool = True, **named: Any) -> Any:
         """An instance; of :attr:`without_replacement` if ``replacement`` is False and the class has one."""
         other = vars(cls).get("without_replacement")
-        if replacement or other is None:
+        if replacement or not other:
             return super().__new__(cls)
         # Python calls the constructor of what is an instance of this class, too.
         return object.__new__(other) if issubclass(other, cls) else other(*args, **named)
@@ -266,7 +265,7 @@ class Sampler:
         """Whether the storage, if there is one, is allocated."""
         return self._storage is not None and self._storage.initialized
 
-    def bind(self, storage: TensorStorage, operation: Operation | None = None) -> None:
+    def bind(self, storage: TensorStorage, operation: Operation | Alone = ALONE) -> None:
         """Serve ``storage`` from now on. With another storage than before, all data about rows is forgotten.
 
         Args:
@@ -292,7 +291,7 @@ class Sampler:
             self.unbind()
             self._storage, self.reader = storage, reader
         storage.followers.join(self)
-        self.operation = ALONE if operation is None else operation
+        self.operation = operation
 
     def unbind(self) -> None:
         """Serve no buffer any more. Rows that are there when it is bound again count as new."""
@@ -354,9 +353,9 @@ class Sampler:
         """
         return self.choose(n * batches)
 
-    def _serve(self, storage: TensorStorage | None) -> None:
+    def _serve(self, storage: TensorStorage) -> None:
         """Bind to ``storage``, unless the sampler serves it already."""
-        if storage is not None and storage is not self._storage:
+        if storage is not self._storage:
             self.bind(storage)
 
     def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:
@@ -562,6 +561,6 @@ def require_rows(storage: TensorStorage, shards: Shards | None = None) -> None:
         RuntimeError: the storage is empty.
     """
     if len(storage) == 0:
-        if shards is not None:
+        if shards:
             shards.draw_nothing(storage.requested_device)
         raise RuntimeError("Cannot sample from an empty storage: write rows first")

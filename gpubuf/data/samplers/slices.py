@@ -152,11 +152,11 @@ class SliceSampler(Sampler):
         # By name: in a prioritized slice sampler the next class is another sampler, which has arguments of its own.
         Sampler.__init__(self)
         self.require_replacement(replacement)
-        if (num_slices is None) == (slice_len is None):
+        sizes = {"num_slices": num_slices, "slice_len": slice_len}
+        chosen = [name for name, value in sizes.items() if value is not None]
+        if len(chosen) != 1:
             raise TypeError(f"give either num_slices or slice_len, got num_slices={num_slices}, slice_len={slice_len}")
-        for name, value in (("num_slices", num_slices), ("slice_len", slice_len)):
-            if value is not None:
-                check_count(value, name)
+        check_count(sizes[chosen[0]], chosen[0])
         if fragmented:
             raise NotImplementedError(
                 "fragmented=True is not supported: keep the environments apart in a storage with ndim=2 and batches of "
@@ -184,7 +184,7 @@ class SliceSampler(Sampler):
         self.strict_length, self.pad_output = strict_length, pad_output
         self.span = pair_of(span)
         self.weighting, self.stack = weighting, stack
-        if any(not isinstance(s, bool) and (s < 0 or (slice_len is not None and s >= slice_len)) for s in self.span):
+        if any(not isinstance(s, bool) and (s < 0 or s >= (slice_len or math.inf)) for s in self.span):
             raise ValueError(f"a span must be smaller than the slice, got span={span} and slice_len={slice_len}")
         self._may_be_short = not strict_length or any(self.span)
         if stack and self._may_be_short and not pad_output:

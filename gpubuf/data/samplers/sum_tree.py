@@ -381,7 +381,7 @@ class SumTree:
             self._look_at_weights()
 
     def _reweigh(self) -> None:
-        if (change := self._reweighing) is not None:
+        if change := self._reweighing:
             self._transformed_by(change.alpha, self._eps)
             self.scalars[ALPHA].fill_(change.alpha)
             change.finish()

@@ -671,8 +671,7 @@ class TensorStorage:
         """Whether ``data`` has no rows or no keys. As a first batch it does not tell the layout of a row."""
         if math.prod(batch_shape(data, self.ndim)) == 0:
             return True
-        data = first_of(data)
-        if isinstance(data, Tensor):
+        if not isinstance(data, TensorDictBase):
             return False
         entries = data.items(True, True)
         return not any(isinstance(value, Tensor) for key, value in entries if as_key(key)[0] not in self.ignored_keys)
