@@ -140,7 +140,7 @@ class ReplayBuffer:
         self._batch_size = batch_size
         self._transform = Compose()
         self._pipeline = with_statistics(Pipeline.of(process), transform)
-        self._recipe = Recipe(n_steps, gamma, reward_keys, end_keys, traj_key, self._pipeline)
+        self._recipe = Recipe(n_steps, gamma, reward_keys, end_keys, traj_key, self._pipeline or None)
         transform, self._recipe = without_multi_steps(transform, self._recipe)
         if transform is not None:
             self._transform.append(transform)
@@ -174,8 +174,7 @@ class ReplayBuffer:
             ValueError: a part can't be used with another.
         """
         storage, sampler, writer = self._storage, self._sampler, self._writer
-        if self._pipeline is not None:
-            self._pipeline.attach(self.operation)
+        self._pipeline.attach(self.operation)
         if self._intake is not None:
             self._intake.serve(storage, sampler, writer, self._pipeline, self._unit)
         reader = self._reader_of(storage)
@@ -184,7 +183,7 @@ class ReplayBuffer:
             check_parts(sampler, self._recipe, relabels=self._relabel is not None)
             self._unit.bind(storage)
         if self._relabel is not None:
-            self._relabel.check_recipe(self._recipe, () if self._pipeline is None else self._pipeline.process)
+            self._relabel.check_recipe(self._recipe, self._pipeline.process)
             storage.serve(self._relabel)
         if sampler.reader is not reader:
             sampler.read_from(reader)
@@ -280,7 +279,7 @@ class ReplayBuffer:
         rest, recipe = without_multi_steps(transform, self._recipe)
         pipeline = self._pipeline if invert else with_statistics(self._pipeline, transform)
         if pipeline is not self._pipeline:
-            recipe = replace(recipe, processing=pipeline)
+            recipe = replace(recipe, processing=pipeline or None)
             if self._storage.initialized:
                 recipe.check_rows(self._storage.schema)
         if rest is not None:
@@ -298,8 +297,7 @@ class ReplayBuffer:
             raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
         self._discard()
         self._sampler.set_rng(generator)
-        if self._pipeline is not None:
-            self._pipeline.set_rng(generator)
+        self._pipeline.set_rng(generator)
 
     @operation
     def set_storage(self, storage: TensorStorage, collate_fn: Callable[[Data], Data] | None = None) -> TensorStorage:
@@ -710,8 +708,7 @@ class ReplayBuffer:
     @operation
     def memory(self) -> MemoryReport:
         """The bytes of each part of the buffer, and where they lie. No host sync."""
-        processing = 0 if self._pipeline is None else self._pipeline.nbytes
-        return moving.report(self._storage, self._sampler, processing)
+        return moving.report(self._storage, self._sampler, self._pipeline.nbytes)
 
     @operation
     def free(self) -> None:
@@ -769,7 +766,7 @@ class ReplayBuffer:
             "_transforms": self._transform.state_dict(),
             "_batch_size": self._batch_size,
         }
-        if self._pipeline is not None:
+        if self._pipeline:
             state["_processing"] = self._pipeline.state_dict()
         return state
 
@@ -865,7 +862,7 @@ class ReplayBuffer:
         # The parent takes the rows of other processes.
         self._intake = own.intake = None
         self._assemble()
-        for random in (self._sampler._random, None if self._pipeline is None else self._pipeline.random):
+        for random in (self._sampler._random, self._pipeline.random):
             if random is not None and not random.state.is_cuda:
                 random.manual_seed(secrets.randbits(63))
 

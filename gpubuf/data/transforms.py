@@ -266,12 +266,12 @@ def without_multi_steps(transform: Any, recipe: Recipe) -> tuple[Any, Recipe]:
     return rest if len(rest) else None, recipe
 
 
-def with_statistics(pipeline: Pipeline | None, transform: Any) -> Pipeline | None:
+def with_statistics(pipeline: Pipeline, transform: Any) -> Pipeline:
     """``pipeline`` with the running statistics of a transform: it is one, or a Compose of which one is a part."""
     compose = isinstance(transform, Compose)
     given = [step.transform for step in transform.steps if not step.invert] if compose else [transform]
     found = [each for each in given if isinstance(each, RunningStatistics)]
-    return (pipeline or Pipeline(())).with_statistics(found) if found else pipeline
+    return pipeline.with_statistics(found) if found else pipeline
 
 
 def _recipe(transform: Any, recipe: Recipe) -> Recipe:

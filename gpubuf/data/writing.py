@@ -38,7 +38,7 @@ class Writes:
         writer: moves the cursor.
         sampler: may have a use for priorities that come with the rows.
         transform: its inverse changes the rows.
-        pipeline: learns from written rows, or None.
+        pipeline: learns from written rows.
         row_order: looks at the order of the rows, or None.
         dim_extend: the dimension of a written batch along which time runs.
         priority_key: where rows carry their priorities; ``()``: nowhere.
@@ -48,7 +48,7 @@ class Writes:
     writer: Writer
     sampler: Sampler
     transform: Compose
-    pipeline: Pipeline | None
+    pipeline: Pipeline
     row_order: RowOrder | None
     dim_extend: int
     priority_key: Any
@@ -123,15 +123,14 @@ class Writes:
         storage, pipeline, in_order = self.storage, self.pipeline, self.writer.in_order
         if not storage.initialized:
             at_replays().refuse("the first write allocates the storage: write before")
-        elif priority is not without_priority or pipeline is not None or not in_order:
+        elif priority is not without_priority or pipeline.learns or not in_order:
             # They read the batch again after some of it is written.
             data = storage.apart(data)
         given = priority(data)
-        if pipeline is not None:
-            pipeline.check_write(data, storage.ndim)
+        pipeline.check_write(data, storage.ndim)
         storage.followers.priority = given
         index = self.writer.extend(data)
-        if index.numel() and pipeline is not None:
+        if index.numel() and pipeline.learns:
             rows = inside(storage.written_layout, data, storage.ndim)
             pipeline.on_write(rows, storage.ndim, None if in_order else index >= 0, storage.marks.streams)
         self._end()
@@ -215,12 +214,10 @@ class Writes:
         storage = self.storage
         if not storage.initialized:
             return None
-        pipeline = self.pipeline
         # Priorities that come with the rows, statistics and other writers need the batch as a whole.
         given = self.sampler.has_priorities and storage.written_layout.position(as_key(self.priority_key)) is not None
-        learns = pipeline is not None and pipeline.learns
         plain = type(self.writer).extend is RoundRobinWriter.extend
-        direct = plain and storage.owner is None and storage.host is None and not (given or learns)
+        direct = plain and storage.owner is None and storage.host is None and not (given or self.pipeline.learns)
         return Route(storage, direct=direct)
 
 

@@ -88,7 +88,7 @@ def _load_state(buffer: Checkpointed, state: dict[str, Any]) -> None:
     check(buffer, state)
     with replacing(buffer):
         buffer._transform.load_state_dict(state["_transforms"])
-        if buffer._pipeline is not None:
+        if buffer._pipeline:
             buffer._pipeline.load_state_dict(state["_processing"])
         order = buffer._storage.load_state_dict(state["_storage"])
         buffer._sampler.load_state_dict(state["_sampler"], order)
@@ -173,7 +173,7 @@ def _check_settings(buffer: Checkpointed, state: dict[str, Any]) -> None:
     size: Any = state["_batch_size"]
     saved: Any = state.get("_processing")
     need(size is None or (is_count(size, 1) and size < 2**31), f"the checkpoint's batch size is {size!r}")
-    if buffer._pipeline is None:
+    if not buffer._pipeline:
         need(
             saved is None,
             "the state has the processing of batches, and this buffer has none: give it `process` and `transform`",

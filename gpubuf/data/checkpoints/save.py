@@ -30,7 +30,7 @@ class Checkpointed(Protocol):
     _writer: Writer
     _transform: Compose
     _batches: Batches
-    _pipeline: Pipeline | None
+    _pipeline: Pipeline
     _batch_size: int | None
 
     def state_dict(self) -> dict[str, Any]:

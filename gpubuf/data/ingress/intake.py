@@ -277,7 +277,7 @@ class Intake:
         storage: TensorStorage,
         sampler: Sampler,
         writer: Writer,
-        pipeline: Pipeline | None,
+        pipeline: Pipeline,
         unit: SampleUnit | None,
     ) -> None:
         """Called with the buffer's parts when they change.
@@ -293,7 +293,7 @@ class Intake:
             )
         if not writer.in_order:
             raise ValueError(f"writers in other processes need rows that are written in turn, not a {writer!r}")
-        steps = () if pipeline is None else pipeline.steps
+        steps = pipeline.steps
         if any(isinstance(step, RewardScale) and (step.envs or 1) > 1 for step in steps):
             raise ValueError(
                 "RewardScale(envs=...) tells environments apart by the turns that they take, and writers take turns, "

@@ -59,10 +59,13 @@ class Pipeline:
         self._checking = [step for step in self._learning if type(step).check_write is not Process.check_write]
 
     @classmethod
-    def of(cls, steps: Iterable[Process] | Process) -> Self | None:
-        """The objects as users give them, as one: None if there are none."""
-        given = (steps,) if isinstance(steps, Process) else tuple(steps)
-        return cls(given) if given else None
+    def of(cls, steps: Iterable[Process] | Process) -> Self:
+        """The objects as users give them, as one."""
+        return cls((steps,) if isinstance(steps, Process) else steps)
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self.steps)
 
     def with_statistics(self, steps: Iterable[Process]) -> Pipeline:
         """These objects, and transforms that learn as well. The random stream goes on."""
