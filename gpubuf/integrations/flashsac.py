@@ -71,18 +71,8 @@ class TorchUniformBuffer(UniformBuffer):
     ) -> None:
         dtype, shape = _kind(observation_space)
         observations = {OBSERVATION: (dtype if obs_storage_dtype is None else torch.float32, shape)}
-        super().__init__(
-            observations,
-            _kind(action_space),
-            n_step,
-            gamma,
-            max_length,
-            min_length,
-            sample_batch_size,
-            device_type,
-            obs_storage_dtype,
-            **options,
-        )
+        sizes = n_step, gamma, max_length, min_length, sample_batch_size
+        super().__init__(observations, _kind(action_space), *sizes, device_type, obs_storage_dtype, **options)
 
 
 class MemoryEfficientTorchUniformBuffer(TorchUniformBuffer):

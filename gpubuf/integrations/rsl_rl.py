@@ -50,18 +50,9 @@ class TorchUniformBuffer(UniformBuffer):
         **options: Any,
     ) -> None:
         groups = list(obs.keys()) if store_groups is None else list(store_groups)
-        super().__init__(
-            {(*OBSERVATION, name): (torch.float32, tuple(obs[name].shape[1:])) for name in groups},
-            (torch.float32, (num_actions,)),
-            n_step,
-            gamma,
-            max_length,
-            min_length,
-            sample_batch_size,
-            device,
-            obs_storage_dtype,
-            **options,
-        )
+        observations = {(*OBSERVATION, name): (torch.float32, tuple(obs[name].shape[1:])) for name in groups}
+        action, sizes = (torch.float32, (num_actions,)), (n_step, gamma, max_length, min_length, sample_batch_size)
+        super().__init__(observations, action, *sizes, device, obs_storage_dtype, **options)
 
 
 class MemoryEfficientTorchUniformBuffer(TorchUniformBuffer):

@@ -84,7 +84,8 @@ class EpisodeRecorder(gym.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         self._start: dict[str, Any] = {}
         self._actions: list[NDArray[Any]] = []
-        self._observation: NDArray[Any] | None = None
+        #: The last one.
+        self.observation: Any = None
         self._return, self._length = 0.0, 0
         #: Records of the episodes that have ended.
         self.ended: list[dict[str, Any]] = []
@@ -93,24 +94,24 @@ class EpisodeRecorder(gym.Wrapper[Any, Any, Any, Any]):
         # Each access to a generator's state makes a new dictionary, so nobody changes this one.
         self._start = {"seed": seed} if seed is not None else {"generator": self.np_random.bit_generator.state}
         self._actions, self._return, self._length = [], 0.0, 0
-        self._observation, info = super().reset(seed=seed, options=options)
-        return self._observation, info
+        self.observation, info = super().reset(seed=seed, options=options)
+        return self.observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         if len(self._actions) <= MAX_RECORDED_STEPS:
             self._actions.append(np.array(action))
-        self._observation, reward, terminated, truncated, info = super().step(action)
+        self.observation, reward, terminated, truncated, info = super().step(action)
         self._return, self._length = self._return + float(reward), self._length + 1
         if terminated or truncated:
             self.ended.append({"kind": "episode", "return": self._return, "length": self._length})
-        return self._observation, reward, terminated, truncated, info
+        return self.observation, reward, terminated, truncated, info
 
     def state(self) -> dict[str, Any]:
         """The recorded episode for `restore`, as tensors and plain values."""
         return {
             "start": self._start,
             "actions": torch.from_numpy(np.stack(self._actions)) if self._actions else None,
-            "observation": torch.from_numpy(np.array(self._observation)),
+            "observation": torch.from_numpy(np.array(self.observation)),
         }
 
     def restore(self, state: dict[str, Any]) -> bool:
@@ -133,7 +134,7 @@ class EpisodeRecorder(gym.Wrapper[Any, Any, Any, Any]):
             _, _, terminated, truncated, _ = self.step(action)
             if terminated or truncated:
                 return False
-        return np.array_equal(np.asarray(self._observation), state["observation"].numpy(), equal_nan=True)
+        return np.array_equal(np.asarray(self.observation), state["observation"].numpy(), equal_nan=True)
 
 
 class GymnasiumEnvironments(Environments):
@@ -230,17 +231,13 @@ class GymnasiumEnvironments(Environments):
     def restore(self, state: dict[str, Any]) -> tuple[Tensor, list[int]]:
         """Continue from where `state` was taken, by playing the open episodes again."""
         self.reset()
-        lost: list[int] = []
-        observations: list[NDArray[Any]] = []
-        for i, (recorder, episode) in enumerate(zip(self._recorders, state["episodes"], strict=True)):
-            if recorder.restore(episode):
-                observations.append(episode["observation"].numpy())
-            else:
-                lost.append(i)
-                observations.append(np.asarray(recorder.reset()[0]))
+        each = zip(self._recorders, state["episodes"], strict=True)
+        lost = [i for i, (recorder, episode) in enumerate(each) if not recorder.restore(episode)]
+        for i in lost:
+            self._recorders[i].reset()
         # Of an episode that ended when it was played again.
         self.take_episodes(True)
-        return torch.from_numpy(self._flat(np.stack(observations))), lost
+        return torch.from_numpy(self._flat(np.stack([recorder.observation for recorder in self._recorders]))), lost
 
     def close(self) -> None:
         self._vector.close()

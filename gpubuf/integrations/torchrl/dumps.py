@@ -73,11 +73,7 @@ restore.readers.append((is_dump, load_dump))
 
 
 def load_torchrl(
-    path: str | os.PathLike[str],
-    *,
-    storage: TensorStorage | Any = None,
-    sampler: Sampler | Any = None,
-    **kwargs: Any,
+    path: str | os.PathLike[str], *, storage: TensorStorage | Any = None, sampler: Sampler | Any = None, **kwargs: Any
 ) -> ReplayBuffer:
     """A new buffer with the rows of one that TorchRL saved by ``dumps``.
 

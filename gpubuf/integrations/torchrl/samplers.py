@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -212,11 +212,14 @@ class Sampler(core.Sampler):
         Raises:
             RuntimeError: the storage is empty.
         """
+        positions, info = self._ready(storage)._chosen(batch_size)
+        return self.storage.unravel(positions), info
+
+    def _ready(self, storage: TensorStorage) -> Self:
+        """Bound to a storage that has rows."""
         self._serve(storage)
-        own = self.storage
-        core.require_rows(own, self.shards)
-        positions, info = self._chosen(batch_size)
-        return own.unravel(positions), info
+        core.require_rows(self.storage, self.shards)
+        return self
 
     @property
     def _rng(self) -> torch.Generator | None:
@@ -275,12 +278,9 @@ class SliceSampler(Sampler, slices.SliceSampler):
 
     def sample(self, storage: TensorStorage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Indices of slices, a tensor for each dimension of the storage, and the info. Gathers the rows for that."""
-        self._serve(storage)
-        own = self.storage
-        core.require_rows(own, self.shards)
-        drawn = self.draw(batch_size)
-        coordinates = own.unravel(drawn.positions)
-        return (coordinates,) if own.ndim == 1 else coordinates.unbind(-1), drawn.info
+        drawn = self._ready(storage).draw(batch_size)
+        coordinates = self.storage.unravel(drawn.positions)
+        return (coordinates,) if self.storage.ndim == 1 else coordinates.unbind(-1), drawn.info
 
 
 class SliceSamplerWithoutReplacement(SliceSampler, slices.SliceSamplerWithoutReplacement):
