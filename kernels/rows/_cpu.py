@@ -292,21 +292,22 @@ def _computed(field: _Field, drawn: Tensor, windows: _Windows, capacity: int, ho
 
 
 def finished(field: _Field, data: Tensor, how: Reading, at: Tensor) -> Tensor:
-    """Rows of the batch, of the bytes of the rows that a field reads; ``at`` as in :func:`_computed`."""
+    """Rows of the batch, for :func:`fill`, of the bytes of the rows that a field reads; ``at`` as in `_computed`."""
     stored = data if field.batch == OPAQUE and not field.pad else _elements(data, field.stored)
     integers = _is_integer(field.stored) and _is_integer(field.batch)
     if (field.stored == field.batch or integers) and not (field.has_codec or field.mean):
         return _shifted(field, stored if field.stored == field.batch else _cut(stored, field.batch), how, at)
+    if not (field.has_codec or field.mean or field.pad) and _dtype(field.batch).is_floating_point:
+        # Converted where they are copied to.
+        return stored
     return _processed(field, _decoded(field, stored), how, at)
 
 
 def _processed(field: _Field, numbers: Tensor, how: Reading, at: Tensor) -> Tensor:
     if field.mean:
         mean, factor = (field.numbers(each, torch.float32).to(numbers.dtype) for each in (field.mean, field.factor))
-        numbers = (numbers - mean) * factor
-        low, high = numbers.new_tensor(field.low), numbers.new_tensor(field.high)
-        numbers = torch.where(numbers < low, low, numbers)
-        numbers = torch.where(numbers > high, high, numbers)
+        # A NaN stays one.
+        numbers = (numbers - mean).mul_(factor).clamp_(field.low, field.high)
     return _shifted(field, _cut(numbers, field.batch), how, at)
 
 
@@ -377,12 +378,13 @@ def compute(
             raise lost(given, int(gone.nonzero()[0]))
     at = torch.arange(len(drawn), device="cpu") * how.draws + first
     for field, target in zip(fields, targets, strict=True):
-        fill(target, _computed(field, drawn, windows, capacity, how, at))
+        fill(field, target, _computed(field, drawn, windows, capacity, how, at))
 
 
-def fill(target: Tensor, rows: Tensor) -> None:
-    """Copy rows of a batch to a contiguous tensor of as many bytes."""
-    target.view(-1).view(_BYTE).copy_(rows.contiguous().view(-1).view(_BYTE))
+def fill(field: _Field, target: Tensor, rows: Tensor) -> None:
+    """Copy rows of a field to a contiguous tensor, which has the bytes of as many in the dtype of the batch."""
+    flat, dtype = target.view(-1), _dtype(field.batch)
+    (flat if flat.dtype is dtype else flat.view(_BYTE).view(dtype)).copy_(rows.reshape(-1))
 
 
 def _check_readable(table: Tensor, fields: Sequence[_Field], how: Reading) -> None:

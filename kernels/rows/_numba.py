@@ -106,7 +106,7 @@ def _read_some(
     if not any(results):
         at = torch.arange(n, device="cpu") * how.draws + first if how.draws else index
         for place, field in copied:
-            fill(targets[place], finished(field, copies[place], how, at))
+            fill(field, targets[place], finished(field, copies[place], how, at))
         if left:
             drawn = torch.where(index < 0, index + capacity, index)
             rest = [targets[place] for place, _ in left]
