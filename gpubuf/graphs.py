@@ -631,7 +631,7 @@ class Captured:
         for one in recording.operations:
             one.joined(current)
             recording.holds(one, "storage")
-            recording.holds(one.storage, "table", "_ring")
+            recording.holds(one.storage, "table", "counters")
             recording.holds(one.storage.followers, "choosers")
             for sampler in one.storage.followers.samplers:
                 recording.holds(sampler, *sampler.parts)

@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -257,6 +257,17 @@ def launch(
     variant_of(kernel, num_warps, maxnreg, constexprs).launch(programs, arguments)
 
 
+class Launch(NamedTuple):
+    """A launch, prepared for all calls that differ in their tensors alone. ``numbers`` come after these."""
+
+    variant: Variant
+    programs: int
+    numbers: tuple[int, ...]
+
+    def __call__(self, tensors: tuple[Any, ...]) -> None:
+        self.variant.launch(self.programs, tensors + self.numbers)
+
+
 @dataclass(frozen=True)
 class BlockPlan:
     """How a kernel covers rows or elements, a block of them in each program."""
@@ -285,7 +296,7 @@ class Prepared:
         self.values, self._real = values, real
         self._sums: tuple[int, ...] = ()
         self._halved = False
-        self._launches: list[tuple[Variant, int, Any, list[int]]] = []
+        self._launches: list[tuple[Launch, Callable[[tuple[Any, ...]], tuple[Any, ...]]]] = []
 
     def sums(self, *shape: int) -> int:
         """Have a new tensor of the computing dtype at each call, for sums of programs. Returns its place."""
@@ -315,15 +326,15 @@ class Prepared:
                 (places if parameter.endswith("_ptr") else numbers).append(values[known])
         # No kernel has a single pointer: of one place an itemgetter gives no tuple.
         variant = variant_of(kernel, num_warps, None, constants)
-        self._launches.append((variant, programs, itemgetter(*places), numbers))
+        self._launches.append((Launch(variant, programs, (*numbers,)), itemgetter(*places)))
 
     def run(self, tensors: tuple[Any, ...]) -> bool:
         """Launch with these arguments and results of the operation. Returns whether there was anything to launch."""
         if self._sums:
             sums = tensors[-1].new_empty(self._sums, dtype=self._real)
             tensors += (*sums, sums) if self._halved else (sums,)
-        for variant, programs, take, numbers in self._launches:
-            variant.launch(programs, (*take(tensors), *numbers))
+        for launch, take in self._launches:
+            launch(take(tensors))
         return bool(self._launches)
 
 

@@ -592,7 +592,7 @@ class ReplayBuffer:
         """
         if priority is None:
             return self._update_from_batch(index)
-        ring = self._storage._ring
+        ring = self._storage.counters
         if generation is not None and ring.rewritten is not None:
             index = as_positions(index, self._storage.shape, self._storage.device)
             generation = ring.without_rewrites(index, vector(generation, torch.int64, index))

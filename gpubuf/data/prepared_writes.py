@@ -161,7 +161,7 @@ class Route:
         # Past properties: every write comes here.
         return (
             storage._schema is self.form
-            and storage._ring.counters is self.ring
+            and storage.counters.counters is self.ring
             and storage.followers.hearing is self.hearing
         )
 

@@ -620,12 +620,12 @@ class PreparedExtend:
         check_count(n)
         check_source_count(sources, n_keys)
         check_sharing(links, owners, n, capacity, envs)
-        self.described, alive = describe_sources(sources, n)
+        self.described, self._alive = describe_sources(sources, n)
         self._arguments = table, self.described, ring, n, capacity, envs, links, owners, sources
-        self._alive = alive
+        self._index = None if keeps_index else ring.new_empty(n)
 
     def __call__(self) -> Tensor | None:
-        """Write what is in the memory now. Returns the index.
+        """Write what is in the memory now. Returns the index: without ``keeps_index`` maybe the same tensor each time.
 
         None: the rows were refused, and nothing is written. The operation itself says why.
         """

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._launching import Variant, all_registers, cdiv, encode_arguments, launch, variant_of
+from gpubuf.kernels._launching import Launch, all_registers, cdiv, encode_arguments, launch, variant_of
 from gpubuf.kernels._registry import check_devices, device_name, length_of
 from gpubuf.kernels.config import ceil_power, remembered, rows_copy
 from gpubuf.kernels.philox import check_state
@@ -160,23 +160,15 @@ def _read(
         tensors = (rng, arena, index, generation)
     else:
         tensors = (index, arena, generation)
-    known.variant.launch(known.programs, (table, ring, *tensors, *known.numbers))
+    known((table, ring, *tensors))
     return arena, index, generation
-
-
-class Read(NamedTuple):
-    """The launch of a batch: all but its tensors. ``numbers`` come after them."""
-
-    variant: Variant
-    programs: int
-    numbers: tuple[int, ...]
 
 
 @remembered
 def prepared_read(
     device: torch.device, n_keys: int, n: int, capacity: int, arena_bytes: int, drawn: bool,
     computed: tuple[Any, ...] | None,
-) -> Read:  # fmt: skip
+) -> Launch:  # fmt: skip
     """How a batch of ``n`` rows is launched, which depends on sizes alone.
 
     Args:
@@ -207,7 +199,7 @@ def prepared_read(
     row_programs = cdiv(n, tile)
     programs = row_programs + copying_programs(n_keys, n, arena_bytes, tile)
     constants = {**flags, "KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT}
-    return Read(variant_of(kernel, num_warps, None, constants), programs, (*numbers, row_programs))
+    return Launch(variant_of(kernel, num_warps, None, constants), programs, (*numbers, row_programs))
 
 
 # Writing

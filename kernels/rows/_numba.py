@@ -173,45 +173,28 @@ def extend(
     return index if result == DONE else _cpu.extend(table, sources, ring, n, capacity, envs, links, owners)
 
 
-class PreparedExtend:
-    """:func:`extend` with ``n >= 1`` rows of contiguous sources at known addresses. Arguments are checked here.
+class PreparedExtend(_cpu.PreparedExtend):
+    """The same, with all addresses at hand."""
 
-    Attributes:
-        described: address, ``CONTIGUOUS`` and bytes of each source, one after the other. An address may be changed
-            before a call to that of other memory of this size; whoever does so keeps it alive.
-    """
-
-    def __init__(
-        self, table: Tensor, sources: list[Tensor], ring: Tensor, n: int, capacity: int, keeps_index: bool,
-        envs: int = 1, links: Tensor | None = None, owners: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        n_keys = check_storage(table, ring, capacity)
-        check_count(n)
-        check_source_count(sources, n_keys)
-        slots = check_sharing(links, owners, n, capacity, envs)
-        self.described, alive = describe_sources(sources, n)
-        self._index, self._keeps_index = ring.new_empty(n), keeps_index
-        self._given = (table.data_ptr(), n_keys, table.shape[1], self.described.buffer_info()[0])
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        table, described, ring, n, capacity, envs, links, owners, sources = self._arguments
+        slots = -1 if owners is None else owners.numel() - 1
+        self._given = (table.data_ptr(), len(sources), table.shape[1], described.buffer_info()[0])
         self._shared = (ring.data_ptr(), _address(links), _address(owners), slots, n, capacity, envs)
-        converts = table.shape[1] != ENTRY and not bool(table[:, WRITTEN_AS_STORED].all())
-        self._staging = (table, fields_of(table), self.described, n, max(n - capacity, 0), EVERY, sources)
-        self._converts = converts
-        # The kernels know addresses alone.
-        self._alive = (table, sources, ring, links, owners, alive)
+        self._staging: tuple[Any, ...] = ()
+        if table.shape[1] != ENTRY and not bool(table[:, WRITTEN_AS_STORED].all()):
+            self._staging = (table, fields_of(table), described, n, max(n - capacity, 0), EVERY, sources)
 
     def __call__(self) -> Tensor | None:
-        """Write what is in the memory now. Returns the index: without ``keeps_index`` the same tensor at each call.
-
-        None: the rows were refused, and nothing is written. The operation itself says why.
-        """
-        index = torch.empty_like(self._index) if self._keeps_index else self._index
-        if not self._converts:
-            return index if _extend_rows(*self._given, 0, *self._shared, index.data_ptr()) == DONE else None
-        try:
-            staged, _rows = _staged(*self._staging)
-        except ValueError:
-            return None
-        place = staged.buffer_info()[0]
+        index = torch.empty_like(vector(self._shared[4], torch.int64)) if self._index is None else self._index
+        place = 0
+        if self._staging:
+            try:
+                staged, _rows = _staged(*self._staging)
+            except ValueError:
+                return None
+            place = staged.buffer_info()[0]
         return index if _extend_rows(*self._given, place, *self._shared, index.data_ptr()) == DONE else None
 
 

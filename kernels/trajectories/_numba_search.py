@@ -9,14 +9,11 @@ int64 sums do not overflow, which ``(1 << 63) - 1`` does.
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
 import numpy as np
-from llvmlite import ir
 from numba import carray
 
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._primitives import as_i64, highest_bit, load_i64, lowest_bit, prefetch_l2
 from gpubuf.kernels.rows import SIZE, WRITTEN
-
-_I64 = ir.IntType(64)
 
 
 @jit(forceinline=True)

@@ -262,7 +262,7 @@ class PrioritizedSampler(Sampler):
             # Those of a one-dimensional storage are positions already.
             index = as_positions(index, own.shape, own.device, lambda: own.steps_stored)
         tree = self._tree or self._tree_made()
-        tree.update(index, priority, ring=own._ring.counters, generation=generation)
+        tree.update(index, priority, ring=own.counters.counters, generation=generation)
 
     def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
         """Rows were written elsewhere: give them the priority of new rows. IndexError if they are not stored (CPU)."""

@@ -266,9 +266,9 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self._ring is not None and self._counters is not None:
-            self._counters.ring.copy_(self._ring.counters)
-            self._ring.counters = self._counters.ring
+        if self._counters is not None:
+            self._counters.ring.copy_(self.counters.counters)
+            self.counters.counters = self._counters.ring
             self._remove_with_self()
 
     # Pages

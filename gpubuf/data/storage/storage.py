@@ -82,6 +82,7 @@ class TensorStorage:
         followers: what is kept about the rows: marks, ends and :attr:`host`, :attr:`sharing`, where there are any, and
             the samplers of all buffers with this storage.
         end_bits: where trajectories end, if a buffer needs that. None: none does, or nothing is allocated.
+        counters: how many rows were written; on the CPU until the first write.
         columns: the rows, ``[*shape, ...]`` for each of ``layout.leaves``. Those beyond ``len()`` are uninitialised.
         addresses: where the rows are.
         owner: the process that handed a buffer with these rows to this one, and alone may write; None: this process.
@@ -140,7 +141,7 @@ class TensorStorage:
         self._schema: Schema | None = None
         self.columns = Columns()
         self.addresses = RowAddresses()
-        self._ring = Ring(self.max_size)
+        self.counters = Ring(self.max_size)
         self._placement: Placement | None = None
         self.owner: int | None = None
         # These stay the same, so that captured graphs find their tables.
@@ -199,6 +200,10 @@ class TensorStorage:
             raise RuntimeError(NOT_INITIALIZED)
         return self._schema
 
+    def check_initialized(self) -> None:
+        """Raise as :attr:`schema`."""
+        _ = self.schema
+
     @property
     def layout(self) -> RowLayout:
         """The keys, shapes and dtypes of a row as it is stored: those of :attr:`columns` and of the table.
@@ -254,41 +259,32 @@ class TensorStorage:
         return self._shape if self._schema is not None else torch.Size((self.max_size,))
 
     @property
-    def counters(self) -> Ring:
-        """The ring's counters.
-
-        Raises:
-            RuntimeError: nothing has been written yet.
-        """
-        if self._schema is None:
-            raise RuntimeError(NOT_INITIALIZED)
-        return self._ring
-
-    @property
     def ring(self) -> Tensor:
-        """The ring's counters on the device, int64 ``[4]``; see :mod:`gpubuf.kernels.rows`."""
+        """The counters on the device, int64 ``[4]``; see :mod:`gpubuf.kernels.rows`. Raises as :attr:`schema`."""
+        self.check_initialized()
         return self.counters.counters
 
     @property
     def cursor(self) -> int:
         """Position that the next row goes to."""
-        return self._ring.cursor
+        return self.counters.cursor
 
     @property
     def written(self) -> int:
         """Number of rows ever written; :meth:`empty` moves it on to a multiple of ``max_size``."""
-        return self._ring.written
+        return self.counters.written
 
     @property
     def rows_written(self) -> int:
         """Number of rows written, as users count them: from 0 again after ``empty()``."""
-        return self._ring.written - self._ring.skipped
+        return self.counters.written - self.counters.skipped
 
     def __len__(self) -> int:
-        return self._ring.size
+        return self.counters.size
 
     def generations(self, index: Tensor) -> Tensor:
-        """The write generations of rows: see :meth:`Ring.generations`. Raises RuntimeError before the first write."""
+        """The write generations of rows: see :meth:`Ring.generations`. Raises as :attr:`schema`."""
+        self.check_initialized()
         return self.counters.generations(index)
 
     @property
@@ -415,7 +411,7 @@ class TensorStorage:
             self.marks.rows = self._new_marks()
         self._connect(schema, ring, anew=True)
         # In one step: from here on the storage is initialised.
-        self._ring, self._schema = ring, schema
+        self.counters, self._schema = ring, schema
 
     def _new_ring(self, device: torch.device) -> Ring:
         return Ring(self.max_size, device)
@@ -472,7 +468,7 @@ class TensorStorage:
 
     def empty(self, recount: bool = False) -> None:
         """Forget every row, in O(1); memory stays allocated. No host sync. ``recount``: as for :meth:`Ring.empty`."""
-        self._ring.empty(recount)
+        self.counters.empty(recount)
         self.followers.clear()
 
     def free(self) -> None:
@@ -490,7 +486,7 @@ class TensorStorage:
             rewritten = self.counters.rewritten
             self._laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
             self._schema = self._placement = None
-            self._ring = Ring(self.requested_size)
+            self.counters = Ring(self.requested_size)
             self.host = self.sharing = self.marks.rows = self.end_bits = None
             self.columns, self.addresses = Columns(), RowAddresses()
             self.plans.forget()
@@ -500,7 +496,7 @@ class TensorStorage:
 
     def refresh(self) -> None:
         """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
-        self._ring.refresh()
+        self.counters.refresh()
 
     # Operations that may be interrupted
 
@@ -656,7 +652,7 @@ class TensorStorage:
         return index
 
     def _append(self, local: list[Tensor], n: int) -> Tensor:
-        ring, sharing = self._ring, self.sharing
+        ring, sharing = self.counters, self.sharing
         if self.unfinished is None:
             # Until the buffer says that it is done.
             self.unfinished = Unfinished(ring.written)
@@ -851,8 +847,7 @@ class TensorStorage:
 
     def __setitem__(self, index: Any, data: Data) -> None:
         self.check_owned()
-        if self._schema is None:
-            raise RuntimeError(NOT_INITIALIZED)
+        self.check_initialized()
         index = plain_index(index)
         flat = self._positions(index)
         shape = (1,) if isinstance(index, (int, slice)) else index_shape(index, self.ndim, flat.numel())

@@ -348,7 +348,7 @@ class TensorDictMaxValueWriter(Writer):
     @property
     def write_count(self) -> int:
         """Number of rows that were kept by the write that they came with. Synchronises with a GPU."""
-        current = self._ranks is not None and self._of is self._storage._ring
+        current = self._ranks is not None and self._of is self._storage.counters
         return self._ranks.entered if current and self._ranks is not None else super().write_count
 
     # The life of the rows
