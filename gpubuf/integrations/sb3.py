@@ -134,17 +134,8 @@ class HerReplayBuffer(DictReplayBuffer, _HerReplay):
             ratio=self.her_ratio,
             end_keys=[("next", "done")],
         )
-        super().__init__(
-            buffer_size,
-            observation_space,
-            action_space,
-            device,
-            n_envs,
-            optimize_memory_usage,
-            handle_timeout_termination,
-            relabel=relabel,
-            **options,
-        )
+        spaces, flags = (observation_space, action_space), (optimize_memory_usage, handle_timeout_termination)
+        super().__init__(buffer_size, *spaces, device, n_envs, *flags, relabel=relabel, **options)
 
     @property
     def _goals(self) -> _Goals:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
@@ -126,10 +127,19 @@ def workloads(job: Job, row: Sequence[Entry], device: torch.device, memory: int,
         # All batches of a round are alive at once.
         times = range(max(min(rotations, 2**31 // (n * row_bytes)), 2))
         indices = [torch.randint(stored.max_size, (n,), device=device, generator=generator) for _ in times]
-        gather = [partial(stored.plans.batch.gather, index) for index in indices]
-        sample = partial(stored.plans.batch.sample_uniform, rng.state, n)
-        sources = [[key.clone() for key in call()[0]] for call in gather]
-        extend = [partial(rows.extend, written.table, source, written.ring, n, written.max_size) for source in sources]
+
+        # Functions of the storages, whose memory a plan alone would not keep.
+        def read(index: Tensor) -> Any:
+            return stored.plans.batch.gather(index)
+
+        def sample() -> Any:
+            return stored.plans.batch.sample_uniform(rng.state, n)
+
+        def write(source: list[Tensor]) -> Any:
+            return rows.extend(written.table, source, written.ring, n, written.max_size)
+
+        gather = [partial(read, index) for index in indices]
+        extend = [partial(write, [key.clone() for key in call()[0]]) for call in gather]
 
         def extended() -> Any:
             written.ring.copy_(start)
