@@ -25,7 +25,7 @@ def mend(storage: TensorStorage, writer: Writer) -> None:
                 storage.refresh()
             storage.followers.mend()
             writer.mend()
-    storage.settled()
+    storage.unfinished = storage.followers.priority = None
 
 
 def _completed(storage: TensorStorage, written: int) -> bool:

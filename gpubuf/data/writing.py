@@ -130,6 +130,7 @@ class Writes:
         pipeline.check_write(data, storage.ndim)
         storage.followers.priority = given
         index = self.writer.extend(data)
+        storage.followers.priority = None
         if index.numel() and pipeline.learns:
             rows = inside(storage.written_layout, data, storage.ndim)
             pipeline.on_write(rows, storage.ndim, None if in_order else index >= 0, storage.marks.streams)
@@ -149,8 +150,7 @@ class Writes:
         raise ValueError(f"add() writes one row, and got a batch of shape {list(shape)}: use extend()") from None
 
     def _end(self) -> None:
-        """The rows are written, and all who follow them know of them."""
-        self.storage.settled()
+        """The rows are written: look at their order."""
         if self.row_order is not None:
             self.row_order.look(self.storage)
 

@@ -308,13 +308,11 @@ class LazyMemmapStorage(LazyTensorStorage):
             return contextlib.nullcontext()
         return counters.appending(n) if index is None else counters.overwriting(index)
 
-    def append_prepared(self, launch: Callable[[], Tensor | None], n: int) -> Tensor | None:
+    def _write_at_cursor(
+        self, launch: Callable[[], Tensor | None], n: int, count: Callable[[int], None]
+    ) -> Tensor | None:
         with self._noted(n):
-            return super().append_prepared(launch, n)
-
-    def _append(self, local: list[Tensor], n: int) -> Tensor:
-        with self._noted(n):
-            return super()._append(local, n)
+            return super()._write_at_cursor(launch, n, count)
 
     def write(self, index: Tensor, data: Data) -> None:
         with self._noted(index=index):

@@ -508,10 +508,6 @@ class TensorStorage:
         action(*args, **named)
         self.unfinished = before
 
-    def settled(self) -> None:
-        """Everything that was begun is done."""
-        self.unfinished = self.followers.priority = None
-
     # Readers, and where trajectories end
 
     def reader(self, recipe: Recipe) -> RowPlan:
@@ -642,25 +638,32 @@ class TensorStorage:
 
     def append_prepared(self, launch: Callable[[], Tensor | None], n: int) -> Tensor | None:
         """:meth:`append` of ``n`` rows by a prepared launch, in eager mode on the CPU; None: it has refused them."""
-        ring = self.counters
-        self.unfinished = Unfinished(ring.written)
-        index = launch()
-        if index is None:
-            return None
-        ring.note(n)
-        self.followers.on_write(index if n <= self.max_size else index[-self.max_size :])
-        return index
+        return self._write_at_cursor(launch, n, self.counters.note)
 
     def _append(self, local: list[Tensor], n: int) -> Tensor:
-        ring, sharing = self.counters, self.sharing
-        if self.unfinished is None:
-            # Until the buffer says that it is done.
-            self.unfinished = Unfinished(ring.written)
-        index = self.plans.written.extend(local, n) if sharing is None else sharing.extend(local, n)
-        ring.count(n)
         at_replays().holds(self.followers, "own")
-        # Of more rows than the capacity only the newest are there.
-        self.followers.on_write(index if n <= self.max_size else index[-self.max_size :])
+        way = self.plans.written if self.sharing is None else self.sharing
+        index = self._write_at_cursor(functools.partial(way.extend, local, n), n, self.counters.count)
+        assert index is not None
+        return index
+
+    def _write_at_cursor(
+        self, launch: Callable[[], Tensor | None], n: int, count: Callable[[int], None]
+    ) -> Tensor | None:
+        """Write ``n`` rows by a launch, count them, and tell all who follow. None: the launch has refused them.
+
+        The mark is set before anything changes, and is taken away when all know of the rows: after an interrupt the
+        next operation finds it, and the device's counters say whether there are rows to tell of.
+        """
+        before = self.unfinished
+        if before is None:
+            self.unfinished = Unfinished(self.counters.written)
+        index = launch()
+        if index is not None:
+            count(n)
+            # Of more rows than the capacity only the newest are there.
+            self.followers.on_write(index if n <= self.max_size else index[-self.max_size :])
+        self.unfinished = before
         return index
 
     def holds_nothing(self, data: Data) -> bool:

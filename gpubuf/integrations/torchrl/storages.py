@@ -78,7 +78,6 @@ class TensorStorage(core.TensorStorage):
                 f"gap, got {new[:8]}"
             )
         self.append(_picked(rows, [last[position] for position in new]))
-        self.settled()
         if old:
             self[torch.tensor(old, device="cpu")] = _picked(rows, [last[position] for position in old])
 
