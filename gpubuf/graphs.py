@@ -631,8 +631,8 @@ class Captured:
         for one in recording.operations:
             one.joined(current)
             recording.holds(one, "storage")
-            recording.holds(one.storage, "table", "counters")
-            recording.holds(one.storage.followers, "choosers")
+            recording.holds(one.storage, "table", "ring")
+            recording.holds(one.storage.followers, "listeners")
             for sampler in one.storage.followers.samplers:
                 recording.holds(sampler, *sampler.parts)
         self._graph, self._results, self._recording, self._kept = graph, results, recording, checks.kept

@@ -140,7 +140,7 @@ class Batches:
         if sampler.ran_out:
             sampler.ran_out = False
         # Past `len`, which is a call.
-        if not storage.counters.size:
+        if not storage.ring.size:
             require_rows(storage, sampler.shards)
         if self.unit is not None:
             drawn = self.unit.draw(sampler, reader, n, batches, storage)
@@ -183,7 +183,7 @@ class Batches:
 
     def _info(self, drawn: Drawn, whole: bool) -> dict[Any, Tensor]:
         index, generation, shape = drawn.positions, drawn.generation, drawn.batch_size
-        ring = self.storage.counters
+        ring = self.storage.ring
         if ring.rewritten is not None:
             generation = ring.with_rewrites(index, generation)
         if whole and self.storage.ndim > 1:

@@ -45,7 +45,7 @@ from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose, with_statistics, without_multi_steps
 from gpubuf.data.updates import RowAccess, is_key
 from gpubuf.data.writers import RoundRobinWriter, Writer
-from gpubuf.data.writing import Writes, without_priority
+from gpubuf.data.writing import Writes
 
 DEFAULT_CAPACITY = 1_000
 # A copy gets new ones: they have locks and addresses.
@@ -176,7 +176,7 @@ class ReplayBuffer:
         storage, sampler, writer = self._storage, self._sampler, self._writer
         self._pipeline.attach(self.operation)
         if self._intake is not None:
-            self._intake.serve(storage, sampler, writer, self._pipeline, self._unit)
+            self._intake.serve(storage, writer, self._pipeline, self._unit)
         reader = self._reader_of(storage)
         writer.attach(sampler, self._recipe, self._relabel)
         if self._unit is not None:
@@ -380,9 +380,9 @@ class ReplayBuffer:
         """
         if update_priority is not None:
             raise NotImplementedError("update_priority is for TensorDictReplayBuffer, whose batches carry priorities")
-        return self._extend(data, without_priority)
+        return self._extend(data, None)
 
-    def _extend(self, data: Data, priority: Callable[[Data], Tensor | None]) -> Tensor:
+    def _extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
         if not self._prefetch or self._storage.initialized:
             return self._writes.extend(data, priority)
         index = self._writes.extend(data, priority)
@@ -590,7 +590,7 @@ class ReplayBuffer:
         """
         if priority is None:
             return self._update_from_batch(index)
-        ring = self._storage.counters
+        ring = self._storage.ring
         if generation is not None and ring.rewritten is not None:
             index = as_positions(index, self._storage.shape, self._storage.device)
             generation = ring.without_rewrites(index, vector(generation, torch.int64, index))

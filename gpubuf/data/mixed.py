@@ -248,8 +248,8 @@ class MixedReplayBuffer:
         """What each buffer gives to a batch, by its number."""
         unit = self._unit(n)
         for buffer in self._buffers:
-            buffer._sampler.ran_out = False
-        rows = [len(buffer._storage) for buffer in self._buffers]
+            buffer.sampler.ran_out = False
+        rows = [len(buffer.storage) for buffer in self._buffers]
         shares = tuple([share if n_rows else 0.0 for share, n_rows in zip(self._shares, rows, strict=True)])
         if not any(shares):
             raise RuntimeError("cannot sample: all the buffers that have a share are empty")
@@ -266,7 +266,7 @@ class MixedReplayBuffer:
             ValueError: slices have different lengths, or some of the buffers draw none.
             RuntimeError: ``n`` is no multiple of it.
         """
-        samplers = [buffer._sampler for buffer in self._buffers]
+        samplers = [buffer.sampler for buffer in self._buffers]
         if any(sampler.shards for sampler in samplers):
             raise ValueError(
                 "a buffer whose sampler has a process_group can't have a part in batches of several buffers: each rank "
@@ -303,9 +303,9 @@ class MixedReplayBuffer:
         """A batch with the info of its parts, by the numbers of their buffers."""
         parts = list(infos.values())
         # Also where this batch has no row of a buffer with priorities.
-        prioritized = any(buffer._sampler.has_priorities for buffer in self._buffers)
+        prioritized = any(buffer.sampler.has_priorities for buffer in self._buffers)
         weighted = prioritized or any(WEIGHT in info for info in parts)
-        tracked = prioritized or any(buffer._writer.tracks_generations for buffer in self._buffers)
+        tracked = prioritized or any(buffer.writer.tracks_generations for buffer in self._buffers)
         for number, info in infos.items():
             index = info["index"]
             info["buffer"] = torch.full_like(index, number)

@@ -108,7 +108,7 @@ def report(storage: TensorStorage, sampler: Sampler, processing: int) -> MemoryR
     if placement is None:
         return MemoryReport(None, None, 0, 0, 0, 0)
     taken = sampler.memory()
-    counters = storage.ring.nbytes + storage.table_bytes + sampler.random_bytes + processing
+    counters = storage.ring.counters.nbytes + storage.table_bytes + sampler.random_bytes + processing
     kind = placement.kind if storage.relocatable else DISK
     on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
     index = taken.index + storage.followers.nbytes

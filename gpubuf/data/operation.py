@@ -190,7 +190,7 @@ class Operation:
     def _step(self, action: Callable[..., _T], args: Any, named: Any) -> _T:
         storage = self.storage
         # Past `gpu`, which is a call.
-        launches = storage.counters.counters.is_cuda
+        launches = storage.ring.counters.is_cuda
         try:
             self._busy = True
             if storage.unfinished is not None or current.operations is not None or launches or self.intake is not None:
@@ -199,7 +199,7 @@ class Operation:
         finally:
             self._busy = False
             # The first write decides whether the buffer is on a GPU.
-            if self.storage.counters.counters.is_cuda:
+            if self.storage.ring.counters.is_cuda:
                 self.ended()
 
     def _begin(self) -> None:
@@ -252,7 +252,7 @@ class Operation:
     def gpu(self) -> torch.device | None:
         """The GPU that operations are launched on, or None. Fake tensors claim to be on one that is not there."""
         # Past the properties, which would cost more than all else here.
-        counters = self.storage.counters.counters
+        counters = self.storage.ring.counters
         return counters.device if counters.is_cuda and self._cuda_present() else None
 
     def launches_at_once(self) -> bool:
@@ -267,7 +267,7 @@ class Operation:
     @property
     def device(self) -> torch.device | None:
         """The device that the buffer works on; None before its first write."""
-        return self.storage.counters.counters.device if self.storage.initialized else None
+        return self.storage.ring.counters.device if self.storage.initialized else None
 
     def joined(self, stream: torch.cuda.Stream) -> None:
         """See :meth:`StreamOrder.joined`. ``stream``, which is current, waits for what other threads did."""

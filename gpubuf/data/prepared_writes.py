@@ -6,6 +6,7 @@ From one write of a prepared launch to the next, only addresses change.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -138,31 +139,34 @@ class Route:
 
     Attributes:
         direct: whether columns can be written at all; if not, they become a TensorDict.
-        form, ring: what the route was made for.
+        schema, ring: what the route was made for.
         layout: of the rows as they are written.
-        hearing: those that hear of writes.
+        write_listeners: those that hear of writes.
         step: batch dimensions of one step.
-        one_step: the write of one step on the CPU, ready to launch; None if it takes the general way.
     """
 
     def __init__(self, storage: TensorStorage, *, direct: bool) -> None:
         self.direct = direct
-        self.form, self.ring = storage.schema, storage.ring
-        self.hearing = storage.followers.hearing
+        self.schema, self.ring = storage.schema, storage.ring.counters
+        self.write_listeners = storage.followers.write_listeners
         self.step = tuple(storage.shape[1:])
         self.layout = storage.written_layout
-        self.one_step = PreparedRows.of(storage, self.step, keeps_index=bool(self.hearing))
         self._storage = storage
         self._keys = self.layout.keys
         self._of_size: dict[tuple[int, bool], PreparedRows | None] = {}
+
+    @functools.cached_property
+    def one_step(self) -> PreparedRows | None:
+        """The write of one step on the CPU, ready to launch; None if it takes the general way."""
+        return PreparedRows.of(self._storage, self.step, keeps_index=bool(self.write_listeners))
 
     def fits(self, storage: TensorStorage) -> bool:
         """Whether the storage is still as the route has found it."""
         # Past properties: every write comes here.
         return (
-            storage._schema is self.form
-            and storage.counters.counters is self.ring
-            and storage.followers.hearing is self.hearing
+            storage._schema is self.schema
+            and storage.ring.counters is self.ring
+            and storage.followers.write_listeners is self.write_listeners
         )
 
     def sized(self, columns: Columns) -> PreparedRows | None:
@@ -170,7 +174,7 @@ class Route:
         first: Any = next(iter(columns.values() if isinstance(columns, Mapping) else columns), None)
         if not isinstance(first, (_array, Tensor)) or first.ndim == 0:
             return None
-        return self.of_size(first.shape[0], keeps_index=bool(self.hearing))
+        return self.of_size(first.shape[0], keeps_index=bool(self.write_listeners))
 
     def of_size(self, n: int, *, keeps_index: bool) -> PreparedRows | None:
         """The write of ``n`` rows to a storage of one dimension on the CPU, ready to launch.

@@ -169,9 +169,9 @@ class Sequence(SampleUnit, TrajectoryBounds):
         steps, envs = storage.shape[0], math.prod(storage.shape[1:])
         time = rows.div(envs, rounding_mode="floor")
         if not self.needs_ends:
-            newest = storage.ring[WRITTEN].div(envs, rounding_mode="floor") - 1
+            newest = storage.ring.counters[WRITTEN].div(envs, rounding_mode="floor") - 1
             ahead = (newest - time).remainder(steps)
-            return storage.ring[SIZE].div(envs, rounding_mode="floor") - 1 - ahead, ahead
+            return storage.ring.counters[SIZE].div(envs, rounding_mode="floor") - 1 - ahead, ahead
         _, last, length = self.bounds(storage, rows)
         # A GPU gives rows that are not stored no trajectory.
         ahead = (last.div(envs, rounding_mode="floor") - time).remainder(steps)

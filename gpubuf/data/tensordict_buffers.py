@@ -20,7 +20,6 @@ from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import MASK_KEY, priority_mask_key
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.writers import TensorDictRoundRobinWriter, Writer
-from gpubuf.data.writing import without_priority
 
 
 class TensorDictReplayBuffer(ReplayBuffer):
@@ -68,7 +67,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             if not isinstance(first, TensorDictBase | list) and not is_tensorclass(first):
                 raise TypeError(f"{type(self).__name__} stores TensorDicts, got a {type(first).__name__}")
         wanted = update_priority is not False and self._sampler.has_priorities
-        return self._extend(data, self._given_priority if wanted else without_priority)
+        return self._extend(data, self._given_priority if wanted else None)
 
     def _as_tensordicts(self, data: Any, ndim: int) -> Any:
         """A dict of tensors or arrays, or a list of such rows, as TensorDicts of ``ndim`` batch dimensions."""

@@ -115,7 +115,7 @@ class RowAccess:
         if not keys:
             return
         storage = self.storage
-        generation = storage.counters.without_rewrites(positions, generation)
+        generation = storage.ring.without_rewrites(positions, generation)
         storage.changing(storage.update, positions, keys, sources, generation)
 
     def in_written_order(self, value: Any) -> Any:

@@ -25,17 +25,13 @@ from gpubuf.data.writers import RoundRobinWriter, Writer
 from gpubuf.kernels._registry import past_dispatcher
 
 
-def without_priority(data: Data) -> None:
-    """No priorities come with a batch."""
-
-
 @dataclass(eq=False)
 class Writes:
     """Writes rows as users give them, within an operation of the buffer.
 
     Attributes:
         storage: where they are written to.
-        writer: moves the cursor.
+        writer: says where rows go.
         sampler: may have a use for priorities that come with the rows.
         transform: its inverse changes the rows.
         pipeline: learns from written rows.
@@ -56,10 +52,10 @@ class Writes:
 
     # Batches and lists of rows
 
-    def extend(self, data: Data, priority: Callable[[Data], Tensor | None] = without_priority) -> Tensor:
+    def extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
         """Write a batch, or a list of rows; returns their index: see :meth:`~gpubuf.data.buffer.ReplayBuffer.extend`.
 
-        ``priority`` finds the priorities that a batch carries, float32 ``[n]``.
+        ``priority`` finds the priorities that a batch carries, float32 ``[n]``; None: it carries none.
         """
         storage = self.storage
         if type(data) is TensorDict:
@@ -118,15 +114,15 @@ class Writes:
             data = mapped(data, lambda value: value.transpose(0, self.dim_extend))
         return data
 
-    def _write(self, data: Data, priority: Callable[[Data], Tensor | None]) -> Tensor:
+    def _write(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
         """Write a batch by the writer. Returns the flat positions of its rows."""
         storage, pipeline, in_order = self.storage, self.pipeline, self.writer.in_order
         if not storage.initialized:
             at_replays().refuse("the first write allocates the storage: write before")
-        elif priority is not without_priority or pipeline.learns or not in_order:
+        elif priority is not None or pipeline.learns or not in_order:
             # They read the batch again after some of it is written.
             data = storage.apart(data)
-        given = priority(data)
+        given = None if priority is None else priority(data)
         pipeline.check_write(data, storage.ndim)
         storage.followers.priority = given
         index = self.writer.extend(data)

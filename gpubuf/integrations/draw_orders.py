@@ -42,7 +42,7 @@ class EachEnvironment(Sampler):
             self._environments[n, storage.device] = environment
         uniform = self.random_state(storage.device).uniform(n)
         # The device's count: in a CUDA graph the host's would stay that of the capture.
-        steps = storage.ring[SIZE] // envs
+        steps = storage.ring.counters[SIZE] // envs
         step = torch.minimum((uniform * steps).to(torch.int64), steps - 1)
         return step.mul_(envs).add_(environment), {}
 
@@ -66,7 +66,7 @@ class WholeWindows(Sampler):
         storage = self.storage
         envs = math.prod(storage.shape[1:])
         uniform = self.random_state(storage.device).uniform(n)
-        written, size = storage.ring[WRITTEN], storage.ring[SIZE]
+        written, size = storage.ring.counters[WRITTEN], storage.ring.counters[SIZE]
         among = (size - (self.n_steps - 1) * envs).clamp(min=envs)
         age = torch.minimum((uniform * among).to(torch.int64), among - 1)
         return age.add_(written - size).remainder_(storage.max_size), {}

@@ -43,7 +43,7 @@ def _set_keys(access: RowAccess, values: Mapping[Any, Any], index: Any, whole: b
             leaf = storage.written_layout.leaves[stored_position(storage, key)]
         except UnknownKeyError as error:
             raise KeyError(str(error)) from None
-        found[key] = _fitted(value, leaf, batch, whole, storage.ring)
+        found[key] = _fitted(value, leaf, batch, whole, storage.ring.counters)
     keys, sources = stored_keys(storage, found, positions.numel())
     access.update(positions, keys, sources, storage.generations(positions))
 

@@ -372,7 +372,7 @@ class StableBuffer:
 
     def _write(self) -> None:
         """Write the steps that wait, within an operation of the buffer."""
-        steps, written = self._waiting, self.buffer._storage.rows_written
+        steps, written = self._waiting, self.buffer.storage.rows_written
         if self._written_before is None:
             self._written_before = written
         # Otherwise an interrupt came: the steps are written, or they are not.

@@ -123,7 +123,7 @@ def workloads(job: Job, row: Sequence[Entry], device: torch.device, memory: int,
         stored = _storage(row, min(capacity, memory // row_bytes), device, generator)
         # Room for several batches, and more than any second-level cache holds.
         written = _storage(row, min(max(4 * n, 2**28 // row_bytes), memory // row_bytes), device, generator)
-        start = written.ring.clone()
+        start = written.ring.counters.clone()
         # All batches of a round are alive at once.
         times = range(max(min(rotations, 2**31 // (n * row_bytes)), 2))
         indices = [torch.randint(stored.max_size, (n,), device=device, generator=generator) for _ in times]
@@ -136,15 +136,15 @@ def workloads(job: Job, row: Sequence[Entry], device: torch.device, memory: int,
             return stored.plans.batch.sample_uniform(rng.state, n)
 
         def write(source: list[Tensor]) -> Any:
-            return rows.extend(written.table, source, written.ring, n, written.max_size)
+            return rows.extend(written.table, source, written.ring.counters, n, written.max_size)
 
         gather = [partial(read, index) for index in indices]
         extend = [partial(write, [key.clone() for key in call()[0]]) for call in gather]
 
         def extended() -> Any:
-            written.ring.copy_(start)
+            written.ring.counters.copy_(start)
             index = extend[0]()
-            return index, written.ring.clone(), written.plans.batch.gather(index)
+            return index, written.ring.counters.clone(), written.plans.batch.gather(index)
 
         return [
             Workload(f"gather {n:,}", gather, gather[0]),

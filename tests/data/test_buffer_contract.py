@@ -113,7 +113,7 @@ class History:
             with reading():
                 self.model.check_rows(self.buffer)
             if self.buffer.initialized:
-                assert self.buffer.storage.ring[FAULTS] == 0
+                assert self.buffer.storage.ring.counters[FAULTS] == 0
                 assert self.buffer.write_count == self.model.written_rows
 
     def extend(self) -> None:
@@ -509,7 +509,7 @@ def test_an_interrupt_leaves_all_or_nothing(contract, operation, pace):
     models = pickle.dumps(before), pickle.dumps(done)
 
     def rows_are_written(buffer: ReplayBuffer) -> bool:
-        return int(buffer.storage.counters.counters[WRITTEN]) != written
+        return int(buffer.storage.ring.counters[WRITTEN]) != written
 
     def goes_on(place: int, since: Callable[[ReplayBuffer], bool] | None = None) -> bool:
         """Whether there is such a place."""

@@ -68,7 +68,7 @@ class TestWriting:
         buffer = buffer_of(3)
         buffer.extend(transitions(2))
         far = 3 * 2**40 + 1
-        buffer.storage.ring[0] = far
+        buffer.storage.ring.counters[0] = far
         buffer.storage.refresh()
         assert buffer.write_count == far
         assert buffer.extend(transitions(4)).tolist() == [-1, 2, 0, 1]

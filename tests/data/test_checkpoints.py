@@ -87,7 +87,12 @@ def test_no_view_of_old_tensors_is_left_behind(tmp_path):
 
     def addresses() -> list[int]:
         sampler = other.sampler
-        watched = [other.storage.ring, sampler.tree.leaves, sampler.tree.scalars, sampler.random_state("cpu").state]
+        watched = [
+            other.storage.ring.counters,
+            sampler.tree.leaves,
+            sampler.tree.scalars,
+            sampler.random_state("cpu").state,
+        ]
         return [tensor.data_ptr() for tensor in (*other.storage.columns.parts, *watched)]
 
     view, before = other[:]["next", "step"], addresses()

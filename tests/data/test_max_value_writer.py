@@ -239,7 +239,7 @@ class StopError(Exception):
 def test_an_interrupted_write_is_finished(monkeypatch, where):
     buffer = buffer_of(4, PrioritizedSampler(4, 1.0, 1.0))
     buffer.extend(rows([3, 8, 1]))
-    target = type(buffer.storage) if where == "update" else type(buffer.storage.counters)
+    target = type(buffer.storage) if where == "update" else type(buffer.storage.ring)
 
     def interrupt(*_: Any, **__: Any) -> Any:
         raise StopError

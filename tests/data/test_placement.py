@@ -268,7 +268,7 @@ def test_memory_is_taken_once(monkeypatch, device, near, kind):
         assert {t.device.type for t in storage.columns.parts} == ({"cuda"} if near else set()) | (
             {"cpu"} if far else set()
         )
-        assert storage.device.type == storage.ring.device.type == storage.table.device.type == "cuda"
+        assert storage.device.type == storage.ring.counters.device.type == storage.table.device.type == "cuda"
         for batch in (buffer.sample(), buffer[torch.tensor([1, 2], device="cuda")], buffer[2:5], buffer[3]):
             assert {value.device.type for value in batch.values(True, True)} == {"cuda"}
         assert buffer[2:5].batch_size == (3,)
@@ -434,7 +434,7 @@ def test_what_can_not_be_moved(tmp_path):
 def test_faults_of_before_don_t_keep_the_memory():
     buffer = twin("prioritized")
     write(buffer, 75, 0)
-    buffer.storage.ring[3] = 2
+    buffer.storage.ring.counters[3] = 2
     with pytest.raises(IndexError, match="2 rows"):
         buffer.free()
     assert buffer.memory().total == 0

@@ -256,7 +256,7 @@ def test_histories_through_the_kernels(contract, interpreter):
         history.check()
         if history.possible():
             history.sample()
-    assert history.buffer.storage.ring[FAULTS] == 0
+    assert history.buffer.storage.ring.counters[FAULTS] == 0
 
 
 # The life of a buffer

@@ -426,7 +426,7 @@ def test_a_turn_that_has_come_to_a_taken_entry(way, on_gpu, tmp_path):
             target.extend(rows)
         ring.extend(rows)
     check(target, ring)
-    assert target.storage.ring[FAULTS] == 0
+    assert target.storage.ring.counters[FAULTS] == 0
 
 
 # Files that were changed

@@ -136,7 +136,7 @@ def test_what_another_thread_does_during_a_capture_is_waited_for(monkeypatch):
     machine = Machine(monkeypatch)
     own = Operation(LazyTensorStorage(10))
     counters = SimpleNamespace(is_cuda=True, device=DEVICE)
-    monkeypatch.setattr(own.storage, "counters", SimpleNamespace(counters=counters))
+    monkeypatch.setattr(own.storage, "ring", SimpleNamespace(counters=counters))
     monkeypatch.setattr(own, "_has_cuda", True)
     own.mend()
     # The capture begins: what comes before it is on the stream of whoever captures.

@@ -193,7 +193,7 @@ class TestWithoutTheHost:
             assert generation.item() == -1
             buffer.storage.write(outside, TensorDict({"x": torch.tensor([99])}, [1]))
             buffer.sampler.update_priority(outside, 5.0, storage=buffer.storage)
-        assert buffer.storage.ring[FAULTS] == 2
+        assert buffer.storage.ring.counters[FAULTS] == 2
         assert buffer.sampler.tree.refused == 1
         assert weights(buffer) == [1] * 12
         assert buffer[:]["x"].max() == 32

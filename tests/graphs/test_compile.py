@@ -46,7 +46,7 @@ def test_a_compiled_step_does_what_the_eager_one_does(sampler):
             if number == 8:
                 made.buffer.empty()
                 made.buffer.extend(made.data(101))
-        assert made.buffer.storage.written == int(made.buffer.storage.ring[0])
+        assert made.buffer.storage.written == int(made.buffer.storage.ring.counters[0])
         results.append([*found, tuple(value for _, value in made.state())])
     assert not differences(results[1], results[0])
     # Nothing of the buffer is compiled, so that nothing is compiled again as it fills and wraps.

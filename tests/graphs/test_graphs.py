@@ -45,7 +45,7 @@ def test_replays_are_steps(name, machine):
     for number in range(CALLS):
         assert not differences(found[number], due[number], f"call {number}"), [n for n, _ in world.state()]
     assert len(world.buffer) == CAPACITY
-    assert world.buffer.write_count == int(world.buffer.storage.ring[0])
+    assert world.buffer.write_count == int(world.buffer.storage.ring.counters[0])
 
 
 @pytest.mark.parametrize("name", first_quick(["prioritized slices", "uniform"]))
@@ -234,4 +234,4 @@ def test_a_compiled_step_can_be_captured(machine, monkeypatch):
         torch.testing.assert_close(batch["td_error"], due_batch["td_error"])
     for parameter, expected in zip(world.loss.parameters(), eager.loss.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected)
-    assert world.buffer.write_count == int(world.buffer.storage.ring[0]) == (6 + 3) * WRITTEN
+    assert world.buffer.write_count == int(world.buffer.storage.ring.counters[0]) == (6 + 3) * WRITTEN

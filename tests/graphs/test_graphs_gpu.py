@@ -29,7 +29,7 @@ def test_replays_are_steps(name):
     found = run(world, step, CALLS)
     assert step.captured
     assert len(world.buffer) == CAPACITY
-    assert world.buffer.write_count == int(world.buffer.storage.ring[0])
+    assert world.buffer.write_count == int(world.buffer.storage.ring.counters[0])
     if world.loss is None:
         assert not differences(found, due)
         return
@@ -138,4 +138,4 @@ def test_compiled_steps(captured):
             drawn.add(tuple(index.tolist()))
     assert len(drawn) == CALLS
     assert len(world.buffer) == CAPACITY
-    assert world.buffer.write_count == int(world.buffer.storage.ring[0])
+    assert world.buffer.write_count == int(world.buffer.storage.ring.counters[0])

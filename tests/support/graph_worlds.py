@@ -124,7 +124,7 @@ class World:
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Everything that a step changes, by name."""
         storage, sampler = self.buffer.storage, self.buffer.sampler
-        yield "ring", storage.ring.clone()
+        yield "ring", storage.ring.counters.clone()
         for i, rows in enumerate(storage.columns.parts):
             yield f"rows {i}", rows[: len(self.buffer) // self.envs].clone()
         if storage.end_bits is not None:

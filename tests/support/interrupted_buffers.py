@@ -28,7 +28,7 @@ def steps(start: int, n: int, priority: float = 1.0) -> TensorDict:
 
 
 def written(buffer: TensorDictReplayBuffer) -> int:
-    return int(buffer.storage.ring[WRITTEN]) if buffer.initialized else 0
+    return int(buffer.storage.ring.counters[WRITTEN]) if buffer.initialized else 0
 
 
 def is_free(buffer: TensorDictReplayBuffer) -> bool:
@@ -52,7 +52,7 @@ def check(buffer: TensorDictReplayBuffer) -> None:
     storage, sampler = buffer.storage, buffer.sampler
     if not storage.initialized:
         return
-    assert [storage.written, n] == storage.ring[[WRITTEN, SIZE]].tolist()
+    assert [storage.written, n] == storage.ring.counters[[WRITTEN, SIZE]].tolist()
     newest = buffer.operation.run(lambda: storage.written)
     if n:
         position = torch.arange(n)

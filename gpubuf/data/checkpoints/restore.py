@@ -87,12 +87,12 @@ def load_state(buffer: Checkpointed, state: dict[str, Any]) -> None:
 def _load_state(buffer: Checkpointed, state: dict[str, Any]) -> None:
     check(buffer, state)
     with replacing(buffer):
-        buffer._transform.load_state_dict(state["_transforms"])
+        buffer.transform.load_state_dict(state["_transforms"])
         if buffer._pipeline:
             buffer._pipeline.load_state_dict(state["_processing"])
-        order = buffer._storage.load_state_dict(state["_storage"])
-        buffer._sampler.load_state_dict(state["_sampler"], order)
-        buffer._writer.load_state_dict(state["_writer"])
+        order = buffer.storage.load_state_dict(state["_storage"])
+        buffer.sampler.load_state_dict(state["_sampler"], order)
+        buffer.writer.load_state_dict(state["_writer"])
         buffer._batch_size = state["_batch_size"]
         buffer._assemble()
 
@@ -104,7 +104,7 @@ def replacing(*buffers: Checkpointed) -> Iterator[None]:
     It may be nested: the contents of the buffers count when the outermost block has finished.
     """
     try:
-        with emptied_unless_done([buffer._storage for buffer in buffers]):
+        with emptied_unless_done([buffer.storage for buffer in buffers]):
             for buffer in buffers:
                 buffer._batches.discard()
             yield
@@ -126,16 +126,16 @@ def check(buffer: Checkpointed, state: dict[str, Any]) -> None:
         for name in ("_storage", "_sampler", "_writer", "_transforms"):
             need(isinstance(state[name], dict), f"the checkpoint's {name} is a {type(state[name]).__name__}")
         rows = state["_storage"]
-        _check_rows(buffer._storage, rows)
+        _check_rows(buffer.storage, rows)
         capacity, size = rows["max_size"], rows.get("size", 0)
-        buffer._sampler.check_state(state["_sampler"], capacity, size)
-        buffer._writer.check_state(state["_writer"], capacity, size)
-        check_transforms(buffer._transform, state["_transforms"])
+        buffer.sampler.check_state(state["_sampler"], capacity, size)
+        buffer.writer.check_state(state["_writer"], capacity, size)
+        check_transforms(buffer.transform, state["_transforms"])
         _check_settings(buffer, state)
         if rows["initialized"]:
-            schema = buffer._storage.check_state(rows)
-            if not buffer._storage.initialized:
-                expect_rows(buffer._storage, schema, "state")
+            schema = buffer.storage.check_state(rows)
+            if not buffer.storage.initialized:
+                expect_rows(buffer.storage, schema, "state")
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         # Of another type than all that a save writes.
         raise ValueError(f"the checkpoint's state can't be used: {error!r}") from None

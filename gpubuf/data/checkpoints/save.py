@@ -25,13 +25,25 @@ class Checkpointed(Protocol):
     """
 
     operation: Operation
-    _storage: TensorStorage
-    _sampler: Sampler
-    _writer: Writer
-    _transform: Compose
     _batches: Batches
     _pipeline: Pipeline
     _batch_size: int | None
+
+    @property
+    def storage(self) -> TensorStorage:
+        """The storage."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler."""
+
+    @property
+    def writer(self) -> Writer:
+        """The writer."""
+
+    @property
+    def transform(self) -> Compose:
+        """The transforms."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that it needs to go on with the same batches."""
@@ -68,9 +80,9 @@ def save(buffer: Checkpointed, path: str | os.PathLike[str], **options: Any) -> 
 
 def state_of(buffer: Checkpointed) -> dict[str, Any]:
     """The state of a buffer as it is saved, within an operation."""
-    if buffer._storage.initialized:
+    if buffer.storage.initialized:
         # A stream that is seeded only later would not be the same in the restored buffer.
-        buffer._sampler.random_state(buffer._storage.device)
+        buffer.sampler.random_state(buffer.storage.device)
     return buffer.state_dict()
 
 

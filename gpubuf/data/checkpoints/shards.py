@@ -164,7 +164,7 @@ def _load_shards(
         for state in states:
             check(buffer, state)
         if len(states) > 1:
-            states = [_one_state(states, mine, buffer._storage.ndim)]
+            states = [_one_state(states, mine, buffer.storage.ndim)]
             check(buffer, states[0])
         vote.cast()
     with _Vote(process_group) as vote, replacing(buffer):

@@ -66,11 +66,20 @@ class Target(Protocol):
     """What the intake uses of a buffer."""
 
     operation: Operation
-    _storage: TensorStorage
-    _transform: Compose
     _row_order: RowOrder | None
-    _sampler: Sampler
     priority_key: str | tuple[str, ...]
+
+    @property
+    def storage(self) -> TensorStorage:
+        """The storage."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler."""
+
+    @property
+    def transform(self) -> Compose:
+        """The transforms."""
 
     @property
     def dim_extend(self) -> int:
@@ -206,7 +215,7 @@ class Intake:
         queues.give(place, self._clients)
         learner, time_dim = (os.getpid(), start_of(os.getpid()) or 0), buffer.dim_extend if queues.rows.envs else 0
         leaves = queues.rows.layout.leaves
-        key = as_key(buffer.priority_key) if buffer._sampler.has_priorities else ()
+        key = as_key(buffer.priority_key) if buffer.sampler.has_priorities else ()
         priority = next((i for i, leaf in enumerate(leaves) if key and leaf.key == key), None)
         return WriterClient(queues, place, self._clients, learner, time_dim, self.options.timeout, priority)
 
@@ -217,14 +226,14 @@ class Intake:
             RuntimeError: nothing says what a row is.
             TypeError: rows have data that are not tensors.
         """
-        storage, options = buffer._storage, self.options
+        storage, options = buffer.storage, self.options
         if example is not None:
             example = tensors_of(example)
             layout = layout_of(example, storage.ndim, storage.ignored_keys)
             envs = tuple(batch_shape(example, storage.ndim))
             time_dim = buffer.dim_extend
             envs = envs[:time_dim] + envs[time_dim + 1 :]
-        elif storage.initialized and not len(buffer._transform):
+        elif storage.initialized and not len(buffer.transform):
             layout, envs = storage.written_layout, tuple(storage.shape[1:])
         else:
             raise RuntimeError(
@@ -248,7 +257,7 @@ class Intake:
         if run is None:
             buffer = self._target()
             # A next observation that is stored once needs a place of its own where another writer's row follows.
-            in_order = buffer._row_order is not None or bool(buffer._storage.options.share_next)
+            in_order = buffer._row_order is not None or bool(buffer.storage.options.share_next)
             run = _RUN if in_order else 1
         return max(min(run, self._queues.rows.steps // 2), 1)
 
@@ -275,7 +284,6 @@ class Intake:
     def serve(
         self,
         storage: TensorStorage,
-        sampler: Sampler,
         writer: Writer,
         pipeline: Pipeline,
         unit: SampleUnit | None,
@@ -355,7 +363,7 @@ class Intake:
         if take:
             self.take(everything=True)
         options, queues = self.options, self._queues
-        size, envs = len(self._target()._storage), queues.rows.step_rows
+        size, envs = len(self._target().storage), queues.rows.step_rows
         ahead = self.drawn + samples - (options.ratio or 0.0) * (sum(self._taken) * envs - options.min_rows)
         return size >= options.min_rows and ahead <= self.options.samples_ahead
 
@@ -444,9 +452,9 @@ class Intake:
 
     def _groups(self, buffer: Target, queues: Queues, runs: list[_Run]) -> list[list[_Run]]:
         """The writes that runs become: small ones together, others alone. None is larger than the storage."""
-        storage, total = buffer._storage, sum([run.steps for run in runs])
+        storage, total = buffer.storage, sum([run.steps for run in runs])
         steps = -(-storage.max_size // queues.rows.step_rows)
-        if total <= steps and storage.initialized and not len(buffer._transform):
+        if total <= steps and storage.initialized and not len(buffer.transform):
             n_bytes = total * queues.rows.step_bytes
             if n_bytes <= JOINED_BYTES or self._reader_of(storage, queues, n_bytes) is not _IN_PLACE:
                 return [runs]
@@ -461,7 +469,7 @@ class Intake:
 
         An interrupt can come between the two: then the next call finds the claim.
         """
-        storage = buffer._storage
+        storage = buffer.storage
         self._claim = _Claim(storage.written, runs)
         steps, streams = 0, list[tuple[int, int]]()
         for run in runs:
@@ -541,7 +549,7 @@ class Intake:
 
     def _settle(self, queues: Queues, claim: _Claim) -> None:
         """A write was interrupted: it happened if the buffer has more rows than before."""
-        storage = self._target()._storage
+        storage = self._target().storage
         if storage.written > claim.written:
             self._release(queues, claim.runs)
         self._claim, storage.marks.streams = None, OWN

@@ -414,7 +414,7 @@ class Sampler:
     # Writing
 
     @property
-    def hears(self) -> bool:
+    def listens_to_writes(self) -> bool:
         """Whether :meth:`on_write` is overridden."""
         return type(self).on_write is not Sampler.on_write
 

@@ -71,7 +71,7 @@ def rows_at(index: Any, storage: TensorStorage) -> Tensor:
     if not storage.initialized or not positions.numel():
         return positions
     if not positions.is_cpu or type(positions) is not Tensor:
-        return torch.where(positions < storage.ring[SIZE], positions, NO_ROW)
+        return torch.where(positions < storage.ring.counters[SIZE], positions, NO_ROW)
     if int(positions.max()) >= len(storage):
         raise IndexError(f"index {int(positions.max())} is out of range: {len(storage)} rows are stored")
     return positions

@@ -232,7 +232,7 @@ class PrioritizedSampler(Sampler):
             bad = ~(priority >= 0) | torch.isinf(priority)
             tree.refused.add_(bad.sum())
             priority = torch.where(bad, tree.max_priority.float(), priority)
-        tree.update(positions, priority, ring=self.storage.ring)
+        tree.update(positions, priority, ring=self.storage.ring.counters)
 
     def update_priority(
         self, index: Any, priority: Any, *, storage: TensorStorage | None = None, generation: Tensor | None = None
@@ -262,7 +262,7 @@ class PrioritizedSampler(Sampler):
             # Those of a one-dimensional storage are positions already.
             index = as_positions(index, own.shape, own.device, lambda: own.steps_stored)
         tree = self._tree or self._tree_made()
-        tree.update(index, priority, ring=own.counters.counters, generation=generation)
+        tree.update(index, priority, ring=own.ring.counters, generation=generation)
 
     def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
         """Rows were written elsewhere: give them the priority of new rows. IndexError if they are not stored (CPU)."""

@@ -152,7 +152,7 @@ class TrajectoryIndex(EndBits):
     """
 
     def __init__(self, storage: TensorStorage, signal: Signal, rule: Rule | None = None) -> None:
-        super().__init__(signal, storage.counters, storage.shape, storage.table, storage.marks)
+        super().__init__(signal, storage.ring, storage.shape, storage.table, storage.marks)
         self.storage = storage
         self._assume(rule or self.rule)
         if len(storage):

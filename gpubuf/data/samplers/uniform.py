@@ -97,14 +97,14 @@ class RandomSampler(Sampler):
 
     def _weights(self, n: int) -> dict[Any, Tensor]:
         """The info of ``n`` rows."""
-        return {"priority_weight": self.shards.weights(self.storage.ring[SIZE], n)} if self.shards else {}
+        return {"priority_weight": self.shards.weights(self.storage.ring.counters[SIZE], n)} if self.shards else {}
 
     def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """Uniform positions. No host sync."""
         storage, info = self.storage, self._weights(n)
         uniform = self.random_state(storage.device).uniform(n)
         # The device's count: in a CUDA graph the host's would stay that of the capture.
-        size = storage.ring[SIZE]
+        size = storage.ring.counters[SIZE]
         return torch.minimum((uniform * size).to(torch.int64), size - 1), info
 
     def draw(self, n: int) -> Drawn:

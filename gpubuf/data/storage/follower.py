@@ -37,14 +37,14 @@ class Follower(Protocol):
         """Restore :meth:`state`, after the rows. ``order``: as :meth:`TensorStorage.load_state_dict` returns it."""
 
 
-class Chooser(Protocol):
+class Listener(Protocol):
     """A sampler of a buffer with the storage. It refers to the storage, which tells it of all that happens to rows."""
 
     #: Names of attributes with what is known about the rows. Graphs use them as they are.
     parts: ClassVar[tuple[str, ...]]
 
     @property
-    def hears(self) -> bool:
+    def listens_to_writes(self) -> bool:
         """Whether :meth:`on_write` does anything."""
 
     def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
@@ -100,20 +100,20 @@ class Followers:
     Attributes:
         own: what the storage keeps. Marks come before what reads them. A captured write holds this tuple: it stays the
             same while they are the same, as the next ones do.
-        choosers: weak references to the samplers.
-        hearing: to those that hear of writes.
+        listeners: weak references to the samplers.
+        write_listeners: to those that hear of writes.
         priority: of the rows of the write that is under way, float32 ``[n]``; None: they came without.
     """
 
     def __init__(self) -> None:
         self.own: tuple[Follower, ...] = ()
-        self.choosers: tuple[ref[Chooser], ...] = ()
-        self.hearing: tuple[ref[Chooser], ...] = ()
+        self.listeners: tuple[ref[Listener], ...] = ()
+        self.write_listeners: tuple[ref[Listener], ...] = ()
         self.priority: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without samplers: a copy of their buffer has others, and none of what the storage keeps: it connects."""
-        return {"own": (), "choosers": (), "hearing": (), "priority": None}
+        return {"own": (), "listeners": (), "write_listeners": (), "priority": None}
 
     def keep(self, own: Sequence[Follower | None]) -> None:
         """Tell what the storage keeps about its rows, where there are any."""
@@ -121,25 +121,25 @@ class Followers:
         if found != self.own:
             self.own = found
 
-    def join(self, chooser: Chooser) -> None:
+    def join(self, listener: Listener) -> None:
         """Tell a sampler of all that happens to the rows, for as long as it exists."""
-        self._tell([*self._others(chooser), chooser])
+        self._tell([*self._others(listener), listener])
 
-    def leave(self, chooser: Chooser) -> None:
+    def leave(self, listener: Listener) -> None:
         """Tell it of nothing any more."""
-        self._tell(self._others(chooser))
+        self._tell(self._others(listener))
 
-    def _others(self, chooser: Chooser) -> list[Chooser]:
-        return [each for each in self.samplers if each is not chooser]
+    def _others(self, listener: Listener) -> list[Listener]:
+        return [each for each in self.samplers if each is not listener]
 
-    def _tell(self, choosers: list[Chooser]) -> None:
-        self.choosers = tuple(map(ref, choosers))
-        self.hearing = tuple(ref(each) for each in choosers if each.hears)
+    def _tell(self, listeners: list[Listener]) -> None:
+        self.listeners = tuple(map(ref, listeners))
+        self.write_listeners = tuple(ref(each) for each in listeners if each.listens_to_writes)
 
     @property
-    def samplers(self) -> list[Chooser]:
+    def samplers(self) -> list[Listener]:
         """The samplers that exist."""
-        return [found for each in self.choosers if (found := each()) is not None]
+        return [found for each in self.listeners if (found := each()) is not None]
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +150,7 @@ class Followers:
         """Rows were written at ``index``, int64 ``[n]``, flat. Can be done again. No host sync."""
         for follower in self.own:
             follower.on_write(index)
-        for each in self.hearing:
+        for each in self.write_listeners:
             if (sampler := each()) is not None:
                 sampler.on_write(index, None if self.priority is None else self.priority[-index.numel() :])
 

@@ -164,7 +164,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
         found = separate(list(map(Column, tensors)))
         self._adopt(self.schema_like(layout), found, shape, Placement("cpu", torch.device("cpu")))
-        self.counters.set(written, size)
+        self.ring.set(written, size)
         if (folder / files.MARKS_FILE).exists():
             self.keep_marks()
         self.followers.rebuild()
@@ -267,8 +267,8 @@ class LazyMemmapStorage(LazyTensorStorage):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._counters is not None:
-            self._counters.ring.copy_(self.counters.counters)
-            self.counters.counters = self._counters.ring
+            self._counters.ring.copy_(self.ring.counters)
+            self.ring.counters = self._counters.ring
             self._remove_with_self()
 
     # Pages

@@ -50,7 +50,7 @@ def state_of(storage: TensorStorage) -> dict[str, Any]:
         "written": storage.written,
         "skipped": storage.written - storage.rows_written,
         "size": len(storage),
-        "rewritten": storage.counters.rewritten,
+        "rewritten": storage.ring.rewritten,
         "rows": parts[0] if len(parts) == 1 else parts,
     }
     state |= saved_tree(storage.written_layout)
@@ -134,12 +134,12 @@ def incoming(storage: TensorStorage, state: dict[str, Any]) -> tuple[dict[str, A
 
 def _set_counters(storage: TensorStorage, state: dict[str, Any], order: Tensor | None) -> None:
     if order is not None:
-        storage.counters.set(state["size"], state["size"])
+        storage.ring.set(state["size"], state["size"])
         return
-    storage.counters.set(state["written"], state["size"])
-    storage.counters.skipped = state.get("skipped", 0)
+    storage.ring.set(state["written"], state["size"])
+    storage.ring.skipped = state.get("skipped", 0)
     rewritten = state.get("rewritten")
-    storage.counters.rewritten = None if rewritten is None else rewritten.to(storage.device, copy=True)
+    storage.ring.rewritten = None if rewritten is None else rewritten.to(storage.device, copy=True)
 
 
 def _write_anew(storage: TensorStorage, state: dict[str, Any], layout: RowLayout, written: int) -> None:
@@ -160,7 +160,7 @@ def _write_anew(storage: TensorStorage, state: dict[str, Any], layout: RowLayout
             if not begun:
                 if sharing is not None:
                     sharing.forget()
-                storage.counters.set(written, 0)
+                storage.ring.set(written, 0)
                 begun = True
             if state.get("as_written"):
                 storage.append(rows)

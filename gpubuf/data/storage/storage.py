@@ -82,7 +82,7 @@ class TensorStorage:
         followers: what is kept about the rows: marks, ends and :attr:`host`, :attr:`sharing`, where there are any, and
             the samplers of all buffers with this storage.
         end_bits: where trajectories end, if a buffer needs that. None: none does, or nothing is allocated.
-        counters: how many rows were written; on the CPU until the first write.
+        ring: how many rows were written; on the CPU until the first write.
         columns: the rows, ``[*shape, ...]`` for each of ``layout.leaves``. Those beyond ``len()`` are uninitialised.
         addresses: where the rows are.
         owner: the process that handed a buffer with these rows to this one, and alone may write; None: this process.
@@ -123,7 +123,7 @@ class TensorStorage:
         placement = place(requested, self.max_size * layout.row_bytes, IndexBytes(), shape, device_of(storage))
         columns = [owned_column(t.detach(), placement) for t in layout.collect(storage, ndim)]
         self._adopt(self.schema_like(layout), separate(columns), shape, placement)
-        self.counters.set(self.max_size, self.max_size)
+        self.ring.set(self.max_size, self.max_size)
         if self.host is not None:
             self.host.put(range(self.max_size), self.host.rows_of(storage, ndim))
         self.followers.rebuild()
@@ -141,7 +141,7 @@ class TensorStorage:
         self._schema: Schema | None = None
         self.columns = Columns()
         self.addresses = RowAddresses()
-        self.counters = Ring(self.max_size)
+        self.ring = Ring(self.max_size)
         self._placement: Placement | None = None
         self.owner: int | None = None
         # These stay the same, so that captured graphs find their tables.
@@ -180,7 +180,7 @@ class TensorStorage:
                 self.sharing.renew(self._placement)
             if self.marks.kept:
                 self.marks.rows = self._new_marks().copy_(self.marks.memory)
-        self._connect(schema, self.counters, anew=False)
+        self._connect(schema, self.ring, anew=False)
 
     # Properties
 
@@ -259,33 +259,27 @@ class TensorStorage:
         return self._shape if self._schema is not None else torch.Size((self.max_size,))
 
     @property
-    def ring(self) -> Tensor:
-        """The counters on the device, int64 ``[4]``; see :mod:`gpubuf.kernels.rows`. Raises as :attr:`schema`."""
-        self.check_initialized()
-        return self.counters.counters
-
-    @property
     def cursor(self) -> int:
         """Position that the next row goes to."""
-        return self.counters.cursor
+        return self.ring.cursor
 
     @property
     def written(self) -> int:
         """Number of rows ever written; :meth:`empty` moves it on to a multiple of ``max_size``."""
-        return self.counters.written
+        return self.ring.written
 
     @property
     def rows_written(self) -> int:
         """Number of rows written, as users count them: from 0 again after ``empty()``."""
-        return self.counters.written - self.counters.skipped
+        return self.ring.written - self.ring.skipped
 
     def __len__(self) -> int:
-        return self.counters.size
+        return self.ring.size
 
     def generations(self, index: Tensor) -> Tensor:
         """The write generations of rows: see :meth:`Ring.generations`. Raises as :attr:`schema`."""
         self.check_initialized()
-        return self.counters.generations(index)
+        return self.ring.generations(index)
 
     @property
     def steps_stored(self) -> int:
@@ -411,7 +405,7 @@ class TensorStorage:
             self.marks.rows = self._new_marks()
         self._connect(schema, ring, anew=True)
         # In one step: from here on the storage is initialised.
-        self.counters, self._schema = ring, schema
+        self.ring, self._schema = ring, schema
 
     def _new_ring(self, device: torch.device) -> Ring:
         return Ring(self.max_size, device)
@@ -453,7 +447,7 @@ class TensorStorage:
 
     def relocated(self, placement: Placement) -> None:
         """Adopt ``placement``, where all records of :attr:`columns` are now."""
-        ring, stays = self.counters, placement.device == self._device
+        ring, stays = self.ring, placement.device == self._device
         if not stays:
             self._device = placement.device
             ring.to(placement.device)
@@ -468,7 +462,7 @@ class TensorStorage:
 
     def empty(self, recount: bool = False) -> None:
         """Forget every row, in O(1); memory stays allocated. No host sync. ``recount``: as for :meth:`Ring.empty`."""
-        self.counters.empty(recount)
+        self.ring.empty(recount)
         self.followers.clear()
 
     def free(self) -> None:
@@ -483,10 +477,10 @@ class TensorStorage:
         try:
             self.refresh()
         finally:
-            rewritten = self.counters.rewritten
+            rewritten = self.ring.rewritten
             self._laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
             self._schema = self._placement = None
-            self.counters = Ring(self.requested_size)
+            self.ring = Ring(self.requested_size)
             self.host = self.sharing = self.marks.rows = self.end_bits = None
             self.columns, self.addresses = Columns(), RowAddresses()
             self.plans.forget()
@@ -496,7 +490,7 @@ class TensorStorage:
 
     def refresh(self) -> None:
         """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
-        self.counters.refresh()
+        self.ring.refresh()
 
     # Operations that may be interrupted
 
@@ -522,7 +516,7 @@ class TensorStorage:
         plan = RowPlan(recipe)
         self.serve(plan)
         if self._schema is not None:
-            set_reader(plan, self._rows_now(self._schema, self.counters), self.end_bits)
+            set_reader(plan, self._rows_now(self._schema, self.ring), self.end_bits)
         return plan
 
     def serve(self, reader: Reader) -> None:
@@ -535,7 +529,7 @@ class TensorStorage:
         if self._schema is not None:
             reader.check_rows(self._schema)
         if self.plans.tell_ends(reader) and self._schema is not None:
-            self._keep_ends(self._schema, self.counters)
+            self._keep_ends(self._schema, self.ring)
             self.followers.rebuild_own()
         self.plans.readers.add(reader)
 
@@ -563,7 +557,7 @@ class TensorStorage:
         if env is not None and not 0 <= env < self.envs:
             raise IndexError(f"env must be in 0 .. {self.envs - 1}, got {env}")
         self.keep_marks()
-        self.marks.end(self.ring, env)
+        self.marks.end(self.ring.counters, env)
         if self.end_bits is not None:
             self.end_bits.write(1)
         self.followers.on_end()
@@ -638,12 +632,12 @@ class TensorStorage:
 
     def append_prepared(self, launch: Callable[[], Tensor | None], n: int) -> Tensor | None:
         """:meth:`append` of ``n`` rows by a prepared launch, in eager mode on the CPU; None: it has refused them."""
-        return self._write_at_cursor(launch, n, self.counters.note)
+        return self._write_at_cursor(launch, n, self.ring.note)
 
     def _append(self, local: list[Tensor], n: int) -> Tensor:
         at_replays().holds(self.followers, "own")
         way = self.plans.written if self.sharing is None else self.sharing
-        index = self._write_at_cursor(functools.partial(way.extend, local, n), n, self.counters.count)
+        index = self._write_at_cursor(functools.partial(way.extend, local, n), n, self.ring.count)
         assert index is not None
         return index
 
@@ -657,7 +651,7 @@ class TensorStorage:
         """
         before = self.unfinished
         if before is None:
-            self.unfinished = Unfinished(self.counters.written)
+            self.unfinished = Unfinished(self.ring.written)
         index = launch()
         if index is not None:
             count(n)

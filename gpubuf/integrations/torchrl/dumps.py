@@ -65,7 +65,7 @@ def load_dump(buffer: Checkpointed, folder: Path) -> None:
         ValueError: the dump is damaged, holds what can't be stored here, or does not fit the buffer, which is as it
             was.
     """
-    found = _read(folder, buffer._storage.ndim, stacklevel=6)
+    found = _read(folder, buffer.storage.ndim, stacklevel=6)
     buffer.operation.run(_take, buffer, found, found.batch_size)
 
 
@@ -117,7 +117,7 @@ def load_torchrl(
 
 def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
     """Replace all that a buffer holds, within an operation."""
-    storage, sampler, per_step = buffer._storage, buffer._sampler, math.prod(found.shape[1:])
+    storage, sampler, per_step = buffer.storage, buffer.sampler, math.prod(found.shape[1:])
     room = -(-storage.max_size // per_step) * per_step
     if found.size > room:
         raise ValueError(f"the dump holds {found.size} rows, the storage has room for {room}")

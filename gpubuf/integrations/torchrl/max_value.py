@@ -275,7 +275,7 @@ class TensorDictMaxValueWriter(Writer):
         return parts[0] if len(parts) == 1 else kept.still_there(torch.cat(parts), first_age)
 
     def _write(self, index: Tensor, keys: list[int], sources: list[Tensor]) -> None:
-        ring = self._storage.counters
+        ring = self._storage.ring
         stays, positions = index >= 0, index.clamp(min=0)
         # No row has the generation -1: the kernels leave out what isn't kept.
         laps = ring.laps(positions)
@@ -283,7 +283,7 @@ class TensorDictMaxValueWriter(Writer):
         self._count(index)
 
     def _count(self, index: Tensor) -> None:
-        ring = self._storage.counters
+        ring = self._storage.ring
         positions = index.clamp(min=0)
         ring.rewrite(positions, (index >= 0) & (ring.generations(positions) >= 0))
         ring.fill(index.numel())
@@ -324,7 +324,7 @@ class TensorDictMaxValueWriter(Writer):
     def _kept(self) -> Ranks:
         """The ranks of the rows that are stored."""
         storage, kept = self._storage, self._ranks
-        ring = storage.counters
+        ring = storage.ring
         if kept is not None and self._of is ring and kept.device == ring.counters.device:
             return kept
         at_replays().refuse("the ranks of the rows are made at the first write: write before")
@@ -337,7 +337,7 @@ class TensorDictMaxValueWriter(Writer):
 
     def _adopt(self, ranks: Tensor, ages: Tensor | None = None, counts: Tensor | None = None) -> Ranks:
         found = Ranks(self._storage.max_size, self._storage.device, ranks, ages, counts)
-        self._ranks, self._of = found, self._storage.counters
+        self._ranks, self._of = found, self._storage.ring
         return found
 
     @property
@@ -348,7 +348,7 @@ class TensorDictMaxValueWriter(Writer):
     @property
     def write_count(self) -> int:
         """Number of rows that were kept by the write that they came with. Synchronises with a GPU."""
-        current = self._ranks is not None and self._of is self._storage.counters
+        current = self._ranks is not None and self._of is self._storage.ring
         return self._ranks.entered if current and self._ranks is not None else super().write_count
 
     # The life of the rows
