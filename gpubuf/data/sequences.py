@@ -39,7 +39,7 @@ class SampleUnit:
             storage: where they lie.
 
         Returns:
-            The index of the rows, as :meth:`Sampler.sample` gives it, and the info about each of these.
+            The index of the rows, int64 ``[m]``, or ``[m, ndim]``, and the info about each of these.
         """
         raise NotImplementedError
 
