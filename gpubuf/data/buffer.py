@@ -322,14 +322,24 @@ class ReplayBuffer:
         new: TensorStorage = component(storage, TensorStorage)
         if self._intake is not None:
             new.mark_writers()
-        # Raises before anything is replaced.
-        self._reader = self._reader_of(new)
-        self._sampler.bind(new, self.operation)
-        self._writer.register_storage(new)
-        vars(self)["_storage"] = self.operation.storage = new
-        self._sampler.empty()
-        self._assemble()
+        # Raise before anything is replaced.
+        self._reader_of(new)
+        if self._relabel is not None:
+            new.serve(self._relabel)
+        try:
+            self._serve_storage(new)
+        except BaseException:
+            self._serve_storage(before)
+            raise
         return before
+
+    def _serve_storage(self, storage: TensorStorage) -> None:
+        # Rows that are there are new to the sampler.
+        self._sampler.unbind()
+        self._sampler.bind(storage, self.operation)
+        self._writer.register_storage(storage)
+        vars(self)["_storage"] = self.operation.storage = storage
+        self._assemble()
 
     @operation
     def set_sampler(self, sampler: Sampler) -> Sampler:
@@ -339,10 +349,16 @@ class ReplayBuffer:
         sampler = component(sampler, Sampler)
         if sampler is not self._sampler:
             sampler.check_recipe(self._recipe)
-            sampler.bind(self._storage, self.operation)
-            self._sampler.unbind()
-            vars(self)["_sampler"] = sampler
-            self._assemble()
+            try:
+                sampler.bind(self._storage, self.operation)
+                vars(self)["_sampler"] = sampler
+                self._assemble()
+            except BaseException:
+                sampler.unbind()
+                vars(self)["_sampler"] = before
+                self._assemble()
+                raise
+            before.unbind()
         return before
 
     @operation
@@ -353,7 +369,12 @@ class ReplayBuffer:
         writer = component(writer, Writer)
         writer.register_storage(self._storage)
         vars(self)["_writer"] = writer
-        self._assemble()
+        try:
+            self._assemble()
+        except BaseException:
+            vars(self)["_writer"] = before
+            self._assemble()
+            raise
         return before
 
     # Writing

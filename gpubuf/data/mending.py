@@ -16,7 +16,9 @@ def mend(storage: TensorStorage, writer: Writer) -> None:
     after a write.
     """
     left = storage.unfinished
-    if left is not None and left.empties:
+    if left is not None and left.frees:
+        storage.release()
+    elif left is not None and left.empties:
         forget(storage, writer)
     elif left is not None and storage.initialized:
         storage.again.redo()

@@ -27,11 +27,13 @@ class Unfinished(NamedTuple):
         written: how many rows had ever been written when a write began; the sampler may not know of those after them.
         counted: whether the host's mirror of the counters is right.
         empties: whether everything is being forgotten, or replaced: the buffer is empty.
+        frees: whether the memory is being released, too.
     """
 
     written: int | None = None
     counted: bool = True
     empties: bool = False
+    frees: bool = False
 
 
 #: Data derived from rows or priorities is being changed.
@@ -39,6 +41,9 @@ DERIVED = Unfinished()
 
 #: All rows are being forgotten, or replaced.
 EMPTIES = Unfinished(empties=True)
+
+#: All memory is being released.
+FREES = Unfinished(frees=True)
 
 #: A captured graph is being replayed, which counts rows on the device.
 REPLAY = Unfinished(counted=False)

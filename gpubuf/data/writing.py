@@ -75,8 +75,6 @@ class Writes:
 
     def _by_prepared(self, batch: TensorDict) -> Tensor | None:
         """Write the rows of a TensorDict in eager mode on the CPU. None: they take the general way; nothing changed."""
-        # No priorities come with the rows, also for whoever completes this write.
-        self.storage.followers.priority = None
         route = self._current_route()
         if route is None or not past_dispatcher(route.ring):
             return None
@@ -125,8 +123,12 @@ class Writes:
         given = None if priority is None else priority(data)
         pipeline.check_write(data, storage.ndim)
         storage.followers.priority = given
-        index = self.writer.extend(data)
-        storage.followers.priority = None
+        try:
+            index = self.writer.extend(data)
+        finally:
+            # Who completes an interrupted write needs them.
+            if storage.unfinished is None:
+                storage.followers.priority = None
         if index.numel() and pipeline.learns:
             rows = inside(storage.written_layout, data, storage.ndim)
             pipeline.on_write(rows, storage.ndim, None if in_order else index >= 0, storage.marks.streams)
@@ -159,7 +161,6 @@ class Writes:
 
     def columns(self, columns: Columns, one_step: bool) -> bool:
         """Write rows, in eager mode. False: they take the general way, as :meth:`as_batch`, and nothing has changed."""
-        self.storage.followers.priority = None
         route = self._current_route()
         if route is None:
             return False

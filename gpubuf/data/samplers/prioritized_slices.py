@@ -98,6 +98,8 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         self._eligible = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def forget_storage(self) -> None:
+        # First: an interrupt may leave no rows that it is true of.
+        self._need = 0
         super().forget_storage()
         self._forget_starts()
 
@@ -175,7 +177,8 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     def empty(self) -> None:
         super().empty()
-        self._eligible.zero_()
+        if self._need:
+            self._eligible.zero_()
 
     def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
         return IndexBytes(index=8 * eligible_words(math.prod(shape))) + super().index_bytes(shape, device_type)

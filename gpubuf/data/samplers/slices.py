@@ -526,5 +526,10 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         super().rows_changed()
         self._left = self._of = None
 
+    def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
+        """Restore the random stream and the epoch, after the index was made anew."""
+        self.rows_changed()
+        Sampler.load_state_dict(self, state, order)
+
 
 SliceSampler.without_replacement = SliceSamplerWithoutReplacement

@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count, warn
-from gpubuf.data.recording import DERIVED, Unfinished, at_replays
+from gpubuf.data.recording import DERIVED, FREES, Unfinished, at_replays
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage import state as states
 from gpubuf.data.storage.column import (
@@ -477,16 +477,22 @@ class TensorStorage:
         try:
             self.refresh()
         finally:
+            self.changing(self.release, what=FREES)
+
+    def release(self) -> None:
+        """:meth:`free`, but for what synchronises. Can be done again after an interrupt."""
+        self.followers.free()
+        if self._schema is not None:
             rewritten = self.ring.rewritten
-            self._laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
-            self._schema = self._placement = None
-            self.ring = Ring(self.requested_size)
-            self.host = self.sharing = self.marks.rows = self.end_bits = None
-            self.columns, self.addresses = Columns(), RowAddresses()
-            self.plans.forget()
-            self.max_size = self.requested_size
-            del self.table
-            self.followers.free()
+            laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
+            # In one step: the memory below is that of a storage without rows.
+            self._laps, self.ring, self._schema = laps, Ring(self.requested_size), None
+        self._placement = None
+        self.host = self.sharing = self.marks.rows = self.end_bits = None
+        self.columns, self.addresses = Columns(), RowAddresses()
+        self.plans.forget()
+        self.max_size = self.requested_size
+        vars(self).pop("table", None)
 
     def refresh(self) -> None:
         """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""

@@ -252,7 +252,7 @@ class TensorDictMaxValueWriter(Writer):
         sources = storage.written_layout.collect(data, 1)
         index = self._admit(ranks)
         self._write(index, list(range(len(sources))), sources)
-        self._in_doubt = False
+        self._in_doubt, storage.unfinished = False, None
         return index
 
     def _extend_objects(self, storage: ListStorage, items: list[Any]) -> Tensor:
@@ -261,7 +261,7 @@ class TensorDictMaxValueWriter(Writer):
         index = self._admit(self._ranks_of_all(items))
         storage.place(index.tolist(), items)
         self._count(index)
-        self._in_doubt = False
+        self._in_doubt, storage.unfinished = False, None
         return index
 
     def _admit(self, ranks: Tensor) -> Tensor:
