@@ -8,7 +8,6 @@ is there names files that are whole. It can name files of its own folder only.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import functools
 import json
@@ -17,7 +16,7 @@ import re
 import select
 import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,21 +71,24 @@ def need(condition: bool, what: str) -> None:
         raise DamagedError(what)
 
 
-@contextlib.contextmanager
-def locked(folder: Path, *, exclusive: bool) -> Iterator[None]:
-    """Around one save of a folder (``exclusive``), or any number of loads at a time.
+def locked(folder: Path, *, exclusive: bool) -> select.epoll:
+    """For a `with` around one save of a folder (``exclusive``), or around any number of loads at a time.
 
-    A killed process lets go of it, and so does an interrupted call.
+    A killed process lets go of it, and so does an interrupted call: its end is that of an object of C's, which owns a
+    descriptor, and closes it there or when it is freed.
     """
-    # Any object of C's that owns a descriptor, and closes it when its block ends, or when it is freed.
-    with select.epoll() as holder:
+    holder = select.epoll()
+    try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.dup2(descriptor, holder.fileno(), inheritable=False)
         finally:
             os.close(descriptor)
         fcntl.flock(holder, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
-        yield
+        return holder
+    except BaseException:
+        holder.close()
+        raise
 
 
 # Writing

@@ -128,7 +128,11 @@ class PrioritizedSampler(Sampler):
         if self._tree:
             self.raise_if_refused()
             # An interrupted change is finished by the next operation of the buffer, as that of priorities is.
-            self.storage.changing(self._tree.set_alpha, value)
+            self.storage.changing(self._set_alpha, self._tree, value)
+        self._alpha = value
+
+    def _set_alpha(self, tree: SumTree, value: float) -> None:
+        tree.set_alpha(value)
         self._alpha = value
 
     @property
