@@ -117,6 +117,27 @@ def test_a_change_of_alpha_is_interrupted_anywhere(monkeypatch, sampler, pace):
 
 
 @pace
+@pytest.mark.parametrize("sampler", ["prioritized", "prioritized slices"])
+def test_a_free_that_is_interrupted_anywhere(sampler, pace):
+    """Case 54: the rows are all there, or all gone, for the samplers of both buffers with the storage."""
+    place, lengths = 0, set()
+    while True:
+        buffer = new_buffer(sampler, 45)
+        other = TensorDictReplayBuffer(storage=buffer.storage, sampler=SAMPLERS["slices"](), batch_size=8)
+        other.sample()
+        if not interrupted(buffer.free, place, lines=True):
+            break
+        lengths.add(len(buffer))
+        buffer.extend(steps(written(buffer), 14))
+        for each in (buffer, other):
+            assert max(int(each.sample()["index"].max()) for _ in range(8)) < len(buffer)
+        check(buffer)
+        place += pace
+    assert place > 20
+    assert lengths == {0, 45}
+
+
+@pace
 @pytest.mark.parametrize("sampler", ["uniform", "prioritized slices"])
 def test_a_move_that_is_interrupted_anywhere(monkeypatch, sampler, pace):
     """Case 54: the whole buffer is in one place or in the other, with all rows.

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from gpubuf.data import Hindsight
 from gpubuf.integrations.torchrl import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -18,6 +19,7 @@ from gpubuf.integrations.torchrl import (
     Sampler,
     SamplerWithoutReplacement,
     SliceSampler,
+    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
@@ -412,3 +414,46 @@ def test_nothing_waits_for_the_gpu():
             buffer.extend(TensorDict({"number": torch.empty(*shape, device="cuda")}, shape))
             buffer.add(TensorDict({"number": torch.empty(shape[:-1], device="cuda")}, shape[:-1]))
             assert buffer.sample()["age"].shape == (6,)
+
+
+def test_parts_that_are_refused_replace_nothing():
+    """A sampler that the writer can't serve, and a storage without the keys that hindsight needs."""
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(8),
+        writer=TensorDictMaxValueWriter(rank_key="rank"),
+        sampler=PrioritizedSampler(8, 1.0, 1.0),
+    )
+    buffer.extend(TensorDict({"rank": torch.arange(3.0), "episode": torch.arange(3)}, [3]))
+    before = buffer.sampler
+    with pytest.raises(ValueError, match="SliceSampler"):
+        buffer.set_sampler(SliceSampler(slice_len=1, traj_key="episode"))
+    assert buffer.sampler is before
+    buffer.update_priority(torch.tensor([0]), 0.0)
+    assert set(buffer.sample(32)["rank"].tolist()) == {1.0, 2.0}
+
+    hindsight = Hindsight(lambda achieved, goal, batch: -(achieved - goal).norm(dim=-1, keepdim=True))
+    goals = {"desired_goal": torch.zeros(3, 2), "next": {"achieved_goal": torch.zeros(3, 2)}}
+    flags = {"reward": torch.zeros(3, 1), "done": torch.zeros(3, 1, dtype=torch.bool)}
+    rows = TensorDict({"desired_goal": goals["desired_goal"], "next": {**goals["next"], **flags}}, [3])
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8), relabel=hindsight)
+    buffer.extend(rows)
+    others, storage = LazyTensorStorage(8), buffer.storage
+    ReplayBuffer(storage=others).extend(TensorDict({"next": flags}, [3]))
+    with pytest.raises(KeyError, match="desired_goal"):
+        buffer.set_storage(others)
+    assert buffer.storage is storage
+    buffer.extend(rows)
+    assert len(buffer) == len(storage) == 6
+    assert buffer.sample(32)["desired_goal"].shape == (32, 2)
+
+
+def test_priorities_of_a_refused_write_are_not_those_of_the_next():
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(12, ndim=2), sampler=PrioritizedSampler(12, 1.0, 0.5, eps=0)
+    )
+    shaped = lambda envs, priority: TensorDict({"td_error": torch.full((envs, 2), priority)}, [envs, 2])  # noqa: E731
+    buffer.extend(shaped(2, 2.0))
+    with pytest.raises(ValueError, match="all but the first must agree"):
+        buffer.extend(shaped(3, 7.0))
+    buffer.storage.append(shaped(2, 9.0).transpose(0, 1))
+    assert buffer.sampler.tree.leaves[:8].tolist() == [2.0] * 8

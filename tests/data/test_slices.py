@@ -302,3 +302,25 @@ def test_what_samplers_say_of_themselves_and_of_rows_they_cannot_slice():
     buffer.extend(TensorDict({"episode": torch.arange(12) // 4}, [12]))
     with pytest.raises(RuntimeError, match="Did not find a single trajectory with sufficient length: 6 steps"):
         buffer.sample(6)
+
+
+def test_an_epoch_of_trajectories_goes_on_after_a_load():
+    """The trajectories that were drawn before the save don't come again."""
+    buffers = [
+        TensorDictReplayBuffer(
+            storage=LazyTensorStorage(40),
+            batch_size=4,
+            generator=torch.Generator().manual_seed(0),
+            sampler=SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode"),
+        )
+        for _ in range(2)
+    ]
+    saved, loaded = buffers
+    saved.extend(TensorDict({"episode": torch.arange(40) // 2}, [40]))
+    drawn = [int(episode) for _ in range(3) for episode in saved.sample()["episode"][::2]]
+    loaded.load_state_dict(saved.state_dict())
+    for _ in range(7):
+        batch = loaded.sample()["episode"]
+        assert torch.equal(batch, saved.sample()["episode"])
+        drawn += batch[::2].tolist()
+    assert sorted(drawn) == list(range(20))
