@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -122,13 +123,7 @@ class Writes:
             data = storage.apart(data)
         given = None if priority is None else priority(data)
         pipeline.check_write(data, storage.ndim)
-        storage.followers.priority = given
-        try:
-            index = self.writer.extend(data)
-        finally:
-            # Who completes an interrupted write needs them.
-            if storage.unfinished is None:
-                storage.followers.priority = None
+        index = storage.with_priority(given, functools.partial(self.writer.extend, data))
         if index.numel() and pipeline.learns:
             rows = inside(storage.written_layout, data, storage.ndim)
             pipeline.on_write(rows, storage.ndim, None if in_order else index >= 0, storage.marks.streams)

@@ -508,6 +508,16 @@ class TensorStorage:
         action(*args, **named)
         self.unfinished = before
 
+    def with_priority(self, priority: Tensor | None, write: Callable[[], Tensor]) -> Tensor:
+        """``write()``, of rows that come with priorities: float32 ``[n]``, or None."""
+        self.followers.priority = priority
+        try:
+            return write()
+        finally:
+            # Who completes an interrupted write needs them.
+            if self.unfinished is None:
+                self.followers.priority = None
+
     # Readers, and where trajectories end
 
     def reader(self, recipe: Recipe) -> RowPlan:
