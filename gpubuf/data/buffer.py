@@ -351,12 +351,9 @@ class ReplayBuffer:
             sampler.check_recipe(self._recipe)
             try:
                 sampler.bind(self._storage, self.operation)
-                vars(self)["_sampler"] = sampler
-                self._assemble()
+                self._set_part("_sampler", sampler)
             except BaseException:
                 sampler.unbind()
-                vars(self)["_sampler"] = before
-                self._assemble()
                 raise
             before.unbind()
         return before
@@ -368,14 +365,19 @@ class ReplayBuffer:
         before = self._writer
         writer = component(writer, Writer)
         writer.register_storage(self._storage)
-        vars(self)["_writer"] = writer
+        self._set_part("_writer", writer)
+        return before
+
+    def _set_part(self, name: str, part: Sampler | Writer) -> None:
+        """Replace a part. If it is refused, the one before stays."""
+        before = vars(self)[name]
         try:
+            vars(self)[name] = part
             self._assemble()
         except BaseException:
-            vars(self)["_writer"] = before
+            vars(self)[name] = before
             self._assemble()
             raise
-        return before
 
     # Writing
 
