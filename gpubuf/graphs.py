@@ -13,7 +13,7 @@ from tensordict import TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpubuf.data.recording import CaptureError, Operation, Recording, capture_under_way, recorded, watched
+from gpubuf.data.recording import CaptureError, RecordedOperation, Recording, capture_under_way, recorded, watched
 from gpubuf.data.storage.host_memory import cuda_present
 from gpubuf.kernels.config import launches_in_graph
 
@@ -513,7 +513,7 @@ class Captured:
         self._left = self._warmup
         self._results: Any = None
         self._recording = Recording()
-        self._operations: list[Operation] = []
+        self._operations: list[RecordedOperation] = []
         self._kept: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ from gpubuf.data.mending import forget, mend
 from gpubuf.data.operation import Operation, graph_break, operation
 from gpubuf.data.passing import living, packed, register, unpacked
 from gpubuf.data.prefetch import Prefetched
-from gpubuf.data.prepared_writes import Columns
+from gpubuf.data.prepared_writes import Arrays
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import EMPTIES, REPLAY
 from gpubuf.data.samplers.base import Sampler
@@ -443,7 +443,7 @@ class ReplayBuffer:
         return self._writes.keys
 
     @operation
-    def extend_columns(self, columns: Columns) -> None:
+    def extend_columns(self, columns: Arrays) -> None:
         """Write rows given as one array a key: :meth:`extend` without a TensorDict, in less time. No host sync.
 
         Args:
@@ -459,7 +459,7 @@ class ReplayBuffer:
             self.extend(self._writes.as_batch(columns, False))
 
     @operation
-    def add_columns(self, columns: Columns) -> None:
+    def add_columns(self, columns: Arrays) -> None:
         """Write one row, given as one array a key, without batch dimensions; or one step of all environments.
 
         Args:

@@ -25,7 +25,7 @@ FLAGS = ("done", "terminated", "truncated")
 
 
 @dataclass
-class Column:
+class KeyReport:
     """What was found of a key.
 
     Attributes:
@@ -78,7 +78,7 @@ class Report:
 
     rows: int
     envs: int
-    columns: list[Column] = field(default_factory=list)
+    columns: list[KeyReport] = field(default_factory=list)
     rates: dict[str, float] = field(default_factory=dict)
     compared: int = 0
     broken: int = 0
@@ -291,14 +291,14 @@ class _Look:
 
     def report(self) -> Report:
         """What was found, and what of it is wrong."""
-        columns = list[Column]()
+        columns = list[KeyReport]()
         for i, leaf in enumerate(self.leaves):
             low, high = map(float, self.bounds[i])
             if low > high:
                 low = high = torch.nan
             constant = bool(self.alike[i]) and self.rows > 1
             key, dtype = ".".join(leaf.key) or "row", str(leaf.dtype).removeprefix("torch.")
-            columns.append(Column(key, tuple(leaf.shape), dtype, low, high, self.not_finite[i], constant))
+            columns.append(KeyReport(key, tuple(leaf.shape), dtype, low, high, self.not_finite[i], constant))
         lengths, returns = (torch.cat(parts) for parts in zip(*self.episodes, strict=True))
         rates = {name: count / self.rows for name, count in self.flags.items()}
         found = Report(self.rows, self.envs, columns, rates, self.compared, self.broken, lengths, returns)

@@ -22,7 +22,7 @@ from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels._registry import eager
 
 #: An array per key, by key (``"reward"``, ``("next", "reward")``) or in the order of the storage's keys.
-Columns = Mapping[Any, Any] | Sequence[Any]
+Arrays = Mapping[Any, Any] | Sequence[Any]
 
 PREPARED_BYTES = 1 << 20
 """Writes of up to so many bytes are prepared: in larger ones the checks take no time beside the copy."""
@@ -84,7 +84,7 @@ class PreparedRows:
             return None
         return PreparedRows(storage, lead, keeps_index=keeps_index)
 
-    def fill(self, columns: Columns) -> bool:
+    def fill(self, columns: Arrays) -> bool:
         """Set all columns; False if some are anything but arrays and tensors of the right shape and dtype, or are views
         of the rows.
         """
@@ -169,7 +169,7 @@ class Route:
             and storage.followers.write_listeners is self.write_listeners
         )
 
-    def sized(self, columns: Columns) -> PreparedRows | None:
+    def sized(self, columns: Arrays) -> PreparedRows | None:
         """:meth:`of_size` for as many rows as the first of ``columns`` has."""
         first: Any = next(iter(columns.values() if isinstance(columns, Mapping) else columns), None)
         if not isinstance(first, (_array, Tensor)) or first.ndim == 0:
@@ -194,7 +194,7 @@ class Route:
             ready = self._of_size[size] = PreparedRows.of(self._storage, (n,), keeps_index=keeps_index)
         return ready
 
-    def sources(self, columns: Columns, one_step: bool, dim_extend: int) -> tuple[list[Tensor], int]:
+    def sources(self, columns: Arrays, one_step: bool, dim_extend: int) -> tuple[list[Tensor], int]:
         """Columns as tensors ``[n, ...]``, and the number of rows.
 
         Raises:
@@ -228,7 +228,7 @@ class Route:
             )
         return _flat(sources, ndim), n
 
-    def _values(self, columns: Columns) -> list[Any]:
+    def _values(self, columns: Arrays) -> list[Any]:
         if isinstance(columns, Mapping):
             if columns.keys() == set(self._keys):
                 return [columns[key] for key in self._keys]

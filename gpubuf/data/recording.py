@@ -69,7 +69,7 @@ class CaptureError(RuntimeError):
     """A step that can't be captured in a CUDA graph, or a graph that no longer fits what it was captured with."""
 
 
-class Operation(Protocol):
+class RecordedOperation(Protocol):
     """Runs what a buffer does: see :class:`gpubuf.data.operation.Operation`."""
 
     storage: Any
@@ -93,7 +93,7 @@ class Recording:
     """
 
     def __init__(self) -> None:
-        self.operations: list[Operation] = []
+        self.operations: list[RecordedOperation] = []
         self._before: dict[Hashable, Callable[[], None]] = {}
         self._after: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
@@ -163,7 +163,7 @@ class Recording:
 
 class _Current(threading.local):
     recording: Recording | None = None
-    operations: list[Operation] | None = None
+    operations: list[RecordedOperation] | None = None
 
 
 #: The recording, and the operations of the buffers in use, of this thread.
@@ -284,7 +284,7 @@ def recorded(into: Recording) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watched(operations: list[Operation]) -> Iterator[None]:
+def watched(operations: list[RecordedOperation]) -> Iterator[None]:
     """Enter into ``operations`` those of the buffers that are used from now on, in this thread."""
     previous, current.operations = current.operations, operations
     try:
@@ -293,7 +293,7 @@ def watched(operations: list[Operation]) -> Iterator[None]:
         current.operations = previous
 
 
-def used(operation: Operation) -> None:
+def used(operation: RecordedOperation) -> None:
     """An operation of a buffer begins."""
     operations = current.operations
     if operations is not None and operation not in operations:

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.prepared_writes import Columns, Route, numbers_as
+from gpubuf.data.prepared_writes import Arrays, Route, numbers_as
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.base import Sampler
@@ -154,7 +154,7 @@ class Writes:
         """The keys of a row in the order of its columns."""
         return self.storage.written_layout.keys
 
-    def columns(self, columns: Columns, one_step: bool) -> bool:
+    def columns(self, columns: Arrays, one_step: bool) -> bool:
         """Write rows, in eager mode. False: they take the general way, as :meth:`as_batch`, and nothing has changed."""
         route = self._current_route()
         if route is None:
@@ -172,7 +172,7 @@ class Writes:
         self._end()
         return True
 
-    def as_batch(self, columns: Columns, one_step: bool) -> TensorDict:
+    def as_batch(self, columns: Arrays, one_step: bool) -> TensorDict:
         """Columns as a TensorDict, which the buffer can transform and write.
 
         Raises:

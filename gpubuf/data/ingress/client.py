@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from gpubuf.data.ingress.queues import Queues, as_bits, numpy_dtype, of_bits, start_of, wait
-from gpubuf.data.prepared_writes import Columns
+from gpubuf.data.prepared_writes import Arrays
 from gpubuf.data.samplers.priorities import refuse_unusable
 from gpubuf.data.storage.containers import batch_shape, mapped, tensors_of
 from gpubuf.data.storage.layout import RowLayout, as_key, as_written
@@ -108,7 +108,7 @@ class WriterClient:
             data = mapped(data, lambda value: value.transpose(0, self._time_dim))
         self._write_batch(data, layout)
 
-    def extend_columns(self, columns: Columns) -> None:
+    def extend_columns(self, columns: Arrays) -> None:
         """Write rows given as one array per key: as :meth:`ReplayBuffer.extend_columns`.
 
         Raises:
@@ -116,7 +116,7 @@ class WriterClient:
         """
         self._write_columns(columns, one_step=False)
 
-    def add_columns(self, columns: Columns) -> None:
+    def add_columns(self, columns: Arrays) -> None:
         """Write one row, or one step of all environments: as :meth:`ReplayBuffer.add_columns`.
 
         Raises:
@@ -142,7 +142,7 @@ class WriterClient:
 
     # Rows as arrays
 
-    def _write_columns(self, columns: Columns, *, one_step: bool) -> None:
+    def _write_columns(self, columns: Arrays, *, one_step: bool) -> None:
         if not isinstance(columns, Mapping):
             if len(columns) != len(self._keys):
                 raise ValueError(f"a row has the {len(self._keys)} columns {list(self._keys)}, got {len(columns)}")

@@ -18,7 +18,7 @@ import torch
 from gpubuf.data.arguments import warn
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.options import MOST_STEPS, Writers
-from gpubuf.data.ingress.queues import Queues, Rows, fence, numpy_dtype, of_bits, start_of, wait
+from gpubuf.data.ingress.queues import QueuedRows, Queues, fence, numpy_dtype, of_bits, start_of, wait
 from gpubuf.data.operation import Operation, operation
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.processing.reward_scale import RewardScale
@@ -114,7 +114,7 @@ class _Claim(NamedTuple):
 class _NoQueues:
     """The queues of a buffer that has had no client."""
 
-    count, rows = 0, Rows(cast(RowLayout, None), (), 2 * MOST_STEPS)
+    count, rows = 0, QueuedRows(cast(RowLayout, None), (), 2 * MOST_STEPS)
 
     def leave(self, process: int) -> None:
         """No process writes."""
@@ -242,7 +242,7 @@ class Intake:
             )
         if layout.host:
             raise TypeError(f"writers in other processes pass tensors on, and {list(layout.host)} hold other data")
-        rows = Rows(layout, envs, 1)
+        rows = QueuedRows(layout, envs, 1)
         rows = dataclasses.replace(rows, steps=options.steps_for(rows.step_bytes))
         self._queues = queues = Queues(rows, options.count)
         self._taken = [0] * options.count

@@ -95,7 +95,7 @@ def of_bits(array: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Rows:
+class QueuedRows:
     """The rows of a queue.
 
     Attributes:
@@ -144,7 +144,7 @@ class Queues:
         NotImplementedError: the operating system is not Linux.
     """
 
-    def __init__(self, rows: Rows, count: int, handle: int | None = None) -> None:
+    def __init__(self, rows: QueuedRows, count: int, handle: int | None = None) -> None:
         self.rows, self.count = rows, count
         first = -(-8 * _LINE * (1 + 3 * count) // mmap.PAGESIZE) * mmap.PAGESIZE
         *offsets, queue_bytes = rows.offsets

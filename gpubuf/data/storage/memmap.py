@@ -164,7 +164,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
         found = separate(list(map(Column, tensors)))
         self._adopt(self.schema_like(layout), found, shape, Placement("cpu", torch.device("cpu")))
-        self.ring.set(written, size)
+        self.ring.set_counters(written, size)
         if (folder / files.MARKS_FILE).exists():
             self.keep_marks()
         self.followers.rebuild()

@@ -50,7 +50,7 @@ class Ring:
         size = self.size + n
         self.size = size if size < self.capacity else self.capacity
 
-    def set(self, written: int, size: int) -> None:
+    def set_counters(self, written: int, size: int) -> None:
         """Set mirror and counters."""
         self.written, self.size, self.skipped = written, size, 0
         self.counters.copy_(torch.tensor([written, size, 0, 0], device="cpu"), non_blocking=True)

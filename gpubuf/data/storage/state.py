@@ -134,9 +134,9 @@ def incoming(storage: TensorStorage, state: dict[str, Any]) -> tuple[dict[str, A
 
 def _set_counters(storage: TensorStorage, state: dict[str, Any], order: Tensor | None) -> None:
     if order is not None:
-        storage.ring.set(state["size"], state["size"])
+        storage.ring.set_counters(state["size"], state["size"])
         return
-    storage.ring.set(state["written"], state["size"])
+    storage.ring.set_counters(state["written"], state["size"])
     storage.ring.skipped = state.get("skipped", 0)
     rewritten = state.get("rewritten")
     storage.ring.rewritten = None if rewritten is None else rewritten.to(storage.device, copy=True)
@@ -160,7 +160,7 @@ def _write_anew(storage: TensorStorage, state: dict[str, Any], layout: RowLayout
             if not begun:
                 if sharing is not None:
                     sharing.forget()
-                storage.ring.set(written, 0)
+                storage.ring.set_counters(written, 0)
                 begun = True
             if state.get("as_written"):
                 storage.append(rows)

@@ -123,7 +123,7 @@ class TensorStorage:
         placement = place(requested, self.max_size * layout.row_bytes, IndexBytes(), shape, device_of(storage))
         columns = [owned_column(t.detach(), placement) for t in layout.collect(storage, ndim)]
         self._adopt(self.schema_like(layout), separate(columns), shape, placement)
-        self.ring.set(self.max_size, self.max_size)
+        self.ring.set_counters(self.max_size, self.max_size)
         if self.host is not None:
             self.host.put(range(self.max_size), self.host.rows_of(storage, ndim))
         self.followers.rebuild()
@@ -394,7 +394,7 @@ class TensorStorage:
         self.max_size = math.prod(shape)
         ring = self._new_ring(placement.device)
         if self._laps:
-            ring.set(self._laps * self.max_size, 0)
+            ring.set_counters(self._laps * self.max_size, 0)
             ring.skipped = ring.written
         if schema.shared:
             slots = entries_of(self.max_size, self.envs, self.options.next_capacity)
