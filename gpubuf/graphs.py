@@ -631,7 +631,8 @@ class Captured:
         for one in recording.operations:
             one.joined(current)
             recording.holds(one, "storage")
-            recording.holds(one.storage, "table", "ring")
+            recording.holds(one.storage, "rows", "ring")
+            recording.holds(one.storage.rows, "table")
             recording.holds(one.storage.followers, "listeners")
             for sampler in one.storage.followers.samplers:
                 recording.holds(sampler, *sampler.parts)

@@ -152,7 +152,7 @@ class Batches:
         if not assembled:
             return Batch(drawn.tensors, info, sampler.ran_out, False)
         direct = include_info and self._direct and self.transform.is_empty and reader.layout.takes_info
-        extra, host = info if direct else None, storage.host
+        extra, host = info if direct else None, storage.rows.host
         if host is None:
             data = reader.assemble(drawn.tensors, extra, drawn.batch_size)
         else:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-import secrets
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -15,41 +12,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpubuf.data import moving
-from gpubuf.data.arguments import check_sizes, component
-from gpubuf.data.batches import Batches
+from gpubuf.data.arguments import check_sizes
 from gpubuf.data.check import Report, check
 from gpubuf.data.checkpoints import restore, save, shards
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.intake import Intake
 from gpubuf.data.ingress.options import Writers
-from gpubuf.data.mending import forget, mend
-from gpubuf.data.operation import Operation, graph_break, operation
-from gpubuf.data.passing import living, packed, register, unpacked
-from gpubuf.data.prefetch import Prefetched
+from gpubuf.data.mending import forget
+from gpubuf.data.operation import graph_break, operation
+from gpubuf.data.parts import Parts
+from gpubuf.data.passing import packed, register, unpacked
 from gpubuf.data.prepared_writes import Arrays
-from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.recording import EMPTIES, REPLAY
+from gpubuf.data.recording import EMPTIES
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.priorities import vector
-from gpubuf.data.samplers.row_order import RowOrder
-from gpubuf.data.samplers.slices import SliceSampler
-from gpubuf.data.samplers.uniform import RandomSampler
-from gpubuf.data.sequences import SampleUnit, check_parts, checked_unit
-from gpubuf.data.storage.containers import Data, shallow
+from gpubuf.data.sequences import SampleUnit
+from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.indexing import as_positions, plain_index
-from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.placement import MemoryReport
-from gpubuf.data.storage.plan import Recipe, RowPlan
+from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.data.transforms import Compose, with_statistics, without_multi_steps
-from gpubuf.data.updates import RowAccess, is_key
-from gpubuf.data.writers import RoundRobinWriter, Writer
-from gpubuf.data.writing import Writes
-
-DEFAULT_CAPACITY = 1_000
-# A copy gets new ones: they have locks and addresses.
-_OF_THE_PROCESS = ("operation", "_batches", "_writes", "_rows", "_intake")
+from gpubuf.data.transforms import Compose
+from gpubuf.data.updates import is_key
+from gpubuf.data.writers import Writer
 
 
 class ReplayBuffer:
@@ -127,177 +113,90 @@ class ReplayBuffer:
         writers: int | Writers | None = None,
     ) -> None:
         check_sizes(prefetch, batch_size)
-        self._sampler: Sampler = component(RandomSampler if sampler is None else sampler, Sampler)
-        self._storage = storage_of(storage, self._sampler)
-        self._writer: Writer = component(RoundRobinWriter if writer is None else writer, Writer)
-        self._writer.register_storage(self._storage)
-        if dim_extend is not None and not 0 <= dim_extend < self._storage.ndim:
-            raise ValueError(f"dim_extend is {dim_extend}, but the storage has {self._storage.ndim} dimension(s)")
-        self._dim_extend = dim_extend
-        self._collate = collate_fn
-        self._pin_memory = pin_memory
-        self._prefetch = bool(prefetch)
-        self._batch_size = batch_size
-        self._transform = Compose()
-        self._pipeline = with_statistics(Pipeline.of(process), transform)
-        self._recipe = Recipe(n_steps, gamma, reward_keys, end_keys, traj_key, self._pipeline or None)
-        transform, self._recipe = without_multi_steps(transform, self._recipe)
-        if transform is not None:
-            self._transform.append(transform)
-        self._relabel = relabel
-        self._unit = checked_unit(sample_unit)
-        self._intake: Intake | None = None
+        self.parts = Parts(
+            storage,
+            sampler,
+            writer,
+            Recipe(n_steps, gamma, reward_keys, end_keys, traj_key),
+            process,
+            transform,
+            relabel=relabel,
+            unit=sample_unit,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            prefetch=bool(prefetch),
+            batch_size=batch_size,
+            dim_extend=dim_extend,
+            priority_key=self.priority_key,
+        )
         if writers is not None:
-            self._storage.mark_writers()
+            self.parts.storage.mark_writers()
         self._connect()
         if generator is not None:
             self.set_rng(generator)
         if writers is not None:
-            self._intake = Intake(self, Writers.of(writers))
-            self.operation.intake = weakref.WeakMethod(self._intake.at_call)
-            self._assemble()
-
-    # The parts
+            self.parts.take_in(Intake(self, Writers.of(writers)))
 
     def _connect(self) -> None:
-        """Make the buffer's operations, and make it known."""
-        self.operation = Operation(self._storage, self._mend)
-        self._sampler.bind(self._storage, self.operation)
-        self._assemble()
-        living.add(self)
+        self.parts.connect()
+        self.operation = self.parts.operation
 
-    def _assemble(self) -> None:
-        """Make batches and writes of the parts that the buffer has now.
-
-        Raises:
-            TypeError: the writer can't write where the sampler says.
-            ValueError: a part can't be used with another.
-        """
-        storage, sampler, writer = self._storage, self._sampler, self._writer
-        self._pipeline.attach(self.operation)
-        if self._intake is not None:
-            self._intake.serve(storage, writer, self._pipeline, self._unit)
-        reader = self._reader_of(storage)
-        writer.attach(sampler, self._recipe, self._relabel)
-        if self._unit is not None:
-            check_parts(sampler, self._recipe, relabels=self._relabel is not None)
-            self._unit.bind(storage)
-        if self._relabel is not None:
-            self._relabel.check_recipe(self._recipe, self._pipeline.process)
-            storage.serve(self._relabel)
-        if sampler.reader is not reader:
-            sampler.read_from(reader)
-        slices = isinstance(sampler, SliceSampler)
-        windows = slices or self._recipe.n_steps > 1 or self._relabel is not None or self._unit is not None
-        self._row_order = RowOrder(self._recipe, self.dim_extend, refused=slices) if windows else None
-        self._reader = reader
-        ahead = self._prefetch and Prefetched.helps(storage, sampler, self._unit)
-        self._batches = (Prefetched if ahead else Batches)(
-            storage,
-            reader,
-            sampler,
-            writer,
-            self._transform,
-            self.operation,
-            collate_fn=self._collate or storage.default_collate,
-            pin_memory=self._pin_memory,
-            batch_size=self._batch_size,
-            relabel=self._relabel,
-            unit=self._unit,
-            gate=None if self._intake is None else self._intake.gate,
-        )
-        self._writes = Writes(
-            storage,
-            writer,
-            sampler,
-            self._transform,
-            self._pipeline,
-            self._row_order,
-            dim_extend=self.dim_extend,
-            priority_key=self.priority_key,
-        )
-        self._rows = RowAccess(storage, writer, self._recipe, self.dim_extend)
-
-    def _discard(self) -> None:
-        """Before parts or memory are given up: no batch is ahead, and all streams wait for the last operation."""
-        self._batches.discard()
-        self.operation.settle()
-
-    def _reader_of(self, storage: TensorStorage) -> RowPlan:
-        """Reads ``storage`` by the buffer's recipe."""
-        if not self._recipe.is_plain:
-            self._sampler.check_recipe(self._recipe)
-        return storage.reader(self._recipe)
+    # The parts
 
     @property
     def storage(self) -> TensorStorage:
         """The storage."""
-        return self._storage
+        return self.parts.storage
 
     @property
     def sampler(self) -> Sampler:
         """The sampler."""
-        return self._sampler
+        return self.parts.sampler
 
     @property
     def writer(self) -> Writer:
         """The writer."""
-        return self._writer
+        return self.parts.writer
 
     @property
     def writers(self) -> Intake | None:
         """What takes in the rows of writers in other processes, with their counters; None: there are none."""
-        return self._intake
+        return self.parts.intake
 
     @property
     def transform(self) -> Compose:
         """The transforms, in order."""
-        return self._transform
+        return self.parts.transform
 
     @property
     def batch_size(self) -> int | None:
         """The batch size given to the constructor."""
-        return self._batch_size
+        return self.parts.batch_size
 
     @property
     def dim_extend(self) -> int:
         """The dimension of a written batch along which time runs."""
-        return self._storage.ndim - 1 if self._dim_extend is None else self._dim_extend
+        return self.parts.time_dim
 
     @property
     def initialized(self) -> bool:
         """Whether the storage has been allocated."""
-        return self._storage.initialized
+        return self.parts.storage.initialized
 
     def append_transform(self, transform: Callable[[Data], Data], *, invert: bool = False) -> Self:
         """Add a transform after the others; ``invert=True`` applies it to written batches instead."""
-        return self.insert_transform(len(self._transform), transform, invert=invert)
+        return self.insert_transform(len(self.parts.transform), transform, invert=invert)
 
     @operation
     def insert_transform(self, index: int, transform: Callable[[Data], Data], *, invert: bool = False) -> Self:
         """Add a transform before the one at ``index``."""
-        rest, recipe = without_multi_steps(transform, self._recipe)
-        pipeline = self._pipeline if invert else with_statistics(self._pipeline, transform)
-        if pipeline is not self._pipeline:
-            recipe = replace(recipe, processing=pipeline or None)
-            if self._storage.initialized:
-                recipe.check_rows(self._storage.schema)
-        if rest is not None:
-            self._transform.insert(index, rest, invert=invert)
-        if recipe is not self._recipe:
-            self._batches.discard()
-            self._pipeline, self._recipe = pipeline, recipe
-            self._assemble()
+        self.parts.insert_transform(index, transform, invert)
         return self
 
     @operation
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Start a new random stream, seeded by ``generator``. A batch ahead is thrown away."""
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
-        self._discard()
-        self._sampler.set_rng(generator)
-        self._pipeline.set_rng(generator)
+        self.parts.set_rng(generator)
 
     @operation
     def set_storage(self, storage: TensorStorage, collate_fn: Callable[[Data], Data] | None = None) -> TensorStorage:
@@ -307,77 +206,17 @@ class ReplayBuffer:
             storage: the new one, or a function that returns it.
             collate_fn: applied to gathered batches. Default: none, whatever the constructor was given.
         """
-        given, self._collate = self._collate, collate_fn
-        try:
-            return self._replace_storage(storage)
-        except BaseException:
-            self._collate = given
-            raise
-
-    @operation
-    def _replace_storage(self, storage: TensorStorage) -> TensorStorage:
-        """Replace the storage alone."""
-        self._discard()
-        before = self._storage
-        new: TensorStorage = component(storage, TensorStorage)
-        if self._intake is not None:
-            new.mark_writers()
-        # Raise before anything is replaced.
-        self._reader_of(new)
-        if self._relabel is not None:
-            new.serve(self._relabel)
-        try:
-            self._serve_storage(new)
-        except BaseException:
-            self._serve_storage(before)
-            raise
-        return before
-
-    def _serve_storage(self, storage: TensorStorage) -> None:
-        # Rows that are there are new to the sampler.
-        self._sampler.unbind()
-        self._sampler.bind(storage, self.operation)
-        self._writer.register_storage(storage)
-        vars(self)["_storage"] = self.operation.storage = storage
-        self._assemble()
+        return self.parts.set_storage(storage, collate_fn)
 
     @operation
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Replace the sampler; rows already stored count as new to it. Returns the one before."""
-        self._discard()
-        before = self._sampler
-        sampler = component(sampler, Sampler)
-        if sampler is not self._sampler:
-            sampler.check_recipe(self._recipe)
-            try:
-                sampler.bind(self._storage, self.operation)
-                self._set_part("_sampler", sampler)
-            except BaseException:
-                sampler.unbind()
-                raise
-            before.unbind()
-        return before
+        return self.parts.set_sampler(sampler)
 
     @operation
     def set_writer(self, writer: Writer) -> Writer:
         """Replace the writer. Returns the one before."""
-        self._discard()
-        before = self._writer
-        writer = component(writer, Writer)
-        writer.register_storage(self._storage)
-        self._set_part("_writer", writer)
-        return before
-
-    def _set_part(self, name: str, part: Sampler | Writer) -> None:
-        """Replace a part. If it is refused, the one before stays."""
-        before = vars(self)[name]
-        try:
-            vars(self)[name] = part
-            self._assemble()
-        except BaseException:
-            vars(self)[name] = before
-            self._assemble()
-            raise
+        return self.parts.set_writer(writer)
 
     # Writing
 
@@ -406,11 +245,12 @@ class ReplayBuffer:
         return self._extend(data, None)
 
     def _extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
-        if not self._prefetch or self._storage.initialized:
-            return self._writes.extend(data, priority)
-        index = self._writes.extend(data, priority)
+        parts = self.parts
+        if not parts.prefetch or parts.storage.initialized:
+            return parts.writes.extend(data, priority)
+        index = parts.writes.extend(data, priority)
         # Where the rows are decides how batches are made.
-        self._assemble()
+        parts.assemble()
         return index
 
     @operation
@@ -421,17 +261,17 @@ class ReplayBuffer:
             Its index: an int (None if the writer did not keep it), or int64 ``[n, ndim]`` for storages of several
             dimensions. No host sync.
         """
-        cursor = self._storage.cursor
-        data = self._writes.as_tensors(data)
-        row = self._storage.as_batch(data, self.dim_extend)
+        cursor = self.parts.storage.cursor
+        data = self.parts.writes.as_tensors(data)
+        row = self.parts.storage.as_batch(data, self.dim_extend)
         try:
             index = self.extend(row)
         except ValueError:
-            self._writes.refuse_batch(data)
+            self.parts.writes.refuse_batch(data)
             raise
-        if self._storage.ndim > 1 or not index.numel():
+        if self.parts.storage.ndim > 1 or not index.numel():
             return index
-        return cursor if self._writer.in_order else self._writer.added(index)
+        return cursor if self.parts.writer.in_order else self.parts.writer.added(index)
 
     @property
     def column_keys(self) -> list[Any]:
@@ -440,7 +280,7 @@ class ReplayBuffer:
         Raises:
             RuntimeError: nothing has been written yet.
         """
-        return self._writes.keys
+        return self.parts.writes.keys
 
     @operation
     def extend_columns(self, columns: Arrays) -> None:
@@ -455,8 +295,8 @@ class ReplayBuffer:
             ValueError: a key is missing or unknown, has another shape or dtype, or can't hold a number of a list;
                 nothing is written.
         """
-        if not self._writes.columns(columns, False):
-            self.extend(self._writes.as_batch(columns, False))
+        if not self.parts.writes.columns(columns, False):
+            self.extend(self.parts.writes.as_batch(columns, False))
 
     @operation
     def add_columns(self, columns: Arrays) -> None:
@@ -468,8 +308,8 @@ class ReplayBuffer:
         Raises:
             ValueError: as :meth:`extend_columns`. No host sync.
         """
-        if not self._writes.columns(columns, True):
-            self.add(self._writes.as_batch(columns, True))
+        if not self.parts.writes.columns(columns, True):
+            self.add(self.parts.writes.as_batch(columns, True))
 
     @operation
     def end_trajectories(self, env: int | None = None) -> None:
@@ -486,8 +326,8 @@ class ReplayBuffer:
             IndexError: there is no such environment.
             TypeError: rows do not follow each other in this buffer.
         """
-        storage = self._storage
-        if not self._writer.in_order or storage.takes_objects:
+        storage = self.parts.storage
+        if not self.parts.writer.in_order or storage.takes_objects:
             raise TypeError("the rows of this buffer do not follow each other: there are no trajectories to end")
         storage.check_owned()
         if storage.initialized:
@@ -511,10 +351,10 @@ class ReplayBuffer:
             RuntimeError: the buffer has no writers, all places are taken, or nothing tells what a row is.
             TypeError: rows hold other things than tensors. No host sync.
         """
-        self._storage.check_owned()
-        if self._intake is None:
+        self.parts.storage.check_owned()
+        if self.parts.intake is None:
             raise RuntimeError("this buffer takes rows of its own process alone: make it with writers=, or shared=True")
-        return self._intake.client(example, place)
+        return self.parts.intake.client(example, place)
 
     @operation
     def empty(self, empty_write_count: bool = True) -> None:
@@ -523,9 +363,9 @@ class ReplayBuffer:
         Args:
             empty_write_count: let :attr:`write_count` begin again at 0.
         """
-        self._writer.check_writable()
-        self._discard()
-        self._storage.changing(forget, self._storage, self._writer, empty_write_count, what=EMPTIES)
+        self.parts.writer.check_writable()
+        self.parts.discard()
+        self.parts.storage.changing(forget, self.parts.storage, self.parts.writer, empty_write_count, what=EMPTIES)
 
     # Reading
 
@@ -546,7 +386,7 @@ class ReplayBuffer:
             RuntimeError: the buffer is empty, or no batch size is known.
             ValueError: a number is below 1, or the sampler can't draw several batches of one size. No host sync.
         """
-        batch = self._batches.next(batch_size, False, batches)
+        batch = self.parts.batches.next(batch_size, False, batches)
         return (batch.data, batch.info) if return_info else batch.data
 
     @graph_break
@@ -566,7 +406,7 @@ class ReplayBuffer:
             ValueError: the batch size is below 1; or rows are single tensors, or hold data that are not tensors, or a
                 ``sample_unit`` makes windows of them. No host sync.
         """
-        return self._batches.columns(batch_size)
+        return self.parts.batches.columns(batch_size)
 
     @operation
     def check(self) -> Report:
@@ -577,17 +417,17 @@ class ReplayBuffer:
         Raises:
             TypeError: the rows are no tensors.
         """
-        return check(self._storage)
+        return check(self.parts.storage)
 
     def __iter__(self) -> Iterator[Any]:
         """Batches of the constructor's ``batch_size``, until the sampler has run out (one epoch) or for ever."""
-        if self._batch_size is None:
+        if self.parts.batch_size is None:
             raise RuntimeError(
                 "Cannot iterate over the replay buffer. Batch_size was not specified: give the constructor a batch_size"
             )
         ran_out = False
         while not ran_out:
-            batch = self._batches.next(None, self._samples_have_info)
+            batch = self.parts.batches.next(None, self._samples_have_info)
             ran_out = batch.ran_out
             yield batch.data
 
@@ -613,11 +453,11 @@ class ReplayBuffer:
         """
         if priority is None:
             return self._update_from_batch(index)
-        ring = self._storage.ring
+        ring = self.parts.storage.ring
         if generation is not None and ring.rewritten is not None:
-            index = as_positions(index, self._storage.shape, self._storage.device)
+            index = as_positions(index, self.parts.storage.shape, self.parts.storage.device)
             generation = ring.without_rewrites(index, vector(generation, torch.int64, index))
-        self._storage.changing(self._sampler.update_priority, index, priority, generation=generation)
+        self.parts.storage.changing(self.parts.sampler.update_priority, index, priority, generation=generation)
 
     def _update_from_batch(self, batch: Any) -> None:
         raise TypeError(
@@ -628,7 +468,7 @@ class ReplayBuffer:
     @operation
     def mark_update(self, index: Any) -> None:
         """Rows were written elsewhere (``buffer[i] = ...``, or through the storage): treat them as new."""
-        self._storage.changing(self._storage.followers.mark_update, index)
+        self.parts.storage.changing(self.parts.storage.followers.mark_update, index)
 
     # Rows by their index
 
@@ -642,12 +482,7 @@ class ReplayBuffer:
         """
         if is_key(index):
             return self[:][index]
-        index = plain_index(index)
-        data = self._rows.read(index)
-        collate = self._collate or self._storage.default_collate
-        if collate is not None and not isinstance(index, int):
-            data = collate(data)
-        return self._transform(data) if len(self._transform) else data
+        return self.parts.rows.read(plain_index(index))
 
     @operation
     def __setitem__(self, index: Any, data: Data) -> None:
@@ -656,12 +491,7 @@ class ReplayBuffer:
         Priorities stay as they are: announce the change with :meth:`mark_update`. A sampler of slices indexes all rows
         anew, which is O(capacity).
         """
-        self._writer.check_writable()
-        if len(self._transform):
-            data = self._transform.inv(shallow(data))
-            if data is None:
-                return
-        self._rows.write(index, data)
+        self.parts.rows.write(index, data)
 
     @operation
     def update_if_present(self, index: Any, data: Any, *, generation: Tensor | None = None) -> None:
@@ -692,7 +522,7 @@ class ReplayBuffer:
             IndexError: an index is out of range (CPU; a GPU skips the row and counts a fault). One of -1 (all
                 coordinates) is that of a row that is gone.
         """
-        self._rows.prepare(index, data, generation=generation)()
+        self.parts.rows.prepare(index, data, generation=generation)()
 
     # Questions about the buffer
 
@@ -700,13 +530,13 @@ class ReplayBuffer:
     @graph_break
     def write_count(self) -> int:
         """Number of rows written since the buffer was made, or since :meth:`empty`. No host sync."""
-        self._finish_interrupted()
-        return self._writer.write_count
+        self.parts.finish_interrupted()
+        return self.parts.writer.write_count
 
     @graph_break
     def __len__(self) -> int:
-        self._finish_interrupted()
-        return len(self._storage)
+        self.parts.finish_interrupted()
+        return len(self.parts.storage)
 
     @operation
     def can_sample(self, batch_size: int | None = None) -> bool:
@@ -721,17 +551,17 @@ class ReplayBuffer:
         Raises:
             RuntimeError: no batch size is known, or it is not a multiple of the slices.
         """
-        n = self._batch_size if batch_size is None else batch_size
+        n = self.parts.batch_size if batch_size is None else batch_size
         if n is None:
             raise RuntimeError("batch_size must be given to can_sample() or to the constructor")
-        return self._sampler.can_sample(self._storage, n)
+        return self.parts.sampler.can_sample(self.parts.storage, n)
 
     # Memory
 
     @operation
     def memory(self) -> MemoryReport:
         """The bytes of each part of the buffer, and where they lie. No host sync."""
-        return moving.report(self._storage, self._sampler, self._pipeline.nbytes)
+        return moving.report(self.parts.storage, self.parts.sampler, self.parts.pipeline.nbytes)
 
     @operation
     def free(self) -> None:
@@ -741,8 +571,8 @@ class ReplayBuffer:
             NotImplementedError: the rows lie in files; ``empty()`` forgets them.
             IndexError: a GPU has refused rows out of range before. The memory is released all the same.
         """
-        self._discard()
-        self._storage.free()
+        self.parts.discard()
+        self.parts.storage.free()
 
     @operation
     def to(self, device: torch.device | str, *, progress: bool | None = None) -> Self:
@@ -761,13 +591,7 @@ class ReplayBuffer:
         Raises:
             RuntimeError: there is no such device, or no room there: the buffer is then where it was.
         """
-        self._batches.discard()
-        try:
-            moving.move(self._storage, device, progress)
-            self.operation.ended()
-        finally:
-            if self._prefetch:
-                self._assemble()
+        self.parts.move(device, progress)
         return self
 
     # State
@@ -779,19 +603,7 @@ class ReplayBuffer:
         A random stream that has no seed yet, before the first draw of a buffer without ``generator``, has none after a
         load either.
         """
-        if self._intake is not None:
-            self._intake.take(everything=True)
-        self._batches.discard()
-        state = {
-            "_storage": self._storage.state_dict(),
-            "_sampler": self._sampler.state_dict(),
-            "_writer": self._writer.state_dict(),
-            "_transforms": self._transform.state_dict(),
-            "_batch_size": self._batch_size,
-        }
-        if self._pipeline:
-            state["_processing"] = self._pipeline.state_dict()
-        return state
+        return self.parts.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict` into this buffer's own memory. Synchronises.
@@ -829,17 +641,6 @@ class ReplayBuffer:
         else:
             restore.load(self, path, **options)
 
-    # Interrupted operations
-
-    def _finish_interrupted(self) -> None:
-        """Called before the host's mirror of the counters is read. Rows that have arrived count."""
-        if self._storage.unfinished is not None or self._intake is not None:
-            self.operation.mend()
-
-    def _mend(self) -> None:
-        """Finish an interrupted operation. The next one calls this."""
-        mend(self._storage, self._writer)
-
     # Copies, which have memory of their own, and other processes
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -851,18 +652,13 @@ class ReplayBuffer:
         return packed(self.operation.run(self._copied))
 
     def _copied(self) -> dict[str, Any]:
-        self._batches.discard()
-        if self._storage.initialized:
-            # A stream that is seeded only later would not be the same in the copy.
-            self._sampler.random_state(self._storage.device)
-        return copy.deepcopy({name: value for name, value in vars(self).items() if name not in _OF_THE_PROCESS})
+        self.parts.settle()
+        return copy.deepcopy({name: value for name, value in vars(self).items() if name != "operation"})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         copied, owner = unpacked(state)
         vars(self).update(copied)
-        self._storage.owner = owner
-        # Writers write to the buffer that made their clients.
-        self._intake = None
+        self.parts.storage.owner = owner
         self._connect()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -870,41 +666,11 @@ class ReplayBuffer:
         other.__setstate__(self.__getstate__())
         return other
 
-    def begin_anew(self) -> None:
-        """In a forked process, where no other thread is: a new lock, no batch ahead, and random streams of its own.
-
-        If a thread of the parent was in the middle of an operation, the next one here finishes it.
-        """
-        own, storage = self.operation, self._storage
-        storage.owner = storage.owner or os.getppid()
-        if own.abandon() and storage.initialized:
-            storage.unfinished = storage.unfinished or REPLAY
-        if own.gpu() is None:
-            # A process forked from one that uses CUDA can't use it.
-            self._batches.discard()
-        # The parent takes the rows of other processes.
-        self._intake = own.intake = None
-        self._assemble()
-        for random in (self._sampler._random, self._pipeline.random):
-            if random is not None and not random.state.is_cuda:
-                random.manual_seed(secrets.randbits(63))
-
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(\n  storage={self._storage!r},\n  sampler={self._sampler!r},\n"
-            f"  batch_size={self._batch_size})"
+            f"{type(self).__name__}(\n  storage={self.parts.storage!r},\n  sampler={self.parts.sampler!r},\n"
+            f"  batch_size={self.parts.batch_size})"
         )
-
-
-def storage_of(given: Any, sampler: Sampler | None = None) -> TensorStorage:
-    """The storage that a buffer begins with: see :class:`ReplayBuffer`."""
-    if given is None:
-        # A sampler may tell of how many rows it has the priorities.
-        given = getattr(sampler, "max_capacity", DEFAULT_CAPACITY)
-    if type(given) is int:
-        return LazyTensorStorage(given)
-    storage: TensorStorage = component(given, TensorStorage)
-    return storage
 
 
 register(ReplayBuffer)

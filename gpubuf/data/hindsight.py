@@ -132,7 +132,7 @@ class Hindsight(TrajectoryBounds):
 
     def apply(self, drawn: Drawn, storage: TensorStorage, random: RandomState) -> Drawn:
         """Rows that were drawn from ``storage``, some with other goals. No host sync."""
-        layout, rows = storage.batch_layout, drawn.positions
+        layout, rows = storage.schema.batch, drawn.positions
         n = rows.numel()
         uniform = random.uniform(2 * n)
         relabelled, target = self._targets(storage, rows, uniform[:n] < self.ratio, uniform[n:])

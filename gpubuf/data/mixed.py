@@ -235,10 +235,10 @@ class MixedReplayBuffer:
         """
         drawn = together(self._operations, lambda: self._drawn(n, batches))
         # Without the locks, for this calls functions of users.
-        parts = {number: self._buffers[number]._batches.finish(batch) for number, batch in drawn.items()}
+        parts = {number: self._buffers[number].parts.batches.finish(batch) for number, batch in drawn.items()}
         number, first = next(iter(parts.items()))
         # What nobody has changed is as the storage has it.
-        layout = self._buffers[number]._batches.reader.layout if first is drawn[number] else None
+        layout = self._buffers[number].parts.batches.reader.layout if first is drawn[number] else None
         dim = 0 if batches is None else 1
         data = _joined([batch.data for batch in parts.values()], first.info["index"].dim(), layout, dim)
         whole = self._batch(data, {number: batch.info for number, batch in parts.items()}, dim)
@@ -257,7 +257,7 @@ class MixedReplayBuffer:
         if len(devices) > 1:
             raise ValueError(f"the buffers are on different devices: {sorted(map(str, devices))}; move them by to()")
         counts = self._counts(n, unit, shares)
-        return {number: self._buffers[number]._batches.part(count, batches) for number, count in counts.items()}
+        return {number: self._buffers[number].parts.batches.part(count, batches) for number, count in counts.items()}
 
     def _unit(self, n: int) -> int:
         """Rows that stay together: the length of slices, or 1.
@@ -414,7 +414,7 @@ class MixedReplayBuffer:
                     check_rows([part], torch.where(mine, positions, -1), torch.zeros_like(owner))
                 # No row has the generation -1.
                 marks = torch.where(mine, generation.reshape(-1).to(mine.device), -1)
-                apply = part._rows.prepare(torch.where(mine, positions, 0), data, generation=marks)
+                apply = part.parts.rows.prepare(torch.where(mine, positions, 0), data, generation=marks)
                 # The kernels of a storage with codecs look at the values: these may still refuse.
                 prepared.append((not part.storage.computed, apply))
             for _, apply in sorted(prepared, key=operator.itemgetter(0)):
@@ -467,8 +467,8 @@ class MixedReplayBuffer:
         restore.check_transforms(self._transform, state["_transforms"])
         self._offsets.check_state(state["_rounding"])
         for buffer, part in zip(self._buffers, states, strict=True):
-            restore.check(buffer, part)
-        with restore.replacing(*self._buffers):
+            restore.check(buffer.parts, part)
+        with restore.replacing(*[buffer.parts for buffer in self._buffers]):
             self._transform.load_state_dict(state["_transforms"])
             for buffer, part in zip(self._buffers, states, strict=True):
                 buffer.load_state_dict(part)

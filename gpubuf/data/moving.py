@@ -35,7 +35,7 @@ def move(storage: TensorStorage, requested: torch.device | str, progress: bool |
     on_gpu = before is not None and before.device.type == "cuda"
     index = IndexBytes()
     if not on_gpu:
-        index = storage.derived_bytes(requested, shape)
+        index = storage.readers.derived_bytes(requested, shape)
     aside, sides = 0, list[torch.Tensor]()
     if storage.sharing is not None:
         aside, sides = storage.sharing.entry_bytes, storage.sharing.sides
@@ -91,7 +91,7 @@ class _Rows:
             stop = min(start + steps, storage.steps_stored)
             copy.write(start, memory[start:stop])
             advance((stop - start) * step_bytes)
-        storage.columns = storage.columns.replace(number, copy)
+        storage.rows.columns = storage.columns.replace(number, copy)
         self._places[number] = target
 
     def _move_sides(self, sharing: Sharing, target: Placement) -> None:
@@ -108,7 +108,8 @@ def report(storage: TensorStorage, sampler: Sampler, processing: int) -> MemoryR
     if placement is None:
         return MemoryReport(None, None, 0, 0, 0, 0)
     taken = sampler.memory()
-    counters = storage.ring.counters.nbytes + storage.table_bytes + sampler.random_bytes + processing
+    tables = storage.plans.nbytes + (0 if storage.sharing is None else storage.sharing.table_bytes)
+    counters = storage.ring.counters.nbytes + tables + sampler.random_bytes + processing
     kind = placement.kind if storage.relocatable else DISK
     on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
     index = taken.index + storage.followers.nbytes

@@ -21,16 +21,22 @@ _BYTES, _OWNER = "_bytes", "_owner"
 class Passed(Protocol):
     """A buffer, as other processes get it."""
 
-    _storage: TensorStorage
+    @property
+    def storage(self) -> TensorStorage:
+        """The storage."""
 
     def __reduce_ex__(self, protocol: Any, /) -> Any: ...
 
+
+class Forked(Protocol):
+    """The parts of a buffer, as a forked process has them."""
+
     def begin_anew(self) -> None:
-        """Go on in a forked process, where no other thread is."""
+        """Go on where no other thread is."""
 
 
-#: All buffers of this process.
-living = weakref.WeakSet[Passed]()
+#: Those of all buffers of this process.
+living = weakref.WeakSet[Forked]()
 
 
 def register(cls: type[Passed]) -> None:
@@ -64,13 +70,13 @@ def _arrived(sender: int, content: bytes) -> Passed:
     buffer: Passed = pickle.loads(content)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid == sender:
-        buffer._storage.owner = sender
+        buffer.storage.owner = sender
     return buffer
 
 
 def _after_fork() -> None:
-    for buffer in list(living):
-        buffer.begin_anew()
+    for parts in list(living):
+        parts.begin_anew()
 
 
 os.register_at_fork(after_in_child=_after_fork)

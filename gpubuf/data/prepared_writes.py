@@ -78,7 +78,7 @@ class PreparedRows:
     @staticmethod
     def of(storage: TensorStorage, lead: tuple[int, ...], *, keeps_index: bool) -> PreparedRows | None:
         """For columns with these batch dimensions; None where they are written in another way."""
-        table, n_bytes = storage.table, math.prod(lead) * storage.written_layout.row_bytes
+        table, n_bytes = storage.rows.table, math.prod(lead) * storage.written_layout.row_bytes
         # Fake tensors, and modes that change what a function does, take the general way. Prefixes are compared.
         if not (table.is_cpu and eager(table)) or not 0 < n_bytes <= PREPARED_BYTES:
             return None
@@ -96,7 +96,7 @@ class PreparedRows:
             return False
         if len(columns) != len(self._columns):
             return False
-        described, addresses = self.launch.described, self._storage.addresses
+        described, addresses = self.launch.described, self._storage.rows.addresses
         low, high = addresses.low - self._reach, addresses.high
         for value, (place, tensor_dtype, shape, array, dtype, n_bytes, own) in zip(values, self._columns, strict=True):
             if type(value) is Tensor:
@@ -139,7 +139,7 @@ class Route:
 
     Attributes:
         direct: whether columns can be written at all; if not, they become a TensorDict.
-        schema, ring: what the route was made for.
+        rows, ring: what the route was made for.
         layout: of the rows as they are written.
         write_listeners: those that hear of writes.
         step: batch dimensions of one step.
@@ -147,7 +147,7 @@ class Route:
 
     def __init__(self, storage: TensorStorage, *, direct: bool) -> None:
         self.direct = direct
-        self.schema, self.ring = storage.schema, storage.ring.counters
+        self.rows, self.ring = storage.rows, storage.ring.counters
         self.write_listeners = storage.followers.write_listeners
         self.step = tuple(storage.shape[1:])
         self.layout = storage.written_layout
@@ -164,7 +164,7 @@ class Route:
         """Whether the storage is still as the route has found it."""
         # Past properties: every write comes here.
         return (
-            storage._schema is self.schema
+            storage.rows is self.rows
             and storage.ring.counters is self.ring
             and storage.followers.write_listeners is self.write_listeners
         )

@@ -127,7 +127,7 @@ class Sequence(SampleUnit, TrajectoryBounds):
         return self.episode_boundary != "include_reset" and bool(self.done_key)
 
     def bind(self, storage: TensorStorage) -> None:
-        storage.serve(self)
+        storage.readers.serve(self)
 
     # Windows
 

@@ -10,8 +10,9 @@ from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.batches import collapsed
-from gpubuf.data.buffer import ReplayBuffer, storage_of
+from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.operation import graph_break, operation
+from gpubuf.data.parts import storage_of
 from gpubuf.data.samplers.priorities import masks_of, rows_of
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.sequences import by_anchor
@@ -61,12 +62,12 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """
         if type(data) is not TensorDict:
             if isinstance(data, (dict, list)):
-                data = self._as_tensordicts(data, self._storage.ndim)
+                data = self._as_tensordicts(data, self.parts.storage.ndim)
             first = data[0] if isinstance(data, list) and data else data
             # An empty list is an empty write.
             if not isinstance(first, TensorDictBase | list) and not is_tensorclass(first):
                 raise TypeError(f"{type(self).__name__} stores TensorDicts, got a {type(first).__name__}")
-        wanted = update_priority is not False and self._sampler.has_priorities
+        wanted = update_priority is not False and self.parts.sampler.has_priorities
         return self._extend(data, self._given_priority if wanted else None)
 
     def _as_tensordicts(self, data: Any, ndim: int) -> Any:
@@ -84,7 +85,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def add(self, data: Data) -> int | Tensor | None:
         """As :meth:`ReplayBuffer.add`; a dict of tensors, arrays and numbers is stored as a TensorDict."""
-        return super().add(self._as_tensordicts(data, self._storage.ndim - 1))
+        return super().add(self._as_tensordicts(data, self.parts.storage.ndim - 1))
 
     def _given_priority(self, data: Any) -> Tensor | None:
         if isinstance(data, list):
@@ -95,9 +96,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
             priority = data.get(self.priority_key, None)
         if priority is None:
             return None
-        n = len(data) if isinstance(data, list) else data.batch_size[: self._storage.ndim].numel()
-        priority = self._sampler.reduce(priority.detach(), n).float()
-        self._sampler.check_priority(priority)
+        n = len(data) if isinstance(data, list) else data.batch_size[: self.parts.storage.ndim].numel()
+        priority = self.parts.sampler.reduce(priority.detach(), n).float()
+        self.parts.sampler.check_priority(priority)
         return priority
 
     @overload  # type: ignore[override]
@@ -140,7 +141,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         Returns:
             As :meth:`ReplayBuffer.sample`; the caller owns the batch. No host sync.
         """
-        batch = self._batches.next(batch_size, include_info is not False, batches)
+        batch = self.parts.batches.next(batch_size, include_info is not False, batches)
         return (batch.data, batch.info) if return_info else batch.data
 
     @graph_break
@@ -154,7 +155,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         Raises:
             KeyError: the batch has no priorities, or no ``"index"``.
         """
-        sampler = self._sampler
+        sampler = self.parts.sampler
         if not sampler.has_priorities:
             return
         # The entries of a plain TensorDict are looked up in a tenth of the time that its own method takes.
@@ -168,17 +169,17 @@ class TensorDictReplayBuffer(ReplayBuffer):
         told = get(f"{self.priority_key}_mask" if plain else priority_mask_key(self.priority_key), None)
         collected, n = get(MASK_KEY[0], None), data.numel()
         masks = [] if told is None and collected is None else masks_of(told, collected)
-        if self._unit is not None and (anchor := get("anchor_index", None)) is not None:
+        if self.parts.unit is not None and (anchor := get("anchor_index", None)) is not None:
             valid, generation = get("validity_mask", None), get("anchor_generation", None)
             if masks:
                 valid = rows_of(masks if valid is None else [*masks, valid], n)
-            found = by_anchor(self._storage, anchor, sampler.reduce(priority, n, masks), valid, generation)
+            found = by_anchor(self.parts.storage, anchor, sampler.reduce(priority, n, masks), valid, generation)
             self.update_priority(*found[:2], generation=found[2])
             return
-        if priority.dim() != 1 or priority.numel() != n or (index.dim() != 1 and self._storage.ndim == 1):
+        if priority.dim() != 1 or priority.numel() != n or (index.dim() != 1 and self.parts.storage.ndim == 1):
             index, priority, generation = self._by_row(data, index, priority, generation, masks)
         if masks:
-            positions = as_positions(index, self._storage.shape, self._storage.device)
+            positions = as_positions(index, self.parts.storage.shape, self.parts.storage.device)
             # A position of -1 is ignored.
             index = torch.where(rows_of(masks, positions.numel()).to(positions.device), positions, -1)
         self.update_priority(index, priority, generation=generation)
@@ -187,17 +188,17 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self, data: TensorDictBase, index: Tensor, priority: Tensor, generation: Tensor | None, masks: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Index, priority and generation of a batch with one entry for each row."""
-        storage, lead = self._storage, data.batch_dims
+        storage, lead = self.parts.storage, data.batch_dims
         coordinates = int(storage.ndim > 1)
         if not storage.initialized or index.dim() - coordinates < lead:
             # The batch has dimensions that its index does not have.
             lead = index.dim() - coordinates
-        elif (own := storage.batch_layout.nested_batch) and lead > len(own) and data.batch_size[-len(own) :] == own:
+        elif (own := storage.schema.batch.nested_batch) and lead > len(own) and data.batch_size[-len(own) :] == own:
             lead -= len(own)
         index = collapsed(index, lead, index.dim() - coordinates - lead)
         if generation is not None:
             generation = collapsed(generation, lead, generation.dim() - lead)
-        return index, self._sampler.reduce(priority, data.batch_size[:lead].numel(), masks), generation
+        return index, self.parts.sampler.reduce(priority, data.batch_size[:lead].numel(), masks), generation
 
     def _update_from_batch(self, batch: Any) -> None:
         if not isinstance(batch, TensorDictBase):
@@ -229,7 +230,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     @property
     def sampler(self) -> PrioritizedSampler:
         """The sampler."""
-        return cast(PrioritizedSampler, self._sampler)
+        return cast(PrioritizedSampler, self.parts.sampler)
 
 
 class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
@@ -257,4 +258,4 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
     @property
     def sampler(self) -> PrioritizedSampler:
         """The sampler."""
-        return cast(PrioritizedSampler, self._sampler)
+        return cast(PrioritizedSampler, self.parts.sampler)

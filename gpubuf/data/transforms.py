@@ -304,7 +304,7 @@ def _multi_step(total: TensorDictBase, made: int, recipe: Recipe) -> TensorDictB
     time = total.batch_dims - 1
     storage = TensorStorage(total.transpose(0, time), device=AUTO, ndim=total.batch_dims)
     shape = (made, *storage.shape[1:])
-    reader = storage.reader(recipe)
+    reader = storage.readers.of(recipe)
     tensors, _ = reader.gather(torch.arange(math.prod(shape), device=storage.device))
     out = reader.assemble([tensor.view(*shape, *tensor.shape[1:]) for tensor in tensors], None, shape)
     return out.transpose(0, time)  # type: ignore[no-any-return]

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from gpubuf.data.arguments import as_tensor
 from gpubuf.data.samplers.priorities import vector
-from gpubuf.data.storage.containers import Data, is_data, mapped
+from gpubuf.data.storage.containers import Data, is_data, mapped, shallow
 from gpubuf.data.storage.indexing import as_positions, plain_index
 from gpubuf.data.storage.layout import Key, as_key, as_written
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import NEXT_KEY, Schema
 from gpubuf.data.storage.storage import TensorStorage
+from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import Writer
 
 _T = TypeVar("_T")
@@ -50,29 +51,51 @@ class RowAccess:
     Attributes:
         storage: holds the rows.
         writer: may refuse writes.
+        transform: the transforms, applied to what is read, and their inverses to what is written.
+        collate_fn: applied to what is read, but for single rows; None: that of the storage.
         recipe: that of the buffer's batches.
         dim_extend: the dimension of a written batch along which time runs.
     """
 
     storage: TensorStorage
     writer: Writer
+    transform: Compose
+    collate_fn: Callable[[Data], Data] | None
     recipe: Recipe
     dim_extend: int
 
     def read(self, index: Any) -> Data:
-        """The rows at ``index``: views for ints and slices where the storage gives views, and copies otherwise."""
+        """The rows at a plain ``index``, transformed: views for ints and slices where the storage gives views."""
+        data = self._stored(index)
+        collate = self.collate_fn or self.storage.default_collate
+        if collate is not None and not isinstance(index, int):
+            data = collate(data)
+        return self.transform(data) if len(self.transform) else data
+
+    def _stored(self, index: Any) -> Data:
         storage = self.storage
         if storage.ndim == 1 or not storage.initialized or not is_plain(index):
             return storage[index]
-        if storage.gives_views:
+        if storage.rows.gives_views:
             return mapped(storage[:], lambda value: self.in_written_order(value)[index])
         where = self._coordinates(index)
         rows = storage[where.reshape(-1, storage.ndim)]
         return mapped(rows, lambda value: value.reshape(*where.shape[:-1], *value.shape[1:]))
 
     def write(self, index: Any, data: Data) -> None:
-        """Overwrite the rows at ``index``."""
-        self.storage.changing(self._write, plain_index(index), data)
+        """Overwrite the rows at ``index``, after the inverse transforms."""
+        rows = self.to_write(data)
+        if rows is not None:
+            self.put(index, rows)
+
+    def to_write(self, data: Data) -> Data | None:
+        """What is to be written of a batch of the user's; None: nothing. Raises if the writer refuses writes."""
+        self.writer.check_writable()
+        return self.transform.inv(shallow(data)) if len(self.transform) else data
+
+    def put(self, index: Any, rows: Data) -> None:
+        """Overwrite the rows at ``index`` by others as they are stored."""
+        self.storage.changing(self._write, plain_index(index), rows)
 
     def _write(self, index: Any, data: Data) -> None:
         storage = self.storage

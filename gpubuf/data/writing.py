@@ -12,12 +12,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.prepared_writes import Arrays, Route, numbers_as
+from gpubuf.data.prepared_writes import Arrays, PreparedRows, Route, numbers_as
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.row_order import RowOrder
-from gpubuf.data.storage.containers import Data, batch_shape, mapped, of_array, shallow, tensors_of
+from gpubuf.data.storage.containers import Data, batch_of, batch_shape, mapped, of_array, shallow, tensors_of
 from gpubuf.data.storage.layout import Key, as_key
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.tree_layout import inside
@@ -84,11 +84,16 @@ class Writes:
         if ready is None or ready.n > self.storage.max_size:
             return None
         tensors = route.layout.entries_of(batch)
-        if tensors is None or not ready.fill(tensors):
+        return None if tensors is None else self._launch(ready, tensors)
+
+    def _launch(self, ready: PreparedRows, values: Arrays) -> Tensor | None:
+        """Write rows by a launch that is ready. None: it can't have them; nothing has changed."""
+        if not ready.fill(values):
             return None
         index = self.storage.append_prepared(ready.launch, ready.n)
-        if index is not None:
-            self._end()
+        # As `_end`, which would be one call more.
+        if index is not None and self.row_order is not None:
+            self.row_order.look(self.storage)
         return index
 
     def as_tensors(self, data: Any) -> Any:
@@ -103,7 +108,7 @@ class Writes:
         if isinstance(data, list):
             if not data:
                 return None
-            data = storage.batch_of(data)
+            data = data if storage.takes_objects else batch_of(data)
         if not self.transform.is_empty:
             # Inverse transforms may set keys in place; the caller's TensorDict must not see them.
             data = self.transform.inv(shallow(data))
@@ -120,7 +125,7 @@ class Writes:
             at_replays().refuse("the first write allocates the storage: write before")
         elif priority is not None or pipeline.learns or not in_order:
             # They read the batch again after some of it is written.
-            data = storage.apart(data)
+            data = storage.rows.apart(data)
         given = None if priority is None else priority(data)
         pipeline.check_write(data, storage.ndim)
         index = storage.with_priority(given, functools.partial(self.writer.extend, data))
@@ -159,17 +164,14 @@ class Writes:
         route = self._current_route()
         if route is None:
             return False
-        index = None
+        ready = None
         if past_dispatcher(route.ring):
             ready = route.one_step if one_step else route.sized(columns)
-            if ready is not None and ready.fill(columns):
-                index = self.storage.append_prepared(ready.launch, ready.n)
-        if index is None:
+        if ready is None or self._launch(ready, columns) is None:
             sources, n = route.sources(columns, one_step, self.dim_extend)
-            if n == 0:
-                return True
-            self.storage.append_columns(sources, n)
-        self._end()
+            if n:
+                self.storage.append_columns(sources, n)
+                self._end()
         return True
 
     def as_batch(self, columns: Arrays, one_step: bool) -> TensorDict:

@@ -30,13 +30,14 @@ def set_keys(buffer: ReplayBuffer, values: Mapping[Any, Any], index: Any, *, who
         IndexError: an index is beyond the rows stored (CPU; a GPU skips the row and counts a fault).
         RuntimeError: nothing has been written yet, or the writer refuses writes. In all cases nothing is written.
     """
-    buffer.operation.run(_set_keys, buffer._rows, values, index, whole)
+    buffer.operation.run(_set_keys, buffer.parts.rows, values, index, whole)
 
 
 def _set_keys(access: RowAccess, values: Mapping[Any, Any], index: Any, whole: bool) -> None:
     access.writer.check_writable()
     storage = access.storage
-    positions, batch = storage.located(index)
+    storage.check_initialized()
+    positions, batch = storage.rows.located(index)
     found: dict[Key, Tensor] = {}
     for key, value in (item for path, given in values.items() for item in flat_entries(given, as_key(path)).items()):
         try:

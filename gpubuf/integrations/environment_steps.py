@@ -121,7 +121,7 @@ class StepWriter:
 
 def rows_at(buffer: ReplayBuffer, positions: Tensor) -> tuple[Any, Tensor]:
     """Rows at flat positions, int64 ``[n]``, as a draw makes a batch of them, and their generations."""
-    reader = buffer._reader
+    reader = buffer.parts.reader
     tensors, generation = buffer.operation.run(reader.gather, positions.to(buffer.storage.device))
     return reader.assemble(tensors), generation
 

@@ -139,7 +139,7 @@ class HerReplayBuffer(DictReplayBuffer, _HerReplay):
 
     @property
     def _goals(self) -> _Goals:
-        relabel = self.buffer._relabel
+        relabel = self.buffer.parts.relabel
         assert isinstance(relabel, _Goals)
         return relabel
 

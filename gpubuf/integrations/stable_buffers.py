@@ -428,7 +428,7 @@ class StableBuffer:
         the processor's caches."""
         if self._waiting:
             self._write()
-        return self.buffer._batches.columns(batch_size)
+        return self.buffer.parts.batches.columns(batch_size)
 
     def _get_samples(self, batch_inds: np.ndarray, env: Any = None) -> Any:
         """Transitions of given steps, each of an environment that NumPy draws, as in Stable-Baselines3."""

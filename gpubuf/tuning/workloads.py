@@ -136,7 +136,7 @@ def workloads(job: Job, row: Sequence[Entry], device: torch.device, memory: int,
             return stored.plans.batch.sample_uniform(rng.state, n)
 
         def write(source: list[Tensor]) -> Any:
-            return rows.extend(written.table, source, written.ring.counters, n, written.max_size)
+            return rows.extend(written.rows.table, source, written.ring.counters, n, written.max_size)
 
         gather = [partial(read, index) for index in indices]
         extend = [partial(write, [key.clone() for key in call()[0]]) for call in gather]

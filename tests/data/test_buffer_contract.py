@@ -318,11 +318,11 @@ def test_rows_lie_anywhere_and_move(contract, monkeypatch):
                 patched.setattr(column, "new_record", scarce)
                 with pytest.raises(RuntimeError, match="out of memory"):
                     moves.to(place)
-            tables = moves.storage.plans.batch.table, moves._reader.table
+            tables = moves.storage.plans.batch.table, moves.parts.reader.table
             assert moves.to(place) is moves
             # Captured graphs read the tables where they are.
             assert tables[0] is moves.storage.plans.batch.table
-            assert tables[1] is moves._reader.table
+            assert tables[1] is moves.parts.reader.table
             assert moves.storage.placement.kind == place.partition(":")[0]
             assert bool(machine.pinned) == (place != "cpu")
         rows, edited = model.write(60), model.chosen(5)

@@ -79,7 +79,7 @@ def test_changed_meaning(contract: BufferContract, n: int, tmp_path: Path):
         if refused := bool(target.refused()):
             n_refused += 1
         else:
-            target.buffer._batches.batch_size = None
+            target.buffer.parts.batches.batch_size = None
             # What an epoch says may have become untrue, and objects others; but no sample may read outside of the rows.
             with contextlib.suppress(RuntimeError, ValueError, IndexError, KeyError, AttributeError, TypeError):
                 target.buffer.sample(4)

@@ -117,7 +117,7 @@ def test_memory_is_filled_again_before_the_gpu_has_read_it(monkeypatch: pytest.M
     made, columns = buffer("rows"), rows((3,), 0)
     made.extend_columns(columns)
     gpu.synchronize()
-    made.storage._device = GPU
+    made.storage.rows.device = GPU
     monkeypatch.setattr(writing, "past_dispatcher", lambda table: False)
     for step in range(1, 4):
         for key, value in rows((3,), 3 * step).items():
@@ -126,7 +126,7 @@ def test_memory_is_filled_again_before_the_gpu_has_read_it(monkeypatch: pytest.M
     assert len(gpu.queue) == 6
     gpu.synchronize()
     assert gpu.waits == 0
-    made.storage._device = torch.device("cpu")
+    made.storage.rows.device = torch.device("cpu")
     due = torch.cat([tensordict(rows((3,), 3 * step), (3,)) for step in range(4)])
     assert (made[:].exclude("index") == due).all()
 

@@ -81,7 +81,7 @@ def test_with_any_sampler(name):
     buffer = buffer_of(sampler=samplers()[name], ratio=1.0, strategy="final")
     fill(buffer, 16, [{8}])
     for batches in (None, 3):
-        batch = buffer.sample(8, include_info=True) if batches is None else buffer._batches.next(8, True, 3).data
+        batch = buffer.sample(8, include_info=True) if batches is None else buffer.parts.batches.next(8, True, 3).data
         assert batch["relabelled"].all()
         assert batch["relabelled"].shape == batch.batch_size
         step, goal = batch["next", "achieved_goal"][..., 0], batch["desired_goal"][..., 0]
@@ -129,4 +129,4 @@ def test_knows_its_storage_before_a_draw():
     with pytest.raises(ValueError, match="tells the ends of trajectories by other keys"):
         buffer_of(storage=storage, end_keys=[("next", "done")])
     first.extend(rows(range(4), {3}))
-    assert first.storage.end_bits is second.storage.end_bits is not None
+    assert first.storage.readers.end_bits is second.storage.readers.end_bits is not None

@@ -19,6 +19,7 @@ import torch
 from gpubuf import (
     LazyTensorStorage,
     TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
 )
 from gpubuf.data import moving
 from gpubuf.data.storage import placement
@@ -114,6 +115,33 @@ def test_a_change_of_alpha_is_interrupted_anywhere(monkeypatch, sampler, pace):
         place += pace * (1 if sampler == "prioritized" else 7)
     assert place > 30
     assert outcomes == {0.7, 1.4}
+
+
+@pace
+@pytest.mark.parametrize("name", ["set_storage", "set_sampler", "set_writer", "append_transform"])
+@pytest.mark.parametrize("sampler", ["prioritized", "prioritized slices"])
+def test_a_change_of_parts_that_is_interrupted_anywhere(sampler, name, pace):
+    """Case 54: the buffer has the part before, with all that it knew of the rows, or the new one."""
+    priority = 1.0 + torch.arange(45.0)
+    new = {"set_storage": lambda: LazyTensorStorage(CAPACITY), "set_sampler": SAMPLERS[sampler]}
+    new |= {"set_writer": TensorDictRoundRobinWriter, "append_transform": lambda: lambda batch: batch}
+    place, changed = 0, set()
+    while True:
+        buffer = new_buffer(sampler, 45)
+        buffer.update_priority(torch.arange(45), priority)
+        storage, chooses = buffer.storage, buffer.sampler
+        if not interrupted(functools.partial(getattr(buffer, name), new[name]()), place, lines=True):
+            break
+        changed.add((buffer.storage is not storage, buffer.sampler is not chooses))
+        assert len(buffer) == (45 if buffer.storage is storage else 0)
+        if changed == {(False, False)}:
+            torch.testing.assert_close(buffer.sampler.tree.leaves[:45], priority**0.7)
+        check_goes_on(buffer)
+        # No other sampler listens to the rows, and this one does.
+        assert buffer.storage.followers.samplers == [buffer.sampler]
+        place += pace
+    assert place > 20
+    assert (False, False) in changed
 
 
 @pace

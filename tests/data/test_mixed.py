@@ -381,7 +381,9 @@ def test_a_part_of_the_users_that_fails_leaves_all_empty(what, by, tmp_path: Pat
     with pytest.raises(ArithmeticError, match="not this one"):
         other.load(tmp_path) if by == "files" else other.load_state_dict(saved.state_dict())
     assert [len(buffer) for buffer in other.buffers] == [0, 0]
-    assert [buffer.batch_size for buffer in other.buffers] == [buffer._batches.batch_size for buffer in other.buffers]
+    assert [buffer.batch_size for buffer in other.buffers] == [
+        buffer.parts.batches.batch_size for buffer in other.buffers
+    ]
 
 
 # A file that was being opened is closed by who collects it.

@@ -268,7 +268,7 @@ def test_memory_is_taken_once(monkeypatch, device, near, kind):
         assert {t.device.type for t in storage.columns.parts} == ({"cuda"} if near else set()) | (
             {"cpu"} if far else set()
         )
-        assert storage.device.type == storage.ring.counters.device.type == storage.table.device.type == "cuda"
+        assert storage.device.type == storage.ring.counters.device.type == storage.rows.table.device.type == "cuda"
         for batch in (buffer.sample(), buffer[torch.tensor([1, 2], device="cuda")], buffer[2:5], buffer[3]):
             assert {value.device.type for value in batch.values(True, True)} == {"cuda"}
         assert buffer[2:5].batch_size == (3,)

@@ -64,7 +64,7 @@ def test_pinned_rows_beside_rows_on_the_gpu(kind):
             buffer.extend(data)
         assert alike(on_gpu, pinned)
     assert all(t.is_pinned() for t in pinned.storage.columns.parts)
-    assert pinned.storage.table.is_cuda
+    assert pinned.storage.rows.table.is_cuda
     assert same(on_gpu[:], pinned[:])
     assert {t.device.type for t in pinned[3:9].values(True, True)} == {"cuda"}
     data = transitions(50, 5000).to("cuda")

@@ -92,11 +92,11 @@ each_sampler = pytest.mark.parametrize("sampler", SAMPLERS)
 @each_sampler
 def test_a_batch_is_ahead_where_that_pays(storage, sampler):
     plain, ahead = pair(storage, sampler)
-    assert (type(plain._batches), type(ahead._batches)) == (Batches, Prefetched)
-    assert ahead._batches.ahead == 0
+    assert (type(plain.parts.batches), type(ahead.parts.batches)) == (Batches, Prefetched)
+    assert ahead.parts.batches.ahead == 0
     ahead.sample()
     # Slices of files are chosen anew: only their pages are requested.
-    assert ahead._batches.ahead == int(storage != "files" or "slices" not in sampler)
+    assert ahead.parts.batches.ahead == int(storage != "files" or "slices" not in sampler)
 
 
 class Own(RandomSampler):
@@ -119,29 +119,29 @@ def test_there_is_none_elsewhere(storage, options):
     buffer = ReplayBuffer(storage=storage, **{"batch_size": 4, "prefetch": 2, **options})
     buffer.extend(transitions(60))
     buffer.sample()
-    assert type(buffer._batches) is Batches
+    assert type(buffer.parts.batches) is Batches
 
 
 def test_small_rows_of_files_are_not_requested(monkeypatch):
     monkeypatch.setattr(memmap, "LARGE_ROW", 256)
     _, ahead = pair("files", "uniform")
-    assert type(ahead._batches) is Batches
+    assert type(ahead.parts.batches) is Batches
 
 
 def test_it_follows_the_rows():
     """To where they move, and to where the next first write puts them."""
     buffer = new("pinned", "uniform", 2)
-    assert type(buffer._batches) is Batches
+    assert type(buffer.parts.batches) is Batches
     kinds = []
     buffer.extend(transitions(50))
     for place in ("pinned", "cpu", "split:60%"):
-        kinds.append(type(buffer.to(place)._batches))
+        kinds.append(type(buffer.to(place).parts.batches))
         buffer.sample()
     buffer.free()
     buffer.extend(transitions(50))
-    kinds.append(type(buffer._batches))
+    kinds.append(type(buffer.parts.batches))
     buffer.set_storage(LazyTensorStorage(60))
-    kinds.append(type(buffer._batches))
+    kinds.append(type(buffer.parts.batches))
     assert kinds == [Prefetched, Batches, Prefetched, Prefetched, Batches]
 
 
@@ -286,7 +286,7 @@ THROWN_AWAY: dict[str, Callable[[TensorDictReplayBuffer], Any]] = {
     "set_sampler": lambda buffer: buffer.set_sampler(SAMPLERS["in order"]()),
     "set_writer": lambda buffer: buffer.set_writer(buffer.writer),
     "set_rng": lambda buffer: buffer.set_rng(torch.Generator().manual_seed(5)),
-    "sample(5)": lambda buffer: buffer._batches.part(5),
+    "sample(5)": lambda buffer: buffer.parts.batches.part(5),
 }
 
 
@@ -299,7 +299,7 @@ def test_what_throws_it_away_takes_its_draw_back(storage, what):
     for buffer in (plain, ahead):
         buffer.sample()
         THROWN_AWAY[what](buffer)
-    assert ahead._batches.ahead == 0
+    assert ahead.parts.batches.ahead == 0
     for _ in range(8):
         assert identical(ahead.sample(), plain.sample())
 
@@ -319,7 +319,7 @@ def test_an_epoch_that_was_given_up_is_not_put_back(size):
 def test_a_sample_within_a_turn_makes_none():
     _, ahead = pair("pinned", "uniform")
     ahead.operation.run(ahead.sample)
-    assert ahead._batches.ahead == 0
+    assert ahead.parts.batches.ahead == 0
 
 
 @each_storage
@@ -348,7 +348,9 @@ def test_a_failed_draw_ahead_is_made_when_its_batch_is_asked_for():
     for _ in range(4):
         assert identical(ahead.sample(), plain.sample())
     choose = ahead.sampler.choose
-    ahead.sampler.choose = lambda n: choose(n) if ahead._batches.ahead else (_ for _ in ()).throw(ValueError("late"))
+    ahead.sampler.choose = lambda n: (
+        choose(n) if ahead.parts.batches.ahead else (_ for _ in ()).throw(ValueError("late"))
+    )
     ahead.sample()
     with pytest.raises(ValueError, match="late"):
         ahead.sample()

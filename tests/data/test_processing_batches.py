@@ -102,7 +102,7 @@ def shifting(pad: int) -> tuple[Any, Apply]:
     def apply(batch: TensorDict, twins: Twins, uniform: Any) -> None:
         drawn = torch.floor(uniform * (2 * pad + 1)).long() - pad
         for key in keys_of(batch, "pixels"):
-            at = 2 * twins.processed._pipeline.options((key,) if isinstance(key, str) else key)["pair"]
+            at = 2 * twins.processed.parts.pipeline.options((key,) if isinstance(key, str) else key)["pair"]
             rows = [shifted(row, *drawn[i, at : at + 2].tolist()) for i, row in enumerate(batch[key])]
             batch[key] = torch.stack(rows)
 
@@ -149,7 +149,7 @@ def test_batches_are_what_torch_makes_of_them(backend, name):
     twins = Twins(*objects, **{"gamma": 0.9, **options})
     for number, n in enumerate((5, 1, 30, 25) if backend == "numba" else (20, 5)):
         twins.write(n, number)
-        pipeline = twins.processed._pipeline
+        pipeline = twins.processed.parts.pipeline
         uniform = None if pipeline is None or pipeline.noise is None else uniforms(pipeline, 16)
         torch.manual_seed(SEED)
         plain, processed = twins.sample()
@@ -229,7 +229,7 @@ def same(a: TensorDict, b: TensorDict) -> bool:
 
 
 def state_of(buffer: ReplayBuffer) -> list[Tensor]:
-    return [tensor.clone() for step in buffer._pipeline.steps for tensor in step.tensors()]
+    return [tensor.clone() for step in buffer.parts.pipeline.steps for tensor in step.tensors()]
 
 
 def test_frozen_statistics_are_frozen_in_a_checkpoint(tmp_path: Path):
@@ -285,12 +285,12 @@ def test_refused_writes_teach_nothing():
 
 
 def test_a_single_object_will_do_and_others_are_refused():
-    assert new(process=RandomShift("pixels", 1))._pipeline.steps[0].pad == 1
+    assert new(process=RandomShift("pixels", 1)).parts.pipeline.steps[0].pad == 1
     for other in (Clip("action", -1, 1), Mirror({"action": ([1, 0], 1)}), RewardScale(0.9), lambda data: data):
         with pytest.raises(TypeError, match=r"process takes Normalize and RandomShift: give .* as transform="):
             new(process=[other])
     plain = ReplayBuffer(storage=LazyTensorStorage(4), process=[])
-    assert plain._recipe.is_plain
+    assert plain.parts.recipe.is_plain
 
 
 def test_statistics_among_the_transforms():
@@ -316,7 +316,7 @@ def test_statistics_among_the_transforms():
     assert before["observation"].max() <= 1
     again = copy.deepcopy(buffer)
     again.extend(steps(5))
-    assert again._pipeline.steps[-1].count().item() == 25
+    assert again.parts.pipeline.steps[-1].count().item() == 25
     assert scale.count().item() == 20
     assert again.sample()["next", "reward"].isfinite().all()
 

@@ -23,12 +23,12 @@ def storage_on(rows: TensorDict, capacity: int, ndim: int = 1) -> LazyTensorStor
     """A storage that takes its rows from another device than the CPU; the rows themselves are on the CPU."""
     storage = LazyTensorStorage(capacity, ndim=ndim)
     storage.initialize(rows)
-    storage._device = GPU
+    storage.rows.device = GPU
     return storage
 
 
 def stored(storage: LazyTensorStorage, n: int) -> TensorDict:
-    storage._device = torch.device("cpu")
+    storage.rows.device = torch.device("cpu")
     return storage[:n]
 
 

@@ -208,7 +208,7 @@ def test_a_buffer_dropped_before_its_draws_on_a_gpu(sampler):
     buffer.extend(steps(0, 300, "cuda"))
     torch.cuda._sleep(100_000_000)
     buffer.sample()
-    assert buffer._batches.ahead == 1
+    assert buffer.parts.batches.ahead == 1
     del buffer
     others = [torch.zeros(3, dtype=torch.int64, device="cuda") for _ in range(500)]
     torch.cuda.synchronize()

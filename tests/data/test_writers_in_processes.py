@@ -649,7 +649,7 @@ def test_a_late_gpu_gets_the_rows_of_the_time(monkeypatch: pytest.MonkeyPatch):
     one.extend(batch(1, 0, 2))
     assert len(buffer) == 2
     gpu.synchronize()
-    buffer.storage._device = GPU
+    buffer.storage.rows.device = GPU
     monkeypatch.setattr(writing, "past_dispatcher", lambda table: False)
     for step in range(1, 5):
         one.extend_columns(columns(1, 2 * step, 2))
@@ -658,7 +658,7 @@ def test_a_late_gpu_gets_the_rows_of_the_time(monkeypatch: pytest.MonkeyPatch):
     assert len(gpu.queue) >= 4
     gpu.synchronize()
     assert gpu.waits == 0
-    buffer.storage._device = torch.device("cpu")
+    buffer.storage.rows.device = torch.device("cpu")
     assert are_whole(buffer[:])
     assert (numbers_of(buffer, 1), numbers_of(buffer, 2)) == (list(range(10)), list(range(12)))
 
@@ -731,7 +731,7 @@ def test_a_queue_that_a_gpu_still_reads_is_not_written_to(monkeypatch: pytest.Mo
     one.extend(steps(1, 0, 3))
     assert len(buffer) == 3
     gpu.synchronize()
-    buffer.storage._device = GPU
+    buffer.storage.rows.device = GPU
     one.extend(steps(1, 3, 3))
     other.extend(steps(2, 0, 4))
     assert buffer.writers.take() == 7
@@ -751,7 +751,7 @@ def test_a_queue_that_a_gpu_still_reads_is_not_written_to(monkeypatch: pytest.Mo
     buffer.writers.take()
     copies.finish()
     gpu.synchronize()
-    buffer.storage._device = torch.device("cpu")
+    buffer.storage.rows.device = torch.device("cpu")
     rows = buffer[:].reshape(-1)
     assert are_whole(rows)
     assert [rows["number"][rows["writer"] == writer].tolist() for writer in (1, 2)] == [list(range(11)), list(range(8))]
@@ -769,14 +769,14 @@ def test_queues_that_the_driver_refuses_to_lock_are_copied_as_before(monkeypatch
     (client,) = clients_of(buffer, 1)
     client.extend(batch(0, 0, 2))
     assert len(buffer) == 2
-    buffer.storage._device = GPU
+    buffer.storage.rows.device = GPU
     client.extend(batch(0, 2, 2))
     with pytest.warns(UserWarning, match="the queues of writers are not page-locked: the CUDA driver refused"):
         buffer.writers.take()
     client.extend(batch(0, 4, 2))
     buffer.writers.take()
     gpu.synchronize()
-    buffer.storage._device = torch.device("cpu")
+    buffer.storage.rows.device = torch.device("cpu")
     assert are_whole(buffer[:])
     assert numbers_of(buffer, 0) == list(range(6))
 

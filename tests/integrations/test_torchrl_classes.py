@@ -71,7 +71,7 @@ def test_no_call_of_the_fast_path_is_added():
     buffer = buffer_of("TensorDictReplayBuffer")
     # TorchRL's ensemble finds one to call, and batches are made without.
     assert buffer._collate_fn("rows") == "rows"
-    assert buffer._batches.collate_fn is None
+    assert buffer.parts.batches.collate_fn is None
 
 
 def test_the_parts_that_a_buffer_makes_later_have_torchrls_types():

@@ -127,8 +127,8 @@ class World:
         yield "ring", storage.ring.counters.clone()
         for i, rows in enumerate(storage.columns.parts):
             yield f"rows {i}", rows[: len(self.buffer) // self.envs].clone()
-        if storage.end_bits is not None:
-            yield "end bits", storage.end_bits.ends.clone()
+        if storage.readers.end_bits is not None:
+            yield "end bits", storage.readers.end_bits.ends.clone()
         yield "random", sampler.random_state(self.device).state.clone()
         if isinstance(sampler, PrioritizedSampler):
             for name in ("leaves", "nodes", "scalars"):

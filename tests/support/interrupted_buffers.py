@@ -68,7 +68,7 @@ def check(buffer: TensorDictReplayBuffer) -> None:
 
 def check_derived(sampler: Sampler) -> None:
     """Sums of priorities, the index and the ends of trajectories are what they are when they are made anew."""
-    bits = sampler.storage.end_bits
+    bits = sampler.storage.readers.end_bits
     if bits is not None:
         ends = bits.ends.clone()
         sampler.storage.followers.rebuild()

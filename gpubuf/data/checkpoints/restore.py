@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gpubuf.data.checkpoints import files
 from gpubuf.data.checkpoints.files import need
 from gpubuf.data.checkpoints.save import Checkpointed
+from gpubuf.data.parts import Parts
 from gpubuf.data.pinning import tensors_of
 from gpubuf.data.recording import emptied_unless_done
 from gpubuf.data.samplers.base import is_count, is_tensor
@@ -81,32 +82,25 @@ def existing(path: str | os.PathLike[str]) -> Path:
 
 def load_state(buffer: Checkpointed, state: dict[str, Any]) -> None:
     """Restore a state into a buffer's own memory. See :meth:`gpubuf.ReplayBuffer.load_state_dict`."""
-    buffer.operation.run(_load_state, buffer, state)
+    buffer.operation.run(_load_state, buffer.parts, state)
 
 
-def _load_state(buffer: Checkpointed, state: dict[str, Any]) -> None:
-    check(buffer, state)
-    with replacing(buffer):
-        buffer.transform.load_state_dict(state["_transforms"])
-        if buffer._pipeline:
-            buffer._pipeline.load_state_dict(state["_processing"])
-        order = buffer.storage.load_state_dict(state["_storage"])
-        buffer.sampler.load_state_dict(state["_sampler"], order)
-        buffer.writer.load_state_dict(state["_writer"])
-        buffer._batch_size = state["_batch_size"]
-        buffer._assemble()
+def _load_state(parts: Parts, state: dict[str, Any]) -> None:
+    check(parts, state)
+    with replacing(parts):
+        parts.load_state_dict(state)
 
 
 @contextlib.contextmanager
-def replacing(*buffers: Checkpointed) -> Iterator[None]:
+def replacing(*buffers: Parts) -> Iterator[None]:
     """Around the replacement of all that buffers hold, within operations of theirs: unless it finishes, all are empty.
 
     It may be nested: the contents of the buffers count when the outermost block has finished.
     """
     try:
-        with emptied_unless_done([buffer.storage for buffer in buffers]):
-            for buffer in buffers:
-                buffer._batches.discard()
+        with emptied_unless_done([parts.storage for parts in buffers]):
+            for parts in buffers:
+                parts.batches.discard()
             yield
     except BaseException as error:
         error.add_note("the contents were being replaced: the buffer is empty now")
@@ -116,7 +110,7 @@ def replacing(*buffers: Checkpointed) -> Iterator[None]:
 # What is checked
 
 
-def check(buffer: Checkpointed, state: dict[str, Any]) -> None:
+def check(buffer: Parts, state: dict[str, Any]) -> None:
     """Raise unless a buffer can take a state, as far as that shows before it is tried.
 
     Raises:
@@ -148,7 +142,7 @@ def expect_rows(storage: TensorStorage, schema: Schema, of: str) -> None:
         ValueError: it can't serve them.
     """
     try:
-        storage.check_rows(schema)
+        storage.readers.check_rows(schema, storage.ndim)
     except (LookupError, RuntimeError, TypeError) as error:
         raise ValueError(f"the buffer can't serve the rows of the {of}: {error}") from error
 
@@ -168,19 +162,19 @@ def check_transforms(transform: nn.Module, state: dict[str, Any]) -> None:
             need(found == due, f"transform entry {name}: the buffer has {due}, the checkpoint {found}")
 
 
-def _check_settings(buffer: Checkpointed, state: dict[str, Any]) -> None:
+def _check_settings(buffer: Parts, state: dict[str, Any]) -> None:
     """Raise unless a buffer could have been made with the batch size of ``state``, and processes batches as it does."""
     size: Any = state["_batch_size"]
     saved: Any = state.get("_processing")
     need(size is None or (is_count(size, 1) and size < 2**31), f"the checkpoint's batch size is {size!r}")
-    if not buffer._pipeline:
+    if not buffer.pipeline:
         need(
             saved is None,
             "the state has the processing of batches, and this buffer has none: give it `process` and `transform`",
         )
     else:
         need(saved is not None, "this buffer processes its batches, and the state has nothing of that")
-        buffer._pipeline.check_state(saved)
+        buffer.pipeline.check_state(saved)
 
 
 def _check_rows(storage: TensorStorage, state: dict[str, Any]) -> None:

@@ -8,14 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from gpubuf.data.batches import Batches
 from gpubuf.data.checkpoints import files
 from gpubuf.data.operation import Operation
-from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.data.transforms import Compose
-from gpubuf.data.writers import Writer
+from gpubuf.data.parts import Parts
 
 
 class Checkpointed(Protocol):
@@ -25,34 +20,13 @@ class Checkpointed(Protocol):
     """
 
     operation: Operation
-    _batches: Batches
-    _pipeline: Pipeline
-    _batch_size: int | None
-
-    @property
-    def storage(self) -> TensorStorage:
-        """The storage."""
-
-    @property
-    def sampler(self) -> Sampler:
-        """The sampler."""
-
-    @property
-    def writer(self) -> Writer:
-        """The writer."""
-
-    @property
-    def transform(self) -> Compose:
-        """The transforms."""
+    parts: Parts
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that it needs to go on with the same batches."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore that: see :func:`gpubuf.data.checkpoints.restore.load_state`."""
-
-    def _assemble(self) -> None:
-        """Make batches of the parts that it has now."""
 
 
 def save(buffer: Checkpointed, path: str | os.PathLike[str], **options: Any) -> int:
@@ -80,9 +54,7 @@ def save(buffer: Checkpointed, path: str | os.PathLike[str], **options: Any) -> 
 
 def state_of(buffer: Checkpointed) -> dict[str, Any]:
     """The state of a buffer as it is saved, within an operation."""
-    if buffer.storage.initialized:
-        # A stream that is seeded only later would not be the same in the restored buffer.
-        buffer.sampler.random_state(buffer.storage.device)
+    buffer.parts.settle()
     return buffer.state_dict()
 
 

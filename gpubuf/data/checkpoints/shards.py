@@ -162,12 +162,12 @@ def _load_shards(
             found = [files.read(folder, shards[each], progress) for each in mine]
         states = [each["buffer"] for each in found]
         for state in states:
-            check(buffer, state)
+            check(buffer.parts, state)
         if len(states) > 1:
-            states = [_one_state(states, mine, buffer.storage.ndim)]
-            check(buffer, states[0])
+            states = [_one_state(states, mine, buffer.parts.storage.ndim)]
+            check(buffer.parts, states[0])
         vote.cast()
-    with _Vote(process_group) as vote, replacing(buffer):
+    with _Vote(process_group) as vote, replacing(buffer.parts):
         buffer.load_state_dict(states[0])
         vote.cast()
 

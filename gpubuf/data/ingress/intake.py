@@ -24,7 +24,6 @@ from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.processing.reward_scale import RewardScale
 from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.row_order import RowOrder
 from gpubuf.data.sequences import SampleUnit, Sequence
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.containers import batch_shape, tensors_of
@@ -66,7 +65,6 @@ class Target(Protocol):
     """What the intake uses of a buffer."""
 
     operation: Operation
-    _row_order: RowOrder | None
     priority_key: str | tuple[str, ...]
 
     @property
@@ -196,7 +194,7 @@ class Intake:
         # What reads large writes, and the device for which it was made.
         self._reader: _InPlace | _BySideCopies = _IN_PLACE
         self._reads_for = torch.device("cpu")
-        self._taking = False
+        self._taking = self._in_order = False
         # How often rows were taken in before an operation.
         self._calls = 0
         self._thread: tuple[threading.Thread, threading.Event] | None = None
@@ -257,7 +255,7 @@ class Intake:
         if run is None:
             buffer = self._target()
             # A next observation that is stored once needs a place of its own where another writer's row follows.
-            in_order = buffer._row_order is not None or bool(buffer.storage.options.share_next)
+            in_order = self._in_order or bool(buffer.storage.options.share_next)
             run = _RUN if in_order else 1
         return max(min(run, self._queues.rows.steps // 2), 1)
 
@@ -287,8 +285,14 @@ class Intake:
         writer: Writer,
         pipeline: Pipeline,
         unit: SampleUnit | None,
+        *,
+        in_order: bool,
     ) -> None:
         """Called with the buffer's parts when they change.
+
+        Args:
+            storage, writer, pipeline, unit: the parts.
+            in_order: whether something depends on the order of rows.
 
         Raises:
             TypeError: the storage holds any objects, or lies in files.
@@ -312,6 +316,7 @@ class Intake:
                 "a Sequence that goes on over the ends of trajectories would join the rows of several writers: give it "
                 "a done_key, and episode_boundary 'pad' or 'stop'"
             )
+        self._in_order = in_order
 
     def counters(self) -> list[WriterCounters]:
         """The state of every place. No host sync."""

@@ -5,6 +5,7 @@ docs/extending.md shows how to write a sampler.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -287,7 +288,7 @@ class Sampler:
         self.check_storage(storage)
         if other:
             self.forget_storage()
-            reader = storage.reader(Recipe())
+            reader = storage.readers.of(Recipe())
             self.unbind()
             self._storage, self.reader = storage, reader
         storage.followers.join(self)
@@ -298,6 +299,16 @@ class Sampler:
         if self._storage is not None:
             self._storage.followers.leave(self)
         self._storage, self.reader, self.operation = None, _NO_READER, ALONE
+
+    def as_bound(self) -> Callable[[], None]:
+        """What puts the sampler back to where it is bound now, with all that it knows of the rows there."""
+        return functools.partial(self._put_back, dict(vars(self)))
+
+    def _put_back(self, known: dict[str, Any]) -> None:
+        self.unbind()
+        vars(self).update(known)
+        if self._storage is not None:
+            self._storage.followers.join(self)
 
     def read_from(self, reader: RowPlan) -> None:
         """Called by the buffer: read rows from ``reader``, which reads the storage, from now on."""
@@ -373,6 +384,11 @@ class Sampler:
         # `at_replays()` spelled out: every sample comes here.
         if current.recording:
             current.recording.holds(self, "_random", "reader")
+        return self._random
+
+    @property
+    def random(self) -> RandomState | None:
+        """The random stream; None before its first use."""
         return self._random
 
     def next_of_epoch(self, n: int, of: Any, count: Callable[[], int]) -> Tensor:

@@ -260,7 +260,7 @@ class PrioritizedSampler(Sampler):
         own = self._storage
         if own is None or (storage is not None and storage is not own):
             own = self._storage_of("update_priority", storage)
-        if own._schema is None:
+        if own.rows is None:
             raise RuntimeError("cannot update priorities in a storage to which nothing has been written")
         if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype is not torch.int64:
             # Those of a one-dimensional storage are positions already.

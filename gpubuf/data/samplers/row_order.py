@@ -74,7 +74,7 @@ class _Reader:
     def __call__(self, rows: Tensor) -> _Steps:
         """Rows at int64 ``[n]``, counted from position 0, also beyond the end of the ring."""
         n, storage = len(rows), self._storage
-        tensors = storage.as_written((rows % storage.max_size).to(storage.device))
+        tensors = storage.rows.as_written((rows % storage.max_size).to(storage.device))
         now, coming = ([tensors[pair[side]].reshape(n, -1).cpu() for pair in self._pairs] for side in (0, 1))
         numbers = [torch.view_as_real(t).flatten(1) if t.is_complex() else t for t in now]
         ended = torch.zeros(n, dtype=torch.bool, device="cpu")
@@ -294,7 +294,7 @@ class RowOrder:
         written = storage.written
         looks.wrote(written - self._written)
         self._written = written
-        if written < looks.at or not host_can_read(storage.table):
+        if written < looks.at or not host_can_read(storage.rows.table):
             return
         # Rows of writers that take turns are cut.
         known = storage.marks.by_writers or self._recipe.traj_key is not None

@@ -237,7 +237,7 @@ class SliceSampler(Sampler):
         if not self._index:
             at_replays().refuse("the first write or sample makes the index: do it before")
             storage = self.storage
-            self._flags = SliceFlags(storage.batch_layout, self.truncated_key, self.init_key)
+            self._flags = SliceFlags(storage.schema.batch, self.truncated_key, self.init_key)
             self._index = TrajectoryIndex(storage, self._signal(storage), self._rule(self.slice_len or 1))
         return self._index
 
@@ -363,7 +363,7 @@ class SliceSampler(Sampler):
         n, length = partition(batch_size, self.num_slices, self.slice_len)
         index = self.trajectory_index
         # On the CPU alone, for it reads rows; and only where the number of rows may be looked at.
-        if self._looks.at < math.inf and storage.written >= self._looks.at and host_can_read(storage.table):
+        if self._looks.at < math.inf and storage.written >= self._looks.at and host_can_read(storage.rows.table):
             self._check_order(storage, index)
         return self._read(index, *self._choose_slices(index, n * batches, length), length)
 

@@ -152,7 +152,7 @@ class TrajectoryIndex(EndBits):
     """
 
     def __init__(self, storage: TensorStorage, signal: Signal, rule: Rule | None = None) -> None:
-        super().__init__(signal, storage.ring, storage.shape, storage.table, storage.marks)
+        super().__init__(signal, storage.ring, storage.shape, storage.rows.table, storage.marks)
         self.storage = storage
         self._assume(rule or self.rule)
         if len(storage):
@@ -161,7 +161,7 @@ class TrajectoryIndex(EndBits):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy reads the signals where the copied rows are."""
         vars(self).update(state)
-        self.readdress(self.storage.table)
+        self.readdress(self.storage.rows.table)
 
     @property
     def total(self) -> Tensor:
@@ -185,7 +185,7 @@ class TrajectoryIndex(EndBits):
         """This index, which reads the signal where it is now; on another device one that is made anew."""
         if self.ends.device != device:
             return TrajectoryIndex(self.storage, self.signal.to(device), self.rule)
-        self.readdress(self.storage.table)
+        self.readdress(self.storage.rows.table)
         return self
 
     def _use(self, rule: Rule) -> None:
@@ -310,8 +310,8 @@ class TrajectoryBounds:
 
     def bounds(self, storage: TensorStorage, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """First row, last row and length of the trajectories of rows. A GPU gives rows that are not stored length 0."""
-        if not storage.end_bits:
-            storage.serve(self)
-        assert storage.end_bits
+        if not storage.readers.end_bits:
+            storage.readers.serve(self)
+        assert storage.readers.end_bits
         at_replays().holds(storage, "end_bits")
-        return storage.end_bits.bounds(row)
+        return storage.readers.end_bits.bounds(row)

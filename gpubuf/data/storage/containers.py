@@ -290,6 +290,19 @@ def stacked(rows: Sequence[Data]) -> Data:
     return tree.built(torch.stack(column, 0) for column in columns)
 
 
+def batch_of(rows: Sequence[Data]) -> Data:
+    """A list of rows of a user's as a batch.
+
+    Raises:
+        RuntimeError: they have different shapes.
+        ValueError: they have different structures.
+    """
+    try:
+        return stacked(rows)
+    except RuntimeError as error:
+        raise RuntimeError(f"Stacking the elements of the list resulted in an error: {error}") from None
+
+
 def shallow(data: Data) -> Data:
     """A copy of a batch that shares its tensors, for transforms that set keys in place."""
     return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, ClassVar, Protocol
 from weakref import ref
 
@@ -94,6 +94,10 @@ class Reader(Protocol):
         """Raise if rows of ``schema`` lack what it needs."""
 
 
+#: Marks come before what reads them.
+_ORDER = ("marks", "ends", "host", "sharing")
+
+
 class Followers:
     """All that follow the rows of a storage: what it keeps about them itself, and the samplers of its buffers.
 
@@ -107,17 +111,19 @@ class Followers:
 
     def __init__(self) -> None:
         self.own: tuple[Follower, ...] = ()
+        self._kept: dict[str, Follower | None] = {}
         self.listeners: tuple[ref[Listener], ...] = ()
         self.write_listeners: tuple[ref[Listener], ...] = ()
         self.priority: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without samplers: a copy of their buffer has others, and none of what the storage keeps: it connects."""
-        return {"own": (), "listeners": (), "write_listeners": (), "priority": None}
+        return {"own": (), "_kept": {}, "listeners": (), "write_listeners": (), "priority": None}
 
-    def keep(self, own: Sequence[Follower | None]) -> None:
-        """Tell what the storage keeps about its rows, where there are any."""
-        found = tuple([each for each in own if each is not None])
+    def keep(self, **kept: Follower | None) -> None:
+        """Tell what the storage keeps about its rows: marks, ends, host, sharing. None: it keeps none."""
+        self._kept |= kept
+        found = tuple([each for name in _ORDER if (each := self._kept.get(name)) is not None])
         if found != self.own:
             self.own = found
 
@@ -191,7 +197,7 @@ class Followers:
 
     def free(self) -> None:
         """All rows are forgotten, and memory is released."""
-        self.own = ()
+        self.own, self._kept = (), {}
         for sampler in self.samplers:
             sampler.free()
 

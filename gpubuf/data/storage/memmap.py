@@ -218,7 +218,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             raise
         return separate(columns)
 
-    def _new_marks(self) -> Tensor:
+    def _new_marks(self, device: torch.device) -> Tensor:
         """Mapped, like the rows: those that are there already, if the folder has some."""
         assert self.scratch_dir is not None
         path = self.scratch_dir / files.MARKS_FILE
@@ -276,7 +276,7 @@ class LazyMemmapStorage(LazyTensorStorage):
     @property
     def has_large_rows(self) -> bool:
         """Whether :meth:`request` has anything to do."""
-        return self._schema is not None and any(leaf.row_bytes >= LARGE_ROW for leaf in self.layout.leaves)
+        return self.rows is not None and any(leaf.row_bytes >= LARGE_ROW for leaf in self.layout.leaves)
 
     def request(self, index: Tensor) -> None:
         """Ask the system to read the pages of large rows, so that they are in memory when the rows are used.
@@ -293,7 +293,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         if self._patience == 0:
             return
         self._patience -= 1
-        for leaf, (address, *_, stride) in zip(self.layout.leaves, self.table.tolist(), strict=True):
+        for leaf, (address, *_, stride) in zip(self.layout.leaves, self.rows.table.tolist(), strict=True):
             if leaf.row_bytes >= LARGE_ROW:
                 for start in (address + index * stride).tolist():
                     page = start // mmap.PAGESIZE * mmap.PAGESIZE
@@ -347,7 +347,7 @@ class LazyMemmapStorage(LazyTensorStorage):
 
         Rows first, then the counters. Don't write meanwhile.
         """
-        if self._schema is None:
+        if self.rows is None:
             return
         assert self.scratch_dir is not None
         for leaf in self.layout.leaves:
@@ -355,12 +355,12 @@ class LazyMemmapStorage(LazyTensorStorage):
         files.sync_file(self.scratch_dir / COUNTERS_FILE)
         if self.marks.rows is not None:
             files.sync_file(self.scratch_dir / files.MARKS_FILE)
-        files.write_metadata(self.scratch_dir, self.layout, tuple(self._shape), len(self))
+        files.write_metadata(self.scratch_dir, self.layout, tuple(self.shape), len(self))
 
     def cleanup(self) -> bool:
         """Remove the files now. The rows can be used until the storage is dropped. Returns whether there were files."""
-        found = self._schema is not None and any(path.exists() for path in self._own_files())
-        if self._schema is not None:
+        found = self.rows is not None and any(path.exists() for path in self._own_files())
+        if self.rows is not None:
             assert self.scratch_dir is not None
             _remove(self.scratch_dir, self._own_files(), os.getpid(), self._hold)
             self._hold = None

@@ -1,49 +1,23 @@
-"""The plans of a storage: how its rows are written and read where they are."""
+"""The plans of a storage, how its rows are written and read where they are, and readers with plans of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import math
+from typing import Any
 from weakref import WeakSet
 
 import torch
 
-from gpubuf.data.storage.column import Column, address_table
-from gpubuf.data.storage.end_bits import EndBits
-from gpubuf.data.storage.follower import Reader
-from gpubuf.data.storage.layout import RowLayout
-from gpubuf.data.storage.plan import Recipe, RowPlan, as_stored, field_table, fields_of
+from gpubuf.data.storage import host_memory
+from gpubuf.data.storage.column import address_table
+from gpubuf.data.storage.end_bits import EndBits, Marks, Signal, bitmap_bytes
+from gpubuf.data.storage.follower import Followers, Reader
+from gpubuf.data.storage.placement import IndexBytes, depends_on_room
+from gpubuf.data.storage.plan import Recipe, RowPlan, as_stored, field_table
 from gpubuf.data.storage.ring import Ring
+from gpubuf.data.storage.rows import Rows
 from gpubuf.data.storage.schema import Options, Schema
-from gpubuf.data.storage.share_next import Sharing
-from gpubuf.kernels.rows import Field, Reading
-
-
-class Rows(NamedTuple):
-    """The rows of a storage, where they are.
-
-    Attributes:
-        schema: what they are.
-        columns: their memory, in the order of ``schema.stored``.
-        ring: counts them.
-        capacity: how many there is room for.
-        envs: rows per step.
-        device: does the work.
-        sharing: next observations that are stored once; None: all have memory of their own.
-    """
-
-    schema: Schema
-    columns: Sequence[Column]
-    ring: Ring
-    capacity: int
-    envs: int
-    device: torch.device
-    sharing: Sharing | None
-
-    def fields(self, layout: RowLayout) -> list[Field]:
-        """The fields of batches of ``layout``."""
-        aside = {} if self.sharing is None else self.sharing.aside
-        return fields_of(self.schema, self.columns, self.envs, layout, aside)
+from gpubuf.kernels.rows import Reading
 
 
 class Plans:
@@ -56,8 +30,6 @@ class Plans:
         stored: of rows as they are stored.
         written: of rows as they are written.
         batch: of rows as batches have them.
-        readers: what reads rows in ways of its own, as long as it exists: it refers to the storage.
-        ends_by: which keys tell the ends of trajectories; None: nobody asks.
     """
 
     def __init__(self, options: Options) -> None:
@@ -65,42 +37,6 @@ class Plans:
         self.stored = RowPlan()
         self.batch = RowPlan() if options else self.stored
         self.written = RowPlan() if options.batch_dtypes else self.batch
-        self.ends_by: Recipe | None = None
-        self.readers = WeakSet[Reader]()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without readers: those of a copy come anew."""
-        return {**vars(self), "readers": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.readers = WeakSet()
-
-    def reader(self, recipe: Recipe) -> RowPlan | None:
-        """What reads rows as a recipe says; None: nothing does."""
-        if recipe.is_plain:
-            return self.batch
-        same = (each for each in self.readers if isinstance(each, RowPlan) and each.recipe == recipe)
-        return next(same, None)
-
-    def tell_ends(self, reader: Reader) -> bool:
-        """Let ends of trajectories be told as a reader needs it. Returns whether that is by other keys than before.
-
-        Raises:
-            ValueError: another one knows the ends of trajectories by other keys.
-        """
-        known, recipe = self.ends_by, reader.recipe
-        changes = reader.needs_ends and (known is None or not recipe.same_ends(known))
-        if changes:
-            if any(other.needs_ends for other in self.readers):
-                raise ValueError("another buffer with the same storage tells the ends of trajectories by other keys")
-            self.ends_by = recipe
-        return changes
-
-    def check_rows(self, schema: Schema) -> None:
-        """Raise if rows of ``schema`` lack what a reader needs."""
-        for reader in self.readers:
-            reader.check_rows(schema)
 
     @property
     def nbytes(self) -> int:
@@ -108,50 +44,173 @@ class Plans:
         tables = [plan.table for plan in {self.stored, self.written, self.batch}]
         return sum(table.nbytes for table in tables if table is not None)
 
-    def set(self, at: Rows) -> None:
+    def place(self, rows: Rows) -> None:
         """Write and read rows where they are now. Tables stay where they are, as long as the device does."""
-        schema, sharing = at.schema, at.sharing
+        schema, sharing = rows.schema, rows.sharing
+        rows.way = sharing or self.written
         row_bytes = [leaf.row_bytes for leaf in schema.stored.leaves]
-        table = address_table(at.columns, row_bytes, at.envs, at.device)
+        table = address_table(rows.columns, row_bytes, rows.envs, rows.device)
         # Without options it makes batches, too, which have the containers that were written.
-        self.stored.set(schema.stored if self._computed else schema.batch, table, at.ring, at.capacity)
+        self.stored.set(schema.stored if self._computed else schema.batch, table, rows.ring, rows.capacity)
         if not self._computed:
             return
         links = () if sharing is None else sharing.of_plans
-        reading = Reading(links=None if sharing is None else sharing.links, envs=at.envs)
+        reading = Reading(links=None if sharing is None else sharing.links, envs=rows.envs)
         for plan, layout in {self.written: schema.written, self.batch: schema.batch}.items():
-            plan.set(layout, field_table(at.fields(layout), at.device), at.ring, at.capacity, links, reading)
+            plan.set(layout, field_table(rows.fields(layout), rows.device), rows.ring, rows.capacity, links, reading)
         if sharing is not None:
-            sharing.plan = self.written
-            fields = field_table(as_stored(at.fields(schema.written)), at.device)
-            sharing.raw.set(schema.full, fields, at.ring, at.capacity, links, reading)
-
-    def set_readers(self, at: Rows, ends: EndBits | None) -> None:
-        """Read rows where they are now, and where trajectories end, if that is known."""
-        for reader in self.readers:
-            if isinstance(reader, RowPlan):
-                set_reader(reader, at, ends)
+            sharing.stored, sharing.plan = self.stored, self.written
+            fields = field_table(as_stored(rows.fields(schema.written)), rows.device)
+            sharing.raw.set(schema.full, fields, rows.ring, rows.capacity, links, reading)
 
     def forget(self) -> None:
         """The rows are gone."""
-        for plan in (self.stored, self.written, self.batch, *self.readers):
-            if isinstance(plan, RowPlan):
-                plan.forget()
+        for plan in (self.stored, self.written, self.batch):
+            plan.forget()
 
 
-def set_reader(plan: RowPlan, at: Rows, ends: EndBits | None) -> None:
-    """Read rows by the recipe of ``plan`` where they are now, and where trajectories end, if that is known."""
-    recipe, processing = plan.recipe, plan.recipe.processing
-    draws, noise = 0, None
-    if processing is not None:
-        processing.bind(at.schema.batch.leaves, at.envs, at.device)
-        draws, noise = processing.draws, processing.noise
-    bits = ends.ends if ends is not None and recipe.n_steps > 1 else None
-    links = None if at.sharing is None else at.sharing.links
-    plan.set(
-        recipe.layout(at.schema.batch),
-        field_table(recipe.fields(at.schema, at.fields(at.schema.batch)), at.device),
-        at.ring,
-        at.capacity,
-        reading=Reading(bits, links, noise, at.envs, recipe.n_steps, recipe.gamma, draws),
-    )
+class Readers:
+    """What reads the rows of a storage in ways of its own, and where trajectories end for those who have to know.
+
+    It knows a reader for as long as that exists, for readers refer to the storage.
+
+    Args:
+        batch: makes the batches of those that read rows as they are.
+        followers: of the storage.
+        marks: of the storage, which end trajectories too.
+
+    Attributes:
+        ends_by: which keys tell the ends of trajectories; None: nobody asks.
+        end_bits: where they end, if somebody asks. None: nobody does, or nothing is allocated.
+    """
+
+    def __init__(self, batch: RowPlan, followers: Followers, marks: Marks) -> None:
+        self._batch, self._followers, self._marks = batch, followers, marks
+        self._readers = WeakSet[Reader]()
+        self._rows: Rows | None = None
+        self.ends_by: Recipe | None = None
+        self.end_bits: EndBits | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without readers: those of a copy come anew."""
+        return {**vars(self), "_readers": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _readers=WeakSet())
+
+    def of(self, recipe: Recipe) -> RowPlan:
+        """Reads rows as a recipe says. It follows the storage, which may be allocated later, moved and freed.
+
+        Raises:
+            KeyError: the stored rows lack a key that the recipe needs.
+            ValueError: the rows can't be summed, or another reader tells ends by other keys.
+        """
+        if recipe.is_plain:
+            return self._batch
+        for known in self._readers:
+            if isinstance(known, RowPlan) and known.recipe == recipe:
+                return known
+        plan = RowPlan(recipe)
+        self.serve(plan)
+        if self._rows is not None:
+            self._set(plan, self._rows)
+        return plan
+
+    def serve(self, reader: Reader) -> None:
+        """Serve ``reader`` for as long as it exists: rows that lack what it needs are refused.
+
+        Raises:
+            ValueError: another one knows the ends of trajectories by other keys.
+            KeyError: the rows lack what it needs.
+        """
+        if self._rows is not None:
+            reader.check_rows(self._rows.schema)
+        known, recipe = self.ends_by, reader.recipe
+        if reader.needs_ends and (known is None or not recipe.same_ends(known)):
+            if any(other.needs_ends for other in self._readers):
+                raise ValueError("another buffer with the same storage tells the ends of trajectories by other keys")
+            self.ends_by = recipe
+            if self._rows is not None:
+                self._keep_ends(self._rows, recipe)
+                self._followers.rebuild_own()
+        self._readers.add(reader)
+
+    def depends_on(self, columns: set[int]) -> bool:
+        """Whether one of these stored keys tells where trajectories end, for who has to know."""
+        return self.end_bits is not None and self.end_bits.depends_on(columns)
+
+    def end(self, ring: Ring, env: int | None) -> None:
+        """End the trajectories of the newest rows, of one environment or of all. There is memory for marks."""
+        self._marks.end(ring.counters, env)
+        if self.end_bits is not None:
+            self.end_bits.write(1)
+        self._followers.on_end()
+
+    def check_rows(self, schema: Schema, ndim: int) -> None:
+        """Raise if rows of ``schema`` in ``ndim`` dimensions lack what a reader or a sampler needs.
+
+        Raises:
+            KeyError, RuntimeError, ValueError: they do.
+        """
+        for sampler in self._followers.samplers:
+            sampler.check_rows(schema.written, ndim)
+        for reader in self._readers:
+            reader.check_rows(schema)
+
+    def derived_bytes(self, requested: torch.device | str, shape: tuple[int, ...]) -> IndexBytes:
+        """Bytes that are kept beside the rows of a storage of ``shape``; zero for placements that ignore free memory.
+
+        The machine is then not asked for its GPU: a process that CUDA woke up in can't be forked to use it.
+        """
+        if not depends_on_room(requested):
+            return IndexBytes()
+        device_type = "cuda" if host_memory.cuda_present() else "cpu"
+        index = math.prod(shape) * self._marks.by_writers
+        if self.ends_by is not None:
+            index += bitmap_bytes(shape, device_type)
+        if self._rows is not None and self._rows.sharing is not None:
+            index += self._rows.sharing.nbytes
+        samplers = self._followers.samplers
+        return sum((each.index_bytes(shape, device_type) for each in samplers), IndexBytes(index=index))
+
+    def place(self, rows: Rows, *, anew: bool) -> None:
+        """Read rows where they are now. ``anew``: it is to be found out where trajectories end."""
+        self._rows = rows
+        if anew and self.ends_by is not None:
+            self._keep_ends(rows, self.ends_by)
+        elif self.end_bits is not None:
+            self.end_bits.readdress(rows.table)
+            self._followers.keep(ends=self.end_bits)
+        for reader in self._readers:
+            if isinstance(reader, RowPlan):
+                self._set(reader, rows)
+
+    def _keep_ends(self, rows: Rows, recipe: Recipe) -> None:
+        positions, by_id = recipe.ends(rows.schema)
+        signal = Signal(tuple(rows.schema.columns[position] for position in positions), by_id)
+        self.end_bits = EndBits(signal, rows.ring, rows.shape, rows.table, self._marks)
+        self._followers.keep(ends=self.end_bits)
+
+    def _set(self, plan: RowPlan, rows: Rows) -> None:
+        """Read rows by the recipe of ``plan`` where they are now, and where trajectories end, if that is known."""
+        recipe, processing = plan.recipe, plan.recipe.processing
+        draws, noise = 0, None
+        if processing is not None:
+            processing.bind(rows.schema.batch.leaves, rows.envs, rows.device)
+            draws, noise = processing.draws, processing.noise
+        bits = self.end_bits.ends if self.end_bits is not None and recipe.n_steps > 1 else None
+        links = None if rows.sharing is None else rows.sharing.links
+        plan.set(
+            recipe.layout(rows.schema.batch),
+            field_table(recipe.fields(rows.schema, rows.fields(rows.schema.batch)), rows.device),
+            rows.ring,
+            rows.capacity,
+            reading=Reading(bits, links, noise, rows.envs, recipe.n_steps, recipe.gamma, draws),
+        )
+
+    def forget(self) -> None:
+        """The rows are gone."""
+        self._rows = self.end_bits = None
+        for reader in self._readers:
+            if isinstance(reader, RowPlan):
+                reader.forget()

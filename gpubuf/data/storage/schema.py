@@ -368,6 +368,11 @@ class Schema:
             tuple(columns[source.owner] for source in found),
         )
 
+    @property
+    def computed(self) -> bool:
+        """Whether rows are computed while they are written and read: see :class:`~.plan.RowPlan`."""
+        return self.batch is not self.written
+
     @functools.cached_property
     def shared(self) -> dict[int, Leaf]:
         """The columns that hold next observations too, by their positions, as they are stored."""

@@ -106,7 +106,7 @@ class Sharing:
         links, owners: see :mod:`gpubuf.kernels.rows`.
         sides: for each of ``leaves`` its entries, and after them what is pending: ``[slots + envs, ...]``.
         raw: reads, writes and links rows as they are stored, with all their next observations.
-        plan: writes rows. The storage sets both.
+        plan, stored: write rows, and read and write them as they are stored. The storage sets both.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Sharing:
         self._ndim, self._capacity, self._envs = len(shape), math.prod(shape), math.prod(shape[1:])
         self.links, self.owners = rows.new_links(self._capacity, slots, placement.device)
         self.sides = [self.new_side(leaf, placement) for leaf in self.leaves.values()]
-        self.raw, self.plan = RowPlan(), RowPlan()
+        self.raw, self.plan, self.stored = RowPlan(), RowPlan(), RowPlan()
         self._again = again
 
     def new_side(self, leaf: Leaf, placement: Placement) -> Tensor:
@@ -198,21 +198,17 @@ class Sharing:
         if int(self._ring.counters[WRITTEN]) == written:
             self.plan.extend(sources, n)
 
-    def write(self, stored: RowPlan, sources: list[Tensor], index: Tensor) -> None:
-        """Overwrite rows, and leave those before them as they were.
-
-        Args:
-            stored: of rows as they are stored.
-            sources, index: as for :meth:`RowPlan.write`.
+    def write(self, sources: list[Tensor], index: Tensor) -> None:
+        """Overwrite rows, and leave those before them as they were. As :meth:`RowPlan.write`.
 
         Raises:
             NoRoomError: there is no room aside; nothing has changed then. Not on a GPU.
         """
         # The observations that are overwritten were also the next ones of the rows before.
         before = self._before(index)
-        change = functools.partial(self._change, stored, sources, index, before, self.raw.gather(before)[0])
+        change = functools.partial(self._change, sources, index, before, self.raw.gather(before)[0])
         # A write can be refused on the CPU alone.
-        kept = stored.gather(index)[0] if past_dispatcher(self.links) else None
+        kept = self.stored.gather(index)[0] if past_dispatcher(self.links) else None
         change = functools.partial(change, kept)
         try:
             self._again.make(change)
@@ -221,7 +217,6 @@ class Sharing:
 
     def _change(
         self,
-        stored: RowPlan,
         sources: list[Tensor],
         index: Tensor,
         before: Tensor,
@@ -239,7 +234,7 @@ class Sharing:
             self.plan.relink(sources, index)
         except NoRoomError:
             if kept is not None:
-                stored.write(kept, index)
+                self.stored.write(kept, index)
                 # They are continued again: entries that were taken for them come free.
                 self.raw.relink(coming, before)
             raise

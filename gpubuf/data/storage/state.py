@@ -166,7 +166,7 @@ def _write_anew(storage: TensorStorage, state: dict[str, Any], layout: RowLayout
                 storage.append(rows)
             else:
                 assert sharing is not None
-                sharing.raw.extend(storage.local(layout.collect(rows, ndim), ndim), rows.shape[0] * storage.envs)
+                sharing.raw.extend(storage.rows.local(layout.collect(rows, ndim), ndim), rows.shape[0] * storage.envs)
         # A GPU has counted what it found no room for.
         storage.refresh()
     except (NoRoomError, IndexError) as error:

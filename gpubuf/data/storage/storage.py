@@ -18,42 +18,36 @@ from torch import Tensor
 
 from gpubuf.data.arguments import check_count, warn
 from gpubuf.data.recording import DERIVED, FREES, Unfinished, at_replays
-from gpubuf.data.storage import host_memory
 from gpubuf.data.storage import state as states
 from gpubuf.data.storage.column import (
     Columns,
     Record,
-    RowAddresses,
     new_record,
     owned_column,
     records,
     separate,
 )
-from gpubuf.data.storage.containers import Data, batch_shape, device_of, first_of, mapped, stacked
-from gpubuf.data.storage.end_bits import EndBits, Marks, Signal, bitmap_bytes
-from gpubuf.data.storage.follower import Followers, Reader
+from gpubuf.data.storage.containers import Data, batch_shape, device_of, first_of, mapped
+from gpubuf.data.storage.end_bits import Marks
+from gpubuf.data.storage.follower import Followers
 from gpubuf.data.storage.host_rows import HostRows
-from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, stored_positions, unravel
-from gpubuf.data.storage.layout import Key, RowLayout, as_key
+from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, unravel
+from gpubuf.data.storage.layout import RowLayout, as_key
 from gpubuf.data.storage.placement import (
     AUTO,
     PINNED,
     SPLIT,
     IndexBytes,
     Placement,
-    depends_on_room,
     place,
     readable,
     working_device,
 )
-from gpubuf.data.storage.plan import NOT_INITIALIZED, Recipe, RowPlan
-from gpubuf.data.storage.plans import Plans, Rows, set_reader
+from gpubuf.data.storage.plan import NOT_INITIALIZED
+from gpubuf.data.storage.plans import Plans, Readers
 from gpubuf.data.storage.ring import Ring
-from gpubuf.data.storage.schema import (
-    Options,
-    Schema,
-    keys_told,
-)
+from gpubuf.data.storage.rows import Rows
+from gpubuf.data.storage.schema import Options, Schema, keys_told
 from gpubuf.data.storage.share_next import Again, Sharing, entries_of, side_bytes
 from gpubuf.data.storage.tree_layout import layout_of
 
@@ -75,18 +69,14 @@ class TensorStorage:
 
     Attributes:
         options: how keys are stored and given out.
-        host: what is kept for each row on the host: data that are not tensors. None: nothing.
-        sharing: the next observations that are stored once; None: all have memory of their own.
         plans: how rows are written and read.
         marks: the rows that end trajectories whatever their flags say.
         followers: what is kept about the rows: marks, ends and :attr:`host`, :attr:`sharing`, where there are any, and
             the samplers of all buffers with this storage.
-        end_bits: where trajectories end, if a buffer needs that. None: none does, or nothing is allocated.
+        readers: what reads the rows in ways of its own, and where trajectories end.
         ring: how many rows were written; on the CPU until the first write.
-        columns: the rows, ``[*shape, ...]`` for each of ``layout.leaves``. Those beyond ``len()`` are uninitialised.
-        addresses: where the rows are.
+        rows: what there is from the first write on: a :class:`~.rows.Rows`; None before.
         owner: the process that handed a buffer with these rows to this one, and alone may write; None: this process.
-        table: the addresses of :attr:`columns`, int64 ``[K, 5]``; see :mod:`gpubuf.kernels.rows`.
 
     Raises:
         ValueError: ``max_size`` contradicts ``storage``, or there is no ``storage``.
@@ -137,20 +127,15 @@ class TensorStorage:
         self.ndim = ndim
         self.requested_device = device
         self.options = options
-        # What the rows are; None: nothing is allocated.
-        self._schema: Schema | None = None
-        self.columns = Columns()
-        self.addresses = RowAddresses()
+        # A `Rows`, or None. Writes and samples use what it has past the properties.
+        self.rows: Any = None
         self.ring = Ring(self.max_size)
-        self._placement: Placement | None = None
         self.owner: int | None = None
         # These stay the same, so that captured graphs find their tables.
         self.plans = Plans(options)
-        self.host: HostRows | None = None
-        self.sharing: Sharing | None = None
         self.marks = Marks()
-        self.end_bits: EndBits | None = None
         self.followers = Followers()
+        self.readers = Readers(self.plans.batch, self.followers, self.marks)
         self._laps = 0  # how often the ring went round before the memory was last released
         #: Root keys that are derived and therefore not stored; set by writers that own them.
         self.ignored_keys: frozenset[str] = frozenset()
@@ -160,34 +145,27 @@ class TensorStorage:
         self.again = Again()
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but addresses. Who has a copy may write to it."""
-        nowhere = {"table": None, "addresses": RowAddresses(), "owner": None}
-        return {**vars(self), **nowhere}
+        """Who has a copy may write to it."""
+        return {**vars(self), "owner": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        schema = self._schema
-        if schema is None or self._placement is None:
+        rows: Rows | None = self.rows
+        if rows is None:
             return
         # Copies of pinned and of mapped memory are neither.
-        if self._placement.rows_on_host or not self.relocatable:
-            copies, records = self.columns.records, self._allocate(schema.stored, tuple(self._shape), self._placement)
-            for record, copied in zip(records, copies, strict=True):
-                for start, part in copied.memory.pieces():
-                    record.memory.write(start, part)
-            self.columns = Columns(records, schema.stored.leaves)
-            if self.sharing is not None:
-                self.sharing.renew(self._placement)
+        if rows.placement.rows_on_host or not self.relocatable:
+            rows.renew(self._allocate(rows.schema.stored, rows.shape, rows.placement))
             if self.marks.kept:
-                self.marks.rows = self._new_marks().copy_(self.marks.memory)
-        self._connect(schema, self.ring, anew=False)
+                self.marks.rows = self._new_marks(rows.device).copy_(self.marks.memory)
+        self._connect(rows, anew=False)
 
     # Properties
 
     @property
     def initialized(self) -> bool:
         """Whether the tensors have been allocated."""
-        return self._schema is not None
+        return self.rows is not None
 
     @property
     def schema(self) -> Schema:
@@ -196,9 +174,10 @@ class TensorStorage:
         Raises:
             RuntimeError: nothing has been written yet.
         """
-        if self._schema is None:
+        if self.rows is None:
             raise RuntimeError(NOT_INITIALIZED)
-        return self._schema
+        schema: Schema = self.rows.schema
+        return schema
 
     def check_initialized(self) -> None:
         """Raise as :attr:`schema`."""
@@ -218,11 +197,6 @@ class TensorStorage:
         return self.schema.written
 
     @property
-    def batch_layout(self) -> RowLayout:
-        """The keys, shapes and dtypes of a row of a batch. Raises as :attr:`schema`."""
-        return self.schema.batch
-
-    @property
     def computed(self) -> bool:
         """Whether rows are computed while they are written and read: see :class:`~.plan.RowPlan`."""
         return bool(self.options)
@@ -234,8 +208,9 @@ class TensorStorage:
         Raises:
             RuntimeError: it is ``"auto"``, and nothing has been written yet.
         """
-        if self._schema is not None:
-            return self._device
+        if self.rows is not None:
+            device: torch.device = self.rows.device
+            return device
         if self.requested_device == AUTO:
             raise RuntimeError("device='auto' is decided by the first write")
         return working_device(self.requested_device)
@@ -246,17 +221,32 @@ class TensorStorage:
 
         Raises as :attr:`device`.
         """
-        return self.device if self._placement is None else self._placement.rows_device
+        return self.device if self.placement is None else self.placement.rows_device
 
     @property
     def placement(self) -> Placement | None:
         """The place of the storage, and the reason; None before the first write."""
-        return self._placement
+        return None if self.rows is None else self.rows.placement
+
+    @property
+    def columns(self) -> Columns:
+        """The rows, ``[*shape, ...]`` for each of ``layout.leaves``. Those beyond ``len()`` are uninitialised."""
+        return Columns() if self.rows is None else self.rows.columns
+
+    @property
+    def host(self) -> HostRows | None:
+        """What is kept for each row on the host: data that are not tensors. None: nothing."""
+        return None if self.rows is None else self.rows.host
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """The next observations that are stored once; None: all have memory of their own."""
+        return None if self.rows is None else self.rows.sharing
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the full storage, ``[max_size]`` or ``[T, E]``."""
-        return self._shape if self._schema is not None else torch.Size((self.max_size,))
+        return torch.Size((self.max_size,)) if self.rows is None else self.rows.shape
 
     @property
     def cursor(self) -> int:
@@ -287,11 +277,6 @@ class TensorStorage:
         return len(self) // math.prod(self.shape[1:])
 
     @property
-    def table_bytes(self) -> int:
-        """Bytes of the kernels' tables."""
-        return self.plans.nbytes + (0 if self.sharing is None else self.sharing.table_bytes)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of row memory, with next observations that lie aside."""
         beside = 0 if self.sharing is None else self.sharing.entry_bytes
@@ -313,16 +298,6 @@ class TensorStorage:
         """The schema of rows that are written like those of ``layout``."""
         return Schema.of(layout, self.options)
 
-    def check_rows(self, schema: Schema) -> None:
-        """Raise if rows of ``schema`` lack what a reader or a sampler needs.
-
-        Raises:
-            KeyError, RuntimeError, ValueError: they do.
-        """
-        for sampler in self.followers.samplers:
-            sampler.check_rows(schema.written, self.ndim)
-        self.plans.check_rows(schema)
-
     def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a storage whose first batch has ``shape``: whole steps of all environments.
 
@@ -341,12 +316,11 @@ class TensorStorage:
             MemoryError, torch.OutOfMemoryError: there is no room.
             ValueError: nor is there for rows that are batches themselves.
         """
-        self.check_rows(schema)
+        self.readers.check_rows(schema, self.ndim)
         try:
-            self._placement = placement = self._place(data_device, schema, shape)
+            placement = self._place(data_device, schema, shape)
             found = self._allocate(schema.stored, shape, placement)
         except BaseException as error:
-            self._placement = None
             nested = schema.written.nested_batch
             if nested and isinstance(error, (MemoryError, torch.OutOfMemoryError)):
                 raise ValueError(
@@ -362,23 +336,8 @@ class TensorStorage:
         n, aside, links = math.prod(shape), 0, 0
         if schema.shared:
             aside, links = side_bytes(schema, n, math.prod(shape[1:]), self.options.next_capacity)
-        beside = self.derived_bytes(self.requested_device, shape) + IndexBytes(index=links)
+        beside = self.readers.derived_bytes(self.requested_device, shape) + IndexBytes(index=links)
         return place(self.requested_device, n * schema.stored.row_bytes, beside, shape, data_device, aside=aside)
-
-    def derived_bytes(self, requested: torch.device | str, shape: tuple[int, ...]) -> IndexBytes:
-        """Bytes that are kept beside the rows of a storage of ``shape``; zero for placements that ignore free memory.
-
-        The machine is then not asked for its GPU: a process that CUDA woke up in can't be forked to use it.
-        """
-        if not depends_on_room(requested):
-            return IndexBytes()
-        device_type = "cuda" if host_memory.cuda_present() else "cpu"
-        index = math.prod(shape) * self.marks.by_writers
-        if self.plans.ends_by is not None:
-            index += bitmap_bytes(shape, device_type)
-        if self.sharing is not None:
-            index += self.sharing.nbytes
-        return sum((each.index_bytes(shape, device_type) for each in self.followers.samplers), IndexBytes(index=index))
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Record]:
         """Uninitialised row memory. Storages elsewhere override it."""
@@ -388,74 +347,61 @@ class TensorStorage:
     def _adopt(self, schema: Schema, found: list[Record], shape: tuple[int, ...], placement: Placement) -> None:
         # What an interrupt has left of rows that never were.
         self.plans.forget()
-        self._placement, self._device = placement, placement.device
-        self.columns = Columns(found, schema.stored.leaves)
-        self._shape = torch.Size(shape)
+        self.readers.forget()
         self.max_size = math.prod(shape)
         ring = self._new_ring(placement.device)
         if self._laps:
             ring.set_counters(self._laps * self.max_size, 0)
             ring.skipped = ring.written
+        sharing = None
         if schema.shared:
-            slots = entries_of(self.max_size, self.envs, self.options.next_capacity)
-            self.sharing = Sharing(schema, slots, shape, placement, ring, self.again)
-        self.host = self._new_host(schema, ring)
-        self.marks.envs = self.envs
+            slots = entries_of(self.max_size, math.prod(shape[1:]), self.options.next_capacity)
+            sharing = Sharing(schema, slots, shape, placement, ring, self.again)
+        columns, host = Columns(found, schema.stored.leaves), self._new_host(schema, ring)
+        rows = Rows(schema, shape, placement, columns, ring, host, sharing, self.plans.written)
+        self.marks.envs = rows.envs
         if self.marks.by_writers:
-            self.marks.rows = self._new_marks()
-        self._connect(schema, ring, anew=True)
+            self.marks.rows = self._new_marks(rows.device)
+        self._connect(rows, anew=True)
         # In one step: from here on the storage is initialised.
-        self.ring, self._schema = ring, schema
+        self.ring, self.rows = ring, rows
 
     def _new_ring(self, device: torch.device) -> Ring:
         return Ring(self.max_size, device)
 
-    def _new_marks(self) -> Tensor:
+    def _new_marks(self, device: torch.device) -> Tensor:
         """Memory for a mark per row: none is set. Storages elsewhere override it."""
-        return torch.zeros(self.max_size, dtype=torch.uint8, device=self._device)
+        return torch.zeros(self.max_size, dtype=torch.uint8, device=device)
 
     def _new_host(self, schema: Schema, ring: Ring) -> HostRows | None:
         """What is to keep data that are not tensors; None: there are none. Storages elsewhere override it."""
         return HostRows(schema.written.host, self.max_size, ring) if schema.written.host else None
 
-    def _follow(self) -> None:
-        self.followers.keep([self.marks if self.marks.kept else None, self.end_bits, self.host, self.sharing])
-
     @property
     def envs(self) -> int:
-        return math.prod(self._shape[1:])
+        return math.prod(self.shape[1:])
 
-    def _connect(self, schema: Schema, ring: Ring, *, anew: bool) -> None:
+    def _connect(self, rows: Rows, *, anew: bool) -> None:
         """Write and read rows where they are now. ``anew``: it is to be found out where trajectories end."""
-        at = self._rows_now(schema, ring)
-        if at.sharing is not None:
-            at.sharing.to(self._device)
-        sides = [] if at.sharing is None else at.sharing.sides
-        self.addresses = RowAddresses([*sides, *self.columns.memory])
-        self.plans.set(at)
+        rows.find()
+        self.plans.place(rows)
         assert self.plans.stored.table is not None
-        self.table = self.plans.stored.table
-        if anew:
-            self._keep_ends(schema, ring)
-        elif self.end_bits is not None:
-            self.end_bits.readdress(self.table)
-        self._follow()
-        self.plans.set_readers(at, self.end_bits)
-
-    def _rows_now(self, schema: Schema, ring: Ring) -> Rows:
-        return Rows(schema, self.columns, ring, self.max_size, self.envs, self._device, self.sharing)
+        rows.table = self.plans.stored.table
+        self.followers.keep(marks=None if self.marks.rows is None else self.marks, host=rows.host, sharing=rows.sharing)
+        self.readers.place(rows, anew=anew)
 
     def relocated(self, placement: Placement) -> None:
         """Adopt ``placement``, where all records of :attr:`columns` are now."""
-        ring, stays = self.ring, placement.device == self._device
+        rows: Rows = self.rows
+        stays = placement.device == rows.device
         if not stays:
-            self._device = placement.device
-            ring.to(placement.device)
+            rows.device = placement.device
+            rows.ring.to(placement.device)
             if self.marks.kept:
-                self.marks.rows = self._new_marks().copy_(self.marks.memory)
+                self.marks.rows = self._new_marks(rows.device).copy_(self.marks.memory)
         # The shape of the index depends on the device.
-        self._connect(self.schema, ring, anew=not stays)
-        self._placement = placement
+        self._connect(rows, anew=not stays)
+        rows.placement = placement
         if not stays:
             self.followers.rebuild_own()
         self.followers.move()
@@ -472,7 +418,7 @@ class TensorStorage:
         """
         if not self.relocatable:
             raise NotImplementedError(f"a {type(self).__name__} keeps its rows: empty() forgets them")
-        if self._schema is None:
+        if self.rows is None:
             return
         try:
             self.refresh()
@@ -482,17 +428,15 @@ class TensorStorage:
     def release(self) -> None:
         """:meth:`free`, but for what synchronises. Can be done again after an interrupt."""
         self.followers.free()
-        if self._schema is not None:
+        if self.rows is not None:
             rewritten = self.ring.rewritten
             laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
             # In one step: the memory below is that of a storage without rows.
-            self._laps, self.ring, self._schema = laps, Ring(self.requested_size), None
-        self._placement = None
-        self.host = self.sharing = self.marks.rows = self.end_bits = None
-        self.columns, self.addresses = Columns(), RowAddresses()
+            self._laps, self.ring, self.rows = laps, Ring(self.requested_size), None
+        self.marks.rows = None
         self.plans.forget()
+        self.readers.forget()
         self.max_size = self.requested_size
-        vars(self).pop("table", None)
 
     def refresh(self) -> None:
         """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
@@ -518,65 +462,26 @@ class TensorStorage:
             if self.unfinished is None:
                 self.followers.priority = None
 
-    # Readers, and where trajectories end
-
-    def reader(self, recipe: Recipe) -> RowPlan:
-        """Reads rows as a recipe says. It follows the storage, which may be allocated later, moved and freed.
-
-        Raises:
-            KeyError: the stored rows lack a key that the recipe needs.
-            ValueError: the rows can't be summed, or another reader tells ends by other keys.
-        """
-        if (found := self.plans.reader(recipe)) is not None:
-            return found
-        plan = RowPlan(recipe)
-        self.serve(plan)
-        if self._schema is not None:
-            set_reader(plan, self._rows_now(self._schema, self.ring), self.end_bits)
-        return plan
-
-    def serve(self, reader: Reader) -> None:
-        """Serve ``reader`` for as long as it exists: rows that lack what it needs are refused.
-
-        Raises:
-            ValueError: another one knows the ends of trajectories by other keys.
-            KeyError: the rows lack what it needs.
-        """
-        if self._schema is not None:
-            reader.check_rows(self._schema)
-        if self.plans.tell_ends(reader) and self._schema is not None:
-            self._keep_ends(self._schema, self.ring)
-            self.followers.rebuild_own()
-        self.plans.readers.add(reader)
-
-    def _keep_ends(self, schema: Schema, ring: Ring) -> None:
-        if self.plans.ends_by is not None:
-            positions, by_id = self.plans.ends_by.ends(schema)
-            signal = Signal(tuple(schema.columns[position] for position in positions), by_id)
-            self.end_bits = EndBits(signal, ring, self._shape, self.table, self.marks)
-            self._follow()
+    # Where trajectories end
 
     def mark_writers(self) -> None:
         """End trajectories where the rows of another writer follow: several processes write. Takes a byte per row."""
         self.marks.by_writers = True
-        if self._schema is not None:
+        if self.rows is not None:
             self.keep_marks()
 
     def keep_marks(self) -> None:
         if not self.marks.kept:
             at_replays().refuse("the first call of end_trajectories takes memory: call it once before")
-            self.marks.rows = self._new_marks()
-            self._follow()
+            self.marks.rows = self._new_marks(self.device)
+            self.followers.keep(marks=self.marks)
 
     def end_trajectories(self, env: int | None = None) -> None:
         """See :meth:`gpubuf.ReplayBuffer.end_trajectories`. Samplers that know trajectories are to be told."""
         if env is not None and not 0 <= env < self.envs:
             raise IndexError(f"env must be in 0 .. {self.envs - 1}, got {env}")
         self.keep_marks()
-        self.marks.end(self.ring.counters, env)
-        if self.end_bits is not None:
-            self.end_bits.write(1)
-        self.followers.on_end()
+        self.readers.end(self.ring, env)
 
     # Writing
 
@@ -588,24 +493,12 @@ class TensorStorage:
         """
         if isinstance(row, list):
             raise TypeError("a list means several rows, for extend(): a row of several parts is a tuple or a dict")
-        if self._schema is None and getattr(row, "batch_dims", 0) > self.ndim - 1:
+        if self.rows is None and getattr(row, "batch_dims", 0) > self.ndim - 1:
             warn(
                 f"add() writes one row, here a batch of shape {list(row.batch_size)}: write its rows with extend(), "
                 "unless every row is to be such a batch",
             )
         return mapped(row, lambda value: value.unsqueeze(dim))
-
-    def batch_of(self, rows: list[Data]) -> Data:
-        """A list of rows as a batch.
-
-        Raises:
-            RuntimeError: they have different shapes.
-            ValueError: they have different structures.
-        """
-        try:
-            return stacked(rows)
-        except RuntimeError as error:
-            raise RuntimeError(f"Stacking the elements of the list resulted in an error: {error}") from None
 
     def append(self, data: Data) -> Tensor:
         """Write a batch at the cursor, over the oldest rows. Returns the flat positions of the new rows.
@@ -627,24 +520,23 @@ class TensorStorage:
         """
         shape = batch_shape(data, self.ndim)
         n = math.prod(shape)
-        if n == 0 or (self._schema is None and self.holds_nothing(data)):
-            device = self._device if self.initialized else None
-            return torch.empty(0, dtype=torch.int64, device=device)
-        if self._schema is None:
+        if n == 0 or (self.rows is None and self.holds_nothing(data)):
+            return torch.empty(0, dtype=torch.int64, device=self.device if self.initialized else None)
+        if self.rows is None:
             self.initialize(data)
         # Past properties, here and below: every write comes here.
-        schema: Any = self._schema
-        sources = schema.written.collect(data, self.ndim)
-        if self.ndim > 1 and shape[1:] != self._shape[1:]:
-            raise ValueError(f"the storage's shape is {self._shape}, the batch's {shape}: all but the first must agree")
-        local = self.local(sources, self.ndim)
-        if self.host is not None:
-            self.host.expect(self.host.rows_of(data, self.ndim))
+        rows = self.rows
+        sources = rows.schema.written.collect(data, self.ndim)
+        if self.ndim > 1 and shape[1:] != rows.shape[1:]:
+            raise ValueError(f"the storage's shape is {rows.shape}, the batch's {shape}: all but the first must agree")
+        local = rows.local(sources, self.ndim)
+        if rows.host is not None:
+            rows.host.expect(rows.host.rows_of(data, self.ndim))
         return self._append(local, n)
 
     def append_columns(self, sources: list[Tensor], n: int) -> Tensor:
         """:meth:`append` of ``n >= 1`` rows, ``[n, ...]`` for each of ``written_layout.leaves``: nothing is checked."""
-        return self._append(self.local(sources, 1), n)
+        return self._append(self.rows.local(sources, 1), n)
 
     def append_prepared(self, launch: Callable[[], Tensor | None], n: int) -> Tensor | None:
         """:meth:`append` of ``n`` rows by a prepared launch, in eager mode on the CPU; None: it has refused them."""
@@ -652,8 +544,7 @@ class TensorStorage:
 
     def _append(self, local: list[Tensor], n: int) -> Tensor:
         at_replays().holds(self.followers, "own")
-        way = self.plans.written if self.sharing is None else self.sharing
-        index = self._write_at_cursor(functools.partial(way.extend, local, n), n, self.ring.count)
+        index = self._write_at_cursor(functools.partial(self.rows.way.extend, local, n), n, self.ring.count)
         assert index is not None
         return index
 
@@ -697,34 +588,16 @@ class TensorStorage:
             ValueError: a key, shape or dtype differs from the storage's.
             IndexError: an index is out of range (on CPU; a GPU skips the row and counts a fault).
         """
-        layout = self.written_layout
-        if layout.is_one_row(data):
-            n = index.numel()
-            data = mapped(data, lambda row: row.expand(n, *row.shape))
-        if batch_shape(data, 1) != (index.numel(),):
-            raise ValueError(f"{index.numel()} rows are addressed, the batch has shape {batch_shape(data, 1)}")
-        local = self.local(layout.collect(data, 1), 1)
-        (index,) = self.addresses.apart([index])
-        overwrite = functools.partial(self._overwrite, local, index)
+        self.check_initialized()
+        overwrite = self.rows.overwriting(index, data)
         if self.host is not None:
             # In two memories: who is interrupted between them writes both again.
-            both = functools.partial(self._overwrite_both, local, index, self.host, self.host.rows_of(data, 1))
-            overwrite = functools.partial(self.again.make, both)
+            overwrite = functools.partial(self.again.make, overwrite)
         self.changing(self._change, overwrite)
 
     def _change(self, change: Callable[[], Any]) -> None:
         change()
         self.followers.rebuild()
-
-    def _overwrite(self, local: list[Tensor], index: Tensor) -> None:
-        if self.sharing is None:
-            self.plans.written.write(local, index)
-        else:
-            self.sharing.write(self.plans.stored, local, index)
-
-    def _overwrite_both(self, local: list[Tensor], index: Tensor, host: HostRows, rows: dict[Key, list[Any]]) -> None:
-        self._overwrite(local, index)
-        host.put(index.tolist(), rows)
 
     def update(self, index: Tensor, keys: Sequence[int], sources: list[Tensor], generation: Tensor) -> None:
         """Overwrite single keys of rows in place, of those that were not overwritten since they were drawn.
@@ -738,35 +611,14 @@ class TensorStorage:
         Raises:
             IndexError: as :meth:`write`.
         """
-        index, generation = self.addresses.apart([index, generation])
-        update = functools.partial(self.plans.written.update, self.local(sources, 1), keys, index, generation)
-        changed = {self.schema.columns[key] for key in keys}
-        ends = self.end_bits is not None and self.end_bits.depends_on(changed)
-        if ends or self.followers.depends_on(changed):
+        rows: Rows = self.rows
+        index, generation = rows.addresses.apart([index, generation])
+        update = functools.partial(rows.written.update, rows.local(sources, 1), keys, index, generation)
+        changed = {rows.schema.columns[key] for key in keys}
+        if self.readers.depends_on(changed) or self.followers.depends_on(changed):
             self.changing(self._change, update)
         else:
             update()
-
-    def local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
-        """The sources on the storage's device, with the batch dimensions flattened, and copies of views of the rows.
-
-        All writes read their sources after this: by address, while rows change.
-        """
-        local = host_memory.to_device(sources, self._device)
-        if ndim > 1:
-            # The empty source of a key without a column of its own has one dimension.
-            local = [t.flatten(0, ndim - 1) if t.ndim >= ndim else t for t in local]
-        return self.addresses.apart(local)
-
-    def apart(self, data: Data) -> Data:
-        """A batch, or a copy of it if it is a view of the rows: for who reads it again after a write.
-
-        Raises as :meth:`append`.
-        """
-        if not self.addresses.high or math.prod(batch_shape(data, self.ndim)) == 0:
-            return data
-        found = self.written_layout.collect(data, self.ndim)
-        return data if self.addresses.apart(found) is found else mapped(data, lambda value: value.clone())
 
     def check_owned(self) -> None:
         """Raise if another process handed these rows to this one: it would not hear of a write.
@@ -783,12 +635,6 @@ class TensorStorage:
 
     # Reading
 
-    @property
-    def gives_views(self) -> bool:
-        """Whether ints and slices give views of the rows."""
-        on_host = self._placement is not None and self._placement.rows_on_host
-        return not (on_host or self.computed or self.host is not None)
-
     def contains(self, index: int | Tensor) -> bool | Tensor:
         """Whether a row is stored at ``index``; of a tensor, for each. See :func:`~.indexing.contained`."""
         return contained(index, self.shape, len(self))
@@ -804,56 +650,17 @@ class TensorStorage:
         Raises:
             IndexError: an index is beyond the rows written.
         """
-        data = self._rows(index)
+        self.check_initialized()
+        data: Data = self.rows.get(index)
         # TorchRL's writers of TensorDicts store it; here it is known when rows are read.
         if "index" not in self.ignored_keys or not isinstance(data, TensorDictBase):
             return data
-        coordinates = self.coordinates(index)
+        coordinates = self.rows.coordinates(index)
         return data.set("index", expanded(coordinates, coordinates.dim() - (self.ndim > 1), data.batch_size))
-
-    def _rows(self, index: Any) -> Data:
-        layout, index = self.written_layout, plain_index(index)
-        if isinstance(index, (int, slice)) and self.gives_views:
-            tensors = [column.whole[: self.steps_stored][index] for column in self.columns]
-            steps = () if isinstance(index, int) else (len(range(self.steps_stored)[index]),)
-            return layout.assemble(tensors, (*steps, *self._shape[1:]), self._device)
-        flat, batch = self.located(index)
-        tensors = self.as_written(flat)
-        if len(batch) != 1:
-            tensors = [t.view((*batch, *t.shape[1:])) for t in tensors]
-        extra = None if self.host is None else self.host.entries(flat, batch)
-        return layout.assemble(tensors, batch, self._device, extra)
-
-    def as_written(self, index: Tensor) -> list[Tensor]:
-        """Copies of rows, in the dtypes that were written: one tensor ``[n, ...]`` for each of ``written_layout``.
-
-        Args:
-            index: as for :meth:`gather`.
-        """
-        return self.plans.written.gather(index)[0]
-
-    def _positions(self, index: Any) -> Tensor:
-        return stored_positions(index, self._shape, len(self), self._device)
-
-    def located(self, index: Any) -> tuple[Tensor, tuple[int, ...]]:
-        """The flat positions of ``storage[index]``, int64 ``[n]``, and the batch shape of that data."""
-        index = plain_index(index)
-        if not isinstance(index, (int, slice)):
-            flat = self._positions(index)
-            return flat, index_shape(index, self.ndim, flat.numel())
-        chosen = torch.arange(self.steps_stored, device=self._device)[index]
-        per_step = torch.arange(self.envs, device=self._device)
-        flat = (chosen.reshape(-1, 1) * per_step.numel() + per_step).reshape(-1)
-        return flat, (*chosen.shape, *self._shape[1:])
-
-    def coordinates(self, index: Any) -> Tensor:
-        """The positions of ``storage[index]``: int64 of that data's batch shape (``[..., ndim]`` if above 1)."""
-        flat, batch = self.located(index)
-        return self.unravel(flat).reshape((*batch, self.ndim) if self.ndim > 1 else batch)
 
     def unravel(self, flat: Tensor) -> Tensor:
         """``[n]`` flat positions as ``[n, ndim]`` coordinates; ``[n]`` itself for ``ndim=1``."""
-        return flat if self.ndim == 1 else unravel(flat, self._shape)
+        return flat if self.ndim == 1 else unravel(flat, self.shape)
 
     def __getitem__(self, index: Any) -> Data:
         return self.get(index)
@@ -862,7 +669,7 @@ class TensorStorage:
         self.check_owned()
         self.check_initialized()
         index = plain_index(index)
-        flat = self._positions(index)
+        flat = self.rows.positions(index)
         shape = (1,) if isinstance(index, (int, slice)) else index_shape(index, self.ndim, flat.numel())
         if len(shape) > 1 and getattr(first_of(data), "shape", ())[: len(shape)] == shape:
             data = mapped(data, lambda value: value.reshape(flat.numel(), *value.shape[len(shape) :]))
@@ -909,9 +716,8 @@ class TensorStorage:
     def __repr__(self) -> str:
         device: Any = self.requested_device
         keys = "not initialized"
-        if self._schema is not None:
-            device = {PINNED: f"{self._device}, rows pinned", SPLIT: f"{self._device}, rows split"}.get(
-                self._placement.kind if self._placement else "", self._device
-            )
+        if self.rows is not None:
+            told = {PINNED: f"{self.device}, rows pinned", SPLIT: f"{self.device}, rows split"}
+            device = told.get(self.rows.placement.kind, self.device)
             keys = f"{readable(self.nbytes)}, {{{', '.join(keys_told(self.schema))}}}"
         return f"{type(self).__name__}({len(self)}/{self.max_size} rows, device={device}, {keys})"

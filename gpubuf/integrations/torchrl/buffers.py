@@ -12,8 +12,9 @@ from gpubuf.data import buffer as core
 from gpubuf.data import tensordict_buffers
 from gpubuf.data.arguments import component
 from gpubuf.data.operation import operation
+from gpubuf.data.parts import DEFAULT_CAPACITY, storage_of
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.storage.containers import Data, batch_shape, is_container, is_data, shallow
+from gpubuf.data.storage.containers import Data, batch_shape, is_container, is_data
 from gpubuf.data.storage.layout import as_key
 from gpubuf.data.updates import flat_entries, is_key
 from gpubuf.integrations.edits import set_keys
@@ -48,23 +49,17 @@ class Kinds(NamedTuple):
 
 
 class _Assigned:
-    """A part that TorchRL's users assign, for want of a setter: ``buffer._storage = other`` calls the setter.
-
-    There is no ``__get__``: reading the attribute costs what it costs anyway.
-    """
-
-    def __init__(self, setter: str) -> None:
-        self._setter = setter
+    """A part that TorchRL's users assign, for want of a setter: ``buffer._storage = other`` calls the setter."""
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+        self._part = name[1:]
+
+    def __get__(self, owner: Any, kind: type) -> Any:
+        return self if owner is None else getattr(owner.parts, self._part)
 
     def __set__(self, owner: Any, part: Any) -> None:
-        if "_batches" in vars(owner):
-            getattr(owner, self._setter)(part)
-        else:
-            # The constructor.
-            vars(owner)[self._name] = part
+        kept = {"collate_fn": owner.parts.collate_fn} if self._part == "storage" else {}
+        getattr(owner, f"set_{self._part}")(part, **kept)
 
 
 class ReplayBuffer(core.ReplayBuffer):
@@ -84,9 +79,9 @@ class ReplayBuffer(core.ReplayBuffer):
     """
 
     _kinds: ClassVar[Kinds] = Kinds()
-    _storage: Any = _Assigned("_replace_storage")
-    _sampler: Any = _Assigned("set_sampler")
-    _writer: Any = _Assigned("set_writer")
+    _storage: Any = _Assigned()
+    _sampler: Any = _Assigned()
+    _writer: Any = _Assigned()
 
     def __init__(
         self,
@@ -115,8 +110,8 @@ class ReplayBuffer(core.ReplayBuffer):
     @classmethod
     def _storage_of(cls, given: Any, sampler: Any = None) -> Any:
         if given is None:
-            given = getattr(sampler, "max_capacity", core.DEFAULT_CAPACITY)
-        return cls._kinds.storage(given) if type(given) is int else core.storage_of(given)
+            given = getattr(sampler, "max_capacity", DEFAULT_CAPACITY)
+        return cls._kinds.storage(given) if type(given) is int else storage_of(given)
 
     # Writing
 
@@ -134,7 +129,7 @@ class ReplayBuffer(core.ReplayBuffer):
         """For a first batch that is no tensors: a storage of any objects, where none was given."""
         if not self._is_open or self.initialized:
             return
-        self._storage.check_owned()
+        self.parts.storage.check_owned()
         leaves: Any = [data[0]] if isinstance(data, list) and data else [data]
         while leaves and is_container(leaves[0]):
             first = leaves[0]
@@ -142,7 +137,7 @@ class ReplayBuffer(core.ReplayBuffer):
         # A dict is no list of objects: its arrays are columns.
         columns = isinstance(data, dict) and leaves and isinstance(leaves[0], np.ndarray)
         if leaves and not (columns or is_data(leaves[0])):
-            self._replace_storage(self._kinds.objects(self._storage.max_size))
+            self._storage = self._kinds.objects(self.parts.storage.max_size)
 
     # Rows changed in place
 
@@ -152,7 +147,7 @@ class ReplayBuffer(core.ReplayBuffer):
         if not is_key(index):
             super().__setitem__(index, data)
             return
-        self.set_(index, self._rows.in_written_order(data) if isinstance(data, Tensor) and data.ndim else data)
+        self.set_(index, self.parts.rows.in_written_order(data) if isinstance(data, Tensor) and data.ndim else data)
 
     def set_(self, key: Any, value: Any) -> Self:
         """Set one key of all rows stored: see :func:`~gpubuf.integrations.edits.set_keys`.
@@ -215,13 +210,11 @@ class ReplayBuffer(core.ReplayBuffer):
             ValueError: there are more rows than are stored, fewer than ``end``, or a key, shape or dtype differs.
             RuntimeError: the writer refuses writes. In all cases nothing is written.
         """
-        self._writer.check_writable()
-        if len(self._transform):
-            data = self._transform.inv(shallow(data))
-            if data is None:
-                return
-        held = self._rows.written_shape()
-        shape = tuple(batch_shape(data, self._storage.ndim))
+        data = self.parts.rows.to_write(data)
+        if data is None:
+            return
+        held = self.parts.rows.written_shape()
+        shape = tuple(batch_shape(data, self.parts.storage.ndim))
         n = held[0] if end is None else min(end, held[0])
         if shape[0] > n or (end is not None and shape[0] != n):
             wanted = "stored" if end is None else "addressed"
@@ -229,7 +222,7 @@ class ReplayBuffer(core.ReplayBuffer):
         if shape[1:] != held[1:]:
             raise ValueError(f"the data has the shape {list(shape)}, the buffer {list(held)}")
         if 0 not in shape:
-            self._rows.write(slice(shape[0]), data)
+            self.parts.rows.put(slice(shape[0]), data)
 
     write_all_in_order = write_all
 
@@ -242,12 +235,12 @@ class ReplayBuffer(core.ReplayBuffer):
             ``"initialized"``, whether the storage is allocated; ``"capacity"``; and ``"utilization"``, the size as a
             share of the capacity.
         """
-        size, capacity = len(self), self._storage.max_size
+        size, capacity = len(self), self.parts.storage.max_size
         return {
             "size": size,
             "write_count": self.write_count,
-            "prefetch_queue_size": self._batches.ahead,
-            "initialized": self._storage.initialized,
+            "prefetch_queue_size": self.parts.batches.ahead,
+            "initialized": self.parts.storage.initialized,
             "capacity": capacity,
             "utilization": size / capacity,
         }

@@ -18,6 +18,7 @@ from gpubuf.data.arguments import component
 from gpubuf.data.checkpoints import restore
 from gpubuf.data.checkpoints.files import MANIFEST
 from gpubuf.data.checkpoints.save import Checkpointed
+from gpubuf.data.parts import Parts
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.containers import Data
@@ -65,8 +66,8 @@ def load_dump(buffer: Checkpointed, folder: Path) -> None:
         ValueError: the dump is damaged, holds what can't be stored here, or does not fit the buffer, which is as it
             was.
     """
-    found = _read(folder, buffer.storage.ndim, stacklevel=6)
-    buffer.operation.run(_take, buffer, found, found.batch_size)
+    found = _read(folder, buffer.parts.storage.ndim, stacklevel=6)
+    buffer.operation.run(_take, buffer.parts, found, found.batch_size)
 
 
 restore.readers.append((is_dump, load_dump))
@@ -111,11 +112,11 @@ def load_torchrl(
     kwargs.setdefault("batch_size", found.batch_size)
     kind = ReplayBuffer if isinstance(found.data, Tensor) else TensorDictReplayBuffer
     buffer = kind(storage=storage, sampler=sampler, **kwargs)
-    buffer.operation.run(_take, buffer, found, buffer.batch_size)
+    buffer.operation.run(_take, buffer.parts, found, buffer.batch_size)
     return buffer
 
 
-def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
+def _take(buffer: Parts, found: Dump, batch_size: int | None) -> None:
     """Replace all that a buffer holds, within an operation."""
     storage, sampler, per_step = buffer.storage, buffer.sampler, math.prod(found.shape[1:])
     room = -(-storage.max_size // per_step) * per_step
@@ -135,8 +136,8 @@ def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
         if found.priorities is not None and isinstance(sampler, PrioritizedSampler):
             state = found.priorities.state(storage.max_size, found.size, order)
             sampler.load_state_dict({**sampler.state_dict(), **state})
-        buffer._batch_size = batch_size
-        buffer._assemble()
+        buffer.batch_size = batch_size
+        buffer.assemble()
 
 
 def _read(folder: Path, ndim: int | None, *, stacklevel: int) -> Dump:

@@ -114,9 +114,6 @@ class ListStorage(TensorStorage):
     def as_batch(self, row: Any, dim: int) -> list[Any]:
         return [row]
 
-    def batch_of(self, rows: list[Any]) -> list[Any]:
-        return rows
-
     def holds_nothing(self, data: Any) -> bool:
         return len(data) == 0
 
@@ -177,7 +174,7 @@ class ListStorage(TensorStorage):
         self.check_owned()
         if is_int(index):
             data, index = [data], [int(index)]
-        self.write(self._positions(index), data)
+        self.write(self.rows.positions(index), data)
 
     # Reading
 
@@ -188,8 +185,8 @@ class ListStorage(TensorStorage):
             IndexError: an index is beyond the objects stored.
         """
         if is_int(index):
-            return self._object(int(self._positions([int(index)])))
-        return [self._object(position) for position in self._positions(index).tolist()]
+            return self._object(int(self.rows.positions([int(index)])))
+        return [self._object(position) for position in self.rows.positions(index).tolist()]
 
     def _object(self, position: int) -> Any:
         item = self.objects.items[position]

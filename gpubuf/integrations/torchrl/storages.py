@@ -16,7 +16,7 @@ from gpubuf.data.recording import Unfinished
 from gpubuf.data.storage import lazy, memmap
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage import storage as core
-from gpubuf.data.storage.containers import Data, batch_shape, mapped
+from gpubuf.data.storage.containers import Data, batch_of, batch_shape, mapped
 from gpubuf.data.storage.indexing import unravel
 from gpubuf.data.storage.plan import NOT_INITIALIZED
 from gpubuf.data.storage.state import rows_state
@@ -83,7 +83,7 @@ class TensorStorage(core.TensorStorage):
 
     def _given_rows(self, data: Any, one: bool) -> Data:
         rows = self.as_batch(data, 0) if one else data
-        return self.batch_of(rows) if isinstance(rows, list) else rows
+        return batch_of(rows) if isinstance(rows, list) else rows
 
     def _chosen_positions(self, cursor: Any, n: int, *, bounded: bool) -> list[int]:
         size = len(self)
@@ -126,7 +126,7 @@ class TensorStorage(core.TensorStorage):
                 "the rows of this storage are not in memory as they were written: read them by storage[index]"
             )
         tensors = [column.whole for column in self.columns]
-        return self.written_layout.assemble(tensors, tuple(self._shape), self.rows_device)
+        return self.written_layout.assemble(tensors, tuple(self.shape), self.rows_device)
 
     def _rand_given_ndim(self, batch_size: int) -> Tensor | tuple[Tensor, ...]:
         """An index of rows drawn uniformly, with torch's generator: samplers written for TorchRL call this."""
@@ -212,11 +212,11 @@ class LazyMemmapStorage(LazyTensorStorage, memmap.LazyMemmapStorage):
             files.refuse_links(files.tensor_file(folder, leaf.key), folder)
         tensors = [
             MemoryMappedTensor.from_filename(
-                filename=files.tensor_file(folder, leaf.key), dtype=leaf.dtype, shape=(*self._shape, *leaf.shape)
+                filename=files.tensor_file(folder, leaf.key), dtype=leaf.dtype, shape=(*self.shape, *leaf.shape)
             )
             for leaf in self.layout.leaves
         ]
-        return self.written_layout.assemble(tensors, tuple(self._shape), self.rows_device)
+        return self.written_layout.assemble(tensors, tuple(self.shape), self.rows_device)
 
 
 #: What buffers, samplers and writers take.

@@ -138,11 +138,11 @@ class BufferOfTorchRL(Joined, metaclass=_PlainBuffer):
     @property
     def _collate_fn(self: Any) -> Any:
         # TorchRL's ensembles call it, also where none was given.
-        return self._collate or (lambda rows: rows)
+        return self.parts.collate_fn or (lambda rows: rows)
 
     @property
     def _sample_unit(self: Any) -> Any:
-        return self._unit
+        return self.parts.unit
 
     @property
     def _replay_lock(self: Any) -> Any:

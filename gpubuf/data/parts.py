@@ -1,0 +1,360 @@
+"""The parts of a buffer, how one of them is replaced, and what is made of them: batches, writes, and rows by index."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from gpubuf.data import moving
+from gpubuf.data.arguments import component
+from gpubuf.data.batches import Batches
+from gpubuf.data.hindsight import Hindsight
+from gpubuf.data.ingress.intake import Intake
+from gpubuf.data.mending import mend
+from gpubuf.data.operation import Operation
+from gpubuf.data.passing import living
+from gpubuf.data.prefetch import Prefetched
+from gpubuf.data.processing.pipeline import Pipeline
+from gpubuf.data.recording import REPLAY
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.row_order import RowOrder
+from gpubuf.data.samplers.slices import SliceSampler
+from gpubuf.data.samplers.uniform import RandomSampler
+from gpubuf.data.sequences import check_parts, checked_unit
+from gpubuf.data.storage.containers import Data
+from gpubuf.data.storage.lazy import LazyTensorStorage
+from gpubuf.data.storage.plan import Recipe, RowPlan
+from gpubuf.data.storage.storage import TensorStorage
+from gpubuf.data.transforms import Compose, with_statistics, without_multi_steps
+from gpubuf.data.updates import RowAccess
+from gpubuf.data.writers import RoundRobinWriter, Writer
+from gpubuf.data.writing import Writes
+
+DEFAULT_CAPACITY = 1_000
+"""Rows of a buffer that is given no storage."""
+
+#: Made anew of the other parts. A copy gets its own: they have locks and addresses.
+_MADE = ("operation", "batches", "writes", "rows", "row_order", "reader")
+
+
+class Parts:
+    """What a buffer is made of, and what is made of that, anew when a part is replaced.
+
+    Its constructor takes them as that of the buffer does; ``recipe`` and ``process`` say how batches are made, but for
+    what ``transform`` adds. Methods that change something are called within an operation.
+
+    Attributes:
+        storage, sampler, writer: as the buffer has them.
+        transform: the transforms of batches.
+        pipeline: what the launch that copies the rows does to keys, and statistics of written rows.
+        recipe: how a batch is made of rows.
+        relabel: gives rows of a batch other goals; None: they keep theirs.
+        unit: what a drawn row stands for; None: itself.
+        collate_fn: applied to gathered batches; None: that of the storage.
+        pin_memory: whether batches end in pinned memory.
+        prefetch: whether the next batch is made ahead where that pays.
+        batch_size: that of the buffer's constructor.
+        dim_extend: the dimension of a written batch along which time runs; None: the last of the storage's.
+        priority_key: where written rows carry their priorities; ``()``: nowhere.
+        intake: takes in the rows of writers in other processes; None: there are none.
+        operation: runs what the buffer does.
+        batches, writes, rows: make batches, write rows, and read and change rows by their index.
+        reader: reads the storage by the recipe.
+        row_order: looks at the order of written rows, where something depends on it.
+    """
+
+    def __init__(
+        self,
+        storage: Any,
+        sampler: Any,
+        writer: Any,
+        recipe: Recipe,
+        process: Any,
+        transform: Callable[[Data], Data] | None,
+        *,
+        relabel: Hindsight | None,
+        unit: Any,
+        collate_fn: Callable[[Data], Data] | None,
+        pin_memory: bool,
+        prefetch: bool,
+        batch_size: int | None,
+        dim_extend: int | None,
+        priority_key: str | tuple[str, ...],
+    ) -> None:
+        self.sampler: Sampler = component(RandomSampler if sampler is None else sampler, Sampler)
+        self.storage = storage_of(storage, self.sampler)
+        self.writer: Writer = component(RoundRobinWriter if writer is None else writer, Writer)
+        self.writer.register_storage(self.storage)
+        if dim_extend is not None and not 0 <= dim_extend < self.storage.ndim:
+            raise ValueError(f"dim_extend is {dim_extend}, but the storage has {self.storage.ndim} dimension(s)")
+        self.pipeline = with_statistics(Pipeline.of(process), transform)
+        transform, self.recipe = without_multi_steps(transform, replace(recipe, processing=self.pipeline or None))
+        self.transform = Compose() if transform is None else Compose([transform])
+        self.intake: Intake | None = None
+        self.relabel, self.unit = relabel, checked_unit(unit)
+        self.collate_fn, self.pin_memory, self.prefetch, self.batch_size = collate_fn, pin_memory, prefetch, batch_size
+        self.dim_extend, self.priority_key = dim_extend, priority_key
+
+    def connect(self) -> None:
+        """Make the operation of a new buffer, and what is made of its parts.
+
+        Raises:
+            TypeError: the writer can't write where the sampler says.
+            ValueError: a part can't be used with another.
+        """
+        self.operation = Operation(self.storage, self.mend)
+        self.sampler.bind(self.storage, self.operation)
+        self.assemble()
+        living.add(self)
+
+    def take_in(self, intake: Intake) -> None:
+        """Take in the rows of writers in other processes, before each operation."""
+        self.intake, self.operation.intake = intake, weakref.WeakMethod(intake.at_call)
+        self.assemble()
+
+    def assemble(self) -> None:
+        """Make batches and writes of the parts that there are now. Raises as :meth:`connect`."""
+        storage, sampler, writer, unit = self.storage, self.sampler, self.writer, self.unit
+        self.pipeline.attach(self.operation)
+        slices = isinstance(sampler, SliceSampler)
+        windows = slices or self.recipe.n_steps > 1 or self.relabel is not None or unit is not None
+        if self.intake is not None:
+            self.intake.serve(storage, writer, self.pipeline, unit, in_order=windows)
+        reader = self._reader_of(storage)
+        writer.attach(sampler, self.recipe, self.relabel)
+        if unit is not None:
+            check_parts(sampler, self.recipe, relabels=self.relabel is not None)
+            unit.bind(storage)
+        if self.relabel is not None:
+            self.relabel.check_recipe(self.recipe, self.pipeline.process)
+            storage.readers.serve(self.relabel)
+        if sampler.reader is not reader:
+            sampler.read_from(reader)
+        self.row_order = RowOrder(self.recipe, self.time_dim, refused=slices) if windows else None
+        self.reader = reader
+        self.batches = (Prefetched if self.prefetch and Prefetched.helps(storage, sampler, unit) else Batches)(
+            storage,
+            reader,
+            sampler,
+            writer,
+            self.transform,
+            self.operation,
+            collate_fn=self.collate_fn or storage.default_collate,
+            pin_memory=self.pin_memory,
+            batch_size=self.batch_size,
+            relabel=self.relabel,
+            unit=unit,
+            gate=None if self.intake is None else self.intake.gate,
+        )
+        self.writes = Writes(
+            storage,
+            writer,
+            sampler,
+            self.transform,
+            self.pipeline,
+            self.row_order,
+            dim_extend=self.time_dim,
+            priority_key=self.priority_key,
+        )
+        self.rows = RowAccess(storage, writer, self.transform, self.collate_fn, self.recipe, self.time_dim)
+
+    @property
+    def time_dim(self) -> int:
+        """The dimension of a written batch along which time runs."""
+        return self.storage.ndim - 1 if self.dim_extend is None else self.dim_extend
+
+    def _reader_of(self, storage: TensorStorage) -> RowPlan:
+        """Reads ``storage`` by the recipe."""
+        if not self.recipe.is_plain:
+            self.sampler.check_recipe(self.recipe)
+        return storage.readers.of(self.recipe)
+
+    def discard(self) -> None:
+        """Before parts or memory are given up: no batch is ahead, and all streams wait for the last operation."""
+        self.batches.discard()
+        self.operation.settle()
+
+    def mend(self) -> None:
+        """Finish an interrupted operation. The next one calls this."""
+        mend(self.storage, self.writer)
+
+    def finish_interrupted(self) -> None:
+        """Called before the host's mirror of the counters is read. Rows that have arrived count."""
+        if self.storage.unfinished is not None or self.intake is not None:
+            self.operation.mend()
+
+    # Replacing them
+
+    def insert_transform(self, index: int, transform: Callable[[Data], Data], invert: bool) -> None:
+        """See :meth:`gpubuf.ReplayBuffer.insert_transform`."""
+        rest, recipe = without_multi_steps(transform, self.recipe)
+        pipeline = self.pipeline if invert else with_statistics(self.pipeline, transform)
+        if pipeline is not self.pipeline:
+            recipe = replace(recipe, processing=pipeline or None)
+            if self.storage.initialized:
+                recipe.check_rows(self.storage.schema)
+        if rest is not None:
+            self.transform.insert(index, rest, invert=invert)
+        if recipe is not self.recipe:
+            self.batches.discard()
+            self.pipeline, self.recipe = pipeline, recipe
+            self.assemble()
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Start a new random stream, and throw a batch ahead away."""
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
+        self.discard()
+        self.sampler.set_rng(generator)
+        self.pipeline.set_rng(generator)
+
+    def set_storage(self, storage: Any, collate_fn: Callable[[Data], Data] | None) -> TensorStorage:
+        """Replace the storage. Returns the one before: after an error it stays, with all that is known of its rows."""
+        self.discard()
+        new: TensorStorage = component(storage, TensorStorage)
+        if self.intake is not None:
+            new.mark_writers()
+        # Raise before anything is replaced.
+        self._reader_of(new)
+        if self.relabel is not None:
+            new.readers.serve(self.relabel)
+        before, collate, put_back = self.storage, self.collate_fn, self.sampler.as_bound()
+        try:
+            # Rows that are there are new to the sampler.
+            self.sampler.unbind()
+            self.sampler.bind(new, self.operation)
+            self._serve(new, collate_fn)
+        except BaseException:
+            put_back()
+            self._serve(before, collate)
+            raise
+        return before
+
+    def _serve(self, storage: TensorStorage, collate_fn: Callable[[Data], Data] | None) -> None:
+        self.writer.register_storage(storage)
+        self.storage = self.operation.storage = storage
+        self.collate_fn = collate_fn
+        self.assemble()
+
+    def set_sampler(self, sampler: Any) -> Sampler:
+        """Replace the sampler. Returns the one before, which stays after an error."""
+        self.discard()
+        before, new = self.sampler, component(sampler, Sampler)
+        if new is not before:
+            new.check_recipe(self.recipe)
+            put_back = before.as_bound()
+            try:
+                new.bind(self.storage, self.operation)
+                before.unbind()
+                self._set("sampler", new)
+            except BaseException:
+                new.unbind()
+                put_back()
+                raise
+        return before
+
+    def set_writer(self, writer: Any) -> Writer:
+        """Replace the writer. Returns the one before, which stays after an error."""
+        self.discard()
+        before, new = self.writer, component(writer, Writer)
+        new.register_storage(self.storage)
+        self._set("writer", new)
+        return before
+
+    def _set(self, name: str, part: Sampler | Writer) -> None:
+        before = getattr(self, name)
+        try:
+            setattr(self, name, part)
+            self.assemble()
+        except BaseException:
+            setattr(self, name, before)
+            self.assemble()
+            raise
+
+    def move(self, device: torch.device | str, progress: bool | None) -> None:
+        """Move rows, and what is known of them: see :meth:`gpubuf.ReplayBuffer.to`."""
+        self.batches.discard()
+        try:
+            moving.move(self.storage, device, progress)
+            self.operation.ended()
+        finally:
+            if self.prefetch:
+                self.assemble()
+
+    # Copies, which have memory of their own, and forked processes
+
+    def settle(self) -> None:
+        """Before a copy is made: what is random is seeded, and no batch is ahead."""
+        self.batches.discard()
+        if self.storage.initialized:
+            # A stream that is seeded only later would not be the same in the copy.
+            self.sampler.random_state(self.storage.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is made anew. Writers write to the buffer that made their clients."""
+        return {name: value for name, value in vars(self).items() if name not in _MADE} | {"intake": None}
+
+    def begin_anew(self) -> None:
+        """In a forked process, where no other thread is: a new lock, no batch ahead, and random streams of its own.
+
+        If a thread of the parent was in the middle of an operation, the next one here finishes it.
+        """
+        own, storage = self.operation, self.storage
+        storage.owner = storage.owner or os.getppid()
+        if own.abandon() and storage.initialized:
+            storage.unfinished = storage.unfinished or REPLAY
+        if own.gpu() is None:
+            # A process forked from one that uses CUDA can't use it.
+            self.batches.discard()
+        # The parent takes the rows of other processes.
+        self.intake = own.intake = None
+        self.assemble()
+        for random in (self.sampler.random, self.pipeline.random):
+            if random is not None and not random.state.is_cuda:
+                random.manual_seed(secrets.randbits(63))
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`gpubuf.ReplayBuffer.state_dict`."""
+        if self.intake is not None:
+            self.intake.take(everything=True)
+        self.batches.discard()
+        state = {
+            "_storage": self.storage.state_dict(),
+            "_sampler": self.sampler.state_dict(),
+            "_writer": self.writer.state_dict(),
+            "_transforms": self.transform.state_dict(),
+            "_batch_size": self.batch_size,
+        }
+        if self.pipeline:
+            state["_processing"] = self.pipeline.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state that was checked."""
+        self.transform.load_state_dict(state["_transforms"])
+        if self.pipeline:
+            self.pipeline.load_state_dict(state["_processing"])
+        order = self.storage.load_state_dict(state["_storage"])
+        self.sampler.load_state_dict(state["_sampler"], order)
+        self.writer.load_state_dict(state["_writer"])
+        self.batch_size = state["_batch_size"]
+        self.assemble()
+
+
+def storage_of(given: Any, sampler: Sampler | None = None) -> TensorStorage:
+    """The storage that a buffer begins with: see :class:`ReplayBuffer`."""
+    if given is None:
+        # A sampler may tell of how many rows it has the priorities.
+        given = getattr(sampler, "max_capacity", DEFAULT_CAPACITY)
+    if type(given) is int:
+        return LazyTensorStorage(given)
+    storage: TensorStorage = component(given, TensorStorage)
+    return storage
