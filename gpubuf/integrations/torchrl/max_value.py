@@ -34,7 +34,7 @@ def comparable(ranks: Tensor) -> Tensor:
 
 
 def ranks_by_place(capacity: int, ranks: Tensor, device: torch.device) -> Tensor:
-    """The ranks of ``n`` rows, float64 ``[capacity + 1]``: the first places have them, the last entry is of no place."""
+    """The ranks of ``n`` rows, which the first places have, float64 ``[capacity + 1]``: the last one is of no place."""
     # Places without a row are below all ranks, and rise with the place: double-precision numbers one bit apart.
     found = torch.arange(capacity + 1, dtype=torch.float64, device=device) * 2.0**971 + torch.finfo(torch.float64).min
     found[: ranks.numel()].copy_(ranks)
@@ -168,18 +168,18 @@ class TensorDictMaxValueWriter(Writer):
             raise ValueError("TensorDictMaxValueWriter keeps rows of tensors: leave out what is none")
         sources = storage.written_layout.collect(data, 1)
         index = self._admit(ranks)
-        self._write(index, list(range(len(sources))), sources)
-        storage.unfinished = None
-        return index
+        # No row has the generation -1: the kernels leave out what isn't kept.
+        positions = index.clamp(min=0)
+        laps = torch.where(index >= 0, storage.ring.laps(positions), -1)
+        storage.update(positions, list(range(len(sources))), sources, laps)
+        return self._count(index)
 
     def _extend_objects(self, storage: ListStorage, items: list[Any]) -> Tensor:
         if not items:
             return torch.empty(0, dtype=torch.int64, device="cpu")
         index = self._admit(self._ranks_of_all(items))
         storage.place(index.tolist(), items)
-        self._count(index)
-        storage.unfinished = None
-        return index
+        return self._count(index)
 
     def _admit(self, ranks: Tensor) -> Tensor:
         """The places of new rows of these ranks, and -1 for those that are not kept."""
@@ -189,20 +189,14 @@ class TensorDictMaxValueWriter(Writer):
         self._entered += (index >= 0).sum()
         return index
 
-    def _write(self, index: Tensor, keys: list[int], sources: list[Tensor]) -> None:
-        ring = self._storage.ring
-        stays, positions = index >= 0, index.clamp(min=0)
-        # No row has the generation -1: the kernels leave out what isn't kept.
-        laps = ring.laps(positions)
-        self._storage.update(positions, keys, sources, torch.where(stays, laps, -1))
-        self._count(index)
-
-    def _count(self, index: Tensor) -> None:
-        ring = self._storage.ring
-        positions = index.clamp(min=0)
+    def _count(self, index: Tensor) -> Tensor:
+        """The index of a batch, which is written: its rows count, and followers hear of them."""
+        ring, positions = self._storage.ring, index.clamp(min=0)
         ring.rewrite(positions, (index >= 0) & (ring.generations(positions) >= 0))
         ring.fill(index.numel())
         self._storage.followers.on_write(index)
+        self._storage.unfinished = None
+        return index
 
     def _ranks_of_all(self, rows: list[Any]) -> Tensor:
         found = [torch.empty(0, dtype=torch.float64, device="cpu")]
