@@ -127,7 +127,7 @@ def test_what_fails_or_gives_other_results_is_left_out():
 def test_what_is_written_is_what_is_chosen(tmp_path, monkeypatch):
     """Also by a choice made before: saving makes the process read the file anew. Points for other sizes stay."""
     folder = tmp_path / "new" / "folder"
-    monkeypatch.setattr(config, "folders", lambda: [folder])
+    monkeypatch.setattr(config, "user_folder", lambda: folder)
     assert config.tree_draw(32, 256, DEVICE) == RULE
     path = save(folder, DEVICE, [tuned()], {"capacity": 5})
     assert path == folder / "some-gpu-80gb.json"
