@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from gpubuf.cli import main
 from gpubuf.kernels import _tuned, config
-from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.config import SPACES, DrawConfig
 from gpubuf.tuning import search
 from gpubuf.tuning.search import MARGIN, Result, difference, save, tune
 from gpubuf.tuning.workloads import OPERATIONS, Job, Workload, candidates, jobs, workloads
+from tests.support.interpreter import triton_on_cpu
 
 CPU, DEVICE = torch.device("cpu"), "Some GPU 80GB"
 DRAW = Job("sum_tree_draw", {"capacity": 10**6, "fan_out": 32, "n": 256})
