@@ -23,6 +23,16 @@ def warn(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
+class Missing:
+    """In the place of a part that is not there yet. Every attribute raises a RuntimeError, which says why."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name) if name.startswith("__") else RuntimeError(self._why)
+
+
 def check_count(value: Any, name: str, least: int = 1) -> None:
     """Raise ValueError, or TypeError for what is no number, unless ``value`` is a whole number of at least so much."""
     # Every sample asks, and what follows looks into the code of a protocol, which caches have lost by then.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from gpubuf.data.arguments import describe_type, warn
+from gpubuf.data.arguments import Missing, describe_type, warn
 from gpubuf.data.operation import ALONE, Alone, Operation
 from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.shards import Shards
@@ -129,14 +129,7 @@ def positions_below(value: Any, bound: int) -> bool:
 UNBOUND = "the sampler belongs to no buffer yet: give it to one, or call bind(storage)"
 
 
-class _NoReader:
-    """The reader of a sampler that belongs to no buffer."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name) if name.startswith("__") else RuntimeError(UNBOUND)
-
-
-_NO_READER = cast("RowPlan", _NoReader())
+_NO_READER = cast("RowPlan", Missing(UNBOUND))
 
 
 class Drawn(NamedTuple):
@@ -146,7 +139,7 @@ class Drawn(NamedTuple):
     positions: Tensor  # int64 [n], flat
     generation: Tensor  # int64 [n]
     info: dict[Any, Tensor]
-    batch_size: tuple[int, ...] | None = None  # of tensors and info if it is not [n]
+    batch_size: tuple[int, ...] = ()  # of tensors and info; (): it is [n]
 
     def in_batches(self, batches: int) -> Drawn:
         """The same rows as ``batches`` batches of one size.
@@ -154,7 +147,7 @@ class Drawn(NamedTuple):
         Raises:
             RuntimeError: they are too few.
         """
-        shape = own = self.batch_size or (self.positions.numel(),)
+        shape = own = self.batch_size or self.positions.shape
         if shape[0] % batches:
             raise RuntimeError(f"{batches} batches were asked for, but {shape[0]} rows can't be cut into so many")
         shape = (batches, shape[0] // batches, *shape[1:])

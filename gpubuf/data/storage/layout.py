@@ -94,20 +94,6 @@ class ArenaPlan(NamedTuple):
     views: list[tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]]
 
 
-def _by_level(entries: Mapping[Any, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[Key, Tensor]]]:
-    """Entries under names or tuples of names: those of this level, and those below it by the name of their node."""
-    own: dict[str, Tensor] = {}
-    nested: dict[str, dict[Key, Tensor]] = {}
-    for key, value in entries.items():
-        if type(key) is str:
-            own[key] = value
-        elif len(key) == 1:
-            own[key[0]] = value
-        else:
-            nested.setdefault(key[0], {})[key[1:]] = value
-    return own, nested
-
-
 def _find_entries(node: Node, data: Any, found: list[Any]) -> bool:
     """Append what ``data`` has for each leaf of ``node``. Returns whether it is a plain TensorDict with these keys."""
     if type(data) is not TensorDict:
@@ -329,17 +315,25 @@ class RowLayout:
         device: torch.device | None,
         extra: Mapping[Any, Tensor] | None = None,
     ) -> Data:
-        own, nested = _by_level(extra) if extra else ({}, {})
         source: dict[Any, Any] = {}
+        # The entries of this level, and those below it by the name of their node.
+        own: dict[str, Tensor] = {}
+        below: dict[str, dict[Key, Tensor]] = {}
+        for key, value in (extra or {}).items():
+            if type(key) is str:
+                own[key] = value
+            elif len(key) == 1:
+                own[key[0]] = value
+            else:
+                below.setdefault(key[0], {})[key[1:]] = value
         for name, child in node.children.items():
             if isinstance(child, int):
                 source[name] = tensors[child]
             else:
-                source[name] = self._assemble(child, tensors, batch_size, device, nested.pop(name, None))
-        if extra:
-            source.update(own)
-            for name, entries in nested.items():
-                source[name] = self._assemble(Node({}, (), None), tensors, batch_size, device, entries)
+                source[name] = self._assemble(child, tensors, batch_size, device, below.pop(name, None))
+        source.update(own)
+        for name, entries in below.items():
+            source[name] = self._assemble(Node({}, (), None), tensors, batch_size, device, entries)
         if node.batch_suffix:
             batch_size = torch.Size((*batch_size, *node.batch_suffix))
         # The public constructor checks every shape again, which takes several times as long for a nested batch.
