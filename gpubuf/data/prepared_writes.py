@@ -117,9 +117,11 @@ class PreparedRows:
                     array[...] = value
             else:
                 return False
-            if low < address < high and addresses.meet(address, address + n_bytes):
-                return False
-            described[place] = address
+            # Rows stay where they are as long as the route fits: what was read before is still no view of them.
+            if address != described[place]:
+                if low < address < high and addresses.meet(address, address + n_bytes):
+                    return False
+                described[place] = address
         return True
 
 

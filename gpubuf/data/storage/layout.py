@@ -145,7 +145,6 @@ class RowLayout:
         self.host: dict[Key, tuple[int, ...]] = {}
         self.root = self._describe(example, (), batch_dims)
         self._look_up()
-        self._keys: list[Any] | None = None
         self._arenas: dict[int, ArenaPlan] = {}
         self._models: dict[int, list[Tensor]] = {}
         self._device: torch.device | None = None
@@ -159,10 +158,12 @@ class RowLayout:
         #: Whether info about rows can be an entry of a batch as it is: rows have no batch dimensions of their own.
         self.takes_info = self.is_tensordict and not self.nested_batch
         self._positions = {leaf.key: position for position, leaf in enumerate(self.leaves)}
+        #: The keys of `leaves`, as a user writes them.
+        self.keys = [as_written(leaf.key) for leaf in self.leaves]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is kept to save time: models of batches have shapes, but no memory that could be copied."""
-        return self.__dict__ | {"_keys": None, "_arenas": {}, "_models": {}, "_device": None, "_cuts": {}}
+        return self.__dict__ | {"_arenas": {}, "_models": {}, "_device": None, "_cuts": {}}
 
     def _describe(self, data: Data, path: tuple[str, ...], batch_dims: int) -> int | Node:
         if isinstance(data, Tensor):
@@ -209,13 +210,6 @@ class RowLayout:
     def nested_batch(self) -> tuple[int, ...]:
         """Batch dimensions of the rows themselves: those of the data beyond the storage's."""
         return () if isinstance(self.root, int) else self.root.batch_suffix
-
-    @property
-    def keys(self) -> list[Any]:
-        """The keys of ``leaves``, as a user writes them."""
-        if self._keys is None:
-            self._keys = [as_written(leaf.key) for leaf in self.leaves]
-        return self._keys
 
     def position(self, key: Key) -> int | None:
         """The position of a key in ``leaves``; None if it is not stored."""
