@@ -29,6 +29,7 @@ from gpubuf.kernels.rows import (
     STEPS,
     SUM,
     WRITTEN,
+    CodecNumbers,
     NoRoomError,
     Reading,
     arena_offsets,
@@ -93,7 +94,7 @@ class _Field(NamedTuple):
 
     @property
     def has_codec(self) -> bool:
-        return (self.scale, self.offset) != (1, 0)
+        return (self.scale, self.offset) != CodecNumbers()
 
     @property
     def is_wide(self) -> bool:

@@ -266,7 +266,7 @@ def fields_of(
         stored = schema.stored.leaves[number]
         device_rows, _, split, host_rows, row_stride = columns[number].entry(stored.row_bytes, rows_per_step)
         # A codec lies between floating-point numbers and what is stored: integers are taken as they are.
-        scale, offset = (source.scale, source.offset) if leaf.dtype.is_floating_point else (1.0, 0.0)
+        codec = source.codec if leaf.dtype.is_floating_point else rows.CodecNumbers()
         entries, pending, side_stride = aside.get(number, (0, 0, 0)) if source.follows else (0, 0, 0)
         found.append(
             rows.Field(
@@ -280,12 +280,11 @@ def fields_of(
                 written=rows.dtype_code(written.dtype),
                 batch=rows.dtype_code(leaf.dtype),
                 elements=leaf.n_elements,
-                scale=scale,
-                offset=offset,
                 entries=entries,
                 pending=pending,
                 side_stride=side_stride,
                 writes=1,
+                **codec._asdict(),
             )
         )
     return found
@@ -294,7 +293,7 @@ def fields_of(
 def as_stored(fields: Sequence[rows.Field]) -> list[rows.Field]:
     """The fields of keys that have memory, or share that of others, which read and write them as they are stored."""
     return [
-        replace(field, written=field.stored, batch=field.stored, scale=1.0, offset=0.0)
+        replace(field, written=field.stored, batch=field.stored, **rows.CodecNumbers()._asdict())
         for field in fields
         if field.writes
     ]
