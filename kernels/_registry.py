@@ -48,17 +48,20 @@ def _imported(target: str) -> Callable[..., Any]:
     return function
 
 
-def lazy(target: str) -> Callable[..., Any]:
-    """A callable that imports ``"module:function"`` at its first call and forwards to it."""
-    loaded: Callable[..., Any] | None = None
+class Backend:
+    """The functions of a ``_cpu.py``, as its attributes. Each is imported when it is first asked for.
 
-    def call(*args: Any) -> Any:
-        nonlocal loaded
-        if loaded is None:
-            loaded = _imported(target)
-        return loaded(*args)
+    Args:
+        module: its name. ``_numba.py`` stands in for it where Numba is installed.
+    """
 
-    return call
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        # An attribute of its own from now on, which is found without a call.
+        function = vars(self)[name] = _imported(f"{self._module}:{name}")
+        return function
 
 
 def _trusting(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,19 +131,16 @@ _implementations: dict[Any, tuple[str, str, Callable[..., Any]]] = {}
 """For each operation the names of its CPU function and of its launcher, and the launcher."""
 
 
-def eager(first: torch.Tensor) -> bool:
-    """Whether PyTorch's dispatcher has nothing to decide in an operation on ``first`` and other plain tensors.
-
-    True in eager mode for plain tensors while no mode (fake tensors, tracing, a default device) is active. The
-    dispatcher would only box the arguments, which takes 2 to 6 µs of a call of 5 to 15. Do not ask for operations with
-    gradients. The first argument stands for all of them.
-    """
-    return not (_compiling() or type(first) is not torch.Tensor or _modes() or _functions())
-
-
 def past_dispatcher(first: torch.Tensor) -> bool:
-    """Whether the CPU twin of an operation on ``first`` and other plain tensors may be called directly."""
-    return first.is_cpu and not _triton_on_cpu and eager(first)
+    """Whether the CPU twin of an operation on ``first`` and other plain tensors may be called directly.
+
+    True if PyTorch's dispatcher has nothing to decide: in eager mode for plain tensors while no mode (fake tensors,
+    tracing, a default device) is active. It would only box the arguments, which takes 2 to 6 µs of a call of 5 to 15.
+    Do not ask for operations with gradients. The first argument stands for all of them.
+    """
+    if _triton_on_cpu or _compiling() or type(first) is not torch.Tensor or not first.is_cpu:
+        return False
+    return not (_modes() or _functions())
 
 
 _compiling = torch.compiler.is_compiling
@@ -214,7 +214,7 @@ def without_dispatch(operation: Any, *, given: Sequence[str] | None = (), truste
 
     def call(first: torch.Tensor, *args: Any) -> Any:
         nonlocal twin
-        # `eager` spelled out.
+        # `past_dispatcher` spelled out.
         if _compiling():
             return operation(first, *args)
         # `is_lazy` spelled out: it is asked for every key of every write. What is real is not conjugated.

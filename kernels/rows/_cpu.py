@@ -30,7 +30,11 @@ from gpubuf.kernels.rows import (
     STEPS,
     SUM,
     WRITTEN,
+<<<<<<< HEAD
     Field,
+=======
+    CodecNumbers,
+>>>>>>> w4-calls
     NoRoomError,
     Reading,
     arena_offsets,
@@ -77,7 +81,7 @@ class _Field(Field):
 
     @property
     def has_codec(self) -> bool:
-        return (self.scale, self.offset) != (1, 0)
+        return (self.scale, self.offset) != CodecNumbers()
 
     @property
     def is_wide(self) -> bool:
@@ -312,7 +316,18 @@ def read(
     table: Tensor, ring: Tensor, rng: Tensor | None, given: Tensor | None, n: int, capacity: int,
     targets: list[Tensor], reading: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See :func:`reading`."""
+    """Fill ``targets``, contiguous ``[n, ...]``, one per key, with rows. Returns their index and generations.
+
+    For storages, which vouch for dtypes, shapes and strides: they are not looked at.
+
+    Args:
+        table, ring, capacity: as for :data:`gpubuf.kernels.rows.gather`.
+        rng: the random state by which ``n`` rows are drawn; None: ``given`` has their index.
+        given: int64 ``[n]``, or None.
+        n: how many.
+        targets: the tensors.
+        reading: a :class:`Reading`, or nothing for a table of columns.
+    """
     fields, how = fields_of(table), Reading() if table.shape[1] == ENTRY else Reading(*reading)
     written, size, *_ = ring.tolist()
     if n == 0:
@@ -393,12 +408,7 @@ def _pieces(
 
 
 def reading(fill_batch: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Callable[..., Any], ...]:
-    """``(gather, gather_into, sample, sample_into)`` by what fills contiguous tensors ``[n, ...]``, one per key.
-
-    ``fill_batch`` takes table, ring, a random state or None, given rows or None, how many they are, the capacity, the
-    tensors and the reading. It returns index and generations. The variants "into" are for storages, which give the
-    tensors, and vouch for dtypes, shapes and strides: they are not looked at.
-    """
+    """``(gather, sample)`` by what fills tensors, a function like :func:`read`."""
 
     def gather(
         table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int, *how: Any
@@ -407,11 +417,6 @@ def reading(fill_batch: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Callable[
         n = length_of("index", index)
         arena, pieces = _pieces(table, ring, capacity, how, n, arena_bytes)
         return arena, fill_batch(table, ring, None, index, n, capacity, pieces, how)[1]
-
-    def gather_into(
-        table: Tensor, ring: Tensor, index: Tensor, capacity: int, tensors: list[Tensor], *how: Any
-    ) -> Tensor:
-        return fill_batch(table, ring, None, index, index.numel(), capacity, tensors, how)[1]
 
     def sample(
         table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int, *how: Any
@@ -422,15 +427,10 @@ def reading(fill_batch: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Callable[
         arena, pieces = _pieces(table, ring, capacity, how, n, arena_bytes)
         return arena, *fill_batch(table, ring, rng, None, n, capacity, pieces, how)
 
-    def sample_into(
-        table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, tensors: list[Tensor], *how: Any
-    ) -> tuple[Tensor, Tensor]:
-        return fill_batch(table, ring, rng, None, n, capacity, tensors, how)
-
-    return gather, gather_into, sample, sample_into
+    return gather, sample
 
 
-gather, gather_into, sample, sample_into = reading(read)
+gather, sample = reading(read)
 
 
 # Writing

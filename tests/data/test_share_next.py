@@ -137,7 +137,7 @@ def check(buffer: TensorDictReplayBuffer, ring: Ring) -> None:
     everything = ring.at(list(range(len(ring))))
     assert same_bytes(buffer[:].reshape(-1), everything)
     order = torch.randperm(len(ring))
-    rows = storage.plans.batch.assemble(storage.plans.batch.gather(order.to(storage.device))[0])
+    rows = storage.batch_layout.assemble(storage.plans.batch.gather(order.to(storage.device))[0], order.shape, None)
     assert same_bytes(rows, everything[order])
     sample, info = buffer.sample(return_info=True)
     positions = info["index"]
