@@ -356,7 +356,7 @@ class _Look:
                 yield Finding(f"{column.key} is the same in all rows")
             if column.dtype == "float64":
                 yield Finding(f"{column.key} is float64, twice the memory of float32: is that meant?")
-            scaled = column.dtype.startswith(("float", "bfloat")) and 0 <= column.lowest and column.highest <= 1
+            scaled = column.dtype.startswith(("float", "bfloat")) and column.lowest >= 0 and column.highest <= 1
             for other in found.columns if scaled and column.shape else ():
                 if other.dtype == "uint8" and other.shape == column.shape and other.highest > 1:
                     text = f"{other.key} is uint8 of up to {other.highest:.0f}, and {column.key} lies in [0, 1]"
