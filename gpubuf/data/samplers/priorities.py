@@ -99,7 +99,9 @@ def priority_vectors(
     if not isinstance(priority, Tensor):
         # Filled on the device itself: a copy from the host can't be captured in a graph.
         number = isinstance(priority, int | float)
-        priority = torch.full((n,), priority, dtype=torch.float64, device=like.device) if number else as_numbers(priority)
+        priority = (
+            torch.full((n,), priority, dtype=torch.float64, device=like.device) if number else as_numbers(priority)
+        )
     if priority.numel() == 1 and n != 1:
         priority = priority.reshape(1).expand(n)
     priority = vector(priority, torch.float32, like)
