@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 FIRST_KEYS = "; all rows have the keys of the first write"
 """Of an error about keys: why they can't be taken."""
@@ -180,7 +181,7 @@ def of_array(value: Any) -> Tensor:
         TypeError: PyTorch has no such dtype.
     """
     if not isinstance(value, np.ndarray | np.generic) and hasattr(value, "__dlpack__"):
-        return torch.from_dlpack(value)
+        return from_dlpack(value)
     array = np.asarray(value)
     taken = array.flags.carray or (array.flags.writeable and all(stride >= 0 for stride in array.strides))
     return torch.from_numpy(array if taken else array.copy())
