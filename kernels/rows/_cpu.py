@@ -30,11 +30,8 @@ from gpubuf.kernels.rows import (
     STEPS,
     SUM,
     WRITTEN,
-<<<<<<< HEAD
-    Field,
-=======
     CodecNumbers,
->>>>>>> w4-calls
+    Field,
     NoRoomError,
     Reading,
     arena_offsets,
