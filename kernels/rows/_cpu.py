@@ -30,7 +30,6 @@ from gpubuf.kernels.rows import (
     STEPS,
     SUM,
     WRITTEN,
-    CodecNumbers,
     Field,
     NoRoomError,
     Reading,
@@ -75,10 +74,6 @@ class _Field(Field):
     batch_bytes: int = 0
     written_as_stored: int = 1
     simple: int = 1
-
-    @property
-    def has_codec(self) -> bool:
-        return (self.scale, self.offset) != CodecNumbers()
 
     @property
     def is_wide(self) -> bool:
