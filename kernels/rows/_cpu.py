@@ -335,10 +335,7 @@ def read(
     else:
         assert given is not None
         index = given
-        wrong = (index < -capacity) | (index >= capacity)
-        if wrong.any():
-            raise out_of_range(index, int(wrong.nonzero()[0]), capacity)
-        drawn = torch.where(index < 0, index + capacity, index)
+        drawn = _found(index, capacity)
     _check_readable(table, fields, how)
     first = 0 if how.noise is None else int(how.noise[OFFSET])
     compute(fields, targets, given, drawn, ring, capacity, how, first)
