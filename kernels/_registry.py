@@ -12,12 +12,11 @@ The checks of arguments read no values.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -29,75 +28,8 @@ NAMESPACE = "gpubuf"
 # FRAGMENT, so that a module that is reloaded (or a test that defines its own operation) can share the namespace.
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
+# Tests send every operation on CPU tensors through its Triton launcher: without a GPU, by Triton's interpreter.
 _triton_on_cpu = False
-
-
-def triton_on_cpu_enabled() -> bool:
-    """Whether CPU tensors are sent to the Triton launchers at present."""
-    return _triton_on_cpu
-
-
-class InterpreterUnavailableError(RuntimeError):
-    """The installed Triton has no interpreter that can run these kernels."""
-
-
-def check_interpreter() -> None:
-    """Raise if Triton's interpreter can't run the kernels.
-
-    Raises:
-        InterpreterUnavailableError: Triton is older than 3.7.
-    """
-    import triton
-
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7):
-        raise InterpreterUnavailableError(
-            f"the interpreter of Triton {triton.__version__} can't loop to a tensor's value with NumPy 2.4 and newer, "
-            "nor make pointers of integers: Triton 3.7 and newer can"
-        )
-
-
-@functools.cache
-def _repair_interpreter() -> None:
-    """Let comparisons of numbers be masks, as they are on a GPU.
-
-    The interpreter takes such a comparison for a number of its operands' dtype when it broadcasts it, and that of
-    Triton 3.9 refuses masks that are not boolean.
-    """
-    from triton import language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    broadcast = InterpreterBuilder.create_splat
-
-    def create_splat(self: Any, kind: Any, value: Any) -> Any:
-        return broadcast(self, kind, TensorHandle(value.data, tl.int1) if value.data.dtype == bool else value)
-
-    InterpreterBuilder.create_splat = create_splat
-
-
-@contextlib.contextmanager
-def triton_on_cpu(enabled: bool = True) -> Iterator[None]:
-    """Send every operation on CPU tensors through its Triton launcher instead of its CPU twin.
-
-    This runs the CUDA path on a machine without a GPU, for tests: it is slow. It needs Triton's interpreter, so set the
-    environment variable ``TRITON_INTERPRET=1`` before Triton is imported.
-
-    Raises:
-        RuntimeError: Triton is not in interpreter mode.
-        InterpreterUnavailableError: its interpreter can't run the kernels.
-    """
-    global _triton_on_cpu
-    if enabled:
-        import triton
-
-        if not triton.knobs.runtime.interpret:
-            raise RuntimeError("triton_on_cpu needs TRITON_INTERPRET=1, set before Triton is imported")
-        check_interpreter()
-        _repair_interpreter()
-    previous, _triton_on_cpu = _triton_on_cpu, enabled
-    try:
-        yield
-    finally:
-        _triton_on_cpu = previous
 
 
 @functools.cache
@@ -141,7 +73,7 @@ def _trusting(function: Callable[..., Any]) -> Callable[..., Any]:
 def _on_its_device(target: str, trusted: bool = False) -> Callable[..., Any]:
     """A launcher, imported at its first call, with the device of its first argument as the current one.
 
-    Triton launches on the current device. Tensors in host memory, as under :func:`triton_on_cpu`, change nothing.
+    Triton launches on the current device. Tensors in host memory change nothing.
     """
     launch: Callable[..., Any] | None = None
 
@@ -165,7 +97,7 @@ def define(schema: str, family: str = "", *, cpu: str = "", cuda: str = "", fake
         schema: a ``torch.library`` schema without the namespace; mutated arguments are annotated.
         family: ``__name__`` of the package that has the backends. Their functions are called as the operation, without
             the name of the family: ``rows_gather`` is ``gather`` of ``rows/_cpu.py``, and of ``rows/_launch.py``, which
-            serves CUDA, ROCm, and CPU tensors under :func:`triton_on_cpu`.
+            serves CUDA and ROCm, and in tests CPU tensors.
         cpu, cuda: these functions, as ``"module:function"``, where they are elsewhere.
         fake: shape-only implementation, for ``FakeTensorMode`` and ``torch.compile``.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpubuf.data.arguments import warn
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.operation import Operation, graph_break
@@ -27,12 +27,14 @@ from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.plan import STEPS_KEY
 from gpubuf.data.storage.schema import Codec
 from gpubuf.integrations.edits import set_keys
-from gpubuf.integrations.environment_steps import rows_at, stored_values
+from gpubuf.integrations.environment_steps import autoreset_of, rows_at, stored_values
 
 #: Steps that wait on the host, and the bytes that these may take: one launch then writes all of them.
 WAITING_STEPS, WAITING_BYTES = 64, 1 << 16
 #: The first steps, of which it is looked at whether episodes end without a word.
 LOOKS = 10_000
+#: How far observations of these may be from where the step before led to, if they are read anew.
+_CLOSE = 1e-3
 
 _OBSERVATION, _NEXT_OBSERVATION, _ACTION = ("observation",), ("next", "observation"), ("action",)
 _REWARD, _TERMINATED, _DONE = ("next", "reward"), ("next", "terminated"), ("next", "done")
@@ -40,6 +42,8 @@ _REWARD, _TERMINATED, _DONE = ("next", "reward"), ("next", "terminated"), ("next
 _MADE = {"_columns", "_observed", "_first", "_direct", "_actions", "_rewards", "_terminated", "_ended", "_powers"}
 #: What the infos of Gymnasium's vector environments have at the end of an episode that they reset in the same step.
 _FINAL = "_final_obs", "_final_info", "_final_observation"
+#: What infos have at ends if a wrapper records them.
+_ENDS = "_episode", "TimeLimit.truncated"
 
 
 # As parts of an operation that has begun.
@@ -130,13 +134,16 @@ class StableBuffer:
         dtypes: how keys are stored, such as ``{"observation": torch.float16}``. See :class:`LazyTensorStorage`.
         sampler: which rows a batch is made of. Default: :class:`RandomSampler`.
         relabel: gives rows of a batch other goals, see :class:`gpubuf.Hindsight`.
+        autoreset: when vector environments reset: Gymnasium's environments themselves, whose metadata say it, their
+            ``AutoresetMode``, or ``"next_step"``, ``"same_step"`` or ``"disabled"``. None: Stable-Baselines3's reset in
+            the same step, and Gymnasium's are taken to reset in the next one, their default, until a row contradicts.
 
     Attributes:
         buffer: the :class:`gpubuf.ReplayBuffer` in it.
 
     Raises:
         NotImplementedError: rows of a space can't be stored.
-        ValueError: a size, ``n_steps`` or ``gamma`` is out of range.
+        ValueError: a size, ``n_steps`` or ``gamma`` is out of range, or ``autoreset`` is none of these.
     """
 
     _samples: Any = ReplayBufferSamples
@@ -159,7 +166,9 @@ class StableBuffer:
         dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
         sampler: Sampler | None = None,
         relabel: Hindsight | None = None,
+        autoreset: Any = None,
     ) -> None:
+        self._autoreset = None if autoreset is None else autoreset_of(autoreset)
         self.observation_space = observation_space
         self.action_space = action_space
         shapes = {name: row_shape(space) for name, space in self._parts().items()}
@@ -196,6 +205,8 @@ class StableBuffer:
             end_keys=[_DONE] if n_steps > 1 else None,
         )
         self._last_ends: tuple[np.ndarray, list[Any]] | None = None
+        # Whether infos may lack ends, and whether every step so far gave a reward.
+        self._unsure, self._rewarded = True, True
         # The number of rows when the steps that wait were about to be written.
         self._written_before: int | None = None
         self._waiting = 0
@@ -272,13 +283,14 @@ class StableBuffer:
             reward: ``[E]``.
             done: bool ``[E]``.
             infos: a dict for each environment, not looked at without ``handle_timeout_termination``; or the one dict of
-                Gymnasium's vector environments. Of these, a step that only resets an environment is no transition: the
-                one before it is stored once more in its place.
+                Gymnasium's vector environments. A step that only resets one of these (see ``autoreset``) is no
+                transition: the one before it is stored once more in its place.
             truncations: bool ``[E]``, ends that are no terminations; ``done`` is the terminations then.
 
         Raises:
             UserWarning: as a warning, once: batches depend on the ends of episodes, and one of the first 10 000 steps
-                lacks an end.
+                lacks an end; environments don't reset in the next step, and ``autoreset`` does not say so; or steps
+                that only reset can't be told, for ``infos`` don't say where episodes are truncated.
             ValueError: an array has another shape, or ``infos`` is one dict and ``truncations`` are missing, but
                 timeouts or the ends of episodes matter. Numbers are converted to the dtype of their space. No host
                 sync.
@@ -322,13 +334,12 @@ class StableBuffer:
         """Say once if an episode begins where the one before has not ended."""
         self._looks -= 1
         before, self._before = self._before, (copy.deepcopy(next_obs), ended.copy())
-        if before is not None and not (_same(obs, before[0]) | before[1]).all():
+        if before is not None and not (_same(obs, before[0], _CLOSE) | before[1]).all():
             self._looks = 0
-            warnings.warn(
+            warn(
                 "a step does not begin with the observation that the one before it led to, and done did not end that "
                 "episode: windows of several steps, and goals, lead into another one. Pass done, or truncations, at "
-                "each end, and call end_trajectories() where an episode is left",
-                stacklevel=3,
+                "each end, and call end_trajectories() where an episode is left"
             )
 
     def _of_vector_environments(
@@ -340,22 +351,53 @@ class StableBuffer:
                 "infos is one dict, as of Gymnasium's vector environments, which does not tell where a time limit ends "
                 "an episode: call add(obs, next_obs, action, reward, terminations, infos, truncations)"
             )
+        # Environments of other programs, which tell each environment's info, reset in the same step.
+        may_wait = self._autoreset == "next_step" or (self._autoreset is None and isinstance(infos, dict))
         infos = infos if isinstance(infos, dict) else {}
         at_once = np.zeros(self.n_envs, bool)
         for name in _FINAL:
             at_once |= infos.get(name, False)
-        ended = at_once | np.asarray(step[-1], bool) | infos.get("_episode", False)
+        ended = at_once | np.asarray(step[-1], bool)
+        for name in _ENDS:
+            ended |= np.asarray(infos.get(name, False), bool)
         if truncations is not None:
             ended |= np.asarray(truncations, bool)
+        elif may_wait and self._unsure:
+            self._ask_for_truncations(step, any(name in infos for name in (*_FINAL, *_ENDS)))
         resets = np.zeros(self.n_envs, bool)
         if self._last_ends is not None:
-            # Environments that reset in the next step begin it where the episode ended, and give no reward.
             resets, before = self._last_ends
-            resets = resets & ~ended & (np.asarray(step[3]) == 0) & _same(step[0], before[1])
+            if self._autoreset is None and not self._only_reset(resets, before, step, ended):
+                may_wait, resets = False, np.zeros(self.n_envs, bool)
             step = [_chosen(resets, old, new) for old, new in zip(before, step, strict=True)]
-        following = ended & ~at_once
+        following = ended & ~at_once & ~resets & may_wait
         self._last_ends = (following, [_chosen(following, value, value) for value in step]) if following.any() else None
         return step, ended | resets
+
+    def _only_reset(self, resets: np.ndarray, before: list[Any], step: list[Any], ended: np.ndarray) -> bool:
+        """Whether a step may only reset the environments in ``resets``. If not, these reset otherwise: say so once."""
+        alike = ~ended & (np.asarray(step[3]) == 0) & _same(step[0], before[1])
+        if alike[resets].all():
+            return True
+        self._autoreset = "disabled"
+        warn(
+            "after an end, a step does not look like one that only resets, as Gymnasium's vector environments make by "
+            "default: from here on all steps are stored as transitions. Say when yours reset: autoreset=envs, or "
+            "'next_step', 'same_step' or 'disabled'"
+        )
+        return False
+
+    def _ask_for_truncations(self, step: list[Any], told: bool) -> None:
+        """Say once that ends by a time limit are not told, at the first sign of one: an end, or a lack of reward."""
+        unrewarded = bool((np.asarray(step[3]) == 0).any())
+        if not told and (np.any(step[-1]) or (unrewarded and self._rewarded and self.size() > 0)):
+            told = True
+            warn(
+                "infos don't tell where a time limit ends an episode, and Gymnasium's step after it only resets, which "
+                "is no transition, but is stored as one: pass truncations, add(obs, next_obs, actions, rewards, "
+                "terminations, infos, truncations), or say autoreset=envs if yours reset otherwise"
+            )
+        self._unsure, self._rewarded = not told, self._rewarded and not unrewarded
 
     def extend(self, *arguments: Any) -> None:
         """Add several steps: the arguments of :meth:`add`, each with one more dimension in front."""
@@ -612,11 +654,11 @@ class StableBuffer:
 # Steps of vector environments
 
 
-def _same(one: Any, two: Any) -> Any:
-    """Of which environments two observations ``[E, ...]`` are equal."""
+def _same(one: Any, two: Any, tolerance: float = 0.0) -> Any:
+    """Of which environments two observations ``[E, ...]`` are equal, absolutely and relatively to a tolerance."""
     if isinstance(one, Mapping):
-        return np.logical_and.reduce([_same(value, two[name]) for name, value in one.items()])
-    equal = np.asarray(one) == two
+        return np.logical_and.reduce([_same(value, two[name], tolerance) for name, value in one.items()])
+    equal = np.isclose(one, two, tolerance, tolerance, equal_nan=True)
     return equal.reshape(len(equal), -1).all(1)
 
 

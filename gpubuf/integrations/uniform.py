@@ -55,7 +55,7 @@ class UniformBuffer:
         *,
         discounts: bool = False,
         next_capacity: int | None = None,
-        autoreset: str = "same_step",
+        autoreset: Any = "same_step",
     ) -> None:
         self._autoreset = autoreset
         self._n_step, self._gamma, self._discounts = n_step, float(gamma), discounts

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
-import math
 import struct
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from gpubuf.kernels.rows import (
     SUM,
     WRITTEN,
     CodecNumbers,
+    Field,
     NoRoomError,
     Reading,
     arena_offsets,
@@ -59,33 +61,15 @@ from gpubuf.kernels.rows._check import (
 _BYTE = torch.uint8
 
 
-class _Field(NamedTuple):
-    """An entry of a table by name: of a column the first five words, of a field all."""
+@dataclass(frozen=True)
+class _Field(Field):
+    """An entry of a table by name: of a column the first five words, of a field all, and what follows from them."""
 
-    device_rows: int
-    row_bytes: int
-    split: int
-    host_rows: int
-    row_stride: int
     kind: int = DRAWN
     stored: int = OPAQUE
     written: int = OPAQUE
     batch: int = OPAQUE
     elements: int = 0
-    scale: float = 1.0
-    offset: float = 0.0
-    mean: int = 0
-    factor: int = 0
-    low: float = -math.inf
-    high: float = math.inf
-    pad: int = 0
-    height: int = 0
-    width: int = 0
-    pair: int = 0
-    entries: int = 0
-    pending: int = 0
-    side_stride: int = 0
-    writes: int = 1
     copied: int = 1
     aligned: int = 0
     batch_bytes: int = 0
@@ -106,7 +90,7 @@ class _Field(NamedTuple):
         return _at(address, self.elements * dtype.itemsize).view(dtype)
 
 
-_FLOATS = {"scale", "offset", "low", "high"}
+_KINDS = "".join("d" if field.type == "float" else "q" for field in dataclasses.fields(_Field))
 
 
 def fields_of(table: Tensor) -> Sequence[_Field]:
@@ -116,11 +100,8 @@ def fields_of(table: Tensor) -> Sequence[_Field]:
 
 @functools.lru_cache(maxsize=64)
 def _fields_of(words: bytes, width: int) -> Sequence[_Field]:
-    found = []
-    for first in range(0, len(words), 8 * width):
-        kinds = ["d" if name in _FLOATS else "q" for name in _Field._fields[:width]]
-        found.append(_Field(*struct.unpack_from(f"<{''.join(kinds)}", words, first)))
-    return tuple(found)
+    places = range(0, len(words), 8 * width)
+    return tuple(_Field(*struct.unpack_from(f"<{_KINDS[:width]}", words, place)) for place in places)
 
 
 def _dtype(code: int) -> torch.dtype:

@@ -20,10 +20,10 @@ from gpubuf import (
 from gpubuf.data.checkpoints import files
 from gpubuf.data.storage.share_next import entries_of
 from gpubuf.kernels import _launching as launching
-from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import FAULTS, LOST
 from tests.contracts import first_quick
 from tests.contracts.checkpoints import change_meaning
+from tests.support.interpreter import triton_on_cpu
 
 WIDTH = 6
 KEYS = ("observation", "number", ("next", "observation"), ("next", "reward"), ("next", "done"))

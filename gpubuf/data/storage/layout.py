@@ -15,7 +15,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non
 from torch import Tensor
 
 from gpubuf import serialization
-from gpubuf.data.storage.containers import FIRST_KEYS, Data, is_data
+from gpubuf.data.storage.containers import FIRST_KEYS, Data, is_data, without_wrapper
 from gpubuf.kernels.rows import ALIGNMENT, arena_offsets
 
 Key = tuple[str, ...]
@@ -182,11 +182,11 @@ class RowLayout:
         for name, value in _entries(data, path).items():
             if not path and name in self.ignored:
                 continue
-            if is_non_tensor(value):
-                other: Any = value
+            other: Any = without_wrapper(value) if is_non_tensor(value) else value
+            if is_non_tensor(other):
                 self.host[*path, name] = tuple(other.batch_size[batch_dims:])
             else:
-                children[name] = self._describe(value, (*path, name), batch_dims)
+                children[name] = self._describe(other, (*path, name), batch_dims)
         return Node(children, tuple(data.batch_size[batch_dims:]), type(data) if is_tensorclass(data) else None)
 
     def with_leaves(self, leaves: Sequence[Leaf]) -> RowLayout:
@@ -273,6 +273,7 @@ class RowLayout:
 
     @staticmethod
     def _checked(leaf: Leaf, data: Data, batch_dims: int) -> Tensor:
+        data = without_wrapper(data)
         if not isinstance(data, Tensor):
             raise ValueError(f"key {leaf.name}: the storage holds a tensor, the batch a {type(data).__name__}")
         if data.dtype is not leaf.dtype or data.shape[batch_dims:] != leaf.shape:
