@@ -242,10 +242,10 @@ def attach_info(data: TensorDictBase, info: Mapping[Any, Tensor], ndim: int) -> 
     """
     lead, shape = info[INDEX].dim() - (ndim > 1), data.batch_size
     same = info[INDEX].shape[:lead] == shape[:lead]
-    names = {entry.name for entry in fields(data)} if is_tensorclass(data) else None
+    if is_tensorclass(data):
+        names = {entry.name for entry in fields(data)}
+        info = {key: value for key, value in info.items() if key in names}
     for key, value in info.items():
-        if names is not None and key not in names:
-            continue
         if not same:
             if value.shape[:lead].numel() == shape.numel():
                 value = value.reshape(*shape, *value.shape[lead:])
