@@ -15,7 +15,7 @@ from gpubuf.data.operation import graph_break, operation
 from gpubuf.data.samplers.priorities import masks_of, rows_of
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.sequences import by_anchor
-from gpubuf.data.storage.containers import Data, batch_shape, tensors_of
+from gpubuf.data.storage.containers import Data, batch_shape, check_entries, tensors_of
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import MASK_KEY, as_key, priority_mask_key
 from gpubuf.data.storage.storage import TensorStorage
@@ -74,8 +74,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if isinstance(data, dict):
             data = tensors_of(data)
             try:
+                check_entries(data)
                 return TensorDict(data, batch_shape(data, ndim))
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 message = f"{type(self).__name__} stores TensorDicts, and this dict can't be one: {error}"
                 raise TypeError(message) from None
             except RuntimeError:

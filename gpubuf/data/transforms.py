@@ -306,5 +306,6 @@ def _multi_step(total: TensorDictBase, made: int, recipe: Recipe) -> TensorDictB
     shape = (made, *storage.shape[1:])
     reader = storage.reader(recipe)
     tensors, _ = reader.gather(torch.arange(math.prod(shape), device=storage.device))
-    out = reader.assemble([tensor.view(*shape, *tensor.shape[1:]) for tensor in tensors], None, shape)
+    tensors = [tensor.view(*shape, *tensor.shape[1:]) for tensor in tensors]
+    out = reader.layout.assemble(tensors, shape, storage.device)
     return out.transpose(0, time)  # type: ignore[no-any-return]

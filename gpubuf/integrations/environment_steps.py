@@ -140,7 +140,7 @@ def rows_at(buffer: ReplayBuffer, positions: Tensor) -> tuple[Any, Tensor]:
     """Rows at flat positions, int64 ``[n]``, as a draw makes a batch of them, and their generations."""
     reader = buffer._reader
     tensors, generation = buffer.operation.run(reader.gather, positions.to(buffer.storage.device))
-    return reader.assemble(tensors), generation
+    return reader.layout.assemble(tensors, generation.shape, generation.device), generation
 
 
 def _below(part: Any, name: str) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from gpubuf.data.arguments import warn
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.operation import graph_break
+from gpubuf.data.operation import Operation, graph_break
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.storage.layout import Key, as_written
@@ -48,6 +48,7 @@ _ENDS = "_episode", "TimeLimit.truncated"
 
 # As parts of an operation that has begun.
 _add_columns, _extend_columns = map(inspect.unwrap, (ReplayBuffer.add_columns, ReplayBuffer.extend_columns))
+_run_apart = graph_break(Operation.run)
 
 
 class StoredArray(np.ndarray):
@@ -232,18 +233,17 @@ class StableBuffer:
         self._most = max(1, min(WAITING_STEPS, WAITING_BYTES // max(step_bytes, 1), self.buffer_size))
         lead = (self._most, self.n_envs)
         self._columns = {key: np.zeros((*lead, *shape), dtype) for key, (dtype, shape) in kinds.items()}
-        # The columns of the first step that waits, in order. Large steps don't: their arrays are read where they are.
-        self._first = [column[0] for column in self._columns.values()]
-        self._direct = list(self._first) if self._most == 1 else None
+        # The columns of the first step that waits. Large steps don't: their arrays are read where they are.
+        self._first = {as_written(key): column[0] for key, column in self._columns.items()}
+        self._direct = dict(self._first) if self._most == 1 else {}
         # The names of a dict of observations; None: there is no dict.
         self._names = list(self.observation_space.spaces) if is_dict(self.observation_space) else None
-        # Name in a dict, a shape where the environment gives none, and memory of observation and next one.
+        # Name in a dict, a shape where the environment gives none, and key and memory of observation and next one.
         self._observed = [
             (
                 name[0] if name else None,
                 (self.n_envs, 1) if _is(space, "Discrete") else None,
-                self._columns[*_OBSERVATION, *name],
-                self._columns[*_NEXT_OBSERVATION, *name],
+                *((as_written((*key, *name)), self._columns[*key, *name]) for key in (_OBSERVATION, _NEXT_OBSERVATION)),
             )
             for name, space in parts.items()
         ]
@@ -301,16 +301,14 @@ class StableBuffer:
             self.flush()
             at = 0
         direct = self._direct
-        # Among the columns the action lies between observations and next ones.
-        following = len(self._observed) + 1
-        for place, (name, shape, column, next_column) in enumerate(self._observed):
+        for name, shape, (key, column), (next_key, next_column) in self._observed:
             own, coming = (obs, next_obs) if name is None else (obs[name], next_obs[name])
             if shape is not None:
                 own, coming = own.reshape(shape), coming.reshape(shape)
-            if direct is None:
-                column[at], next_column[at] = own, coming
+            if direct:
+                direct[key], direct[next_key] = _like(column[0], own), _like(next_column[0], coming)
             else:
-                direct[place], direct[following + place] = _like(column[0], own), _like(next_column[0], coming)
+                column[at], next_column[at] = own, coming
         self._actions[at] = action if action.shape == self._action_shape else action.reshape(self._action_shape)
         self._rewards[at] = reward
         self._terminated[at] = done
@@ -322,10 +320,10 @@ class StableBuffer:
                     self._ended[at, environment] = True
         if self._looks:
             self._look(obs, next_obs, self._ended[at])
-        if direct is None:
-            self._waiting = at + 1
+        if direct:
+            self.buffer.add_columns(direct)
         else:
-            self.buffer.add_columns(self._in_order(direct))
+            self._waiting = at + 1
 
     def _look(self, obs: Any, next_obs: Any, ended: np.ndarray) -> None:
         """Say once if an episode begins where the one before has not ended."""
@@ -338,10 +336,6 @@ class StableBuffer:
                 "episode: windows of several steps, and goals, lead into another one. Pass done, or truncations, at "
                 "each end, and call end_trajectories() where an episode is left"
             )
-
-    def _in_order(self, columns: list[Any]) -> Any:
-        """Columns in the order of the storage, which the first write settles: by their keys."""
-        return columns if self.buffer.initialized else dict(zip(self._columns, columns, strict=True))
 
     def _of_vector_environments(
         self, step: list[Any], infos: Any, truncations: np.ndarray | None
@@ -419,9 +413,9 @@ class StableBuffer:
         # Otherwise an interrupt came: the steps are written, or they are not.
         if written == self._written_before:
             if steps == 1:
-                _add_columns(self.buffer, self._in_order(self._first))
+                _add_columns(self.buffer, self._first)
             else:
-                _extend_columns(self.buffer, self._in_order([column[:steps] for column in self._columns.values()]))
+                _extend_columns(self.buffer, {key: column[:steps] for key, column in self._columns.items()})
         self._waiting, self._written_before = 0, None
 
     def end_trajectories(self, env: int | None = None) -> None:
@@ -456,13 +450,8 @@ class StableBuffer:
             RuntimeError: nothing has been added.
         """
         # What keeps it out of a compiled graph takes a tenth of a sample's time.
-        draw = self._draw_apart if torch.compiler.is_compiling() else self._draw
-        return self._batch(draw(batch_size), env)
-
-    def _draw(self, batch_size: int) -> dict[Any, Tensor]:
-        return self.buffer.operation.run(self._drawn, batch_size)
-
-    _draw_apart = graph_break(_draw)
+        run = _run_apart if torch.compiler.is_compiling() else Operation.run
+        return self._batch(run(self.buffer.operation, self._drawn, batch_size), env)
 
     def _drawn(self, batch_size: int) -> dict[Any, Tensor]:
         """Write the steps that wait and draw, as one operation of the buffer: less of it then has to come back into

@@ -159,6 +159,13 @@ class NoRoomError(RuntimeError):
     """There is no room aside for the next observations of a write. The message says of how many of how many rows."""
 
 
+class CodecNumbers(NamedTuple):
+    """The numbers of a codec. Each is an attribute of a :class:`Field` too. The defaults change nothing."""
+
+    scale: float = 1.0
+    offset: float = 0.0
+
+
 @dataclass(frozen=True)
 class Field:
     """How one key of a batch is made of rows. An entry of ``fields`` has these in this order, floats by their bits.
@@ -169,7 +176,7 @@ class Field:
         kind: which row is read.
         stored, written, batch: codes of the dtypes: of the column, of written data, and of the batch.
         elements: of a row of this field. ``row_bytes`` is so many times the size of the stored dtype.
-        scale, offset: of the codec; 1 and 0 change nothing.
+        scale, offset: of the codec, see :class:`CodecNumbers`.
         mean, factor: addresses of float32 ``[elements]``: a number becomes ``(number - mean) * factor``; 0: none.
         low, high: bounds of the normalised numbers; -inf and inf: none. NaN stays NaN.
         pad: images ``[..., height, width]`` are shifted by up to so many pixels in both directions: pixel (y, x) is
@@ -225,7 +232,7 @@ class Field:
 
     @property
     def _has_codec(self) -> bool:
-        return self.scale != 1 or self.offset != 0
+        return (self.scale, self.offset) != CodecNumbers()
 
     @property
     def _is_computed(self) -> bool:

@@ -27,10 +27,10 @@ from gpubuf import (
 )
 from gpubuf.data import Compose, Sampler
 from gpubuf.data.samplers.base import Drawn
-from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.modules import make_sac_actor, make_sac_critic
 from tests.contracts import first_quick
 from tests.support.counted_launches import counted_launches
+from tests.support.interpreter import triton_on_cpu
 from tests.support.n_step_model import Model, agents_rows, filled, new
 
 # The transitions
