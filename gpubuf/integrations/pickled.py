@@ -62,7 +62,7 @@ def _read(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Piece:
 
 def _cut(rows: TensorDict) -> Iterator[dict[Any, Piece]]:
     """Rows ``[T, E]`` in pieces of some steps, by key."""
-    columns = dict(rows.items(True, True))
+    columns: dict[Any, Any] = dict(rows.items(True, True))
     per_step = sum(column.nbytes for column in columns.values()) // max(1, len(rows))
     steps = max(1, PIECE_BYTES // max(1, per_step))
     for start in range(0, len(rows), steps):
