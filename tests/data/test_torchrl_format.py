@@ -326,6 +326,6 @@ def test_parts_of_a_state_of_torchrls_are_refused():
     with pytest.raises(ValueError, match="are no state of a TensorDictRoundRobinWriter"):
         buffer.writer.load_state_dict(state["_writer"])
     for wrong in ({"_len": 9}, {"_len": 3}, {"_storage": {}}):
-        with pytest.raises(ValueError, match="impossible|not those of a ring|no rows"):
+        with pytest.raises(ValueError, match=r"impossible|not those of a ring|no rows"):
             buffer.load_state_dict({**state, "_storage": {**state["_storage"], **wrong}})
     assert same(stored(buffer), transitions(3))
