@@ -137,7 +137,7 @@ def refuse_rounding(schema: Schema, values: Sequence[Tensor]) -> None:
         whole = source.stored.is_floating_point or source.stored.is_complex or source.stored is torch.bool
         if whole or not leaf.dtype.is_floating_point or source.codec != CodecNumbers():
             continue
-        if host_can_read(value) and bool(((value.abs() <= 1).all() & (value != value.round()).any())):
+        if host_can_read(value) and bool((value.abs() <= 1).all() & (value != value.round()).any()):
             raise ValueError(
                 f"key {leaf.name} has fractions in [-1, 1], which {source.stored} would round to whole numbers: "
                 f"Codec({source.stored}, scale=1 / {torch.iinfo(source.stored).max}) keeps them"
