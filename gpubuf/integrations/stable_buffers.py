@@ -23,11 +23,11 @@ from gpubuf.data.operation import Operation, graph_break
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.storage.layout import Key, as_written
-from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.plan import STEPS_KEY
 from gpubuf.data.storage.schema import Codec
 from gpubuf.integrations.edits import set_keys
 from gpubuf.integrations.environment_steps import autoreset_of, rows_at, stored_values
+from gpubuf.integrations.pickled import PickledBuffer
 
 #: Steps that wait on the host, and the bytes that these may take: one launch then writes all of them.
 WAITING_STEPS, WAITING_BYTES = 64, 1 << 16
@@ -185,18 +185,17 @@ class StableBuffer:
         self._device = chosen_device(device)
         if placement is None:
             placement = "auto" if self._device.type == "cuda" and self._device.index is None else self._device
-        storage = LazyTensorStorage(
-            self.buffer_size * n_envs,
-            device=placement,
-            ndim=2,
-            share_next=[(*_OBSERVATION, *name) for name in shapes] if optimize_memory_usage else False,
-            next_capacity=next_capacity,
-            # Rows that store observations once are converted anyway: a flag then takes a byte.
-            dtypes={**({_TERMINATED: torch.bool} if optimize_memory_usage else {}), **(dtypes or {})},
-        )
-        self.buffer = ReplayBuffer(
-            storage=storage,
-            sampler=RandomSampler() if sampler is None else sampler,
+        self.buffer = PickledBuffer(
+            {
+                "max_size": self.buffer_size * n_envs,
+                "device": placement,
+                "ndim": 2,
+                "share_next": [(*_OBSERVATION, *name) for name in shapes] if optimize_memory_usage else False,
+                "next_capacity": next_capacity,
+                # Rows that store observations once are converted anyway: a flag then takes a byte.
+                "dtypes": {**({_TERMINATED: torch.bool} if optimize_memory_usage else {}), **(dtypes or {})},
+            },
+            RandomSampler() if sampler is None else sampler,
             relabel=relabel,
             dim_extend=0,
             n_steps=n_steps,
@@ -244,9 +243,13 @@ class StableBuffer:
             (
                 name[0] if name else None,
                 (self.n_envs, 1) if _is(space, "Discrete") else None,
-                *((as_written((*key, *name)), self._columns[*key, *name]) for key in (_OBSERVATION, _NEXT_OBSERVATION)),
+                as_written(own),
+                self._columns[own],
+                as_written(coming),
+                self._columns[coming],
             )
             for name, space in parts.items()
+            for own, coming in [((*_OBSERVATION, *name), (*_NEXT_OBSERVATION, *name))]
         ]
         self._action_shape = (self.n_envs, self.action_dim)
         self._actions = self._columns[_ACTION]
@@ -302,7 +305,7 @@ class StableBuffer:
             self.flush()
             at = 0
         direct = self._direct
-        for name, shape, (key, column), (next_key, next_column) in self._observed:
+        for name, shape, key, column, next_key, next_column in self._observed:
             own, coming = (obs, next_obs) if name is None else (obs[name], next_obs[name])
             if shape is not None:
                 own, coming = own.reshape(shape), coming.reshape(shape)
