@@ -631,8 +631,8 @@ class Captured:
         for one in recording.operations:
             one.joined(current)
             recording.holds(one, "storage")
-            recording.holds(one.storage, "rows", "ring")
-            recording.holds(one.storage.rows, "table")
+            # Rows that are freed and made anew have another ring.
+            recording.holds(one.storage, "ring", "device")
             recording.holds(one.storage.followers, "listeners")
             for sampler in one.storage.followers.samplers:
                 recording.holds(sampler, *sampler.parts)

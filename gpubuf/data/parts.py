@@ -20,6 +20,7 @@ from gpubuf.data.mending import mend
 from gpubuf.data.operation import Operation
 from gpubuf.data.passing import living
 from gpubuf.data.prefetch import Prefetched
+from gpubuf.data.processing.augment import RandomShift
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import REPLAY
 from gpubuf.data.samplers.base import Sampler
@@ -129,7 +130,8 @@ class Parts:
         reader = self._reader_of(storage)
         writer.attach(sampler, self.recipe, self.relabel)
         if unit is not None:
-            check_parts(sampler, self.recipe, relabels=self.relabel is not None)
+            shifts = any(isinstance(step, RandomShift) for step in self.pipeline.process)
+            check_parts(sampler, self.recipe, relabels=self.relabel is not None, shifts=shifts)
             unit.bind(storage)
         if self.relabel is not None:
             self.relabel.check_recipe(self.recipe, self.pipeline.process)

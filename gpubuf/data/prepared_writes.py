@@ -19,7 +19,7 @@ from gpubuf.data.storage.containers import of_array
 from gpubuf.data.storage.layout import Leaf, as_key, as_written
 from gpubuf.data.storage.schema import as_numbers, stored_as
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.kernels._registry import eager
+from gpubuf.kernels._registry import past_dispatcher
 
 #: An array per key, by key (``"reward"``, ``("next", "reward")``) or in the order of the storage's keys.
 Arrays = Mapping[Any, Any] | Sequence[Any]
@@ -80,7 +80,7 @@ class PreparedRows:
         """For columns with these batch dimensions; None where they are written in another way."""
         table, n_bytes = storage.rows.table, math.prod(lead) * storage.written_layout.row_bytes
         # Fake tensors, and modes that change what a function does, take the general way. Prefixes are compared.
-        if not (table.is_cpu and eager(table)) or not 0 < n_bytes <= PREPARED_BYTES:
+        if not past_dispatcher(table) or not 0 < n_bytes <= PREPARED_BYTES:
             return None
         return PreparedRows(storage, lead, keeps_index=keeps_index)
 
@@ -117,9 +117,11 @@ class PreparedRows:
                     array[...] = value
             else:
                 return False
-            if low < address < high and addresses.meet(address, address + n_bytes):
-                return False
-            described[place] = address
+            # Rows stay where they are as long as the route fits: what was read before is still no view of them.
+            if address != described[place]:
+                if low < address < high and addresses.meet(address, address + n_bytes):
+                    return False
+                described[place] = address
         return True
 
 
@@ -139,7 +141,7 @@ class Route:
 
     Attributes:
         direct: whether columns can be written at all; if not, they become a TensorDict.
-        rows, ring: what the route was made for.
+        ring: the counters of the rows for which the route was made: others have others.
         layout: of the rows as they are written.
         write_listeners: those that hear of writes.
         step: batch dimensions of one step.
@@ -147,7 +149,7 @@ class Route:
 
     def __init__(self, storage: TensorStorage, *, direct: bool) -> None:
         self.direct = direct
-        self.rows, self.ring = storage.rows, storage.ring.counters
+        self.ring = storage.ring.counters
         self.write_listeners = storage.followers.write_listeners
         self.step = tuple(storage.shape[1:])
         self.layout = storage.written_layout
@@ -163,11 +165,7 @@ class Route:
     def fits(self, storage: TensorStorage) -> bool:
         """Whether the storage is still as the route has found it."""
         # Past properties: every write comes here.
-        return (
-            storage.rows is self.rows
-            and storage.ring.counters is self.ring
-            and storage.followers.write_listeners is self.write_listeners
-        )
+        return storage.ring.counters is self.ring and storage.followers.write_listeners is self.write_listeners
 
     def sized(self, columns: Arrays) -> PreparedRows | None:
         """:meth:`of_size` for as many rows as the first of ``columns`` has."""

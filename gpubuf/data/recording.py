@@ -21,7 +21,7 @@ class Unfinished(NamedTuple):
     """A mark that an operation sets before it changes anything, and takes away when all is done.
 
     An exception can come between any two steps of the host: from Ctrl-C, a timer, another thread. The next operation
-    finds the mark and finishes the work; see :meth:`gpubuf.data.buffer.ReplayBuffer._mend`.
+    finds the mark and finishes the work; see :meth:`gpubuf.data.parts.Parts.mend`.
 
     Attributes:
         written: how many rows had ever been written when a write began; the sampler may not know of those after them.

@@ -12,12 +12,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.prepared_writes import Arrays, PreparedRows, Route, numbers_as
+from gpubuf.data.prepared_writes import Arrays, Route, numbers_as
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.row_order import RowOrder
-from gpubuf.data.storage.containers import Data, batch_of, batch_shape, mapped, of_array, shallow, tensors_of
+from gpubuf.data.storage.containers import Data, batch_of, batch_shape, is_data, mapped, of_array, shallow, tensors_of
 from gpubuf.data.storage.layout import Key, as_key
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.tree_layout import inside
@@ -84,16 +84,11 @@ class Writes:
         if ready is None or ready.n > self.storage.max_size:
             return None
         tensors = route.layout.entries_of(batch)
-        return None if tensors is None else self._launch(ready, tensors)
-
-    def _launch(self, ready: PreparedRows, values: Arrays) -> Tensor | None:
-        """Write rows by a launch that is ready. None: it can't have them; nothing has changed."""
-        if not ready.fill(values):
+        if tensors is None or not ready.fill(tensors):
             return None
         index = self.storage.append_prepared(ready.launch, ready.n)
-        # As `_end`, which would be one call more.
-        if index is not None and self.row_order is not None:
-            self.row_order.look(self.storage)
+        if index is not None:
+            self._end()
         return index
 
     def as_tensors(self, data: Any) -> Any:
@@ -103,7 +98,7 @@ class Writes:
     def _rows_of(self, data: Any) -> Data | None:
         """A batch with time first, as it is to be stored; None: there is nothing to write."""
         storage = self.storage
-        if isinstance(data, (dict, list, tuple, np.ndarray)):
+        if not is_data(data):
             data = self.as_tensors(data)
         if isinstance(data, list):
             if not data:
@@ -164,14 +159,17 @@ class Writes:
         route = self._current_route()
         if route is None:
             return False
-        ready = None
+        index = None
         if past_dispatcher(route.ring):
             ready = route.one_step if one_step else route.sized(columns)
-        if ready is None or self._launch(ready, columns) is None:
+            if ready is not None and ready.fill(columns):
+                index = self.storage.append_prepared(ready.launch, ready.n)
+        if index is None:
             sources, n = route.sources(columns, one_step, self.dim_extend)
-            if n:
-                self.storage.append_columns(sources, n)
-                self._end()
+            if n == 0:
+                return True
+            self.storage.append_columns(sources, n)
+        self._end()
         return True
 
     def as_batch(self, columns: Arrays, one_step: bool) -> TensorDict:

@@ -115,7 +115,8 @@ def test_sequences_and_check():
 def steps_of(buffer: ReplayBuffer) -> list[int]:
     """The number of steps of the transition that begins at each row."""
     storage = buffer.storage
-    data = buffer.parts.reader.assemble(buffer.parts.reader.gather(torch.arange(len(storage)))[0])
+    reader = buffer.parts.reader
+    data = reader.layout.assemble(reader.gather(torch.arange(len(storage)))[0], (len(storage),), None)
     return data["steps_to_next_obs"].flatten().tolist()
 
 

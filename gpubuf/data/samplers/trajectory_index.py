@@ -313,5 +313,5 @@ class TrajectoryBounds:
         if not storage.readers.end_bits:
             storage.readers.serve(self)
         assert storage.readers.end_bits
-        at_replays().holds(storage, "end_bits")
+        at_replays().holds(storage.readers, "end_bits")
         return storage.readers.end_bits.bounds(row)

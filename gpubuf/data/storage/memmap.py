@@ -177,6 +177,10 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._tree = saved_tree(schema.written)
         super().establish(schema, shape, data_device)
 
+    def _place(self, data_device: torch.device, schema: Schema, shape: tuple[int, ...]) -> Placement:
+        """On the CPU, whatever its memory: the rows are in files."""
+        return Placement("cpu", torch.device("cpu"))
+
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Record]:
         files.check_names(layout)
         if self.scratch_dir is None:
@@ -276,7 +280,7 @@ class LazyMemmapStorage(LazyTensorStorage):
     @property
     def has_large_rows(self) -> bool:
         """Whether :meth:`request` has anything to do."""
-        return self.rows is not None and any(leaf.row_bytes >= LARGE_ROW for leaf in self.layout.leaves)
+        return self.initialized and any(leaf.row_bytes >= LARGE_ROW for leaf in self.layout.leaves)
 
     def request(self, index: Tensor) -> None:
         """Ask the system to read the pages of large rows, so that they are in memory when the rows are used.
@@ -347,7 +351,7 @@ class LazyMemmapStorage(LazyTensorStorage):
 
         Rows first, then the counters. Don't write meanwhile.
         """
-        if self.rows is None:
+        if not self.initialized:
             return
         assert self.scratch_dir is not None
         for leaf in self.layout.leaves:
@@ -359,8 +363,8 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     def cleanup(self) -> bool:
         """Remove the files now. The rows can be used until the storage is dropped. Returns whether there were files."""
-        found = self.rows is not None and any(path.exists() for path in self._own_files())
-        if self.rows is not None:
+        found = self.initialized and any(path.exists() for path in self._own_files())
+        if self.initialized:
             assert self.scratch_dir is not None
             _remove(self.scratch_dir, self._own_files(), os.getpid(), self._hold)
             self._hold = None

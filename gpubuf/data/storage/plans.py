@@ -15,7 +15,7 @@ from gpubuf.data.storage.follower import Followers, Reader
 from gpubuf.data.storage.placement import IndexBytes, depends_on_room
 from gpubuf.data.storage.plan import Recipe, RowPlan, as_stored, field_table
 from gpubuf.data.storage.ring import Ring
-from gpubuf.data.storage.rows import Rows
+from gpubuf.data.storage.rows import NO_ROWS, Rows
 from gpubuf.data.storage.schema import Options, Schema
 from gpubuf.kernels.rows import Reading
 
@@ -87,7 +87,7 @@ class Readers:
     def __init__(self, batch: RowPlan, followers: Followers, marks: Marks) -> None:
         self._batch, self._followers, self._marks = batch, followers, marks
         self._readers = WeakSet[Reader]()
-        self._rows: Rows | None = None
+        self._rows = NO_ROWS
         self.ends_by: Recipe | None = None
         self.end_bits: EndBits | None = None
 
@@ -112,7 +112,7 @@ class Readers:
                 return known
         plan = RowPlan(recipe)
         self.serve(plan)
-        if self._rows is not None:
+        if self._rows is not NO_ROWS:
             self._set(plan, self._rows)
         return plan
 
@@ -123,14 +123,14 @@ class Readers:
             ValueError: another one knows the ends of trajectories by other keys.
             KeyError: the rows lack what it needs.
         """
-        if self._rows is not None:
+        if self._rows is not NO_ROWS:
             reader.check_rows(self._rows.schema)
         known, recipe = self.ends_by, reader.recipe
         if reader.needs_ends and (known is None or not recipe.same_ends(known)):
             if any(other.needs_ends for other in self._readers):
                 raise ValueError("another buffer with the same storage tells the ends of trajectories by other keys")
             self.ends_by = recipe
-            if self._rows is not None:
+            if self._rows is not NO_ROWS:
                 self._keep_ends(self._rows, recipe)
                 self._followers.rebuild_own()
         self._readers.add(reader)
@@ -168,7 +168,7 @@ class Readers:
         index = math.prod(shape) * self._marks.by_writers
         if self.ends_by is not None:
             index += bitmap_bytes(shape, device_type)
-        if self._rows is not None and self._rows.sharing is not None:
+        if self._rows.sharing is not None:
             index += self._rows.sharing.nbytes
         samplers = self._followers.samplers
         return sum((each.index_bytes(shape, device_type) for each in samplers), IndexBytes(index=index))
@@ -210,7 +210,7 @@ class Readers:
 
     def forget(self) -> None:
         """The rows are gone."""
-        self._rows = self.end_bits = None
+        self._rows, self.end_bits = NO_ROWS, None
         for reader in self._readers:
             if isinstance(reader, RowPlan):
                 reader.forget()

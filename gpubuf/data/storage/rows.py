@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from gpubuf.data.arguments import Missing
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.column import Columns, Record, RowAddresses
 from gpubuf.data.storage.containers import Data, batch_shape, mapped
@@ -17,7 +18,7 @@ from gpubuf.data.storage.host_rows import HostRows
 from gpubuf.data.storage.indexing import index_shape, plain_index, stored_positions, unravel
 from gpubuf.data.storage.layout import Key, RowLayout
 from gpubuf.data.storage.placement import Placement
-from gpubuf.data.storage.plan import RowPlan, fields_of
+from gpubuf.data.storage.plan import NOT_INITIALIZED, RowPlan, fields_of
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import Schema
 from gpubuf.data.storage.share_next import Sharing
@@ -180,3 +181,19 @@ class Rows:
         flat, batch = self.located(index)
         ndim = len(self.shape)
         return unravel(flat, self.shape).reshape((*batch, ndim) if ndim > 1 else batch)
+
+
+class _NoRows(Missing):
+    """What a storage has before its first write."""
+
+    def __init__(self) -> None:
+        super().__init__(NOT_INITIALIZED)
+        self.columns = Columns()
+        self.placement = self.host = self.sharing = None
+
+    def __reduce__(self) -> str:
+        """Copies are it."""
+        return "NO_ROWS"
+
+
+NO_ROWS = cast("Rows", _NoRows())

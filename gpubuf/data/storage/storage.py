@@ -32,7 +32,7 @@ from gpubuf.data.storage.end_bits import Marks
 from gpubuf.data.storage.follower import Followers
 from gpubuf.data.storage.host_rows import HostRows
 from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, unravel
-from gpubuf.data.storage.layout import RowLayout, as_key
+from gpubuf.data.storage.layout import RowLayout, as_key, as_written
 from gpubuf.data.storage.placement import (
     AUTO,
     PINNED,
@@ -43,11 +43,10 @@ from gpubuf.data.storage.placement import (
     readable,
     working_device,
 )
-from gpubuf.data.storage.plan import NOT_INITIALIZED
 from gpubuf.data.storage.plans import Plans, Readers
 from gpubuf.data.storage.ring import Ring
-from gpubuf.data.storage.rows import Rows
-from gpubuf.data.storage.schema import Options, Schema, keys_told
+from gpubuf.data.storage.rows import NO_ROWS, Rows
+from gpubuf.data.storage.schema import Options, Schema, keys_told, refuse_rounding
 from gpubuf.data.storage.share_next import Again, Sharing, entries_of, side_bytes
 from gpubuf.data.storage.tree_layout import layout_of
 
@@ -75,7 +74,7 @@ class TensorStorage:
             the samplers of all buffers with this storage.
         readers: what reads the rows in ways of its own, and where trajectories end.
         ring: how many rows were written; on the CPU until the first write.
-        rows: what there is from the first write on: a :class:`~.rows.Rows`; None before.
+        rows: what there is from the first write on. Before it most attributes raise a RuntimeError.
         owner: the process that handed a buffer with these rows to this one, and alone may write; None: this process.
 
     Raises:
@@ -127,8 +126,8 @@ class TensorStorage:
         self.ndim = ndim
         self.requested_device = device
         self.options = options
-        # A `Rows`, or None. Writes and samples use what it has past the properties.
-        self.rows: Any = None
+        # Writes and samples use what it has past the properties.
+        self.rows = NO_ROWS
         self.ring = Ring(self.max_size)
         self.owner: int | None = None
         # These stay the same, so that captured graphs find their tables.
@@ -150,8 +149,8 @@ class TensorStorage:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        rows: Rows | None = self.rows
-        if rows is None:
+        rows = self.rows
+        if not self.initialized:
             return
         # Copies of pinned and of mapped memory are neither.
         if rows.placement.rows_on_host or not self.relocatable:
@@ -165,7 +164,7 @@ class TensorStorage:
     @property
     def initialized(self) -> bool:
         """Whether the tensors have been allocated."""
-        return self.rows is not None
+        return self.rows is not NO_ROWS
 
     @property
     def schema(self) -> Schema:
@@ -174,10 +173,7 @@ class TensorStorage:
         Raises:
             RuntimeError: nothing has been written yet.
         """
-        if self.rows is None:
-            raise RuntimeError(NOT_INITIALIZED)
-        schema: Schema = self.rows.schema
-        return schema
+        return self.rows.schema
 
     def check_initialized(self) -> None:
         """Raise as :attr:`schema`."""
@@ -208,9 +204,8 @@ class TensorStorage:
         Raises:
             RuntimeError: it is ``"auto"``, and nothing has been written yet.
         """
-        if self.rows is not None:
-            device: torch.device = self.rows.device
-            return device
+        if self.initialized:
+            return self.rows.device
         if self.requested_device == AUTO:
             raise RuntimeError("device='auto' is decided by the first write")
         return working_device(self.requested_device)
@@ -226,27 +221,27 @@ class TensorStorage:
     @property
     def placement(self) -> Placement | None:
         """The place of the storage, and the reason; None before the first write."""
-        return None if self.rows is None else self.rows.placement
+        return self.rows.placement
 
     @property
     def columns(self) -> Columns:
         """The rows, ``[*shape, ...]`` for each of ``layout.leaves``. Those beyond ``len()`` are uninitialised."""
-        return Columns() if self.rows is None else self.rows.columns
+        return self.rows.columns
 
     @property
     def host(self) -> HostRows | None:
         """What is kept for each row on the host: data that are not tensors. None: nothing."""
-        return None if self.rows is None else self.rows.host
+        return self.rows.host
 
     @property
     def sharing(self) -> Sharing | None:
         """The next observations that are stored once; None: all have memory of their own."""
-        return None if self.rows is None else self.rows.sharing
+        return self.rows.sharing
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the full storage, ``[max_size]`` or ``[T, E]``."""
-        return torch.Size((self.max_size,)) if self.rows is None else self.rows.shape
+        return self.rows.shape if self.initialized else torch.Size((self.max_size,))
 
     @property
     def cursor(self) -> int:
@@ -292,7 +287,10 @@ class TensorStorage:
     def initialize(self, data: Data) -> None:
         """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions). Writes nothing."""
         full = self.full_shape(batch_shape(data, self.ndim))
-        self.establish(self.schema_like(layout_of(data, self.ndim, self.ignored_keys)), full, device_of(data))
+        schema = self.schema_like(layout_of(data, self.ndim, self.ignored_keys))
+        if self.options.dtypes:
+            refuse_rounding(schema, schema.written.collect(data, self.ndim))
+        self.establish(schema, full, device_of(data))
 
     def schema_like(self, layout: RowLayout) -> Schema:
         """The schema of rows that are written like those of ``layout``."""
@@ -392,7 +390,7 @@ class TensorStorage:
 
     def relocated(self, placement: Placement) -> None:
         """Adopt ``placement``, where all records of :attr:`columns` are now."""
-        rows: Rows = self.rows
+        rows = self.rows
         stays = placement.device == rows.device
         if not stays:
             rows.device = placement.device
@@ -418,7 +416,7 @@ class TensorStorage:
         """
         if not self.relocatable:
             raise NotImplementedError(f"a {type(self).__name__} keeps its rows: empty() forgets them")
-        if self.rows is None:
+        if not self.initialized:
             return
         try:
             self.refresh()
@@ -428,11 +426,11 @@ class TensorStorage:
     def release(self) -> None:
         """:meth:`free`, but for what synchronises. Can be done again after an interrupt."""
         self.followers.free()
-        if self.rows is not None:
+        if self.initialized:
             rewritten = self.ring.rewritten
             laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
             # In one step: the memory below is that of a storage without rows.
-            self._laps, self.ring, self.rows = laps, Ring(self.requested_size), None
+            self._laps, self.ring, self.rows = laps, Ring(self.requested_size), NO_ROWS
         self.marks.rows = None
         self.plans.forget()
         self.readers.forget()
@@ -467,7 +465,7 @@ class TensorStorage:
     def mark_writers(self) -> None:
         """End trajectories where the rows of another writer follow: several processes write. Takes a byte per row."""
         self.marks.by_writers = True
-        if self.rows is not None:
+        if self.initialized:
             self.keep_marks()
 
     def keep_marks(self) -> None:
@@ -493,7 +491,7 @@ class TensorStorage:
         """
         if isinstance(row, list):
             raise TypeError("a list means several rows, for extend(): a row of several parts is a tuple or a dict")
-        if self.rows is None and getattr(row, "batch_dims", 0) > self.ndim - 1:
+        if not self.initialized and getattr(row, "batch_dims", 0) > self.ndim - 1:
             warn(
                 f"add() writes one row, here a batch of shape {list(row.batch_size)}: write its rows with extend(), "
                 "unless every row is to be such a batch",
@@ -520,9 +518,9 @@ class TensorStorage:
         """
         shape = batch_shape(data, self.ndim)
         n = math.prod(shape)
-        if n == 0 or (self.rows is None and self.holds_nothing(data)):
+        if n == 0 or (self.rows is NO_ROWS and self.holds_nothing(data)):
             return torch.empty(0, dtype=torch.int64, device=self.device if self.initialized else None)
-        if self.rows is None:
+        if self.rows is NO_ROWS:
             self.initialize(data)
         # Past properties, here and below: every write comes here.
         rows = self.rows
@@ -568,13 +566,22 @@ class TensorStorage:
         return index
 
     def holds_nothing(self, data: Data) -> bool:
-        """Whether ``data`` has no rows or no keys. As a first batch it does not tell the layout of a row."""
+        """Whether ``data`` has no rows or no keys. As a first batch it does not tell the layout of a row.
+
+        Raises:
+            TypeError: no key of its rows is a tensor.
+        """
         if math.prod(batch_shape(data, self.ndim)) == 0:
             return True
         if not isinstance(data, TensorDictBase):
             return False
         entries = data.items(True, True)
-        return not any(isinstance(value, Tensor) for key, value in entries if as_key(key)[0] not in self.ignored_keys)
+        if any(isinstance(value, Tensor) for key, value in entries if as_key(key)[0] not in self.ignored_keys):
+            return False
+        layout = layout_of(data, self.ndim, self.ignored_keys)
+        if layout.host and not layout.leaves:
+            raise TypeError(f"no key of the rows is a tensor: {list(map(as_written, layout.host))} are not")
+        return not layout.leaves
 
     def write(self, index: Tensor, data: Data) -> None:
         """Overwrite rows in place. Neither the cursor nor any row's write generation moves.
@@ -588,7 +595,6 @@ class TensorStorage:
             ValueError: a key, shape or dtype differs from the storage's.
             IndexError: an index is out of range (on CPU; a GPU skips the row and counts a fault).
         """
-        self.check_initialized()
         overwrite = self.rows.overwriting(index, data)
         if self.host is not None:
             # In two memories: who is interrupted between them writes both again.
@@ -611,7 +617,7 @@ class TensorStorage:
         Raises:
             IndexError: as :meth:`write`.
         """
-        rows: Rows = self.rows
+        rows = self.rows
         index, generation = rows.addresses.apart([index, generation])
         update = functools.partial(rows.written.update, rows.local(sources, 1), keys, index, generation)
         changed = {rows.schema.columns[key] for key in keys}
@@ -650,8 +656,7 @@ class TensorStorage:
         Raises:
             IndexError: an index is beyond the rows written.
         """
-        self.check_initialized()
-        data: Data = self.rows.get(index)
+        data = self.rows.get(index)
         # TorchRL's writers of TensorDicts store it; here it is known when rows are read.
         if "index" not in self.ignored_keys or not isinstance(data, TensorDictBase):
             return data
@@ -716,7 +721,7 @@ class TensorStorage:
     def __repr__(self) -> str:
         device: Any = self.requested_device
         keys = "not initialized"
-        if self.rows is not None:
+        if self.initialized:
             told = {PINNED: f"{self.device}, rows pinned", SPLIT: f"{self.device}, rows split"}
             device = told.get(self.rows.placement.kind, self.device)
             keys = f"{readable(self.nbytes)}, {{{', '.join(keys_told(self.schema))}}}"
