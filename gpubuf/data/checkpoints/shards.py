@@ -145,11 +145,15 @@ def load_shards(
         RuntimeError: another rank has failed, or is lost: before all have checked their shards, the buffers are as they
             were; later, they are empty. Synchronises.
     """
-    buffer.operation.run(_load_shards, buffer, path, process_group, progress)
+    buffer.operation.run(_load_shards, buffer, path, process_group, progress, end_trajectories)
 
 
 def _load_shards(
-    buffer: Checkpointed, path: str | os.PathLike[str], process_group: dist.ProcessGroup | None, progress: bool | None
+    buffer: Checkpointed,
+    path: str | os.PathLike[str],
+    process_group: dist.ProcessGroup | None,
+    progress: bool | None,
+    end_trajectories: bool,
 ) -> None:
     rank, ranks = (0, 1) if process_group is None else (process_group.rank(), process_group.size())
     with _Vote(process_group) as vote:
