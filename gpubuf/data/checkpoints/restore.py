@@ -93,7 +93,8 @@ def load_state(buffer: Checkpointed, state: dict[str, Any], end_trajectories: bo
 
 def end_if(wanted: bool, storage: TensorStorage) -> None:
     """Have the next write begin a trajectory, after rows were restored, where somebody asks for trajectories."""
-    if wanted and storage.end_bits is not None and len(storage):
+    asked = storage.end_bits is not None or storage.followers.follow_trajectories
+    if wanted and asked and len(storage):
         storage.end_trajectories()
 
 
