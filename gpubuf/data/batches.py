@@ -18,10 +18,14 @@ from gpubuf.data.samplers.base import Drawn, Sampler, require_rows
 from gpubuf.data.sequences import SampleUnit
 from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.indexing import expanded
+from gpubuf.data.storage.placement import check_host_room
 from gpubuf.data.storage.plan import RowPlan
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import Writer
+
+# Batches of more rows may be too large for the host.
+_MANY_ROWS = 1 << 16
 
 
 class Batch(NamedTuple):
@@ -134,6 +138,7 @@ class Batches:
         of tensors.
 
         Raises:
+            NothingFitsError: the host has no memory for the batch.
             RuntimeError: the storage is empty, or the sampler reads rows in another way than the buffer.
         """
         sampler, storage, reader = self.sampler, self.storage, self.reader
@@ -142,6 +147,9 @@ class Batches:
         # Past `len`, which is a call.
         if not storage.ring.size:
             require_rows(storage, sampler.shards)
+        if n > _MANY_ROWS and reader.layout.leaves and storage.device.type == "cpu":
+            rows = n * (batches or 1)
+            check_host_room(rows * reader.layout.row_bytes, f"a batch of {rows} rows")
         if self.unit is not None:
             drawn = self.unit.draw(sampler, reader, n, batches, storage)
         else:
@@ -242,10 +250,10 @@ def attach_info(data: TensorDictBase, info: Mapping[Any, Tensor], ndim: int) -> 
     """
     lead, shape = info[INDEX].dim() - (ndim > 1), data.batch_size
     same = info[INDEX].shape[:lead] == shape[:lead]
-    names = {entry.name for entry in fields(data)} if is_tensorclass(data) else None
+    if is_tensorclass(data):
+        names = {entry.name for entry in fields(data)}
+        info = {key: value for key, value in info.items() if key in names}
     for key, value in info.items():
-        if names is not None and key not in names:
-            continue
         if not same:
             if value.shape[:lead].numel() == shape.numel():
                 value = value.reshape(*shape, *value.shape[lead:])

@@ -243,9 +243,13 @@ class StableBuffer:
             (
                 name[0] if name else None,
                 (self.n_envs, 1) if _is(space, "Discrete") else None,
-                *((as_written((*key, *name)), self._columns[*key, *name]) for key in (_OBSERVATION, _NEXT_OBSERVATION)),
+                as_written(own),
+                self._columns[own],
+                as_written(coming),
+                self._columns[coming],
             )
             for name, space in parts.items()
+            for own, coming in [((*_OBSERVATION, *name), (*_NEXT_OBSERVATION, *name))]
         ]
         self._action_shape = (self.n_envs, self.action_dim)
         self._actions = self._columns[_ACTION]
@@ -301,7 +305,7 @@ class StableBuffer:
             self.flush()
             at = 0
         direct = self._direct
-        for name, shape, (key, column), (next_key, next_column) in self._observed:
+        for name, shape, key, column, next_key, next_column in self._observed:
             own, coming = (obs, next_obs) if name is None else (obs[name], next_obs[name])
             if shape is not None:
                 own, coming = own.reshape(shape), coming.reshape(shape)

@@ -226,18 +226,19 @@ class Field:
             aligned |= self.entries | self.pending | self.side_stride
         batch_bytes = self.row_bytes if self.batch == OPAQUE else self.elements * DTYPES[self.batch].itemsize
         copied = int(not (self._is_computed or self.pad))
-        values += [copied, aligned, batch_bytes, int(self.stored == self.written and not self._has_codec)]
+        values += [copied, aligned, batch_bytes, int(self.stored == self.written and not self.has_codec)]
         values.append(int(self._is_simple))
         return values + [0] * (FIELD - len(values))
 
     @property
-    def _has_codec(self) -> bool:
+    def has_codec(self) -> bool:
+        """Whether the codec changes numbers."""
         return (self.scale, self.offset) != CodecNumbers()
 
     @property
     def _is_computed(self) -> bool:
         """Whether elements of batches are computed even where they are not shifted."""
-        return bool(self.kind in (SUM, STEPS) or self.stored != self.batch or self._has_codec or self.mean)
+        return bool(self.kind in (SUM, STEPS) or self.stored != self.batch or self.has_codec or self.mean)
 
     @property
     def _is_simple(self) -> bool:
@@ -245,7 +246,7 @@ class Field:
         if self.kind == STEPS:
             return self.batch == _INTEGER_OF[8] and not self.mean
         summed = self.kind == SUM
-        same = self.stored == self.batch and not (self._has_codec or self.mean or (summed and self.pad))
+        same = self.stored == self.batch and not (self.has_codec or self.mean or (summed and self.pad))
         return same and (not summed or self.stored == DTYPES.index(torch.float32))
 
     def _is_moved_unknown(self) -> bool:

@@ -30,7 +30,6 @@ from gpubuf.kernels.rows import (
     STEPS,
     SUM,
     WRITTEN,
-    CodecNumbers,
     Field,
     NoRoomError,
     Reading,
@@ -75,10 +74,6 @@ class _Field(Field):
     batch_bytes: int = 0
     written_as_stored: int = 1
     simple: int = 1
-
-    @property
-    def has_codec(self) -> bool:
-        return (self.scale, self.offset) != CodecNumbers()
 
     @property
     def is_wide(self) -> bool:
@@ -340,10 +335,7 @@ def read(
     else:
         assert given is not None
         index = given
-        wrong = (index < -capacity) | (index >= capacity)
-        if wrong.any():
-            raise out_of_range(index, int(wrong.nonzero()[0]), capacity)
-        drawn = torch.where(index < 0, index + capacity, index)
+        drawn = _found(index, capacity)
     _check_readable(table, fields, how)
     first = 0 if how.noise is None else int(how.noise[OFFSET])
     compute(fields, targets, given, drawn, ring, capacity, how, first)

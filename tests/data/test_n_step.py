@@ -474,7 +474,7 @@ def test_states_of_something_else(state):
     transform.inv(agents_rows(8))
     with pytest.raises(ValueError, match="rows that wait"):
         transform.set_extra_state(state)
-    assert transform._waiting.batch_size == (2,)
+    assert transform.get_extra_state()["waiting"].batch_size == (2,)
 
 
 def test_keys_that_are_missing():

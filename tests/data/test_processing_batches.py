@@ -322,6 +322,7 @@ def test_statistics_among_the_transforms():
 
 
 def test_rewards_are_clipped_before_a_sum_where_they_are_written():
+    """CASES 79."""
     clip = Clip(("next", "reward"), -1.0, 1.0)
     summed, single = (TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=32, n_steps=2) for _ in "ab")
     summed.append_transform(clip)

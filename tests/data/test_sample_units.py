@@ -66,7 +66,7 @@ def test_priorities_are_those_of_anchors():
 @pytest.mark.parametrize("dilation", [1, 2])
 @pytest.mark.parametrize("n", [9, 12, 17, 40])
 def test_stacks_of_frames_at_every_edge(n, dilation, envs):
-    """Each stack and next stack is what the episode's own frames make, also where the ring has overwritten their past.
+    """CASES 79. Each stack and next stack is what the episode's own frames make, at its beginning and at the ring's.
 
     Frames of an episode begin at a multiple of 100; its length is 5.
     """

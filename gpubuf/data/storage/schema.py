@@ -121,6 +121,29 @@ def stored_as(values: Tensor, dtype: torch.dtype, name: str, ring: Tensor | None
     return out
 
 
+def refuse_rounding(schema: Schema, values: Sequence[Tensor]) -> None:
+    """Raise if the first rows show that a key loses all it says: fractions of [-1, 1] that are stored as integers.
+
+    Rows on a GPU, and captured code, are not looked at.
+
+    Args:
+        schema: of the storage.
+        values: of each of its ``written`` leaves.
+
+    Raises:
+        ValueError: a key does; a :class:`Codec` serves it.
+    """
+    for leaf, source, value in zip(schema.written.leaves, schema.sources, values, strict=True):
+        whole = source.stored.is_floating_point or source.stored.is_complex or source.stored is torch.bool
+        if whole or not leaf.dtype.is_floating_point or source.codec != CodecNumbers():
+            continue
+        if host_can_read(value) and bool((value.abs() <= 1).all() & (value != value.round()).any()):
+            raise ValueError(
+                f"key {leaf.name} has fractions in [-1, 1], which {source.stored} would round to whole numbers: "
+                f"Codec({source.stored}, scale=1 / {torch.iinfo(source.stored).max}) keeps them"
+            )
+
+
 def _integers(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Numbers as integers, cut to their range, and which of them are out of it."""
     limits = torch.iinfo(dtype)

@@ -53,6 +53,7 @@ from gpubuf.data.storage.schema import (
     Options,
     Schema,
     keys_told,
+    refuse_rounding,
 )
 from gpubuf.data.storage.share_next import Again, Sharing, entries_of, side_bytes
 from gpubuf.data.storage.tree_layout import layout_of
@@ -307,7 +308,10 @@ class TensorStorage:
     def initialize(self, data: Data) -> None:
         """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions). Writes nothing."""
         full = self.full_shape(batch_shape(data, self.ndim))
-        self.establish(self.schema_like(layout_of(data, self.ndim, self.ignored_keys)), full, device_of(data))
+        schema = self.schema_like(layout_of(data, self.ndim, self.ignored_keys))
+        if self.options.dtypes:
+            refuse_rounding(schema, schema.written.collect(data, self.ndim))
+        self.establish(schema, full, device_of(data))
 
     def schema_like(self, layout: RowLayout) -> Schema:
         """The schema of rows that are written like those of ``layout``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,10 @@ class Objects(HostRows):
             raise ValueError("a ListStorage gives one batch at a time, and no slices: call sample() for each")
         items = self.items
         return [items[position] for position in index.tolist()]
+
+    def load(self, state: dict[str, Any], order: Tensor | None) -> None:
+        """Restore a state, by copies: the caller may change its objects."""
+        super().load({"host": copy.deepcopy(state["host"])}, order)
 
 
 class ListStorage(TensorStorage):
