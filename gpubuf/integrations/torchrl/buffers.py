@@ -18,6 +18,7 @@ from gpubuf.data.storage.containers import Data, batch_shape, is_container, is_d
 from gpubuf.data.storage.layout import as_key
 from gpubuf.data.updates import flat_entries, is_key
 from gpubuf.integrations.edits import set_keys
+from gpubuf.integrations.torchrl import dumps
 from gpubuf.integrations.torchrl.list_storage import ListStorage
 from gpubuf.integrations.torchrl.samplers import PrioritizedSampler, RandomSampler
 from gpubuf.integrations.torchrl.storages import LazyTensorStorage
@@ -253,17 +254,15 @@ class ReplayBuffer(core.ReplayBuffer):
 
     dump = dumps
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, end_trajectories: bool = True) -> None:
         """As :meth:`gpubuf.data.ReplayBuffer.load_state_dict`, and what TorchRL's ``state_dict`` has returned.
 
         Of that come rows, counters, batch size and priorities; transforms, the random stream and an epoch do not.
         """
-        from gpubuf.integrations.torchrl import dumps
-
         if dumps.is_state(state):
-            dumps.load_state(self, state)
+            dumps.load_state(self, state, end_trajectories)
         else:
-            super().load_state_dict(state)
+            super().load_state_dict(state, end_trajectories=end_trajectories)
 
     def loads(self, path: Any, **options: Any) -> None:
         """:meth:`load`, by TorchRL's name."""
