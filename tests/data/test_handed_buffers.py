@@ -1,10 +1,14 @@
-"""Case 69: a buffer that was handed to another process. Rows written there would be lost, so the first write raises."""
+"""Case 69: a buffer that was handed to another process. Rows written there would be lost, so the first write raises.
+
+With ``writers`` they are not lost: the process writes to the buffer.
+"""
 
 from __future__ import annotations
 
 import copy
 import io
 import multiprocessing
+import os
 import pickle
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
@@ -48,7 +52,6 @@ def new(kind: str, folder: Path) -> TensorDictReplayBuffer:
         storage,
         sampler=PrioritizedSampler(8, 1.0, 0.5) if kind == "prioritized" else None,
         writer=RoundRobinWriter(track_generations=True),
-        writers=2 if kind == "shared" else None,
         batch_size=4,
     )
     if kind != "empty":
@@ -110,7 +113,7 @@ def answer(sender: Any, work: Callable[..., Any], arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("kind", ["memory", "files", "shared", "prioritized", "empty"])
+@pytest.mark.parametrize("kind", ["memory", "files", "prioritized", "empty"])
 def test_the_first_write_there_raises(kind, start, tmp_path):
     """Case 69: by each way to write. The rows of the parent stay what they are."""
     buffer = new(kind, tmp_path)
@@ -171,6 +174,118 @@ def test_it_may_be_read_and_copied_there(start, tmp_path):
     torch.save(buffer, tmp_path / "torch")
     assert answered(start, used, buffer, tmp_path) == [4, 16, 16, 16, 16, 4]
     assert buffer.write_count == 12
+
+
+# With writers
+
+
+def refusals(buffer: Any, folder: Path) -> list[str]:
+    """What a process that writes to a buffer may do there, and was told nothing of, or not in a sentence."""
+    found, calls = (
+        [],
+        {name: WRITES[name] for name in WRITES if "..." in name or name in ("empty", "update_if_present")},
+    )
+    calls |= {
+        "sample": lambda buffer: buffer.sample(),
+        "sample_columns": lambda buffer: buffer.sample_columns(),
+        "can_sample": lambda buffer: buffer.can_sample(),
+        "iterate": lambda buffer: next(iter(buffer)),
+        "index": lambda buffer: buffer[0],
+        "storage": lambda buffer: buffer.storage[0],
+        "save": lambda buffer: buffer.save(folder / "refused"),
+        "load_state_dict": lambda buffer: buffer.load_state_dict({}),
+        "state_dict": lambda buffer: buffer.state_dict(),
+        "update_priority": lambda buffer: buffer.update_priority(torch.arange(2), 1.0),
+        "end_trajectories": lambda buffer: buffer.end_trajectories(),
+        "set_sampler": lambda buffer: buffer.set_sampler(PrioritizedSampler(8, 1.0, 0.5)),
+        "copy": copy.deepcopy,
+    }
+    for name, call in calls.items():
+        try:
+            call(buffer)
+            found.append(name)
+        except RuntimeError as error:
+            if "to which this process writes" not in str(error):
+                found.append(f"{name}: {error}")
+    return found
+
+
+def written_there(buffer: Any, folder: Path) -> list[Any]:
+    """Write in each way. Returns how many rows there are before and after, what writes return, and refusals."""
+    before = len(buffer), buffer.write_count
+    index = [buffer.extend(rows()).tolist(), buffer.extend([rows()[0]]).tolist(), buffer.add(rows()[0])]
+    WRITES["extend_columns"](buffer)
+    WRITES["add_columns"](buffer)
+    buffer.client().extend(rows(1))
+    return [before, (len(buffer), buffer.write_count), index, refusals(buffer, folder)]
+
+
+def handed_on(buffer: Any) -> int:
+    """Write in a process of this one."""
+    child = os.fork()
+    if child == 0:
+        buffer.extend(rows(3))
+        os._exit(0)
+    os.waitpid(child, 0)
+    return len(buffer)
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("kind", [TensorDictReplayBuffer, torchrl.TensorDictReplayBuffer])
+def test_with_writers_it_writes_to_the_one_it_was_made_from(kind, start, tmp_path):
+    """Case 69: the rows of a child, and of a child of it, are in the buffer, whose number they know."""
+    buffer = kind(storage=LazyTensorStorage(30), batch_size=4, writers=3)
+    buffer.extend(rows(2))
+    found = answered(start, written_there, buffer, tmp_path)
+    assert found == [(2, 2), (14, 14), [[-1] * 4, [-1], None], []]
+    assert buffer.write_count == 14
+    assert buffer[:]["number"].tolist() == [0, 1, 0, 1, 2, 3, 0, 0, 0, 1, 2, 3, 4, 0]
+    assert answered(start, handed_on, buffer) == 17
+    for rows_then in ((29, 29), (30, 41)):
+        # The places of those that have ended are free once their rows are taken in.
+        len(buffer)
+        assert answered(start, written_there, buffer, tmp_path)[1] == rows_then
+    assert buffer.sample().shape == (4,)
+
+
+def first_write(buffer: Any) -> str:
+    try:
+        return str(len(buffer.extend(rows(1))))
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_more_processes_than_places():
+    """Case 69: a process that finds all places taken is told so at its first write. A place is free when one ends."""
+    buffer = TensorDictReplayBuffer(LazyTensorStorage(8), batch_size=4, writers=1)
+    buffer.extend(rows(2))
+    assert [answered("fork", first_write, buffer) for _ in range(3)] == ["1", "1", "1"]
+    client = buffer.client()
+    client.extend(rows(1))
+    assert "all 1 places are taken" in answered("fork", first_write, buffer)
+    client.close()
+    assert (answered("fork", first_write, buffer), buffer.write_count) == ("1", 7)
+
+
+class Scaled(TensorDictReplayBuffer):
+    """A class of a user's own, which changes what is written."""
+
+    by = 1
+
+    def extend(self, data: Any, **more: Any) -> Any:
+        return super().extend(data.set("number", data["number"] * self.by), **more)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_class_of_ones_own_goes_on_there(start):
+    """Case 69: with its methods and attributes."""
+    buffer = Scaled(LazyTensorStorage(8), batch_size=4, writers=1)
+    buffer.by = 10
+    buffer.extend(rows(2))
+    assert answered(start, first_write, buffer) == "1"
+    buffer.by = 1
+    assert answered(start, first_write, buffer) == "1"
+    assert buffer[:]["number"].tolist() == [0, 10, 0, 0]
 
 
 def exchanged(inbox: Any, outbox: Any) -> None:

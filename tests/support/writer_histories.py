@@ -275,7 +275,7 @@ class Learner:
         writer = len(list(self._folder.glob("writer_*.log")))
         log = self._folder / f"writer_{writer}.log"
         log.touch()
-        client = self._buffer.client(self._example, place=place)
+        client = self._buffer.client(self._example)
         spawn = multiprocessing.get_context("spawn")
         process = spawn.Process(target=self._target, args=(client, writer, str(log)))
         process.start()

@@ -144,6 +144,10 @@ class ReplayBuffer(core.ReplayBuffer):
         if leaves and not (columns or is_data(leaves[0])):
             self._replace_storage(self._kinds.objects(self._storage.max_size))
 
+    def _write_to(self, *given: Any) -> None:
+        super()._write_to(*given)
+        self._is_open = False
+
     # Rows changed in place
 
     @operation
