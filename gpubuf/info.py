@@ -91,8 +91,8 @@ class Info:
         devices: the GPUs.
         no_gpu: why there is none; "" where there is.
         host: (free, total) bytes of host memory.
-        tuned: tuned files, in the order in which they are looked at.
-        folders: where tuned files are looked for.
+        tuned: tuned files.
+        folders: where they are looked for; none without a home.
         checks: the features that were tried on the current GPU.
         needs: what Triton's first launch on a GPU needs of the host, looked for also where there is no GPU.
         caches: where compiled kernels are kept.
@@ -152,7 +152,7 @@ def info() -> Info:
         no_gpu=no_gpu,
         host=host_memory.host_memory(),
         tuned=tuned_files({device.name for device in devices}),
-        folders=tuple(_tuned.folders()),
+        folders=tuple(filter(None, [_tuned.user_folder()])),
         checks=(
             _check("CUDA graphs", _try_graph, no_gpu),
             _check("gathers from pinned memory", _try_pinned_gather, no_gpu),
@@ -201,26 +201,21 @@ def _device(number: int) -> Device:
 
 
 def tuned_files(devices: set[str]) -> tuple[TunedFile, ...]:
-    """All tuned files, those of the user first, and whether they are used on a machine with these devices."""
-    found: list[TunedFile] = []
-    for folder in _tuned.folders():
-        for path in sorted(folder.glob("*.json")):
-            file = _tuned.read(path, SPACES)
-            before = any(other.path.name == path.name and other.points for other in found)
-            date = str(file.made.get("date", ""))
-            found.append(TunedFile(path, file.device, date, file.n_points, _state(file, devices, before)))
-    return tuple(found)
+    """All tuned files, and whether they are used on a machine with these devices."""
+    folder = _tuned.user_folder()
+    read = [_tuned.read(path, SPACES) for path in sorted(folder.glob("*.json"))] if folder is not None else []
+    return tuple(
+        TunedFile(file.path, file.device, str(file.made.get("date", "")), file.n_points, _state(file, devices))
+        for file in read
+    )
 
 
-def _state(file: _tuned.TunedFile, devices: set[str], before: bool) -> str:
+def _state(file: _tuned.TunedFile, devices: set[str]) -> str:
     if file.device and _tuned.slug(file.device) != file.path.stem:
         return "no: it is not named after its device"
     if not file.n_points:
         return f"no: {file.problems[0] if file.problems else 'it has no points'}"
-    if file.device not in devices:
-        used = "no: for a device that is not here"
-    else:
-        used = "where the file above has no point" if before else "yes"
+    used = "yes" if file.device in devices else "no: for a device that is not here"
     return used + (f"; ignored: {'; '.join(file.problems)}" if file.problems else "")
 
 

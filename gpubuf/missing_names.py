@@ -8,18 +8,21 @@ _ENSEMBLE = "MixedReplayBuffer draws one batch from several buffers by shares"
 _HERE = "gpubuf.integrations.torchrl has it"
 _TRAJECTORIES = "TorchRL's works here: filter_trajectories(buffer[:], ...) takes the rows of a buffer"
 _PROCESSES = "keep the buffer in the learner's process, and send it rows"
+_FRAMES = "store single frames, and draw each with those before it: sample_unit=Sequence(length=1, burn_in=3)"
 _HOOK = "LazyTensorStorage(dtypes=..., share_next=True) stores less, and save() writes rows as they are stored"
 _NO_CHECKPOINTER = "leave it out, for save() and dumps() need no checkpointer"
 
-#: Of ``torchrl.data``.
+#: Of ``torchrl.data``, and what stacks frames elsewhere.
 DATA = {
     "BurnInTransform": "TorchRL's transform works in gpubuf's buffers",
+    "CatFrames": _FRAMES,
     "CompressedListStorage": "store smaller dtypes: LazyTensorStorage(dtypes=..., share_next=True)",
     "CompressedListStorageCheckpointer": _NO_CHECKPOINTER,
     "ConditionalUpdateResult": "rows that are gone have another generation: writer.generations_of(index) tells it",
     "ConsumingSampler": "SamplerWithoutReplacement draws each row once an epoch",
     "Flat2TED": _HOOK,
     "FlatStorageCheckpointer": _NO_CHECKPOINTER,
+    "FrameStack": _FRAMES,
     "H5Combine": _HOOK,
     "H5Split": _HOOK,
     "H5StorageCheckpointer": _NO_CHECKPOINTER,
@@ -28,6 +31,7 @@ DATA = {
     "LazyStackStorage": "rows have one shape: pad them, and store a mask",
     "ListStorage": _HERE,
     "ListStorageCheckpointer": _NO_CHECKPOINTER,
+    "MinariExperienceReplay": "docs/data.md makes a buffer of a data set of Minari's in a few lines",
     "Nested2TED": _HOOK,
     "NestedStorageCheckpointer": _NO_CHECKPOINTER,
     "NextStateReconstructor": "LazyTensorStorage(share_next=True) stores observations once, and batches have the next",
@@ -73,7 +77,7 @@ def refuse(module: str, name: str) -> NoReturn:
         AttributeError: always, so that ``hasattr`` is False and ``getattr`` gives its default.
     """
     if module in ("gpubuf", "gpubuf.data") and name in DATA:
-        raise AttributeError(f"{module} has no {name} as TorchRL does: {DATA[name]}")
+        raise AttributeError(f"{module} has no {name}: {DATA[name]}")
     if module in ("gpubuf", "gpubuf.objectives") and name.endswith("Loss"):
         raise AttributeError(f"{module} has no {name} as TorchRL may do: {OBJECTIVES}")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Progress bars, drawn by rich where it is installed, and tables. Importing this module does not import rich."""
+"""Tables, and progress bars, which rich draws where it is installed. Importing this module does not import rich."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO
 
 Advance = Callable[[int], None]
 """Called with the bytes that are done since the last call."""
@@ -15,11 +14,6 @@ Advance = Callable[[int], None]
 def has_rich() -> bool:
     """Whether rich is installed."""
     return importlib.util.find_spec("rich") is not None
-
-
-def can_show(stream: TextIO) -> bool:
-    """Whether ``stream`` is a terminal, and rich is installed."""
-    return stream.isatty() and has_rich()
 
 
 @contextmanager
@@ -39,7 +33,7 @@ def progress_bar(
         ImportError: ``wanted`` is True, and rich is not installed.
     """
     if wanted is None:
-        wanted = total >= least and can_show(sys.stderr)
+        wanted = total >= least and sys.stderr.isatty() and has_rich()
     if not wanted:
         yield show_nothing
         return
@@ -72,16 +66,4 @@ def aligned(lines: Lines) -> str:
 
 def show(lines: Lines) -> None:
     """Print lines of cells, the first of which is the heading."""
-    if not can_show(sys.stdout):
-        print(aligned(lines), end="\n\n")
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    heading, *rest = lines
-    table = Table(*heading)
-    for line in rest:
-        # Text in brackets is no markup.
-        table.add_row(*map(Text, line))
-    Console(highlight=False).print(table)
+    print(aligned(lines), end="\n\n")

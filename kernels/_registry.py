@@ -12,12 +12,11 @@ The checks of arguments read no values.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -29,75 +28,8 @@ NAMESPACE = "gpubuf"
 # FRAGMENT, so that a module that is reloaded (or a test that defines its own operation) can share the namespace.
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
+# Tests send every operation on CPU tensors through its Triton launcher: without a GPU, by Triton's interpreter.
 _triton_on_cpu = False
-
-
-def triton_on_cpu_enabled() -> bool:
-    """Whether CPU tensors are sent to the Triton launchers at present."""
-    return _triton_on_cpu
-
-
-class InterpreterUnavailableError(RuntimeError):
-    """The installed Triton has no interpreter that can run these kernels."""
-
-
-def check_interpreter() -> None:
-    """Raise if Triton's interpreter can't run the kernels.
-
-    Raises:
-        InterpreterUnavailableError: Triton is older than 3.7.
-    """
-    import triton
-
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7):
-        raise InterpreterUnavailableError(
-            f"the interpreter of Triton {triton.__version__} can't loop to a tensor's value with NumPy 2.4 and newer, "
-            "nor make pointers of integers: Triton 3.7 and newer can"
-        )
-
-
-@functools.cache
-def _repair_interpreter() -> None:
-    """Let comparisons of numbers be masks, as they are on a GPU.
-
-    The interpreter takes such a comparison for a number of its operands' dtype when it broadcasts it, and that of
-    Triton 3.9 refuses masks that are not boolean.
-    """
-    from triton import language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    broadcast = InterpreterBuilder.create_splat
-
-    def create_splat(self: Any, kind: Any, value: Any) -> Any:
-        return broadcast(self, kind, TensorHandle(value.data, tl.int1) if value.data.dtype == bool else value)
-
-    InterpreterBuilder.create_splat = create_splat
-
-
-@contextlib.contextmanager
-def triton_on_cpu(enabled: bool = True) -> Iterator[None]:
-    """Send every operation on CPU tensors through its Triton launcher instead of its CPU twin.
-
-    This runs the CUDA path on a machine without a GPU, for tests: it is slow. It needs Triton's interpreter, so set the
-    environment variable ``TRITON_INTERPRET=1`` before Triton is imported.
-
-    Raises:
-        RuntimeError: Triton is not in interpreter mode.
-        InterpreterUnavailableError: its interpreter can't run the kernels.
-    """
-    global _triton_on_cpu
-    if enabled:
-        import triton
-
-        if not triton.knobs.runtime.interpret:
-            raise RuntimeError("triton_on_cpu needs TRITON_INTERPRET=1, set before Triton is imported")
-        check_interpreter()
-        _repair_interpreter()
-    previous, _triton_on_cpu = _triton_on_cpu, enabled
-    try:
-        yield
-    finally:
-        _triton_on_cpu = previous
 
 
 @functools.cache
@@ -116,17 +48,20 @@ def _imported(target: str) -> Callable[..., Any]:
     return function
 
 
-def lazy(target: str) -> Callable[..., Any]:
-    """A callable that imports ``"module:function"`` at its first call and forwards to it."""
-    loaded: Callable[..., Any] | None = None
+class Backend:
+    """The functions of a ``_cpu.py``, as its attributes. Each is imported when it is first asked for.
 
-    def call(*args: Any) -> Any:
-        nonlocal loaded
-        if loaded is None:
-            loaded = _imported(target)
-        return loaded(*args)
+    Args:
+        module: its name. ``_numba.py`` stands in for it where Numba is installed.
+    """
 
-    return call
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        # An attribute of its own from now on, which is found without a call.
+        function = vars(self)[name] = _imported(f"{self._module}:{name}")
+        return function
 
 
 def _trusting(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,7 +73,7 @@ def _trusting(function: Callable[..., Any]) -> Callable[..., Any]:
 def _on_its_device(target: str, trusted: bool = False) -> Callable[..., Any]:
     """A launcher, imported at its first call, with the device of its first argument as the current one.
 
-    Triton launches on the current device. Tensors in host memory, as under :func:`triton_on_cpu`, change nothing.
+    Triton launches on the current device. Tensors in host memory change nothing.
     """
     launch: Callable[..., Any] | None = None
 
@@ -162,7 +97,7 @@ def define(schema: str, family: str = "", *, cpu: str = "", cuda: str = "", fake
         schema: a ``torch.library`` schema without the namespace; mutated arguments are annotated.
         family: ``__name__`` of the package that has the backends. Their functions are called as the operation, without
             the name of the family: ``rows_gather`` is ``gather`` of ``rows/_cpu.py``, and of ``rows/_launch.py``, which
-            serves CUDA, ROCm, and CPU tensors under :func:`triton_on_cpu`.
+            serves CUDA and ROCm, and in tests CPU tensors.
         cpu, cuda: these functions, as ``"module:function"``, where they are elsewhere.
         fake: shape-only implementation, for ``FakeTensorMode`` and ``torch.compile``.
 
@@ -196,19 +131,16 @@ _implementations: dict[Any, tuple[str, str, Callable[..., Any]]] = {}
 """For each operation the names of its CPU function and of its launcher, and the launcher."""
 
 
-def eager(first: torch.Tensor) -> bool:
-    """Whether PyTorch's dispatcher has nothing to decide in an operation on ``first`` and other plain tensors.
-
-    True in eager mode for plain tensors while no mode (fake tensors, tracing, a default device) is active. The
-    dispatcher would only box the arguments, which takes 2 to 6 µs of a call of 5 to 15. Do not ask for operations with
-    gradients. The first argument stands for all of them.
-    """
-    return not (_compiling() or type(first) is not torch.Tensor or _modes() or _functions())
-
-
 def past_dispatcher(first: torch.Tensor) -> bool:
-    """Whether the CPU twin of an operation on ``first`` and other plain tensors may be called directly."""
-    return first.is_cpu and not _triton_on_cpu and eager(first)
+    """Whether the CPU twin of an operation on ``first`` and other plain tensors may be called directly.
+
+    True if PyTorch's dispatcher has nothing to decide: in eager mode for plain tensors while no mode (fake tensors,
+    tracing, a default device) is active. It would only box the arguments, which takes 2 to 6 µs of a call of 5 to 15.
+    Do not ask for operations with gradients. The first argument stands for all of them.
+    """
+    if _triton_on_cpu or _compiling() or type(first) is not torch.Tensor or not first.is_cpu:
+        return False
+    return not (_modes() or _functions())
 
 
 _compiling = torch.compiler.is_compiling
@@ -282,7 +214,7 @@ def without_dispatch(operation: Any, *, given: Sequence[str] | None = (), truste
 
     def call(first: torch.Tensor, *args: Any) -> Any:
         nonlocal twin
-        # `eager` spelled out.
+        # `past_dispatcher` spelled out.
         if _compiling():
             return operation(first, *args)
         # `is_lazy` spelled out: it is asked for every key of every write. What is real is not conjugated.

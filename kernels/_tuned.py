@@ -7,8 +7,8 @@ were measured, by operation::
      "kernels": {"sum_tree": "0d1f5a...", ...},
      "points": {"sum_tree_draw": [{"sizes": {"fan_out": 32, "n": 256}, "config": {"block_draws": 4, "num_warps": 1}}]}}
 
-A point counts only if the kernels can run its configuration. Nothing in a file leads to an error or to a wrong result:
-bad points are ignored, and :func:`said` logs them once for each file.
+Nothing in a file leads to an error or to a wrong result. One that is damaged, or has a point that the kernels can't
+run, does not count, nor do the points of kernels that have changed since. :func:`said` logs that once for each file.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ from typing import Any
 
 FORMAT = 1
 """Version of the files. It rises when old timings would mislead, even if every configuration still runs."""
-
-TUNED = Path(__file__).parent / "tuned"
-"""The files that ship with gpubuf."""
 
 REACH = 16
 """A point counts for sizes up to this many times larger or smaller than its own. Beyond, the rule knows better."""
@@ -120,12 +117,6 @@ def user_folder() -> Path | None:
     return cache / "gpubuf" / "tuned"
 
 
-def folders() -> list[Path]:
-    """The folders of tuned files: the user's first, then the one that ships with gpubuf."""
-    own = user_folder()
-    return [TUNED] if own is None else [own, TUNED]
-
-
 @functools.cache
 def stamp(family: str) -> str:
     """Identifies what can be configured about the kernels of a family: their names and compile-time arguments."""
@@ -139,15 +130,13 @@ def stamp(family: str) -> str:
     return hashlib.sha256(" ".join(parameters).encode()).hexdigest()[:12]
 
 
-def invalid(space: Space, sizes: Any, config: Any) -> str:
-    """Why a point, as a file gives it, can't be used; "" if it can."""
-    if not isinstance(sizes, Mapping) or sizes.keys() != set(space.sizes):
-        return f"its sizes must be {list(space.sizes)}"
+def invalid(space: Space, sizes: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Why a point can't be used; "" if it can."""
+    fields = {field.name: field.type for field in dataclasses.fields(space.config)}
+    if sizes.keys() != set(space.sizes) or config.keys() != fields.keys():
+        return f"its sizes must be {list(space.sizes)}, and its configuration must give {list(fields)}"
     if not all(type(value) is int and 0 <= value < 2**63 for value in sizes.values()):
         return "its sizes must be whole numbers in 0 .. 2**63 - 1"
-    fields = {field.name: field.type for field in dataclasses.fields(space.config)}
-    if not isinstance(config, Mapping) or config.keys() != fields.keys():
-        return f"its configuration must give {list(fields)}"
     for name, value in config.items():
         kind = bool if fields[name] == "bool" else int
         if type(value) is not kind:
@@ -174,57 +163,33 @@ def read(path: Path, spaces: Mapping[str, Space], device_name: str | None = None
         spaces: what can be tuned, by operation.
         device_name: the device that the file must be for; None takes any.
     """
+    points: dict[str, tuple[Point, ...]] = {}
+    stale: list[str] = []
     try:
         content = json.loads(path.read_text())
+        device, stamps = content["device"], content["kernels"]
+        if device_name not in (None, device):
+            raise ValueError(f"it is for {device!r}, not for {device_name!r}")
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, that of this version {FORMAT}")
+        for operation, entries in content["points"].items():
+            space = spaces.get(operation)
+            if space is None or any(stamps.get(family) != stamp(family) for family in space.families):
+                stale.append(f"{operation}: stale, it was tuned for other kernels")
+            else:
+                points[operation] = tuple(_point(space, **entry) for entry in entries)
+        return TunedFile(path, device, dict(content.get("made", {})), points, tuple(stale))
     except FileNotFoundError:
         return TunedFile(path)
-    except (OSError, ValueError, RecursionError) as error:
-        return TunedFile(path, problems=(f"it can't be read: {error}",))
-    if not isinstance(content, dict) or not isinstance(content.get("device"), str):
-        return TunedFile(path, problems=("it is no tuned file: it names no device",))
-    device, made = content["device"], content.get("made")
-    head = TunedFile(path, device, made if isinstance(made, dict) else {})
-    if device_name is not None and device != device_name:
-        return dataclasses.replace(head, problems=(f"it is for {device!r}, not for {device_name!r}",))
-    if content.get("format") != FORMAT:
-        problem = f"it is stale: its format is {content.get('format')!r}, that of this version {FORMAT}"
-        return dataclasses.replace(head, problems=(problem,))
-    points, problems = _usable(content.get("points"), content.get("kernels"), spaces)
-    return dataclasses.replace(head, points=points, problems=tuple(problems))
+    # A damaged file holds anything.
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        return TunedFile(path, problems=(f"it can't be used: {type(error).__name__}: {error}",))
 
 
-def _usable(given: Any, stamps: Any, spaces: Mapping[str, Space]) -> tuple[dict[str, tuple[Point, ...]], list[str]]:
-    """The usable points of a file, and the faults of the others."""
-    if not isinstance(given, dict) or not isinstance(stamps, dict):
-        return {}, ["it is damaged: it has no points"]
-    points, problems = {}, []
-    for operation, entries in given.items():
-        space = spaces.get(operation)
-        if space is None:
-            problems.append(f"{operation}: there is no such operation")
-        elif any(stamps.get(family) != stamp(family) for family in space.families):
-            problems.append(f"{operation}: stale, it was tuned for other kernels")
-        elif not isinstance(entries, list):
-            problems.append(f"{operation}: damaged, it has no list of points")
-        else:
-            good, wrong = _points(entries, space)
-            points[operation] = good
-            problems += [f"{operation}: {reason}" for reason in wrong]
-    return points, problems
-
-
-def _points(entries: Iterable[Any], space: Space) -> tuple[tuple[Point, ...], list[str]]:
-    good, wrong = [], []
-    for entry in entries:
-        given: dict[str, Any] = entry if isinstance(entry, dict) else {}
-        sizes, config = given.get("sizes", {}), given.get("config", {})
-        reason = invalid(space, sizes, config)
-        if reason:
-            wrong.append(f"of a point {sizes}, {reason}")
-        else:
-            measured = given.get("measured")
-            good.append(Point(sizes, space.config(**config), measured if isinstance(measured, dict) else {}))
-    return tuple(good), wrong
+def _point(space: Space, sizes: Any, config: Any, measured: Any = None) -> Point:
+    if reason := invalid(space, sizes, config):
+        raise ValueError(f"of a point {sizes}, {reason}")
+    return Point(sizes, space.config(**config), measured or {})
 
 
 def nearest(points: Iterable[Point], sizes: Mapping[str, int], exact: Iterable[str] = ()) -> Point | None:

@@ -1,9 +1,8 @@
 """Chooses launch configurations: an explicit one, else a tuned file's, else a rule's.
 
-The choices are pure functions of their arguments and of the tuned files; no device is probed. The user's folder comes
-first, then the files that ship with gpubuf (see :mod:`gpubuf.kernels._tuned`). A file's point
-counts if its sizes are near enough in log space, and equal where they must be: :data:`SPACES` says which.
-The nearest one is taken.
+The choices are pure functions of their arguments and of the user's tuned files (see :mod:`gpubuf.kernels._tuned`); no
+device is probed. A file's point counts if its sizes are near enough in log space, and equal where they must be:
+:data:`SPACES` says which. The nearest one is taken.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from gpubuf.kernels._tuned import Space, TunedFile, folders, nearest, read, said, slug
+from gpubuf.kernels._tuned import Space, TunedFile, nearest, read, said, slug, user_folder
 
 # What can be chosen
 
@@ -343,12 +342,12 @@ def tuned(operation: str, device_name: str | None, **sizes: int) -> Any:
         return _explicit[operation]
     if device_name is None or not _use_files:
         return None
-    for folder in folders():
-        points = _load(folder / f"{slug(device_name)}.json", device_name).points.get(operation, ())
-        point = nearest(points, sizes, SPACES[operation].exact)
-        if point is not None:
-            return point.config
-    return None
+    folder = user_folder()
+    if folder is None:
+        return None
+    points = _load(folder / f"{slug(device_name)}.json", device_name).points.get(operation, ())
+    point = nearest(points, sizes, SPACES[operation].exact)
+    return None if point is None else point.config
 
 
 def _choice(operation: str) -> Callable[[_Choice], _Choice]:

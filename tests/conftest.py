@@ -12,7 +12,7 @@ if os.environ.get("GPUBUF_TEST_GPU") != "1":
 import pytest
 import torch
 
-from gpubuf.kernels._registry import InterpreterUnavailableError, triton_on_cpu
+from tests.support.interpreter import InterpreterUnavailableError, triton_on_cpu
 from tests.support.quick_interpreter import quick_interpreter
 
 torch.set_num_threads(1)

@@ -14,7 +14,6 @@ from gpubuf.cli import main
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.placement import readable
 from gpubuf.info import info, tuned_files, why_no_gpu
-from gpubuf.kernels import _tuned
 from tests.support.tuned_files import DEVICE, FILE, content, draw, write_file
 
 NO_GPU = not torch.cuda.is_available()
@@ -22,10 +21,9 @@ NO_GPU = not torch.cuda.is_available()
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path, monkeypatch):
-    """(the user's folder, the one that ships), both empty."""
+    """The user's folder, alone in a list, and empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(_tuned, "TUNED", tmp_path / "shipped")
-    return tmp_path / "cache" / "gpubuf" / "tuned", tmp_path / "shipped"
+    return [tmp_path / "cache" / "gpubuf" / "tuned"]
 
 
 @pytest.mark.skipif(not NO_GPU, reason="there is a GPU")
@@ -158,23 +156,21 @@ def states(devices=(DEVICE,)) -> list[str]:
     return [file.state for file in tuned_files(set(devices))]
 
 
-def test_the_users_tuned_file_comes_first(folders):
+def test_the_users_tuned_file(folders):
     assert states() == []
-    for folder in folders:
-        write_file(folder, POINTS)
-    assert [file.path.parent for file in tuned_files({DEVICE})] == list(folders)
-    assert states() == ["yes", "where the file above has no point"]
-    assert states([]) == ["no: for a device that is not here"] * 2
+    write_file(folders[0], POINTS)
+    assert states() == ["yes"]
+    assert states([]) == ["no: for a device that is not here"]
     write_file(folders[0], {})
-    assert states() == ["no: it has no points", "yes"]
+    assert states() == ["no: it has no points"]
 
 
 @pytest.mark.parametrize(
     ("points", "more", "state"),
     [
-        (POINTS, {"format": 0}, "no: it is stale"),
+        (POINTS, {"format": 0}, "no: it can't be used: ValueError: its format is 0"),
         (POINTS, {"kernels": {}}, "no: sum_tree_draw: stale"),
-        ({"sum_tree_draw": [draw(2), draw(3)]}, {}, "yes; ignored: sum_tree_draw: of a point"),
+        ({"sum_tree_draw": [draw(2), draw(3)]}, {}, "no: it can't be used: ValueError: of a point"),
     ],
     ids=["another format", "other kernels", "a point that can't be"],
 )
@@ -187,7 +183,7 @@ def test_tuned_files_that_are_not_used_as_they_are(folders, points, more, state)
 
 @pytest.mark.parametrize(
     ("name", "text", "state"),
-    [("broken", "{", "no: it can't be read"), ("other", json.dumps(content(POINTS)), "no: it is not named after its")],
+    [("broken", "{", "no: it can't be used"), ("other", json.dumps(content(POINTS)), "no: it is not named after its")],
 )
 def test_files_that_are_no_tuned_files(folders, name, text, state):
     folders[0].mkdir(parents=True)

@@ -20,8 +20,6 @@ ROOT = Path(__file__).parent.parent
 #: An sdist has the kernels where the link leads, and neither link nor folder at the top.
 CHECKOUT = (ROOT / "kernels").exists()
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
-# A tuned file.
-MADE = {"gpubuf/kernels/tuned/a-device.json"}
 
 
 def build(source: Path, *what: str) -> None:
@@ -39,7 +37,7 @@ def run_away(python: str | Path, program: str, cwd: Path, env: dict[str, str]) -
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the source tree with made files in it, wheel and sdist built in ``dist/``.
+    """A copy of the source tree, wheel and sdist built in ``dist/``.
 
     A copy, because setuptools leaves build/ behind, and puts what it finds there into the next wheel.
     """
@@ -49,9 +47,6 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (shutil.copytree if (ROOT / hidden).is_dir() else shutil.copy)(ROOT / hidden, copy / hidden)
     if CHECKOUT:
         shutil.copytree(ROOT / ".editable", copy / ".editable", symlinks=True)
-    for made in MADE:
-        (copy / made).parent.mkdir(exist_ok=True)
-        (copy / made).write_text("{}")
     build(copy, "--wheel", "--sdist")
     return copy
 
@@ -86,7 +81,7 @@ def package_files() -> set[str]:
 def test_wheel_holds_the_package_and_nothing_else(wheel_files: list[str]):
     """The kernels are inside, once, under gpubuf; no top-level `kernels`, no tests."""
     inside = {name for name in wheel_files if not name.partition("/")[0].endswith(".dist-info")}
-    assert inside == package_files() | MADE
+    assert inside == package_files()
     assert "gpubuf/py.typed" in inside
     assert "gpubuf/kernels/rows/__init__.py" in inside
     assert {name.partition("/")[0] for name in inside} == {"gpubuf"}
@@ -109,7 +104,7 @@ def test_wheel_metadata(tree: Path):
 def test_sdist_holds_the_project(sdist_files: list[str]):
     """Package, tests, benchmarks, documentation, and what the two commands need."""
     present = set(sdist_files)
-    assert package_files() | MADE <= present
+    assert package_files() <= present
     for folder in ("tests", "benchmarks", "docs", "examples"):
         expected = {p.relative_to(ROOT).as_posix() for p in (ROOT / folder).rglob("*.[pm][yd]")}
         assert expected

@@ -27,7 +27,7 @@ def run(options: dict[str, Any]) -> int:
     import torch
 
     from gpubuf.info import why_no_gpu
-    from gpubuf.kernels._tuned import folders, user_folder
+    from gpubuf.kernels._tuned import user_folder
 
     missing = why_no_gpu()
     if missing:
@@ -77,8 +77,8 @@ def run(options: dict[str, Any]) -> int:
     except RuntimeError as error:
         print(f"gpubuf tune: {error}", file=sys.stderr)
         return 1
-    used = path.parent.resolve() in [each.resolve() for each in folders()]
-    print(f"Written: {path}", "" if used else f"(gpubuf reads those in {' and '.join(map(str, folders()))} only)")
+    read = user_folder()
+    print(f"Written: {path}", "" if folder == read else f"(gpubuf reads those in {read} only)")
     return 0
 
 

@@ -23,11 +23,18 @@ def warn(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
+class Missing:
+    """In the place of a part that is not there yet. Every attribute raises a RuntimeError, which says why."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name) if name.startswith("__") else RuntimeError(self._why)
+
+
 def check_count(value: Any, name: str, least: int = 1) -> None:
     """Raise ValueError, or TypeError for what is no number, unless ``value`` is a whole number of at least so much."""
-    # Every sample asks, and what follows looks into the code of a protocol, which caches have lost by then.
-    if type(value) is int and value >= least:
-        return
     number = not isinstance(value, bool) and isinstance(value, (int, float, SupportsIndex))
     if not number or not isinstance(value, SupportsIndex) or value < least:  # type: ignore[operator]
         kind = ValueError if number else TypeError
@@ -73,6 +80,9 @@ def check_sizes(prefetch: int | None, batch_size: int | None) -> None:
 
 def check_batch_size(batch_size: Any, name: str = "batch_size", least: int = 1) -> None:
     """Raise ValueError, or TypeError for what is no number, unless a batch can have so many transitions."""
+    # Every sample asks, and what follows looks into the code of a protocol, which caches have lost by then.
+    if type(batch_size) is int and least <= batch_size < 2**31:
+        return
     check_count(batch_size, name, least)
     if operator.index(batch_size) >= 2**31:
         raise ValueError(f"{name} must be below 2**31, got {batch_size}")

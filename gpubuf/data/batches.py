@@ -18,10 +18,14 @@ from gpubuf.data.samplers.base import Drawn, Sampler, require_rows
 from gpubuf.data.sequences import SampleUnit
 from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.indexing import expanded
+from gpubuf.data.storage.placement import check_host_room
 from gpubuf.data.storage.plan import RowPlan
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import Writer
+
+# Batches of more rows may be too large for the host.
+_MANY_ROWS = 1 << 16
 
 
 class Batch(NamedTuple):
@@ -93,7 +97,7 @@ class Batches:
             check_batch_size(batches, "batches")
         if self.gate is not None:
             self.gate(n * (batches or 1))
-        batch = self._draw(n, include_info, batches)
+        batch = self.operation.run(self._drawn, n, include_info, batches)
         # Past a call that changes nothing: every sample comes here.
         if not (self._finished and self.transform.is_empty):
             batch = self.finish(batch)
@@ -113,7 +117,7 @@ class Batches:
             raise ValueError("a buffer of data that are not tensors can't have a part in batches of several buffers")
         if self.unit is not None:
             raise ValueError("a buffer with a sample_unit can't have a part in batches of several buffers")
-        return self._draw(n, False, batches, whole=False)
+        return self.operation.run(self._drawn, n, False, batches, whole=False)
 
     def _checked(self, batch_size: int | None) -> int:
         own = self.batch_size
@@ -125,23 +129,27 @@ class Batches:
             warn(f"sample(batch_size={batch_size}) overrides the constructor's {own}")
         return batch_size
 
-    def _draw(
+    def _drawn(
         self, n: int, include_info: bool, batches: int | None, *, whole: bool = True, assembled: bool = True
     ) -> Batch:
-        """Draw and gather, in one operation. Info goes into the batch here if nothing changes the batch later.
+        """Draw and gather, within an operation. Info goes into the batch here if nothing changes the batch later.
 
         ``whole`` is False for a part of a batch that other buffers have a part in, and ``assembled`` for the plain list
         of tensors.
-        """
-        return self.operation.run(self._drawn, n, include_info, batches, whole, assembled)
 
-    def _drawn(self, n: int, include_info: bool, batches: int | None, whole: bool, assembled: bool) -> Batch:
+        Raises:
+            NothingFitsError: the host has no memory for the batch.
+            RuntimeError: the storage is empty, or the sampler reads rows in another way than the buffer.
+        """
         sampler, storage, reader = self.sampler, self.storage, self.reader
         if sampler.ran_out:
             sampler.ran_out = False
         # Past `len`, which is a call.
         if not storage.ring.size:
             require_rows(storage, sampler.shards)
+        if n > _MANY_ROWS and reader.layout.leaves and storage.device.type == "cpu":
+            rows = n * (batches or 1)
+            check_host_room(rows * reader.layout.row_bytes, f"a batch of {rows} rows")
         if self.unit is not None:
             drawn = self.unit.draw(sampler, reader, n, batches, storage)
         else:
@@ -151,12 +159,15 @@ class Batches:
         info = self._info(drawn, whole)
         if not assembled:
             return Batch(drawn.tensors, info, sampler.ran_out, False)
-        direct = include_info and self._direct and self.transform.is_empty and reader.layout.takes_info
-        extra, host = info if direct else None, storage.host
-        if host is None:
-            data = reader.assemble(drawn.tensors, extra, drawn.batch_size)
+        layout, shape = reader.layout, drawn.batch_size or drawn.positions.shape
+        if len(drawn.tensors) != len(layout.leaves):
+            raise RuntimeError("the sampler's draw() reads rows from its storage: let it read them from its reader")
+        direct = include_info and self._direct and self.transform.is_empty and layout.takes_info
+        extra: dict[Any, Any] = info if direct else {}
+        if storage.host is None:
+            data = layout.assemble(drawn.tensors, shape, drawn.generation.device, extra)
         else:
-            data = host.assembled(reader, drawn.tensors, drawn.positions, drawn.batch_size, extra)
+            data = storage.host.assembled(reader, drawn.tensors, drawn.positions, shape, extra)
         return Batch(data, info, sampler.ran_out, direct)
 
     def columns(self, batch_size: int | None) -> dict[Any, Tensor]:
@@ -174,7 +185,7 @@ class Batches:
                 raise ValueError(f"batches are made to a {type(data).__name__} here: sample() gives them")
             found: Any = dict(data.items(True, True))
         else:
-            tensors, info, _, _ = self._draw(n, False, None, whole=False, assembled=False)
+            tensors, info, _, _ = self.operation.run(self._drawn, n, False, None, whole=False, assembled=False)
             layout = self.reader.layout
             if isinstance(layout.root, int):
                 raise ValueError("rows of a single tensor have no keys: sample() gives batches of it")
@@ -188,7 +199,7 @@ class Batches:
             generation = ring.with_rewrites(index, generation)
         if whole and self.storage.ndim > 1:
             index = self.storage.unravel(index)
-        if shape is not None:
+        if shape:
             index, generation = index.view(*shape, *index.shape[1:]), generation.view(shape)
         info = {"index": index, **drawn.info}
         if not whole or self.sampler.has_priorities or getattr(self.writer, "track_generations", False):
@@ -239,10 +250,10 @@ def attach_info(data: TensorDictBase, info: Mapping[Any, Tensor], ndim: int) -> 
     """
     lead, shape = info[INDEX].dim() - (ndim > 1), data.batch_size
     same = info[INDEX].shape[:lead] == shape[:lead]
-    names = {entry.name for entry in fields(data)} if is_tensorclass(data) else None
+    if is_tensorclass(data):
+        names = {entry.name for entry in fields(data)}
+        info = {key: value for key, value in info.items() if key in names}
     for key, value in info.items():
-        if names is not None and key not in names:
-            continue
         if not same:
             if value.shape[:lead].numel() == shape.numel():
                 value = value.reshape(*shape, *value.shape[lead:])

@@ -28,6 +28,7 @@ from gpubuf.data.operation import Operation, graph_break, operation
 from gpubuf.data.passing import living, packed, register, starting, unpacked
 from gpubuf.data.prefetch import Prefetched
 from gpubuf.data.prepared_writes import Columns
+from gpubuf.data.processing.augment import RandomShift
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import EMPTIES, REPLAY
 from gpubuf.data.samplers.base import Sampler
@@ -187,7 +188,8 @@ class ReplayBuffer:
         reader = self._reader_of(storage)
         writer.attach(sampler, self._recipe, self._relabel)
         if self._unit is not None:
-            check_parts(sampler, self._recipe, relabels=self._relabel is not None)
+            shifts = any(isinstance(step, RandomShift) for step in self._pipeline.process)
+            check_parts(sampler, self._recipe, relabels=self._relabel is not None, shifts=shifts)
             self._unit.bind(storage)
         if self._relabel is not None:
             self._relabel.check_recipe(self._recipe, self._pipeline.process)

@@ -21,6 +21,8 @@ CHUNK_BYTES = 1 << 26
 _NAMED = 3
 #: The share of rows that must continue along the other dimension.
 _ENOUGH = 0.9
+#: The share of rows of a flag that must lead to a reset's observation: single ones may do so by chance.
+_RESETS = 0.5
 FLAGS = ("done", "terminated", "truncated")
 
 
@@ -71,6 +73,8 @@ class Report:
         rates: share of rows with each flag.
         compared, broken: rows whose next observation was compared with the observation of the next row, and those that
             differ, though no flag ends the trajectory there.
+        resets: for each flag the share of its rows whose next observation is the one that the next row begins with:
+            that of a reset.
         lengths, returns: of all episodes that are stored from their first to their last row, int64 and float64 ``[N]``
             on the CPU. Returns are undiscounted sums of ``("next", "reward")``; zeros without rewards.
         findings: the worst first; empty where nothing is wrong.
@@ -82,6 +86,7 @@ class Report:
     rates: dict[str, float] = field(default_factory=dict)
     compared: int = 0
     broken: int = 0
+    resets: dict[str, float] = field(default_factory=dict)
     lengths: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
     returns: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64, device="cpu"))
     findings: list[Finding] = field(default_factory=list)
@@ -176,6 +181,8 @@ class _Look:
         self.not_finite = [0] * len(self.leaves)
         self.flags = dict.fromkeys((name for name in FLAGS if self._flag(name) is not None), 0)
         self.compared = self.broken = 0
+        # Of each flag: rows that have it and a row after them, and those whose next observation is that row's.
+        self.followed, self.resets = dict.fromkeys(self.flags, 0), dict.fromkeys(self.flags, 0)
         self.named: dict[str, list[int]] = {}
         self.turns: str | None = None
         # Of each environment: steps and rewards so far, and those at its last end; -1 before the first.
@@ -214,7 +221,7 @@ class _Look:
             done = torch.zeros(positions.shape, dtype=torch.bool, device=rows[0].device)
         # Trajectories end at marks, which are no ends of whole episodes.
         over = done if self.marks is None else done | (self.marks[positions.to(self.marks.device)] != 0)
-        self._continuity(positions, rows, over)
+        self._continuity(positions, rows, over, flags)
         self._episodes(rows, done, over, new)
         self.steps += len(positions) - new
 
@@ -244,25 +251,30 @@ class _Look:
                 low, high = values.amin().double(), values.amax().double()
             self.bounds[i] = low.minimum(self.bounds[i][0]), high.maximum(self.bounds[i][1])
 
-    def _continuity(self, positions: Tensor, rows: list[Tensor], done: Tensor) -> None:
+    def _continuity(self, positions: Tensor, rows: list[Tensor], over: Tensor, flags: dict[str, Tensor]) -> None:
         if not self.pairs or len(positions) < 2:
             return
 
-        def fits(lag: int, env: int = 0) -> Tensor:
-            """Whether the next observations are those of the row so far on; ends fit always."""
-            same = done[: len(done) - lag, : self.envs - env].clone()
+        def leads(lag: int, env: int = 0) -> Tensor:
+            """Whether the next observations are the observations of the row so far on."""
+            same = torch.ones_like(over[: len(over) - lag, : self.envs - env])
             for coming, root in self.pairs:
-                one = rows[coming][: len(done) - lag, : self.envs - env]
+                one = rows[coming][: len(over) - lag, : self.envs - env]
                 other = rows[root][lag:, env:]
-                same |= ((one == other) | ((one != one) & (other != other))).all(-1)
+                same &= ((one == other) | ((one != one) & (other != other))).all(-1)
             return same
 
-        first, following = self.compared == 0, fits(1)
-        open_rows = ~done[:-1]
+        first, following, open_rows = self.compared == 0, leads(1), ~over[:-1]
         self.compared += int(open_rows.sum())
-        self.broken += self._name("broken", positions[:-1], (~following).cpu())
+        self.broken += self._name("broken", positions[:-1], (open_rows & ~following).cpu())
+        # Where the observation of the row itself does not change, the one of a reset can't be told from it.
+        reset = following & ~leads(0)[:-1]
+        for name, flag in flags.items():
+            self.followed[name] += int(flag[:-1].sum())
+            self.resets[name] += self._name(f"reset {name}", positions[:-1], (flag[:-1] & reset).cpu())
         # Rows of several environments are compared with those beside them at once: they are here.
-        if first and self.mostly_broken and self.envs > 1 and fits(0, 1).double().mean() >= _ENOUGH:
+        beside = first and self.mostly_broken and self.envs > 1
+        if beside and (leads(0, 1) | over[:, :-1]).double().mean() >= _ENOUGH:
             self.turns = (
                 "steps follow each other along the second dimension, [T, E], which is that of environments: write "
                 "[envs, steps], or give the buffer dim_extend=0"
@@ -301,7 +313,8 @@ class _Look:
             columns.append(Column(key, tuple(leaf.shape), dtype, low, high, self.not_finite[i], constant))
         lengths, returns = (torch.cat(parts) for parts in zip(*self.episodes, strict=True))
         rates = {name: count / self.rows for name, count in self.flags.items()}
-        found = Report(self.rows, self.envs, columns, rates, self.compared, self.broken, lengths, returns)
+        resets = {name: count / max(self.followed[name], 1) for name, count in self.resets.items()}
+        found = Report(self.rows, self.envs, columns, rates, self.compared, self.broken, resets, lengths, returns)
         found.findings = list(self._findings(found))
         return found
 
@@ -320,6 +333,15 @@ class _Look:
                 "or call buffer.end_trajectories() where an episode is left",
                 self._rows("broken"),
             )
+        # A row that is truncated alone tells most: its value is that of its next observation.
+        name = next((name for name in reversed(FLAGS) if found.resets.get(name, 0) >= _RESETS), None)
+        if name is not None:
+            yield Finding(
+                f"{found.resets[name]:.1%} of the rows that are {name} have the first observation of the next episode "
+                "as their next one: store the last observation of the episode, which Gymnasium's vector environments "
+                'give as info["final_obs"]',
+                self._rows(f"reset {name}"),
+            )
         if self.named.get("done"):
             text = "rows are terminated or truncated, but not done: done must be true where one of them is"
             yield Finding(text, self._rows("done"))
@@ -332,6 +354,13 @@ class _Look:
         for column in found.columns:
             if column.constant and not column.key.endswith(FLAGS):
                 yield Finding(f"{column.key} is the same in all rows")
+            if column.dtype == "float64":
+                yield Finding(f"{column.key} is float64, twice the memory of float32: is that meant?")
+            scaled = column.dtype.startswith(("float", "bfloat")) and column.lowest >= 0 and column.highest <= 1
+            for other in found.columns if scaled and column.shape else ():
+                if other.dtype == "uint8" and other.shape == column.shape and other.highest > 1:
+                    text = f"{other.key} is uint8 of up to {other.highest:.0f}, and {column.key} lies in [0, 1]"
+                    yield Finding(f"{text}: is one of them scaled, and the other not?")
 
     def _rows(self, what: str) -> tuple[int, ...]:
         return tuple(self.named.get(what, ()))

@@ -20,13 +20,18 @@ _T = TypeVar("_T")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+def _no_handle(index: int) -> object:
+    """Differs from all others."""
+    return object()
+
+
+_raw_stream: Callable[[int], object] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_handle)
 """The handle of a device's current stream: 0.1 µs, where ``torch.cuda.current_stream`` takes 1 to 2."""
 
 
-def _handle(device: torch.device) -> tuple[int, int] | None:
-    """An identifier of the current stream of ``device``; None in a torch without CUDA."""
-    return None if _raw_stream is None else (device.index, _raw_stream(device.index))
+def _handle(device: torch.device) -> tuple[int, object]:
+    """An identifier of the current stream of ``device``."""
+    return device.index, _raw_stream(device.index)
 
 
 class StreamOrder:
@@ -42,39 +47,36 @@ class StreamOrder:
     """
 
     def __init__(self) -> None:
-        self._last: torch.cuda.Stream | None = None
-        self._event: torch.cuda.Event | None = None
+        # Those that the buffer was used on, the last one at the end.
         self._used: list[torch.cuda.Stream] = []
+        self._event: torch.cuda.Event | None = None
         # Of the last stream, if that was the current one.
-        self._handle: tuple[int, int] | None = None
+        self._handle: tuple[int, object] | None = None
 
     def begin(self, device: torch.device) -> None:
         """Before an operation, on the stream that is current."""
-        if self._handle is not None and _handle(device) == self._handle:
-            return
-        last = self._last
-        if last is None or torch.cuda.is_current_stream_capturing():
+        if _handle(device) == self._handle or not self._used or torch.cuda.is_current_stream_capturing():
             return
         stream = torch.cuda.current_stream(device)
-        if stream != last:
-            self._wait(stream, last)
+        if stream != self._used[-1]:
+            self._wait(stream)
 
-    def _wait(self, stream: torch.cuda.Stream, last: torch.cuda.Stream) -> None:
+    def _wait(self, stream: torch.cuda.Stream) -> None:
         """Make a stream wait for the last operation, which was on another one."""
         if self._event is None:
-            stream.wait_stream(last)
+            stream.wait_stream(self._used[-1])
         else:
             stream.wait_event(self._event)
 
     def end(self, device: torch.device) -> None:
         """After an operation."""
         handle = _handle(device)
-        if self._event is None and handle is not None and handle == self._handle:
+        if self._event is None and handle == self._handle:
             return
         if torch.cuda.is_current_stream_capturing():
             return
         stream = torch.cuda.current_stream(device)
-        if self._event is None and self._last is not None and stream != self._last:
+        if self._event is None and self._used and stream != self._used[-1]:
             self._event = torch.cuda.Event()
         if self._event is not None:
             self._event.record(stream)
@@ -85,22 +87,16 @@ class StreamOrder:
         self._note(stream)
         self._event = None
 
-    def _note(self, stream: torch.cuda.Stream, handle: tuple[int, int] | None = None) -> None:
-        if stream != self._last and stream not in self._used:
-            self._used.append(stream)
-        self._last, self._handle = stream, handle
+    def _note(self, stream: torch.cuda.Stream, handle: tuple[int, object] | None = None) -> None:
+        self._used, self._handle = [*(each for each in self._used if each != stream), stream], handle
 
     def settle(self) -> None:
         """Before memory is given up: every stream that the buffer was used on waits for its last operation.
 
         The allocator gives memory back to the stream on which it was made, and knows nothing of the others.
         """
-        last = self._last
-        if last is None:
-            return
-        for stream in self._used:
-            if stream != last:
-                self._wait(stream, last)
+        for stream in self._used[:-1]:
+            self._wait(stream)
 
 
 #: Decorates what a training step calls: ``torch.compile`` leaves its graph for it, and it runs as it does without.
@@ -132,7 +128,6 @@ class Operation:
         self._streams = StreamOrder()
         # The operation holds on to the storage: its memory is released after this.
         weakref.finalize(self, outside_captures, self._streams.settle).atexit = False
-        self._has_cuda: bool | None = None
         self.renew()
 
     def renew(self) -> None:
@@ -253,16 +248,15 @@ class Operation:
         """The GPU that operations are launched on, or None. Fake tensors claim to be on one that is not there."""
         # Past the properties, which would cost more than all else here.
         counters = self.storage.ring.counters
-        return counters.device if counters.is_cuda and self._cuda_present() else None
+        return counters.device if counters.is_cuda and self._has_cuda else None
 
     def launches_at_once(self) -> bool:
         """Whether what is launched runs, rather than become part of a graph that is captured on the current stream."""
         return self.gpu() is None or not capturing()
 
-    def _cuda_present(self) -> bool:
-        if self._has_cuda is None:
-            self._has_cuda = torch.cuda.is_available()
-        return self._has_cuda
+    @functools.cached_property
+    def _has_cuda(self) -> bool:
+        return torch.cuda.is_available()
 
     @property
     def device(self) -> torch.device | None:

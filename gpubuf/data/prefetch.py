@@ -42,9 +42,9 @@ class _Chosen(SampleUnit):
 
 
 class _Ahead(NamedTuple):
-    """A batch ahead of its consumer: what was asked for, how it was drawn, and the batch or the rows chosen for it."""
+    """A batch ahead of its consumer: whether info goes into it, how it was drawn, and it or the rows chosen for it."""
 
-    asked: tuple[int, bool]
+    include_info: bool
     before: _Before
     made: Batch | _Chosen
 
@@ -106,37 +106,35 @@ class Prefetched(Batches):
         if ahead is not None:
             ahead.before.put_back()
 
-    def _draw(
-        self, n: int, include_info: bool, batches: int | None, *, whole: bool = True, assembled: bool = True
-    ) -> Batch:
-        at_replays().refuse(_WHY)
-        if capturing():
-            raise RuntimeError(_WHY)
-        batch = super()._draw(n, include_info, batches, whole=whole, assembled=assembled)
+    def next(self, batch_size: int | None, include_info: bool, batches: int | None = None) -> Batch:
+        batch = super().next(batch_size, include_info, batches)
         # Within a caller's operation the streams would be out of order.
-        if self._usual(n, batches, whole, assembled) and not self.operation.held:
+        if batch_size in (None, self.batch_size) and batches is None and not self.operation.held:
             device = self.operation.gpu()
             if device is not None and self._side is None:
                 self._side = torch.cuda.Stream(device)
             # Operations are ordered: that of the side stream comes after all before it, and the next one after it.
             with nullcontext() if self._side is None else torch.cuda.stream(self._side):
-                self.operation.run(self._make, (n, include_info))
+                self.operation.run(self._make, self.batch_size, include_info)
         return batch
 
-    def _usual(self, n: int, batches: int | None, whole: bool, assembled: bool) -> bool:
-        return n == self.batch_size and batches is None and whole and assembled
-
-    def _drawn(self, n: int, include_info: bool, batches: int | None, whole: bool, assembled: bool) -> Batch:
-        batch = self._taken((n, include_info)) if self._usual(n, batches, whole, assembled) else None
+    def _drawn(
+        self, n: int, include_info: bool, batches: int | None, *, whole: bool = True, assembled: bool = True
+    ) -> Batch:
+        at_replays().refuse(_WHY)
+        if capturing():
+            raise RuntimeError(_WHY)
+        usual = n == self.batch_size and batches is None and whole and assembled
+        batch = self._taken(n, include_info) if usual else None
         if batch is None:
             self.discard()
-            batch = super()._drawn(n, include_info, batches, whole, assembled)
+            batch = super()._drawn(n, include_info, batches, whole=whole, assembled=assembled)
         return batch
 
-    def _taken(self, asked: tuple[int, bool]) -> Batch | None:
+    def _taken(self, n: int, include_info: bool) -> Batch | None:
         """The batch ahead, if it is what is asked for."""
         ahead = self._ahead
-        if ahead is None or ahead.asked != asked:
+        if ahead is None or ahead.include_info is not include_info:
             return None
         self._ahead = None
         if isinstance(ahead.made, Batch):
@@ -146,9 +144,9 @@ class Prefetched(Batches):
             self.sampler.ran_out = ahead.made.ran_out
             return ahead.made
         # Of a copy: another thread may look at the unit of this object.
-        return Batches._drawn(replace(self, unit=ahead.made), *asked, None, True, True)
+        return Batches._drawn(replace(self, unit=ahead.made), n, include_info, None)
 
-    def _make(self, asked: tuple[int, bool]) -> None:
+    def _make(self, n: int, include_info: bool) -> None:
         """Make a batch ahead. One that can't be drawn, for want of rows for example, is drawn when it is asked for."""
         if self._ahead is not None:
             return  # another thread was here first
@@ -157,14 +155,14 @@ class Prefetched(Batches):
         try:
             made: Batch | _Chosen | None
             if isinstance(storage, LazyMemmapStorage):
-                made = self._chosen(storage, asked[0])
+                made = self._chosen(storage, n)
             else:
-                made = super()._draw(*asked, None)
+                made = super()._drawn(n, include_info, None)
             if made is None:
                 before.put_back()
             else:
                 before.drawn()
-                self._ahead = _Ahead(asked, before, made)
+                self._ahead = _Ahead(include_info, before, made)
         except BaseException as error:
             self._ahead = None
             before.put_back()

@@ -19,7 +19,7 @@ from gpubuf.data.storage.containers import of_array
 from gpubuf.data.storage.layout import Leaf, as_key, as_written
 from gpubuf.data.storage.schema import as_numbers, stored_as
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.kernels._registry import eager
+from gpubuf.kernels._registry import past_dispatcher
 
 #: An array per key, by key (``"reward"``, ``("next", "reward")``) or in the order of the storage's keys.
 Columns = Mapping[Any, Any] | Sequence[Any]
@@ -80,7 +80,7 @@ class PreparedRows:
         """For columns with these batch dimensions; None where they are written in another way."""
         table, n_bytes = storage.table, math.prod(lead) * storage.written_layout.row_bytes
         # Fake tensors, and modes that change what a function does, take the general way. Prefixes are compared.
-        if not (table.is_cpu and eager(table)) or not 0 < n_bytes <= PREPARED_BYTES:
+        if not past_dispatcher(table) or not 0 < n_bytes <= PREPARED_BYTES:
             return None
         return PreparedRows(storage, lead, keeps_index=keeps_index)
 
@@ -117,9 +117,11 @@ class PreparedRows:
                     array[...] = value
             else:
                 return False
-            if low < address < high and addresses.meet(address, address + n_bytes):
-                return False
-            described[place] = address
+            # Rows stay where they are as long as the route fits: what was read before is still no view of them.
+            if address != described[place]:
+                if low < address < high and addresses.meet(address, address + n_bytes):
+                    return False
+                described[place] = address
         return True
 
 

@@ -75,6 +75,10 @@ class Sequence(SampleUnit, TrajectoryBounds):
     The windows of a batch follow each other: B anchors make a batch of ``B * (burn_in + length + bootstrap)`` rows.
     Rows never come from another environment, nor from the other side of the newest row.
 
+    In a full ring the steps before the oldest ones were overwritten. An anchor that lacks some of its ``burn_in`` for
+    that reason stands for the row at which its window is whole, the first one with so many steps before it: it would
+    look like the beginning of an episode else.
+
     The batch has, for each row: ``"validity_mask"``, whether it is what it should be rather than the repeated row at a
     boundary; ``"learning_mask"``, whether it is one of the ``length``; ``"anchor_index"``, the index of its anchor;
     ``"sequence_id"``, the number of its window; and ``"step_in_sequence"``. What the sampler says about an anchor is
@@ -137,7 +141,8 @@ class Sequence(SampleUnit, TrajectoryBounds):
         positions = as_positions(anchor, storage.shape, storage.device)
         n, total = positions.numel(), self.burn_in + self.length + self.bootstrap
         envs, device = math.prod(storage.shape[1:]), positions.device
-        behind, ahead = self._room(storage, positions)
+        whole = self._with_their_past(storage, positions)
+        behind, ahead = self._room(storage, whole)
         step = torch.arange(total, device=device)
         offset = (step - self.burn_in) * self.dilation
         if self.episode_boundary == "stop":
@@ -150,7 +155,7 @@ class Sequence(SampleUnit, TrajectoryBounds):
         real = (offset <= ahead) & (offset >= -behind)
         moved = torch.maximum(torch.minimum(offset, ahead), -behind) - shift.unsqueeze(1)
         # Steps of an environment are so many rows apart.
-        rows = (positions.unsqueeze(1) + moved * envs).remainder(storage.max_size).reshape(-1)
+        rows = (whole.unsqueeze(1) + moved * envs).remainder(storage.max_size).reshape(-1)
         learning = (step >= self.burn_in) & (step < self.burn_in + self.length)
         expanded = {key: _for_each_row(value, n, total) for key, value in info.items()}
         expanded |= {
@@ -163,6 +168,15 @@ class Sequence(SampleUnit, TrajectoryBounds):
         if storage.ndim == 1:
             return rows, expanded
         return tuple(storage.unravel(rows).unbind(-1)), expanded
+
+    def _with_their_past(self, storage: TensorStorage, rows: Tensor) -> Tensor:
+        """The rows, or those of the same environment whose past is there, where the ring has overwritten it."""
+        steps, envs = storage.shape[0], math.prod(storage.shape[1:])
+        full = storage.ring.counters[SIZE] == storage.max_size
+        newest = storage.ring.counters[WRITTEN].div(envs, rounding_mode="floor") - 1
+        age = (newest - rows.div(envs, rounding_mode="floor")).remainder(steps)
+        missing = age - (steps - 1 - min(self.burn_in * self.dilation, steps - 1))
+        return (rows + (missing.clamp(min=0) * full) * envs).remainder(storage.max_size)
 
     def _room(self, storage: TensorStorage, rows: Tensor) -> tuple[Tensor, Tensor]:
         """How many steps there are before and after rows, int64 ``[n]`` each, up to the boundaries."""
@@ -224,7 +238,7 @@ def checked_unit(unit: Any) -> SampleUnit | None:
     raise TypeError(f"sample_unit must be a SampleUnit of gpubuf's, such as Sequence, got {describe_type(unit)}")
 
 
-def check_parts(sampler: Sampler, recipe: Recipe, *, relabels: bool) -> None:
+def check_parts(sampler: Sampler, recipe: Recipe, *, relabels: bool, shifts: bool) -> None:
     """Raise if batches of these parts can't be made of windows.
 
     Raises:
@@ -234,6 +248,7 @@ def check_parts(sampler: Sampler, recipe: Recipe, *, relabels: bool) -> None:
         (isinstance(sampler, SliceSampler), f"a {type(sampler).__name__}, which draws runs of steps itself"),
         (recipe.n_steps > 1, f"n_steps={recipe.n_steps}"),
         (relabels, "relabel"),
+        (shifts, "RandomShift, which would shift each step of a window by itself: shift windows as a transform"),
     ):
         if found:
             raise ValueError(f"sample_unit can't be used with {name}")

@@ -15,9 +15,9 @@ from gpubuf.data.operation import graph_break, operation
 from gpubuf.data.samplers.priorities import masks_of, rows_of
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.sequences import by_anchor
-from gpubuf.data.storage.containers import Data, batch_shape, tensors_of
+from gpubuf.data.storage.containers import Data, batch_shape, check_entries, tensors_of
 from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.layout import MASK_KEY, priority_mask_key
+from gpubuf.data.storage.layout import MASK_KEY, as_key, priority_mask_key
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.writers import TensorDictRoundRobinWriter, Writer
 
@@ -74,10 +74,17 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if isinstance(data, dict):
             data = tensors_of(data)
             try:
+                check_entries(data)
                 return TensorDict(data, batch_shape(data, ndim))
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 message = f"{type(self).__name__} stores TensorDicts, and this dict can't be one: {error}"
                 raise TypeError(message) from None
+            except RuntimeError:
+                rows: dict[tuple[int, ...], list[str]] = {}
+                for key, value in TensorDict(data).items(True, True):
+                    rows.setdefault(tuple(value.shape[:ndim]), []).append(".".join(as_key(key)))
+                each = "; ".join(f"{', '.join(keys)}: {list(shape)}" for shape, keys in rows.items())
+                raise ValueError(f"the keys of a batch must have the same rows, got {each}") from None
         if isinstance(data, list) and data and isinstance(data[0], dict):
             return [self._as_tensordicts(row, ndim - 1) for row in data]
         return data

@@ -197,7 +197,8 @@ class MultiStepTransform(nn.Module):
         self.reward_keys, self.done_key, self.done_keys, self.mask_key = reward_keys, done_key, done_keys, mask_key
         self.write_time = write_time
         self._recipe = _recipe(self, Recipe())
-        self._waiting: TensorDict | None = None
+        # The rows that wait, as "waiting", once there are any.
+        self._kept: dict[str, TensorDict] = {}
 
     def forward(self, data: Data) -> Data:
         """A batch on its way out: as it is."""
@@ -213,17 +214,17 @@ class MultiStepTransform(nn.Module):
             return data
         at_replays().refuse("MultiStepTransform(write_time=True) keeps rows on the host's account: n_steps= does not")
         recipe = self._recipe
-        dim, waiting = data.batch_dims - 1, self._waiting
-        total: Any = data if waiting is None else torch.cat([waiting.to(data.device), data], dim)
+        dim, kept = data.batch_dims - 1, self._kept.values()
+        total: Any = torch.cat([*(rows.to(data.device) for rows in kept), data], dim) if kept else data
         length, ahead = total.batch_size[dim], recipe.n_steps - 1
         made = max(length - ahead, 0)
         out = _multi_step(total, made, recipe)
-        self._waiting = total[..., made:].clone()
+        self._kept = {"waiting": total[..., made:].clone()}
         return out
 
     def get_extra_state(self) -> dict[str, Any]:
         """The rows that wait."""
-        return {} if self._waiting is None else {"waiting": self._waiting}
+        return dict(self._kept)
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore :meth:`get_extra_state`.
@@ -234,7 +235,7 @@ class MultiStepTransform(nn.Module):
         waiting = state.get("waiting") if isinstance(state, dict) else None
         if state != {} and not (isinstance(waiting, TensorDict) and waiting.batch_dims):
             raise ValueError(f"the state of a MultiStepTransform has no rows that wait: {describe_type(state)}")
-        self._waiting = None if waiting is None else waiting.clone()
+        self._kept = {"waiting": waiting.clone()} if isinstance(waiting, TensorDict) else {}
 
 
 def multi_step_of(transform: Any, recipe: Recipe) -> Recipe | None:
@@ -311,5 +312,6 @@ def _multi_step(total: TensorDictBase, made: int, recipe: Recipe) -> TensorDictB
     shape = (made, *storage.shape[1:])
     reader = storage.reader(recipe)
     tensors, _ = reader.gather(torch.arange(math.prod(shape), device=storage.device))
-    out = reader.assemble([tensor.view(*shape, *tensor.shape[1:]) for tensor in tensors], None, shape)
+    tensors = [tensor.view(*shape, *tensor.shape[1:]) for tensor in tensors]
+    out = reader.layout.assemble(tensors, shape, storage.device)
     return out.transpose(0, time)  # type: ignore[no-any-return]

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from tensordict import TensorDictBase, is_tensorclass
+from tensordict import TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.arguments import as_tensor
+from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.priorities import vector
 from gpubuf.data.storage.containers import Data, is_data, mapped
 from gpubuf.data.storage.indexing import as_positions, plain_index
@@ -97,7 +98,8 @@ class RowAccess:
             )
         if not is_data(data):
             raise TypeError(f"expected a TensorDict, a tensorclass or a tensor, got {type(data).__name__}")
-        found = {key: as_tensor(value) for key, value in flat_entries(data, ()).items()}
+        entries = flat_entries(data, ())
+        found = {key: as_tensor(value) for key, value in entries.items() if not is_non_tensor(value)}
         if generation is None:
             generation = found.get(("index_generation",))
         if generation is None:
@@ -108,15 +110,28 @@ class RowAccess:
         positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored, handles=True)
         keys, sources = stored_keys(storage, found, positions.numel())
         _check_of_drawn_row(storage.schema, self.recipe, keys)
-        return functools.partial(self.update, positions, keys, sources, vector(generation, torch.int64, positions))
+        text = host_entries(storage, {key: entries[key] for key in entries.keys() - found.keys()}, positions.numel())
+        due = vector(generation, torch.int64, positions)
+        return functools.partial(self.update, positions, keys, sources, due, text)
 
-    def update(self, positions: Tensor, keys: list[int], sources: list[Tensor], generation: Tensor) -> None:
-        """Overwrite single keys of rows that still have their generation."""
-        if not keys:
-            return
+    def update(
+        self,
+        positions: Tensor,
+        keys: list[int],
+        sources: list[Tensor],
+        generation: Tensor,
+        text: Mapping[Key, list[Any]] | None = None,
+    ) -> None:
+        """Overwrite single keys of rows that still have their generation; with ``text`` it waits for a GPU."""
         storage = self.storage
         generation = storage.ring.without_rewrites(positions, generation)
-        storage.changing(storage.update, positions, keys, sources, generation)
+        if keys:
+            storage.changing(storage.update, positions, keys, sources, generation)
+        if text and storage.host is not None:
+            at_replays().refuse("data that are not tensors are written by the host: write them outside of the step")
+            kept = (storage.generations(positions) == generation).nonzero().flatten().tolist()
+            rows = positions.tolist()
+            storage.host.put([rows[i] for i in kept], {key: [column[i] for i in kept] for key, column in text.items()})
 
     def in_written_order(self, value: Any) -> Any:
         """``[T, E, ...]`` with the dimensions that a written batch has."""
@@ -160,6 +175,8 @@ def is_plain(index: Any) -> bool:
 
 def flat_entries(value: Any, path: Key) -> dict[Key, Any]:
     """The values under ``path``, by key."""
+    if is_non_tensor(value):
+        return {path: value}
     if not isinstance(value, (Mapping, TensorDictBase)) and not is_tensorclass(value):
         return {path: value}
     found: dict[Key, Any] = {}
@@ -208,6 +225,21 @@ def stored_keys(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tup
         keys.append(position)
         sources.append(tensor.detach().reshape(n, *leaf.shape))
     return keys, sources
+
+
+def host_entries(storage: TensorStorage, found: dict[Key, Any], n: int) -> dict[Key, list[Any]]:
+    """``n`` values of each key that is not a tensor.
+
+    Raises:
+        ValueError: a key is not stored as such, or has other dimensions.
+    """
+    dims = {} if storage.host is None else storage.host.keys
+    for key, value in found.items():
+        if key not in dims:
+            raise ValueError(f"key {as_written(key)!r} is not a tensor, and none of the storage's that are not")
+        if value.numel() != n * math.prod(dims[key]):
+            raise ValueError(f"key {as_written(key)!r}: {n} rows are addressed, the batch has {list(value.batch_size)}")
+    return {key: value.reshape(n, *dims[key]).tolist() for key, value in found.items()}
 
 
 def _check_of_drawn_row(schema: Schema, recipe: Recipe, keys: Sequence[int]) -> None:

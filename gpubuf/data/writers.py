@@ -134,7 +134,16 @@ class Writer:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`, after the storage has been restored."""
+        """Restore :meth:`state_dict`, after the storage has been restored.
+
+        Raises:
+            ValueError: the state is not one of this writer's.
+        """
+        if state.keys() != self.state_dict().keys():
+            raise ValueError(
+                f"{sorted(state)} are no state of a {type(self).__name__}: cursor and counts are the storage's, and "
+                "come with load_state_dict of the buffer"
+            )
 
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         """Raise unless ``state``, which was read from files, can be loaded; as :meth:`Sampler.check_state`."""

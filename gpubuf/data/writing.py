@@ -17,7 +17,7 @@ from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.row_order import RowOrder
-from gpubuf.data.storage.containers import Data, batch_shape, mapped, of_array, shallow, tensors_of
+from gpubuf.data.storage.containers import Data, batch_shape, is_data, mapped, of_array, shallow, tensors_of
 from gpubuf.data.storage.layout import Key, as_key
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.tree_layout import inside
@@ -98,7 +98,7 @@ class Writes:
     def _rows_of(self, data: Any) -> Data | None:
         """A batch with time first, as it is to be stored; None: there is nothing to write."""
         storage = self.storage
-        if isinstance(data, (dict, list, tuple, np.ndarray)):
+        if not is_data(data):
             data = self.as_tensors(data)
         if isinstance(data, list):
             if not data:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tensordict import is_non_tensor
 from torch import Tensor
 
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.storage.layout import Key, Leaf, as_key
 from gpubuf.data.storage.schema import as_numbers, stored_as
-from gpubuf.data.updates import RowAccess, UnknownKeyError, flat_entries, stored_keys, stored_position
+from gpubuf.data.updates import RowAccess, UnknownKeyError, flat_entries, host_entries, stored_keys, stored_position
 
 
 def set_keys(buffer: ReplayBuffer, values: Mapping[Any, Any], index: Any, *, whole: bool) -> None:
@@ -38,14 +39,19 @@ def _set_keys(access: RowAccess, values: Mapping[Any, Any], index: Any, whole: b
     storage = access.storage
     positions, batch = storage.located(index)
     found: dict[Key, Tensor] = {}
+    text: dict[Key, Any] = {}
     for key, value in (item for path, given in values.items() for item in flat_entries(given, as_key(path)).items()):
+        if is_non_tensor(value):
+            text[key] = value
+            continue
         try:
             leaf = storage.written_layout.leaves[stored_position(storage, key)]
         except UnknownKeyError as error:
             raise KeyError(str(error)) from None
         found[key] = _fitted(value, leaf, batch, whole, storage.ring.counters)
     keys, sources = stored_keys(storage, found, positions.numel())
-    access.update(positions, keys, sources, storage.generations(positions))
+    host = host_entries(storage, text, positions.numel())
+    access.update(positions, keys, sources, storage.generations(positions), host)
 
 
 def _fitted(value: Any, leaf: Leaf, batch: tuple[int, ...], whole: bool, ring: Tensor) -> Tensor:

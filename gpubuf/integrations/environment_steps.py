@@ -14,6 +14,25 @@ from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.storage.layout import Key
 from gpubuf.data.storage.schema import stored_as
 
+AUTORESETS = ("same_step", "next_step", "disabled")
+"""When environments reset: in the step that ends an episode, in the one after it, or where the program calls reset."""
+
+
+def autoreset_of(given: Any) -> str:
+    """One of :data:`AUTORESETS`: its name, Gymnasium's ``AutoresetMode``, or what the metadata of environments say.
+
+    Raises:
+        ValueError: it is none of these, or the environments don't say.
+    """
+    mode = getattr(given, "metadata", {}).get("autoreset_mode", given)
+    name = str(getattr(mode, "name", mode)).lower()
+    if name not in AUTORESETS:
+        raise ValueError(
+            f"autoreset must be one of {AUTORESETS}, Gymnasium's AutoresetMode, or environments whose metadata has "
+            f"one, got {given!r}"
+        )
+    return name
+
 
 class Column(NamedTuple):
     """One key of a step.
@@ -62,20 +81,18 @@ class StepWriter:
     Args:
         buffer: where they go: with rows of one dimension, or of two, the second of which is that of the environments.
         columns: of a step. The last two are the flags that end episodes.
-        autoreset: ``"same_step"``, or ``"next_step"`` for environments that reset on the step after an end.
+        autoreset: when the environments reset: see :func:`autoreset_of`.
         n_envs: number of environments; None: that of the first step.
 
     Raises:
-        ValueError: ``autoreset`` is neither.
+        ValueError: ``autoreset`` says nothing of that.
     """
 
     def __init__(
-        self, buffer: ReplayBuffer, columns: Sequence[Column], autoreset: str, n_envs: int | None = None
+        self, buffer: ReplayBuffer, columns: Sequence[Column], autoreset: Any, n_envs: int | None = None
     ) -> None:
-        if autoreset not in ("same_step", "next_step"):
-            raise ValueError(f"autoreset must be 'same_step' or 'next_step', got {autoreset!r}")
         self._buffer, self._columns, self._n_envs = buffer, list(columns), n_envs
-        self._resets = NextStepResets() if autoreset == "next_step" else None
+        self._resets = NextStepResets() if autoreset_of(autoreset) == "next_step" else None
         # Each part of a step is looked up once.
         self._parts = list(dict.fromkeys(column.path[:-1] for column in columns))
         self._sources = [
@@ -123,7 +140,7 @@ def rows_at(buffer: ReplayBuffer, positions: Tensor) -> tuple[Any, Tensor]:
     """Rows at flat positions, int64 ``[n]``, as a draw makes a batch of them, and their generations."""
     reader = buffer._reader
     tensors, generation = buffer.operation.run(reader.gather, positions.to(buffer.storage.device))
-    return reader.assemble(tensors), generation
+    return reader.layout.assemble(tensors, generation.shape, generation.device), generation
 
 
 def _below(part: Any, name: str) -> Any:

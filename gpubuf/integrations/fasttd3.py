@@ -51,15 +51,16 @@ class SimpleReplayBuffer:
         share_next: store observations once: half the memory. See :class:`LazyTensorStorage`.
         next_capacity: with ``share_next``, room for the last observations of trajectories.
         dtypes: how keys are stored, such as ``{"observations": torch.bfloat16}``. See :class:`LazyTensorStorage`.
-        autoreset: when the environments reset: in the step that ends an episode, or with ``"next_step"`` on the one
-            after it, as Gymnasium's vector environments do by default. Such a step is no transition: the one before it
-            is stored once more in its place.
+        autoreset: when the environments reset: ``"same_step"`` that ends an episode; ``"next_step"``, the one after it,
+            as Gymnasium's vector environments do by default: such a step is no transition, and the one before it is
+            stored once more in its place; or ``"disabled"``, where the program calls ``reset``. Gymnasium's
+            ``AutoresetMode``, and environments whose metadata has one, say it too.
 
     Attributes:
         buffer: the :class:`ReplayBuffer` in it, for everything that FastTD3's buffer does not have.
 
     Raises:
-        ValueError: ``n_steps``, ``gamma`` or a size is out of range, or ``autoreset`` is neither.
+        ValueError: ``n_steps``, ``gamma`` or a size is out of range, or ``autoreset`` is none of these.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class SimpleReplayBuffer:
         share_next: bool = False,
         next_capacity: int | None = None,
         dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
-        autoreset: str = "same_step",
+        autoreset: Any = "same_step",
     ) -> None:
         self.n_env = n_env
         self.buffer_size = buffer_size

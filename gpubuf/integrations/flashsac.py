@@ -48,12 +48,13 @@ class TorchUniformBuffer(UniformBuffer):
         discounts: put the discount of the next value into batches, float32 ``[B]``.
         next_capacity: for :class:`MemoryEfficientTorchUniformBuffer`: room for the last observations of trajectories.
             See :class:`gpubuf.LazyTensorStorage`.
-        autoreset: when the environments reset: in the step that ends an episode, or with ``"next_step"`` on the one
-            after it, as Gymnasium's vector environments do by default. Such a step is no transition: the one before it
-            is stored once more in its place.
+        autoreset: when the environments reset: ``"same_step"`` that ends an episode; ``"next_step"``, the one after it,
+            as Gymnasium's vector environments do by default: such a step is no transition, and the one before it is
+            stored once more in its place; or ``"disabled"``, where the program calls ``reset``. Gymnasium's
+            ``AutoresetMode``, and environments whose metadata has one, say it too.
 
     Raises:
-        ValueError: ``n_step``, ``gamma`` or ``max_length`` is out of range, or ``autoreset`` is neither.
+        ValueError: ``n_step``, ``gamma`` or ``max_length`` is out of range, or ``autoreset`` is none of these.
     """
 
     def __init__(

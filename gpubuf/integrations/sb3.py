@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpubuf.data.arguments import warn
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.integrations import stable_buffers
@@ -26,6 +27,8 @@ __all__ = [
     "ReplayBuffer",
 ]
 
+#: Batches of a prioritized buffer after which it is said that no priority has come.
+PATIENCE = 32
 #: Where a batch has the positions of its rows while its rewards are computed.
 _ROW = "row"
 
@@ -207,7 +210,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     """A :class:`ReplayBuffer` whose rows are drawn by priority.
 
     Batches have ``weights`` float32 ``[B, 1]`` for the loss beside the usual fields. Stable-Baselines3's algorithms
-    use neither weights nor priorities: override ``train`` of yours, and call :meth:`update_priorities` there.
+    use neither weights nor priorities: override ``train`` of yours, and call :meth:`update_priorities` there. A warning
+    says so once, at the batch of number :data:`PATIENCE`, if no priority has come.
 
     Args:
         alpha, beta: see :class:`gpubuf.PrioritizedSampler`. ``buffer.sampler.beta`` may be set at any time.
@@ -218,8 +222,17 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         n_envs = kwargs.get("n_envs", args[3] if len(args) > 3 else 1)
         rows = max(buffer_size // n_envs, 1) * n_envs
         super().__init__(buffer_size, *args, sampler=PrioritizedSampler(rows, alpha, beta), **kwargs)
+        # Batches before the first priorities.
+        self._unanswered = 0
 
     def _made(self, samples: Any, columns: dict[Any, Tensor]) -> PrioritizedSamples:
+        self._unanswered += 1
+        if self._unanswered == PATIENCE:
+            warn(
+                f"{PATIENCE} batches were drawn and no priority came back, so rows are drawn uniformly: "
+                "Stable-Baselines3's algorithms set none. Override train() of yours, and call "
+                "replay_buffer.update_priorities(batch, td_error) there"
+            )
         weights = columns.get("priority_weight")
         if weights is None:
             weights = torch.ones_like(samples.rewards)
@@ -234,3 +247,5 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         positions = samples.indices
         index = self.buffer.storage.unravel(positions)
         self.buffer.update_priority(index, priorities.detach().reshape(-1), generation=samples.generations)
+        # No batch has this number from here on.
+        self._unanswered = PATIENCE

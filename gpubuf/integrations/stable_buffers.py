@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,22 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpubuf.data.arguments import warn
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.operation import graph_break
+from gpubuf.data.operation import Operation, graph_break
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.storage.layout import Key, as_written
-from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.plan import STEPS_KEY
 from gpubuf.data.storage.schema import Codec
 from gpubuf.integrations.edits import set_keys
-from gpubuf.integrations.environment_steps import rows_at, stored_values
+from gpubuf.integrations.environment_steps import autoreset_of, rows_at, stored_values
+from gpubuf.integrations.pickled import PickledBuffer
 
 #: Steps that wait on the host, and the bytes that these may take: one launch then writes all of them.
 WAITING_STEPS, WAITING_BYTES = 64, 1 << 16
 #: The first steps, of which it is looked at whether episodes end without a word.
 LOOKS = 10_000
+#: How far observations of these may be from where the step before led to, if they are read anew.
+_CLOSE = 1e-3
 
 _OBSERVATION, _NEXT_OBSERVATION, _ACTION = ("observation",), ("next", "observation"), ("action",)
 _REWARD, _TERMINATED, _DONE = ("next", "reward"), ("next", "terminated"), ("next", "done")
@@ -40,10 +42,13 @@ _REWARD, _TERMINATED, _DONE = ("next", "reward"), ("next", "terminated"), ("next
 _MADE = {"_columns", "_observed", "_first", "_direct", "_actions", "_rewards", "_terminated", "_ended", "_powers"}
 #: What the infos of Gymnasium's vector environments have at the end of an episode that they reset in the same step.
 _FINAL = "_final_obs", "_final_info", "_final_observation"
+#: What infos have at ends if a wrapper records them.
+_ENDS = "_episode", "TimeLimit.truncated"
 
 
 # As parts of an operation that has begun.
 _add_columns, _extend_columns = map(inspect.unwrap, (ReplayBuffer.add_columns, ReplayBuffer.extend_columns))
+_run_apart = graph_break(Operation.run)
 
 
 class StoredArray(np.ndarray):
@@ -129,13 +134,16 @@ class StableBuffer:
         dtypes: how keys are stored, such as ``{"observation": torch.float16}``. See :class:`LazyTensorStorage`.
         sampler: which rows a batch is made of. Default: :class:`RandomSampler`.
         relabel: gives rows of a batch other goals, see :class:`gpubuf.Hindsight`.
+        autoreset: when vector environments reset: Gymnasium's environments themselves, whose metadata say it, their
+            ``AutoresetMode``, or ``"next_step"``, ``"same_step"`` or ``"disabled"``. None: Stable-Baselines3's reset in
+            the same step, and Gymnasium's are taken to reset in the next one, their default, until a row contradicts.
 
     Attributes:
         buffer: the :class:`gpubuf.ReplayBuffer` in it.
 
     Raises:
         NotImplementedError: rows of a space can't be stored.
-        ValueError: a size, ``n_steps`` or ``gamma`` is out of range.
+        ValueError: a size, ``n_steps`` or ``gamma`` is out of range, or ``autoreset`` is none of these.
     """
 
     _samples: Any = ReplayBufferSamples
@@ -158,7 +166,9 @@ class StableBuffer:
         dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
         sampler: Sampler | None = None,
         relabel: Hindsight | None = None,
+        autoreset: Any = None,
     ) -> None:
+        self._autoreset = None if autoreset is None else autoreset_of(autoreset)
         self.observation_space = observation_space
         self.action_space = action_space
         shapes = {name: row_shape(space) for name, space in self._parts().items()}
@@ -175,18 +185,17 @@ class StableBuffer:
         self._device = chosen_device(device)
         if placement is None:
             placement = "auto" if self._device.type == "cuda" and self._device.index is None else self._device
-        storage = LazyTensorStorage(
-            self.buffer_size * n_envs,
-            device=placement,
-            ndim=2,
-            share_next=[(*_OBSERVATION, *name) for name in shapes] if optimize_memory_usage else False,
-            next_capacity=next_capacity,
-            # Rows that store observations once are converted anyway: a flag then takes a byte.
-            dtypes={**({_TERMINATED: torch.bool} if optimize_memory_usage else {}), **(dtypes or {})},
-        )
-        self.buffer = ReplayBuffer(
-            storage=storage,
-            sampler=RandomSampler() if sampler is None else sampler,
+        self.buffer = PickledBuffer(
+            {
+                "max_size": self.buffer_size * n_envs,
+                "device": placement,
+                "ndim": 2,
+                "share_next": [(*_OBSERVATION, *name) for name in shapes] if optimize_memory_usage else False,
+                "next_capacity": next_capacity,
+                # Rows that store observations once are converted anyway: a flag then takes a byte.
+                "dtypes": {**({_TERMINATED: torch.bool} if optimize_memory_usage else {}), **(dtypes or {})},
+            },
+            RandomSampler() if sampler is None else sampler,
             relabel=relabel,
             dim_extend=0,
             n_steps=n_steps,
@@ -195,6 +204,8 @@ class StableBuffer:
             end_keys=[_DONE] if n_steps > 1 else None,
         )
         self._last_ends: tuple[np.ndarray, list[Any]] | None = None
+        # Whether infos may lack ends, and whether every step so far gave a reward.
+        self._unsure, self._rewarded = True, True
         # The number of rows when the steps that wait were about to be written.
         self._written_before: int | None = None
         self._waiting = 0
@@ -222,20 +233,23 @@ class StableBuffer:
         self._most = max(1, min(WAITING_STEPS, WAITING_BYTES // max(step_bytes, 1), self.buffer_size))
         lead = (self._most, self.n_envs)
         self._columns = {key: np.zeros((*lead, *shape), dtype) for key, (dtype, shape) in kinds.items()}
-        # The columns of the first step that waits, in order. Large steps don't: their arrays are read where they are.
-        self._first = [column[0] for column in self._columns.values()]
-        self._direct = list(self._first) if self._most == 1 else None
+        # The columns of the first step that waits. Large steps don't: their arrays are read where they are.
+        self._first = {as_written(key): column[0] for key, column in self._columns.items()}
+        self._direct = dict(self._first) if self._most == 1 else {}
         # The names of a dict of observations; None: there is no dict.
         self._names = list(self.observation_space.spaces) if is_dict(self.observation_space) else None
-        # Name in a dict, a shape where the environment gives none, and memory of observation and next one.
+        # Name in a dict, a shape where the environment gives none, and key and memory of observation and next one.
         self._observed = [
             (
                 name[0] if name else None,
                 (self.n_envs, 1) if _is(space, "Discrete") else None,
-                self._columns[*_OBSERVATION, *name],
-                self._columns[*_NEXT_OBSERVATION, *name],
+                as_written(own),
+                self._columns[own],
+                as_written(coming),
+                self._columns[coming],
             )
             for name, space in parts.items()
+            for own, coming in [((*_OBSERVATION, *name), (*_NEXT_OBSERVATION, *name))]
         ]
         self._action_shape = (self.n_envs, self.action_dim)
         self._actions = self._columns[_ACTION]
@@ -268,13 +282,14 @@ class StableBuffer:
             reward: ``[E]``.
             done: bool ``[E]``.
             infos: a dict for each environment, not looked at without ``handle_timeout_termination``; or the one dict of
-                Gymnasium's vector environments. Of these, a step that only resets an environment is no transition: the
-                one before it is stored once more in its place.
+                Gymnasium's vector environments. A step that only resets one of these (see ``autoreset``) is no
+                transition: the one before it is stored once more in its place.
             truncations: bool ``[E]``, ends that are no terminations; ``done`` is the terminations then.
 
         Raises:
             UserWarning: as a warning, once: batches depend on the ends of episodes, and one of the first 10 000 steps
-                lacks an end.
+                lacks an end; environments don't reset in the next step, and ``autoreset`` does not say so; or steps
+                that only reset can't be told, for ``infos`` don't say where episodes are truncated.
             ValueError: an array has another shape, or ``infos`` is one dict and ``truncations`` are missing, but
                 timeouts or the ends of episodes matter. Numbers are converted to the dtype of their space. No host
                 sync.
@@ -290,16 +305,14 @@ class StableBuffer:
             self.flush()
             at = 0
         direct = self._direct
-        # Among the columns the action lies between observations and next ones.
-        following = len(self._observed) + 1
-        for place, (name, shape, column, next_column) in enumerate(self._observed):
+        for name, shape, key, column, next_key, next_column in self._observed:
             own, coming = (obs, next_obs) if name is None else (obs[name], next_obs[name])
             if shape is not None:
                 own, coming = own.reshape(shape), coming.reshape(shape)
-            if direct is None:
-                column[at], next_column[at] = own, coming
+            if direct:
+                direct[key], direct[next_key] = _like(column[0], own), _like(next_column[0], coming)
             else:
-                direct[place], direct[following + place] = _like(column[0], own), _like(next_column[0], coming)
+                column[at], next_column[at] = own, coming
         self._actions[at] = action if action.shape == self._action_shape else action.reshape(self._action_shape)
         self._rewards[at] = reward
         self._terminated[at] = done
@@ -311,27 +324,22 @@ class StableBuffer:
                     self._ended[at, environment] = True
         if self._looks:
             self._look(obs, next_obs, self._ended[at])
-        if direct is None:
-            self._waiting = at + 1
+        if direct:
+            self.buffer.add_columns(direct)
         else:
-            self.buffer.add_columns(self._in_order(direct))
+            self._waiting = at + 1
 
     def _look(self, obs: Any, next_obs: Any, ended: np.ndarray) -> None:
         """Say once if an episode begins where the one before has not ended."""
         self._looks -= 1
         before, self._before = self._before, (copy.deepcopy(next_obs), ended.copy())
-        if before is not None and not (_same(obs, before[0]) | before[1]).all():
+        if before is not None and not (_same(obs, before[0], _CLOSE) | before[1]).all():
             self._looks = 0
-            warnings.warn(
+            warn(
                 "a step does not begin with the observation that the one before it led to, and done did not end that "
                 "episode: windows of several steps, and goals, lead into another one. Pass done, or truncations, at "
-                "each end, and call end_trajectories() where an episode is left",
-                stacklevel=3,
+                "each end, and call end_trajectories() where an episode is left"
             )
-
-    def _in_order(self, columns: list[Any]) -> Any:
-        """Columns in the order of the storage, which the first write settles: by their keys."""
-        return columns if self.buffer.initialized else dict(zip(self._columns, columns, strict=True))
 
     def _of_vector_environments(
         self, step: list[Any], infos: Any, truncations: np.ndarray | None
@@ -342,22 +350,53 @@ class StableBuffer:
                 "infos is one dict, as of Gymnasium's vector environments, which does not tell where a time limit ends "
                 "an episode: call add(obs, next_obs, action, reward, terminations, infos, truncations)"
             )
+        # Environments of other programs, which tell each environment's info, reset in the same step.
+        may_wait = self._autoreset == "next_step" or (self._autoreset is None and isinstance(infos, dict))
         infos = infos if isinstance(infos, dict) else {}
         at_once = np.zeros(self.n_envs, bool)
         for name in _FINAL:
             at_once |= infos.get(name, False)
-        ended = at_once | np.asarray(step[-1], bool) | infos.get("_episode", False)
+        ended = at_once | np.asarray(step[-1], bool)
+        for name in _ENDS:
+            ended |= np.asarray(infos.get(name, False), bool)
         if truncations is not None:
             ended |= np.asarray(truncations, bool)
+        elif may_wait and self._unsure:
+            self._ask_for_truncations(step, any(name in infos for name in (*_FINAL, *_ENDS)))
         resets = np.zeros(self.n_envs, bool)
         if self._last_ends is not None:
-            # Environments that reset in the next step begin it where the episode ended, and give no reward.
             resets, before = self._last_ends
-            resets = resets & ~ended & (np.asarray(step[3]) == 0) & _same(step[0], before[1])
+            if self._autoreset is None and not self._only_reset(resets, before, step, ended):
+                may_wait, resets = False, np.zeros(self.n_envs, bool)
             step = [_chosen(resets, old, new) for old, new in zip(before, step, strict=True)]
-        following = ended & ~at_once
+        following = ended & ~at_once & ~resets & may_wait
         self._last_ends = (following, [_chosen(following, value, value) for value in step]) if following.any() else None
         return step, ended | resets
+
+    def _only_reset(self, resets: np.ndarray, before: list[Any], step: list[Any], ended: np.ndarray) -> bool:
+        """Whether a step may only reset the environments in ``resets``. If not, these reset otherwise: say so once."""
+        alike = ~ended & (np.asarray(step[3]) == 0) & _same(step[0], before[1])
+        if alike[resets].all():
+            return True
+        self._autoreset = "disabled"
+        warn(
+            "after an end, a step does not look like one that only resets, as Gymnasium's vector environments make by "
+            "default: from here on all steps are stored as transitions. Say when yours reset: autoreset=envs, or "
+            "'next_step', 'same_step' or 'disabled'"
+        )
+        return False
+
+    def _ask_for_truncations(self, step: list[Any], told: bool) -> None:
+        """Say once that ends by a time limit are not told, at the first sign of one: an end, or a lack of reward."""
+        unrewarded = bool((np.asarray(step[3]) == 0).any())
+        if not told and (np.any(step[-1]) or (unrewarded and self._rewarded and self.size() > 0)):
+            told = True
+            warn(
+                "infos don't tell where a time limit ends an episode, and Gymnasium's step after it only resets, which "
+                "is no transition, but is stored as one: pass truncations, add(obs, next_obs, actions, rewards, "
+                "terminations, infos, truncations), or say autoreset=envs if yours reset otherwise"
+            )
+        self._unsure, self._rewarded = not told, self._rewarded and not unrewarded
 
     def extend(self, *arguments: Any) -> None:
         """Add several steps: the arguments of :meth:`add`, each with one more dimension in front."""
@@ -378,9 +417,9 @@ class StableBuffer:
         # Otherwise an interrupt came: the steps are written, or they are not.
         if written == self._written_before:
             if steps == 1:
-                _add_columns(self.buffer, self._in_order(self._first))
+                _add_columns(self.buffer, self._first)
             else:
-                _extend_columns(self.buffer, self._in_order([column[:steps] for column in self._columns.values()]))
+                _extend_columns(self.buffer, {key: column[:steps] for key, column in self._columns.items()})
         self._waiting, self._written_before = 0, None
 
     def end_trajectories(self, env: int | None = None) -> None:
@@ -415,13 +454,8 @@ class StableBuffer:
             RuntimeError: nothing has been added.
         """
         # What keeps it out of a compiled graph takes a tenth of a sample's time.
-        draw = self._draw_apart if torch.compiler.is_compiling() else self._draw
-        return self._batch(draw(batch_size), env)
-
-    def _draw(self, batch_size: int) -> dict[Any, Tensor]:
-        return self.buffer.operation.run(self._drawn, batch_size)
-
-    _draw_apart = graph_break(_draw)
+        run = _run_apart if torch.compiler.is_compiling() else Operation.run
+        return self._batch(run(self.buffer.operation, self._drawn, batch_size), env)
 
     def _drawn(self, batch_size: int) -> dict[Any, Tensor]:
         """Write the steps that wait and draw, as one operation of the buffer: less of it then has to come back into
@@ -619,11 +653,11 @@ class StableBuffer:
 # Steps of vector environments
 
 
-def _same(one: Any, two: Any) -> Any:
-    """Of which environments two observations ``[E, ...]`` are equal."""
+def _same(one: Any, two: Any, tolerance: float = 0.0) -> Any:
+    """Of which environments two observations ``[E, ...]`` are equal, absolutely and relatively to a tolerance."""
     if isinstance(one, Mapping):
-        return np.logical_and.reduce([_same(value, two[name]) for name, value in one.items()])
-    equal = np.asarray(one) == two
+        return np.logical_and.reduce([_same(value, two[name], tolerance) for name, value in one.items()])
+    equal = np.isclose(one, two, tolerance, tolerance, equal_nan=True)
     return equal.reshape(len(equal), -1).all(1)
 
 

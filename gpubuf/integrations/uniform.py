@@ -55,7 +55,7 @@ class UniformBuffer:
         *,
         discounts: bool = False,
         next_capacity: int | None = None,
-        autoreset: str = "same_step",
+        autoreset: Any = "same_step",
     ) -> None:
         self._autoreset = autoreset
         self._n_step, self._gamma, self._discounts = n_step, float(gamma), discounts
@@ -176,7 +176,8 @@ class UniformBuffer:
             ValueError: the file is of the program's own buffer, whose rows are n-step transitions already, or of a
                 buffer with other keys.
         """
-        state = torch.load(path, map_location="cpu", weights_only=False)
+        # Mapped, so that the rows are not there twice.
+        state = torch.load(os.fspath(path), map_location="cpu", weights_only=False, mmap=True)
         if "num_in_buffer" in state:
             raise ValueError(
                 f"{os.fspath(path)!r} was saved by the program's own buffer, which keeps transitions of n_step steps: "

@@ -94,17 +94,31 @@ class EpisodeRecorder(gym.Wrapper[Any, Any, Any, Any]):
         # Each access to a generator's state makes a new dictionary, so nobody changes this one.
         self._start = {"seed": seed} if seed is not None else {"generator": self.np_random.bit_generator.state}
         self._actions, self._return, self._length = [], 0.0, 0
-        self.observation, info = super().reset(seed=seed, options=options)
+        observation, info = super().reset(seed=seed, options=options)
+        self.observation = np.array(observation)
         return self.observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        taken = np.array(action)
+        observation, reward, terminated, truncated, info = super().step(action)
+        # An environment may give its own array, which the reset writes over.
+        self.observation = np.array(observation)
         if len(self._actions) <= MAX_RECORDED_STEPS:
-            self._actions.append(np.array(action))
-        self.observation, reward, terminated, truncated, info = super().step(action)
+            self._actions.append(taken)
         self._return, self._length = self._return + float(reward), self._length + 1
         if terminated or truncated:
             self.ended.append({"kind": "episode", "return": self._return, "length": self._length})
         return self.observation, reward, terminated, truncated, info
+
+    def mark(self) -> tuple[Any, ...]:
+        """Where the record is, for `rewind`."""
+        return self._start, self._actions, len(self._actions), self._return, self._length, self.observation
+
+    def rewind(self, mark: tuple[Any, ...]) -> None:
+        """Record nothing of the step after `mark`: another environment has failed in it, and nobody stores it."""
+        self._start, self._actions, steps, self._return, self._length, self.observation = mark
+        del self._actions[steps:]
+        self.ended.clear()
 
     def state(self) -> dict[str, Any]:
         """The recorded episode for `restore`, as tensors and plain values."""
@@ -184,6 +198,15 @@ class GymnasiumEnvironments(Environments):
         actions = action.cpu().numpy()
         if not np.isfinite(actions).all():
             raise NotFiniteError(f"training diverged: the policy's actions for {self._name} are NaN or infinite")
+        marks = [recorder.mark() for recorder in self._recorders]
+        try:
+            return self._step(actions)
+        except Exception:
+            for recorder, mark in zip(self._recorders, marks, strict=True):
+                recorder.rewind(mark)
+            raise
+
+    def _step(self, actions: NDArray[Any]) -> Steps:
         observation, reward, terminated, truncated, info = self._vector.step(self._stretched(actions))
         flat = self._flat(observation)
         next_observation = flat
@@ -191,11 +214,13 @@ class GymnasiumEnvironments(Environments):
             next_observation = flat.copy()
             for i in np.flatnonzero(info["_final_obs"]):
                 next_observation[i] = np.asarray(info["final_obs"][i], dtype=np.float32).reshape(-1)
-        self._check(("observation", next_observation), ("observation", flat), ("reward", reward[:, None]))
+        with np.errstate(over="ignore"):
+            rewards = reward.astype(np.float32)[:, None]
+        self._check(("observation", next_observation), ("observation", flat), ("reward", rewards))
         return Steps(
             next_observation=torch.from_numpy(next_observation),
             observation=torch.from_numpy(flat),
-            reward=torch.from_numpy(reward.astype(np.float32)[:, None]),
+            reward=torch.from_numpy(rewards),
             terminated=torch.from_numpy(terminated[:, None].copy()),
             truncated=torch.from_numpy(truncated[:, None].copy()),
         )
@@ -218,12 +243,13 @@ class GymnasiumEnvironments(Environments):
         for what, values in found:
             for i in np.flatnonzero(~np.isfinite(values).all(1)):
                 raise NotFiniteError(
-                    f"the {what} of {self._name} is NaN or infinite: {values[i].tolist()}, in copy {i} of "
+                    f"the {what} of {self._name} is NaN or infinite, as float32: {values[i].tolist()}, in copy {i} of "
                     f"{self.num_envs}. Nothing of this step was stored"
                 )
 
     def _flat(self, observation: NDArray[Any]) -> NDArray[np.float32]:
-        return observation.reshape(self.num_envs, -1).astype(np.float32)
+        with np.errstate(over="ignore"):
+            return observation.reshape(self.num_envs, -1).astype(np.float32)
 
     def state(self) -> dict[str, Any]:
         return {"episodes": [recorder.state() for recorder in self._recorders]}

@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -69,9 +69,10 @@ def train(
 ) -> TrainResult:
     """Train an agent, and write metrics, curve, model and checkpoint into ``folder``.
 
-    SIGINT and SIGTERM end the run after the current step, and save everything; a second signal ends it at once. Seeds
-    PyTorch's global random generator, and sets its number of threads during the run. On a CPU denormal numbers are 0 in
-    this process meanwhile (``torch.set_flush_denormal``).
+    SIGINT and SIGTERM end the run after the current step, and save everything; a second signal ends it at once. An
+    error, of the environment for example, is raised once everything up to the last whole step is saved. Seeds PyTorch's
+    global random generator, and sets its number of threads during the run. On a CPU denormal numbers are 0 in this
+    process meanwhile (``torch.set_flush_denormal``).
 
     Args:
         config: What to train on, and how.
@@ -81,7 +82,7 @@ def train(
 
     Raises:
         UsageError: The environment, the device or the folder can't be used. Nothing was written.
-        NotFiniteError: A loss, an observation or a reward became infinite or NaN.
+        NotFiniteError: A loss, an observation or a reward became infinite or NaN. A run whose losses did is not saved.
     """
     path = Path(folder)
     device = _resolve_device(config.device)
@@ -226,7 +227,12 @@ class _Run:
         began = time.monotonic()
         try:
             with _Interruption() as interruption:
-                self._train(interruption)
+                try:
+                    self._train(interruption)
+                except (Exception, SystemExit) as error:
+                    self._seconds += time.monotonic() - began
+                    self._save_after(error)
+                    raise
                 self._seconds += time.monotonic() - began
                 self._save()
                 final = None
@@ -269,6 +275,17 @@ class _Run:
         save(self._folder / CHECKPOINT_FILE, state)
         self._trainer.save_model(self._folder / MODEL_FILE)
 
+    def _save_after(self, error: BaseException) -> None:
+        """Save a run that an error ends, if it is worth going on with."""
+        try:
+            self._save()
+        except Exception as refused:
+            error.add_note(f"the run was not saved: {refused}")
+        else:
+            # A reporter may be what failed.
+            with suppress(Exception):
+                self._tell("message", f"an error after {self._trainer.step:,} steps; {_going_on(self._folder)}")
+
     def _write_result(self, final: dict[str, Any]) -> None:
         returns = final["returns"]
         result = {
@@ -294,8 +311,7 @@ def _summary(result: TrainResult) -> str:
     rate = result.steps / result.seconds if result.seconds else 0.0
     steps = f"{result.steps:,} steps in {result.seconds:.0f} s ({rate:.0f} steps/s)"
     if result.signal is not None:
-        command = f"gpubuf train --resume {shlex.quote(str(result.folder))}"
-        return f"interrupted after {steps}; saved, go on with: {command}"
+        return f"interrupted after {steps}; {_going_on(result.folder)}"
     return (
         f"{steps}\n"
         f"evaluation over {len(result.returns)} episode{'s' * (len(result.returns) != 1)}: mean return "
@@ -303,6 +319,10 @@ def _summary(result: TrainResult) -> str:
         f"(from {min(result.returns):.1f} to {max(result.returns):.1f})\n"
         f"in {result.folder}: {CURVE_FILE}, {MODEL_FILE}, {CHECKPOINT_FILE}"
     )
+
+
+def _going_on(folder: Path) -> str:
+    return f"saved, go on with: gpubuf train --resume {shlex.quote(str(folder))}"
 
 
 class _Interruption:

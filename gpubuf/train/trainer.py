@@ -91,8 +91,13 @@ class Trainer:
 
     def advance(self) -> None:
         """Step every environment once, and run the updates that are due."""
-        before = self.step
-        self._collect()
+        before, drawn = self.step, torch.get_rng_state()
+        try:
+            self._collect()
+        except Exception:
+            # Nothing of the step is stored: it is as if it had not begun.
+            torch.set_rng_state(drawn)
+            raise
         log_due = self._crossed(before, self.config.log_every)
         self._record_episodes(log_due)
         if self.step > self.config.learning_starts:

@@ -159,6 +159,13 @@ class NoRoomError(RuntimeError):
     """There is no room aside for the next observations of a write. The message says of how many of how many rows."""
 
 
+class CodecNumbers(NamedTuple):
+    """The numbers of a codec. Each is an attribute of a :class:`Field` too. The defaults change nothing."""
+
+    scale: float = 1.0
+    offset: float = 0.0
+
+
 @dataclass(frozen=True)
 class Field:
     """How one key of a batch is made of rows. An entry of ``fields`` has these in this order, floats by their bits.
@@ -169,7 +176,7 @@ class Field:
         kind: which row is read.
         stored, written, batch: codes of the dtypes: of the column, of written data, and of the batch.
         elements: of a row of this field. ``row_bytes`` is so many times the size of the stored dtype.
-        scale, offset: of the codec; 1 and 0 change nothing.
+        scale, offset: of the codec, see :class:`CodecNumbers`.
         mean, factor: addresses of float32 ``[elements]``: a number becomes ``(number - mean) * factor``; 0: none.
         low, high: bounds of the normalised numbers; -inf and inf: none. NaN stays NaN.
         pad: images ``[..., height, width]`` are shifted by up to so many pixels in both directions: pixel (y, x) is
@@ -219,18 +226,19 @@ class Field:
             aligned |= self.entries | self.pending | self.side_stride
         batch_bytes = self.row_bytes if self.batch == OPAQUE else self.elements * DTYPES[self.batch].itemsize
         copied = int(not (self._is_computed or self.pad))
-        values += [copied, aligned, batch_bytes, int(self.stored == self.written and not self._has_codec)]
+        values += [copied, aligned, batch_bytes, int(self.stored == self.written and not self.has_codec)]
         values.append(int(self._is_simple))
         return values + [0] * (FIELD - len(values))
 
     @property
-    def _has_codec(self) -> bool:
-        return self.scale != 1 or self.offset != 0
+    def has_codec(self) -> bool:
+        """Whether the codec changes numbers."""
+        return (self.scale, self.offset) != CodecNumbers()
 
     @property
     def _is_computed(self) -> bool:
         """Whether elements of batches are computed even where they are not shifted."""
-        return bool(self.kind in (SUM, STEPS) or self.stored != self.batch or self._has_codec or self.mean)
+        return bool(self.kind in (SUM, STEPS) or self.stored != self.batch or self.has_codec or self.mean)
 
     @property
     def _is_simple(self) -> bool:
@@ -238,7 +246,7 @@ class Field:
         if self.kind == STEPS:
             return self.batch == _INTEGER_OF[8] and not self.mean
         summed = self.kind == SUM
-        same = self.stored == self.batch and not (self._has_codec or self.mean or (summed and self.pad))
+        same = self.stored == self.batch and not (self.has_codec or self.mean or (summed and self.pad))
         return same and (not summed or self.stored == DTYPES.index(torch.float32))
 
     def _is_moved_unknown(self) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
-import math
 import struct
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from gpubuf.kernels.rows import (
     STEPS,
     SUM,
     WRITTEN,
+    Field,
     NoRoomError,
     Reading,
     arena_offsets,
@@ -58,42 +60,20 @@ from gpubuf.kernels.rows._check import (
 _BYTE = torch.uint8
 
 
-class _Field(NamedTuple):
-    """An entry of a table by name: of a column the first five words, of a field all."""
+@dataclass(frozen=True)
+class _Field(Field):
+    """An entry of a table by name: of a column the first five words, of a field all, and what follows from them."""
 
-    device_rows: int
-    row_bytes: int
-    split: int
-    host_rows: int
-    row_stride: int
     kind: int = DRAWN
     stored: int = OPAQUE
     written: int = OPAQUE
     batch: int = OPAQUE
     elements: int = 0
-    scale: float = 1.0
-    offset: float = 0.0
-    mean: int = 0
-    factor: int = 0
-    low: float = -math.inf
-    high: float = math.inf
-    pad: int = 0
-    height: int = 0
-    width: int = 0
-    pair: int = 0
-    entries: int = 0
-    pending: int = 0
-    side_stride: int = 0
-    writes: int = 1
     copied: int = 1
     aligned: int = 0
     batch_bytes: int = 0
     written_as_stored: int = 1
     simple: int = 1
-
-    @property
-    def has_codec(self) -> bool:
-        return (self.scale, self.offset) != (1, 0)
 
     @property
     def is_wide(self) -> bool:
@@ -105,7 +85,7 @@ class _Field(NamedTuple):
         return _at(address, self.elements * dtype.itemsize).view(dtype)
 
 
-_FLOATS = {"scale", "offset", "low", "high"}
+_KINDS = "".join("d" if field.type == "float" else "q" for field in dataclasses.fields(_Field))
 
 
 def fields_of(table: Tensor) -> Sequence[_Field]:
@@ -115,11 +95,8 @@ def fields_of(table: Tensor) -> Sequence[_Field]:
 
 @functools.lru_cache(maxsize=64)
 def _fields_of(words: bytes, width: int) -> Sequence[_Field]:
-    found = []
-    for first in range(0, len(words), 8 * width):
-        kinds = ["d" if name in _FLOATS else "q" for name in _Field._fields[:width]]
-        found.append(_Field(*struct.unpack_from(f"<{''.join(kinds)}", words, first)))
-    return tuple(found)
+    places = range(0, len(words), 8 * width)
+    return tuple(_Field(*struct.unpack_from(f"<{_KINDS[:width]}", words, place)) for place in places)
 
 
 def _dtype(code: int) -> torch.dtype:
@@ -331,7 +308,18 @@ def read(
     table: Tensor, ring: Tensor, rng: Tensor | None, given: Tensor | None, n: int, capacity: int,
     targets: list[Tensor], reading: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See :func:`reading`."""
+    """Fill ``targets``, contiguous ``[n, ...]``, one per key, with rows. Returns their index and generations.
+
+    For storages, which vouch for dtypes, shapes and strides: they are not looked at.
+
+    Args:
+        table, ring, capacity: as for :data:`gpubuf.kernels.rows.gather`.
+        rng: the random state by which ``n`` rows are drawn; None: ``given`` has their index.
+        given: int64 ``[n]``, or None.
+        n: how many.
+        targets: the tensors.
+        reading: a :class:`Reading`, or nothing for a table of columns.
+    """
     fields, how = fields_of(table), Reading() if table.shape[1] == ENTRY else Reading(*reading)
     written, size, *_ = ring.tolist()
     if n == 0:
@@ -347,10 +335,7 @@ def read(
     else:
         assert given is not None
         index = given
-        wrong = (index < -capacity) | (index >= capacity)
-        if wrong.any():
-            raise out_of_range(index, int(wrong.nonzero()[0]), capacity)
-        drawn = torch.where(index < 0, index + capacity, index)
+        drawn = _found(index, capacity)
     _check_readable(table, fields, how)
     first = 0 if how.noise is None else int(how.noise[OFFSET])
     compute(fields, targets, given, drawn, ring, capacity, how, first)
@@ -412,12 +397,7 @@ def _pieces(
 
 
 def reading(fill_batch: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Callable[..., Any], ...]:
-    """``(gather, gather_into, sample, sample_into)`` by what fills contiguous tensors ``[n, ...]``, one per key.
-
-    ``fill_batch`` takes table, ring, a random state or None, given rows or None, how many they are, the capacity, the
-    tensors and the reading. It returns index and generations. The variants "into" are for storages, which give the
-    tensors, and vouch for dtypes, shapes and strides: they are not looked at.
-    """
+    """``(gather, sample)`` by what fills tensors, a function like :func:`read`."""
 
     def gather(
         table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int, *how: Any
@@ -426,11 +406,6 @@ def reading(fill_batch: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Callable[
         n = length_of("index", index)
         arena, pieces = _pieces(table, ring, capacity, how, n, arena_bytes)
         return arena, fill_batch(table, ring, None, index, n, capacity, pieces, how)[1]
-
-    def gather_into(
-        table: Tensor, ring: Tensor, index: Tensor, capacity: int, tensors: list[Tensor], *how: Any
-    ) -> Tensor:
-        return fill_batch(table, ring, None, index, index.numel(), capacity, tensors, how)[1]
 
     def sample(
         table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int, *how: Any
@@ -441,15 +416,10 @@ def reading(fill_batch: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Callable[
         arena, pieces = _pieces(table, ring, capacity, how, n, arena_bytes)
         return arena, *fill_batch(table, ring, rng, None, n, capacity, pieces, how)
 
-    def sample_into(
-        table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, tensors: list[Tensor], *how: Any
-    ) -> tuple[Tensor, Tensor]:
-        return fill_batch(table, ring, rng, None, n, capacity, tensors, how)
-
-    return gather, gather_into, sample, sample_into
+    return gather, sample
 
 
-gather, gather_into, sample, sample_into = reading(read)
+gather, sample = reading(read)
 
 
 # Writing

@@ -33,7 +33,7 @@ from gpubuf.kernels.rows._check import (
 )
 from gpubuf.kernels.rows._cpu import compute, fields_of, fill, finished, reading, relink, stored_rows, takes
 
-__all__ = ["PreparedExtend", "extend", "gather", "gather_into", "relink", "sample", "sample_into", "write"]
+__all__ = ["PreparedExtend", "extend", "gather", "read", "relink", "sample", "write"]
 
 _copy_batch = named("rows._numba_read.copy_batch")
 _read_batch = named("rows._numba_read.read_batch")
@@ -56,11 +56,11 @@ def _addresses(tensors: list[Tensor]) -> array[int]:
 # Reading
 
 
-def _read(
+def read(
     table: Tensor, ring: Tensor, rng: Tensor | None, given: Tensor | None, n: int, capacity: int,
     targets: list[Tensor], reading: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See :func:`gpubuf.kernels.rows._cpu.reading`."""
+    """See :func:`gpubuf.kernels.rows._cpu.read`."""
     generation = torch.empty_like(vector(n, torch.int64))
     index = torch.empty_like(generation) if given is None else given
     if n == 0:
@@ -114,7 +114,7 @@ def _read_some(
     return results
 
 
-gather, gather_into, sample, sample_into = reading(_read)
+gather, sample = reading(read)
 
 
 # Writing

@@ -204,10 +204,18 @@ def float_bits(number, code, FLOAT: tl.constexpr):
 
 
 @triton.jit
-def decoded_numbers(bits, code, scale, offset, FLOAT: tl.constexpr):
-    """stored * scale + offset; scale and offset are float64 scalars."""
+def has_codec(codec):
+    """Whether a codec changes numbers. A codec is a tuple of float64 scalars, as load_codec gives it."""
+    scale, offset = codec
+    return (scale != 1) | (offset != 0)
+
+
+@triton.jit
+def decoded_numbers(bits, code, codec, FLOAT: tl.constexpr):
+    """stored * scale + offset."""
+    scale, offset = codec
     number = floats_of(bits, code, FLOAT)
-    if (scale != 1) | (offset != 0):
+    if has_codec(codec):
         # Exact in float64 and rounded before the sum: nothing here that may be contracted to one rounding.
         scaled = (number.to(tl.float64) * scale.to(FLOAT).to(tl.float64)).to(FLOAT)
         number = scaled + offset.to(FLOAT)
@@ -257,26 +265,27 @@ def _as_float32(number, narrow):
 
 
 @triton.jit
-def encoded_floats(bits, written, stored, scale, offset, narrow):
+def encoded_floats(bits, written, stored, codec, narrow):
     """(bits, whether they fit) of (written - offset) / scale, in float64, or as float32 computes it if ``narrow``.
 
     Differences and ratios of float32 numbers may be rounded twice: they are never so near to the middle of two.
     """
+    scale, offset = codec
     number = floats_of(bits, written, tl.float32).to(tl.float64) if narrow else floats_of(bits, written, tl.float64)
-    if (scale != 1) | (offset != 0):
+    if has_codec(codec):
         number = _as_float32(number - _as_float32(offset, narrow), narrow)
         number = _as_float32(ratio(number, _as_float32(scale, narrow)), narrow)
     return float_bits(number, stored, tl.float64)
 
 
 @triton.jit
-def encoded_bits(bits, written, stored, scale, offset):
+def encoded_bits(bits, written, stored, codec):
     """(bits of the stored dtype, whether the numbers fit) of bits of the written dtype."""
-    if ((scale == 1) & (offset == 0)) & ((is_float(written) | is_float(stored)) == 0):
+    if ((is_float(written) | is_float(stored)) | has_codec(codec)) == 0:
         found, fits = integer_bits(integers_of(bits, written), stored)
     else:
         narrow = (written != FLOAT64) & (stored != FLOAT64)
-        found, fits = encoded_floats(bits, written, stored, scale, offset, narrow)
+        found, fits = encoded_floats(bits, written, stored, codec, narrow)
     return found, fits
 
 
@@ -484,6 +493,12 @@ def load_float(entry_ptr, NUMBER: tl.constexpr):
 
 
 @triton.jit
+def load_codec(entry_ptr):
+    """The numbers of a codec, float64 scalars."""
+    return load_float(entry_ptr, SCALE), load_float(entry_ptr, CODEC_OFFSET)
+
+
+@triton.jit
 def _load_vector(address, element, mask, DTYPE: tl.constexpr):
     """Elements of a vector that processing uses."""
     return tl.load(address.to(tl.pointer_type(DTYPE)) + element, mask=mask, other=0)
@@ -494,8 +509,7 @@ def _load_sum(entry_ptr, place, column, mask, stored, gamma, window, FLOAT: tl.c
     """Discounted sums over windows, in float64."""
     _newest, steps, envs, n_steps = window
     memory = load_column(entry_ptr)
-    scale = load_float(entry_ptr, SCALE)
-    offset = load_float(entry_ptr, CODEC_OFFSET)
+    codec = load_codec(entry_ptr)
     shift = item_shift(stored)
     unit = unit_shift(tl.load(entry_ptr + ALIGNED))
     length = place & 127
@@ -507,7 +521,7 @@ def _load_sum(entry_ptr, place, column, mask, stored, gamma, window, FLOAT: tl.c
         inside = mask & (j < length)
         row = forward(step, j, steps) * envs + env
         address = row_address(row, *memory) + (column << shift)
-        number = decoded_numbers(load_bits(address, shift, unit, inside), stored, scale, offset, FLOAT)
+        number = decoded_numbers(load_bits(address, shift, unit, inside), stored, codec, FLOAT)
         total = tl.where(inside, total + number.to(tl.float64) * discount, total)
         discount *= gamma
     return total.to(FLOAT)
@@ -526,8 +540,7 @@ def _compute_floats(entry_ptr, place, column, mask, codes, gamma, window, FLOAT:
         shift = item_shift(stored)
         address = place_address(entry_ptr, place, steps * envs, envs, kind) + (column << shift)
         bits = load_bits(address, shift, unit_shift(tl.load(entry_ptr + ALIGNED)), mask)
-        scale = load_float(entry_ptr, SCALE)
-        number = decoded_numbers(bits, stored, scale, load_float(entry_ptr, CODEC_OFFSET), FLOAT)
+        number = decoded_numbers(bits, stored, load_codec(entry_ptr), FLOAT)
     mean = tl.load(entry_ptr + MEAN)
     if mean != 0:
         number -= _load_vector(mean, column, mask, tl.float32).to(FLOAT)
@@ -557,8 +570,7 @@ def _compute_tile(entry_ptr, place, move, column, mask, target, gamma, window):
         element = shifted(column, down, right, tl.load(entry_ptr + HEIGHT), tl.load(entry_ptr + WIDTH))
     element = element.to(tl.int64)
     integers = (is_float(stored) | is_float(batch)) == 0
-    changed = (load_float(entry_ptr, SCALE) != 1) | (load_float(entry_ptr, CODEC_OFFSET) != 0)
-    changed |= tl.load(entry_ptr + MEAN) != 0
+    changed = has_codec(load_codec(entry_ptr)) | (tl.load(entry_ptr + MEAN) != 0)
     moved = (((stored == batch) | integers) & (kind < SUM)) & (changed == 0)
     if moved:
         # Integers stay exact, and NaNs keep their bits.

@@ -21,14 +21,12 @@ from gpubuf.kernels._launching import jit_for_any_size
 from gpubuf.kernels.philox._triton import take_ticket
 from gpubuf.kernels.rows._triton import (
     ALIGNED,
-    CODEC_OFFSET,
     ELEMENTS,
     ENTRIES,
     FIELD,
     KIND,
     NEXT,
     PENDING,
-    SCALE,
     SIDE_STRIDE,
     STEPS,
     STORED,
@@ -40,7 +38,7 @@ from gpubuf.kernels.rows._triton import (
     forward,
     item_shift,
     load_bits,
-    load_float,
+    load_codec,
     store_bits,
 )
 from gpubuf.kernels.rows._triton_tiles import (
@@ -173,8 +171,7 @@ def put_elements(key, elements, ring_ptr, row, column, target, chosen, counted, 
         # Tensors that are given are aligned, and columns of records need not be.
         from_written = item_shift(written)
         bits = load_aligned_bits(given + (column.to(tl.int64) << from_written), from_written, chosen)
-        scale = load_float(entry_ptr, SCALE)
-        found, fits = encoded_bits(bits, written, stored, scale, load_float(entry_ptr, CODEC_OFFSET))
+        found, fits = encoded_bits(bits, written, stored, load_codec(entry_ptr))
         store_bits(target + (column.to(tl.int64) << item_shift(stored)), found, item_shift(stored), shift, chosen)
         count_faults(ring_ptr, counted & ~fits)
 
@@ -393,14 +390,13 @@ def rows_compare_kernel(
             elements = tl.load(entry_ptr + ELEMENTS)
             stored = tl.load(entry_ptr + STORED)
             written_as = tl.load(entry_ptr + WRITTEN_AS)
-            scale = load_float(entry_ptr, SCALE)
-            offset = load_float(entry_ptr, CODEC_OFFSET)
+            codec = load_codec(entry_ptr)
             from_written = item_shift(written_as)
             to_stored = item_shift(stored)
             for begin in range(0, elements, BLOCK_COLUMNS):
                 mask = new & (begin + column < elements)
                 bits = load_aligned_bits(given + ((begin + column) << from_written), from_written, mask)
-                bits, fits = encoded_bits(bits, written_as, stored, scale, offset)
+                bits, fits = encoded_bits(bits, written_as, stored, codec)
                 count_faults(ring_ptr, mask & ~fits)
                 bits ^= load_bits(following + ((begin + column) << to_stored), to_stored, unit_shift(aligned), mask)
                 differing |= tl.where(mask, bits << (64 - (8 << to_stored)), 0)

@@ -1,6 +1,6 @@
 """What every adapter of a program's buffer must do, whatever the program calls it.
 
-A program's loop steps real environments that end by their time limit alone, and reset in one of Gymnasium's two ways.
+A program's loop steps real environments that end by their time limit alone, and reset in one of Gymnasium's three ways.
 Every observation that they give is remembered with its episode, so that a test knows where one that comes back in a
 batch belongs, and what the n-step return from there is.
 """
@@ -26,7 +26,7 @@ from gpubuf.integrations import cleanrl, fasttd3, flashsac, holosoma, lerobot, r
 LIMIT, ENVS, STEPS, N_STEPS, GAMMA = 6, 3, 64, 3, 0.9
 #: Steps that a buffer has room for: the ring wraps.
 ROOM = 40
-MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
+MODES = {mode.name.lower(): mode for mode in AutoresetMode}
 
 SHORT = "gpubuf-tests/ShortPendulum-v1"
 if SHORT not in gym.registry:
@@ -75,6 +75,13 @@ class Seen:
         self.last[place[:2]] = place[2]
         self.places[np.asarray(observation, np.float32).tobytes()] = place
 
+    def anew(self, observations: np.ndarray, noise: np.ndarray) -> np.ndarray:
+        """Observations that a program reads a second time, with noise: they have the same places."""
+        found = observations + noise.astype(np.float32)
+        for one, other in zip(observations, found, strict=True):
+            self.places[other.tobytes()] = self.places[one.tobytes()]
+        return found
+
     def of(self, observation: Tensor) -> tuple[int, int, int]:
         return self.places[observation.numpy().tobytes()]
 
@@ -103,8 +110,14 @@ class Seen:
             torch.testing.assert_close(batch.discount.reshape(-1), GAMMA ** torch.tensor(lengths).float())
 
 
-def program(mode: str, seen: Seen, envs: int = ENVS, steps: int = STEPS) -> Iterator[dict[str, Any]]:
-    """The steps of a program's loop, ``next_obs`` being the last one of an episode that has ended."""
+def program(
+    mode: str, seen: Seen, envs: int = ENVS, steps: int = STEPS, noise: float = 0.0
+) -> Iterator[dict[str, Any]]:
+    """The steps of a program's loop, ``next_obs`` being the last one of an episode that has ended.
+
+    With ``noise`` an observation to act on differs by about so much from the one that the step before gave.
+    """
+    random = np.random.default_rng(0)
     made = SyncVectorEnv([lambda: gym.make(SHORT)] * envs, autoreset_mode=MODES[mode])
     made.action_space.seed(0)
     obs, _ = made.reset(seed=1)
@@ -126,7 +139,7 @@ def program(mode: str, seen: Seen, envs: int = ENVS, steps: int = STEPS) -> Iter
             else:
                 seen.next(env, next_obs[env], *done)
         yield {
-            "obs": obs,
+            "obs": seen.anew(obs, noise * random.normal(size=obs.shape)) if noise else obs,
             "next_obs": real_next_obs,
             "actions": actions,
             "rewards": rewards.astype(np.float32),
@@ -136,6 +149,10 @@ def program(mode: str, seen: Seen, envs: int = ENVS, steps: int = STEPS) -> Iter
         }
         ended = terminations | truncations
         obs = next_obs
+        if mode == "disabled" and ended.any():
+            obs, _ = made.reset(options={"reset_mask": ended})
+            for env in np.flatnonzero(ended):
+                seen.first(env, obs[env])
     made.close()
 
 
@@ -167,7 +184,8 @@ def stable(kind: Any, add: Callable[[Any, dict[str, Any]], None], modes: tuple[s
     def make(mode: str, once: bool) -> Any:
         return kind(
             *(ROOM * ENVS, *SPACES, "cpu", ENVS, once),
-            **{"n_steps": N_STEPS, "gamma": GAMMA, "next_capacity": ROOM * ENVS if once else None, **options},
+            **{"n_steps": N_STEPS, "gamma": GAMMA, "next_capacity": ROOM * ENVS if once else None},
+            **{"autoreset": mode, **options},
         )
 
     def sample(buffer: Any, n: int) -> Batch:
@@ -194,7 +212,7 @@ def add_with_infos(buffer: Any, step: dict[str, Any]) -> None:
 
 def ring(kind: Any) -> Adapter:
     def make(mode: str, once: bool) -> Any:
-        shared = {"share_next": True, "next_capacity": 60} if once else {}
+        shared = {"share_next": True, "next_capacity": ROOM * ENVS} if once else {}
         return kind(ENVS, ROOM, 3, 1, 3, n_steps=N_STEPS, gamma=GAMMA, autoreset=mode, **shared)
 
     def add(buffer: Any, step: dict[str, Any]) -> None:
@@ -233,7 +251,7 @@ def uniform(module: Any, groups: bool) -> Adapter:
     def make(mode: str, once: bool) -> Any:
         kind = getattr(module, "MemoryEfficientTorchUniformBuffer" if once else "TorchUniformBuffer")
         options = {"n_step": N_STEPS, "gamma": GAMMA, "max_length": ROOM * ENVS, "min_length": 1, "discounts": True}
-        options |= {"sample_batch_size": 600, "autoreset": mode} | ({"next_capacity": 60} if once else {})
+        options |= {"sample_batch_size": 600, "autoreset": mode} | ({"next_capacity": ROOM * ENVS} if once else {})
         if groups:
             return kind(TensorDict({"policy": torch.zeros(ENVS, 3)}, [ENVS]), 1, device="cpu", **options)
         return kind(*SPACES, device_type="cpu", **options)
@@ -275,7 +293,7 @@ def robot() -> Adapter:
         obs, coming = (torch.cat([part[name]["at"] for part in parts]) for name in ("state", "next_state"))
         return Batch(obs, found["action"], found["reward"], coming, found["done"])
 
-    only = ("same_step",)
+    only = ("same_step", "disabled")
     return Adapter(make, add, sample, lambda buffer, new, folder: copy.deepcopy(buffer), 1, 1, only)
 
 

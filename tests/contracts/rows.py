@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels import philox, rows
-from gpubuf.kernels._registry import triton_on_cpu_enabled
 from gpubuf.kernels.rows import DRAWN, LAST, NEXT, STEPS, SUM, Field, dtype_code
 from tests.kernels.reference.rows import ABSENT, Key, Ring
+from tests.support.interpreter import triton_on_cpu_enabled
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels import philox, rows, trajectories
-from gpubuf.kernels._registry import triton_on_cpu_enabled
 from gpubuf.kernels.trajectories import Rule
 from tests.kernels.reference import trajectories as reference
 from tests.kernels.reference.philox import uniforms
+from tests.support.interpreter import triton_on_cpu_enabled
 
 
 class Model:

@@ -22,7 +22,6 @@ from gpubuf import ReplayBuffer, capture, plan
 from gpubuf.data import LazyMemmapStorage, moving
 from gpubuf.data.storage import column, memmap
 from gpubuf.integrations.edits import set_keys
-from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import FAULTS, WRITTEN
 from tests.contracts import SLOW_AND_NIGHTLY, each_option, first_quick
 from tests.contracts.buffers import (
@@ -40,6 +39,7 @@ from tests.contracts.buffers import (
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.graph_worlds import differences
+from tests.support.interpreter import triton_on_cpu
 from tests.support.interrupted_buffers import check_derived, is_free
 from tests.support.interrupts import interrupted
 from tests.support.placements import GIB, Machine

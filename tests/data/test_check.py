@@ -122,6 +122,55 @@ def test_one_fault_is_found(change, text, rows):
     assert f"- {found}" in str(report)
 
 
+@pytest.mark.parametrize("share_next", [False, True])
+@pytest.mark.parametrize("flag", ["truncated", "terminated"])
+def test_next_observations_that_are_the_resets(flag, share_next):
+    """Of one flag alone: the rows of the other are right."""
+
+    def change(data):
+        ends = data["next", flag][:-1, 0].nonzero()[:, 0]
+        data["next", "observation"][ends] = data["observation"][ends + 1]
+
+    report = faulty(change, share_next=share_next)
+    (found,) = report.findings
+    assert found.text.startswith(f"100.0% of the rows that are {flag} have the first observation of the next episode")
+    assert found.rows == tuple(range(19, 99, 20))[flag == "truncated" :: 2]
+    assert report.resets[flag] == 1.0
+    assert report.resets["done"] == 0.5
+
+
+def test_an_observation_that_stands_still_is_no_reset():
+    def change(data):
+        data["observation"].fill_(1.0)
+        data["next", "observation"].fill_(1.0)
+
+    report = faulty(change)
+    assert set(report.resets.values()) == {0.0}
+    assert [finding.text for finding in report.findings] == [
+        "observation is the same in all rows",
+        "next.observation is the same in all rows",
+    ]
+
+
+def test_one_key_that_goes_on_does_not_hide_another():
+    """The goal of an episode stays the same in it, whatever the observation does."""
+    data = episodes(100)[:, 0]
+    data["goal"] = data["next", "goal"] = (torch.arange(100) // 20).float()[:, None]
+    report = faulty(of_next("observation", 12, 77.0), data)
+    assert report.broken == 1
+    assert report.findings[0].rows == (12,)
+
+
+def test_dtypes_that_were_hardly_meant():
+    data = episodes(100)[:, 0]
+    data["pixels"] = torch.arange(100 * 4, dtype=torch.int64).remainder(256).to(torch.uint8).view(100, 2, 2)
+    data["next", "pixels"] = torch.rand(100, 2, 2)
+    data["action"] = data["action"].double()
+    text = str(faulty(lambda data: None, data))
+    assert "action is float64, twice the memory of float32" in text
+    assert "pixels is uint8 of up to 255, and next.pixels lies in [0, 1]: is one of them scaled" in text
+
+
 def test_only_the_first_rows_are_named():
     report = faulty(lambda data: data["observation"].fill_(torch.nan))
     assert report.findings[0].rows == (0, 1, 2)

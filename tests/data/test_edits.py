@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 from gpubuf.integrations.torchrl import (
     ImmutableDatasetWriter,
@@ -120,3 +120,16 @@ def test_a_key_of_all_rows_is_assigned_as_it_is_read(dim_extend):
     buffer["next", "b"] = 3
     assert torch.equal(buffer["a"], due)
     assert buffer["next", "b"].eq(3).all()
+
+
+def test_text_is_assigned_as_tensors_are():
+    """CASES 75: it was a success that changed nothing."""
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=2)
+    text = NonTensorStack("a", "b", "c", "d")
+    buffer.extend(TensorDict({"a": torch.arange(4.0), "text": text}, [4]))
+    buffer.set_at_("text", NonTensorStack("x", "y"), [3, 0])
+    assert buffer[:].get("text").tolist() == ["y", "b", "c", "x"]
+    buffer["text"] = NonTensorStack("p", "q", "r", "s")
+    assert buffer[:].get("text").tolist() == ["p", "q", "r", "s"]
+    with pytest.raises(ValueError, match="4 rows are addressed"):
+        buffer["text"] = NonTensorStack("p", "q")

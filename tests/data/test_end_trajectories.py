@@ -115,7 +115,7 @@ def test_sequences_and_check():
 def steps_of(buffer: ReplayBuffer) -> list[int]:
     """The number of steps of the transition that begins at each row."""
     storage = buffer.storage
-    data = buffer._reader.assemble(buffer._reader.gather(torch.arange(len(storage)))[0])
+    data = buffer._reader.layout.assemble(buffer._reader.gather(torch.arange(len(storage)))[0], (len(storage),), None)
     return data["steps_to_next_obs"].flatten().tolist()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_non_tensor, tensorclass
@@ -58,6 +59,71 @@ def test_one_value_for_all_rows_and_values_of_other_types():
     assert buffer[:].get("value").tolist() == values
     buffer.extend(TensorDict({"a": torch.zeros(2), "value": NonTensorData("all", batch_size=[2])}, [2]))
     assert buffer[:].get("value").tolist() == ["all", "all", *values[2:]]
+
+
+class Frames:
+    """An array that makes itself when it is asked, as LazyFrames do."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+
+class Foreign(Frames):
+    """An array of a library that speaks DLPack, as JAX does."""
+
+    def __dlpack__(self, **options):
+        return self.values.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.values.__dlpack_device__()
+
+
+@pytest.mark.parametrize("kind", [Frames, Foreign])
+def test_arrays_of_other_libraries_become_tensors_wherever_they_lie(kind):
+    """CASES 75. A TensorDict keeps them as one object each; they are rows all the same."""
+    values = np.arange(8, dtype=np.float32).reshape(4, 2)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(16), batch_size=2)
+    buffer.extend(TensorDict({"a": kind(values)}, [4]))
+    buffer.extend(TensorDict({"a": kind(values)}, [4]))
+    buffer.extend({"a": kind(values)})
+    buffer.add({"a": kind(values[1])})
+    assert torch.equal(buffer[:]["a"], torch.from_numpy(np.concatenate([values, values, values, values[1:2]])))
+    plain = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=2)
+    plain.extend(kind(values))
+    plain.add(kind(values[0]))
+    assert torch.equal(plain[:], torch.from_numpy(np.concatenate([values, values[:1]])))
+    with pytest.raises(ValueError, match=r"an array of shape \(4, 2\) lies in a TensorDict of \[3\]"):
+        buffer.extend(TensorDict({"a": kind(values)}, [3]))
+    assert len(buffer) == 13
+
+
+def test_what_can_not_be_rows_is_refused_with_its_key():
+    """CASES 75. None of it was an error: nothing was written, or one object in each row."""
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=2)
+    for wrong, message in [
+        ({"a": [[1, 2], [3]]}, r"key \('a',\) has rows of different shapes"),
+        ({"a": np.zeros(2), "next": {"b": object()}}, r"key \('next', 'b'\) holds a object, which is no array"),
+        ({"a": np.array(["x", "y"])}, "key 'a': can't convert np.ndarray"),
+        (TensorDict({"text": NonTensorStack("x", "y")}, [2]), r"no key of the rows is a tensor: \['text'\]"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            buffer.extend(wrong)
+    assert not buffer.initialized
+    buffer.extend({"a": np.zeros(2), "text": ["x", "y"], "same": "z"})
+    assert buffer[:].get("text").tolist() == ["x", "y"]
+    text = TensorDict({"text": NonTensorStack("p", "q")}, [2])
+    for wrong, message in [
+        (TensorDict({"a": NonTensorStack("p", "q")}, [2]), "key 'a' is not a tensor, and none of the storage's"),
+        (text[:1], r"'text': 2 rows are addressed, the batch has \[1\]"),
+        (NonTensorStack("p", "q"), r"key \(\) is not a tensor"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            buffer.update_if_present(torch.tensor([0, 1]), wrong, generation=torch.ones(2, dtype=torch.int64))
+    buffer[0:2] = TensorDict({"a": torch.ones(2, dtype=torch.float64), **text, "same": "z"}, [2])
+    assert buffer[:].get("text").tolist() == ["p", "q"]
 
 
 def test_a_batch_that_does_not_fit_is_refused_and_nothing_written():
@@ -130,9 +196,12 @@ def test_tensors_beside_text_are_changed_in_place():
     assert numbers(buffer[:]) == [0, 40, 41, 3, 4, 5]
     batch = buffer.sample()
     generation = buffer.writer.generations_of(batch["index"])
-    changed = batch.set("number", batch["number"] + 1).set("text", "not written")
-    buffer.update_if_present(batch["index"], changed, generation=generation)
-    assert "not written" not in flat(buffer[:].get("text").tolist())
+    gone = generation.clone()
+    gone[batch["index"] == batch["index"][0]] += 1
+    changed = batch.set("number", batch["number"] + 1).set("text", "changed")
+    buffer.update_if_present(batch["index"], changed, generation=gone)
+    due = {int(row) for row in batch["index"]} - {int(batch["index"][0])}
+    assert [text == "changed" for text in buffer[:].get("text").tolist()] == [row in due for row in range(6)]
     buffer[:] = rows(6)
     assert numbers(buffer[:]) == list(range(6))
     assert "'text': on the host" in repr(buffer)

@@ -165,6 +165,16 @@ def test_states_and_checkpoints(tmp_path: Path):
         ReplayBuffer(storage=ListStorage(2)).load_state_dict(state)
 
 
+def test_a_loaded_state_is_the_buffers_own():
+    """Its tensors were those of the caller, who may go on with them."""
+    source, other = ReplayBuffer(storage=ListStorage(4), batch_size=2), ReplayBuffer(storage=ListStorage(4))
+    source.extend([torch.zeros(2), {"a": torch.zeros(1)}])
+    state = source.state_dict()
+    other.load_state_dict(state)
+    state["_storage"]["host"][0]["rows"][0].fill_(7.0)
+    assert other[0].tolist() == [0.0, 0.0]
+
+
 def test_objects_move_to_a_device():
     buffer = ReplayBuffer(storage=ListStorage(4, device="meta"), batch_size=2)
     buffer.extend([torch.zeros(2), {"a": (torch.zeros(1),)}, "text"])

@@ -27,13 +27,13 @@ from gpubuf.data import (
 )
 from gpubuf.data.checkpoints import files
 from gpubuf.data.shares import Offsets, cut
-from gpubuf.kernels._registry import triton_on_cpu
 from tests.contracts import first_quick
 from tests.contracts.checkpoints import cut_short, state_bytes
 from tests.contracts.mixes import MIXES, Count, Mix, MixHistory
 from tests.support.counted_launches import counted_launches
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
+from tests.support.interpreter import triton_on_cpu
 from tests.support.interrupts import interrupted
 from tests.support.mixed_setup import part
 from tests.support.placements import Machine

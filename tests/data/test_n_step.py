@@ -27,10 +27,10 @@ from gpubuf import (
 )
 from gpubuf.data import Compose, Sampler
 from gpubuf.data.samplers.base import Drawn
-from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.modules import make_sac_actor, make_sac_critic
 from tests.contracts import first_quick
 from tests.support.counted_launches import counted_launches
+from tests.support.interpreter import triton_on_cpu
 from tests.support.n_step_model import Model, agents_rows, filled, new
 
 # The transitions
@@ -474,7 +474,7 @@ def test_states_of_something_else(state):
     transform.inv(agents_rows(8))
     with pytest.raises(ValueError, match="rows that wait"):
         transform.set_extra_state(state)
-    assert transform._waiting.batch_size == (2,)
+    assert transform.get_extra_state()["waiting"].batch_size == (2,)
 
 
 def test_keys_that_are_missing():

@@ -76,7 +76,7 @@ def test_the_choice_is_said_once(monkeypatch, caplog):
     for _ in range(3):
         buffer.extend(transitions(4))
         buffer.sample()
-    (record,) = caplog.records
+    (record,) = [each for each in caplog.records if "replay buffer of" in each.getMessage()]
     assert record.name == "gpubuf"
     assert "no CUDA device" in record.getMessage()
     assert storage.device == storage.rows_device == torch.device("cpu")
@@ -131,6 +131,25 @@ def test_nothing_is_left_behind_where_nothing_fits(monkeypatch):
     Machine(device=None).install(monkeypatch)
     storage.append(transitions(3))
     assert len(storage) == 3
+
+
+def test_what_the_host_has_no_memory_for_is_refused_before_it_is_touched(monkeypatch, tmp_path):
+    """Linux gives out more memory than there is, and kills the process when it is used."""
+    monkeypatch.setattr(host_memory, "host_memory", lambda: (1 << 33, 1 << 34))
+    data = TensorDict({"a": torch.zeros(4, 1 << 20)}, [4])
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1 << 12), batch_size=2)
+    with pytest.raises(NothingFitsError, match=r"4096 rows for device='cpu' takes 16 GiB, there are 8 GiB free"):
+        buffer.extend(data)
+    assert not buffer.initialized
+    # Rows in files are not in memory.
+    mapped = TensorDictReplayBuffer(storage=LazyMemmapStorage(1 << 12, scratch_dir=tmp_path), batch_size=2)
+    mapped.extend(data)
+    small = TensorDictReplayBuffer(storage=LazyTensorStorage(8))
+    small.extend(data)
+    for n, batches in [(1 << 17, None), (1 << 17, 2)]:
+        with pytest.raises(NothingFitsError, match=f"a batch of {n * (batches or 1)} rows takes"):
+            small.sample(n, batches=batches)
+    assert len(small.sample(2)) == 2
 
 
 @pytest.mark.parametrize("device", ["cuda", "pinned", torch.device("cuda", 0)])

@@ -83,6 +83,17 @@ class TestPriorities:
             buffer.state_dict()
         assert float(buffer.sampler.tree.total) == sum(weights(buffer))
 
+    @pytest.mark.parametrize("given", [1e-50, torch.full((2,), 1e-50, dtype=torch.float64), [1e-46, 1e-44]])
+    def test_priorities_that_float32_would_round_to_zero_are_drawn(self, given):
+        """With eps=0 a weight of 0 would never be drawn."""
+        buffer = buffer_of(2)
+        buffer.extend(transitions(2))
+        with pytest.warns(UserWarning, match="out of float32's range"):
+            buffer.update_priority(torch.tensor([0, 1]), given)
+        assert all(weight > 0 for weight in weights(buffer))
+        with pytest.raises(ValueError, match="negative"):
+            buffer.update_priority(torch.tensor([0]), torch.tensor([-1e-50], dtype=torch.float64))
+
     def test_bad_priorities_given_with_a_write_leave_the_buffer_as_it_was(self):
         """CASES 8."""
         buffer = buffer_of(4)

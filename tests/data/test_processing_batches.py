@@ -31,11 +31,11 @@ from gpubuf.data import (
 )
 from gpubuf.data.processing.statistics import _kept
 from gpubuf.integrations.torchrl import TensorDictMaxValueWriter
-from gpubuf.kernels._registry import triton_on_cpu
 from tests.contracts import first_quick
 from tests.support.counted_launches import counted_launches
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
+from tests.support.interpreter import triton_on_cpu
 from tests.support.processing_setup import Twins, apart, close, generator, normalised, shifted, steps, uniforms
 
 SWAP, SEED = ([2, 0, 1], [1.0, -1.0, 0.5]), 5
@@ -322,6 +322,7 @@ def test_statistics_among_the_transforms():
 
 
 def test_rewards_are_clipped_before_a_sum_where_they_are_written():
+    """CASES 79."""
     clip = Clip(("next", "reward"), -1.0, 1.0)
     summed, single = (TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=32, n_steps=2) for _ in "ab")
     summed.append_transform(clip)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, namedtuple
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -123,6 +124,16 @@ def test_what_does_not_fit_is_refused_and_nothing_written():
         filled().add([torch.zeros(())])
     with pytest.raises(TypeError, match="stores TensorDicts"):
         TensorDictReplayBuffer(storage=LazyTensorStorage(3)).extend(batch(2))
+
+
+def test_keys_with_fewer_rows_than_others_are_named():
+    """An episode of Minari's with one observation too few: all keys with their rows, not the first one after them."""
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(9))
+    seen, taken = np.zeros((3, 2), np.float32), np.zeros((3, 1), np.float32)
+    episode = {"observation": seen[:-1], "action": taken, "next": {"observation": seen[1:], "reward": taken}}
+    with pytest.raises(ValueError, match=r"got observation, next.observation: \[2\]; action, next.reward: \[3\]$"):
+        buffer.extend(episode)
+    assert len(buffer) == 0
 
 
 def test_transforms_see_the_structure():

@@ -12,6 +12,7 @@ from gpubuf.data import (
     LazyTensorStorage,
     MixedReplayBuffer,
     PrioritizedSampler,
+    RandomShift,
     SampleUnit,
     Sequence,
     TensorDictReplayBuffer,
@@ -29,9 +30,10 @@ def rows(n: int, start: int = 0, ends: tuple[int, ...] = ()) -> TensorDict:
 
 
 def buffer_of(
-    unit: Any, sampler: Any = None, capacity: int = 12, ndim: int = 1, **options: Any
+    unit: Any, sampler: Any = None, capacity: int = 12, ndim: int = 1, share_next: Any = False, **options: Any
 ) -> TensorDictReplayBuffer:
-    generator, storage = torch.Generator().manual_seed(7), LazyTensorStorage(capacity, ndim=ndim)
+    generator = torch.Generator().manual_seed(7)
+    storage = LazyTensorStorage(capacity, ndim=ndim, share_next=share_next)
     return TensorDictReplayBuffer(
         storage=storage, sampler=sampler, sample_unit=unit, batch_size=4, generator=generator, **options
     )
@@ -58,6 +60,33 @@ def test_priorities_are_those_of_anchors():
     buffer.extend(rows(12, 20))
     buffer.update_tensordict_priority(late.set("td_error", torch.full((16, 1), 70.0)))
     assert float(sampler.tree.max_priority) < 70
+
+
+@pytest.mark.parametrize("envs", [1, 3])
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("n", [9, 12, 17, 40])
+def test_stacks_of_frames_at_every_edge(n, dilation, envs):
+    """CASES 79. Each stack and next stack is what the episode's own frames make, at its beginning and at the ring's.
+
+    Frames of an episode begin at a multiple of 100; its length is 5.
+    """
+    time = torch.arange(n)
+    frame = (time // 5 * 100 + time % 5).unsqueeze(0) + 10_000 * torch.arange(envs).unsqueeze(1)
+    data = {"frame": frame, "next": {"frame": frame + 1, "done": (time % 5 == 4).expand(envs, n).unsqueeze(-1)}}
+    unit = Sequence(1, burn_in=3, dilation=dilation)
+    buffer = buffer_of(unit, capacity=12 * envs, ndim=1 + (envs > 1), share_next=["frame"])
+    given = TensorDict(data, [envs, n])
+    buffer.extend(given if envs > 1 else given[0])
+    batch = torch.cat([buffer.sample() for _ in range(100)]).view(400, 4)
+    stack = batch["frame"]
+    first = stack[:, -1] // 100 * 100
+    lags = dilation * torch.arange(3, -1, -1)
+    assert torch.equal(stack, torch.maximum(stack[:, -1:] - lags, first.unsqueeze(1)))
+    assert torch.equal(batch["next", "frame"][:, -1], stack[:, -1] + 1)
+    oldest = max(n - 12, 0)
+    drawn = {int(value) for value in stack[:, -1].remainder(10_000)}
+    stored = {int(value) for value in frame[0, oldest:]}
+    assert drawn == (stored if n < 12 else {int(value) for value in frame[0, oldest + 3 * dilation :]})
 
 
 def test_a_unit_of_your_own():
@@ -88,5 +117,7 @@ def test_what_does_not_fit_is_refused():
     units = [buffer_of(Sequence(2)), buffer_of(None)]
     for one in units:
         one.extend(rows(4))
+    with pytest.raises(ValueError, match="sample_unit can't be used with RandomShift, which would shift each step"):
+        buffer_of(Sequence(2), process=[RandomShift(["pixels"])])
     with pytest.raises(ValueError, match="sample_unit"):
         MixedReplayBuffer(units, batch_size=4).sample()

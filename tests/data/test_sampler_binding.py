@@ -80,7 +80,7 @@ def test_a_sampler_that_returns_takes_all_rows_for_new():
 
 
 def test_samplers_of_two_buffers_with_one_storage_hear_of_all_that_happens(tmp_path):
-    """Whichever buffer writes, changes, marks, forgets, restores or releases rows."""
+    """CASES 73. Whichever buffer writes, changes, marks, forgets, restores or releases rows."""
     storage = LazyTensorStorage(20)
     first = TensorDictReplayBuffer(storage=storage, sampler=PrioritizedSampler(20, 1.0, 0.5, eps=0.0), batch_size=4)
     second = TensorDictReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=2), batch_size=4)

@@ -20,10 +20,10 @@ from gpubuf import (
 from gpubuf.data.checkpoints import files
 from gpubuf.data.storage.share_next import entries_of
 from gpubuf.kernels import _launching as launching
-from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import FAULTS, LOST
 from tests.contracts import first_quick
 from tests.contracts.checkpoints import change_meaning
+from tests.support.interpreter import triton_on_cpu
 
 WIDTH = 6
 KEYS = ("observation", "number", ("next", "observation"), ("next", "reward"), ("next", "done"))
@@ -137,7 +137,7 @@ def check(buffer: TensorDictReplayBuffer, ring: Ring) -> None:
     everything = ring.at(list(range(len(ring))))
     assert same_bytes(buffer[:].reshape(-1), everything)
     order = torch.randperm(len(ring))
-    rows = storage.plans.batch.assemble(storage.plans.batch.gather(order.to(storage.device))[0])
+    rows = storage.batch_layout.assemble(storage.plans.batch.gather(order.to(storage.device))[0], order.shape, None)
     assert same_bytes(rows, everything[order])
     sample, info = buffer.sample(return_info=True)
     positions = info["index"]

@@ -71,6 +71,20 @@ def test_integers_out_of_range_are_refused(way):
     assert made[:]["x"].tolist() == [3, 4, 5, 3, 4, 5]
 
 
+def test_fractions_are_not_rounded_to_zero_and_one():
+    """Images in [0, 1] stored as uint8 would be black and white: it is said at the first write."""
+    images = TensorDict({"pixels": torch.rand(4, 3, 8, 8)}, [4])
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8, dtypes={"pixels": torch.uint8}), batch_size=2)
+    with pytest.raises(ValueError, match=r"'pixels' has fractions in \[-1, 1\].*Codec\(torch.uint8, scale=1 / 255\)"):
+        buffer.extend(images)
+    assert not buffer.initialized
+    # Whole numbers, and others that are meant to be rounded.
+    buffer.extend(TensorDict({"pixels": images["pixels"] * 255}, [4]))
+    kept = LazyTensorStorage(8, dtypes={"pixels": Codec(torch.uint8, scale=1 / 255)})
+    kept.append(images)
+    assert torch.allclose(kept[:4]["pixels"], images["pixels"], atol=0.5 / 255 + 1e-6)
+
+
 def test_a_codec_with_an_offset(backend):
     angle = torch.linspace(-torch.pi, torch.pi, 50)
     made = buffer(dtypes={"x": Codec(torch.int16, scale=torch.pi / 32767, offset=0.0)})

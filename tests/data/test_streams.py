@@ -46,7 +46,9 @@ class Machine:
         monkeypatch.setattr(cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(cuda, "current_device", lambda: 0)
         monkeypatch.setattr(cuda, "current_stream", lambda device=None: self.current)
-        monkeypatch.setattr(operation, "_raw_stream", (lambda index: id(self.current)) if handles else None)
+        monkeypatch.setattr(
+            operation, "_raw_stream", (lambda index: id(self.current)) if handles else operation._no_handle
+        )
         monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(cuda, "Event", Event)
         monkeypatch.setattr(cuda, "Stream", lambda device=None: Stream("side", self.log))
@@ -122,7 +124,7 @@ def test_a_dropped_buffer_is_waited_for(monkeypatch):
     # The lock of a buffer does so when it goes, and the buffer when it gets another storage.
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
     settled = []
-    monkeypatch.setattr(buffer.operation._streams, "_last", machine.default)
+    monkeypatch.setattr(buffer.operation._streams, "_used", [machine.default])
     monkeypatch.setattr(StreamOrder, "settle", lambda self: settled.append(self))
     buffer.set_storage(LazyTensorStorage(10))
     assert settled == [buffer.operation._streams]

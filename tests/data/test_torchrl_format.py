@@ -283,3 +283,49 @@ def test_no_pickle_is_read(tmp_path: Path):
     with pytest.warns(UserWarning, match="transform"):
         assert len(load_torchrl(folder)) == 8
     assert not (tmp_path / "exploded").exists()
+
+
+def state_of_torchrl(written: int, tree: list[float] | None = None) -> dict:
+    """What ``state_dict()`` of a buffer of TorchRL has, with room for 8 rows, of which the first dimension counts."""
+    rows = torch.cat([transitions(1, step) for step in range(max(written - 8, 0), written)])
+    rows = rows.roll(written % 8, 0) if written > 8 else torch.cat([rows, rows[:1].expand(8 - written)])
+    flat = {".".join(key) if isinstance(key, tuple) else key: value for key, value in rows.items(True, True)}
+    sampler = {} if tree is None else {"_alpha": 1.0, "_beta": 0.5, "_eps": 0.0, "_max_priority": (9.0, 1)}
+    return {
+        "_storage": {"_storage": {**flat, "index": torch.arange(8)}, "initialized": True, "_len": min(written, 8)},
+        "_sampler": sampler | ({} if tree is None else {"_schema_version": 1, "_sum_tree": torch.tensor(tree)}),
+        "_writer": {"_cursor": written % 8, "_write_count": written},
+        "_transforms": {},
+        "_batch_size": 2,
+        "_prefetch_state": {"version": 1, "capacity": 0, "queue": ()},
+    }
+
+
+@pytest.mark.parametrize("written", [5, 8, 13])
+def test_a_state_of_torchrls(written: int):
+    tree = [float(row + 1) for row in range(8)]
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(8), sampler=PrioritizedSampler(8, alpha=0.5, beta=0.5), batch_size=3
+    )
+    buffer.load_state_dict(state_of_torchrl(written, tree))
+    assert (buffer.write_count, len(buffer), buffer.batch_size) == (written, min(written, 8), 2)
+    steps = range(max(written - 8, 0), written)
+    assert same(stored(buffer), expected(*sorted(steps, key=lambda step: step % 8)))
+    assert buffer.sampler.tree.leaves[: len(buffer)].tolist() == tree[: len(buffer)]
+    buffer.extend(transitions(1, written))
+    assert same(buffer.storage[[written % 8]].exclude("index"), expected(written))
+
+
+def test_parts_of_a_state_of_torchrls_are_refused():
+    """They were a KeyError, and a success that did nothing."""
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=2)
+    buffer.extend(transitions(3))
+    state = state_of_torchrl(5)
+    with pytest.raises(ValueError, match="are no state of a storage: one of TorchRL's comes with that of its buffer"):
+        buffer.storage.load_state_dict(state["_storage"])
+    with pytest.raises(ValueError, match="are no state of a TensorDictRoundRobinWriter"):
+        buffer.writer.load_state_dict(state["_writer"])
+    for wrong in ({"_len": 9}, {"_len": 3}, {"_storage": {}}):
+        with pytest.raises(ValueError, match=r"impossible|not those of a ring|no rows"):
+            buffer.load_state_dict({**state, "_storage": {**state["_storage"], **wrong}})
+    assert same(stored(buffer), transitions(3))

@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 from gpubuf import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 from gpubuf.data import ReplayBuffer, TensorDictReplayBuffer
 from gpubuf.data.storage.indexing import as_positions, ravel
-from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import FAULTS
 from gpubuf.kernels.sum_tree import NO_ROW
 from tests.support.fake_cuda import fake_cuda
+from tests.support.interpreter import triton_on_cpu
 from tests.support.torchrl_buffers.two_dimensions import rows
 
 

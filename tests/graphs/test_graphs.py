@@ -13,11 +13,11 @@ from torch import Tensor
 from gpubuf import HardUpdate, capture
 from gpubuf.data import moving
 from gpubuf.graphs import Captured
-from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.config import in_graph
 from tests.contracts import first_quick
 from tests.support.graph_recorder import RecordedCuda, recorded
 from tests.support.graph_worlds import CAPACITY, COMPUTED, WORLDS, WRITTEN, World, differences, run
+from tests.support.interpreter import triton_on_cpu
 from tests.support.sac_setup import make_loss
 
 CALLS, WARMUP = 14, 2

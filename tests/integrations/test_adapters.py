@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from gpubuf.integrations import fasttd3
+from gpubuf.integrations import cleanrl, fasttd3
+from gpubuf.integrations.environment_steps import autoreset_of
+from gpubuf.integrations.stable_buffers import StableBuffer
 from gpubuf.train import TrainConfig
 from gpubuf.train.trainer import Trainer
-from tests.contracts.adapters import ADAPTERS, N_STEPS, ROOM, SHORT, STEPS, Adapter, Batch, Seen, program
+from tests.contracts.adapters import (
+    ADAPTERS,
+    ENVS,
+    LIMIT,
+    MODES,
+    N_STEPS,
+    ROOM,
+    SHORT,
+    SPACES,
+    STEPS,
+    Adapter,
+    Batch,
+    Seen,
+    add_told,
+    program,
+)
 
 NAMES = pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
 EACH_MODE = [
@@ -20,9 +40,9 @@ EACH_MODE = [
 ]
 
 
-def filled(adapter: Adapter, once: bool = False, mode: str = "same_step", steps: int = STEPS) -> tuple[Any, Seen]:
+def filled(adapter: Adapter, once: bool = False, mode: str = "same_step", noise: float = 0.0) -> tuple[Any, Seen]:
     seen, buffer = Seen(adapter.envs), adapter.make(mode, once)
-    for step in program(mode, seen, adapter.envs, steps):
+    for step in program(mode, seen, adapter.envs, noise=noise):
         adapter.add(buffer, step)
     return buffer, seen
 
@@ -37,13 +57,14 @@ def assert_same(one: Batch, other: Batch) -> None:
         assert ours is theirs is None or torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("noise", [0.0, 1e-6], ids=["kept", "read anew"])
 @pytest.mark.parametrize(("adapter", "mode"), EACH_MODE)
-def test_windows_are_those_of_one_episode(adapter: Adapter, mode: str):
-    """Case 57. None leads into the next episode, none only resets; stored once, observations are the same."""
-    (buffer, seen), (once, _) = (filled(adapter, once, mode) for once in (False, True))
-    batch = drawn(adapter, buffer)
-    seen.assert_batch(batch, adapter.n_steps)
-    seen.assert_batch(drawn(adapter, once), adapter.n_steps)
+def test_windows_are_those_of_one_episode(adapter: Adapter, mode: str, noise: float):
+    """Cases 57, 76, 77. None leads into the next episode, none only resets, and ends decide: observations that are read
+    anew cut no window off. Stored once, observations are the same."""
+    for once in (False, True):
+        buffer, seen = filled(adapter, once, mode, noise)
+        seen.assert_batch(drawn(adapter, buffer), adapter.n_steps)
 
 
 @NAMES
@@ -131,9 +152,153 @@ def test_ends_that_a_program_does_not_tell_are_missed_once():
     seen.assert_batch(drawn(adapter, buffer), adapter.n_steps)
 
 
+class Grid(gym.Env[np.ndarray, np.ndarray]):
+    """A walk of few places, from 0 to 0 at times: no observation and hardly a reward tells where an episode ends."""
+
+    observation_space = gym.spaces.Box(0, 3, (3,), np.float32)
+    action_space = gym.spaces.Box(0, 1e6, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.at, self.steps = 0, 0
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.at = int(np.clip(self.at + self.np_random.integers(-1, 2), 0, 3))
+        self.steps += 1
+        over = self.at == 3
+        return np.full(3, self.at, np.float32), float(over), over, self.steps == LIMIT and not over, {}
+
+
+def walked(mode: str, noise: float = 0.0, steps: int = ROOM, wrap: Any = Grid) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Each step of a program on grids, and the rows due for it.
+
+    A row is (action, observation, next one, reward, terminated, ended). Actions count the steps, so each is of one row.
+    With ``noise`` observations to act on are read anew.
+    """
+    envs = gym.vector.SyncVectorEnv([wrap] * ENVS, autoreset_mode=MODES[mode])
+    random, (obs, _), ended = np.random.default_rng(0), envs.reset(seed=3), np.zeros(ENVS, bool)
+    rows: list[Any] = [()] * ENVS
+    for number in range(steps):
+        actions = np.arange(ENVS, dtype=np.float32)[:, None] + number * ENVS
+        own = obs + (noise * random.normal(size=obs.shape)).astype(np.float32)
+        coming, rewards, terminations, truncations, infos = envs.step(actions)
+        real = coming.copy()
+        for env in np.flatnonzero(infos.get("_final_obs", ())):
+            real[env] = infos["final_obs"][env]
+        resets, ended = ended & (mode == "next_step"), terminations | truncations
+        taken = np.stack([actions[:, 0], own[:, 0], real[:, 0], rewards, terminations, ended], 1).tolist()
+        rows = [old if reset else new for old, new, reset in zip(rows, taken, resets, strict=True)]
+        step = {"obs": own, "next_obs": real, "actions": actions, "rewards": rewards.astype(np.float32)}
+        yield step | {"terminations": terminations, "truncations": truncations, "infos": infos}, rows
+        obs = coming
+        if mode == "disabled" and ended.any():
+            obs, _ = envs.reset(options={"reset_mask": ended})
+    envs.close()
+
+
+def fed(buffer: Any, add: Any, steps: Iterator[tuple[dict[str, Any], Any]]) -> list[Any]:
+    """The rows due in a buffer that has got all steps of a walk."""
+    due: list[Any] = []
+    for step, rows in steps:
+        add(buffer, step)
+        due += rows
+    return due
+
+
+def rows_of(buffer: Any) -> list[Any]:
+    """The stored rows in order, as :func:`walked` has them."""
+    if isinstance(buffer, StableBuffer):
+        buffer.flush()
+    rows = buffer.buffer[:]
+    columns = {key: value.reshape(rows.numel(), -1)[:, 0].double() for key, value in rows.flatten_keys(".").items()}
+
+    def one(name: str) -> Tensor:
+        return next(columns[key] for key in (name, f"{name}s", f"{name}.policy") if key in columns)
+
+    if "next.dones" in columns:
+        ended, terminated = columns["next.dones"], columns["next.dones"] - columns["next.truncations"]
+    else:
+        terminated = columns["next.terminated"]
+        ended = columns["next.done"] if "next.done" in columns else terminated + columns["next.truncated"]
+    values = [one("action"), one("observation"), one("next.observation"), one("next.reward"), terminated, ended]
+    return torch.stack(values, 1).tolist()
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-6], ids=["kept", "read anew"])
+@pytest.mark.parametrize(("adapter", "mode"), [each for each in EACH_MODE if each.values[0] is not ADAPTERS["lerobot"]])
+def test_rows_are_what_the_environments_did(adapter: Adapter, mode: str, noise: float):
+    """Cases 76, 77. One by one: where programs reset, a step from the last place to the same one is a transition."""
+    buffer = adapter.make(mode, False)
+    due = fed(buffer, adapter.add, walked(mode, noise))
+    assert rows_of(buffer) == due
+
+
+def cleanrl_buffer(**options: Any) -> Any:
+    return cleanrl.ReplayBuffer(
+        ROOM * ENVS, *SPACES, "cpu", ENVS, **{"n_steps": 3, "handle_timeout_termination": False, **options}
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_resets_are_read_from_environments(mode: str):
+    """Case 76. From their metadata, also through wrappers, and from Gymnasium's own name of it."""
+    envs = gym.vector.SyncVectorEnv([Grid], autoreset_mode=MODES[mode])
+    for said in (envs, gym.wrappers.vector.RecordEpisodeStatistics(envs), MODES[mode], mode):
+        assert autoreset_of(said) == mode
+    buffer = cleanrl_buffer(autoreset=envs)
+    due = fed(buffer, add_told, walked(mode))
+    assert rows_of(buffer) == due
+
+
 def test_resets_must_be_told_by_their_names():
-    with pytest.raises(ValueError, match="autoreset must be 'same_step' or 'next_step', got 'disabled'"):
-        fasttd3.SimpleReplayBuffer(2, 10, 3, 1, 3, autoreset="disabled")
+    for said in ("never", Grid(), None):
+        with pytest.raises(ValueError, match=r"autoreset must be one of .*'disabled'.*, Gymnasium's AutoresetMode"):
+            fasttd3.SimpleReplayBuffer(2, 10, 3, 1, 3, autoreset=said)
+
+
+def test_environments_that_do_not_say_when_they_reset():
+    """Case 76. Gymnasium's default holds without a word; what contradicts it is stored as it came, and said once."""
+    for mode in ("next_step", "same_step"):
+        buffer = cleanrl_buffer()
+        due = fed(buffer, add_told, walked(mode))
+        assert rows_of(buffer) == due
+    buffer = cleanrl_buffer()
+    with pytest.warns(UserWarning, match="Say when yours reset: autoreset=envs") as caught:
+        due = fed(buffer, add_told, walked("disabled"))
+    assert len(caught) == 1
+    assert rows_of(buffer) == due
+
+
+def told_by_six(buffer: Any, step: dict[str, Any]) -> None:
+    buffer.add(*(step[name] for name in ("obs", "next_obs", "actions", "rewards", "terminations", "infos")))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_six_arguments_and_episodes_that_infos_tell(mode: str):
+    """Case 76. CleanRL's scripts record statistics, which say where episodes end."""
+    buffer = cleanrl_buffer(n_steps=1, autoreset=mode)
+    due = fed(buffer, told_by_six, walked(mode, wrap=lambda: gym.wrappers.RecordEpisodeStatistics(Grid())))
+    assert [row[:5] for row in rows_of(buffer)] == [row[:5] for row in due]
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["terminations", "rewards"])
+def test_six_arguments_and_episodes_that_nobody_tells(dense: bool):
+    """Case 76. It is said once, at the first end or the first step without a reward, that truncations are missing; not
+    where no step only resets."""
+
+    class Dense(Grid):
+        def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+            at, _, *_ = super().step(action)
+            return at, -1.0, False, self.steps == LIMIT, {}
+
+    kind = Dense if dense else Grid
+    for mode in ("disabled", "same_step"):
+        fed(cleanrl_buffer(n_steps=1, autoreset=mode), told_by_six, walked(mode, wrap=kind))
+    steps = walked("next_step", steps=LIMIT + 1 if dense else ROOM, wrap=kind)
+    with pytest.warns(UserWarning, match="pass truncations, add") as caught:
+        fed(cleanrl_buffer(n_steps=1), told_by_six, steps)
+    assert len(caught) == 1
 
 
 def spied(trainer: Trainer, seen: Seen) -> None:

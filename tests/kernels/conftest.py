@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import pytest
 
-from gpubuf.kernels._registry import triton_on_cpu
+from tests.support.interpreter import triton_on_cpu
 
 
 @pytest.fixture(params=["numba", "triton"])

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpubuf.kernels import _registry
 from tests.support.dispatched import Dispatched
+from tests.support.interpreter import triton_on_cpu, triton_on_cpu_enabled
 
 
 def given_back(*args):
@@ -63,23 +64,23 @@ def test_a_trusted_launch_looks_at_the_device_of_what_is_not_the_tree_s():
 
 
 def test_the_switch_is_restored_after_an_error():
-    assert not _registry.triton_on_cpu_enabled()
+    assert not triton_on_cpu_enabled()
 
     def fail():
-        with _registry.triton_on_cpu():
-            assert _registry.triton_on_cpu_enabled()
+        with triton_on_cpu():
+            assert triton_on_cpu_enabled()
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert not _registry.triton_on_cpu_enabled()
+    assert not triton_on_cpu_enabled()
 
 
 def test_the_switch_needs_the_interpreter(monkeypatch):
     import triton
 
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    with pytest.raises(RuntimeError, match="TRITON_INTERPRET"), _registry.triton_on_cpu():
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET"), triton_on_cpu():
         pass
 
 
@@ -107,7 +108,7 @@ def test_without_dispatch():
     with Dispatched() as noted:
         assert call(x, 2).tolist() == [2, 3, 4]
     assert noted.calls[0][0].name() == "gpubuf::test_shift"
-    with _registry.triton_on_cpu(), torch.profiler.profile(acc_events=True) as profile:
+    with triton_on_cpu(), torch.profiler.profile(acc_events=True) as profile:
         assert call(x, 2).tolist() == [-2, -1, 0]
     assert "gpubuf::test_shift" not in {event.key for event in profile.key_averages()}
     with FakeTensorMode() as mode:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from gpubuf.kernels import _threads, config, philox, rows
-from gpubuf.kernels._registry import lazy
+from gpubuf.kernels._registry import Backend
 from gpubuf.kernels.config import RowsConfig
 from gpubuf.kernels.rows import DRAWN, LAST, MAX_PAD, NEXT, STEPS, SUM, _launch
 from gpubuf.kernels.rows._triton_tiles import quotient, rows_and_columns, unit_shift
@@ -31,7 +31,7 @@ from tests.contracts.rows import (
 )
 from tests.gates.aot.recorder import Recorder
 
-gather_into, sample_into = (lazy(f"gpubuf.kernels.rows._cpu:{name}") for name in ("gather_into", "sample_into"))
+read = Backend("gpubuf.kernels.rows._cpu").read
 
 ID = Spec(1, stored=torch.int64)
 NUMBERED = (ID, Spec(1, LAST, torch.int64, of=0, writes=False), Spec(1, SUM), TRANSITION[-1])
@@ -794,8 +794,8 @@ def test_any_number_of_threads_gives_the_same_bits(threads, n):
         store.noise, rng = philox.new_state(5, "cpu"), philox.new_state(7, "cpu")
         reading = store.reading(5)
         fields = [[torch.empty(n, s.elements, dtype=store.dtypes(f)[2]) for f, s in enumerate(FIELDS)] for _ in "ab"]
-        index, generation = sample_into(store.table, store.ring, rng, n, 600, fields[0], *reading)
-        again = gather_into(store.table, store.ring, index.clone(), 600, fields[1], *reading)
+        index, generation = read(store.table, store.ring, rng, None, n, 600, fields[0], reading)
+        again = read(store.table, store.ring, None, index.clone(), n, 600, fields[1], reading)[1]
         return [*fields[0], index, generation, *fields[1], again, store.noise, rng]
 
     one = results(1)

@@ -22,13 +22,14 @@ import triton.language as tl
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import config, rows, sum_tree
-from gpubuf.kernels._registry import check_devices, triton_on_cpu
+from gpubuf.kernels._registry import check_devices
 from gpubuf.kernels.config import UpdateConfig
 from gpubuf.kernels.sum_tree._triton import choose_child
 from tests.contracts import on_both
 from tests.kernels.reference.philox import uniforms
 from tests.kernels.reference.sum_tree import WeightList
 from tests.support.fuzzing import examples
+from tests.support.interpreter import triton_on_cpu
 from tests.support.sum_tree_checks import assert_consistent, bitmap, bits_of, chi_square, chi_square_bound
 
 ROOT = Path(__file__).parents[2]

@@ -14,18 +14,19 @@ import triton
 import triton.language as tl
 
 from gpubuf.kernels import config, philox, rows, trajectories
-from gpubuf.kernels._registry import lazy, triton_on_cpu
+from gpubuf.kernels._registry import Backend
 from gpubuf.kernels.trajectories import Rule, _launch
 from gpubuf.kernels.trajectories._triton import nodes_of, words_of
 from gpubuf.kernels.trajectories._triton_update import run_above, run_of_bytes, run_of_steps
 from tests.contracts import on_both
 from tests.contracts.trajectories import Index
 from tests.kernels.reference import trajectories as reference
+from tests.support.interpreter import triton_on_cpu
 
 # The contract
 
 
-prepared_ends = lazy("gpubuf.kernels.trajectories._cpu:prepared_ends")
+prepared_ends = Backend("gpubuf.kernels.trajectories._cpu").prepared_ends
 RULES = {
     "starts": Rule(1),
     "any": Rule(5),

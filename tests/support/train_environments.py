@@ -38,6 +38,22 @@ class Counting(gym.Env):
         return observation, float(self.count), over and self.episode % 2 == 1, over and self.episode % 2 == 0, {}
 
 
+class OwnArray(Counting):
+    """Gives the same array each time, and writes it anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = np.zeros(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.own[:], info = super().reset(seed=seed, options=options)
+        return self.own, info
+
+    def step(self, action):
+        self.own[:], *rest = super().step(action)
+        return self.own, *rest
+
+
 class Walk(gym.Env):
     """A random walk that the action pushes: randomness from ``np_random`` in every step and every reset."""
 
@@ -132,7 +148,7 @@ class Spaces(Counting):
 
 
 class Broken(Walk):
-    """A walk whose 70th step, over all of them, gives something that is no number."""
+    """A walk whose 70th step, over all of them, fails, or gives something that is no number in float32."""
 
     def __init__(self, what):
         super().__init__()
@@ -143,8 +159,12 @@ class Broken(Walk):
         steps_taken += 1
         observation, reward, *rest = super().step(action)
         if steps_taken == 70:
+            if self.what == "error":
+                raise OSError("the simulator is gone")
             if self.what == "reward":
                 reward = float("nan")
+            elif self.what == "large":
+                reward = 1e39
             else:
                 observation = np.full_like(observation, np.inf)
         return observation, reward, *rest
@@ -167,13 +187,14 @@ def needs_package():
 
 
 gym.register("Counting-v0", Counting)
+gym.register("OwnArray-v0", OwnArray)
 gym.register("Walk-v0", Walk)
 gym.register("Signalling-v0", Signalling)
 gym.register("Drawn-v0", Drawn)
 gym.register("Choices-v0", Choices)
 gym.register("Unrepeatable-v0", Unrepeatable)
 gym.register("Infinite-v0", Infinite)
-for broken in ("reward", "observation"):
+for broken in ("reward", "observation", "large", "error"):
     gym.register(f"Broken-{broken}-v0", Broken, kwargs={"what": broken})
 gym.register("Nested-v0", Nested)
 gym.register("NeedsPackage-v0", needs_package)

@@ -219,7 +219,8 @@ class TestTrack:
         with pytest.raises(RuntimeError, match="full"):
             train(tiny(eval_every=0, log_every=60, hidden=(8,)), tmp_path, reporter=[mine, other])
         assert mine.calls[:2] == ["message", ("start", 0, 60)]
-        assert mine.calls[-3:] == [("episode", 60), "stop", "close"]
-        assert other.calls[-3:] == [("update", 59), "stop", "close"]
+        # The message says that the run was saved.
+        assert mine.calls[-4:] == [("episode", 60), "stop", "message", "close"]
+        assert other.calls[-4:] == [("update", 59), "stop", "message", "close"]
         with pytest.raises(ValueError, match="before its first checkpoint"):
             resume(tmp_path, reporter=other)

@@ -133,8 +133,8 @@ def test_a_run_is_resumed_from_its_last_checkpoint_when_it_was_killed(tmp_path):
     config = tiny(checkpoint_every=50)
     train(config, tmp_path / "whole")
 
-    class KilledError(Exception):
-        pass
+    class KilledError(KeyboardInterrupt):
+        """A second Ctrl-C: it saves nothing."""
 
     class Killer(Reporter):
         def update(self, status):
@@ -251,18 +251,53 @@ def test_losses_that_are_no_numbers_end_the_run(tmp_path, prioritized, message):
         train(tiny(PREFIX + "Infinite-v0", prioritized=prioritized), tmp_path)
 
 
-@pytest.mark.parametrize("what", ["reward", "observation"])
-def test_what_is_no_number_in_an_environment_ends_the_run_before_it_is_stored(tmp_path, what):
-    """The text names the environment, and the checkpoint before it goes on."""
+@pytest.mark.parametrize(("what", "key"), [("reward", "reward"), ("large", "reward"), ("observation", "observation")])
+def test_what_is_no_number_in_an_environment_ends_the_run_before_it_is_stored(tmp_path, what, key):
+    """Case 87. The text names the environment, not the policy, and the run goes on from the step before."""
     name = f"{PREFIX}Broken-{what}-v0"
-    with pytest.raises(NotFiniteError, match=f"the {what} of {name} is NaN or infinite: .* in copy 0 of 1"):
-        train(tiny(name, checkpoint_every=50, eval_every=0), tmp_path)
+    with pytest.raises(NotFiniteError, match=f"the {key} of {name} is NaN or infinite, as float32: .* in copy 0 of 1"):
+        train(tiny(name, eval_every=0), tmp_path)
     state = load(tmp_path / CHECKPOINT_FILE)["trainer"]
-    assert state["step"] == 50
+    assert state["step"] == 69
     assert all(tensor.isfinite().all() for tensor in state["agent"]["loss"].values() if tensor.is_floating_point())
     # The environment has recovered.
     train_environments.steps_taken = 100
     assert resume(tmp_path).returns
+
+
+@pytest.mark.parametrize(("envs", "changes"), [(1, {}), (3, {"n_steps": 3, "share_next": True})])
+@pytest.mark.parametrize("what", ["error", "reward"])
+def test_a_run_that_its_environment_ends_goes_on_as_if_never_stopped(tmp_path, capsys, what, envs, changes):
+    """Case 87. Also where the environments before it had taken the step that failed, or begun another episode in it."""
+    config = tiny(f"{PREFIX}Broken-{what}-v0", num_envs=envs, eval_every=0, **changes)
+    train_environments.steps_taken = 100
+    train(config, tmp_path / "whole")
+    train_environments.steps_taken = 0
+    with pytest.raises((OSError, NotFiniteError)):
+        train(config, tmp_path / "parts")
+    assert f"an error after 69 steps; saved, go on with: gpubuf train --resume {tmp_path}" in capsys.readouterr().out
+    resume(tmp_path / "parts")
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+
+
+def test_an_error_of_a_reporter_saves_as_well(tmp_path):
+    """Case 87. Whatever ends a run, but for a second Ctrl-C."""
+
+    class Full(Reporter):
+        def update(self, status):
+            if status.step == 90:
+                raise OSError("no space left")
+
+        def message(self, text):
+            if "an error after" in text:
+                raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        train(tiny(eval_every=0), tmp_path / "parts", reporter=Full())
+    assert load(tmp_path / "parts" / CHECKPOINT_FILE)["trainer"]["step"] == 90
+    resume(tmp_path / "parts")
+    train(tiny(eval_every=0), tmp_path / "whole")
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
 
 
 def test_networks_that_are_no_numbers_are_not_saved():

@@ -72,9 +72,11 @@ def test_the_same_seed_begins_the_same_and_neighbours_do_not(name, before):
     assert len(torch.cat(starts).unique(dim=0)) == 16
 
 
-def test_the_last_observation_of_an_episode_is_not_the_first_of_the_next():
-    """CASES 22: at an end, the next observation is the final one; what is acted on next is the reset's."""
-    envs = GymnasiumEnvironments(PREFIX + "Counting-v0", 2, 0)
+@pytest.mark.parametrize("name", ["Counting-v0", "OwnArray-v0"])
+def test_the_last_observation_of_an_episode_is_not_the_first_of_the_next(name):
+    """CASES 22, 76: at an end, the next observation is the final one; what is acted on next is the reset's. So it is
+    where an environment gives the same array each time."""
+    envs = GymnasiumEnvironments(PREFIX + name, 2, 0)
     observation = envs.reset()
     assert observation.tolist() == [[1, 0], [1, 0]]
     action = torch.zeros(2, 2)

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from gpubuf.cli import main
 from gpubuf.kernels import _tuned, config
-from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.config import SPACES, DrawConfig
 from gpubuf.tuning import search
 from gpubuf.tuning.search import MARGIN, Result, difference, save, tune
 from gpubuf.tuning.workloads import OPERATIONS, Job, Workload, candidates, jobs, workloads
+from tests.support.interpreter import triton_on_cpu
 
 CPU, DEVICE = torch.device("cpu"), "Some GPU 80GB"
 DRAW = Job("sum_tree_draw", {"capacity": 10**6, "fan_out": 32, "n": 256})
@@ -127,7 +127,7 @@ def test_what_fails_or_gives_other_results_is_left_out():
 def test_what_is_written_is_what_is_chosen(tmp_path, monkeypatch):
     """Also by a choice made before: saving makes the process read the file anew. Points for other sizes stay."""
     folder = tmp_path / "new" / "folder"
-    monkeypatch.setattr(config, "folders", lambda: [folder])
+    monkeypatch.setattr(config, "user_folder", lambda: folder)
     assert config.tree_draw(32, 256, DEVICE) == RULE
     path = save(folder, DEVICE, [tuned()], {"capacity": 5})
     assert path == folder / "some-gpu-80gb.json"

@@ -11,10 +11,11 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from gpubuf.data.arguments import describe_type, warn
+from gpubuf.data.arguments import Missing, describe_type, warn
 from gpubuf.data.operation import ALONE, Alone, Operation
 from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.shards import Shards
+from gpubuf.data.storage.follower import Followers
 from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.plan import Recipe, RowPlan
@@ -129,14 +130,22 @@ def positions_below(value: Any, bound: int) -> bool:
 UNBOUND = "the sampler belongs to no buffer yet: give it to one, or call bind(storage)"
 
 
-class _NoReader:
-    """The reader of a sampler that belongs to no buffer."""
+class _NoStorage(Missing):
+    """What a sampler serves that belongs to no buffer."""
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name) if name.startswith("__") else RuntimeError(UNBOUND)
+    initialized = computed = False
+
+    def __init__(self) -> None:
+        super().__init__(UNBOUND)
+        self.followers = Followers()
+
+    def __reduce__(self) -> str:
+        """Copies are it."""
+        return "NO_STORAGE"
 
 
-_NO_READER = cast("RowPlan", _NoReader())
+NO_STORAGE = cast("TensorStorage", _NoStorage())
+_NO_READER = cast("RowPlan", Missing(UNBOUND))
 
 
 class Drawn(NamedTuple):
@@ -146,7 +155,7 @@ class Drawn(NamedTuple):
     positions: Tensor  # int64 [n], flat
     generation: Tensor  # int64 [n]
     info: dict[Any, Tensor]
-    batch_size: tuple[int, ...] | None = None  # of tensors and info if it is not [n]
+    batch_size: tuple[int, ...] = ()  # of tensors and info; (): it is [n]
 
     def in_batches(self, batches: int) -> Drawn:
         """The same rows as ``batches`` batches of one size.
@@ -154,7 +163,7 @@ class Drawn(NamedTuple):
         Raises:
             RuntimeError: they are too few.
         """
-        shape = own = self.batch_size or (self.positions.numel(),)
+        shape = own = self.batch_size or self.positions.shape
         if shape[0] % batches:
             raise RuntimeError(f"{batches} batches were asked for, but {shape[0]} rows can't be cut into so many")
         shape = (batches, shape[0] // batches, *shape[1:])
@@ -177,6 +186,7 @@ class Sampler:
             which a priority that returns too late is recognised.
         ran_out: whether an epoch has ended with the last batch; iteration over the buffer stops there.
         operation: that of the sampler's buffer, for methods that users call on the sampler itself.
+        storage: what the sampler serves. If that is nothing yet, its attributes raise a RuntimeError.
         reader: what :meth:`draw` reads rows from: a plan of the storage, which knows how batches are made of rows.
     """
 
@@ -198,11 +208,11 @@ class Sampler:
     drop_last: bool = False
     shuffle: bool = True
     operation: Operation | Alone = ALONE
+    storage: TensorStorage = NO_STORAGE
     reader: RowPlan = _NO_READER
     #: The ranks that draw with this one, if there are any.
     shards: Shards | None = None
     # For samplers whose constructor does not call that of this class.
-    _storage: TensorStorage | None = None
     _random: RandomState | None = None
     _generator: torch.Generator | None = None
     # What is left of the epoch, int64; and what it is an epoch of: another one begins when that changes.
@@ -225,8 +235,8 @@ class Sampler:
 
     def __init__(self) -> None:
         # Also in the instance: compiled code depends on where an attribute is.
-        self.ran_out, self.reader = False, _NO_READER
-        self._storage = self._random = self._generator = self._left = self._of = None
+        self.ran_out, self.storage, self.reader = False, NO_STORAGE, _NO_READER
+        self._random = self._generator = self._left = self._of = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -250,20 +260,9 @@ class Sampler:
     # Binding
 
     @property
-    def storage(self) -> TensorStorage:
-        """The storage that the sampler serves.
-
-        Raises:
-            RuntimeError: none yet.
-        """
-        if self._storage is None:
-            raise RuntimeError(UNBOUND)
-        return self._storage
-
-    @property
     def _has_rows(self) -> bool:
         """Whether the storage, if there is one, is allocated."""
-        return self._storage is not None and self._storage.initialized
+        return self.storage.initialized
 
     def bind(self, storage: TensorStorage, operation: Operation | Alone = ALONE) -> None:
         """Serve ``storage`` from now on. With another storage than before, all data about rows is forgotten.
@@ -278,7 +277,7 @@ class Sampler:
         """
         if not isinstance(storage, TensorStorage):
             raise TypeError(f"gpubuf's samplers need a TensorStorage, got {describe_type(storage)}")
-        other = storage is not self._storage
+        other = storage is not self.storage
         if other and operation is not self.operation and self.operation.in_use:
             raise ValueError(
                 f"this {type(self).__name__} serves a buffer with another storage: give each buffer a sampler "
@@ -289,15 +288,14 @@ class Sampler:
             self.forget_storage()
             reader = storage.reader(Recipe())
             self.unbind()
-            self._storage, self.reader = storage, reader
+            self.storage, self.reader = storage, reader
         storage.followers.join(self)
         self.operation = operation
 
     def unbind(self) -> None:
         """Serve no buffer any more. Rows that are there when it is bound again count as new."""
-        if self._storage is not None:
-            self._storage.followers.leave(self)
-        self._storage, self.reader, self.operation = None, _NO_READER, ALONE
+        self.storage.followers.leave(self)
+        self.storage, self.reader, self.operation = NO_STORAGE, _NO_READER, ALONE
 
     def read_from(self, reader: RowPlan) -> None:
         """Called by the buffer: read rows from ``reader``, which reads the storage, from now on."""
@@ -355,7 +353,7 @@ class Sampler:
 
     def _serve(self, storage: TensorStorage) -> None:
         """Bind to ``storage``, unless the sampler serves it already."""
-        if storage is not self._storage:
+        if storage is not self.storage:
             self.bind(storage)
 
     def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:

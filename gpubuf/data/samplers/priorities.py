@@ -14,9 +14,10 @@ from torch import Tensor
 from gpubuf.data.recording import current
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import MASK_KEY, check_dense
+from gpubuf.data.storage.schema import as_numbers
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels.rows import SIZE
-from gpubuf.kernels.sum_tree import NO_ROW
+from gpubuf.kernels.sum_tree import NO_ROW, SMALLEST
 
 
 class CountError(RuntimeError, ValueError):
@@ -25,6 +26,9 @@ class CountError(RuntimeError, ValueError):
 
 def vector(values: Tensor, dtype: torch.dtype, like: Tensor) -> Tensor:
     """``values`` as a contiguous ``[n]`` on the device of ``like``; as they are if they are so already.
+
+    Numbers of float64 that float32 would round to 0 become the smallest normal one, of their sign: a small priority is
+    drawn, a negative one refused.
 
     Raises:
         TypeError: rows or generations are not integers.
@@ -41,7 +45,10 @@ def vector(values: Tensor, dtype: torch.dtype, like: Tensor) -> Tensor:
         check_dense("rows, priorities or generations", values)
         if dtype is torch.int64 and (values.is_floating_point() or values.dtype is torch.bool):
             raise TypeError(f"rows and generations are integers, not {values.dtype}")
-        values = values.detach().to(like.device, dtype).reshape(-1)
+        values = values.detach().to(like.device).reshape(-1)
+        if values.dtype is torch.float64:
+            values = torch.where(values == 0, values, values.sign() * values.abs().clamp(min=SMALLEST))
+        values = values.to(dtype)
     return values if values.is_contiguous() else values.contiguous()
 
 
@@ -92,7 +99,9 @@ def priority_vectors(
     if not isinstance(priority, Tensor):
         # Filled on the device itself: a copy from the host can't be captured in a graph.
         number = isinstance(priority, int | float)
-        priority = torch.full((n,), priority, device=like.device) if number else torch.as_tensor(priority, device="cpu")
+        priority = (
+            torch.full((n,), priority, dtype=torch.float64, device=like.device) if number else as_numbers(priority)
+        )
     if priority.numel() == 1 and n != 1:
         priority = priority.reshape(1).expand(n)
     priority = vector(priority, torch.float32, like)

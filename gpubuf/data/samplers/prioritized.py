@@ -257,9 +257,9 @@ class PrioritizedSampler(Sampler):
             IndexError: an index, or a coordinate in its dimension, is out of range (CPU; a GPU refuses it as it does a
                 priority).
         """
-        own = self._storage
-        if own is None or (storage is not None and storage is not own):
-            own = self._storage_of("update_priority", storage)
+        if storage is not None:
+            self._serve(storage)
+        own = self.storage
         if own._schema is None:
             raise RuntimeError("cannot update priorities in a storage to which nothing has been written")
         if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype is not torch.int64:
@@ -270,16 +270,9 @@ class PrioritizedSampler(Sampler):
 
     def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
         """Rows were written elsewhere: give them the priority of new rows. IndexError if they are not stored (CPU)."""
-        own = self._storage_of("mark_update", storage)
-        self.on_write(rows_at(index, own), None)
-
-    def _storage_of(self, method: str, storage: TensorStorage | None) -> TensorStorage:
-        """The storage that an index refers to: ``storage``, which ``method`` was given, or that of the buffer."""
         if storage is not None:
             self._serve(storage)
-        if self._storage is None:
-            raise TypeError(f"{method} needs the storage that the index refers to: pass storage=")
-        return self._storage
+        self.on_write(rows_at(index, self.storage), None)
 
     def reduce(self, priority: Tensor, n: int, masks: Sequence[Tensor] = ()) -> Tensor:
         """A priority of more dimensions than the batch, as one number for each of ``n`` rows.

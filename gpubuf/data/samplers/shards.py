@@ -62,9 +62,7 @@ class Shards:
     def __reduce__(self) -> Any:
         raise TypeError("a sampler with a process_group can't be pickled: make it in the process that is the rank")
 
-    def correction(
-        self, mass: Tensor, least: Tensor | None = None, beta: Tensor | None = None, largest: Tensor | None = None
-    ) -> Tensor:
+    def correction(self, mass: Tensor, least: Tensor, beta: Tensor, largest: Tensor) -> Tensor:
         """What the importance weights of this rank's draws are multiplied by. One all-gather of 24 bytes per rank.
 
         No host sync with NCCL. All ranks call it, equally often and in the same order.
@@ -72,7 +70,6 @@ class Shards:
         Args:
             mass: ``S_r``, the sum of what this rank draws in proportion to: 0-dim, of any real dtype.
             least: the smallest weight in this shard, by which its importance weights are normalised: float64, 0-dim.
-                None: they are all 1.
             beta: their exponent, float64, 0-dim.
             largest: the largest priority given here, float64, 0-dim. It becomes that of all ranks, in place: a new row
                 gets the priority that it would have in one buffer.
@@ -83,20 +80,20 @@ class Shards:
         Raises:
             RuntimeError: a rank has nothing to draw (on the CPU; all ranks raise). On a GPU its factor is 0.
         """
-        mass = mass.double()
-        one = torch.ones_like(mass)
-        every = self._gathered(mass, one if least is None else least, one if largest is None else largest)
-        if largest is not None:
-            largest.copy_(every[:, _LARGEST].amax())
-        masses = every[:, 0]
-        factor = self.size * mass / masses.sum()
-        if least is None or beta is None:
-            return factor
+        factor, every = self._share(mass, least, largest)
+        largest.copy_(every[:, _LARGEST].amax())
         return factor * (least / every[:, _LEAST].amin()) ** -beta
 
     def weights(self, mass: Tensor, n: int) -> Tensor:
         """The weights of ``n`` draws that are otherwise all 1: :meth:`correction`, float32 ``[n]``."""
-        return self.correction(mass).float().repeat(n)
+        one = torch.ones((), dtype=torch.float64, device=mass.device)
+        return self._share(mass, one, one)[0].float().repeat(n)
+
+    def _share(self, mass: Tensor, least: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+        """``W * S_r / S``, and what all ranks say."""
+        mass = mass.double()
+        every = self._gathered(mass, least, largest)
+        return self.size * mass / every[:, 0].sum(), every
 
     def draw_nothing(self, requested: torch.device | str) -> None:
         """Called by a rank that holds no row, in place of :meth:`correction`, so that the others need not wait.

@@ -256,8 +256,8 @@ class SliceSampler(Sampler):
                 # Said when the index is made.
                 warnings.simplefilter("ignore")
                 positions, by_id = signal_keys(layout, ndim, self._end_keys, self._traj_key)
-            if self._storage is not None and self._storage.computed:
-                form = self._storage.schema_like(layout)
+            if self.storage.computed:
+                form = self.storage.schema_like(layout)
                 check_tells_ends(form, [form.columns[position] for position in positions], by_id)
 
     @property

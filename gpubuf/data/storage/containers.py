@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensorclass
+from tensordict import NonTensorData, TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 FIRST_KEYS = "; all rows have the keys of the first write"
 """Of an error about keys: why they can't be taken."""
@@ -173,26 +174,91 @@ def first_of(data: Any) -> Any:
 
 
 def of_array(value: Any) -> Tensor:
-    """A NumPy array or number as a tensor: of its memory, or of a copy if PyTorch can't have that, or would warn."""
+    """A NumPy array or number, or what makes one of itself, as a tensor: of its memory, or of a copy if PyTorch can't
+    have that, or would warn. What speaks DLPack stays on its device.
+
+    Raises:
+        TypeError: PyTorch has no such dtype.
+    """
+    if not isinstance(value, np.ndarray | np.generic) and hasattr(value, "__dlpack__"):
+        return from_dlpack(value)
     array = np.asarray(value)
     taken = array.flags.carray or (array.flags.writeable and all(stride >= 0 for stride in array.strides))
     return torch.from_numpy(array if taken else array.copy())
 
 
+def is_array(value: Any) -> bool:
+    """Whether ``value`` is an array of any library but PyTorch's: it speaks DLPack or NumPy's protocol."""
+    return not is_data(value) and (hasattr(value, "__dlpack__") or hasattr(value, "__array__"))
+
+
+def without_wrapper(value: Any) -> Any:
+    """An entry of a TensorDict; an array that it keeps as an object, as those of other libraries, as the tensor it is.
+
+    Raises:
+        ValueError: the array has not the TensorDict's number of rows.
+    """
+    if not (isinstance(value, NonTensorData) and is_array(value.data)):
+        return value
+    try:
+        tensor = of_array(value.data)
+    except TypeError:
+        # Text, for instance.
+        return value
+    if tensor.shape[: len(value.batch_size)] != value.batch_size:
+        raise ValueError(f"an array of shape {tuple(tensor.shape)} lies in a TensorDict of {list(value.batch_size)}")
+    return tensor
+
+
 def tensors_of(data: Any) -> Any:
-    """NumPy arrays and numbers, and those in dicts, lists and tuples, as tensors; a list of numbers is one tensor.
+    """Arrays (of NumPy, of JAX, of any library) and numbers, and those in dicts, lists and tuples, as tensors; a list
+    of numbers is one tensor.
 
     Arrays keep their dtype. Numbers of Python get PyTorch's, and so do those of float64, which are floats of Python.
+
+    Raises:
+        TypeError: PyTorch has no dtype for an array; the text names its key.
     """
+    if isinstance(data, Tensor):
+        return data
     if isinstance(data, dict):
-        return {key: tensors_of(value) for key, value in data.items()}
+        return {key: _entry(key, value) for key, value in data.items()}
     if type(data) is list and data and all(isinstance(value, bool | int | float) for value in data):
         return torch.tensor([value.item() if isinstance(value, np.generic) else value for value in data], device="cpu")
     if type(data) in (list, tuple):
         return type(data)(map(tensors_of, data))
     if isinstance(data, bool | int | float):
         return torch.tensor(data.item() if isinstance(data, np.generic) else data, device="cpu")
-    return of_array(data) if isinstance(data, np.ndarray | np.generic) else data
+    return of_array(data) if is_array(data) else data
+
+
+def _entry(key: Any, value: Any) -> Any:
+    try:
+        return tensors_of(value)
+    except TypeError as error:
+        raise TypeError(f"key {key!r}: {error}") from None
+
+
+def check_entries(value: Any, path: tuple[Any, ...] = ()) -> None:
+    """Raise unless the entries of a dict, after :func:`tensors_of`, can be those of a TensorDict of rows: tensors,
+    text, None, and lists of these that are alike. Other objects are given as a NonTensorStack.
+
+    Raises:
+        TypeError: one can't; the text names its key.
+    """
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            check_entries(entry, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        shapes = {getattr(entry, "shape", len(entry) if isinstance(entry, list | tuple) else None) for entry in value}
+        if len(shapes) > 1:
+            raise TypeError(f"key {path!r} has rows of different shapes, {shapes}: pad them, and store a mask")
+        for entry in value:
+            check_entries(entry, path)
+    elif not (is_data(value) or value is None or isinstance(value, str | bytes)):
+        raise TypeError(
+            f"key {path!r} holds a {type(value).__name__}, which is no array: NonTensorStack(*rows) stores any objects"
+        )
 
 
 def _place(path: Names) -> str:
@@ -237,14 +303,13 @@ def device_of(data: Data) -> torch.device:
     Raises:
         ValueError: it has no tensors.
     """
-    device: torch.device
     data = first_of(data)
     if isinstance(data, Tensor) or data.device is not None:
-        device = data.device
+        device: torch.device = data.device
         return device
-    for value in data.values(True, True):
-        device = value.device
-        return device
+    for value in (*data.values(True, True), *map(without_wrapper, data.values())):
+        if isinstance(value, Tensor):
+            return value.device
     raise ValueError("the data has no keys: there is nothing to store")
 
 

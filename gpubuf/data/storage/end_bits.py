@@ -16,13 +16,12 @@ from gpubuf.data.storage.layout import address
 from gpubuf.data.storage.placement import device_name
 from gpubuf.data.storage.ring import Ring
 from gpubuf.kernels import config, trajectories
-from gpubuf.kernels._registry import lazy, past_dispatcher, without_dispatch
+from gpubuf.kernels._registry import Backend, past_dispatcher, without_dispatch
 from gpubuf.kernels.rows import WRITTEN, table_entry
 from gpubuf.kernels.trajectories import Rule
 
 _update = without_dispatch(trajectories.update)
-# Skips the sums, the bulk of an update.
-_prepared_ends = lazy("gpubuf.kernels.trajectories._cpu:prepared_ends")
+_cpu = Backend("gpubuf.kernels.trajectories._cpu")
 _bounds = without_dispatch(trajectories.bounds, given=("row",))
 
 
@@ -240,7 +239,8 @@ class EndBits:
         ends, counters, table, known, update = self._prepared
         same = ends is self.ends and counters is self._ring.counters and table is self.table and n == known
         if not same or self._marks.kept is not self._reads_marks:
-            update = _prepared_ends(self.ends, *self._written(n), self.steps, self.envs)
+            # Skips the sums, the bulk of an update.
+            update = _cpu.prepared_ends(self.ends, *self._written(n), self.steps, self.envs)
             self._prepared = self.ends, self._ring.counters, self.table, n, update
         update()
 

@@ -126,16 +126,10 @@ class HostRows:
         }
 
     def assembled(
-        self,
-        reader: RowPlan,
-        tensors: list[Tensor],
-        index: Tensor,
-        batch_size: tuple[int, ...] | None,
-        info: dict[Any, Any] | None,
+        self, reader: RowPlan, tensors: list[Tensor], index: Tensor, shape: tuple[int, ...], info: dict[Any, Any]
     ) -> Data:
-        """A batch with these values in it, and with ``info``."""
-        shape = (index.numel(),) if batch_size is None else batch_size
-        return reader.assemble(tensors, {**(info or {}), **self.entries(index, shape)}, batch_size)
+        """A batch of ``shape`` with these values in it, and with ``info``."""
+        return reader.layout.assemble(tensors, shape, reader.device, {**info, **self.entries(index, shape)})
 
     # State
 

@@ -15,7 +15,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non
 from torch import Tensor
 
 from gpubuf import serialization
-from gpubuf.data.storage.containers import FIRST_KEYS, Data, is_data
+from gpubuf.data.storage.containers import FIRST_KEYS, Data, is_data, without_wrapper
 from gpubuf.kernels.rows import ALIGNMENT, arena_offsets
 
 Key = tuple[str, ...]
@@ -94,20 +94,6 @@ class ArenaPlan(NamedTuple):
     views: list[tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]]
 
 
-def _by_level(entries: Mapping[Any, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[Key, Tensor]]]:
-    """Entries under names or tuples of names: those of this level, and those below it by the name of their node."""
-    own: dict[str, Tensor] = {}
-    nested: dict[str, dict[Key, Tensor]] = {}
-    for key, value in entries.items():
-        if type(key) is str:
-            own[key] = value
-        elif len(key) == 1:
-            own[key[0]] = value
-        else:
-            nested.setdefault(key[0], {})[key[1:]] = value
-    return own, nested
-
-
 def _find_entries(node: Node, data: Any, found: list[Any]) -> bool:
     """Append what ``data`` has for each leaf of ``node``. Returns whether it is a plain TensorDict with these keys."""
     if type(data) is not TensorDict:
@@ -159,7 +145,6 @@ class RowLayout:
         self.host: dict[Key, tuple[int, ...]] = {}
         self.root = self._describe(example, (), batch_dims)
         self._look_up()
-        self._keys: list[Any] | None = None
         self._arenas: dict[int, ArenaPlan] = {}
         self._models: dict[int, list[Tensor]] = {}
         self._device: torch.device | None = None
@@ -173,10 +158,12 @@ class RowLayout:
         #: Whether info about rows can be an entry of a batch as it is: rows have no batch dimensions of their own.
         self.takes_info = self.is_tensordict and not self.nested_batch
         self._positions = {leaf.key: position for position, leaf in enumerate(self.leaves)}
+        #: The keys of `leaves`, as a user writes them.
+        self.keys = [as_written(leaf.key) for leaf in self.leaves]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is kept to save time: models of batches have shapes, but no memory that could be copied."""
-        return self.__dict__ | {"_keys": None, "_arenas": {}, "_models": {}, "_device": None, "_cuts": {}}
+        return self.__dict__ | {"_arenas": {}, "_models": {}, "_device": None, "_cuts": {}}
 
     def _describe(self, data: Data, path: tuple[str, ...], batch_dims: int) -> int | Node:
         if isinstance(data, Tensor):
@@ -195,11 +182,11 @@ class RowLayout:
         for name, value in _entries(data, path).items():
             if not path and name in self.ignored:
                 continue
-            if is_non_tensor(value):
-                other: Any = value
+            other: Any = without_wrapper(value) if is_non_tensor(value) else value
+            if is_non_tensor(other):
                 self.host[*path, name] = tuple(other.batch_size[batch_dims:])
             else:
-                children[name] = self._describe(value, (*path, name), batch_dims)
+                children[name] = self._describe(other, (*path, name), batch_dims)
         return Node(children, tuple(data.batch_size[batch_dims:]), type(data) if is_tensorclass(data) else None)
 
     def with_leaves(self, leaves: Sequence[Leaf]) -> RowLayout:
@@ -223,13 +210,6 @@ class RowLayout:
     def nested_batch(self) -> tuple[int, ...]:
         """Batch dimensions of the rows themselves: those of the data beyond the storage's."""
         return () if isinstance(self.root, int) else self.root.batch_suffix
-
-    @property
-    def keys(self) -> list[Any]:
-        """The keys of ``leaves``, as a user writes them."""
-        if self._keys is None:
-            self._keys = [as_written(leaf.key) for leaf in self.leaves]
-        return self._keys
 
     def position(self, key: Key) -> int | None:
         """The position of a key in ``leaves``; None if it is not stored."""
@@ -293,6 +273,7 @@ class RowLayout:
 
     @staticmethod
     def _checked(leaf: Leaf, data: Data, batch_dims: int) -> Tensor:
+        data = without_wrapper(data)
         if not isinstance(data, Tensor):
             raise ValueError(f"key {leaf.name}: the storage holds a tensor, the batch a {type(data).__name__}")
         if data.dtype is not leaf.dtype or data.shape[batch_dims:] != leaf.shape:
@@ -329,17 +310,25 @@ class RowLayout:
         device: torch.device | None,
         extra: Mapping[Any, Tensor] | None = None,
     ) -> Data:
-        own, nested = _by_level(extra) if extra else ({}, {})
         source: dict[Any, Any] = {}
+        # The entries of this level, and those below it by the name of their node.
+        own: dict[str, Tensor] = {}
+        below: dict[str, dict[Key, Tensor]] = {}
+        for key, value in (extra or {}).items():
+            if type(key) is str:
+                own[key] = value
+            elif len(key) == 1:
+                own[key[0]] = value
+            else:
+                below.setdefault(key[0], {})[key[1:]] = value
         for name, child in node.children.items():
             if isinstance(child, int):
                 source[name] = tensors[child]
             else:
-                source[name] = self._assemble(child, tensors, batch_size, device, nested.pop(name, None))
-        if extra:
-            source.update(own)
-            for name, entries in nested.items():
-                source[name] = self._assemble(Node({}, (), None), tensors, batch_size, device, entries)
+                source[name] = self._assemble(child, tensors, batch_size, device, below.pop(name, None))
+        source.update(own)
+        for name, entries in below.items():
+            source[name] = self._assemble(Node({}, (), None), tensors, batch_size, device, entries)
         if node.batch_suffix:
             batch_size = torch.Size((*batch_size, *node.batch_suffix))
         # The public constructor checks every shape again, which takes several times as long for a nested batch.

@@ -177,6 +177,10 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._tree = saved_tree(schema.written)
         super().establish(schema, shape, data_device)
 
+    def _place(self, data_device: torch.device, schema: Schema, shape: tuple[int, ...]) -> Placement:
+        """On the CPU, whatever its memory: the rows are in files."""
+        return Placement("cpu", torch.device("cpu"))
+
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Record]:
         files.check_names(layout)
         if self.scratch_dir is None:

@@ -21,6 +21,9 @@ AUTO, PINNED, SPLIT, DISK = "auto", "pinned", "split", "disk"
 SPLIT_STEPS = 64
 """The steps on the GPU are a multiple of this: the trajectory index reads the flags of so many steps as one word."""
 
+CHECKED_BYTES = 1 << 28
+"""Memory on the host of so many bytes and more is compared with what there is before it is taken."""
+
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {"": 1} | {
     f"{prefix}{kind}": base ** (power + 1)
@@ -199,6 +202,17 @@ def choose(rows: int, index: int, capacity: int, free: Free) -> tuple[str, str]:
     )
 
 
+def check_host_room(n_bytes: int, what: str) -> None:
+    """Raise before memory is touched that the host does not have: Linux gives out more, and kills who uses it.
+
+    Raises:
+        NothingFitsError: ``what`` takes more than is free.
+    """
+    # Less is not worth the look at the machine.
+    if n_bytes >= CHECKED_BYTES and n_bytes > (free := host_memory.host_memory()[0]):
+        raise NothingFitsError(f"{what} takes {readable(n_bytes)}, there are {readable(free)} free on the host")
+
+
 def working_device(requested: torch.device | str) -> torch.device:
     """The device that does the work for a placement asked for by name; not ``"auto"``."""
     return torch.device("cuda" if requested == PINNED or wants_split(requested) else requested)
@@ -289,7 +303,7 @@ def place(
         aside: bytes that belong to the rows, but are on the GPU as a whole if these are split.
 
     Raises:
-        NothingFitsError: ``"auto"``, and there is no room anywhere.
+        NothingFitsError: ``"auto"``, and there is no room anywhere; or the rows are to be on the host, which has less.
         RuntimeError: the device that was asked for does not exist.
         ValueError: the size of a split is of no known form.
     """
@@ -297,12 +311,12 @@ def place(
         device = named(requested)
         room = host_memory.free(device).device or 0
         return _split(str(requested), rows, shape[0], room + held - index.total - aside, device, "asked for")
-    if requested == PINNED:
-        return Placement(PINNED, named(PINNED))
+    capacity = math.prod(shape)
     if requested != AUTO:
         device = named(requested)
-        return Placement(device.type, device)
-    capacity = math.prod(shape)
+        if requested == PINNED or device.type == "cpu":
+            check_host_room(rows + aside, f"a buffer of {capacity} rows for device={str(requested)!r}")
+        return Placement(PINNED if requested == PINNED else device.type, device)
     if host_memory.cuda_present():
         device = named(data_device if data_device.type == "cuda" else "cuda")
         free = host_memory.free(device)

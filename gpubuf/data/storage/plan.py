@@ -9,21 +9,22 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from gpubuf.data.arguments import Missing
 from gpubuf.data.storage.column import Column
-from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, as_written, rows_in
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, Schema, check_tells_ends, default_ends
 from gpubuf.data.storage.tree_layout import layout_of
 from gpubuf.kernels import rows
-from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
+from gpubuf.kernels._registry import Backend, in_memory, past_dispatcher, without_dispatch
 
 NOT_INITIALIZED = "the storage is not initialized: write a batch first"
+_NO_LAYOUT = cast("RowLayout", Missing(NOT_INITIALIZED))
 
 _extend = without_dispatch(rows.extend, trusted=True, given=("sources",))
 _gather = without_dispatch(rows.gather, trusted=True, given=("index",))
@@ -31,10 +32,7 @@ _sample = without_dispatch(rows.sample, trusted=True)
 _write = without_dispatch(rows.write, given=("sources", "index"))
 _update = without_dispatch(rows.write, given=("sources", "index", "generation"))
 _relink = without_dispatch(rows.relink, given=("sources", "index"))
-# CPU variants that write into tensors of the caller.
-_gather_into = lazy("gpubuf.kernels.rows._cpu:gather_into")
-_sample_into = lazy("gpubuf.kernels.rows._cpu:sample_into")
-_prepared = lazy("gpubuf.kernels.rows._cpu:PreparedExtend")
+_cpu = Backend("gpubuf.kernels.rows._cpu")
 
 
 class RowPlan:
@@ -49,6 +47,7 @@ class RowPlan:
 
     Attributes:
         recipe: as given.
+        layout: the keys, shapes and dtypes of a row of a batch. RuntimeError if one asks before there are any.
         table: int64, an entry for each key: ``[K, 5]`` of columns that are copied, or ``[F, FIELD]`` of fields; see
             :mod:`gpubuf.kernels.rows`. None: nothing is allocated. Captured graphs read it: as long as it stays on one
             device, it changes in place.
@@ -74,8 +73,8 @@ class RowPlan:
     def forget(self) -> None:
         """The rows are gone."""
         self.table: Tensor | None = None
-        # A RowLayout and a Ring, as soon as there is a table.
-        self._layout: Any = None
+        self.layout = _NO_LAYOUT
+        # A Ring, as soon as there is a table.
         self._ring: Any = None
         self._capacity = 0
         self._links: tuple[Any, ...] = ()
@@ -100,7 +99,7 @@ class RowPlan:
             links: rows per step, links and owners of next observations that are stored once; empty: none are.
             reading: what fields need besides; None: rows are copied.
         """
-        self._layout, self._ring, self._capacity, self._links = layout, ring, capacity, links
+        self.layout, self._ring, self._capacity, self._links = layout, ring, capacity, links
         self._reading = () if reading is None else tuple(reading)
         # Last: with it the plan is ready. An interrupt may come at any call.
         if self.table is not None and (self.table.device, self.table.shape) == (table.device, table.shape):
@@ -109,20 +108,12 @@ class RowPlan:
             self.table = table
 
     @property
-    def layout(self) -> RowLayout:
-        """The keys, shapes and dtypes of a row.
+    def device(self) -> torch.device:
+        """The device that batches come out on.
 
         Raises:
             RuntimeError: nothing has been written yet.
         """
-        if self._layout is None:
-            raise RuntimeError(NOT_INITIALIZED)
-        layout: RowLayout = self._layout
-        return layout
-
-    @property
-    def device(self) -> torch.device:
-        """The device that batches come out on. Raises as :attr:`layout`."""
         if self.table is None:
             raise RuntimeError(NOT_INITIALIZED)
         return self.table.device
@@ -141,10 +132,11 @@ class RowPlan:
         table, n = self.table, index.numel()
         if table is None:
             raise RuntimeError(NOT_INITIALIZED)
-        layout, ring = self._layout, self._ring.counters
+        layout, ring = self.layout, self._ring.counters
         if past_dispatcher(table):
             tensors = layout.allocate(n)
-            return tensors, _gather_into(table, ring, in_memory(index), self._capacity, tensors, *self._reading)
+            found = _cpu.read(table, ring, None, in_memory(index), n, self._capacity, tensors, self._reading)
+            return tensors, found[1]
         n_bytes = layout.arena(n).n_bytes
         arena, generation = _gather(table, ring, index, self._capacity, n_bytes, *self._reading)
         return layout.cut(arena, n), generation
@@ -156,7 +148,7 @@ class RowPlan:
         table, ring = self.table[key : key + 1], self._ring.counters
         if past_dispatcher(table):
             found = torch.empty((n, *leaf.shape), dtype=leaf.dtype, device="cpu")
-            _gather_into(table, ring, in_memory(index), self._capacity, [found], *self._reading)
+            _cpu.read(table, ring, None, in_memory(index), n, self._capacity, [found], self._reading)
             return found
         n_bytes = rows.arena_offsets([leaf.row_bytes], n)[1]
         return rows_in(_gather(table, ring, index, self._capacity, n_bytes, *self._reading)[0], leaf, n)
@@ -175,32 +167,13 @@ class RowPlan:
         table = self.table
         if table is None:
             raise RuntimeError(NOT_INITIALIZED)
-        layout, ring = self._layout, self._ring.counters
+        layout, ring = self.layout, self._ring.counters
         if past_dispatcher(table):
             tensors = layout.allocate(n)
-            return tensors, *_sample_into(table, ring, rng, n, self._capacity, tensors, *self._reading)
+            return tensors, *_cpu.read(table, ring, rng, None, n, self._capacity, tensors, self._reading)
         n_bytes = layout.arena(n).n_bytes
         arena, index, generation = _sample(table, ring, rng, n, self._capacity, n_bytes, *self._reading)
         return layout.cut(arena, n), index, generation
-
-    def assemble(
-        self, tensors: list[Tensor], extra: dict[Any, Tensor] | None = None, batch_size: tuple[int, ...] | None = None
-    ) -> Data:
-        """A batch from the result of :meth:`gather`, with ``extra`` entries.
-
-        ``batch_size`` is the shape of the batch dimensions of ``tensors``; None: the length of the first dimension.
-
-        Raises:
-            RuntimeError: the tensors are those of another plan.
-        """
-        layout, table = self._layout, self.table
-        if table is None:
-            raise RuntimeError(NOT_INITIALIZED)
-        if len(tensors) != len(layout.leaves):
-            raise RuntimeError("the sampler's draw() reads rows from its storage: let it read them from its reader")
-        if batch_size is None:
-            batch_size = (tensors[0].shape[0] if tensors else 0,)
-        return layout.assemble(tensors, batch_size, table.device, extra)
 
     # Writing: sources are tensors ``[n, ...]`` for each key of the layout, on the device of the table
 
@@ -222,7 +195,7 @@ class RowPlan:
         table = self.table
         if table is None or not table.is_cpu:
             return None
-        return _prepared(table, sources, self._ring.counters, n, self._capacity, keeps_index, *self._links)
+        return _cpu.PreparedExtend(table, sources, self._ring.counters, n, self._capacity, keeps_index, *self._links)
 
     def write(self, sources: list[Tensor], index: Tensor) -> None:
         """Overwrite the rows at ``index``, int64 ``[n]``; of duplicates the last one wins. No host sync.
@@ -293,7 +266,7 @@ def fields_of(
         stored = schema.stored.leaves[number]
         device_rows, _, split, host_rows, row_stride = columns[number].entry(stored.row_bytes, rows_per_step)
         # A codec lies between floating-point numbers and what is stored: integers are taken as they are.
-        scale, offset = (source.scale, source.offset) if leaf.dtype.is_floating_point else (1.0, 0.0)
+        codec = source.codec if leaf.dtype.is_floating_point else rows.CodecNumbers()
         entries, pending, side_stride = aside.get(number, (0, 0, 0)) if source.follows else (0, 0, 0)
         found.append(
             rows.Field(
@@ -307,12 +280,11 @@ def fields_of(
                 written=rows.dtype_code(written.dtype),
                 batch=rows.dtype_code(leaf.dtype),
                 elements=leaf.n_elements,
-                scale=scale,
-                offset=offset,
                 entries=entries,
                 pending=pending,
                 side_stride=side_stride,
                 writes=1,
+                **codec._asdict(),
             )
         )
     return found
@@ -321,7 +293,7 @@ def fields_of(
 def as_stored(fields: Sequence[rows.Field]) -> list[rows.Field]:
     """The fields of keys that have memory, or share that of others, which read and write them as they are stored."""
     return [
-        replace(field, written=field.stored, batch=field.stored, scale=1.0, offset=0.0)
+        replace(field, written=field.stored, batch=field.stored, **rows.CodecNumbers()._asdict())
         for field in fields
         if field.writes
     ]

@@ -18,7 +18,7 @@ from torch import Tensor
 from gpubuf.data.arguments import as_tensor, check_count
 from gpubuf.data.recording import host_can_read
 from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, as_written
-from gpubuf.kernels.rows import DTYPES, FAULTS
+from gpubuf.kernels.rows import DTYPES, FAULTS, CodecNumbers
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,13 @@ class Codec:
         object.__setattr__(self, "offset", float(self.offset))
         if self.scale == 0 or not (math.isfinite(self.scale) and math.isfinite(self.offset)):
             raise ValueError(f"a codec needs a finite scale other than 0, and a finite offset, got {self}")
-        if self.dtype is torch.bool and (self.scale, self.offset) != (1.0, 0.0):
+        if self.dtype is torch.bool and self.numbers != CodecNumbers():
             raise ValueError(f"flags have neither scale nor offset, got {self}")
+
+    @property
+    def numbers(self) -> CodecNumbers:
+        """What the kernels compute with, and a checkpoint says."""
+        return CodecNumbers(self.scale, self.offset)
 
 
 def check_dtype(dtype: torch.dtype) -> None:
@@ -114,6 +119,29 @@ def stored_as(values: Tensor, dtype: torch.dtype, name: str, ring: Tensor | None
     elif ring is not None:
         ring[FAULTS].add_(lost.reshape(lost.shape[0] if lost.dim() else 1, -1).any(1).sum().to(ring.device))
     return out
+
+
+def refuse_rounding(schema: Schema, values: Sequence[Tensor]) -> None:
+    """Raise if the first rows show that a key loses all it says: fractions of [-1, 1] that are stored as integers.
+
+    Rows on a GPU, and captured code, are not looked at.
+
+    Args:
+        schema: of the storage.
+        values: of each of its ``written`` leaves.
+
+    Raises:
+        ValueError: a key does; a :class:`Codec` serves it.
+    """
+    for leaf, source, value in zip(schema.written.leaves, schema.sources, values, strict=True):
+        whole = source.stored.is_floating_point or source.stored.is_complex or source.stored is torch.bool
+        if whole or not leaf.dtype.is_floating_point or source.codec != CodecNumbers():
+            continue
+        if host_can_read(value) and bool((value.abs() <= 1).all() & (value != value.round()).any()):
+            raise ValueError(
+                f"key {leaf.name} has fractions in [-1, 1], which {source.stored} would round to whole numbers: "
+                f"Codec({source.stored}, scale=1 / {torch.iinfo(source.stored).max}) keeps them"
+            )
 
 
 def _integers(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -215,15 +243,14 @@ class Source:
     Attributes:
         owner: the key whose column that is, by its position among the leaves; its own if it has one.
         stored: the dtype of that column.
-        scale, offset: of its codec.
+        codec: the numbers of its codec.
         batch: the dtype in batches.
         follows: whether it is read where the row's next observation is: see :mod:`gpubuf.kernels.rows`.
     """
 
     owner: int
     stored: torch.dtype
-    scale: float
-    offset: float
+    codec: CodecNumbers
     batch: torch.dtype
     follows: bool = False
 
@@ -245,7 +272,7 @@ def sources(leaves: Sequence[Leaf], options: Options) -> list[Source]:
         if leaf.key[:1] == (NEXT_KEY,) and leaf.key[1:] in shared:
             root = positions[leaf.key[1:]]
             # Shapes and dtypes are equal: the key is one of :func:`shared_keys`.
-            own, other = ((source.stored, source.scale, source.offset) for source in (found[position], found[root]))
+            own, other = ((source.stored, *source.codec) for source in (found[position], found[root]))
             if own != other:
                 raise ValueError(
                     f"{leaf.name} can't share the memory of {leaves[root].name}: it is stored with (dtype, scale, "
@@ -314,13 +341,13 @@ def _own_column(position: int, leaf: Leaf, options: Options) -> Source:
     batch = _given(options.batch_dtypes, leaf.key) or leaf.dtype
     codec = _given(options.dtypes, leaf.key)
     if codec is None:
-        return Source(position, leaf.dtype, 1.0, 0.0, batch)
-    return Source(position, codec.dtype, codec.scale, codec.offset, batch)
+        return Source(position, leaf.dtype, CodecNumbers(), batch)
+    return Source(position, codec.dtype, codec.numbers, batch)
 
 
 def _check_conversion(leaf: Leaf, source: Source) -> None:
     kinds = {leaf.dtype, source.stored, source.batch}
-    if len(kinds) > 1 or (source.scale, source.offset) != (1.0, 0.0):
+    if len(kinds) > 1 or source.codec != CodecNumbers():
         for dtype in kinds:
             try:
                 check_dtype(dtype)
@@ -355,7 +382,7 @@ class Schema:
         """
         leaves = written.leaves
         if not options:
-            own = tuple([Source(number, leaf.dtype, 1.0, 0.0, leaf.dtype) for number, leaf in enumerate(leaves)])
+            own = tuple([Source(number, leaf.dtype, CodecNumbers(), leaf.dtype) for number, leaf in enumerate(leaves)])
             return cls(written, written.plain, written, own, tuple(range(len(leaves))))
         found = sources(leaves, options)
         owners = [position for position, source in enumerate(found) if source.owner == position]
@@ -397,10 +424,10 @@ def check_tells_ends(schema: Schema, columns: Sequence[int], by_id: bool) -> Non
         if column not in columns:
             continue
         exact = source.stored is leaf.dtype or not (by_id and source.stored.is_floating_point)
-        if (source.scale, source.offset) != (1.0, 0.0) or not exact:
+        if source.codec != CodecNumbers() or not exact:
             raise ValueError(
-                f"{leaf.name} tells where trajectories end, and can't be stored as {source.stored} with scale "
-                f"{source.scale} and offset {source.offset}: give it a dtype alone" + (", of integers" if by_id else "")
+                f"{leaf.name} tells where trajectories end, and can't be stored as {source.stored} with "
+                f"{_numbers(source.codec._asdict())}: give it a dtype alone" + (", of integers" if by_id else "")
             )
 
 
@@ -430,8 +457,7 @@ def described(schema: Schema) -> list[dict[str, Any]]:
             "shape": list(leaf.shape),
             "written": _name(leaf.dtype),
             "stored": _name(source.stored),
-            "scale": source.scale,
-            "offset": source.offset,
+            **source.codec._asdict(),
             "column": list(leaves[source.owner].key),
             "follows": source.follows,
         }
@@ -504,12 +530,17 @@ def _unshared(entry: dict[str, Any]) -> dict[str, Any]:
     return {**entry, "column": [NEXT_KEY, *column], "follows": False}
 
 
+def _numbers(codec: dict[str, Any]) -> str:
+    return " and ".join(f"{name} {number}" for name, number in codec.items())
+
+
 def _told(entry: dict[str, Any] | None) -> str:
     if entry is None:
         return "is missing"
     text = f"is {entry['written']} of shape {entry['shape']}, stored as {entry.get('stored')}"
-    if (entry.get("scale"), entry.get("offset")) != (1.0, 0.0):
-        text += f" with scale {entry.get('scale')} and offset {entry.get('offset')}"
+    numbers = {name: entry.get(name) for name in CodecNumbers._fields}
+    if numbers != CodecNumbers()._asdict():
+        text += f" with {_numbers(numbers)}"
     return text if entry.get("column") == entry["key"] else f"{text} in {entry.get('column')}"
 
 

@@ -74,6 +74,11 @@ def _filled_part(storage: TensorStorage, part: int) -> Data:
 
 def load(storage: TensorStorage, state: dict[str, Any]) -> Tensor | None:
     """See :meth:`TensorStorage.load_state_dict`."""
+    if state.get("initialized") is not False and "rows" not in state:
+        raise ValueError(
+            f"{sorted(map(str, state))} are no state of a storage: one of TorchRL's comes with that of its buffer, "
+            "which buffers of gpubuf.integrations.torchrl take"
+        )
     if not state["initialized"]:
         storage.empty()
         return None

@@ -34,7 +34,7 @@ from gpubuf.data.storage.end_bits import EndBits, Marks, Signal, bitmap_bytes
 from gpubuf.data.storage.follower import Followers, Reader
 from gpubuf.data.storage.host_rows import HostRows
 from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, stored_positions, unravel
-from gpubuf.data.storage.layout import Key, RowLayout, as_key
+from gpubuf.data.storage.layout import Key, RowLayout, as_key, as_written
 from gpubuf.data.storage.placement import (
     AUTO,
     PINNED,
@@ -53,6 +53,7 @@ from gpubuf.data.storage.schema import (
     Options,
     Schema,
     keys_told,
+    refuse_rounding,
 )
 from gpubuf.data.storage.share_next import Again, Sharing, entries_of, side_bytes
 from gpubuf.data.storage.tree_layout import layout_of
@@ -307,7 +308,10 @@ class TensorStorage:
     def initialize(self, data: Data) -> None:
         """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions). Writes nothing."""
         full = self.full_shape(batch_shape(data, self.ndim))
-        self.establish(self.schema_like(layout_of(data, self.ndim, self.ignored_keys)), full, device_of(data))
+        schema = self.schema_like(layout_of(data, self.ndim, self.ignored_keys))
+        if self.options.dtypes:
+            refuse_rounding(schema, schema.written.collect(data, self.ndim))
+        self.establish(schema, full, device_of(data))
 
     def schema_like(self, layout: RowLayout) -> Schema:
         """The schema of rows that are written like those of ``layout``."""
@@ -677,13 +681,22 @@ class TensorStorage:
         return index
 
     def holds_nothing(self, data: Data) -> bool:
-        """Whether ``data`` has no rows or no keys. As a first batch it does not tell the layout of a row."""
+        """Whether ``data`` has no rows or no keys. As a first batch it does not tell the layout of a row.
+
+        Raises:
+            TypeError: no key of its rows is a tensor.
+        """
         if math.prod(batch_shape(data, self.ndim)) == 0:
             return True
         if not isinstance(data, TensorDictBase):
             return False
         entries = data.items(True, True)
-        return not any(isinstance(value, Tensor) for key, value in entries if as_key(key)[0] not in self.ignored_keys)
+        if any(isinstance(value, Tensor) for key, value in entries if as_key(key)[0] not in self.ignored_keys):
+            return False
+        layout = layout_of(data, self.ndim, self.ignored_keys)
+        if layout.host and not layout.leaves:
+            raise TypeError(f"no key of the rows is a tensor: {list(map(as_written, layout.host))} are not")
+        return not layout.leaves
 
     def write(self, index: Tensor, data: Data) -> None:
         """Overwrite rows in place. Neither the cursor nor any row's write generation moves.

@@ -264,6 +264,18 @@ class ReplayBuffer(core.ReplayBuffer):
 
     dump = dumps
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As :meth:`gpubuf.data.ReplayBuffer.load_state_dict`, and what TorchRL's ``state_dict`` has returned.
+
+        Of that come rows, counters, batch size and priorities; transforms, the random stream and an epoch do not.
+        """
+        from gpubuf.integrations.torchrl import dumps
+
+        if dumps.is_state(state):
+            dumps.load_state(self, state)
+        else:
+            super().load_state_dict(state)
+
     def loads(self, path: Any, **options: Any) -> None:
         """:meth:`load`, by TorchRL's name."""
         self.load(path, **options)

@@ -1,4 +1,4 @@
-"""Buffers on their way from TorchRL: the folders that its ``ReplayBuffer.dumps`` writes.
+"""Buffers on their way from TorchRL: the folders that its ``dumps`` writes, and what its ``state_dict`` returns.
 
 Rows, cursor and priorities travel; random streams, transforms and prefetched batches, which TorchRL pickles, do not.
 Nothing is unpickled. Written against TorchRL 0.14.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf.data.arguments import component
@@ -25,7 +27,7 @@ from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.state import rows_state
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.integrations.torchrl.buffers import ReplayBuffer, TensorDictReplayBuffer
-from gpubuf.integrations.torchrl.samplers import Priorities, PrioritizedSampler, read_priorities
+from gpubuf.integrations.torchrl.samplers import Priorities, PrioritizedSampler, priorities_of, read_priorities
 from gpubuf.integrations.torchrl.storages import LazyTensorStorage
 
 WRITER_FILE = "metadata.json"
@@ -159,24 +161,7 @@ def _read(folder: Path, ndim: int | None, *, stacklevel: int) -> Dump:
     if ndim is None:
         ndim = 1 if isinstance(data, Tensor) else _guess_ndim(dims, size, count)
     shape = dims[:ndim]
-    steps, per_step = dims[0] if dims else 0, math.prod(shape[1:])
-    if len(shape) < ndim or steps * per_step == 0:
-        raise ValueError(f"{folder}: rows of shape {dims} are no storage of {ndim} dimension(s)")
-    if size > steps * per_step or size % per_step or cursor >= steps:
-        raise ValueError(
-            f"{folder}: {size} rows and a cursor at step {cursor} are impossible in a storage of shape {shape}"
-        )
-    filled = size // per_step
-    if filled == steps:
-        # TorchRL's count overflows after 2^31 steps, and older versions have none.
-        known = isinstance(count, int) and count >= steps and count % steps == cursor
-        written = count if known else steps + cursor
-    elif filled == cursor or filled == 0:
-        written = filled
-    else:
-        raise ValueError(
-            f"{folder}: the rows are not those of a ring: {filled} steps are filled, the cursor is at {cursor}"
-        )
+    written = _rows_written(str(folder), dims, ndim, size, cursor, count)
     priorities = read_priorities(folder / "sampler", folder)
     settings = files.read_json(folder / BUFFER_FILE)
     batch_size = None
@@ -184,7 +169,58 @@ def _read(folder: Path, ndim: int | None, *, stacklevel: int) -> Dump:
         batch_size = files.read_count(settings, "batch_size", folder / BUFFER_FILE)
     if (path := folder / "transform.t").exists():
         warnings.warn(f"{path} is a pickle: the state of the transforms is not read", stacklevel=stacklevel)
-    return Dump(data, shape, size, written * per_step, priorities, batch_size)
+    return Dump(data, shape, size, written, priorities, batch_size)
+
+
+def _rows_written(where: str, dims: tuple[int, ...], ndim: int, size: int, cursor: int, count: Any) -> int:
+    """How many rows the ring of a buffer of TorchRL has taken in.
+
+    Raises:
+        ValueError: its numbers contradict each other.
+    """
+    shape = dims[:ndim]
+    steps, per_step = dims[0] if dims else 0, math.prod(shape[1:])
+    if len(shape) < ndim or steps * per_step == 0:
+        raise ValueError(f"{where}: rows of shape {dims} are no storage of {ndim} dimension(s)")
+    if size > steps * per_step or size % per_step or cursor >= steps:
+        raise ValueError(
+            f"{where}: {size} rows and a cursor at step {cursor} are impossible in a storage of shape {shape}"
+        )
+    filled = size // per_step
+    if filled == steps:
+        # TorchRL's count overflows after 2^31 steps, and older versions have none.
+        known = isinstance(count, int) and count >= steps and count % steps == cursor
+        return int(count if known else steps + cursor) * per_step
+    if filled in (0, cursor):
+        return filled * per_step
+    raise ValueError(f"{where}: the rows are not those of a ring: {filled} steps are filled, the cursor is at {cursor}")
+
+
+# A state
+
+
+def is_state(state: Any) -> bool:
+    """Whether TorchRL's ``state_dict`` has made a state of a buffer of tensors, rather than gpubuf's."""
+    stored = state.get("_storage") if isinstance(state, Mapping) else None
+    return isinstance(stored, Mapping) and "_len" in stored and not isinstance(stored.get("_storage"), list)
+
+
+def load_state(buffer: Checkpointed, state: Mapping[str, Any]) -> None:
+    """Load what TorchRL's ``state_dict`` has returned into a buffer, as :func:`load_dump`. Raises as it."""
+    ndim = buffer.storage.ndim
+    rows, sampler, writer = state["_storage"]["_storage"], state["_sampler"], state["_writer"]
+    if not isinstance(rows, Tensor):
+        flat = {tuple(key.split(".")): value for key, value in rows.items() if isinstance(value, Tensor)}
+        flat.pop(("index",), None)
+        if not flat:
+            raise ValueError("the state of TorchRL's buffer has no rows")
+        rows = TensorDict(flat, next(iter(flat.values())).shape[:ndim])
+    dims = tuple(rows.shape[:ndim])
+    size, cursor, count = state["_storage"]["_len"], writer["_cursor"], writer.get("_write_count")
+    written = _rows_written("the state", dims, ndim, int(size), int(cursor), count)
+    priorities = priorities_of(sampler, within_buffer=False) if "_sum_tree" in sampler else None
+    found = Dump(rows, dims, int(size), written, priorities, state.get("_batch_size"))
+    buffer.operation.run(_take, buffer, found, found.batch_size)
 
 
 def _guess_ndim(dims: tuple[int, ...], size: int, count: Any) -> int:

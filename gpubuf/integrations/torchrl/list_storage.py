@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -36,22 +37,21 @@ class Objects(HostRows):
         return self.columns[_OBJECTS]
 
     def assembled(
-        self,
-        reader: RowPlan,
-        tensors: list[Tensor],
-        index: Tensor,
-        batch_size: tuple[int, ...] | None,
-        info: dict[Any, Any] | None,
+        self, reader: RowPlan, tensors: list[Tensor], index: Tensor, shape: tuple[int, ...], info: dict[Any, Any]
     ) -> Data:
         """The objects at ``index``: a list.
 
         Raises:
             ValueError: several batches are asked for at once.
         """
-        if batch_size is not None:
+        if len(shape) > 1:
             raise ValueError("a ListStorage gives one batch at a time, and no slices: call sample() for each")
         items = self.items
         return [items[position] for position in index.tolist()]
+
+    def load(self, state: dict[str, Any], order: Tensor | None) -> None:
+        """Restore a state, by copies: the caller may change its objects."""
+        super().load({"host": copy.deepcopy(state["host"])}, order)
 
 
 class ListStorage(TensorStorage):

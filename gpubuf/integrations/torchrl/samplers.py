@@ -99,7 +99,7 @@ def _adapt_update_priority(cls: type[Any], foreign: bool) -> None:
     def update_priority(
         self: Any, index: Any, priority: Any, *, storage: Any = None, generation: Tensor | None = None
     ) -> Any:
-        storage = self._storage if storage is None else storage
+        storage = _served(self, storage)
         if skips and generation is not None and storage is not None:
             positions = as_positions(index, storage.shape, storage.device)
             index = torch.where(storage.generations(positions) == generation.reshape(-1), positions, -1)
@@ -111,6 +111,11 @@ def _adapt_update_priority(cls: type[Any], foreign: bool) -> None:
         cls.has_priorities = True
 
 
+def _served(sampler: Any, storage: Any) -> Any:
+    """What a method was given as ``storage``, or what the sampler serves; None: neither."""
+    return sampler.storage if storage is None and sampler.storage is not core.NO_STORAGE else storage
+
+
 def _with_storage(own: Callable[..., Any]) -> Callable[..., Any]:
     """A method that is given the storage if it takes it."""
     takes_storage = _takes(own, "storage")
@@ -119,7 +124,7 @@ def _with_storage(own: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Any, *arguments: Any, storage: Any = None) -> Any:
         if not takes_storage:
             return own(self, *arguments)
-        return own(self, *arguments, storage=self._storage if storage is None else storage)
+        return own(self, *arguments, storage=_served(self, storage))
 
     return method
 

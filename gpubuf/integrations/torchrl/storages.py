@@ -135,14 +135,6 @@ class TensorStorage(core.TensorStorage):
 
     # Saving
 
-    @property
-    def _last_cursor(self) -> int | None:
-        """The step that was written last, as programs for TorchRL read it."""
-        if not self.written:
-            return None
-        per_step = math.prod(self.shape[1:])
-        return (self.written // per_step - 1) % self.shape[0]
-
     def dumps(self, path: Any) -> None:
         """Write the rows into a folder. A buffer saves all of itself: :meth:`gpubuf.ReplayBuffer.dumps`. Synchronises.
 

@@ -18,7 +18,6 @@ from triton.runtime.jit import JITFunction
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import moments, philox, td
-from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import NEXT
 from gpubuf.kernels.rows import _launch as rows_launch
 from gpubuf.kernels.trajectories import Rule
@@ -29,6 +28,7 @@ from tests.gates.ttir.declared import declarations, unexplained
 from tests.gates.ttir.launch import Executor
 from tests.gates.ttir.machine import MemoryFaultError
 from tests.gates.ttir.report import Report
+from tests.support.interpreter import triton_on_cpu
 from tests.support.optim_setup import Form, Step
 
 KERNELS = Path(__file__).parents[3] / "kernels"

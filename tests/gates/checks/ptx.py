@@ -12,10 +12,10 @@ import triton.language as tl
 
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
-from gpubuf.kernels._registry import triton_on_cpu
 from tests.contracts.rows import COPIED, Store
 from tests.gates.ptx.launch import ORDERS, Executor
 from tests.gates.ptx.machine import PtxFaultError
+from tests.support.interpreter import triton_on_cpu
 
 
 class Edited(Executor):

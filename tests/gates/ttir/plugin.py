@@ -84,9 +84,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(stack.pop_all().close)
     triton.jit = _compiled_functions(triton.jit)
     # Kernels run here also where Triton has no interpreter for them.
-    from gpubuf.kernels import _registry
+    from tests.support import interpreter
 
-    _registry.check_interpreter = lambda: None
+    interpreter.check_interpreter = lambda: None
     torch.empty, torch.empty_like = _poisoned(torch.empty), _poisoned(torch.empty_like)
 
 
