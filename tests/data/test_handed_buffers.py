@@ -250,7 +250,7 @@ def test_with_writers_it_writes_to_the_one_it_was_made_from(kind, start, tmp_pat
 
 def first_write(buffer: Any) -> str:
     try:
-        return str(len(buffer.extend(rows(1))))
+        return str(len(buffer.extend(rows()[3:])))
     except RuntimeError as error:
         return str(error)
 
@@ -259,11 +259,14 @@ def test_more_processes_than_places():
     """Case 69: a process that finds all places taken is told so at its first write. A place is free when one ends."""
     buffer = TensorDictReplayBuffer(LazyTensorStorage(8), batch_size=4, writers=1)
     buffer.extend(rows(2))
-    assert [answered("fork", first_write, buffer) for _ in range(3)] == ["1", "1", "1"]
+    for _ in range(3):
+        assert answered("fork", first_write, buffer) == "1"
+        len(buffer)
     client = buffer.client()
     client.extend(rows(1))
     assert "all 1 places are taken" in answered("fork", first_write, buffer)
     client.close()
+    assert buffer.write_count == 6
     assert (answered("fork", first_write, buffer), buffer.write_count) == ("1", 7)
 
 
@@ -283,9 +286,7 @@ def test_a_class_of_ones_own_goes_on_there(start):
     buffer.by = 10
     buffer.extend(rows(2))
     assert answered(start, first_write, buffer) == "1"
-    buffer.by = 1
-    assert answered(start, first_write, buffer) == "1"
-    assert buffer[:]["number"].tolist() == [0, 10, 0, 0]
+    assert buffer[:]["number"].tolist() == [0, 10, 30]
 
 
 def exchanged(inbox: Any, outbox: Any) -> None:
