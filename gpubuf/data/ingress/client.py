@@ -234,7 +234,7 @@ class WriterClient:
             refuse_unusable(of_bits(columns[self._priority], leaves[self._priority].dtype))
         for position, source in self._integers.items():
             leaf = leaves[position]
-            numbers = (of_bits(columns[position], leaf.dtype).double() - source.offset) / source.scale
+            numbers = (of_bits(columns[position], leaf.dtype).double() - source.codec.offset) / source.codec.scale
             stored_as(numbers.round(), source.stored, leaf.name)
 
     def _write(self, sources: list[np.ndarray], n: int) -> None:
