@@ -190,14 +190,9 @@ class Intake:
     Attributes:
         options: as given.
         drawn: samples that were drawn since the buffer was empty, with a ``ratio``.
-
-    Raises:
-        ValueError: ``min_rows`` are more than the buffer has room for.
     """
 
     def __init__(self, buffer: Target, options: Writers) -> None:
-        if options.min_rows > buffer.storage.max_size:
-            raise ValueError(f"min_rows={options.min_rows} rows never fit into a buffer of {buffer.storage.max_size}")
         self.options = options
         self.drawn = 0
         self._buffer: Callable[[], Target | None] = weakref.ref(buffer)
@@ -355,8 +350,11 @@ class Intake:
 
         Raises:
             TypeError: the storage holds any objects, or lies in files.
-            ValueError: rows are not written in turn, or something takes those of all writers for one stream.
+            ValueError: rows are not written in turn, something takes those of all writers for one stream, or there is
+                no room for ``min_rows``.
         """
+        if self.options.min_rows > storage.max_size:
+            raise ValueError(f"min_rows={self.options.min_rows} rows never fit into a buffer of {storage.max_size}")
         if storage.takes_objects or not storage.relocatable:
             kind = type(storage).__name__
             raise TypeError(
