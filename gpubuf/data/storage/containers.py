@@ -5,6 +5,7 @@ A :class:`Container` says how such a batch is made of its tensors and TensorDict
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -307,7 +308,7 @@ def device_of(data: Data) -> torch.device:
     if isinstance(data, Tensor) or data.device is not None:
         device: torch.device = data.device
         return device
-    for value in (*data.values(True, True), *map(without_wrapper, data.values())):
+    for value in itertools.chain(data.values(True, True), map(without_wrapper, data.values())):
         if isinstance(value, Tensor):
             return value.device
     raise ValueError("the data has no keys: there is nothing to store")

@@ -6,8 +6,10 @@ kernels a flat list of tensors, and cuts the arena that a gather returns into a 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -158,12 +160,12 @@ class RowLayout:
         #: Whether info about rows can be an entry of a batch as it is: rows have no batch dimensions of their own.
         self.takes_info = self.is_tensordict and not self.nested_batch
         self._positions = {leaf.key: position for position, leaf in enumerate(self.leaves)}
-        #: The keys of `leaves`, as a user writes them.
-        self.keys = [as_written(leaf.key) for leaf in self.leaves]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is kept to save time: models of batches have shapes, but no memory that could be copied."""
-        return self.__dict__ | {"_arenas": {}, "_models": {}, "_device": None, "_cuts": {}}
+        kept = self.__dict__ | {"_arenas": {}, "_models": {}, "_device": None, "_cuts": {}}
+        kept.pop("keys", None)
+        return kept
 
     def _describe(self, data: Data, path: tuple[str, ...], batch_dims: int) -> int | Node:
         if isinstance(data, Tensor):
@@ -210,6 +212,11 @@ class RowLayout:
     def nested_batch(self) -> tuple[int, ...]:
         """Batch dimensions of the rows themselves: those of the data beyond the storage's."""
         return () if isinstance(self.root, int) else self.root.batch_suffix
+
+    @functools.cached_property
+    def keys(self) -> list[Any]:
+        """The keys of ``leaves``, as a user writes them."""
+        return [as_written(leaf.key) for leaf in self.leaves]
 
     def position(self, key: Key) -> int | None:
         """The position of a key in ``leaves``; None if it is not stored."""
@@ -338,7 +345,7 @@ class RowLayout:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of all keys."""
-        return sum(leaf.row_bytes for leaf in self.leaves)
+        return sum(map(attrgetter("row_bytes"), self.leaves))
 
     def arena(self, n: int) -> ArenaPlan:
         """How a batch of ``n`` rows lies in its arena."""

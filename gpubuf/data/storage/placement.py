@@ -22,7 +22,7 @@ SPLIT_STEPS = 64
 """The steps on the GPU are a multiple of this: the trajectory index reads the flags of so many steps as one word."""
 
 CHECKED_BYTES = 1 << 28
-"""Memory on the host of so many bytes and more is compared with what there is before it is taken."""
+"""Rows on the host of so many bytes and more are compared with what there is before it is taken."""
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {"": 1} | {
@@ -208,8 +208,7 @@ def check_host_room(n_bytes: int, what: str) -> None:
     Raises:
         NothingFitsError: ``what`` takes more than is free.
     """
-    # Less is not worth the look at the machine.
-    if n_bytes >= CHECKED_BYTES and n_bytes > (free := host_memory.host_memory()[0]):
+    if n_bytes > (free := host_memory.host_memory()[0]):
         raise NothingFitsError(f"{what} takes {readable(n_bytes)}, there are {readable(free)} free on the host")
 
 
@@ -314,7 +313,7 @@ def place(
     capacity = math.prod(shape)
     if requested != AUTO:
         device = named(requested)
-        if requested == PINNED or device.type == "cpu":
+        if rows + aside >= CHECKED_BYTES and (requested == PINNED or device.type == "cpu"):
             check_host_room(rows + aside, f"a buffer of {capacity} rows for device={str(requested)!r}")
         return Placement(PINNED if requested == PINNED else device.type, device)
     if host_memory.cuda_present():

@@ -691,7 +691,7 @@ class TensorStorage:
         if not isinstance(data, TensorDictBase):
             return False
         entries = data.items(True, True)
-        if any(isinstance(value, Tensor) for key, value in entries if as_key(key)[0] not in self.ignored_keys):
+        if [key for key, value in entries if isinstance(value, Tensor) and as_key(key)[0] not in self.ignored_keys]:
             return False
         layout = layout_of(data, self.ndim, self.ignored_keys)
         if layout.host and not layout.leaves:
