@@ -897,6 +897,9 @@ class ReplayBuffer:
 
     def draw_apart(self, number: int) -> None:
         """Go on with the random streams of copy ``number``. A batch ahead is thrown away."""
+        if self._storage.initialized:
+            # Later it would have the same seed in all copies.
+            self._sampler.random_state(self._storage.device)
         for random in (self._sampler._random, self._pipeline.random):
             if random is not None:
                 # Seeds of any two copies differ, and are not near those that people choose. They wrap at 64 bits.

@@ -30,6 +30,7 @@ from gpubuf import (
     RoundRobinWriter,
     TensorDictReplayBuffer,
 )
+from gpubuf.data import RandomShift
 from gpubuf.integrations import torchrl
 from tests.support.written_rows import FORKED
 
@@ -334,15 +335,48 @@ def made_there() -> ReplayBuffer:
 class Batches(torch.utils.data.IterableDataset):
     """Batches of a buffer, for a loader."""
 
-    def __init__(self, buffer: ReplayBuffer) -> None:
-        self.buffer = buffer
+    def __init__(self, buffer: ReplayBuffer, key: str = "number") -> None:
+        self.buffer, self.key = buffer, key
 
     def __iter__(self) -> Any:
         for _ in range(2):
-            yield self.buffer.sample()["number"]
+            yield self.buffer.sample()[self.key]
 
 
 def test_workers_of_a_loader_sample(tmp_path):
     """Case 69: reading is allowed."""
     loader = torch.utils.data.DataLoader(Batches(new("memory", tmp_path)), batch_size=None, num_workers=1)
     assert [tuple(numbers.shape) for numbers in loader] == [(4,), (4,)]
+
+
+def draws(kind: str, start: str) -> list[list[int]]:
+    """What each of two workers of a loader draws first, and then the process itself, from one seed."""
+    normal = torch.Generator().manual_seed(3)
+    buffer = TensorDictReplayBuffer(
+        LazyTensorStorage(1000),
+        sampler=PrioritizedSampler(1000, 1.0, 0.5) if kind == "prioritized" else None,
+        process=[RandomShift("pixels", 4)] if kind == "shifts" else (),
+        prefetch=1 if kind == "prefetched" else None,
+        generator=normal,
+        batch_size=4,
+    )
+    pixels = torch.arange(1000 if kind != "shifts" else 1) % 250
+    data = TensorDict({"number": torch.arange(len(pixels))}, [len(pixels)])
+    if kind == "shifts":
+        data["pixels"] = torch.arange(81, dtype=torch.uint8).reshape(1, 1, 9, 9)
+    buffer.extend(data)
+    key = "pixels" if kind == "shifts" else "number"
+    loader = torch.utils.data.DataLoader(
+        Batches(buffer, key), batch_size=None, num_workers=2, multiprocessing_context=CONTEXTS[start]
+    )
+    found = [batch.flatten().tolist() for batch in list(loader)[:2]]
+    return [*found, buffer.sample()[key].flatten().tolist()]
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("kind", ["uniform", "prioritized", "prefetched", "shifts"])
+def test_each_worker_of_a_loader_draws_a_stream_of_its_own(kind, start):
+    """Case 69: and a seed repeats them all, and what the process itself draws."""
+    found = draws(kind, start)
+    assert len(set(map(tuple, found))) == 3
+    assert draws(kind, start) == found
