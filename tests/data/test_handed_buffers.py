@@ -271,6 +271,53 @@ def test_more_processes_than_places():
     assert (answered("fork", first_write, buffer), buffer.write_count) == ("1", 7)
 
 
+def more_rows(n: int = 4) -> TensorDict:
+    return rows(n).set("more", torch.full((n, 2), 0.5))
+
+
+def first_rows(buffer: Any, *kinds: str) -> list[str]:
+    found = []
+    for kind in kinds:
+        try:
+            given = rows(2) if kind == "rows" else more_rows(2)
+            if kind == "columns":
+                buffer.extend_columns({key: value.numpy() for key, value in given.items(True, True)})
+            else:
+                buffer.extend(given)
+            found.append("written")
+        except ValueError as error:
+            found.append(str(error)[:29])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["warmed up", "new", "transformed"])
+@pytest.mark.parametrize("start", STARTS)
+def test_the_first_row_of_a_buffer_without_rows_may_be_any(start, kind):
+    """Case 69: of a program that warms up with other keys, or not at all. All after it are like it."""
+    transform = torch.nn.Identity() if kind == "transformed" else None
+    if transform is not None:
+        transform.inv = lambda data: data
+    buffer = TensorDictReplayBuffer(
+        LazyTensorStorage(100),
+        transform=transform,
+        writers=3,
+        batch_size=4,
+        sampler=PrioritizedSampler(100, 1.0, 0.5),
+        priority_key="more",
+    )
+    if kind == "warmed up":
+        buffer.extend(rows())
+        buffer.empty()
+    refused = "the batch's keys differ from "
+    assert answered(start, first_rows, buffer, "more", "rows", "columns") == ["written", refused, "written"]
+    # Of a buffer that has not looked since.
+    assert answered(start, first_rows, buffer, "rows", "more") == [refused, "written"]
+    assert len(buffer) == 6
+    assert buffer[:]["more"].unique().tolist() == [0.5]
+    assert answered(start, first_rows, buffer, "more") == ["written"]
+    assert (len(buffer.sample()), len(buffer)) == (4, 8)
+
+
 class Scaled(TensorDictReplayBuffer):
     """A class of a user's own, which changes what is written."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -11,14 +12,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf.data.ingress.queues import OTHER_ROWS, Queues, as_bits, numpy_dtype, of_bits, start_of, wait
 from gpubuf.data.prepared_writes import Columns
 from gpubuf.data.samplers.priorities import refuse_unusable
 from gpubuf.data.storage.containers import batch_shape, mapped, stacked, tensors_of
-from gpubuf.data.storage.layout import RowLayout, as_key, as_written
+from gpubuf.data.storage.layout import Key, as_key, as_written
 from gpubuf.data.storage.schema import Source, stored_as
+from gpubuf.data.storage.tree_layout import layout_of
 from gpubuf.data.writing import tensordict_of
 
 _CHECK_EVERY = 0.25
@@ -37,9 +40,9 @@ class WriterClient:
 
     Args:
         queues: those of the buffer.
-        time_dim: the dimension of a written batch along which time runs.
+        ndim, time_dim: dimensions of a written batch, and the one along which time runs.
         timeout: seconds to wait for room; None: any number.
-        priority: the place of the column that has the rows' priorities; None: they bring none.
+        priority: the key of the column that has the rows' priorities; ``()``: they bring none.
         integers: how the columns are stored that become integers of another dtype.
 
     Attributes:
@@ -51,24 +54,31 @@ class WriterClient:
     def __init__(
         self,
         queues: Queues,
+        ndim: int,
         time_dim: int,
         timeout: float | None,
-        priority: int | None,
+        priority: Key,
         integers: Mapping[int, Source],
     ) -> None:
-        self._queues, self._time_dim, self._timeout = queues, time_dim, timeout
+        self._queues, self._ndim, self._time_dim, self._timeout = queues, ndim, time_dim, timeout
         self._priority, self._integers = priority, integers
         self._connect()
 
     def _connect(self) -> None:
-        rows = self._queues.rows
         self._one_at_a_time = threading.Lock()
         self._process = os.getpid()
         self.place = None
         self._published = 0
-        self._closed = False
+        self._has_written = self._closed = False
         self._looked = 0.0
         self._detach: Any = None
+        self._know_rows()
+
+    def _know_rows(self) -> None:
+        rows = self._queues.rows
+        if self._queues.settled:
+            # How these are stored shows when the learner has them.
+            self._integers = {}
         # For columns that need no conversion: by their keys, the dtype as PyTorch and as NumPy have it, and the shape.
         self._keys = {
             as_written(leaf.key): (leaf.dtype, numpy_dtype(leaf.dtype), (*rows.envs, *leaf.shape))
@@ -77,7 +87,7 @@ class WriterClient:
 
     def __getstate__(self) -> dict[str, Any]:
         """As one that was never used."""
-        names = ("_queues", "_time_dim", "_timeout", "_priority", "_integers")
+        names = ("_queues", "_ndim", "_time_dim", "_timeout", "_priority", "_integers")
         return {name: vars(self)[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,15 +130,14 @@ class WriterClient:
             RuntimeError: the learner has ended, closed the buffer, or has rows of another layout now; processes write
                 at all places; or the client is closed. Some of the rows may be written.
         """
-        envs, layout = self._queues.rows.envs, self._queues.rows.layout
         data = tensors_of(data)
         if isinstance(data, list):
             if not data:
                 return 0
             data = stacked(data)
-        if envs and self._time_dim:
+        if self._time_dim:
             data = mapped(data, lambda value: value.transpose(0, self._time_dim))
-        return self._write_batch(data, layout)
+        return self._write_batch(data, plain=False)
 
     def extend_columns(self, columns: Columns) -> None:
         """Write rows given as one array per key: as :meth:`ReplayBuffer.extend_columns`.
@@ -172,20 +181,18 @@ class WriterClient:
                 raise ValueError(f"a row has the {len(self._keys)} columns {list(self._keys)}, got {len(columns)}")
             columns = dict(zip(self._keys, columns, strict=True))
         sources = self._as_they_are(columns, one_step)
-        if sources is not None:
-            self._write(sources, len(sources[0]))
+        if sources is not None and self._write(sources, len(sources[0])):
             return
-        envs, leaves = self._queues.rows.envs, self._queues.rows.layout.leaves
-        lead = len(envs) + (0 if one_step else 1)
-        data = tensordict_of(columns, lead, {leaf.key: leaf.dtype for leaf in leaves})
+        leaves = self._queues.rows.layout.leaves
+        data = tensordict_of(columns, self._ndim - one_step, {leaf.key: leaf.dtype for leaf in leaves})
         if one_step:
-            data = data.unsqueeze(self._time_dim if envs else 0)
-        missing = [as_written(leaf.key) for leaf in leaves if leaf.key not in map(as_key, data.keys(True, True))]
-        if missing:
-            raise ValueError(f"the columns differ from the buffer's keys: missing {missing}")
-        if envs and self._time_dim:
+            data = data.unsqueeze(self._time_dim)
+        if self._time_dim:
             data = data.transpose(0, self._time_dim)
-        self._write_batch(data, self._queues.rows.layout.plain)
+        missing = [as_written(leaf.key) for leaf in leaves if leaf.key not in map(as_key, data.keys(True, True))]
+        if missing and not self._settle(data):
+            raise ValueError(f"the columns differ from the buffer's keys: missing {missing}")
+        self._write_batch(data, plain=True)
 
     def _as_they_are(self, columns: Mapping[Any, Any], one_step: bool) -> list[np.ndarray] | None:
         """Columns by time that need no conversion; None: some do, or are not what a row has."""
@@ -213,15 +220,41 @@ class WriterClient:
 
     # The queue
 
-    def _write_batch(self, data: Any, layout: RowLayout) -> int:
-        """Write a batch by time, and then environments, of a layout's keys. Returns the number of rows."""
-        envs = self._queues.rows.envs
-        shape = tuple(batch_shape(data, 1 + len(envs)))
-        tensors = layout.collect(data, 1 + len(envs))
-        if shape[1:] != envs:
-            raise ValueError(f"a step of the buffer is of {envs} environments, the batch of {shape[1:]}")
-        self._write([as_bits(tensor) for tensor in tensors], shape[0])
-        return math.prod(shape)
+    def _write_batch(self, data: Any, *, plain: bool) -> int:
+        """Write a batch by time, and then environments. Returns the number of rows."""
+        while True:
+            try:
+                tensors, shape = self._collected(data, plain)
+            except ValueError:
+                if not self._settle(data):
+                    raise
+            else:
+                if self._write([as_bits(tensor) for tensor in tensors], shape[0]):
+                    return math.prod(shape)
+
+    def _collected(self, data: Any, plain: bool) -> tuple[list[Tensor], tuple[int, ...]]:
+        """The tensors of a batch and its shape; ``plain``: it is a TensorDict, whatever a row is.
+
+        Raises:
+            ValueError: it has other keys, shapes or dtypes.
+        """
+        rows = self._queues.rows
+        shape = tuple(batch_shape(data, self._ndim))
+        tensors = (rows.layout.plain if plain else rows.layout).collect(data, self._ndim)
+        if shape[1:] != rows.envs:
+            raise ValueError(f"a step of the buffer is of {rows.envs} environments, the batch of {shape[1:]}")
+        return tensors, shape
+
+    def _settle(self, data: Any) -> bool:
+        """Say that rows are like those of a batch, if the buffer has none yet. Returns whether they are others now."""
+        found = self._queues.follow()
+        if not found and type(data) is TensorDict:
+            layout = layout_of(data, self._ndim)
+            if not (layout.host or layout.nested_batch):
+                found = self._queues.settle(layout, tuple(data.batch_size[1 : self._ndim]))
+        if found:
+            self._know_rows()
+        return found
 
     def _check(self, columns: list[np.ndarray]) -> None:
         """What is acknowledged can't be refused any more, and the learner would have to.
@@ -229,28 +262,37 @@ class WriterClient:
         Raises:
             ValueError: a priority is none, or a number is none that its column can hold.
         """
-        leaves = self._queues.rows.layout.leaves
-        if self._priority is not None:
-            refuse_unusable(of_bits(columns[self._priority], leaves[self._priority].dtype))
+        layout = self._queues.rows.layout
+        leaves, priority = layout.leaves, layout.position(self._priority) if self._priority else None
+        if priority is not None:
+            refuse_unusable(of_bits(columns[priority], leaves[priority].dtype))
         for position, source in self._integers.items():
             leaf = leaves[position]
             numbers = (of_bits(columns[position], leaf.dtype).double() - source.codec.offset) / source.codec.scale
             stored_as(numbers.round(), source.stored, leaf.name)
 
-    def _write(self, sources: list[np.ndarray], n: int) -> None:
+    def _write(self, sources: list[np.ndarray], n: int) -> bool:
+        """Write steps. False: rows are others than they were; nothing was written."""
         self._check(sources)
         self._in_this_process()
         with self._one_at_a_time:
             queues, start, place = self._queues, 0, self._ready()
             while start < n:
                 count = self._room(place, min(n - start, queues.rows.steps))
-                queues.fill(place, self._published, sources, start, count)
+                # Nobody may say that rows are others once one is published.
+                with contextlib.nullcontext() if self._has_written else queues.exclusive():
+                    if not self._has_written and queues.follow():
+                        self._know_rows()
+                        return False
+                    queues.fill(place, self._published, sources, start, count)
+                    # In the mirror first: steps that an interrupt leaves unpublished are whole, and go with later ones.
+                    self._published += count
+                    queues.publish(place, self._published)
+                    self._has_written = True
                 start += count
-                # In the mirror first: steps that an interrupt leaves unpublished are whole, and go with the next ones.
-                self._published += count
-                queues.publish(place, self._published)
                 # Whoever leaves takes all that it finds then.
                 self._check_left()
+            return True
 
     def _in_this_process(self) -> None:
         """A forked process has a copy of the client of its parent: it begins anew."""

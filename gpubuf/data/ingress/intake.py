@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
 from gpubuf.data.arguments import warn
 from gpubuf.data.ingress.client import WriterClient
-from gpubuf.data.ingress.options import MOST_STEPS, Writers
+from gpubuf.data.ingress.options import MOST_STEPS, QUEUE_BYTES, Writers
 from gpubuf.data.ingress.queues import CLOSED, OTHER_ROWS, Queues, Rows, fence, numpy_dtype, of_bits, wait
 from gpubuf.data.operation import Operation, operation
 from gpubuf.data.processing.pipeline import Pipeline
@@ -95,6 +96,9 @@ class Target(Protocol):
     def extend_columns(self, columns: Any) -> None:
         """Write arrays by key."""
 
+    def free(self) -> None:
+        """Forget everything; the next write says what a row is."""
+
     def _mend(self) -> None:
         """Finish, or undo, what was interrupted."""
 
@@ -129,7 +133,7 @@ class _NoQueues:
     def set_limit(self, steps: int) -> None:
         """No process writes."""
 
-    def tell(self, rows: int, count: int) -> None:
+    def tell(self, rows: int, count: int, is_open: bool) -> None:
         """No process asks."""
 
 
@@ -209,6 +213,8 @@ class Intake:
         # Why the first steps that were dropped were; None: none were.
         self._refused: str | None = None
         self._has_reported = False
+        # Whether the first row of an empty buffer may be any.
+        self._is_open = False
         # How columns are stored that clients check.
         self._integers: dict[int, Source] = {}
         # The layout of the buffer's rows that was last compared with that of the queues.
@@ -236,24 +242,29 @@ class Intake:
         return self._new_client(buffer, queues)
 
     def share(self) -> None:
-        """Before a process is started that gets the buffer: have queues, if it is known what a row is."""
+        """Before a process is started that gets the buffer: have queues. Without rows its first write may be any."""
         if isinstance(self._queues, Queues):
             # A process may be forked while another thread uses the buffer.
             self._tell(self.operation.storage)
         else:
-            with contextlib.suppress(RuntimeError, TypeError):
-                self.client()
+            with contextlib.suppress(TypeError):
+                self.operation.run(self._share)
+
+    def _share(self) -> None:
+        storage = self.operation.storage
+        self._is_open = True
+        self._queues_for(self._target(), None)
+        self._tell(storage)
 
     def link(self) -> WriterClient | None:
-        """What such a process writes with; None: nothing has said what a row is."""
+        """What such a process writes with; None: rows are no tensors."""
         queues = self._queues
         return self._new_client(self._target(), queues) if isinstance(queues, Queues) else None
 
     def _new_client(self, buffer: Target, queues: Queues) -> WriterClient:
-        time_dim = buffer.dim_extend if queues.rows.envs else 0
-        key = as_key(buffer.priority_key) if buffer.sampler.has_priorities else ()
-        priority = queues.rows.layout.position(key) if key else None
-        return WriterClient(queues, time_dim, self.options.timeout, priority, self._integers)
+        ndim, timeout = buffer.storage.ndim, self.options.timeout
+        priority = as_key(buffer.priority_key) if buffer.sampler.has_priorities else ()
+        return WriterClient(queues, ndim, buffer.dim_extend, timeout, priority, self._integers)
 
     def _queues_for(self, buffer: Target, example: Any) -> Queues:
         """The queues, which are made where there are none, or none of the buffer's rows.
@@ -271,12 +282,17 @@ class Intake:
             envs = tuple(batch_shape(example, storage.ndim))
             time_dim = buffer.dim_extend
             envs = envs[:time_dim] + envs[time_dim + 1 :]
-            if as_stored and storage.initialized:
+            self._is_open = False
+            if as_stored and storage.initialized and storage.ring.size:
                 storage.written_layout.collect(example, storage.ndim)
+        elif isinstance(queues, Queues) and queues.settled and not storage.ring.size:
+            return queues
         elif as_stored and storage.initialized:
             layout, envs = storage.written_layout, tuple(storage.shape[1:])
         elif isinstance(queues, Queues):
             return queues
+        elif self._is_open:
+            layout, envs = RowLayout(TensorDict({}, [1] * storage.ndim), storage.ndim), ()
         else:
             raise RuntimeError(
                 "a writer has to know what a row is: write a batch first, or pass client() one as an example"
@@ -291,7 +307,9 @@ class Intake:
         sources = Schema.of(layout, storage.options).sources if as_stored else ()
         if isinstance(queues, Queues):
             self._turn_away(queues)
-        made = Queues(rows, options.count)
+        # Whoever writes first may say that rows are larger.
+        least = QUEUE_BYTES if self._is_open and not storage.ring.size else 0
+        made = Queues(rows, options.count, max(rows.offsets[-1], least))
         self._reads_for, self._reader = torch.device("cpu"), _IN_PLACE
         self._queues, self._claim = made, None
         self._taken, self._dropped, self._gaps = ([0] * options.count for _ in range(3))
@@ -495,9 +513,17 @@ class Intake:
             self._taking = True
             if self._claim is not None:
                 self._settle(queues, self._claim)
-            if queues.left == OTHER_ROWS or self._has_other_rows(queues):
-                self._turn_away(queues)
             runs = self._arrived(queues, everything)
+            # After a look at what is published: rows are not settled after that.
+            if queues.follow():
+                self._integers, self._compared = {}, None
+            if queues.left == OTHER_ROWS or self._has_other_rows(queues):
+                if self.operation.storage.ring.size or not queues.settled:
+                    self._turn_away(queues)
+                    runs = []
+                elif runs:
+                    # The buffer's own rows are gone: the first one of a writer decides.
+                    self._target().free()
             if self.operation.launches_at_once():
                 if self._reader is not _IN_PLACE:
                     self._give_back(queues)
@@ -524,7 +550,7 @@ class Intake:
         """Let writers know how many rows there are."""
         ring, self._size = storage.ring, storage.ring.size
         taken = sum(self._taken) * self._queues.rows.step_rows
-        self._queues.tell(ring.size - taken, storage.rows_written - taken)
+        self._queues.tell(ring.size - taken, storage.rows_written - taken, self._is_open and not ring.size)
 
     def _arrived(self, queues: Queues, everything: bool) -> list[_Run]:
         """What is to be taken in now."""

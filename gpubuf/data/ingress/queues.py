@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import functools
 import itertools
+import json
 import math
 import mmap
 import os
@@ -30,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf.data.storage.layout import Leaf, RowLayout
@@ -37,10 +39,11 @@ from gpubuf.data.storage.layout import Leaf, RowLayout
 #: Counters are 64-bit integers. Those that different processes store are in different cache lines.
 _LINE = 8
 # Of the whole segment, stored by the learner: whether and why it takes no more (see :data:`LEFT`), how many steps all
-# writers may publish (below 0: any number), and the rows and the write count of the buffer without what was published.
-_LEFT, _LIMIT, _ROWS, _COUNT = 0, 1, 2, 3
-# By whoever takes a place: how many did.
-_CLIENTS = _LINE
+# writers may publish (below 0: any number), the rows and the write count of the buffer without what was published, and
+# whether its first row may be any.
+_LEFT, _LIMIT, _ROWS, _COUNT, _OPEN = 0, 1, 2, 3, 4
+# By whoever takes a place: how many did. By whoever says what a row is: how often, and the bytes that this takes.
+_CLIENTS, _SETTLED, _SAID = _LINE, _LINE + 1, _LINE + 2
 _HEADER = 2 * _LINE
 # Of one queue, stored by the writer: steps published, nanoseconds blocked, whether it is blocked now.
 _PUBLISHED, _BLOCKED, _BLOCKS = 0, 1, 2
@@ -50,6 +53,9 @@ _PID, _START, _CLIENT, _CLOSED = _LINE, _LINE + 1, _LINE + 2, _LINE + 3
 _TAKEN = 2 * _LINE
 _PER_QUEUE = 3 * _LINE
 _ALIGNMENT = 64
+
+_WORDS = 1 << 16
+"""Bytes in which a writer can say what a row is."""
 
 CLOSED, OTHER_ROWS = 1, 2
 """Why a learner takes no more: the buffer was closed or is gone, or has rows of another layout than the queues."""
@@ -141,10 +147,11 @@ class Queues:
     Args:
         rows: what is in them.
         count: number of queues.
+        queue_bytes: of each queue; None: what the rows take.
         handle, learner: the memory, and who made it; None: it is made.
 
     Attributes:
-        rows, count: as given.
+        rows, count: as given. The rows are others once a writer has said so, :meth:`settle`.
         learner: the process that made them, and when it began.
         columns: for each queue its memory, an array ``[steps, *envs, ...]`` per key, of the dtype of :func:`bits_of`.
 
@@ -153,14 +160,19 @@ class Queues:
     """
 
     def __init__(
-        self, rows: Rows, count: int, handle: int | None = None, learner: tuple[int, int] | None = None
+        self,
+        rows: Rows,
+        count: int,
+        queue_bytes: int | None = None,
+        handle: int | None = None,
+        learner: tuple[int, int] | None = None,
     ) -> None:
-        self.rows, self.count = rows, count
+        self.count = count
         self.learner = learner or (os.getpid(), start_of(os.getpid()) or 0)
-        counted = 8 * (_HEADER + _PER_QUEUE * count)
-        first = -(-counted // mmap.PAGESIZE) * mmap.PAGESIZE
-        *offsets, queue_bytes = rows.offsets
-        n_bytes = first + count * queue_bytes
+        self._queue_bytes = rows.offsets[-1] if queue_bytes is None else queue_bytes
+        self._words = 8 * (_HEADER + _PER_QUEUE * count)
+        self._first = -(-(self._words + _WORDS) // mmap.PAGESIZE) * mmap.PAGESIZE
+        n_bytes = self._first + count * self._queue_bytes
         if handle is None:
             if not hasattr(os, "memfd_create"):
                 raise NotImplementedError("writers in other processes need Linux (memfd_create)")
@@ -170,12 +182,19 @@ class Queues:
             fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self._handle = handle
         self.memory = mmap.mmap(handle, n_bytes)
-        self._counters = memoryview(self.memory)[:counted].cast("q")
+        self._counters = memoryview(self.memory)[: self._words].cast("q")
         if not self._counters[_LIMIT]:
             self._counters[_LIMIT] = -1
+        self._known = 0
+        self._have(rows)
+        self.follow()
+
+    def _have(self, rows: Rows) -> None:
+        self.rows = rows
+        *offsets, _ = rows.offsets
         self.columns: list[list[np.ndarray]] = []
-        for queue in range(count):
-            at = first + queue * queue_bytes
+        for queue in range(self.count):
+            at = self._first + queue * self._queue_bytes
             keys = zip(rows.layout.leaves, offsets, strict=True)
             self.columns.append([self._column(leaf, at + offset) for leaf, offset in keys])
 
@@ -184,7 +203,8 @@ class Queues:
         return np.frombuffer(self.memory, bits_of(leaf.dtype), math.prod(shape), offset).reshape(shape)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"rows": self.rows, "count": self.count, "handle": DupFd(self._handle), "learner": self.learner}
+        given = {"rows": self.rows, "count": self.count, "queue_bytes": self._queue_bytes, "learner": self.learner}
+        return {**given, "handle": DupFd(self._handle)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**{**state, "handle": state["handle"].detach()})  # type: ignore[misc]
@@ -195,6 +215,56 @@ class Queues:
 
     def _at(self, queue: int, counter: int) -> int:
         return _HEADER + queue * _PER_QUEUE + counter
+
+    # What a row is
+
+    def settle(self, layout: RowLayout, envs: tuple[int, ...]) -> bool:
+        """Say what a row is, for a buffer that has none, before anybody has written one.
+
+        Returns:
+            Whether the rows are others now: these, or those that another one said first.
+
+        Raises:
+            ValueError: a queue has no room for a step.
+        """
+        with self.exclusive():
+            if not self._counters[_OPEN] or any(map(self.published, range(self.count))):
+                return self.follow()
+            leaves = [[leaf.key, str(leaf.dtype).removeprefix("torch."), leaf.shape] for leaf in layout.leaves]
+            rows = Rows(layout, envs, 1)
+            steps = min(self._queue_bytes // max(rows.step_bytes, 1), self.rows.steps)
+            while steps and Rows(layout, envs, steps).offsets[-1] > self._queue_bytes:
+                steps -= 1
+            words = json.dumps([leaves, envs, steps]).encode()
+            if not steps or len(words) > _WORDS:
+                raise ValueError(
+                    f"a step of {rows.step_bytes} bytes has no room in a queue of {self._queue_bytes}: write a batch "
+                    "before the process is started, or make the buffer with Writers(queue_steps=...)"
+                )
+            self.memory[self._words : self._words + len(words)] = words
+            self._counters[_SAID] = len(words)
+            fence()
+            self._counters[_SETTLED] += 1
+        return self.follow()
+
+    def follow(self) -> bool:
+        """Have the rows that a writer has said last. Returns whether they are others than before."""
+        settled = self._counters[_SETTLED]
+        if settled == self._known:
+            return False
+        fence()
+        leaves, envs, steps = json.loads(self.memory[self._words : self._words + self._counters[_SAID]])
+        example = TensorDict({}, [1, *envs])
+        for key, dtype, shape in leaves:
+            example.set(tuple(key), torch.empty((1, *envs, *shape), dtype=getattr(torch, dtype), device="cpu"))
+        self._have(Rows(RowLayout(example, 1 + len(envs)), tuple(envs), steps))
+        self._known = settled
+        return True
+
+    @property
+    def settled(self) -> bool:
+        """Whether a writer has said what a row is."""
+        return self._known > 0
 
     # The writer's end
 
@@ -239,7 +309,7 @@ class Queues:
             RuntimeError: processes write at all places.
         """
         own = os.getpid()
-        with self._exclusive():
+        with self.exclusive():
             free = [place for place in range(self.count) if self.writer(place) is None]
             for place in free:
                 if self.published(place) == self.taken(place):
@@ -268,8 +338,11 @@ class Queues:
             self._counters[self._at(queue, _CLOSED)] = 1
 
     @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """While a queue gets another writer. The kernel takes the lock from a process that ends."""
+    def exclusive(self) -> Iterator[None]:
+        """While a place is claimed, rows are settled, or a writer publishes for the first time.
+
+        The kernel takes the lock from a process that ends.
+        """
         handle = os.open(f"/proc/self/fd/{self._handle}", os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -305,9 +378,9 @@ class Queues:
         """All writers together may have published so many steps."""
         self._counters[_LIMIT] = steps
 
-    def tell(self, rows: int, count: int) -> None:
-        """See :attr:`stored`: so much of it was not published here."""
-        self._counters[_ROWS], self._counters[_COUNT] = rows, count
+    def tell(self, rows: int, count: int, is_open: bool) -> None:
+        """See :attr:`stored`: so much of it was not published here. ``is_open``: the first row may be any."""
+        self._counters[_ROWS], self._counters[_COUNT], self._counters[_OPEN] = rows, count, is_open
 
     def client(self, queue: int) -> int:
         """The number of the client that has a queue, or had it last."""
