@@ -236,6 +236,8 @@ def test_what_is_acknowledged_before_close_is_there():
         for thread in threads:
             thread.join()
         stored = torch.bincount(buffer[:]["writer"][:, 0], minlength=3).tolist()
+        with pytest.raises(RuntimeError, match="takes no more rows"):
+            buffer.client()
         # What was refused as it was written may be there.
         assert all(there - told in (0, 1) for there, told in zip(stored, acknowledged, strict=True))
 

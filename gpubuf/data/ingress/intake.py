@@ -213,8 +213,8 @@ class Intake:
         # Why the first steps that were dropped were; None: none were.
         self._refused: str | None = None
         self._has_reported = False
-        # Whether the first row of an empty buffer may be any.
-        self._is_open = False
+        # Whether the first row of an empty buffer may be any, and whether no more rows are taken.
+        self._is_open = self._is_closed = False
         # How columns are stored that clients check.
         self._integers: dict[int, Source] = {}
         # The layout of the buffer's rows that was last compared with that of the queues.
@@ -247,7 +247,7 @@ class Intake:
             # A process may be forked while another thread uses the buffer.
             self._tell(self.operation.storage)
         else:
-            with contextlib.suppress(TypeError):
+            with contextlib.suppress(TypeError, RuntimeError):
                 self.operation.run(self._share)
 
     def _share(self) -> None:
@@ -275,6 +275,8 @@ class Intake:
             ValueError: the example has other rows than the buffer, or a step of it has no room within ``margin``.
         """
         storage, options, queues = buffer.storage, self.options, self._queues
+        if self._is_closed:
+            raise RuntimeError("the buffer takes no more rows of writers: writers.close() was called")
         as_stored = not buffer.transform.has_inverse
         if example is not None:
             example = tensors_of(example)
@@ -472,6 +474,7 @@ class Intake:
     def _close(self) -> None:
         self._queues.leave(os.getpid())
         self.take(everything=True)
+        self._is_closed = True
 
     # Rows
 
@@ -506,7 +509,7 @@ class Intake:
 
     def _take(self, everything: bool) -> None:
         queues = self._queues
-        if isinstance(queues, _NoQueues) or self._taking or current.recording is not None:
+        if isinstance(queues, _NoQueues) or self._taking or self._is_closed or current.recording is not None:
             return
         try:
             # The writes below are operations of the buffer.
