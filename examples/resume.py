@@ -92,7 +92,8 @@ class Run:
     def load(self, folder: Path) -> None:
         slot = folder / (folder / "latest").read_text()
         learner = torch.load(slot / "learner.pt")
-        self.buffer.load(slot / "buffer")
+        # The environment goes on where it was, so the next row continues the trajectory.
+        self.buffer.load(slot / "buffer", end_trajectories=False)
         self.step, self.state = learner["step"], learner["state"]
         self.values.load_state_dict(learner["values"])
         self.optimizer.load_state_dict(learner["optimizer"])

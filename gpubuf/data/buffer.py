@@ -801,8 +801,17 @@ class ReplayBuffer:
             state["_processing"] = self._pipeline.state_dict()
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, end_trajectories: bool = True) -> None:
         """Restore :meth:`state_dict` into this buffer's own memory. Synchronises.
+
+        A program that goes on after a restart begins new episodes. So the next write begins a trajectory: slices,
+        windows of several steps and hindsight don't lead from the rows of before into those after it. What is drawn
+        before that write is as it was. A buffer in which nothing asks where trajectories end has no marks to set.
+
+        Args:
+            state: of this buffer, or one like it.
+            end_trajectories: False for a program that restores its environments too, and goes on in the middle of
+                their episodes.
 
         If it is interrupted, or a custom transform, sampler or writer raises, the buffer is empty: a note in the error
         says so.
@@ -810,7 +819,7 @@ class ReplayBuffer:
         Raises:
             ValueError: the state is that of another sampler, or its rows don't fit; the buffer is left as it was.
         """
-        restore.load_state(self, state)
+        restore.load_state(self, state, end_trajectories)
 
     def save(
         self, path: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None, **options: Any
@@ -828,6 +837,8 @@ class ReplayBuffer:
         self, path: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None, **options: Any
     ) -> None:
         """Restore what :meth:`save` wrote; see :func:`gpubuf.data.checkpoints.restore.load`. Synchronises.
+
+        With ``end_trajectories`` (default: True) the next write begins a trajectory: see :meth:`load_state_dict`.
 
         What several ranks have saved is loaded by all ranks of ``process_group``, as many as there were or fewer: see
         :func:`gpubuf.data.checkpoints.shards.load_shards`. Without one this buffer takes the rows of all.

@@ -449,7 +449,7 @@ class MixedReplayBuffer:
     def _own_state(self) -> dict[str, Any]:
         return {"_transforms": self._transform.state_dict(), "_rounding": self._offsets.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, end_trajectories: bool = True) -> None:
         """Restore :meth:`state_dict` into all the buffers; see :meth:`ReplayBuffer.load_state_dict`.
 
         If it is interrupted, or a transform, sampler or writer of yours raises, all the buffers are empty.
@@ -458,9 +458,9 @@ class MixedReplayBuffer:
             ValueError: the state is that of another number of buffers, or one of them can't take its own; nothing
                 changes.
         """
-        together(self._operations, lambda: self._load(state))
+        together(self._operations, lambda: self._load(state, end_trajectories))
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: dict[str, Any], end_trajectories: bool) -> None:
         states = state["_buffers"]
         if len(states) != len(self._buffers):
             raise ValueError(f"the state is that of {len(states)} buffers, here are {len(self._buffers)}")
@@ -471,7 +471,7 @@ class MixedReplayBuffer:
         with restore.replacing(*self._buffers):
             self._transform.load_state_dict(state["_transforms"])
             for buffer, part in zip(self._buffers, states, strict=True):
-                buffer.load_state_dict(part)
+                buffer.load_state_dict(part, end_trajectories=end_trajectories)
             self._offsets.load_state_dict(state["_rounding"])
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> int:
@@ -484,7 +484,7 @@ class MixedReplayBuffer:
     def _state_to_save(self) -> dict[str, Any]:
         return {"_buffers": [save.state_of(buffer) for buffer in self._buffers], **self._own_state()}
 
-    def load(self, path: str | os.PathLike[str], **options: Any) -> None:
+    def load(self, path: str | os.PathLike[str], *, end_trajectories: bool = True, **options: Any) -> None:
         """Restore what :meth:`save` wrote into all the buffers; see :meth:`ReplayBuffer.load`.
 
         Raises:
@@ -492,7 +492,7 @@ class MixedReplayBuffer:
             ValueError: a part of it is damaged or does not fit, or it is of another number of buffers. All the buffers
                 are as they were.
         """
-        self.load_state_dict(restore.read(path, files.MIX, **options))
+        self.load_state_dict(restore.read(path, files.MIX, **options), end_trajectories=end_trajectories)
 
     dump = dumps = save
     loads = load

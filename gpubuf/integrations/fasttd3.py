@@ -181,9 +181,9 @@ class SimpleReplayBuffer:
         """Rows, counters and the random stream. FastTD3's buffer keeps none of them."""
         return self.buffer.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
-        self.buffer.load_state_dict(state)
+    def load_state_dict(self, state: dict[str, Any], *, end_trajectories: bool = True) -> None:
+        """Restore :meth:`state_dict`; see :meth:`gpubuf.ReplayBuffer.load_state_dict`."""
+        self.buffer.load_state_dict(state, end_trajectories=end_trajectories)
         self._steps.begin_anew()
 
     def __repr__(self) -> str:

@@ -107,6 +107,12 @@ class PickledBuffer(ReplayBuffer):
         self._made["storage"]["device"] = device
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy that goes on where this one is: what pickle reads begins new trajectories."""
+        other = type(self).__new__(type(self))
+        ReplayBuffer.__setstate__(other, ReplayBuffer.__getstate__(self))
+        return other
+
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
             return super().__getstate__()

@@ -169,8 +169,11 @@ class UniformBuffer:
             os.makedirs(folder, exist_ok=True)
         torch.save(self.buffer.state_dict(), path)
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(self, path: str | os.PathLike[str], *, end_trajectories: bool = True) -> None:
         """Load what :meth:`save` wrote. It is read by pickle: load files that you trust.
+
+        The next step begins a trajectory, unless ``end_trajectories`` is False: see
+        :meth:`gpubuf.ReplayBuffer.load_state_dict`.
 
         Raises:
             ValueError: the file is of the program's own buffer, whose rows are n-step transitions already, or of a
@@ -183,7 +186,7 @@ class UniformBuffer:
                 f"{os.fspath(path)!r} was saved by the program's own buffer, which keeps transitions of n_step steps: "
                 "fill the buffer anew, or load the file there"
             )
-        self.buffer.load_state_dict(state)
+        self.buffer.load_state_dict(state, end_trajectories=end_trajectories)
         self._steps.begin_anew()
 
     def __repr__(self) -> str:

@@ -270,7 +270,8 @@ class Trainer:
             self._returns.extend(state["returns"])
             self._evaluated = state["evaluated"]
             self.agent.load_state_dict(state["agent"])
-            self.buffer.load_state_dict(state["buffer"])
+            # The environments go on in the middle of their episodes, too.
+            self.buffer.load_state_dict(state["buffer"], end_trajectories=False)
             observation, lost = self._environments.restore(state["environments"])
             self._observation.copy_(observation)
             for env in lost if self.config.n_steps > 1 else ():

@@ -20,7 +20,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
     capture,
 )
-from gpubuf.data import Sequence
+from gpubuf.data import Hindsight, MixedReplayBuffer, Sequence
 from gpubuf.data.recording import CaptureError
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.interrupts import interrupted
@@ -110,6 +110,74 @@ def test_sequences_and_check():
     report = plain.buffer.check()
     assert report.compared > 0
     assert report.broken == len(report.lengths) == 0
+
+
+LOOKING = {
+    **{name: lambda make=make: {"sampler": make()} for name, make in SAMPLERS.items() if name != "fixed"},
+    "n-step": lambda: {"n_steps": 3},
+    "sequence": lambda: {"sample_unit": Sequence(2)},
+    "hindsight": lambda: {"relabel": Hindsight(lambda achieved, goal, batch: (achieved == goal)[..., 0].float())},
+}
+
+
+def crossings(buffer: ReplayBuffer, kind: str) -> int:
+    """How often batches lead from a row of episode 0 to one of episode 1."""
+    count = 0
+    for _ in range(64):
+        batch = buffer.sample()
+        before = batch["of"] == 0
+        if kind == "n-step":
+            count += int((before & (batch["next", "of"] == 1)).sum())
+        elif kind == "hindsight":
+            count += int((before & (batch["desired_goal"][..., 0] == 1)).sum())
+        else:
+            windows = batch["of"].reshape(-1, getattr(buffer.sampler, "slice_len", 2))
+            count += int((windows[:, :1] != windows).sum())
+    return count
+
+
+@pytest.mark.parametrize("way", ["save", "state", "mix"])
+@pytest.mark.parametrize("kind", LOOKING)
+def test_what_is_written_after_a_restart_continues_nothing(kind, way, tmp_path):
+    """CASES 78. Saved in mid-episode, no window leads into the rows of after it, unless the environment went on too."""
+
+    def made() -> TensorDictReplayBuffer:
+        generator = torch.Generator().manual_seed(0)
+        options = {"batch_size": 16, "generator": generator, **LOOKING[kind]()}
+        return TensorDictReplayBuffer(storage=LazyTensorStorage(32), **options)
+
+    def steps(episode: int) -> TensorDict:
+        rows = rows_of([[(episode, i)] for i in range(7)])[:, 0]
+        of = rows["of"].float().unsqueeze(-1)
+        rows["next", "of"] = rows["of"]
+        rows["desired_goal"], rows["next", "desired_goal"], rows["next", "achieved_goal"] = of - 5, of - 5, of
+        return rows
+
+    whole = made()
+    whole.extend(steps(0))
+    for ends in (True, False):
+        buffer = made()
+        source, target = whole, buffer
+        if way == "mix":
+            source, target = (MixedReplayBuffer([each], batch_size=16) for each in (whole, buffer))
+        if way == "state":
+            target.load_state_dict(source.state_dict(), end_trajectories=ends)
+        else:
+            source.save(tmp_path / str(ends))
+            target.load(tmp_path / str(ends), end_trajectories=ends)
+        # Before the next write the batches are those of the buffer that was saved.
+        again = made()
+        again.load_state_dict(whole.state_dict(), end_trajectories=False)
+        assert (buffer.sample() == again.sample()).all()
+        buffer.extend(steps(1))
+        assert bool(crossings(buffer, kind)) is not ends
+
+
+def test_a_restart_costs_nothing_where_nobody_asks_for_trajectories():
+    whole, buffer = (TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=4) for _ in "ab")
+    whole.extend(one_env(5))
+    buffer.load_state_dict(whole.state_dict())
+    assert buffer.storage.marks.rows is None
 
 
 def steps_of(buffer: ReplayBuffer) -> list[int]:

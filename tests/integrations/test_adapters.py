@@ -85,12 +85,13 @@ def test_rows_are_drawn_alike(adapter: Adapter):
 @NAMES
 @pytest.mark.parametrize("once", [False, True], ids=["twice", "once"])
 def test_a_copy_goes_on(adapter: Adapter, once: bool, tmp_path: Path):
-    """With the same rows and the same random numbers."""
+    """With the same rows and the same random numbers. CASES 78: what was loaded begins new trajectories."""
     buffer, other = adapter.make("same_step", once), None
     for number, step in enumerate(program("same_step", Seen(adapter.envs), adapter.envs)):
         if number == STEPS // 2:
             drawn(adapter, buffer)
             other = adapter.copy(buffer, adapter.make("same_step", once), tmp_path)
+            buffer.buffer.end_trajectories()
         for each in (buffer,) if other is None else (buffer, other):
             adapter.add(each, step)
     assert_same(adapter.sample(buffer, 600), adapter.sample(other, 600))

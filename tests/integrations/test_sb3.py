@@ -175,6 +175,21 @@ def test_pickle_makes_no_copy_of_the_rows(once, protocol, monkeypatch, tmp_path)
             assert torch.equal(ours, theirs)
 
 
+def test_transforms_that_were_appended_are_pickled():
+    buffer = filled(CASES[0], 7)
+    buffer.buffer.append_transform(Doubled())
+    copies = [pickle.loads(pickle.dumps(buffer)), copy.deepcopy(buffer)]
+    due = buffer.sample(9).rewards
+    for other in copies:
+        assert torch.equal(other.sample(9).rewards, due)
+        assert len(other.buffer.transform) == 1
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, data: Any) -> Any:
+        return data.set(("next", "reward"), 2 * data["next", "reward"])
+
+
 def test_a_pickle_of_a_gpu_is_read_without_one(monkeypatch):
     """Tensors are written from the host, and the rows go where this machine has room."""
     buffer = filled(CASES[0], 7)

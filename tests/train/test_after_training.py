@@ -222,5 +222,8 @@ class TestTrack:
         # The message says that the run was saved.
         assert mine.calls[-4:] == [("episode", 60), "stop", "message", "close"]
         assert other.calls[-4:] == [("update", 59), "stop", "message", "close"]
-        with pytest.raises(ValueError, match="before its first checkpoint"):
+        with pytest.raises(RuntimeError, match="full"):
             resume(tmp_path, reporter=other)
+        Mine.record = Reporter.record
+        resume(tmp_path, reporter=other)
+        assert other.calls[-2:] == ["message", "close"]

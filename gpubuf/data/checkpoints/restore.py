@@ -32,10 +32,16 @@ from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels.rows import LOST
 
 #: What loads the folders of several ranks and of other programs: whether one is such, and what reads it into a buffer.
-readers: list[tuple[Callable[[Path], bool], Callable[[Checkpointed, Path], None]]] = []
+readers: list[tuple[Callable[[Path], bool], Callable[[Checkpointed, Path, bool], None]]] = []
 
 
-def load(buffer: Checkpointed, path: str | os.PathLike[str], *, progress: bool | None = None) -> None:
+def load(
+    buffer: Checkpointed,
+    path: str | os.PathLike[str],
+    *,
+    progress: bool | None = None,
+    end_trajectories: bool = True,
+) -> None:
     """Restore what :func:`gpubuf.data.checkpoints.save.save` wrote, into the memory that the buffer has.
 
     Everything is read and verified before anything changes. The buffer may be on another device than the saved one was,
@@ -46,6 +52,7 @@ def load(buffer: Checkpointed, path: str | os.PathLike[str], *, progress: bool |
         buffer: the buffer. Its sampler must be of the same class, and its transforms must have the same entries.
         path: the folder.
         progress: as for ``save``.
+        end_trajectories: as for :meth:`gpubuf.ReplayBuffer.load_state_dict`.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -55,9 +62,9 @@ def load(buffer: Checkpointed, path: str | os.PathLike[str], *, progress: bool |
     folder = existing(path)
     for recognises, read_into in readers:
         if recognises(folder):
-            read_into(buffer, folder)
+            read_into(buffer, folder, end_trajectories)
             return
-    buffer.load_state_dict(read(folder, files.BUFFER, progress=progress))
+    buffer.load_state_dict(read(folder, files.BUFFER, progress=progress), end_trajectories=end_trajectories)
 
 
 def read(path: str | os.PathLike[str], of: str, *, progress: bool | None = None) -> dict[str, Any]:
@@ -79,12 +86,19 @@ def existing(path: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def load_state(buffer: Checkpointed, state: dict[str, Any]) -> None:
+def load_state(buffer: Checkpointed, state: dict[str, Any], end_trajectories: bool) -> None:
     """Restore a state into a buffer's own memory. See :meth:`gpubuf.ReplayBuffer.load_state_dict`."""
-    buffer.operation.run(_load_state, buffer, state)
+    buffer.operation.run(_load_state, buffer, state, end_trajectories)
 
 
-def _load_state(buffer: Checkpointed, state: dict[str, Any]) -> None:
+def end_if(wanted: bool, storage: TensorStorage) -> None:
+    """Have the next write begin a trajectory, after rows were restored, where somebody asks for trajectories."""
+    asked = storage.end_bits is not None or storage.followers.follow_trajectories
+    if wanted and asked and len(storage):
+        storage.end_trajectories()
+
+
+def _load_state(buffer: Checkpointed, state: dict[str, Any], end_trajectories: bool) -> None:
     check(buffer, state)
     with replacing(buffer):
         buffer.transform.load_state_dict(state["_transforms"])
@@ -95,6 +109,7 @@ def _load_state(buffer: Checkpointed, state: dict[str, Any]) -> None:
         buffer.writer.load_state_dict(state["_writer"])
         buffer._batch_size = state["_batch_size"]
         buffer._assemble()
+        end_if(end_trajectories, buffer.storage)
 
 
 @contextlib.contextmanager

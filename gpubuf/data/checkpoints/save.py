@@ -48,7 +48,7 @@ class Checkpointed(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Everything that it needs to go on with the same batches."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, end_trajectories: bool = True) -> None:
         """Restore that: see :func:`gpubuf.data.checkpoints.restore.load_state`."""
 
     def _assemble(self) -> None:

@@ -120,6 +120,7 @@ def load_shards(
     process_group: dist.ProcessGroup | None,
     *,
     progress: bool | None = None,
+    end_trajectories: bool = True,
 ) -> None:
     """Restore what :func:`save_shards` wrote, on all ranks of a group. All ranks call it.
 
@@ -135,6 +136,7 @@ def load_shards(
         path: the folder.
         process_group: the ranks. None: this process takes all shards.
         progress: as for ``save``.
+        end_trajectories: as for :meth:`gpubuf.ReplayBuffer.load_state_dict`.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -143,11 +145,15 @@ def load_shards(
         RuntimeError: another rank has failed, or is lost: before all have checked their shards, the buffers are as they
             were; later, they are empty. Synchronises.
     """
-    buffer.operation.run(_load_shards, buffer, path, process_group, progress)
+    buffer.operation.run(_load_shards, buffer, path, process_group, progress, end_trajectories)
 
 
 def _load_shards(
-    buffer: Checkpointed, path: str | os.PathLike[str], process_group: dist.ProcessGroup | None, progress: bool | None
+    buffer: Checkpointed,
+    path: str | os.PathLike[str],
+    process_group: dist.ProcessGroup | None,
+    progress: bool | None,
+    end_trajectories: bool,
 ) -> None:
     rank, ranks = (0, 1) if process_group is None else (process_group.rank(), process_group.size())
     with _Vote(process_group) as vote:
@@ -168,7 +174,7 @@ def _load_shards(
             check(buffer, states[0])
         vote.cast()
     with _Vote(process_group) as vote, replacing(buffer):
-        buffer.load_state_dict(states[0])
+        buffer.load_state_dict(states[0], end_trajectories=end_trajectories)
         vote.cast()
 
 
@@ -307,9 +313,9 @@ def _is_sharded(folder: Path) -> bool:
     return True
 
 
-def _load_all(buffer: Checkpointed, folder: Path) -> None:
+def _load_all(buffer: Checkpointed, folder: Path, end_trajectories: bool) -> None:
     """All shards into the buffer of one process."""
-    load_shards(buffer, folder, None)
+    load_shards(buffer, folder, None, end_trajectories=end_trajectories)
 
 
 readers.append((_is_sharded, _load_all))

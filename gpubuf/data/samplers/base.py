@@ -184,6 +184,7 @@ class Sampler:
         has_priorities: declares that the sampler has a use for priorities: those that come with a write reach
             :meth:`on_write`, those of an update :meth:`update_priority`, and samples carry ``"index_generation"``, by
             which a priority that returns too late is recognised.
+        follows_trajectories: whether it draws by where trajectories end.
         ran_out: whether an epoch has ended with the last batch; iteration over the buffer stops there.
         operation: that of the sampler's buffer, for methods that users call on the sampler itself.
         storage: what the sampler serves. If that is nothing yet, its attributes raise a RuntimeError.
@@ -191,6 +192,7 @@ class Sampler:
     """
 
     has_priorities: ClassVar[bool] = False
+    follows_trajectories: ClassVar[bool] = False
     ran_out: bool = False
     #: Attributes that hold a tensor about the rows, or None.
     row_tensors: ClassVar[tuple[str, ...]] = ()

@@ -119,6 +119,7 @@ class SliceSampler(Sampler):
             or for batches of unequal sizes on the ranks of a group.
     """
 
+    follows_trajectories = True
     parts: ClassVar[tuple[str, ...]] = ("_index",)
     drawn_state: ClassVar[tuple[str, ...] | None] = ()
     # Made with the index.

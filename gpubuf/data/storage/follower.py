@@ -42,6 +42,8 @@ class Listener(Protocol):
 
     #: Names of attributes with what is known about the rows. Graphs use them as they are.
     parts: ClassVar[tuple[str, ...]]
+    #: Whether it draws by where trajectories end.
+    follows_trajectories: ClassVar[bool]
 
     @property
     def listens_to_writes(self) -> bool:
@@ -199,6 +201,11 @@ class Followers:
         """The rows are elsewhere: samplers follow them. May synchronise."""
         for sampler in self.samplers:
             sampler.move()
+
+    @property
+    def follow_trajectories(self) -> bool:
+        """Whether a sampler draws by where trajectories end."""
+        return any(sampler.follows_trajectories for sampler in self.samplers)
 
     def depends_on(self, keys: Collection[int]) -> bool:
         """Whether a sampler has to :meth:`rebuild` where these stored keys change."""

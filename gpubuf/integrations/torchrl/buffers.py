@@ -264,7 +264,7 @@ class ReplayBuffer(core.ReplayBuffer):
 
     dump = dumps
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, end_trajectories: bool = True) -> None:
         """As :meth:`gpubuf.data.ReplayBuffer.load_state_dict`, and what TorchRL's ``state_dict`` has returned.
 
         Of that come rows, counters, batch size and priorities; transforms, the random stream and an epoch do not.
@@ -272,9 +272,9 @@ class ReplayBuffer(core.ReplayBuffer):
         from gpubuf.integrations.torchrl import dumps
 
         if dumps.is_state(state):
-            dumps.load_state(self, state)
+            dumps.load_state(self, state, end_trajectories)
         else:
-            super().load_state_dict(state)
+            super().load_state_dict(state, end_trajectories=end_trajectories)
 
     def loads(self, path: Any, **options: Any) -> None:
         """:meth:`load`, by TorchRL's name."""

@@ -56,7 +56,7 @@ def is_dump(folder: Path) -> bool:
     return (folder / BUFFER_FILE).is_file() and not (folder / MANIFEST).exists()
 
 
-def load_dump(buffer: Checkpointed, folder: Path) -> None:
+def load_dump(buffer: Checkpointed, folder: Path, end_trajectories: bool) -> None:
     """Load what TorchRL's ``dumps`` has written into a buffer, in place of all that it holds.
 
     Rows, counters and batch size come from the dump, and the priorities of a prioritized sampler. Transforms, the
@@ -68,7 +68,7 @@ def load_dump(buffer: Checkpointed, folder: Path) -> None:
             was.
     """
     found = _read(folder, buffer.storage.ndim, stacklevel=6)
-    buffer.operation.run(_take, buffer, found, found.batch_size)
+    buffer.operation.run(_take, buffer, found, found.batch_size, end_trajectories)
 
 
 restore.readers.append((is_dump, load_dump))
@@ -113,11 +113,11 @@ def load_torchrl(
     kwargs.setdefault("batch_size", found.batch_size)
     kind = ReplayBuffer if isinstance(found.data, Tensor) else TensorDictReplayBuffer
     buffer = kind(storage=storage, sampler=sampler, **kwargs)
-    buffer.operation.run(_take, buffer, found, buffer.batch_size)
+    buffer.operation.run(_take, buffer, found, buffer.batch_size, True)
     return buffer
 
 
-def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
+def _take(buffer: Checkpointed, found: Dump, batch_size: int | None, end_trajectories: bool) -> None:
     """Replace all that a buffer holds, within an operation."""
     storage, sampler, per_step = buffer.storage, buffer.sampler, math.prod(found.shape[1:])
     room = -(-storage.max_size // per_step) * per_step
@@ -139,6 +139,7 @@ def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
             sampler.load_state_dict({**sampler.state_dict(), **state})
         buffer._batch_size = batch_size
         buffer._assemble()
+        restore.end_if(end_trajectories, storage)
 
 
 def _read(folder: Path, ndim: int | None, *, stacklevel: int) -> Dump:
@@ -205,7 +206,7 @@ def is_state(state: Any) -> bool:
     return isinstance(stored, Mapping) and "_len" in stored and not isinstance(stored.get("_storage"), list)
 
 
-def load_state(buffer: Checkpointed, state: Mapping[str, Any]) -> None:
+def load_state(buffer: Checkpointed, state: Mapping[str, Any], end_trajectories: bool) -> None:
     """Load what TorchRL's ``state_dict`` has returned into a buffer, as :func:`load_dump`. Raises as it."""
     ndim = buffer.storage.ndim
     rows, sampler, writer = state["_storage"]["_storage"], state["_sampler"], state["_writer"]
@@ -220,7 +221,7 @@ def load_state(buffer: Checkpointed, state: Mapping[str, Any]) -> None:
     written = _rows_written("the state", dims, ndim, int(size), int(cursor), count)
     priorities = priorities_of(sampler, within_buffer=False) if "_sum_tree" in sampler else None
     found = Dump(rows, dims, int(size), written, priorities, state.get("_batch_size"))
-    buffer.operation.run(_take, buffer, found, found.batch_size)
+    buffer.operation.run(_take, buffer, found, found.batch_size, end_trajectories)
 
 
 def _guess_ndim(dims: tuple[int, ...], size: int, count: Any) -> int:
