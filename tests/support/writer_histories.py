@@ -279,7 +279,7 @@ class Learner:
                 told = self._acknowledged()
                 self._buffer.save(self._folder / "checkpoint")
                 replace(self._folder / "saved.json", told)
-            elif what < 0.021:
+            elif what < 0.0202:
                 self._close_and_go_on()
             elif what < 0.5 and len(self._buffer):
                 self._wrong += wrong_samples(Seen.of(self._buffer.sample()))
