@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -23,9 +22,10 @@ from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.intake import Intake
 from gpubuf.data.ingress.options import Writers
+from gpubuf.data.ingress.remote import Remote, RemoteStorage, RemoteWriter, RemoteWrites
 from gpubuf.data.mending import forget, mend
 from gpubuf.data.operation import Operation, graph_break, operation
-from gpubuf.data.passing import living, packed, register, unpacked
+from gpubuf.data.passing import living, packed, register, starting, unpacked
 from gpubuf.data.prefetch import Prefetched
 from gpubuf.data.prepared_writes import Columns
 from gpubuf.data.processing.augment import RandomShift
@@ -47,10 +47,15 @@ from gpubuf.data.transforms import Compose, with_statistics, without_multi_steps
 from gpubuf.data.updates import RowAccess, is_key
 from gpubuf.data.writers import RoundRobinWriter, Writer
 from gpubuf.data.writing import Writes
+from gpubuf.kernels import philox
 
 DEFAULT_CAPACITY = 1_000
 # A copy gets new ones: they have locks and addresses.
-_OF_THE_PROCESS = ("operation", "_batches", "_writes", "_rows", "_intake")
+_OF_THE_PROCESS = ("operation", "_batches", "_writes", "_rows", "_intake", "_handed")
+# Between the seeds of two copies.
+_APART = 0x9E3779B97F4A7C15
+# What goes to a process that is started: what a writer is made of, or a copy with a number.
+_REMOTE, _NUMBER = "_remote", "_number"
 
 
 class ReplayBuffer:
@@ -103,6 +108,8 @@ class ReplayBuffer:
     priority_key: str | tuple[str, ...] = ()
     #: Whether iteration puts the info of a sample into it.
     _samples_have_info = False
+    #: How many processes were handed a copy.
+    _handed = 0
 
     def __init__(
         self,
@@ -495,7 +502,7 @@ class ReplayBuffer:
         if storage.initialized:
             storage.changing(storage.end_trajectories, env)
 
-    def client(self, example: Any = None, *, place: int | None = None) -> WriterClient:
+    def client(self, example: Any = None) -> WriterClient:
         """What a writer in another process has in place of the buffer: ``extend``, ``extend_columns``, ``add_columns``.
 
         Pass it to a process that is started by ``spawn`` or ``forkserver``. Rows that it has written are taken in by
@@ -504,7 +511,6 @@ class ReplayBuffer:
 
         Args:
             example: a batch as writers will write it, for a buffer that nothing was written to.
-            place: take over this place, of a writer that never came or has ended. Default: a free one.
 
         Returns:
             The client of one writer, who has its place until the process ends or closes it.
@@ -513,10 +519,10 @@ class ReplayBuffer:
             RuntimeError: the buffer has no writers, all places are taken, or nothing tells what a row is.
             TypeError: rows hold other things than tensors. No host sync.
         """
-        self._storage.check_owned()
         if self._intake is None:
+            self._storage.check_owned()
             raise RuntimeError("this buffer takes rows of its own process alone: make it with writers=, or shared=True")
-        return self._intake.client(example, place)
+        return self._intake.client(example)
 
     @operation
     def empty(self, empty_write_count: bool = True) -> None:
@@ -860,8 +866,12 @@ class ReplayBuffer:
         register(cls)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of everything as of one moment. Synchronises."""
-        return packed(self.operation.run(self._copied))
+        """A copy of everything as of one moment; what a process that is started writes by. Synchronises."""
+        number = self.begin_handing() if starting() else None
+        if number is not None and self._intake is not None:
+            return packed({_REMOTE: self._left_there()})
+        copied = self.operation.run(self._copied)
+        return packed(copied if number is None else {**copied, _NUMBER: number})
 
     def _copied(self) -> dict[str, Any]:
         self._batches.discard()
@@ -872,35 +882,90 @@ class ReplayBuffer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         copied, owner = unpacked(state)
+        if _REMOTE in copied:
+            self._write_to(owner, *copied[_REMOTE])
+            return
+        number = copied.pop(_NUMBER, None)
         vars(self).update(copied)
         self._storage.owner = owner
         # Writers write to the buffer that made their clients.
         self._intake = None
         self._connect()
+        if number is not None:
+            self.draw_apart(number)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         other = type(self).__new__(type(self))
         other.__setstate__(self.__getstate__())
         return other
 
+    def begin_handing(self) -> int:
+        """Before a process is started: let it find the queues of writers. Returns the number of its copy."""
+        if self._intake is not None:
+            self._intake.share()
+        self._handed += 1
+        return self._handed
+
+    def draw_apart(self, number: int) -> None:
+        """Go on with the random streams of copy ``number``. A batch ahead is thrown away."""
+        if self._storage.initialized:
+            # Later it would have the same seed in all copies.
+            self._sampler.random_state(self._storage.device)
+        for random in (self._sampler._random, self._pipeline.random):
+            if random is not None:
+                # Seeds of any two copies differ, and are not near those that people choose. They wrap at 64 bits.
+                random.state[philox.SEED] += (number * _APART + 2**63) % 2**64 - 2**63
+
+    def _left_there(self) -> tuple[Any, ...]:
+        """What is left of a buffer with writers in a process that writes to it."""
+        assert self._intake is not None
+        parts = vars(ReplayBuffer(1)).keys()
+        more = {name: value for name, value in vars(self).items() if name not in parts and name != "_handed"}
+        storage = self._storage
+        return self._intake.link(), storage.max_size, storage.ndim, self._batch_size, self._dim_extend, more
+
+    def _write_to(
+        self,
+        owner: int | None,
+        client: WriterClient | None,
+        capacity: int,
+        ndim: int,
+        batch_size: int | None,
+        dim_extend: int | None,
+        more: dict[str, Any],
+    ) -> None:
+        """Be a writer, with what :meth:`_left_there` says."""
+        storage = RemoteStorage(capacity, ndim=ndim)
+        ReplayBuffer.__init__(self, storage, batch_size=batch_size, dim_extend=dim_extend)
+        storage.owner = owner if client is None else client.learner
+        remote: Any = Remote(client, storage)
+        vars(self).update(more)
+        vars(self).update(operation=remote, _intake=remote, _writes=RemoteWrites(remote), _writer=RemoteWriter())
+        self._writer.register_storage(storage)
+        self._batches.operation = remote
+
     def begin_anew(self) -> None:
         """In a forked process, where no other thread is: a new lock, no batch ahead, and random streams of its own.
 
-        If a thread of the parent was in the middle of an operation, the next one here finishes it.
+        If a thread of the parent was in the middle of an operation, the next one here finishes it. Of a buffer with
+        writers its rows are not here any more: it writes to that of the parent.
         """
         own, storage = self.operation, self._storage
+        if self._intake is not None:
+            left, inherited = self._left_there(), vars(self).copy()
+            vars(self).clear()
+            self._write_to(os.getppid(), *left)
+            # Memory of a GPU can't be given back here.
+            vars(self)["_inherited"] = inherited
+            return
         storage.owner = storage.owner or os.getppid()
         if own.abandon() and storage.initialized:
             storage.unfinished = storage.unfinished or REPLAY
         if own.gpu() is None:
             # A process forked from one that uses CUDA can't use it.
             self._batches.discard()
-        # The parent takes the rows of other processes.
-        self._intake = own.intake = None
+            self.draw_apart(self._handed)
         self._assemble()
-        for random in (self._sampler._random, self._pipeline.random):
-            if random is not None and not random.state.is_cuda:
-                random.manual_seed(secrets.randbits(63))
 
     def __repr__(self) -> str:
         return (
