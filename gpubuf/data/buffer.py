@@ -528,6 +528,9 @@ class ReplayBuffer:
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget every row and priority, in O(1) for the rows; memory stays allocated.
 
+        The next write may have other keys, shapes or dtypes: the memory is then released, and allocated anew. A buffer
+        with writers in other processes, or with rows in files, keeps the form of its rows.
+
         Args:
             empty_write_count: let :attr:`write_count` begin again at 0.
         """
