@@ -19,10 +19,11 @@ from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.intake import Intake
 from gpubuf.data.ingress.options import Writers
+from gpubuf.data.ingress.remote import Remote, RemoteStorage, RemoteWriter, RemoteWrites
 from gpubuf.data.mending import forget
 from gpubuf.data.operation import graph_break, operation
 from gpubuf.data.parts import Parts
-from gpubuf.data.passing import packed, register, unpacked
+from gpubuf.data.passing import living, packed, register, starting, unpacked
 from gpubuf.data.prepared_writes import Arrays
 from gpubuf.data.recording import EMPTIES
 from gpubuf.data.samplers.base import Sampler
@@ -36,6 +37,9 @@ from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
 from gpubuf.data.updates import is_key
 from gpubuf.data.writers import Writer
+
+# What goes to a process that is started: what a writer is made of, or a copy with a number.
+_REMOTE, _NUMBER = "_remote", "_number"
 
 
 class ReplayBuffer:
@@ -88,6 +92,8 @@ class ReplayBuffer:
     priority_key: str | tuple[str, ...] = ()
     #: Whether iteration puts the info of a sample into it.
     _samples_have_info = False
+    #: How many processes were handed a copy.
+    _handed = 0
 
     def __init__(
         self,
@@ -140,6 +146,7 @@ class ReplayBuffer:
     def _connect(self) -> None:
         self.parts.connect()
         self.operation = self.parts.operation
+        living.add(self)
 
     # The parts
 
@@ -333,7 +340,7 @@ class ReplayBuffer:
         if storage.initialized:
             storage.changing(storage.end_trajectories, env)
 
-    def client(self, example: Any = None, *, place: int | None = None) -> WriterClient:
+    def client(self, example: Any = None) -> WriterClient:
         """What a writer in another process has in place of the buffer: ``extend``, ``extend_columns``, ``add_columns``.
 
         Pass it to a process that is started by ``spawn`` or ``forkserver``. Rows that it has written are taken in by
@@ -342,7 +349,6 @@ class ReplayBuffer:
 
         Args:
             example: a batch as writers will write it, for a buffer that nothing was written to.
-            place: take over this place, of a writer that never came or has ended. Default: a free one.
 
         Returns:
             The client of one writer, who has its place until the process ends or closes it.
@@ -351,14 +357,17 @@ class ReplayBuffer:
             RuntimeError: the buffer has no writers, all places are taken, or nothing tells what a row is.
             TypeError: rows hold other things than tensors. No host sync.
         """
-        self.parts.storage.check_owned()
         if self.parts.intake is None:
+            self.parts.storage.check_owned()
             raise RuntimeError("this buffer takes rows of its own process alone: make it with writers=, or shared=True")
-        return self.parts.intake.client(example, place)
+        return self.parts.intake.client(example)
 
     @operation
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget every row and priority, in O(1) for the rows; memory stays allocated.
+
+        The next write may have other keys, shapes or dtypes: the memory is then released, and allocated anew. A buffer
+        with writers in other processes, or with rows in files, keeps the form of its rows.
 
         Args:
             empty_write_count: let :attr:`write_count` begin again at 0.
@@ -659,23 +668,88 @@ class ReplayBuffer:
         register(cls)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of everything as of one moment. Synchronises."""
-        return packed(self.operation.run(self._copied))
+        """A copy of everything as of one moment; what a process that is started writes by. Synchronises."""
+        number = self.begin_handing() if starting() else None
+        if number is not None and self.parts.intake is not None:
+            return packed({_REMOTE: self._left_there()})
+        copied = self.operation.run(self._copied)
+        return packed(copied if number is None else {**copied, _NUMBER: number})
 
     def _copied(self) -> dict[str, Any]:
         self.parts.settle()
-        return copy.deepcopy({name: value for name, value in vars(self).items() if name != "operation"})
+        return copy.deepcopy(
+            {name: value for name, value in vars(self).items() if name not in ("operation", "_handed")}
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         copied, owner = unpacked(state)
+        if _REMOTE in copied:
+            self._write_to(owner, *copied[_REMOTE])
+            return
+        number = copied.pop(_NUMBER, None)
         vars(self).update(copied)
         self.parts.storage.owner = owner
         self._connect()
+        if number is not None:
+            self.draw_apart(number)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         other = type(self).__new__(type(self))
         other.__setstate__(self.__getstate__())
         return other
+
+    def begin_handing(self) -> int:
+        """Before a process is started: let it find the queues of writers. Returns the number of its copy."""
+        if self.parts.intake is not None:
+            self.parts.intake.share()
+        self._handed += 1
+        return self._handed
+
+    def draw_apart(self, number: int) -> None:
+        """Go on with the random streams of copy ``number``. A batch ahead is thrown away."""
+        self.parts.draw_apart(number)
+
+    def _left_there(self) -> tuple[Any, ...]:
+        """What is left of a buffer with writers in a process that writes to it."""
+        assert self.parts.intake is not None
+        parts = vars(ReplayBuffer(1)).keys()
+        more = {name: value for name, value in vars(self).items() if name not in parts and name != "_handed"}
+        own, storage = self.parts, self.parts.storage
+        return self.parts.intake.link(), storage.max_size, storage.ndim, own.batch_size, own.dim_extend, more
+
+    def _write_to(
+        self,
+        owner: int | None,
+        client: WriterClient | None,
+        capacity: int,
+        ndim: int,
+        batch_size: int | None,
+        dim_extend: int | None,
+        more: dict[str, Any],
+    ) -> None:
+        """Be a writer, with what :meth:`_left_there` says."""
+        storage = RemoteStorage(capacity, ndim=ndim)
+        ReplayBuffer.__init__(self, storage, batch_size=batch_size, dim_extend=dim_extend)
+        storage.owner = owner if client is None else client.learner
+        remote: Any = Remote(client, storage)
+        vars(self).update(more)
+        self.operation = remote
+        self.parts.be_remote(remote, RemoteWrites(remote), RemoteWriter())
+
+    def begin_anew(self) -> None:
+        """In a forked process, where no other thread is: a new lock, no batch ahead, and random streams of its own.
+
+        If a thread of the parent was in the middle of an operation, the next one here finishes it. Of a buffer with
+        writers its rows are not here any more: it writes to that of the parent.
+        """
+        if self.parts.intake is not None:
+            left, inherited = self._left_there(), vars(self).copy()
+            vars(self).clear()
+            self._write_to(os.getppid(), *left)
+            # Memory of a GPU can't be given back here.
+            vars(self)["_inherited"] = inherited
+            return
+        self.parts.begin_anew(self._handed)
 
     def __repr__(self) -> str:
         return (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +17,6 @@ from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.intake import Intake
 from gpubuf.data.mending import mend
 from gpubuf.data.operation import Operation
-from gpubuf.data.passing import living
 from gpubuf.data.prefetch import Prefetched
 from gpubuf.data.processing.augment import RandomShift
 from gpubuf.data.processing.pipeline import Pipeline
@@ -36,10 +34,13 @@ from gpubuf.data.transforms import Compose, with_statistics, without_multi_steps
 from gpubuf.data.updates import RowAccess
 from gpubuf.data.writers import RoundRobinWriter, Writer
 from gpubuf.data.writing import Writes
+from gpubuf.kernels import philox
 
 DEFAULT_CAPACITY = 1_000
 """Rows of a buffer that is given no storage."""
 
+# Between the seeds of two copies.
+_APART = 0x9E3779B97F4A7C15
 #: Made anew of the other parts. A copy gets its own: they have locks and addresses.
 _MADE = ("operation", "batches", "writes", "rows", "row_order", "reader")
 
@@ -112,7 +113,6 @@ class Parts:
         self.operation = Operation(self.storage, self.mend)
         self.sampler.bind(self.storage, self.operation)
         self.assemble()
-        living.add(self)
 
     def take_in(self, intake: Intake) -> None:
         """Take in the rows of writers in other processes, before each operation."""
@@ -302,11 +302,8 @@ class Parts:
         """Without what is made anew. Writers write to the buffer that made their clients."""
         return {name: value for name, value in vars(self).items() if name not in _MADE} | {"intake": None}
 
-    def begin_anew(self) -> None:
-        """In a forked process, where no other thread is: a new lock, no batch ahead, and random streams of its own.
-
-        If a thread of the parent was in the middle of an operation, the next one here finishes it.
-        """
+    def begin_anew(self, number: int) -> None:
+        """In a forked process, copy ``number``: see :meth:`gpubuf.ReplayBuffer.begin_anew`."""
         own, storage = self.operation, self.storage
         storage.owner = storage.owner or os.getppid()
         if own.abandon() and storage.initialized:
@@ -314,12 +311,24 @@ class Parts:
         if own.gpu() is None:
             # A process forked from one that uses CUDA can't use it.
             self.batches.discard()
-        # The parent takes the rows of other processes.
-        self.intake = own.intake = None
+            self.draw_apart(number)
         self.assemble()
+
+    def draw_apart(self, number: int) -> None:
+        """Go on with the random streams of copy ``number``."""
+        if self.storage.initialized:
+            # Later it would have the same seed in all copies.
+            self.sampler.random_state(self.storage.device)
         for random in (self.sampler.random, self.pipeline.random):
-            if random is not None and not random.state.is_cuda:
-                random.manual_seed(secrets.randbits(63))
+            if random is not None:
+                # Seeds of any two copies differ, and are not near those that people choose. They wrap at 64 bits.
+                random.state[philox.SEED] += (number * _APART + 2**63) % 2**64 - 2**63
+
+    def be_remote(self, remote: Any, writes: Any, writer: Writer) -> None:
+        """Write to the buffer of another process: ``remote`` has the place of the operation and of the intake."""
+        self.operation = self.intake = self.batches.operation = remote
+        self.writes, self.writer = writes, writer
+        writer.register_storage(self.storage)
 
     # State
 

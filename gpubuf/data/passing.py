@@ -1,6 +1,8 @@
 """Buffers that get to other processes: forked, spawned, or through queues, pipes and pools.
 
-A copy in another process says which one has the buffer: it would not hear of a write, and refuses it there.
+A buffer with writers that a process is started with writes to the one it was made from: see
+:mod:`gpubuf.data.ingress.remote`. Any other is a copy there, which says which process has the buffer: that would not
+hear of a write, and the copy refuses it. It draws other random numbers than the buffer and all other copies.
 """
 
 from __future__ import annotations
@@ -25,23 +27,31 @@ class Passed(Protocol):
     def storage(self) -> TensorStorage:
         """The storage."""
 
+    def begin_handing(self) -> int:
+        """Before a process is started. Returns the number of its copy."""
+        ...
+
+    def draw_apart(self, number: int) -> None:
+        """Go on with random numbers of a copy's own."""
+
     def __reduce_ex__(self, protocol: Any, /) -> Any: ...
 
-
-class Forked(Protocol):
-    """The parts of a buffer, as a forked process has them."""
-
     def begin_anew(self) -> None:
-        """Go on where no other thread is."""
+        """Go on in a forked process, where no other thread is."""
 
 
-#: Those of all buffers of this process.
-living = weakref.WeakSet[Forked]()
+#: All buffers of this process.
+living = weakref.WeakSet[Passed]()
 
 
 def register(cls: type[Passed]) -> None:
     """Let multiprocessing pass buffers of a class, by what :func:`packed` makes of their state."""
     ForkingPickler.register(cls, _passed)
+
+
+def starting() -> bool:
+    """Whether what is pickled goes to a process that is being spawned."""
+    return get_spawning_popen() is not None
 
 
 def packed(state: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +60,7 @@ def packed(state: dict[str, Any]) -> dict[str, Any]:
     A process that is being spawned gets bytes: torch would pass it the memory of tensors as open files, and fails
     if two tensors share it.
     """
-    return state if get_spawning_popen() is None else {_BYTES: pickle.dumps(state), _OWNER: os.getpid()}
+    return state if not starting() else {_BYTES: pickle.dumps(state), _OWNER: os.getpid()}
 
 
 def unpacked(state: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
@@ -60,23 +70,29 @@ def unpacked(state: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
 
 
 def _passed(buffer: Passed) -> Any:
-    if get_spawning_popen() is not None:
+    if starting():
         return buffer.__reduce_ex__(2)
-    return _arrived, (os.getpid(), pickle.dumps(buffer))
+    return _arrived, (os.getpid(), buffer.begin_handing(), pickle.dumps(buffer))
 
 
-def _arrived(sender: int, content: bytes) -> Passed:
+def _arrived(sender: int, number: int, content: bytes) -> Passed:
     """A buffer from a queue. Its parent's stays that of the parent; any other is a message, which the reader owns."""
     buffer: Passed = pickle.loads(content)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid == sender:
         buffer.storage.owner = sender
+        buffer.draw_apart(number)
     return buffer
 
 
+def _before_fork() -> None:
+    for buffer in list(living):
+        buffer.begin_handing()
+
+
 def _after_fork() -> None:
-    for parts in list(living):
-        parts.begin_anew()
+    for buffer in list(living):
+        buffer.begin_anew()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)

@@ -127,6 +127,11 @@ class Compose(nn.Module):
     def __len__(self) -> int:
         return len(self.steps)
 
+    @property
+    def has_inverse(self) -> bool:
+        """Whether anything is done to a batch about to be written."""
+        return any(step.invert or hasattr(step.transform, "inv") for step in self.steps)
+
     def forward(self, data: Data) -> Data:
         """Transform a sampled batch."""
         for step in self.steps:

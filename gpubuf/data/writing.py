@@ -111,7 +111,20 @@ class Writes:
             return None
         if storage.ndim > 1 and self.dim_extend != 0:
             data = mapped(data, lambda value: value.transpose(0, self.dim_extend))
+        if storage.initialized and not storage.ring.size and not self._fits(data):
+            storage.free()
         return data
+
+    def _fits(self, data: Data) -> bool:
+        """Whether rows are like those that were there before all were forgotten, or memory for others can't be had."""
+        storage = self.storage
+        if storage.takes_objects or storage.marks.by_writers or not storage.relocatable:
+            return True
+        try:
+            storage.written_layout.collect(data, storage.ndim)
+        except ValueError:
+            return False
+        return batch_shape(data, storage.ndim)[1:] == tuple(storage.shape[1:])
 
     def _write(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
         """Write a batch by the writer. Returns the flat positions of its rows."""
@@ -199,7 +212,8 @@ class Writes:
             route = self._route = self._new_route()
         if route is None or not route.direct or not self.transform.is_empty or current.recording is not None:
             return None
-        return route
+        # The first rows after all were forgotten may be others.
+        return route if self.storage.ring.size else None
 
     def _new_route(self) -> Route | None:
         """How columns are written now; None before the first write."""

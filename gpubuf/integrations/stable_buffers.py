@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -645,6 +645,15 @@ class StableBuffer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._prepare()
+        # What pickle reads begins new trajectories: nothing of the step before is waited for.
+        self._last_ends = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy that goes on where this one is."""
+        other = type(self).__new__(type(self))
+        other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        other._last_ends, other._before = copy.deepcopy((self._last_ends, self._before))
+        return other
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.size()}/{self.buffer_size} steps of {self.n_envs}, buffer={self.buffer!r})"

@@ -495,7 +495,7 @@ def check_same(found: TensorDict, due: TensorDict) -> None:
 
 def by_state(contract: Any, buffer: Any) -> Any:
     other = contract.new(seed=9)
-    other.load_state_dict(buffer.state_dict())
+    other.load_state_dict(buffer.state_dict(), end_trajectories=False)
     return other
 
 
@@ -503,7 +503,7 @@ def by_files(contract: Any, buffer: Any) -> Any:
     other = contract.new(seed=9)
     with tempfile.TemporaryDirectory() as folder:
         buffer.save(Path(folder) / "saved")
-        other.load(Path(folder) / "saved")
+        other.load(Path(folder) / "saved", end_trajectories=False)
     return other
 
 

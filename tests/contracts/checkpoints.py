@@ -43,13 +43,13 @@ class Target:
         self.buffer: ReplayBuffer = pickle.loads(self.origin)
         self.before = state_bytes(self.buffer)
         fresh = contract.new(seed=9)
-        fresh.load(folder)
+        fresh.load(folder, end_trajectories=False)
         self.after = state_bytes(fresh)
 
     def refused(self) -> str:
         """Load; the text of the refusal, after which the buffer is as it was, bit for bit, or else ""."""
         try:
-            self.buffer.load(self.folder)
+            self.buffer.load(self.folder, end_trajectories=False)
         except (ValueError, FileNotFoundError) as error:
             text = str(error)
         else:

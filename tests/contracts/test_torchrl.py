@@ -24,6 +24,7 @@ BETTER = {
     "span 3 1": "TorchRL draws fewer slices that a trajectory's end cuts than span allows",
     "tensorclasses TensorDictReplayBuffer": "TorchRL refuses classes without a field for the index",
     "*sequences/full*": "a window whose past was overwritten begins where it is whole, not with a row repeated",
+    "*sequences/*wrapped*": "the same",
     "transform inserted": "functions can be inserted, not only TorchRL's transforms",
 }
 DIFFERENT = {

@@ -30,6 +30,39 @@ def prioritized_slices() -> PrioritizedSliceSampler:
     return PrioritizedSliceSampler(8, alpha=0.7, beta=0.5, slice_len=1)
 
 
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("sampler", [RandomSampler, prioritized_slices])
+def test_an_emptied_buffer_takes_rows_of_another_form(sampler, ndim, by_columns):
+    """As TorchRL's: a program that warms up with other keys goes on."""
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(8, ndim=ndim), sampler=sampler(), batch_size=4, dim_extend=0
+    )
+    done = torch.zeros(4, 1, dtype=torch.bool)
+    first = TensorDict({"a": torch.arange(4.0), "next": {"done": done}}, [4])
+    second = TensorDict({"b": torch.ones(4, 3), "next": {"done": done}}, [4])
+    index = buffer.extend(first if ndim == 1 else first.view(2, 2))
+    buffer.empty()
+    other = second if ndim == 1 else second.view(4, 1)
+    if by_columns:
+        buffer.extend_columns({"b": other["b"], ("next", "done"): other["next", "done"]})
+    else:
+        assert torch.equal(buffer.extend(other), torch.tensor([[i, 0] for i in range(4)] if ndim == 2 else range(4)))
+    assert set(buffer.sample().keys()) >= {"b", "next"}
+    assert buffer.write_count == len(buffer) == 4
+    if sampler is prioritized_slices and ndim == 1:
+        # A priority that returns for a row of before comes too late.
+        due = buffer.sampler.tree.leaves.clone()
+        buffer.update_priority(index, 9.0, generation=torch.zeros(4, dtype=torch.int64))
+        assert torch.equal(buffer.sampler.tree.leaves, due)
+    with pytest.raises(ValueError, match="give that a placeholder for what comes later, or empty"):
+        buffer.extend(first if ndim == 1 else first.view(4, 1))
+    mapped = ReplayBuffer(storage=TensorStorage(torch.zeros(8, 2)))
+    mapped.empty()
+    mapped.extend(torch.ones(3, 5))
+    assert mapped[:].shape == (3, 5)
+
+
 @pytest.mark.usefixtures("backend")
 class TestWriting:
     @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
     Writers,
 )
+from gpubuf.data import Normalize
 from tests.support.ranks import run_ranks
 from tests.support.written_rows import batch
 
@@ -219,3 +220,43 @@ def test_shards_meet_the_cases():
         # Four rows of weight 1 beside six of 10; had they been given the priorities of those before them, 0.4.
         assert found["12"] < 0.15
         assert "of 2 ranks those numbered [0] have no row that can be drawn" in found["25"]
+
+
+def statistics(rank: int, size: int) -> dict[str, Any]:
+    """What ranks know of rows that rank 0 alone has written, that none has, and of rows of two sizes."""
+    group, found = dist.group.WORLD, dict[str, Any]()
+
+    def all_reduced(written: torch.Tensor | None, times: int = 1) -> Any:
+        step = Normalize("x")
+        buffer = TensorDictReplayBuffer(LazyTensorStorage(20), process=[step], batch_size=4)
+        for time in range(times):
+            if written is not None:
+                buffer.extend(TensorDict({"x": written}, [len(written)]))
+            try:
+                step.all_reduce(group)
+            except (RuntimeError, ValueError) as error:
+                return str(error)
+            if time and rank:
+                buffer.extend(TensorDict({"x": torch.full((3, 2), 5.0)}, [3]))
+                step.all_reduce(group)
+            elif time:
+                step.all_reduce(group)
+        return [step.count().reshape(-1), step.mean().reshape(-1)]
+
+    rows_of_one = torch.tensor([[1.0, 3.0], [2.0, 5.0]]) if rank == 0 else None
+    found["one"] = all_reduced(rows_of_one)
+    found["later"] = all_reduced(rows_of_one, 2)
+    found["none"] = all_reduced(None)
+    found["sizes"] = all_reduced(torch.ones(2, 2 + rank))
+    return found
+
+
+def test_a_rank_without_rows_takes_part_in_statistics():
+    """Case 81: the others would wait for it for ever."""
+    for found in run_ranks(statistics, 2):
+        assert [each.tolist() for each in found["one"]] == [[2.0, 2.0], [1.5, 4.0]]
+        # Four rows of rank 0, and three of the other one later.
+        assert found["later"][0].tolist() == [7.0, 7.0]
+        torch.testing.assert_close(found["later"][1], torch.tensor([21 / 7, 31 / 7], dtype=torch.float64))
+        assert "knows nothing yet" in found["none"]
+        assert "the ranks have rows of [2, 3] elements under 'x'" in found["sizes"]

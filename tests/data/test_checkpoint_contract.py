@@ -121,18 +121,18 @@ def test_a_part_that_fails_leaves_the_buffer_empty(contract: BufferContract, lat
         mend = break_part(part, "load_state_dict", late=late)
         at = [tensor.data_ptr() for tensor in buffer.storage.columns.parts] if contract.storage != "list" else []
         with pytest.raises(FailedError) as raised:
-            buffer.load(tmp_path / "c")
+            buffer.load(tmp_path / "c", end_trajectories=False)
         assert raised.value.__notes__ == ["the contents were being replaced: the buffer is empty now"]
         check_empty(buffer)
         if at:
             assert [tensor.data_ptr() for tensor in buffer.storage.columns.parts] == at
         mend()
-        buffer.load(tmp_path / "c")
+        buffer.load(tmp_path / "c", end_trajectories=False)
         assert state_bytes(buffer) == target.after
         empty = contract.new()
         break_part(getattr(empty, name), "load_state_dict", late=late)
         with pytest.raises(FailedError):
-            empty.load(tmp_path / "c")
+            empty.load(tmp_path / "c", end_trajectories=False)
         check_empty(empty)
         target.put_back(loaded=True)
 
@@ -170,8 +170,10 @@ def check_goes_on(buffer: Any, contract: BufferContract) -> None:
 def test_a_load_that_is_interrupted_anywhere(contract: BufferContract, lines: bool, pace: int, tmp_path: Path):
     """CASES 54: all is as it was, down to the next batches; or the buffer is empty; or all is as in the checkpoint."""
     target, outcomes, place = Target(tmp_path / "c", contract), dict[str, int](), 0
-    pickle.loads(target.origin).load(tmp_path / "c")
-    while interrupted(functools.partial(target.buffer.load, tmp_path / "c"), place, lines=lines):
+    pickle.loads(target.origin).load(tmp_path / "c", end_trajectories=False)
+    while interrupted(
+        functools.partial(target.buffer.load, tmp_path / "c", end_trajectories=False), place, lines=lines
+    ):
         now = state_bytes(target.buffer)
         found = {target.before: "before", target.after: "after"}.get(now, "empty")
         outcomes[found] = place

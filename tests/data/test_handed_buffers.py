@@ -1,10 +1,14 @@
-"""Case 69: a buffer that was handed to another process. Rows written there would be lost, so the first write raises."""
+"""Case 69: a buffer that was handed to another process. Rows written there would be lost, so the first write raises.
+
+With ``writers`` they are not lost: the process writes to the buffer.
+"""
 
 from __future__ import annotations
 
 import copy
 import io
 import multiprocessing
+import os
 import pickle
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
@@ -26,6 +30,7 @@ from gpubuf import (
     RoundRobinWriter,
     TensorDictReplayBuffer,
 )
+from gpubuf.data import RandomShift
 from gpubuf.integrations import torchrl
 from tests.support.written_rows import FORKED
 
@@ -48,7 +53,6 @@ def new(kind: str, folder: Path) -> TensorDictReplayBuffer:
         storage,
         sampler=PrioritizedSampler(8, 1.0, 0.5) if kind == "prioritized" else None,
         writer=RoundRobinWriter(track_generations=True),
-        writers=2 if kind == "shared" else None,
         batch_size=4,
     )
     if kind != "empty":
@@ -110,7 +114,7 @@ def answer(sender: Any, work: Callable[..., Any], arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("kind", ["memory", "files", "shared", "prioritized", "empty"])
+@pytest.mark.parametrize("kind", ["memory", "files", "prioritized", "empty"])
 def test_the_first_write_there_raises(kind, start, tmp_path):
     """Case 69: by each way to write. The rows of the parent stay what they are."""
     buffer = new(kind, tmp_path)
@@ -173,6 +177,166 @@ def test_it_may_be_read_and_copied_there(start, tmp_path):
     assert buffer.write_count == 12
 
 
+# With writers
+
+
+def refusals(buffer: Any, folder: Path) -> list[str]:
+    """What a process that writes to a buffer may do there, and was told nothing of, or not in a sentence."""
+    found, calls = (
+        [],
+        {name: WRITES[name] for name in WRITES if "..." in name or name in ("empty", "update_if_present")},
+    )
+    calls |= {
+        "sample": lambda buffer: buffer.sample(),
+        "sample_columns": lambda buffer: buffer.sample_columns(),
+        "can_sample": lambda buffer: buffer.can_sample(),
+        "iterate": lambda buffer: next(iter(buffer)),
+        "index": lambda buffer: buffer[0],
+        "storage": lambda buffer: buffer.storage[0],
+        "save": lambda buffer: buffer.save(folder / "refused"),
+        "load_state_dict": lambda buffer: buffer.load_state_dict({}),
+        "state_dict": lambda buffer: buffer.state_dict(),
+        "update_priority": lambda buffer: buffer.update_priority(torch.arange(2), 1.0),
+        "end_trajectories": lambda buffer: buffer.end_trajectories(),
+        "set_sampler": lambda buffer: buffer.set_sampler(PrioritizedSampler(8, 1.0, 0.5)),
+        "copy": copy.deepcopy,
+    }
+    for name, call in calls.items():
+        try:
+            call(buffer)
+            found.append(name)
+        except RuntimeError as error:
+            if "to which this process writes" not in str(error):
+                found.append(f"{name}: {error}")
+    return found
+
+
+def written_there(buffer: Any, folder: Path) -> list[Any]:
+    """Write in each way. Returns how many rows there are before and after, what writes return, and refusals."""
+    before = len(buffer), buffer.write_count
+    index = [buffer.extend(rows()).tolist(), buffer.extend([rows()[0]]).tolist(), buffer.add(rows()[0])]
+    WRITES["extend_columns"](buffer)
+    WRITES["add_columns"](buffer)
+    buffer.client().extend(rows(1))
+    return [before, (len(buffer), buffer.write_count), index, refusals(buffer, folder)]
+
+
+def handed_on(buffer: Any) -> int:
+    """Write in a process of this one."""
+    child = os.fork()
+    if child == 0:
+        buffer.extend(rows(3))
+        os._exit(0)
+    os.waitpid(child, 0)
+    return len(buffer)
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("kind", [TensorDictReplayBuffer, torchrl.TensorDictReplayBuffer])
+def test_with_writers_it_writes_to_the_one_it_was_made_from(kind, start, tmp_path):
+    """Case 69: the rows of a child, and of a child of it, are in the buffer, whose number they know."""
+    buffer = kind(storage=LazyTensorStorage(30), batch_size=4, writers=3)
+    buffer.extend(rows(2))
+    found = answered(start, written_there, buffer, tmp_path)
+    assert found == [(2, 2), (14, 14), [[-1] * 4, [-1], None], []]
+    assert buffer.write_count == 14
+    assert buffer[:]["number"].tolist() == [0, 1, 0, 1, 2, 3, 0, 0, 0, 1, 2, 3, 4, 0]
+    assert answered(start, handed_on, buffer) == 17
+    for rows_then in ((29, 29), (30, 41)):
+        # The places of those that have ended are free once their rows are taken in.
+        len(buffer)
+        assert answered(start, written_there, buffer, tmp_path)[1] == rows_then
+    assert buffer.sample().shape == (4,)
+
+
+def first_write(buffer: Any) -> str:
+    try:
+        return str(len(buffer.extend(rows()[3:])))
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_more_processes_than_places():
+    """Case 69: a process that finds all places taken is told so at its first write. A place is free when one ends."""
+    buffer = TensorDictReplayBuffer(LazyTensorStorage(8), batch_size=4, writers=1)
+    buffer.extend(rows(2))
+    for _ in range(3):
+        assert answered("fork", first_write, buffer) == "1"
+        len(buffer)
+    client = buffer.client()
+    client.extend(rows(1))
+    assert "all 1 places are taken" in answered("fork", first_write, buffer)
+    client.close()
+    assert buffer.write_count == 6
+    assert (answered("fork", first_write, buffer), buffer.write_count) == ("1", 7)
+
+
+def more_rows(n: int = 4) -> TensorDict:
+    return rows(n).set("more", torch.full((n, 2), 0.5))
+
+
+def first_rows(buffer: Any, *kinds: str) -> list[str]:
+    found = []
+    for kind in kinds:
+        try:
+            given = rows(2) if kind == "rows" else more_rows(2)
+            if kind == "columns":
+                buffer.extend_columns({key: value.numpy() for key, value in given.items(True, True)})
+            else:
+                buffer.extend(given)
+            found.append("written")
+        except ValueError as error:
+            found.append(str(error)[:29])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["warmed up", "new", "transformed"])
+@pytest.mark.parametrize("start", STARTS)
+def test_the_first_row_of_a_buffer_without_rows_may_be_any(start, kind):
+    """Case 69: of a program that warms up with other keys, or not at all. All after it are like it."""
+    transform = torch.nn.Identity() if kind == "transformed" else None
+    if transform is not None:
+        transform.inv = lambda data: data
+    buffer = TensorDictReplayBuffer(
+        LazyTensorStorage(100),
+        transform=transform,
+        writers=3,
+        batch_size=4,
+        sampler=PrioritizedSampler(100, 1.0, 0.5),
+        priority_key="more",
+    )
+    if kind == "warmed up":
+        buffer.extend(rows())
+        buffer.empty()
+    refused = "the batch's keys differ from "
+    assert answered(start, first_rows, buffer, "more", "rows", "columns") == ["written", refused, "written"]
+    # Of a buffer that has not looked since.
+    assert answered(start, first_rows, buffer, "rows", "more") == [refused, "written"]
+    assert len(buffer) == 6
+    assert buffer[:]["more"].unique().tolist() == [0.5]
+    assert answered(start, first_rows, buffer, "more") == ["written"]
+    assert (len(buffer.sample()), len(buffer)) == (4, 8)
+
+
+class Scaled(TensorDictReplayBuffer):
+    """A class of a user's own, which changes what is written."""
+
+    by = 1
+
+    def extend(self, data: Any, **more: Any) -> Any:
+        return super().extend(data.set("number", data["number"] * self.by), **more)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_class_of_ones_own_goes_on_there(start):
+    """Case 69: with its methods and attributes."""
+    buffer = Scaled(LazyTensorStorage(8), batch_size=4, writers=1)
+    buffer.by = 10
+    buffer.extend(rows(2))
+    assert answered(start, first_write, buffer) == "1"
+    assert buffer[:]["number"].tolist() == [0, 10, 30]
+
+
 def exchanged(inbox: Any, outbox: Any) -> None:
     buffer = inbox.get()
     outbox.put(written(buffer))
@@ -218,15 +382,48 @@ def made_there() -> ReplayBuffer:
 class Batches(torch.utils.data.IterableDataset):
     """Batches of a buffer, for a loader."""
 
-    def __init__(self, buffer: ReplayBuffer) -> None:
-        self.buffer = buffer
+    def __init__(self, buffer: ReplayBuffer, key: str = "number") -> None:
+        self.buffer, self.key = buffer, key
 
     def __iter__(self) -> Any:
         for _ in range(2):
-            yield self.buffer.sample()["number"]
+            yield self.buffer.sample()[self.key]
 
 
 def test_workers_of_a_loader_sample(tmp_path):
     """Case 69: reading is allowed."""
     loader = torch.utils.data.DataLoader(Batches(new("memory", tmp_path)), batch_size=None, num_workers=1)
     assert [tuple(numbers.shape) for numbers in loader] == [(4,), (4,)]
+
+
+def draws(kind: str, start: str) -> list[list[int]]:
+    """What each of two workers of a loader draws first, and then the process itself, from one seed."""
+    normal = torch.Generator().manual_seed(3)
+    buffer = TensorDictReplayBuffer(
+        LazyTensorStorage(1000),
+        sampler=PrioritizedSampler(1000, 1.0, 0.5) if kind == "prioritized" else None,
+        process=[RandomShift("pixels", 4)] if kind == "shifts" else (),
+        prefetch=1 if kind == "prefetched" else None,
+        generator=normal,
+        batch_size=4,
+    )
+    pixels = torch.arange(1000 if kind != "shifts" else 1) % 250
+    data = TensorDict({"number": torch.arange(len(pixels))}, [len(pixels)])
+    if kind == "shifts":
+        data["pixels"] = torch.arange(81, dtype=torch.uint8).reshape(1, 1, 9, 9)
+    buffer.extend(data)
+    key = "pixels" if kind == "shifts" else "number"
+    loader = torch.utils.data.DataLoader(
+        Batches(buffer, key), batch_size=None, num_workers=2, multiprocessing_context=CONTEXTS[start]
+    )
+    found = [batch.flatten().tolist() for batch in list(loader)[:2]]
+    return [*found, buffer.sample()[key].flatten().tolist()]
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("kind", ["uniform", "prioritized", "prefetched", "shifts"])
+def test_each_worker_of_a_loader_draws_a_stream_of_its_own(kind, start):
+    """Case 69: and a seed repeats them all, and what the process itself draws."""
+    found = draws(kind, start)
+    assert len(set(map(tuple, found))) == 3
+    assert draws(kind, start) == found

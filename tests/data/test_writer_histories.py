@@ -25,14 +25,15 @@ from tests.support.writer_histories import (
 
 
 def history_of_threads(folder: Path, fault: str | None, seconds: float) -> History:
-    """Two writers that are threads of this process, and a learner that takes rows in and samples."""
+    """Two writers that are threads of this process, and a learner that samples, and closes the buffer."""
     wrong = list[str]()
     with planted(fault):
         buffer = new_buffer(2)
         until = time.monotonic() + seconds
 
         def stopped() -> bool:
-            return time.monotonic() > until
+            # Long after the end of those that hear of the close.
+            return time.monotonic() > until + 0.2
 
         clients = [buffer.client(example()) for _ in range(2)]
         threads = [
@@ -41,21 +42,26 @@ def history_of_threads(folder: Path, fault: str | None, seconds: float) -> Histo
         ]
         for thread in threads:
             thread.start()
-        while any(thread.is_alive() for thread in threads):
+        while time.monotonic() < until:
             if len(buffer):
                 wrong += wrong_samples(Seen.of(buffer.sample()))
-        buffer.writers.take(everything=True)
+        buffer.writers.close()
+        for thread in threads:
+            thread.join()
         stored = Seen.of(buffer[:])
     submitted, acknowledged = logged(folder)
     return History(submitted, acknowledged, stored, wrong)
 
 
+@pytest.mark.filterwarnings("ignore:rows of writers were dropped")
 def test_a_history_without_faults_has_no_violations(tmp_path: Path):
+    """Cases 80, 82."""
     history = history_of_threads(tmp_path, None, 0.5)
     assert violations(history) == []
-    assert len(history.stored.numbers) == sum(history.kept.values()) > 50
+    assert len(history.stored.numbers) >= sum(history.kept.values()) > 50
 
 
+@pytest.mark.filterwarnings("ignore:rows of writers were dropped")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_checker_finds_planted_faults(fault: str, tmp_path: Path):
     assert violations(history_of_threads(tmp_path, fault, 0.7))

@@ -385,6 +385,18 @@ def test_rows_that_only_reset_are_no_transitions():
         assert buffer.timeouts[: len(steps), 0].tolist() == ends
 
 
+def test_what_was_loaded_waits_for_no_reset():
+    """Case 78. A program that begins anew after a load has reset its environments; a copy goes on with them."""
+    buffer = sb3.ReplayBuffer(20, BOX, ACTIONS["box"], "cpu", n_steps=2, gamma=0.5, autoreset="next_step")
+    zero, cut = np.zeros((1, 2), np.float32), np.array([True])
+    buffer.add(zero, zero + 1, zero, np.ones(1), ~cut, {}, cut)
+    loaded, again = pickle.loads(pickle.dumps(buffer)), copy.deepcopy(buffer)
+    for each in (loaded, again):
+        each.add(zero + 5, zero + 6, zero, np.zeros(1), ~cut, {}, ~cut)
+    assert loaded.observations[:2, 0, 0].tolist() == [0, 5]
+    assert again.observations[:2, 0, 0].tolist() == [0, 0]
+
+
 def test_truncations_beside_infos_of_each_environment():
     """Either tells an end."""
     buffer = sb3.ReplayBuffer(60, BOX, ACTIONS["box"], "cpu", 3)

@@ -2,8 +2,9 @@
 
 ``python -m tests.support.writer_histories --seconds 600``: writers and a learner that samples and saves; at random
 times one of them gets SIGKILL. A killed writer's place goes to a new one, a killed learner is started again and
-restores its checkpoint. Writers note what they submit, and what was acknowledged. In the end :func:`violations`
-compares all of that with the rows in the buffer.
+restores its checkpoint. Now and then the learner closes its buffer while writers write, and goes on with another one
+that it loads. Writers note what they submit, and what was acknowledged; between their rows are some that no buffer
+takes. In the end :func:`violations` compares all of that with the rows in the buffer.
 
 ``--fault`` plants one of :data:`FAULTS`, which the checker has to find.
 """
@@ -20,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,12 +117,17 @@ def wrong_samples(seen: Seen) -> list[str]:
 
 
 def write(client: Any, writer: int, log: str, stopped: Callable[[], bool] = bool) -> None:
-    """Write batches of 1 to 20 rows, and note before each what is submitted, after each what was acknowledged."""
+    """Write batches of 1 to 20 rows, and note before each what is submitted, after each what was acknowledged.
+
+    Before some there is one that the buffer refuses, with a number below 0.
+    """
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sizes, first = random.Random(writer), 0
     with contextlib.suppress(RuntimeError, TimeoutError):
         while not stopped():
             n = sizes.randint(1, 20)
+            if sizes.random() < 0.05:
+                client.extend_columns(columns_of(writer, -n, n))
             os.write(handle, b"s%d\n" % (first + n))
             client.extend_columns(columns_of(writer, first, n))
             first += n
@@ -151,13 +158,14 @@ def logged(folder: Path) -> tuple[dict[int, int], dict[int, int]]:
 @contextlib.contextmanager
 def planted(fault: str | None) -> Any:
     """While the code has a fault of :data:`FAULTS`; None: while it has none."""
+    from gpubuf.data.ingress.client import WriterClient
     from gpubuf.data.ingress.intake import Intake
     from gpubuf.data.ingress.queues import Queues
 
-    write_runs, fill, publish = Intake._write, Queues.fill, Queues.publish
+    write_runs, fill, publish, left = Intake._write, Queues.fill, Queues.publish, WriterClient._check_left
     late: list[Any] = []
     # What is replaced has other types.
-    intake, all_queues = cast(Any, Intake), cast(Any, Queues)
+    intake, all_queues, clients = cast(Any, Intake), cast(Any, Queues), cast(Any, WriterClient)
 
     def released_too_early(self: Any, buffer: Any, queues: Any, runs: Any) -> None:
         self._release(queues, runs)
@@ -167,7 +175,9 @@ def planted(fault: str | None) -> Any:
     def taken_twice(self: Any, buffer: Any, queues: Any, runs: Any) -> None:
         write_runs(self, buffer, queues, runs)
         if random.random() < 0.2:
-            write_runs(self, buffer, queues, runs)
+            # What has come in their place may be refused.
+            with contextlib.suppress(ValueError):
+                write_runs(self, buffer, queues, runs)
 
     def put_off(self: Any, *given: Any) -> None:
         late.append((self, *given))
@@ -185,14 +195,17 @@ def planted(fault: str | None) -> Any:
             intake._write = taken_twice
         elif fault == "published before the copy":
             all_queues.fill, all_queues.publish = put_off, published_before
+        elif fault == "acknowledged after the close":
+            clients._check_left = lambda self: None
         elif fault is not None:
             raise ValueError(f"fault must be one of {FAULTS}, got {fault!r}")
         yield
     finally:
         intake._write, all_queues.fill, all_queues.publish = write_runs, fill, publish
+        clients._check_left = left
 
 
-FAULTS = ("released too early", "published before the copy", "taken twice")
+FAULTS = ("released too early", "published before the copy", "taken twice", "acknowledged after the close")
 
 
 # The learner
@@ -206,12 +219,24 @@ def example() -> Any:
     return TensorDict({key: torch.as_tensor(value) for key, value in columns_of(0, 0, 1).items()}, [1])
 
 
+class NoRowsBelowZero:
+    """A transform that refuses what :func:`write` poisons."""
+
+    def __call__(self, data: Any) -> Any:
+        return data
+
+    def inv(self, data: Any) -> Any:
+        if (data["number"] < 0).any():
+            raise ValueError("a row has a number below 0")
+        return data
+
+
 def new_buffer(writers: int) -> Any:
-    """A buffer that keeps all rows of a history."""
+    """A buffer that keeps all rows of a history, but those with a number below 0."""
     from gpubuf import LazyTensorStorage, ReplayBuffer, Writers
 
     options = Writers(writers, queue_steps=QUEUE_STEPS, timeout=20.0, run=4)
-    return ReplayBuffer(LazyTensorStorage(CAPACITY), batch_size=64, writers=options)
+    return ReplayBuffer(LazyTensorStorage(CAPACITY), batch_size=64, writers=options, transform=NoRowsBelowZero())
 
 
 def replace(path: Path, content: Any) -> None:
@@ -254,6 +279,8 @@ class Learner:
                 told = self._acknowledged()
                 self._buffer.save(self._folder / "checkpoint")
                 replace(self._folder / "saved.json", told)
+            elif what < 0.0202:
+                self._close_and_go_on()
             elif what < 0.5 and len(self._buffer):
                 self._wrong += wrong_samples(Seen.of(self._buffer.sample()))
             else:
@@ -266,6 +293,17 @@ class Learner:
         np.savez(self._folder / "stored.npz", **vars(stored))
         replace(self._folder / "end.json", {"kept": self._acknowledged(), "wrong": self._wrong[:10]})
 
+    def _close_and_go_on(self) -> None:
+        """Close the buffer while writers write, and go on with one that has its rows: all that they were told of."""
+        self._buffer.writers.close()
+        for process in self._processes.values():
+            process.join()
+        self._kept = self._acknowledged()
+        self._buffer.save(self._folder / "checkpoint")
+        replace(self._folder / "saved.json", self._kept)
+        self._buffer, self._own, self._processes = new_buffer(self._writers), [], {}
+        self._buffer.load(self._folder / "checkpoint")
+
     def _acknowledged(self) -> dict[int, int]:
         """What has to be there: what the checkpoint had, and what was acknowledged since the learner began."""
         acknowledged = logged(self._folder)[1]
@@ -275,7 +313,7 @@ class Learner:
         writer = len(list(self._folder.glob("writer_*.log")))
         log = self._folder / f"writer_{writer}.log"
         log.touch()
-        client = self._buffer.client(self._example, place=place)
+        client = self._buffer.client(self._example)
         spawn = multiprocessing.get_context("spawn")
         process = spawn.Process(target=self._target, args=(client, writer, str(log)))
         process.start()
@@ -289,6 +327,7 @@ def learn(folder: str, writers: int, fault: str | None) -> None:
     import torch
 
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "rows of writers were dropped")
     with planted(fault):
         Learner(Path(folder), writers, fault).run()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import threading
 import time
@@ -10,13 +12,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.ingress.queues import Queues, as_bits, numpy_dtype, of_bits, start_of, wait
+from gpubuf.data.ingress.queues import OTHER_ROWS, Queues, as_bits, numpy_dtype, of_bits, start_of, wait
 from gpubuf.data.prepared_writes import Arrays
 from gpubuf.data.samplers.priorities import refuse_unusable
-from gpubuf.data.storage.containers import batch_shape, mapped, tensors_of
-from gpubuf.data.storage.layout import RowLayout, as_key, as_written
+from gpubuf.data.storage.containers import batch_shape, mapped, stacked, tensors_of
+from gpubuf.data.storage.layout import Key, as_key, as_written
+from gpubuf.data.storage.schema import Source, stored_as
+from gpubuf.data.storage.tree_layout import layout_of
 from gpubuf.data.writing import tensordict_of
 
 _CHECK_EVERY = 0.25
@@ -26,48 +31,54 @@ _CHECK_EVERY = 0.25
 class WriterClient:
     """Writes rows to a buffer of another process. :meth:`gpubuf.ReplayBuffer.client` makes it.
 
-    Pass it to a process that is being spawned. A write returns when its rows are in shared memory: they are
-    acknowledged. The learner takes them in at its next call, in the order of this writer, each exactly once. Rows of
-    different writers are never parts of one trajectory.
+    Pass it to a process that is being started, which has it as its own then. A write returns when its rows are in
+    shared memory: they are acknowledged. The learner takes them in at its next call, in the order of this writer, each
+    exactly once. Rows of different writers are never parts of one trajectory.
 
-    May be used by several threads of one process; each call is one step for them.
+    May be used by several threads of one process; each call is one step for them. The first write takes a place of the
+    buffer's, which is free again when the process ends or closes the client.
 
     Args:
         queues: those of the buffer.
-        place: the number of its queue.
-        number: of this client; the buffer gives each another one.
-        learner: the process of the buffer, and when it began.
-        time_dim: the dimension of a written batch along which time runs.
+        ndim, time_dim: dimensions of a written batch, and the one along which time runs.
         timeout: seconds to wait for room; None: any number.
-        priority: the place of the column that has the rows' priorities; None: they bring none.
+        priority: the key of the column that has the rows' priorities; ``()``: they bring none.
+        integers: how the columns are stored that become integers of another dtype.
 
     Attributes:
-        place: the number of its queue.
+        place: the number of its place; None: it has none yet.
     """
+
+    place: int | None
 
     def __init__(
         self,
         queues: Queues,
-        place: int,
-        number: int,
-        learner: tuple[int, int],
+        ndim: int,
         time_dim: int,
         timeout: float | None,
-        priority: int | None,
+        priority: Key,
+        integers: Mapping[int, Source],
     ) -> None:
-        self.place = place
-        self._queues, self._number, self._learner = queues, number, learner
-        self._time_dim, self._timeout, self._priority = time_dim, timeout, priority
+        self._queues, self._ndim, self._time_dim, self._timeout = queues, ndim, time_dim, timeout
+        self._priority, self._integers = priority, integers
         self._connect()
 
     def _connect(self) -> None:
-        rows = self._queues.rows
         self._one_at_a_time = threading.Lock()
         self._process = os.getpid()
-        self._published: int | None = None
-        self._closed = False
+        self.place = None
+        self._published = 0
+        self._has_written = self._closed = False
         self._looked = 0.0
         self._detach: Any = None
+        self._know_rows()
+
+    def _know_rows(self) -> None:
+        rows = self._queues.rows
+        if self._queues.settled:
+            # How these are stored shows when the learner has them.
+            self._integers = {}
         # For columns that need no conversion: by their keys, the dtype as PyTorch and as NumPy have it, and the shape.
         self._keys = {
             as_written(leaf.key): (leaf.dtype, numpy_dtype(leaf.dtype), (*rows.envs, *leaf.shape))
@@ -75,9 +86,8 @@ class WriterClient:
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._published is not None or self._closed:
-            raise RuntimeError("this client was used here: ask the buffer for another one for another process")
-        names = ("place", "_queues", "_number", "_learner", "_time_dim", "_timeout", "_priority")
+        """As one that was never used."""
+        names = ("_queues", "_ndim", "_time_dim", "_timeout", "_priority", "_integers")
         return {name: vars(self)[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -89,24 +99,45 @@ class WriterClient:
         """The keys of a row in the order of its columns."""
         return list(self._keys)
 
-    def extend(self, data: Any) -> None:
-        """Write a batch: as :meth:`ReplayBuffer.extend` takes it, a list of rows excepted, from any device.
+    @property
+    def learner(self) -> int:
+        """The process of the buffer."""
+        return self._queues.learner[0]
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """Rows written to the buffer since it was empty, of which the newest are there, and its ``write_count``.
+
+        What writers have written counts as soon as it is acknowledged. No host sync.
+        """
+        return self._queues.stored
+
+    def extend(self, data: Any) -> int:
+        """Write a batch, or a list of rows: as :meth:`ReplayBuffer.extend` takes it, from any device.
 
         Args:
             data: ``[n]`` rows (for buffers of two dimensions ``[E, T]``, or ``[T, E]`` with ``dim_extend=0``). It is
                 never changed, and may be changed once this has returned.
 
+        Returns:
+            The number of rows.
+
         Raises:
-            ValueError: a key is missing or unknown, or has another shape or dtype, or a priority is NaN, infinite or
-                negative. Nothing is written.
-            TimeoutError: the queue was full for the timeout. Rows of a batch larger than the queue may be written.
-            RuntimeError: the learner has ended or closed the buffer, the process was forked, or the client is closed.
+            ValueError: a key is missing or unknown, or has another shape or dtype; a priority is NaN, infinite or
+                negative; or a number is none that its column can hold (``dtypes``). Nothing is written.
+            TimeoutError: the queue was full, or ``ratio=`` held the writer back, for the timeout. Some of the rows may
+                be written.
+            RuntimeError: the learner has ended, closed the buffer, or has rows of another layout now; processes write
+                at all places; or the client is closed. Some of the rows may be written.
         """
-        envs, layout = self._queues.rows.envs, self._queues.rows.layout
         data = tensors_of(data)
-        if envs and self._time_dim:
+        if isinstance(data, list):
+            if not data:
+                return 0
+            data = stacked(data)
+        if self._time_dim:
             data = mapped(data, lambda value: value.transpose(0, self._time_dim))
-        self._write_batch(data, layout)
+        return self._write_batch(data, plain=False)
 
     def extend_columns(self, columns: Arrays) -> None:
         """Write rows given as one array per key: as :meth:`ReplayBuffer.extend_columns`.
@@ -114,7 +145,7 @@ class WriterClient:
         Raises:
             ValueError, TimeoutError, RuntimeError: as :meth:`extend`.
         """
-        self._write_columns(columns, one_step=False)
+        self.write_columns(columns, one_step=False)
 
     def add_columns(self, columns: Arrays) -> None:
         """Write one row, or one step of all environments: as :meth:`ReplayBuffer.add_columns`.
@@ -122,10 +153,11 @@ class WriterClient:
         Raises:
             ValueError, TimeoutError, RuntimeError: as :meth:`extend`.
         """
-        self._write_columns(columns, one_step=True)
+        self.write_columns(columns, one_step=True)
 
     def close(self) -> None:
         """Say that no more rows come: another writer can have the place. What was written stays."""
+        self._in_this_process()
         with self._one_at_a_time:
             self._closed = True
             if self._detach is not None:
@@ -142,26 +174,25 @@ class WriterClient:
 
     # Rows as arrays
 
-    def _write_columns(self, columns: Arrays, *, one_step: bool) -> None:
+    def write_columns(self, columns: Arrays, *, one_step: bool) -> None:
+        """:meth:`add_columns` or :meth:`extend_columns`."""
         if not isinstance(columns, Mapping):
             if len(columns) != len(self._keys):
                 raise ValueError(f"a row has the {len(self._keys)} columns {list(self._keys)}, got {len(columns)}")
             columns = dict(zip(self._keys, columns, strict=True))
         sources = self._as_they_are(columns, one_step)
-        if sources is not None:
-            self._write(sources, len(sources[0]))
+        if sources is not None and self._write(sources, len(sources[0])):
             return
-        envs, leaves = self._queues.rows.envs, self._queues.rows.layout.leaves
-        lead = len(envs) + (0 if one_step else 1)
-        data = tensordict_of(columns, lead, {leaf.key: leaf.dtype for leaf in leaves})
+        leaves = self._queues.rows.layout.leaves
+        data = tensordict_of(columns, self._ndim - one_step, {leaf.key: leaf.dtype for leaf in leaves})
         if one_step:
-            data = data.unsqueeze(self._time_dim if envs else 0)
-        missing = [as_written(leaf.key) for leaf in leaves if leaf.key not in map(as_key, data.keys(True, True))]
-        if missing:
-            raise ValueError(f"the columns differ from the buffer's keys: missing {missing}")
-        if envs and self._time_dim:
+            data = data.unsqueeze(self._time_dim)
+        if self._time_dim:
             data = data.transpose(0, self._time_dim)
-        self._write_batch(data, self._queues.rows.layout.plain)
+        missing = [as_written(leaf.key) for leaf in leaves if leaf.key not in map(as_key, data.keys(True, True))]
+        if missing and not self._settle(data):
+            raise ValueError(f"the columns differ from the buffer's keys: missing {missing}")
+        self._write_batch(data, plain=True)
 
     def _as_they_are(self, columns: Mapping[Any, Any], one_step: bool) -> list[np.ndarray] | None:
         """Columns by time that need no conversion; None: some do, or are not what a row has."""
@@ -189,85 +220,157 @@ class WriterClient:
 
     # The queue
 
-    def _write_batch(self, data: Any, layout: RowLayout) -> None:
-        """Write a batch by time, and then environments, of a layout's keys."""
-        envs = self._queues.rows.envs
-        shape = tuple(batch_shape(data, 1 + len(envs)))
-        tensors = layout.collect(data, 1 + len(envs))
-        if shape[1:] != envs:
-            raise ValueError(f"a step of the buffer is of {envs} environments, the batch of {shape[1:]}")
-        self._write([as_bits(tensor) for tensor in tensors], shape[0])
+    def _write_batch(self, data: Any, *, plain: bool) -> int:
+        """Write a batch by time, and then environments. Returns the number of rows."""
+        while True:
+            try:
+                tensors, shape = self._collected(data, plain)
+            except ValueError:
+                if not self._settle(data):
+                    raise
+            else:
+                if self._write([as_bits(tensor) for tensor in tensors], shape[0]):
+                    return math.prod(shape)
 
-    def _write(self, sources: list[np.ndarray], n: int) -> None:
-        if self._priority is not None:
-            # What is acknowledged can't be refused any more, and the learner would have to.
-            dtype = self._queues.rows.layout.leaves[self._priority].dtype
-            refuse_unusable(of_bits(sources[self._priority], dtype))
+    def _collected(self, data: Any, plain: bool) -> tuple[list[Tensor], tuple[int, ...]]:
+        """The tensors of a batch and its shape; ``plain``: it is a TensorDict, whatever a row is.
+
+        Raises:
+            ValueError: it has other keys, shapes or dtypes.
+        """
+        rows = self._queues.rows
+        shape = tuple(batch_shape(data, self._ndim))
+        tensors = (rows.layout.plain if plain else rows.layout).collect(data, self._ndim)
+        if shape[1:] != rows.envs:
+            raise ValueError(f"a step of the buffer is of {rows.envs} environments, the batch of {shape[1:]}")
+        return tensors, shape
+
+    def _settle(self, data: Any) -> bool:
+        """Say that rows are like those of a batch, if the buffer has none yet. Returns whether they are others now."""
+        found = self._queues.follow()
+        if not found and type(data) is TensorDict:
+            layout = layout_of(data, self._ndim)
+            if not (layout.host or layout.nested_batch):
+                found = self._queues.settle(layout, tuple(data.batch_size[1 : self._ndim]))
+        if found:
+            self._know_rows()
+        return found
+
+    def _check(self, columns: list[np.ndarray]) -> None:
+        """What is acknowledged can't be refused any more, and the learner would have to.
+
+        Raises:
+            ValueError: a priority is none, or a number is none that its column can hold.
+        """
+        layout = self._queues.rows.layout
+        leaves, priority = layout.leaves, layout.position(self._priority) if self._priority else None
+        if priority is not None:
+            refuse_unusable(of_bits(columns[priority], leaves[priority].dtype))
+        for position, source in self._integers.items():
+            leaf = leaves[position]
+            numbers = (of_bits(columns[position], leaf.dtype).double() - source.codec.offset) / source.codec.scale
+            stored_as(numbers.round(), source.stored, leaf.name)
+
+    def _write(self, sources: list[np.ndarray], n: int) -> bool:
+        """Write steps. False: rows are others than they were; nothing was written."""
+        self._check(sources)
+        self._in_this_process()
         with self._one_at_a_time:
-            published = self._ready()
-            queues, start = self._queues, 0
+            queues, start, place = self._queues, 0, self._ready()
             while start < n:
-                count = self._room(published, min(n - start, queues.rows.steps))
-                queues.fill(self.place, published, sources, start, count)
-                published, start = published + count, start + count
-                queues.publish(self.place, published)
-                self._published = published
+                count = self._room(place, min(n - start, queues.rows.steps))
+                # Nobody may say that rows are others once one is published.
+                with contextlib.nullcontext() if self._has_written else queues.exclusive():
+                    if not self._has_written and queues.follow():
+                        self._know_rows()
+                        return False
+                    queues.fill(place, self._published, sources, start, count)
+                    # In the mirror first: steps that an interrupt leaves unpublished are whole, and go with later ones.
+                    self._published += count
+                    queues.publish(place, self._published)
+                    self._has_written = True
+                start += count
+                # Whoever leaves takes all that it finds then.
+                self._check_left()
+            return True
+
+    def _in_this_process(self) -> None:
+        """A forked process has a copy of the client of its parent: it begins anew."""
+        if self._process != os.getpid():
+            self._connect()
 
     def _ready(self) -> int:
-        """The number of steps published, after a look at whether all is as it should be.
+        """The place of this client, after a look at whether all is as it should be.
 
         Raises:
             RuntimeError: it is not.
         """
         if self._closed:
             raise RuntimeError("this client was closed: ask the buffer for a client() anew")
-        if self._process != os.getpid():
-            raise RuntimeError(
-                "a forked process has the client of its parent, whose writes and its own would mix: start it by "
-                "multiprocessing's 'spawn' or 'forkserver', and pass it a client() of its own"
-            )
-        if self._published is None:
+        if self.place is None:
             self._check_learner()
-            self._queues.attach(self.place, self._number)
+            try:
+                wait(self._has_place, self._timeout)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"all free places had rows of writers before for {self._timeout} s: the learner, process "
+                    f"{self.learner}, is alive, and made no call on its buffer that took them in"
+                ) from None
+            assert self.place is not None
             self._published = self._queues.published(self.place)
             # Of a client that was used here: the place of a process that ends is free anyway.
             self._detach = weakref.finalize(self, self._queues.detach, self.place, self._process)
         elif time.monotonic() - self._looked > _CHECK_EVERY:
             self._check_learner()
-        return self._published
+        self._check_left()
+        return self.place
+
+    def _has_place(self) -> bool:
+        self.place = self._queues.claim()
+        return self.place is not None
+
+    def _check_left(self) -> None:
+        left, pid = self._queues.left, self.learner
+        if left == OTHER_ROWS:
+            raise RuntimeError(
+                f"the buffer of process {pid} has rows of other keys, shapes or dtypes now: ask it for a client() anew"
+            )
+        if left:
+            raise RuntimeError(f"the buffer of process {pid} takes no more rows: it was closed, or is gone")
 
     def _check_learner(self) -> None:
-        pid, start = self._learner
-        if self._queues.left:
-            raise RuntimeError(f"the buffer of process {pid} takes no more rows: it was closed, or is gone")
+        pid, start = self._queues.learner
+        self._check_left()
         if start_of(pid) != start:
             raise RuntimeError(f"the learner, process {pid}, has ended: rows that it had not saved are lost")
-        self._queues.check_given(self.place, self._number)
         self._looked = time.monotonic()
 
-    def _room(self, published: int, wanted: int) -> int:
-        """Wait until ``wanted`` steps may be written. Returns their number."""
-        if self._fits(published, wanted):
-            return wanted
+    def _room(self, place: int, wanted: int) -> int:
+        """Wait until steps may be written. Returns their number, up to ``wanted``: fewer if ``ratio`` lets fewer."""
+        found = self._fits(place, wanted)
+        if found > 0:
+            return found
 
         def again() -> bool:
+            nonlocal found
             if time.monotonic() - self._looked > _CHECK_EVERY:
                 self._check_learner()
-            return self._fits(published, wanted)
+            found = self._fits(place, wanted)
+            return found > 0
 
         try:
-            with self._queues.blocking(self.place):
+            with self._queues.blocking(place):
                 wait(again, self._timeout)
         except TimeoutError:
-            raise TimeoutError(self._why_blocked(published, wanted)) from None
-        return wanted
+            raise TimeoutError(self._why_blocked(place, wanted)) from None
+        return found
 
-    def _fits(self, published: int, wanted: int) -> bool:
-        return self._queues.room(self.place, published) >= wanted and self._queues.allows(wanted)
+    def _fits(self, place: int, wanted: int) -> int:
+        return self._queues.allowed(wanted) if self._queues.room(place, self._published) >= wanted else 0
 
-    def _why_blocked(self, published: int, wanted: int) -> str:
-        queues, pid = self._queues, self._learner[0]
-        room, steps = queues.room(self.place, published), queues.rows.steps
+    def _why_blocked(self, place: int, wanted: int) -> str:
+        queues, pid = self._queues, self.learner
+        room, steps = queues.room(place, self._published), queues.rows.steps
         if room >= wanted:
             return (
                 f"ratio= held this writer back for {self._timeout} s: the learner, process {pid}, has drawn too few "

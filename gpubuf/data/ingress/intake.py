@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -14,21 +15,24 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
 from gpubuf.data.arguments import warn
 from gpubuf.data.ingress.client import WriterClient
-from gpubuf.data.ingress.options import MOST_STEPS, Writers
-from gpubuf.data.ingress.queues import QueuedRows, Queues, fence, numpy_dtype, of_bits, start_of, wait
+from gpubuf.data.ingress.options import MOST_STEPS, QUEUE_BYTES, Writers
+from gpubuf.data.ingress.queues import CLOSED, OTHER_ROWS, QueuedRows, Queues, fence, numpy_dtype, of_bits, wait
+from gpubuf.data.mending import mend
 from gpubuf.data.operation import Operation, operation
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.processing.reward_scale import RewardScale
-from gpubuf.data.recording import at_replays
+from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.sequences import SampleUnit, Sequence
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.containers import batch_shape, tensors_of
 from gpubuf.data.storage.end_bits import OWN
 from gpubuf.data.storage.layout import RowLayout, as_key
+from gpubuf.data.storage.schema import Schema, Source
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.tree_layout import layout_of
 from gpubuf.data.transforms import Compose
@@ -51,6 +55,7 @@ class WriterCounters(NamedTuple):
         process: the writer's process; None: none writes there.
         written: steps that its writers have written since the buffer was made.
         waiting: those of them that were not taken in yet.
+        dropped: those of them that the buffer has refused.
         blocked: seconds that they have waited for room, or for ``ratio``.
     """
 
@@ -58,6 +63,7 @@ class WriterCounters(NamedTuple):
     process: int | None
     written: int
     waiting: int
+    dropped: int
     blocked: float
 
 
@@ -89,6 +95,13 @@ class Target(Protocol):
     def extend_columns(self, columns: Any) -> None:
         """Write arrays by key."""
 
+    def free(self) -> None:
+        """Forget everything; the next write says what a row is."""
+
+    @property
+    def writer(self) -> Writer:
+        """The writer."""
+
 
 class _Run(NamedTuple):
     """Steps of one queue: ``steps`` of them, from the ``first`` ever published on."""
@@ -114,11 +127,14 @@ class _NoQueues:
 
     count, rows = 0, QueuedRows(cast(RowLayout, None), (), 2 * MOST_STEPS)
 
-    def leave(self, process: int) -> None:
+    def leave(self, process: int, why: int = CLOSED) -> None:
         """No process writes."""
 
     def set_limit(self, steps: int) -> None:
         """No process writes."""
+
+    def tell(self, rows: int, count: int, is_open: bool) -> None:
+        """No process asks."""
 
 
 class _InPlace:
@@ -177,7 +193,7 @@ class Intake:
 
     Attributes:
         options: as given.
-        drawn: samples that were drawn, with a ``ratio``.
+        drawn: samples that were drawn since the buffer was empty, with a ``ratio``.
     """
 
     def __init__(self, buffer: Target, options: Writers) -> None:
@@ -186,8 +202,23 @@ class Intake:
         self._buffer: Callable[[], Target | None] = weakref.ref(buffer)
         self.operation = buffer.operation
         self._queues: Queues | _NoQueues = _NoQueues()
+        # Steps taken of each place, those of them that were dropped, and how often there was a gap in its rows.
         self._taken: list[int] = []
-        self._clients = 0
+        self._dropped: list[int] = []
+        self._gaps: list[int] = []
+        # Steps taken that ``ratio`` does not count: those dropped, and those before the buffer was last emptied.
+        self._uncounted = 0
+        # How many rows the buffer had after the last look.
+        self._size = 0
+        # Why the first steps that were dropped were; None: none were.
+        self._refused: str | None = None
+        self._has_reported = False
+        # Whether the first row of an empty buffer may be any, and whether no more rows are taken.
+        self._is_open = self._is_closed = False
+        # How columns are stored that clients check.
+        self._integers: dict[int, Source] = {}
+        # The layout of the buffer's rows that was last compared with that of the queues.
+        self._compared: RowLayout | None = None
         # When writers whose runs are short were last looked for.
         self._looked = 0.0
         self._claim: _Claim | None = None
@@ -202,51 +233,120 @@ class Intake:
     # Writers come and go
 
     @operation
-    def client(self, example: Any = None, place: int | None = None) -> WriterClient:
+    def client(self, example: Any = None) -> WriterClient:
         """A client for a writer in another process. See :meth:`gpubuf.ReplayBuffer.client`."""
         buffer = self._target()
-        queues = self._queues if isinstance(self._queues, Queues) else self._open(buffer, example)
-        place = self._free_place(queues) if place is None else self._taken_over(queues, place)
-        # Rows of the writer before are its own run.
+        queues = self._queues_for(buffer, example)
+        # A place is free once the rows of the writer before have been taken in.
         self.take(everything=True)
-        self._clients += 1
-        queues.give(place, self._clients)
-        learner, time_dim = (os.getpid(), start_of(os.getpid()) or 0), buffer.dim_extend if queues.rows.envs else 0
-        leaves = queues.rows.layout.leaves
-        key = as_key(buffer.priority_key) if buffer.sampler.has_priorities else ()
-        priority = next((i for i, leaf in enumerate(leaves) if key and leaf.key == key), None)
-        return WriterClient(queues, place, self._clients, learner, time_dim, self.options.timeout, priority)
+        return self._new_client(buffer, queues)
 
-    def _open(self, buffer: Target, example: Any) -> Queues:
-        """Make the queues.
+    def share(self) -> None:
+        """Before a process is started that gets the buffer: have queues. Without rows its first write may be any."""
+        if isinstance(self._queues, Queues):
+            # A process may be forked while another thread uses the buffer.
+            self._tell(self.operation.storage)
+        else:
+            with contextlib.suppress(TypeError, RuntimeError):
+                self.operation.run(self._share)
+
+    def _share(self) -> None:
+        storage = self.operation.storage
+        self._is_open = True
+        self._queues_for(self._target(), None)
+        self._tell(storage)
+
+    def link(self) -> WriterClient | None:
+        """What such a process writes with; None: rows are no tensors."""
+        queues = self._queues
+        return self._new_client(self._target(), queues) if isinstance(queues, Queues) else None
+
+    def _new_client(self, buffer: Target, queues: Queues) -> WriterClient:
+        ndim, timeout = buffer.storage.ndim, self.options.timeout
+        priority = as_key(buffer.priority_key) if buffer.sampler.has_priorities else ()
+        return WriterClient(queues, ndim, buffer.dim_extend, timeout, priority, self._integers)
+
+    def _queues_for(self, buffer: Target, example: Any) -> Queues:
+        """The queues, which are made where there are none, or none of the buffer's rows.
 
         Raises:
             RuntimeError: nothing says what a row is.
             TypeError: rows have data that are not tensors.
+            ValueError: the example has other rows than the buffer, or a step of it has no room within ``margin``.
         """
-        storage, options = buffer.storage, self.options
+        storage, options, queues = buffer.storage, self.options, self._queues
+        if self._is_closed:
+            raise RuntimeError("the buffer takes no more rows of writers: writers.close() was called")
+        as_stored = not buffer.transform.has_inverse
         if example is not None:
             example = tensors_of(example)
             layout = layout_of(example, storage.ndim, storage.ignored_keys)
             envs = tuple(batch_shape(example, storage.ndim))
             time_dim = buffer.dim_extend
             envs = envs[:time_dim] + envs[time_dim + 1 :]
-        elif storage.initialized and not len(buffer.transform):
+            self._is_open = False
+            if as_stored and storage.initialized and storage.ring.size:
+                storage.written_layout.collect(example, storage.ndim)
+        elif isinstance(queues, Queues) and queues.settled and not storage.ring.size:
+            return queues
+        elif as_stored and storage.initialized:
             layout, envs = storage.written_layout, tuple(storage.shape[1:])
+        elif isinstance(queues, Queues):
+            return queues
+        elif self._is_open:
+            layout, envs = RowLayout(TensorDict({}, [1] * storage.ndim), storage.ndim), ()
         else:
             raise RuntimeError(
                 "a writer has to know what a row is: write a batch first, or pass client() one as an example"
                 + (" (transforms change what is written here)" if storage.initialized else "")
             )
+        if isinstance(queues, Queues) and (queues.rows.layout.leaves, queues.rows.envs) == (layout.leaves, envs):
+            return queues
         if layout.host:
             raise TypeError(f"writers in other processes pass tensors on, and {list(layout.host)} hold other data")
         rows = QueuedRows(layout, envs, 1)
         rows = dataclasses.replace(rows, steps=options.steps_for(rows.step_bytes))
-        self._queues = queues = Queues(rows, options.count)
-        self._taken = [0] * options.count
-        self._set_limit()
-        weakref.finalize(self, queues.leave, os.getpid())
-        return queues
+        sources = Schema.of(layout, storage.options).sources if as_stored else ()
+        if isinstance(queues, Queues):
+            self._turn_away(queues)
+        # Whoever writes first may say that rows are larger.
+        least = QUEUE_BYTES if self._is_open and not storage.ring.size else 0
+        made = Queues(rows, options.count, max(rows.offsets[-1], least))
+        self._reads_for, self._reader = torch.device("cpu"), _IN_PLACE
+        self._queues, self._claim = made, None
+        self._taken, self._dropped, self._gaps = ([0] * options.count for _ in range(3))
+        self._integers = {
+            n: source for n, source in enumerate(sources) if _is_converted(source, layout.leaves[n].dtype)
+        }
+        self._recount()
+        weakref.finalize(self, made.leave, os.getpid())
+        return made
+
+    def _turn_away(self, queues: Queues) -> None:
+        """The rows of the queues are none that the buffer can take, nor will be."""
+        queues.leave(os.getpid(), OTHER_ROWS)
+        for place, taken in enumerate(self._taken):
+            run = _Run(place, taken, queues.published(place) - taken)
+            self._drop(queues, run, "the buffer has rows of other keys, shapes or dtypes")
+
+    def _drop(self, queues: Queues, run: _Run, why: str) -> None:
+        """Leave the steps of a run out. What comes after them does not follow what was before."""
+        if run.steps:
+            self._dropped[run.place] += run.steps
+            self._gaps[run.place] += 1
+            self._uncounted += run.steps
+            self._refused = self._refused or why
+            self._set_limit()
+            self._release(queues, [run])
+
+    def _report(self) -> None:
+        """Say once that steps were dropped."""
+        if self._refused is not None and not self._has_reported:
+            self._has_reported = True
+            warn(
+                f"rows of writers were dropped, for the buffer can't take them: {self._refused}. "
+                "buffer.writers.counters() says how many; this is said once"
+            )
 
     @property
     def run(self) -> int:
@@ -258,26 +358,6 @@ class Intake:
             in_order = self._in_order or bool(buffer.storage.options.share_next)
             run = _RUN if in_order else 1
         return max(min(run, self._queues.rows.steps // 2), 1)
-
-    def _free_place(self, queues: Queues) -> int:
-        for place in range(queues.count):
-            if not queues.given(place) or (not queues.awaited(place) and queues.writer(place) is None):
-                return place
-        told = ", ".join(
-            f"{place}: {'no process has come yet' if queues.awaited(place) else f'process {queues.writer(place)}'}"
-            for place in range(queues.count)
-        )
-        raise RuntimeError(
-            f"all {queues.count} places are taken ({told}): give the buffer more writers, close a client, or name a "
-            "place whose process never came, client(place=...)"
-        )
-
-    def _taken_over(self, queues: Queues, place: int) -> int:
-        if not 0 <= place < queues.count:
-            raise ValueError(f"place must be one of 0 .. {queues.count - 1}, got {place}")
-        if not queues.awaited(place) and (writer := queues.writer(place)) is not None:
-            raise RuntimeError(f"process {writer} writes at place {place}: close its client, or end it")
-        return place
 
     def serve(
         self,
@@ -296,8 +376,11 @@ class Intake:
 
         Raises:
             TypeError: the storage holds any objects, or lies in files.
-            ValueError: rows are not written in turn, or something takes those of all writers for one stream.
+            ValueError: rows are not written in turn, something takes those of all writers for one stream, or there is
+                no room for ``min_rows``.
         """
+        if self.options.min_rows > storage.max_size:
+            raise ValueError(f"min_rows={self.options.min_rows} rows never fit into a buffer of {storage.max_size}")
         if storage.takes_objects or not storage.relocatable:
             kind = type(storage).__name__
             raise TypeError(
@@ -322,13 +405,12 @@ class Intake:
         """The state of every place. No host sync."""
         queues = self._queues
         if isinstance(queues, _NoQueues):
-            return [WriterCounters(place, None, 0, 0, 0.0) for place in range(self.options.count)]
+            return [WriterCounters(place, None, 0, 0, 0, 0.0) for place in range(self.options.count)]
         found = []
         for place in range(queues.count):
             written = queues.published(place)
-            process = None if queues.awaited(place) else queues.writer(place)
-            waiting = written - self._taken[place]
-            found.append(WriterCounters(place, process, written, waiting, queues.blocked(place)))
+            process, waiting = queues.writer(place), written - self._taken[place]
+            found.append(WriterCounters(place, process, written, waiting, self._dropped[place], queues.blocked(place)))
         return found
 
     # Samples for each row
@@ -338,7 +420,12 @@ class Intake:
         options, queues = self.options, self._queues
         if options.ratio is not None:
             rows = options.min_rows + (self.drawn + self.options.samples_ahead) / options.ratio
-            queues.set_limit(max(math.floor(rows) // queues.rows.step_rows, 1))
+            queues.set_limit(self._uncounted + max(math.floor(rows) // queues.rows.step_rows, 1))
+
+    def _recount(self) -> None:
+        """Begin to count anew for ``ratio``: the buffer was emptied."""
+        self.drawn, self._uncounted = 0, sum(self._taken)
+        self._set_limit()
 
     @property
     def gate(self) -> Callable[[int], None] | None:
@@ -353,9 +440,13 @@ class Intake:
             ValueError: the margin has no room for so many samples.
         """
         at_replays().refuse("ratio= counts the samples of eager calls: sample before the captured step")
-        margin = self.options.samples_ahead
-        if samples > 2 * margin:
-            raise ValueError(f"a batch of {samples} samples is more than twice margin={margin}: raise the margin")
+        margin, per_step = self.options.samples_ahead, (self.options.ratio or 0.0) * self._queues.rows.step_rows
+        # Beyond it each side would wait for the other.
+        if samples + per_step > 2 * margin:
+            raise ValueError(
+                f"a batch of {samples} samples is more than twice margin={margin} has room for, beside the {per_step} "
+                "samples of a step: raise the margin"
+            )
         if not self._may_draw(samples):
             try:
                 wait(functools.partial(self._may_draw, samples, True), self.options.timeout)
@@ -369,7 +460,8 @@ class Intake:
             self.take(everything=True)
         options, queues = self.options, self._queues
         size, envs = len(self._target().storage), queues.rows.step_rows
-        ahead = self.drawn + samples - (options.ratio or 0.0) * (sum(self._taken) * envs - options.min_rows)
+        counted = (sum(self._taken) - self._uncounted) * envs
+        ahead = self.drawn + samples - (options.ratio or 0.0) * (counted - options.min_rows)
         return size >= options.min_rows and ahead <= self.options.samples_ahead
 
     def _why_blocked(self, samples: int) -> str:
@@ -389,6 +481,7 @@ class Intake:
     def _close(self) -> None:
         self._queues.leave(os.getpid())
         self.take(everything=True)
+        self._is_closed = True
 
     # Rows
 
@@ -412,13 +505,18 @@ class Intake:
 
     def at_call(self) -> None:
         """Called at the beginning of an operation of the buffer."""
-        if self._taken and not self._taking:
+        if self._taking:
+            return
+        if self.operation.storage.ring.size < self._size:
+            self._recount()
+        if self._taken:
             self._calls += 1
             self._take(False)
+        self._size = self.operation.storage.ring.size
 
     def _take(self, everything: bool) -> None:
         queues = self._queues
-        if isinstance(queues, _NoQueues) or self._taking:
+        if isinstance(queues, _NoQueues) or self._taking or self._is_closed or current.recording is not None:
             return
         try:
             # The writes below are operations of the buffer.
@@ -426,21 +524,55 @@ class Intake:
             if self._claim is not None:
                 self._settle(queues, self._claim)
             runs = self._arrived(queues, everything)
+            # After a look at what is published: rows are not settled after that.
+            if queues.follow():
+                self._integers, self._compared = {}, None
+            if queues.left == OTHER_ROWS or self._has_other_rows(queues):
+                if self.operation.storage.ring.size or not queues.settled:
+                    self._turn_away(queues)
+                    runs = []
+                elif runs:
+                    # The buffer's own rows are gone: the first one of a writer decides.
+                    self._target().free()
             if self.operation.launches_at_once():
                 if self._reader is not _IN_PLACE:
                     self._give_back(queues)
                 buffer = self._target()
                 for group in self._groups(buffer, queues, runs) if runs else ():
-                    self._write(buffer, queues, group)
+                    self._write_or_drop(buffer, queues, group)
+            self._tell(self.operation.storage)
         finally:
             self._taking = False
+        self._report()
+
+    def _has_other_rows(self, queues: Queues) -> bool:
+        """Whether the buffer has rows of another layout than the queues."""
+        storage, rows = self.operation.storage, queues.rows
+        if not storage.initialized or storage.written_layout is self._compared:
+            return False
+        same = (storage.written_layout.leaves, tuple(storage.shape[1:])) == (rows.layout.leaves, rows.envs)
+        if not same and not self._target().transform.has_inverse:
+            return True
+        self._compared = storage.written_layout
+        return False
+
+    def _tell(self, storage: TensorStorage) -> None:
+        """Let writers know how many rows there are."""
+        ring, self._size = storage.ring, storage.ring.size
+        taken = sum(self._taken) * self._queues.rows.step_rows
+        self._queues.tell(ring.size - taken, storage.rows_written - taken, self._is_open and not ring.size)
 
     def _arrived(self, queues: Queues, everything: bool) -> list[_Run]:
         """What is to be taken in now."""
         found, short = list[_Run](), list[_Run]()
+        # A first sample finds what was acknowledged.
+        everything = everything or not self.operation.storage.ring.size
         for place, taken in enumerate(self._taken):
-            count = queues.published(place) - taken
-            if count:
+            count, room = queues.published(place) - taken, queues.rows.steps
+            if not 0 <= count <= room:
+                queues.take_back(place, taken)
+                self._refused = self._refused or f"{count} steps at place {place}, where {room} have room at a time"
+            elif count:
                 (found if everything or count >= self.run else short).append(_Run(place, taken, count))
         if short:
             look = time.monotonic() - self._looked > _LOOK_EVERY
@@ -459,7 +591,7 @@ class Intake:
         """The writes that runs become: small ones together, others alone. None is larger than the storage."""
         storage, total = buffer.storage, sum([run.steps for run in runs])
         steps = -(-storage.max_size // queues.rows.step_rows)
-        if total <= steps and storage.initialized and not len(buffer.transform):
+        if total <= steps and storage.initialized and not buffer.transform.has_inverse:
             n_bytes = total * queues.rows.step_bytes
             if n_bytes <= JOINED_BYTES or self._reader_of(storage, queues, n_bytes) is not _IN_PLACE:
                 return [runs]
@@ -468,6 +600,27 @@ class Intake:
             for place, first, count in runs
             for at in range(0, count, steps)
         ]
+
+    def _write_or_drop(self, buffer: Target, queues: Queues, runs: list[_Run]) -> None:
+        """Write runs, without the steps that the buffer refuses: one refusal must not keep all others out."""
+        written = buffer.storage.written
+        try:
+            self._write(buffer, queues, runs)
+        except Exception as refused:
+            if buffer.storage.written != written or isinstance(refused, (MemoryError, torch.OutOfMemoryError)):
+                raise
+            self._claim, buffer.storage.marks.streams = None, OWN
+            mend(buffer.storage, buffer.writer)
+            place, first, n = runs[0]
+            if len(runs) > 1:
+                parts = [[run] for run in runs]
+            elif n > 1:
+                parts = [[_Run(place, first, n // 2)], [_Run(place, first + n // 2, n - n // 2)]]
+            else:
+                parts = []
+                self._drop(queues, runs[0], str(refused))
+            for part in parts:
+                self._write_or_drop(buffer, queues, part)
 
     def _write(self, buffer: Target, queues: Queues, runs: list[_Run]) -> None:
         """Write runs by one operation of the buffer, and release their places in the queues.
@@ -478,7 +631,7 @@ class Intake:
         self._claim = _Claim(storage.written, runs)
         steps, streams = 0, list[tuple[int, int]]()
         for run in runs:
-            streams.append((steps, queues.given(run.place)))
+            streams.append((steps, queues.client(run.place) + (self._gaps[run.place] << 32)))
             steps += run.steps
         storage.marks.streams = streams
         rows = queues.rows
@@ -567,9 +720,18 @@ class Intake:
 
 
 def _take_often(intake: Callable[[], Intake | None], stopped: threading.Event, interval: float) -> None:
-    """The thread of :meth:`Intake.start`. An error ends it: the buffer's next call raises the same."""
+    """The thread of :meth:`Intake.start`, until the buffer is gone. An error ends it: the next call raises the same."""
     while not stopped.wait(interval):
         found = intake()
-        if found is None:
+        buffer = None if found is None else found._buffer()
+        if found is None or buffer is None:
             return
         found.take()
+        # Nothing of it is kept between two turns.
+        del found, buffer
+
+
+def _is_converted(source: Source, written: torch.dtype) -> bool:
+    """Whether a column becomes integers of another dtype, which hold fewer numbers."""
+    stored = source.stored
+    return stored is not written and not (stored.is_floating_point or stored.is_complex or stored is torch.bool)

@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import functools
 import itertools
+import json
 import math
 import mmap
 import os
@@ -30,22 +31,34 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf.data.storage.layout import Leaf, RowLayout
 
 #: Counters are 64-bit integers. Those that different processes store are in different cache lines.
 _LINE = 8
-# Of the whole segment: whether the learner has left, how many steps all writers may publish (below 0: any number).
-_LEFT, _LIMIT = 0, 1
+# Of the whole segment, stored by the learner: whether and why it takes no more (see :data:`LEFT`), how many steps all
+# writers may publish (below 0: any number), the rows and the write count of the buffer without what was published, and
+# whether its first row may be any.
+_LEFT, _LIMIT, _ROWS, _COUNT, _OPEN = 0, 1, 2, 3, 4
+# By whoever takes a place: how many did. By whoever says what a row is: how often, and the bytes that this takes.
+_CLIENTS, _SETTLED, _SAID = _LINE, _LINE + 1, _LINE + 2
+_HEADER = 2 * _LINE
 # Of one queue, stored by the writer: steps published, nanoseconds blocked, whether it is blocked now.
 _PUBLISHED, _BLOCKED, _BLOCKS = 0, 1, 2
-# Who the writer is: its process, when that began, which client it has, and whether it has closed that.
-_PID, _START, _ATTACHED, _CLOSED = _LINE, _LINE + 1, _LINE + 2, _LINE + 3
-# And by the learner: rows taken, number of the client that the queue was last given to.
-_TAKEN, _GIVEN = 2 * _LINE, 2 * _LINE + 1
+# Who the writer is: its process, when that began, the number of its client, and whether that has the place no more.
+_PID, _START, _CLIENT, _CLOSED = _LINE, _LINE + 1, _LINE + 2, _LINE + 3
+# And by the learner: steps taken.
+_TAKEN = 2 * _LINE
 _PER_QUEUE = 3 * _LINE
 _ALIGNMENT = 64
+
+_WORDS = 1 << 16
+"""Bytes in which a writer can say what a row is."""
+
+CLOSED, OTHER_ROWS = 1, 2
+"""Why a learner takes no more: the buffer was closed or is gone, or has rows of another layout than the queues."""
 
 
 def fence() -> None:
@@ -134,34 +147,54 @@ class Queues:
     Args:
         rows: what is in them.
         count: number of queues.
-        handle: the memory; None: it is made.
+        queue_bytes: of each queue; None: what the rows take.
+        handle, learner: the memory, and who made it; None: it is made.
 
     Attributes:
-        rows, count: as given.
+        rows, count: as given. The rows are others once a writer has said so, :meth:`settle`.
+        learner: the process that made them, and when it began.
         columns: for each queue its memory, an array ``[steps, *envs, ...]`` per key, of the dtype of :func:`bits_of`.
 
     Raises:
         NotImplementedError: the operating system is not Linux.
     """
 
-    def __init__(self, rows: QueuedRows, count: int, handle: int | None = None) -> None:
-        self.rows, self.count = rows, count
-        first = -(-8 * _LINE * (1 + 3 * count) // mmap.PAGESIZE) * mmap.PAGESIZE
-        *offsets, queue_bytes = rows.offsets
-        n_bytes = first + count * queue_bytes
+    def __init__(
+        self,
+        rows: QueuedRows,
+        count: int,
+        queue_bytes: int | None = None,
+        handle: int | None = None,
+        learner: tuple[int, int] | None = None,
+    ) -> None:
+        self.count = count
+        self.learner = learner or (os.getpid(), start_of(os.getpid()) or 0)
+        self._queue_bytes = rows.offsets[-1] if queue_bytes is None else queue_bytes
+        self._words = 8 * (_HEADER + _PER_QUEUE * count)
+        self._first = -(-(self._words + _WORDS) // mmap.PAGESIZE) * mmap.PAGESIZE
+        n_bytes = self._first + count * self._queue_bytes
         if handle is None:
             if not hasattr(os, "memfd_create"):
                 raise NotImplementedError("writers in other processes need Linux (memfd_create)")
-            handle = os.memfd_create("gpubuf-writers")
+            handle = os.memfd_create("gpubuf-writers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(handle, n_bytes)
+            # Who reads memory that another process has cut off is killed.
+            fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self._handle = handle
         self.memory = mmap.mmap(handle, n_bytes)
-        self._counters = memoryview(self.memory)[: 8 * _LINE * (1 + 3 * count)].cast("q")
+        self._counters = memoryview(self.memory)[: self._words].cast("q")
         if not self._counters[_LIMIT]:
             self._counters[_LIMIT] = -1
+        self._known = 0
+        self._have(rows)
+        self.follow()
+
+    def _have(self, rows: QueuedRows) -> None:
+        self.rows = rows
+        *offsets, _ = rows.offsets
         self.columns: list[list[np.ndarray]] = []
-        for queue in range(count):
-            at = first + queue * queue_bytes
+        for queue in range(self.count):
+            at = self._first + queue * self._queue_bytes
             keys = zip(rows.layout.leaves, offsets, strict=True)
             self.columns.append([self._column(leaf, at + offset) for leaf, offset in keys])
 
@@ -170,17 +203,68 @@ class Queues:
         return np.frombuffer(self.memory, bits_of(leaf.dtype), math.prod(shape), offset).reshape(shape)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"rows": self.rows, "count": self.count, "handle": DupFd(self._handle)}
+        given = {"rows": self.rows, "count": self.count, "queue_bytes": self._queue_bytes, "learner": self.learner}
+        return {**given, "handle": DupFd(self._handle)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["rows"], state["count"], state["handle"].detach())  # type: ignore[misc]
+        self.__init__(**{**state, "handle": state["handle"].detach()})  # type: ignore[misc]
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
             os.close(self._handle)
 
     def _at(self, queue: int, counter: int) -> int:
-        return _LINE + queue * _PER_QUEUE + counter
+        return _HEADER + queue * _PER_QUEUE + counter
+
+    # What a row is
+
+    def settle(self, layout: RowLayout, envs: tuple[int, ...]) -> bool:
+        """Say what a row is, for a buffer that has none, before anybody has written one.
+
+        Returns:
+            Whether the rows are others now: these, or those that another one said first.
+
+        Raises:
+            ValueError: a queue has no room for a step.
+        """
+        with self.exclusive():
+            if not self._counters[_OPEN] or any(map(self.published, range(self.count))):
+                return self.follow()
+            leaves = [[leaf.key, str(leaf.dtype).removeprefix("torch."), leaf.shape] for leaf in layout.leaves]
+            rows = QueuedRows(layout, envs, 1)
+            steps = min(self._queue_bytes // max(rows.step_bytes, 1), self.rows.steps)
+            while steps and QueuedRows(layout, envs, steps).offsets[-1] > self._queue_bytes:
+                steps -= 1
+            words = json.dumps([leaves, envs, steps]).encode()
+            if not steps or len(words) > _WORDS:
+                raise ValueError(
+                    f"a step of {rows.step_bytes} bytes has no room in a queue of {self._queue_bytes}: write a batch "
+                    "before the process is started, or make the buffer with Writers(queue_steps=...)"
+                )
+            self.memory[self._words : self._words + len(words)] = words
+            self._counters[_SAID] = len(words)
+            fence()
+            self._counters[_SETTLED] += 1
+        return self.follow()
+
+    def follow(self) -> bool:
+        """Have the rows that a writer has said last. Returns whether they are others than before."""
+        settled = self._counters[_SETTLED]
+        if settled == self._known:
+            return False
+        fence()
+        leaves, envs, steps = json.loads(self.memory[self._words : self._words + self._counters[_SAID]])
+        example = TensorDict({}, [1, *envs])
+        for key, dtype, shape in leaves:
+            example.set(tuple(key), torch.empty((1, *envs, *shape), dtype=getattr(torch, dtype), device="cpu"))
+        self._have(QueuedRows(RowLayout(example, 1 + len(envs)), tuple(envs), steps))
+        self._known = settled
+        return True
+
+    @property
+    def settled(self) -> bool:
+        """Whether a writer has said what a row is."""
+        return self._known > 0
 
     # The writer's end
 
@@ -199,9 +283,13 @@ class Queues:
             start += count
 
     def publish(self, queue: int, published: int) -> None:
-        """From now on the learner may take all steps up to ``published``, which are whole."""
+        """From now on the learner may take all steps up to ``published``, which are whole.
+
+        A look at :attr:`left` after this is one after it for the learner, too.
+        """
         fence()
         self._counters[self._at(queue, _PUBLISHED)] = published
+        fence()
 
     @contextlib.contextmanager
     def blocking(self, queue: int) -> Iterator[None]:
@@ -214,23 +302,34 @@ class Queues:
             self._counters[self._at(queue, _BLOCKS)] = 0
             self._counters[self._at(queue, _BLOCKED)] += int((time.monotonic() - began) * 1e9)
 
-    def attach(self, queue: int, client: int) -> None:
-        """This process writes to a queue from now on.
+    def claim(self) -> int | None:
+        """Take a place for this process. None: the free ones have steps of writers before, which are not taken yet.
 
         Raises:
-            RuntimeError: the queue was given to another client, or another process writes to it.
+            RuntimeError: processes write at all places.
         """
-        with self._exclusive():
-            self.check_given(queue, client)
-            writer = self.writer(queue)
-            if writer is not None and self._counters[self._at(queue, _ATTACHED)] == client:
-                raise RuntimeError(f"process {writer} uses this client: give each process one of its own")
-            own = os.getpid()
-            self._counters[self._at(queue, _CLOSED)] = self._counters[self._at(queue, _BLOCKS)] = 0
-            self._counters[self._at(queue, _PID)] = own
-            self._counters[self._at(queue, _START)] = start_of(own) or 0
-            fence()
-            self._counters[self._at(queue, _ATTACHED)] = client
+        own = os.getpid()
+        with self.exclusive():
+            free = [place for place in range(self.count) if self.writer(place) is None]
+            for place in free:
+                if self.published(place) == self.taken(place):
+                    at = self._at(place, 0)
+                    # A process that is killed here has not got the place.
+                    self._counters[at + _CLOSED] = 1
+                    self._counters[_CLIENTS] += 1
+                    self._counters[at + _CLIENT] = self._counters[_CLIENTS]
+                    self._counters[at + _BLOCKS] = 0
+                    self._counters[at + _START] = start_of(own) or 0
+                    self._counters[at + _PID] = own
+                    fence()
+                    self._counters[at + _CLOSED] = 0
+                    return place
+        if free:
+            return None
+        told = ", ".join(f"{place}: process {self.writer(place)}" for place in range(self.count))
+        raise RuntimeError(
+            f"all {self.count} places are taken ({told}): give the buffer more writers, or close a client"
+        )
 
     def detach(self, queue: int, process: int) -> None:
         """The writer has finished, says ``process``: a process that was forked from it has nothing to say."""
@@ -238,14 +337,12 @@ class Queues:
             fence()
             self._counters[self._at(queue, _CLOSED)] = 1
 
-    def check_given(self, queue: int, client: int) -> None:
-        """Raise RuntimeError if the queue was given to another client."""
-        if self._counters[self._at(queue, _GIVEN)] != client:
-            raise RuntimeError(f"place {queue} of the buffer was given to another writer: ask for a client() anew")
-
     @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """While a queue gets another writer. The kernel takes the lock from a process that ends."""
+    def exclusive(self) -> Iterator[None]:
+        """While a place is claimed, rows are settled, or a writer publishes for the first time.
+
+        The kernel takes the lock from a process that ends.
+        """
         handle = os.open(f"/proc/self/fd/{self._handle}", os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -253,35 +350,45 @@ class Queues:
         finally:
             os.close(handle)
 
-    def allows(self, steps: int) -> bool:
-        """Whether the learner lets the writers together publish so many steps more. Two may ask at a time."""
+    def allowed(self, steps: int) -> int:
+        """How many of ``steps`` the learner lets the writers together publish more. Two may ask at a time."""
         limit = self._counters[_LIMIT]
-        return limit < 0 or sum(map(self.published, range(self.count))) + steps <= limit
+        return steps if limit < 0 else min(steps, limit - sum(map(self.published, range(self.count))))
 
     @property
-    def left(self) -> bool:
-        """Whether the learner takes no more."""
-        return bool(self._counters[_LEFT])
+    def left(self) -> int:
+        """Why the learner takes no more; 0: it does."""
+        return self._counters[_LEFT]
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """Rows written to the buffer, of which the newest are there, and how many it counts, with all published."""
+        rows = sum(map(self.published, range(self.count))) * self.rows.step_rows
+        return self._counters[_ROWS] + rows, self._counters[_COUNT] + rows
 
     # The learner's end
 
-    def leave(self, process: int) -> None:
+    def leave(self, process: int, why: int = CLOSED) -> None:
         """The learner takes no more, says ``process``: a process that was forked from it has nothing to say."""
         if process == os.getpid():
-            self._counters[_LEFT] = 1
+            self._counters[_LEFT] = why
+            fence()
 
     def set_limit(self, steps: int) -> None:
         """All writers together may have published so many steps."""
         self._counters[_LIMIT] = steps
 
-    def give(self, queue: int, client: int) -> None:
-        """A queue belongs to another client from now on."""
-        with self._exclusive():
-            self._counters[self._at(queue, _GIVEN)] = client
+    def tell(self, rows: int, count: int, is_open: bool) -> None:
+        """See :attr:`stored`: so much of it was not published here. ``is_open``: the first row may be any."""
+        self._counters[_ROWS], self._counters[_COUNT], self._counters[_OPEN] = rows, count, is_open
 
-    def given(self, queue: int) -> int:
-        """The number of the client that a queue belongs to; 0: it never had one."""
-        return self._counters[self._at(queue, _GIVEN)]
+    def client(self, queue: int) -> int:
+        """The number of the client that has a queue, or had it last."""
+        return self._counters[self._at(queue, _CLIENT)]
+
+    def take_back(self, queue: int, published: int) -> None:
+        """What a writer says it has published can't be: it is so much."""
+        self._counters[self._at(queue, _PUBLISHED)] = published
 
     def published(self, queue: int) -> int:
         """Steps ever published. Call :func:`fence` before reading them."""
@@ -323,11 +430,6 @@ class Queues:
         if not pid or self._counters[self._at(queue, _CLOSED)]:
             return None
         return pid if start_of(pid) == self._counters[self._at(queue, _START)] else None
-
-    def awaited(self, queue: int) -> bool:
-        """Whether a queue belongs to a client that no process has used yet."""
-        given = self.given(queue)
-        return given > 0 and self._counters[self._at(queue, _ATTACHED)] != given
 
 
 def wait(again: Callable[[], bool], timeout: float | None) -> None:

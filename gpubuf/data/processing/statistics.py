@@ -181,26 +181,52 @@ class RunningStatistics(Process):
         """Take in all that the other ranks have counted since the last call, and return self. No host sync with NCCL.
 
         Afterwards all ranks have the same bits: the statistics of all rows that any of them has written. In between
-        each goes on with its own. All ranks call it, equally often, after each has written a batch. One all-gather of
-        32 bytes per element of a row and rank. Counts are exact, mean and variance to rounding (:func:`merged`).
-        Running returns of :class:`RewardScale` are those of the rank's own environments.
+        each goes on with its own. All ranks call it, equally often; one that has written nothing takes part all the
+        same. One all-gather of 32 bytes per element of a row and rank; the first call has another one of 8 bytes per
+        key, and synchronises. Counts are exact, mean and variance to rounding (:func:`merged`). Running returns of
+        :class:`RewardScale` are those of the rank's own environments.
 
         Raises:
-            RuntimeError: nothing has been written.
+            RuntimeError: no rank has written anything.
+            ValueError: the ranks have rows of different sizes.
         """
+        alone = process_group.size() == 1
+        if not alone and any(key not in self._moments or self._moments[key].shared is None for key in self.keys):
+            self._agree(process_group)
         known = [self._known(key) for key in self.keys]
-        if process_group.size() == 1:
+        if alone:
             return self
+        device = self._meeting_place(process_group)
         own = [unmerged(each.state, each.common) for each in known]
-        every = gathered(torch.cat([state.flatten() for state in own]), process_group)
+        every = gathered(torch.cat([state.flatten() for state in own]).to(device), process_group)
         parts = every.split([state.numel() for state in own], 1)
         for moments, part in zip(known, parts, strict=True):
             state = moments.common
-            for each in part:
+            for each in part.to(state.device):
                 state = merged(state, each.view_as(state))
             moments.put(state)
             moments.shared = state
         return self
+
+    def _meeting_place(self, process_group: dist.ProcessGroup) -> torch.device:
+        """Where a group takes tensors from a rank. One that has written nothing knows no GPU of its own."""
+        by_nccl = dist.get_backend(process_group) == "nccl" and self._device.type == "cpu"
+        return torch.device("cuda", torch.cuda.current_device()) if by_nccl else self._device
+
+    def _agree(self, process_group: dist.ProcessGroup) -> None:
+        """Have statistics of all keys that another rank has some of.
+
+        Raises:
+            ValueError: they are of different sizes.
+        """
+        own = [self._moments[key].elements if key in self._moments else 0 for key in self.keys]
+        sizes = torch.tensor(own, device="cpu").to(self._meeting_place(process_group))
+        for key, *found in zip(self.keys, *gathered(sizes, process_group).tolist(), strict=True):
+            elements = set(found) - {0}
+            if len(elements) > 1:
+                raise ValueError(f"the ranks have rows of {sorted(elements)} elements under {as_written(key)!r}")
+            for size in elements:
+                self._of(key, size)
 
     def _check_elements(self, states: dict[Key, Tensor]) -> None:
         for key, state in states.items():

@@ -17,7 +17,9 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-FIRST_KEYS = "; all rows have the keys of the first write"
+FIRST_KEYS = (
+    "; all rows have the keys of the first write: give that a placeholder for what comes later, or empty() the buffer"
+)
 """Of an error about keys: why they can't be taken."""
 
 

@@ -635,8 +635,8 @@ class TensorStorage:
         if self.owner is not None:
             raise RuntimeError(
                 f"this buffer is a copy of one of process {self.owner}, which would not get rows that are written, "
-                "changed or forgotten here: make it there with writers= (or shared=True), and pass this process a "
-                "client() of it. A buffer of this process's own is copy.deepcopy(buffer)"
+                "changed or forgotten here: make it there with writers= (or shared=True), and start this process with "
+                "it, or with a client() of it. A buffer of this process's own is copy.deepcopy(buffer)"
             )
 
     # Reading

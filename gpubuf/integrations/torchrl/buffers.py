@@ -23,7 +23,7 @@ from gpubuf.integrations.torchrl.list_storage import ListStorage
 from gpubuf.integrations.torchrl.samplers import PrioritizedSampler, RandomSampler
 from gpubuf.integrations.torchrl.storages import LazyTensorStorage
 
-_HERE = "the buffer works in the process that makes it; with shared=True, processes that write get a client()"
+_HERE = "the buffer works in the process that makes it; with shared=True, those that are started with it write to it"
 #: Arguments of TorchRL's that have no counterpart: accepted at TorchRL's default, refused at any other value.
 _REFUSED = {
     "checkpointer": "leave it out, for save() and dumps() need no checkpointer",
@@ -73,7 +73,7 @@ class ReplayBuffer(core.ReplayBuffer):
         storage, **parts: as for the core's class.
         transform_factory: a function that returns the transform; excludes ``transform``.
         compilable: accepted for compatibility: every operation can be compiled.
-        shared: True is ``writers=4``: processes may write, by a :meth:`client` each.
+        shared: True is ``writers=4``: processes that are started with the buffer may write.
 
     Raises:
         NotImplementedError: an argument of TorchRL's was set that has no counterpart.
@@ -139,6 +139,10 @@ class ReplayBuffer(core.ReplayBuffer):
         columns = isinstance(data, dict) and leaves and isinstance(leaves[0], np.ndarray)
         if leaves and not (columns or is_data(leaves[0])):
             self._storage = self._kinds.objects(self.parts.storage.max_size)
+
+    def _write_to(self, *given: Any) -> None:
+        super()._write_to(*given)
+        self._is_open = False
 
     # Rows changed in place
 
@@ -303,7 +307,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         if not sync:
             raise NotImplementedError(
                 "sync=False (writers in other processes) is not supported by gpubuf: leave it out, make the buffer "
-                "with shared=True, and pass processes its client()"
+                "with shared=True, and start processes with it"
             )
         made = self._storage_of(storage)
         sampler = self._kinds.prioritized(made.max_size, alpha, beta, eps, reduction=reduction)
