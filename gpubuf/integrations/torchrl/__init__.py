@@ -17,8 +17,8 @@ from gpubuf.integrations.torchrl.buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.integrations.torchrl.dumps import load_torchrl
 from gpubuf.integrations.torchrl.list_storage import ListStorage
+from gpubuf.integrations.torchrl.loading import load_torchrl
 from gpubuf.integrations.torchrl.max_value import TensorDictMaxValueWriter
 from gpubuf.integrations.torchrl.samplers import (
     PrioritizedSampler,

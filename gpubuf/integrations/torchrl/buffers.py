@@ -17,6 +17,7 @@ from gpubuf.data.storage.containers import Data, batch_shape, is_container, is_d
 from gpubuf.data.storage.layout import as_key
 from gpubuf.data.updates import flat_entries, is_key
 from gpubuf.integrations.edits import set_keys
+from gpubuf.integrations.torchrl import dumps
 from gpubuf.integrations.torchrl.list_storage import ListStorage
 from gpubuf.integrations.torchrl.samplers import PrioritizedSampler, RandomSampler
 from gpubuf.integrations.torchrl.storages import LazyTensorStorage
@@ -269,8 +270,6 @@ class ReplayBuffer(core.ReplayBuffer):
 
         Of that come rows, counters, batch size and priorities; transforms, the random stream and an epoch do not.
         """
-        from gpubuf.integrations.torchrl import dumps
-
         if dumps.is_state(state):
             dumps.load_state(self, state, end_trajectories)
         else:

@@ -7,7 +7,6 @@ Nothing is unpickled. Written against TorchRL 0.14.
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,19 +15,14 @@ from typing import Any, NamedTuple
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.arguments import component
 from gpubuf.data.checkpoints import restore
 from gpubuf.data.checkpoints.files import MANIFEST
 from gpubuf.data.checkpoints.save import Checkpointed
-from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.state import rows_state
-from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.integrations.torchrl.buffers import ReplayBuffer, TensorDictReplayBuffer
 from gpubuf.integrations.torchrl.samplers import Priorities, PrioritizedSampler, priorities_of, read_priorities
-from gpubuf.integrations.torchrl.storages import LazyTensorStorage
 
 WRITER_FILE = "metadata.json"
 BUFFER_FILE = "buffer_metadata.json"
@@ -67,57 +61,14 @@ def load_dump(buffer: Checkpointed, folder: Path, end_trajectories: bool) -> Non
         ValueError: the dump is damaged, holds what can't be stored here, or does not fit the buffer, which is as it
             was.
     """
-    found = _read(folder, buffer.storage.ndim, stacklevel=6)
-    buffer.operation.run(_take, buffer, found, found.batch_size, end_trajectories)
+    found = read(folder, buffer.storage.ndim, stacklevel=6)
+    buffer.operation.run(take, buffer, found, found.batch_size, end_trajectories)
 
 
 restore.readers.append((is_dump, load_dump))
 
 
-def load_torchrl(
-    path: str | os.PathLike[str], *, storage: TensorStorage | Any = None, sampler: Sampler | Any = None, **kwargs: Any
-) -> ReplayBuffer:
-    """A new buffer with the rows of one that TorchRL saved by ``dumps``.
-
-    The rows are copied from the mapped files straight into the storage. Capacity and batch size are those of the dump,
-    unless given. A prioritized sampler takes its exponents and priorities from the dump.
-
-    Args:
-        path: the folder that was given to ``dumps``.
-        storage: an empty storage, or a function that returns one. Default: a :class:`LazyTensorStorage` on the CPU. One
-            of another capacity takes the rows oldest first. Give it where the rows themselves have dimensions
-            (``[max_size, agents]``) that could be taken for those of the storage.
-        sampler: a sampler, or a function that returns one. Default: uniform, or prioritized where the dump is.
-        **kwargs: further arguments of :class:`TensorDictReplayBuffer` (of :class:`ReplayBuffer`, where the rows are
-            single tensors).
-
-    Returns:
-        The buffer. Rows that were tensorclasses are TensorDicts; the ``"index"`` that TorchRL stores with the rows is
-        left out, since samples carry theirs.
-
-    Raises:
-        ValueError: the folder is not such a dump, is damaged, holds what can't be stored here (non-tensor data, lists
-            of tensors), or does not fit into ``storage``. Synchronises.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder that TorchRL's dumps() has written")
-    storage = component(storage, TensorStorage) if storage is not None else None
-    if storage is not None and len(storage):
-        raise ValueError(f"the storage must be empty, it has {len(storage)} rows")
-    found = _read(folder, None if storage is None else storage.ndim, stacklevel=4)
-    if storage is None:
-        storage = LazyTensorStorage(math.prod(found.shape), ndim=len(found.shape))
-    if sampler is None and (own := found.priorities) is not None:
-        sampler = PrioritizedSampler(storage.max_size, own.alpha, own.beta, own.eps)
-    kwargs.setdefault("batch_size", found.batch_size)
-    kind = ReplayBuffer if isinstance(found.data, Tensor) else TensorDictReplayBuffer
-    buffer = kind(storage=storage, sampler=sampler, **kwargs)
-    buffer.operation.run(_take, buffer, found, buffer.batch_size, True)
-    return buffer
-
-
-def _take(buffer: Checkpointed, found: Dump, batch_size: int | None, end_trajectories: bool) -> None:
+def take(buffer: Checkpointed, found: Dump, batch_size: int | None, end_trajectories: bool) -> None:
     """Replace all that a buffer holds, within an operation."""
     storage, sampler, per_step = buffer.storage, buffer.sampler, math.prod(found.shape[1:])
     room = -(-storage.max_size // per_step) * per_step
@@ -142,7 +93,7 @@ def _take(buffer: Checkpointed, found: Dump, batch_size: int | None, end_traject
         restore.end_if(end_trajectories, storage)
 
 
-def _read(folder: Path, ndim: int | None, *, stacklevel: int) -> Dump:
+def read(folder: Path, ndim: int | None, *, stacklevel: int) -> Dump:
     """A dump, whose rows are views of the mapped files.
 
     Args:
@@ -221,7 +172,7 @@ def load_state(buffer: Checkpointed, state: Mapping[str, Any], end_trajectories:
     written = _rows_written("the state", dims, ndim, int(size), int(cursor), count)
     priorities = priorities_of(sampler, within_buffer=False) if "_sum_tree" in sampler else None
     found = Dump(rows, dims, int(size), written, priorities, state.get("_batch_size"))
-    buffer.operation.run(_take, buffer, found, found.batch_size, end_trajectories)
+    buffer.operation.run(take, buffer, found, found.batch_size, end_trajectories)
 
 
 def _guess_ndim(dims: tuple[int, ...], size: int, count: Any) -> int:
