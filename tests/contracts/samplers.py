@@ -227,6 +227,9 @@ class Model(SliceModel):
         seed: of all choices.
     """
 
+    #: Whether the rows lie in a storage with room for more.
+    has_room = False
+
     def __init__(self, contract: SamplerContract, seed: int = 0, steps: int = STEPS) -> None:
         super().__init__(steps, contract.envs, by_id="identifiers" in contract.ends)
         self.contract, self.random = contract, random.Random(seed)
@@ -328,7 +331,8 @@ class Model(SliceModel):
         anchors, shares = self.anchors, dict[Unit, float]()
         total = sum(anchors.values())
         around = {row.number: t for t in self.trajectories() for row in t}
-        for number, q in anchors.items():
+        for anchor, q in anchors.items():
+            number = self.with_its_past(anchor) if contract.windows else anchor
             for unit, share in self.units_of(number, [row.number for row in around[number]]).items():
                 shares[unit] = shares.get(unit, 0.0) + share * q / total
         return shares
@@ -345,6 +349,12 @@ class Model(SliceModel):
             goals = {"future": around[at:], "final": around[-1:], "episode": around}[contract.form]
             return {(number, -1): 1 - RATIO, **{(number, goal): RATIO / len(goals) for goal in goals}}
         return {(number,): 1.0}
+
+    def with_its_past(self, number: int) -> int:
+        """An anchor, or in a full ring the first row of its environment that has so many rows before it."""
+        (steps,) = ([row.number for row in rows] for rows in self.rows if any(row.number == number for row in rows))
+        full = len(steps) == self.steps and not self.has_room
+        return steps[max(steps.index(number), BURN_IN * DILATION if full else 0)]
 
     def window(self, around: list[int], number: int) -> Unit:
         """The rows around an anchor, in its trajectory or, over its ends, in its environment."""
