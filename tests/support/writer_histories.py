@@ -279,7 +279,8 @@ class Learner:
                 told = self._acknowledged()
                 self._buffer.save(self._folder / "checkpoint")
                 replace(self._folder / "saved.json", told)
-            elif what < 0.0202:
+            elif what < 0.0202 and all(logged(self._folder)[1][writer] for writer in self._own[-self._writers :]):
+                # Writers start slowly: those of now have written by then.
                 self._close_and_go_on()
             elif what < 0.5 and len(self._buffer):
                 self._wrong += wrong_samples(Seen.of(self._buffer.sample()))
