@@ -139,14 +139,15 @@ class Writer:
         Raises:
             ValueError: the state is not one of this writer's.
         """
+        Writer.check_state(self, state, 0, 0)
+
+    def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
+        """Raise unless ``state``, which was read from files, can be loaded; as :meth:`Sampler.check_state`."""
         if state.keys() != self.state_dict().keys():
             raise ValueError(
                 f"{sorted(state)} are no state of a {type(self).__name__}: cursor and counts are the storage's, and "
                 "come with load_state_dict of the buffer"
             )
-
-    def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
-        """Raise unless ``state``, which was read from files, can be loaded; as :meth:`Sampler.check_state`."""
 
 
 class RoundRobinWriter(Writer):
