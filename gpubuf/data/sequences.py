@@ -171,6 +171,8 @@ class Sequence(SampleUnit, TrajectoryBounds):
 
     def _with_their_past(self, storage: TensorStorage, rows: Tensor) -> Tensor:
         """The rows, or those of the same environment whose past is there, where the ring has overwritten it."""
+        if not self.burn_in:
+            return rows
         steps, envs = storage.shape[0], math.prod(storage.shape[1:])
         full = storage.ring.counters[SIZE] == storage.max_size
         newest = storage.ring.counters[WRITTEN].div(envs, rounding_mode="floor") - 1
