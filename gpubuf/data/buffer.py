@@ -485,6 +485,7 @@ class ReplayBuffer:
     def __getitem__(self, index: Any) -> Data:
         """Rows by index, transformed. Ints and slices give views of the storage, all else copies, in the index's shape.
 
+        A buffer with transforms or a ``collate_fn`` gives copies only.
         A key gives one key of all rows: ``buffer["next", "reward"]`` is ``buffer[:]["next", "reward"]``. Of a storage
         of two dimensions, ints, slices and keys see the rows as they were written: ``[E, T]``, or ``[T, E]`` with
         ``dim_extend=0``. Tensors, sequences and tuples of tensors are positions as samples carry them.

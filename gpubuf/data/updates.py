@@ -66,12 +66,20 @@ class RowAccess:
     dim_extend: int
 
     def read(self, index: Any) -> Data:
-        """The rows at a plain ``index``, transformed: views for ints and slices where the storage gives views."""
-        data = self._stored(index)
-        collate = self.collate_fn or self.storage.default_collate
-        if collate is not None and not isinstance(index, int):
+        """The rows at a plain ``index``, transformed: views for ints and slices where the storage gives views.
+
+        What is collated or transformed is a copy: both may change it in place.
+        """
+        data, storage = self._stored(index), self.storage
+        collate = None if isinstance(index, int) else self.collate_fn or storage.default_collate
+        if collate is None and self.transform.is_empty:
+            return data
+        views = storage.rows.gives_views and is_plain(index)
+        if views or (storage.takes_objects and is_data(data)):
+            data = mapped(data, lambda value: value.clone())
+        if collate is not None:
             data = collate(data)
-        return self.transform(data) if len(self.transform) else data
+        return self.transform(data)
 
     def _stored(self, index: Any) -> Data:
         storage = self.storage
