@@ -19,7 +19,7 @@ from torch import Tensor
 from gpubuf.data.arguments import as_tensor
 from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.priorities import vector
-from gpubuf.data.storage.containers import Data, is_data, mapped, shallow
+from gpubuf.data.storage.containers import Data, first_of, is_data, mapped, shallow
 from gpubuf.data.storage.indexing import as_positions, plain_index
 from gpubuf.data.storage.layout import Key, as_key, as_written
 from gpubuf.data.storage.plan import Recipe
@@ -114,6 +114,9 @@ class RowAccess:
             # Rows of one environment may be those of all, as on a TensorDict.
             few = isinstance(data, TensorDictBase) and data.batch_dims < len(lead)
             data = data.expand(*lead) if few else data
+            given = tuple(first_of(data).shape[: len(lead)])
+            if math.prod(given) != math.prod(lead):
+                raise ValueError(f"rows of shape {tuple(lead)} are addressed, the batch has shape {given}")
             rows = mapped(data, lambda value: value.reshape(math.prod(lead), *value.shape[len(lead) :]))
             storage[where.reshape(-1, storage.ndim)] = rows
         else:

@@ -109,11 +109,15 @@ class Writes:
             data = self.transform.inv(shallow(data))
         if data is None or (not storage.initialized and storage.holds_nothing(data)):
             return None
-        if storage.ndim > 1 and self.dim_extend != 0:
-            data = mapped(data, lambda value: value.transpose(0, self.dim_extend))
+        if storage.ndim > 1:
+            data = mapped(data, self._time_first)
         if storage.initialized and not storage.ring.size and not self._fits(data):
             storage.free()
         return data
+
+    def _time_first(self, value: Any) -> Any:
+        batch_shape(value, self.storage.ndim)
+        return value.transpose(0, self.dim_extend) if self.dim_extend else value
 
     def _fits(self, data: Data) -> bool:
         """Whether rows are like those that were there before all were forgotten, or memory for others can't be had."""
@@ -246,9 +250,14 @@ def tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, to
         if isinstance(value, (np.ndarray, np.generic)):
             value = of_array(value)
         tensor = value if isinstance(value, Tensor) else numbers_as(value, dtypes.get(as_key(key)), str(key))
+        if tensor.ndim < lead:
+            raise ValueError(
+                f"key {key!r} has shape {tuple(tensor.shape)}, a column of this write has {lead} batch dimension(s), "
+                "and one fewer for add_columns() than for extend_columns()"
+            )
         if out is None:
             out = TensorDict({}, batch_size=tensor.shape[:lead])
-        if tensor.ndim < lead or tensor.shape[:lead] != out.batch_size:
+        if tensor.shape[:lead] != out.batch_size:
             raise ValueError(
                 f"key {key!r} has shape {tuple(tensor.shape)}, but the columns before it have the batch dimensions "
                 f"{tuple(out.batch_size)}"

@@ -488,6 +488,7 @@ class TensorStorage:
 
         Raises:
             TypeError: it is a list.
+            ValueError: it has no dimension of environments.
         """
         if isinstance(row, list):
             raise TypeError("a list means several rows, for extend(): a row of several parts is a tuple or a dict")
@@ -496,7 +497,13 @@ class TensorStorage:
                 f"add() writes one row, here a batch of shape {list(row.batch_size)}: write its rows with extend(), "
                 "unless every row is to be such a batch",
             )
-        return mapped(row, lambda value: value.unsqueeze(dim))
+        return mapped(row, functools.partial(self._as_step, dim=dim))
+
+    def _as_step(self, value: Any, dim: int) -> Any:
+        if len(value.shape) < self.ndim - 1:
+            shape = list(self.shape[1:]) if self.initialized else "[E]"
+            raise ValueError(f"add() writes one step of all environments, {shape}, got the shape {list(value.shape)}")
+        return value.unsqueeze(dim)
 
     def append(self, data: Data) -> Tensor:
         """Write a batch at the cursor, over the oldest rows. Returns the flat positions of the new rows.
