@@ -87,7 +87,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
                 for key, value in TensorDict(data).items(True, True):
                     rows.setdefault(tuple(value.shape[:ndim]), []).append(".".join(as_key(key)))
                 each = "; ".join(f"{', '.join(keys)}: {list(shape)}" for shape, keys in rows.items())
-                raise ValueError(f"the keys of a batch must have the same {ndim} dimension(s), got {each}") from None
+                due = f"the keys of a batch must have the same rows, of {ndim} dimension(s)"
+                raise ValueError(f"{due}, got {each}") from None
         if isinstance(data, list) and data and isinstance(data[0], dict):
             return [self._as_tensordicts(row, ndim - 1) for row in data]
         return data

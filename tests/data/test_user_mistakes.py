@@ -298,7 +298,7 @@ def test_a_batch_without_the_dimension_of_time_or_of_environments(kind, dim_exte
     if written:
         buffer.extend(TensorDict({"number": torch.zeros(4, 4)}, [4, 4]))
     due = r"ndim=2 takes \[E, T\], the batch has shape \(4,\); add\(\) writes one step of all environments"
-    other = r"the same 2 dimension\(s\), got wide: \[4, 3\]; number: \[4\]"
+    other = r"the same rows, of 2 dimension\(s\), got wide: \[4, 3\]; number: \[4\]"
     for given in (TensorDict({"number": torch.zeros(4)}, [4]), {"number": torch.zeros(4)}):
         with pytest.raises(ValueError, match=due):
             buffer.extend(given)

@@ -92,18 +92,12 @@ def load_state(buffer: Checkpointed, state: dict[str, Any], end_trajectories: bo
     buffer.operation.run(_load_state, buffer.parts, state, end_trajectories)
 
 
-def end_if(wanted: bool, storage: TensorStorage) -> None:
-    """Have the next write begin a trajectory, after rows were restored, where somebody asks for trajectories."""
-    asked = storage.readers.end_bits is not None or storage.followers.follow_trajectories
-    if wanted and asked and len(storage):
-        storage.end_trajectories()
-
-
 def _load_state(parts: Parts, state: dict[str, Any], end_trajectories: bool) -> None:
     check(parts, state)
     with replacing(parts):
         parts.load_state_dict(state)
-        end_if(end_trajectories, parts.storage)
+        if end_trajectories:
+            parts.storage.end_if_asked()
 
 
 @contextlib.contextmanager

@@ -481,6 +481,11 @@ class TensorStorage:
         self.keep_marks()
         self.readers.end(self.ring, env)
 
+    def end_if_asked(self) -> None:
+        """Have the next write begin a trajectory, after rows were restored, where somebody asks for trajectories."""
+        if len(self) and (self.readers.end_bits is not None or self.followers.follow_trajectories):
+            self.changing(self.end_trajectories)
+
     # Writing
 
     def as_batch(self, row: Data, dim: int) -> Data:
