@@ -200,6 +200,7 @@ def _check_rows(storage: TensorStorage, state: dict[str, Any]) -> None:
     need(all(is_count(n) for n in (written, size, *shape)), f"the checkpoint's counters are {written!r} and {size!r}")
     skipped = state.get("skipped", 0)
     need(is_count(skipped) and skipped <= written, f"the checkpoint counts {written} rows written, {skipped!r} skipped")
+    need(type(state.get("past_lost", False)) is bool, "the checkpoint doesn't say whether rows are without their past")
     for name, dtype, length in (("rewritten", torch.int64, capacity), ("marks", torch.uint8, size)):
         if state.get(name) is not None:
             need(is_tensor(state[name], dtype, (length,)), f"the checkpoint's {name} are not {length} numbers")

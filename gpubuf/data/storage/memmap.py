@@ -163,13 +163,14 @@ class LazyMemmapStorage(LazyTensorStorage):
         layout = with_tree(RowLayout(data, self.ndim, frozenset(map(str, ignored))), content.get("tree"))
         self._counters = counters = Counters(folder / COUNTERS_FILE)
         tensors = layout.collect(data, self.ndim)
-        counters.recover([tensor.flatten(0, self.ndim - 1) for tensor in tensors], math.prod(shape))
+        turned = counters.recover([tensor.flatten(0, self.ndim - 1) for tensor in tensors], math.prod(shape))
         written, size = int(counters.ring[rows.WRITTEN]), int(counters.ring[rows.SIZE])
         if not 0 <= size <= min(written, math.prod(shape)):
             raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
         found = separate(list(map(Column, tensors)))
         self._adopt(self.schema_like(layout), found, shape, Placement("cpu", torch.device("cpu")))
         self.ring.set_counters(written, size)
+        self.ring.past_lost = turned
         if (folder / files.MARKS_FILE).exists():
             self.keep_marks()
         self.followers.rebuild()
