@@ -144,7 +144,7 @@ class Route:
 
     Attributes:
         direct: whether columns can be written at all; if not, they become a TensorDict.
-        ring: the counters of the rows for which the route was made: others have others.
+        rows, ring: for which the route was made, and their counters: others have others, as those that were moved.
         layout: of the rows as they are written.
         write_listeners: those that hear of writes.
         step: batch dimensions of one step.
@@ -152,7 +152,7 @@ class Route:
 
     def __init__(self, storage: TensorStorage, *, direct: bool) -> None:
         self.direct = direct
-        self.ring = storage.ring.counters
+        self.rows, self.ring = storage.rows, storage.ring.counters
         self.write_listeners = storage.followers.write_listeners
         self.step = tuple(storage.shape[1:])
         self.layout = storage.written_layout
@@ -168,7 +168,8 @@ class Route:
     def fits(self, storage: TensorStorage) -> bool:
         """Whether the storage is still as the route has found it."""
         # Past properties: every write comes here.
-        return storage.ring.counters is self.ring and storage.followers.write_listeners is self.write_listeners
+        same = storage.rows is self.rows and storage.ring.counters is self.ring
+        return same and storage.followers.write_listeners is self.write_listeners
 
     def sized(self, columns: Arrays) -> PreparedRows | None:
         """:meth:`of_size` for as many rows as the first of ``columns`` has."""

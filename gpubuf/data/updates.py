@@ -21,7 +21,7 @@ from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.priorities import vector
 from gpubuf.data.storage.containers import Data, first_of, is_data, mapped, shallow
 from gpubuf.data.storage.indexing import as_positions, plain_index
-from gpubuf.data.storage.layout import Key, as_key, as_written
+from gpubuf.data.storage.layout import OF_A_DRAW, Key, as_key, as_written
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import NEXT_KEY, Schema
 from gpubuf.data.storage.storage import TensorStorage
@@ -36,10 +36,6 @@ class UnknownKeyError(KeyError, ValueError):
 
     # That of KeyError is the repr of its argument.
     __str__ = ValueError.__str__
-
-
-#: Root keys of a batch that say which rows it is made of.
-_OF_THE_DRAW = frozenset({("index",), ("index_generation",), ("priority_weight",), ("relabelled",)})
 
 
 @dataclass(frozen=True)
@@ -242,7 +238,7 @@ def stored_keys(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tup
     keys: list[int] = []
     sources: list[Tensor] = []
     for key, tensor in found.items():
-        if key in _OF_THE_DRAW and layout.position(key) is None:
+        if key in OF_A_DRAW and layout.position(key) is None:
             continue
         position = stored_position(storage, key)
         leaf = layout.leaves[position]

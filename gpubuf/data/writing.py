@@ -21,6 +21,7 @@ from gpubuf.data.storage.containers import Data, batch_of, batch_shape, is_data,
 from gpubuf.data.storage.layout import Key, as_key
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.tree_layout import inside
+from gpubuf.data.storage.widening import widen
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import RoundRobinWriter, Writer
 from gpubuf.kernels._registry import past_dispatcher
@@ -65,7 +66,13 @@ class Writes:
                 return index
         storage.check_owned()
         rows = self._rows_of(data)
-        index = no_rows(storage) if rows is None else self._write(rows, priority)
+        try:
+            index = no_rows(storage) if rows is None else self._write(rows, priority)
+        except ValueError:
+            # It is refused, perhaps for keys that no row has had.
+            if not (storage.initialized and self.writer.in_order and widen(storage, rows)):
+                raise
+            index = self._write(rows, priority)
         if index.numel() == 0:
             return no_rows(storage)
         found = storage.unravel(index)
@@ -181,6 +188,8 @@ class Writes:
             ready = route.one_step if one_step else route.sized(columns)
             if ready is not None and ready.fill(columns):
                 index = self.storage.append_prepared(ready.launch, ready.n)
+        if index is None and isinstance(columns, Mapping) and len(columns) > len(route.layout.leaves):
+            return False
         if index is None:
             sources, n = route.sources(columns, one_step, self.dim_extend)
             if n == 0:

@@ -73,7 +73,7 @@ def test_nothing_is_written_where_columns_do_not_fit():
     made.add_columns(good)
     wrong = {
         "missing": {key: value for key, value in good.items() if key != "obs"},
-        "extra": good | {"more": np.zeros(3)},
+        "extra": good | {("next", "more"): np.zeros(3)},
         "float64": good | {"obs": good["obs"].astype(np.float64)},
         "shape": good | {"obs": good["obs"][:, :2]},
         "environments": {key: value[:2] for key, value in good.items()},

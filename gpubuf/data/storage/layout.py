@@ -42,6 +42,9 @@ def priority_mask_key(key: Any) -> Any:
 MASK_KEY: Key = ("collector", "mask")
 """Where a batch says which rows are steps of a trajectory: the others fill up its end."""
 
+OF_A_DRAW: frozenset[Key] = frozenset({("index",), ("index_generation",), ("priority_weight",), ("relabelled",)})
+"""Root keys of a batch that say which rows it is made of."""
+
 
 @dataclass(frozen=True)
 class Leaf:

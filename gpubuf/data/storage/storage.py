@@ -388,6 +388,15 @@ class TensorStorage:
         self.followers.keep(marks=None if self.marks.rows is None else self.marks, host=rows.host, sharing=rows.sharing)
         self.readers.place(rows, anew=anew)
 
+    def rewire(self, rows: Rows) -> None:
+        """Read and write these rows, which are those of now in more columns."""
+        try:
+            self._connect(rows, anew=False)
+            self.rows = rows
+        except BaseException:
+            self._connect(self.rows, anew=False)
+            raise
+
     def relocated(self, placement: Placement) -> None:
         """Adopt ``placement``, where all records of :attr:`columns` are now."""
         rows = self.rows
