@@ -143,7 +143,8 @@ class Batches:
 
         prepared = PreparedBatches(self)
         self._draw, self._forget = prepared.draw, prepared.forget  # type: ignore[method-assign]
-        return self._draw(*request)
+        batch: Batch = prepared.draw(*request)
+        return batch
 
     def _forget(self) -> None:
         """Nothing is prepared."""

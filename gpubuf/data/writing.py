@@ -21,6 +21,7 @@ from gpubuf.data.storage.containers import Data, batch_of, batch_shape, is_data,
 from gpubuf.data.storage.layout import Key, as_key
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.tree_layout import inside
+from gpubuf.data.storage.widening import widen
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import RoundRobinWriter, Writer
 from gpubuf.kernels._registry import past_dispatcher
@@ -65,7 +66,13 @@ class Writes:
                 return index
         storage.check_owned()
         rows = self._rows_of(data)
-        index = no_rows(storage) if rows is None else self._write(rows, priority)
+        try:
+            index = no_rows(storage) if rows is None else self._write(rows, priority)
+        except ValueError:
+            # It is refused, perhaps for keys that no row has had.
+            if not (storage.initialized and self.writer.in_order and widen(storage, rows)):
+                raise
+            index = self._write(rows, priority)
         if index.numel() == 0:
             return no_rows(storage)
         found = storage.unravel(index)
@@ -109,11 +116,15 @@ class Writes:
             data = self.transform.inv(shallow(data))
         if data is None or (not storage.initialized and storage.holds_nothing(data)):
             return None
-        if storage.ndim > 1 and self.dim_extend != 0:
-            data = mapped(data, lambda value: value.transpose(0, self.dim_extend))
+        if storage.ndim > 1:
+            data = mapped(data, self._time_first)
         if storage.initialized and not storage.ring.size and not self._fits(data):
             storage.free()
         return data
+
+    def _time_first(self, value: Any) -> Any:
+        batch_shape(value, self.storage.ndim)
+        return value.transpose(0, self.dim_extend) if self.dim_extend else value
 
     def _fits(self, data: Data) -> bool:
         """Whether rows are like those that were there before all were forgotten, or memory for others can't be had."""
@@ -177,6 +188,8 @@ class Writes:
             ready = route.one_step if one_step else route.sized(columns)
             if ready is not None and ready.fill(columns):
                 index = self.storage.append_prepared(ready.launch, ready.n)
+        if index is None and isinstance(columns, Mapping) and len(columns) > len(route.layout.leaves):
+            return False
         if index is None:
             sources, n = route.sources(columns, one_step, self.dim_extend)
             if n == 0:
@@ -246,9 +259,14 @@ def tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, to
         if isinstance(value, (np.ndarray, np.generic)):
             value = of_array(value)
         tensor = value if isinstance(value, Tensor) else numbers_as(value, dtypes.get(as_key(key)), str(key))
+        if tensor.ndim < lead:
+            raise ValueError(
+                f"key {key!r} has shape {tuple(tensor.shape)}, a column of this write has {lead} batch dimension(s), "
+                "and one fewer for add_columns() than for extend_columns()"
+            )
         if out is None:
             out = TensorDict({}, batch_size=tensor.shape[:lead])
-        if tensor.ndim < lead or tensor.shape[:lead] != out.batch_size:
+        if tensor.shape[:lead] != out.batch_size:
             raise ValueError(
                 f"key {key!r} has shape {tuple(tensor.shape)}, but the columns before it have the batch dimensions "
                 f"{tuple(out.batch_size)}"

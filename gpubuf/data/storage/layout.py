@@ -42,6 +42,9 @@ def priority_mask_key(key: Any) -> Any:
 MASK_KEY: Key = ("collector", "mask")
 """Where a batch says which rows are steps of a trajectory: the others fill up its end."""
 
+OF_A_DRAW: frozenset[Key] = frozenset({("index",), ("index_generation",), ("priority_weight",), ("relabelled",)})
+"""Root keys of a batch that say which rows it is made of."""
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -289,6 +292,7 @@ class RowLayout:
             raise ValueError(
                 f"key {leaf.name}: the storage holds rows of shape {leaf.shape} and {leaf.dtype}, "
                 f"the batch rows of shape {tuple(data.shape[batch_dims:])} and {data.dtype}"
+                + _other_dims(data, leaf, batch_dims)
             )
         check_dense(f"key {leaf.name}", data)
         return data
@@ -429,6 +433,15 @@ def _tree(leaves: Sequence[tuple[int, Leaf]], path: Key, like: int | Node | None
     children = {name: _tree(own, (*path, name), old.children.get(name)) for name, own in below.items()}
     children |= {name: child for name, child in old.children.items() if name not in below and _is_empty(child)}
     return Node(children, old.batch_suffix, old.tensorclass if children.keys() == old.children.keys() else None)
+
+
+def _other_dims(data: Tensor, leaf: Leaf, batch_dims: int) -> str:
+    """What to do where rows come in a batch of other dimensions than those of the storage."""
+    dims = data.ndim - len(leaf.shape)
+    if dims < 1 or dims == batch_dims or data.shape[dims:] != leaf.shape:
+        return ""
+    shape = list(data.shape[:dims])
+    return f": reshape the batch, of shape {shape}, to {batch_dims} dimension(s), or give the storage ndim={dims}"
 
 
 def _is_empty(node: int | Node) -> bool:
