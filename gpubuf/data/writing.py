@@ -112,7 +112,9 @@ class Writes:
         if storage.ndim > 1 and self.dim_extend != 0:
             data = mapped(data, lambda value: value.transpose(0, self.dim_extend))
         if storage.initialized and not storage.ring.size and not self._fits(data):
+            count = storage.rows_written
             storage.free()
+            storage.ring.skipped = -count
         return data
 
     def _fits(self, data: Data) -> bool:

@@ -350,7 +350,8 @@ class TensorStorage:
         ring = self._new_ring(placement.device)
         if self._laps:
             ring.set_counters(self._laps * self.max_size, 0)
-            ring.skipped = ring.written
+        # Of rows that are forgotten some may count.
+        ring.skipped = ring.written + self.ring.skipped
         sharing = None
         if schema.shared:
             slots = entries_of(self.max_size, math.prod(shape[1:]), self.options.next_capacity)
