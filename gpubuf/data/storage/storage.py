@@ -473,7 +473,8 @@ class TensorStorage:
         if not self.marks.kept:
             at_replays().refuse("the first call of end_trajectories takes memory: call it once before")
             self.marks.rows = self._new_marks(self.device)
-            self.followers.keep(marks=self.marks)
+        # Also where an interrupt came before this.
+        self.followers.keep(marks=self.marks)
 
     def end_trajectories(self, env: int | None = None) -> None:
         """See :meth:`gpubuf.ReplayBuffer.end_trajectories`. Samplers that know trajectories are to be told."""
