@@ -26,6 +26,8 @@ from gpubuf.data.writers import Writer
 
 # Batches of more rows may be too large for the host.
 _MANY_ROWS = 1 << 16
+# Bytes that a row of a batch takes beside its data while it is drawn, at most: positions, generations, random numbers.
+_PER_ROW = 48
 
 
 class Batch(NamedTuple):
@@ -167,9 +169,9 @@ class Batches:
         # Past `len`, which is a call.
         if not storage.ring.size:
             require_rows(storage, sampler.shards)
-        if n > _MANY_ROWS and reader.layout.leaves and storage.device.type == "cpu":
-            rows = n * (batches or 1)
-            check_host_room(rows * reader.layout.row_bytes, f"a batch of {rows} rows")
+        rows = (n if batches is None else n * batches) * (1 if self.unit is None else self.unit.rows)
+        if rows > _MANY_ROWS and reader.layout.leaves and storage.device.type == "cpu":
+            check_host_room(rows * (reader.layout.row_bytes + _PER_ROW), f"a batch of {rows} rows")
         if self.unit is not None:
             drawn = self.unit.draw(sampler, reader, n, batches, storage)
         else:

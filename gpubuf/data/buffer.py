@@ -379,7 +379,8 @@ class ReplayBuffer:
         """
         self.parts.writer.check_writable()
         self.parts.discard()
-        self.parts.storage.changing(forget, self.parts.storage, self.parts.writer, empty_write_count, what=EMPTIES)
+        empties = EMPTIES._replace(recounts=empty_write_count)
+        self.parts.storage.changing(forget, self.parts.storage, self.parts.writer, empty_write_count, what=empties)
 
     # Reading
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpubuf.data.storage.containers import of_array
+from gpubuf.data.storage.containers import is_array, of_array
 from gpubuf.data.storage.layout import Leaf, as_key, as_written
 from gpubuf.data.storage.schema import as_numbers, stored_as
 from gpubuf.data.storage.storage import TensorStorage
@@ -251,7 +251,7 @@ class Route:
 
 
 def _as_tensor(value: Any, leaf: Leaf) -> Tensor:
-    if isinstance(value, (np.ndarray, np.generic)):
+    if is_array(value):
         try:
             return of_array(value)
         except TypeError as error:

@@ -25,7 +25,12 @@ class SampleUnit:
     """Makes the rows of a batch from those that a sampler drew, which are called anchors.
 
     One of your own overrides :meth:`expand`.
+
+    Attributes:
+        rows: of a batch for each anchor; only large batches are asked for it, before they take memory.
     """
+
+    rows: int = 1
 
     def bind(self, storage: TensorStorage) -> None:
         """Called by the buffer before the unit is used with a storage, which may be empty yet."""
@@ -121,6 +126,7 @@ class Sequence(SampleUnit, TrajectoryBounds):
         if episode_boundary not in BOUNDARIES:
             raise ValueError(f"episode_boundary must be one of {BOUNDARIES}, got {episode_boundary!r}")
         self.length, self.burn_in, self.bootstrap, self.dilation = length, burn_in, bootstrap, dilation
+        self.rows = burn_in + length + bootstrap
         self.episode_boundary = episode_boundary
         self.done_key = done_key and as_key(done_key)
         super().__init__(Recipe(end_keys=[self.done_key] if self.done_key else None))
@@ -139,7 +145,7 @@ class Sequence(SampleUnit, TrajectoryBounds):
         """The rows of the anchors' windows; above one dimension their coordinates, a tensor for each dimension."""
         anchor = torch.stack(index, -1) if isinstance(index, tuple) else index
         positions = as_positions(anchor, storage.shape, storage.device)
-        n, total = positions.numel(), self.burn_in + self.length + self.bootstrap
+        n, total = positions.numel(), self.rows
         envs, device = math.prod(storage.shape[1:]), positions.device
         whole = self._with_their_past(storage, positions)
         behind, ahead = self._room(storage, whole)

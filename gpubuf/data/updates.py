@@ -19,7 +19,7 @@ from torch import Tensor
 from gpubuf.data.arguments import as_tensor
 from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.priorities import vector
-from gpubuf.data.storage.containers import Data, first_of, is_data, mapped, shallow
+from gpubuf.data.storage.containers import Data, first_of, is_data, mapped, shallow, without_wrapper
 from gpubuf.data.storage.indexing import as_positions, plain_index
 from gpubuf.data.storage.layout import OF_A_DRAW, Key, as_key, as_written
 from gpubuf.data.storage.plan import Recipe
@@ -128,7 +128,7 @@ class RowAccess:
             )
         if not is_data(data):
             raise TypeError(f"expected a TensorDict, a tensorclass or a tensor, got {type(data).__name__}")
-        entries = flat_entries(data, ())
+        entries = {key: without_wrapper(value) for key, value in flat_entries(data, ()).items()}
         found = {key: as_tensor(value) for key, value in entries.items() if not is_non_tensor(value)}
         if generation is None:
             generation = found.get(("index_generation",))
@@ -141,6 +141,8 @@ class RowAccess:
         keys, sources = stored_keys(storage, found, positions.numel())
         _check_of_drawn_row(storage.schema, self.recipe, keys)
         text = host_entries(storage, {key: entries[key] for key in entries.keys() - found.keys()}, positions.numel())
+        if text and bool((positions >= storage.max_size).any()):
+            raise IndexError(f"an index is out of range: the storage has {storage.max_size} rows")
         due = vector(generation, torch.int64, positions)
         return functools.partial(self.update, positions, keys, sources, due, text)
 
@@ -155,13 +157,29 @@ class RowAccess:
         """Overwrite single keys of rows that still have their generation; with ``text`` it waits for a GPU."""
         storage = self.storage
         generation = storage.ring.without_rewrites(positions, generation)
-        if keys:
-            storage.changing(storage.update, positions, keys, sources, generation)
-        if text and storage.host is not None:
+        update = functools.partial(storage.update, positions, keys, sources, generation) if keys else None
+        if text:
             at_replays().refuse("data that are not tensors are written by the host: write them outside of the step")
-            kept = (storage.generations(positions) == generation).nonzero().flatten().tolist()
-            rows = positions.tolist()
-            storage.host.put([rows[i] for i in kept], {key: [column[i] for i in kept] for key, column in text.items()})
+            # In two memories: who is interrupted between them writes both again.
+            both = functools.partial(self._update_with_text, update, positions, generation, text)
+            storage.changing(storage.again.make, both)
+        elif update is not None:
+            storage.changing(update)
+
+    def _update_with_text(
+        self,
+        update: Callable[[], None] | None,
+        positions: Tensor,
+        generation: Tensor,
+        text: Mapping[Key, list[Any]],
+    ) -> None:
+        storage = self.storage
+        assert storage.host is not None
+        if update is not None:
+            update()
+        kept = (storage.generations(positions) == generation).nonzero().flatten().tolist()
+        rows = positions.tolist()
+        storage.host.put([rows[i] for i in kept], {key: [column[i] for i in kept] for key, column in text.items()})
 
     def in_written_order(self, value: Any) -> Any:
         """``[T, E, ...]`` with the dimensions that a written batch has."""

@@ -165,8 +165,12 @@ class RoundRobinWriter(Writer):
         self.track_generations = track_generations
 
     def extend(self, data: Data) -> Tensor:
-        """Write a batch at the cursor. No host sync. See :meth:`TensorStorage.append`."""
-        return self._storage.append(data)
+        """Write a batch at the cursor. No host sync. See :meth:`TensorStorage.append`, and :meth:`check_writable`."""
+        storage = self._storage
+        # Past a call: most writes come here.
+        if storage.owner is not None:
+            storage.check_owned()
+        return storage.append(data)
 
     @property
     def _cursor(self) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -17,7 +16,17 @@ from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.row_order import RowOrder
-from gpubuf.data.storage.containers import Data, batch_of, batch_shape, is_data, mapped, of_array, shallow, tensors_of
+from gpubuf.data.storage.containers import (
+    Data,
+    batch_of,
+    batch_shape,
+    is_array,
+    is_data,
+    mapped,
+    of_array,
+    shallow,
+    tensors_of,
+)
 from gpubuf.data.storage.layout import Key, as_key
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.tree_layout import inside
@@ -119,7 +128,9 @@ class Writes:
         if storage.ndim > 1:
             data = mapped(data, self._time_first)
         if storage.initialized and not storage.ring.size and not self._fits(data):
+            count = storage.rows_written
             storage.free()
+            storage.ring.skipped = -count
         return data
 
     def _time_first(self, value: Any) -> Any:
@@ -256,7 +267,7 @@ def tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, to
         raise ValueError("there are no columns")
     out: TensorDict | None = None
     for key, value in columns.items():
-        if isinstance(value, (np.ndarray, np.generic)):
+        if is_array(value):
             value = of_array(value)
         tensor = value if isinstance(value, Tensor) else numbers_as(value, dtypes.get(as_key(key)), str(key))
         if tensor.ndim < lead:

@@ -311,6 +311,20 @@ def test_refusals():
             other.end_trajectories()
 
 
+def test_a_first_mark_that_is_interrupted_goes_with_its_row():
+    """Case 54: a write over a marked row takes the mark away, whatever came of the first ``end_trajectories()``."""
+    for at in range(0, 5000):
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), sampler=SliceSampler(slice_len=1), batch_size=4)
+        buffer.extend(one_env(7))
+        interrupt = interrupted(buffer.end_trajectories, at)
+        buffer.end_trajectories()
+        buffer.extend(one_env(8))
+        assert not buffer.storage.marks.rows.any()
+        if interrupt is None:
+            return
+    raise AssertionError("there are more calls than the test looks at")
+
+
 @pytest.mark.parametrize("what", ["end", "write"])
 def test_an_interrupt_leaves_all_or_nothing(what):
     """The next operation finishes what was begun: windows end at the marks that are there, and none is lost."""

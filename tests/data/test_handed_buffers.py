@@ -72,6 +72,8 @@ WRITES: dict[str, Callable[[Any], Any]] = {
         {"number": np.arange(4), ("next", "done"): np.zeros((4, 1), bool)}
     ),
     "add_columns": lambda buffer: buffer.add_columns({"number": np.int64(4), ("next", "done"): np.zeros(1, bool)}),
+    "writer.extend": lambda buffer: buffer.writer.extend(rows()),
+    "writer.add": lambda buffer: buffer.writer.add(rows()[0]),
     "client": lambda buffer: buffer.client(),
     "empty": lambda buffer: buffer.empty(),
     "buffer[...] =": lambda buffer: buffer.__setitem__(slice(0, 4), rows()),
@@ -186,7 +188,7 @@ def refusals(buffer: Any, folder: Path) -> list[str]:
     """What a process that writes to a buffer may do there, and was told nothing of, or not in a sentence."""
     found, calls = (
         [],
-        {name: WRITES[name] for name in WRITES if "..." in name or name in ("empty", "update_if_present")},
+        {name: WRITES[name] for name in WRITES if "." in name or name in ("empty", "update_if_present")},
     )
     calls |= {
         "sample": lambda buffer: buffer.sample(),
@@ -195,6 +197,7 @@ def refusals(buffer: Any, folder: Path) -> list[str]:
         "iterate": lambda buffer: next(iter(buffer)),
         "index": lambda buffer: buffer[0],
         "storage": lambda buffer: buffer.storage[0],
+        "storage.append": lambda buffer: buffer.storage.append(rows()),
         "save": lambda buffer: buffer.save(folder / "refused"),
         "load_state_dict": lambda buffer: buffer.load_state_dict({}),
         "state_dict": lambda buffer: buffer.state_dict(),

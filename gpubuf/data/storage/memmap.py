@@ -232,8 +232,10 @@ class LazyMemmapStorage(LazyTensorStorage):
         """Mapped, like the rows: those that are there already, if the folder has some."""
         assert self.scratch_dir is not None
         path = self.scratch_dir / files.MARKS_FILE
-        if path.exists():
+        if path.exists() and path.stat().st_size:
             return files.map_file(path, torch.uint8, (self.max_size,), writable=True)
+        # Of who was interrupted, or killed, before it had a size.
+        path.unlink(missing_ok=True)
         return files.create_file(path, torch.uint8, (self.max_size,), self.scratch_dir)
 
     def _create(self, path: Path, dtype: torch.dtype, shape: tuple[int, ...], created: list[Path]) -> Tensor:

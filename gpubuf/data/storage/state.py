@@ -81,7 +81,7 @@ def load(storage: TensorStorage, state: dict[str, Any]) -> Tensor | None:
             "which buffers of gpubuf.integrations.torchrl take"
         )
     if not state["initialized"]:
-        storage.empty()
+        storage.empty(recount=True)
         return None
     state, schema, layout = incoming(storage, state)
     anew = layout is not schema.stored

@@ -350,7 +350,8 @@ class TensorStorage:
         ring = self._new_ring(placement.device)
         if self._laps:
             ring.set_counters(self._laps * self.max_size, 0)
-            ring.skipped = ring.written
+        # Of rows that are forgotten some may count.
+        ring.skipped = ring.written + self.ring.skipped
         sharing = None
         if schema.shared:
             slots = entries_of(self.max_size, math.prod(shape[1:]), self.options.next_capacity)
@@ -481,7 +482,8 @@ class TensorStorage:
         if not self.marks.kept:
             at_replays().refuse("the first call of end_trajectories takes memory: call it once before")
             self.marks.rows = self._new_marks(self.device)
-            self.followers.keep(marks=self.marks)
+        # Also where an interrupt came before this.
+        self.followers.keep(marks=self.marks)
 
     def end_trajectories(self, env: int | None = None) -> None:
         """See :meth:`gpubuf.ReplayBuffer.end_trajectories`. Samplers that know trajectories are to be told."""
