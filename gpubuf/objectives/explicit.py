@@ -248,8 +248,8 @@ def _places(linear: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[tupl
     """Where the parameters of layers are among ``tensors``."""
     index = {id(tensor): i for i, tensor in enumerate(tensors)}
     try:
-        own: list[Any] = [part._parameters for part in linear]
-        return [(index[id(each["weight"])], None if each["bias"] is None else index[id(each["bias"])]) for each in own]
+        own = [(part._parameters["weight"], part._parameters.get("bias")) for part in linear]
+        return [(index[id(weight)], None if bias is None else index[id(bias)]) for weight, bias in own]
     except KeyError:
         raise UnknownError("a parameter that was replaced") from None
 
@@ -556,7 +556,7 @@ def state_of(loss: LossModule) -> list[Any]:
     found: list[Any] = [each for each in vars(loss).values() if type(each) in (bool, int, float, str)]
     found += (len(loss._forward_hooks), len(loss._forward_pre_hooks), *map(len, _hooks_of_all))
     for part in _modules(loss):
-        found += (part, type(part), hooked(part), *part._parameters.values())
+        found += (part, type(part), hooked(part), *map(id, part._parameters.values()))
     for each in (*loss._actor._tensors, *loss._critics._tensors):
         found += (each.data_ptr(), each.requires_grad, each._backward_hooks, each._post_accumulate_grad_hooks)
     return found
