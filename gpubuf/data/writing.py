@@ -33,7 +33,7 @@ from gpubuf.data.storage.tree_layout import inside
 from gpubuf.data.storage.widening import widen
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import RoundRobinWriter, Writer
-from gpubuf.kernels._registry import past_dispatcher
+from gpubuf.kernels._registry import runs_at_once
 
 
 @dataclass(eq=False)
@@ -91,9 +91,9 @@ class Writes:
         return found
 
     def _by_prepared(self, batch: TensorDict) -> Tensor | None:
-        """Write the rows of a TensorDict in eager mode on the CPU. None: they take the general way; nothing changed."""
+        """Write the rows of a TensorDict in eager mode. None: they take the general way; nothing changed."""
         route = self._current_route()
-        if route is None or not past_dispatcher(route.ring):
+        if route is None or not runs_at_once(route.ring):
             return None
         size = batch.batch_size
         ready = route.of_size(size[0], keeps_index=True) if size else None
@@ -195,7 +195,7 @@ class Writes:
         if route is None:
             return False
         index = None
-        if past_dispatcher(route.ring):
+        if runs_at_once(route.ring):
             ready = route.one_step if one_step else route.sized(columns)
             if ready is not None and ready.fill(columns):
                 index = self.storage.append_prepared(ready.launch, ready.n)
