@@ -316,6 +316,6 @@ def test_a_write_of_another_form_is_refused_as_ever(change):
     buffer = buffer_of()
     for _ in range(4):
         buffer.extend(rows(8))
-    with pytest.raises(ValueError, match="observation|done"):
+    with pytest.raises(ValueError, match=r"observation|done"):
         buffer.extend(change(rows(8)))
     assert len(buffer) == 152
