@@ -160,7 +160,7 @@ def test_what_can_be_no_row_changes_nothing(what):
     else:
         wrong["td_error"] = torch.full((2, 2, 1), float("nan"))
     for _ in range(2):
-        with pytest.raises(ValueError, match="missing|rows of shape|must agree|priorit"):
+        with pytest.raises(ValueError, match=r"missing|rows of shape|must agree|priorit"):
             buffer.extend(wrong)
     assert set(buffer[:].keys()) == {"next", "number", "td_error", "index"}
     buffer.extend(steps(2, 4, td_error=1))
