@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -79,9 +80,14 @@ class Writes:
             index = no_rows(storage) if rows is None else self._write(rows, priority)
         except ValueError:
             # It is refused, perhaps for keys that no row has had.
+            before = storage.rows
             if not (storage.initialized and self.writer.in_order and widen(storage, rows)):
                 raise
-            index = self._write(rows, priority)
+            try:
+                index = self._write(rows, priority)
+            except ValueError:
+                storage.rewire(copy.copy(before))
+                raise
         if index.numel() == 0:
             return no_rows(storage)
         found = storage.unravel(index)

@@ -138,11 +138,15 @@ def incoming(storage: TensorStorage, state: dict[str, Any]) -> tuple[dict[str, A
     return state, schema, layout
 
 
+def lacks_past(state: dict[str, Any]) -> bool:
+    """Whether the steps before the oldest one of a state were overwritten."""
+    return state["size"] == state["max_size"] < state["written"] or bool(state.get("past_lost", False))
+
+
 def _set_counters(storage: TensorStorage, state: dict[str, Any], order: Tensor | None) -> None:
     if order is not None:
         storage.ring.set_counters(state["size"], state["size"])
-        full = state["size"] == state["max_size"] < state["written"]
-        storage.ring.past_lost = full or state.get("past_lost", False)
+        storage.ring.past_lost = lacks_past(state)
         return
     storage.ring.set_counters(state["written"], state["size"])
     storage.ring.skipped, storage.ring.past_lost = state.get("skipped", 0), state.get("past_lost", False)

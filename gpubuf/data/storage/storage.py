@@ -7,6 +7,7 @@ advance; the host keeps a mirror, so that ``len()`` costs nothing and never sync
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -390,12 +391,15 @@ class TensorStorage:
         self.readers.place(rows, anew=anew)
 
     def rewire(self, rows: Rows) -> None:
-        """Read and write these rows, which are those of now in more columns."""
+        """Read and write these rows, which are those of now in more or fewer columns."""
+        # Another object, for what was captured must not find its own again: tables are new.
+        before = copy.copy(self.rows)
         try:
             self._connect(rows, anew=False)
             self.rows = rows
         except BaseException:
-            self._connect(self.rows, anew=False)
+            self._connect(before, anew=False)
+            self.rows = before
             raise
 
     def relocated(self, placement: Placement) -> None:
