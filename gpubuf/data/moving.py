@@ -28,7 +28,7 @@ def move(storage: TensorStorage, requested: torch.device | str, progress: bool |
     """
     if requested == AUTO:
         raise ValueError("a buffer moves to 'cpu', 'cuda', 'pinned', 'split' or a torch.device; 'auto' is for new ones")
-    if not storage.relocatable:
+    if not storage.allocation.relocatable:
         raise NotImplementedError(f"the rows of a {type(storage).__name__} stay where they are")
     before, shape = storage.placement, tuple(storage.shape)
     # An index that is on the GPU already needs no more room there. A split may use the room of the rows there.
@@ -43,7 +43,7 @@ def move(storage: TensorStorage, requested: torch.device | str, progress: bool |
     target = place(requested, storage.nbytes - aside, index, shape, torch.device("cpu"), held, aside)
     if before is not None and not before.same_place(target):
         _move(storage, before, target, progress)
-    storage.requested_device = requested
+    storage.allocation.device = requested
 
 
 def _move(storage: TensorStorage, before: Placement, target: Placement, progress: bool | None) -> None:
@@ -110,7 +110,7 @@ def report(storage: TensorStorage, sampler: Sampler, processing: int) -> MemoryR
     taken = sampler.memory()
     tables = storage.plans.nbytes + (0 if storage.sharing is None else storage.sharing.table_bytes)
     counters = storage.ring.counters.nbytes + tables + sampler.random_bytes + processing
-    kind = placement.kind if storage.relocatable else DISK
+    kind = placement.kind if storage.allocation.relocatable else DISK
     on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
     index = taken.index + storage.followers.nbytes
     return MemoryReport(kind, str(placement.device), storage.nbytes, taken.tree, index, counters, on_host)

@@ -32,7 +32,7 @@ from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.containers import batch_shape, tensors_of
 from gpubuf.data.storage.end_bits import OWN
 from gpubuf.data.storage.layout import RowLayout, as_key
-from gpubuf.data.storage.schema import Schema, Source
+from gpubuf.data.storage.schema import Source
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.tree_layout import layout_of
 from gpubuf.data.transforms import Compose
@@ -280,7 +280,7 @@ class Intake:
         as_stored = not buffer.transform.has_inverse
         if example is not None:
             example = tensors_of(example)
-            layout = layout_of(example, storage.ndim, storage.ignored_keys)
+            layout = layout_of(example, storage.ndim, storage.allocation.ignored_keys)
             envs = tuple(batch_shape(example, storage.ndim))
             time_dim = buffer.dim_extend
             envs = envs[:time_dim] + envs[time_dim + 1 :]
@@ -306,7 +306,7 @@ class Intake:
             raise TypeError(f"writers in other processes pass tensors on, and {list(layout.host)} hold other data")
         rows = QueuedRows(layout, envs, 1)
         rows = dataclasses.replace(rows, steps=options.steps_for(rows.step_bytes))
-        sources = Schema.of(layout, storage.options).sources if as_stored else ()
+        sources = storage.allocation.schema_like(layout).sources if as_stored else ()
         if isinstance(queues, Queues):
             self._turn_away(queues)
         # Whoever writes first may say that rows are larger.
@@ -355,7 +355,7 @@ class Intake:
         if run is None:
             buffer = self._target()
             # A next observation that is stored once needs a place of its own where another writer's row follows.
-            in_order = self._in_order or bool(buffer.storage.options.share_next)
+            in_order = self._in_order or bool(buffer.storage.allocation.options.share_next)
             run = _RUN if in_order else 1
         return max(min(run, self._queues.rows.steps // 2), 1)
 
@@ -381,7 +381,7 @@ class Intake:
         """
         if self.options.min_rows > storage.max_size:
             raise ValueError(f"min_rows={self.options.min_rows} rows never fit into a buffer of {storage.max_size}")
-        if storage.takes_objects or not storage.relocatable:
+        if storage.takes_objects or not storage.allocation.relocatable:
             kind = type(storage).__name__
             raise TypeError(
                 f"writers in other processes need a LazyTensorStorage: a {kind} can't tell their rows apart"
