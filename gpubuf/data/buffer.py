@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpubuf.data import moving
+from gpubuf.data import moving, passing
 from gpubuf.data.arguments import check_sizes
 from gpubuf.data.check import Report, check
 from gpubuf.data.checkpoints import restore, save, shards
@@ -19,11 +18,9 @@ from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.intake import Intake
 from gpubuf.data.ingress.options import Writers
-from gpubuf.data.ingress.remote import Remote, RemoteStorage, RemoteWriter, RemoteWrites
 from gpubuf.data.mending import forget
-from gpubuf.data.operation import graph_break, operation
+from gpubuf.data.operation import graph_break, operation, writing
 from gpubuf.data.parts import Parts
-from gpubuf.data.passing import living, packed, register, starting, unpacked
 from gpubuf.data.prepared_writes import Arrays
 from gpubuf.data.recording import EMPTIES
 from gpubuf.data.samplers.base import Sampler
@@ -37,9 +34,6 @@ from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
 from gpubuf.data.updates import is_key
 from gpubuf.data.writers import Writer
-
-# What goes to a process that is started: what a writer is made of, or a copy with a number.
-_REMOTE, _NUMBER = "_remote", "_number"
 
 
 class ReplayBuffer:
@@ -92,8 +86,6 @@ class ReplayBuffer:
     priority_key: str | tuple[str, ...] = ()
     #: Whether iteration puts the info of a sample into it.
     _samples_have_info = False
-    #: How many processes were handed a copy.
-    _handed = 0
 
     def __init__(
         self,
@@ -137,16 +129,11 @@ class ReplayBuffer:
         )
         if writers is not None:
             self.parts.storage.mark_writers()
-        self._connect()
+        self.operation = passing.begin(self)
         if generator is not None:
             self.set_rng(generator)
         if writers is not None:
             self.parts.take_in(Intake(self, Writers.of(writers)))
-
-    def _connect(self) -> None:
-        self.parts.connect()
-        self.operation = self.parts.operation
-        living.add(self)
 
     # The parts
 
@@ -227,7 +214,7 @@ class ReplayBuffer:
 
     # Writing
 
-    @operation
+    @writing
     def extend(self, data: Data, *, update_priority: bool | None = None) -> Tensor:
         """Write a batch at the cursor; of more rows than the capacity the newest stay. No host sync.
 
@@ -260,7 +247,7 @@ class ReplayBuffer:
         parts.assemble()
         return index
 
-    @operation
+    @writing
     def add(self, data: Data) -> int | Tensor | None:
         """Write one row (of one step of all environments, for storages of several dimensions).
 
@@ -289,7 +276,7 @@ class ReplayBuffer:
         """
         return self.parts.writes.keys
 
-    @operation
+    @writing
     def extend_columns(self, columns: Arrays) -> None:
         """Write rows given as one array a key: :meth:`extend` without a TensorDict, in less time. No host sync.
 
@@ -305,7 +292,7 @@ class ReplayBuffer:
         if not self.parts.writes.columns(columns, False):
             self.extend(self.parts.writes.as_batch(columns, False))
 
-    @operation
+    @writing
     def add_columns(self, columns: Arrays) -> None:
         """Write one row, given as one array a key, without batch dimensions; or one step of all environments.
 
@@ -665,91 +652,19 @@ class ReplayBuffer:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        register(cls)
+        passing.register(cls)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of everything as of one moment; what a process that is started writes by. Synchronises."""
-        number = self.begin_handing() if starting() else None
-        if number is not None and self.parts.intake is not None:
-            return packed({_REMOTE: self._left_there()})
-        copied = self.operation.run(self._copied)
-        return packed(copied if number is None else {**copied, _NUMBER: number})
-
-    def _copied(self) -> dict[str, Any]:
-        self.parts.settle()
-        return copy.deepcopy(
-            {name: value for name, value in vars(self).items() if name not in ("operation", "_handed")}
-        )
+        return passing.state_of(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        copied, owner = unpacked(state)
-        if _REMOTE in copied:
-            self._write_to(owner, *copied[_REMOTE])
-            return
-        number = copied.pop(_NUMBER, None)
-        vars(self).update(copied)
-        self.parts.storage.owner = owner
-        self._connect()
-        if number is not None:
-            self.draw_apart(number)
+        passing.restore(self, state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         other = type(self).__new__(type(self))
         other.__setstate__(self.__getstate__())
         return other
-
-    def begin_handing(self) -> int:
-        """Before a process is started: let it find the queues of writers. Returns the number of its copy."""
-        if self.parts.intake is not None:
-            self.parts.intake.share()
-        self._handed += 1
-        return self._handed
-
-    def draw_apart(self, number: int) -> None:
-        """Go on with the random streams of copy ``number``. A batch ahead is thrown away."""
-        self.parts.draw_apart(number)
-
-    def _left_there(self) -> tuple[Any, ...]:
-        """What is left of a buffer with writers in a process that writes to it."""
-        assert self.parts.intake is not None
-        parts = vars(ReplayBuffer(1)).keys()
-        more = {name: value for name, value in vars(self).items() if name not in parts and name != "_handed"}
-        own, storage = self.parts, self.parts.storage
-        return self.parts.intake.link(), storage.max_size, storage.ndim, own.batch_size, own.dim_extend, more
-
-    def _write_to(
-        self,
-        owner: int | None,
-        client: WriterClient | None,
-        capacity: int,
-        ndim: int,
-        batch_size: int | None,
-        dim_extend: int | None,
-        more: dict[str, Any],
-    ) -> None:
-        """Be a writer, with what :meth:`_left_there` says."""
-        storage = RemoteStorage(capacity, ndim=ndim)
-        ReplayBuffer.__init__(self, storage, batch_size=batch_size, dim_extend=dim_extend)
-        storage.owner = owner if client is None else client.learner
-        remote: Any = Remote(client, storage)
-        vars(self).update(more)
-        self.operation = remote
-        self.parts.be_remote(remote, RemoteWrites(remote), RemoteWriter())
-
-    def begin_anew(self) -> None:
-        """In a forked process, where no other thread is: a new lock, no batch ahead, and random streams of its own.
-
-        If a thread of the parent was in the middle of an operation, the next one here finishes it. Of a buffer with
-        writers its rows are not here any more: it writes to that of the parent.
-        """
-        if self.parts.intake is not None:
-            left, inherited = self._left_there(), vars(self).copy()
-            vars(self).clear()
-            self._write_to(os.getppid(), *left)
-            # Memory of a GPU can't be given back here.
-            vars(self)["_inherited"] = inherited
-            return
-        self.parts.begin_anew(self._handed)
 
     def __repr__(self) -> str:
         return (
@@ -758,4 +673,4 @@ class ReplayBuffer:
         )
 
 
-register(ReplayBuffer)
+passing.register(ReplayBuffer)

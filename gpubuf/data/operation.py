@@ -149,6 +149,9 @@ class Operation:
             return self._in_line(action, args, named)
         with self.lock: return self._step(action, args, named)  # noqa: E701  # fmt: skip
 
+    write = run
+    """Runs what writes rows. In a process that was handed the buffer of another, nothing else can be done with it."""
+
     @property
     def held(self) -> bool:
         """Whether an operation of this thread runs."""
@@ -296,6 +299,17 @@ def operation(method: _Method) -> _Method:
     @functools.wraps(method)
     def step(self: Any, *args: Any, **named: Any) -> Any:
         return self.operation.run(method, self, *args, **named)
+
+    broken: Any = graph_break(step)
+    return cast("_Method", broken)
+
+
+def writing(method: _Method) -> _Method:
+    """:func:`operation` for a method that writes rows."""
+
+    @functools.wraps(method)
+    def step(self: Any, *args: Any, **named: Any) -> Any:
+        return self.operation.write(method, self, *args, **named)
 
     broken: Any = graph_break(step)
     return cast("_Method", broken)

@@ -44,6 +44,9 @@ _APART = 0x9E3779B97F4A7C15
 #: Made anew of the other parts. A copy gets its own: they have locks and addresses.
 _MADE = ("operation", "batches", "writes", "rows", "row_order", "reader")
 
+#: Every row is a transition.
+_TRANSITIONS = Recipe()
+
 
 class Parts:
     """What a buffer is made of, and what is made of that, anew when a part is replaced.
@@ -74,20 +77,20 @@ class Parts:
     def __init__(
         self,
         storage: Any,
-        sampler: Any,
-        writer: Any,
-        recipe: Recipe,
-        process: Any,
-        transform: Callable[[Data], Data] | None,
+        sampler: Any = None,
+        writer: Any = None,
+        recipe: Recipe = _TRANSITIONS,
+        process: Any = (),
+        transform: Callable[[Data], Data] | None = None,
         *,
-        relabel: Hindsight | None,
-        unit: Any,
-        collate_fn: Callable[[Data], Data] | None,
-        pin_memory: bool,
-        prefetch: bool,
-        batch_size: int | None,
-        dim_extend: int | None,
-        priority_key: str | tuple[str, ...],
+        relabel: Hindsight | None = None,
+        unit: Any = None,
+        collate_fn: Callable[[Data], Data] | None = None,
+        pin_memory: bool = False,
+        prefetch: bool = False,
+        batch_size: int | None = None,
+        dim_extend: int | None = None,
+        priority_key: str | tuple[str, ...] = (),
     ) -> None:
         self.sampler: Sampler = component(RandomSampler if sampler is None else sampler, Sampler)
         self.storage = storage_of(storage, self.sampler)
@@ -303,7 +306,7 @@ class Parts:
         return {name: value for name, value in vars(self).items() if name not in _MADE} | {"intake": None}
 
     def begin_anew(self, number: int) -> None:
-        """In a forked process, copy ``number``: see :meth:`gpubuf.ReplayBuffer.begin_anew`."""
+        """In a forked process, copy ``number``: see :mod:`gpubuf.data.passing`."""
         own, storage = self.operation, self.storage
         storage.owner = storage.owner or os.getppid()
         if own.abandon() and storage.initialized:
@@ -323,12 +326,6 @@ class Parts:
             if random is not None:
                 # Seeds of any two copies differ, and are not near those that people choose. They wrap at 64 bits.
                 random.state[philox.SEED] += (number * _APART + 2**63) % 2**64 - 2**63
-
-    def be_remote(self, remote: Any, writes: Any, writer: Writer) -> None:
-        """Write to the buffer of another process: ``remote`` has the place of the operation and of the intake."""
-        self.operation = self.intake = self.batches.operation = remote
-        self.writes, self.writer = writes, writer
-        writer.register_storage(self.storage)
 
     # State
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpubuf.data.batches import collapsed
 from gpubuf.data.buffer import ReplayBuffer
-from gpubuf.data.operation import graph_break, operation
+from gpubuf.data.operation import graph_break, writing
 from gpubuf.data.parts import storage_of
 from gpubuf.data.samplers.priorities import masks_of, rows_of
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
@@ -44,7 +44,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self.priority_key = priority_key
         super().__init__(storage, writer=TensorDictRoundRobinWriter if writer is None else writer, **kwargs)
 
-    @operation
+    @writing
     def extend(self, data: Data, *, update_priority: bool | None = None) -> Tensor:
         """Write a batch, with the priorities found under ``priority_key`` if the sampler has any use for them.
 
