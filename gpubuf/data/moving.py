@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
-from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.operation import operation
+from gpubuf.data.parts import Assembled
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.placement import AUTO, DISK, SPLIT, IndexBytes, MemoryReport, Placement, place, readable
 from gpubuf.data.storage.share_next import Sharing
@@ -18,14 +21,41 @@ LARGE_BYTES = 1 << 30
 """From this size on a move shows a progress bar, on a terminal."""
 
 
-def move(storage: TensorStorage, requested: torch.device | str, progress: bool | None = None) -> None:
-    """Move a storage and what is known about its rows. See :meth:`gpubuf.ReplayBuffer.to`.
+_Buffer = TypeVar("_Buffer", bound=Assembled)
+
+
+@operation
+def to(buffer: _Buffer, device: torch.device | str, *, progress: bool | None = None) -> _Buffer:
+    """Move rows, index, counters and random state, while the buffer is in use. Batches go on as if it had not.
+
+    One key after the other (small ones, which share a record, together), in chunks: no more is there twice at a
+    time. Other threads wait until it is done.
+
+    Args:
+        buffer: the buffer.
+        device: ``"cpu"``, ``"cuda"``, ``"pinned"``, ``"split"`` or a ``torch.device``.
+        progress: whether to show a bar; default: for a GiB and more, on a terminal.
+
+    Returns:
+        The buffer itself. Synchronises.
 
     Raises:
-        ValueError: ``requested`` is ``"auto"``.
+        ValueError: ``device`` is ``"auto"``.
         NotImplementedError: the storage has a place of its own.
-        RuntimeError: there is no such device, or not enough memory there; all is then where it was.
+        RuntimeError: there is no such device, or no room there: the buffer is then where it was.
     """
+    parts = buffer.parts
+    parts.batches.discard()
+    try:
+        _move_to(parts.storage, device, progress)
+        buffer.operation.ended()
+    finally:
+        if parts.prefetch:
+            parts.assemble()
+    return buffer
+
+
+def _move_to(storage: TensorStorage, requested: torch.device | str, progress: bool | None) -> None:
     if requested == AUTO:
         raise ValueError("a buffer moves to 'cpu', 'cuda', 'pinned', 'split' or a torch.device; 'auto' is for new ones")
     if not storage.allocation.relocatable:
@@ -102,14 +132,16 @@ class _Rows:
                 sharing.sides[number], self._side_places[number] = side, target
 
 
-def report(storage: TensorStorage, sampler: Sampler, processing: int) -> MemoryReport:
-    """The memory of a storage, its sampler and ``processing`` bytes for that of batches, and where it lies."""
+@operation
+def memory(buffer: Assembled) -> MemoryReport:
+    """The bytes of each part of the buffer, and where they lie. No host sync."""
+    parts, storage = buffer.parts, buffer.parts.storage
     placement = storage.placement
     if placement is None:
         return MemoryReport(None, None, 0, 0, 0, 0)
-    taken = sampler.memory()
+    taken = parts.sampler.memory()
     tables = storage.plans.nbytes + (0 if storage.sharing is None else storage.sharing.table_bytes)
-    counters = storage.ring.counters.nbytes + tables + sampler.random_bytes + processing
+    counters = storage.ring.counters.nbytes + tables + parts.sampler.random_bytes + parts.pipeline.nbytes
     kind = placement.kind if storage.allocation.relocatable else DISK
     on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
     index = taken.index + storage.followers.nbytes

@@ -13,12 +13,12 @@ import os
 import pickle
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from gpubuf.data.ingress.remote import Link, remote_parts
 from gpubuf.data.operation import Operation
-from gpubuf.data.parts import Parts
+from gpubuf.data.parts import Assembled, Parts
 
 # What goes to a process that is being spawned: the state of a buffer, and who has that.
 _BYTES, _OWNER = "_bytes", "_owner"
@@ -26,35 +26,26 @@ _BYTES, _OWNER = "_bytes", "_owner"
 _LINK, _NUMBER = "_link", "_number"
 
 
-class Passed(Protocol):
-    """A buffer, as other processes get it."""
-
-    parts: Parts
-    operation: Operation
-
-    def __reduce_ex__(self, protocol: Any, /) -> Any: ...
-
-
 #: All buffers of this process, and to how many processes each was handed.
-living = WeakKeyDictionary[Passed, int]()
+living = WeakKeyDictionary[Assembled, int]()
 # What buffers were before a fork: memory of a GPU can't be given back there.
 _inherited: list[Parts] = []
 
 
-def begin(buffer: Passed) -> Operation:
+def begin(buffer: Assembled) -> Operation:
     """Connect the parts of a buffer that was made here, and know it. Returns what runs its operations."""
     buffer.parts.connect()
     living[buffer] = 0
     return buffer.parts.operation
 
 
-def register(cls: type[Passed]) -> None:
+def register(cls: type[Assembled]) -> None:
     """Let multiprocessing pass buffers of a class."""
     ForkingPickler.register(cls, _passed)
 
 
-def state_of(buffer: Passed) -> dict[str, Any]:
-    """The state of a copy, as of one moment, as it goes to where it is asked for. Synchronises.
+def state_of(buffer: Assembled) -> dict[str, Any]:
+    """A copy of everything as of one moment; what a process that is started writes by. Synchronises.
 
     A process that is being spawned gets bytes: torch would pass it the memory of tensors as open files, and fails
     if two tensors share it.
@@ -69,7 +60,7 @@ def state_of(buffer: Passed) -> dict[str, Any]:
     return {_BYTES: pickle.dumps(state), _OWNER: os.getpid()}
 
 
-def restore(buffer: Passed, state: dict[str, Any]) -> None:
+def restore(buffer: Assembled, state: dict[str, Any]) -> None:
     """Make a buffer what :func:`state_of` another one says."""
     owner = state.get(_OWNER)
     if owner is not None:
@@ -90,12 +81,12 @@ def _starting() -> bool:
     return get_spawning_popen() is not None
 
 
-def _copied(buffer: Passed) -> dict[str, Any]:
+def _copied(buffer: Assembled) -> dict[str, Any]:
     buffer.parts.settle()
     return copy.deepcopy({name: value for name, value in vars(buffer).items() if name != "operation"})
 
 
-def _begin_handing(buffer: Passed) -> int:
+def _begin_handing(buffer: Assembled) -> int:
     """Before a process is started: let it find the queues of writers. Returns the number of its copy."""
     if buffer.parts.intake is not None:
         buffer.parts.intake.share()
@@ -103,7 +94,7 @@ def _begin_handing(buffer: Passed) -> int:
     return living[buffer]
 
 
-def _link_of(buffer: Passed) -> Link:
+def _link_of(buffer: Assembled) -> Link:
     """What is left of a buffer with writers in a process that writes to it."""
     parts = buffer.parts
     assert parts.intake is not None
@@ -112,7 +103,7 @@ def _link_of(buffer: Passed) -> Link:
     return Link(client, storage.max_size, storage.ndim, parts.batch_size, parts.time_dim, more)
 
 
-def _write_to(buffer: Passed, owner: int | None, link: Link) -> None:
+def _write_to(buffer: Assembled, owner: int | None, link: Link) -> None:
     """Be a writer to the buffer of a process."""
     vars(buffer).update(link.more)
     buffer.parts = remote_parts(owner, link)
@@ -120,15 +111,15 @@ def _write_to(buffer: Passed, owner: int | None, link: Link) -> None:
     living.setdefault(buffer, 0)
 
 
-def _passed(buffer: Passed) -> Any:
+def _passed(buffer: Assembled) -> Any:
     if _starting():
         return buffer.__reduce_ex__(2)
     return _arrived, (os.getpid(), _begin_handing(buffer), pickle.dumps(buffer))
 
 
-def _arrived(sender: int, number: int, content: bytes) -> Passed:
+def _arrived(sender: int, number: int, content: bytes) -> Assembled:
     """A buffer from a queue. Its parent's stays that of the parent; any other is a message, which the reader owns."""
-    buffer: Passed = pickle.loads(content)
+    buffer: Assembled = pickle.loads(content)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid == sender:
         buffer.parts.storage.owner = sender

@@ -68,7 +68,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             if not isinstance(first, TensorDictBase | list) and not is_tensorclass(first):
                 raise TypeError(f"{type(self).__name__} stores TensorDicts, got a {type(first).__name__}")
         wanted = update_priority is not False and self.parts.sampler.has_priorities
-        return self._extend(data, self._given_priority if wanted else None)
+        return self.parts.write(data, self._given_priority if wanted else None)
 
     def _as_tensordicts(self, data: Any, ndim: int) -> Any:
         """A dict of tensors or arrays, or a list of such rows, as TensorDicts of ``ndim`` batch dimensions."""

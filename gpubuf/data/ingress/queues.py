@@ -27,13 +27,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from gpubuf.data.ingress.options import MOST_STEPS
 from gpubuf.data.storage.layout import Leaf, RowLayout
 
 #: Counters are 64-bit integers. Those that different processes store are in different cache lines.
@@ -430,6 +431,34 @@ class Queues:
         if not pid or self._counters[self._at(queue, _CLOSED)]:
             return None
         return pid if start_of(pid) == self._counters[self._at(queue, _START)] else None
+
+
+class NoQueues:
+    """The queues of a buffer that has had no client."""
+
+    rows = QueuedRows(cast("RowLayout", None), (), 2 * MOST_STEPS)
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def published(self, queue: int) -> int:
+        """As for :class:`Queues`, here and below. Nobody writes."""
+        return 0
+
+    def writer(self, queue: int) -> int | None:
+        return None
+
+    def blocked(self, queue: int) -> float:
+        return 0.0
+
+    def leave(self, process: int, why: int = CLOSED) -> None:
+        pass
+
+    def set_limit(self, steps: int) -> None:
+        pass
+
+    def tell(self, rows: int, count: int, is_open: bool) -> None:
+        pass
 
 
 def wait(again: Callable[[], bool], timeout: float | None) -> None:

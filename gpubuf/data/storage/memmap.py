@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import mmap
 import os
@@ -71,25 +72,16 @@ class MappedFiles(Allocation):
     def __init__(self, max_size: int, ndim: int, folder: Path | None, existsok: bool, auto_cleanup: bool) -> None:
         super().__init__(max_size, "cpu", ndim)
         self.folder, self._existsok, self._auto_cleanup = folder, existsok, auto_cleanup
-        self._forget()
-
-    def _forget(self) -> None:
         self.mapped = _UNMAPPED
         # All files, those that are deepest first.
         self._own: list[Path] = []
         self._hold: int | None = None  # of a temporary folder
         self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._is_rest = False  # whether files of ours are in the way
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy keeps its rows in files of its own, in a new temporary folder."""
-        unset = ("mapped", "_own", "_hold", "_finalizer", "_is_rest")
-        kept = {name: value for name, value in vars(self).items() if name not in unset}
-        return {**kept, "folder": None, "_auto_cleanup": True}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._forget()
+        own: dict[str, Any] = {"folder": None, "_auto_cleanup": True, "mapped": _UNMAPPED, "_own": [], "_hold": None}
+        return {**vars(self), **own, "_finalizer": None}
 
     @property
     def path(self) -> Path:
@@ -122,9 +114,8 @@ class MappedFiles(Allocation):
         if not 0 <= size <= min(written, math.prod(shape)):
             raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
         self._keep(layout)
-        found = self.rows_in(
-            Columns.separate(map(Column, tensors), layout.leaves), self.schema_like(layout), shape, _ON_CPU
-        )
+        columns = Columns.separate(map(Column, tensors), layout.leaves)
+        found = self.rows_in(columns, self.schema_like(layout), shape, _ON_CPU)
         found.ring.set_counters(written, size)
         return found
 
@@ -157,14 +148,15 @@ class MappedFiles(Allocation):
         _warn_of_full_disk(folder, math.prod(shape) * layout.row_bytes)
         created: list[Path] = []
         # Without the file that is written last: by a process that was killed while it made a storage.
-        self._is_rest = self._existsok and (folder / COUNTERS_FILE).exists()
-        if self._is_rest:
+        is_rest = self._existsok and (folder / COUNTERS_FILE).exists()
+        if is_rest:
             (folder / files.MARKS_FILE).unlink(missing_ok=True)
+        create = functools.partial(self._create, is_rest, created)
         try:
-            self._create(folder / COUNTERS_FILE, torch.int64, (COUNTER_WORDS,), created)
+            create(folder / COUNTERS_FILE, torch.int64, (COUNTER_WORDS,))
             self.mapped = Counters(folder / COUNTERS_FILE)
             columns = [
-                Column(self._create(files.tensor_file(folder, leaf.key), leaf.dtype, (*shape, *leaf.shape), created))
+                Column(create(files.tensor_file(folder, leaf.key), leaf.dtype, (*shape, *leaf.shape)))
                 for leaf in layout.leaves
             ]
             files.write_metadata(folder, layout, shape, 0)
@@ -187,9 +179,11 @@ class MappedFiles(Allocation):
         self._keep(layout)
         return Columns.separate(columns, layout.leaves)
 
-    def _create(self, path: Path, dtype: torch.dtype, shape: tuple[int, ...], created: list[Path]) -> Tensor:
+    def _create(
+        self, is_rest: bool, created: list[Path], path: Path, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> Tensor:
         files.refuse_links(path.parent, self.path)
-        if self._is_rest or (self._existsok and (path.parent / files.META_FILE).exists()):
+        if is_rest or (self._existsok and (path.parent / files.META_FILE).exists()):
             # Of a storage of TorchRL's, or of a TensorDict. Files of anybody else stay.
             path.unlink(missing_ok=True)
         try:
