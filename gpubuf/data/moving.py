@@ -60,19 +60,14 @@ def _move_to(storage: TensorStorage, requested: torch.device | str, progress: bo
         raise ValueError("a buffer moves to 'cpu', 'cuda', 'pinned', 'split' or a torch.device; 'auto' is for new ones")
     if not storage.allocation.relocatable:
         raise NotImplementedError(f"the rows of a {type(storage).__name__} stay where they are")
-    before, shape = storage.placement, tuple(storage.shape)
+    rows, shape = storage.rows, tuple(storage.shape)
+    aside = sum(side.nbytes for side in rows.sides)
     # An index that is on the GPU already needs no more room there. A split may use the room of the rows there.
-    on_gpu = before is not None and before.device.type == "cuda"
-    index = IndexBytes()
-    if not on_gpu:
-        index = storage.readers.derived_bytes(requested, shape)
-    aside, sides = 0, list[torch.Tensor]()
-    if storage.sharing is not None:
-        aside, sides = storage.sharing.entry_bytes, storage.sharing.sides
-    held = sum(part.nbytes for part in [*storage.columns.parts, *sides] if part.is_cuda)
-    target = place(requested, storage.nbytes - aside, index, shape, torch.device("cpu"), held, aside)
-    if before is not None and not before.same_place(target):
-        _move(storage, before, target, progress)
+    index = IndexBytes() if storage.ring.counters.is_cuda else storage.readers.derived_bytes(requested, shape)
+    held = sum(part.nbytes for part in [*rows.columns.parts, *rows.sides] if part.is_cuda)
+    target = place(requested, rows.columns.nbytes, index, shape, torch.device("cpu"), held, aside)
+    if storage.initialized and not rows.placement.same_place(target):
+        _move(storage, rows.placement, target, progress)
     storage.allocation.device = requested
 
 
@@ -100,7 +95,7 @@ class _Rows:
     def __init__(self, storage: TensorStorage, placement: Placement) -> None:
         self._storage = storage
         self._places = [placement] * len(storage.columns.records)
-        self._side_places = [placement] * (0 if storage.sharing is None else len(storage.sharing.sides))
+        self._side_places = [placement] * len(storage.rows.sides)
         self.n_bytes = len(storage) * storage.layout.row_bytes
 
     def to(self, target: Placement, advance: Advance) -> None:
@@ -136,12 +131,12 @@ class _Rows:
 def memory(buffer: Assembled) -> MemoryReport:
     """The bytes of each part of the buffer, and where they lie. No host sync."""
     parts, storage = buffer.parts, buffer.parts.storage
-    placement = storage.placement
-    if placement is None:
+    if not storage.initialized:
         return MemoryReport(None, None, 0, 0, 0, 0)
     taken = parts.sampler.memory()
     tables = storage.plans.nbytes + (0 if storage.sharing is None else storage.sharing.table_bytes)
     counters = storage.ring.counters.nbytes + tables + parts.sampler.random_bytes + parts.pipeline.nbytes
+    placement = storage.rows.placement
     kind = placement.kind if storage.allocation.relocatable else DISK
     on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
     index = taken.index + storage.followers.nbytes

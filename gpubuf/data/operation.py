@@ -123,7 +123,7 @@ class Operation:
 
     def __init__(self, storage: TensorStorage, mend: Callable[[], None] | None = None) -> None:
         self.storage = storage
-        self._mend = None if mend is None else weakref.WeakMethod(mend)
+        self._mend = (lambda: _nothing) if mend is None else weakref.WeakMethod(mend)
         self.intake: Callable[[], Callable[[], object] | None] | None = None
         self._streams = StreamOrder()
         # The operation holds on to the storage: its memory is released after this.
@@ -205,10 +205,8 @@ class Operation:
         device = self.gpu()
         if device is not None:
             self._streams.begin(device)
-        if self.storage.unfinished is not None and self._mend is not None:
-            mend = self._mend()
-            if mend is not None:
-                mend()
+        if self.storage.unfinished is not None:
+            (self._mend() or _nothing)()
         if self.intake is not None and current.recording is None and (take := self.intake()) is not None:
             take()
 
@@ -245,7 +243,7 @@ class Operation:
     @property
     def in_use(self) -> bool:
         """Whether the buffer is still there."""
-        return self._mend is None or self._mend() is not None
+        return self._mend() is not None
 
     def gpu(self) -> torch.device | None:
         """The GPU that operations are launched on, or None. Fake tensors claim to be on one that is not there."""

@@ -74,13 +74,16 @@ class Rows:
         """The number of steps stored: the length of the first dimension."""
         return self.ring.size // self.envs
 
+    @property
+    def sides(self) -> list[Tensor]:
+        """The memory of next observations that are not those of the next row."""
+        return [] if self.sharing is None else self.sharing.sides
+
     def find(self) -> None:
         """Find out where the memory is now."""
-        sides: list[Tensor] = []
         if self.sharing is not None:
             self.sharing.to(self.device)
-            sides = self.sharing.sides
-        self.addresses = RowAddresses([*sides, *self.columns.memory])
+        self.addresses = RowAddresses([*self.sides, *self.columns.memory])
 
     def renew(self, columns: Columns) -> None:
         """Copy the rows into other memory of their placement."""
@@ -190,6 +193,7 @@ class _NoRows(Missing):
     def __init__(self) -> None:
         super().__init__(NOT_INITIALIZED)
         self.columns = Columns()
+        self.sides: list[Tensor] = []
         self.placement = self.host = self.sharing = None
 
     def __reduce__(self) -> str:

@@ -233,14 +233,13 @@ class TensorStorage:
 
     @property
     def steps_stored(self) -> int:
-        """The number of steps stored: the length of the first dimension."""
-        return len(self) // math.prod(self.shape[1:])
+        """The number of steps stored: the length of the first dimension. Raises as :attr:`schema`."""
+        return self.rows.steps_stored
 
     @property
     def nbytes(self) -> int:
         """Bytes of row memory, with next observations that lie aside."""
-        beside = 0 if self.sharing is None else self.sharing.entry_bytes
-        return self.columns.nbytes + beside
+        return self.columns.nbytes + sum(side.nbytes for side in self.rows.sides)
 
     # Memory
 
