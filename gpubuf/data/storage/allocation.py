@@ -106,7 +106,8 @@ class Allocation:
         schema = self.schema_like(layout_of(data, self.ndim, self.ignored_keys))
         if self.options.dtypes:
             refuse_rounding(schema, schema.written.collect(data, self.ndim))
-        return self.new_rows(schema, batch_shape(data, self.ndim), device_of(data), readers)
+        shape, device = batch_shape(data, self.ndim), device_of(data)
+        return self.new_rows(schema, shape, device, readers)
 
     def new_rows(self, schema: Schema, shape: tuple[int, ...], data_device: torch.device, readers: Readers) -> Rows:
         """Rows of a schema in new memory, of which a batch of ``shape`` comes first.
@@ -123,9 +124,14 @@ class Allocation:
         """
         shape = self.full_shape(shape)
         readers.check_rows(schema, self.ndim)
-        beside = readers.derived_bytes(self.device, shape)
+        beside, aside = readers.derived_bytes(self.device, shape), 0
+        if schema.shared:
+            aside, links = side_bytes(schema, math.prod(shape), math.prod(shape[1:]), self.options.next_capacity)
+            beside += IndexBytes(index=links)
+        # Files need none.
+        n_bytes = math.prod(shape) * schema.stored.row_bytes if self.relocatable else 0
         try:
-            placement = self.placement(schema, shape, data_device, beside)
+            placement = place(self.device, n_bytes, beside, shape, data_device, aside=aside)
             columns = self.memory(schema, shape, placement)
         except (MemoryError, torch.OutOfMemoryError) as error:
             nested = schema.written.nested_batch
@@ -169,16 +175,6 @@ class Allocation:
             marks.rows = self.marks(rows.capacity, rows.device).copy_(marks.memory)
 
     # Memory. Storages elsewhere override these.
-
-    def placement(
-        self, schema: Schema, shape: tuple[int, ...], data_device: torch.device, beside: IndexBytes
-    ) -> Placement:
-        """The place of a storage of ``shape``, beside whose rows so many bytes are kept."""
-        n, aside = math.prod(shape), 0
-        if schema.shared:
-            aside, links = side_bytes(schema, n, math.prod(shape[1:]), self.options.next_capacity)
-            beside += IndexBytes(index=links)
-        return place(self.device, n * schema.stored.row_bytes, beside, shape, data_device, aside=aside)
 
     def memory(self, schema: Schema, shape: tuple[int, ...], placement: Placement) -> Columns:
         """Uninitialised memory of rows."""

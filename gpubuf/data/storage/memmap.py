@@ -27,7 +27,7 @@ from gpubuf.data.storage.containers import Data, batch_shape
 from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.memmap_files import COUNTER_WORDS, COUNTERS_FILE, GPUBUF_FILE, Counters
-from gpubuf.data.storage.placement import IndexBytes, Placement
+from gpubuf.data.storage.placement import Placement
 from gpubuf.data.storage.plan import NOT_INITIALIZED
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.rows import Rows
@@ -118,12 +118,6 @@ class MappedFiles(Allocation):
         found = self.rows_in(columns, self.schema_like(layout), shape, _ON_CPU)
         found.ring.set_counters(written, size)
         return found
-
-    def placement(
-        self, schema: Schema, shape: tuple[int, ...], data_device: torch.device, beside: IndexBytes
-    ) -> Placement:
-        """On the CPU, whatever its memory: the rows are in files."""
-        return _ON_CPU
 
     def memory(self, schema: Schema, shape: tuple[int, ...], placement: Placement) -> Columns:
         """New files.

@@ -241,91 +241,6 @@ class TensorStorage:
         """Bytes of row memory, with next observations that lie aside."""
         return self.columns.nbytes + sum(side.nbytes for side in self.rows.sides)
 
-    # Memory
-
-    def initialize(self, data: Data) -> None:
-        """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions), if it has any. Writes nothing."""
-        if self.allocation.describes_rows(data):
-            rows = self.allocation.rows_like(data, self.readers)
-            self._adopt(rows)
-
-    def establish(self, schema: Schema, shape: tuple[int, ...], data_device: torch.device) -> None:
-        """Allocate for rows of a schema. Arguments and errors are those of :meth:`Allocation.new_rows`."""
-        self._adopt(self.allocation.new_rows(schema, shape, data_device, self.readers))
-
-    def _adopt(self, rows: Rows) -> None:
-        """Write to these rows from now on."""
-        # What an interrupt has left of rows that never were.
-        self.plans.forget()
-        self.readers.forget()
-        self.max_size, self.marks.envs, self.marks.rows = rows.capacity, rows.envs, None
-        self._connect(rows, anew=True)
-        # In one step: from here on the storage is initialised.
-        self.ring, self.rows = rows.ring, rows
-
-    def _connect(self, rows: Rows, *, anew: bool) -> None:
-        """Write and read rows where they are now. ``anew``: it is to be found out where trajectories end."""
-        if self.marks.by_writers and not self.marks.kept:
-            self.marks.rows = self.allocation.marks(rows.capacity, rows.device)
-        self.plans.place(rows)
-        assert self.plans.stored.table is not None
-        rows.written, rows.table = self.plans.written, self.plans.stored.table
-        self.followers.keep(marks=None if self.marks.rows is None else self.marks, host=rows.host, sharing=rows.sharing)
-        self.readers.place(rows, anew=anew)
-
-    def relocated(self, placement: Placement) -> None:
-        """Adopt ``placement``, where all records of :attr:`columns` are now."""
-        rows = self.rows
-        stays = placement.device == rows.device
-        if not stays:
-            rows.device = placement.device
-            rows.ring.to(placement.device)
-            if self.marks.kept:
-                self.marks.rows = self.marks.memory.to(rows.device)
-        rows.find()
-        # The shape of the index depends on the device.
-        self._connect(rows, anew=not stays)
-        rows.placement = placement
-        if not stays:
-            self.followers.rebuild_own()
-        self.followers.move()
-
-    def empty(self, recount: bool = False) -> None:
-        """Forget every row, in O(1); memory stays allocated. No host sync. ``recount``: as for :meth:`Ring.empty`."""
-        self.ring.empty(recount)
-        self.followers.clear()
-
-    def free(self) -> None:
-        """Forget every row, and release all memory; the next write allocates anew. Synchronises.
-
-        Priorities that return for rows of before are recognised as late, as they are after :meth:`empty`.
-        """
-        if not self.allocation.relocatable:
-            raise NotImplementedError(f"a {type(self).__name__} keeps its rows: empty() forgets them")
-        if not self.initialized:
-            return
-        try:
-            self.refresh()
-        finally:
-            self.changing(self.release, what=FREES)
-
-    def release(self) -> None:
-        """:meth:`free`, but for what synchronises. Can be done again after an interrupt."""
-        self.followers.free()
-        if self.initialized:
-            rewritten = self.ring.rewritten
-            laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
-            # In one step: the memory below is that of a storage without rows.
-            self.allocation.laps, self.ring, self.rows = laps, Ring(self.allocation.max_size), NO_ROWS
-        self.marks.rows = None
-        self.plans.forget()
-        self.readers.forget()
-        self.max_size = self.allocation.max_size
-
-    def refresh(self) -> None:
-        """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
-        self.ring.refresh()
-
     # Operations that may be interrupted
 
     def changing(self, action: Callable[..., Any], *args: Any, what: Unfinished = DERIVED, **named: Any) -> None:
@@ -543,6 +458,91 @@ class TensorStorage:
         if len(shape) > 1 and getattr(first_of(data), "shape", ())[: len(shape)] == shape:
             data = mapped(data, lambda value: value.reshape(flat.numel(), *value.shape[len(shape) :]))
         self.write(flat, data)
+
+    # Memory
+
+    def initialize(self, data: Data) -> None:
+        """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions), if it has any. Writes nothing."""
+        if self.allocation.describes_rows(data):
+            rows = self.allocation.rows_like(data, self.readers)
+            self._adopt(rows)
+
+    def establish(self, schema: Schema, shape: tuple[int, ...], data_device: torch.device) -> None:
+        """Allocate for rows of a schema. Arguments and errors are those of :meth:`Allocation.new_rows`."""
+        self._adopt(self.allocation.new_rows(schema, shape, data_device, self.readers))
+
+    def _adopt(self, rows: Rows) -> None:
+        """Write to these rows from now on."""
+        # What an interrupt has left of rows that never were.
+        self.plans.forget()
+        self.readers.forget()
+        self.max_size, self.marks.envs, self.marks.rows = rows.capacity, rows.envs, None
+        self._connect(rows, anew=True)
+        # In one step: from here on the storage is initialised.
+        self.ring, self.rows = rows.ring, rows
+
+    def _connect(self, rows: Rows, *, anew: bool) -> None:
+        """Write and read rows where they are now. ``anew``: it is to be found out where trajectories end."""
+        if self.marks.by_writers and not self.marks.kept:
+            self.marks.rows = self.allocation.marks(rows.capacity, rows.device)
+        self.plans.place(rows)
+        assert self.plans.stored.table is not None
+        rows.written, rows.table = self.plans.written, self.plans.stored.table
+        self.followers.keep(marks=None if self.marks.rows is None else self.marks, host=rows.host, sharing=rows.sharing)
+        self.readers.place(rows, anew=anew)
+
+    def relocated(self, placement: Placement) -> None:
+        """Adopt ``placement``, where all records of :attr:`columns` are now."""
+        rows = self.rows
+        stays = placement.device == rows.device
+        if not stays:
+            rows.device = placement.device
+            rows.ring.to(placement.device)
+            if self.marks.kept:
+                self.marks.rows = self.marks.memory.to(rows.device)
+        rows.find()
+        # The shape of the index depends on the device.
+        self._connect(rows, anew=not stays)
+        rows.placement = placement
+        if not stays:
+            self.followers.rebuild_own()
+        self.followers.move()
+
+    def empty(self, recount: bool = False) -> None:
+        """Forget every row, in O(1); memory stays allocated. No host sync. ``recount``: as for :meth:`Ring.empty`."""
+        self.ring.empty(recount)
+        self.followers.clear()
+
+    def free(self) -> None:
+        """Forget every row, and release all memory; the next write allocates anew. Synchronises.
+
+        Priorities that return for rows of before are recognised as late, as they are after :meth:`empty`.
+        """
+        if not self.allocation.relocatable:
+            raise NotImplementedError(f"a {type(self).__name__} keeps its rows: empty() forgets them")
+        if not self.initialized:
+            return
+        try:
+            self.refresh()
+        finally:
+            self.changing(self.release, what=FREES)
+
+    def release(self) -> None:
+        """:meth:`free`, but for what synchronises. Can be done again after an interrupt."""
+        self.followers.free()
+        if self.initialized:
+            rewritten = self.ring.rewritten
+            laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
+            # In one step: the memory below is that of a storage without rows.
+            self.allocation.laps, self.ring, self.rows = laps, Ring(self.allocation.max_size), NO_ROWS
+        self.marks.rows = None
+        self.plans.forget()
+        self.readers.forget()
+        self.max_size = self.allocation.max_size
+
+    def refresh(self) -> None:
+        """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
+        self.ring.refresh()
 
     # State
 
