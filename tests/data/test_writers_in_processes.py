@@ -710,11 +710,11 @@ def test_queues_are_locked_for_one_gpu_at_a_time(monkeypatch: pytest.MonkeyPatch
     buffer = buffer_of(writers=1)
     clients_of(buffer, 1)
     known = buffer.writers._places
-    found = [id(known.copies(known.queues, 1 << 30, torch.device("cuda", number))) for number in (0, 0, 1)]
+    found = [id(known.copies(1 << 30, torch.device("cuda", number))) for number in (0, 0, 1)]
     assert len(alive) == 1
     assert found[0] == found[1]
     with pytest.warns(UserWarning, match="not page-locked: refused"):
-        assert known.copies(known.queues, 1 << 30, torch.device("cuda", 2)) is None
+        assert known.copies(1 << 30, torch.device("cuda", 2)) is None
     assert not alive
 
 

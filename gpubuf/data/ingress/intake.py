@@ -18,7 +18,7 @@ from gpubuf.data.arguments import as_tensor, warn
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.options import QUEUE_BYTES, Writers
 from gpubuf.data.ingress.places import Places, Run, WriterCounters
-from gpubuf.data.ingress.queues import OTHER_ROWS, NoQueues, QueuedRows, Queues, wait
+from gpubuf.data.ingress.queues import OTHER_ROWS, QueuedRows, Queues, wait
 from gpubuf.data.mending import mend
 from gpubuf.data.operation import Operation, operation
 from gpubuf.data.processing.reward_scale import RewardScale
@@ -105,7 +105,7 @@ class Intake:
 
     def share(self) -> None:
         """Before a process is started that gets the buffer: have queues. Without rows its first write may be any."""
-        if isinstance(self._places.queues, Queues):
+        if self._places.exist:
             # A process may be forked while another thread uses the buffer.
             self._tell()
         else:
@@ -119,8 +119,7 @@ class Intake:
 
     def link(self) -> WriterClient | None:
         """What such a process writes with; None: rows are no tensors."""
-        queues = self._places.queues
-        return self._new_client(queues) if isinstance(queues, Queues) else None
+        return self._new_client(self._places.queues) if self._places.exist else None
 
     def _new_client(self, queues: Queues) -> WriterClient:
         own, timeout = self._writes, self.options.timeout
@@ -135,45 +134,25 @@ class Intake:
             TypeError: rows have data that are not tensors.
             ValueError: the example has other rows than the buffer, or a step of it has no room within ``margin``.
         """
-        own, options, queues = self._writes, self.options, self._places.queues
-        storage = own.storage
         if self._is_closed:
             raise RuntimeError("the buffer takes no more rows of writers: writers.close() was called")
-        as_stored = not own.transform.has_inverse
-        if example is not None:
-            example = tensors_of(example)
-            layout = layout_of(example, storage.ndim, storage.allocation.ignored_keys)
-            envs = tuple(batch_shape(example, storage.ndim))
-            envs = envs[: own.dim_extend] + envs[own.dim_extend + 1 :]
-            self._is_open = False
-            if as_stored and storage.initialized and storage.ring.size:
-                storage.written_layout.collect(example, storage.ndim)
-        elif isinstance(queues, Queues) and queues.settled and not storage.ring.size:
-            return queues
-        elif as_stored and storage.initialized:
-            layout, envs = storage.written_layout, tuple(storage.shape[1:])
-        elif isinstance(queues, Queues):
-            return queues
-        elif self._is_open:
-            layout, envs = RowLayout(TensorDict({}, [1] * storage.ndim), storage.ndim), ()
-        else:
-            raise RuntimeError(
-                "a writer has to know what a row is: write a batch first, or pass client() one as an example"
-                + (" (transforms change what is written here)" if storage.initialized else "")
-            )
-        if isinstance(queues, Queues) and (queues.rows.layout.leaves, queues.rows.envs) == (layout.leaves, envs):
-            return queues
+        places, storage, options = self._places, self._writes.storage, self.options
+        said = self._rows_said(example)
+        if said is None or (places.exist and places.queues.rows.are(*said)):
+            return places.queues
+        layout, envs = said
         if layout.host:
             raise TypeError(f"writers in other processes pass tensors on, and {list(layout.host)} hold other data")
         rows = QueuedRows(layout, envs, 1)
         rows = dataclasses.replace(rows, steps=options.steps_for(rows.step_bytes))
+        as_stored = not self._writes.transform.has_inverse
         sources = storage.allocation.schema_like(layout).sources if as_stored else ()
-        if isinstance(queues, Queues):
-            self._turn_away(queues)
+        if places.exist:
+            self._turn_away()
         # Whoever writes first may say that rows are larger.
         least = QUEUE_BYTES if self._is_open and not storage.ring.size else 0
         made = Queues(rows, options.count, max(rows.offsets[-1], least))
-        self._places.begin(made)
+        places.begin(made)
         self._claim = None
         self._integers = {
             n: source for n, source in enumerate(sources) if _is_converted(source, layout.leaves[n].dtype)
@@ -182,12 +161,38 @@ class Intake:
         weakref.finalize(self, made.leave, os.getpid())
         return made
 
-    def _turn_away(self, queues: Queues) -> None:
+    def _rows_said(self, example: Any) -> tuple[RowLayout, tuple[int, ...]] | None:
+        """The layout of rows and the environments of a step, by the example or the buffer; None: by the queues."""
+        own, storage, places = self._writes, self._writes.storage, self._places
+        as_stored = storage.initialized and not own.transform.has_inverse
+        if example is not None:
+            example = tensors_of(example)
+            layout = layout_of(example, storage.ndim, storage.allocation.ignored_keys)
+            envs = tuple(batch_shape(example, storage.ndim))
+            self._is_open = False
+            if as_stored and storage.ring.size:
+                storage.written_layout.collect(example, storage.ndim)
+            return layout, envs[: own.dim_extend] + envs[own.dim_extend + 1 :]
+        if places.exist and places.queues.settled and not storage.ring.size:
+            return None
+        if as_stored:
+            return storage.written_layout, tuple(storage.shape[1:])
+        if places.exist:
+            return None
+        if self._is_open:
+            return RowLayout(TensorDict({}, [1] * storage.ndim), storage.ndim), ()
+        raise RuntimeError(
+            "a writer has to know what a row is: write a batch first, or pass client() one as an example"
+            + (" (transforms change what is written here)" if storage.initialized else "")
+        )
+
+    def _turn_away(self) -> None:
         """The rows of the queues are none that the buffer can take, nor will be."""
+        queues = self._places.queues
         queues.leave(os.getpid(), OTHER_ROWS)
         for place, taken in enumerate(self._places.taken):
             run = Run(place, taken, queues.published(place) - taken)
-            self._places.drop(queues, run, "the buffer has rows of other keys, shapes or dtypes")
+            self._places.drop(run, "the buffer has rows of other keys, shapes or dtypes")
         self._set_limit()
 
     def _report(self) -> None:
@@ -340,47 +345,48 @@ class Intake:
             return
         if self.operation.storage.ring.size < self._size:
             self._recount()
-        if isinstance(self._places.queues, Queues):
+        if self._places.exist:
             self._calls += 1
             self._take(False)
         self._size = self.operation.storage.ring.size
 
     def _take(self, everything: bool) -> None:
-        queues, ring = self._places.queues, self.operation.storage.ring
-        if isinstance(queues, NoQueues) or self._taking or self._is_closed or current.recording is not None:
+        places, queues, ring = self._places, self._places.queues, self.operation.storage.ring
+        if not places.exist or self._taking or self._is_closed or current.recording is not None:
             return
         try:
             # The writes below are operations of the buffer.
             self._taking = True
             if self._claim is not None:
-                self._settle(queues, self._claim)
+                self._settle(self._claim)
             # A first sample finds what was acknowledged.
-            runs = self._places.arrived(queues, self.run if ring.size and not everything else 1)
+            runs = places.arrived(self.run if ring.size and not everything else 1)
             # After a look at what is published: rows are not settled after that.
             if queues.follow():
                 self._integers, self._compared = {}, None
-            if queues.left == OTHER_ROWS or self._has_other_rows(queues):
+            if queues.left == OTHER_ROWS or self._has_other_rows():
                 if ring.size or not queues.settled:
-                    self._turn_away(queues)
+                    self._turn_away()
                     runs = []
                 elif runs:
                     # The buffer's own rows are gone: the first one of a writer decides.
                     self._target().free()
             if self.operation.launches_at_once():
-                self._places.give_back(queues)
-                for group in self._groups(queues, runs) if runs else ():
-                    self._write_or_drop(queues, group)
+                if places.owes:
+                    places.give_back()
+                for group in self._groups(runs) if runs else ():
+                    self._write_or_drop(group)
             self._tell()
         finally:
             self._taking = False
         self._report()
 
-    def _has_other_rows(self, queues: Queues) -> bool:
+    def _has_other_rows(self) -> bool:
         """Whether the buffer has rows of another layout than the queues."""
-        storage, rows = self.operation.storage, queues.rows
+        storage, rows = self.operation.storage, self._places.queues.rows
         if not storage.initialized or storage.written_layout is self._compared:
             return False
-        same = (storage.written_layout.leaves, tuple(storage.shape[1:])) == (rows.layout.leaves, rows.envs)
+        same = rows.are(storage.written_layout, tuple(storage.shape[1:]))
         if not same and not self._writes.transform.has_inverse:
             return True
         self._compared = storage.written_layout
@@ -392,12 +398,12 @@ class Intake:
         self._size, taken = storage.ring.size, self._places.steps * queues.rows.step_rows
         queues.tell(self._size - taken, storage.rows_written - taken, self._is_open and not self._size)
 
-    def _groups(self, queues: Queues, runs: list[Run]) -> list[list[Run]]:
+    def _groups(self, runs: list[Run]) -> list[list[Run]]:
         """The writes that runs become: small ones together, others alone. None is larger than the storage."""
-        storage, total = self._writes.storage, sum([run.steps for run in runs])
-        steps = -(-storage.max_size // queues.rows.step_rows)
+        storage, rows, total = self._writes.storage, self._places.queues.rows, sum([run.steps for run in runs])
+        steps = -(-storage.max_size // rows.step_rows)
         may_join = total <= steps and storage.initialized and not self._writes.transform.has_inverse
-        if may_join and self._places.joins(queues, total * queues.rows.step_bytes, storage.device):
+        if may_join and self._places.joins(total * rows.step_bytes, storage.device):
             return [runs]
         return [
             [Run(place, first + at, min(steps, count - at))]
@@ -405,12 +411,12 @@ class Intake:
             for at in range(0, count, steps)
         ]
 
-    def _write_or_drop(self, queues: Queues, runs: list[Run]) -> None:
+    def _write_or_drop(self, runs: list[Run]) -> None:
         """Write runs, without the steps that the buffer refuses: one refusal must not keep all others out."""
         storage = self._writes.storage
         written = storage.written
         try:
-            self._write(queues, runs)
+            self._write(runs)
         except Exception as refused:
             if storage.written != written or isinstance(refused, (MemoryError, torch.OutOfMemoryError)):
                 raise
@@ -423,23 +429,23 @@ class Intake:
                 parts = [[Run(place, first, n // 2)], [Run(place, first + n // 2, n - n // 2)]]
             else:
                 parts = []
-                self._places.drop(queues, runs[0], str(refused))
+                self._places.drop(runs[0], str(refused))
                 self._set_limit()
             for part in parts:
-                self._write_or_drop(queues, part)
+                self._write_or_drop(part)
 
-    def _write(self, queues: Queues, runs: list[Run]) -> None:
+    def _write(self, runs: list[Run]) -> None:
         """Write runs by one operation of the buffer, and release their places in the queues.
 
         An interrupt can come between the two: then the next call finds the claim.
         """
-        storage, rows, places = self._writes.storage, queues.rows, self._places
+        storage, rows, places = self._writes.storage, self._places.queues.rows, self._places
         steps = sum([run.steps for run in runs])
         self._claim = _Claim(storage.written, runs)
-        storage.marks.streams = places.streams(queues, runs)
+        storage.marks.streams = places.streams(runs)
         as_columns = storage.initialized and rows.layout.is_tensordict
-        copies = places.copies(queues, steps * rows.step_bytes, storage.device) if as_columns else None
-        columns = places.columns(queues, runs, copies)
+        copies = places.copies(steps * rows.step_bytes, storage.device) if as_columns else None
+        columns = places.columns(runs, copies)
         turned = self._writes.dim_extend if rows.envs else 0
         if turned:
             columns = [column.swapaxes(0, turned) for column in columns]
@@ -449,7 +455,7 @@ class Intake:
             shape = [steps, *rows.envs]
             shape[0], shape[turned] = shape[turned], shape[0]
             self._target().extend(rows.layout.assemble(list(map(as_tensor, columns)), tuple(shape), None))
-        places.release(queues, runs)
+        places.release(runs)
         self._claim, storage.marks.streams = None, OWN
 
     # By a thread
@@ -475,11 +481,11 @@ class Intake:
             thread.join()
             self._thread = None
 
-    def _settle(self, queues: Queues, claim: _Claim) -> None:
+    def _settle(self, claim: _Claim) -> None:
         """A write was interrupted: it happened if the buffer has more rows than before."""
         storage = self._writes.storage
         if storage.written > claim.written:
-            self._places.release(queues, claim.runs)
+            self._places.release(claim.runs)
         self._claim, storage.marks.streams = None, OWN
 
     def _target(self) -> Target:

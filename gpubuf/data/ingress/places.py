@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -59,25 +59,31 @@ class Places:
         taken: steps taken of each place.
         uncounted: steps taken that ``ratio`` does not count: those dropped, and those before the buffer was last
             emptied.
+        owes: whether writers may not write yet where something was taken.
         refused: why the first steps that were dropped were; None: none were.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self.refused: str | None = None
-        self.begin(NoQueues(count))
+        self.begin(cast("Queues", NoQueues()))
 
-    def begin(self, queues: Queues | NoQueues) -> None:
+    def begin(self, queues: Queues) -> None:
         """Other queues come, of which nothing was taken."""
         self.queues = queues
         # Those of the steps taken that were dropped, and how often there was a gap in the rows of a place.
         self.taken, self._dropped, self._gaps = ([0] * self._count for _ in range(3))
-        self.uncounted = 0
+        self.uncounted, self.owes = 0, False
         # When writers whose runs are short were last looked for.
         self._looked = 0.0
         # Copies steps to the GPU for whose rows it was made; None: steps are read where they lie.
         self._copies: host_memory.SideCopies | None = None
         self._copies_for = torch.device("cpu")
+
+    @property
+    def exist(self) -> bool:
+        """Whether there are queues."""
+        return not isinstance(self.queues, NoQueues)
 
     @property
     def steps(self) -> int:
@@ -87,7 +93,10 @@ class Places:
     @property
     def counters(self) -> list[WriterCounters]:
         """The state of every place."""
-        queues, found = self.queues, []
+        queues = self.queues
+        if not self.exist:
+            return [WriterCounters(place, None, 0, 0, 0, 0.0) for place in range(self._count)]
+        found = []
         for place, (taken, dropped) in enumerate(zip(self.taken, self._dropped, strict=True)):
             written, process = queues.published(place), queues.writer(place)
             found.append(WriterCounters(place, process, written, written - taken, dropped, queues.blocked(place)))
@@ -95,9 +104,9 @@ class Places:
 
     # What has arrived
 
-    def arrived(self, queues: Queues, least: int) -> list[Run]:
+    def arrived(self, least: int) -> list[Run]:
         """The runs of at least so many steps, and shorter ones that get no longer before they are taken."""
-        found, short = list[Run](), list[Run]()
+        queues, found, short = self.queues, list[Run](), list[Run]()
         for place, taken in enumerate(self.taken):
             count, room = queues.published(place) - taken, queues.rows.steps
             if not 0 <= count <= room:
@@ -117,40 +126,42 @@ class Places:
             fence()
         return found
 
-    def streams(self, queues: Queues, runs: list[Run]) -> list[tuple[int, int]]:
+    def streams(self, runs: list[Run]) -> list[tuple[int, int]]:
         """The first step of each run in a write of all, and the number of its stream: those with a gap differ."""
         found, first = [], 0
         for run in runs:
-            found.append((first, queues.client(run.place) + (self._gaps[run.place] << 32)))
+            found.append((first, self.queues.client(run.place) + (self._gaps[run.place] << 32)))
             first += run.steps
         return found
 
-    def release(self, queues: Queues, runs: list[Run]) -> None:
+    def release(self, runs: list[Run]) -> None:
         """The steps of runs were taken."""
+        self.owes = True
         for place, first, count in runs:
             # In the mirror first: after an interrupt between the two it is the one that counts.
             self.taken[place] = first + count
-        self.give_back(queues)
+        self.give_back()
 
-    def give_back(self, queues: Queues) -> None:
+    def give_back(self) -> None:
         """Let writers write again where everything was read that was taken."""
         if self._copies is None or self._copies.done:
             for place, taken in enumerate(self.taken):
-                if queues.taken(place) != taken:
-                    queues.release(place, taken)
+                if self.queues.taken(place) != taken:
+                    self.queues.release(place, taken)
+            self.owes = False
 
-    def drop(self, queues: Queues, run: Run, why: str) -> None:
+    def drop(self, run: Run, why: str) -> None:
         """Leave the steps of a run out. What comes after them does not follow what was before."""
         if run.steps:
             self._dropped[run.place] += run.steps
             self._gaps[run.place] += 1
             self.uncounted += run.steps
             self.refused = self.refused or why
-            self.release(queues, [run])
+            self.release([run])
 
     # How it is read
 
-    def copies(self, queues: Queues, n_bytes: int, device: torch.device) -> host_memory.SideCopies | None:
+    def copies(self, n_bytes: int, device: torch.device) -> host_memory.SideCopies | None:
         """What has a GPU copy ``n_bytes`` from where they lie, on a stream of its own; None: they are read there."""
         if n_bytes <= JOINED_BYTES or device.type != "cuda" or not host_memory.cuda_present():
             return None
@@ -158,20 +169,21 @@ class Places:
             # The memory can be locked once at a time.
             self._copies_for, self._copies = device, None
             try:
-                self._copies = host_memory.SideCopies(np.frombuffer(queues.memory, np.uint8), device)
+                self._copies = host_memory.SideCopies(np.frombuffer(self.queues.memory, np.uint8), device)
             except RuntimeError as refused:
                 warn(f"the queues of writers are not page-locked: {refused}")
         return self._copies
 
-    def joins(self, queues: Queues, n_bytes: int, device: torch.device) -> bool:
+    def joins(self, n_bytes: int, device: torch.device) -> bool:
         """Whether runs of ``n_bytes`` in all become one write."""
-        return n_bytes <= JOINED_BYTES or self.copies(queues, n_bytes, device) is not None
+        return n_bytes <= JOINED_BYTES or self.copies(n_bytes, device) is not None
 
-    def columns(self, queues: Queues, runs: list[Run], copies: host_memory.SideCopies | None) -> list[Any]:
+    def columns(self, runs: list[Run], copies: host_memory.SideCopies | None) -> list[Any]:
         """The steps of runs, by key: tensors of a GPU, or arrays, and tensors of dtypes that NumPy lacks.
 
         The steps of one run are read where they lie, if they are in one piece.
         """
+        queues = self.queues
         pieces = [(run.place, *piece) for run in runs for piece in queues.pieces(run.first, run.steps)]
         found: list[Any] = []
         for key, leaf in enumerate(queues.rows.layout.leaves):

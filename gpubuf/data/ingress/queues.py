@@ -122,6 +122,10 @@ class QueuedRows:
     envs: tuple[int, ...]
     steps: int
 
+    def are(self, layout: RowLayout, envs: tuple[int, ...]) -> bool:
+        """Whether the rows of a queue are like those of a layout, of which a step has ``envs``."""
+        return (self.layout.leaves, self.envs) == (layout.leaves, envs)
+
     @functools.cached_property
     def step_rows(self) -> int:
         """Rows of a step: one for each environment."""
@@ -438,27 +442,11 @@ class NoQueues:
 
     rows = QueuedRows(cast("RowLayout", None), (), 2 * MOST_STEPS)
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def published(self, queue: int) -> int:
-        """As for :class:`Queues`, here and below. Nobody writes."""
-        return 0
-
-    def writer(self, queue: int) -> int | None:
-        return None
-
-    def blocked(self, queue: int) -> float:
-        return 0.0
-
     def leave(self, process: int, why: int = CLOSED) -> None:
-        pass
+        """No process writes."""
 
     def set_limit(self, steps: int) -> None:
-        pass
-
-    def tell(self, rows: int, count: int, is_open: bool) -> None:
-        pass
+        """No process writes."""
 
 
 def wait(again: Callable[[], bool], timeout: float | None) -> None:
