@@ -109,7 +109,7 @@ class MappedFiles(Allocation):
         layout = with_tree(RowLayout(data, self.ndim, frozenset(map(str, ignored))), content.get("tree"))
         self.mapped = Counters(folder / COUNTERS_FILE)
         tensors = layout.collect(data, self.ndim)
-        self.mapped.recover([tensor.flatten(0, self.ndim - 1) for tensor in tensors], math.prod(shape))
+        turned = self.mapped.recover([tensor.flatten(0, self.ndim - 1) for tensor in tensors], math.prod(shape))
         written, size = int(self.mapped.ring[rows.WRITTEN]), int(self.mapped.ring[rows.SIZE])
         if not 0 <= size <= min(written, math.prod(shape)):
             raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
@@ -117,6 +117,7 @@ class MappedFiles(Allocation):
         columns = Columns.separate(map(Column, tensors), layout.leaves)
         found = self.rows_in(columns, self.schema_like(layout), shape, _ON_CPU)
         found.ring.set_counters(written, size)
+        found.ring.past_lost = turned
         return found
 
     def memory(self, schema: Schema, shape: tuple[int, ...], placement: Placement) -> Columns:
@@ -192,8 +193,10 @@ class MappedFiles(Allocation):
     def marks(self, capacity: int, device: torch.device) -> Tensor:
         """Mapped, like the rows: those that are there already, if the folder has some."""
         path = self.path / files.MARKS_FILE
-        if path.exists():
+        if path.exists() and path.stat().st_size:
             return files.map_file(path, torch.uint8, (capacity,), writable=True)
+        # Of who was interrupted, or killed, before it had a size.
+        path.unlink(missing_ok=True)
         return files.create_file(path, torch.uint8, (capacity,), self.path)
 
     def ring(self, capacity: int, device: torch.device) -> Ring:
@@ -260,6 +263,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         auto_cleanup: remove the files when the storage is dropped or the process exits. Default: for temporary folders
             only. Files left by a killed process are removed by the next process that creates a temporary storage.
             Nothing but the storage's own files is ever removed.
+        end_trajectories: have the next write begin a trajectory, after rows that were there: as for
+            :meth:`gpubuf.ReplayBuffer.load_state_dict`.
 
     Raises:
         NotImplementedError: ``dtypes``, ``batch_dtypes`` or ``share_next`` are given.
@@ -284,6 +289,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         shared_init: bool = False,
         auto_cleanup: bool | None = None,
         share_next: bool = False,
+        end_trajectories: bool = True,
     ) -> None:
         if dtypes or batch_dtypes or share_next:
             raise NotImplementedError(
@@ -303,6 +309,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             MappedFiles(max_size, ndim, folder, existsok, folder is None if auto_cleanup is None else auto_cleanup)
         )
         self._faults, self._patience = 0, PATIENCE
+        self._ends_found = False  # whether the next write begins a trajectory, after rows that were there
         if folder is not None and (folder / GPUBUF_FILE).exists():
             if not existsok:
                 raise RuntimeError(
@@ -310,12 +317,13 @@ class LazyMemmapStorage(LazyTensorStorage):
                     "or choose another scratch_dir"
                 )
             self._reopen()
+            self._ends_found = end_trajectories
 
     @classmethod
-    def open(cls, scratch_dir: str | os.PathLike[str]) -> Self:
+    def open(cls, scratch_dir: str | os.PathLike[str], *, end_trajectories: bool = True) -> Self:
         """The storage in a folder, with its rows, shape and counters. Copies nothing, and reads nothing before use.
 
-        Rows that were tensorclasses come back as TensorDicts.
+        Rows that were tensorclasses come back as TensorDicts. ``end_trajectories`` is as in the constructor.
 
         Raises:
             ValueError: there is no storage, or it is damaged, or was written by a newer version.
@@ -324,7 +332,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         content = _manifest(folder)
         path = folder / GPUBUF_FILE
         max_size, ndim = (files.read_count(content, name, path) for name in ("max_size", "ndim"))
-        return cls(max_size, scratch_dir=folder, ndim=ndim, existsok=True)
+        return cls(max_size, scratch_dir=folder, ndim=ndim, existsok=True, end_trajectories=end_trajectories)
 
     def _reopen(self) -> None:
         self._adopt(self.allocation.reopen())
@@ -370,6 +378,9 @@ class LazyMemmapStorage(LazyTensorStorage):
     def _write_at_cursor(
         self, launch: Callable[[], Tensor | None], n: int, count: Callable[[int], None]
     ) -> Tensor | None:
+        if self._ends_found:
+            self.end_if_asked()
+            self._ends_found = False
         with self.allocation.mapped.appending(n):
             return super()._write_at_cursor(launch, n, count)
 
@@ -386,6 +397,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             super().empty(recount)
 
     def load_state_dict(self, state: dict[str, Any]) -> Tensor | None:
+        self._ends_found = False
         with self.allocation.replacing():
             return super().load_state_dict(state)
 

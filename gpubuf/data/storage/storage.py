@@ -25,7 +25,7 @@ from gpubuf.data.storage.containers import Data, batch_shape, first_of, mapped
 from gpubuf.data.storage.end_bits import Marks
 from gpubuf.data.storage.follower import Followers
 from gpubuf.data.storage.host_rows import HostRows
-from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, unravel
+from gpubuf.data.storage.indexing import expanded, index_shape, plain_index, unravel
 from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.placement import AUTO, PINNED, SPLIT, Placement, readable, working_device
 from gpubuf.data.storage.plans import Plans, Readers
@@ -140,10 +140,6 @@ class TensorStorage:
         """
         return self.rows.schema
 
-    def check_initialized(self) -> None:
-        """Raise as :attr:`schema`."""
-        _ = self.schema
-
     @property
     def layout(self) -> RowLayout:
         """The keys, shapes and dtypes of a row as it is stored: those of :attr:`columns` and of the table.
@@ -228,8 +224,7 @@ class TensorStorage:
 
     def generations(self, index: Tensor) -> Tensor:
         """The write generations of rows: see :meth:`Ring.generations`. Raises as :attr:`schema`."""
-        self.check_initialized()
-        return self.ring.generations(index)
+        return self.rows.ring.generations(index)
 
     @property
     def steps_stored(self) -> int:
@@ -251,16 +246,6 @@ class TensorStorage:
         action(*args, **named)
         self.unfinished = before
 
-    def with_priority(self, priority: Tensor | None, write: Callable[[], Tensor]) -> Tensor:
-        """``write()``, of rows that come with priorities: float32 ``[n]``, or None."""
-        self.followers.priority = priority
-        try:
-            return write()
-        finally:
-            # Who completes an interrupted write needs them.
-            if self.unfinished is None:
-                self.followers.priority = None
-
     # Where trajectories end
 
     def mark_writers(self) -> None:
@@ -273,7 +258,8 @@ class TensorStorage:
         if not self.marks.kept:
             at_replays().refuse("the first call of end_trajectories takes memory: call it once before")
             self.marks.rows = self.allocation.marks(self.max_size, self.device)
-            self.followers.keep(marks=self.marks)
+        # Also where an interrupt came before this.
+        self.followers.keep(marks=self.marks)
 
     def end_trajectories(self, env: int | None = None) -> None:
         """See :meth:`gpubuf.ReplayBuffer.end_trajectories`. Samplers that know trajectories are to be told."""
@@ -282,6 +268,11 @@ class TensorStorage:
         self.keep_marks()
         self.readers.end(self.ring, env)
 
+    def end_if_asked(self) -> None:
+        """Have the next write begin a trajectory, after rows were restored, where somebody asks for trajectories."""
+        if len(self) and (self.readers.end_bits is not None or self.followers.follow_trajectories):
+            self.changing(self.end_trajectories)
+
     # Writing
 
     def as_batch(self, row: Data, dim: int) -> Data:
@@ -289,6 +280,7 @@ class TensorStorage:
 
         Raises:
             TypeError: it is a list.
+            ValueError: it has no dimension of environments.
         """
         if isinstance(row, list):
             raise TypeError("a list means several rows, for extend(): a row of several parts is a tuple or a dict")
@@ -297,7 +289,13 @@ class TensorStorage:
                 f"add() writes one row, here a batch of shape {list(row.batch_size)}: write its rows with extend(), "
                 "unless every row is to be such a batch",
             )
-        return mapped(row, lambda value: value.unsqueeze(dim))
+        return mapped(row, functools.partial(self._as_step, dim=dim))
+
+    def _as_step(self, value: Any, dim: int) -> Any:
+        if len(value.shape) < self.ndim - 1:
+            shape = list(self.shape[1:]) if self.initialized else "[E]"
+            raise ValueError(f"add() writes one step of all environments, {shape}, got the shape {list(value.shape)}")
+        return value.unsqueeze(dim)
 
     def append(self, data: Data) -> Tensor:
         """Write a batch at the cursor, over the oldest rows. Returns the flat positions of the new rows.
@@ -420,10 +418,6 @@ class TensorStorage:
 
     # Reading
 
-    def contains(self, index: int | Tensor) -> bool | Tensor:
-        """Whether a row is stored at ``index``; of a tensor, for each. See :func:`~.indexing.contained`."""
-        return contained(index, self.shape, len(self))
-
     def get(self, index: Any) -> Data:
         """Rows by index, as ``storage[index]``: an int, a slice, a sequence, a tensor, or a tuple of tensors.
 
@@ -451,7 +445,6 @@ class TensorStorage:
 
     def __setitem__(self, index: Any, data: Data) -> None:
         self.check_owned()
-        self.check_initialized()
         index = plain_index(index)
         flat = self.rows.positions(index)
         shape = (1,) if isinstance(index, (int, slice)) else index_shape(index, self.ndim, flat.numel())
@@ -478,6 +471,8 @@ class TensorStorage:
         self.readers.forget()
         self.max_size, self.marks.envs, self.marks.rows = rows.capacity, rows.envs, None
         self._connect(rows, anew=True)
+        # Of rows that are forgotten some may count.
+        rows.ring.skipped += self.ring.skipped
         # In one step: from here on the storage is initialised.
         self.ring, self.rows = rows.ring, rows
 
@@ -490,6 +485,16 @@ class TensorStorage:
         rows.written, rows.table = self.plans.written, self.plans.stored.table
         self.followers.keep(marks=None if self.marks.rows is None else self.marks, host=rows.host, sharing=rows.sharing)
         self.readers.place(rows, anew=anew)
+
+    def rewire(self, rows: Rows) -> None:
+        """Read and write these rows, which are those of now in more columns."""
+        try:
+            rows.find()
+            self._connect(rows, anew=False)
+            self.rows = rows
+        except BaseException:
+            self._connect(self.rows, anew=False)
+            raise
 
     def relocated(self, placement: Placement) -> None:
         """Adopt ``placement``, where all records of :attr:`columns` are now."""
