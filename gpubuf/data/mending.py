@@ -19,7 +19,7 @@ def mend(storage: TensorStorage, writer: Writer) -> None:
     if left is not None and left.frees:
         storage.release()
     elif left is not None and left.empties:
-        forget(storage, writer)
+        forget(storage, writer, left.recounts)
     elif left is not None and storage.initialized:
         storage.again.redo()
         if left.written is None or _completed(storage, left.written) or not writer.in_order:

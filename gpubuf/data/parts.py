@@ -201,12 +201,11 @@ class Parts:
             recipe = replace(recipe, processing=pipeline or None)
             if self.storage.initialized:
                 recipe.check_rows(self.storage.schema)
-        if rest is not None:
-            self.transform.insert(index, rest, invert=invert)
         if recipe is not self.recipe:
             self.batches.discard()
-            self.pipeline, self.recipe = pipeline, recipe
-            self.assemble()
+            self._set(pipeline=pipeline, recipe=recipe)
+        if rest is not None:
+            self.transform.insert(index, rest, invert=invert)
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Start a new random stream, and throw a batch ahead away."""
@@ -254,10 +253,11 @@ class Parts:
             try:
                 new.bind(self.storage, self.operation)
                 before.unbind()
-                self._set("sampler", new)
+                self._set(sampler=new)
             except BaseException:
                 new.unbind()
                 put_back()
+                self._set(sampler=before)
                 raise
         return before
 
@@ -266,16 +266,16 @@ class Parts:
         self.discard()
         before, new = self.writer, component(writer, Writer)
         new.register_storage(self.storage)
-        self._set("writer", new)
+        self._set(writer=new)
         return before
 
-    def _set(self, name: str, part: Sampler | Writer) -> None:
-        before = getattr(self, name)
+    def _set(self, **parts: Any) -> None:
+        before = {name: getattr(self, name) for name in parts}
         try:
-            setattr(self, name, part)
+            vars(self).update(parts)
             self.assemble()
         except BaseException:
-            setattr(self, name, before)
+            vars(self).update(before)
             self.assemble()
             raise
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpubuf.data.storage.containers import of_array
+from gpubuf.data.storage.containers import is_array, of_array
 from gpubuf.data.storage.layout import Leaf, as_key, as_written
 from gpubuf.data.storage.schema import as_numbers, stored_as
 from gpubuf.data.storage.storage import TensorStorage
@@ -29,6 +29,9 @@ PREPARED_BYTES = 1 << 20
 
 READ_IN_PLACE = 1 << 12
 """An array of so many bytes is read where it is. To find out where it is takes longer than to copy smaller ones."""
+
+LOW = 1 << 40
+"""Few tensors, and no large ones, have an address below this: of these it is asked whether they have memory."""
 
 # Numbers of rows, other than one step, for which launches are kept.
 _SIZES = 8
@@ -100,14 +103,14 @@ class PreparedRows:
         low, high = addresses.low - self._reach, addresses.high
         for value, (place, tensor_dtype, shape, array, dtype, n_bytes, own) in zip(values, self._columns, strict=True):
             if type(value) is Tensor:
-                # Tensors of zeros may have no memory.
+                # Tensors of zeros may have no memory: the address of a view is then its offset.
                 if (
                     value.dtype is not tensor_dtype
                     or value.shape != shape
                     or not value.is_cpu
                     or not value.is_contiguous()
                     or value.is_neg()
-                    or not (address := value.data_ptr())
+                    or ((address := value.data_ptr()) < LOW and (not address or value._is_zerotensor()))
                 ):
                     return False
             elif type(value) is _array and value.dtype == dtype and value.shape == shape and array is not None:
@@ -141,7 +144,7 @@ class Route:
 
     Attributes:
         direct: whether columns can be written at all; if not, they become a TensorDict.
-        ring: the counters of the rows for which the route was made: others have others.
+        rows, ring: for which the route was made, and their counters: others have others, as those that were moved.
         layout: of the rows as they are written.
         write_listeners: those that hear of writes.
         step: batch dimensions of one step.
@@ -149,7 +152,7 @@ class Route:
 
     def __init__(self, storage: TensorStorage, *, direct: bool) -> None:
         self.direct = direct
-        self.ring = storage.ring.counters
+        self.rows, self.ring = storage.rows, storage.ring.counters
         self.write_listeners = storage.followers.write_listeners
         self.step = tuple(storage.shape[1:])
         self.layout = storage.written_layout
@@ -165,7 +168,8 @@ class Route:
     def fits(self, storage: TensorStorage) -> bool:
         """Whether the storage is still as the route has found it."""
         # Past properties: every write comes here.
-        return storage.ring.counters is self.ring and storage.followers.write_listeners is self.write_listeners
+        same = storage.rows is self.rows and storage.ring.counters is self.ring
+        return same and storage.followers.write_listeners is self.write_listeners
 
     def sized(self, columns: Arrays) -> PreparedRows | None:
         """:meth:`of_size` for as many rows as the first of ``columns`` has."""
@@ -199,13 +203,13 @@ class Route:
             ValueError: a key is missing or unknown, or has another shape or dtype.
         """
         ndim = self._storage.ndim
-        lead = self.step if one_step else None
+        lead, dims = (self.step, ndim - 1) if one_step else (None, ndim)
         sources: list[Tensor] = []
         for leaf, value in zip(self.layout.leaves, self._values(columns), strict=True):
             tensor = value if isinstance(value, Tensor) else _as_tensor(value, leaf)
             if lead is None:
                 lead = tuple(tensor.shape[:ndim])
-            if tensor.dtype is not leaf.dtype or tensor.shape != (*lead, *leaf.shape) or len(lead) < len(self.step):
+            if tensor.dtype is not leaf.dtype or tensor.shape != (*lead, *leaf.shape) or len(lead) < dims:
                 raise ValueError(
                     f"key {leaf.name}: the storage holds rows of shape {leaf.shape} and {leaf.dtype}, so that a column "
                     f"of this write has shape {(*lead, *leaf.shape)}; it has {tuple(tensor.shape)} and {tensor.dtype}"
@@ -247,7 +251,7 @@ class Route:
 
 
 def _as_tensor(value: Any, leaf: Leaf) -> Tensor:
-    if isinstance(value, (np.ndarray, np.generic)):
+    if is_array(value):
         try:
             return of_array(value)
         except TypeError as error:

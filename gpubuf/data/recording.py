@@ -27,12 +27,14 @@ class Unfinished(NamedTuple):
         written: how many rows had ever been written when a write began; the sampler may not know of those after them.
         counted: whether the host's mirror of the counters is right.
         empties: whether everything is being forgotten, or replaced: the buffer is empty.
+        recounts: whether the count of rows written begins again at 0 with that.
         frees: whether the memory is being released, too.
     """
 
     written: int | None = None
     counted: bool = True
     empties: bool = False
+    recounts: bool = False
     frees: bool = False
 
 

@@ -25,7 +25,12 @@ class SampleUnit:
     """Makes the rows of a batch from those that a sampler drew, which are called anchors.
 
     One of your own overrides :meth:`expand`.
+
+    Attributes:
+        rows: of a batch for each anchor; only large batches are asked for it, before they take memory.
     """
+
+    rows: int = 1
 
     def bind(self, storage: TensorStorage) -> None:
         """Called by the buffer before the unit is used with a storage, which may be empty yet."""
@@ -75,9 +80,9 @@ class Sequence(SampleUnit, TrajectoryBounds):
     The windows of a batch follow each other: B anchors make a batch of ``B * (burn_in + length + bootstrap)`` rows.
     Rows never come from another environment, nor from the other side of the newest row.
 
-    In a full ring the steps before the oldest ones were overwritten. An anchor that lacks some of its ``burn_in`` for
-    that reason stands for the row at which its window is whole, the first one with so many steps before it: it would
-    look like the beginning of an episode else.
+    In a full ring, and in what was loaded from one, the steps before the oldest ones were overwritten. An anchor that
+    lacks some of its ``burn_in`` for that reason stands for the row at which its window is whole, the first one with so
+    many steps before it: it would look like the beginning of an episode else.
 
     The batch has, for each row: ``"validity_mask"``, whether it is what it should be rather than the repeated row at a
     boundary; ``"learning_mask"``, whether it is one of the ``length``; ``"anchor_index"``, the index of its anchor;
@@ -121,6 +126,7 @@ class Sequence(SampleUnit, TrajectoryBounds):
         if episode_boundary not in BOUNDARIES:
             raise ValueError(f"episode_boundary must be one of {BOUNDARIES}, got {episode_boundary!r}")
         self.length, self.burn_in, self.bootstrap, self.dilation = length, burn_in, bootstrap, dilation
+        self.rows = burn_in + length + bootstrap
         self.episode_boundary = episode_boundary
         self.done_key = done_key and as_key(done_key)
         super().__init__(Recipe(end_keys=[self.done_key] if self.done_key else None))
@@ -139,7 +145,7 @@ class Sequence(SampleUnit, TrajectoryBounds):
         """The rows of the anchors' windows; above one dimension their coordinates, a tensor for each dimension."""
         anchor = torch.stack(index, -1) if isinstance(index, tuple) else index
         positions = as_positions(anchor, storage.shape, storage.device)
-        n, total = positions.numel(), self.burn_in + self.length + self.bootstrap
+        n, total = positions.numel(), self.rows
         envs, device = math.prod(storage.shape[1:]), positions.device
         whole = self._with_their_past(storage, positions)
         behind, ahead = self._room(storage, whole)
@@ -173,12 +179,14 @@ class Sequence(SampleUnit, TrajectoryBounds):
         """The rows, or those of the same environment whose past is there, where the ring has overwritten it."""
         if not self.burn_in:
             return rows
-        steps, envs = storage.shape[0], math.prod(storage.shape[1:])
-        full = storage.ring.counters[SIZE] == storage.max_size
-        newest = storage.ring.counters[WRITTEN].div(envs, rounding_mode="floor") - 1
+        steps, envs, ring = storage.shape[0], math.prod(storage.shape[1:]), storage.ring
+        lost = ring.past_lost or ring.counters[SIZE] == storage.max_size
+        newest = ring.counters[WRITTEN].div(envs, rounding_mode="floor") - 1
         age = (newest - rows.div(envs, rounding_mode="floor")).remainder(steps)
-        missing = age - (steps - 1 - min(self.burn_in * self.dilation, steps - 1))
-        return (rows + (missing.clamp(min=0) * full) * envs).remainder(storage.max_size)
+        # Of so many steps the oldest ones have no past.
+        before = ring.counters[SIZE].div(envs, rounding_mode="floor") - 1
+        missing = age - (before - self.burn_in * self.dilation).clamp(min=0)
+        return (rows + (missing.clamp(min=0) * lost) * envs).remainder(storage.max_size)
 
     def _room(self, storage: TensorStorage, rows: Tensor) -> tuple[Tensor, Tensor]:
         """How many steps there are before and after rows, int64 ``[n]`` each, up to the boundaries."""

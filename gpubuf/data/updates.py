@@ -19,9 +19,9 @@ from torch import Tensor
 from gpubuf.data.arguments import as_tensor
 from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.priorities import vector
-from gpubuf.data.storage.containers import Data, is_data, mapped, shallow
+from gpubuf.data.storage.containers import Data, first_of, is_data, mapped, shallow, without_wrapper
 from gpubuf.data.storage.indexing import as_positions, plain_index
-from gpubuf.data.storage.layout import Key, as_key, as_written
+from gpubuf.data.storage.layout import OF_A_DRAW, Key, as_key, as_written
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import NEXT_KEY, Schema
 from gpubuf.data.storage.storage import TensorStorage
@@ -36,10 +36,6 @@ class UnknownKeyError(KeyError, ValueError):
 
     # That of KeyError is the repr of its argument.
     __str__ = ValueError.__str__
-
-
-#: Root keys of a batch that say which rows it is made of.
-_OF_THE_DRAW = frozenset({("index",), ("index_generation",), ("priority_weight",), ("relabelled",)})
 
 
 @dataclass(frozen=True)
@@ -66,12 +62,20 @@ class RowAccess:
     dim_extend: int
 
     def read(self, index: Any) -> Data:
-        """The rows at a plain ``index``, transformed: views for ints and slices where the storage gives views."""
-        data = self._stored(index)
-        collate = self.collate_fn or self.storage.default_collate
-        if collate is not None and not isinstance(index, int):
+        """The rows at a plain ``index``, transformed: views for ints and slices where the storage gives views.
+
+        What is collated or transformed is a copy: both may change it in place.
+        """
+        data, storage = self._stored(index), self.storage
+        collate = None if isinstance(index, int) else self.collate_fn or storage.default_collate
+        if collate is None and self.transform.is_empty:
+            return data
+        views = storage.rows.gives_views and is_plain(index)
+        if views or (storage.takes_objects and is_data(data)):
+            data = mapped(data, lambda value: value.clone())
+        if collate is not None:
             data = collate(data)
-        return self.transform(data) if len(self.transform) else data
+        return self.transform(data)
 
     def _stored(self, index: Any) -> Data:
         storage = self.storage
@@ -106,6 +110,9 @@ class RowAccess:
             # Rows of one environment may be those of all, as on a TensorDict.
             few = isinstance(data, TensorDictBase) and data.batch_dims < len(lead)
             data = data.expand(*lead) if few else data
+            given = tuple(first_of(data).shape[: len(lead)])
+            if math.prod(given) != math.prod(lead):
+                raise ValueError(f"rows of shape {tuple(lead)} are addressed, the batch has shape {given}")
             rows = mapped(data, lambda value: value.reshape(math.prod(lead), *value.shape[len(lead) :]))
             storage[where.reshape(-1, storage.ndim)] = rows
         else:
@@ -121,7 +128,7 @@ class RowAccess:
             )
         if not is_data(data):
             raise TypeError(f"expected a TensorDict, a tensorclass or a tensor, got {type(data).__name__}")
-        entries = flat_entries(data, ())
+        entries = {key: without_wrapper(value) for key, value in flat_entries(data, ()).items()}
         found = {key: as_tensor(value) for key, value in entries.items() if not is_non_tensor(value)}
         if generation is None:
             generation = found.get(("index_generation",))
@@ -134,6 +141,8 @@ class RowAccess:
         keys, sources = stored_keys(storage, found, positions.numel())
         _check_of_drawn_row(storage.schema, self.recipe, keys)
         text = host_entries(storage, {key: entries[key] for key in entries.keys() - found.keys()}, positions.numel())
+        if text and bool((positions >= storage.max_size).any()):
+            raise IndexError(f"an index is out of range: the storage has {storage.max_size} rows")
         due = vector(generation, torch.int64, positions)
         return functools.partial(self.update, positions, keys, sources, due, text)
 
@@ -148,13 +157,29 @@ class RowAccess:
         """Overwrite single keys of rows that still have their generation; with ``text`` it waits for a GPU."""
         storage = self.storage
         generation = storage.ring.without_rewrites(positions, generation)
-        if keys:
-            storage.changing(storage.update, positions, keys, sources, generation)
-        if text and storage.host is not None:
+        update = functools.partial(storage.update, positions, keys, sources, generation) if keys else None
+        if text:
             at_replays().refuse("data that are not tensors are written by the host: write them outside of the step")
-            kept = (storage.generations(positions) == generation).nonzero().flatten().tolist()
-            rows = positions.tolist()
-            storage.host.put([rows[i] for i in kept], {key: [column[i] for i in kept] for key, column in text.items()})
+            # In two memories: who is interrupted between them writes both again.
+            both = functools.partial(self._update_with_text, update, positions, generation, text)
+            storage.changing(storage.again.make, both)
+        elif update is not None:
+            storage.changing(update)
+
+    def _update_with_text(
+        self,
+        update: Callable[[], None] | None,
+        positions: Tensor,
+        generation: Tensor,
+        text: Mapping[Key, list[Any]],
+    ) -> None:
+        storage = self.storage
+        assert storage.host is not None
+        if update is not None:
+            update()
+        kept = (storage.generations(positions) == generation).nonzero().flatten().tolist()
+        rows = positions.tolist()
+        storage.host.put([rows[i] for i in kept], {key: [column[i] for i in kept] for key, column in text.items()})
 
     def in_written_order(self, value: Any) -> Any:
         """``[T, E, ...]`` with the dimensions that a written batch has."""
@@ -231,7 +256,7 @@ def stored_keys(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tup
     keys: list[int] = []
     sources: list[Tensor] = []
     for key, tensor in found.items():
-        if key in _OF_THE_DRAW and layout.position(key) is None:
+        if key in OF_A_DRAW and layout.position(key) is None:
             continue
         position = stored_position(storage, key)
         leaf = layout.leaves[position]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -17,10 +16,21 @@ from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.row_order import RowOrder
-from gpubuf.data.storage.containers import Data, batch_of, batch_shape, is_data, mapped, of_array, shallow, tensors_of
+from gpubuf.data.storage.containers import (
+    Data,
+    batch_of,
+    batch_shape,
+    is_array,
+    is_data,
+    mapped,
+    of_array,
+    shallow,
+    tensors_of,
+)
 from gpubuf.data.storage.layout import Key, as_key
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.tree_layout import inside
+from gpubuf.data.storage.widening import widen
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import RoundRobinWriter, Writer
 from gpubuf.kernels._registry import past_dispatcher
@@ -65,7 +75,13 @@ class Writes:
                 return index
         storage.check_owned()
         rows = self._rows_of(data)
-        index = no_rows(storage) if rows is None else self._write(rows, priority)
+        try:
+            index = no_rows(storage) if rows is None else self._write(rows, priority)
+        except ValueError:
+            # It is refused, perhaps for keys that no row has had.
+            if not (storage.initialized and self.writer.in_order and widen(storage, rows)):
+                raise
+            index = self._write(rows, priority)
         if index.numel() == 0:
             return no_rows(storage)
         found = storage.unravel(index)
@@ -109,11 +125,17 @@ class Writes:
             data = self.transform.inv(shallow(data))
         if data is None or (not storage.initialized and storage.holds_nothing(data)):
             return None
-        if storage.ndim > 1 and self.dim_extend != 0:
-            data = mapped(data, lambda value: value.transpose(0, self.dim_extend))
+        if storage.ndim > 1:
+            data = mapped(data, self._time_first)
         if storage.initialized and not storage.ring.size and not self._fits(data):
+            count = storage.rows_written
             storage.free()
+            storage.ring.skipped = -count
         return data
+
+    def _time_first(self, value: Any) -> Any:
+        batch_shape(value, self.storage.ndim)
+        return value.transpose(0, self.dim_extend) if self.dim_extend else value
 
     def _fits(self, data: Data) -> bool:
         """Whether rows are like those that were there before all were forgotten, or memory for others can't be had."""
@@ -177,6 +199,8 @@ class Writes:
             ready = route.one_step if one_step else route.sized(columns)
             if ready is not None and ready.fill(columns):
                 index = self.storage.append_prepared(ready.launch, ready.n)
+        if index is None and isinstance(columns, Mapping) and len(columns) > len(route.layout.leaves):
+            return False
         if index is None:
             sources, n = route.sources(columns, one_step, self.dim_extend)
             if n == 0:
@@ -243,12 +267,17 @@ def tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, to
         raise ValueError("there are no columns")
     out: TensorDict | None = None
     for key, value in columns.items():
-        if isinstance(value, (np.ndarray, np.generic)):
+        if is_array(value):
             value = of_array(value)
         tensor = value if isinstance(value, Tensor) else numbers_as(value, dtypes.get(as_key(key)), str(key))
+        if tensor.ndim < lead:
+            raise ValueError(
+                f"key {key!r} has shape {tuple(tensor.shape)}, a column of this write has {lead} batch dimension(s), "
+                "and one fewer for add_columns() than for extend_columns()"
+            )
         if out is None:
             out = TensorDict({}, batch_size=tensor.shape[:lead])
-        if tensor.ndim < lead or tensor.shape[:lead] != out.batch_size:
+        if tensor.shape[:lead] != out.batch_size:
             raise ValueError(
                 f"key {key!r} has shape {tuple(tensor.shape)}, but the columns before it have the batch dimensions "
                 f"{tuple(out.batch_size)}"

@@ -63,6 +63,21 @@ def test_an_emptied_buffer_takes_rows_of_another_form(sampler, ndim, by_columns)
     assert mapped[:].shape == (3, 5)
 
 
+def test_a_count_of_rows_goes_on_with_rows_of_another_form():
+    """``empty(False)`` keeps it; ``free()`` and the state of a buffer that nothing was written to begin anew."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8))
+    buffer.extend(torch.zeros(5, 2))
+    buffer.empty(empty_write_count=False)
+    buffer.extend(torch.zeros(3, 4))
+    assert (len(buffer), buffer.write_count) == (3, 8)
+    buffer.free()
+    assert buffer.write_count == 0
+    buffer.extend(torch.zeros(3, 4))
+    assert buffer.write_count == 3
+    buffer.load_state_dict(ReplayBuffer(storage=LazyTensorStorage(8)).state_dict())
+    assert (len(buffer), buffer.write_count) == (0, 0)
+
+
 @pytest.mark.usefixtures("backend")
 class TestWriting:
     @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from gpubuf.data import (
     Mirror,
     MixedReplayBuffer,
     ReplayBuffer,
+    RoundRobinWriter,
     TensorDictReplayBuffer,
     TensorStorage,
 )
@@ -23,6 +25,7 @@ from gpubuf.data.recording import CaptureError, Recording, recorded
 from gpubuf.integrations.torchrl import TensorDictMaxValueWriter
 from gpubuf.kernels.rows import NoRoomError
 from tests.contracts.buffers import flat
+from tests.support.interrupts import interrupted
 
 
 def rows(n: int, first: int = 0) -> TensorDict:
@@ -59,6 +62,23 @@ def test_one_value_for_all_rows_and_values_of_other_types():
     assert buffer[:].get("value").tolist() == values
     buffer.extend(TensorDict({"a": torch.zeros(2), "value": NonTensorData("all", batch_size=[2])}, [2]))
     assert buffer[:].get("value").tolist() == ["all", "all", *values[2:]]
+
+
+def test_text_that_is_written_back_is_whole_and_in_range():
+    """CASES 54, 75: keys of both kinds are written, or none; an index that is no row's is an error."""
+    index, generation = torch.tensor([1]), torch.ones(1, dtype=torch.int64)
+    new = TensorDict({"number": torch.tensor([7]), "text": NonTensorStack("new")}, [1])
+    for place in range(5000):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(4), writer=RoundRobinWriter(track_generations=True))
+        buffer.extend(TensorDict({"number": torch.arange(3), "text": NonTensorStack(*"abc")}, [3]))
+        update = functools.partial(buffer.update_if_present, index, new, generation=generation)
+        interrupt = interrupted(update, place)
+        found = buffer[index]
+        assert (int(found["number"]) == 7) == (found.get("text").tolist() == ["new"])
+        if interrupt is None:
+            break
+    with pytest.raises(IndexError, match="out of range"):
+        buffer.update_if_present(torch.tensor([9]), new.exclude("number"), generation=generation)
 
 
 class Frames:
@@ -98,6 +118,34 @@ def test_arrays_of_other_libraries_become_tensors_wherever_they_lie(kind):
     with pytest.raises(ValueError, match=r"an array of shape \(4, 2\) lies in a TensorDict of \[3\]"):
         buffer.extend(TensorDict({"a": kind(values)}, [3]))
     assert len(buffer) == 13
+    # A row by itself, rows that are stacked, columns, and what is written back.
+    single = ReplayBuffer(storage=LazyTensorStorage(8), writer=RoundRobinWriter(track_generations=True))
+    single.add(TensorDict({"a": kind(values[0])}, []))
+    single.extend([TensorDict({"a": kind(row)}, []) for row in values[1:3]])
+    single.extend_columns({"a": kind(values[3:])})
+    assert torch.equal(single[:]["a"], torch.from_numpy(values))
+    back = TensorDict({"a": kind(values[:2])}, [2])
+    single.update_if_present(torch.tensor([2, 3]), back, generation=torch.ones(2, dtype=torch.int64))
+    assert torch.equal(single[:]["a"], torch.from_numpy(values[[0, 1, 0, 1]]))
+
+
+def test_arrays_that_pytorch_does_not_take_as_they_are():
+    """CASES 75. In the other order of bytes; and of a library whose DLPack can't pass on what it has."""
+
+    class Refuses(Frames):
+        def __dlpack__(self, **options):
+            raise BufferError("not this dtype")
+
+        def __dlpack_device__(self):
+            return torch.zeros(0).__dlpack_device__()
+
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8))
+    for values in (np.arange(3, dtype=">f4"), Refuses(np.arange(3, dtype=np.float32))):
+        buffer.extend({"a": values})
+    assert torch.equal(buffer[:]["a"], torch.arange(3.0).repeat(2))
+    alone = type("Alone", (), {name: vars(Refuses)[name] for name in ("__dlpack__", "__dlpack_device__")})
+    with pytest.raises(BufferError, match="not this dtype"):
+        buffer.extend({"a": alone()})
 
 
 def test_what_can_not_be_rows_is_refused_with_its_key():

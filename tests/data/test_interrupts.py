@@ -144,6 +144,32 @@ def test_a_change_of_parts_that_is_interrupted_anywhere(sampler, name, pace):
     assert (False, False) in changed
 
 
+def test_a_new_sampler_serves_the_storage_or_is_not_there():
+    """Case 54: interrupts after all that ``set_sampler`` changes."""
+    place, left = 400, 12
+    while left:
+        buffer = new_buffer("prioritized", 45)
+        change = functools.partial(buffer.set_sampler, SAMPLERS["prioritized slices"]())
+        if interrupted(change, place):
+            left -= 1
+            assert buffer.sampler.storage is buffer.storage
+            check_goes_on(buffer)
+        place -= 1
+
+
+@pytest.mark.parametrize("recount", [True, False])
+def test_an_interrupted_empty_counts_as_it_was_told(recount):
+    """Case 54: ``write_count`` begins again at 0, or goes on."""
+    outcomes, place = set(), 0
+    while True:
+        buffer = new_buffer("prioritized", 45)
+        if not interrupted(functools.partial(buffer.empty, recount), place):
+            break
+        outcomes.add((len(buffer), buffer.write_count))
+        place += 3
+    assert outcomes == {(45, 45), (0, 0 if recount else 45)}
+
+
 @pace
 @pytest.mark.parametrize("sampler", ["prioritized", "prioritized slices"])
 def test_a_free_that_is_interrupted_anywhere(sampler, pace):

@@ -254,3 +254,20 @@ def test_what_needs_rows_in_order_is_refused():
         buffer.extend(rows([5]).exclude("number"))
     assert buffer[:]["rank"].tolist() == [1, 2]
     assert buffer.extend(rows([3])).tolist() == [2]
+
+
+@pytest.mark.parametrize("change", ["empty", "free", "extend", "load_state_dict"])
+def test_another_buffer_changes_the_rows(change):
+    """Rows are ranked anew once others than this writer have written, forgotten or loaded some."""
+    storage = LazyTensorStorage(4)
+    buffer = TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter(rank_key="rank"))
+    other = TensorDictReplayBuffer(storage=storage)
+    buffer.extend(rows([10, 11, 12, 13]))
+    saved = TensorDictReplayBuffer(storage=LazyTensorStorage(4))
+    saved.extend(rows([1, 2, 3, 4]))
+    arguments = {"extend": [rows([1, 2])], "load_state_dict": [saved.state_dict()]}.get(change, [])
+    getattr(other, change)(*arguments)
+    stored, count = buffer[:]["rank"].tolist() if len(buffer) else [], other.write_count
+    entered = (buffer.extend(rows([2, 3, 4])) >= 0).sum()
+    assert buffer.write_count == count + entered
+    assert sorted(buffer[:]["rank"].tolist()) == sorted([*stored, 2, 3, 4])[-4:]

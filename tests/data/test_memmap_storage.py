@@ -19,6 +19,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
 )
 from gpubuf.data import RoundRobinWriter
+from gpubuf.data.storage.memmap_files import MARKS_FILE
 from tests.support.transitions import same
 
 ROOT = Path(__file__).parents[2]
@@ -354,3 +355,12 @@ def test_damage_is_an_error(tmp_path: Path, damage: str):
     spoil(tmp_path / "rows")
     with pytest.raises(ValueError, match=message):
         LazyMemmapStorage.open(tmp_path / "rows")
+
+
+def test_marks_that_were_not_finished(tmp_path: Path):
+    """Case 54: who was interrupted, or killed, while it made their file does not keep others from marking rows."""
+    buffer = ReplayBuffer(LazyMemmapStorage(8, scratch_dir=tmp_path))
+    buffer.extend(TensorDict({"number": torch.arange(3)}, [3]))
+    (tmp_path / MARKS_FILE).touch()
+    buffer.end_trajectories()
+    assert buffer.storage.marks.rows.tolist() == [0, 0, 1, 0, 0, 0, 0, 0]

@@ -20,7 +20,9 @@ from gpubuf.data import (
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
+    ReplayBuffer,
     SamplerWithoutReplacement,
+    Sequence,
     TensorDictReplayBuffer,
     TensorStorage,
     moving,
@@ -146,10 +148,18 @@ def test_what_the_host_has_no_memory_for_is_refused_before_it_is_touched(monkeyp
     mapped.extend(data)
     small = TensorDictReplayBuffer(storage=LazyTensorStorage(8))
     small.extend(data)
-    for n, batches in [(1 << 17, None), (1 << 17, 2)]:
+    for n, batches in [(1 << 17, None), (1 << 17, 2), (1 << 10, 1 << 8)]:
         with pytest.raises(NothingFitsError, match=f"a batch of {n * (batches or 1)} rows takes"):
             small.sample(n, batches=batches)
     assert len(small.sample(2)) == 2
+    # Positions and random numbers take more than narrow rows, and a window is of many.
+    monkeypatch.setattr(host_memory, "host_memory", lambda: (1 << 22, 1 << 34))
+    for n, unit, rows in [(1 << 17, None, 1 << 17), (1 << 14, Sequence(8, done_key=None), 1 << 17)]:
+        narrow = ReplayBuffer(storage=LazyTensorStorage(8), sample_unit=unit)
+        narrow.extend(TensorDict({"a": torch.zeros(4)}, [4]))
+        with pytest.raises(NothingFitsError, match=f"a batch of {rows} rows takes"):
+            narrow.sample(n)
+        assert len(narrow.sample(2)) in (2, 16)
 
 
 @pytest.mark.parametrize("device", ["cuda", "pinned", torch.device("cuda", 0)])

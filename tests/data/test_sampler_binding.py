@@ -13,9 +13,11 @@ from torch import Tensor
 from gpubuf.data import Hindsight
 from gpubuf.integrations.torchrl import (
     LazyTensorStorage,
+    MultiStepTransform,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
+    RoundRobinWriter,
     Sampler,
     SamplerWithoutReplacement,
     SliceSampler,
@@ -445,6 +447,21 @@ def test_parts_that_are_refused_replace_nothing():
     buffer.extend(rows)
     assert len(buffer) == len(storage) == 6
     assert buffer.sample(32)["desired_goal"].shape == (32, 2)
+
+
+def test_a_transform_that_is_refused_changes_nothing():
+    """Steps whose trajectories end by other keys than those of another buffer with the storage."""
+    storage = LazyTensorStorage(8)
+    buffer = ReplayBuffer(storage=storage, batch_size=4)
+    other = ReplayBuffer(storage=storage, n_steps=2, end_keys=[("next", "done")])
+    flags = torch.zeros(3, 1, dtype=torch.bool)
+    rows = TensorDict({"next": {"reward": torch.ones(3, 1), "done": flags, "terminated": flags}}, [3])
+    buffer.extend(rows)
+    with pytest.raises(ValueError, match="by other keys"):
+        buffer.append_transform(MultiStepTransform(2, 0.5))
+    buffer.set_writer(RoundRobinWriter())
+    assert "steps_to_next_obs" not in buffer.sample().keys()
+    del other
 
 
 def test_priorities_of_a_refused_write_are_not_those_of_the_next():

@@ -34,6 +34,10 @@ class RemoteStorage(LazyTensorStorage):
         """Refuse what writes past the buffer."""
         raise _elsewhere(self.owner)
 
+    def append(self, data: Any) -> Tensor:
+        """Refuse: the rows would stay here."""
+        raise _elsewhere(self.owner)
+
     def get(self, index: Any) -> Any:
         """Refuse to read."""
         raise _elsewhere(self.owner)
@@ -128,3 +132,7 @@ class RemoteWriter(Writer):
     """Says that nobody knows here where a row goes."""
 
     in_order = False
+
+    def extend(self, data: Any) -> Tensor:
+        """Refuse: the buffer's own ``extend`` sends rows."""
+        raise _elsewhere(self._storage.owner)

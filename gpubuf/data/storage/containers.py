@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, is_tensorclass
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
@@ -184,8 +184,15 @@ def of_array(value: Any) -> Tensor:
         TypeError: PyTorch has no such dtype.
     """
     if not isinstance(value, np.ndarray | np.generic) and hasattr(value, "__dlpack__"):
-        return from_dlpack(value)
+        try:
+            return from_dlpack(value)
+        except (AttributeError, BufferError, RuntimeError):
+            # Of a dtype, or in a place, that only the other protocol can pass on.
+            if not hasattr(value, "__array__"):
+                raise
     array = np.asarray(value)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     taken = array.flags.carray or (array.flags.writeable and all(stride >= 0 for stride in array.strides))
     return torch.from_numpy(array if taken else array.copy())
 
@@ -198,9 +205,15 @@ def is_array(value: Any) -> bool:
 def without_wrapper(value: Any) -> Any:
     """An entry of a TensorDict; an array that it keeps as an object, as those of other libraries, as the tensor it is.
 
+    So are arrays of one form, an object per row, as of rows that were stacked.
+
     Raises:
         ValueError: the array has not the TensorDict's number of rows.
     """
+    if isinstance(value, NonTensorStack) and all(map(is_array, rows := value.tolist())):
+        tensors = list(map(without_wrapper, value.unbind(0)))
+        alike = {(row.shape, row.dtype) if isinstance(row, Tensor) else None for row in tensors}
+        return torch.stack(tensors) if rows and len(alike) == 1 and None not in alike else value
     if not (isinstance(value, NonTensorData) and is_array(value.data)):
         return value
     try:
@@ -295,8 +308,9 @@ def batch_shape(data: Data, ndim: int) -> tuple[int, ...]:
             )
         return batch_shape(first, ndim)
     if len(shape) < ndim:
-        one = "; add() writes a single row" if len(shape) == ndim - 1 else ""
-        raise ValueError(f"the storage has {ndim} batch dimension(s), the batch has shape {tuple(shape)}{one}")
+        expected, one = ("[n]", "a single row") if ndim == 1 else ("[E, T]", "one step of all environments")
+        hint = f"; add() writes {one}" if len(shape) == ndim - 1 else ""
+        raise ValueError(f"a storage with ndim={ndim} takes {expected}, the batch has shape {tuple(shape)}{hint}")
     return tuple(shape[:ndim])
 
 

@@ -21,7 +21,7 @@ from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, Schema, check_tells_ends, default_ends
 from gpubuf.data.storage.tree_layout import layout_of
 from gpubuf.kernels import rows
-from gpubuf.kernels._registry import Backend, in_memory, past_dispatcher, without_dispatch
+from gpubuf.kernels._registry import Backend, in_memory, launches_kernels, past_dispatcher, without_dispatch
 
 NOT_INITIALIZED = "the storage is not initialized: write a batch first"
 _NO_LAYOUT = cast("RowLayout", Missing(NOT_INITIALIZED))
@@ -51,6 +51,8 @@ class RowPlan:
         table: int64, an entry for each key: ``[K, 5]`` of columns that are copied, or ``[F, FIELD]`` of fields; see
             :mod:`gpubuf.kernels.rows`. None: nothing is allocated. Captured graphs read it: as long as it stays on one
             device, it changes in place.
+        placed: another object whenever the rows are somewhere else, or are read in another way.
+        launches: whether reading is launches of kernels.
     """
 
     def __init__(self, recipe: Recipe | None = None) -> None:
@@ -79,6 +81,7 @@ class RowPlan:
         self._capacity = 0
         self._links: tuple[Any, ...] = ()
         self._reading: tuple[Any, ...] = ()
+        self.placed, self.launches = object(), False
 
     def set(
         self,
@@ -101,6 +104,7 @@ class RowPlan:
         """
         self.layout, self._ring, self._capacity, self._links = layout, ring, capacity, links
         self._reading = () if reading is None else tuple(reading)
+        self.placed, self.launches = object(), launches_kernels(table)
         # Last: with it the plan is ready. An interrupt may come at any call.
         if self.table is not None and (self.table.device, self.table.shape) == (table.device, table.shape):
             self.table.copy_(table)

@@ -51,6 +51,7 @@ def state_of(storage: TensorStorage) -> dict[str, Any]:
         "skipped": storage.written - storage.rows_written,
         "size": len(storage),
         "rewritten": storage.ring.rewritten,
+        "past_lost": storage.ring.past_lost,
         "rows": parts[0] if len(parts) == 1 else parts,
     }
     state |= saved_tree(storage.written_layout)
@@ -80,7 +81,7 @@ def load(storage: TensorStorage, state: dict[str, Any]) -> Tensor | None:
             "which buffers of gpubuf.integrations.torchrl take"
         )
     if not state["initialized"]:
-        storage.empty()
+        storage.empty(recount=True)
         return None
     state, schema, layout = incoming(storage, state)
     anew = layout is not schema.stored
@@ -140,9 +141,11 @@ def incoming(storage: TensorStorage, state: dict[str, Any]) -> tuple[dict[str, A
 def _set_counters(storage: TensorStorage, state: dict[str, Any], order: Tensor | None) -> None:
     if order is not None:
         storage.ring.set_counters(state["size"], state["size"])
+        full = state["size"] == state["max_size"] < state["written"]
+        storage.ring.past_lost = full or state.get("past_lost", False)
         return
     storage.ring.set_counters(state["written"], state["size"])
-    storage.ring.skipped = state.get("skipped", 0)
+    storage.ring.skipped, storage.ring.past_lost = state.get("skipped", 0), state.get("past_lost", False)
     rewritten = state.get("rewritten")
     storage.ring.rewritten = None if rewritten is None else rewritten.to(storage.device, copy=True)
 

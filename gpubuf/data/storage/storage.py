@@ -350,7 +350,8 @@ class TensorStorage:
         ring = self._new_ring(placement.device)
         if self._laps:
             ring.set_counters(self._laps * self.max_size, 0)
-            ring.skipped = ring.written
+        # Of rows that are forgotten some may count.
+        ring.skipped = ring.written + self.ring.skipped
         sharing = None
         if schema.shared:
             slots = entries_of(self.max_size, math.prod(shape[1:]), self.options.next_capacity)
@@ -387,6 +388,15 @@ class TensorStorage:
         rows.table = self.plans.stored.table
         self.followers.keep(marks=None if self.marks.rows is None else self.marks, host=rows.host, sharing=rows.sharing)
         self.readers.place(rows, anew=anew)
+
+    def rewire(self, rows: Rows) -> None:
+        """Read and write these rows, which are those of now in more columns."""
+        try:
+            self._connect(rows, anew=False)
+            self.rows = rows
+        except BaseException:
+            self._connect(self.rows, anew=False)
+            raise
 
     def relocated(self, placement: Placement) -> None:
         """Adopt ``placement``, where all records of :attr:`columns` are now."""
@@ -472,7 +482,8 @@ class TensorStorage:
         if not self.marks.kept:
             at_replays().refuse("the first call of end_trajectories takes memory: call it once before")
             self.marks.rows = self._new_marks(self.device)
-            self.followers.keep(marks=self.marks)
+        # Also where an interrupt came before this.
+        self.followers.keep(marks=self.marks)
 
     def end_trajectories(self, env: int | None = None) -> None:
         """See :meth:`gpubuf.ReplayBuffer.end_trajectories`. Samplers that know trajectories are to be told."""
@@ -481,6 +492,11 @@ class TensorStorage:
         self.keep_marks()
         self.readers.end(self.ring, env)
 
+    def end_if_asked(self) -> None:
+        """Have the next write begin a trajectory, after rows were restored, where somebody asks for trajectories."""
+        if len(self) and (self.readers.end_bits is not None or self.followers.follow_trajectories):
+            self.changing(self.end_trajectories)
+
     # Writing
 
     def as_batch(self, row: Data, dim: int) -> Data:
@@ -488,6 +504,7 @@ class TensorStorage:
 
         Raises:
             TypeError: it is a list.
+            ValueError: it has no dimension of environments.
         """
         if isinstance(row, list):
             raise TypeError("a list means several rows, for extend(): a row of several parts is a tuple or a dict")
@@ -496,7 +513,13 @@ class TensorStorage:
                 f"add() writes one row, here a batch of shape {list(row.batch_size)}: write its rows with extend(), "
                 "unless every row is to be such a batch",
             )
-        return mapped(row, lambda value: value.unsqueeze(dim))
+        return mapped(row, functools.partial(self._as_step, dim=dim))
+
+    def _as_step(self, value: Any, dim: int) -> Any:
+        if len(value.shape) < self.ndim - 1:
+            shape = list(self.shape[1:]) if self.initialized else "[E]"
+            raise ValueError(f"add() writes one step of all environments, {shape}, got the shape {list(value.shape)}")
+        return value.unsqueeze(dim)
 
     def append(self, data: Data) -> Tensor:
         """Write a batch at the cursor, over the oldest rows. Returns the flat positions of the new rows.

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.recording import Unfinished, at_replays
+from gpubuf.data.recording import Unfinished, at_replays, each_run
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.storage.containers import Data, batch_shape
@@ -108,6 +108,8 @@ class TensorDictMaxValueWriter(Writer):
         # How many rows entered and outlasted their batch, of which ring.
         self._entered: Tensor | int = 0
         self._of: Ring | None = None
+        # What the ring counted after the last write here: others may write, too.
+        self._left: tuple[int, int, int] | None = None
 
     def register_storage(self, storage: TensorStorage) -> None:
         """Write to ``storage``. Rows that it holds are ranked by what they hold.
@@ -194,6 +196,7 @@ class TensorDictMaxValueWriter(Writer):
         ring, positions = self._storage.ring, index.clamp(min=0)
         ring.rewrite(positions, (index >= 0) & (ring.generations(positions) >= 0))
         ring.fill(index.numel())
+        each_run(ring.counters, self._look)
         self._storage.followers.on_write(index)
         self._storage.unfinished = None
         return index
@@ -233,7 +236,7 @@ class TensorDictMaxValueWriter(Writer):
     def _kept(self) -> Tensor:
         """The ranks of the rows that are stored, as :func:`ranks_by_place`."""
         storage, kept = self._storage, self._ranks
-        if kept is None or self._of is not storage.ring or kept.device != storage.device:
+        if kept is None or not self._knows_rows or kept.device != storage.device:
             at_replays().refuse("the ranks of the rows are made at the first write: write before")
             stored = storage[:] if len(storage) else []
             ranks = self._ranks_of_all(stored) if isinstance(stored, list) else self.ranks_of(stored)
@@ -244,7 +247,18 @@ class TensorDictMaxValueWriter(Writer):
         storage = self._storage
         self._ranks = ranks_by_place(storage.max_size, ranks, storage.device)
         self._entered, self._of = torch.tensor(entered, device=storage.device), storage.ring
+        self._left = None
         return self._ranks
+
+    def _look(self) -> None:
+        ring = self._storage.ring
+        self._left = ring.written, ring.size, ring.replaced
+
+    @property
+    def _knows_rows(self) -> bool:
+        """Whether nobody has changed, forgotten or replaced rows since."""
+        ring = self._storage.ring
+        return self._of is ring and self._left in (None, (ring.written, ring.size, ring.replaced))
 
     @property
     def _cursor(self) -> int:
@@ -254,17 +268,17 @@ class TensorDictMaxValueWriter(Writer):
     @property
     def write_count(self) -> int:
         """Number of rows that were kept by the write that they came with. Synchronises with a GPU."""
-        return int(self._entered) if self._of is self._storage.ring else super().write_count
+        return int(self._entered) if self._knows_rows else super().write_count
 
     # The life of the rows
 
     def empty(self, recount: bool = False) -> None:
         if self._of is self._storage.ring:
-            self._adopt(torch.empty(0, device="cpu"), 0 if recount else self.write_count)
+            self._adopt(torch.empty(0, device="cpu"), 0 if recount else int(self._entered))
 
     def mend(self) -> None:
         """Rank the rows by what they hold, before the next write."""
-        self._ranks = None
+        self._ranks = self._left = None
 
     def state_dict(self) -> dict[str, Any]:
         """How many rows have entered: the ranks are in the rows. Synchronises."""
@@ -272,7 +286,7 @@ class TensorDictMaxValueWriter(Writer):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`. The rows are ranked by what they hold."""
-        self._ranks = self._of = None
+        self._ranks = self._of = self._left = None
         if "write_count" in state:
             self._entered, self._of = state["write_count"], self._storage.ring
 
