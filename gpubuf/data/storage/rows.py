@@ -45,6 +45,7 @@ class Rows:
         table: the addresses of :attr:`columns`, int64 ``[K, 5]``; see :mod:`gpubuf.kernels.rows`.
     """
 
+    addresses: RowAddresses
     table: Tensor
     written: RowPlan
     way: RowPlan | Sharing
@@ -63,7 +64,6 @@ class Rows:
         self.schema, self.shape, self.placement, self.device = schema, torch.Size(shape), placement, placement.device
         self.columns, self.ring, self.host, self.sharing, self.again = columns, ring, host, sharing, again
         self.capacity, self.envs = math.prod(shape), math.prod(shape[1:])
-        self.find()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without addresses."""

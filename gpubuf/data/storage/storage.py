@@ -122,7 +122,6 @@ class TensorStorage:
         # Copies of pinned and of mapped memory are neither.
         if self.rows.placement.rows_on_host or not self.allocation.relocatable:
             self.allocation.renew(self.rows, self.marks)
-        self.rows.find()
         self._connect(self.rows, anew=False)
 
     # Properties
@@ -479,6 +478,7 @@ class TensorStorage:
 
     def _connect(self, rows: Rows, *, anew: bool) -> None:
         """Write and read rows where they are now. ``anew``: it is to be found out where trajectories end."""
+        rows.find()
         if self.marks.by_writers and not self.marks.kept:
             self.marks.rows = self.allocation.marks(rows.capacity, rows.device)
         self.plans.place(rows)
@@ -508,7 +508,6 @@ class TensorStorage:
             rows.ring.to(placement.device)
             if self.marks.kept:
                 self.marks.rows = self.marks.memory.to(rows.device)
-        rows.find()
         # The shape of the index depends on the device.
         self._connect(rows, anew=not stays)
         rows.placement = placement
