@@ -21,8 +21,9 @@ from rich.progress import track
 from tensordict import TensorDict
 from torch import multiprocessing, nn
 
-from gpubuf import LazyTensorStorage, SACLoss, SoftUpdate, TensorDictReplayBuffer, WriterClient, Writers
+from gpubuf import LazyTensorStorage, Learner, SACLoss, TensorDictReplayBuffer, WriterClient, Writers
 from gpubuf.modules import make_sac_actor, make_sac_critic
+from gpubuf.optim import AdamW
 
 
 def parse() -> argparse.Namespace:
@@ -89,14 +90,14 @@ def main(args: argparse.Namespace) -> list[float]:
     actor = make_sac_actor(obs_dim, action_dim, **bounds, device=args.device)
     critic = make_sac_critic(obs_dim, action_dim, device=args.device)
     loss = SACLoss(actor, critic, target_entropy=-float(action_dim))
-    targets = SoftUpdate(loss, tau=0.005)
-    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
+    optimizer = AdamW(loss.parameters(), lr=1e-3, weight_decay=0.0, targets=loss, tau=0.005)
     samples = args.batch_size
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(args.steps, device=args.device),
         batch_size=samples,
         writers=Writers(args.collectors, ratio=samples, margin=50.0 * samples, min_rows=args.warmup),
     )
+    learner = Learner(loss, optimizer, buffer=buffer)
 
     # A collector may read parameters while they are being copied: it then acts by a mix of two policies.
     shared = copy.deepcopy(actor).cpu().share_memory()
@@ -111,11 +112,7 @@ def main(args: argparse.Namespace) -> list[float]:
         process.start()
     found: list[float] = []
     for update in track(range(args.steps - args.warmup), "learning"):
-        losses = loss(buffer.sample())
-        optimizer.zero_grad()
-        (losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]).backward()
-        optimizer.step()
-        targets.step()
+        learner()
         if update % 20 == 0:
             with torch.no_grad():
                 for theirs, ours in zip(shared.parameters(), actor.parameters(), strict=True):

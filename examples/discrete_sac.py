@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch.distributions import Categorical
 
-from gpubuf import DiscreteSACLoss, LazyTensorStorage, TensorDictPrioritizedReplayBuffer
+from gpubuf import DiscreteSACLoss, LazyTensorStorage, Learner, TensorDictPrioritizedReplayBuffer
 from gpubuf.modules import MLP, EnsembleMLP
 from gpubuf.optim import AdamW
 
@@ -93,6 +93,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     buffer = TensorDictPrioritizedReplayBuffer(
         alpha=0.6, beta=0.4, storage=LazyTensorStorage(options.steps), batch_size=options.batch_size
     )
+    learner = Learner(loss, optimizer, buffer=buffer)
 
     observation, _ = env.reset(seed=options.seed)
     for step in track(range(1, options.steps + 1), "training"):
@@ -115,12 +116,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         )
         observation = env.reset()[0] if terminated or truncated else following
         if learning:
-            batch = buffer.sample()
-            losses = loss(batch)
-            optimizer.zero_grad()
-            (losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]).backward()
-            optimizer.step()
-            buffer.update_tensordict_priority(batch)
+            learner()
 
     returns = evaluate(loss, env, options.episodes)
     print(f"mean return of {options.episodes} episodes: {statistics.fmean(returns):.1f}")

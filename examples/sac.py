@@ -5,8 +5,8 @@ Trains on a Gymnasium environment with bounded actions, from prioritized replay:
     python examples/sac.py
     python examples/sac.py --env HalfCheetah-v5 --steps 20000 --plot curve.png
 
-A step of the loop acts, writes one transition, draws a batch, and updates critics, actor and temperature. On a GPU
-nothing in the update waits for the host, so it could be one CUDA graph.
+A step of the loop acts, writes one transition, draws a batch, and updates critics, actor and temperature. On a GPU the
+update becomes one CUDA graph.
 """
 
 import argparse
@@ -16,8 +16,9 @@ import torch
 from rich.progress import Progress
 from tensordict import TensorDict
 
-from gpubuf import LazyTensorStorage, SACLoss, SoftUpdate, TensorDictPrioritizedReplayBuffer
+from gpubuf import LazyTensorStorage, Learner, SACLoss, TensorDictPrioritizedReplayBuffer
 from gpubuf.modules import make_sac_actor, make_sac_critic
+from gpubuf.optim import AdamW
 
 
 def parse() -> argparse.Namespace:
@@ -46,27 +47,18 @@ def main(args: argparse.Namespace) -> list[tuple[int, float]]:
     )
     critic = make_sac_critic(obs_dim, action_dim, device=args.device)
     loss = SACLoss(actor, critic, target_entropy=-float(action_dim))
-    targets = SoftUpdate(loss, tau=0.005)
-    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
+    optimizer = AdamW(loss.parameters(), lr=1e-3, weight_decay=0.0, targets=loss, tau=0.005)
     buffer = TensorDictPrioritizedReplayBuffer(
         alpha=0.6,
         beta=0.4,
         storage=LazyTensorStorage(args.steps, device=args.device),
         batch_size=args.batch_size,
     )
+    learner = Learner(loss, optimizer, buffer=buffer)
 
     def act(observation: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             return actor(TensorDict({"observation": observation.to(args.device)}))["action"].cpu()
-
-    def update() -> None:
-        batch = buffer.sample()
-        losses = loss(batch)  # also writes "td_error" into the batch
-        optimizer.zero_grad()
-        (losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]).backward()
-        optimizer.step()
-        targets.step()
-        buffer.update_tensordict_priority(batch)
 
     curve: list[tuple[int, float]] = []
     total = 0.0
@@ -91,7 +83,7 @@ def main(args: argparse.Namespace) -> list[tuple[int, float]]:
                 total = 0.0
                 observation = torch.as_tensor(env.reset()[0], dtype=torch.float32)
             if learning:
-                update()
+                learner()
             recent = [value for _, value in curve[-10:]]
             description = f"return {sum(recent) / len(recent):7.1f}" if recent else "warming up"
             progress.update(bar, advance=1, description=description)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from gpubuf.graphs import CaptureError, capture
     from gpubuf.integrations.torchrl import ListStorage, TensorDictMaxValueWriter, load_torchrl
+    from gpubuf.learner import Learner
     from gpubuf.objectives import (
         CrossQLoss,
         DiscreteSACLoss,
@@ -62,6 +63,7 @@ __all__ = [
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyTensorStorage",
+    "Learner",
     "ListStorage",
     "MixedReplayBuffer",
     "MultiStepTransform",
@@ -96,6 +98,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("CaptureError", "capture"), "gpubuf.graphs"),
     **dict.fromkeys((name for name in __all__ if name.endswith(("Loss", "Update"))), "gpubuf.objectives"),
     **dict.fromkeys(("ListStorage", "TensorDictMaxValueWriter", "load_torchrl"), "gpubuf.integrations.torchrl"),
+    "Learner": "gpubuf.learner",
     "plan": "gpubuf.planning",
 }
 

@@ -632,7 +632,7 @@ class Captured:
             one.joined(current)
             recording.holds(one, "storage")
             # Rows that are freed and made anew have another ring.
-            recording.holds(one.storage, "ring", "device")
+            recording.holds(one.storage, "ring", "rows", "device")
             recording.holds(one.storage.followers, "listeners")
             for sampler in one.storage.followers.samplers:
                 recording.holds(sampler, *sampler.parts)

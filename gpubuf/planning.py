@@ -26,7 +26,7 @@ from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key
 from gpubuf.data.storage.placement import PINNED, SPLIT, IndexBytes, NothingFitsError, choose, near_steps, readable
 from gpubuf.data.storage.placement import parse_bytes as parse_bytes
 from gpubuf.data.storage.plan import Recipe
-from gpubuf.data.storage.schema import Codec, Options, Schema
+from gpubuf.data.storage.schema import Codec, Options, Schema, continued_keys
 from gpubuf.data.storage.share_next import entries_of, side_bytes
 from gpubuf.data.writers import DRAWN_KEYS
 from gpubuf.kernels.rows import ENTRY, FIELD
@@ -100,6 +100,7 @@ class Plan:
         why: the reason for that, or the way out.
         budget: the budget that the capacity was made for, if it was.
         queues: bytes of shared memory for writers in other processes, on the host, beside what is said by placement.
+        shareable: keys that are planned twice, and that ``share_next=True`` would store once.
     """
 
     capacity: int
@@ -113,6 +114,7 @@ class Plan:
     why: str
     budget: int | None = None
     queues: int = 0
+    shareable: tuple[str, ...] = ()
 
     def fit(self, placement: str) -> Fit:
         """The entry of a placement.
@@ -153,7 +155,8 @@ class Plan:
         chosen = f'device="auto" would choose "{self.auto}"' if self.auto else self.why
         text = f"Free here, without the tenth that is left to others: {device}, {readable(self.free.host)} on the host."
         shared = f"\nWriters in other processes take {readable(self.queues)} of shared memory." if self.queues else ""
-        return f"{text}{shared}\n{chosen}."
+        once = f"\nshare_next=True would store once: {', '.join(self.shareable)}." if self.shareable else ""
+        return f"{text}{shared}\n{chosen}.{once}"
 
     def __str__(self) -> str:
         return "\n\n".join((aligned(self.key_table()), aligned(self.fit_table()), self.summary))
@@ -217,7 +220,8 @@ def plan(
         capacity = _largest(row, chosen, limit, envs, device_type)
     assert capacity is not None
     steps = -(-capacity // envs)
-    return replace(_plan(row, chosen, steps, envs, free, limit), queues=queues)
+    twice = () if share_next else tuple(".".join(key) for key in continued_keys(schema.written.leaves))
+    return replace(_plan(row, chosen, steps, envs, free, limit), queues=queues, shareable=twice)
 
 
 @dataclass(frozen=True)

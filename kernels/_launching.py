@@ -30,9 +30,11 @@ there), hooks, profilers, subclasses of tensors, and a ``JITFunction.run`` that 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from types import NoneType
@@ -43,6 +45,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -100,33 +103,33 @@ def encode_arguments(values: Sequence[int]) -> tuple[int, ...]:
     compile those with a 1. These numbers are odd and at least 3. Address 0, of an empty tensor, is one of the values.
     """
     padding = (1 << (len(values) - 1).bit_length()) - len(values)
-    return tuple(2 * value + 3 for value in (*values, *[values[-1]] * padding))
+    return tuple([2 * value + 3 for value in (*values, *[values[-1]] * padding)])
 
 
-Launcher = Callable[[int, int, tuple[Any, ...]], None]
-"""Takes the size of a grid, a stream's handle and all arguments, constexprs included."""
+class Launcher(NamedTuple):
+    """Launches a compiled kernel without hooks: ``function(programs, 1, 1, stream, *between, arguments)``.
+
+    ``arguments`` are all of the kernel, constexprs included: a tuple or, where ``apart`` is set, one by one.
+    """
+
+    function: Callable[..., None]
+    between: tuple[Any, ...]
+    apart: bool
+
+    def tail(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What comes after the stream."""
+        return (*self.between, *arguments) if self.apart else (*self.between, arguments)
 
 
 def launcher_of(made: Any) -> Launcher:
-    """The function that launches a compiled kernel, without hooks."""
+    """What launches a compiled kernel."""
     run, function, metadata = made.run, made.function, made.packed_metadata
     if type(run) is CudaLauncher and hasattr(run, "kernel_signature") and not _scratch(run):
         # Triton 3.7: what its launcher does for a kernel without scratch memory, which is 1 µs more than this.
-        launch, flags = run.launch, (run.launch_cooperative_grid, run.launch_pdl)
-        described = (run.arg_annotations, run.kernel_signature)
-
-        def directly(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
-            # Five absent ones: metadata for hooks, two hooks, two scratch memories.
-            launch(
-                programs, 1, 1, stream, function, *flags, metadata, None, None, None, None, None, *described, arguments
-            )
-
-        return directly
-
-    def by_launcher(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
-
-    return by_launcher
+        flags, described = (run.launch_cooperative_grid, run.launch_pdl), (run.arg_annotations, run.kernel_signature)
+        # Five absent ones: metadata for hooks, two hooks, two scratch memories.
+        return Launcher(run.launch, (function, *flags, metadata, None, None, None, None, None, *described), False)
+    return Launcher(run, (function, metadata, None, None, None), True)
 
 
 def _scratch(run: Any) -> int:
@@ -161,9 +164,17 @@ def key_of(arguments: Sequence[Any], specialised: Sequence[bool]) -> tuple[list[
     return key, values
 
 
-def _wants_to_know(hook: Any) -> Any:
-    """Whether a hook of Triton's is set. The hooks of launches are chains; an empty chain is none."""
-    return getattr(hook, "calls", hook)
+def somebody_watches() -> Any:
+    """Whether somebody has replaced Triton's launch, or has set a hook of it."""
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    # The hooks of launches are chains; an empty chain is none.
+    return (
+        JITFunction.run is not _run
+        or getattr(enter, "calls", enter)
+        or getattr(leave, "calls", leave)
+        or runtime.add_stages_inspection_hook
+    )
 
 
 class Variant:
@@ -192,20 +203,17 @@ class Variant:
 
     def launch(self, programs: int, arguments: tuple[Any, ...]) -> None:
         """Launch so many programs. Never waits for the GPU."""
-        kernel, runtime = self.kernel, knobs.runtime
-        if (
-            not self.direct
-            or JITFunction.run is not _run
-            or _wants_to_know(runtime.launch_enter_hook)
-            or _wants_to_know(runtime.launch_exit_hook)
-            or runtime.add_stages_inspection_hook
-            or kernel.pre_run_hooks
-        ):
+        if _noting.calls is not None:
+            _noting.calls.append(Call(self, programs, arguments))
+            # The interpreter works by functions of torch, which are no others of the call.
+            with outer_calls_only():
+                self.launch(programs, arguments)
+            return
+        if not self.direct or somebody_watches() or self.kernel.pre_run_hooks:
             self.launch_by_triton(programs, arguments)
             return
-        parts, values = key_of(arguments, self.specialised)
         device = driver.active.get_current_device()
-        key = (device, kernel.debug, runtime.debug, knobs.compilation.instrumentation_mode, *parts)
+        key, values = self.key(device, arguments)
         compiled = self.compiled.get(key)
         if compiled is None:
             made = self.launch_by_triton(programs, arguments)
@@ -214,8 +222,14 @@ class Variant:
                     self.compiled.clear()
                 self.compiled[key] = launcher_of(made), made
             return
-        stream = driver.active.get_current_stream(device)
-        compiled[0](programs, stream, (*values, *self.constexprs.values()))
+        launcher = compiled[0]
+        launcher.function(programs, 1, 1, driver.active.get_current_stream(device), *launcher.tail(values))
+
+    def key(self, device: int, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """What a launch on ``device`` is looked up by, and all arguments as a launcher takes them."""
+        parts, values = key_of(arguments, self.specialised)
+        settings = (self.kernel.debug, knobs.runtime.debug, knobs.compilation.instrumentation_mode)
+        return (device, *settings, *parts), (*values, *self.constexprs.values())
 
     def launch_by_triton(self, programs: int, arguments: tuple[Any, ...]) -> Any:
         """The same, by way of Triton's own launcher. Returns the compiled kernel."""
@@ -255,6 +269,96 @@ def launch(
 ) -> None:
     """``kernel[(programs,)](*arguments, num_warps=num_warps, **constexprs)``; see :func:`variant_of`."""
     variant_of(kernel, num_warps, maxnreg, constexprs).launch(programs, arguments)
+
+
+class Torch:
+    """A function of torch that launches a kernel: among calls, in the place of a variant.
+
+    Args:
+        bound: from the arguments, of which the last one is the result, to a function that computes it again.
+    """
+
+    def __init__(self, bound: Callable[..., Callable[[], Any]]) -> None:
+        self.bound = bound
+
+    def launch(self, programs: int, arguments: tuple[Any, ...]) -> None:
+        """Call the function."""
+        self.bound(*arguments)()
+
+
+class Call(NamedTuple):
+    """A launch as it was asked for."""
+
+    variant: Variant | Torch
+    programs: int
+    arguments: tuple[Any, ...]
+
+
+class _Noting(threading.local):
+    calls: list[Call] | None = None
+
+
+_noting = _Noting()
+
+
+@contextlib.contextmanager
+def launches_noted() -> Iterator[list[Call]]:
+    """Within it the launches of this thread are noted, besides."""
+    calls: list[Call] = []
+    outer, _noting.calls = _noting.calls, calls
+    try:
+        yield calls
+    finally:
+        _noting.calls = outer
+
+
+@contextlib.contextmanager
+def outer_calls_only() -> Iterator[None]:
+    """Within it nothing is noted, and no mode sees what functions of torch do."""
+    outer, _noting.calls = _noting.calls, None
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        _noting.calls = outer
+
+
+class Ready:
+    """Launches whose arguments stay, ready to be repeated.
+
+    Args:
+        calls: the launches, which have run before.
+        device: the number of the GPU that they are for; -1: that which is current (tensors are in host memory).
+    """
+
+    def __init__(self, calls: Sequence[Call], device: int) -> None:
+        self._calls, self._device = calls, device
+        # Of a function of torch there is no stream, and nothing after it.
+        self._direct: list[tuple[Callable[..., Any], int, tuple[Any, ...] | None]] = []
+        for variant, programs, arguments in calls:
+            if isinstance(variant, Torch):
+                self._direct.append((variant.bound(*arguments), 0, None))
+                continue
+            key, values = variant.key(max(device, 0), arguments) if variant.direct else (None, ())
+            if key not in variant.compiled:
+                self._direct = []
+                return
+            launcher, _ = variant.compiled[key]
+            self._direct.append((launcher.function, programs, launcher.tail(values)))
+
+    def launch(self) -> None:
+        """Launch them, in order, on the current stream."""
+        device = self._device
+        if self._direct and not somebody_watches():
+            current = driver.active.get_current_device()
+            if device in (current, -1):
+                stream = driver.active.get_current_stream(current)
+                for function, programs, tail in self._direct:
+                    function() if tail is None else function(programs, 1, 1, stream, *tail)
+                return
+        with torch.cuda.device(device):
+            for variant, programs, arguments in self._calls:
+                variant.launch(programs, arguments)
 
 
 class Launch(NamedTuple):

@@ -131,6 +131,11 @@ _implementations: dict[Any, tuple[str, str, Callable[..., Any]]] = {}
 """For each operation the names of its CPU function and of its launcher, and the launcher."""
 
 
+def on_gpu(operation: Any) -> Callable[..., Any]:
+    """What an operation does on a GPU, past the dispatcher."""
+    return _implementations[operation][2]
+
+
 def past_dispatcher(first: torch.Tensor) -> bool:
     """Whether the CPU twin of an operation on ``first`` and other plain tensors may be called directly.
 
@@ -141,6 +146,17 @@ def past_dispatcher(first: torch.Tensor) -> bool:
     if _triton_on_cpu or _compiling() or type(first) is not torch.Tensor or not first.is_cpu:
         return False
     return not (_modes() or _functions())
+
+
+def runs_at_once(first: torch.Tensor) -> bool:
+    """Whether operations on ``first`` run now, on a CPU or a GPU, while no mode of PyTorch changes what they do."""
+    plain = type(first) is torch.Tensor and not _compiling() and not _modes() and not _functions()
+    return plain and (first.is_cpu or first.is_cuda)
+
+
+def launches_kernels(first: torch.Tensor) -> bool:
+    """Whether operations on ``first`` launch Triton's kernels, rather than run on the CPU or on fake tensors."""
+    return type(first) is torch.Tensor and (first.is_cuda or (_triton_on_cpu and first.is_cpu))
 
 
 _compiling = torch.compiler.is_compiling

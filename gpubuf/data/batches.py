@@ -83,7 +83,11 @@ class Batches:
         return 0
 
     def discard(self) -> None:
-        """Throw a batch ahead away, and take its draw back. Called within an operation. No host sync."""
+        """Throw a batch ahead away, take its draw back, and let go of what is prepared for more.
+
+        Called within an operation. No host sync.
+        """
+        self._forget()
 
     def next(self, batch_size: int | None, include_info: bool, batches: int | None = None) -> Batch:
         """The next batch, or ``batches`` of them at once, with its info in it if that is wanted.
@@ -92,14 +96,16 @@ class Batches:
             RuntimeError: no batch size is known, or the storage is empty.
             ValueError: the batch size, or the number of batches, is below 1.
         """
-        n = self.batch_size
-        if n is None or batch_size is not None:
+        n = self.batch_size if batch_size is None else batch_size
+        # Past a call that says the same: every sample comes here.
+        if type(n) is not int or n < 1 or self.batch_size not in (n, None):
             n = self._checked(batch_size)
         if batches is not None:
             check_batch_size(batches, "batches")
         if self.gate is not None:
             self.gate(n * (batches or 1))
-        batch = self.operation.run(self._drawn, n, include_info, batches)
+        draw = self._draw if self.reader.launches else self.drawn
+        batch = self.operation.run(draw, n, include_info, batches, True, True)
         # Past a call that changes nothing: every sample comes here.
         if not (self._finished and self.transform.is_empty):
             batch = self.finish(batch)
@@ -119,7 +125,8 @@ class Batches:
             raise ValueError("a buffer of data that are not tensors can't have a part in batches of several buffers")
         if self.unit is not None:
             raise ValueError("a buffer with a sample_unit can't have a part in batches of several buffers")
-        return self.operation.run(self._drawn, n, False, batches, whole=False)
+        draw = self._draw if self.reader.launches else self.drawn
+        return self.operation.run(draw, n, False, batches, False, True)
 
     def _checked(self, batch_size: int | None) -> int:
         own = self.batch_size
@@ -131,8 +138,21 @@ class Batches:
             warn(f"sample(batch_size={batch_size}) overrides the constructor's {own}")
         return batch_size
 
-    def _drawn(
-        self, n: int, include_info: bool, batches: int | None, *, whole: bool = True, assembled: bool = True
+    def _draw(self, *request: Any) -> Batch:
+        """:meth:`drawn` on a GPU, where what comes again is prepared."""
+        # Imports Triton.
+        from gpubuf.data.slots import PreparedBatches
+
+        prepared = PreparedBatches(self)
+        self._draw, self._forget = prepared.draw, prepared.forget  # type: ignore[method-assign]
+        batch: Batch = prepared.draw(*request)
+        return batch
+
+    def _forget(self) -> None:
+        """Nothing is prepared."""
+
+    def drawn(
+        self, n: int, include_info: bool, batches: int | None, whole: bool = True, assembled: bool = True
     ) -> Batch:
         """Draw and gather, within an operation. Info goes into the batch here if nothing changes the batch later.
 
@@ -175,8 +195,8 @@ class Batches:
 
     def columns(self, batch_size: int | None) -> dict[Any, Tensor]:
         """A batch with its info, as one tensor per key; see :meth:`~gpubuf.data.buffer.ReplayBuffer.sample_columns`."""
-        n = self.batch_size
-        if n is None or batch_size is not None:
+        n = self.batch_size if batch_size is None else batch_size
+        if type(n) is not int or n < 1 or self.batch_size not in (n, None):
             n = self._checked(batch_size)
         if self.unit is not None or self.storage.host is not None:
             raise ValueError("windows of rows, and data that are not tensors, are no columns: sample() gives them")
@@ -188,7 +208,8 @@ class Batches:
                 raise ValueError(f"batches are made to a {type(data).__name__} here: sample() gives them")
             found: Any = dict(data.items(True, True))
         else:
-            tensors, info, _, _ = self.operation.run(self._drawn, n, False, None, whole=False, assembled=False)
+            draw = self._draw if self.reader.launches else self.drawn
+            tensors, info, _, _ = self.operation.run(draw, n, False, None, False, False)
             layout = self.reader.layout
             if isinstance(layout.root, int):
                 raise ValueError("rows of a single tensor have no keys: sample() gives batches of it")
@@ -205,7 +226,7 @@ class Batches:
         if shape:
             index, generation = index.view(*shape, *index.shape[1:]), generation.view(shape)
         info = {"index": index, **drawn.info}
-        if not whole or self.sampler.has_priorities or getattr(self.writer, "track_generations", False):
+        if not whole or self.sampler.has_priorities or self.writer.track_generations:
             info["index_generation"] = generation
         return info
 

@@ -238,12 +238,16 @@ class ReplayBuffer:
                 keys: nothing changes.
             update_priority: not for this class (NotImplementedError): see :class:`TensorDictReplayBuffer`.
 
+        A key at the root that no row has had, such as a value that is computed later, is a column from then on, with
+        zeros in the rows of before, if the storage can have more (see docs/rows.md).
+
         Returns:
             The rows' index, int64 ``[n]`` on the storage's device (``[n, ndim]`` for several dimensions): -1 for rows
             that are gone already, because there were more than the capacity.
 
         Raises:
-            ValueError: a key is missing or unknown, or has another shape or dtype; nothing is written.
+            ValueError: a key is missing, or can't be one of the rows, or has another shape or dtype; nothing is
+                written.
             RuntimeError: another process handed the buffer to this one. So do all methods that add, change or forget
                 rows: see docs/writers.md.
         """
@@ -299,7 +303,8 @@ class ReplayBuffer:
                 are read before this returns, and never changed. Lists and Python numbers take the dtype of their key.
 
         Raises:
-            ValueError: a key is missing or unknown, has another shape or dtype, or can't hold a number of a list;
+            ValueError: a key is missing or none of the rows', has another shape or dtype, or can't hold a number of a
+                list;
                 nothing is written.
         """
         if not self.parts.writes.columns(columns, False):
@@ -486,6 +491,7 @@ class ReplayBuffer:
     def __getitem__(self, index: Any) -> Data:
         """Rows by index, transformed. Ints and slices give views of the storage, all else copies, in the index's shape.
 
+        A buffer with transforms or a ``collate_fn`` gives copies only.
         A key gives one key of all rows: ``buffer["next", "reward"]`` is ``buffer[:]["next", "reward"]``. Of a storage
         of two dimensions, ints, slices and keys see the rows as they were written: ``[E, T]``, or ``[T, E]`` with
         ``dim_extend=0``. Tensors, sequences and tuples of tensors are positions as samples carry them.

@@ -52,6 +52,8 @@ class StreamOrder:
         self._event: torch.cuda.Event | None = None
         # Of the last stream, if that was the current one.
         self._handle: tuple[int, object] | None = None
+        #: The identifier of the stream that has all operations so far: one on it has nothing to wait for, or to note.
+        self.only: tuple[int, object] | None = None
 
     def begin(self, device: torch.device) -> None:
         """Before an operation, on the stream that is current."""
@@ -84,11 +86,12 @@ class StreamOrder:
 
     def joined(self, stream: torch.cuda.Stream) -> None:
         """``stream`` has waited for everything so far: begin anew, as if all operations had been on it."""
-        self._note(stream)
         self._event = None
+        self._note(stream)
 
     def _note(self, stream: torch.cuda.Stream, handle: tuple[int, object] | None = None) -> None:
         self._used, self._handle = [*(each for each in self._used if each != stream), stream], handle
+        self.only = handle if self._event is None else None
 
     def settle(self) -> None:
         """Before memory is given up: every stream that the buffer was used on waits for its last operation.
@@ -184,17 +187,24 @@ class Operation:
 
     def _step(self, action: Callable[..., _T], args: Any, named: Any) -> _T:
         storage = self.storage
-        # Past `gpu`, which is a call.
-        launches = storage.ring.counters.is_cuda
+        # Past `gpu`, which is a call, and on a GPU past those about streams while there is but one.
+        counters = storage.ring.counters
+        number = counters.device.index if counters.is_cuda else -1
+        orderly = number < 0 or self._streams.only == (number, _raw_stream(number))
         try:
             self._busy = True
-            if storage.unfinished is not None or current.operations is not None or launches or self.intake is not None:
+            if (
+                storage.unfinished is not None
+                or current.operations is not None
+                or self.intake is not None
+                or not orderly
+            ):
                 self._begin()
             return action(*args, **named)
         finally:
             self._busy = False
-            # The first write decides whether the buffer is on a GPU.
-            if self.storage.ring.counters.is_cuda:
+            # A write may allocate the rows, and a move may bring them elsewhere.
+            if not orderly or self.storage.ring.counters is not counters:
                 self.ended()
 
     def _begin(self) -> None:

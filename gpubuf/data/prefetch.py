@@ -102,6 +102,10 @@ class Prefetched(Batches):
         return int(self._ahead is not None)
 
     def discard(self) -> None:
+        super().discard()
+        self._put_back()
+
+    def _put_back(self) -> None:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.before.put_back()
@@ -118,8 +122,8 @@ class Prefetched(Batches):
                 self.operation.run(self._make, self.batch_size, include_info)
         return batch
 
-    def _drawn(
-        self, n: int, include_info: bool, batches: int | None, *, whole: bool = True, assembled: bool = True
+    def drawn(
+        self, n: int, include_info: bool, batches: int | None, whole: bool = True, assembled: bool = True
     ) -> Batch:
         at_replays().refuse(_WHY)
         if capturing():
@@ -127,8 +131,8 @@ class Prefetched(Batches):
         usual = n == self.batch_size and batches is None and whole and assembled
         batch = self._taken(n, include_info) if usual else None
         if batch is None:
-            self.discard()
-            batch = super()._drawn(n, include_info, batches, whole=whole, assembled=assembled)
+            self._put_back()
+            batch = super().drawn(n, include_info, batches, whole, assembled)
         return batch
 
     def _taken(self, n: int, include_info: bool) -> Batch | None:
@@ -144,7 +148,7 @@ class Prefetched(Batches):
             self.sampler.ran_out = ahead.made.ran_out
             return ahead.made
         # Of a copy: another thread may look at the unit of this object.
-        return Batches._drawn(replace(self, unit=ahead.made), n, include_info, None)
+        return Batches.drawn(replace(self, unit=ahead.made), n, include_info, None)
 
     def _make(self, n: int, include_info: bool) -> None:
         """Make a batch ahead. One that can't be drawn, for want of rows for example, is drawn when it is asked for."""
@@ -157,7 +161,7 @@ class Prefetched(Batches):
             if isinstance(storage, LazyMemmapStorage):
                 made = self._chosen(storage, n)
             else:
-                made = super()._drawn(n, include_info, None)
+                made = super().drawn(n, include_info, None)
             if made is None:
                 before.put_back()
             else:

@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpubuf.data.recording import capturing
 from gpubuf.data.storage.containers import is_array, of_array
+from gpubuf.data.storage.host_memory import to_device
 from gpubuf.data.storage.layout import Leaf, as_key, as_written
 from gpubuf.data.storage.schema import as_numbers, stored_as
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.kernels._registry import past_dispatcher
+from gpubuf.kernels._registry import runs_at_once
 
 #: An array per key, by key (``"reward"``, ``("next", "reward")``) or in the order of the storage's keys.
 Arrays = Mapping[Any, Any] | Sequence[Any]
@@ -29,6 +31,9 @@ PREPARED_BYTES = 1 << 20
 
 READ_IN_PLACE = 1 << 12
 """An array of so many bytes is read where it is. To find out where it is takes longer than to copy smaller ones."""
+
+LOW = 1 << 40
+"""Few tensors, and no large ones, have an address below this: of these it is asked whether they have memory."""
 
 # Numbers of rows, other than one step, for which launches are kept.
 _SIZES = 8
@@ -75,15 +80,6 @@ class PreparedRows:
             self._columns.append((place, tensor_dtype, shape, array, dtype, source.nbytes, source.data_ptr()))
         self._reach = max((source.nbytes for source in memory), default=0)
 
-    @staticmethod
-    def of(storage: TensorStorage, lead: tuple[int, ...], *, keeps_index: bool) -> PreparedRows | None:
-        """For columns with these batch dimensions; None where they are written in another way."""
-        table, n_bytes = storage.rows.table, math.prod(lead) * storage.written_layout.row_bytes
-        # Fake tensors, and modes that change what a function does, take the general way. Prefixes are compared.
-        if not past_dispatcher(table) or not 0 < n_bytes <= PREPARED_BYTES:
-            return None
-        return PreparedRows(storage, lead, keeps_index=keeps_index)
-
     def fill(self, columns: Arrays) -> bool:
         """Set all columns; False if some are anything but arrays and tensors of the right shape and dtype, or are views
         of the rows.
@@ -100,14 +96,14 @@ class PreparedRows:
         low, high = addresses.low - self._reach, addresses.high
         for value, (place, tensor_dtype, shape, array, dtype, n_bytes, own) in zip(values, self._columns, strict=True):
             if type(value) is Tensor:
-                # Tensors of zeros may have no memory.
+                # Tensors of zeros may have no memory: the address of a view is then its offset.
                 if (
                     value.dtype is not tensor_dtype
                     or value.shape != shape
                     or not value.is_cpu
                     or not value.is_contiguous()
                     or value.is_neg()
-                    or not (address := value.data_ptr())
+                    or ((address := value.data_ptr()) < LOW and (not address or value._is_zerotensor()))
                 ):
                     return False
             elif type(value) is _array and value.dtype == dtype and value.shape == shape and array is not None:
@@ -122,6 +118,57 @@ class PreparedRows:
                 if low < address < high and addresses.meet(address, address + n_bytes):
                     return False
                 described[place] = address
+        return True
+
+
+class LaunchedRows:
+    """The launch of writes of ``n`` rows on a GPU, of tensors there, or of what the host has, by one copy.
+
+    Args:
+        storage, lead: as for :class:`PreparedRows`.
+
+    Attributes:
+        n, launch: as of :class:`PreparedRows`.
+    """
+
+    def __init__(self, storage: TensorStorage, lead: tuple[int, ...]) -> None:
+        layout, self._device = storage.written_layout, storage.device
+        self.n = math.prod(lead)
+        self._storage, self._keys = storage, layout.keys
+        self._forms = [((*lead, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
+        self._sources = [
+            torch.empty((self.n, *leaf.shape), dtype=leaf.dtype, device=self._device) for leaf in layout.leaves
+        ]
+        self.launch: Any = storage.plans.written.prepared_extend(self._sources, self.n, True)
+
+    def fill(self, columns: Arrays) -> bool:
+        """Bring all columns to the GPU; False if some are anything but contiguous tensors and arrays of the right shape
+        and dtype, or are views of the rows, or if a graph is captured.
+        """
+        if type(columns) is dict:
+            values: Sequence[Any] = [columns.get(key) for key in self._keys]
+        elif type(columns) is list or type(columns) is tuple:
+            values = columns
+        else:
+            return False
+        if len(columns) != len(self._forms) or capturing():
+            return False
+        tensors = [
+            torch.from_numpy(value) if type(value) is _array and value.flags.writeable else value for value in values
+        ]
+        for tensor, (shape, dtype) in zip(tensors, self._forms, strict=True):
+            if type(tensor) is not Tensor or tensor.dtype is not dtype or tensor.shape != shape:
+                return False
+            if tensor.is_conj() or not tensor.is_contiguous() or tensor.is_neg() or tensor._is_zerotensor():
+                return False
+        sources, rows = to_device(tensors, self._device), self._storage.rows.addresses
+        addresses = [tensor.data_ptr() for tensor in sources]
+        for start, tensor in zip(addresses, sources, strict=True):
+            # Past a call: most are not near the rows.
+            if rows.low - tensor.nbytes < start < rows.high and rows.meet(start, start + tensor.nbytes):
+                return False
+        # What is read when the launch runs is kept until the next.
+        self._sources, self.launch.addresses = sources, addresses
         return True
 
 
@@ -141,7 +188,7 @@ class Route:
 
     Attributes:
         direct: whether columns can be written at all; if not, they become a TensorDict.
-        ring: the counters of the rows for which the route was made: others have others.
+        rows, ring: for which the route was made, and their counters: others have others, as those that were moved.
         layout: of the rows as they are written.
         write_listeners: those that hear of writes.
         step: batch dimensions of one step.
@@ -149,33 +196,43 @@ class Route:
 
     def __init__(self, storage: TensorStorage, *, direct: bool) -> None:
         self.direct = direct
-        self.ring = storage.ring.counters
+        self.rows, self.ring = storage.rows, storage.ring.counters
         self.write_listeners = storage.followers.write_listeners
         self.step = tuple(storage.shape[1:])
         self.layout = storage.written_layout
         self._storage = storage
         self._keys = self.layout.keys
-        self._of_size: dict[tuple[int, bool], PreparedRows | None] = {}
+        self._of_size: dict[tuple[int, bool], PreparedRows | LaunchedRows | None] = {}
 
     @functools.cached_property
-    def one_step(self) -> PreparedRows | None:
-        """The write of one step on the CPU, ready to launch; None if it takes the general way."""
-        return PreparedRows.of(self._storage, self.step, keeps_index=bool(self.write_listeners))
+    def one_step(self) -> PreparedRows | LaunchedRows | None:
+        """The write of one step, ready to launch; None if it takes the general way."""
+        return self._prepared(self.step, keeps_index=bool(self.write_listeners))
+
+    def _prepared(self, lead: tuple[int, ...], *, keeps_index: bool) -> PreparedRows | LaunchedRows | None:
+        """For columns with these batch dimensions; None where they are written in another way."""
+        storage, plan = self._storage, self._storage.plans.written
+        n_bytes = math.prod(lead) * self.layout.row_bytes
+        # Fake tensors, and modes that change what a function does, take the general way. Prefixes are compared.
+        if not plan.prepares or not runs_at_once(self.ring) or not 0 < n_bytes <= PREPARED_BYTES:
+            return None
+        return LaunchedRows(storage, lead) if plan.launches else PreparedRows(storage, lead, keeps_index=keeps_index)
 
     def fits(self, storage: TensorStorage) -> bool:
         """Whether the storage is still as the route has found it."""
         # Past properties: every write comes here.
-        return storage.ring.counters is self.ring and storage.followers.write_listeners is self.write_listeners
+        same = storage.rows is self.rows and storage.ring.counters is self.ring
+        return same and storage.followers.write_listeners is self.write_listeners
 
-    def sized(self, columns: Arrays) -> PreparedRows | None:
+    def sized(self, columns: Arrays) -> PreparedRows | LaunchedRows | None:
         """:meth:`of_size` for as many rows as the first of ``columns`` has."""
         first: Any = next(iter(columns.values() if isinstance(columns, Mapping) else columns), None)
         if not isinstance(first, (_array, Tensor)) or first.ndim == 0:
             return None
         return self.of_size(first.shape[0], keeps_index=bool(self.write_listeners))
 
-    def of_size(self, n: int, *, keeps_index: bool) -> PreparedRows | None:
-        """The write of ``n`` rows to a storage of one dimension on the CPU, ready to launch.
+    def of_size(self, n: int, *, keeps_index: bool) -> PreparedRows | LaunchedRows | None:
+        """The write of ``n`` rows to a storage of one dimension, ready to launch.
 
         None if it takes the general way, and at the first write of ``n`` rows: to prepare it takes longer.
         """
@@ -189,7 +246,7 @@ class Route:
             return None
         ready = self._of_size[size]
         if ready is None:
-            ready = self._of_size[size] = PreparedRows.of(self._storage, (n,), keeps_index=keeps_index)
+            ready = self._of_size[size] = self._prepared((n,), keeps_index=keeps_index)
         return ready
 
     def sources(self, columns: Arrays, one_step: bool, dim_extend: int) -> tuple[list[Tensor], int]:
@@ -199,13 +256,13 @@ class Route:
             ValueError: a key is missing or unknown, or has another shape or dtype.
         """
         ndim = self._storage.ndim
-        lead = self.step if one_step else None
+        lead, dims = (self.step, ndim - 1) if one_step else (None, ndim)
         sources: list[Tensor] = []
         for leaf, value in zip(self.layout.leaves, self._values(columns), strict=True):
             tensor = value if isinstance(value, Tensor) else _as_tensor(value, leaf)
             if lead is None:
                 lead = tuple(tensor.shape[:ndim])
-            if tensor.dtype is not leaf.dtype or tensor.shape != (*lead, *leaf.shape) or len(lead) < len(self.step):
+            if tensor.dtype is not leaf.dtype or tensor.shape != (*lead, *leaf.shape) or len(lead) < dims:
                 raise ValueError(
                     f"key {leaf.name}: the storage holds rows of shape {leaf.shape} and {leaf.dtype}, so that a column "
                     f"of this write has shape {(*lead, *leaf.shape)}; it has {tuple(tensor.shape)} and {tensor.dtype}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count, describe_type
+from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.base import Drawn, Sampler
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.trajectory_index import TrajectoryBounds
@@ -80,9 +81,9 @@ class Sequence(SampleUnit, TrajectoryBounds):
     The windows of a batch follow each other: B anchors make a batch of ``B * (burn_in + length + bootstrap)`` rows.
     Rows never come from another environment, nor from the other side of the newest row.
 
-    In a full ring the steps before the oldest ones were overwritten. An anchor that lacks some of its ``burn_in`` for
-    that reason stands for the row at which its window is whole, the first one with so many steps before it: it would
-    look like the beginning of an episode else.
+    In a full ring, and in what was loaded from one, the steps before the oldest ones were overwritten. An anchor that
+    lacks some of its ``burn_in`` for that reason stands for the row at which its window is whole, the first one with so
+    many steps before it: it would look like the beginning of an episode else.
 
     The batch has, for each row: ``"validity_mask"``, whether it is what it should be rather than the repeated row at a
     boundary; ``"learning_mask"``, whether it is one of the ``length``; ``"anchor_index"``, the index of its anchor;
@@ -179,12 +180,15 @@ class Sequence(SampleUnit, TrajectoryBounds):
         """The rows, or those of the same environment whose past is there, where the ring has overwritten it."""
         if not self.burn_in:
             return rows
-        steps, envs = storage.shape[0], math.prod(storage.shape[1:])
-        full = storage.ring.counters[SIZE] == storage.max_size
-        newest = storage.ring.counters[WRITTEN].div(envs, rounding_mode="floor") - 1
+        steps, envs, ring = storage.shape[0], math.prod(storage.shape[1:]), storage.ring
+        at_replays().holds(ring, "past_lost")
+        lost = ring.past_lost or ring.counters[SIZE] == storage.max_size
+        newest = ring.counters[WRITTEN].div(envs, rounding_mode="floor") - 1
         age = (newest - rows.div(envs, rounding_mode="floor")).remainder(steps)
-        missing = age - (steps - 1 - min(self.burn_in * self.dilation, steps - 1))
-        return (rows + (missing.clamp(min=0) * full) * envs).remainder(storage.max_size)
+        # Of so many steps the oldest ones have no past.
+        before = ring.counters[SIZE].div(envs, rounding_mode="floor") - 1
+        missing = age - (before - self.burn_in * self.dilation).clamp(min=0)
+        return (rows + (missing.clamp(min=0) * lost) * envs).remainder(storage.max_size)
 
     def _room(self, storage: TensorStorage, rows: Tensor) -> tuple[Tensor, Tensor]:
         """How many steps there are before and after rows, int64 ``[n]`` each, up to the boundaries."""

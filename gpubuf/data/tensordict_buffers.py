@@ -16,7 +16,7 @@ from gpubuf.data.parts import storage_of
 from gpubuf.data.samplers.priorities import masks_of, rows_of
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.sequences import by_anchor
-from gpubuf.data.storage.containers import Data, batch_shape, check_entries, tensors_of
+from gpubuf.data.storage.containers import Data, batch_shape, check_entries, first_of, is_data, tensors_of
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import MASK_KEY, as_key, priority_mask_key
 from gpubuf.data.storage.storage import TensorStorage
@@ -76,7 +76,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
             data = tensors_of(data)
             try:
                 check_entries(data)
-                return TensorDict(data, batch_shape(data, ndim))
+                first = first_of(data)
+                # Of too few dimensions, whoever writes it says what to do.
+                return TensorDict(data, first.shape[:ndim] if is_data(first) else batch_shape(data, ndim))
             except (TypeError, ValueError) as error:
                 message = f"{type(self).__name__} stores TensorDicts, and this dict can't be one: {error}"
                 raise TypeError(message) from None
@@ -85,7 +87,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
                 for key, value in TensorDict(data).items(True, True):
                     rows.setdefault(tuple(value.shape[:ndim]), []).append(".".join(as_key(key)))
                 each = "; ".join(f"{', '.join(keys)}: {list(shape)}" for shape, keys in rows.items())
-                raise ValueError(f"the keys of a batch must have the same rows, got {each}") from None
+                due = f"the keys of a batch must have the same rows, of {ndim} dimension(s)"
+                raise ValueError(f"{due}, got {each}") from None
         if isinstance(data, list) and data and isinstance(data[0], dict):
             return [self._as_tensordicts(row, ndim - 1) for row in data]
         return data

@@ -19,9 +19,9 @@ from torch import Tensor
 from gpubuf.data.arguments import as_tensor
 from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.priorities import vector
-from gpubuf.data.storage.containers import Data, is_data, mapped, shallow, without_wrapper
+from gpubuf.data.storage.containers import Data, first_of, is_data, mapped, shallow, without_wrapper
 from gpubuf.data.storage.indexing import as_positions, plain_index
-from gpubuf.data.storage.layout import Key, as_key, as_written
+from gpubuf.data.storage.layout import OF_A_DRAW, Key, as_key, as_written
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import NEXT_KEY, Schema
 from gpubuf.data.storage.storage import TensorStorage
@@ -36,10 +36,6 @@ class UnknownKeyError(KeyError, ValueError):
 
     # That of KeyError is the repr of its argument.
     __str__ = ValueError.__str__
-
-
-#: Root keys of a batch that say which rows it is made of.
-_OF_THE_DRAW = frozenset({("index",), ("index_generation",), ("priority_weight",), ("relabelled",)})
 
 
 @dataclass(frozen=True)
@@ -66,12 +62,20 @@ class RowAccess:
     dim_extend: int
 
     def read(self, index: Any) -> Data:
-        """The rows at a plain ``index``, transformed: views for ints and slices where the storage gives views."""
-        data = self._stored(index)
-        collate = self.collate_fn or self.storage.default_collate
-        if collate is not None and not isinstance(index, int):
+        """The rows at a plain ``index``, transformed: views for ints and slices where the storage gives views.
+
+        What is collated or transformed is a copy: both may change it in place.
+        """
+        data, storage = self._stored(index), self.storage
+        collate = None if isinstance(index, int) else self.collate_fn or storage.default_collate
+        if collate is None and self.transform.is_empty:
+            return data
+        views = storage.rows.gives_views and is_plain(index)
+        if views or (storage.takes_objects and is_data(data)):
+            data = mapped(data, lambda value: value.clone())
+        if collate is not None:
             data = collate(data)
-        return self.transform(data) if len(self.transform) else data
+        return self.transform(data)
 
     def _stored(self, index: Any) -> Data:
         storage = self.storage
@@ -106,6 +110,9 @@ class RowAccess:
             # Rows of one environment may be those of all, as on a TensorDict.
             few = isinstance(data, TensorDictBase) and data.batch_dims < len(lead)
             data = data.expand(*lead) if few else data
+            given = tuple(first_of(data).shape[: len(lead)])
+            if math.prod(given) != math.prod(lead):
+                raise ValueError(f"rows of shape {tuple(lead)} are addressed, the batch has shape {given}")
             rows = mapped(data, lambda value: value.reshape(math.prod(lead), *value.shape[len(lead) :]))
             storage[where.reshape(-1, storage.ndim)] = rows
         else:
@@ -249,7 +256,7 @@ def stored_keys(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tup
     keys: list[int] = []
     sources: list[Tensor] = []
     for key, tensor in found.items():
-        if key in _OF_THE_DRAW and layout.position(key) is None:
+        if key in OF_A_DRAW and layout.position(key) is None:
             continue
         position = stored_position(storage, key)
         leaf = layout.leaves[position]

@@ -25,9 +25,11 @@ class Writer:
 
     Attributes:
         in_order: declares that rows lie in the order in which they were written, up to the seam of the ring.
+        track_generations: whether samples that have no priorities carry ``"index_generation"`` too.
     """
 
     in_order: ClassVar[bool] = True
+    track_generations: bool = False
     _storage: TensorStorage
 
     def __init__(self, compilable: bool = False) -> None:
@@ -99,7 +101,7 @@ class Writer:
     @property
     def tracks_generations(self) -> bool:
         """Whether samples that have no priorities carry ``"index_generation"`` too."""
-        return bool(getattr(self, "track_generations", False))
+        return self.track_generations
 
     def generations_of(self, index: Any) -> Tensor:
         """How often each row's place was written. No host sync.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,9 +31,10 @@ from gpubuf.data.storage.containers import (
 from gpubuf.data.storage.layout import Key, as_key
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.tree_layout import inside
+from gpubuf.data.storage.widening import widen
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import RoundRobinWriter, Writer
-from gpubuf.kernels._registry import past_dispatcher
+from gpubuf.kernels._registry import runs_at_once
 
 
 @dataclass(eq=False)
@@ -74,7 +76,18 @@ class Writes:
                 return index
         storage.check_owned()
         rows = self._rows_of(data)
-        index = no_rows(storage) if rows is None else self._write(rows, priority)
+        try:
+            index = no_rows(storage) if rows is None else self._write(rows, priority)
+        except ValueError:
+            # It is refused, perhaps for keys that no row has had.
+            before = storage.rows
+            if not (storage.initialized and self.writer.in_order and widen(storage, rows)):
+                raise
+            try:
+                index = self._write(rows, priority)
+            except ValueError:
+                storage.rewire(copy.copy(before))
+                raise
         if index.numel() == 0:
             return no_rows(storage)
         found = storage.unravel(index)
@@ -84,9 +97,9 @@ class Writes:
         return found
 
     def _by_prepared(self, batch: TensorDict) -> Tensor | None:
-        """Write the rows of a TensorDict in eager mode on the CPU. None: they take the general way; nothing changed."""
+        """Write the rows of a TensorDict in eager mode. None: they take the general way; nothing changed."""
         route = self._current_route()
-        if route is None or not past_dispatcher(route.ring):
+        if route is None or not runs_at_once(route.ring):
             return None
         size = batch.batch_size
         ready = route.of_size(size[0], keeps_index=True) if size else None
@@ -118,13 +131,17 @@ class Writes:
             data = self.transform.inv(shallow(data))
         if data is None or (not storage.initialized and storage.holds_nothing(data)):
             return None
-        if storage.ndim > 1 and self.dim_extend != 0:
-            data = mapped(data, lambda value: value.transpose(0, self.dim_extend))
+        if storage.ndim > 1:
+            data = mapped(data, self._time_first)
         if storage.initialized and not storage.ring.size and not self._fits(data):
             count = storage.rows_written
             storage.free()
             storage.ring.skipped = -count
         return data
+
+    def _time_first(self, value: Any) -> Any:
+        batch_shape(value, self.storage.ndim)
+        return value.transpose(0, self.dim_extend) if self.dim_extend else value
 
     def _fits(self, data: Data) -> bool:
         """Whether rows are like those that were there before all were forgotten, or memory for others can't be had."""
@@ -184,10 +201,12 @@ class Writes:
         if route is None:
             return False
         index = None
-        if past_dispatcher(route.ring):
+        if runs_at_once(route.ring):
             ready = route.one_step if one_step else route.sized(columns)
             if ready is not None and ready.fill(columns):
                 index = self.storage.append_prepared(ready.launch, ready.n)
+        if index is None and isinstance(columns, Mapping) and len(columns) > len(route.layout.leaves):
+            return False
         if index is None:
             sources, n = route.sources(columns, one_step, self.dim_extend)
             if n == 0:
@@ -257,9 +276,14 @@ def tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, to
         if is_array(value):
             value = of_array(value)
         tensor = value if isinstance(value, Tensor) else numbers_as(value, dtypes.get(as_key(key)), str(key))
+        if tensor.ndim < lead:
+            raise ValueError(
+                f"key {key!r} has shape {tuple(tensor.shape)}, a column of this write has {lead} batch dimension(s), "
+                "and one fewer for add_columns() than for extend_columns()"
+            )
         if out is None:
             out = TensorDict({}, batch_size=tensor.shape[:lead])
-        if tensor.ndim < lead or tensor.shape[:lead] != out.batch_size:
+        if tensor.shape[:lead] != out.batch_size:
             raise ValueError(
                 f"key {key!r} has shape {tuple(tensor.shape)}, but the columns before it have the batch dimensions "
                 f"{tuple(out.batch_size)}"

@@ -143,6 +143,8 @@ class LossModule(TensorDictModuleBase):
 
     skip_done_states = False
     scalar_output_mode: str | None = None
+    #: Whether targets move only where the policy learns.
+    delayed_targets = False
     #: Whether NaN was named already, or whoever reads the losses names it.
     nan_named = False
     _networks: Any = None

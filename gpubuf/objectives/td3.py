@@ -157,6 +157,7 @@ class TD3Loss(LossModule):
     _schedulable_buffers = frozenset({"policy_noise", "noise_clip"})
 
     Options = TD3Options
+    delayed_targets = True
 
     def __init__(self, actor_network: Any, qvalue_network: CriticNetworks, **options: Any) -> None:
         super().__init__()
@@ -179,6 +180,12 @@ class TD3Loss(LossModule):
         found = {"loss_actor": loss_actor, "loss_qvalue": loss_qvalue, "state_action_value_actor": actor_values, **rows}
         # No batch size would fit values of all critics and rows alike.
         return TensorDict({name: found[name] for name in self.loss_names}, batch_size=[])
+
+    def critic_losses(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """The losses of an update that leaves the actor as it is: ``loss_qvalue``. Writes the priority entry."""
+        return self._evaluated(
+            lambda batch: TensorDict({"loss_qvalue": self._value_loss(batch, self._seen(batch))[0]}, []), tensordict
+        )
 
     # The parts of `forward`, as TorchRL names them.
 

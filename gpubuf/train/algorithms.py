@@ -127,7 +127,7 @@ class Discrete(Gaussian):
 # Standard deviation of the noise on TD3's actions, as in its paper.
 _EXPLORATION = 0.1
 
-#: The values that `Agent.update` returns, in this order, where there is a temperature.
+#: The values that an update records, in this order, where there is a temperature.
 _SAC_LOSSES = ("loss_qvalue", "loss_actor", "loss_alpha", "alpha", "entropy")
 
 
@@ -145,8 +145,7 @@ class Algorithm:
         weight_decay: Of the optimiser, for everything but the temperature.
         unit_rows: Whether the optimiser keeps the weights of all networks at unit rows.
         actions: How outputs of the policy's network become actions.
-        losses: The values that an update returns.
-        delayed_targets: Whether targets move only with the policy.
+        losses: The values that an update records.
     """
 
     title: str
@@ -159,7 +158,6 @@ class Algorithm:
     unit_rows: bool = False
     actions: Gaussian = GAUSSIAN
     losses: tuple[str, ...] = _SAC_LOSSES
-    delayed_targets: bool = False
 
 
 def _sac_critics(config: TrainConfig, observation: int, action: int, device: torch.device) -> TensorDictModule:
@@ -281,7 +279,6 @@ ALGORITHMS: dict[str, Algorithm] = {
         lambda config, action: {"loss_function": "l2", "bounds": (-1.0, 1.0)},
         actions=Deterministic(),
         losses=("loss_qvalue", "loss_actor"),
-        delayed_targets=True,
     ),
     # Christodoulou 2019, arXiv:1910.07207.
     "discrete-sac": Algorithm(
@@ -298,8 +295,32 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
+class ComputedLosses(nn.Module):
+    """A loss that is compiled, or computed in bfloat16; see :class:`~gpubuf.Learner` for how it is called."""
+
+    def __init__(self, loss: objectives.LossModule, config: TrainConfig) -> None:
+        super().__init__()
+        self._device, self._bfloat16, self.delayed_targets = loss.device.type, config.bfloat16, loss.delayed_targets
+        self._whole: Callable[[TensorDict], Any] = lambda batch: loss(batch)
+        self._of_critics: Callable[[TensorDict], Any] = lambda batch: cast(Any, loss).critic_losses(batch)
+        if config.compile:
+            self._whole, self._of_critics = (
+                torch.compile(each, fullgraph=True) for each in (self._whole, self._of_critics)
+            )
+
+    def forward(self, batch: TensorDict) -> Any:
+        """All losses."""
+        with torch.autocast(self._device, torch.bfloat16, enabled=self._bfloat16):
+            return self._whole(batch)
+
+    def critic_losses(self, batch: TensorDict) -> Any:
+        """Those of an update that leaves the policy as it is."""
+        with torch.autocast(self._device, torch.bfloat16, enabled=self._bfloat16):
+            return self._of_critics(batch)
+
+
 class Agent:
-    """A policy that acts and learns: with its critics, and how they learn from a batch.
+    """A policy that acts, with its critics, and the loss and optimiser by which they learn.
 
     Args:
         config: The run's settings.
@@ -330,7 +351,6 @@ class Agent:
         if config.noise_hold is not None and config.noise_hold > 1:
             self._noise = StickyNoise(config.num_envs, action_size, config.noise_hold, device)
         self.title, self.loss_names = algorithm.title, algorithm.losses
-        self._delayed_targets, self._bfloat16 = algorithm.delayed_targets, config.bfloat16
         critics = algorithm.critics(config, observation_size, action_size, device)
         options = algorithm.options(config, action_size)
         self.loss = algorithm.loss(self.actor, critics, num_qvalue_nets=config.critics, **options)
@@ -338,8 +358,9 @@ class Agent:
         # The run stops at NaN, and is the one that says so.
         self.loss.nan_named = True
         unit_rows = (self.actor, critics) if algorithm.unit_rows else ()
-        self._optimizer = self._make_optimizer(config, algorithm, unit_rows)
-        self._losses = torch.compile(self._eager_losses, fullgraph=True) if config.compile else self._eager_losses
+        self.optimizer = self._make_optimizer(config, algorithm, unit_rows)
+        #: What the learner calls.
+        self.losses = ComputedLosses(self.loss, config) if config.compile or config.bfloat16 else self.loss
 
     def act(self, observation: Tensor) -> Tensor:
         """The best actions `[E, A]`, each number in [-1, 1], on the network's device.
@@ -376,63 +397,15 @@ class Agent:
         """Those of policy, critics and temperature that learn."""
         return [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
 
-    @property
-    def critic_loss_names(self) -> frozenset[str]:
-        """Those of `loss_names` that an update of the critics alone has."""
-        alone = {"loss_qvalue", "alpha"}
-        from_next = getattr(self.loss, "temperature_from", "current") == "next"
-        return frozenset({*alone, "loss_alpha"} if from_next else alone)
-
-    def update(self, batch: TensorDict, policy: bool = True) -> Tensor:
-        """Take one step of the optimiser on ``batch``, and write ``"td_error"`` into it.
-
-        The operations are the same at every call with the same ``policy``: each of the two can be captured into a CUDA
-        graph. Does not synchronise.
-
-        Args:
-            batch: `[B]` transitions.
-            policy: Whether policy and temperature learn too. Otherwise a temperature learns only from next actions.
-
-        Returns:
-            The values of `loss_names`, `[L]` float32 on the device; 0 for those that were not computed.
-        """
-        values = self._gradients(batch, policy)
-        self._optimizer.step(targets=policy or not self._delayed_targets)
-        return values
-
-    def _gradients(self, batch: TensorDict, policy: bool) -> Tensor:
-        """Set the gradients of the parameters that learn, and None for others. Returns the values of `loss_names`."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._bfloat16):
-            total, values = self._losses(batch, policy)
-        self._optimizer.zero_grad(set_to_none=True)
-        total.backward()
-        return values
-
-    def _eager_losses(self, batch: TensorDict, policy: bool) -> tuple[Tensor, Tensor]:
-        """The sum to minimise, and the values of `loss_names`."""
-        found: Any
-        if policy:
-            found = self.loss(batch)
-        elif isinstance(self.loss, objectives.TD3Loss):
-            found = {"loss_qvalue": self.loss.value_loss(batch)[0]}
-        else:
-            found = cast(Any, self.loss).critic_losses(batch)
-        # The losses share no parameters, so their sum gives each parameter the gradient of its own loss.
-        present = [name for name in self.loss_names if name in found]
-        total: Tensor = sum(found[name] for name in present if name.startswith("loss_"))
-        absent = torch.zeros_like(total).detach()
-        values = [found[name].detach().reshape(()) if name in present else absent for name in self.loss_names]
-        return total, torch.stack(values)
-
     def state_dict(self) -> dict[str, Any]:
         """Networks, temperature, optimiser, and noise that is held."""
-        state = {"loss": self.loss.state_dict(), "optimizer": self._optimizer.state_dict()}
+        state = {"loss": self.loss.state_dict(), "optimizer": self.optimizer.state_dict()}
         return state if self._noise is None else {**state, "noise": self._noise.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; its tensors may be on any device."""
         self.loss.load_state_dict(state["loss"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         if self._noise is not None:
             self._noise.load_state_dict(state["noise"])
 

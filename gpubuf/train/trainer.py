@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gpubuf import data, graphs
 from gpubuf.data.storage.layout import Leaf, as_key
+from gpubuf.learner import Learner
 from gpubuf.train.algorithms import ALGORITHMS, Agent
 from gpubuf.train.config import TORCH_PREFIX, TrainConfig, UsageError
 from gpubuf.train.environments import CURVE, FINAL, TRAINING, Environments, Evaluation, NotFiniteError, Steps
@@ -41,8 +42,8 @@ class Trainer:
 
     With environments on the device nothing in the loop waits for it: the host launches, counts steps and updates, and
     reads losses and returns only to record them. Two functions of fixed shapes do the work: a step of all environments,
-    and an update. Each can become a CUDA graph. They are two functions because the number of updates per step may be
-    any number, or a fraction.
+    and an update, by a :class:`~gpubuf.Learner`. Each can become a CUDA graph. They are two functions because the
+    number of updates per step may be any number, or a fraction.
 
     Args:
         config: The run's settings.
@@ -74,20 +75,15 @@ class Trainer:
         self.buffer = _make_buffer(config, device, self.agent.normalize)
         # To act on next, `[E, O]` float32. Written in place, for graphs read it where it is.
         self._observation = self._environments.reset().to(device)
-        self._step_by_policy = self._graph(self._explore) if self._environments.capturable else self._explore
+        captured = self._captured and self._environments.capturable
+        self._step_by_policy = graphs.capture(self._explore) if captured else self._explore
+        self._learner = Learner(self.agent.losses, self.agent.optimizer, buffer=self.buffer, capture=self._captured)
         self._updates = 0
+        # Of the values that updates have returned since the last record, and how many had each.
         self._sums = torch.zeros(len(self.agent.loss_names), device=device)
-        # Updates in the sums, and those among them that trained the policy.
-        self._summed = 0
-        self._summed_policies = 0
+        self._counts = [0] * len(self.agent.loss_names)
         self._returns: deque[float] = deque(maxlen=self._environments.shown_records)
         self._evaluated: float | None = None
-        # Two functions, and two graphs, since each does the same at every call.
-        self._update = self._graph(lambda: self._sample_and_update(policy=True))
-        self._update_critics = self._graph(lambda: self._sample_and_update(policy=False))
-
-    def _graph(self, step: Callable[[], None]) -> Callable[[], None]:
-        return graphs.capture(step) if self._captured else step
 
     def advance(self) -> None:
         """Step every environment once, and run the updates that are due."""
@@ -156,22 +152,19 @@ class Trainer:
             # Before the update, not in it: a graph would keep the number of its capture.
             sampler.beta = self._beta()
         while self._updates < due:
-            self._summed += 1
             self._updates += 1
-            if self._updates % self.config.policy_every == 0:
-                self._summed_policies += 1
-                self._update()
-            else:
-                self._update_critics()
+            self._update(policy=self._updates % self.config.policy_every == 0)
 
-    def _sample_and_update(self, policy: bool) -> None:
-        batch = self.buffer.sample()
-        self._sums += self.agent.update(batch, policy)
+    def _update(self, policy: bool) -> None:
         try:
-            # A buffer that draws uniformly ignores it.
-            self.buffer.update_tensordict_priority(batch)
+            losses = self._learner(policy=policy)
         except ValueError as error:
             raise self._diverged(error) from error
+        found = [(i, losses.get(name)) for i, name in enumerate(self.agent.loss_names) if name in losses.keys()]
+        sums = self._sums.unbind()
+        torch._foreach_add_([sums[i] for i, _ in found], [value for _, value in found])
+        for i, _ in found:
+            self._counts[i] += 1
 
     def _diverged(self, found: object) -> DivergedError:
         return DivergedError(f"training diverged by step {self.step:,}: {found}")
@@ -182,15 +175,13 @@ class Trainer:
         return start + (1 - start) * min(1.0, self.step / self.config.total_steps)
 
     def _log_losses(self) -> None:
-        if self._summed == 0:
+        counts = self._counts
+        if not any(counts):
             return
-        in_all = self.agent.critic_loss_names
-        names = self.agent.loss_names
-        counts = [self._summed if name in in_all else self._summed_policies for name in names]
         means = (self._sums / self._sums.new_tensor(counts)).tolist()
         self._sums.zero_()
-        self._summed = self._summed_policies = 0
-        losses = {name: mean for name, mean, count in zip(names, means, counts, strict=True) if count}
+        self._counts = [0] * len(counts)
+        losses = {name: mean for name, mean, count in zip(self.agent.loss_names, means, counts, strict=True) if count}
         if not all(math.isfinite(value) for value in losses.values()):
             raise self._diverged(losses)
         record = {"kind": "update", "step": self.step, "updates": self._updates, **losses}
@@ -241,8 +232,7 @@ class Trainer:
             "step": self.step,
             "updates": self._updates,
             "sums": self._sums,
-            "summed": self._summed,
-            "summed_policies": self._summed_policies,
+            "counts": self._counts,
             "returns": list(self._returns),
             "evaluated": self._evaluated,
             "agent": self.agent.state_dict(),
@@ -265,8 +255,7 @@ class Trainer:
             self.step = state["step"]
             self._updates = state["updates"]
             self._sums.copy_(state["sums"])
-            self._summed = state["summed"]
-            self._summed_policies = state["summed_policies"]
+            self._counts = list(state["counts"])
             self._returns.extend(state["returns"])
             self._evaluated = state["evaluated"]
             self.agent.load_state_dict(state["agent"])

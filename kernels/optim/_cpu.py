@@ -42,8 +42,9 @@ def adamw(
     moments_of = {i: (next(some), next(some)) for i, entry in enumerate(entries) if entry[EXP_AVG]}
     targets_of = {i: next(others) for i, entry in enumerate(entries) if entry[TARGET]}
     count = steps.unbind()
-    counted = [own for own, grad in zip(count, grads, strict=True) if grad is not None]
-    if counted:
+    if all(grad is not None for grad in grads):
+        steps.add_(1)
+    elif counted := [own for own, grad in zip(count, grads, strict=True) if grad is not None]:
         torch._foreach_add_(counted, 1)
     for group, rule in enumerate(hyper.tolist()):
         mine = [i for i, entry in enumerate(entries) if entry[GROUP] == group and params[i].numel()]
@@ -52,7 +53,9 @@ def adamw(
             first, second = ([moments_of[i][which] for i, _ in chosen] for which in (0, 1))
             # Of bfloat16 parameters in float32, as their moments are.
             real = first[0].dtype
-            own, given = [params[i].to(real) for i, _ in chosen], [grad.to(real) for _, grad in chosen]
+            own, given = [params[i] for i, _ in chosen], [grad for _, grad in chosen]
+            if real is not own[0].dtype:
+                own, given = ([each.to(real) for each in tensors] for tensors in (own, given))
             if norm is not None:
                 clip = (rule[MAX_NORM] / (norm.reshape(()).double() + 1e-6)).clamp_(max=1)
                 given = list(torch._foreach_mul(given, clip.to(real)))

@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from gpubuf.kernels import tanh_normal
 from gpubuf.kernels._plain import plain
@@ -19,17 +20,21 @@ def sample(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     x = torch.addcmul(loc, scale, noise)
     far = x.abs()
-    density = noise.square() * -0.5 - scale.log() - 2 * (LOG_2 - far - (far * -2).exp().log1p())
+    # |x| + log(1 + exp(-2|x|))
+    far -= 2 * softplus(far, -2)
+    density = torch.addcmul(scale.log(), noise, noise, value=0.5).sub_(far, alpha=2)
+    action, constant = x.tanh_(), HALF_LOG_2_PI + 2 * LOG_2
     if low is None or high is None:
         half, centre = (high_value - low_value) / 2, (high_value + low_value) / 2
-        # Rounding may step over a bound; a NaN stays one.
-        action = (x.tanh() * half + centre).clamp_(low_value, high_value)
-        density -= HALF_LOG_2_PI + math.log(half)
+        if (half, centre) != (1, 0):
+            # Rounding may step over a bound; a NaN stays one.
+            action.mul_(half).add_(centre).clamp_(low_value, high_value)
+        constant += math.log(half)
     else:
         halves = (high - low) / 2
-        action = torch.addcmul((high + low) / 2, x.tanh(), halves).clamp_(low, high)
-        density -= HALF_LOG_2_PI + halves.log()
-    return action, density.view(n, width).sum(1)
+        action = torch.addcmul((high + low) / 2, action, halves).clamp_(low, high)
+        density += halves.log()
+    return action, density.view(n, width).sum(1).add_(constant * width).neg_()
 
 
 @plain(tanh_normal.sample_backward)
@@ -38,8 +43,9 @@ def sample_backward(
     grad_log_prob: Tensor | None, low_value: float, high_value: float, n: int, width: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     x = torch.addcmul(loc, scale, noise)
-    slope = torch.zeros_like(x)
-    if grad_action is not None:
+    if grad_action is None:
+        slope = torch.zeros_like(x)
+    else:
         half = (high_value - low_value) / 2 if low is None or high is None else (high - low) / 2
         decay = (x.abs() * -2).exp()
         # 1 - tanh(x)^2, which keeps its precision where that is near 0.

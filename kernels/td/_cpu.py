@@ -17,7 +17,7 @@ def combined(q: Tensor, combine: int) -> Tensor:
 
 def smallest_alone(q: Tensor, values: Tensor) -> Tensor:
     """``values`` at the first of the smallest critics ``[N, ...]``, zero at the others."""
-    return torch.zeros_like(q).scatter_(0, q.argmin(0, keepdim=True), values.unsqueeze(0))
+    return torch.zeros_like(q).scatter_(0, q.min(0, keepdim=True).indices, values.unsqueeze(0))
 
 
 def weights(n: int, weight: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor | None:
@@ -31,12 +31,14 @@ def reduced(rows: Tensor, weight: Tensor | None, mask: Tensor | None, reduction:
     """``(loss, norm)`` of the losses of rows ``[n]``. What is masked is selected away."""
     n = len(rows)
     each = None if weight is None and mask is None else weights(n, weight, mask, rows)
-    if each is not None:
+    if each is None:
+        norm = rows.new_full((), 1 if reduction != MEAN else 1 / n if n else 0)
+    else:
         rows = (rows if mask is None else rows.where(mask.view(n), 0)) * each
-    norm = rows.new_ones(())
-    if reduction == MEAN:
-        mass = norm * n if each is None else each.sum()
-        norm = mass.reciprocal().where(mass != 0, 0)
+        norm = rows.new_ones(())
+        if reduction == MEAN:
+            mass = each.sum()
+            norm = mass.reciprocal().where(mass != 0, 0)
     return (rows, norm) if reduction == NONE else (rows.sum() * norm, norm)
 
 
@@ -53,12 +55,14 @@ def soft_td_target(
 ) -> Tensor:  # fmt: skip
     reward, discount = reward.view(n), gamma if steps is None else gamma ** steps.view(n)
     value = _next_value(next_q.view(nets, n), next_log_prob, alpha, combine)
-    return torch.where(terminated.view(n), reward, reward + discount * value)
+    return torch.where(terminated.view(n), reward, torch.addcmul(reward, discount, value))
 
 
 def _next_value(q: Tensor, next_log_prob: Tensor | None, alpha: Tensor | None, combine: int) -> Tensor:
     value = combined(q, combine)
-    return value if next_log_prob is None or alpha is None else value - alpha * next_log_prob.view(-1)
+    if next_log_prob is None or alpha is None:
+        return value
+    return torch.addcmul(value, alpha, next_log_prob.view(-1), value=-1)
 
 
 @plain(td.soft_lambda_return)

@@ -557,7 +557,10 @@ def mistakes(contract: BufferContract, model: Model) -> dict[str, tuple[Any, ...
     if contract.rows == "tensordict":
         found |= {
             "a missing key": (lambda buffer: buffer.extend(rows.exclude("number")), ValueError),
-            "an unknown key": (lambda buffer: buffer.extend(rows.clone().set("other", rows["number"])), ValueError),
+            "an unknown key": (
+                lambda buffer: buffer.extend(rows.clone().set(("next", "other"), rows["number"])),
+                ValueError,
+            ),
             "a missing key below": (lambda buffer: buffer.extend(rows.exclude(("next", "reward"))), ValueError),
             "a tensor for a TensorDict": (
                 lambda buffer: buffer.extend(rows.clone().set("next", rows["number"])),

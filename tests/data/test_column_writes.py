@@ -73,7 +73,7 @@ def test_nothing_is_written_where_columns_do_not_fit():
     made.add_columns(good)
     wrong = {
         "missing": {key: value for key, value in good.items() if key != "obs"},
-        "extra": good | {"more": np.zeros(3)},
+        "extra": good | {("next", "more"): np.zeros(3)},
         "float64": good | {"obs": good["obs"].astype(np.float64)},
         "shape": good | {"obs": good["obs"][:, :2]},
         "environments": {key: value[:2] for key, value in good.items()},
@@ -152,6 +152,7 @@ def test_tensors_of_a_step_that_are_no_plain_memory():
         lambda value: torch.stack([value, value], 1)[:, 0],
         _negated,
         lambda value: torch._efficientzerotensor(value.shape, dtype=value.dtype),
+        lambda value: torch._efficientzerotensor((2, *value.shape), dtype=value.dtype)[1],
         lambda value: value.requires_grad_() if value.is_floating_point() else value,
         lambda value: value.as_strided(value.shape, (0,) * value.ndim),
     ]
@@ -200,6 +201,7 @@ def test_tensordicts_of_one_size_again_and_again():
         lambda value: torch.stack([value, value], 1)[:, 0],
         lambda value: torch._neg_view(value.neg()),
         lambda value: torch._efficientzerotensor(value.shape, dtype=value.dtype),
+        lambda value: torch._efficientzerotensor((2, *value.shape), dtype=value.dtype)[1],
     ]
     written, indices = [], []
     for number in range(4 * len(strange)):

@@ -1,4 +1,4 @@
-"""Compose, and inverse transforms that have nothing to write yet."""
+"""Compose, transforms that change their batch in place, and inverse ones that have nothing to write yet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from gpubuf.data import Compose, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from gpubuf import ListStorage
+from gpubuf.data import Compose, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
 
 def add(number: int):
@@ -144,3 +145,47 @@ def _transitions(start: int, stop: int) -> TensorDict:
     flag = torch.zeros(n, 1, dtype=torch.bool)
     after = {"observation": step + 1, "reward": step, "done": flag, "terminated": flag.clone()}
     return TensorDict({"observation": step, "next": after}, [n])
+
+
+def doubles(batch):
+    """A transform, or a collate function, that changes tensors in place."""
+    for key in batch.keys() if isinstance(batch, TensorDict) else batch if isinstance(batch, dict) else [None]:
+        (batch if key is None else batch[key]).mul_(2)
+    return batch
+
+
+@pytest.mark.parametrize("option", ["transform", "collate_fn"])
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+@pytest.mark.parametrize("index", [slice(None), slice(1, 3), ..., -1, "number"])
+def test_a_transform_in_place_has_rows_of_its_own(option, storage, index):
+    """Issue 45, A10: what is changed in place, whatever the index, is not what is stored."""
+    buffer = ReplayBuffer(storage(4), **{option: doubles})
+    buffer.extend(numbers(1, 5))
+    read, factor = buffer[index], 1 if option == "collate_fn" and index == -1 else 2
+    read = read if isinstance(index, str) else read["number"]
+    assert read.tolist() == (factor * torch.arange(1, 5)[slice(None) if isinstance(index, str) else index]).tolist()
+    assert buffer.storage[:]["number"].tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("index", [slice(None), (slice(None), 0), (0, 1), 0])
+@pytest.mark.parametrize("rows", [numbers(0, 6).reshape(2, 3), {"number": torch.arange(6).reshape(2, 3)}])
+def test_so_it_has_in_two_dimensions_and_of_other_rows(index, rows):
+    buffer = ReplayBuffer(LazyTensorStorage(6, ndim=2), transform=doubles)
+    buffer.extend(rows)
+    assert torch.equal(buffer[index]["number"], 2 * rows["number"][index])
+    assert buffer.storage[:]["number"].sum() == 15
+
+
+def test_so_it_has_of_a_list_of_tensors():
+    buffer = ReplayBuffer(ListStorage(4), transform=doubles)
+    buffer.extend(torch.ones(4, 2))
+    assert buffer[0].tolist() == [2, 2]
+    assert buffer[:2].tolist() == [[2, 2], [2, 2]]
+    assert buffer.storage[0].tolist() == [1, 1]
+
+
+def test_without_transforms_a_slice_is_a_view():
+    buffer = ReplayBuffer(LazyTensorStorage(4))
+    buffer.extend(numbers(0, 4))
+    buffer[:]["number"].mul_(2)
+    assert buffer.storage[:]["number"].tolist() == [0, 2, 4, 6]

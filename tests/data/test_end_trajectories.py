@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import random
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
 from gpubuf import (
+    LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
     PrioritizedSliceSampler,
@@ -136,22 +138,27 @@ def crossings(buffer: ReplayBuffer, kind: str) -> int:
     return count
 
 
+def looking(kind: str, storage: Any) -> TensorDictReplayBuffer:
+    """A buffer that asks for trajectories."""
+    generator = torch.Generator().manual_seed(0)
+    return TensorDictReplayBuffer(storage=storage, batch_size=16, generator=generator, **LOOKING[kind]())
+
+
+def steps(episode: int) -> TensorDict:
+    rows = rows_of([[(episode, i)] for i in range(7)])[:, 0]
+    of = rows["of"].float().unsqueeze(-1)
+    rows["next", "of"] = rows["of"]
+    rows["desired_goal"], rows["next", "desired_goal"], rows["next", "achieved_goal"] = of - 5, of - 5, of
+    return rows
+
+
 @pytest.mark.parametrize("way", ["save", "state", "mix"])
 @pytest.mark.parametrize("kind", LOOKING)
 def test_what_is_written_after_a_restart_continues_nothing(kind, way, tmp_path):
     """CASES 78. Saved in mid-episode, no window leads into the rows of after it, unless the environment went on too."""
 
     def made() -> TensorDictReplayBuffer:
-        generator = torch.Generator().manual_seed(0)
-        options = {"batch_size": 16, "generator": generator, **LOOKING[kind]()}
-        return TensorDictReplayBuffer(storage=LazyTensorStorage(32), **options)
-
-    def steps(episode: int) -> TensorDict:
-        rows = rows_of([[(episode, i)] for i in range(7)])[:, 0]
-        of = rows["of"].float().unsqueeze(-1)
-        rows["next", "of"] = rows["of"]
-        rows["desired_goal"], rows["next", "desired_goal"], rows["next", "achieved_goal"] = of - 5, of - 5, of
-        return rows
+        return looking(kind, LazyTensorStorage(32))
 
     whole = made()
     whole.extend(steps(0))
@@ -171,6 +178,46 @@ def test_what_is_written_after_a_restart_continues_nothing(kind, way, tmp_path):
         assert (buffer.sample() == again.sample()).all()
         buffer.extend(steps(1))
         assert bool(crossings(buffer, kind)) is not ends
+
+
+@pytest.mark.parametrize("way", ["open", "existsok"])
+@pytest.mark.parametrize("kind", LOOKING)
+def test_what_is_written_to_files_that_are_opened_again_continues_nothing(kind, way, tmp_path):
+    """CASES 78. Also the first row, by columns; to open them alone changes no file."""
+    for ends in (True, False):
+        folder = tmp_path / str(ends)
+        looking(kind, LazyMemmapStorage(32, scratch_dir=folder)).extend(steps(0))
+        how = {} if ends else {"end_trajectories": False}
+        if way == "open":
+            storage = LazyMemmapStorage.open(folder, **how)
+        else:
+            storage = LazyMemmapStorage(32, scratch_dir=folder, existsok=True, **how)
+        files = sorted(path.name for path in folder.rglob("*"))
+        buffer, again = looking(kind, storage), looking(kind, LazyTensorStorage(32))
+        again.extend(steps(0))
+        assert (buffer.sample().exclude("index") == again.sample().exclude("index")).all()
+        assert sorted(path.name for path in folder.rglob("*")) == files
+        first, *rest = steps(1).unbind(0)
+        buffer.add_columns(dict(first.items(True, True)))
+        buffer.extend(torch.stack(rest))
+        assert bool(crossings(buffer, kind)) is not ends
+        # Later rows go on with theirs.
+        assert int(buffer.storage.marks.memory.sum()) == 1 if ends else buffer.storage.marks.rows is None
+
+
+@pytest.mark.parametrize("kind", ["uniform", "loaded"])
+def test_files_that_are_opened_again_have_marks_only_where_they_are_asked_for(kind, tmp_path):
+    looking("n-step", LazyMemmapStorage(32, scratch_dir=tmp_path)).extend(steps(0))
+    if kind == "uniform":
+        buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage.open(tmp_path), batch_size=4)
+    else:
+        # A state that is loaded has its own say.
+        buffer = looking("n-step", LazyMemmapStorage.open(tmp_path))
+        other = looking("n-step", LazyTensorStorage(32))
+        other.extend(steps(0))
+        buffer.load_state_dict(other.state_dict(), end_trajectories=False)
+    buffer.extend(steps(1))
+    assert buffer.storage.marks.rows is None
 
 
 def test_a_restart_costs_nothing_where_nobody_asks_for_trajectories():

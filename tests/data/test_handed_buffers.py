@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import multiprocessing
 import os
 import pickle
+import time
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -272,6 +274,81 @@ def test_more_processes_than_places():
     client.close()
     assert buffer.write_count == 6
     assert (answered("fork", first_write, buffer), buffer.write_count) == ("1", 7)
+
+
+def collect(buffer: Any, tell: Any, number: int, frames: int | None) -> None:
+    """What a collector's process does: writes batches, and says so after each. ``frames``: how many; None: no end."""
+    for first in itertools.count(0, 5):
+        if frames is not None and first >= frames:
+            break
+        batch = rows(5)
+        batch["number"] += 1000 * number + first
+        if buffer.extend(batch).tolist() == [-1] * 5:
+            tell.send(number)
+    tell.close()
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("warmed_up", [False, True])
+def test_collectors_in_two_processes_write_all_their_frames(start, warmed_up):
+    """Case 69: as TorchRL's MultiAsyncCollector, which counts the frames that it is told of, and has them then."""
+    context: Any = CONTEXTS[start]
+    buffer = torchrl.TensorDictReplayBuffer(storage=torchrl.LazyTensorStorage(300), batch_size=8, shared=True)
+    if warmed_up:
+        buffer.extend(more_rows(1))
+        buffer.empty()
+    receiver, sender = context.Pipe(duplex=False)
+    processes = [context.Process(target=collect, args=(buffer, sender, number, 100)) for number in range(2)]
+    for process in processes:
+        process.start()
+    for frames in range(5, 205, 5):
+        assert receiver.recv() in (0, 1)
+        assert buffer.write_count >= frames
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert len(buffer) == buffer.write_count == 200
+    numbers = buffer[:]["number"]
+    for number in range(2):
+        assert numbers[numbers // 1000 == number].tolist() == list(range(1000 * number, 1000 * number + 100))
+    assert buffer.sample().shape == (8,)
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_a_learner_waits_for_the_rows_of_its_collector(start, prioritized):
+    """Case 69: as TorchRL's sac-async, which waits for a write count, and samples while rows come."""
+    context: Any = CONTEXTS[start]
+    options = {"storage": torchrl.LazyTensorStorage(50), "batch_size": 8, "shared": True, "prefetch": 0}
+    if prioritized:
+        buffer = torchrl.TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, **options)
+    else:
+        buffer = torchrl.TensorDictReplayBuffer(**options)
+    buffer.append_transform(lambda batch: batch.to("cpu"))
+    buffer.extend(rows(1))
+    buffer.empty()
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=collect, args=(buffer, sender, 1, None), daemon=True)
+    process.start()
+    patience = time.monotonic() + 60
+    while buffer.write_count <= 40 and time.monotonic() < patience:
+        time.sleep(0.01)
+    seen = set()
+    while (buffer.write_count <= 400 or len(seen) < 50) and time.monotonic() < patience:
+        batch = buffer.sample()
+        assert (batch["number"] >= 1000).all()
+        seen |= set(batch["number"].tolist())
+        if prioritized:
+            buffer.update_tensordict_priority(batch.set("td_error", torch.rand(8)))
+        while receiver.poll():
+            receiver.recv()
+    process.kill()
+    process.join()
+    written = buffer.write_count
+    assert written > 400
+    assert len(buffer) == 50
+    assert sorted(buffer[:]["number"].tolist()) == list(range(1000 + written - 50, 1000 + written))
+    assert len(seen) >= 50
 
 
 def more_rows(n: int = 4) -> TensorDict:

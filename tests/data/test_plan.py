@@ -196,6 +196,20 @@ def test_bad_specs_exit_with_2(capsys, arguments, message):
     assert message in captured.err
 
 
+def test_a_plan_names_what_could_be_stored_once(monkeypatch, capsys):
+    """Issue 45, B16: with ``--share-next`` there is nothing left to say."""
+    Machine(host=GIB, device=None).install(monkeypatch)
+    arguments = ["plan", "--spec", "observation=310:float32", "--spec", "next.observation=310:float32", "--capacity"]
+    for capacity, code in (("1000", 0), ("100000000", 1)):
+        assert main([*arguments, capacity]) == code
+        out = capsys.readouterr().out
+        assert "share_next=True would store once: observation." in out
+        assert ("observations stored once, by share_next=True" in out) == bool(code)
+    assert main([*arguments, "1000", "--share-next"]) == 0
+    assert "share_next" not in capsys.readouterr().out
+    assert "share_next" not in str(gpubuf.plan({"observation": "3:float32", ("next", "reward"): "1:float32"}, 10))
+
+
 def test_the_command_with_observations_stored_once(capsys):
     entries = ["observation=310:float32", "next.observation=310:float32", "next.reward=1:float32"]
     arguments = [part for entry in entries for part in ("--spec", entry)]

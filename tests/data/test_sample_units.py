@@ -89,6 +89,42 @@ def test_stacks_of_frames_at_every_edge(n, dilation, envs):
     assert drawn == (stored if n < 12 else {int(value) for value in frame[0, oldest + 3 * dilation :]})
 
 
+@pytest.mark.parametrize("envs", [1, 3])
+@pytest.mark.parametrize("n", [9, 13, 17, 40])
+def test_stacks_of_what_was_loaded_into_more_room(n, envs, tmp_path):
+    """CASES 79. The steps before the oldest one of a ring that was full are not there, wherever its rows go."""
+    unit, lags = Sequence(1, burn_in=3, dilation=2), torch.arange(6, -1, -2)
+
+    def steps(first: int, last: int) -> TensorDict:
+        time = torch.arange(first, last)
+        frame = (time // 8 * 100 + time % 8).unsqueeze(0) + 10_000 * torch.arange(envs).unsqueeze(1)
+        data = {"frame": frame, "next": {"done": (time % 8 == 7).expand(envs, last - first).unsqueeze(-1)}}
+        given = TensorDict(data, [envs, last - first])
+        return given if envs > 1 else given[0]
+
+    def made(capacity: int) -> TensorDictReplayBuffer:
+        return buffer_of(unit, capacity=capacity * envs, ndim=1 + (envs > 1))
+
+    def drawn(buffer: TensorDictReplayBuffer) -> set[int]:
+        stack = torch.cat([buffer.sample() for _ in range(100)]).view(400, 4)["frame"]
+        assert torch.equal(stack, torch.maximum(stack[:, -1:] - lags, stack[:, -1:] // 100 * 100))
+        return {int(value) for value in stack[:, -1].remainder(10_000)}
+
+    first = made(12)
+    first.extend(steps(0, n))
+    second, third = made(20), made(30)
+    second.load_state_dict(first.state_dict(), end_trajectories=False)
+    assert drawn(second) == drawn(first)
+    second.extend(steps(n, n + 2))
+    assert {int(value) for value in steps(n, n + 2)["frame"].reshape(-1).remainder(10_000)} <= drawn(second)
+    second.save(tmp_path / "saved")
+    third.load(tmp_path / "saved", end_trajectories=False)
+    assert drawn(third) == drawn(second)
+    third.empty()
+    third.extend(steps(0, 8))
+    assert drawn(third) == set(range(8))
+
+
 def test_a_unit_of_your_own():
     class Pairs(SampleUnit):
         """Each row, and the one before it."""

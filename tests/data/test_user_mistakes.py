@@ -6,6 +6,7 @@ What people write before they have read anything works, or says what to write in
 from __future__ import annotations
 
 import argparse
+import re
 
 import numpy as np
 import pytest
@@ -286,6 +287,44 @@ def test_add_of_a_batch(ndim):
         buffer.add(batch[..., 0].apply(lambda value: value.unsqueeze(-1)))
     assert len(buffer) == n
     buffer.add(batch[..., 0])
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("dim_extend", [None, 0])
+@pytest.mark.parametrize("written", [False, True])
+def test_a_batch_without_the_dimension_of_time_or_of_environments(kind, dim_extend, written):
+    """Issue 45, B16: the shape that came, the one that is due, and what to do."""
+    buffer = kind(LazyTensorStorage(32, ndim=2), dim_extend=dim_extend)
+    if written:
+        buffer.extend(TensorDict({"number": torch.zeros(4, 4)}, [4, 4]))
+    due = r"ndim=2 takes \[E, T\], the batch has shape \(4,\); add\(\) writes one step of all environments"
+    other = r"the same rows, of 2 dimension\(s\), got wide: \[4, 3\]; number: \[4\]"
+    for given in (TensorDict({"number": torch.zeros(4)}, [4]), {"number": torch.zeros(4)}):
+        with pytest.raises(ValueError, match=due):
+            buffer.extend(given)
+    with pytest.raises(ValueError, match=due if kind is ReplayBuffer else other):
+        buffer.extend({"wide": torch.zeros(4, 3), "number": torch.zeros(4)})
+    with pytest.raises(ValueError, match=r"has shape \(4,\)|it has \(4,\)"):
+        buffer.extend_columns({"number": torch.zeros(4)})
+    with pytest.raises(ValueError, match=r"one step of all environments, .*, got the shape \[\]"):
+        buffer.add(TensorDict({"number": torch.zeros(())}))
+    assert len(buffer) == 16 * written
+    buffer.add(TensorDict({"number": torch.zeros(4)}, [4]))
+    with pytest.raises(ValueError, match=r"rows of shape \(1, 1\) are addressed, the batch has shape \(4, 1\)"):
+        buffer[:1, :1] = TensorDict({"number": torch.zeros(4, 1)}, [4, 1])
+    assert len(buffer) == 16 * written + 4
+
+
+@pytest.mark.parametrize("shape", [(16, 8), (16, 8, 2)])
+def test_a_batch_of_more_dimensions_than_the_first_is_told_what_it_may_be(shape):
+    """Issue 45, B16: as the first one it would be rows of trajectories."""
+    buffer = TensorDictReplayBuffer(LazyTensorStorage(200))
+    buffer.extend(TensorDict({"observation": torch.zeros(16, 3)}, [16]))
+    for given in (TensorDict({"observation": torch.zeros(*shape, 3)}, shape), {"observation": torch.zeros(*shape, 3)}):
+        message = f"reshape the batch, of shape {list(shape)}, to 1 dimension(s), or give the storage ndim={len(shape)}"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            buffer.extend(given)
+    assert len(buffer) == 16
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf import Codec, LazyTensorStorage, SliceSampler, TensorDictReplayBuffer, Writers
+from tests.support.writer_histories import planted
 from tests.support.written_rows import batch, columns
 
 POISON = 77
@@ -214,32 +215,46 @@ def test_a_write_beyond_the_margin_goes_in_parts():
 # What is acknowledged
 
 
+def close_while_they_write() -> tuple[list[int], list[int], Any]:
+    """Of three writers how many rows are in the buffer as ``close()`` returns, and were acknowledged in the end."""
+    buffer = buffer_of(Writers(3, run=1, timeout=0.5), 1 << 20)
+    clients = [buffer.client(batch(0, 0, 1)) for _ in range(3)]
+    acknowledged = [0, 0, 0]
+
+    def write(number: int) -> None:
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            while True:
+                clients[number].extend_columns(columns(number, acknowledged[number], 1))
+                acknowledged[number] += 1
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    while min(acknowledged) < 20:
+        len(buffer)
+    buffer.writers.close()
+    # Now, for a program that saves now has no more: what is acknowledged after this is lost.
+    stored = torch.bincount(buffer[:]["writer"][:, 0], minlength=3).tolist()
+    for thread in threads:
+        thread.join()
+    return stored, acknowledged, buffer
+
+
 def test_what_is_acknowledged_before_close_is_there():
-    """Case 82: and after it nothing is."""
+    """Case 82: and after it nothing is. What was refused as it was written may be there."""
     for _ in range(20):
-        buffer = buffer_of(Writers(3, run=1), 1 << 20)
-        clients = [buffer.client(batch(0, 0, 1)) for _ in range(3)]
-        acknowledged = [0, 0, 0]
-
-        def write(number: int, clients: Any = clients, acknowledged: list[int] = acknowledged) -> None:
-            with contextlib.suppress(RuntimeError):
-                while True:
-                    clients[number].extend_columns(columns(number, acknowledged[number], 1))
-                    acknowledged[number] += 1
-
-        threads = [threading.Thread(target=write, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        while min(acknowledged) < 20:
-            len(buffer)
-        buffer.writers.close()
-        for thread in threads:
-            thread.join()
-        stored = torch.bincount(buffer[:]["writer"][:, 0], minlength=3).tolist()
+        stored, acknowledged, buffer = close_while_they_write()
+        assert all(there - told in (0, 1) for there, told in zip(stored, acknowledged, strict=True))
+        assert len(buffer) == sum(stored)
         with pytest.raises(RuntimeError, match="takes no more rows"):
             buffer.client()
-        # What was refused as it was written may be there.
-        assert all(there - told in (0, 1) for there, told in zip(stored, acknowledged, strict=True))
+
+
+def test_what_is_acknowledged_after_close_shows():
+    """As by a writer who looks four times a second whether the buffer was closed."""
+    with planted("acknowledged after the close"):
+        stored, acknowledged, _ = close_while_they_write()
+    assert sum(acknowledged) > sum(stored) + 3
 
 
 @pytest.mark.parametrize("parts", [{"n_steps": 2}, {"sampler": functools.partial(SliceSampler, slice_len=2)}, {}])

@@ -151,6 +151,13 @@ def test_a_member_that_gpubuf_has_not():
     assert not hasattr(sampler, "fragmented")
 
 
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_collector_finds_a_buffer_shared_that_takes_rows_of_its_processes(name: str):
+    """Case 69: TorchRL's collectors of several processes share one that is not, which is refused here."""
+    assert buffer_of(name, shared=True).shared is True
+    assert buffer_of(name).shared is False
+
+
 def test_torchrl_makes_an_actor_of_a_buffer():
     """Its own code does: see test_ray.py, which needs Ray."""
     with pytest.raises(AssertionError, match=r"TorchRL's ReplayBuffer.as_remote ran"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,61 @@ def test_collector():
     collector.shutdown()
     assert len(buffer) == buffer.write_count == 32
     assert buffer.sample()["next", "observation"].shape == (8, 4)
+
+
+def pendulum() -> Any:
+    from torchrl.envs import GymEnv, StepCounter, TransformedEnv
+
+    return TransformedEnv(GymEnv("Pendulum-v1"), StepCounter(20))
+
+
+def steps_follow_each_other(rows: TensorDict) -> int:
+    """Check that the rows of each trajectory are its steps. Returns how many trajectories there are."""
+    trajectories = rows["collector", "traj_ids"].unique()
+    for one in trajectories:
+        steps = rows[rows["collector", "traj_ids"] == one]
+        assert torch.equal(steps["step_count"].flatten(), torch.arange(len(steps)))
+        assert torch.equal(steps["next", "observation"][:-1], steps["observation"][1:])
+        assert not steps["next", "done"][:-1].any()
+    return len(trajectories)
+
+
+@pytest.mark.slow
+def test_collectors_that_fill_a_buffer_from_their_processes():
+    """Case 69: MultiAsyncCollector ended cleanly, and none of its rows was there."""
+    pytest.importorskip("gymnasium")
+    from torchrl.collectors import MultiAsyncCollector
+
+    buffer = JOINED.TensorDictReplayBuffer(storage=JOINED.LazyTensorStorage(2000), batch_size=16, shared=True)
+    collector = MultiAsyncCollector(
+        [pendulum, pendulum], None, frames_per_batch=50, total_frames=400, replay_buffer=buffer
+    )
+    assert [batch for batch in collector if batch is not None] == []
+    collector.shutdown()
+    assert len(buffer) == buffer.write_count >= 400
+    assert steps_follow_each_other(buffer[:]) >= 400 // 20
+    assert buffer.sample()["next", "observation"].shape == (16, 3)
+
+
+@pytest.mark.slow
+def test_a_script_that_waits_for_its_collector():
+    """Case 69: the loop of TorchRL's sac-async.py, which waited for ever."""
+    pytest.importorskip("gymnasium")
+    from torchrl.collectors import AsyncCollector
+
+    buffer = JOINED.TensorDictReplayBuffer(storage=JOINED.LazyTensorStorage(5000), batch_size=16, shared=True)
+    buffer.extend(pendulum().rollout(1).view(-1))
+    buffer.empty()
+    collector = AsyncCollector(pendulum, None, frames_per_batch=50, total_frames=-1, replay_buffer=buffer)
+    collector.start()
+    patience = time.monotonic() + 120
+    while buffer.write_count <= 300 and time.monotonic() < patience:
+        time.sleep(0.01)
+    for _ in range(100):
+        assert buffer.sample()["next", "reward"].shape == (16, 1)
+    (collector.async_shutdown if hasattr(collector, "async_shutdown") else collector.shutdown)()
+    assert len(buffer) == buffer.write_count > 300
+    assert steps_follow_each_other(buffer[:]) >= 300 // 20
 
 
 def test_transforms_of_torchrl():

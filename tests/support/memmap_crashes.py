@@ -419,6 +419,10 @@ def recovery(root: Path) -> None:
     _, status = os.waitpid(forked(lambda: tear(Steps(6))), 0)
     assert os.waitstatus_to_exitcode(status) == STOPPED
 
+    shutil.copytree(torn, root / "turned")
+    # What came before the oldest row is gone: it is not the first one of an episode.
+    assert LazyMemmapStorage.open(root / "turned").ring.past_lost
+
     def work(step: Steps) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(torn, folder)

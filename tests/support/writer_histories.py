@@ -33,6 +33,8 @@ from tests.support.written_rows import WIDTH, payload
 
 CAPACITY = 1 << 22
 QUEUE_STEPS = 64
+STOP = "stop"
+"""The file that ends a history."""
 
 
 # What a row holds
@@ -87,7 +89,11 @@ class History:
 
 
 def violations(history: History) -> list[str]:
-    """What must not be: rows that are torn, twice, missing, out of order, or that nobody wrote. Empty: nothing."""
+    """What must not be: rows that are torn, twice, missing, out of order, or that nobody wrote. Empty: nothing.
+
+    All that was acknowledged is stored, and nothing that was not submitted: of a writer who has ended by itself exactly
+    its rows are.
+    """
     stored, found = history.stored, list(history.sampled)
     torn = np.flatnonzero(~stored.whole)[:3]
     found += [f"row {stored.numbers[place]} of writer {stored.writers[place]} is torn" for place in torn]
@@ -116,11 +122,13 @@ def wrong_samples(seen: Seen) -> list[str]:
 # Writers
 
 
-def write(client: Any, writer: int, log: str, stopped: Callable[[], bool] = bool) -> None:
+def write(client: Any, writer: int, log: str, stopped: Callable[[], bool] | None = None) -> None:
     """Write batches of 1 to 20 rows, and note before each what is submitted, after each what was acknowledged.
 
-    Before some there is one that the buffer refuses, with a number below 0.
+    Before some there is one that the buffer refuses, with a number below 0. ``stopped`` says when to end; default: when
+    the history does.
     """
+    stopped = stopped or (Path(log).parent / STOP).exists
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sizes, first = random.Random(writer), 0
     with contextlib.suppress(RuntimeError, TimeoutError):
@@ -231,11 +239,11 @@ class NoRowsBelowZero:
         return data
 
 
-def new_buffer(writers: int) -> Any:
+def new_buffer(writers: int, timeout: float = 20.0) -> Any:
     """A buffer that keeps all rows of a history, but those with a number below 0."""
     from gpubuf import LazyTensorStorage, ReplayBuffer, Writers
 
-    options = Writers(writers, queue_steps=QUEUE_STEPS, timeout=20.0, run=4)
+    options = Writers(writers, queue_steps=QUEUE_STEPS, timeout=timeout, run=4)
     return ReplayBuffer(LazyTensorStorage(CAPACITY), batch_size=64, writers=options, transform=NoRowsBelowZero())
 
 
@@ -270,7 +278,7 @@ class Learner:
     def run(self) -> None:
         """Until the file ``stop`` is there, or the process that started this one has ended."""
         chance, parent = random.Random(os.getpid()), os.getppid()
-        while not (self._folder / "stop").exists() and os.getppid() == parent:
+        while not (self._folder / STOP).exists() and os.getppid() == parent:
             for place in range(self._writers):
                 if place not in self._processes or not self._processes[place].is_alive():
                     self._start_writer(place)
@@ -286,9 +294,9 @@ class Learner:
                 self._wrong += wrong_samples(Seen.of(self._buffer.sample()))
             else:
                 self._buffer.writers.take()
-        for process in self._processes.values():
-            process.kill()
-            process.join()
+        # They end by themselves: all that they submitted is acknowledged.
+        while any(process.is_alive() for process in self._processes.values()):
+            self._buffer.writers.take()
         self._buffer.writers.take(everything=True)
         stored = Seen.of(self._buffer[:])
         np.savez(self._folder / "stored.npz", **vars(stored))
@@ -378,7 +386,7 @@ def run_history(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(chance.choice(json.loads((folder / "writers.json").read_text())), signal.SIGKILL)
                 kills["writers"] += 1
-    (folder / "stop").touch()
+    (folder / STOP).touch()
     learner.join()
     return read_history(folder, kills)
 

@@ -113,10 +113,10 @@ def test_td3_moves_policy_and_targets_together_and_explores_near_its_actions():
         return of
 
     before = parts()
-    values = agent.update(batch, policy=False)
-    assert (values[0] > 0, values[1] == 0) == (True, True)
+    values = trainer._learner(batch, policy=False)
+    assert (values["loss_qvalue"] > 0, set(values.keys())) == (True, {"loss_qvalue"})
     critics = parts()
-    agent.update(batch)
+    trainer._learner(batch)
     after = parts()
     moved = [
         [not all(map(torch.equal, x[name], y[name])) for name in NAMES]

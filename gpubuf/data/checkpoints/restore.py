@@ -92,18 +92,12 @@ def load_state(buffer: Checkpointed, state: dict[str, Any], end_trajectories: bo
     buffer.operation.run(_load_state, buffer.parts, state, end_trajectories)
 
 
-def end_if(wanted: bool, storage: TensorStorage) -> None:
-    """Have the next write begin a trajectory, after rows were restored, where somebody asks for trajectories."""
-    asked = storage.readers.end_bits is not None or storage.followers.follow_trajectories
-    if wanted and asked and len(storage):
-        storage.end_trajectories()
-
-
 def _load_state(parts: Parts, state: dict[str, Any], end_trajectories: bool) -> None:
     check(parts, state)
     with replacing(parts):
         parts.load_state_dict(state)
-        end_if(end_trajectories, parts.storage)
+        if end_trajectories:
+            parts.storage.end_if_asked()
 
 
 @contextlib.contextmanager
@@ -206,6 +200,7 @@ def _check_rows(storage: TensorStorage, state: dict[str, Any]) -> None:
     need(all(is_count(n) for n in (written, size, *shape)), f"the checkpoint's counters are {written!r} and {size!r}")
     skipped = state.get("skipped", 0)
     need(is_count(skipped) and skipped <= written, f"the checkpoint counts {written} rows written, {skipped!r} skipped")
+    need(type(state.get("past_lost", False)) is bool, "the checkpoint doesn't say whether rows are without their past")
     for name, dtype, length in (("rewritten", torch.int64, capacity), ("marks", torch.uint8, size)):
         if state.get(name) is not None:
             need(is_tensor(state[name], dtype, (length,)), f"the checkpoint's {name} are not {length} numbers")

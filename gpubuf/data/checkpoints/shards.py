@@ -30,6 +30,7 @@ from gpubuf.data.checkpoints.save import Checkpointed, state_of
 from gpubuf.data.processing.moments import merged_entries
 from gpubuf.data.storage.containers import Data, Pieces
 from gpubuf.data.storage.share_next import full_state, oldest_of
+from gpubuf.data.storage.state import lacks_past
 from gpubuf.kernels.sum_tree import MAX_PRIORITY
 
 #: Flags that say where a trajectory ends. Where the last is stored, targets go by it, and a cut changes none.
@@ -242,6 +243,7 @@ def _one_storage(storages: list[dict[str, Any]], ranks: list[int], ndim: int) ->
         marks = (whole.get("marks", torch.zeros(whole["size"], dtype=torch.uint8, device="cpu")) for whole in wholes)
         one["marks"] = torch.cat([each[_oldest_first(whole)] for each, whole in zip(marks, wholes, strict=True)])
     counters = {"written": size, "size": size, "max_size": size, "shape": [size // per_step, *rest]}
+    counters["past_lost"] = lacks_past(wholes[0])
     return {**one, **counters, "rows": Pieces(pieces[-1].example, each)}
 
 

@@ -205,6 +205,8 @@ class Sampler:
     #: The attributes that a draw replaces, apart from the random stream: what is to be put back where a batch that was
     #: drawn ahead is thrown away. None: a draw can't be taken back, and none is made ahead.
     drawn_state: ClassVar[tuple[str, ...] | None] = None
+    #: Attributes besides :attr:`parts` that a user may set, and that change how rows are drawn.
+    settings: ClassVar[tuple[str, ...]] = ()
     #: Of samplers without replacement: the names in a state of what is left of the epoch, and of what it is of.
     epoch_as: ClassVar[tuple[str, ...]] = ()
     #: Whether an epoch ends before a batch that could not be filled, and whether its order is a random one.

@@ -77,6 +77,7 @@ class PrioritizedSampler(Sampler):
     has_priorities = True
     parts: ClassVar[tuple[str, ...]] = ("_tree",)
     drawn_state: ClassVar[tuple[str, ...] | None] = ()
+    settings: ClassVar[tuple[str, ...]] = ("stratified",)
 
     def __init__(
         self,

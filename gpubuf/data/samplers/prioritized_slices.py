@@ -40,6 +40,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     """
 
     parts: ClassVar[tuple[str, ...]] = (*SliceSampler.parts, *PrioritizedSampler.parts, "_eligible")
+    settings = (*SliceSampler.settings, *PrioritizedSampler.settings)
 
     def __init__(
         self,

@@ -122,6 +122,10 @@ class SliceSampler(Sampler):
     follows_trajectories = True
     parts: ClassVar[tuple[str, ...]] = ("_index",)
     drawn_state: ClassVar[tuple[str, ...] | None] = ()
+    settings: ClassVar[tuple[str, ...]] = (
+        *("num_slices", "slice_len", "strict_length", "pad_output", "span", "weighting", "stack"),
+        *("truncated_key", "init_key"),
+    )
     # Made with the index.
     _flags: SliceFlags
 

@@ -177,7 +177,8 @@ class TrajectoryIndex(EndBits):
 
     def use(self, rule: Rule) -> None:
         """Change the rule; free if it stays the same, else O(capacity / 64)."""
-        self._note_rule(rule)
+        if current.recording:
+            self._note_rule(rule)
         if rule != self.rule:
             self.storage.changing(self._use, rule)
 
@@ -197,8 +198,9 @@ class TrajectoryIndex(EndBits):
         if recording := current.recording:
             # Whichever rule was used by others since the last replay.
             recording.before(self, functools.partial(self.use, self.rule))
-            recording.after(functools.partial(self._assume, new or self.rule))
-            recording.undo(functools.partial(self._assume, self.rule))
+            if new is not None and new != self.rule:
+                recording.after(functools.partial(self._assume, new))
+                recording.undo(functools.partial(self._assume, self.rule))
 
     def _assume(self, rule: Rule) -> None:
         self.rule = rule

@@ -308,8 +308,9 @@ def batch_shape(data: Data, ndim: int) -> tuple[int, ...]:
             )
         return batch_shape(first, ndim)
     if len(shape) < ndim:
-        one = "; add() writes a single row" if len(shape) == ndim - 1 else ""
-        raise ValueError(f"the storage has {ndim} batch dimension(s), the batch has shape {tuple(shape)}{one}")
+        expected, one = ("[n]", "a single row") if ndim == 1 else ("[E, T]", "one step of all environments")
+        hint = f"; add() writes {one}" if len(shape) == ndim - 1 else ""
+        raise ValueError(f"a storage with ndim={ndim} takes {expected}, the batch has shape {tuple(shape)}{hint}")
     return tuple(shape[:ndim])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -41,6 +41,9 @@ def priority_mask_key(key: Any) -> Any:
 
 MASK_KEY: Key = ("collector", "mask")
 """Where a batch says which rows are steps of a trajectory: the others fill up its end."""
+
+OF_A_DRAW: frozenset[Key] = frozenset({("index",), ("index_generation",), ("priority_weight",), ("relabelled",)})
+"""Root keys of a batch that say which rows it is made of."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,8 @@ class RowLayout:
         self.host: dict[Key, tuple[int, ...]] = {}
         self.root = self._describe(example, (), batch_dims)
         self._look_up()
+        #: The root with the entries of batches that are not stored, by their keys.
+        self._extended: dict[tuple[Any, ...], Node] = {}
         self._arenas: dict[int, ArenaPlan] = {}
         self._models: dict[int, list[Tensor]] = {}
         self._device: torch.device | None = None
@@ -163,7 +168,7 @@ class RowLayout:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is kept to save time: models of batches have shapes, but no memory that could be copied."""
-        kept = self.__dict__ | {"_arenas": {}, "_models": {}, "_device": None, "_cuts": {}}
+        kept = self.__dict__ | {"_extended": {}, "_arenas": {}, "_models": {}, "_device": None, "_cuts": {}}
         kept.pop("keys", None)
         return kept
 
@@ -287,6 +292,7 @@ class RowLayout:
             raise ValueError(
                 f"key {leaf.name}: the storage holds rows of shape {leaf.shape} and {leaf.dtype}, "
                 f"the batch rows of shape {tuple(data.shape[batch_dims:])} and {data.dtype}"
+                + _other_dims(data, leaf, batch_dims)
             )
         check_dense(f"key {leaf.name}", data)
         return data
@@ -305,37 +311,37 @@ class RowLayout:
         ``extra`` entries, under names or tuples of names, are added, or replace what is there. The root must then be a
         TensorDict.
         """
-        if isinstance(self.root, int):
-            return tensors[self.root]
-        return self._assemble(self.root, tensors, torch.Size(batch_size), device, extra)
+        root, size = self.root, torch.Size(batch_size)
+        if isinstance(root, int):
+            return tensors[root]
+        if not extra:
+            return self._assemble(root, tensors, size, device)
+        keys = (*extra,)
+        if keys not in self._extended:
+            if len(self._extended) >= 64:
+                self._extended.clear()
+            self._extended[keys] = self._with(root, keys)
+        return self._assemble(self._extended[keys], [*tensors, *extra.values()], size, device)
+
+    def _with(self, root: Node, keys: tuple[Any, ...]) -> Node:
+        """``root`` with further entries, whose tensors come after those of the leaves."""
+        root = replace(root, children=dict(root.children))
+        for position, key in enumerate(keys, len(self.leaves)):
+            node, (*above, name) = root, as_key(key)
+            for outer in above:
+                inner = node.children.get(outer, 0)
+                below = Node({}, (), None) if isinstance(inner, int) else replace(inner, children=dict(inner.children))
+                node.children[outer] = node = below
+            node.children[name] = position
+        return root
 
     def _assemble(
-        self,
-        node: Node,
-        tensors: list[Tensor],
-        batch_size: torch.Size,
-        device: torch.device | None,
-        extra: Mapping[Any, Tensor] | None = None,
+        self, node: Node, tensors: Sequence[Any], batch_size: torch.Size, device: torch.device | None
     ) -> Data:
-        source: dict[Any, Any] = {}
-        # The entries of this level, and those below it by the name of their node.
-        own: dict[str, Tensor] = {}
-        below: dict[str, dict[Key, Tensor]] = {}
-        for key, value in (extra or {}).items():
-            if type(key) is str:
-                own[key] = value
-            elif len(key) == 1:
-                own[key[0]] = value
-            else:
-                below.setdefault(key[0], {})[key[1:]] = value
-        for name, child in node.children.items():
-            if isinstance(child, int):
-                source[name] = tensors[child]
-            else:
-                source[name] = self._assemble(child, tensors, batch_size, device, below.pop(name, None))
-        source.update(own)
-        for name, entries in below.items():
-            source[name] = self._assemble(Node({}, (), None), tensors, batch_size, device, entries)
+        source: Any = {
+            name: tensors[child] if type(child) is int else self._assemble(child, tensors, batch_size, device)  # type: ignore[arg-type]
+            for name, child in node.children.items()
+        }
         if node.batch_suffix:
             batch_size = torch.Size((*batch_size, *node.batch_suffix))
         # The public constructor checks every shape again, which takes several times as long for a nested batch.
@@ -427,6 +433,15 @@ def _tree(leaves: Sequence[tuple[int, Leaf]], path: Key, like: int | Node | None
     children = {name: _tree(own, (*path, name), old.children.get(name)) for name, own in below.items()}
     children |= {name: child for name, child in old.children.items() if name not in below and _is_empty(child)}
     return Node(children, old.batch_suffix, old.tensorclass if children.keys() == old.children.keys() else None)
+
+
+def _other_dims(data: Tensor, leaf: Leaf, batch_dims: int) -> str:
+    """What to do where rows come in a batch of other dimensions than those of the storage."""
+    dims = data.ndim - len(leaf.shape)
+    if dims < 1 or dims == batch_dims or data.shape[dims:] != leaf.shape:
+        return ""
+    shape = list(data.shape[:dims])
+    return f": reshape the batch, of shape {shape}, to {batch_dims} dimension(s), or give the storage ndim={dims}"
 
 
 def _is_empty(node: int | Node) -> bool:

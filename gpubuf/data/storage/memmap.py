@@ -75,6 +75,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         auto_cleanup: remove the files when the storage is dropped or the process exits. Default: for temporary folders
             only. Files left by a killed process are removed by the next process that creates a temporary storage.
             Nothing but the storage's own files is ever removed.
+        end_trajectories: have the next write begin a trajectory, after rows that were there: as for
+            :meth:`gpubuf.ReplayBuffer.load_state_dict`.
 
     Raises:
         NotImplementedError: ``dtypes``, ``batch_dtypes`` or ``share_next`` are given.
@@ -97,6 +99,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         shared_init: bool = False,
         auto_cleanup: bool | None = None,
         share_next: bool = False,
+        end_trajectories: bool = True,
     ) -> None:
         if dtypes or batch_dtypes or share_next:
             raise NotImplementedError(
@@ -120,6 +123,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._faults, self._patience = 0, PATIENCE
         self._is_rest = False  # whether files of ours are in the way
         self._tree: dict[str, Any] = {}  # what the folder says about containers of the rows
+        self._ends_found = False  # whether the next write begins a trajectory, after rows that were there
         if self.scratch_dir is not None and (self.scratch_dir / GPUBUF_FILE).exists():
             if not existsok:
                 raise RuntimeError(
@@ -127,12 +131,13 @@ class LazyMemmapStorage(LazyTensorStorage):
                     "LazyMemmapStorage.open(), or choose another scratch_dir"
                 )
             self._reopen(self.scratch_dir)
+            self._ends_found = end_trajectories
 
     @classmethod
-    def open(cls, scratch_dir: str | os.PathLike[str]) -> Self:
+    def open(cls, scratch_dir: str | os.PathLike[str], *, end_trajectories: bool = True) -> Self:
         """The storage in a folder, with its rows, shape and counters. Copies nothing, and reads nothing before use.
 
-        Rows that were tensorclasses come back as TensorDicts.
+        Rows that were tensorclasses come back as TensorDicts. ``end_trajectories`` is as in the constructor.
 
         Raises:
             ValueError: there is no storage, or it is damaged, or was written by a newer version.
@@ -141,7 +146,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         content = _manifest(folder)
         path = folder / GPUBUF_FILE
         max_size, ndim = (files.read_count(content, name, path) for name in ("max_size", "ndim"))
-        return cls(max_size, scratch_dir=folder, ndim=ndim, existsok=True)
+        return cls(max_size, scratch_dir=folder, ndim=ndim, existsok=True, end_trajectories=end_trajectories)
 
     def _reopen(self, folder: Path) -> None:
         content = _manifest(folder)
@@ -158,13 +163,14 @@ class LazyMemmapStorage(LazyTensorStorage):
         layout = with_tree(RowLayout(data, self.ndim, frozenset(map(str, ignored))), content.get("tree"))
         self._counters = counters = Counters(folder / COUNTERS_FILE)
         tensors = layout.collect(data, self.ndim)
-        counters.recover([tensor.flatten(0, self.ndim - 1) for tensor in tensors], math.prod(shape))
+        turned = counters.recover([tensor.flatten(0, self.ndim - 1) for tensor in tensors], math.prod(shape))
         written, size = int(counters.ring[rows.WRITTEN]), int(counters.ring[rows.SIZE])
         if not 0 <= size <= min(written, math.prod(shape)):
             raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
         found = separate(list(map(Column, tensors)))
         self._adopt(self.schema_like(layout), found, shape, Placement("cpu", torch.device("cpu")))
         self.ring.set_counters(written, size)
+        self.ring.past_lost = turned
         if (folder / files.MARKS_FILE).exists():
             self.keep_marks()
         self.followers.rebuild()
@@ -317,6 +323,9 @@ class LazyMemmapStorage(LazyTensorStorage):
     def _write_at_cursor(
         self, launch: Callable[[], Tensor | None], n: int, count: Callable[[int], None]
     ) -> Tensor | None:
+        if self._ends_found:
+            self.end_if_asked()
+            self._ends_found = False
         with self._noted(n):
             return super()._write_at_cursor(launch, n, count)
 
@@ -333,6 +342,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             super().empty(recount)
 
     def load_state_dict(self, state: dict[str, Any]) -> Tensor | None:
+        self._ends_found = False
         with contextlib.nullcontext() if self._counters is None else self._counters.replacing():
             return super().load_state_dict(state)
 

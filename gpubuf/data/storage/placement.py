@@ -198,7 +198,8 @@ def choose(rows: int, index: int, capacity: int, free: Free) -> tuple[str, str]:
     raise NothingFitsError(
         f"a buffer of {capacity} rows fits nowhere: {need} are needed, there are {found} (a tenth of all memory is "
         f"left to others). Ways out: a smaller capacity (about {min(fitting, capacity)} rows fit); smaller rows, such "
-        "as uint8 images and fewer keys (gpubuf.plan says what each takes); or rows on disk, in a LazyMemmapStorage"
+        "as uint8 images, fewer keys, and observations stored once, by share_next=True (gpubuf.plan says what each "
+        "takes); or rows on disk, in a LazyMemmapStorage"
     )
 
 

@@ -21,7 +21,7 @@ from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, Schema, check_tells_ends, default_ends
 from gpubuf.data.storage.tree_layout import layout_of
 from gpubuf.kernels import rows
-from gpubuf.kernels._registry import Backend, in_memory, past_dispatcher, without_dispatch
+from gpubuf.kernels._registry import Backend, in_memory, launches_kernels, past_dispatcher, without_dispatch
 
 NOT_INITIALIZED = "the storage is not initialized: write a batch first"
 _NO_LAYOUT = cast("RowLayout", Missing(NOT_INITIALIZED))
@@ -32,7 +32,7 @@ _sample = without_dispatch(rows.sample, trusted=True)
 _write = without_dispatch(rows.write, given=("sources", "index"))
 _update = without_dispatch(rows.write, given=("sources", "index", "generation"))
 _relink = without_dispatch(rows.relink, given=("sources", "index"))
-_cpu = Backend("gpubuf.kernels.rows._cpu")
+_cpu, _launch = Backend("gpubuf.kernels.rows._cpu"), Backend("gpubuf.kernels.rows._launch")
 
 
 class RowPlan:
@@ -51,6 +51,9 @@ class RowPlan:
         table: int64, an entry for each key: ``[K, 5]`` of columns that are copied, or ``[F, FIELD]`` of fields; see
             :mod:`gpubuf.kernels.rows`. None: nothing is allocated. Captured graphs read it: as long as it stays on one
             device, it changes in place.
+        placed: another object whenever the rows are somewhere else, or are read in another way.
+        launches: whether reading and writing are launches of kernels.
+        prepares: whether writes can be prepared.
     """
 
     def __init__(self, recipe: Recipe | None = None) -> None:
@@ -79,6 +82,7 @@ class RowPlan:
         self._capacity = 0
         self._links: tuple[Any, ...] = ()
         self._reading: tuple[Any, ...] = ()
+        self.placed, self.launches = object(), False
 
     def set(
         self,
@@ -101,6 +105,9 @@ class RowPlan:
         """
         self.layout, self._ring, self._capacity, self._links = layout, ring, capacity, links
         self._reading = () if reading is None else tuple(reading)
+        self.placed, self.launches = object(), launches_kernels(table)
+        # Next observations that are stored once are found by several launches.
+        self.prepares = not (self.launches and links)
         # Last: with it the plan is ready. An interrupt may come at any call.
         if self.table is not None and (self.table.device, self.table.shape) == (table.device, table.shape):
             self.table.copy_(table)
@@ -191,10 +198,11 @@ class RowPlan:
         return index
 
     def prepared_extend(self, sources: list[Tensor], n: int, keeps_index: bool) -> Any:
-        """A launch that writes ``n`` rows of ``sources`` each time, on the CPU; None elsewhere."""
+        """A launch that writes ``n`` rows of ``sources`` each time."""
         table = self.table
-        if table is None or not table.is_cpu:
-            return None
+        assert table is not None
+        if self.launches:
+            return _launch.PreparedExtend(table, sources, self._ring.counters, n, self._capacity)
         return _cpu.PreparedExtend(table, sources, self._ring.counters, n, self._capacity, keeps_index, *self._links)
 
     def write(self, sources: list[Tensor], index: Tensor) -> None:

@@ -26,6 +26,8 @@ class Ring:
         size: number of valid rows, at positions ``0 .. size - 1`` (mirror).
         replaced: how often the counters were set, for all rows were replaced.
         rewritten: how many times each row was overwritten out of turn, int64 ``[capacity]``; None: none ever was.
+        past_lost: whether the rows are those of a smaller ring that was full, so that the steps before the oldest one
+            were overwritten there.
     """
 
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
@@ -36,6 +38,7 @@ class Ring:
         self.size = 0
         self.replaced = 0
         self.rewritten: Tensor | None = None
+        self.past_lost = False
 
     @property
     def cursor(self) -> int:
@@ -54,7 +57,7 @@ class Ring:
 
     def set_counters(self, written: int, size: int) -> None:
         """Set mirror and counters."""
-        self.written, self.size, self.skipped = written, size, 0
+        self.written, self.size, self.skipped, self.past_lost = written, size, 0, False
         self.replaced += 1
         self.counters.copy_(torch.tensor([written, size, 0, 0], device="cpu"), non_blocking=True)
 
@@ -73,7 +76,7 @@ class Ring:
         lap_end = -(-self.written // self.capacity) * self.capacity
         self.skipped = lap_end if recount else self.skipped + lap_end - self.written
         self.written = lap_end
-        self.size = 0
+        self.size, self.past_lost = 0, False
 
     # Rows that are not written at the cursor
 

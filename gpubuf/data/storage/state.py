@@ -51,6 +51,7 @@ def state_of(storage: TensorStorage) -> dict[str, Any]:
         "skipped": storage.written - storage.rows_written,
         "size": len(storage),
         "rewritten": storage.ring.rewritten,
+        "past_lost": storage.ring.past_lost,
         "rows": parts[0] if len(parts) == 1 else parts,
     }
     state |= saved_tree(storage.written_layout)
@@ -137,12 +138,18 @@ def incoming(storage: TensorStorage, state: dict[str, Any]) -> tuple[dict[str, A
     return state, schema, layout
 
 
+def lacks_past(state: dict[str, Any]) -> bool:
+    """Whether the steps before the oldest one of a state were overwritten."""
+    return state["size"] == state["max_size"] < state["written"] or bool(state.get("past_lost", False))
+
+
 def _set_counters(storage: TensorStorage, state: dict[str, Any], order: Tensor | None) -> None:
     if order is not None:
         storage.ring.set_counters(state["size"], state["size"])
+        storage.ring.past_lost = lacks_past(state)
         return
     storage.ring.set_counters(state["written"], state["size"])
-    storage.ring.skipped = state.get("skipped", 0)
+    storage.ring.skipped, storage.ring.past_lost = state.get("skipped", 0), state.get("past_lost", False)
     rewritten = state.get("rewritten")
     storage.ring.rewritten = None if rewritten is None else rewritten.to(storage.device, copy=True)
 

@@ -7,6 +7,7 @@ advance; the host keeps a mirror, so that ``len()`` costs nothing and never sync
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -389,6 +390,18 @@ class TensorStorage:
         self.followers.keep(marks=None if self.marks.rows is None else self.marks, host=rows.host, sharing=rows.sharing)
         self.readers.place(rows, anew=anew)
 
+    def rewire(self, rows: Rows) -> None:
+        """Read and write these rows, which are those of now in more or fewer columns."""
+        # Another object, for what was captured must not find its own again: tables are new.
+        before = copy.copy(self.rows)
+        try:
+            self._connect(rows, anew=False)
+            self.rows = rows
+        except BaseException:
+            self._connect(before, anew=False)
+            self.rows = before
+            raise
+
     def relocated(self, placement: Placement) -> None:
         """Adopt ``placement``, where all records of :attr:`columns` are now."""
         rows = self.rows
@@ -483,6 +496,11 @@ class TensorStorage:
         self.keep_marks()
         self.readers.end(self.ring, env)
 
+    def end_if_asked(self) -> None:
+        """Have the next write begin a trajectory, after rows were restored, where somebody asks for trajectories."""
+        if len(self) and (self.readers.end_bits is not None or self.followers.follow_trajectories):
+            self.changing(self.end_trajectories)
+
     # Writing
 
     def as_batch(self, row: Data, dim: int) -> Data:
@@ -490,6 +508,7 @@ class TensorStorage:
 
         Raises:
             TypeError: it is a list.
+            ValueError: it has no dimension of environments.
         """
         if isinstance(row, list):
             raise TypeError("a list means several rows, for extend(): a row of several parts is a tuple or a dict")
@@ -498,7 +517,13 @@ class TensorStorage:
                 f"add() writes one row, here a batch of shape {list(row.batch_size)}: write its rows with extend(), "
                 "unless every row is to be such a batch",
             )
-        return mapped(row, lambda value: value.unsqueeze(dim))
+        return mapped(row, functools.partial(self._as_step, dim=dim))
+
+    def _as_step(self, value: Any, dim: int) -> Any:
+        if len(value.shape) < self.ndim - 1:
+            shape = list(self.shape[1:]) if self.initialized else "[E]"
+            raise ValueError(f"add() writes one step of all environments, {shape}, got the shape {list(value.shape)}")
+        return value.unsqueeze(dim)
 
     def append(self, data: Data) -> Tensor:
         """Write a batch at the cursor, over the oldest rows. Returns the flat positions of the new rows.

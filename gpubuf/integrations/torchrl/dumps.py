@@ -91,7 +91,8 @@ def take(buffer: Parts, found: Dump, batch_size: int | None, end_trajectories: b
             sampler.load_state_dict({**sampler.state_dict(), **state})
         buffer.batch_size = batch_size
         buffer.assemble()
-        restore.end_if(end_trajectories, storage)
+        if end_trajectories:
+            storage.end_if_asked()
 
 
 def read(folder: Path, ndim: int | None, *, stacklevel: int) -> Dump:

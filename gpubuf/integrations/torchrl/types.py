@@ -132,8 +132,12 @@ class _PlainBuffer(type(theirs.ReplayBuffer)):  # type: ignore[misc]
 class BufferOfTorchRL(Joined, metaclass=_PlainBuffer):
     """What TorchRL's collectors, trainers and ensembles ask of a buffer beside what gpubuf's has."""
 
-    shared = False
     _delayed_init = False
+
+    @property
+    def shared(self: Any) -> bool:
+        """Whether the processes of a collector may write."""
+        return self.parts.intake is not None
 
     @property
     def _collate_fn(self: Any) -> Any:

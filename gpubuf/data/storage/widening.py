@@ -1,0 +1,60 @@
+"""Columns for keys that come after the first write, as values that a program begins to compute later."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from gpubuf.data.recording import current
+from gpubuf.data.storage.column import Columns, Record, new_record, records
+from gpubuf.data.storage.containers import Data
+from gpubuf.data.storage.layout import OF_A_DRAW, RowLayout
+from gpubuf.data.storage.placement import check_host_room
+from gpubuf.data.storage.storage import TensorStorage
+from gpubuf.data.storage.tree_layout import layout_of
+
+
+def widen(storage: TensorStorage, data: Data) -> bool:
+    """Have a column for each key that a batch has beside those stored. The rows stored have zeros there.
+
+    A storage can have more if its rows are TensorDicts that are stored as they are written, on the CPU or a GPU, and no
+    other process writes. The keys have to be at the root, or below a new one, and trajectories have to end by the keys
+    of before. What was captured is to be captured anew. No host sync.
+
+    Returns:
+        Whether there are such columns now. False: nothing has changed.
+
+    Raises:
+        NothingFitsError, torch.OutOfMemoryError: there is no room for them.
+        ValueError: a reader of the rows can't have such a key.
+    """
+    rows = storage.rows
+    written, plain = rows.schema.written, storage.relocatable and not (storage.computed or storage.marks.by_writers)
+    if not plain or storage.owner is not None or rows.placement.kind not in ("cpu", "cuda"):
+        return False
+    if current.recording is not None or torch.compiler.is_compiling():
+        return False
+    layout = layout_of(data, storage.ndim, storage.ignored_keys)
+    more = [leaf for leaf in layout.leaves if written.position(leaf.key) is None]
+    # Behind the others, where they are as a batch is walked through: who knows columns by their numbers finds them.
+    last = not {leaf.key[:1] for leaf in more} & {*OF_A_DRAW, *(leaf.key[:1] for leaf in written.leaves)}
+    alike = type(layout) is type(written) is RowLayout and {*written.leaves} <= {*layout.leaves}
+    if not (more and last and alike) or written.host or layout.host:
+        return False
+    schema = storage.schema_like(layout.with_leaves([*written.leaves, *more]))
+    storage.readers.check_rows(schema, storage.ndim)
+    ends = storage.readers.ends_by
+    if ends is not None and ends.ends(schema) != ends.ends(rows.schema):
+        return False
+    if rows.device.type == "cpu":
+        check_host_room(rows.capacity * sum(leaf.row_bytes for leaf in more), "room for more keys")
+    found = list(rows.columns.records)
+    for keys in records(more):
+        memory = new_record([more[key] for key in keys], tuple(rows.shape), rows.placement)
+        memory.whole[: rows.steps_stored].zero_()
+        found.append(Record(tuple(len(written.leaves) + key for key in keys), memory))
+    wider = copy.copy(rows)
+    wider.schema, wider.columns = schema, Columns(found, schema.stored.leaves)
+    storage.rewire(wider)
+    return True

@@ -1,0 +1,562 @@
+"""Updates written out: the losses and gradients of SAC and TD3 for perceptrons, without autograd.
+
+The functions on layers take the memory that they write to. Rewards, distributions and reductions are the operations of
+:mod:`gpubuf.kernels`, forward and backward. :func:`update_of` says whether a loss is one that is known; the gradients
+then are those of autograd up to rounding, from the same noise.
+
+Shapes: B rows, N nets side by side (one actor, or the critics), A components of an action.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from gpubuf.kernels import sac, tanh_normal, td
+from gpubuf.kernels._operations import direct
+from gpubuf.modules.fast_call import hooked, is_plain
+from gpubuf.modules.linear import PLAIN_LINEAR, EnsembleLinear, _hooks_of_all, multiplied, worth_onednn
+from gpubuf.modules.mlp import MLP
+from gpubuf.modules.sac import GaussianParameters, TanhNormalActor, TanhNormalHead
+from gpubuf.modules.tanh_normal import TanhNormal
+from gpubuf.objectives.base import LossModule
+from gpubuf.objectives.batch import LOSS_FUNCTIONS, REDUCTIONS, next_state, reduced
+from gpubuf.objectives.networks import BatchedCritics, StackedCritics
+from gpubuf.objectives.sac import SACLoss
+from gpubuf.objectives.td3 import TD3Loss
+
+_sample, _sample_backward = direct(tanh_normal.sample), direct(tanh_normal.sample_backward)
+_td_loss, _td_loss_backward = direct(td.td_loss), direct(td.td_loss_backward)
+_actor_loss, _actor_loss_backward = direct(sac.actor_loss), direct(sac.actor_loss_backward)
+_temperature_loss = direct(sac.temperature_loss)
+
+
+# --- one perceptron ---------------------------------------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    """A linear layer, or its gradients; None for a gradient that nobody needs.
+
+    Attributes:
+        weight: ``[in, out]``, of any strides.
+        bias: ``[out]``.
+    """
+
+    weight: Any
+    bias: Any
+
+
+def product(x: Tensor, y: Tensor, out: Tensor) -> None:
+    """``out = x y`` of matrices."""
+    if x.dtype is torch.float32 and worth_onednn(x.shape[0], x.shape[1], y.shape[1]):
+        out.copy_(multiplied(x, y))
+    elif out.stride(-1) == 1:
+        torch.mm(x, y, out=out)
+    else:
+        torch.mm(y.T, x.T, out=out.T)
+
+
+def forward(layers: Sequence[Layer], x: Tensor, outs: Sequence[Tensor]) -> None:
+    """A perceptron with ReLU.
+
+    Args:
+        layers: of it.
+        x: ``[B, in]``.
+        outs: memory for what each layer returns, ``[B, out]``.
+    """
+    for i, ((weight, bias), out) in enumerate(zip(layers, outs, strict=True)):
+        product(x, weight, out)
+        if bias is not None:
+            out.add_(bias)
+        x = out.relu_() if i < len(layers) - 1 else out
+
+
+def backward(
+    layers: Sequence[Layer],
+    x: Tensor | None,
+    outs: Sequence[Tensor],
+    grad: Tensor,
+    scratch: Tensor,
+    into: Sequence[Layer] | None = None,
+    of_inputs: Tensor | None = None,
+) -> None:
+    """The gradients of :func:`forward`, of the parameters or of the inputs. It overwrites ``outs``.
+
+    Args:
+        layers, x, outs: as they were in the forward; ``x`` is for ``into`` alone.
+        grad: of the result, ``[B, out]``.
+        scratch: memory of at least ``B`` times the largest width.
+        into: memory for the gradients of ``layers``.
+        of_inputs: memory for the gradients of the last columns of ``x``, ``[B, columns]``.
+    """
+    for i in range(len(layers) - 1, -1, -1):
+        weight = layers[i].weight
+        if into is not None:
+            of_weight, of_bias = into[i]
+            before = outs[i - 1] if i else x
+            if of_weight is not None:
+                product(before.T, grad, of_weight)  # type: ignore[union-attr]
+            if of_bias is not None:
+                torch.sum(grad, 0, out=of_bias)
+        if i:
+            out = outs[i - 1]
+            unmasked = scratch[: out.numel()].view(out.shape)
+            if weight.shape[1] == 1:
+                torch.mul(grad, weight.T, out=unmasked)
+            else:
+                product(grad, weight.T, unmasked)
+            grad = torch.ops.aten.threshold_backward.grad_input(unmasked, out, 0, grad_input=out)
+    if of_inputs is not None:
+        product(grad, layers[0].weight[-of_inputs.shape[1] :].T, of_inputs)
+
+
+# --- several of them --------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """Memory that perceptrons share which are not needed at once; it grows to what is asked for."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._flat: dict[Any, Tensor] = {}
+
+    def __call__(self, name: Any, *shape: int) -> Tensor:
+        """A tensor of that shape at ``name``; it overlaps with all others that were asked for by this name."""
+        size = math.prod(shape)
+        found = self._flat.get(name)
+        if found is None or found.numel() < size:
+            found = self._flat[name] = self._like.new_empty(size)
+        return found[:size].view(shape)
+
+
+class Perceptrons:
+    """N perceptrons and their gradients.
+
+    Args:
+        places: of each layer, the places of weight and bias (or None) among the tensors.
+        tensors: the parameters of an actor, or of N critics.
+        stacked: whether a parameter is that of N nets, else that of one.
+        turned: whether weights are ``[out, in]``.
+        memory: for what happens in between.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[tuple[int, int | None]],
+        tensors: Sequence[Tensor],
+        stacked: bool,
+        turned: bool,
+        memory: Memory,
+    ) -> None:
+        def nets(found: Sequence[Tensor | None]) -> list[list[Layer]]:
+            count = len(tensors[places[0][0]]) if stacked else 1
+            each = [[None] * count if one is None else one.unbind() if stacked else [one] for one in found]
+            none = [None] * count
+            layers = [zip(each[weight], none if bias is None else each[bias], strict=True) for weight, bias in places]
+            return [[of_layer(*parts) for parts in net] for net in zip(*layers, strict=True)]
+
+        def of_layer(weight: Tensor | None, bias: Tensor | None) -> Layer:
+            weight = weight.t() if turned and weight is not None else weight
+            return Layer(weight, None if bias is None else bias.view(-1))
+
+        used = {place for layer in places for place in layer}
+        learning = [tensor if tensor.requires_grad and i in used else None for i, tensor in enumerate(tensors)]
+        #: (parameter, memory for its gradient).
+        self.gradients = [(each, torch.empty_like(each).detach()) for each in learning if each is not None]
+        gradients = iter(gradient for _, gradient in self.gradients)
+        self.nets = nets([tensor.detach() for tensor in tensors])
+        self._into = nets([None if each is None else next(gradients) for each in learning])
+        self._widths: list[int] = [weight.shape[1] for weight, _ in self.nets[0]]
+        self.like: Tensor = self.nets[0][0].weight
+        self.inputs = self.like.shape[0]
+        self._memory, self._rows = memory, -1
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that a net returns for a row."""
+        return self._widths[-1]
+
+    def forward(self, x: Tensor, count: int | None = None) -> Tensor:
+        """``[B, in]`` to ``[N, B, out]``, by all nets or the first ones, in new memory."""
+        rows, nets = len(x), self.nets[:count]
+        if rows != self._rows:
+            self._rows, hidden = rows, self._widths[:-1]
+            self._outs = [
+                [self._memory((net, i), rows, width) for i, width in enumerate(hidden)] for net in range(len(self.nets))
+            ]
+            self._scratch = self._memory("scratch", rows * max(hidden, default=0))
+        found = x.new_empty(len(nets), rows, self.outputs)
+        for net, outs, out in zip(nets, self._outs, found.unbind(), strict=False):
+            forward(net, x, [*outs, out])
+        return found
+
+    def backward(self, x: Tensor, grad: Tensor) -> None:
+        """Set the gradients of all parameters that learn, by that of what the last :meth:`forward` returned.
+
+        Args:
+            x: the inputs.
+            grad: ``[N, B, out]``.
+        """
+        for net, outs, of_net, into in zip(self.nets, self._outs, grad.unbind(), self._into, strict=True):
+            backward(net, x, [*outs, of_net], of_net, self._scratch, into)
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+
+    def inputs_backward(self, grad: Tensor, columns: slice, into: Tensor) -> None:
+        """The gradient of inputs that all nets share, by those rows of each net whose result has one.
+
+        Args:
+            grad: of the results of the last :meth:`forward`, ``[N, B]``, 0 for most nets of a row.
+            columns: which inputs.
+            into: memory for their gradient, ``[B, columns]``.
+        """
+        into.zero_()
+        for net, outs, of_net in zip(self.nets, self._outs, grad, strict=False):
+            rows = of_net.nonzero().squeeze(-1)
+            kept = [
+                torch.index_select(out, 0, rows, out=self._memory(("kept", i), len(rows), out.shape[1]))
+                for i, out in enumerate(outs)
+            ]
+            of_rows = into.new_empty(len(rows), into.shape[1])
+            layers = [Layer(net[0].weight[columns], None), *net[1:]]
+            backward(layers, None, kept, of_net.index_select(0, rows)[:, None], self._scratch, of_inputs=of_rows)
+            into.index_add_(0, rows, of_rows)
+
+
+# --- what is known ----------------------------------------------------------------------------------------------------
+
+
+class UnknownError(Exception):
+    """What an update has that is not written out."""
+
+
+def _perceptron(parts: Iterable[nn.Module], kinds: tuple[type, ...]) -> list[nn.Module]:
+    """The linear layers among ``parts``, which have a ReLU between each two, and nothing else."""
+    found = list(parts)
+    if len(found) % 2 == 0 or any(type(p) not in ((nn.ReLU,) if i % 2 else kinds) for i, p in enumerate(found)):
+        raise UnknownError(f"a network of {', '.join(type(part).__name__ for part in found)}")
+    return found[::2]
+
+
+def _places(linear: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[tuple[int, int | None]]:
+    """Where the parameters of layers are among ``tensors``."""
+    index = {id(tensor): i for i, tensor in enumerate(tensors)}
+    try:
+        own = [(part._parameters["weight"], part._parameters.get("bias")) for part in linear]
+        return [(index[id(weight)], None if bias is None else index[id(bias)]) for weight, bias in own]
+    except KeyError:
+        raise UnknownError("a parameter that was replaced") from None
+
+
+def _actor(loss: Any, core: nn.Module, memory: Memory) -> tuple[Perceptrons, Perceptrons]:
+    """The actor that learns, and the one that acts in the next states."""
+    own, network = loss._actor, loss.actor_network
+    if type(core) is not MLP or own.online.module is not network:
+        raise UnknownError(f"an actor of {type(core).__name__}")
+    places = _places(_perceptron(core, PLAIN_LINEAR), own._tensors)
+    target = own._tensors if own._target_tensors is None else own._target_tensors
+    # Critics run between the actor's forward and its backward.
+    mine = Perceptrons(places, own._tensors, False, True, Memory(own._tensors[0]))
+    return mine, Perceptrons(places, [each.detach() for each in target], False, True, memory)
+
+
+def _critics(loss: Any, memory: Memory) -> tuple[Perceptrons, Perceptrons]:
+    """The critics that learn, and those of the targets."""
+    own = loss._critics
+    if type(own) is BatchedCritics and own._is_mlp and own._online.module is own.network:
+        places = _places(_perceptron(own.network.module.layers, (EnsembleLinear,)), own._tensors)
+        turned = False
+    elif type(own) is StackedCritics and own._layers is not None and not own._shared:
+        places, turned = cast("list[tuple[int, int | None]]", own._layers[::2]), True
+        if len(own._layers) % 2 == 0 or any(type(each) is not nn.ReLU for each in own._layers[1::2]):
+            raise UnknownError("critics with other activations")
+    else:
+        raise UnknownError(f"critics of {type(own.network).__name__}")
+    target = own._tensors if own._target_tensors is None else own._target_tensors
+    both = [Perceptrons(places, each, True, turned, memory) for each in (own._tensors, [t.detach() for t in target])]
+    if both[0].outputs != 1:
+        raise UnknownError("critics with several values")
+    return both[0], both[1]
+
+
+def _modules(loss: Any) -> list[nn.Module]:
+    """The parts of the networks."""
+    return [*loss.actor_network.modules(), *loss._critics.network.modules()]
+
+
+class Update(abc.ABC):
+    """The losses and gradients of a batch.
+
+    Args:
+        loss: a loss whose networks are known.
+        parameters: those of the optimiser.
+
+    Raises:
+        UnknownError: the loss has other networks, or parameters that learn without the optimiser.
+    """
+
+    loss: Any
+
+    def __init__(self, loss: LossModule, parameters: Iterable[Tensor]) -> None:
+        self.loss = loss
+        if hooked(loss) or any(_hooks_of_all) or any(map(hooked, _modules(loss))):
+            raise UnknownError("hooks")
+        if getattr(loss, "joint_batch", False) or loss.reduction == "none":
+            raise UnknownError("a joint batch, or losses of rows")
+        memory = Memory(next(loss.actor_network_params.parameters()).detach())
+        self.critics, self.target_critics = _critics(loss, memory)
+        self.actor, self.target_actor = _actor(loss, self._core(loss.actor_network), memory)
+        learning = [each for each in loss.parameters() if each.requires_grad]
+        owned = {id(each) for net in (self.actor, self.critics) for each, _ in net.gradients}
+        if {id(each) for each in learning} - {id(getattr(loss, "log_alpha", None))} != owned:
+            raise UnknownError("parameters of no layer")
+        parameters = list(parameters)
+        if not {id(each) for each in learning} <= {id(each) for each in parameters}:
+            # Autograd adds up gradients that the optimiser does not set to zero.
+            raise UnknownError("parameters of no optimiser")
+        self._rest = [each for each in parameters if id(each) not in owned]
+        if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in loss.parameters()):
+            raise UnknownError("hooks")
+        self.dtype = self.actor.like.dtype
+        if self.dtype not in (torch.float32, torch.float64) or self.critics.like.dtype is not self.dtype:
+            raise UnknownError("networks in several dtypes, or a short one")
+        if not (self.actor.like.is_cpu and self.critics.like.is_cpu):
+            raise UnknownError("networks on a GPU")
+        self._states: list[Any] = loss.actor_network.in_keys
+        self._of_critics: list[Any] = loss._critics.network.in_keys
+        self._action = loss.tensor_keys.action
+        if self._action not in self._of_critics or self._action in self._states:
+            raise UnknownError("critics that read no action")
+        self._code = LOSS_FUNCTIONS[loss.loss_function], REDUCTIONS[loss.reduction]
+        self._one = self.actor.like.new_ones(())
+
+    @abc.abstractmethod
+    def _core(self, network: Any) -> nn.Module:
+        """The perceptron of an actor."""
+
+    @abc.abstractmethod
+    def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
+        """See the call."""
+
+    def fits(self, batch: TensorDictBase) -> bool:
+        """Whether the batch is one of rows, ``[B]``, on the host, in the dtype of the networks."""
+        rows, following = batch.batch_size, batch.get("next", None)
+        if len(rows) != 1 or not rows[0] or following is None:
+            return False
+        actor = critics = size = 0
+        for key in dict.fromkeys((*self._states, *self._of_critics)):
+            for step in (batch,) if key == self._action else (batch, following):
+                each = step.get(key, None)
+                if type(each) is not Tensor or each.ndim != 2 or each.dtype is not self.dtype or not each.is_cpu:
+                    return False
+            width = each.shape[1]
+            size = width if key == self._action else size
+            actor += width if key in self._states else 0
+            critics += width if key in self._of_critics else 0
+        return (actor, critics, size) == (self.actor.inputs, self.critics.inputs, self.size)
+
+    @torch.no_grad()
+    def __call__(self, batch: TensorDictBase, policy: bool = True) -> dict[str, Tensor]:
+        """Set the gradients of all parameters that learn from the batch, and write its priorities into it.
+
+        Args:
+            batch: transitions ``[B]``, which :meth:`fits`.
+            policy: whether actor and temperature learn. Otherwise their gradients are None.
+
+        Returns:
+            The losses, and the scalars of the loss.
+        """
+        idle = [] if policy else [parameter for parameter, _ in self.actor.gradients]
+        for parameter in (*self._rest, *idle):
+            parameter.grad = None
+        return self._gradients(batch, policy)
+
+    def _inputs(self, step: TensorDictBase, action: Tensor | None = None) -> Tensor:
+        """``[B, in]`` of the actor, or of critics with this action."""
+        if action is None:
+            found = [step.get(key) for key in self._states]
+        else:
+            found = [action if key == self._action else step.get(key) for key in self._of_critics]
+        return torch.cat(found, -1) if len(found) > 1 else found[0]
+
+    @property
+    def size(self) -> int:
+        """Components of an action, A."""
+        return self.actor.outputs
+
+    def _columns(self, step: TensorDictBase) -> slice:
+        """Those of the action among the inputs of critics."""
+        before = self._of_critics[: self._of_critics.index(self._action)]
+        start = sum(step.get(key).shape[-1] for key in before)
+        return slice(start, start + self.size)
+
+    def _learn_values(
+        self, batch: TensorDictBase, following: TensorDictBase, action: Tensor, *entropy: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(loss of the critics, ``max_k |Q_k - y|`` of each row), and their gradients.
+
+        Args:
+            batch: transitions.
+            following: the next states.
+            action: in them.
+            entropy: log-densities of the actions, and the temperature.
+        """
+        rows = torch.Size([len(action)])
+        next_q = self.target_critics.forward(self._inputs(following, action))
+        target = self.loss.td_target(next_q, batch, rows, *entropy)
+        x = self._inputs(batch, batch.get(self._action))
+        q = self.critics.forward(x)
+        weight, mask = self.loss.row_weights(batch, rows, target=True)
+        value, error, norm = _td_loss(q, target, weight, mask, *self._code)
+        grad = _td_loss_backward(self._one, q, target, weight, mask, norm, *self._code)
+        self.critics.backward(x, grad.view_as(q))
+        return value, error
+
+    def _learn_actions(
+        self, batch: TensorDictBase, action: Tensor, log_prob: Tensor, alpha: Tensor, nets: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(loss of the actor, entropy, gradient of its actions ``[B, A]``, gradient of the log-densities ``[B]``)."""
+        q = self.critics.forward(self._inputs(batch, action), nets)
+        weight, mask = self.loss.row_weights(batch, log_prob.shape)
+        reduction = self._code[1]
+        value, entropy, norm = _actor_loss(q, log_prob, alpha, weight, mask, reduction, td.SMALLEST)
+        of_q, of_log_prob = _actor_loss_backward(
+            self._one, q, log_prob, alpha, weight, mask, norm, reduction, td.SMALLEST
+        )
+        of_action = torch.empty_like(action)
+        self.critics.inputs_backward(of_q.view(q.shape[:2]), self._columns(batch), of_action)
+        return value, entropy, of_action, of_log_prob
+
+
+class SACUpdate(Update):
+    """Soft actor-critic: :class:`~gpubuf.objectives.SACLoss` of a tanh-normal policy."""
+
+    def _core(self, network: Any) -> nn.Module:
+        loss = self.loss
+        if loss.value_network_params is not None or (loss.actor_value, loss.temperature_loss) != ("min", "log_alpha"):
+            raise UnknownError("a variant of SAC")
+        if type(network) is not TanhNormalActor or loss.temperature_from != "current":
+            raise UnknownError(f"an actor of {type(network).__name__}")
+        first, head = cast("list[Any]", network.module)
+        parts = first.module if is_plain(first, outputs=2) else ()
+        if type(parts) is not nn.Sequential or len(parts) != 2 or type(parts[1]) is not GaussianParameters:
+            raise UnknownError("a policy of another form")
+        if head.out_keys[0] != loss.tensor_keys.action or head.distribution_class is not TanhNormal:
+            raise UnknownError("a policy of another distribution")
+        self._gaussian = parts[1]
+        options: Any = head.distribution_kwargs or {}
+        if isinstance(head, TanhNormalHead):
+            self._bounds: Any = (head.low, head.high, -1.0, 1.0)
+        elif set(options) <= {"low", "high"}:
+            self._bounds = (None, None, options.get("low", -1.0), options.get("high", 1.0))
+        else:
+            raise UnknownError("a policy of another distribution")
+        return parts[0]
+
+    @property
+    def size(self) -> int:
+        return super().size // 2
+
+    def _draw(self, actor: Perceptrons, step: TensorDictBase) -> tuple[Any, ...]:
+        """(action, its log-density, inputs of the actor, what :data:`~gpubuf.kernels.tanh_normal.sample` got)."""
+        x = self._inputs(step)
+        loc, raw = actor.forward(x)[0].chunk(2, -1)
+        scale = nn.functional.softplus(raw + self._gaussian.shift).add_(self._gaussian.scale_lb)
+        noise = torch.randn(loc.shape, dtype=self.dtype, device=loc.device)
+        given = (loc.contiguous(), scale, noise, *self._bounds[:2])
+        return (*_sample(*given, *self._bounds[2:], 1), x, raw, given)
+
+    def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
+        loss, alpha = self.loss, self.loss.alpha
+        seen = loss._seen(batch)
+        following = next_state(seen)
+        action, log_prob, *_ = self._draw(self.target_actor, following)
+        value, error = self._learn_values(seen, following, action, log_prob, alpha)
+        losses = {"loss_qvalue": value, "alpha": alpha}
+        if policy:
+            losses |= self._learn_policy(seen, alpha)
+        loss._set_priority(batch, seen, error)
+        return losses
+
+    def _learn_policy(self, seen: TensorDictBase, alpha: Tensor) -> dict[str, Tensor]:
+        loss, actor = self.loss, self.actor
+        action, log_prob, x, raw, given = self._draw(actor, seen)
+        if not loss._target_entropy_known:
+            loss._learn_target_entropy(action, log_prob.shape)
+        value, entropy, of_action, of_log_prob = self._learn_actions(seen, action, log_prob, alpha)
+        of_loc, of_scale = _sample_backward(*given, of_action, of_log_prob, *self._bounds[2:], 1)
+        of_raw = torch.ops.aten.softplus_backward(of_scale, raw + self._gaussian.shift, 1, 20)
+        actor.backward(x, torch.cat([of_loc, of_raw], -1)[None])
+        weight, mask = loss.row_weights(seen, log_prob.shape)
+        if mask is not None:
+            entropy = -reduced(log_prob, None, mask, "mean")
+        log_alpha = loss.log_alpha.detach()
+        of_alpha, slope = _temperature_loss(log_alpha, log_prob, loss._target_entropy, weight, mask, self._code[1])
+        if loss.log_alpha.requires_grad:
+            loss.log_alpha.grad = slope.to(log_alpha.dtype).reshape(log_alpha.shape)
+        return {"loss_actor": value, "loss_alpha": of_alpha, "entropy": entropy}
+
+
+class TD3Update(Update):
+    """Twin delayed deep deterministic policy gradients: :class:`~gpubuf.objectives.TD3Loss` of a policy with tanh."""
+
+    def _core(self, network: Any) -> nn.Module:
+        parts = network.module if is_plain(network) else ()
+        if type(parts) is not nn.Sequential or len(parts) != 2 or type(parts[1]) is not nn.Tanh:
+            raise UnknownError("a policy of another form")
+        if network.out_keys[0] != self.loss.tensor_keys.action:
+            raise UnknownError("a policy that writes its action elsewhere")
+        return parts[0]
+
+    def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
+        loss = self.loss
+        seen = loss._seen(batch)
+        losses = self._learn_policy(seen) if policy else {}
+        following = next_state(seen)
+        action = self.target_actor.forward(self._inputs(following))[0].tanh_()
+        noise = torch.randn_like(action).mul_(loss.policy_noise).clamp_(-loss.noise_clip, loss.noise_clip)
+        action = noise.add_(action).clamp_(loss.min_action, loss.max_action)
+        value, error = self._learn_values(seen, following, action)
+        loss._set_priority(batch, seen, error.square_())
+        return {**losses, "loss_qvalue": value}
+
+    def _learn_policy(self, seen: TensorDictBase) -> dict[str, Tensor]:
+        x = self._inputs(seen)
+        action = self.actor.forward(x)[0].tanh()
+        # The loss of soft actor-critic's actor, by the first critic alone and without entropy.
+        nothing = action.new_zeros(len(action))
+        value, _, of_action, _ = self._learn_actions(seen, action, nothing, nothing.new_zeros(()), 1)
+        self.actor.backward(x, torch.ops.aten.tanh_backward(of_action, action)[None])
+        return {"loss_actor": value}
+
+
+KNOWN: dict[type, type[Update]] = {SACLoss: SACUpdate, TD3Loss: TD3Update}
+
+
+def update_of(loss: Any, parameters: Iterable[Tensor]) -> Update:
+    """The update of ``loss``, written out, for an optimiser of ``parameters``.
+
+    Raises:
+        UnknownError: it is not.
+    """
+    kind = KNOWN.get(type(loss))
+    if kind is None:
+        raise UnknownError(f"a {type(loss).__name__}")
+    return kind(loss, parameters)
+
+
+def state_of(loss: LossModule) -> list[Any]:
+    """All that :func:`update_of` depends on, and may change: options, modules, hooks, and where parameters are."""
+    found: list[Any] = [each for each in vars(loss).values() if type(each) in (bool, int, float, str)]
+    found += (len(loss._forward_hooks), len(loss._forward_pre_hooks), *map(len, _hooks_of_all))
+    for part in _modules(loss):
+        found += (part, type(part), hooked(part), *map(id, part._parameters.values()))
+    for each in (*loss._actor._tensors, *loss._critics._tensors):
+        found += (each.data_ptr(), each.requires_grad, each._backward_hooks, each._post_accumulate_grad_hooks)
+    return found

@@ -1,0 +1,321 @@
+"""Batches of a GPU that are prepared once and repeated into slots: here by Triton's interpreter, on the host.
+
+CASES 85: what somebody holds of a batch is never written over.
+"""
+
+import gc
+import json
+import random
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer, slots
+from tests.support.slots_setup import CAPACITY, SAMPLERS, buffer_of, prepared, rows, same
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if "slices" in k else pytest.mark.slow) for k in SAMPLERS])
+def test_repeated_batches_are_those_of_the_general_way(kind, monkeypatch):
+    """Random programs: draws of several sizes and forms, writes over the ring's end, priorities, other settings."""
+    ours, general = buffer_of(kind), buffer_of(kind)
+    chance, written, used = random.Random(5), 120, 0
+
+    def both(call):
+        with monkeypatch.context() as context:
+            context.setattr(slots, "_NOTED", -1)
+            expected = call(general)
+        return call(ours), expected
+
+    for _ in range(30):
+        what = chance.randrange(10)
+        if what < 6:
+            size = chance.choice([8, 16])
+            named = chance.choice([{}, {}, {"include_info": False}, {"batches": 2}])
+            found, expected = both(lambda buffer: buffer.sample(size, **named))  # noqa: B023
+            assert same(found, expected)
+            if ours.sampler.has_priorities and not named:
+                found["td_error"] = expected["td_error"] = torch.rand(size)
+                ours.update_tensordict_priority(found)
+                general.update_tensordict_priority(expected)
+        elif what == 6:
+            found, expected = both(lambda buffer: buffer.sample_columns(8))
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[key], expected[key]) for key in found)
+        elif what == 7:
+            more = rows(chance.choice([1, 20, 60]), written)
+            written += len(more)
+            both(lambda buffer: buffer.extend(more))  # noqa: B023
+        elif what == 8 and ours.sampler.has_priorities:
+            beta = chance.random()
+            ours.sampler.beta = general.sampler.beta = beta
+        elif what == 9 and kind == "slices":
+            length = chance.choice([2, 4])
+            ours.sampler.slice_len = general.sampler.slice_len = length
+        used += len(prepared(ours))
+    assert used > 10
+    assert not prepared(general)
+
+
+def hold_leaf(batch):
+    return batch["next", "observation"]
+
+
+def hold_view(batch):
+    return batch["observation"][2:]
+
+
+def hold_detached(batch):
+    return batch["observation"].detach()
+
+
+def hold_in_a_list_of_another_thread(batch):
+    kept = []
+    thread = threading.Thread(target=lambda: kept.append(batch["next", "observation"]))
+    thread.start()
+    thread.join()
+    return kept[0]
+
+
+def hold_by_dlpack(batch):
+    return torch.from_dlpack(batch["observation"])
+
+
+def hold_by_numpy(batch):
+    return torch.from_numpy(batch["observation"].numpy())
+
+
+def hold_memory(batch):
+    return torch.empty(0).set_(batch["observation"].untyped_storage(), 0, (8,))
+
+
+HOLDERS = [
+    lambda batch: batch, hold_leaf, hold_view, hold_detached, hold_in_a_list_of_another_thread, hold_by_dlpack,
+    hold_by_numpy, hold_memory,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("hold", HOLDERS)
+def test_what_somebody_holds_of_a_batch_is_never_written_over(hold):
+    buffer = buffer_of()
+    for _ in range(3):
+        buffer.sample(8)
+    held = [hold(buffer.sample(8)) for _ in range(2)]
+    values = [each.clone() for each in held]
+    for _ in range(3):
+        buffer.sample(8)
+    for each, value in zip(held, values, strict=True):
+        assert same(each, value) if isinstance(each, TensorDict) else torch.equal(each, value)
+
+
+def test_what_autograd_has_saved_of_a_batch_is_never_written_over():
+    buffer, weight = buffer_of(), torch.ones(3, requires_grad=True)
+    for _ in range(4):
+        buffer.sample(8)
+    batch = buffer.sample(8)
+    observation = batch["observation"].clone()
+    loss = (batch["observation"] * weight).sum()
+    del batch
+    for _ in range(6):
+        buffer.sample(8)
+    loss.backward()
+    assert torch.equal(weight.grad, observation.sum(0))
+
+
+def test_who_keeps_all_batches_has_all_of_them():
+    """More than there are slots: the others are made in the general way."""
+    buffer, general = buffer_of(), buffer_of()
+    kept = [buffer.sample(8) for _ in range(slots.SLOTS + 4)]
+    general.parts.batches.reader.launches = False
+    assert all(same(batch, general.sample(8)) for batch in kept)
+
+
+def test_a_batch_that_nobody_holds_gives_its_memory_to_the_next():
+    buffer = buffer_of()
+    for _ in range(6):
+        batch = buffer.sample(8)
+        del batch
+    (one,) = prepared(buffer)
+    assert len(one._slots) == 1
+    for _ in range(6):
+        batch = buffer.sample(8)  # the last one is held until this is made
+    assert len(one._slots) == 2
+    del batch
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor.mul_(2),
+        lambda tensor: tensor.unsqueeze_(0),
+        lambda tensor: tensor.t_(),
+        lambda tensor: tensor.requires_grad_(),
+        lambda tensor: tensor.mul_(torch.ones(1, requires_grad=True)),
+        lambda tensor: tensor.resize_(2, 2),
+        lambda tensor: setattr(tensor, "data", torch.zeros(5)),
+    ],
+)
+def test_what_somebody_did_to_the_last_batch_is_not_seen_in_the_next(change):
+    buffer, general = buffer_of(), buffer_of()
+    general.parts.batches.reader.launches = False
+    for _ in range(5):
+        batch, expected = buffer.sample(8), general.sample(8)
+        assert same(batch, expected)
+        assert not any(tensor.requires_grad for tensor in batch.values(True, True))
+        change(batch["observation"])
+        del batch
+
+
+def test_swapped_data_does_not_hide_who_holds_another_tensor():
+    """The count of who holds the memory falls with ``.data =``, and rises with a view: both at once cancel."""
+    buffer = buffer_of()
+    for _ in range(4):
+        buffer.sample(8)
+    batch = buffer.sample(8)
+    held, value = batch["next", "observation"].detach(), batch["next", "observation"].clone()
+    batch["observation"].data = torch.zeros(5)
+    del batch
+    for _ in range(6):
+        buffer.sample(8)
+    assert torch.equal(held, value)
+
+
+def test_rows_that_are_freed_are_not_held_by_what_is_prepared():
+    buffer = buffer_of("prioritized")
+    for _ in range(5):
+        buffer.sample(8)
+    assert prepared(buffer)
+    of_rows = [weakref.ref(buffer.storage.rows.table), weakref.ref(buffer.sampler.tree.leaves)]
+    buffer.free()
+    gc.collect()
+    assert [each() for each in of_rows] == [None, None]
+    buffer.extend(rows(40))
+    assert buffer.sample(8)["observation"].max() < 41
+
+
+def test_an_empty_buffer_is_refused_however_often_it_was_drawn_from():
+    buffer = buffer_of()
+    for _ in range(5):
+        buffer.sample(8)
+    buffer.empty()
+    with pytest.raises(RuntimeError, match="empty storage"):
+        buffer.sample(8)
+
+
+def test_rows_that_were_rewritten_have_other_generations():
+    buffer = buffer_of("prioritized")
+    for _ in range(5):
+        buffer.sample(8)
+    buffer[:] = rows(120)
+    assert (buffer.sample(64)["index_generation"] > 0).all()
+
+
+def test_a_transform_that_comes_later_sees_the_batches():
+    buffer = buffer_of()
+    for _ in range(5):
+        buffer.sample(8)
+    buffer.append_transform(lambda data: data.set("doubled", 2 * data["observation"]))
+    for _ in range(5):
+        batch = buffer.sample(8)
+        assert torch.equal(batch["doubled"], 2 * batch["observation"])
+        assert "index" in batch.keys()
+
+
+def test_a_sampler_of_the_users_own_is_asked_each_time():
+    class Newest(RandomSampler):
+        asked = 0
+
+        def choose(self, n):
+            self.asked += 1
+            newest = len(self.storage) - 1
+            return torch.arange(newest, newest - n, -1), {}
+
+        def draw(self, n):
+            positions, info = self.choose(n)
+            tensors, generation = self.reader.gather(positions)
+            return type(super().draw(1))(tensors, positions, generation, info)
+
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=Newest())
+    buffer.extend(rows(40))
+    for _ in range(6):
+        buffer.sample(8)
+    assert buffer.sampler.asked == 6
+
+
+def test_an_interrupted_draw_leaves_nothing_half_prepared(monkeypatch):
+    buffer, general = buffer_of("slices"), buffer_of("slices")
+    general.parts.batches.reader.launches = False
+    noted = slots.PreparedBatches._noted
+
+    def interrupted(self, request):
+        with monkeypatch.context() as context:
+            context.setattr(slots, "_Prepared", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+            return noted(self, request)
+
+    monkeypatch.setattr(slots.PreparedBatches, "_noted", interrupted)
+    for _ in range(6):
+        try:
+            batch = buffer.sample(8)
+        except KeyboardInterrupt:
+            general.sample(8)
+            continue
+        assert same(batch, general.sample(8))
+
+
+def test_calls_of_python_per_batch_on_a_gpu():
+    """Counted over Triton's own launcher and a driver whose launches do nothing."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.host_time", "--count"]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert all(calls <= 12 for name, calls in found.items() if name.endswith("sample")), found
+    assert found["uniform extend 256"] <= 32, found
+
+
+def test_writes_that_came_before_write_what_the_general_way_writes():
+    """Tensors, arrays, dicts, lists and single steps, over the ring's end; views of the rows are copied first."""
+    ours, general = buffer_of("prioritized"), buffer_of("prioritized")
+    general.storage.plans.written.prepares = False
+    for number in range(14):
+        data = rows((3, 8)[number % 2], 50 * number)
+        columns = dict(data.items(True, True))
+        for buffer in (ours, general):
+            if number % 7 == 3:
+                buffer.extend_columns({key: value.numpy() for key, value in columns.items()})
+            elif number % 7 == 4:
+                buffer.extend_columns([columns[key] for key in buffer.parts.writes.keys])
+            elif number % 7 == 5:
+                buffer.add_columns({key: value[0] for key, value in columns.items()})
+            elif number % 7 == 6:
+                seen = buffer.storage[: len(data)]["observation"]
+                buffer.extend(TensorDict({"observation": seen, "next": data["next"]}, [len(data)]))
+            else:
+                cursor = buffer.storage.cursor
+                assert torch.equal(buffer.extend(data), (cursor + torch.arange(len(data))) % CAPACITY)
+    assert same(ours[:], general[:])
+    assert torch.equal(ours.sampler.tree.leaves, general.sampler.tree.leaves)
+    assert any(type(each).__name__ == "LaunchedRows" for each in ours.parts.writes._route._of_size.values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.set("observation", data["observation"].double()),
+        lambda data: data.set("observation", data["observation"][:, :2]),
+        lambda data: data.exclude(("next", "done")),
+    ],
+)
+def test_a_write_of_another_form_is_refused_as_ever(change):
+    buffer = buffer_of()
+    for _ in range(4):
+        buffer.extend(rows(8))
+    with pytest.raises(ValueError, match=r"observation|done"):
+        buffer.extend(change(rows(8)))
+    assert len(buffer) == 152

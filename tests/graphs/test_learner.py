@@ -1,0 +1,133 @@
+"""A learner whose updates are replayed as graphs: what users change between two of them takes effect (CASES 84)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gpubuf import Learner, SACLoss
+from gpubuf.modules import make_sac_actor, make_sac_critic
+from tests.support.graph_recorder import RecordedCuda
+from tests.support.learners import (
+    ACTION,
+    BATCH,
+    CHANGES,
+    CONSTANT,
+    DOUBLE,
+    OBSERVATION,
+    World,
+    changed,
+    sac_loss,
+    transitions,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", ["sac", "td3"])
+def test_changes_take_effect(kind, change, machine: RecordedCuda):
+    """CASES 84: after a change the replays are what eager updates are, bit for bit; only some need another graph."""
+    due = changed(World(kind, capture=False), CHANGES[change])
+    world = World(kind)
+    found = changed(world, CHANGES[change])
+    assert found.keys() == due.keys()
+    assert not [name for name in due if not torch.equal(found[name], due[name])]
+    assert world.learner.captured
+    captures = sum(entry.startswith("capture") for entry in machine.log)
+    assert captures == (2 if change in CONSTANT else 4)
+
+
+@pytest.mark.parametrize("change", ["nothing", "the learning rate", "a loaded optimiser state"])
+def test_changes_of_another_optimiser(change, machine: RecordedCuda):
+    """It keeps its numbers on the host, and its state in new tensors: another graph."""
+    due = changed(World(ours=False, capture=False, fused=True), CHANGES[change])
+    world = World(ours=False, fused=True)
+    found = changed(world, CHANGES[change])
+    assert not [name for name in due if not torch.equal(found[name], due[name])]
+    assert world.learner.captured
+    assert sum(entry.startswith("capture") for entry in machine.log) == (2 if change == "nothing" else 4)
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_modes_take_effect(capture, machine: RecordedCuda):
+    """CASES 84: dropout ends at ``eval()``, and begins again at ``train()``."""
+    critic = make_sac_critic(OBSERVATION, ACTION, (8,), dropout=0.5, **DOUBLE)
+    loss = SACLoss(make_sac_actor(OBSERVATION, ACTION, (8,), **DOUBLE), critic, target_entropy=-1.0)
+    world = World(loss=loss, capture=capture)
+    rows, spread = transitions(BATCH), []
+    for training in (True, False, True):
+        critic.train(training)
+        world.run(6)
+        values = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            values.append(loss.critic_losses(rows.clone())["loss_qvalue"])
+            torch.manual_seed(1)
+            values.append(loss.critic_losses(rows.clone())["loss_qvalue"])
+        spread.append(bool(values[0] != values[1]))
+    assert spread[0]
+    assert world.learner.captured == capture
+    assert sum(entry.startswith("capture") for entry in machine.log) == (3 if capture else 0)
+
+
+def test_given_batches(machine: RecordedCuda):
+    """A graph for each form; priorities go into the batch, in memory of their own."""
+    worlds = [World(capture=False), World()]
+    for world in worlds:
+        world.learner.buffer = None
+        torch.manual_seed(3)
+    found = []
+    for world in worlds:
+        torch.manual_seed(3)
+        batches = [transitions(rows) for _ in range(6) for rows in (8, 12)]
+        for batch in batches:
+            world.learner(batch)
+        found.append((world.state(), [batch["td_error"] for batch in batches]))
+    (due, priorities), (state, written) = found
+    assert not [name for name in due if not torch.equal(state[name], due[name])]
+    assert all(map(torch.equal, written, priorities))
+    assert sum(entry.startswith("capture") for entry in machine.log) == 2
+
+
+def test_a_refused_capture_is_said_once(machine: RecordedCuda):
+    """An update that waits for the device runs eagerly."""
+    weight = nn.Parameter(torch.ones(2))
+
+    def loss(batch):
+        assert float(weight.detach().sum()) < 10
+        return {"loss_a": weight.sum()}
+
+    learner = Learner(loss, torch.optim.SGD([weight], 0.1))
+    rows = transitions(4)
+    for _ in range(3):
+        learner(rows)
+    with pytest.warns(UserWarning, match="the learner runs eagerly: the step can't be captured.*reads a value"):
+        learner(rows)
+    learner(rows)
+    assert not learner.captured
+    assert torch.allclose(weight, torch.full((2,), 0.5))
+
+
+def test_a_moved_buffer_gets_another_graph(machine: RecordedCuda):
+    world = World()
+    world.run(5)
+    world.buffer.load_state_dict(world.buffer.state_dict())
+    world.buffer.empty()
+    world.buffer.extend(transitions(40))
+    world.run(5)
+    assert world.learner.captured
+
+
+def test_capture_may_be_declined(machine: RecordedCuda):
+    world = World(capture=False)
+    world.run(6)
+    assert not world.learner.captured
+    assert not machine.log
+
+
+def test_a_learner_does_not_live_on_in_its_optimiser():
+    loss = sac_loss()
+    loss._has_update_associated = dict.fromkeys(loss._has_update_associated, True)
+    optimizer = torch.optim.Adam(loss.parameters())
+    Learner(loss, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
