@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gpubuf import graphs
 from gpubuf.data.storage.layout import priority_mask_key
 from gpubuf.objectives.base import LossModule, _check_updater
-from gpubuf.objectives.explicit import UnknownError, Update, state_of, update_of
+from gpubuf.objectives.explicit import KNOWN, UnknownError, Update, Watch, update_of
 from gpubuf.optim import AdamW
 
 
@@ -62,7 +62,7 @@ class Learner:
             _check_updater(loss, None)
         self._capture = capture
         self._explicit: Update | None = None
-        self._decided_for: Any = None
+        self._watch: Watch | None = None
         if not isinstance(optimizer, AdamW):
             # Another optimiser loads its state into new tensors.
             optimizer.register_load_state_dict_post_hook(functools.partial(_reset, weakref.ref(self)))
@@ -151,18 +151,17 @@ class Learner:
     def _known(self) -> Update | None:
         """The update that is written out, if there is one for the loss as it is."""
         loss = self.loss
-        if not isinstance(loss, LossModule) or self._device.type in graphs.GRAPH_DEVICES:
+        if type(loss) not in KNOWN or self._device.type in graphs.GRAPH_DEVICES:
             return None
         if torch.is_autocast_enabled("cpu"):
             return None
         if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
             return None
-        params = [each for group in self.optimizer.param_groups for each in group["params"]]
-        state = [*state_of(loss), *map(id, params)]
-        if state != self._decided_for:
-            self._decided_for = state
+        if self._watch is None or not self._watch.unchanged():
+            self._watch = Watch(loss, self.optimizer)
             try:
-                self._explicit = update_of(loss, params)
+                groups = self.optimizer.param_groups
+                self._explicit = update_of(loss, [each for group in groups for each in group["params"]])
             except UnknownError:
                 self._explicit = None
         return self._explicit

@@ -23,7 +23,7 @@ def plain(operation: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     The function takes arguments of the operation, and then some of its sizes, by their names: tensors are contiguous
     and of the computing dtype, or bool if they are :data:`FLAGS`. It returns new tensors with the elements of the
-    results, in any shape and dtype.
+    results, in any shape and dtype. What the decorator returns has it as ``__wrapped__``.
     """
     declaration = declaration_of(operation)
 
@@ -48,6 +48,7 @@ def plain(operation: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             named = {name: sizes[name] for name in taken if name not in given}
             return casts, functools.partial(function, **named), declaration.result_kinds(args, real)
 
+        @functools.wraps(function)
         def run(*args: Any) -> Any:
             if len(args) < count:
                 args = declaration.complete(args)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -129,7 +128,7 @@ class Writes:
         if not self.transform.is_empty:
             # Inverse transforms may set keys in place; the caller's TensorDict must not see them.
             data = self.transform.inv(shallow(data))
-        if data is None or (not storage.initialized and storage.holds_nothing(data)):
+        if data is None or not (storage.initialized or storage.allocation.describes_rows(data)):
             return None
         if storage.ndim > 1:
             data = mapped(data, self._time_first)
@@ -146,7 +145,7 @@ class Writes:
     def _fits(self, data: Data) -> bool:
         """Whether rows are like those that were there before all were forgotten, or memory for others can't be had."""
         storage = self.storage
-        if storage.takes_objects or storage.marks.by_writers or not storage.relocatable:
+        if storage.takes_objects or storage.marks.by_writers or not storage.allocation.relocatable:
             return True
         try:
             storage.written_layout.collect(data, storage.ndim)
@@ -163,8 +162,15 @@ class Writes:
             # They read the batch again after some of it is written.
             data = storage.rows.apart(data)
         given = None if priority is None else priority(data)
-        pipeline.check_write(data, storage.ndim)
-        index = storage.with_priority(given, functools.partial(self.writer.extend, data))
+        if pipeline.learns:
+            pipeline.check_write(data, storage.ndim)
+        storage.followers.priority = given
+        try:
+            index = self.writer.extend(data)
+        finally:
+            # Who completes an interrupted write needs them.
+            if storage.unfinished is None:
+                storage.followers.priority = None
         if index.numel() and pipeline.learns:
             rows = inside(storage.written_layout, data, storage.ndim)
             pipeline.on_write(rows, storage.ndim, None if in_order else index >= 0, storage.marks.streams)

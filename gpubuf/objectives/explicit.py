@@ -12,14 +12,18 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Iterable, Sequence
+from inspect import unwrap
 from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from gpubuf.kernels import sac, tanh_normal, td
-from gpubuf.kernels._operations import direct
+from gpubuf.kernels import td
+from gpubuf.kernels._operations import dense
+from gpubuf.kernels.sac import _cpu as entropies
+from gpubuf.kernels.tanh_normal import _cpu as density
+from gpubuf.kernels.td import _cpu as values
 from gpubuf.modules.fast_call import hooked, is_plain
 from gpubuf.modules.linear import PLAIN_LINEAR, EnsembleLinear, _hooks_of_all, multiplied, worth_onednn
 from gpubuf.modules.mlp import MLP
@@ -31,10 +35,15 @@ from gpubuf.objectives.networks import BatchedCritics, StackedCritics
 from gpubuf.objectives.sac import SACLoss
 from gpubuf.objectives.td3 import TD3Loss
 
-_sample, _sample_backward = direct(tanh_normal.sample), direct(tanh_normal.sample_backward)
-_td_loss, _td_loss_backward = direct(td.td_loss), direct(td.td_loss_backward)
-_actor_loss, _actor_loss_backward = direct(sac.actor_loss), direct(sac.actor_loss_backward)
-_temperature_loss = direct(sac.temperature_loss)
+# The formulas of the operations, without their checks and conversions.
+_sample, _sample_backward = unwrap(density.sample), unwrap(density.sample_backward)
+_td_loss, _td_loss_backward = unwrap(values.loss), unwrap(values.loss_backward)
+_actor_loss, _actor_loss_backward = unwrap(entropies.actor_loss), unwrap(entropies.actor_loss_backward)
+_temperature_loss = unwrap(entropies.temperature_loss)
+
+
+class UnknownError(Exception):
+    """What an update has that is not written out."""
 
 
 # --- one perceptron ---------------------------------------------------------------------------------------------------
@@ -56,7 +65,7 @@ def product(x: Tensor, y: Tensor, out: Tensor) -> None:
     """``out = x y`` of matrices."""
     if x.dtype is torch.float32 and worth_onednn(x.shape[0], x.shape[1], y.shape[1]):
         out.copy_(multiplied(x, y))
-    elif out.stride(-1) == 1:
+    elif out.is_contiguous():
         torch.mm(x, y, out=out)
     else:
         torch.mm(y.T, x.T, out=out.T)
@@ -165,7 +174,9 @@ class Perceptrons:
             weight = weight.t() if turned and weight is not None else weight
             return Layer(weight, None if bias is None else bias.view(-1))
 
-        used = {place for layer in places for place in layer}
+        used = [place for layer in places for place in layer if place is not None]
+        if len({id(tensors[place]) for place in used}) < len(used):
+            raise UnknownError("layers that share parameters")
         learning = [tensor if tensor.requires_grad and i in used else None for i, tensor in enumerate(tensors)]
         #: (parameter, memory for its gradient).
         self.gradients = [(each, torch.empty_like(each).detach()) for each in learning if each is not None]
@@ -230,10 +241,6 @@ class Perceptrons:
 
 
 # --- what is known ----------------------------------------------------------------------------------------------------
-
-
-class UnknownError(Exception):
-    """What an update has that is not written out."""
 
 
 def _perceptron(parts: Iterable[nn.Module], kinds: tuple[type, ...]) -> list[nn.Module]:
@@ -396,6 +403,16 @@ class Update(abc.ABC):
         start = sum(step.get(key).shape[-1] for key in before)
         return slice(start, start + self.size)
 
+    def _weighting(
+        self, batch: TensorDictBase, rows: torch.Size, target: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(weights, mask) of rows, as formulas take them."""
+        weight, mask = self.loss.row_weights(batch, rows, target=target)
+        return (
+            None if weight is None else dense(weight, self.dtype),
+            None if mask is None else dense(mask, torch.bool),
+        )
+
     def _learn_values(
         self, batch: TensorDictBase, following: TensorDictBase, action: Tensor, *entropy: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -412,9 +429,9 @@ class Update(abc.ABC):
         target = self.loss.td_target(next_q, batch, rows, *entropy)
         x = self._inputs(batch, batch.get(self._action))
         q = self.critics.forward(x)
-        weight, mask = self.loss.row_weights(batch, rows, target=True)
-        value, error, norm = _td_loss(q, target, weight, mask, *self._code)
-        grad = _td_loss_backward(self._one, q, target, weight, mask, norm, *self._code)
+        weighting, sizes = self._weighting(batch, rows, target=True), q.shape[:2][::-1]
+        value, error, norm = _td_loss(q, target, *weighting, *self._code, *sizes)
+        grad = _td_loss_backward(self._one, q, target, *weighting, norm, self._code[0], *sizes)
         self.critics.backward(x, grad.view_as(q))
         return value, error
 
@@ -423,14 +440,11 @@ class Update(abc.ABC):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(loss of the actor, entropy, gradient of its actions ``[B, A]``, gradient of the log-densities ``[B]``)."""
         q = self.critics.forward(self._inputs(batch, action), nets)
-        weight, mask = self.loss.row_weights(batch, log_prob.shape)
-        reduction = self._code[1]
-        value, entropy, norm = _actor_loss(q, log_prob, alpha, weight, mask, reduction, td.SMALLEST)
-        of_q, of_log_prob = _actor_loss_backward(
-            self._one, q, log_prob, alpha, weight, mask, norm, reduction, td.SMALLEST
-        )
+        weighting, last = self._weighting(batch, log_prob.shape), (td.SMALLEST, *q.shape[:2][::-1])
+        value, entropy, norm = _actor_loss(q, log_prob, alpha, *weighting, self._code[1], *last)
+        of_q, of_log_prob = _actor_loss_backward(self._one, q, alpha, *weighting, norm, *last)
         of_action = torch.empty_like(action)
-        self.critics.inputs_backward(of_q.view(q.shape[:2]), self._columns(batch), of_action)
+        self.critics.inputs_backward(of_q, self._columns(batch), of_action)
         return value, entropy, of_action, of_log_prob
 
 
@@ -467,10 +481,11 @@ class SACUpdate(Update):
         """(action, its log-density, inputs of the actor, what :data:`~gpubuf.kernels.tanh_normal.sample` got)."""
         x = self._inputs(step)
         loc, raw = actor.forward(x)[0].chunk(2, -1)
-        scale = nn.functional.softplus(raw + self._gaussian.shift).add_(self._gaussian.scale_lb)
+        raw = raw + self._gaussian.shift
+        scale = nn.functional.softplus(raw).add_(self._gaussian.scale_lb)
         noise = torch.randn(loc.shape, dtype=self.dtype, device=loc.device)
         given = (loc.contiguous(), scale, noise, *self._bounds[:2])
-        return (*_sample(*given, *self._bounds[2:], 1), x, raw, given)
+        return (*_sample(*given, *self._bounds[2:], *loc.shape), x, raw, given)
 
     def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
         loss, alpha = self.loss, self.loss.alpha
@@ -490,14 +505,14 @@ class SACUpdate(Update):
         if not loss._target_entropy_known:
             loss._learn_target_entropy(action, log_prob.shape)
         value, entropy, of_action, of_log_prob = self._learn_actions(seen, action, log_prob, alpha)
-        of_loc, of_scale = _sample_backward(*given, of_action, of_log_prob, *self._bounds[2:], 1)
-        of_raw = torch.ops.aten.softplus_backward(of_scale, raw + self._gaussian.shift, 1, 20)
+        of_loc, of_scale = _sample_backward(*given, of_action, of_log_prob, *self._bounds[2:], *action.shape)
+        of_raw = torch.ops.aten.softplus_backward(of_scale, raw, 1, 20)
         actor.backward(x, torch.cat([of_loc, of_raw], -1)[None])
-        weight, mask = loss.row_weights(seen, log_prob.shape)
+        weight, mask = self._weighting(seen, log_prob.shape)
         if mask is not None:
             entropy = -reduced(log_prob, None, mask, "mean")
-        log_alpha = loss.log_alpha.detach()
-        of_alpha, slope = _temperature_loss(log_alpha, log_prob, loss._target_entropy, weight, mask, self._code[1])
+        log_alpha, last = loss.log_alpha.detach(), (self._code[1], len(log_prob))
+        of_alpha, slope = _temperature_loss(log_alpha, log_prob, loss._target_entropy, weight, mask, *last)
         if loss.log_alpha.requires_grad:
             loss.log_alpha.grad = slope.to(log_alpha.dtype).reshape(log_alpha.shape)
         return {"loss_actor": value, "loss_alpha": of_alpha, "entropy": entropy}
@@ -551,12 +566,42 @@ def update_of(loss: Any, parameters: Iterable[Tensor]) -> Update:
     return kind(loss, parameters)
 
 
-def state_of(loss: LossModule) -> list[Any]:
-    """All that :func:`update_of` depends on, and may change: options, modules, hooks, and where parameters are."""
-    found: list[Any] = [each for each in vars(loss).values() if type(each) in (bool, int, float, str)]
-    found += (len(loss._forward_hooks), len(loss._forward_pre_hooks), *map(len, _hooks_of_all))
-    for part in _modules(loss):
-        found += (part, type(part), hooked(part), *map(id, part._parameters.values()))
-    for each in (*loss._actor._tensors, *loss._critics._tensors):
-        found += (each.data_ptr(), each.requires_grad, each._backward_hooks, each._post_accumulate_grad_hooks)
-    return found
+class Watch:
+    """Notices changes of what :func:`update_of` depends on: options, modules, hooks, and where parameters are.
+
+    Args:
+        loss: with networks.
+        optimizer: of its parameters.
+    """
+
+    def __init__(self, loss: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._loss, self._optimizer = loss, optimizer
+        parts = [loss, *_modules(loss)]
+        self._places = [each for part in parts[1:] for each in (part._modules, part._parameters)]
+        # Kept, so that no other object gets the identity of one of them.
+        self._kept = [list(each.values()) for each in self._places]
+        self._hooks = [each for part in parts for name, each in vars(part).items() if name in _HOOKS]
+        self._hooks += _hooks_of_all
+        self._own = [*loss._actor._tensors, *loss._critics._tensors]
+        targets = (each for net in (loss._actor, loss._critics) for each in net._target_tensors or ())
+        self._tensors = [*self._own, *targets]
+        self._found = self._now()
+
+    def _now(self) -> list[Any]:
+        found: list[Any] = [each for each in vars(self._loss).values() if type(each) in (bool, int, float, str)]
+        for place in self._places:
+            found += map(id, place.values())
+        found += map(bool, self._hooks)
+        found += map(Tensor.data_ptr, self._tensors)
+        for each in self._own:
+            found += (each.requires_grad, not each._backward_hooks, not each._post_accumulate_grad_hooks)
+        for group in self._optimizer.param_groups:
+            found += map(id, group["params"])
+        return found
+
+    def unchanged(self) -> bool:
+        """Whether everything is as it was."""
+        return self._now() == self._found
+
+
+_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
