@@ -188,7 +188,7 @@ class Route:
 
     Attributes:
         direct: whether columns can be written at all; if not, they become a TensorDict.
-        rows, ring: for which the route was made, and their counters: others have others, as those that were moved.
+        table, ring: addresses and counters of the rows for which the route was made: others have others.
         layout: of the rows as they are written.
         write_listeners: those that hear of writes.
         step: batch dimensions of one step.
@@ -196,7 +196,7 @@ class Route:
 
     def __init__(self, storage: TensorStorage, *, direct: bool) -> None:
         self.direct = direct
-        self.rows, self.ring = storage.rows, storage.ring.counters
+        self.table, self.ring = storage.plans.written.table, storage.ring.counters
         self.write_listeners = storage.followers.write_listeners
         self.step = tuple(storage.shape[1:])
         self.layout = storage.written_layout
@@ -221,7 +221,7 @@ class Route:
     def fits(self, storage: TensorStorage) -> bool:
         """Whether the storage is still as the route has found it."""
         # Past properties: every write comes here.
-        same = storage.rows is self.rows and storage.ring.counters is self.ring
+        same = storage.plans.written.table is self.table and storage.ring.counters is self.ring
         return same and storage.followers.write_listeners is self.write_listeners
 
     def sized(self, columns: Arrays) -> PreparedRows | LaunchedRows | None:

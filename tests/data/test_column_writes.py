@@ -118,7 +118,7 @@ def test_memory_is_filled_again_before_the_gpu_has_read_it(monkeypatch: pytest.M
     made.extend_columns(columns)
     gpu.synchronize()
     made.storage.rows.device = GPU
-    monkeypatch.setattr(writing, "past_dispatcher", lambda table: False)
+    monkeypatch.setattr(writing, "runs_at_once", lambda table: False)
     for step in range(1, 4):
         for key, value in rows((3,), 3 * step).items():
             columns[key][...] = value

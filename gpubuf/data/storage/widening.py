@@ -7,7 +7,7 @@ import copy
 import torch
 
 from gpubuf.data.recording import current
-from gpubuf.data.storage.column import Columns, Record, new_record, records
+from gpubuf.data.storage.column import Columns, Record
 from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.layout import OF_A_DRAW, RowLayout
 from gpubuf.data.storage.placement import check_host_room
@@ -51,12 +51,11 @@ def widen(storage: TensorStorage, data: Data) -> bool:
         return False
     if rows.device.type == "cpu":
         check_host_room(rows.capacity * sum(leaf.row_bytes for leaf in more), "room for more keys")
-    found = list(rows.columns.records)
-    for keys in records(more):
-        memory = new_record([more[key] for key in keys], tuple(rows.shape), rows.placement)
-        memory.whole[: rows.steps_stored].zero_()
-        found.append(Record(tuple(len(written.leaves) + key for key in keys), memory))
+    memory = Columns.new(more, tuple(rows.shape), rows.placement)
+    for part in memory.memory:
+        part[: rows.steps_stored].zero_()
+    behind = [Record(tuple(len(written.leaves) + key for key in keys), column) for keys, column in memory.records]
     wider = copy.copy(rows)
-    wider.schema, wider.columns = schema, Columns(found, schema.stored.leaves)
+    wider.schema, wider.columns = schema, Columns([*rows.columns.records, *behind], schema.stored.leaves)
     storage.rewire(wider)
     return True
