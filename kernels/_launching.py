@@ -103,7 +103,7 @@ def encode_arguments(values: Sequence[int]) -> tuple[int, ...]:
     compile those with a 1. These numbers are odd and at least 3. Address 0, of an empty tensor, is one of the values.
     """
     padding = (1 << (len(values) - 1).bit_length()) - len(values)
-    return tuple(2 * value + 3 for value in (*values, *[values[-1]] * padding))
+    return tuple([2 * value + 3 for value in (*values, *[values[-1]] * padding)])
 
 
 class Launcher(NamedTuple):

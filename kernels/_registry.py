@@ -148,6 +148,12 @@ def past_dispatcher(first: torch.Tensor) -> bool:
     return not (_modes() or _functions())
 
 
+def runs_at_once(first: torch.Tensor) -> bool:
+    """Whether operations on ``first`` run now, on a CPU or a GPU, while no mode of PyTorch changes what they do."""
+    plain = type(first) is torch.Tensor and not _compiling() and not _modes() and not _functions()
+    return plain and (first.is_cpu or first.is_cuda)
+
+
 def launches_kernels(first: torch.Tensor) -> bool:
     """Whether operations on ``first`` launch Triton's kernels, rather than run on the CPU or on fake tensors."""
     return type(first) is torch.Tensor and (first.is_cuda or (_triton_on_cpu and first.is_cpu))

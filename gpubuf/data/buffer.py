@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import copy
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from gpubuf.data import moving
-from gpubuf.data.arguments import check_sizes
+from gpubuf.data import moving, passing
 from gpubuf.data.check import Report, check
-from gpubuf.data.checkpoints import restore, save, shards
+from gpubuf.data.checkpoints import restore, shards
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.intake import Intake
 from gpubuf.data.ingress.options import Writers
-from gpubuf.data.ingress.remote import Remote, RemoteStorage, RemoteWriter, RemoteWrites
-from gpubuf.data.mending import forget
-from gpubuf.data.operation import graph_break, operation
+from gpubuf.data.operation import graph_break, operation, writing
 from gpubuf.data.parts import Parts
-from gpubuf.data.passing import living, packed, register, starting, unpacked
 from gpubuf.data.prepared_writes import Arrays
-from gpubuf.data.recording import EMPTIES
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.priorities import vector
 from gpubuf.data.sequences import SampleUnit
 from gpubuf.data.storage.containers import Data
-from gpubuf.data.storage.indexing import as_positions, plain_index
-from gpubuf.data.storage.placement import MemoryReport
+from gpubuf.data.storage.indexing import plain_index
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
 from gpubuf.data.updates import is_key
 from gpubuf.data.writers import Writer
-
-# What goes to a process that is started: what a writer is made of, or a copy with a number.
-_REMOTE, _NUMBER = "_remote", "_number"
 
 
 class ReplayBuffer:
@@ -92,8 +79,6 @@ class ReplayBuffer:
     priority_key: str | tuple[str, ...] = ()
     #: Whether iteration puts the info of a sample into it.
     _samples_have_info = False
-    #: How many processes were handed a copy.
-    _handed = 0
 
     def __init__(
         self,
@@ -118,7 +103,6 @@ class ReplayBuffer:
         relabel: Hindsight | None = None,
         writers: int | Writers | None = None,
     ) -> None:
-        check_sizes(prefetch, batch_size)
         self.parts = Parts(
             storage,
             sampler,
@@ -130,23 +114,16 @@ class ReplayBuffer:
             unit=sample_unit,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
-            prefetch=bool(prefetch),
+            prefetch=prefetch,
             batch_size=batch_size,
             dim_extend=dim_extend,
             priority_key=self.priority_key,
         )
-        if writers is not None:
-            self.parts.storage.mark_writers()
-        self._connect()
+        self.operation = passing.begin(self)
         if generator is not None:
             self.set_rng(generator)
         if writers is not None:
             self.parts.take_in(Intake(self, Writers.of(writers)))
-
-    def _connect(self) -> None:
-        self.parts.connect()
-        self.operation = self.parts.operation
-        living.add(self)
 
     # The parts
 
@@ -227,7 +204,7 @@ class ReplayBuffer:
 
     # Writing
 
-    @operation
+    @writing
     def extend(self, data: Data, *, update_priority: bool | None = None) -> Tensor:
         """Write a batch at the cursor; of more rows than the capacity the newest stay. No host sync.
 
@@ -253,18 +230,9 @@ class ReplayBuffer:
         """
         if update_priority is not None:
             raise NotImplementedError("update_priority is for TensorDictReplayBuffer, whose batches carry priorities")
-        return self._extend(data, None)
+        return self.parts.write(data, None)
 
-    def _extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
-        parts = self.parts
-        if not parts.prefetch or parts.storage.initialized:
-            return parts.writes.extend(data, priority)
-        index = parts.writes.extend(data, priority)
-        # Where the rows are decides how batches are made.
-        parts.assemble()
-        return index
-
-    @operation
+    @writing
     def add(self, data: Data) -> int | Tensor | None:
         """Write one row (of one step of all environments, for storages of several dimensions).
 
@@ -293,7 +261,7 @@ class ReplayBuffer:
         """
         return self.parts.writes.keys
 
-    @operation
+    @writing
     def extend_columns(self, columns: Arrays) -> None:
         """Write rows given as one array a key: :meth:`extend` without a TensorDict, in less time. No host sync.
 
@@ -304,13 +272,12 @@ class ReplayBuffer:
 
         Raises:
             ValueError: a key is missing or none of the rows', has another shape or dtype, or can't hold a number of a
-                list;
-                nothing is written.
+                list; nothing is written.
         """
         if not self.parts.writes.columns(columns, False):
             self.extend(self.parts.writes.as_batch(columns, False))
 
-    @operation
+    @writing
     def add_columns(self, columns: Arrays) -> None:
         """Write one row, given as one array a key, without batch dimensions; or one step of all environments.
 
@@ -338,12 +305,7 @@ class ReplayBuffer:
             IndexError: there is no such environment.
             TypeError: rows do not follow each other in this buffer.
         """
-        storage = self.parts.storage
-        if not self.parts.writer.in_order or storage.takes_objects:
-            raise TypeError("the rows of this buffer do not follow each other: there are no trajectories to end")
-        storage.check_owned()
-        if storage.initialized:
-            storage.changing(storage.end_trajectories, env)
+        self.parts.end_trajectories(env)
 
     def client(self, example: Any = None) -> WriterClient:
         """What a writer in another process has in place of the buffer: ``extend``, ``extend_columns``, ``add_columns``.
@@ -377,10 +339,7 @@ class ReplayBuffer:
         Args:
             empty_write_count: let :attr:`write_count` begin again at 0.
         """
-        self.parts.writer.check_writable()
-        self.parts.discard()
-        empties = EMPTIES._replace(recounts=empty_write_count)
-        self.parts.storage.changing(forget, self.parts.storage, self.parts.writer, empty_write_count, what=empties)
+        self.parts.forget(empty_write_count)
 
     # Reading
 
@@ -440,11 +399,11 @@ class ReplayBuffer:
             raise RuntimeError(
                 "Cannot iterate over the replay buffer. Batch_size was not specified: give the constructor a batch_size"
             )
-        ran_out = False
-        while not ran_out:
+        while True:
             batch = self.parts.batches.next(None, self._samples_have_info)
-            ran_out = batch.ran_out
             yield batch.data
+            if batch.ran_out:
+                return
 
     @graph_break
     def next(self) -> Any:
@@ -468,10 +427,6 @@ class ReplayBuffer:
         """
         if priority is None:
             return self._update_from_batch(index)
-        ring = self.parts.storage.ring
-        if generation is not None and ring.rewritten is not None:
-            index = as_positions(index, self.parts.storage.shape, self.parts.storage.device)
-            generation = ring.without_rewrites(index, vector(generation, torch.int64, index))
         self.parts.storage.changing(self.parts.sampler.update_priority, index, priority, generation=generation)
 
     def _update_from_batch(self, batch: Any) -> None:
@@ -574,10 +529,8 @@ class ReplayBuffer:
 
     # Memory
 
-    @operation
-    def memory(self) -> MemoryReport:
-        """The bytes of each part of the buffer, and where they lie. No host sync."""
-        return moving.report(self.parts.storage, self.parts.sampler, self.parts.pipeline.nbytes)
+    memory = moving.memory
+    to = moving.to
 
     @operation
     def free(self) -> None:
@@ -590,26 +543,6 @@ class ReplayBuffer:
         self.parts.discard()
         self.parts.storage.free()
 
-    @operation
-    def to(self, device: torch.device | str, *, progress: bool | None = None) -> Self:
-        """Move rows, index, counters and random state, while the buffer is in use. Batches go on as if it had not.
-
-        One key after the other (small ones, which share a record, together), in chunks: no more is there twice at a
-        time. Other threads wait until it is done.
-
-        Args:
-            device: ``"cpu"``, ``"cuda"``, ``"pinned"``, ``"split"`` or a ``torch.device``.
-            progress: whether to show a bar; default: for a GiB and more, on a terminal.
-
-        Returns:
-            The buffer itself. Synchronises.
-
-        Raises:
-            RuntimeError: there is no such device, or no room there: the buffer is then where it was.
-        """
-        self.parts.move(device, progress)
-        return self
-
     # State
 
     @operation
@@ -621,148 +554,29 @@ class ReplayBuffer:
         """
         return self.parts.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any], *, end_trajectories: bool = True) -> None:
-        """Restore :meth:`state_dict` into this buffer's own memory. Synchronises.
-
-        A program that goes on after a restart begins new episodes. So the next write begins a trajectory: slices,
-        windows of several steps and hindsight don't lead from the rows of before into those after it. What is drawn
-        before that write is as it was. A buffer in which nothing asks where trajectories end has no marks to set.
-
-        Args:
-            state: of this buffer, or one like it.
-            end_trajectories: False for a program that restores its environments too, and goes on in the middle of
-                their episodes.
-
-        If it is interrupted, or a custom transform, sampler or writer raises, the buffer is empty: a note in the error
-        says so.
-
-        Raises:
-            ValueError: the state is that of another sampler, or its rows don't fit; the buffer is left as it was.
-        """
-        restore.load_state(self, state, end_trajectories)
-
-    def save(
-        self, path: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None, **options: Any
-    ) -> int:
-        """Save everything to a folder, atomically; see :func:`gpubuf.data.checkpoints.save.save`. Synchronises.
-
-        With ``process_group`` all of its ranks save their buffers together: see
-        :func:`gpubuf.data.checkpoints.shards.save_shards`.
-        """
-        if process_group is not None:
-            return shards.save_shards(self, path, process_group, **options)
-        return save.save(self, path, **options)
-
-    def load(
-        self, path: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None, **options: Any
-    ) -> None:
-        """Restore what :meth:`save` wrote; see :func:`gpubuf.data.checkpoints.restore.load`. Synchronises.
-
-        With ``end_trajectories`` (default: True) the next write begins a trajectory: see :meth:`load_state_dict`.
-
-        What several ranks have saved is loaded by all ranks of ``process_group``, as many as there were or fewer: see
-        :func:`gpubuf.data.checkpoints.shards.load_shards`. Without one this buffer takes the rows of all.
-        """
-        if process_group is not None:
-            shards.load_shards(self, path, process_group, **options)
-        else:
-            restore.load(self, path, **options)
+    load_state_dict = restore.load_state_dict
+    save = shards.save
+    load = shards.load
 
     # Copies, which have memory of their own, and other processes
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        register(cls)
+        passing.register(cls)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of everything as of one moment; what a process that is started writes by. Synchronises."""
-        number = self.begin_handing() if starting() else None
-        if number is not None and self.parts.intake is not None:
-            return packed({_REMOTE: self._left_there()})
-        copied = self.operation.run(self._copied)
-        return packed(copied if number is None else {**copied, _NUMBER: number})
+        return passing.state_of(self)
 
-    def _copied(self) -> dict[str, Any]:
-        self.parts.settle()
-        return copy.deepcopy(
-            {name: value for name, value in vars(self).items() if name not in ("operation", "_handed")}
-        )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        copied, owner = unpacked(state)
-        if _REMOTE in copied:
-            self._write_to(owner, *copied[_REMOTE])
-            return
-        number = copied.pop(_NUMBER, None)
-        vars(self).update(copied)
-        self.parts.storage.owner = owner
-        self._connect()
-        if number is not None:
-            self.draw_apart(number)
+    __setstate__ = passing.restore
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         other = type(self).__new__(type(self))
         other.__setstate__(self.__getstate__())
         return other
 
-    def begin_handing(self) -> int:
-        """Before a process is started: let it find the queues of writers. Returns the number of its copy."""
-        if self.parts.intake is not None:
-            self.parts.intake.share()
-        self._handed += 1
-        return self._handed
-
-    def draw_apart(self, number: int) -> None:
-        """Go on with the random streams of copy ``number``. A batch ahead is thrown away."""
-        self.parts.draw_apart(number)
-
-    def _left_there(self) -> tuple[Any, ...]:
-        """What is left of a buffer with writers in a process that writes to it."""
-        assert self.parts.intake is not None
-        parts = vars(ReplayBuffer(1)).keys()
-        more = {name: value for name, value in vars(self).items() if name not in parts and name != "_handed"}
-        own, storage = self.parts, self.parts.storage
-        return self.parts.intake.link(), storage.max_size, storage.ndim, own.batch_size, own.dim_extend, more
-
-    def _write_to(
-        self,
-        owner: int | None,
-        client: WriterClient | None,
-        capacity: int,
-        ndim: int,
-        batch_size: int | None,
-        dim_extend: int | None,
-        more: dict[str, Any],
-    ) -> None:
-        """Be a writer, with what :meth:`_left_there` says."""
-        storage = RemoteStorage(capacity, ndim=ndim)
-        ReplayBuffer.__init__(self, storage, batch_size=batch_size, dim_extend=dim_extend)
-        storage.owner = owner if client is None else client.learner
-        remote: Any = Remote(client, storage)
-        vars(self).update(more)
-        self.operation = remote
-        self.parts.be_remote(remote, RemoteWrites(remote), RemoteWriter())
-
-    def begin_anew(self) -> None:
-        """In a forked process, where no other thread is: a new lock, no batch ahead, and random streams of its own.
-
-        If a thread of the parent was in the middle of an operation, the next one here finishes it. Of a buffer with
-        writers its rows are not here any more: it writes to that of the parent.
-        """
-        if self.parts.intake is not None:
-            left, inherited = self._left_there(), vars(self).copy()
-            vars(self).clear()
-            self._write_to(os.getppid(), *left)
-            # Memory of a GPU can't be given back here.
-            vars(self)["_inherited"] = inherited
-            return
-        self.parts.begin_anew(self._handed)
-
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(\n  storage={self.parts.storage!r},\n  sampler={self.parts.sampler!r},\n"
-            f"  batch_size={self.parts.batch_size})"
-        )
+        named = f"storage={self.storage!r},\n  sampler={self.sampler!r},\n  batch_size={self.batch_size}"
+        return f"{type(self).__name__}(\n  {named})"
 
 
-register(ReplayBuffer)
+passing.register(ReplayBuffer)

@@ -21,7 +21,7 @@ def mend(storage: TensorStorage, writer: Writer) -> None:
     elif left is not None and left.empties:
         forget(storage, writer, left.recounts)
     elif left is not None and storage.initialized:
-        storage.again.redo()
+        storage.rows.again.redo()
         if left.written is None or _completed(storage, left.written) or not writer.in_order:
             if not left.counted:
                 storage.refresh()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
-from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.operation import operation
+from gpubuf.data.parts import Assembled
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.placement import AUTO, DISK, SPLIT, IndexBytes, MemoryReport, Placement, place, readable
 from gpubuf.data.storage.share_next import Sharing
@@ -18,32 +21,54 @@ LARGE_BYTES = 1 << 30
 """From this size on a move shows a progress bar, on a terminal."""
 
 
-def move(storage: TensorStorage, requested: torch.device | str, progress: bool | None = None) -> None:
-    """Move a storage and what is known about its rows. See :meth:`gpubuf.ReplayBuffer.to`.
+_Buffer = TypeVar("_Buffer", bound=Assembled)
+
+
+@operation
+def to(buffer: _Buffer, device: torch.device | str, *, progress: bool | None = None) -> _Buffer:
+    """Move rows, index, counters and random state, while the buffer is in use. Batches go on as if it had not.
+
+    One key after the other (small ones, which share a record, together), in chunks: no more is there twice at a
+    time. Other threads wait until it is done.
+
+    Args:
+        buffer: the buffer.
+        device: ``"cpu"``, ``"cuda"``, ``"pinned"``, ``"split"`` or a ``torch.device``.
+        progress: whether to show a bar; default: for a GiB and more, on a terminal.
+
+    Returns:
+        The buffer itself. Synchronises.
 
     Raises:
-        ValueError: ``requested`` is ``"auto"``.
+        ValueError: ``device`` is ``"auto"``.
         NotImplementedError: the storage has a place of its own.
-        RuntimeError: there is no such device, or not enough memory there; all is then where it was.
+        RuntimeError: there is no such device, or no room there: the buffer is then where it was.
     """
+    parts = buffer.parts
+    parts.batches.discard()
+    try:
+        _move_to(parts.storage, device, progress)
+        buffer.operation.ended()
+    finally:
+        if parts.prefetch:
+            parts.assemble()
+    return buffer
+
+
+def _move_to(storage: TensorStorage, requested: torch.device | str, progress: bool | None) -> None:
     if requested == AUTO:
         raise ValueError("a buffer moves to 'cpu', 'cuda', 'pinned', 'split' or a torch.device; 'auto' is for new ones")
-    if not storage.relocatable:
+    if not storage.allocation.relocatable:
         raise NotImplementedError(f"the rows of a {type(storage).__name__} stay where they are")
-    before, shape = storage.placement, tuple(storage.shape)
+    rows, shape = storage.rows, tuple(storage.shape)
+    aside = sum(side.nbytes for side in rows.sides)
     # An index that is on the GPU already needs no more room there. A split may use the room of the rows there.
-    on_gpu = before is not None and before.device.type == "cuda"
-    index = IndexBytes()
-    if not on_gpu:
-        index = storage.readers.derived_bytes(requested, shape)
-    aside, sides = 0, list[torch.Tensor]()
-    if storage.sharing is not None:
-        aside, sides = storage.sharing.entry_bytes, storage.sharing.sides
-    held = sum(part.nbytes for part in [*storage.columns.parts, *sides] if part.is_cuda)
-    target = place(requested, storage.nbytes - aside, index, shape, torch.device("cpu"), held, aside)
-    if before is not None and not before.same_place(target):
-        _move(storage, before, target, progress)
-    storage.requested_device = requested
+    index = IndexBytes() if storage.ring.counters.is_cuda else storage.readers.derived_bytes(requested, shape)
+    held = sum(part.nbytes for part in [*rows.columns.parts, *rows.sides] if part.is_cuda)
+    target = place(requested, rows.columns.nbytes, index, shape, torch.device("cpu"), held, aside)
+    if storage.initialized and not rows.placement.same_place(target):
+        _move(storage, rows.placement, target, progress)
+    storage.allocation.device = requested
 
 
 def _move(storage: TensorStorage, before: Placement, target: Placement, progress: bool | None) -> None:
@@ -70,7 +95,7 @@ class _Rows:
     def __init__(self, storage: TensorStorage, placement: Placement) -> None:
         self._storage = storage
         self._places = [placement] * len(storage.columns.records)
-        self._side_places = [placement] * (0 if storage.sharing is None else len(storage.sharing.sides))
+        self._side_places = [placement] * len(storage.rows.sides)
         self.n_bytes = len(storage) * storage.layout.row_bytes
 
     def to(self, target: Placement, advance: Advance) -> None:
@@ -102,15 +127,17 @@ class _Rows:
                 sharing.sides[number], self._side_places[number] = side, target
 
 
-def report(storage: TensorStorage, sampler: Sampler, processing: int) -> MemoryReport:
-    """The memory of a storage, its sampler and ``processing`` bytes for that of batches, and where it lies."""
-    placement = storage.placement
-    if placement is None:
+@operation
+def memory(buffer: Assembled) -> MemoryReport:
+    """The bytes of each part of the buffer, and where they lie. No host sync."""
+    parts, storage = buffer.parts, buffer.parts.storage
+    if not storage.initialized:
         return MemoryReport(None, None, 0, 0, 0, 0)
-    taken = sampler.memory()
+    taken = parts.sampler.memory()
     tables = storage.plans.nbytes + (0 if storage.sharing is None else storage.sharing.table_bytes)
-    counters = storage.ring.counters.nbytes + tables + sampler.random_bytes + processing
-    kind = placement.kind if storage.relocatable else DISK
+    counters = storage.ring.counters.nbytes + tables + parts.sampler.random_bytes + parts.pipeline.nbytes
+    placement = storage.rows.placement
+    kind = placement.kind if storage.allocation.relocatable else DISK
     on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
     index = taken.index + storage.followers.nbytes
     return MemoryReport(kind, str(placement.device), storage.nbytes, taken.tree, index, counters, on_host)

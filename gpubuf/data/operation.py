@@ -126,7 +126,7 @@ class Operation:
 
     def __init__(self, storage: TensorStorage, mend: Callable[[], None] | None = None) -> None:
         self.storage = storage
-        self._mend = None if mend is None else weakref.WeakMethod(mend)
+        self._mend = (lambda: _nothing) if mend is None else weakref.WeakMethod(mend)
         self.intake: Callable[[], Callable[[], object] | None] | None = None
         self._streams = StreamOrder()
         # The operation holds on to the storage: its memory is released after this.
@@ -151,6 +151,9 @@ class Operation:
         if self.line or self._busy:
             return self._in_line(action, args, named)
         with self.lock: return self._step(action, args, named)  # noqa: E701  # fmt: skip
+
+    write = run
+    """Runs what writes rows. In a process that was handed the buffer of another, nothing else can be done with it."""
 
     @property
     def held(self) -> bool:
@@ -212,10 +215,8 @@ class Operation:
         device = self.gpu()
         if device is not None:
             self._streams.begin(device)
-        if self.storage.unfinished is not None and self._mend is not None:
-            mend = self._mend()
-            if mend is not None:
-                mend()
+        if self.storage.unfinished is not None:
+            (self._mend() or _nothing)()
         if self.intake is not None and current.recording is None and (take := self.intake()) is not None:
             take()
 
@@ -252,7 +253,7 @@ class Operation:
     @property
     def in_use(self) -> bool:
         """Whether the buffer is still there."""
-        return self._mend is None or self._mend() is not None
+        return self._mend() is not None
 
     def gpu(self) -> torch.device | None:
         """The GPU that operations are launched on, or None. Fake tensors claim to be on one that is not there."""
@@ -306,6 +307,17 @@ def operation(method: _Method) -> _Method:
     @functools.wraps(method)
     def step(self: Any, *args: Any, **named: Any) -> Any:
         return self.operation.run(method, self, *args, **named)
+
+    broken: Any = graph_break(step)
+    return cast("_Method", broken)
+
+
+def writing(method: _Method) -> _Method:
+    """:func:`operation` for a method that writes rows."""
+
+    @functools.wraps(method)
+    def step(self: Any, *args: Any, **named: Any) -> Any:
+        return self.operation.write(method, self, *args, **named)
 
     broken: Any = graph_break(step)
     return cast("_Method", broken)

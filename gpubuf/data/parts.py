@@ -6,21 +6,21 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from gpubuf.data import moving
-from gpubuf.data.arguments import component
+from gpubuf.data.arguments import check_sizes, component
 from gpubuf.data.batches import Batches
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.intake import Intake
-from gpubuf.data.mending import mend
+from gpubuf.data.mending import forget, mend
 from gpubuf.data.operation import Operation
 from gpubuf.data.prefetch import Prefetched
 from gpubuf.data.processing.augment import RandomShift
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.recording import REPLAY
+from gpubuf.data.recording import EMPTIES, REPLAY
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.row_order import RowOrder
 from gpubuf.data.samplers.slices import SliceSampler
@@ -43,6 +43,9 @@ DEFAULT_CAPACITY = 1_000
 _APART = 0x9E3779B97F4A7C15
 #: Made anew of the other parts. A copy gets its own: they have locks and addresses.
 _MADE = ("operation", "batches", "writes", "rows", "row_order", "reader")
+
+#: Every row is a transition.
+_TRANSITIONS = Recipe()
 
 
 class Parts:
@@ -74,21 +77,22 @@ class Parts:
     def __init__(
         self,
         storage: Any,
-        sampler: Any,
-        writer: Any,
-        recipe: Recipe,
-        process: Any,
-        transform: Callable[[Data], Data] | None,
+        sampler: Any = None,
+        writer: Any = None,
+        recipe: Recipe = _TRANSITIONS,
+        process: Any = (),
+        transform: Callable[[Data], Data] | None = None,
         *,
-        relabel: Hindsight | None,
-        unit: Any,
-        collate_fn: Callable[[Data], Data] | None,
-        pin_memory: bool,
-        prefetch: bool,
-        batch_size: int | None,
-        dim_extend: int | None,
-        priority_key: str | tuple[str, ...],
+        relabel: Hindsight | None = None,
+        unit: Any = None,
+        collate_fn: Callable[[Data], Data] | None = None,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        batch_size: int | None = None,
+        dim_extend: int | None = None,
+        priority_key: str | tuple[str, ...] = (),
     ) -> None:
+        check_sizes(prefetch, batch_size)
         self.sampler: Sampler = component(RandomSampler if sampler is None else sampler, Sampler)
         self.storage = storage_of(storage, self.sampler)
         self.writer: Writer = component(RoundRobinWriter if writer is None else writer, Writer)
@@ -100,7 +104,8 @@ class Parts:
         self.transform = Compose() if transform is None else Compose([transform])
         self.intake: Intake | None = None
         self.relabel, self.unit = relabel, checked_unit(unit)
-        self.collate_fn, self.pin_memory, self.prefetch, self.batch_size = collate_fn, pin_memory, prefetch, batch_size
+        self.collate_fn, self.pin_memory, self.batch_size = collate_fn, pin_memory, batch_size
+        self.prefetch = bool(prefetch)
         self.dim_extend, self.priority_key = dim_extend, priority_key
 
     def connect(self) -> None:
@@ -116,6 +121,7 @@ class Parts:
 
     def take_in(self, intake: Intake) -> None:
         """Take in the rows of writers in other processes, before each operation."""
+        self.storage.mark_writers()
         self.intake, self.operation.intake = intake, weakref.WeakMethod(intake.at_call)
         self.assemble()
 
@@ -125,8 +131,19 @@ class Parts:
         self.pipeline.attach(self.operation)
         slices = isinstance(sampler, SliceSampler)
         windows = slices or self.recipe.n_steps > 1 or self.relabel is not None or unit is not None
+        self.row_order = RowOrder(self.recipe, self.time_dim, refused=slices) if windows else None
+        self.writes = Writes(
+            storage,
+            writer,
+            sampler,
+            self.transform,
+            self.pipeline,
+            self.row_order,
+            dim_extend=self.time_dim,
+            priority_key=self.priority_key,
+        )
         if self.intake is not None:
-            self.intake.serve(storage, writer, self.pipeline, unit, in_order=windows)
+            self.intake.serve(self.writes, unit, in_order=windows)
         reader = self._reader_of(storage)
         writer.attach(sampler, self.recipe, self.relabel)
         if unit is not None:
@@ -138,7 +155,6 @@ class Parts:
             storage.readers.serve(self.relabel)
         if sampler.reader is not reader:
             sampler.read_from(reader)
-        self.row_order = RowOrder(self.recipe, self.time_dim, refused=slices) if windows else None
         self.reader = reader
         self.batches = (Prefetched if self.prefetch and Prefetched.helps(storage, sampler, unit) else Batches)(
             storage,
@@ -153,16 +169,6 @@ class Parts:
             relabel=self.relabel,
             unit=unit,
             gate=None if self.intake is None else self.intake.gate,
-        )
-        self.writes = Writes(
-            storage,
-            writer,
-            sampler,
-            self.transform,
-            self.pipeline,
-            self.row_order,
-            dim_extend=self.time_dim,
-            priority_key=self.priority_key,
         )
         self.rows = RowAccess(storage, writer, self.transform, self.collate_fn, self.recipe, self.time_dim)
 
@@ -190,6 +196,33 @@ class Parts:
         """Called before the host's mirror of the counters is read. Rows that have arrived count."""
         if self.storage.unfinished is not None or self.intake is not None:
             self.operation.mend()
+
+    # Changing rows
+
+    def write(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
+        """Write a batch: see :meth:`~gpubuf.data.writing.Writes.extend`."""
+        is_first = self.prefetch and not self.storage.initialized
+        index = self.writes.extend(data, priority)
+        if is_first:
+            # Where the rows are decides how batches are made.
+            self.assemble()
+        return index
+
+    def end_trajectories(self, env: int | None) -> None:
+        """See :meth:`gpubuf.ReplayBuffer.end_trajectories`."""
+        storage = self.storage
+        if not self.writer.in_order or storage.takes_objects:
+            raise TypeError("the rows of this buffer do not follow each other: there are no trajectories to end")
+        storage.check_owned()
+        if storage.initialized:
+            storage.changing(storage.end_trajectories, env)
+
+    def forget(self, recount: bool) -> None:
+        """Forget every row and priority: see :meth:`gpubuf.ReplayBuffer.empty`."""
+        self.writer.check_writable()
+        self.discard()
+        empties = EMPTIES._replace(recounts=recount)
+        self.storage.changing(forget, self.storage, self.writer, recount, what=empties)
 
     # Replacing them
 
@@ -279,16 +312,6 @@ class Parts:
             self.assemble()
             raise
 
-    def move(self, device: torch.device | str, progress: bool | None) -> None:
-        """Move rows, and what is known of them: see :meth:`gpubuf.ReplayBuffer.to`."""
-        self.batches.discard()
-        try:
-            moving.move(self.storage, device, progress)
-            self.operation.ended()
-        finally:
-            if self.prefetch:
-                self.assemble()
-
     # Copies, which have memory of their own, and forked processes
 
     def settle(self) -> None:
@@ -303,7 +326,7 @@ class Parts:
         return {name: value for name, value in vars(self).items() if name not in _MADE} | {"intake": None}
 
     def begin_anew(self, number: int) -> None:
-        """In a forked process, copy ``number``: see :meth:`gpubuf.ReplayBuffer.begin_anew`."""
+        """In a forked process, copy ``number``: see :mod:`gpubuf.data.passing`."""
         own, storage = self.operation, self.storage
         storage.owner = storage.owner or os.getppid()
         if own.abandon() and storage.initialized:
@@ -323,12 +346,6 @@ class Parts:
             if random is not None:
                 # Seeds of any two copies differ, and are not near those that people choose. They wrap at 64 bits.
                 random.state[philox.SEED] += (number * _APART + 2**63) % 2**64 - 2**63
-
-    def be_remote(self, remote: Any, writes: Any, writer: Writer) -> None:
-        """Write to the buffer of another process: ``remote`` has the place of the operation and of the intake."""
-        self.operation = self.intake = self.batches.operation = remote
-        self.writes, self.writer = writes, writer
-        writer.register_storage(self.storage)
 
     # State
 
@@ -358,6 +375,13 @@ class Parts:
         self.writer.load_state_dict(state["_writer"])
         self.batch_size = state["_batch_size"]
         self.assemble()
+
+
+class Assembled(Protocol):
+    """A buffer, to functions elsewhere: its parts, and what runs its operations."""
+
+    parts: Parts
+    operation: Operation
 
 
 def storage_of(given: Any, sampler: Sampler | None = None) -> TensorStorage:

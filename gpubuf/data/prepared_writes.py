@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpubuf.data.recording import capturing
 from gpubuf.data.storage.containers import is_array, of_array
+from gpubuf.data.storage.host_memory import to_device
 from gpubuf.data.storage.layout import Leaf, as_key, as_written
 from gpubuf.data.storage.schema import as_numbers, stored_as
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.kernels._registry import past_dispatcher
+from gpubuf.kernels._registry import runs_at_once
 
 #: An array per key, by key (``"reward"``, ``("next", "reward")``) or in the order of the storage's keys.
 Arrays = Mapping[Any, Any] | Sequence[Any]
@@ -78,15 +80,6 @@ class PreparedRows:
             self._columns.append((place, tensor_dtype, shape, array, dtype, source.nbytes, source.data_ptr()))
         self._reach = max((source.nbytes for source in memory), default=0)
 
-    @staticmethod
-    def of(storage: TensorStorage, lead: tuple[int, ...], *, keeps_index: bool) -> PreparedRows | None:
-        """For columns with these batch dimensions; None where they are written in another way."""
-        table, n_bytes = storage.rows.table, math.prod(lead) * storage.written_layout.row_bytes
-        # Fake tensors, and modes that change what a function does, take the general way. Prefixes are compared.
-        if not past_dispatcher(table) or not 0 < n_bytes <= PREPARED_BYTES:
-            return None
-        return PreparedRows(storage, lead, keeps_index=keeps_index)
-
     def fill(self, columns: Arrays) -> bool:
         """Set all columns; False if some are anything but arrays and tensors of the right shape and dtype, or are views
         of the rows.
@@ -128,6 +121,57 @@ class PreparedRows:
         return True
 
 
+class LaunchedRows:
+    """The launch of writes of ``n`` rows on a GPU, of tensors there, or of what the host has, by one copy.
+
+    Args:
+        storage, lead: as for :class:`PreparedRows`.
+
+    Attributes:
+        n, launch: as of :class:`PreparedRows`.
+    """
+
+    def __init__(self, storage: TensorStorage, lead: tuple[int, ...]) -> None:
+        layout, self._device = storage.written_layout, storage.device
+        self.n = math.prod(lead)
+        self._storage, self._keys = storage, layout.keys
+        self._forms = [((*lead, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
+        self._sources = [
+            torch.empty((self.n, *leaf.shape), dtype=leaf.dtype, device=self._device) for leaf in layout.leaves
+        ]
+        self.launch: Any = storage.plans.written.prepared_extend(self._sources, self.n, True)
+
+    def fill(self, columns: Arrays) -> bool:
+        """Bring all columns to the GPU; False if some are anything but contiguous tensors and arrays of the right shape
+        and dtype, or are views of the rows, or if a graph is captured.
+        """
+        if type(columns) is dict:
+            values: Sequence[Any] = [columns.get(key) for key in self._keys]
+        elif type(columns) is list or type(columns) is tuple:
+            values = columns
+        else:
+            return False
+        if len(columns) != len(self._forms) or capturing():
+            return False
+        tensors = [
+            torch.from_numpy(value) if type(value) is _array and value.flags.writeable else value for value in values
+        ]
+        for tensor, (shape, dtype) in zip(tensors, self._forms, strict=True):
+            if type(tensor) is not Tensor or tensor.dtype is not dtype or tensor.shape != shape:
+                return False
+            if tensor.is_conj() or not tensor.is_contiguous() or tensor.is_neg() or tensor._is_zerotensor():
+                return False
+        sources, rows = to_device(tensors, self._device), self._storage.rows.addresses
+        addresses = [tensor.data_ptr() for tensor in sources]
+        for start, tensor in zip(addresses, sources, strict=True):
+            # Past a call: most are not near the rows.
+            if rows.low - tensor.nbytes < start < rows.high and rows.meet(start, start + tensor.nbytes):
+                return False
+        # What is read when the launch runs is kept until the next.
+        self._sources, self.launch.addresses = sources, addresses
+        return True
+
+
 def _address(array: np.ndarray) -> int:
     """Where an array is; 0 if it is not contiguous, or can't be written to.
 
@@ -158,12 +202,21 @@ class Route:
         self.layout = storage.written_layout
         self._storage = storage
         self._keys = self.layout.keys
-        self._of_size: dict[tuple[int, bool], PreparedRows | None] = {}
+        self._of_size: dict[tuple[int, bool], PreparedRows | LaunchedRows | None] = {}
 
     @functools.cached_property
-    def one_step(self) -> PreparedRows | None:
-        """The write of one step on the CPU, ready to launch; None if it takes the general way."""
-        return PreparedRows.of(self._storage, self.step, keeps_index=bool(self.write_listeners))
+    def one_step(self) -> PreparedRows | LaunchedRows | None:
+        """The write of one step, ready to launch; None if it takes the general way."""
+        return self._prepared(self.step, keeps_index=bool(self.write_listeners))
+
+    def _prepared(self, lead: tuple[int, ...], *, keeps_index: bool) -> PreparedRows | LaunchedRows | None:
+        """For columns with these batch dimensions; None where they are written in another way."""
+        storage, plan = self._storage, self._storage.plans.written
+        n_bytes = math.prod(lead) * self.layout.row_bytes
+        # Fake tensors, and modes that change what a function does, take the general way. Prefixes are compared.
+        if not plan.prepares or not runs_at_once(self.ring) or not 0 < n_bytes <= PREPARED_BYTES:
+            return None
+        return LaunchedRows(storage, lead) if plan.launches else PreparedRows(storage, lead, keeps_index=keeps_index)
 
     def fits(self, storage: TensorStorage) -> bool:
         """Whether the storage is still as the route has found it."""
@@ -171,15 +224,15 @@ class Route:
         same = storage.rows is self.rows and storage.ring.counters is self.ring
         return same and storage.followers.write_listeners is self.write_listeners
 
-    def sized(self, columns: Arrays) -> PreparedRows | None:
+    def sized(self, columns: Arrays) -> PreparedRows | LaunchedRows | None:
         """:meth:`of_size` for as many rows as the first of ``columns`` has."""
         first: Any = next(iter(columns.values() if isinstance(columns, Mapping) else columns), None)
         if not isinstance(first, (_array, Tensor)) or first.ndim == 0:
             return None
         return self.of_size(first.shape[0], keeps_index=bool(self.write_listeners))
 
-    def of_size(self, n: int, *, keeps_index: bool) -> PreparedRows | None:
-        """The write of ``n`` rows to a storage of one dimension on the CPU, ready to launch.
+    def of_size(self, n: int, *, keeps_index: bool) -> PreparedRows | LaunchedRows | None:
+        """The write of ``n`` rows to a storage of one dimension, ready to launch.
 
         None if it takes the general way, and at the first write of ``n`` rows: to prepare it takes longer.
         """
@@ -193,7 +246,7 @@ class Route:
             return None
         ready = self._of_size[size]
         if ready is None:
-            ready = self._of_size[size] = PreparedRows.of(self._storage, (n,), keeps_index=keeps_index)
+            ready = self._of_size[size] = self._prepared((n,), keeps_index=keeps_index)
         return ready
 
     def sources(self, columns: Arrays, one_step: bool, dim_extend: int) -> tuple[list[Tensor], int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count, describe_type
+from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.base import Drawn, Sampler
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.trajectory_index import TrajectoryBounds
@@ -180,6 +181,7 @@ class Sequence(SampleUnit, TrajectoryBounds):
         if not self.burn_in:
             return rows
         steps, envs, ring = storage.shape[0], math.prod(storage.shape[1:]), storage.ring
+        at_replays().holds(ring, "past_lost")
         lost = ring.past_lost or ring.counters[SIZE] == storage.max_size
         newest = ring.counters[WRITTEN].div(envs, rounding_mode="floor") - 1
         age = (newest - rows.div(envs, rounding_mode="floor")).remainder(steps)

@@ -317,7 +317,8 @@ class PreparedBatches:
         # A draw that leaves nothing behind on the host, but in the random stream.
         self._can_repeat = sampler.drawn_state == () and sampler.shards is None and batches.relabel is None
         names = ("_random", "reader", *sampler.parts, *sampler.settings)
-        others = ("reader.placed", "storage.ring.rewritten", "transform.is_empty", "writer.track_generations")
+        ring = ("storage.ring.rewritten", "storage.ring.past_lost")
+        others = ("reader.placed", *ring, "transform.is_empty", "writer.track_generations")
         self._state = attrgetter(*others, *(f"sampler.{name}" for name in names))
         self._known: dict[tuple[Any, ...], Any] = {}
         self._at: tuple[Any, ...] = (None,)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpubuf.data.batches import collapsed
 from gpubuf.data.buffer import ReplayBuffer
-from gpubuf.data.operation import graph_break, operation
+from gpubuf.data.operation import graph_break, writing
 from gpubuf.data.parts import storage_of
 from gpubuf.data.samplers.priorities import masks_of, rows_of
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
@@ -44,7 +44,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self.priority_key = priority_key
         super().__init__(storage, writer=TensorDictRoundRobinWriter if writer is None else writer, **kwargs)
 
-    @operation
+    @writing
     def extend(self, data: Data, *, update_priority: bool | None = None) -> Tensor:
         """Write a batch, with the priorities found under ``priority_key`` if the sampler has any use for them.
 
@@ -68,7 +68,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             if not isinstance(first, TensorDictBase | list) and not is_tensorclass(first):
                 raise TypeError(f"{type(self).__name__} stores TensorDicts, got a {type(first).__name__}")
         wanted = update_priority is not False and self.parts.sampler.has_priorities
-        return self._extend(data, self._given_priority if wanted else None)
+        return self.parts.write(data, self._given_priority if wanted else None)
 
     def _as_tensordicts(self, data: Any, ndim: int) -> Any:
         """A dict of tensors or arrays, or a list of such rows, as TensorDicts of ``ndim`` batch dimensions."""

@@ -162,7 +162,7 @@ class RowAccess:
             at_replays().refuse("data that are not tensors are written by the host: write them outside of the step")
             # In two memories: who is interrupted between them writes both again.
             both = functools.partial(self._update_with_text, update, positions, generation, text)
-            storage.changing(storage.again.make, both)
+            storage.changing(storage.rows.again.make, both)
         elif update is not None:
             storage.changing(update)
 

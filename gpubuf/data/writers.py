@@ -187,7 +187,7 @@ class TensorDictRoundRobinWriter(RoundRobinWriter):
 
     def register_storage(self, storage: TensorStorage) -> None:
         super().register_storage(storage)
-        self._storage.ignored_keys = DRAWN_KEYS
+        self._storage.allocation.ignored_keys = DRAWN_KEYS
 
 
 class ImmutableDatasetWriter(Writer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,7 @@ from gpubuf.data.storage.tree_layout import inside
 from gpubuf.data.storage.widening import widen
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import RoundRobinWriter, Writer
-from gpubuf.kernels._registry import past_dispatcher
+from gpubuf.kernels._registry import runs_at_once
 
 
 @dataclass(eq=False)
@@ -79,9 +79,14 @@ class Writes:
             index = no_rows(storage) if rows is None else self._write(rows, priority)
         except ValueError:
             # It is refused, perhaps for keys that no row has had.
+            before = storage.rows
             if not (storage.initialized and self.writer.in_order and widen(storage, rows)):
                 raise
-            index = self._write(rows, priority)
+            try:
+                index = self._write(rows, priority)
+            except ValueError:
+                storage.rewire(copy.copy(before))
+                raise
         if index.numel() == 0:
             return no_rows(storage)
         found = storage.unravel(index)
@@ -91,9 +96,9 @@ class Writes:
         return found
 
     def _by_prepared(self, batch: TensorDict) -> Tensor | None:
-        """Write the rows of a TensorDict in eager mode on the CPU. None: they take the general way; nothing changed."""
+        """Write the rows of a TensorDict in eager mode. None: they take the general way; nothing changed."""
         route = self._current_route()
-        if route is None or not past_dispatcher(route.ring):
+        if route is None or not runs_at_once(route.ring):
             return None
         size = batch.batch_size
         ready = route.of_size(size[0], keeps_index=True) if size else None
@@ -123,7 +128,7 @@ class Writes:
         if not self.transform.is_empty:
             # Inverse transforms may set keys in place; the caller's TensorDict must not see them.
             data = self.transform.inv(shallow(data))
-        if data is None or (not storage.initialized and storage.holds_nothing(data)):
+        if data is None or not (storage.initialized or storage.allocation.describes_rows(data)):
             return None
         if storage.ndim > 1:
             data = mapped(data, self._time_first)
@@ -140,7 +145,7 @@ class Writes:
     def _fits(self, data: Data) -> bool:
         """Whether rows are like those that were there before all were forgotten, or memory for others can't be had."""
         storage = self.storage
-        if storage.takes_objects or storage.marks.by_writers or not storage.relocatable:
+        if storage.takes_objects or storage.marks.by_writers or not storage.allocation.relocatable:
             return True
         try:
             storage.written_layout.collect(data, storage.ndim)
@@ -157,8 +162,15 @@ class Writes:
             # They read the batch again after some of it is written.
             data = storage.rows.apart(data)
         given = None if priority is None else priority(data)
-        pipeline.check_write(data, storage.ndim)
-        index = storage.with_priority(given, functools.partial(self.writer.extend, data))
+        if pipeline.learns:
+            pipeline.check_write(data, storage.ndim)
+        storage.followers.priority = given
+        try:
+            index = self.writer.extend(data)
+        finally:
+            # Who completes an interrupted write needs them.
+            if storage.unfinished is None:
+                storage.followers.priority = None
         if index.numel() and pipeline.learns:
             rows = inside(storage.written_layout, data, storage.ndim)
             pipeline.on_write(rows, storage.ndim, None if in_order else index >= 0, storage.marks.streams)
@@ -195,7 +207,7 @@ class Writes:
         if route is None:
             return False
         index = None
-        if past_dispatcher(route.ring):
+        if runs_at_once(route.ring):
             ready = route.one_step if one_step else route.sized(columns)
             if ready is not None and ready.fill(columns):
                 index = self.storage.append_prepared(ready.launch, ready.n)

@@ -274,6 +274,42 @@ def extend(
     return index
 
 
+class PreparedExtend:
+    """:func:`extend` with ``n >= 1`` rows of contiguous sources at known addresses, in one launch.
+
+    Attributes:
+        addresses: of the sources. They may be changed before a call to those of other memory of this size; whoever does
+            so keeps it alive.
+
+    Raises:
+        ValueError: it takes several launches, or :func:`extend` refuses the arguments.
+    """
+
+    def __init__(self, table: Tensor, sources: Sequence[Tensor], ring: Tensor, n: int, capacity: int) -> None:
+        check_storage(table, ring, capacity)
+        check_count(n)
+        check_devices(table, ring)
+        parts = parts_of(table, sources, n)
+        if len(parts) > 1:
+            raise ValueError(f"{len(sources)} keys take {len(parts)} launches")
+        (part,), row_programs = parts, cdiv(n, parts[0].tile)
+        self.addresses = [source.rows.data_ptr() for source in part.sources]
+        self._table, self._ring, self._n = table, ring, n
+        self._strides, self._sizes = part.strides, (n, max(n - capacity, 0), capacity, n, row_programs)
+        keys = {"KEYS": padded_keys(len(sources)), "TILE": part.tile, "ALIGNMENT": ALIGNMENT}
+        registers, plain = all_registers(part.num_warps), table.shape[1] == ENTRY
+        self._variant = variant_of(rows_extend_kernel, part.num_warps, registers, {"PLAIN": plain, **keys})
+        self._programs = part.programs(n, row_programs)
+
+    def __call__(self) -> Tensor:
+        """Write what is in the memory when the launch runs. Returns the index, a new tensor."""
+        index = torch.empty(self._n, dtype=torch.int64, device=self._table.device)
+        addresses, n_keys = encode_arguments(self.addresses), len(self.addresses)
+        tensors = (self._table, addresses, self._strides, n_keys, self._ring, index)
+        self._variant.launch(self._programs, tensors + self._sizes)
+        return index
+
+
 def last_of_duplicates(index: Tensor, capacity: int) -> Tensor:
     """bool ``[n]``: whether no later entry names the same row. Sorts, since results may not depend on scheduling."""
     position = torch.where(index < 0, index + capacity, index)

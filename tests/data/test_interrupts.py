@@ -15,9 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from gpubuf import (
     LazyTensorStorage,
+    MultiStepTransform,
+    ReplayBuffer,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
@@ -142,6 +145,22 @@ def test_a_change_of_parts_that_is_interrupted_anywhere(sampler, name, pace):
         place += pace
     assert place > 20
     assert (False, False) in changed
+
+
+def test_a_way_of_reading_that_is_interrupted_anywhere():
+    """Case 54: who asks for several steps again, with the interrupt still at hand, gets them up to every end."""
+    done = torch.tensor([[True], [False], [True], [False]])
+    rows = TensorDict({"next": {"reward": torch.ones(4, 1), "done": done}}, [4])
+    for place in range(0, 5000, 2):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(8))
+        buffer.extend(rows)
+        interrupt = interrupted(functools.partial(buffer.append_transform, MultiStepTransform(2, 0.5)), place)
+        again = ReplayBuffer(storage=buffer.storage, n_steps=2, gamma=0.5)
+        batch, info = again.sample(32, return_info=True)
+        assert torch.equal(batch["steps_to_next_obs"].flatten(), torch.tensor([1, 2, 1, 1])[info["index"]])
+        if interrupt is None:
+            return
+    raise AssertionError("there are more calls than the test looks at")
 
 
 def test_a_new_sampler_serves_the_storage_or_is_not_there():

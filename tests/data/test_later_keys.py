@@ -144,14 +144,25 @@ def test_a_step_that_was_captured_before_has_to_be_captured_anew(monkeypatch):
     assert buffer[:]["late"].count_nonzero() == 4
 
 
-@pytest.mark.parametrize("key", ["more", "less"])
-def test_what_can_be_no_row_changes_nothing(key):
-    """A key is no column beside others that are missing, or of another shape."""
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=4)
-    buffer.extend(steps(0, 4)[0])
-    wrong = steps(4, 6, late=1)[0]
-    wrong = wrong.exclude("number") if key == "less" else wrong.set("number", torch.ones(2, 3))
-    with pytest.raises(ValueError, match="the storage"):
-        buffer.extend(wrong)
-    assert set(buffer[:].keys()) == {"next", "number", "index"}
-    assert buffer.write_count == 4
+@pytest.mark.parametrize("what", ["a key is missing", "another shape", "other environments", "no priority"])
+def test_what_can_be_no_row_changes_nothing(what):
+    """A key is no column beside what is refused."""
+    sampler = PrioritizedSampler(8, 0.7, 0.5)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8, ndim=2), sampler=sampler, batch_size=4)
+    buffer.extend(steps(0, 2, td_error=1))
+    wrong = steps(4, 6, td_error=1, late=1)
+    if what == "a key is missing":
+        wrong = wrong.exclude("number")
+    elif what == "another shape":
+        wrong["number"] = torch.ones(2, 2, 3)
+    elif what == "other environments":
+        wrong = wrong[:1]
+    else:
+        wrong["td_error"] = torch.full((2, 2, 1), float("nan"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"missing|rows of shape|must agree|priorit"):
+            buffer.extend(wrong)
+    assert set(buffer[:].keys()) == {"next", "number", "td_error", "index"}
+    buffer.extend(steps(2, 4, td_error=1))
+    assert buffer[:]["number"].tolist() == steps(0, 4)["number"].tolist()
+    assert buffer.write_count == 8

@@ -51,7 +51,7 @@ def torn(folder: Path) -> torch.Tensor:
     """A full storage of two environments that nobody has open, in the middle of a write; the words of its counters."""
     buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(40, ndim=2, scratch_dir=folder), dim_extend=0)
     buffer.extend(transitions(46).reshape(23, 2))
-    buffer.storage._noted(6)
+    buffer.storage.allocation.mapped.appending(6)
     for column in buffer.storage.columns:
         column.whole[3:6] = 0
     return torch.from_file(str(folder / "gpubuf.counters"), shared=True, size=COUNTER_WORDS, dtype=torch.int64)
@@ -76,7 +76,7 @@ def test_rows_that_are_gone_count_as_emptied_ones(tmp_path: Path):
     """No later row has the generation of one that was lost."""
     buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(40, scratch_dir=tmp_path))
     buffer.extend(transitions(55))
-    buffer.storage._counters.replacing()
+    buffer.storage.allocation.replacing()
     del buffer
     storage = opened(tmp_path)
     assert (storage.written, len(storage)) == (80, 0)
@@ -88,7 +88,7 @@ def test_rows_that_were_overwritten_by_index_are_named(tmp_path: Path, n: int):
     buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=tmp_path))
     buffer.extend(transitions(100))
     index = torch.randperm(100)[:n]
-    buffer.storage._noted(index=index)
+    buffer.storage.allocation.mapped.overwriting(index)
     del buffer
     named = str(index[: COUNTER_WORDS - 8].tolist())
     with pytest.warns(UserWarning, match=re.escape(f"{n} rows by index, {named}{' and others' * (n > 56)}: they may")):
@@ -112,7 +112,7 @@ def test_while_its_process_lives_an_unfinished_write_is_its_own(tmp_path: Path, 
     monkeypatch.setattr(memmap_files, "_PATIENCE", 0.01)
     buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(40, scratch_dir=tmp_path))
     buffer.extend(transitions(55))
-    write = buffer.storage._noted(3)
+    write = buffer.storage.allocation.mapped.appending(3)
     with pytest.raises(RuntimeError, match="a write is unfinished, and another process"):
         LazyMemmapStorage.open(tmp_path)
     with write:

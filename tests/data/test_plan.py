@@ -92,7 +92,7 @@ def test_nothing_is_allocated(monkeypatch):
     def refuse(*arguments, **keywords):
         raise AssertionError("allocated")
 
-    monkeypatch.setattr("gpubuf.data.storage.placement.allocate", refuse)
+    monkeypatch.setattr("gpubuf.data.storage.column.allocate", refuse)
     monkeypatch.setattr(host_memory, "pinned", refuse)
     monkeypatch.setattr(torch, "zeros", refuse)
     made = gpubuf.plan(SPEC, 10**9, sampler="prioritized-slices")

@@ -379,3 +379,17 @@ def test_cuts_between_writers_are_those_of_each_shard():
     plain.extend(rows_of(1)[:5])
     whole.load_state_dict(_one_state([plain.state_dict(), states[0]], [1, 0], 1))
     assert whole.storage.marks.rows[:10].tolist() == [0, 0, 0, 0, 0, 1, 0, 0, 1, 0]
+
+
+def test_the_oldest_row_of_several_shards_has_the_past_that_it_had_in_its_own():
+    """CASES 79: of rank 0, whose rows come first."""
+    states = []
+    for n in (7, 4):
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(5))
+        for row in rows_of(0)[:n].split(1):
+            buffer.extend(row)
+        states.append(buffer.state_dict())
+    for order, lost in (((0, 1), True), ((1, 0), False)):
+        whole = TensorDictReplayBuffer(storage=LazyTensorStorage(20))
+        whole.load_state_dict(_one_state([states[place] for place in order], [0, 1], 1))
+        assert whole.storage.ring.past_lost is lost

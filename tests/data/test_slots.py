@@ -276,3 +276,46 @@ def test_calls_of_python_per_batch_on_a_gpu():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert all(calls <= 12 for name, calls in found.items() if name.endswith("sample")), found
+    assert found["uniform extend 256"] <= 32, found
+
+
+def test_writes_that_came_before_write_what_the_general_way_writes():
+    """Tensors, arrays, dicts, lists and single steps, over the ring's end; views of the rows are copied first."""
+    ours, general = buffer_of("prioritized"), buffer_of("prioritized")
+    general.storage.plans.written.prepares = False
+    for number in range(14):
+        data = rows((3, 8)[number % 2], 50 * number)
+        columns = dict(data.items(True, True))
+        for buffer in (ours, general):
+            if number % 7 == 3:
+                buffer.extend_columns({key: value.numpy() for key, value in columns.items()})
+            elif number % 7 == 4:
+                buffer.extend_columns([columns[key] for key in buffer.parts.writes.keys])
+            elif number % 7 == 5:
+                buffer.add_columns({key: value[0] for key, value in columns.items()})
+            elif number % 7 == 6:
+                seen = buffer.storage[: len(data)]["observation"]
+                buffer.extend(TensorDict({"observation": seen, "next": data["next"]}, [len(data)]))
+            else:
+                cursor = buffer.storage.cursor
+                assert torch.equal(buffer.extend(data), (cursor + torch.arange(len(data))) % CAPACITY)
+    assert same(ours[:], general[:])
+    assert torch.equal(ours.sampler.tree.leaves, general.sampler.tree.leaves)
+    assert any(type(each).__name__ == "LaunchedRows" for each in ours.parts.writes._route._of_size.values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.set("observation", data["observation"].double()),
+        lambda data: data.set("observation", data["observation"][:, :2]),
+        lambda data: data.exclude(("next", "done")),
+    ],
+)
+def test_a_write_of_another_form_is_refused_as_ever(change):
+    buffer = buffer_of()
+    for _ in range(4):
+        buffer.extend(rows(8))
+    with pytest.raises(ValueError, match=r"observation|done"):
+        buffer.extend(change(rows(8)))
+    assert len(buffer) == 152

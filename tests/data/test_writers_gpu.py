@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpubuf import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, Writers
-from gpubuf.data.ingress import intake
+from gpubuf.data.ingress import places
 from tests.support.waiting import no_waiting
 from tests.support.written_rows import are_whole, batch, columns, write_rows
 
@@ -20,7 +20,7 @@ pytestmark = [
 @pytest.mark.parametrize("limit", [0, 1 << 40], ids=["aside", "packed"])
 def test_writers_beside_a_busy_gpu(monkeypatch: pytest.MonkeyPatch, limit: int, place: str):
     """Case 51: queues are filled again while the GPU is far behind. Nothing waits, every row arrives once, whole."""
-    monkeypatch.setattr(intake, "JOINED_BYTES", limit)
+    monkeypatch.setattr(places, "JOINED_BYTES", limit)
     storage = LazyTensorStorage(4000, device=place)
     buffer = TensorDictReplayBuffer(storage=storage, batch_size=8, n_steps=3, writers=Writers(2, queue_steps=64))
     clients = [buffer.client(batch(0, 0, 1)) for _ in range(2)]
@@ -33,7 +33,7 @@ def test_writers_beside_a_busy_gpu(monkeypatch: pytest.MonkeyPatch, limit: int, 
         first += steps
         buffer.writers.take(everything=True)
         # A draw gives the places back once the GPU has read them, and this thread can't wait as a writer for them.
-        while limit == 0 and not buffer.writers._aside.done:
+        while limit == 0 and not buffer.writers._places._copies.done:
             pass
         buffer.sample()
 
@@ -48,11 +48,11 @@ def test_writers_beside_a_busy_gpu(monkeypatch: pytest.MonkeyPatch, limit: int, 
     assert are_whole(rows)
     for number in range(2):
         assert rows["number"][rows["writer"][:, 0] == number][:, 0].tolist() == list(range(first))
-    assert (buffer.writers._aside is not None) == (limit == 0)
+    assert (buffer.writers._places._copies is not None) == (limit == 0)
 
 
 def test_processes_write_to_a_buffer_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(intake, "JOINED_BYTES", 0)
+    monkeypatch.setattr(places, "JOINED_BYTES", 0)
     buffer = ReplayBuffer(LazyTensorStorage(100_000, device="cuda"), batch_size=8, writers=Writers(2, queue_steps=256))
     spawn = multiprocessing.get_context("spawn")
     sizes = [1, 3, 50, 7, 256, 300] * 20

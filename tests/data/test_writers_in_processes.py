@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from gpubuf import (
 )
 from gpubuf.data import Hindsight, RewardScale, Sequence, writing
 from gpubuf.data.buffer import ReplayBuffer as CoreBuffer
-from gpubuf.data.ingress import intake
+from gpubuf.data.ingress import places
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.storage import host_memory
 from tests.support.fake_cuda import fake_cuda
@@ -710,15 +709,12 @@ def test_queues_are_locked_for_one_gpu_at_a_time(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host_memory, "cuda_present", lambda: True)
     buffer = buffer_of(writers=1)
     clients_of(buffer, 1)
-    found = []
-    for number in (0, 0, 1):
-        storage: Any = SimpleNamespace(device=torch.device("cuda", number))
-        found.append(id(buffer.writers._reader_of(storage, buffer.writers._queues, 1 << 30)))
+    known = buffer.writers._places
+    found = [id(known.copies(1 << 30, torch.device("cuda", number))) for number in (0, 0, 1)]
     assert len(alive) == 1
     assert found[0] == found[1]
-    storage = SimpleNamespace(device=torch.device("cuda", 2))
     with pytest.warns(UserWarning, match="not page-locked: refused"):
-        assert buffer.writers._reader_of(storage, buffer.writers._queues, 1 << 30) is intake._IN_PLACE
+        assert known.copies(1 << 30, torch.device("cuda", 2)) is None
     assert not alive
 
 
@@ -729,7 +725,7 @@ def test_a_queue_that_a_gpu_still_reads_is_not_written_to(monkeypatch: pytest.Mo
     monkeypatch.setattr(host_memory, "SideCopies", LateCopies)
     # What it makes counts as being on the GPU.
     monkeypatch.setattr(host_memory, "to_device", lambda sources, device: sources)
-    monkeypatch.setattr(intake, "JOINED_BYTES", 0)
+    monkeypatch.setattr(places, "JOINED_BYTES", 0)
     monkeypatch.setattr(writing, "past_dispatcher", lambda table: False)
 
     def steps(writer: int, first: int, n: int) -> Any:
@@ -752,7 +748,7 @@ def test_a_queue_that_a_gpu_still_reads_is_not_written_to(monkeypatch: pytest.Mo
         one.extend(steps(1, 6, 3))
     one.extend(steps(1, 6, 1))
     buffer.writers.take()
-    copies = buffer.writers._reader._copies
+    copies = buffer.writers._places._copies
     assert len(copies.queue) == 2
     copies.finish()
     buffer.writers.take()
@@ -773,7 +769,7 @@ def test_queues_that_the_driver_refuses_to_lock_are_copied_as_before(monkeypatch
 
     gpu = LateGpu(monkeypatch)
     monkeypatch.setattr(host_memory, "SideCopies", refused)
-    monkeypatch.setattr(intake, "JOINED_BYTES", 0)
+    monkeypatch.setattr(places, "JOINED_BYTES", 0)
     monkeypatch.setattr(writing, "past_dispatcher", lambda table: False)
     buffer = buffer_of(writers=1)
     (client,) = clients_of(buffer, 1)

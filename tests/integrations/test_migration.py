@@ -176,9 +176,12 @@ def from_a_generator() -> bool:
 #: The tasks of the table, and whether gpubuf does what their rows say.
 CHECKS = {
     "Buffer without a storage": without_a_storage,
-    "First write": lambda: all(
-        refuses(ValueError, filled(rows(2, b=torch.ones(2))).extend, other)
-        for other in (rows(2), rows(2, b=torch.ones(2), c=torch.ones(2)), rows(2, b=torch.ones(2, 1)))
+    "First write": lambda: (
+        all(
+            refuses(ValueError, filled(rows(2, b=torch.ones(2))).extend, other)
+            for other in (rows(2), rows(2, b=torch.ones(2, 1)), rows(2, b=torch.ones(2), c=torch.ones(2, 1))[:, None])
+        )
+        and filled(rows(2, b=torch.ones(2))).extend(rows(2, b=torch.ones(2), c=torch.ones(2))).tolist() == [0, 1]
     ),
     "Empty write": lambda: filled().extend(rows(0)).shape == (0,),
     "Batch with more rows than the capacity": lambda: filled().extend(rows(6)).tolist() == [-1, -1, 2, 3, 0, 1],

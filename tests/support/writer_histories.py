@@ -175,17 +175,17 @@ def planted(fault: str | None) -> Any:
     # What is replaced has other types.
     intake, all_queues, clients = cast(Any, Intake), cast(Any, Queues), cast(Any, WriterClient)
 
-    def released_too_early(self: Any, buffer: Any, queues: Any, runs: Any) -> None:
-        self._release(queues, runs)
+    def released_too_early(self: Any, runs: Any) -> None:
+        self._places.release(runs)
         time.sleep(0.003)
-        write_runs(self, buffer, queues, runs)
+        write_runs(self, runs)
 
-    def taken_twice(self: Any, buffer: Any, queues: Any, runs: Any) -> None:
-        write_runs(self, buffer, queues, runs)
+    def taken_twice(self: Any, runs: Any) -> None:
+        write_runs(self, runs)
         if random.random() < 0.2:
             # What has come in their place may be refused.
             with contextlib.suppress(ValueError):
-                write_runs(self, buffer, queues, runs)
+                write_runs(self, runs)
 
     def put_off(self: Any, *given: Any) -> None:
         late.append((self, *given))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gpubuf.data.checkpoints import files
 from gpubuf.data.checkpoints.files import need
 from gpubuf.data.checkpoints.save import Checkpointed
-from gpubuf.data.parts import Parts
+from gpubuf.data.parts import Assembled, Parts
 from gpubuf.data.pinning import tensors_of
 from gpubuf.data.recording import emptied_unless_done
 from gpubuf.data.samplers.base import is_count, is_tensor
@@ -87,8 +87,25 @@ def existing(path: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def load_state(buffer: Checkpointed, state: dict[str, Any], end_trajectories: bool) -> None:
-    """Restore a state into a buffer's own memory. See :meth:`gpubuf.ReplayBuffer.load_state_dict`."""
+def load_state_dict(buffer: Assembled, state: dict[str, Any], *, end_trajectories: bool = True) -> None:
+    """Restore the ``state_dict()`` of a buffer into this buffer's own memory. Synchronises.
+
+    A program that goes on after a restart begins new episodes. So the next write begins a trajectory: slices,
+    windows of several steps and hindsight don't lead from the rows of before into those after it. What is drawn
+    before that write is as it was. A buffer in which nothing asks where trajectories end has no marks to set.
+
+    Args:
+        buffer: the buffer.
+        state: of this buffer, or one like it.
+        end_trajectories: False for a program that restores its environments too, and goes on in the middle of
+            their episodes.
+
+    If it is interrupted, or a custom transform, sampler or writer raises, the buffer is empty: a note in the error
+    says so.
+
+    Raises:
+        ValueError: the state is that of another sampler, or its rows don't fit; the buffer is left as it was.
+    """
     buffer.operation.run(_load_state, buffer.parts, state, end_trajectories)
 
 

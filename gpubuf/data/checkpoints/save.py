@@ -10,23 +10,17 @@ from typing import Any, Protocol
 
 from gpubuf.data.checkpoints import files
 from gpubuf.data.operation import Operation
-from gpubuf.data.parts import Parts
+from gpubuf.data.parts import Assembled
 
 
-class Checkpointed(Protocol):
-    """What checkpoints use of a buffer: its operation, its parts as they are within one, and its state.
-
-    The state is made and taken by the buffer's own methods, for a subclass may add to it.
-    """
-
-    operation: Operation
-    parts: Parts
+class Checkpointed(Assembled, Protocol):
+    """A buffer. Its state is made and taken by its own methods, for a subclass may add to it."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that it needs to go on with the same batches."""
 
     def load_state_dict(self, state: dict[str, Any], *, end_trajectories: bool = True) -> None:
-        """Restore that: see :func:`gpubuf.data.checkpoints.restore.load_state`."""
+        """Restore that: see :func:`gpubuf.data.checkpoints.restore.load_state_dict`."""
 
 
 def save(buffer: Checkpointed, path: str | os.PathLike[str], **options: Any) -> int:

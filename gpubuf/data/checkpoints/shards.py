@@ -23,13 +23,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpubuf import serialization
-from gpubuf.data.checkpoints import files
+from gpubuf.data.checkpoints import files, restore
+from gpubuf.data.checkpoints import save as of_one
 from gpubuf.data.checkpoints.files import need
 from gpubuf.data.checkpoints.restore import check, existing, readers, replacing
 from gpubuf.data.checkpoints.save import Checkpointed, state_of
 from gpubuf.data.processing.moments import merged_entries
 from gpubuf.data.storage.containers import Data, Pieces
 from gpubuf.data.storage.share_next import full_state, oldest_of
+from gpubuf.data.storage.state import lacks_past
 from gpubuf.kernels.sum_tree import MAX_PRIORITY
 
 #: Flags that say where a trajectory ends. Where the last is stored, targets go by it, and a cut changes none.
@@ -68,6 +70,42 @@ class _Vote:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if error is not None and not self._cast:
             self.cast(failure=f"{type(error).__name__}: {error}")
+
+
+def save(
+    buffer: Checkpointed,
+    path: str | os.PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> int:
+    """Save everything to a folder, atomically; see :func:`gpubuf.data.checkpoints.save.save`. Synchronises.
+
+    With ``process_group`` all of its ranks save their buffers together: see :func:`save_shards`.
+    """
+    if process_group is not None:
+        return save_shards(buffer, path, process_group, **options)
+    return of_one.save(buffer, path, **options)
+
+
+def load(
+    buffer: Checkpointed,
+    path: str | os.PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> None:
+    """Restore what :func:`save` wrote; see :func:`gpubuf.data.checkpoints.restore.load`. Synchronises.
+
+    With ``end_trajectories`` (default: True) the next write begins a trajectory: see ``load_state_dict``.
+
+    What several ranks have saved is loaded by all ranks of ``process_group``, as many as there were or fewer: see
+    :func:`load_shards`. Without one this buffer takes the rows of all.
+    """
+    if process_group is not None:
+        load_shards(buffer, path, process_group, **options)
+    else:
+        restore.load(buffer, path, **options)
 
 
 def save_shards(
@@ -242,6 +280,7 @@ def _one_storage(storages: list[dict[str, Any]], ranks: list[int], ndim: int) ->
         marks = (whole.get("marks", torch.zeros(whole["size"], dtype=torch.uint8, device="cpu")) for whole in wholes)
         one["marks"] = torch.cat([each[_oldest_first(whole)] for each, whole in zip(marks, wholes, strict=True)])
     counters = {"written": size, "size": size, "max_size": size, "shape": [size // per_step, *rest]}
+    counters["past_lost"] = lacks_past(wholes[0])
     return {**one, **counters, "rows": Pieces(pieces[-1].example, each)}
 
 

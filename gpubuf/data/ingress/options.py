@@ -68,6 +68,15 @@ class Writers:
             return self.queue_steps
         return min(max(QUEUE_BYTES // max(step_bytes, 1), LEAST_STEPS), MOST_STEPS)
 
+    def step_limit(self, drawn: int, step_rows: int) -> int:
+        """How many steps may be written, by ``ratio``, where so many samples were drawn."""
+        rows = self.min_rows + (drawn + self.samples_ahead) / (self.ratio or math.inf)
+        return max(math.floor(rows) // step_rows, 1)
+
+    def allows(self, samples: int, rows: int) -> bool:
+        """Whether so many samples may be drawn, by ``ratio``, where so many rows were written."""
+        return samples - (self.ratio or 0.0) * (rows - self.min_rows) <= self.samples_ahead
+
     @property
     def samples_ahead(self) -> float:
         """``margin``, or its default."""

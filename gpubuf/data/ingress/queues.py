@@ -27,13 +27,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from gpubuf.data.ingress.options import MOST_STEPS
 from gpubuf.data.storage.layout import Leaf, RowLayout
 
 #: Counters are 64-bit integers. Those that different processes store are in different cache lines.
@@ -120,6 +121,10 @@ class QueuedRows:
     layout: RowLayout
     envs: tuple[int, ...]
     steps: int
+
+    def are(self, layout: RowLayout, envs: tuple[int, ...]) -> bool:
+        """Whether the rows of a queue are like those of a layout, of which a step has ``envs``."""
+        return (self.layout.leaves, self.envs) == (layout.leaves, envs)
 
     @functools.cached_property
     def step_rows(self) -> int:
@@ -430,6 +435,18 @@ class Queues:
         if not pid or self._counters[self._at(queue, _CLOSED)]:
             return None
         return pid if start_of(pid) == self._counters[self._at(queue, _START)] else None
+
+
+class NoQueues:
+    """The queues of a buffer that has had no client."""
+
+    rows = QueuedRows(cast("RowLayout", None), (), 2 * MOST_STEPS)
+
+    def leave(self, process: int, why: int = CLOSED) -> None:
+        """No process writes."""
+
+    def set_limit(self, steps: int) -> None:
+        """No process writes."""
 
 
 def wait(again: Callable[[], bool], timeout: float | None) -> None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.operation import Operation
+from gpubuf.data.parts import Parts
 from gpubuf.data.storage.containers import tensors_of
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.writers import Writer
 
 _T = TypeVar("_T")
-_WRITES = ("extend", "add", "extend_columns", "add_columns")
 
 
 def _elsewhere(owner: int | None) -> RuntimeError:
@@ -25,6 +25,24 @@ def _elsewhere(owner: int | None) -> RuntimeError:
         "add_columns(), len() and write_count work here, all else there. To read and sample here, start this process "
         "with a copy, copy.deepcopy(buffer)"
     )
+
+
+class Link(NamedTuple):
+    """What is left of a buffer with writers in a process that writes to it.
+
+    Attributes:
+        client: writes the rows; None: nothing had said what a row is.
+        capacity, ndim: of the storage.
+        batch_size, time_dim: of the buffer.
+        more: attributes of its class.
+    """
+
+    client: WriterClient | None
+    capacity: int
+    ndim: int
+    batch_size: int | None
+    time_dim: int
+    more: dict[str, Any]
 
 
 class RemoteStorage(LazyTensorStorage):
@@ -56,14 +74,12 @@ class Remote(Operation):
         self._client = client
 
     def run(self, action: Callable[..., _T], *args: Any, **named: Any) -> _T:
-        """``action(*args, **named)``, if that writes.
-
-        Raises:
-            RuntimeError: it does something else.
-        """
-        if getattr(action, "__name__", None) in _WRITES and named.get("update_priority") is None:
-            return action(*args, **named)
+        """Refuse what does not write rows."""
         raise _elsewhere(self.storage.owner)
+
+    def write(self, action: Callable[..., _T], *args: Any, **named: Any) -> _T:
+        """``action(*args, **named)``, which writes rows by the client, with their priorities if they have some."""
+        return action(*args, **named) if named.get("update_priority") is None else self.run(action)
 
     def mend(self) -> None:
         """Called before the host's mirror is read: the numbers are those of the buffer."""
@@ -136,3 +152,17 @@ class RemoteWriter(Writer):
     def extend(self, data: Any) -> Tensor:
         """Refuse: the buffer's own ``extend`` sends rows."""
         raise _elsewhere(self._storage.owner)
+
+
+def remote_parts(owner: int | None, link: Link) -> Parts:
+    """The parts of a buffer in a process that writes to that of another, process ``owner``."""
+    storage = RemoteStorage(link.capacity, ndim=link.ndim)
+    storage.owner = owner if link.client is None else link.client.learner
+    parts = Parts(storage, batch_size=link.batch_size, dim_extend=link.time_dim)
+    parts.connect()
+    remote: Any = Remote(link.client, storage)
+    parts.operation = parts.intake = parts.batches.operation = remote
+    writes: Any = RemoteWrites(remote)
+    parts.writes, parts.writer = writes, RemoteWriter()
+    parts.writer.register_storage(storage)
+    return parts

@@ -31,6 +31,7 @@ class Pipeline:
         process: as given.
         steps: all of them.
         draws: random numbers per row of a batch.
+        learns: whether any of them looks at what is written.
         random: their stream, once the buffer has rows; None if ``draws`` is 0.
 
     Raises:
@@ -56,6 +57,7 @@ class Pipeline:
         self._options: dict[Key, dict[str, Any]] = {}
         self._pairs = 0
         self._learning = [step for step in self.steps if type(step).on_write is not Process.on_write]
+        self.learns = bool(self._learning)
         self._checking = [step for step in self._learning if type(step).check_write is not Process.check_write]
 
     @classmethod
@@ -130,11 +132,6 @@ class Pipeline:
             self.random.state.copy_(RandomState(generator=generator, device=self.random.device).state)
 
     # Writing
-
-    @property
-    def learns(self) -> bool:
-        """Whether any object looks at what is written."""
-        return bool(self._learning)
 
     def check_write(self, data: Data, ndim: int) -> None:
         """Raise a ValueError, before anything is written, if a batch can't be learnt from."""

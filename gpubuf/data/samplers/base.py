@@ -579,5 +579,5 @@ def require_rows(storage: TensorStorage, shards: Shards | None = None) -> None:
     """
     if len(storage) == 0:
         if shards:
-            shards.draw_nothing(storage.requested_device)
+            shards.draw_nothing(storage.allocation.device)
         raise RuntimeError("Cannot sample from an empty storage: write rows first")

@@ -15,7 +15,7 @@ from gpubuf.data.arguments import check_count
 from gpubuf.data.operation import operation
 from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.priorities import check_beta, exponent, refuse_negative, refuse_unusable, rows_at
+from gpubuf.data.samplers.priorities import check_beta, exponent, refuse_negative, refuse_unusable, rows_at, vector
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.storage.indexing import as_positions
@@ -267,6 +267,9 @@ class PrioritizedSampler(Sampler):
         if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype is not torch.int64:
             # Those of a one-dimensional storage are positions already.
             index = as_positions(index, own.shape, own.device, lambda: own.steps_stored)
+        if generation is not None and own.ring.rewritten is not None:
+            index = index.to(own.device)
+            generation = own.ring.without_rewrites(index, vector(generation, torch.int64, index))
         tree = self._tree or self._tree_made()
         tree.update(index, priority, ring=own.ring.counters, generation=generation)
 

@@ -262,7 +262,7 @@ class SliceSampler(Sampler):
                 warnings.simplefilter("ignore")
                 positions, by_id = signal_keys(layout, ndim, self._end_keys, self._traj_key)
             if self.storage.computed:
-                form = self.storage.schema_like(layout)
+                form = self.storage.allocation.schema_like(layout)
                 check_tells_ends(form, [form.columns[position] for position in positions], by_id)
 
     @property

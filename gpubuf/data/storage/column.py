@@ -8,15 +8,18 @@ Small keys of one dtype (done and terminated, say) therefore share one place. Ke
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import Leaf, address
-from gpubuf.data.storage.placement import PINNED, SPLIT, Placement, allocate
+from gpubuf.data.storage.placement import PINNED, SPLIT, Placement
 from gpubuf.kernels._registry import in_memory
 from gpubuf.kernels.rows import ENTRY, table_entry
 
@@ -106,6 +109,19 @@ def address_table(
     return torch.tensor(entries, dtype=torch.int64, device="cpu").reshape(-1, ENTRY).to(device, non_blocking=True)
 
 
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> Tensor:
+    """Uninitialised row memory of one key, exactly as large as its rows."""
+    n_bytes = math.prod(shape) * dtype.itemsize
+    if n_bytes == 0:
+        return torch.empty(shape, dtype=dtype, device=placement.rows_device)
+    if placement.kind == PINNED:
+        return torch.from_numpy(host_memory.pinned(n_bytes, placement.device)).view(dtype).view(shape)
+    if placement.kind != "cpu":
+        return torch.empty(shape, dtype=dtype, device=placement.device)
+    # Unlike PyTorch, NumPy asks Linux for huge pages: random rows of a large storage then miss the TLB less.
+    return torch.from_numpy(np.empty(n_bytes, np.uint8)).view(dtype).view(shape)
+
+
 def new_column(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> Column:
     """Uninitialised memory for the rows of one key, ``[steps, ...]``, where a placement wants it."""
     if placement.kind != SPLIT:
@@ -159,6 +175,17 @@ class Columns(Sequence[Column]):
                 offset += leaves[key].n_elements
         self._columns = [found[key] for key in range(len(leaves))]
 
+    @classmethod
+    def new(cls, leaves: Sequence[Leaf], shape: tuple[int, ...], placement: Placement) -> Columns:
+        """Uninitialised memory for a storage of ``shape``: small keys share records."""
+        found = [(keys, new_record([leaves[key] for key in keys], shape, placement)) for keys in records(leaves)]
+        return cls(map(Record._make, found), leaves)
+
+    @classmethod
+    def separate(cls, columns: Iterable[Column], leaves: Sequence[Leaf]) -> Columns:
+        """Columns that share no memory: each is a record of its own."""
+        return cls([Record((key,), column) for key, column in enumerate(columns)], leaves)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Without views: pickle would write the memory of a record once for each key."""
         return Columns, (self.records, self._leaves)
@@ -193,11 +220,6 @@ class Columns(Sequence[Column]):
         records = list(self.records)
         records[number] = Record(records[number].keys, memory)
         return Columns(records, self._leaves)
-
-
-def separate(columns: Sequence[Column]) -> list[Record]:
-    """Columns that share no memory, each as a record of its own."""
-    return [Record((key,), column) for key, column in enumerate(columns)]
 
 
 def _cut(part: Tensor, offset: int, leaf: Leaf) -> Tensor:

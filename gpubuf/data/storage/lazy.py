@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gpubuf.data.arguments import warn_of_no_effect
+from gpubuf.data.storage.allocation import Allocation
 from gpubuf.data.storage.schema import Codec, Options
 from gpubuf.data.storage.storage import TensorStorage
 
@@ -72,4 +73,4 @@ class LazyTensorStorage(TensorStorage):
     ) -> None:
         warn_of_no_effect(consolidated=consolidated, shared_init=shared_init)
         options = Options.of(dtypes, batch_dtypes, share_next, next_capacity)
-        self._configure(max_size, device, ndim, options)
+        self._begin(Allocation(max_size, device, ndim, options))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import mmap
 import os
@@ -13,20 +14,23 @@ import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
-from gpubuf.data.arguments import warn
+from gpubuf.data.arguments import Missing, warn, warn_of_no_effect
 from gpubuf.data.storage import memmap_files as files
-from gpubuf.data.storage.column import Column, Record, separate
+from gpubuf.data.storage.allocation import Allocation
+from gpubuf.data.storage.column import Column, Columns
 from gpubuf.data.storage.containers import Data, batch_shape
 from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.memmap_files import COUNTER_WORDS, COUNTERS_FILE, GPUBUF_FILE, Counters
 from gpubuf.data.storage.placement import Placement
+from gpubuf.data.storage.plan import NOT_INITIALIZED
 from gpubuf.data.storage.ring import Ring
+from gpubuf.data.storage.rows import Rows
 from gpubuf.data.storage.schema import Schema
 from gpubuf.data.storage.tree_layout import saved_tree, with_tree
 from gpubuf.kernels import rows
@@ -43,6 +47,190 @@ PATIENCE = 100
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
 _WILLNEED = mmap.MADV_WILLNEED
+
+
+_ON_CPU = Placement("cpu", torch.device("cpu"))
+_UNMAPPED = cast("Counters", Missing(NOT_INITIALIZED))
+
+
+class MappedFiles(Allocation):
+    """The files of a storage in a folder.
+
+    Args:
+        max_size, ndim: as for :class:`Allocation`.
+        folder: where they are, or are to be; None: in a temporary folder.
+        existsok: replace files of a storage of TorchRL's, or of a mapped TensorDict.
+        auto_cleanup: remove them when this is dropped or the process exits.
+
+    Attributes:
+        folder: as given; None: it is made with the files.
+        mapped: the mapped counters. Without files every attribute of it raises a RuntimeError.
+    """
+
+    relocatable = False
+
+    def __init__(self, max_size: int, ndim: int, folder: Path | None, existsok: bool, auto_cleanup: bool) -> None:
+        super().__init__(max_size, "cpu", ndim)
+        self.folder, self._existsok, self._auto_cleanup = folder, existsok, auto_cleanup
+        self.mapped = _UNMAPPED
+        # All files, those that are deepest first.
+        self._own: list[Path] = []
+        self._hold: int | None = None  # of a temporary folder
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy keeps its rows in files of its own, in a new temporary folder."""
+        own: dict[str, Any] = {"folder": None, "_auto_cleanup": True, "mapped": _UNMAPPED, "_own": [], "_hold": None}
+        return {**vars(self), **own, "_finalizer": None}
+
+    @property
+    def path(self) -> Path:
+        """The folder, which is there."""
+        assert self.folder is not None
+        return self.folder
+
+    def reopen(self) -> Rows:
+        """The rows in the files, and how many there are.
+
+        Raises:
+            ValueError: they are damaged, or those of another storage.
+        """
+        folder, content = self.path, _manifest(self.path)
+        for name, own in (("ndim", self.ndim), ("max_size", self.max_size)):
+            if content.get(name) != own:
+                raise ValueError(f"the storage in {folder} has {name}={content.get(name)}, asked for is {name}={own}")
+        data, _ = files.read_rows(folder, writable=True)
+        shape = batch_shape(data, self.ndim)
+        if math.prod(shape) < self.max_size:
+            raise ValueError(f"the storage in {folder} has shape {shape}, which is less than its {self.max_size} rows")
+        ignored = content.get("ignored")
+        if not isinstance(ignored, list):
+            raise ValueError(f"{folder / GPUBUF_FILE}: 'ignored' must be a list of keys, not {ignored!r}")
+        layout = with_tree(RowLayout(data, self.ndim, frozenset(map(str, ignored))), content.get("tree"))
+        self.mapped = Counters(folder / COUNTERS_FILE)
+        tensors = layout.collect(data, self.ndim)
+        turned = self.mapped.recover([tensor.flatten(0, self.ndim - 1) for tensor in tensors], math.prod(shape))
+        written, size = int(self.mapped.ring[rows.WRITTEN]), int(self.mapped.ring[rows.SIZE])
+        if not 0 <= size <= min(written, math.prod(shape)):
+            raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
+        self._keep(layout)
+        columns = Columns.separate(map(Column, tensors), layout.leaves)
+        found = self.rows_in(columns, self.schema_like(layout), shape, _ON_CPU)
+        found.ring.set_counters(written, size)
+        found.ring.past_lost = turned
+        return found
+
+    def memory(self, schema: Schema, shape: tuple[int, ...], placement: Placement) -> Columns:
+        """New files.
+
+        Raises:
+            NotImplementedError: rows hold other things than tensors.
+            RuntimeError: there are files already that are not those of a storage.
+        """
+        layout = schema.stored
+        if schema.written.host:
+            raise NotImplementedError(
+                f"{list(schema.written.host)} are not tensors, and files hold tensors only: use a LazyTensorStorage"
+            )
+        files.check_names(layout)
+        if self.folder is None:
+            if self._auto_cleanup:
+                self.folder, self._hold = files.new_folder()
+            else:
+                self.folder = Path(tempfile.mkdtemp(prefix=files.TEMPORARY))
+        folder = self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        _warn_of_full_disk(folder, math.prod(shape) * layout.row_bytes)
+        created: list[Path] = []
+        # Without the file that is written last: by a process that was killed while it made a storage.
+        is_rest = self._existsok and (folder / COUNTERS_FILE).exists()
+        if is_rest:
+            (folder / files.MARKS_FILE).unlink(missing_ok=True)
+        create = functools.partial(self._create, is_rest, created)
+        try:
+            create(folder / COUNTERS_FILE, torch.int64, (COUNTER_WORDS,))
+            self.mapped = Counters(folder / COUNTERS_FILE)
+            columns = [
+                Column(create(files.tensor_file(folder, leaf.key), leaf.dtype, (*shape, *leaf.shape)))
+                for leaf in layout.leaves
+            ]
+            files.write_metadata(folder, layout, shape, 0)
+            # Last, because it makes the folder a storage.
+            files.write_json(
+                folder / GPUBUF_FILE,
+                {
+                    "format": FORMAT,
+                    "version": VERSION,
+                    "max_size": self.max_size,
+                    "ndim": self.ndim,
+                    "ignored": sorted(layout.ignored),
+                    **saved_tree(schema.written),
+                },
+            )
+        except BaseException:
+            for path in created:
+                path.unlink(missing_ok=True)
+            raise
+        self._keep(layout)
+        return Columns.separate(columns, layout.leaves)
+
+    def _create(
+        self, is_rest: bool, created: list[Path], path: Path, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> Tensor:
+        files.refuse_links(path.parent, self.path)
+        if is_rest or (self._existsok and (path.parent / files.META_FILE).exists()):
+            # Of a storage of TorchRL's, or of a TensorDict. Files of anybody else stay.
+            path.unlink(missing_ok=True)
+        try:
+            tensor = files.create_file(path, dtype, shape, self.path)
+        except FileExistsError:
+            raise RuntimeError(
+                f"{path} exists, but is not part of a storage of gpubuf: choose another scratch_dir"
+            ) from None
+        created.append(path)
+        return tensor
+
+    def marks(self, capacity: int, device: torch.device) -> Tensor:
+        """Mapped, like the rows: those that are there already, if the folder has some."""
+        path = self.path / files.MARKS_FILE
+        if path.exists() and path.stat().st_size:
+            return files.map_file(path, torch.uint8, (capacity,), writable=True)
+        # Of who was interrupted, or killed, before it had a size.
+        path.unlink(missing_ok=True)
+        return files.create_file(path, torch.uint8, (capacity,), self.path)
+
+    def ring(self, capacity: int, device: torch.device) -> Ring:
+        ring = super().ring(capacity, device)
+        # The kernels advance the counters in the file.
+        ring.counters = self.mapped.ring
+        return ring
+
+    def _keep(self, layout: RowLayout) -> None:
+        """The files for rows of a layout are there, for as long as they are to be."""
+        folder = self.path
+        tensors = [files.tensor_file(folder, leaf.key) for leaf in layout.leaves]
+        levels = {parent for path in tensors for parent in path.parents if parent.is_relative_to(folder)} | {folder}
+        metadata = [level / files.META_FILE for level in levels]
+        own = [folder / name for name in (files.STORAGE_FILE, GPUBUF_FILE, COUNTERS_FILE, files.MARKS_FILE)]
+        if self._hold is not None:
+            own.append(folder / files.LOCK_FILE)
+        self._own = sorted(tensors + metadata + own, key=lambda path: -len(path.parts))
+        if self._auto_cleanup:
+            self._finalizer = weakref.finalize(self, _remove, folder, self._own, os.getpid(), self._hold)
+
+    def replacing(self) -> contextlib.AbstractContextManager[Any]:
+        """Around what replaces all rows: see :meth:`~.memmap_files.Counters.replacing`."""
+        return self.mapped.replacing() if self._own else contextlib.nullcontext()
+
+    def remove(self) -> bool:
+        """Remove the files now. Returns whether there were any."""
+        found = any(path.exists() for path in self._own)
+        if self._own:
+            _remove(self.path, self._own, os.getpid(), self._hold)
+            self._hold = None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        return found
 
 
 class LazyMemmapStorage(LazyTensorStorage):
@@ -85,6 +273,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         RuntimeError: there is a storage in ``scratch_dir``, and ``existsok`` is False.
     """
 
+    allocation: MappedFiles
+
     def __init__(
         self,
         max_size: int,
@@ -111,26 +301,22 @@ class LazyMemmapStorage(LazyTensorStorage):
                 f"memory-mapped rows are on the CPU, the device can't be {device}: move batches in a transform, or "
                 "choose a LazyTensorStorage"
             )
-        super().__init__(max_size, device="cpu", ndim=ndim, compilable=compilable, shared_init=shared_init)
+        warn_of_no_effect(shared_init=shared_init)
         if isinstance(scratch_dir, tempfile.TemporaryDirectory):
             scratch_dir = scratch_dir.name
-        self.existsok = existsok
-        self.auto_cleanup = scratch_dir is None if auto_cleanup is None else auto_cleanup
-        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
-        self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._hold: int | None = None  # of a temporary folder
-        self._counters: Counters | None = None
+        folder = None if scratch_dir is None else Path(scratch_dir).absolute()
+        self._begin(
+            MappedFiles(max_size, ndim, folder, existsok, folder is None if auto_cleanup is None else auto_cleanup)
+        )
         self._faults, self._patience = 0, PATIENCE
-        self._is_rest = False  # whether files of ours are in the way
-        self._tree: dict[str, Any] = {}  # what the folder says about containers of the rows
         self._ends_found = False  # whether the next write begins a trajectory, after rows that were there
-        if self.scratch_dir is not None and (self.scratch_dir / GPUBUF_FILE).exists():
+        if folder is not None and (folder / GPUBUF_FILE).exists():
             if not existsok:
                 raise RuntimeError(
-                    f"there is a storage in {self.scratch_dir} already: open it with existsok=True or "
-                    "LazyMemmapStorage.open(), or choose another scratch_dir"
+                    f"there is a storage in {folder} already: open it with existsok=True or LazyMemmapStorage.open(), "
+                    "or choose another scratch_dir"
                 )
-            self._reopen(self.scratch_dir)
+            self._reopen()
             self._ends_found = end_trajectories
 
     @classmethod
@@ -148,140 +334,16 @@ class LazyMemmapStorage(LazyTensorStorage):
         max_size, ndim = (files.read_count(content, name, path) for name in ("max_size", "ndim"))
         return cls(max_size, scratch_dir=folder, ndim=ndim, existsok=True, end_trajectories=end_trajectories)
 
-    def _reopen(self, folder: Path) -> None:
-        content = _manifest(folder)
-        for name, own in (("ndim", self.ndim), ("max_size", self.max_size)):
-            if content.get(name) != own:
-                raise ValueError(f"the storage in {folder} has {name}={content.get(name)}, asked for is {name}={own}")
-        data, _ = files.read_rows(folder, writable=True)
-        shape = batch_shape(data, self.ndim)
-        if math.prod(shape) < self.max_size:
-            raise ValueError(f"the storage in {folder} has shape {shape}, which is less than its {self.max_size} rows")
-        ignored = content.get("ignored")
-        if not isinstance(ignored, list):
-            raise ValueError(f"{folder / GPUBUF_FILE}: 'ignored' must be a list of keys, not {ignored!r}")
-        layout = with_tree(RowLayout(data, self.ndim, frozenset(map(str, ignored))), content.get("tree"))
-        self._counters = counters = Counters(folder / COUNTERS_FILE)
-        tensors = layout.collect(data, self.ndim)
-        turned = counters.recover([tensor.flatten(0, self.ndim - 1) for tensor in tensors], math.prod(shape))
-        written, size = int(counters.ring[rows.WRITTEN]), int(counters.ring[rows.SIZE])
-        if not 0 <= size <= min(written, math.prod(shape)):
-            raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
-        found = separate(list(map(Column, tensors)))
-        self._adopt(self.schema_like(layout), found, shape, Placement("cpu", torch.device("cpu")))
-        self.ring.set_counters(written, size)
-        self.ring.past_lost = turned
-        if (folder / files.MARKS_FILE).exists():
+    def _reopen(self) -> None:
+        self._adopt(self.allocation.reopen())
+        if (self.allocation.path / files.MARKS_FILE).exists():
             self.keep_marks()
         self.followers.rebuild()
 
-    def establish(self, schema: Schema, shape: tuple[int, ...], data_device: torch.device) -> None:
-        if schema.written.host:
-            raise NotImplementedError(
-                f"{list(schema.written.host)} are not tensors, and files hold tensors only: use a LazyTensorStorage"
-            )
-        self._tree = saved_tree(schema.written)
-        super().establish(schema, shape, data_device)
-
-    def _place(self, data_device: torch.device, schema: Schema, shape: tuple[int, ...]) -> Placement:
-        """On the CPU, whatever its memory: the rows are in files."""
-        return Placement("cpu", torch.device("cpu"))
-
-    def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Record]:
-        files.check_names(layout)
-        if self.scratch_dir is None:
-            if self.auto_cleanup:
-                self.scratch_dir, self._hold = files.new_folder()
-            else:
-                self.scratch_dir = Path(tempfile.mkdtemp(prefix=files.TEMPORARY))
-        folder = self.scratch_dir
-        folder.mkdir(parents=True, exist_ok=True)
-        _warn_of_full_disk(folder, math.prod(shape) * layout.row_bytes)
-        created: list[Path] = []
-        # Without the file that is written last: by a process that was killed while it made a storage.
-        self._is_rest = self.existsok and (folder / COUNTERS_FILE).exists()
-        if self._is_rest:
-            (folder / files.MARKS_FILE).unlink(missing_ok=True)
-        try:
-            self._create(folder / COUNTERS_FILE, torch.int64, (COUNTER_WORDS,), created)
-            self._counters = Counters(folder / COUNTERS_FILE)
-            columns = [
-                Column(self._create(files.tensor_file(folder, leaf.key), leaf.dtype, (*shape, *leaf.shape), created))
-                for leaf in layout.leaves
-            ]
-            files.write_metadata(folder, layout, shape, 0)
-            # Last, because it makes the folder a storage.
-            files.write_json(
-                folder / GPUBUF_FILE,
-                {
-                    "format": FORMAT,
-                    "version": VERSION,
-                    "max_size": self.requested_size,
-                    "ndim": self.ndim,
-                    "ignored": sorted(layout.ignored),
-                    **self._tree,
-                },
-            )
-        except BaseException:
-            for path in created:
-                path.unlink(missing_ok=True)
-            raise
-        return separate(columns)
-
-    def _new_marks(self, device: torch.device) -> Tensor:
-        """Mapped, like the rows: those that are there already, if the folder has some."""
-        assert self.scratch_dir is not None
-        path = self.scratch_dir / files.MARKS_FILE
-        if path.exists() and path.stat().st_size:
-            return files.map_file(path, torch.uint8, (self.max_size,), writable=True)
-        # Of who was interrupted, or killed, before it had a size.
-        path.unlink(missing_ok=True)
-        return files.create_file(path, torch.uint8, (self.max_size,), self.scratch_dir)
-
-    def _create(self, path: Path, dtype: torch.dtype, shape: tuple[int, ...], created: list[Path]) -> Tensor:
-        assert self.scratch_dir is not None
-        files.refuse_links(path.parent, self.scratch_dir)
-        if self._is_rest or (self.existsok and (path.parent / files.META_FILE).exists()):
-            # Of a storage of TorchRL's, or of a TensorDict. Files of anybody else stay.
-            path.unlink(missing_ok=True)
-        try:
-            tensor = files.create_file(path, dtype, shape, self.scratch_dir)
-        except FileExistsError:
-            raise RuntimeError(
-                f"{path} exists, but is not part of a storage of gpubuf: choose another scratch_dir"
-            ) from None
-        created.append(path)
-        return tensor
-
-    def _adopt(self, schema: Schema, found: list[Record], shape: tuple[int, ...], placement: Placement) -> None:
-        super()._adopt(schema, found, shape, placement)
-        self._remove_with_self()
-
-    def _remove_with_self(self) -> None:
-        assert self.scratch_dir is not None
-        if self.auto_cleanup:
-            self._finalizer = weakref.finalize(
-                self, _remove, self.scratch_dir, self._own_files(), os.getpid(), self._hold
-            )
-
-    def _new_ring(self, device: torch.device) -> Ring:
-        ring = super()._new_ring(device)
-        assert self._counters is not None
-        # The kernels advance the counters in the file.
-        ring.counters = self._counters.ring
-        return ring
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy keeps its rows in files of its own, in a new temporary folder."""
-        own = {"scratch_dir": None, "auto_cleanup": True, "_hold": None, "_counters": None, "_finalizer": None}
-        return {**super().__getstate__(), **own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if self._counters is not None:
-            self._counters.ring.copy_(self.ring.counters)
-            self.ring.counters = self._counters.ring
-            self._remove_with_self()
+    @property
+    def scratch_dir(self) -> Path | None:
+        """The folder of the files; None: it is made at the first write."""
+        return self.allocation.folder
 
     # Pages
 
@@ -313,50 +375,31 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     # What can be killed
 
-    def _noted(self, n: int = 0, index: Tensor | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Around a write of ``n`` rows at the cursor, or of rows at ``index``: see :class:`~.memmap_files.Counters`."""
-        counters = self._counters
-        if counters is None:
-            return contextlib.nullcontext()
-        return counters.appending(n) if index is None else counters.overwriting(index)
-
     def _write_at_cursor(
         self, launch: Callable[[], Tensor | None], n: int, count: Callable[[int], None]
     ) -> Tensor | None:
         if self._ends_found:
             self.end_if_asked()
             self._ends_found = False
-        with self._noted(n):
+        with self.allocation.mapped.appending(n):
             return super()._write_at_cursor(launch, n, count)
 
     def write(self, index: Tensor, data: Data) -> None:
-        with self._noted(index=index):
+        with self.allocation.mapped.overwriting(index):
             super().write(index, data)
 
     def update(self, index: Tensor, keys: Sequence[int], sources: list[Tensor], generation: Tensor) -> None:
-        with self._noted(index=index):
+        with self.allocation.mapped.overwriting(index):
             super().update(index, keys, sources, generation)
 
     def empty(self, recount: bool = False) -> None:
-        with contextlib.nullcontext() if self._counters is None else self._counters.replacing():
+        with self.allocation.replacing():
             super().empty(recount)
 
     def load_state_dict(self, state: dict[str, Any]) -> Tensor | None:
         self._ends_found = False
-        with contextlib.nullcontext() if self._counters is None else self._counters.replacing():
+        with self.allocation.replacing():
             return super().load_state_dict(state)
-
-    def _own_files(self) -> list[Path]:
-        """All files of the storage, those that are deepest first."""
-        folder = self.scratch_dir
-        assert folder is not None
-        tensors = [files.tensor_file(folder, leaf.key) for leaf in self.layout.leaves]
-        levels = {parent for path in tensors for parent in path.parents if parent.is_relative_to(folder)} | {folder}
-        metadata = [level / files.META_FILE for level in levels]
-        own = [folder / name for name in (files.STORAGE_FILE, GPUBUF_FILE, COUNTERS_FILE, files.MARKS_FILE)]
-        if self._hold is not None:
-            own.append(folder / files.LOCK_FILE)
-        return sorted(tensors + metadata + own, key=lambda path: -len(path.parts))
 
     def flush(self) -> None:
         """Wait until everything written is on the disk, so that it survives a crash of the machine too.
@@ -365,24 +408,17 @@ class LazyMemmapStorage(LazyTensorStorage):
         """
         if not self.initialized:
             return
-        assert self.scratch_dir is not None
+        folder = self.allocation.path
         for leaf in self.layout.leaves:
-            files.sync_file(files.tensor_file(self.scratch_dir, leaf.key), self.scratch_dir)
-        files.sync_file(self.scratch_dir / COUNTERS_FILE)
-        if self.marks.rows is not None:
-            files.sync_file(self.scratch_dir / files.MARKS_FILE)
-        files.write_metadata(self.scratch_dir, self.layout, tuple(self.shape), len(self))
+            files.sync_file(files.tensor_file(folder, leaf.key), folder)
+        files.sync_file(folder / COUNTERS_FILE)
+        if self.marks.kept:
+            files.sync_file(folder / files.MARKS_FILE)
+        files.write_metadata(folder, self.layout, tuple(self.shape), len(self))
 
     def cleanup(self) -> bool:
         """Remove the files now. The rows can be used until the storage is dropped. Returns whether there were files."""
-        found = self.initialized and any(path.exists() for path in self._own_files())
-        if self.initialized:
-            assert self.scratch_dir is not None
-            _remove(self.scratch_dir, self._own_files(), os.getpid(), self._hold)
-            self._hold = None
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        return found
+        return self.allocation.remove()
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

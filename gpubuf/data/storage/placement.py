@@ -7,9 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.host_memory import Free
@@ -339,19 +337,6 @@ def _split(requested: str, rows: int, steps: int, room: int, device: torch.devic
     if near == steps:
         return Placement(device.type, device, why)
     return Placement(SPLIT, device, why, near) if near else Placement(PINNED, device, why)
-
-
-def allocate(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> Tensor:
-    """Uninitialised row memory of one key, exactly as large as its rows."""
-    n_bytes = math.prod(shape) * dtype.itemsize
-    if n_bytes == 0:
-        return torch.empty(shape, dtype=dtype, device=placement.rows_device)
-    if placement.kind == PINNED:
-        return torch.from_numpy(host_memory.pinned(n_bytes, placement.device)).view(dtype).view(shape)
-    if placement.kind != "cpu":
-        return torch.empty(shape, dtype=dtype, device=placement.device)
-    # Unlike PyTorch, NumPy asks Linux for huge pages: random rows of a large storage then miss the TLB less.
-    return torch.from_numpy(np.empty(n_bytes, np.uint8)).view(dtype).view(shape)
 
 
 def device_name(device: torch.device | str) -> str | None:

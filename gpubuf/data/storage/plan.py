@@ -32,7 +32,7 @@ _sample = without_dispatch(rows.sample, trusted=True)
 _write = without_dispatch(rows.write, given=("sources", "index"))
 _update = without_dispatch(rows.write, given=("sources", "index", "generation"))
 _relink = without_dispatch(rows.relink, given=("sources", "index"))
-_cpu = Backend("gpubuf.kernels.rows._cpu")
+_cpu, _launch = Backend("gpubuf.kernels.rows._cpu"), Backend("gpubuf.kernels.rows._launch")
 
 
 class RowPlan:
@@ -52,7 +52,8 @@ class RowPlan:
             :mod:`gpubuf.kernels.rows`. None: nothing is allocated. Captured graphs read it: as long as it stays on one
             device, it changes in place.
         placed: another object whenever the rows are somewhere else, or are read in another way.
-        launches: whether reading is launches of kernels.
+        launches: whether reading and writing are launches of kernels.
+        prepares: whether writes can be prepared.
     """
 
     def __init__(self, recipe: Recipe | None = None) -> None:
@@ -105,6 +106,8 @@ class RowPlan:
         self.layout, self._ring, self._capacity, self._links = layout, ring, capacity, links
         self._reading = () if reading is None else tuple(reading)
         self.placed, self.launches = object(), launches_kernels(table)
+        # Next observations that are stored once are found by several launches.
+        self.prepares = not (self.launches and links)
         # Last: with it the plan is ready. An interrupt may come at any call.
         if self.table is not None and (self.table.device, self.table.shape) == (table.device, table.shape):
             self.table.copy_(table)
@@ -195,10 +198,11 @@ class RowPlan:
         return index
 
     def prepared_extend(self, sources: list[Tensor], n: int, keeps_index: bool) -> Any:
-        """A launch that writes ``n`` rows of ``sources`` each time, on the CPU; None elsewhere."""
+        """A launch that writes ``n`` rows of ``sources`` each time."""
         table = self.table
-        if table is None or not table.is_cpu:
-            return None
+        assert table is not None
+        if self.launches:
+            return _launch.PreparedExtend(table, sources, self._ring.counters, n, self._capacity)
         return _cpu.PreparedExtend(table, sources, self._ring.counters, n, self._capacity, keeps_index, *self._links)
 
     def write(self, sources: list[Tensor], index: Tensor) -> None:

@@ -107,12 +107,12 @@ class Readers:
         """
         if recipe.is_plain:
             return self._batch
-        for known in self._readers:
-            if isinstance(known, RowPlan) and known.recipe == recipe:
-                return known
-        plan = RowPlan(recipe)
-        self.serve(plan)
-        if self._rows is not NO_ROWS:
+        plan = next((known for known in self._readers if isinstance(known, RowPlan) and known.recipe == recipe), None)
+        if plan is None:
+            plan = RowPlan(recipe)
+            self.serve(plan)
+        # Also one that an interrupt kept from it.
+        if plan.table is None and self._rows is not NO_ROWS:
             self._set(plan, self._rows)
         return plan
 
@@ -129,10 +129,12 @@ class Readers:
         if reader.needs_ends and (known is None or not recipe.same_ends(known)):
             if any(other.needs_ends for other in self._readers):
                 raise ValueError("another buffer with the same storage tells the ends of trajectories by other keys")
-            self.ends_by = recipe
+            # Known once they are up to date: an interrupt may come at any call.
+            self.ends_by = None
             if self._rows is not NO_ROWS:
                 self._keep_ends(self._rows, recipe)
                 self._followers.rebuild_own()
+            self.ends_by = recipe
         self._readers.add(reader)
 
     def depends_on(self, columns: set[int]) -> bool:

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from gpubuf.data.arguments import Missing
 from gpubuf.data.storage import host_memory
-from gpubuf.data.storage.column import Columns, Record, RowAddresses
+from gpubuf.data.storage.column import Columns, RowAddresses
 from gpubuf.data.storage.containers import Data, batch_shape, mapped
 from gpubuf.data.storage.host_rows import HostRows
 from gpubuf.data.storage.indexing import index_shape, plain_index, stored_positions, unravel
-from gpubuf.data.storage.layout import Key, RowLayout
+from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.placement import Placement
 from gpubuf.data.storage.plan import NOT_INITIALIZED, RowPlan, fields_of
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import Schema
-from gpubuf.data.storage.share_next import Sharing
+from gpubuf.data.storage.share_next import Again, Sharing
 from gpubuf.kernels.rows import Field
 
 
@@ -39,13 +39,14 @@ class Rows:
         sharing: next observations that are stored once; None: all have memory of their own.
         capacity, envs: how many there is room for, and rows per step.
         addresses: where the memory is.
+        again: makes changes in several memories.
         written: reads and writes rows as they are written.
         way: writes rows: :attr:`sharing`, where there is one, or :attr:`written`.
         table: the addresses of :attr:`columns`, int64 ``[K, 5]``; see :mod:`gpubuf.kernels.rows`.
     """
 
-    addresses: RowAddresses
     table: Tensor
+    written: RowPlan
     way: RowPlan | Sharing
 
     def __init__(
@@ -57,11 +58,12 @@ class Rows:
         ring: Ring,
         host: HostRows | None,
         sharing: Sharing | None,
-        written: RowPlan,
+        again: Again,
     ) -> None:
         self.schema, self.shape, self.placement, self.device = schema, torch.Size(shape), placement, placement.device
-        self.columns, self.ring, self.host, self.sharing, self.written = columns, ring, host, sharing, written
+        self.columns, self.ring, self.host, self.sharing, self.again = columns, ring, host, sharing, again
         self.capacity, self.envs = math.prod(shape), math.prod(shape[1:])
+        self.find()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without addresses."""
@@ -72,20 +74,23 @@ class Rows:
         """The number of steps stored: the length of the first dimension."""
         return self.ring.size // self.envs
 
+    @property
+    def sides(self) -> list[Tensor]:
+        """The memory of next observations that are not those of the next row."""
+        return [] if self.sharing is None else self.sharing.sides
+
     def find(self) -> None:
         """Find out where the memory is now."""
-        sides: list[Tensor] = []
         if self.sharing is not None:
             self.sharing.to(self.device)
-            sides = self.sharing.sides
-        self.addresses = RowAddresses([*sides, *self.columns.memory])
+        self.addresses = RowAddresses([*self.sides, *self.columns.memory])
 
-    def renew(self, records: list[Record]) -> None:
+    def renew(self, columns: Columns) -> None:
         """Copy the rows into other memory of their placement."""
-        for record, copied in zip(records, self.columns.records, strict=True):
+        for record, copied in zip(columns.records, self.columns.records, strict=True):
             for start, part in copied.memory.pieces():
                 record.memory.write(start, part)
-        self.columns = Columns(records, self.schema.stored.leaves)
+        self.columns = columns
         if self.sharing is not None:
             self.sharing.renew(self.placement)
 
@@ -128,13 +133,12 @@ class Rows:
             raise ValueError(f"{n} rows are addressed, the batch has shape {batch_shape(data, 1)}")
         local = self.local(layout.collect(data, 1), 1)
         (index,) = self.addresses.apart([index])
-        rows = {} if self.host is None else self.host.rows_of(data, 1)
-        return functools.partial(self._overwrite, local, index, rows)
-
-    def _overwrite(self, local: list[Tensor], index: Tensor, rows: dict[Key, list[Any]]) -> None:
-        self.way.write(local, index)
-        if self.host is not None:
-            self.host.put(index.tolist(), rows)
+        write = functools.partial(self.way.write, local, index)
+        if self.host is None:
+            return write
+        # In two memories: who is interrupted between them writes both again.
+        put = functools.partial(self.host.put, index.tolist(), self.host.rows_of(data, 1))
+        return functools.partial(self.again.make, lambda: (write(), put()))
 
     # Reading by index
 
@@ -189,6 +193,7 @@ class _NoRows(Missing):
     def __init__(self) -> None:
         super().__init__(NOT_INITIALIZED)
         self.columns = Columns()
+        self.sides: list[Tensor] = []
         self.placement = self.host = self.sharing = None
 
     def __reduce__(self) -> str:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.recording import capturing
+from gpubuf.data.storage.column import allocate
 from gpubuf.data.storage.containers import Data, Pieces
 from gpubuf.data.storage.layout import Key, Leaf, address, as_written
-from gpubuf.data.storage.placement import Placement, allocate
+from gpubuf.data.storage.placement import Placement
 from gpubuf.data.storage.plan import RowPlan
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import NEXT_KEY, Schema

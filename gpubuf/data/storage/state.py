@@ -89,7 +89,7 @@ def load(storage: TensorStorage, state: dict[str, Any]) -> Tensor | None:
     size, old_max, shape = state["size"], state["max_size"], tuple(state["shape"])
     per_step = math.prod(shape[1:])
     if not storage.initialized:
-        storage.establish(schema, storage.full_shape(shape), device_of(pieces.example))
+        storage.establish(schema, shape, device_of(pieces.example))
     order, first = None, 0
     if storage.max_size != old_max:
         first = oldest_of(state)
@@ -138,11 +138,15 @@ def incoming(storage: TensorStorage, state: dict[str, Any]) -> tuple[dict[str, A
     return state, schema, layout
 
 
+def lacks_past(state: dict[str, Any]) -> bool:
+    """Whether the steps before the oldest one of a state were overwritten."""
+    return state["size"] == state["max_size"] < state["written"] or bool(state.get("past_lost", False))
+
+
 def _set_counters(storage: TensorStorage, state: dict[str, Any], order: Tensor | None) -> None:
     if order is not None:
         storage.ring.set_counters(state["size"], state["size"])
-        full = state["size"] == state["max_size"] < state["written"]
-        storage.ring.past_lost = full or state.get("past_lost", False)
+        storage.ring.past_lost = lacks_past(state)
         return
     storage.ring.set_counters(state["written"], state["size"])
     storage.ring.skipped, storage.ring.past_lost = state.get("skipped", 0), state.get("past_lost", False)
@@ -162,7 +166,7 @@ def _write_anew(storage: TensorStorage, state: dict[str, Any], layout: RowLayout
         ValueError: there is no room for so many next observations. The storage is empty then.
     """
     sharing, ndim, begun = storage.sharing, storage.ndim, False
-    chunk = max(1, CHUNK_BYTES // max(1, layout.row_bytes * storage.envs))
+    chunk = max(1, CHUNK_BYTES // max(1, layout.row_bytes * storage.rows.envs))
     try:
         for rows in oldest_first(state, ndim, chunk):
             if not begun:
@@ -174,12 +178,12 @@ def _write_anew(storage: TensorStorage, state: dict[str, Any], layout: RowLayout
                 storage.append(rows)
             else:
                 assert sharing is not None
-                sharing.raw.extend(storage.rows.local(layout.collect(rows, ndim), ndim), rows.shape[0] * storage.envs)
+                sharing.raw.extend(storage.rows.local(layout.collect(rows, ndim), ndim), math.prod(rows.shape[:ndim]))
         # A GPU has counted what it found no room for.
         storage.refresh()
     except (NoRoomError, IndexError) as error:
         storage.empty()
-        raise ValueError(f"{error} (next_capacity={storage.options.next_capacity})") from None
+        raise ValueError(f"{error} (next_capacity={storage.allocation.options.next_capacity})") from None
 
 
 def _schema_for(storage: TensorStorage, state: dict[str, Any]) -> Schema:
@@ -199,11 +203,11 @@ def _schema_for(storage: TensorStorage, state: dict[str, Any]) -> Schema:
         raise ValueError(f"the state has the keys {list(host)} that are not tensors, the storage has {own}")
     if schema is not None and (state.get("as_written") or (not storage.computed and saved is None)):
         return schema
-    stored = RowLayout(Pieces.of(state["rows"], storage.ndim).example, storage.ndim, storage.ignored_keys)
+    stored = RowLayout(Pieces.of(state["rows"], storage.ndim).example, storage.ndim, storage.allocation.ignored_keys)
     if schema is None:
         written = stored if saved is None else stored.with_leaves(written_leaves(saved))
         written.host = host
-        schema = Schema.of(with_tree(written, state.get("tree")), storage.options)
+        schema = storage.allocation.schema_like(with_tree(written, state.get("tree")))
     if not state.get("as_written") and (storage.computed or saved is not None):
         check_same(schema, described(Schema.of(stored, Options())) if saved is None else saved)
     return schema
@@ -214,6 +218,6 @@ def _continues(storage: TensorStorage, state: dict[str, Any], schema: Schema) ->
     shared = SharedState.of(state)
     if shared is None or tuple(leaf.key for leaf in schema.shared.values()) != shared.keys:
         return False
-    shape = tuple(storage.shape) if storage.initialized else storage.full_shape(tuple(state["shape"]))
-    slots = entries_of(math.prod(shape), math.prod(shape[1:]), storage.options.next_capacity)
+    shape = tuple(storage.shape) if storage.initialized else storage.allocation.full_shape(tuple(state["shape"]))
+    slots = entries_of(math.prod(shape), math.prod(shape[1:]), storage.allocation.options.next_capacity)
     return (shape, slots) == (tuple(state["shape"]), shared.slots)

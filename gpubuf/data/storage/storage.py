@@ -7,6 +7,7 @@ advance; the host keeps a mirror, so that ``len()`` costs nothing and never sync
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -16,42 +17,23 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from gpubuf.data.arguments import check_count, warn
+from gpubuf.data.arguments import warn
 from gpubuf.data.recording import DERIVED, FREES, Unfinished, at_replays
 from gpubuf.data.storage import state as states
-from gpubuf.data.storage.column import (
-    Columns,
-    Record,
-    new_record,
-    owned_column,
-    records,
-    separate,
-)
-from gpubuf.data.storage.containers import Data, batch_shape, device_of, first_of, mapped
+from gpubuf.data.storage.allocation import Allocation
+from gpubuf.data.storage.column import Columns
+from gpubuf.data.storage.containers import Data, batch_shape, first_of, mapped
 from gpubuf.data.storage.end_bits import Marks
 from gpubuf.data.storage.follower import Followers
 from gpubuf.data.storage.host_rows import HostRows
-from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, unravel
-from gpubuf.data.storage.layout import RowLayout, as_key, as_written
-from gpubuf.data.storage.placement import (
-    AUTO,
-    PINNED,
-    SPLIT,
-    IndexBytes,
-    Placement,
-    place,
-    readable,
-    working_device,
-)
+from gpubuf.data.storage.indexing import expanded, index_shape, plain_index, unravel
+from gpubuf.data.storage.layout import RowLayout
+from gpubuf.data.storage.placement import AUTO, PINNED, SPLIT, Placement, readable, working_device
 from gpubuf.data.storage.plans import Plans, Readers
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.rows import NO_ROWS, Rows
-from gpubuf.data.storage.schema import Options, Schema, keys_told, refuse_rounding
-from gpubuf.data.storage.share_next import Again, Sharing, entries_of, side_bytes
-from gpubuf.data.storage.tree_layout import layout_of
-
-#: Rows are stored as they are written.
-PLAIN = Options()
+from gpubuf.data.storage.schema import Schema, keys_told
+from gpubuf.data.storage.share_next import Sharing
 
 
 class TensorStorage:
@@ -67,7 +49,7 @@ class TensorStorage:
         compilable: accepted for compatibility; every operation can be compiled.
 
     Attributes:
-        options: how keys are stored and given out.
+        allocation: how rows are to be stored, and what makes them.
         plans: how rows are written and read.
         marks: the rows that end trajectories whatever their flags say.
         followers: what is kept about the rows: marks, ends and :attr:`host`, :attr:`sharing`, where there are any, and
@@ -106,42 +88,28 @@ class TensorStorage:
                 f"The max-size and the storage shape mismatch: max_size is {max_size}, the storage has "
                 f"{math.prod(shape)} rows (shape {shape})"
             )
-        self._configure(math.prod(shape), device, ndim)
-        layout = layout_of(storage, ndim)
-        requested = device_of(storage) if device == AUTO else device
-        placement = place(requested, self.max_size * layout.row_bytes, IndexBytes(), shape, device_of(storage))
-        columns = [owned_column(t.detach(), placement) for t in layout.collect(storage, ndim)]
-        self._adopt(self.schema_like(layout), separate(columns), shape, placement)
+        self._begin(Allocation(math.prod(shape), device, ndim))
+        self._adopt(self.allocation.rows_of(storage))
         self.ring.set_counters(self.max_size, self.max_size)
         if self.host is not None:
             self.host.put(range(self.max_size), self.host.rows_of(storage, ndim))
         self.followers.rebuild()
 
-    def _configure(self, max_size: int, device: torch.device | str, ndim: int, options: Options = PLAIN) -> None:
-        if isinstance(max_size, bool) or max_size < 1 or max_size % 1:
-            raise ValueError(f"a storage needs room for a whole number of rows, one or more, got max_size={max_size}")
-        check_count(ndim, "ndim")
-        self.max_size = int(max_size)
-        self.requested_size = self.max_size  # before rounding up to whole steps
-        self.ndim = ndim
-        self.requested_device = device
-        self.options = options
+    def _begin(self, allocation: Allocation) -> None:
+        """Have no rows, but what makes them."""
+        self.allocation, self.ndim, self.max_size = allocation, allocation.ndim, allocation.max_size
         # Writes and samples use what it has past the properties.
         self.rows = NO_ROWS
         self.ring = Ring(self.max_size)
         self.owner: int | None = None
         # These stay the same, so that captured graphs find their tables.
-        self.plans = Plans(options)
+        self.plans = Plans(allocation.options)
         self.marks = Marks()
         self.followers = Followers()
         self.readers = Readers(self.plans.batch, self.followers, self.marks)
-        self._laps = 0  # how often the ring went round before the memory was last released
-        #: Root keys that are derived and therefore not stored; set by writers that own them.
-        self.ignored_keys: frozenset[str] = frozenset()
         #: What an operation is about to change; still there after it if that was interrupted, and mended then by the
         #: next one.
         self.unfinished: Unfinished | None = None
-        self.again = Again()
 
     def __getstate__(self) -> dict[str, Any]:
         """Who has a copy may write to it."""
@@ -149,15 +117,13 @@ class TensorStorage:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        rows = self.rows
         if not self.initialized:
             return
         # Copies of pinned and of mapped memory are neither.
-        if rows.placement.rows_on_host or not self.relocatable:
-            rows.renew(self._allocate(rows.schema.stored, rows.shape, rows.placement))
-            if self.marks.kept:
-                self.marks.rows = self._new_marks(rows.device).copy_(self.marks.memory)
-        self._connect(rows, anew=False)
+        if self.rows.placement.rows_on_host or not self.allocation.relocatable:
+            self.allocation.renew(self.rows, self.marks)
+        self.rows.find()
+        self._connect(self.rows, anew=False)
 
     # Properties
 
@@ -175,10 +141,6 @@ class TensorStorage:
         """
         return self.rows.schema
 
-    def check_initialized(self) -> None:
-        """Raise as :attr:`schema`."""
-        _ = self.schema
-
     @property
     def layout(self) -> RowLayout:
         """The keys, shapes and dtypes of a row as it is stored: those of :attr:`columns` and of the table.
@@ -195,7 +157,7 @@ class TensorStorage:
     @property
     def computed(self) -> bool:
         """Whether rows are computed while they are written and read: see :class:`~.plan.RowPlan`."""
-        return bool(self.options)
+        return bool(self.allocation.options)
 
     @property
     def device(self) -> torch.device:
@@ -206,9 +168,9 @@ class TensorStorage:
         """
         if self.initialized:
             return self.rows.device
-        if self.requested_device == AUTO:
+        if self.allocation.device == AUTO:
             raise RuntimeError("device='auto' is decided by the first write")
-        return working_device(self.requested_device)
+        return working_device(self.allocation.device)
 
     @property
     def rows_device(self) -> torch.device:
@@ -263,192 +225,17 @@ class TensorStorage:
 
     def generations(self, index: Tensor) -> Tensor:
         """The write generations of rows: see :meth:`Ring.generations`. Raises as :attr:`schema`."""
-        self.check_initialized()
-        return self.ring.generations(index)
+        return self.rows.ring.generations(index)
 
     @property
     def steps_stored(self) -> int:
-        """The number of steps stored: the length of the first dimension."""
-        return len(self) // math.prod(self.shape[1:])
+        """The number of steps stored: the length of the first dimension. Raises as :attr:`schema`."""
+        return self.rows.steps_stored
 
     @property
     def nbytes(self) -> int:
         """Bytes of row memory, with next observations that lie aside."""
-        beside = 0 if self.sharing is None else self.sharing.entry_bytes
-        return self.columns.nbytes + beside
-
-    @property
-    def relocatable(self) -> bool:
-        """Whether the rows can be moved and their memory released; False if a subclass has its own."""
-        return type(self)._allocate is TensorStorage._allocate
-
-    # Memory
-
-    def initialize(self, data: Data) -> None:
-        """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions). Writes nothing."""
-        full = self.full_shape(batch_shape(data, self.ndim))
-        schema = self.schema_like(layout_of(data, self.ndim, self.ignored_keys))
-        if self.options.dtypes:
-            refuse_rounding(schema, schema.written.collect(data, self.ndim))
-        self.establish(schema, full, device_of(data))
-
-    def schema_like(self, layout: RowLayout) -> Schema:
-        """The schema of rows that are written like those of ``layout``."""
-        return Schema.of(layout, self.options)
-
-    def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a storage whose first batch has ``shape``: whole steps of all environments.
-
-        Raises:
-            ValueError: the batch has no environments.
-        """
-        per_step = math.prod(shape[1:])
-        if per_step == 0:
-            raise ValueError(f"can't derive the storage's shape from a batch of shape {shape}")
-        return (-(-self.max_size // per_step), *shape[1:])
-
-    def establish(self, schema: Schema, shape: tuple[int, ...], data_device: torch.device) -> None:
-        """Allocate for rows of a schema.
-
-        Raises:
-            MemoryError, torch.OutOfMemoryError: there is no room.
-            ValueError: nor is there for rows that are batches themselves.
-        """
-        self.readers.check_rows(schema, self.ndim)
-        try:
-            placement = self._place(data_device, schema, shape)
-            found = self._allocate(schema.stored, shape, placement)
-        except BaseException as error:
-            nested = schema.written.nested_batch
-            if nested and isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-                raise ValueError(
-                    f"each of {self.max_size} rows is a batch {list(nested)} of its own, and there is no room for "
-                    f"these: to keep the steps of several environments, give the storage "
-                    f"ndim={self.ndim + len(nested)} ({error})"
-                ) from error
-            raise
-        self._adopt(schema, found, shape, placement)
-
-    def _place(self, data_device: torch.device, schema: Schema, shape: tuple[int, ...]) -> Placement:
-        """The placement of rows of ``shape``, whose first batch is on ``data_device``."""
-        n, aside, links = math.prod(shape), 0, 0
-        if schema.shared:
-            aside, links = side_bytes(schema, n, math.prod(shape[1:]), self.options.next_capacity)
-        beside = self.readers.derived_bytes(self.requested_device, shape) + IndexBytes(index=links)
-        return place(self.requested_device, n * schema.stored.row_bytes, beside, shape, data_device, aside=aside)
-
-    def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Record]:
-        """Uninitialised row memory. Storages elsewhere override it."""
-        leaves = layout.leaves
-        return [Record(keys, new_record([leaves[key] for key in keys], shape, placement)) for keys in records(leaves)]
-
-    def _adopt(self, schema: Schema, found: list[Record], shape: tuple[int, ...], placement: Placement) -> None:
-        # What an interrupt has left of rows that never were.
-        self.plans.forget()
-        self.readers.forget()
-        self.max_size = math.prod(shape)
-        ring = self._new_ring(placement.device)
-        if self._laps:
-            ring.set_counters(self._laps * self.max_size, 0)
-        # Of rows that are forgotten some may count.
-        ring.skipped = ring.written + self.ring.skipped
-        sharing = None
-        if schema.shared:
-            slots = entries_of(self.max_size, math.prod(shape[1:]), self.options.next_capacity)
-            sharing = Sharing(schema, slots, shape, placement, ring, self.again)
-        columns, host = Columns(found, schema.stored.leaves), self._new_host(schema, ring)
-        rows = Rows(schema, shape, placement, columns, ring, host, sharing, self.plans.written)
-        self.marks.envs = rows.envs
-        if self.marks.by_writers:
-            self.marks.rows = self._new_marks(rows.device)
-        self._connect(rows, anew=True)
-        # In one step: from here on the storage is initialised.
-        self.ring, self.rows = ring, rows
-
-    def _new_ring(self, device: torch.device) -> Ring:
-        return Ring(self.max_size, device)
-
-    def _new_marks(self, device: torch.device) -> Tensor:
-        """Memory for a mark per row: none is set. Storages elsewhere override it."""
-        return torch.zeros(self.max_size, dtype=torch.uint8, device=device)
-
-    def _new_host(self, schema: Schema, ring: Ring) -> HostRows | None:
-        """What is to keep data that are not tensors; None: there are none. Storages elsewhere override it."""
-        return HostRows(schema.written.host, self.max_size, ring) if schema.written.host else None
-
-    @property
-    def envs(self) -> int:
-        return math.prod(self.shape[1:])
-
-    def _connect(self, rows: Rows, *, anew: bool) -> None:
-        """Write and read rows where they are now. ``anew``: it is to be found out where trajectories end."""
-        rows.find()
-        self.plans.place(rows)
-        assert self.plans.stored.table is not None
-        rows.table = self.plans.stored.table
-        self.followers.keep(marks=None if self.marks.rows is None else self.marks, host=rows.host, sharing=rows.sharing)
-        self.readers.place(rows, anew=anew)
-
-    def rewire(self, rows: Rows) -> None:
-        """Read and write these rows, which are those of now in more columns."""
-        try:
-            self._connect(rows, anew=False)
-            self.rows = rows
-        except BaseException:
-            self._connect(self.rows, anew=False)
-            raise
-
-    def relocated(self, placement: Placement) -> None:
-        """Adopt ``placement``, where all records of :attr:`columns` are now."""
-        rows = self.rows
-        stays = placement.device == rows.device
-        if not stays:
-            rows.device = placement.device
-            rows.ring.to(placement.device)
-            if self.marks.kept:
-                self.marks.rows = self._new_marks(rows.device).copy_(self.marks.memory)
-        # The shape of the index depends on the device.
-        self._connect(rows, anew=not stays)
-        rows.placement = placement
-        if not stays:
-            self.followers.rebuild_own()
-        self.followers.move()
-
-    def empty(self, recount: bool = False) -> None:
-        """Forget every row, in O(1); memory stays allocated. No host sync. ``recount``: as for :meth:`Ring.empty`."""
-        self.ring.empty(recount)
-        self.followers.clear()
-
-    def free(self) -> None:
-        """Forget every row, and release all memory; the next write allocates anew. Synchronises.
-
-        Priorities that return for rows of before are recognised as late, as they are after :meth:`empty`.
-        """
-        if not self.relocatable:
-            raise NotImplementedError(f"a {type(self).__name__} keeps its rows: empty() forgets them")
-        if not self.initialized:
-            return
-        try:
-            self.refresh()
-        finally:
-            self.changing(self.release, what=FREES)
-
-    def release(self) -> None:
-        """:meth:`free`, but for what synchronises. Can be done again after an interrupt."""
-        self.followers.free()
-        if self.initialized:
-            rewritten = self.ring.rewritten
-            laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
-            # In one step: the memory below is that of a storage without rows.
-            self._laps, self.ring, self.rows = laps, Ring(self.requested_size), NO_ROWS
-        self.marks.rows = None
-        self.plans.forget()
-        self.readers.forget()
-        self.max_size = self.requested_size
-
-    def refresh(self) -> None:
-        """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
-        self.ring.refresh()
+        return self.columns.nbytes + sum(side.nbytes for side in self.rows.sides)
 
     # Operations that may be interrupted
 
@@ -459,16 +246,6 @@ class TensorStorage:
             self.unfinished = what
         action(*args, **named)
         self.unfinished = before
-
-    def with_priority(self, priority: Tensor | None, write: Callable[[], Tensor]) -> Tensor:
-        """``write()``, of rows that come with priorities: float32 ``[n]``, or None."""
-        self.followers.priority = priority
-        try:
-            return write()
-        finally:
-            # Who completes an interrupted write needs them.
-            if self.unfinished is None:
-                self.followers.priority = None
 
     # Where trajectories end
 
@@ -481,14 +258,14 @@ class TensorStorage:
     def keep_marks(self) -> None:
         if not self.marks.kept:
             at_replays().refuse("the first call of end_trajectories takes memory: call it once before")
-            self.marks.rows = self._new_marks(self.device)
+            self.marks.rows = self.allocation.marks(self.max_size, self.device)
         # Also where an interrupt came before this.
         self.followers.keep(marks=self.marks)
 
     def end_trajectories(self, env: int | None = None) -> None:
         """See :meth:`gpubuf.ReplayBuffer.end_trajectories`. Samplers that know trajectories are to be told."""
-        if env is not None and not 0 <= env < self.envs:
-            raise IndexError(f"env must be in 0 .. {self.envs - 1}, got {env}")
+        if env is not None and not 0 <= env < self.rows.envs:
+            raise IndexError(f"env must be in 0 .. {self.rows.envs - 1}, got {env}")
         self.keep_marks()
         self.readers.end(self.ring, env)
 
@@ -539,12 +316,12 @@ class TensorStorage:
 
         No host sync, but for large batches in pinned memory; see :func:`gpubuf.data.storage.host_memory.to_device`.
         """
-        shape = batch_shape(data, self.ndim)
-        n = math.prod(shape)
-        if n == 0 or (self.rows is NO_ROWS and self.holds_nothing(data)):
-            return torch.empty(0, dtype=torch.int64, device=self.device if self.initialized else None)
         if self.rows is NO_ROWS:
             self.initialize(data)
+        shape = batch_shape(data, self.ndim)
+        n = math.prod(shape)
+        if n == 0 or self.rows is NO_ROWS:
+            return torch.empty(0, dtype=torch.int64, device=self.device if self.initialized else None)
         # Past properties, here and below: every write comes here.
         rows = self.rows
         sources = rows.schema.written.collect(data, self.ndim)
@@ -588,24 +365,6 @@ class TensorStorage:
         self.unfinished = before
         return index
 
-    def holds_nothing(self, data: Data) -> bool:
-        """Whether ``data`` has no rows or no keys. As a first batch it does not tell the layout of a row.
-
-        Raises:
-            TypeError: no key of its rows is a tensor.
-        """
-        if math.prod(batch_shape(data, self.ndim)) == 0:
-            return True
-        if not isinstance(data, TensorDictBase):
-            return False
-        entries = data.items(True, True)
-        if [key for key, value in entries if isinstance(value, Tensor) and as_key(key)[0] not in self.ignored_keys]:
-            return False
-        layout = layout_of(data, self.ndim, self.ignored_keys)
-        if layout.host and not layout.leaves:
-            raise TypeError(f"no key of the rows is a tensor: {list(map(as_written, layout.host))} are not")
-        return not layout.leaves
-
     def write(self, index: Tensor, data: Data) -> None:
         """Overwrite rows in place. Neither the cursor nor any row's write generation moves.
 
@@ -618,11 +377,7 @@ class TensorStorage:
             ValueError: a key, shape or dtype differs from the storage's.
             IndexError: an index is out of range (on CPU; a GPU skips the row and counts a fault).
         """
-        overwrite = self.rows.overwriting(index, data)
-        if self.host is not None:
-            # In two memories: who is interrupted between them writes both again.
-            overwrite = functools.partial(self.again.make, overwrite)
-        self.changing(self._change, overwrite)
+        self.changing(self._change, self.rows.overwriting(index, data))
 
     def _change(self, change: Callable[[], Any]) -> None:
         change()
@@ -664,10 +419,6 @@ class TensorStorage:
 
     # Reading
 
-    def contains(self, index: int | Tensor) -> bool | Tensor:
-        """Whether a row is stored at ``index``; of a tensor, for each. See :func:`~.indexing.contained`."""
-        return contained(index, self.shape, len(self))
-
     def get(self, index: Any) -> Data:
         """Rows by index, as ``storage[index]``: an int, a slice, a sequence, a tensor, or a tuple of tensors.
 
@@ -681,7 +432,7 @@ class TensorStorage:
         """
         data = self.rows.get(index)
         # TorchRL's writers of TensorDicts store it; here it is known when rows are read.
-        if "index" not in self.ignored_keys or not isinstance(data, TensorDictBase):
+        if "index" not in self.allocation.ignored_keys or not isinstance(data, TensorDictBase):
             return data
         coordinates = self.rows.coordinates(index)
         return data.set("index", expanded(coordinates, coordinates.dim() - (self.ndim > 1), data.batch_size))
@@ -695,13 +446,111 @@ class TensorStorage:
 
     def __setitem__(self, index: Any, data: Data) -> None:
         self.check_owned()
-        self.check_initialized()
         index = plain_index(index)
         flat = self.rows.positions(index)
         shape = (1,) if isinstance(index, (int, slice)) else index_shape(index, self.ndim, flat.numel())
         if len(shape) > 1 and getattr(first_of(data), "shape", ())[: len(shape)] == shape:
             data = mapped(data, lambda value: value.reshape(flat.numel(), *value.shape[len(shape) :]))
         self.write(flat, data)
+
+    # Memory
+
+    def initialize(self, data: Data) -> None:
+        """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions), if it has any. Writes nothing."""
+        if self.allocation.describes_rows(data):
+            rows = self.allocation.rows_like(data, self.readers)
+            self._adopt(rows)
+
+    def establish(self, schema: Schema, shape: tuple[int, ...], data_device: torch.device) -> None:
+        """Allocate for rows of a schema. Arguments and errors are those of :meth:`Allocation.new_rows`."""
+        self._adopt(self.allocation.new_rows(schema, shape, data_device, self.readers))
+
+    def _adopt(self, rows: Rows) -> None:
+        """Write to these rows from now on."""
+        # What an interrupt has left of rows that never were.
+        self.plans.forget()
+        self.readers.forget()
+        self.max_size, self.marks.envs, self.marks.rows = rows.capacity, rows.envs, None
+        self._connect(rows, anew=True)
+        # Of rows that are forgotten some may count.
+        rows.ring.skipped += self.ring.skipped
+        # In one step: from here on the storage is initialised.
+        self.ring, self.rows = rows.ring, rows
+
+    def _connect(self, rows: Rows, *, anew: bool) -> None:
+        """Write and read rows where they are now. ``anew``: it is to be found out where trajectories end."""
+        if self.marks.by_writers and not self.marks.kept:
+            self.marks.rows = self.allocation.marks(rows.capacity, rows.device)
+        self.plans.place(rows)
+        assert self.plans.stored.table is not None
+        rows.written, rows.table = self.plans.written, self.plans.stored.table
+        self.followers.keep(marks=None if self.marks.rows is None else self.marks, host=rows.host, sharing=rows.sharing)
+        self.readers.place(rows, anew=anew)
+
+    def rewire(self, rows: Rows) -> None:
+        """Read and write these rows, which are those of now in more or fewer columns."""
+        # Another object, for what was captured must not find its own again: tables are new.
+        before = copy.copy(self.rows)
+        try:
+            self._connect(rows, anew=False)
+            self.rows = rows
+        except BaseException:
+            self._connect(before, anew=False)
+            self.rows = before
+            raise
+
+    def relocated(self, placement: Placement) -> None:
+        """Adopt ``placement``, where all records of :attr:`columns` are now."""
+        rows = self.rows
+        stays = placement.device == rows.device
+        if not stays:
+            rows.device = placement.device
+            rows.ring.to(placement.device)
+            if self.marks.kept:
+                self.marks.rows = self.marks.memory.to(rows.device)
+        rows.find()
+        # The shape of the index depends on the device.
+        self._connect(rows, anew=not stays)
+        rows.placement = placement
+        if not stays:
+            self.followers.rebuild_own()
+        self.followers.move()
+
+    def empty(self, recount: bool = False) -> None:
+        """Forget every row, in O(1); memory stays allocated. No host sync. ``recount``: as for :meth:`Ring.empty`."""
+        self.ring.empty(recount)
+        self.followers.clear()
+
+    def free(self) -> None:
+        """Forget every row, and release all memory; the next write allocates anew. Synchronises.
+
+        Priorities that return for rows of before are recognised as late, as they are after :meth:`empty`.
+        """
+        if not self.allocation.relocatable:
+            raise NotImplementedError(f"a {type(self).__name__} keeps its rows: empty() forgets them")
+        if not self.initialized:
+            return
+        try:
+            self.refresh()
+        finally:
+            self.changing(self.release, what=FREES)
+
+    def release(self) -> None:
+        """:meth:`free`, but for what synchronises. Can be done again after an interrupt."""
+        self.followers.free()
+        if self.initialized:
+            rewritten = self.ring.rewritten
+            laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
+            # In one step: the memory below is that of a storage without rows.
+            self.allocation.laps, self.ring, self.rows = laps, Ring(self.allocation.max_size), NO_ROWS
+        self.marks.rows = None
+        self.plans.forget()
+        self.readers.forget()
+        self.max_size = self.allocation.max_size
+
+    def refresh(self) -> None:
+        """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
+        self.ring.refresh()
 
     # State
 
@@ -742,7 +591,7 @@ class TensorStorage:
         return states.incoming(self, state)[1]
 
     def __repr__(self) -> str:
-        device: Any = self.requested_device
+        device: Any = self.allocation.device
         keys = "not initialized"
         if self.initialized:
             told = {PINNED: f"{self.device}, rows pinned", SPLIT: f"{self.device}, rows split"}

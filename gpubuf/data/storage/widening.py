@@ -30,19 +30,21 @@ def widen(storage: TensorStorage, data: Data) -> bool:
         ValueError: a reader of the rows can't have such a key.
     """
     rows = storage.rows
-    written, plain = rows.schema.written, storage.relocatable and not (storage.computed or storage.marks.by_writers)
-    if not plain or storage.owner is not None or rows.placement.kind not in ("cpu", "cuda"):
+    written, allocation = rows.schema.written, storage.allocation
+    if not allocation.relocatable or storage.computed or storage.marks.by_writers or storage.owner is not None:
+        return False
+    if rows.placement.kind not in ("cpu", "cuda"):
         return False
     if current.recording is not None or torch.compiler.is_compiling():
         return False
-    layout = layout_of(data, storage.ndim, storage.ignored_keys)
+    layout = layout_of(data, storage.ndim, allocation.ignored_keys)
     more = [leaf for leaf in layout.leaves if written.position(leaf.key) is None]
     # Behind the others, where they are as a batch is walked through: who knows columns by their numbers finds them.
     last = not {leaf.key[:1] for leaf in more} & {*OF_A_DRAW, *(leaf.key[:1] for leaf in written.leaves)}
     alike = type(layout) is type(written) is RowLayout and {*written.leaves} <= {*layout.leaves}
     if not (more and last and alike) or written.host or layout.host:
         return False
-    schema = storage.schema_like(layout.with_leaves([*written.leaves, *more]))
+    schema = allocation.schema_like(layout.with_leaves([*written.leaves, *more]))
     storage.readers.check_rows(schema, storage.ndim)
     ends = storage.readers.ends_by
     if ends is not None and ends.ends(schema) != ends.ends(rows.schema):

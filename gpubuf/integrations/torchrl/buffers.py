@@ -105,7 +105,7 @@ class ReplayBuffer(core.ReplayBuffer):
         parts["sampler"] = component(parts.get("sampler") or self._kinds.sampler, Sampler)
         parts["writer"] = parts.get("writer") or self._kinds.writer
         # Whether the first write decides what the storage is.
-        self._is_open = storage is None
+        self._is_open = storage is None and parts.get("writers") is None
         super().__init__(self._storage_of(storage, parts["sampler"]), **parts)
 
     @classmethod
@@ -139,10 +139,6 @@ class ReplayBuffer(core.ReplayBuffer):
         columns = isinstance(data, dict) and leaves and isinstance(leaves[0], np.ndarray)
         if leaves and not (columns or is_data(leaves[0])):
             self._storage = self._kinds.objects(self.parts.storage.max_size)
-
-    def _write_to(self, *given: Any) -> None:
-        super()._write_to(*given)
-        self._is_open = False
 
     # Rows changed in place
 

@@ -80,8 +80,8 @@ def take(buffer: Parts, found: Dump, batch_size: int | None, end_trajectories: b
         if tuple(storage.shape[1:]) != found.shape[1:]:
             raise ValueError(f"the dump's rows have shape {found.shape}, the storage's {tuple(storage.shape)}")
     else:
-        layout = RowLayout(found.data, storage.ndim, storage.ignored_keys)
-        restore.expect_rows(storage, storage.schema_like(layout), "dump")
+        layout = RowLayout(found.data, storage.ndim, storage.allocation.ignored_keys)
+        restore.expect_rows(storage, storage.allocation.schema_like(layout), "dump")
     with restore.replacing(buffer):
         storage.empty()
         state = rows_state(found.data, len(found.shape), found.size, found.written)

@@ -10,13 +10,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
+from gpubuf.data.storage.allocation import Allocation
+from gpubuf.data.storage.column import Columns
 from gpubuf.data.storage.containers import Data, is_container, is_data, mapped, stacked
 from gpubuf.data.storage.host_rows import HostRows
 from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.placement import Placement
 from gpubuf.data.storage.plan import RowPlan
-from gpubuf.data.storage.ring import Ring
-from gpubuf.data.storage.schema import Schema
 from gpubuf.integrations.torchrl.storages import TensorStorage, is_int
 
 UNLIMITED = 1 << 40
@@ -27,9 +27,6 @@ _OBJECTS = ()
 
 class Objects(HostRows):
     """The objects of a :class:`ListStorage`, by position."""
-
-    def __init__(self, capacity: int, ring: Ring) -> None:
-        super().__init__({_OBJECTS: ()}, capacity, ring)
 
     @property
     def items(self) -> list[Any]:
@@ -52,6 +49,11 @@ class Objects(HostRows):
     def load(self, state: dict[str, Any], order: Tensor | None) -> None:
         """Restore a state, by copies: the caller may change its objects."""
         super().load({"host": copy.deepcopy(state["host"])}, order)
+
+
+class _ObjectAllocation(Allocation):
+    relocatable = False
+    host_rows = Objects
 
 
 class ListStorage(TensorStorage):
@@ -82,24 +84,20 @@ class ListStorage(TensorStorage):
     def __init__(
         self, max_size: int | None = None, *, compilable: bool = False, device: torch.device | str | int | None = None
     ) -> None:
-        self._configure(UNLIMITED if max_size is None else max_size, "cpu", 1)
+        self._begin(_ObjectAllocation(UNLIMITED if max_size is None else max_size, "cpu", 1))
         self.object_device = None if device is None else torch.device(device)
         layout = RowLayout(TensorDict({}, [0]), 1)
         layout.host = {_OBJECTS: ()}
-        self._adopt(self.schema_like(layout), [], (self.max_size,), Placement("cpu", torch.device("cpu")))
-
-    def _new_host(self, schema: Schema, ring: Ring) -> Objects:
-        return Objects(self.max_size, ring)
+        placement = Placement("cpu", torch.device("cpu"))
+        self._adopt(
+            self.allocation.rows_in(Columns(), self.allocation.schema_like(layout), (self.max_size,), placement)
+        )
 
     @property
     def objects(self) -> Objects:
         """The objects."""
         assert isinstance(self.host, Objects)
         return self.host
-
-    @property
-    def relocatable(self) -> bool:
-        return False
 
     @property
     def _storage(self) -> list[Any]:
@@ -113,9 +111,6 @@ class ListStorage(TensorStorage):
 
     def as_batch(self, row: Any, dim: int) -> list[Any]:
         return [row]
-
-    def holds_nothing(self, data: Any) -> bool:
-        return len(data) == 0
 
     def append(self, data: Any) -> Tensor:
         """Write objects at the cursor, over the oldest ones. Returns their positions, int64 ``[n]``.
@@ -194,7 +189,7 @@ class ListStorage(TensorStorage):
             return item
         # Keys that are set in it later are not those of the stored one.
         item = item.copy()
-        if "index" in self.ignored_keys and isinstance(item, TensorDictBase):
+        if "index" in self.allocation.ignored_keys and isinstance(item, TensorDictBase):
             item.set("index", torch.tensor(position, device="cpu").expand(item.batch_size))
         return item
 

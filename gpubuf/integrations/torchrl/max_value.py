@@ -125,9 +125,9 @@ class TensorDictMaxValueWriter(Writer):
                 f"{storage.ndim} dimensions: it ranks rows. For trajectories as rows use data of shape [n, T]"
             )
         super().register_storage(storage)
-        if self._storage.options.share_next:
+        if self._storage.allocation.options.share_next:
             raise ValueError("TensorDictMaxValueWriter has no row after another: it can't be used with share_next")
-        self._storage.ignored_keys = DRAWN_KEYS
+        self._storage.allocation.ignored_keys = DRAWN_KEYS
         self._ranks = self._of = None
 
     def attach(self, sampler: Sampler, recipe: Recipe, relabel: Hindsight | None) -> None:

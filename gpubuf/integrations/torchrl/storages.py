@@ -17,7 +17,7 @@ from gpubuf.data.storage import lazy, memmap
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage import storage as core
 from gpubuf.data.storage.containers import Data, batch_of, batch_shape, mapped
-from gpubuf.data.storage.indexing import unravel
+from gpubuf.data.storage.indexing import contained, unravel
 from gpubuf.data.storage.plan import NOT_INITIALIZED
 from gpubuf.data.storage.state import rows_state
 
@@ -104,6 +104,10 @@ class TensorStorage(core.TensorStorage):
     supports_conditional_update = True
 
     # Reading
+
+    def contains(self, index: int | Tensor) -> bool | Tensor:
+        """Whether a row is stored at ``index``; of a tensor, for each. See :func:`~.indexing.contained`."""
+        return contained(index, self.shape, len(self))
 
     @property
     def _len(self) -> int:
