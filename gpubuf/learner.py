@@ -170,13 +170,13 @@ class Learner:
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = self.optimizer.param_groups[0]["params"][0].device
-        return device
+        return next(each.device for group in self.optimizer.param_groups for each in group["params"])
 
     def _replayed(self, batch: TensorDictBase | None, policy: bool) -> tuple[TensorDict, dict[Any, Tensor]]:
         form: Any = policy
         if batch is not None:
-            form = policy, *((key, each.shape, each.dtype) for key, each in sorted(batch.items(True, True), key=str))
+            kinds = ((str(key), each) for key, each in batch.items(True, True) if isinstance(each, Tensor))
+            form = policy, frozenset((key, each.shape, each.dtype) for key, each in kinds)
         step = self._graphs.get(form)
         if step is None:
             # With a buffer there is nothing to pass, and nothing to look at.
@@ -199,11 +199,12 @@ class Learner:
         loss, optimizer, target = self.loss, self.optimizer, self.target
         found: list[Any] = [getattr(self.buffer, "batch_size", None), torch.is_autocast_enabled(self._device.type)]
         found += (getattr(target, name, None) for name in ("eps", "value_network_update_interval"))
-        options = ((name, each) for name, each in vars(loss).items() if not name.startswith("_"))
+        options = ((name, each) for name, each in getattr(loss, "__dict__", {}).items() if not name.startswith("_"))
         found += (each for each in options if type(each[1]) in (bool, int, float, str))
         networks = loss._networks.every.values() if isinstance(loss, LossModule) and loss._networks else ()
         roots = [each.network for each in networks] or ([loss] if isinstance(loss, nn.Module) else [])
-        found += (part.training for root in roots for part in root.modules())
+        for part in (part for root in roots for part in root.modules()):
+            found += (part.training, *map(id, part._parameters.values()))
         for group in optimizer.param_groups:
             found += ((each.data_ptr(), each.requires_grad) for each in group["params"])
             if not isinstance(optimizer, AdamW):

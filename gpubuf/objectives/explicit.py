@@ -567,7 +567,7 @@ def update_of(loss: Any, parameters: Iterable[Tensor]) -> Update:
 
 
 class Watch:
-    """Notices changes of what :func:`update_of` depends on: options, modules, hooks, and where parameters are.
+    """Notices changes of what :func:`update_of` depends on: options, keys, modules, hooks, and where parameters are.
 
     Args:
         loss: with networks.
@@ -577,7 +577,7 @@ class Watch:
     def __init__(self, loss: Any, optimizer: torch.optim.Optimizer) -> None:
         self._loss, self._optimizer = loss, optimizer
         parts = [loss, *_modules(loss)]
-        self._places = [each for part in parts[1:] for each in (part._modules, part._parameters)]
+        self._places = [each for part in parts[1:] for each in (part._modules, part._parameters, part._buffers)]
         # Kept, so that no other object gets the identity of one of them.
         self._kept = [list(each.values()) for each in self._places]
         self._hooks = [each for part in parts for name, each in vars(part).items() if name in _HOOKS]
@@ -589,6 +589,9 @@ class Watch:
 
     def _now(self) -> list[Any]:
         found: list[Any] = [each for each in vars(self._loss).values() if type(each) in (bool, int, float, str)]
+        found += vars(self._loss._tensor_keys).values()
+        for network in (self._loss.actor_network, self._loss._critics.network):
+            found += network.in_keys
         for place in self._places:
             found += map(id, place.values())
         found += map(bool, self._hooks)

@@ -70,6 +70,18 @@ def test_modes_take_effect(capture, machine: RecordedCuda):
     assert sum(entry.startswith("capture") for entry in machine.log) == (3 if capture else 0)
 
 
+def test_a_replaced_parameter_takes_effect(machine: RecordedCuda):
+    """CASES 84: the module has another parameter, which the optimiser does not know."""
+
+    def replace(world: World) -> None:
+        layer = world.loss.actor_network[0].module[0][0]
+        layer.weight = nn.Parameter(layer.weight.detach() * 1.5)
+
+    due = changed(World(capture=False), replace)
+    found = changed(World(), replace)
+    assert not [name for name in due if not torch.equal(found[name], due[name])]
+
+
 def test_given_batches(machine: RecordedCuda):
     """A graph for each form; priorities go into the batch, in memory of their own."""
     worlds = [World(capture=False), World()]

@@ -37,18 +37,20 @@ def test_changes_of_another_optimiser(change):
         torch.testing.assert_close(found[name], due[name], rtol=1e-6, atol=1e-8, msg=name)
 
 
-def test_updates_do_not_wait():
+@pytest.mark.parametrize("given", [False, True])
+def test_updates_do_not_wait(given):
     """Replays, and the warm-up before them; the capture itself synchronises, in ``torch.cuda.graph``."""
     world = World("sac", "cuda")
-    world.learner()
+    batch = (world.buffer.sample(),) if given else ()
+    world.learner(*batch)
     with no_waiting():
-        world.learner()
+        world.learner(*batch)
     for _ in range(3):
-        world.learner()
+        world.learner(*batch)
     assert world.learner.captured
     with no_waiting():
         for _ in range(5):
-            world.learner()
+            world.learner(*batch)
 
 
 def test_an_optimiser_that_cannot_be_captured():

@@ -235,6 +235,19 @@ def test_what_is_not_known_goes_the_general_way(change):
     assert world.learner._explicit is None
 
 
+def test_keys_are_noticed():
+    world = World()
+    world.run(1)
+    watch = world.learner._watch
+    assert watch.unchanged()
+    world.loss.set_keys(priority="error")
+    assert not watch.unchanged()
+    batch = world.buffer.sample()
+    Learner(world.loss, world.optimizer)(batch)
+    assert "error" in batch.keys()
+    assert "td_error" not in batch.keys()
+
+
 def other_losses() -> list[Any]:
     actor, critic = make_sac_actor(OBSERVATION, ACTION, (8,)), make_sac_critic(OBSERVATION, ACTION, (8,))
     new = lambda **kwargs: MLP(OBSERVATION, 2 * ACTION, (8,), **kwargs)  # noqa: E731
