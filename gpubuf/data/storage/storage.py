@@ -491,8 +491,6 @@ class TensorStorage:
         """Read and write these rows, which are those of now in more or fewer columns."""
         # Another object, for what was captured must not find its own again: tables are new.
         before = copy.copy(self.rows)
-        for each in (before, rows):
-            each.find()
         try:
             self._connect(rows, anew=False)
             self.rows = rows
