@@ -170,7 +170,8 @@ class Learner:
 
     @property
     def _device(self) -> torch.device:
-        return next(each.device for group in self.optimizer.param_groups for each in group["params"])
+        device: torch.device = next(each.device for group in self.optimizer.param_groups for each in group["params"])
+        return device
 
     def _replayed(self, batch: TensorDictBase | None, policy: bool) -> tuple[TensorDict, dict[Any, Tensor]]:
         form: Any = policy
