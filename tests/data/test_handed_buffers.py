@@ -76,6 +76,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "writer.add": lambda buffer: buffer.writer.add(rows()[0]),
     "client": lambda buffer: buffer.client(),
     "empty": lambda buffer: buffer.empty(),
+    "free": lambda buffer: buffer.free(),
     "buffer[...] =": lambda buffer: buffer.__setitem__(slice(0, 4), rows()),
     "storage[...] =": lambda buffer: buffer.storage.__setitem__(slice(0, 4), rows()),
     "end_trajectories": lambda buffer: buffer.end_trajectories(),
@@ -188,7 +189,7 @@ def refusals(buffer: Any, folder: Path) -> list[str]:
     """What a process that writes to a buffer may do there, and was told nothing of, or not in a sentence."""
     found, calls = (
         [],
-        {name: WRITES[name] for name in WRITES if "." in name or name in ("empty", "update_if_present")},
+        {name: WRITES[name] for name in WRITES if "." in name or name in ("empty", "free", "update_if_present")},
     )
     calls |= {
         "sample": lambda buffer: buffer.sample(),
@@ -198,6 +199,9 @@ def refusals(buffer: Any, folder: Path) -> list[str]:
         "index": lambda buffer: buffer[0],
         "storage": lambda buffer: buffer.storage[0],
         "storage.append": lambda buffer: buffer.storage.append(rows()),
+        "storage.empty": lambda buffer: buffer.storage.empty(),
+        "storage.free": lambda buffer: buffer.storage.free(),
+        "storage.load_state_dict": lambda buffer: buffer.storage.load_state_dict({}),
         "save": lambda buffer: buffer.save(folder / "refused"),
         "load_state_dict": lambda buffer: buffer.load_state_dict({}),
         "state_dict": lambda buffer: buffer.state_dict(),

@@ -659,7 +659,7 @@ def test_a_late_gpu_gets_the_rows_of_the_time(monkeypatch: pytest.MonkeyPatch):
     assert len(buffer) == 2
     gpu.synchronize()
     buffer.storage.rows.device = GPU
-    monkeypatch.setattr(writing, "past_dispatcher", lambda table: False)
+    monkeypatch.setattr(writing, "runs_at_once", lambda ring: False)
     for step in range(1, 5):
         one.extend_columns(columns(1, 2 * step, 2))
         other.extend_columns(columns(2, 3 * step - 3, 3))
@@ -726,7 +726,7 @@ def test_a_queue_that_a_gpu_still_reads_is_not_written_to(monkeypatch: pytest.Mo
     # What it makes counts as being on the GPU.
     monkeypatch.setattr(host_memory, "to_device", lambda sources, device: sources)
     monkeypatch.setattr(places, "JOINED_BYTES", 0)
-    monkeypatch.setattr(writing, "past_dispatcher", lambda table: False)
+    monkeypatch.setattr(writing, "runs_at_once", lambda ring: False)
 
     def steps(writer: int, first: int, n: int) -> Any:
         rows = batch(writer, first, n)
@@ -770,7 +770,7 @@ def test_queues_that_the_driver_refuses_to_lock_are_copied_as_before(monkeypatch
     gpu = LateGpu(monkeypatch)
     monkeypatch.setattr(host_memory, "SideCopies", refused)
     monkeypatch.setattr(places, "JOINED_BYTES", 0)
-    monkeypatch.setattr(writing, "past_dispatcher", lambda table: False)
+    monkeypatch.setattr(writing, "runs_at_once", lambda ring: False)
     buffer = buffer_of(writers=1)
     (client,) = clients_of(buffer, 1)
     client.extend(batch(0, 0, 2))

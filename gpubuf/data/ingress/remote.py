@@ -56,6 +56,14 @@ class RemoteStorage(LazyTensorStorage):
         """Refuse: the rows would stay here."""
         raise _elsewhere(self.owner)
 
+    def empty(self, recount: bool = False) -> None:
+        """Refuse: there are none here."""
+        raise _elsewhere(self.owner)
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Refuse: there are none here."""
+        raise _elsewhere(self.owner)
+
     def get(self, index: Any) -> Any:
         """Refuse to read."""
         raise _elsewhere(self.owner)

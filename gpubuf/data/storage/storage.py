@@ -336,7 +336,7 @@ class TensorStorage:
         return self._append(self.rows.local(sources, 1), n)
 
     def append_prepared(self, launch: Callable[[], Tensor | None], n: int) -> Tensor | None:
-        """:meth:`append` of ``n`` rows by a prepared launch, in eager mode on the CPU; None: it has refused them."""
+        """:meth:`append` of ``n`` rows by a prepared launch, in eager mode; None: it has refused them."""
         return self._write_at_cursor(launch, n, self.ring.note)
 
     def _append(self, local: list[Tensor], n: int) -> Tensor:
@@ -457,8 +457,7 @@ class TensorStorage:
     def initialize(self, data: Data) -> None:
         """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions), if it has any. Writes nothing."""
         if self.allocation.describes_rows(data):
-            rows = self.allocation.rows_like(data, self.readers)
-            self._adopt(rows)
+            self._adopt(self.allocation.rows_like(data, self.readers))
 
     def establish(self, schema: Schema, shape: tuple[int, ...], data_device: torch.device) -> None:
         """Allocate for rows of a schema. Arguments and errors are those of :meth:`Allocation.new_rows`."""
@@ -525,6 +524,7 @@ class TensorStorage:
 
         Priorities that return for rows of before are recognised as late, as they are after :meth:`empty`.
         """
+        self.check_owned()
         if not self.allocation.relocatable:
             raise NotImplementedError(f"a {type(self).__name__} keeps its rows: empty() forgets them")
         if not self.initialized:
