@@ -11,8 +11,8 @@ on its stream, and not before the work of other streams that ``record_stream`` h
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from operator import attrgetter, is_
+from collections.abc import Callable, Iterable
+from operator import attrgetter, is_, itemgetter
 from sys import getrefcount
 from typing import Any
 
@@ -33,6 +33,7 @@ SLOTS = 4
 
 _KEPT = 16
 _NOTED = 2
+_NOTHING = -1
 _ALIGNMENT = 512
 
 aten = torch.ops.aten
@@ -57,10 +58,9 @@ _COMPUTES: dict[Any, Callable[..., Callable[[], Any]]] = {
 _CHANGES = {aten.fill_.Scalar: lambda x, value, out: functools.partial(x.fill_, value)}
 
 _new: Callable[..., TensorDict] = TensorDict._new_unsafe
-_versions, _gradients = attrgetter("_version"), attrgetter("requires_grad")
+# A tensor in the same memory, with a version counter of its own.
+_alias: Callable[[Tensor], Tensor] = attrgetter("data")
 _modes, _functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_addresses = Tensor.data_ptr
-_use_count = Tensor._use_count  # type: ignore[attr-defined]
 _storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 
@@ -121,30 +121,56 @@ class _Place:
         self._at = (start // tensor.itemsize + tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def tensor(self, memory: torch.UntypedStorage) -> Tensor:
-        """It, with a version counter of its own."""
+        """It."""
         return self._model.data.set_(memory, *self._at)
 
 
-class _Level:
-    """A TensorDict of a batch: places of tensors by name.
+def _taking(numbers: Iterable[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """What takes those of a list, and maybe its last one besides."""
+    return itemgetter(*numbers, _NOTHING, _NOTHING)
 
-    Attributes:
-        entries: the places.
-        below: the levels below it by name.
-        options: batch size and device.
+
+class _Form:
+    """How a batch is made of a list of tensors, the last of which is None.
+
+    Args:
+        batch: what has been made.
+        number: of a tensor in that list.
     """
 
-    def __init__(self, data: TensorDict, place: Callable[[Any], Any]) -> None:
-        self.options = (data.batch_size, data.device)
-        self.entries: dict[str, Any] = {}
-        self.below: dict[str, _Level] = {}
-        for name, value in data.items():
-            # In the order of the entries, which is that of a batch.
-            self.entries[name] = None
-            if type(value) is TensorDict:
-                self.below[name] = _Level(value, place)
-            else:
-                self.entries[name] = place(value)
+    def __init__(self, batch: Any, number: Callable[[Any], int]) -> None:
+        self._kind, self._has_info = type(batch), batch.has_info
+        # The info, and the levels of a TensorDict from the root on: names, and what takes their tensors from the list.
+        self._levels: list[Any] = [(tuple(batch.info), _taking(map(number, batch.info.values())))]
+        # Which of them goes where, the innermost first, with batch size and device.
+        self._links: list[tuple[int, int, str, tuple[Any, Any]]] = []
+        self._root: Any = None
+        if type(batch.data) is TensorDict:
+            self._root = batch.data.batch_size, batch.data.device
+            self._enter(batch.data, number)
+            self._links.reverse()
+        else:
+            self._levels.append((range(len(batch.data)), _taking(map(number, batch.data))))
+
+    def _enter(self, data: TensorDict, number: Callable[[Any], int]) -> None:
+        own, entries = len(self._levels), dict(data.items())
+        levels = {name: value for name, value in entries.items() if type(value) is TensorDict}
+        # In the order of the entries, which is that of a batch.
+        numbers = (_NOTHING if name in levels else number(value) for name, value in entries.items())
+        self._levels.append((tuple(entries), _taking(numbers)))
+        for name, level in levels.items():
+            self._links.append((len(self._levels), own, name, (level.batch_size, level.device)))
+            self._enter(level, number)
+
+    def batch(self, tensors: list[Any]) -> Any:
+        """The batch."""
+        levels: list[dict[Any, Any]] = []
+        for names, take in self._levels:
+            levels.append(dict(zip(names, take(tensors), strict=False)))
+        for level, outer, name, options in self._links:
+            levels[outer][name] = _new(levels[level], *options, nested=False)
+        data: Any = _new(levels[1], *self._root, nested=False) if self._root else [*levels[1].values()]
+        return self._kind(data, levels[0], False, self._has_info)
 
 
 class _Prepared:
@@ -157,21 +183,14 @@ class _Prepared:
         batch: what it has made.
 
     Attributes:
-        kind: the class of the batch, :class:`gpubuf.data.batches.Batch`.
-        device: of the batch.
         n_bytes: of a slot.
-        calls: the launches, with places for the tensors in ``made``.
-        data: of the batch: a level of a TensorDict, or a list of places.
-        info: of the batch, places by key.
-        has_info: as of the batch.
         complete: whether all of the batch lies in ``made``.
     """
 
     def __init__(self, calls: list[Call], notes: _Noted, made: list[Tensor], batch: Any) -> None:
-        self.kind = type(batch)
         self._before, self._after = notes.actions
         self._slots: list[_Slot] = []
-        self.device, self.n_bytes, self.complete = made[0].device, 0, True
+        self._device, self.n_bytes = made[0].device, 0
         starts: dict[int, int] = {}
         for tensor in made:
             memory = tensor.untyped_storage()
@@ -184,123 +203,74 @@ class _Prepared:
             start = starts.get(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
             return value if start is None else places.setdefault(id(value), _Place(value, start))
 
-        def result(value: Any) -> Any:
-            place = placed(value)
-            self.complete &= isinstance(place, _Place)
-            return place
+        found: list[Any] = []
 
-        self.calls = [Call(variant, programs, tuple(map(placed, given))) for variant, programs, given in calls]
-        self.info, self.has_info = {key: result(value) for key, value in batch.info.items()}, batch.has_info
-        self.data: Any
-        if type(batch.data) is TensorDict:
-            self.data = _Level(batch.data, result)
-        else:
-            self.data = list(map(result, batch.data))
+        def number(value: Any) -> int:
+            place = placed(value)
+            if place not in found:
+                found.append(place)
+            return found.index(place)
+
+        self._calls = [Call(variant, programs, tuple(map(placed, given))) for variant, programs, given in calls]
+        self._form, self._results = _Form(batch, number), found
+        self.complete = all(isinstance(each, _Place) for each in found)
 
     def again(self) -> Any:
         """The batch of one more draw. None: all slots are in use."""
         for slot in self._slots:
-            given = slot.given
-            # Who holds the tensors, in Python and in C++, and who their memory.
-            if (
-                sum(map(getrefcount, given)) + sum(map(_use_count, given)) == slot.uses
-                and _storage_uses(slot.cdata) == slot.memory_uses
-            ):
-                if sum(map(_addresses, given)) == slot.addresses:
-                    break
-                # Given other memory by ``.data =``: who holds that of the slot can't be counted any more.
-                self._slots.remove(slot)
-                return None
+            if _storage_uses(slot.cdata) + getrefcount(slot.memory) == slot.users:
+                break
         else:
             if len(self._slots) == SLOTS:
                 return None
-            slot = _Slot(self)
+            slot = _Slot(self.n_bytes, self._device, self._calls, self._results)
             self._slots.append(slot)
         for action in self._before:
             action()
         slot.fill()
         for action in self._after:
             action()
-        return slot.batch()
+        # Nobody has seen these: what was done to those of another batch stays there.
+        return self._form.batch([*map(_alias, slot.tensors), None])
 
 
 class _Slot:
     """Memory for a batch, and the launches into it.
 
+    Args:
+        n_bytes: of the memory.
+        device: where it is.
+        calls: the launches, with places for the tensors in it.
+        results: the places of the batch's tensors.
+
     Attributes:
-        given: the tensors of the batch.
-        uses: how many hold them if nobody else does.
-        memory_uses: the same of the memory.
-        cdata: where the memory's object is.
-        addresses: the sum of those of the tensors.
+        tensors: those of the batch, which nobody else gets.
+        memory, cdata: the memory: Python's one object for it, and where that of C++ is.
+        users: how many hold the memory, tensors as well as variables of Python, if nobody else does.
     """
 
-    def __init__(self, prepared: _Prepared) -> None:
-        self._prepared, self._n_bytes = prepared, prepared.n_bytes
-        self._memory = torch.empty(prepared.n_bytes, dtype=torch.uint8, device=prepared.device).untyped_storage()
-        self.cdata = self._memory._cdata
-        self._cut()
-
-    def _cut(self) -> None:
-        """Make the tensors, which others may have changed."""
-        prepared = self._prepared
-        # Of its own: functions of torch that write to a tensor count its versions on.
-        given = self._maker()
-        self._calls = [Call(variant, programs, tuple(map(given, args))) for variant, programs, args in prepared.calls]
-        made = self._maker()
-        self._info = {key: made(place) for key, place in prepared.info.items()}
-        tensors = [*self._info.values()]
-        # The levels of a TensorDict, from the root on; and which of them goes where, the innermost first.
-        self._levels: list[dict[str, Any]] = []
-        self._links: list[tuple[int, int, str, tuple[Any, Any]]] = []
-        if isinstance(prepared.data, _Level):
-            self._root = prepared.data.options
-            self._enter(prepared.data, made, tensors)
-            self._links.reverse()
-        else:
-            tensors += map(made, prepared.data)
-        self._tensors = tensors[len(self._info) :]
-        self.given = [*dict.fromkeys(tensors)]
-        del made, tensors
-        self._address = 0
-        self.uses = sum(map(getrefcount, self.given)) + sum(map(_use_count, self.given))
-        self.memory_uses, self._changes = _storage_uses(self.cdata), sum(map(_versions, self.given))
-
-    def _enter(self, level: _Level, made: Callable[[Any], Any], tensors: list[Tensor]) -> None:
-        number, entries = len(self._levels), {name: made(place) for name, place in level.entries.items()}
-        self._levels.append(entries)
-        tensors += [value for name, value in entries.items() if name not in level.below]
-        for name, below in level.below.items():
-            self._links.append((len(self._levels), number, name, below.options))
-            self._enter(below, made, tensors)
-
-    def _maker(self) -> Callable[[Any], Any]:
-        """Makes one tensor of each place; anything else stays."""
-        memory = self._memory
-        of_place = functools.cache(lambda place: place.tensor(memory))
-        return lambda value: of_place(value) if isinstance(value, _Place) else value
+    def __init__(self, n_bytes: int, device: torch.device, calls: list[Call], results: list[_Place]) -> None:
+        self._n_bytes, self._address = n_bytes, 0
+        self.memory = torch.empty(n_bytes, dtype=torch.uint8, device=device).untyped_storage()
+        self.cdata = self.memory._cdata
+        of_place = functools.cache(lambda place: place.tensor(self.memory))
+        self._calls = [
+            Call(variant, programs, tuple(of_place(each) if isinstance(each, _Place) else each for each in given))
+            for variant, programs, given in calls
+        ]
+        self.tensors = [*map(of_place, results)]
+        self.users = _storage_uses(self.cdata) + getrefcount(self.memory)
 
     def fill(self) -> None:
         """Launch into the slot, which is free."""
-        # A tensor that was changed in place may have another shape.
-        if sum(map(_versions, self.given)) != self._changes or True in map(_gradients, self.given):
-            self._cut()
-        memory = self._memory
+        memory = self.memory
         memory.resize_(0)
         memory.resize_(self._n_bytes)
-        if memory.data_ptr() != self._address:
-            self._address = memory.data_ptr()
-            self._ready = Ready(self._calls, self.given[0].get_device())
-            self.addresses = sum(map(_addresses, self.given))
+        address = memory.data_ptr()
+        if address != self._address:
+            self._ready = Ready(self._calls, self.tensors[0].get_device())
+            self._address = address
         self._ready.launch()
-
-    def batch(self) -> Any:
-        """What the slot holds."""
-        levels = [*map(dict, self._levels)]
-        for level, outer, name, options in self._links:
-            levels[outer][name] = _new(levels[level], *options, nested=False)
-        data: Any = _new(levels[0], *self._root, nested=False) if levels else [*self._tensors]
-        return self._prepared.kind(data, {**self._info}, False, self._prepared.has_info)
 
 
 class PreparedBatches:

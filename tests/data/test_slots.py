@@ -14,11 +14,26 @@ import weakref
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gpubuf.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer, slots
 from tests.support.slots_setup import CAPACITY, SAMPLERS, buffer_of, prepared, rows, same
 
 pytestmark = pytest.mark.usefixtures("interpreter")
+
+
+@pytest.fixture(autouse=True)
+def _no_garbage(monkeypatch):
+    """Triton's interpreter leaves a cycle of references behind, which holds the memory of what was launched."""
+    launch = slots.Ready.launch
+
+    def launched(self):
+        gc.disable()
+        launch(self)
+        gc.enable()
+        gc.collect(0)
+
+    monkeypatch.setattr(slots.Ready, "launch", launched)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if "slices" in k else pytest.mark.slow) for k in SAMPLERS])
@@ -114,6 +129,40 @@ def test_what_somebody_holds_of_a_batch_is_never_written_over(hold):
         assert same(each, value) if isinstance(each, TensorDict) else torch.equal(each, value)
 
 
+def test_the_object_of_a_batchs_memory_keeps_it():
+    """Python has one object for a storage, however often it is asked for."""
+    buffer = buffer_of()
+    for _ in range(3):
+        buffer.sample(8)
+    memory = buffer.sample(8)["observation"].untyped_storage()
+    before = bytes(memory)
+    for _ in range(3):
+        buffer.sample(8)
+    assert bytes(memory) == before
+
+
+@pytest.mark.parametrize("views", range(1, 12))
+def test_however_many_views_are_held_after_a_change_none_is_written_over(views):
+    buffer = buffer_of()
+    for _ in range(4):
+        buffer.sample(8)
+    buffer.sample(8)["observation"].mul_(2)
+    batch = buffer.sample(8)
+    held, value = [batch["observation"].detach() for _ in range(views)], batch["observation"].clone()
+    del batch
+    for _ in range(3):
+        buffer.sample(8)
+    assert all(torch.equal(each, value) for each in held)
+
+
+def test_batches_that_are_changed_in_place_give_their_memory_to_the_next():
+    buffer = buffer_of()
+    for _ in range(10):
+        buffer.sample(8)["observation"].mul_(2)
+    (one,) = prepared(buffer)
+    assert len(one._slots) == 1
+
+
 def test_what_autograd_has_saved_of_a_batch_is_never_written_over():
     buffer, weight = buffer_of(), torch.ones(3, requires_grad=True)
     for _ in range(4):
@@ -159,6 +208,11 @@ def test_a_batch_that_nobody_holds_gives_its_memory_to_the_next():
         lambda tensor: tensor.mul_(torch.ones(1, requires_grad=True)),
         lambda tensor: tensor.resize_(2, 2),
         lambda tensor: setattr(tensor, "data", torch.zeros(5)),
+        lambda tensor: setattr(tensor, "data", tensor.data[:3]),
+        lambda tensor: setattr(tensor, "data", tensor.data.t()),
+        lambda tensor: setattr(tensor, "data", tensor.data.view(torch.int32)),
+        lambda tensor: setattr(tensor, "note", 1),
+        lambda tensor: tensor.requires_grad_().sum().backward() or tensor.requires_grad_(False),
     ],
 )
 def test_what_somebody_did_to_the_last_batch_is_not_seen_in_the_next(change):
@@ -167,9 +221,30 @@ def test_what_somebody_did_to_the_last_batch_is_not_seen_in_the_next(change):
     for _ in range(5):
         batch, expected = buffer.sample(8), general.sample(8)
         assert same(batch, expected)
-        assert not any(tensor.requires_grad for tensor in batch.values(True, True))
+        assert not any(tensor.requires_grad or vars(tensor) for tensor in batch.values(True, True))
+        assert all(tensor.grad is None for tensor in batch.values(True, True))
         change(batch["observation"])
         del batch
+
+
+def test_tensors_that_have_changed_places_do_not_stay_there():
+    buffer, general = buffer_of(), buffer_of()
+    general.parts.batches.reader.launches = False
+    for _ in range(5):
+        batch, expected = buffer.sample(8), general.sample(8)
+        assert same(batch, expected)
+        one, other = batch["observation"], batch["next", "observation"]
+        one.data, other.data = other.data, one.data
+        del batch, one, other
+
+
+def test_who_knows_a_tensor_weakly_does_not_take_that_of_another_batch_for_it():
+    buffer, known = buffer_of(), WeakIdKeyDictionary()
+    for _ in range(6):
+        tensor = buffer.sample(8)["observation"]
+        assert tensor not in known
+        known[tensor] = None
+        del tensor
 
 
 def test_swapped_data_does_not_hide_who_holds_another_tensor():
