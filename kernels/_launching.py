@@ -335,6 +335,9 @@ class Ready:
         self._calls, self._device = calls, device
         # Of a function of torch there is no stream, and nothing after it.
         self._direct: list[tuple[Callable[..., Any], int, tuple[Any, ...] | None]] = []
+        # Held: what their handles name; and the hooks of kernels, which may come later.
+        self._compiled: list[Any] = []
+        self._hooks: list[Any] = []
         for variant, programs, arguments in calls:
             if isinstance(variant, Torch):
                 self._direct.append((variant.bound(*arguments), 0, None))
@@ -343,13 +346,15 @@ class Ready:
             if key not in variant.compiled:
                 self._direct = []
                 return
-            launcher, _ = variant.compiled[key]
+            launcher, compiled = variant.compiled[key]
+            self._compiled.append(compiled)
+            self._hooks.append(variant.kernel.pre_run_hooks)
             self._direct.append((launcher.function, programs, launcher.tail(values)))
 
     def launch(self) -> None:
         """Launch them, in order, on the current stream."""
         device = self._device
-        if self._direct and not somebody_watches():
+        if self._direct and not somebody_watches() and not any(self._hooks):
             current = driver.active.get_current_device()
             if device in (current, -1):
                 stream = driver.active.get_current_stream(current)

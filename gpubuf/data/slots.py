@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubuf.data.recording import Recording, capturing, current, recorded
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels._launching import Call, Ready, Torch, launches_noted
 from gpubuf.kernels._registry import NAMESPACE, on_gpu
 
@@ -203,20 +204,19 @@ class _Prepared:
             start = starts.get(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
             return value if start is None else places.setdefault(id(value), _Place(value, start))
 
-        found: list[Any] = []
+        results: dict[int, Any] = {}
 
         def number(value: Any) -> int:
-            place = placed(value)
-            if place not in found:
-                found.append(place)
-            return found.index(place)
+            results.setdefault(id(value), placed(value))
+            return [*results].index(id(value))
 
         self._calls = [Call(variant, programs, tuple(map(placed, given))) for variant, programs, given in calls]
-        self._form, self._results = _Form(batch, number), found
-        self.complete = all(isinstance(each, _Place) for each in found)
+        self._form = _Form(batch, number)
+        self._results = [*results.values()]
+        self.complete = all(isinstance(each, _Place) for each in self._results)
 
-    def again(self) -> Any:
-        """The batch of one more draw. None: all slots are in use."""
+    def again(self, storage: TensorStorage) -> Any:
+        """The batch of one more draw from a storage. None: all slots are in use."""
         for slot in self._slots:
             if _storage_uses(slot.cdata) + getrefcount(slot.memory) == slot.users:
                 break
@@ -227,11 +227,17 @@ class _Prepared:
             self._slots.append(slot)
         for action in self._before:
             action()
+        if self._after:
+            storage.changing(self._fill, slot)
+        else:
+            slot.fill()
+        # Nobody has seen these: what was done to those of another batch stays there.
+        return self._form.batch([*map(_alias, slot.tensors), None])
+
+    def _fill(self, slot: _Slot) -> None:
         slot.fill()
         for action in self._after:
             action()
-        # Nobody has seen these: what was done to those of another batch stays there.
-        return self._form.batch([*map(_alias, slot.tensors), None])
 
 
 class _Slot:
@@ -284,9 +290,10 @@ class PreparedBatches:
 
     def __init__(self, batches: Any) -> None:
         self._batches, sampler = batches, batches.sampler
-        # A draw that leaves nothing behind on the host, but in the random stream.
-        self._can_repeat = sampler.drawn_state == () and sampler.shards is None and batches.relabel is None
-        names = ("_random", "reader", *sampler.parts, *sampler.settings)
+        # A draw that leaves nothing behind on the host, but in the random stream, and of which it is known what it reads.
+        self._can_repeat = sampler.drawn_state == () and sampler.settings is not None and sampler.shards is None
+        self._can_repeat &= batches.relabel is None and batches.unit is None
+        names = ("_random", "reader", *sampler.parts, *(sampler.settings or ()))
         ring = ("storage.ring.rewritten", "storage.ring.past_lost")
         others = ("reader.placed", *ring, "transform.is_empty", "writer.track_generations")
         self._state = attrgetter(*others, *(f"sampler.{name}" for name in names))
@@ -302,13 +309,17 @@ class PreparedBatches:
         batches = self._batches
         if not self._can_repeat or current.recording is not None or _modes() or _functions() or capturing():
             return batches.drawn(*request)
-        state = self._state(batches)
+        try:
+            state = self._state(batches)
+        except AttributeError:
+            # A part that is made at the first draw has none yet.
+            return batches.drawn(*request)
         if not all(map(is_, state, self._at)):
             self.forget()
             self._at = state
         known = self._known.get(request)
         if type(known) is _Prepared and batches.storage.ring.size:
-            return known.again() or batches.drawn(*request)
+            return known.again(batches.storage) or batches.drawn(*request)
         if len(self._known) >= _KEPT:
             self._known.clear()
         # The first launches of a kernel compile it, and what is drawn for the first time is made.

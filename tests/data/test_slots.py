@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gpubuf.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer, slots
+from gpubuf.data import LazyTensorStorage, RandomSampler, SliceSampler, TensorDictReplayBuffer, slots
 from tests.support.slots_setup import CAPACITY, SAMPLERS, buffer_of, prepared, rows, same
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -321,6 +321,56 @@ def test_a_sampler_of_the_users_own_is_asked_each_time():
     for _ in range(6):
         buffer.sample(8)
     assert buffer.sampler.asked == 6
+
+
+def test_rows_that_a_tree_does_not_let_draw_are_not_drawn():
+    buffer = buffer_of("prioritized")
+    for _ in range(4):
+        buffer.sample(8)
+    buffer.sampler.tree.restrict(torch.tensor([1 << 5, 0, 0, 0]))
+    assert (buffer.sample(8)["index"] == 5).all()
+
+
+@pytest.mark.parametrize("method", ["choose", "choose_batches", "draw", "draw_batches"])
+def test_what_a_users_sampler_reads_is_not_known(method):
+    """Even where it says that a draw replaces none of its attributes."""
+
+    def own_method(self, *args):
+        return getattr(RandomSampler, method)(self, *args)
+
+    own = type("Own", (RandomSampler,), {method: own_method, "drawn_state": ()})
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=own())
+    buffer.extend(rows(40))
+    for _ in range(6):
+        buffer.sample(8)
+        buffer.sample(8, batches=2)
+    assert not prepared(buffer)
+
+
+def test_an_interrupt_after_the_launches_does_not_leave_the_index_by_another_rule(monkeypatch):
+    """Slices of two lengths in turn: each draw sums the index anew."""
+    ours, general = (
+        TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=SliceSampler(num_slices=2))
+        for _ in range(2)
+    )
+    general.parts.batches._draw = general.parts.batches.drawn
+    for buffer in (ours, general):
+        buffer.set_rng(torch.Generator().manual_seed(3))
+        buffer.extend(rows(120))
+    for size in (8, 24, 8, 24, 8):
+        assert same(ours.sample(size), general.sample(size))
+    fill = slots._Slot.fill
+
+    def interrupted(self):
+        fill(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        context.setattr(slots._Slot, "fill", interrupted)
+        ours.sample(24)
+    general.sample(24)
+    # Drawn in the general way, which trusts the index.
+    assert same(ours.sample(8, include_info=False), general.sample(8, include_info=False))
 
 
 def test_an_interrupted_draw_leaves_nothing_half_prepared(monkeypatch):

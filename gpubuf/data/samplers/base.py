@@ -205,8 +205,9 @@ class Sampler:
     #: The attributes that a draw replaces, apart from the random stream: what is to be put back where a batch that was
     #: drawn ahead is thrown away. None: a draw can't be taken back, and none is made ahead.
     drawn_state: ClassVar[tuple[str, ...] | None] = None
-    #: Attributes besides :attr:`parts` that a user may set, and that change how rows are drawn.
-    settings: ClassVar[tuple[str, ...]] = ()
+    #: Attributes besides :attr:`parts` that a user may set, also those of an attribute, and that change how rows are
+    #: drawn. None: it is not known, and a GPU does not repeat a draw, but each is asked for.
+    settings: ClassVar[tuple[str, ...] | None] = None
     #: Of samplers without replacement: the names in a state of what is left of the epoch, and of what it is of.
     epoch_as: ClassVar[tuple[str, ...]] = ()
     #: Whether an epoch ends before a batch that could not be filled, and whether its order is a random one.
@@ -235,8 +236,11 @@ class Sampler:
     def __init_subclass__(cls, **named: Any) -> None:
         """A class that chooses rows in a way of its own says itself what that changes."""
         super().__init_subclass__(**named)
-        if "drawn_state" not in vars(cls) and {"choose", "draw"} & vars(cls).keys():
+        own = vars(cls)
+        if "drawn_state" not in own and {"choose", "draw"} & own.keys():
             cls.drawn_state = None
+        if "settings" not in own and {"choose", "choose_batches", "draw", "draw_batches"} & own.keys():
+            cls.settings = None
 
     def __init__(self) -> None:
         # Also in the instance: compiled code depends on where an attribute is.

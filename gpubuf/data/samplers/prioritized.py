@@ -77,7 +77,7 @@ class PrioritizedSampler(Sampler):
     has_priorities = True
     parts: ClassVar[tuple[str, ...]] = ("_tree",)
     drawn_state: ClassVar[tuple[str, ...] | None] = ()
-    settings: ClassVar[tuple[str, ...]] = ("stratified",)
+    settings: ClassVar[tuple[str, ...]] = ("stratified", "_tree.eligible")
 
     def __init__(
         self,

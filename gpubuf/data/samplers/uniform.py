@@ -89,6 +89,7 @@ class RandomSampler(Sampler):
 
     without_replacement = SamplerWithoutReplacement
     drawn_state = ()
+    settings = ()
 
     def __init__(self, *, replacement: bool = True, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ def _adapt(cls: type[Any]) -> None:
     foreign = "sample" in own and not {"choose", "draw"} & own.keys()
     if foreign:
         cls.choose = _choose
-        cls.drawn_state = own.get("drawn_state")
+        cls.drawn_state, cls.settings = own.get("drawn_state"), own.get("settings")
     if ("choose" in own or foreign) and "draw" not in own:
         # One that is inherited may choose by itself.
         cls.draw = core.Sampler.draw
