@@ -290,7 +290,7 @@ class PreparedBatches:
 
     def __init__(self, batches: Any) -> None:
         self._batches, sampler = batches, batches.sampler
-        # A draw that leaves nothing behind on the host, but in the random stream, and of which it is known what it reads.
+        # A draw that leaves nothing behind on the host, but in the random stream, and says what it reads.
         self._can_repeat = sampler.drawn_state == () and sampler.settings is not None and sampler.shards is None
         self._can_repeat &= batches.relabel is None and batches.unit is None
         names = ("_random", "reader", *sampler.parts, *(sampler.settings or ()))
