@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 import weakref
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from gpubuf import graphs
 from gpubuf.data.storage.layout import priority_mask_key
+from gpubuf.data.transforms import Compose
 from gpubuf.objectives.base import LossModule, _check_updater
 from gpubuf.objectives.explicit import KNOWN, UnknownError, Update, Watch, update_of
 from gpubuf.optim import AdamW
@@ -30,8 +32,8 @@ class Learner:
 
     On a GPU the first calls run it as it is; then it is captured as one CUDA graph, and replayed (see
     :func:`gpubuf.capture`). Whatever a graph would repeat leads to a new one: a mode (``train()``, ``eval()``), a
-    parameter that was replaced or frozen, options of the loss, hyperparameters of an optimiser that keeps them on the
-    host. :class:`gpubuf.optim.AdamW`, buffers and schedules of the loss are read on the device, and need none. An
+    module or parameter that was replaced or frozen, options, keys and value estimator of the loss, transforms and
+    settings of the buffer, other parts of the learner, hyperparameters of an optimiser that keeps them on the host. :class:`gpubuf.optim.AdamW`, buffers and schedules of the loss are read on the device, and need none. An
     update that can't be captured runs eagerly, and a warning says why, once.
 
     On a CPU, :class:`~gpubuf.objectives.SACLoss` and :class:`~gpubuf.objectives.TD3Loss` of plain perceptrons (see
@@ -158,12 +160,13 @@ class Learner:
         if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
             return None
         if self._watch is None or not self._watch.unchanged():
-            self._watch = Watch(loss, self.optimizer)
-            try:
+            # Set at the end: who is interrupted before does it again.
+            self._watch, self._explicit = None, None
+            watch = Watch(loss, self.optimizer)
+            with contextlib.suppress(UnknownError):
                 groups = self.optimizer.param_groups
                 self._explicit = update_of(loss, [each for group in groups for each in group["params"]])
-            except UnknownError:
-                self._explicit = None
+            self._watch = watch
         return self._explicit
 
     # --- graphs ---
@@ -197,15 +200,21 @@ class Learner:
 
     def _graph_state(self) -> list[Any]:
         """All that a graph repeats, and that may change: another one is captured for another state."""
-        loss, optimizer, target = self.loss, self.optimizer, self.target
-        found: list[Any] = [getattr(self.buffer, "batch_size", None), torch.is_autocast_enabled(self._device.type)]
+        loss, optimizer, target, kind = self.loss, self.optimizer, self.target, self._device.type
+        found: list[Any] = [loss, optimizer, target, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]
+        found += self._state_of_draws()
         found += (getattr(target, name, None) for name in ("eps", "value_network_update_interval"))
         options = ((name, each) for name, each in getattr(loss, "__dict__", {}).items() if not name.startswith("_"))
         found += (each for each in options if type(each[1]) in (bool, int, float, str))
-        networks = loss._networks.every.values() if isinstance(loss, LossModule) and loss._networks else ()
-        roots = [each.network for each in networks] or ([loss] if isinstance(loss, nn.Module) else [])
+        roots: list[Any] = [loss] if isinstance(loss, nn.Module) else []
+        if isinstance(loss, LossModule):
+            found += (*vars(loss._tensor_keys).values(), loss._mask_keys, getattr(loss, "_value_estimator", None))
+            found += (*map(id, loss._parameters.values()), *map(id, loss._buffers.values()))
+            roots = [each.network for each in loss._networks.every.values()] if loss._networks else roots
         for part in (part for root in roots for part in root.modules()):
-            found += (part.training, *map(id, part._parameters.values()))
+            # The rate is that of dropout.
+            found += (id(part), part.training, vars(part).get("p"))
+            found += (*map(id, part._parameters.values()), *map(id, part._buffers.values()))
         for group in optimizer.param_groups:
             found += ((each.data_ptr(), each.requires_grad) for each in group["params"])
             if not isinstance(optimizer, AdamW):
@@ -213,6 +222,16 @@ class Learner:
                     id(each) if isinstance(each, Tensor) else each for key, each in group.items() if key != "params"
                 )
         return found
+
+    def _state_of_draws(self) -> list[Any]:
+        """The buffer, and what its batches depend on."""
+        buffer = self.buffer
+        sampler, transforms = getattr(buffer, "sampler", None), getattr(buffer, "transform", None)
+        found = [buffer, getattr(buffer, "batch_size", None), sampler]
+        if isinstance(transforms, Compose):
+            found += transforms
+        settings = (getattr(sampler, name, None) for name in getattr(sampler, "settings", None) or ())
+        return found + [each for each in settings if not isinstance(each, Tensor)]
 
 
 def _reset(learner: weakref.ref[Learner], _: torch.optim.Optimizer) -> None:

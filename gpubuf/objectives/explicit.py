@@ -297,6 +297,11 @@ def _modules(loss: Any) -> list[nn.Module]:
     return [*loss.actor_network.modules(), *loss._critics.network.modules()]
 
 
+def _replaced(part: nn.Module) -> bool:
+    """Whether a method of its class has a substitute among its attributes."""
+    return any(callable(getattr(type(part), name, None)) for name in vars(part))
+
+
 class Update(abc.ABC):
     """The losses and gradients of a batch.
 
@@ -314,6 +319,8 @@ class Update(abc.ABC):
         self.loss = loss
         if hooked(loss) or any(_hooks_of_all) or any(map(hooked, _modules(loss))):
             raise UnknownError("hooks")
+        if any(map(_replaced, (loss, *_modules(loss)))):
+            raise UnknownError("a method that was replaced in an object")
         if getattr(loss, "joint_batch", False) or loss.reduction == "none":
             raise UnknownError("a joint batch, or losses of rows")
         memory = Memory(next(loss.actor_network_params.parameters()).detach())
@@ -361,6 +368,9 @@ class Update(abc.ABC):
             for step in (batch,) if key == self._action else (batch, following):
                 each = step.get(key, None)
                 if type(each) is not Tensor or each.ndim != 2 or each.dtype is not self.dtype or not each.is_cpu:
+                    return False
+                # What has made it learns as well.
+                if each.requires_grad:
                     return False
             width = each.shape[1]
             size = width if key == self._action else size
@@ -582,7 +592,9 @@ class Watch:
         self._kept = [list(each.values()) for each in self._places]
         self._hooks = [each for part in parts for name, each in vars(part).items() if name in _HOOKS]
         self._hooks += _hooks_of_all
+        self._attributes = [*map(vars, parts)]
         self._own = [*loss._actor._tensors, *loss._critics._tensors]
+        self._own += [each for each in (getattr(loss, "log_alpha", None),) if each is not None]
         targets = (each for net in (loss._actor, loss._critics) for each in net._target_tensors or ())
         self._tensors = [*self._own, *targets]
         self._found = self._now()
@@ -595,7 +607,8 @@ class Watch:
         for place in self._places:
             found += map(id, place.values())
         found += map(bool, self._hooks)
-        found += map(Tensor.data_ptr, self._tensors)
+        found += map(len, self._attributes)
+        found += (*map(Tensor.data_ptr, self._tensors), *map(Tensor.stride, self._tensors))
         for each in self._own:
             found += (each.requires_grad, not each._backward_hooks, not each._post_accumulate_grad_hooks)
         for group in self._optimizer.param_groups:

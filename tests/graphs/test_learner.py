@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpubuf import Learner, SACLoss
+from gpubuf import Learner, SACLoss, SoftUpdate
 from gpubuf.modules import make_sac_actor, make_sac_critic
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.learners import (
@@ -16,6 +16,7 @@ from tests.support.learners import (
     CONSTANT,
     DOUBLE,
     OBSERVATION,
+    ROWS,
     World,
     changed,
     sac_loss,
@@ -80,6 +81,28 @@ def test_a_replaced_parameter_takes_effect(machine: RecordedCuda):
     due = changed(World(capture=False), replace)
     found = changed(World(), replace)
     assert not [name for name in due if not torch.equal(found[name], due[name])]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda world: setattr(world.loss.actor_network[0].module[0], "1", nn.Tanh()),
+        lambda world: setattr(world.loss, "loss_mask_key", None),
+        lambda world: setattr(world.learner, "target", SoftUpdate(world.loss, tau=0.4)),
+    ],
+)
+def test_what_else_a_graph_repeats(change, machine: RecordedCuda):
+    """CASES 84: an activation, the key of masks, and what moves the targets."""
+    states = []
+    for capture in (False, True):
+        world = World(ours=False, fused=True, capture=capture)
+        world.buffer.free()
+        world.buffer.extend(transitions(shifted_valid=torch.arange(ROWS) % 3 > 0))
+        states.append(changed(world, change))
+    assert world.learner.captured
+    due, found = states
+    assert not [name for name in due if not torch.equal(found[name], due[name])]
+    assert sum(entry.startswith("capture") for entry in machine.log) == 4
 
 
 def test_given_batches(machine: RecordedCuda):

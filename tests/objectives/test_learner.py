@@ -23,6 +23,7 @@ from tests.support.learners import (
     DOUBLE,
     LOSSES,
     OBSERVATION,
+    Plain,
     World,
     first_weight,
     sac_loss,
@@ -214,6 +215,19 @@ def hooked_after(loss: Any) -> None:
     first_weight(loss).register_post_accumulate_grad_hook(lambda _: None)
 
 
+def hooked_temperature(loss: Any) -> None:
+    loss.log_alpha.register_hook(lambda grad: 2 * grad)
+
+
+def other_method(loss: Any) -> None:
+    loss.critic_losses = lambda batch: SACLoss.critic_losses(loss, batch)
+
+
+def other_layer(loss: Any) -> None:
+    layer = loss.actor_network[0].module[0][0]
+    layer.forward = lambda x: 2 * nn.Linear.forward(layer, x)
+
+
 def other_activation(loss: Any) -> None:
     loss.actor_network[0].module[0][1] = nn.Tanh()
 
@@ -223,8 +237,12 @@ def other_objective(loss: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [replaced, hooked_module, hooked_tensor, hooked_after, other_activation, other_objective]
-)
+    "change",
+    [
+        replaced, hooked_module, hooked_tensor, hooked_after, hooked_temperature, other_method, other_layer,
+        other_activation, other_objective,
+    ],
+)  # fmt: skip
 def test_what_is_not_known_goes_the_general_way(change):
     """Also in the middle of a training."""
     world = World()
@@ -233,6 +251,40 @@ def test_what_is_not_known_goes_the_general_way(change):
     change(world.loss)
     world.run(1)
     assert world.learner._explicit is None
+
+
+def test_an_update_whose_making_was_interrupted_is_made_again(monkeypatch):
+    world = World()
+    world.run(2)
+    world.loss.loss_function = "l1"
+    with monkeypatch.context() as context:
+        context.setattr("gpubuf.learner.update_of", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            world.run(1)
+    before = world.learner._explicit
+    world.run(1)
+    assert before is None
+    assert world.learner._explicit is not None
+
+
+def test_a_transposed_weight_in_the_same_memory_is_noticed():
+    world = World()
+    world.run(1)
+    weight = world.loss.actor_network[0].module[0][2].weight
+    weight.data = weight.data.t()
+    assert not world.learner._watch.unchanged()
+
+
+@pytest.mark.parametrize("general", [False, True])
+def test_what_has_made_the_observations_learns(general):
+    """An encoder before the learner, with parameters in its optimiser."""
+    torch.manual_seed(0)
+    loss, encoder = sac_loss(), nn.Linear(OBSERVATION, OBSERVATION, **DOUBLE)
+    optimizer = torch.optim.SGD([*learning(loss).values(), *encoder.parameters()], 0.1)
+    learner = Learner(Plain(loss) if general else loss, optimizer, target=SoftUpdate(loss, tau=0.1))
+    before, batch = encoder.weight.detach().clone(), transitions(8)
+    learner(batch.set("observation", encoder(batch["observation"])))
+    assert not torch.equal(encoder.weight, before)
 
 
 def test_keys_are_noticed():

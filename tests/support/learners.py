@@ -186,6 +186,27 @@ def _beta(world: World) -> None:
     world.buffer.sampler.beta = 1.0
 
 
+def _estimator(world: World) -> None:
+    world.loss.make_value_estimator(gamma=0.3)
+
+
+def _buffer(world: World) -> None:
+    storage = LazyTensorStorage(ROWS, device=world.buffer.storage.device)
+    other = TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=storage, batch_size=BATCH)
+    other.extend(
+        transitions(device=str(storage.device)).apply(lambda each: each * 2 if each.is_floating_point() else each)
+    )
+    world.learner.buffer = world.buffer = other
+
+
+def _transform(world: World) -> None:
+    world.buffer.append_transform(lambda batch: batch.set("observation", 2 * batch["observation"]))
+
+
+def _stratified(world: World) -> None:
+    world.buffer.sampler.stratified = True
+
+
 #: What may change between two updates: by name, a function of a world.
 CHANGES: Mapping[str, Callable[[World], None]] = {
     "nothing": lambda world: None,
@@ -201,12 +222,17 @@ CHANGES: Mapping[str, Callable[[World], None]] = {
     "a parameter in other memory": _move,
     "a frozen parameter": _freeze,
     "the seed": _seed,
+    "the value estimator": _estimator,
+    "the buffer": _buffer,
+    "the buffer's transforms": _transform,
+    "how the buffer draws": _stratified,
 }
 
 #: Those that a graph sees: what is changed is read on the device.
 CONSTANT = frozenset(CHANGES) - {
     *("an option of the loss", "a loaded loss state"),
     *("a parameter in other memory", "a frozen parameter"),
+    *("the value estimator", "the buffer", "the buffer's transforms", "how the buffer draws"),
 }
 
 
