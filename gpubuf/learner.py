@@ -33,8 +33,9 @@ class Learner:
     On a GPU the first calls run it as it is; then it is captured as one CUDA graph, and replayed (see
     :func:`gpubuf.capture`). Whatever a graph would repeat leads to a new one: a mode (``train()``, ``eval()``), a
     module or parameter that was replaced or frozen, options, keys and value estimator of the loss, transforms and
-    settings of the buffer, other parts of the learner, hyperparameters of an optimiser that keeps them on the host. :class:`gpubuf.optim.AdamW`, buffers and schedules of the loss are read on the device, and need none. An
-    update that can't be captured runs eagerly, and a warning says why, once.
+    settings of the buffer, other parts of the learner, hyperparameters of an optimiser that keeps them on the host.
+    :class:`gpubuf.optim.AdamW`, buffers and schedules of the loss are read on the device, and need none. An update
+    that can't be captured runs eagerly, and a warning says why, once.
 
     On a CPU, :class:`~gpubuf.objectives.SACLoss` and :class:`~gpubuf.objectives.TD3Loss` of plain perceptrons (see
     :mod:`gpubuf.modules`) have their gradients written out, without autograd: the same up to rounding, and faster. They

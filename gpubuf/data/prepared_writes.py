@@ -136,6 +136,7 @@ class LaunchedRows:
         self.n = math.prod(lead)
         self._storage, self._keys = storage, layout.keys
         self._forms = [((*lead, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
+        self._dtypes = [_numpy_dtype(leaf.dtype) for leaf in layout.leaves]
         self._sources = [
             torch.empty((self.n, *leaf.shape), dtype=leaf.dtype, device=self._device) for leaf in layout.leaves
         ]
@@ -154,7 +155,8 @@ class LaunchedRows:
         if len(columns) != len(self._forms) or capturing():
             return False
         tensors = [
-            torch.from_numpy(value) if type(value) is _array and value.flags.writeable else value for value in values
+            torch.from_numpy(value) if type(value) is _array and _is_plain(value, dtype) else value
+            for value, dtype in zip(values, self._dtypes, strict=True)
         ]
         for tensor, (shape, dtype) in zip(tensors, self._forms, strict=True):
             if type(tensor) is not Tensor or tensor.dtype is not dtype or tensor.shape != shape:
@@ -170,6 +172,19 @@ class LaunchedRows:
         # What is read when the launch runs is kept until the next.
         self._sources, self.launch.addresses = sources, addresses
         return True
+
+
+def _numpy_dtype(dtype: torch.dtype) -> Any:
+    """NumPy's, or None if it has none."""
+    try:
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    except TypeError:
+        return None
+
+
+def _is_plain(array: np.ndarray, dtype: Any) -> bool:
+    """Whether PyTorch can have the array as it is."""
+    return array.dtype == dtype and array.flags.c_contiguous and array.flags.writeable
 
 
 def _address(array: np.ndarray) -> int:

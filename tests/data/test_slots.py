@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -430,6 +431,28 @@ def test_writes_that_came_before_write_what_the_general_way_writes():
     assert same(ours[:], general[:])
     assert torch.equal(ours.sampler.tree.leaves, general.sampler.tree.leaves)
     assert any(type(each).__name__ == "LaunchedRows" for each in ours.parts.writes._route._of_size.values())
+
+
+@pytest.mark.parametrize("change", [lambda array: array[::-1], lambda array: array.astype(">f4")])
+@pytest.mark.parametrize("one_step", [False, True])
+def test_arrays_that_pytorch_can_not_have_as_they_are(change, one_step):
+    """Reversed ones, and those of the other byte order, however often they come."""
+    buffer, due = buffer_of(), []
+    for number in range(4):
+        columns = {key: value.numpy() for key, value in rows(1, number).items(True, True)}
+        if one_step:
+            columns = {key: value[0] for key, value in columns.items()}
+        columns["observation"] = change(columns["observation"] + np.arange(3, dtype="f4"))
+        due.append(torch.from_numpy(columns["observation"].astype("f4").copy().reshape(3)))
+        (buffer.add_columns if one_step else buffer.extend_columns)(columns)
+    assert torch.equal(buffer[120:]["observation"], torch.stack(due))
+
+
+def test_writes_of_more_keys_than_a_launch_takes():
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8))
+    for number in range(4):
+        buffer.extend(TensorDict({f"key {i}": torch.full((1,), number) for i in range(130)}, [1]))
+    assert buffer[:]["key 129"].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,8 @@ class RowPlan:
         self.layout, self._ring, self._capacity, self._links = layout, ring, capacity, links
         self._reading = () if reading is None else tuple(reading)
         self.placed, self.launches = object(), launches_kernels(table)
-        # Next observations that are stored once are found by several launches.
-        self.prepares = not (self.launches and links)
+        # Next observations that are stored once are found by several launches, and very many keys are written by some.
+        self.prepares = not (self.launches and (links or len(layout.leaves) > _launch.MAX_SOURCES))
         # Last: with it the plan is ready. An interrupt may come at any call.
         if self.table is not None and (self.table.device, self.table.shape) == (table.device, table.shape):
             self.table.copy_(table)
