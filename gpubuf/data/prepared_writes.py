@@ -184,7 +184,7 @@ def _numpy_dtype(dtype: torch.dtype) -> Any:
 
 def _is_plain(array: np.ndarray, dtype: Any) -> bool:
     """Whether PyTorch can have the array as it is."""
-    return array.dtype == dtype and array.flags.c_contiguous and array.flags.writeable
+    return array.dtype == dtype and array.flags.carray and min(array.strides, default=0) >= 0
 
 
 def _address(array: np.ndarray) -> int:

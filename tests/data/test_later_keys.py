@@ -166,3 +166,25 @@ def test_what_can_be_no_row_changes_nothing(what):
     buffer.extend(steps(2, 4, td_error=1))
     assert buffer[:]["number"].tolist() == steps(0, 4)["number"].tolist()
     assert buffer.write_count == 8
+
+
+@pytest.mark.parametrize(("key", "options"), [("is_init", {}), ("terminated", {"truncated_key": "truncated"})])
+def test_flags_of_slices_that_come_later(key, options):
+    """Slices have them as if they had been stored from the beginning."""
+    buffers = []
+    for first in (True, False):
+        sampler = SliceSampler(slice_len=4, **options)
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(64), sampler=sampler)
+        buffer.set_rng(torch.Generator().manual_seed(0))
+        for number in range(3):
+            done = torch.arange(20)[:, None] == 19
+            rows = TensorDict({"observation": torch.zeros(20, 3), "next": {"done": done}}, [20])
+            if first or number:
+                rows[key] = torch.full((20, 1), number > 0)
+            buffer.extend(rows)
+            if number == 0:
+                buffer.sample(16)
+        buffers.append(buffer)
+    due, found = (buffer.sample(64)[key] for buffer in buffers)
+    assert torch.equal(found, due)
+    assert found.any()

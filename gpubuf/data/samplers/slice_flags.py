@@ -41,11 +41,15 @@ class SliceFlags:
             it. None reports none of them.
         init_key: of stored flags that are set at the first step of every slice; None, or not stored: of none.
 
+    Attributes:
+        layout: as given.
+
     Raises:
         ValueError: the rows have other data where a flag belongs.
     """
 
     def __init__(self, layout: RowLayout, truncated_key: Any | None, init_key: Any | None) -> None:
+        self.layout = layout
         truncated = () if truncated_key is None else as_key(truncated_key)
         ends = [(*truncated[:-1], name) for name in (*truncated[-1:], "done", "terminated")] if truncated else []
         check_free(layout, ends, "give the sampler another truncated_key, or None")

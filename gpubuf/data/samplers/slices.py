@@ -126,8 +126,8 @@ class SliceSampler(Sampler):
         *("num_slices", "slice_len", "strict_length", "pad_output", "span", "weighting", "stack"),
         *("truncated_key", "init_key"),
     )
-    # Made with the index.
-    _flags: SliceFlags
+    # Made at a draw.
+    _flags: SliceFlags | None = None
 
     def __init__(
         self,
@@ -242,7 +242,6 @@ class SliceSampler(Sampler):
         if not self._index:
             at_replays().refuse("the first write or sample makes the index: do it before")
             storage = self.storage
-            self._flags = SliceFlags(storage.schema.batch, self.truncated_key, self.init_key)
             self._index = TrajectoryIndex(storage, self._signal(storage), self._rule(self.slice_len or 1))
         return self._index
 
@@ -416,6 +415,10 @@ class SliceSampler(Sampler):
                 rows, last = rows[kept], last[kept]
                 info = {key: value[kept] for key, value in info.items()}
         tensors, generation = self.reader.gather(rows)
+        layout = self.storage.rows.schema.batch
+        if self._flags is None or self._flags.layout is not layout:
+            # Rows may have more keys than when the sampler began.
+            self._flags = SliceFlags(layout, self.truncated_key, self.init_key)
         info |= self._flags.entries(tensors, last, length, kept)
         drawn = Drawn(tensors, rows, generation, info)
         return drawn.in_batches(n) if self.stack else drawn

@@ -193,8 +193,11 @@ def of_array(value: Any) -> Tensor:
     array = np.asarray(value)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    taken = array.flags.carray or (array.flags.writeable and all(stride >= 0 for stride in array.strides))
-    return torch.from_numpy(array if taken else array.copy())
+    try:
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    except ValueError:
+        # Of strides that PyTorch can't have.
+        return torch.from_numpy(array.copy())
 
 
 def is_array(value: Any) -> bool:
