@@ -21,7 +21,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpubuf.data.recording import Recording, capturing, current, recorded
+from gpubuf.data.recording import Recording, recorded, runs_now
 from gpubuf.kernels._launching import Call, Ready, Torch, launches_noted
 from gpubuf.kernels._registry import NAMESPACE, on_gpu
 
@@ -330,7 +330,7 @@ class PreparedBatches:
     def draw(self, *request: Any) -> Any:
         """What :meth:`Batches.drawn` gives for ``request``. Called within an operation."""
         batches = self._batches
-        if not self._can_repeat or current.recording is not None or _modes() or _functions() or capturing():
+        if not self._can_repeat or not runs_now() or _modes() or _functions():
             return batches.drawn(*request)
         state = self._state(batches)
         if not all(map(is_, state, self._at)):
