@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpubuf.data.recording import capturing
+from gpubuf.data.recording import runs_now
 from gpubuf.data.storage.containers import is_array, of_array
 from gpubuf.data.storage.host_memory import to_device
 from gpubuf.data.storage.layout import Leaf, as_key, as_written
@@ -152,7 +152,7 @@ class LaunchedRows:
             values = columns
         else:
             return False
-        if len(columns) != len(self._forms) or capturing():
+        if len(columns) != len(self._forms) or not runs_now():
             return False
         tensors = [
             torch.from_numpy(value) if type(value) is _array and _is_plain(value, dtype) else value

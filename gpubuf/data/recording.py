@@ -218,11 +218,16 @@ def capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def runs_now() -> bool:
+    """Whether what an operation does happens now and once: no step is recorded, and no graph is captured."""
+    # `capturing` spelled out: every sample on a GPU comes here.
+    captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return current.recording is None and not captured
+
+
 def host_can_read(tensor: torch.Tensor) -> bool:
     """Whether the host may look at a tensor's values now, without waiting for a GPU."""
-    if current.recording is not None or capturing():
-        return False
-    return tensor.is_cpu and type(tensor) is torch.Tensor
+    return runs_now() and tensor.is_cpu and type(tensor) is torch.Tensor
 
 
 # Captures of `gpubuf.capture` that are under way, in all threads: one entry each.

@@ -3,8 +3,9 @@
 A batch that is asked for as one before differs from that in its memory alone. So the launches of a draw are noted once,
 with their arguments, and repeated into a *slot*: memory for all that the draw makes, with views of it that are ready.
 
-A slot is used again when nobody holds any of its tensors: no variable, no view, nothing that autograd has saved.
-Its memory then goes back to the allocator and is asked for anew, so that it is reused as that of any tensor is:
+A slot is used again when nobody holds its memory: no tensor that a batch gave out or that was made of one, nothing that
+autograd has saved, no variable. Each batch has tensors of its own in it, for users may do anything to those they get.
+The memory then goes back to the allocator and is asked for anew, so that it is reused as that of any tensor is:
 on its stream, and not before the work of other streams that ``record_stream`` has named.
 """
 
@@ -21,7 +22,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpubuf.data.recording import Recording, capturing, current, recorded
+from gpubuf.data.recording import Recording, recorded, runs_now
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels._launching import Call, Ready, Torch, launches_noted
 from gpubuf.kernels._registry import NAMESPACE, on_gpu
@@ -307,7 +308,7 @@ class PreparedBatches:
     def draw(self, *request: Any) -> Any:
         """What :meth:`Batches.drawn` gives for ``request``. Called within an operation."""
         batches = self._batches
-        if not self._can_repeat or current.recording is not None or _modes() or _functions() or capturing():
+        if not self._can_repeat or not runs_now() or _modes() or _functions():
             return batches.drawn(*request)
         try:
             state = self._state(batches)

@@ -338,10 +338,13 @@ class RowLayout:
     def _assemble(
         self, node: Node, tensors: Sequence[Any], batch_size: torch.Size, device: torch.device | None
     ) -> Data:
-        source: Any = {
-            name: tensors[child] if type(child) is int else self._assemble(child, tensors, batch_size, device)  # type: ignore[arg-type]
-            for name, child in node.children.items()
-        }
+        source: Any = {}
+        # No comprehension, which is a call: every sample comes here.
+        for name, child in node.children.items():
+            if isinstance(child, int):
+                source[name] = tensors[child]
+            else:
+                source[name] = self._assemble(child, tensors, batch_size, device)
         if node.batch_suffix:
             batch_size = torch.Size((*batch_size, *node.batch_suffix))
         # The public constructor checks every shape again, which takes several times as long for a nested batch.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 
-import torch
-
-from gpubuf.data.recording import current
+from gpubuf.data.recording import runs_now
 from gpubuf.data.storage.column import Columns, Record
 from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.layout import OF_A_DRAW, RowLayout
@@ -35,7 +33,7 @@ def widen(storage: TensorStorage, data: Data) -> bool:
         return False
     if rows.placement.kind not in ("cpu", "cuda"):
         return False
-    if current.recording is not None or torch.compiler.is_compiling():
+    if not runs_now():
         return False
     layout = layout_of(data, storage.ndim, allocation.ignored_keys)
     more = [leaf for leaf in layout.leaves if written.position(leaf.key) is None]
