@@ -12,6 +12,7 @@ on its stream, and not before the work of other streams that ``record_stream`` h
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from operator import attrgetter, is_, itemgetter
 from sys import getrefcount
@@ -290,7 +291,8 @@ class PreparedBatches:
     """
 
     def __init__(self, batches: Any) -> None:
-        self._batches, sampler = batches, batches.sampler
+        # Weakly, for they hold this: rows are released with the buffer, and not when garbage is collected.
+        self._batches, sampler = weakref.ref(batches), batches.sampler
         # A draw that leaves nothing behind on the host, but in the random stream, and says what it reads.
         self._can_repeat = sampler.drawn_state == () and sampler.settings is not None and sampler.shards is None
         self._can_repeat &= batches.relabel is None and batches.unit is None
@@ -307,7 +309,7 @@ class PreparedBatches:
 
     def draw(self, *request: Any) -> Any:
         """What :meth:`Batches.drawn` gives for ``request``. Called within an operation."""
-        batches = self._batches
+        batches: Any = self._batches()
         if not self._can_repeat or not runs_now() or _modes() or _functions():
             return batches.drawn(*request)
         try:
@@ -325,14 +327,14 @@ class PreparedBatches:
             self._known.clear()
         # The first launches of a kernel compile it, and what is drawn for the first time is made.
         count = self._known[request] = (known or 0) + 1
-        return self._noted(request) if count == _NOTED else batches.drawn(*request)
+        return self._noted(batches, request) if count == _NOTED else batches.drawn(*request)
 
-    def _noted(self, request: tuple[Any, ...]) -> Any:
+    def _noted(self, batches: Any, request: tuple[Any, ...]) -> Any:
         """A batch whose launches are noted, to be repeated."""
         notes = _Noted()
         try:
             with recorded(notes), launches_noted() as calls, _Watch(notes, calls) as watch:
-                batch = self._batches.drawn(*request)
+                batch = batches.drawn(*request)
         except BaseException:
             notes.abandon()
             raise

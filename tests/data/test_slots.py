@@ -275,6 +275,21 @@ def test_rows_that_are_freed_are_not_held_by_what_is_prepared():
     assert buffer.sample(8)["observation"].max() < 41
 
 
+@pytest.mark.parametrize("draws", [1, 5])
+def test_rows_are_released_with_their_buffer_and_not_when_garbage_is_collected(draws):
+    buffer = buffer_of("slices")
+    for _ in range(draws):
+        buffer.sample(8)
+    rows_of = weakref.ref(buffer.storage.rows)
+    gc.collect()
+    gc.disable()
+    try:
+        del buffer
+        assert rows_of() is None
+    finally:
+        gc.enable()
+
+
 def test_an_empty_buffer_is_refused_however_often_it_was_drawn_from():
     buffer = buffer_of()
     for _ in range(5):
@@ -382,10 +397,10 @@ def test_an_interrupted_draw_leaves_nothing_half_prepared(monkeypatch):
     general.parts.batches.reader.launches = False
     noted = slots.PreparedBatches._noted
 
-    def interrupted(self, request):
+    def interrupted(self, *args):
         with monkeypatch.context() as context:
             context.setattr(slots, "_Prepared", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
-            return noted(self, request)
+            return noted(self, *args)
 
     monkeypatch.setattr(slots.PreparedBatches, "_noted", interrupted)
     for _ in range(6):
