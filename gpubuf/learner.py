@@ -181,7 +181,7 @@ class Learner:
         form: Any = policy
         if batch is not None:
             kinds = ((str(key), each) for key, each in batch.items(True, True) if isinstance(each, Tensor))
-            form = policy, frozenset((key, each.shape, each.dtype) for key, each in kinds)
+            form = policy, batch.batch_size, frozenset((key, each.shape, each.dtype) for key, each in kinds)
         step = self._graphs.get(form)
         if step is None:
             # With a buffer there is nothing to pass, and nothing to look at.

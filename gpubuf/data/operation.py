@@ -192,7 +192,7 @@ class Operation:
         storage = self.storage
         # Past `gpu`, which is a call, and on a GPU past those about streams while there is but one.
         counters = storage.ring.counters
-        number = counters.device.index if counters.is_cuda else -1
+        number = counters.device.index if counters.is_cuda and self._has_cuda else -1
         orderly = number < 0 or self._streams.only == (number, _raw_stream(number))
         try:
             self._busy = True

@@ -72,3 +72,16 @@ def test_an_epoch_of_slices_synchronises_once():
     buffer.extend(batch(100))
     with pytest.raises(DataDependentOutputException):
         buffer.sample(8)
+
+
+def test_no_stream_is_asked_for_where_there_is_no_gpu(monkeypatch):
+    """A PyTorch that is made for CUDA raises then."""
+
+    def no_driver(index):
+        raise RuntimeError("no NVIDIA driver")
+
+    monkeypatch.setattr("gpubuf.data.operation._raw_stream", no_driver)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1000, device="cuda"))
+    buffer.extend(batch(100))
+    buffer.extend(batch(100))
+    assert buffer.sample(8)["observation"].shape == (8, 17)
