@@ -51,7 +51,8 @@ def widen(storage: TensorStorage, data: Data) -> bool:
         check_host_room(rows.capacity * sum(leaf.row_bytes for leaf in more), "room for more keys")
     memory = Columns.new(more, tuple(rows.shape), rows.placement)
     for part in memory.memory:
-        part[: rows.steps_stored].zero_()
+        # Of replays of a graph that somebody else has captured, the host does not know.
+        (part if part.is_cuda else part[: rows.steps_stored]).zero_()
     behind = [Record(tuple(len(written.leaves) + key for key in keys), column) for keys, column in memory.records]
     wider = copy.copy(rows)
     wider.schema, wider.columns = schema, Columns([*rows.columns.records, *behind], schema.stored.leaves)
