@@ -40,7 +40,7 @@ def count(sizes: Mapping[str, Sequence[int]] = SIZES) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     executor, found = Executor(), []
     # Buffers are filled on the CPU, and would go on with the writes that are prepared there.
-    general = mock.patch.object(writing, "runs_at_once", lambda ring: False)
+    general = mock.patch.object(writing, "runs_at_once", return_value=False)
     with shaped_as_on_a_gpu(), executor.installed(), general:
         for chosen in (*(calls(kind, n) for kind, n in sizes.items()), other_calls()):
             for name, call in chosen:
