@@ -206,7 +206,7 @@ class Variant:
         if _noting.calls is not None:
             _noting.calls.append(Call(self, programs, arguments))
             # The interpreter works by functions of torch, which are no others of the call.
-            with outer_calls_only():
+            with launches_noted(None), _disable_current_modes():
                 self.launch(programs, arguments)
             return
         if not self.direct or somebody_watches() or self.kernel.pre_run_hooks:
@@ -302,23 +302,11 @@ _noting = _Noting()
 
 
 @contextlib.contextmanager
-def launches_noted() -> Iterator[list[Call]]:
-    """Within it the launches of this thread are noted, besides."""
-    calls: list[Call] = []
-    outer, _noting.calls = _noting.calls, calls
+def launches_noted(into: list[Call] | None) -> Iterator[None]:
+    """Within it the launches of this thread are noted in a list besides, or, where it is None, nowhere."""
+    outer, _noting.calls = _noting.calls, into
     try:
-        yield calls
-    finally:
-        _noting.calls = outer
-
-
-@contextlib.contextmanager
-def outer_calls_only() -> Iterator[None]:
-    """Within it nothing is noted, and no mode sees what functions of torch do."""
-    outer, _noting.calls = _noting.calls, None
-    try:
-        with _disable_current_modes():
-            yield
+        yield
     finally:
         _noting.calls = outer
 

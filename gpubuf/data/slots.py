@@ -320,20 +320,22 @@ class PreparedBatches:
         if not all(map(is_, state, self._at)):
             self.forget()
             self._at = state
-        known = self._known.get(request)
-        if type(known) is _Prepared and batches.storage.ring.size:
-            return known.again(batches.storage) or batches.drawn(*request)
-        if len(self._known) >= _KEPT:
+        known = self._known.get(request, 0)
+        if type(known) is _Prepared:
+            # An empty storage has its error.
+            made = known.again(batches.storage) if batches.storage.ring.size else None
+            return made or batches.drawn(*request)
+        if not known and len(self._known) >= _KEPT:
             self._known.clear()
         # The first launches of a kernel compile it, and what is drawn for the first time is made.
-        count = self._known[request] = (known or 0) + 1
-        return self._noted(batches, request) if count == _NOTED else batches.drawn(*request)
+        self._known[request] = known + 1
+        return self._noted(batches, request) if known + 1 == _NOTED else batches.drawn(*request)
 
     def _noted(self, batches: Any, request: tuple[Any, ...]) -> Any:
         """A batch whose launches are noted, to be repeated."""
-        notes = _Noted()
+        notes, calls = _Noted(), list[Call]()
         try:
-            with recorded(notes), launches_noted() as calls, _Watch(notes, calls) as watch:
+            with recorded(notes), launches_noted(calls), _Watch(notes, calls) as watch:
                 batch = batches.drawn(*request)
         except BaseException:
             notes.abandon()

@@ -299,6 +299,29 @@ def test_an_empty_buffer_is_refused_however_often_it_was_drawn_from():
         buffer.sample(8)
 
 
+def test_a_storage_that_was_emptied_by_itself_is_refused_as_ever():
+    """Nothing told the buffer: what is prepared is there still."""
+    buffer = buffer_of()
+    for _ in range(4):
+        buffer.sample(8)
+    assert prepared(buffer)
+    buffer.storage.empty()
+    with pytest.raises(RuntimeError, match="empty storage"):
+        buffer.sample(8)
+
+
+def test_what_cannot_be_prepared_does_not_take_the_place_of_what_is(monkeypatch):
+    """As many kinds of batches as are kept, one of which is made in the general way each time."""
+    monkeypatch.setattr(slots, "_KEPT", 2)
+    monkeypatch.setattr(slots, "MAX_BYTES", 1 << 12)
+    buffer = buffer_of()
+    for _ in range(4):
+        buffer.sample(8)
+        buffer.sample(200)
+    (one,) = prepared(buffer)
+    assert one.n_bytes <= 1 << 12
+
+
 def test_rows_that_were_rewritten_have_other_generations():
     buffer = buffer_of("prioritized")
     for _ in range(5):
