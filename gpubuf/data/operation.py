@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -303,21 +304,18 @@ ALONE = Alone()
 
 def operation(method: _Method) -> _Method:
     """Make a method of a buffer, or of one of its parts, one operation of it; a graph break to ``torch.compile``."""
-
-    @functools.wraps(method)
-    def step(self: Any, *args: Any, **named: Any) -> Any:
-        return self.operation.run(method, self, *args, **named)
-
-    broken: Any = graph_break(step)
-    return cast("_Method", broken)
+    return _run_by(attrgetter("operation.run"), method)
 
 
 def writing(method: _Method) -> _Method:
     """:func:`operation` for a method that writes rows."""
+    return _run_by(attrgetter("operation.write"), method)
 
+
+def _run_by(runner: Callable[[Any], Callable[..., Any]], method: _Method) -> _Method:
     @functools.wraps(method)
     def step(self: Any, *args: Any, **named: Any) -> Any:
-        return self.operation.write(method, self, *args, **named)
+        return runner(self)(method, self, *args, **named)
 
     broken: Any = graph_break(step)
     return cast("_Method", broken)

@@ -64,7 +64,6 @@ class PreparedRows:
         self._storage = storage
         memory = layout.cut(torch.zeros(layout.arena(self.n).n_bytes, dtype=torch.uint8, device="cpu"), self.n)
         self.launch: Any = storage.plans.written.prepared_extend(memory, self.n, keeps_index)
-        self._keys = layout.keys
         # Where its address is kept; dtype of a column as a tensor, None if its numbers may differ from what is in
         # memory; its shape; the memory as NumPy sees it, None of dtypes that it lacks; its dtype; its bytes; and the
         # memory's address.
@@ -80,18 +79,10 @@ class PreparedRows:
             self._columns.append((place, tensor_dtype, shape, array, dtype, source.nbytes, source.data_ptr()))
         self._reach = max((source.nbytes for source in memory), default=0)
 
-    def fill(self, columns: Arrays) -> bool:
-        """Set all columns; False if some are anything but arrays and tensors of the right shape and dtype, or are views
-        of the rows.
+    def fill(self, values: Sequence[Any]) -> bool:
+        """Set all columns, in the order of the keys; False if some are anything but arrays and tensors of the right
+        shape and dtype, or are views of the rows.
         """
-        if type(columns) is dict:
-            values: Sequence[Any] = [columns.get(key) for key in self._keys]
-        elif type(columns) is list or type(columns) is tuple:
-            values = columns
-        else:
-            return False
-        if len(columns) != len(self._columns):
-            return False
         described, addresses = self.launch.described, self._storage.rows.addresses
         low, high = addresses.low - self._reach, addresses.high
         for value, (place, tensor_dtype, shape, array, dtype, n_bytes, own) in zip(values, self._columns, strict=True):
@@ -134,7 +125,7 @@ class LaunchedRows:
     def __init__(self, storage: TensorStorage, lead: tuple[int, ...]) -> None:
         layout, self._device = storage.written_layout, storage.device
         self.n = math.prod(lead)
-        self._storage, self._keys = storage, layout.keys
+        self._storage = storage
         self._forms = [((*lead, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
         self._dtypes = [_numpy_dtype(leaf.dtype) for leaf in layout.leaves]
         self._sources = [
@@ -142,17 +133,11 @@ class LaunchedRows:
         ]
         self.launch: Any = storage.plans.written.prepared_extend(self._sources, self.n, True)
 
-    def fill(self, columns: Arrays) -> bool:
-        """Bring all columns to the GPU; False if some are anything but contiguous tensors and arrays of the right shape
-        and dtype, or are views of the rows, or if a graph is captured.
+    def fill(self, values: Sequence[Any]) -> bool:
+        """Bring all columns, in the order of the keys, to the GPU; False if some are anything but contiguous tensors
+        and arrays of the right shape and dtype, or are views of the rows, or if a graph is captured.
         """
-        if type(columns) is dict:
-            values: Sequence[Any] = [columns.get(key) for key in self._keys]
-        elif type(columns) is list or type(columns) is tuple:
-            values = columns
-        else:
-            return False
-        if len(columns) != len(self._forms) or not runs_now():
+        if not runs_now():
             return False
         tensors = [
             torch.from_numpy(value) if type(value) is _array and _is_plain(value, dtype) else value
@@ -238,6 +223,14 @@ class Route:
         # Past properties: every write comes here.
         same = storage.plans.written.table is self.table and storage.ring.counters is self.ring
         return same and storage.followers.write_listeners is self.write_listeners
+
+    def in_order(self, columns: Arrays) -> Sequence[Any] | None:
+        """One for each key, in their order; None: there are more or fewer, or they are in another container."""
+        if len(columns) != len(self._keys):
+            return None
+        if type(columns) is dict:
+            return [columns.get(key) for key in self._keys]
+        return columns if type(columns) is list or type(columns) is tuple else None
 
     def sized(self, columns: Arrays) -> PreparedRows | LaunchedRows | None:
         """:meth:`of_size` for as many rows as the first of ``columns`` has."""

@@ -209,7 +209,8 @@ class Writes:
         index = None
         if runs_at_once(route.ring):
             ready = route.one_step if one_step else route.sized(columns)
-            if ready is not None and ready.fill(columns):
+            values = None if ready is None else route.in_order(columns)
+            if ready is not None and values is not None and ready.fill(values):
                 index = self.storage.append_prepared(ready.launch, ready.n)
         if index is None and isinstance(columns, Mapping) and len(columns) > len(route.layout.leaves):
             return False

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._launching import Launch, all_registers, cdiv, encode_arguments, launch, variant_of
+from gpubuf.kernels._launching import Launch, Variant, all_registers, cdiv, encode_arguments, launch, variant_of
 from gpubuf.kernels._registry import check_devices, device_name, length_of
 from gpubuf.kernels.config import ceil_power, remembered, rows_copy
 from gpubuf.kernels.philox import check_state
@@ -220,13 +220,15 @@ class Part(NamedTuple):
         """Programs of a launch that writes ``n`` rows: at least one, for the counters move even without keys."""
         return max(row_programs + copying_programs(len(self.sources), n, self.n_bytes, self.tile), 1)
 
+    def variant(self, kernel: Any, **constexprs: Any) -> Variant:
+        """That of a kernel that copies or encodes tiles of these keys."""
+        constexprs |= {"KEYS": padded_keys(len(self.sources)), "TILE": self.tile, "ALIGNMENT": ALIGNMENT}
+        return variant_of(kernel, self.num_warps, all_registers(self.num_warps), constexprs)
+
     def launch(self, kernel: Any, programs: int, *others: Any, **constexprs: Any) -> None:
-        """Launch a kernel that copies or encodes tiles of these keys. ``others`` come after their arguments."""
-        n_keys = len(self.sources)
-        keys = (self.table, self.addresses, self.strides, n_keys)
-        constexprs |= {"KEYS": padded_keys(n_keys), "TILE": self.tile, "ALIGNMENT": ALIGNMENT}
-        registers = all_registers(self.num_warps)
-        launch(kernel, programs, *keys, *others, num_warps=self.num_warps, maxnreg=registers, **constexprs)
+        """Launch such a kernel. ``others`` come after the arguments of the keys."""
+        keys = (self.table, self.addresses, self.strides, len(self.sources))
+        self.variant(kernel, **constexprs).launch(programs, (*keys, *others))
 
 
 def parts_of(table: Tensor, sources: Sequence[Tensor], n: int) -> list[Part]:
@@ -296,9 +298,7 @@ class PreparedExtend:
         self.addresses = [source.rows.data_ptr() for source in part.sources]
         self._table, self._ring, self._n = table, ring, n
         self._strides, self._sizes = part.strides, (n, max(n - capacity, 0), capacity, n, row_programs)
-        keys = {"KEYS": padded_keys(len(sources)), "TILE": part.tile, "ALIGNMENT": ALIGNMENT}
-        registers, plain = all_registers(part.num_warps), table.shape[1] == ENTRY
-        self._variant = variant_of(rows_extend_kernel, part.num_warps, registers, {"PLAIN": plain, **keys})
+        self._variant = part.variant(rows_extend_kernel, PLAIN=table.shape[1] == ENTRY)
         self._programs = part.programs(n, row_programs)
 
     def __call__(self) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.studies.kernels import CAPACITY, episodes
+from benchmarks.studies.kernels import episodes, filled_buffer
 from tests.support.no_gpu import install
 
 BATCH = 256
@@ -24,24 +24,8 @@ BATCH = 256
 
 def calls_on_a_gpu() -> Iterator[tuple[str, Callable[[], Any]]]:
     """The calls by name."""
-    from gpubuf.data import (
-        LazyTensorStorage,
-        PrioritizedSampler,
-        PrioritizedSliceSampler,
-        RandomSampler,
-        SliceSampler,
-        TensorDictReplayBuffer,
-    )
-
-    samplers: dict[str, Callable[[], Any]] = {
-        "uniform": RandomSampler,
-        "prioritized": lambda: PrioritizedSampler(CAPACITY, 0.6, 0.4),
-        "slices": lambda: SliceSampler(slice_len=8),
-        "prioritized slices": lambda: PrioritizedSliceSampler(CAPACITY, 0.6, 0.4, slice_len=8),
-    }
-    for name, sampler in samplers.items():
-        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=sampler())
-        buffer.extend(episodes(20_000))
+    for name in ("uniform", "prioritized", "slices", "prioritized slices"):
+        buffer = filled_buffer(name)
         yield f"{name} sample", lambda buffer=buffer: buffer.sample(BATCH)
         if buffer.sampler.has_priorities:
             batch = buffer.sample(BATCH)
