@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.recording import runs_now
-from gpubuf.data.storage.containers import is_array, of_array
+from gpubuf.data.storage.containers import is_array, numpy_dtype, of_array
 from gpubuf.data.storage.host_memory import to_device
 from gpubuf.data.storage.layout import Leaf, as_key, as_written
 from gpubuf.data.storage.schema import as_numbers, stored_as
@@ -127,7 +127,7 @@ class LaunchedRows:
         self.n = math.prod(lead)
         self._storage = storage
         self._forms = [((*lead, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
-        self._dtypes = [_numpy_dtype(leaf.dtype) for leaf in layout.leaves]
+        self._dtypes = [numpy_dtype(leaf.dtype) for leaf in layout.leaves]
         self._sources = [
             torch.empty((self.n, *leaf.shape), dtype=leaf.dtype, device=self._device) for leaf in layout.leaves
         ]
@@ -157,14 +157,6 @@ class LaunchedRows:
         # What is read when the launch runs is kept until the next.
         self._sources, self.launch.addresses = sources, addresses
         return True
-
-
-def _numpy_dtype(dtype: torch.dtype) -> Any:
-    """NumPy's, or None if it has none."""
-    try:
-        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
-    except TypeError:
-        return None
 
 
 def _is_plain(array: np.ndarray, dtype: Any) -> bool:

@@ -15,10 +15,10 @@ import numpy as np
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.ingress.queues import OTHER_ROWS, Queues, as_bits, numpy_dtype, of_bits, start_of, wait
+from gpubuf.data.ingress.queues import OTHER_ROWS, Queues, as_bits, of_bits, start_of, wait
 from gpubuf.data.prepared_writes import Arrays
 from gpubuf.data.samplers.priorities import refuse_unusable
-from gpubuf.data.storage.containers import batch_shape, mapped, stacked, tensors_of
+from gpubuf.data.storage.containers import batch_shape, mapped, numpy_dtype, stacked, tensors_of
 from gpubuf.data.storage.layout import Key, as_key, as_written
 from gpubuf.data.storage.schema import Source, stored_as
 from gpubuf.data.storage.tree_layout import layout_of

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from gpubuf.data.arguments import warn
-from gpubuf.data.ingress.queues import NoQueues, Queues, fence, numpy_dtype, of_bits
+from gpubuf.data.ingress.queues import NoQueues, Queues, fence, of_bits
 from gpubuf.data.storage import host_memory
+from gpubuf.data.storage.containers import numpy_dtype
 
 JOINED_BYTES = 1 << 20
 """Runs of up to so many bytes in all become one write, by a copy that costs less than a write. Larger ones are written

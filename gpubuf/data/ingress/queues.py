@@ -35,6 +35,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf.data.ingress.options import MOST_STEPS
+from gpubuf.data.storage.containers import numpy_dtype
 from gpubuf.data.storage.layout import Leaf, RowLayout
 
 #: Counters are 64-bit integers. Those that different processes store are in different cache lines.
@@ -79,15 +80,6 @@ def start_of(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in (b"Z", b"X", b"x") else int(fields[19])
-
-
-@functools.cache
-def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
-    """NumPy's dtype of the same numbers; None: it has none."""
-    try:
-        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
-    except TypeError:
-        return None
 
 
 def bits_of(dtype: torch.dtype) -> np.dtype[Any]:

@@ -5,6 +5,7 @@ A :class:`Container` says how such a batch is made of its tensors and TensorDict
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -174,6 +175,15 @@ def first_of(data: Any) -> Any:
         if is_data(found):
             return found
     return data
+
+
+@functools.cache
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
+    """NumPy's dtype of the same numbers; None: it has none."""
+    try:
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    except TypeError:
+        return None
 
 
 def of_array(value: Any) -> Tensor:
