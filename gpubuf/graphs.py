@@ -620,7 +620,10 @@ class Captured:
         side.wait_stream(current)
         try:
             with recorded(recording), capture_under_way(), _captured_into(graph, side), checks, launches_in_graph():
-                results = checked_results(self._step(*given, **named))
+                try:
+                    results = checked_results(self._step(*given, **named))
+                finally:
+                    recording.join()
             refuse_host_random(random_state)
             unchanged.check()
         except Exception as error:
