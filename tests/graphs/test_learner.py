@@ -133,7 +133,7 @@ def test_losses_are_kept(machine: RecordedCuda):
     found = [worlds[1].learner() for _ in range(8)]
     assert worlds[1].learner.captured
     for one, other in zip(found, due, strict=True):
-        assert not [name for name in other.keys() if not torch.equal(one[name], other[name])]  # noqa: SIM118
+        assert not [name for name in other.keys() if not torch.equal(one[name], other[name])]
 
 
 def test_a_refused_capture_is_said_once(machine: RecordedCuda):
