@@ -217,6 +217,11 @@ class _Prepared:
         self._results = [*results.values()]
         self.complete = all(isinstance(each, _Place) for each in self._results)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of its slots."""
+        return self.n_bytes * len(self._slots)
+
     def again(self, storage: TensorStorage) -> Any:
         """The batch of one more draw from a storage. None: all slots are in use."""
         for slot in self._slots:
@@ -303,6 +308,10 @@ class PreparedBatches:
     def forget(self) -> None:
         """Let go of all that is prepared."""
         self._known, self._at = {}, (None,)
+
+    def kept_bytes(self) -> int:
+        """Bytes of all slots, also of those whose batch somebody holds."""
+        return sum(each.kept_bytes for each in self._known.values() if type(each) is _Prepared)
 
     def draw(self, *request: Any) -> Any:
         """What :meth:`Batches.drawn` gives for ``request``. Called within an operation."""

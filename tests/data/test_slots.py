@@ -28,6 +28,7 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     slots,
 )
+from gpubuf.data.storage.placement import readable
 from gpubuf.kernels import config
 from gpubuf.kernels._launching import Variant
 from gpubuf.kernels.config import UpdateConfig
@@ -197,6 +198,22 @@ def test_who_keeps_all_batches_has_all_of_them():
     kept = [buffer.sample(8) for _ in range(slots.SLOTS + 4)]
     general.parts.batches.reader.launches = False
     assert all(same(batch, general.sample(8)) for batch in kept)
+
+
+def test_slots_are_part_of_the_buffers_memory():
+    buffer = buffer_of()
+    buffer.sample(8)
+    before = buffer.memory()
+    assert before.batches == 0
+    held = [buffer.sample(8) for _ in range(slots.SLOTS + 2)]
+    report, (one,) = buffer.memory(), prepared(buffer)
+    assert report.batches == report.total - before.total == one.n_bytes * slots.SLOTS
+    assert one.n_bytes > sum(tensor.nbytes for tensor in held[0].values(True, True))
+    assert str(report) == f"{before}\nbatches   {readable(report.batches)} on cpu"
+    buffer.free()
+    assert buffer.memory().total == 0
+    buffer.extend(rows(40))
+    assert buffer.memory().batches == 0
 
 
 def test_a_batch_that_nobody_holds_gives_its_memory_to_the_next():
