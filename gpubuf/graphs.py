@@ -522,8 +522,8 @@ class Captured:
         Raises:
             ValueError: an argument is not like that of the first call, or the step breaks the rules of
                 :func:`capture`.
-            CaptureError: the step can't be captured; nothing has run. Or a buffer was moved since the capture, or draws in
-                another way.
+            CaptureError: the step can't be captured; nothing has run. Or a buffer was moved since the capture, or draws
+                in another way.
         """
         if self._arguments is None:
             return self._first(args, kwargs)
