@@ -1,12 +1,11 @@
 """The clocks that time calls.
 
-On a CPU that is the wall clock around one call. On a GPU a call only queues work: many calls are timed together, on the
+On a CPU that is the wall clock around one call. On a GPU a call only queues work: some calls are timed together, on the
 GPU's own clock, between an event before the first and an event after the last of them.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from typing import Any
 
 import torch
 
-#: Approximate length of a round on a GPU, and the most calls in it.
-ROUND_SECONDS, MOST_CALLS = 0.005, 100
+#: Approximate length of a turn on a GPU, and the most calls in it.
+TURN_SECONDS, MOST_CALLS = 0.002, 32
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,6 @@ class EventTimer:
         self.last: Any = None
         self.seconds = 0.0
 
-    def __repr__(self) -> str:
-        # in files of results
-        return "CUDA events"
-
     def __call__(self) -> float:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -58,28 +53,16 @@ class EventTimer:
         return self.seconds
 
 
-#: One for all benchmarks: pytest-benchmark takes a second to find out how exact a timer is.
-EVENTS = EventTimer()
+WALL = Clock("wall", time.perf_counter)
 
 
 def of(filled: Any, device: str) -> Clock:
     """The clock for calls on a filled buffer: CUDA events miss a library that has streams of its own."""
     if device == "cpu":
-        return Clock("wall", time.perf_counter)
+        return WALL
     if getattr(filled, "clock", "events") == "events":
-        return Clock("events", EVENTS, torch.cuda.synchronize)
+        return Clock("events", EventTimer(), torch.cuda.synchronize)
     return Clock("wall", time.perf_counter, filled.wait)
-
-
-def warm_up(call: Callable[[], object], clock: Clock, seconds: float) -> None:
-    """Call for ``seconds``, and at least twice: pytest-benchmark derives the number of rounds from its first call."""
-    until = time.perf_counter() + seconds
-    for calls in itertools.count(1):
-        call()
-        if clock.wait is not None:
-            clock.wait()
-        if calls >= 2 and time.perf_counter() > until:
-            return
 
 
 def runs(call: Callable[[], object], clock: Clock, repeats: int, calls: int = 1) -> list[float]:
@@ -93,15 +76,15 @@ def runs(call: Callable[[], object], clock: Clock, repeats: int, calls: int = 1)
     return found
 
 
-def repeated(call: Callable[[], object], clock: Clock) -> tuple[Callable[[], object], int]:
-    """One round to time, and how many (warm) calls it has: one on a CPU, many where calls are queued."""
+def turn(call: Callable[[], object], clock: Clock) -> tuple[Callable[[], object], int]:
+    """What is timed at a time, and how many (warm) calls that are: one on a CPU, several where calls are queued."""
     if clock.wait is None:
         return call, 1
     start = time.perf_counter()
     call()
     clock.wait()
     took = max(time.perf_counter() - start, 1e-9)
-    calls = max(1, min(MOST_CALLS, int(ROUND_SECONDS / took)))
+    calls = max(1, min(MOST_CALLS, int(TURN_SECONDS / took)))
     wait = clock.wait
 
     def many() -> None:

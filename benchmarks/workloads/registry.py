@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from benchmarks.peers.libraries import LIBRARIES, PEERS, UnavailableError
@@ -26,16 +26,12 @@ def environment(library: str) -> str:
     return library if library in PEERS else "gpubuf"
 
 
-def in_order(
-    workloads: Sequence[Workload], libraries: Callable[[str], bool] = lambda library: True
-) -> list[tuple[str, str]]:
-    """Names of workloads and libraries in the order to run them: those that share a buffer in a row, reads first."""
-    pairs = [(workload, library) for workload in workloads for library in workload.libraries if libraries(library)]
+def in_order(workloads: Sequence[Workload]) -> list[Workload]:
+    """Workloads in the order to run them: those that share a buffer in a row, reads first."""
     places: dict[Hashable, int] = {}
-    for workload, library in pairs:
-        places.setdefault(workload.contents(library), len(places))
-    pairs.sort(key=lambda pair: (places[pair[0].contents(pair[1])], pair[0].turn))
-    return [(workload.name, library) for workload, library in pairs]
+    for workload in workloads:
+        places.setdefault(workload.contents("gpubuf"), len(places))
+    return sorted(workloads, key=lambda each: (places[each.contents("gpubuf")], each.turn))
 
 
 class LastFilled:

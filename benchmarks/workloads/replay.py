@@ -25,7 +25,7 @@ from benchmarks.peers.libraries import (
     PEERS,
     Library,
 )
-from benchmarks.peers.sources import TRANSITIONS, Layout, Source
+from benchmarks.peers.sources import ONCE, TRANSITIONS, Layout, Source
 from benchmarks.workloads.workload import Workload
 
 CAPACITY = 1_000_000
@@ -292,8 +292,18 @@ def replay(
     return Replay(operation=operation, layout=layout, turn=operation.turn, **{**given, **sizes, **more})
 
 
+def once(operation: Operation, batch: int) -> Any:
+    """The workload on a buffer that stores observations once."""
+    named = {"name": f"{operation.name}-once-{batch}", "title": f"{operation.title}, observations once, {batch}"}
+    ours = ("gpubuf", *(("gpubuf-graph",) if operation.graphed else ()))
+    return replay(operation, batch, layout=ONCE, libraries=ours, **named)
+
+
 #: By name.
 WORKLOADS = {
     workload.name: workload
-    for workload in (replay(operation, batch) for operation, sizes in OPERATIONS.items() for batch in sizes)
+    for workload in (
+        *(replay(operation, batch) for operation, sizes in OPERATIONS.items() for batch in sizes),
+        *(once(*each) for each in ((UNIFORM_SAMPLE, 256), (UNIFORM_SAMPLE, 4096), (EXTEND, 256))),
+    )
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -15,11 +17,13 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks import run
-from benchmarks.conftest import in_time
 from benchmarks.measure import clocks
 from benchmarks.measure.results import combined
 from benchmarks.peers.libraries import PEERS
 from benchmarks.report import comparison
+from benchmarks.workloads import rows
+from benchmarks.workloads.registry import TITLES
+from benchmarks.workloads.workload import Workload
 from tests.support.benchmark_results import a_full_run, a_run, entry
 
 # Clocks
@@ -87,8 +91,6 @@ def test_runs_of_several_devices_are_not_mixed():
 
 def test_benchmarks_run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """In two environments, into one file: those that are measured, with all that belongs beside them, and others."""
-    # pytest-benchmark would take the process for one of those that share the tests of this run.
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     other = tmp_path / "python"
     other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     other.chmod(0o755)
@@ -100,9 +102,10 @@ def test_benchmarks_run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
     # In the order of the registry, though reads run before writes.
     assert [found["group"] for found in data["benchmarks"] if found["extra_info"]["library"] == "gpubuf"] == names[::-1]
     found = data["benchmarks"][0]
-    extra = {"library": "gpubuf", "device": "cpu", "calls": 1, "clock": "wall"}
-    extra |= {"row_bytes": 166, "batch": 256, "workload": names[1]}
+    extra = {"library": "gpubuf", "device": "cpu", "calls": 1, "clock": "wall", "in_turn": ["gpubuf"]}
+    extra |= {"row_bytes": 166, "batch": 256, "workload": names[1], "capacity": 1_000_000, "stored": 1_000_000}
     assert extra.items() <= found["extra_info"].items()
+    assert found["extra_info"]["probe"].keys() == {"before", "after", "agreed", "tries"}
     assert found["stats"]["median"] > 0
     assert "data" not in found["stats"]
     skipped = {(skip["workload"], skip["library"]): skip["reason"] for skip in data["skipped"]}
@@ -110,13 +113,58 @@ def test_benchmarks_run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert {library for _, library in skipped} == {"gpubuf-graph", "cpprb"}
     assert data["machine_info"]["environments"]["gpubuf"].items() <= data["machine_info"]["versions"].items()
     shown = capfd.readouterr().out
-    assert re.search(r"1/3 +uniform sample, 256 +gpubuf +[\d.]+ µs", shown)
-    assert re.search(r"3/3 .*gpubuf, graph +not measured: CUDA graphs", shown)
+    assert re.search(r"1/2 +uniform sample, 256 +gpubuf +[\d.]+ µs", shown)
+    assert re.search(r"1/2 .*gpubuf, graph +not measured: CUDA graphs", shown)
+    results = tmp_path / "results.json"
+    results.write_text(json.dumps(data))
+    compared = subprocess.run([sys.executable, "-m", "pytest_benchmark", "compare", str(results)], check=False)
+    assert compared.returncode == 0
+    assert "extend-256[gpubuf]" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(("codes", "expected"), [((0, 5), 0), ((0, 1), 1), ((2, 0), 2)])
+def test_libraries_take_turns_and_one_that_is_wrong_or_fails_has_no_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """On a GPU as well, there with several calls a turn; a peer's wrong result is no failure, and ours is one."""
+    seen: list[str] = []
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Some(Workload):
+        def prepare(self, filled: None, library: str, device: str) -> Any:
+            if library == "cpprb":
+                raise AssertionError("other rows")
+            if library == "torchrl":
+                raise ZeroDivisionError("no rows")
+            return lambda: seen.append(library)
+
+    entry = Some(name="some", title="some", libraries=(*TITLES,), capacity=8, batch=2, row_bytes=4)
+    clock = clocks.Clock("events", time.perf_counter, lambda: None)
+    monkeypatch.setattr(run, "REGISTRY", {"some": entry})
+    monkeypatch.setattr(clocks, "of", lambda filled, device: clock)
+    monkeypatch.setattr(rows, "probe_of", lambda device: lambda: 1.0)
+    monkeypatch.setattr(rows, "FEWEST", 2)
+    monkeypatch.setattr(rows, "MOST", 2)
+    into = tmp_path / "into.json"
+    asked = ["gpubuf", "gpubuf-graph", "torchrl", "cpprb"]
+    assert run.main(["--into", str(into), *(f"--library={name}" for name in asked)]) == 1
+    data = json.loads(into.read_text())
+    assert [each["extra_info"]["in_turn"] for each in data["benchmarks"]] == [["gpubuf", "gpubuf-graph"]] * 2
+    calls = {each["extra_info"]["library"]: each["extra_info"]["calls"] for each in data["benchmarks"]}
+    assert max(calls.values()) > 1
+    turns = [(who, len([*group])) for who, group in itertools.groupby(seen)]
+    assert turns[-6:] == [*calls.items()] * 3
+    reasons = {skip["library"]: skip["reason"] for skip in data["skipped"]}
+    assert reasons == {"torchrl": "failed: ZeroDivisionError: no rows", "cpprb": "wrong results: other rows"}
+    late = ["--into", str(into), "--library=gpubuf", f"--deadline={time.time() - 1}"]
+    assert run.main(late) == 0
+    assert "the time for this run was over" in capsys.readouterr().out
+    # A file is continued.
+    assert len(json.loads(into.read_text())["benchmarks"]) == 2
+
+
+@pytest.mark.parametrize(("codes", "expected"), [((0, 0), 0), ((0, 1), 1), ((2, 0), 2)])
 def test_a_failure_in_any_environment_is_told(codes: tuple[int, ...], expected: int, monkeypatch: pytest.MonkeyPatch):
-    """5: there are no such benchmarks there. What was never begun left no results."""
+    """What was never begun left no results."""
     left = list(codes)
     monkeypatch.setattr(run, "describe", lambda kind: {})
     monkeypatch.setattr(run, "interpreters", lambda: {Path("a"): ["gpubuf"], Path("b"): ["cpprb"]})
@@ -142,13 +190,6 @@ def test_every_peer_is_pinned_for_make():
     for peer in (*PEERS, *studied):
         files = list((run.ROOT / "benchmarks" / "peers").glob(f"{peer}*.txt"))
         assert any("==" in path.read_text() for path in files), peer
-
-
-def test_nothing_begins_after_the_deadline():
-    in_time(None)
-    in_time(time.time() + 60)
-    with pytest.raises(pytest.skip.Exception, match="the time for this run was over"):
-        in_time(time.time() - 1)
 
 
 # The command
