@@ -362,14 +362,14 @@ def copy(source: Path, target: Path) -> Path:
 
 
 def describe_machine(path: Path, kind: str) -> None:
-    """Begin the file of results, after printing what there is about the machine."""
+    """Begin the file of results, and print what else there is about the machine."""
+    write_whole(path, {"machine_info": describe(kind)})
     # Of the machine itself too: what compute-sanitizer and ncu can do depends on what runs the guest.
     runtime = (["uname", "-a"], ["systemd-detect-virt"], ["cat", "/proc/version", "/proc/driver/nvidia/params"])
     ours = ([sys.executable, "-m", *words] for words in (["pip", "list"], ["gpubuf", "info"]))
     for command in (*runtime, ["nvidia-smi"], *ours):
         with contextlib.suppress(OSError):
             subprocess.run(command, cwd=ROOT, check=False)
-    write_whole(path, {"machine_info": describe(kind)})
 
 
 def gather(folders: Sequence[Path], out: Path) -> list[Path]:

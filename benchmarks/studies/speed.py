@@ -109,7 +109,7 @@ def alone(copies: int, device: str, rounds: int) -> dict[str, Any]:
     trainer.close()
     each = statistics.median(took)
     updates = made / (rounds * STEPS * probe["tries"])
-    rates = {"steps_per_second": round(copies / each, 1), "updates_per_second": round(updates / each, 1)}
+    rates = {"steps_per_second": round(copies / each, 3), "updates_per_second": round(updates / each, 3)}
     return {"program": f"gpubuf train --env torch/Pendulum --num-envs {copies}", "probe": probe, **rates}
 
 
