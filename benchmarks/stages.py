@@ -171,6 +171,7 @@ class Plan:
             return dataclasses.replace(step, after=fault.name)
 
         speed = (sys.executable, "-m", "benchmarks.studies.speed", "--device", self.kind, "--alone", "64", "4096")
+        speed += ("--rounds", "1") if self.kind == "cpu" else ()
         looks = (
             "ncu",
             "--clock-control",

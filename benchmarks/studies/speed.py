@@ -152,8 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     machine = describe(options.device if options.alone else "cpu")
     if options.alone:
-        found = [alone(copies, options.device, options.rounds) for copies in options.alone]
-        write_results("alone", found, machine, options.out)
+        timed = []
+        for copies in options.alone:
+            timed.append(alone(copies, options.device, options.rounds))
+            write_results("alone", timed, machine, options.out)
         return
     chosen = programs(options.env, options.threads, options.cleanrl, options.algorithms)
     speeds: dict[str, list[float]] = {name: [] for name in chosen}

@@ -78,7 +78,7 @@ def test_headlines_are_of_calls_in_turn_and_of_loops():
 
 
 def test_headlines_of_a_gpu_are_of_libraries_in_turn():
-    """An update counts as our fastest way has it, also where no peer can do it; older runs, not in turn, don't count."""
+    """An update counts as our fastest way has it, also where no peer can do it; older runs don't count."""
 
     def runs(**more: Any) -> dict[str, Run]:
         took = {"gpubuf": 20e-6, "gpubuf-graph": 5e-6, "torchrl": 100e-6, "flashbax": 60e-6}
