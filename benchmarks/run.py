@@ -26,7 +26,7 @@ from benchmarks.measure.elsewhere import PEER_ENVIRONMENTS, ROOT, peer_python
 from benchmarks.measure.machine import add_versions, describe, versions
 from benchmarks.measure.results import write_whole
 from benchmarks.peers.libraries import PEERS
-from benchmarks.workloads.registry import REGISTRY, TITLES, LastFilled, environment, in_order
+from benchmarks.workloads.registry import REGISTRY, TITLES, LastFilled, environment
 from benchmarks.workloads.rows import FAILED, QUICK_SECONDS, SECONDS, prepared, row
 from benchmarks.workloads.workload import Workload
 
@@ -50,9 +50,9 @@ def measure(kind: str, arguments: Sequence[str]) -> tuple[dict[str, Any], int]:
     """Run the benchmarks in every environment, or in those of the libraries that ``arguments`` name.
 
     Returns:
-        ``machine_info``; ``benchmarks`` as pytest-benchmark writes them, in the order of the registry; ``skipped`` with
-        ``workload``, ``library`` and ``reason`` of each that was not measured. And 0, or the exit code of the first
-        process that failed.
+        ``machine_info``; ``benchmarks`` as pytest-benchmark writes them, environment by environment in the order of the
+        registry; ``skipped`` with ``workload``, ``library`` and ``reason`` of each that was not measured. And 0, or the
+        exit code of the first process that failed.
     """
     asked = {environment(given.partition("=")[2]) for given in arguments if given.startswith("--library=")}
     first = 0
@@ -64,15 +64,8 @@ def measure(kind: str, arguments: Sequence[str]) -> tuple[dict[str, Any], int]:
                 command = [*benchmark_command(python, into, kind, names), *arguments]
                 code = subprocess.run(command, cwd=ROOT, check=False).returncode
                 first = first or code
-        data = {"datetime": datetime.datetime.now(datetime.UTC).isoformat(), **json.loads(into.read_text())}
-    workloads, libraries = list(REGISTRY), list(TITLES)
-
-    def place(benchmark: dict[str, Any]) -> tuple[int, int]:
-        extra = benchmark["extra_info"]
-        return workloads.index(extra["workload"]), libraries.index(extra["library"])
-
-    data["benchmarks"] = sorted(data.get("benchmarks", []), key=place)
-    return data, first
+        data = {"benchmarks": [], "skipped": [], **json.loads(into.read_text())}
+    return {"datetime": datetime.datetime.now(datetime.UTC).isoformat(), **data}, first
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
@@ -90,17 +83,15 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def chosen(options: argparse.Namespace) -> list[Workload]:
-    """The workloads that the options ask for, in the order to run them."""
-    return in_order(
-        [
-            entry
-            for entry in REGISTRY.values()
-            if options.device in entry.devices
-            and (options.huge or not entry.huge)
-            and (not options.quick or entry.quick)
-            and (not options.workload or any(fnmatch.fnmatch(entry.name, p) for p in options.workload))
-        ]
-    )
+    """The workloads that the options ask for."""
+    return [
+        entry
+        for entry in REGISTRY.values()
+        if options.device in entry.devices
+        and (options.huge or not entry.huge)
+        and (not options.quick or entry.quick)
+        and (not options.workload or any(fnmatch.fnmatch(entry.name, p) for p in options.workload))
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,11 +116,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     filled: dict[str, LastFilled] = collections.defaultdict(LastFilled)
     workloads, failed = chosen(options), False
     for number, entry in enumerate(workloads, 1):
+        asked = [library for library in libraries if library in entry.libraries]
         if options.deadline is not None and time.time() > options.deadline:
-            late = "the time for this run was over"
-            ready, reasons = {}, {library: late for library in libraries if library in entry.libraries}
+            ready, reasons = {}, dict.fromkeys(asked, "the time for this run was over")
         else:
-            ready, reasons = prepared(entry, libraries, options.device, filled)
+            ready, reasons = prepared(entry, asked, options.device, filled)
         found = row(entry, ready, options.device, seconds) if ready else []
         outcomes = {library: f"not measured: {reason[:90]}" for library, reason in reasons.items()}
         for each in found:

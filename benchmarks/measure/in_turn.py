@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.measure.clocks import WALL, Clock
+from benchmarks.measure.clocks import WALL, Call, Clock
 from benchmarks.measure.steady import Probe, steady
 
-Call = Callable[[], object]
 #: By contender: ``"calls"``, the median microseconds of each; ``"probes"``, what
 #: :func:`~benchmarks.measure.steady.steady` said of each; and where they are counted ``"operations"``.
 Found = dict[str, dict[str, Any]]
@@ -63,13 +62,10 @@ def alternating(
     ``warm_up`` rounds, but no more than those that count, go before.
     """
     took: dict[str, list[float]] = {who: [] for who in calls}
-    timers = {who: (WALL if clocks is None else clocks[who]).timer for who in calls}
+    clocks = dict.fromkeys(calls, WALL) if clocks is None else clocks
     for number in range(-min(warm_up, rounds), rounds):
         for who, call in calls.items():
-            timer = timers[who]
-            start = timer()
-            call()
-            seconds = timer() - start
+            seconds = clocks[who].seconds(call)
             if number >= 0:
                 took[who].append(seconds)
     return took

@@ -57,9 +57,8 @@ def device_name(kind: str) -> str:
 def describe(kind: str) -> dict[str, Any]:
     """The machine as it is now, for a file of results."""
     # Processors of one name differ in it, and by it in their products of matrices.
-    if kind == "cpu":
-        found: dict[str, Any] = {"instructions": torch.backends.cpu.get_cpu_capability()}
-    else:
+    found: dict[str, Any] = {"instructions": torch.backends.cpu.get_cpu_capability()}
+    if kind != "cpu":
         found = {"tuned": any(file.state == "yes" for file in tuned_files({device_name(kind)}))}
     return {
         "device": {"kind": kind, "name": device_name(kind)},

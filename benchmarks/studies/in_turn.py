@@ -46,7 +46,7 @@ def calls(peer: str, rounds: int) -> dict[str, dict[str, Any]]:
     found = {}
     filled: dict[str, LastFilled] = {library: LastFilled() for library in ("gpubuf", peer)}
     for entry in (REGISTRY[name] for name in WORKLOADS):
-        ready, reasons = prepared(entry, tuple(filled), "cpu", filled)
+        ready, reasons = prepared(entry, [who for who in filled if who in entry.libraries], "cpu", filled)
         for library, reason in reasons.items():
             print(f"{entry.name}, {library}: {reason}", file=sys.stderr)
         if peer in ready:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -102,28 +103,9 @@ def calls(
             yield f"{kind}: priority update, {n}", functools.partial(buffer.update_priority, index, priority)
 
 
-def sac_calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
-    """The fused pieces of a SAC loss, without their gradients."""
-    from gpubuf.kernels import sac, tanh_normal, td
-
-    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    q, column, zero = zeros(2, BATCH), zeros(BATCH), zeros()
-    flag = zeros(BATCH, dtype=torch.bool)
-    loc, scale, noise = zeros(BATCH, 6), zeros(BATCH, 6) + 1, zeros(BATCH, 6)
-    return {
-        "tanh-normal sample": lambda: tanh_normal.sample(loc, scale, noise, None, None, -1.0, 1.0, 1),
-        "soft TD target": lambda: td.soft_td_target(q, column, zero, column, flag, zero, None),
-        "TD loss": lambda: td.td_loss(q, column, None, None, 1, 1),
-        "actor loss": lambda: sac.actor_loss(q, column, zero, None, None, 1),
-        "temperature loss": lambda: sac.temperature_loss(zero, column, zero, None, None, 1),
-    }
-
-
 def other_calls(device: str = "cpu") -> Iterator[tuple[str, Callable[[], object]]]:
-    """Statistics of a normalised write, and the pieces of a SAC loss."""
-    from gpubuf.kernels import moments
+    """Statistics of a normalised write, and the fused pieces of a SAC loss, without their gradients."""
+    from gpubuf.kernels import moments, sac, tanh_normal, td
 
     rule = torch.tensor(moments.Rule(1e-8), dtype=torch.float64, device=device)
     for n, elements in ((256, 48), (4096, 48)):
@@ -131,15 +113,22 @@ def other_calls(device: str = "cpu") -> Iterator[tuple[str, Callable[[], object]
         source = torch.randn(n, elements, device=device)
         update = functools.partial(moments.update, state, source, mean, factor, rule, tickets)
         yield f"statistics of {elements} elements, {n}", update
-    for name, call in sac_calls(device).items():
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    q, column, zero = zeros(2, BATCH), zeros(BATCH), zeros()
+    flag = zeros(BATCH, dtype=torch.bool)
+    loc, scale, noise = zeros(BATCH, 6), zeros(BATCH, 6) + 1, zeros(BATCH, 6)
+    pieces: dict[str, Callable[[], object]] = {
+        "tanh-normal sample": lambda: tanh_normal.sample(loc, scale, noise, None, None, -1.0, 1.0, 1),
+        "soft TD target": lambda: td.soft_td_target(q, column, zero, column, flag, zero, None),
+        "TD loss": lambda: td.td_loss(q, column, None, None, 1, 1),
+        "actor loss": lambda: sac.actor_loss(q, column, zero, None, None, 1),
+        "temperature loss": lambda: sac.temperature_loss(zero, column, zero, None, None, 1),
+    }
+    for name, call in pieces.items():
         yield f"{name}, {BATCH}", call
-
-
-def all_calls(device: str, stored: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Every call of the study, with its name."""
-    for kind, sizes in SIZES.items():
-        yield from calls(kind, sizes, device, stored)
-    yield from other_calls(device)
 
 
 def counted_in_subprocess(*options: str) -> list[dict[str, Any]]:
@@ -153,7 +142,7 @@ WARM_UP = 5
 REPEATS = 20
 """Calls in a graph."""
 
-REPLAYS, ROUNDS = 5, 5
+REPLAYS, ROUNDS = 10, 5
 FLUSHED = 1 << 28
 """Bytes of the memset: several times the second level of cache."""
 
@@ -207,15 +196,11 @@ PROFILED = (
 
 def profiled(device: str, stored: int) -> None:
     """Make each of :data:`PROFILED` twice, the second time between the marks that a profiler begins and ends at."""
-    for kind in SIZES:
-        for name, call in calls(kind, (256,), device, stored):
-            if name in PROFILED:
+    for name, call in itertools.chain(*(calls(kind, (256,), device, stored) for kind in SIZES)):
+        if name in PROFILED:
+            call()
+            with torch.cuda.profiler.profile():
                 call()
-                torch.cuda.synchronize()
-                torch.cuda.profiler.start()
-                call()
-                torch.cuda.synchronize()
-                torch.cuda.profiler.stop()
 
 
 def timed(device: str, stored: int) -> list[dict[str, object]]:
@@ -232,7 +217,8 @@ def timed(device: str, stored: int) -> list[dict[str, object]]:
         cold = microseconds(functools.partial(flushed, call), device) - flush
         return {"warm": microseconds(call, device), "cold": cold}
 
-    for name, call in all_calls(device, stored):
+    of_buffers = (calls(kind, sizes, device, stored) for kind, sizes in SIZES.items())
+    for name, call in itertools.chain(*of_buffers, other_calls(device)):
         took, probe = steady(functools.partial(both, call), probe_of(device))
         found.append({"call": name, **took, "stored": stored, "probe": probe})
         print("{call:44} {warm:7.2f} µs, cold {cold:7.2f} µs".format(**found[-1]), flush=True)

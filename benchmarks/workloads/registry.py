@@ -1,8 +1,8 @@
-"""Every workload by name, the libraries by title, and the order in which they run."""
+"""Every workload by name, in the order in which they run, and the libraries by title."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 from benchmarks.peers.libraries import LIBRARIES, PEERS, UnavailableError
@@ -24,14 +24,6 @@ REGISTRY: dict[str, Workload] = {
 def environment(library: str) -> str:
     """In which environment a library runs: a peer in its own, all of ours in ``gpubuf``."""
     return library if library in PEERS else "gpubuf"
-
-
-def in_order(workloads: Sequence[Workload]) -> list[Workload]:
-    """Workloads in the order to run them: those that share a buffer in a row, reads first."""
-    places: dict[Hashable, int] = {}
-    for workload in workloads:
-        places.setdefault(workload.contents("gpubuf"), len(places))
-    return sorted(workloads, key=lambda each: (places[each.contents("gpubuf")], each.turn))
 
 
 class LastFilled:

@@ -10,8 +10,8 @@ from typing import Any
 from pytest_benchmark.stats import Stats
 
 from benchmarks.measure import clocks
-from benchmarks.measure.clocks import Clock
-from benchmarks.measure.in_turn import Call, alternating
+from benchmarks.measure.clocks import Call, Clock
+from benchmarks.measure.in_turn import alternating
 from benchmarks.measure.steady import probe_of, steady
 from benchmarks.peers.libraries import UnavailableError
 from benchmarks.workloads.registry import LastFilled, environment
@@ -31,8 +31,6 @@ def prepared(
     """The call of each library and its clock, once its result was checked; and of each other library the reason."""
     ready, reasons = {}, {}
     for library in libraries:
-        if library not in entry.libraries:
-            continue
         try:
             buffer = filled[library].get(entry, library, device)
             ready[library] = entry.prepare(buffer, library, device), clocks.of(buffer, device)
@@ -70,7 +68,6 @@ def row(entry: Workload, ready: Mapping[str, tuple[Call, Clock]], device: str, s
             "clock": timers[library].name,
             "in_turn": list(ready),
             "probe": probe,
-            "title": entry.title,
             "capacity": entry.capacity,
             "stored": getattr(entry, "stored", entry.capacity),
             "batch": entry.batch,

@@ -33,6 +33,7 @@ class Event:
     """A CUDA event of a GPU whose clock is moved by hand."""
 
     now = 0.0
+    recorded: list[Event] = []
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -41,9 +42,12 @@ class Event:
 
     def record(self) -> None:
         self.at = Event.now
+        Event.recorded.append(self)
 
     def synchronize(self) -> None:
-        self.done = True
+        """Whatever was recorded before it on the stream is done as well."""
+        for event in Event.recorded[: Event.recorded.index(self) + 1]:
+            event.done = True
 
     def elapsed_time(self, other: Event) -> float:
         assert self.done
@@ -53,7 +57,8 @@ class Event:
 
 def test_calls_on_a_gpu_are_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    clock = clocks.Clock("events", clocks.EventTimer(), lambda: None)
+    clock = clocks.of(None, "cuda")
+    assert (clock.name, clock.queues) == ("events", True)
 
     def call() -> None:
         Event.now += 2.5
@@ -138,7 +143,7 @@ def test_libraries_take_turns_and_one_that_is_wrong_or_fails_has_no_time(
             return lambda: seen.append(library)
 
     entry = Some(name="some", title="some", libraries=(*TITLES,), capacity=8, batch=2, row_bytes=4)
-    clock = clocks.Clock("events", time.perf_counter, lambda: None)
+    clock = dataclasses.replace(clocks.WALL, queues=True)
     monkeypatch.setattr(run, "REGISTRY", {"some": entry})
     monkeypatch.setattr(clocks, "of", lambda filled, device: clock)
     monkeypatch.setattr(rows, "probe_of", lambda device: lambda: 1.0)
