@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ class Event:
     """A CUDA event of a GPU whose clock is moved by hand."""
 
     now = 0.0
-    recorded: list[Event] = []
+    recorded: ClassVar[list[Event]] = []
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
