@@ -10,8 +10,9 @@ Shapes: B rows, N nets side by side (one actor, or the critics), A components of
 from __future__ import annotations
 
 import abc
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from inspect import unwrap
 from typing import Any, NamedTuple, cast
 
@@ -40,6 +41,7 @@ _sample, _sample_backward = unwrap(density.sample), unwrap(density.sample_backwa
 _td_loss, _td_loss_backward = unwrap(values.loss), unwrap(values.loss_backward)
 _actor_loss, _actor_loss_backward = unwrap(entropies.actor_loss), unwrap(entropies.actor_loss_backward)
 _temperature_loss = unwrap(entropies.temperature_loss)
+_relu_backward = torch.ops.aten.threshold_backward.grad_input
 
 
 class UnknownError(Exception):
@@ -61,32 +63,48 @@ class Layer(NamedTuple):
     bias: Any
 
 
-def product(x: Tensor, y: Tensor, out: Tensor) -> None:
+class Calls(list[Callable[[], object]]):
+    """Calls that are prepared once, for the same memory each time. ``calls(function, *arguments)`` adds one."""
+
+    def __call__(self, function: Callable[..., object], *arguments: Any, **options: Any) -> None:
+        self.append(functools.partial(function, *arguments, **options))
+
+    def run(self) -> None:
+        """Make them, in order."""
+        for call in self:
+            call()
+
+
+def product(calls: Calls, x: Tensor, y: Tensor, out: Tensor) -> None:
     """``out = x y`` of matrices."""
     if x.dtype is torch.float32 and worth_onednn(x.shape[0], x.shape[1], y.shape[1]):
-        out.copy_(multiplied(x, y))
+        calls(lambda: out.copy_(multiplied(x, y)))
     elif out.is_contiguous():
-        torch.mm(x, y, out=out)
+        calls(torch.mm, x, y, out=out)
     else:
-        torch.mm(y.T, x.T, out=out.T)
+        calls(torch.mm, y.T, x.T, out=out.T)
 
 
-def forward(layers: Sequence[Layer], x: Tensor, outs: Sequence[Tensor]) -> None:
+def forward(calls: Calls, layers: Sequence[Layer], x: Tensor, outs: Sequence[Tensor]) -> None:
     """A perceptron with ReLU.
 
     Args:
+        calls: get those of it.
         layers: of it.
         x: ``[B, in]``.
         outs: memory for what each layer returns, ``[B, out]``.
     """
     for i, ((weight, bias), out) in enumerate(zip(layers, outs, strict=True)):
-        product(x, weight, out)
+        product(calls, x, weight, out)
         if bias is not None:
-            out.add_(bias)
-        x = out.relu_() if i < len(layers) - 1 else out
+            calls(out.add_, bias)
+        if i < len(layers) - 1:
+            calls(out.relu_)
+        x = out
 
 
 def backward(
+    calls: Calls,
     layers: Sequence[Layer],
     x: Tensor | None,
     outs: Sequence[Tensor],
@@ -98,6 +116,7 @@ def backward(
     """The gradients of :func:`forward`, of the parameters or of the inputs. It overwrites ``outs``.
 
     Args:
+        calls: get those of it.
         layers, x, outs: as they were in the forward; ``x`` is for ``into`` alone.
         grad: of the result, ``[B, out]``.
         scratch: memory of at least ``B`` times the largest width.
@@ -110,19 +129,20 @@ def backward(
             of_weight, of_bias = into[i]
             before = outs[i - 1] if i else x
             if of_weight is not None:
-                product(before.T, grad, of_weight)  # type: ignore[union-attr]
+                product(calls, before.T, grad, of_weight)  # type: ignore[union-attr]
             if of_bias is not None:
-                torch.sum(grad, 0, out=of_bias)
+                calls(torch.sum, grad, 0, out=of_bias)
         if i:
             out = outs[i - 1]
             unmasked = scratch[: out.numel()].view(out.shape)
             if weight.shape[1] == 1:
-                torch.mul(grad, weight.T, out=unmasked)
+                calls(torch.mul, grad, weight.T, out=unmasked)
             else:
-                product(grad, weight.T, unmasked)
-            grad = torch.ops.aten.threshold_backward.grad_input(unmasked, out, 0, grad_input=out)
+                product(calls, grad, weight.T, unmasked)
+            calls(_relu_backward, unmasked, out, 0, grad_input=out)
+            grad = out
     if of_inputs is not None:
-        product(grad, layers[0].weight[-of_inputs.shape[1] :].T, of_inputs)
+        product(calls, grad, layers[0].weight[-of_inputs.shape[1] :].T, of_inputs)
 
 
 # --- several of them --------------------------------------------------------------------------------------------------
@@ -193,29 +213,38 @@ class Perceptrons:
         """Numbers that a net returns for a row."""
         return self._widths[-1]
 
-    def forward(self, x: Tensor, count: int | None = None) -> Tensor:
-        """``[B, in]`` to ``[N, B, out]``, by all nets or the first ones, in new memory."""
-        rows, nets = len(x), self.nets[:count]
-        if rows != self._rows:
-            self._rows, hidden = rows, self._widths[:-1]
-            self._outs = [
-                [self._memory((net, i), rows, width) for i, width in enumerate(hidden)] for net in range(len(self.nets))
-            ]
-            self._scratch = self._memory("scratch", rows * max(hidden, default=0))
-        found = x.new_empty(len(nets), rows, self.outputs)
-        for net, outs, out in zip(nets, self._outs, found.unbind(), strict=False):
-            forward(net, x, [*outs, out])
-        return found
+    def _prepare(self, rows: int) -> None:
+        """Take memory for that many rows, and prepare the calls on it."""
+        hidden, nets, new = self._widths[:-1], range(len(self.nets)), self.like.new_empty
+        self._x, self._out = new(rows, self.inputs), new(len(nets), rows, self.outputs)
+        #: Memory for the gradient of results, ``[N, B, out]``.
+        self.grad = torch.empty_like(self._out)
+        self._outs = [[self._memory((net, i), rows, width) for i, width in enumerate(hidden)] for net in nets]
+        self._scratch = self._memory("scratch", rows * max(hidden, default=0))
+        self._forward, self._backward = [Calls() for _ in nets], Calls()
+        for i, net in enumerate(self.nets):
+            outs, grad = [*self._outs[i], self._out[i]], self.grad[i]
+            forward(self._forward[i], net, self._x, outs)
+            backward(self._backward, net, self._x, outs, grad, self._scratch, self._into[i])
+        self._rows = rows
 
-    def backward(self, x: Tensor, grad: Tensor) -> None:
-        """Set the gradients of all parameters that learn, by that of what the last :meth:`forward` returned.
+    def forward(self, inputs: Sequence[Tensor], count: int | None = None) -> Tensor:
+        """``[N, B, out]`` by all nets or the first ones, in memory that the next call writes to.
 
         Args:
-            x: the inputs.
-            grad: ``[N, B, out]``.
+            inputs: ``[B, in_i]``, which are joined.
+            count: of the nets.
         """
-        for net, outs, of_net, into in zip(self.nets, self._outs, grad.unbind(), self._into, strict=True):
-            backward(net, x, [*outs, of_net], of_net, self._scratch, into)
+        if len(inputs[0]) != self._rows:
+            self._prepare(len(inputs[0]))
+        torch.cat(inputs, -1, out=self._x)
+        for calls in self._forward[:count]:
+            calls.run()
+        return self._out[:count]
+
+    def backward(self) -> None:
+        """Set the gradients of all parameters that learn, by :attr:`grad`, that of the last :meth:`forward`."""
+        self._backward.run()
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
 
@@ -236,7 +265,9 @@ class Perceptrons:
             ]
             of_rows = into.new_empty(len(rows), into.shape[1])
             layers = [Layer(net[0].weight[columns], None), *net[1:]]
-            backward(layers, None, kept, of_net.index_select(0, rows)[:, None], self._scratch, of_inputs=of_rows)
+            calls, of_kept = Calls(), of_net.index_select(0, rows)[:, None]
+            backward(calls, layers, None, kept, of_kept, self._scratch, of_inputs=of_rows)
+            calls.run()
             into.index_add_(0, rows, of_rows)
 
 
@@ -394,13 +425,11 @@ class Update(abc.ABC):
             parameter.grad = None
         return self._gradients(batch, policy)
 
-    def _inputs(self, step: TensorDictBase, action: Tensor | None = None) -> Tensor:
-        """``[B, in]`` of the actor, or of critics with this action."""
+    def _inputs(self, step: TensorDictBase, action: Tensor | None = None) -> list[Tensor]:
+        """Those of the actor, or of critics with this action, ``[B, in_i]``."""
         if action is None:
-            found = [step.get(key) for key in self._states]
-        else:
-            found = [action if key == self._action else step.get(key) for key in self._of_critics]
-        return torch.cat(found, -1) if len(found) > 1 else found[0]
+            return [step.get(key) for key in self._states]
+        return [action if key == self._action else step.get(key) for key in self._of_critics]
 
     @property
     def size(self) -> int:
@@ -437,12 +466,12 @@ class Update(abc.ABC):
         rows = torch.Size([len(action)])
         next_q = self.target_critics.forward(self._inputs(following, action))
         target = self.loss.td_target(next_q, batch, rows, *entropy)
-        x = self._inputs(batch, batch.get(self._action))
-        q = self.critics.forward(x)
+        q = self.critics.forward(self._inputs(batch, batch.get(self._action)))
         weighting, sizes = self._weighting(batch, rows, target=True), q.shape[:2][::-1]
         value, error, norm = _td_loss(q, target, *weighting, *self._code, *sizes)
         grad = _td_loss_backward(self._one, q, target, *weighting, norm, self._code[0], *sizes)
-        self.critics.backward(x, grad.view_as(q))
+        self.critics.grad.copy_(grad.view_as(q))
+        self.critics.backward()
         return value, error
 
     def _learn_actions(
@@ -488,14 +517,13 @@ class SACUpdate(Update):
         return super().size // 2
 
     def _draw(self, actor: Perceptrons, step: TensorDictBase) -> tuple[Any, ...]:
-        """(action, its log-density, inputs of the actor, what :data:`~gpubuf.kernels.tanh_normal.sample` got)."""
-        x = self._inputs(step)
-        loc, raw = actor.forward(x)[0].chunk(2, -1)
+        """(action, its log-density, what softplus got, what :data:`~gpubuf.kernels.tanh_normal.sample` got)."""
+        loc, raw = actor.forward(self._inputs(step))[0].chunk(2, -1)
         raw = raw + self._gaussian.shift
         scale = nn.functional.softplus(raw).add_(self._gaussian.scale_lb)
         noise = torch.randn(loc.shape, dtype=self.dtype, device=loc.device)
         given = (loc.contiguous(), scale, noise, *self._bounds[:2])
-        return (*_sample(*given, *self._bounds[2:], *loc.shape), x, raw, given)
+        return (*_sample(*given, *self._bounds[2:], *loc.shape), raw, given)
 
     def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
         loss, alpha = self.loss, self.loss.alpha
@@ -511,13 +539,14 @@ class SACUpdate(Update):
 
     def _learn_policy(self, seen: TensorDictBase, alpha: Tensor) -> dict[str, Tensor]:
         loss, actor = self.loss, self.actor
-        action, log_prob, x, raw, given = self._draw(actor, seen)
+        action, log_prob, raw, given = self._draw(actor, seen)
         if not loss._target_entropy_known:
             loss._learn_target_entropy(action, log_prob.shape)
         value, entropy, of_action, of_log_prob = self._learn_actions(seen, action, log_prob, alpha)
         of_loc, of_scale = _sample_backward(*given, of_action, of_log_prob, *self._bounds[2:], *action.shape)
         of_raw = torch.ops.aten.softplus_backward(of_scale, raw, 1, 20)
-        actor.backward(x, torch.cat([of_loc, of_raw], -1)[None])
+        torch.cat([of_loc, of_raw], -1, out=actor.grad[0])
+        actor.backward()
         weight, mask = self._weighting(seen, log_prob.shape)
         if mask is not None:
             entropy = -reduced(log_prob, None, mask, "mean")
@@ -552,12 +581,12 @@ class TD3Update(Update):
         return {**losses, "loss_qvalue": value}
 
     def _learn_policy(self, seen: TensorDictBase) -> dict[str, Tensor]:
-        x = self._inputs(seen)
-        action = self.actor.forward(x)[0].tanh()
+        action = self.actor.forward(self._inputs(seen))[0].tanh()
         # The loss of soft actor-critic's actor, by the first critic alone and without entropy.
         nothing = action.new_zeros(len(action))
         value, _, of_action, _ = self._learn_actions(seen, action, nothing, nothing.new_zeros(()), 1)
-        self.actor.backward(x, torch.ops.aten.tanh_backward(of_action, action)[None])
+        torch.ops.aten.tanh_backward.grad_input(of_action, action, grad_input=self.actor.grad[0])
+        self.actor.backward()
         return {"loss_actor": value}
 
 
