@@ -608,7 +608,8 @@ class Captured:
         Raises:
             ValueError: an argument is not like that of the first call, or the step breaks the rules of
                 :func:`capture`.
-            CaptureError: the step can't be captured; nothing has run. Or a buffer was moved since the capture.
+            CaptureError: the step can't be captured; nothing has run. Or a buffer was moved since the capture, or draws
+                in another way.
         """
         if self._arguments is None:
             return self._first(args, kwargs)
@@ -724,7 +725,7 @@ class Captured:
             recording.holds(one.storage, "ring", "rows", "device")
             recording.holds(one.storage.followers, "listeners")
             for sampler in one.storage.followers.samplers:
-                recording.holds(sampler, *sampler.parts)
+                recording.holds(sampler, *sampler.parts, *(sampler.settings or ()))
         self._graph, self._results, self._recording, self._kept = graph, results, recording, checks.kept
 
     # After it

@@ -12,6 +12,7 @@ import gc
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -67,6 +68,10 @@ def emptied_unless_done(storages: Sequence[Any]) -> Iterator[None]:
         raise
 
 
+#: Types whose equal values are the same to a graph.
+_PLAIN = frozenset({bool, float, int, str, tuple})
+
+
 class CaptureError(RuntimeError):
     """A step that can't be captured in a CUDA graph, or a graph that no longer fits what it was captured with."""
 
@@ -103,7 +108,7 @@ class Recording:
         self._before: dict[Hashable, Callable[[], None]] = {}
         self._after: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
-        self._held: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        self._held: dict[tuple[int, str], tuple[Any, Callable[[Any], Any], Any]] = {}
 
     def before(self, key: Hashable, action: Callable[[], None]) -> None:
         """Do ``action`` before each replay; of several with the same key, the first."""
@@ -141,9 +146,13 @@ class Recording:
             action()
 
     def holds(self, owner: Any, *attributes: str) -> None:
-        """The graph uses the present values of these attributes: refuse replays once they are replaced."""
+        """The graph uses the present values of these attributes: refuse replays once they are replaced.
+
+        ``"a.b"`` is an attribute of an attribute.
+        """
         for name in attributes:
-            self._held.setdefault((id(owner), name), (owner, name, getattr(owner, name)))
+            get = attrgetter(name)
+            self._held.setdefault((id(owner), name), (owner, get, get(owner)))
 
     def replay(self, launch: Callable[[], object]) -> None:
         """Replay by ``launch``: one operation of all the buffers, with its work on the host.
@@ -157,11 +166,15 @@ class Recording:
         action()
 
     def _replay(self, launch: Callable[[], object]) -> None:
-        for owner, name, value in self._held.values():
-            if getattr(owner, name, None) is not value:
+        for owner, get, value in self._held.values():
+            try:
+                now = get(owner)
+            except AttributeError:
+                now = None
+            if now is not value and not (type(now) is type(value) in _PLAIN and now == value):
                 raise CaptureError(
-                    f"a {type(owner).__name__} was moved, freed or given other parts or shares since its step was "
-                    "captured: call reset() on the captured step, and it is captured anew"
+                    f"a {type(owner).__name__} was moved, freed or given other parts, settings or shares since its "
+                    "step was captured: call reset() on the captured step, and it is captured anew"
                 )
         for action in self._before.values():
             action()

@@ -559,3 +559,33 @@ def test_a_capture_that_is_refused_needs_no_repair(machine):
         step(torch.ones(1))
     assert machine.log.count("capture on side") == 1
     assert not machine.invalidated
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("prioritized", lambda sampler: setattr(sampler, "stratified", True)),
+        ("prioritized", lambda sampler: sampler.tree.restrict(torch.full((1,), -1))),
+        ("slices", lambda sampler: setattr(sampler, "slice_len", 2)),
+    ],
+)
+def test_a_draw_by_other_settings_is_not_that_of_the_capture(name, change, machine):
+    """The replay is refused, and nothing has run; settings of the same values change nothing."""
+    world = World(name)
+    sampler = world.buffer.sampler
+    step = capture(world.buffer.sample, warmup=1, device="cpu")
+    for _ in range(3):
+        step()
+    for setting in (each for each in sampler.settings if "." not in each):
+        value = getattr(sampler, setting)
+        setattr(sampler, setting, value[:1] + value[1:] if type(value) is tuple else value)
+    step()
+    change(sampler)
+    state = [value for _, value in world.state()]
+    with pytest.raises(CaptureError, match=r"settings.*call reset\(\)"):
+        step()
+    assert all(torch.equal(a, b) for a, (_, b) in zip(state, world.state(), strict=True))
+    step.reset()
+    for _ in range(3):
+        step()
+    assert step.captured
