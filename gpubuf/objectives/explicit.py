@@ -26,7 +26,7 @@ from gpubuf.kernels.sac import _cpu as entropies
 from gpubuf.kernels.tanh_normal import _cpu as density
 from gpubuf.kernels.td import _cpu as values
 from gpubuf.modules.fast_call import hooked, is_plain
-from gpubuf.modules.linear import PLAIN_LINEAR, EnsembleLinear, _hooks_of_all, multiplied, worth_onednn
+from gpubuf.modules.linear import ONEDNN_WORK, PLAIN_LINEAR, EnsembleLinear, _hooks_of_all, multiplied, worth_onednn
 from gpubuf.modules.mlp import MLP
 from gpubuf.modules.sac import GaussianParameters, TanhNormalActor, TanhNormalHead
 from gpubuf.modules.tanh_normal import TanhNormal
@@ -107,9 +107,13 @@ def forward(do: Call, layers: Sequence[Layer], x: Tensor, outs: Sequence[Tensor]
         outs: memory for what each layer returns, ``[B, out]``.
     """
     for i, ((weight, bias), out) in enumerate(zip(layers, outs, strict=True)):
-        product(do, x, weight, out)
-        if bias is not None:
-            do(out.add_, bias)
+        if bias is not None and x.numel() * weight.shape[1] < ONEDNN_WORK:
+            do(torch.addmm, bias, x, weight, out=out)
+        else:
+            # What starts from the bias reads a large result once more.
+            product(do, x, weight, out)
+            if bias is not None:
+                do(out.add_, bias)
         if i < len(layers) - 1:
             do(out.relu_)
         x = out
