@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from inspect import unwrap
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -38,7 +39,6 @@ from gpubuf.objectives.td3 import TD3Loss
 
 # The formulas of the operations, without their checks and conversions.
 _sample, _sample_backward = unwrap(density.sample), unwrap(density.sample_backward)
-_td_loss, _td_loss_backward = unwrap(values.loss), unwrap(values.loss_backward)
 _actor_loss, _actor_loss_backward = unwrap(entropies.actor_loss), unwrap(entropies.actor_loss_backward)
 _temperature_loss = unwrap(entropies.temperature_loss)
 _relu_backward = torch.ops.aten.threshold_backward.grad_input
@@ -475,16 +475,22 @@ class Update(abc.ABC):
             action: in them.
             entropy: log-densities of the actions, and the temperature.
         """
-        rows = torch.Size([len(action)])
+        count, (code, reduction) = len(action), self._code
+        rows = torch.Size([count])
         next_q = self.target_critics.forward(self._inputs(following, action))
         target = self.loss.td_target(next_q, batch, rows, *entropy)
         q = self.critics.forward(self._inputs(batch, batch.get(self._action)))
-        weighting, sizes = self._weighting(batch, rows, target=True), q.shape[:2][::-1]
-        value, error, norm = _td_loss(q, target, *weighting, *self._code, *sizes)
-        grad = _td_loss_backward(self._one, q, target, *weighting, norm, self._code[0], *sizes)
-        self.critics.grad.copy_(grad.view_as(q))
+        weight, mask = self._weighting(batch, rows, target=True)
+        difference = q.squeeze(-1) - target.view(count)
+        far = difference.abs()
+        value, norm = values.reduced(values.distances(difference, far, code).sum(0), weight, mask, reduction)
+        slope = values.slopes(difference, code)
+        if mask is not None:
+            slope = slope.where(mask.view(count), 0)
+        factor = values.factors(self._one, norm, count, weight, mask)
+        torch.mul(slope, factor, out=self.critics.grad.squeeze(-1))
         self.critics.backward()
-        return value, error
+        return value, far.amax(0)
 
     def _learn_actions(
         self, batch: TensorDictBase, action: Tensor, log_prob: Tensor, alpha: Tensor, nets: int | None = None
@@ -649,9 +655,8 @@ class Watch:
         found += vars(self._loss._tensor_keys).values()
         for network in (self._loss.actor_network, self._loss._critics.network):
             found += network.in_keys
-        for place in self._places:
-            found += map(id, place.values())
-        found += map(bool, self._hooks)
+        found += map(id, chain.from_iterable(map(dict.values, self._places)))
+        found.append(any(self._hooks))
         found += map(len, self._attributes)
         found += (*map(Tensor.data_ptr, self._tensors), *map(Tensor.stride, self._tensors))
         for each in self._own:
