@@ -14,7 +14,6 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from inspect import unwrap
-from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -625,49 +624,3 @@ def update_of(loss: Any, parameters: Iterable[Tensor]) -> Update:
     if kind is None:
         raise UnknownError(f"a {type(loss).__name__}")
     return kind(loss, parameters)
-
-
-class Watch:
-    """Notices changes of what :func:`update_of` depends on: options, keys, modules, hooks, and where parameters are.
-
-    Args:
-        loss: with networks.
-        optimizer: of its parameters.
-    """
-
-    def __init__(self, loss: Any, optimizer: torch.optim.Optimizer) -> None:
-        self._loss, self._optimizer = loss, optimizer
-        parts = [loss, *_modules(loss)]
-        self._places = [each for part in parts[1:] for each in (part._modules, part._parameters, part._buffers)]
-        # Kept, so that no other object gets the identity of one of them.
-        self._kept = [list(each.values()) for each in self._places]
-        self._hooks = [each for part in parts for name, each in vars(part).items() if name in _HOOKS]
-        self._hooks += _hooks_of_all
-        self._attributes = [*map(vars, parts)]
-        self._own = [*loss._actor._tensors, *loss._critics._tensors]
-        self._own += [each for each in (getattr(loss, "log_alpha", None),) if each is not None]
-        targets = (each for net in (loss._actor, loss._critics) for each in net._target_tensors or ())
-        self._tensors = [*self._own, *targets]
-        self._found = self._now()
-
-    def _now(self) -> list[Any]:
-        found: list[Any] = [each for each in vars(self._loss).values() if type(each) in (bool, int, float, str)]
-        found += vars(self._loss._tensor_keys).values()
-        for network in (self._loss.actor_network, self._loss._critics.network):
-            found += network.in_keys
-        found += map(id, chain.from_iterable(map(dict.values, self._places)))
-        found.append(any(self._hooks))
-        found += map(len, self._attributes)
-        found += (*map(Tensor.data_ptr, self._tensors), *map(Tensor.stride, self._tensors))
-        for each in self._own:
-            found += (each.requires_grad, not each._backward_hooks, not each._post_accumulate_grad_hooks)
-        for group in self._optimizer.param_groups:
-            found += map(id, group["params"])
-        return found
-
-    def unchanged(self) -> bool:
-        """Whether everything is as it was."""
-        return self._now() == self._found
-
-
-_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
