@@ -1,8 +1,8 @@
 """Gymnasium environments behind the interface of the training loop.
 
 `make` checks that an environment can be trained on, and says why if not. `GymnasiumEnvironments` steps several copies
-together, with actions in [-1, 1]. It keeps the last observation of an episode, which Gymnasium's automatic reset
-replaces by the first one of the next. `EpisodeRecorder` makes an open episode resumable.
+together, with actions in [-1, 1]. It keeps the last observation of an episode, which Gymnasium's vector environments
+replace by the first one of the next. `EpisodeRecorder` makes an open episode resumable.
 """
 
 from __future__ import annotations
