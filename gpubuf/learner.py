@@ -151,7 +151,9 @@ class Learner:
             raise ValueError(f"a learner minimises scalars called 'loss_*', got {dict(found.items()).keys()}")
         self.optimizer.zero_grad(set_to_none=True)
         # The losses share no parameters, so their sum gives each parameter the gradient of its own loss.
-        sum(minimised[1:], minimised[0]).backward()
+        # By this thread: another one, which PyTorch has for each GPU, waits for Python at every function of ours.
+        with torch.autograd.set_multithreading_enabled(False):
+            sum(minimised[1:], minimised[0]).backward()
         return TensorDict({name: value.detach() for name, value in losses.items()}, batch_size=[])
 
     def _known(self) -> Update | None:
