@@ -95,8 +95,7 @@ class Learner:
                 policy, as in its paper, and all others at every call.
 
         Returns:
-            The losses, and other scalars that the loss returned, ``[]``, without gradient. A graph writes them into the
-            same tensors at each call: clone those that you keep.
+            The losses, and other scalars that the loss returned, ``[]``, without gradient.
 
         Raises:
             ValueError: there is neither batch nor buffer; a loss is no scalar; or a priority is refused.
@@ -112,7 +111,7 @@ class Learner:
         losses, written = self._replayed(batch, policy)
         if batch is not None:
             for key, value in written.items():
-                batch.set(key, value.clone())
+                batch.set(key, value)
         return losses
 
     # --- an update ---

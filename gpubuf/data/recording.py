@@ -97,10 +97,14 @@ class Recording:
 
     Attributes:
         operations: those of the buffers that the graph uses.
+        branches: the streams on which work of an operation goes on, in a branch of the graph.
+        kept: memory that replays leave something in for the next one, by its owner.
     """
 
     def __init__(self) -> None:
         self.operations: list[RecordedOperation] = []
+        self.branches: dict[RecordedOperation, torch.cuda.Stream] = {}
+        self.kept: dict[Hashable, Any] = {}
         self._before: dict[Hashable, Callable[[], None]] = {}
         self._after: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
@@ -117,6 +121,16 @@ class Recording:
     def undo(self, action: Callable[[], None]) -> None:
         """Do ``action`` if the capture is given up: its launches then never run."""
         self._undo.append(action)
+
+    def join(self, *operations: RecordedOperation) -> None:
+        """What comes next on the current stream comes after the branches of these operations; of all if none is given.
+
+        A graph has to end on the stream on which it began.
+        """
+        for one in operations or list(self.branches):
+            branch = self.branches.pop(one, None)
+            if branch is not None:
+                torch.cuda.current_stream(branch.device).wait_stream(branch)
 
     def refuse(self, reason: str) -> None:
         """Raise: the step does what a graph can't repeat.
@@ -318,3 +332,5 @@ def used(operation: RecordedOperation) -> None:
     operations = current.operations
     if operations is not None and operation not in operations:
         operations.append(operation)
+    if current.recording is not None:
+        current.recording.join(operation)

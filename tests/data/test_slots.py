@@ -32,6 +32,7 @@ from gpubuf.data.storage.placement import readable
 from gpubuf.kernels import config
 from gpubuf.kernels._launching import Variant
 from gpubuf.kernels.config import UpdateConfig
+from tests.support.placements import Machine
 from tests.support.slots_setup import CAPACITY, SAMPLERS, buffer_of, prepared, rows, same
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -91,6 +92,23 @@ def test_repeated_batches_are_those_of_the_general_way(kind, monkeypatch):
         used += len(prepared(ours))
     assert used > 10
     assert not prepared(general)
+
+
+def test_batches_ahead_are_repeated_too(monkeypatch):
+    """Pinned rows with prefetch: one launch each, in the order of those that come without it, held or not."""
+    Machine().install(monkeypatch, work_on_cpu=True)
+    ahead, plain = (buffer_of(batch_size=8, device="pinned", prefetch=depth) for depth in (1, None))
+    kept = []
+    for i in range(12):
+        found, expected = ahead.sample(), plain.sample()
+        assert same(found, expected)
+        if i % 4 == 0:
+            kept.append((found, expected.clone()))
+        if i == 5:
+            with pytest.warns(UserWarning, match="batch_size=4"):
+                assert same(ahead.sample(4), plain.sample(4))
+    assert prepared(ahead)
+    assert all(same(*pair) for pair in kept)
 
 
 def hold_leaf(batch):

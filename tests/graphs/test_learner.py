@@ -164,6 +164,18 @@ def test_given_batches(machine: RecordedCuda):
     assert sum(entry.startswith("capture") for entry in machine.log) == 2
 
 
+def test_losses_are_kept(machine: RecordedCuda):
+    """CASES 85: those of each update stay what they were."""
+    worlds = World(capture=False), World()
+    torch.manual_seed(2)
+    due = [worlds[0].learner() for _ in range(8)]
+    torch.manual_seed(2)
+    found = [worlds[1].learner() for _ in range(8)]
+    assert worlds[1].learner.captured
+    for one, other in zip(found, due, strict=True):
+        assert not [name for name in other.keys() if not torch.equal(one[name], other[name])]
+
+
 def test_a_refused_capture_is_said_once(machine: RecordedCuda):
     """An update that waits for the device runs eagerly."""
     weight = nn.Parameter(torch.ones(2))

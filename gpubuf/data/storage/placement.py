@@ -99,6 +99,10 @@ class Placement:
         """Whether rows are in pinned host memory, all or some: another device than this one works on them."""
         return self.kind in (PINNED, SPLIT)
 
+    def on_host(self, steps: int) -> float:
+        """The share of so many steps that is in pinned host memory."""
+        return 1 - self.near_steps / steps if self.rows_on_host else 0.0
+
     def same_place(self, other: Placement) -> bool:
         """Whether everything lies where another placement has it."""
         return (self.kind, self.device, self.near_steps) == (other.kind, other.device, other.near_steps)
