@@ -168,6 +168,9 @@ class Prefetched(Batches):
     def _forget(self) -> None:
         self._plain._forget()
 
+    def kept_bytes(self) -> int:
+        return self._plain.kept_bytes()
+
     def _put_back(self) -> None:
         ahead, self.line.ahead = self.line.ahead, None
         if ahead is not None:
