@@ -69,12 +69,23 @@ class Learner:
         if isinstance(loss, LossModule):
             _check_updater(loss, None)
         self._capture = capture
+        self._begin()
+
+    def _begin(self) -> None:
         self._explicit: Update | None = None
         self._watch: Watch | None = None
-        if not isinstance(optimizer, AdamW):
+        if not isinstance(self.optimizer, AdamW):
             # Another optimiser loads its state into new tensors.
-            optimizer.register_load_state_dict_post_hook(functools.partial(_reset, weakref.ref(self)))
+            self.optimizer.register_load_state_dict_post_hook(functools.partial(_reset, weakref.ref(self)))
         self.reset()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The parts of the learner: all else is bound to their memory, and a copy makes its own."""
+        return {name: vars(self)[name] for name in ("loss", "optimizer", "buffer", "target", "_capture")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
 
     def reset(self) -> None:
         """Drop the graphs: the next calls are those of a new warm-up."""
