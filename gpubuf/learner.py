@@ -305,7 +305,9 @@ class Watch:
         values, objects, numbers = self._now()
         if numbers != self._numbers or not _are(objects, self._objects):
             return False
-        return _are(values, self._values) or all(map(_equal, values, self._values))
+        if len(values) != len(self._values):
+            return False
+        return all(map(is_, values, self._values)) or all(map(_equal, values, self._values))
 
 
 def _are(some: list[Any], others: list[Any]) -> bool:

@@ -53,6 +53,26 @@ def test_changes_of_another_optimiser(change, machine: RecordedCuda):
     assert sum(entry.startswith("capture") for entry in machine.log) == (2 if change == "nothing" else 4)
 
 
+def clipping(world: World) -> None:
+    world.optimizer.max_grad_norm = 0.01
+
+
+def another_group(world: World) -> None:
+    """The last parameter, which stays the last one."""
+    last = world.optimizer.param_groups[0]["params"].pop()
+    world.optimizer.add_param_group({"params": [last], "lr": 0.1})
+
+
+@pytest.mark.parametrize(("ours", "change"), [(True, clipping), (True, another_group), (False, another_group)])
+def test_what_an_optimiser_does_takes_effect(ours, change, machine: RecordedCuda):
+    due = changed(World(ours=ours, capture=False, fused=not ours), change)
+    world = World(ours=ours, fused=not ours)
+    found = changed(world, change)
+    assert not [name for name in due if not torch.equal(found[name], due[name])]
+    assert world.learner.captured
+    assert sum(entry.startswith("capture") for entry in machine.log) == 4
+
+
 @pytest.mark.parametrize("capture", [True, False])
 def test_modes_take_effect(capture, machine: RecordedCuda):
     """CASES 84: dropout ends at ``eval()``, and begins again at ``train()``."""
