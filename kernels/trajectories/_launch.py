@@ -153,7 +153,8 @@ def update(ends: Tensor, sums: Tensor, ring: Tensor, signals: Tensor, by_id: boo
     block: dict[str, Any] = {"BLOCK_BYTES": chosen.block_bytes, "num_warps": chosen.num_warps}
     lowest, *above = [cdiv(count * envs, chosen.block_bytes) for count in run_bytes(n + by_id, steps, shape.slots)]
     arguments = (ends, ring, signals, n_signals, n, steps, envs)
-    launch(writers.trajectories_bits_kernel, lowest, *arguments, BY_ID=by_id, SPAN=span, **block)
+    how = {"BY_ID": by_id, "SPAN": span, "maxnreg": all_registers(chosen.num_warps)}
+    launch(writers.trajectories_bits_kernel, lowest, *arguments, **how, **block)
     for level, grid in enumerate(above, 1):
         launch(writers.trajectories_bits_above_kernel, grid, ends, ring, n, level, steps, envs, BY_ID=by_id, **block)
     _launch_weights(ends, sums, ring, run, rule, shape, chosen)
