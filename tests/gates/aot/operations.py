@@ -300,6 +300,7 @@ def run_sum_tree(record: Recorder) -> None:
                 record.run(sum_tree.refresh, *tree, index)
                 record.run(sum_tree.update, *tree, ring, index, floats(n), index if flag else None)
                 record.run(sum_tree.mark, *tree, index, flag)
+                record.run(sum_tree.mark, *tree, index, flag, index)
             for n in (256, 4096):
                 record.run(sum_tree.draw, *tree, rng, n, flag)
             record.run(sum_tree.build, *tree)
