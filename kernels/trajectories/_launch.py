@@ -97,7 +97,7 @@ def _launch_sums(sums: Tensor, shape: Shape, chosen: IndexConfig) -> None:
     launch(writers.trajectories_top_kernel, 1, sums, level, shape.depth, shape.words, **how)
 
 
-def update(ends: Tensor, sums: Tensor, ring: Tensor, signals: Tensor, by_id: bool, n: int, *index: int) -> None:
+def update(ends: Tensor, sums: Tensor | None, ring: Tensor, signals: Tensor, by_id: bool, n: int, *index: int) -> None:
     """See :data:`gpubuf.kernels.trajectories.update`."""
     check_index(ends, sums, ring, *index)
     steps, envs, fan_out, *rule = index
@@ -113,24 +113,27 @@ def update(ends: Tensor, sums: Tensor, ring: Tensor, signals: Tensor, by_id: boo
     if chosen.block_envs:
         sizes = (n_signals, n, words, shape.depth, steps, envs, *rule[:4])
         programs = cdiv(envs, chosen.block_envs)
-        how |= {"LEVELS": len(shape.slots), "BY_TRANSITION": rule[4], "TOGETHER": programs > 1, "SHIFT": shape.shift}
+        how |= {"LEVELS": len(shape.slots), "HAS_SUMS": sums is not None, "BY_TRANSITION": rule[4]}
+        how |= {"TOGETHER": programs > 1, "SHIFT": shape.shift}
         for name in ("block_envs", "block_bytes", "block_weights"):
             how[name.upper()] = getattr(chosen, name)
         how.update(num_warps=chosen.num_warps, maxnreg=UPDATE_REGISTERS)
-        launch(writers.trajectories_update_envs_kernel, programs, ends, sums, ring, signals, *sizes, **how)
-        if n == steps:
+        tensors = ends, ends if sums is None else sums, ring, signals
+        launch(writers.trajectories_update_envs_kernel, programs, *tensors, *sizes, **how)
+        if n == steps and sums is not None:
             _launch_sums(sums, shape, chosen)
         return
     block, how = chosen.block_bytes, {**how, "num_warps": chosen.num_warps}
     programs = cdiv(run_bytes(n + by_id, steps) * envs, block)
     sizes = (n_signals, n, steps, envs)
-    launch(writers.trajectories_bits_kernel, programs, ends, ring, signals, *sizes, BLOCK_BYTES=block, **how)
+    launch(writers.trajectories_bits_kernel, programs, ends, ring, signals, *sizes, **how, BLOCK_BYTES=block)
     del how["SPAN"]
     for level, count in enumerate(run_bounds(n, shape.slots)[:-1], 1):
         programs = cdiv((64 * shape.slots[level] if n == steps else count) * envs, block)
         sizes = (n, level, steps, envs)
-        launch(writers.trajectories_bits_above_kernel, programs, ends, ring, *sizes, BLOCK_WORDS=block, **how)
-    _launch_weights(ends, sums, ring, n, words, rule, shape, chosen)
+        launch(writers.trajectories_bits_above_kernel, programs, ends, ring, *sizes, **how, BLOCK_WORDS=block)
+    if sums is not None:
+        _launch_weights(ends, sums, ring, n, words, rule, shape, chosen)
 
 
 def _launch_weights(

@@ -325,7 +325,7 @@ def lane_of(i, run, envs, ENVS: tl.constexpr):
 @jit_for_any_size()
 def trajectories_update_envs_kernel(
     ends_ptr,
-    sums_ptr,
+    sums_ptr,  # not read without HAS_SUMS
     ring_ptr,
     signals_ptr,
     n_signals,
@@ -338,17 +338,18 @@ def trajectories_update_envs_kernel(
     min_len,
     before,
     after,
-    LEVELS: tl.constexpr,
     BY_ID: tl.constexpr,
+    SPAN: tl.constexpr,
+    LEVELS: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
     BY_TRANSITION: tl.constexpr,
     TOGETHER: tl.constexpr,
-    SPAN: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_ENVS: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
     BLOCK_WEIGHTS: tl.constexpr,
 ):
-    """Bits, weights and sums of BLOCK_ENVS environments by one program. A rebuild leaves the sums to other launches.
+    """Bits of BLOCK_ENVS environments by one program, with HAS_SUMS weights and sums too; those not of a rebuild.
 
     Grid: (cdiv(envs, BLOCK_ENVS),).
     """
@@ -377,13 +378,14 @@ def trajectories_update_envs_kernel(
             stage_bits_above(ends_ptr, below, first, positions, padded, lane, envs)
         below += positions * envs
         tl.debug_barrier()
-    block = tl.arange(0, BLOCK_WEIGHTS)
-    memory, shape = (ends_ptr, sums_ptr), (steps, envs, depth)
-    rule = (slice_len, min_len, before, after)
-    run = run_words + (n < steps).to(tl.int64)
-    for start in range(0, run.to(tl.int32) * BLOCK_ENVS, BLOCK_WEIGHTS):
-        lane = lane_of(start + block, run, envs, BLOCK_ENVS)
-        stage_weights(memory, ring, n, lane, run_words, shape, rule, TOGETHER, BY_TRANSITION, LEVELS, SHIFT)
+    if HAS_SUMS:
+        block = tl.arange(0, BLOCK_WEIGHTS)
+        memory, shape = (ends_ptr, sums_ptr), (steps, envs, depth)
+        rule = (slice_len, min_len, before, after)
+        run = run_words + (n < steps).to(tl.int64)
+        for start in range(0, run.to(tl.int32) * BLOCK_ENVS, BLOCK_WEIGHTS):
+            lane = lane_of(start + block, run, envs, BLOCK_ENVS)
+            stage_weights(memory, ring, n, lane, run_words, shape, rule, TOGETHER, BY_TRANSITION, LEVELS, SHIFT)
 
 
 @jit_for_any_size()

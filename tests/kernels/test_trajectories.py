@@ -119,6 +119,22 @@ def test_ends_alone_are_those_of_an_update(steps, envs, by_id):
     assert torch.equal(ends, index.ends), "a rebuild"
 
 
+@pytest.mark.gate
+@pytest.mark.parametrize("path", [0, 2])
+def test_ends_without_sums(monkeypatch, backend, path):
+    """Whoever reads the ends alone leaves the sums out: the ends are the same, by one launch and by several."""
+    rule = config.index_update
+    monkeypatch.setattr(config, "index_update", lambda *args: dataclasses.replace(rule(*args), block_envs=path))
+    index = Index(70, 3, fan_out=2, seed=3)
+    ends, sums = torch.zeros_like(index.ends), index.sums
+    for n in (69, 1, 30, 70):
+        index.write(n, chance=0.1)
+        kept = sums.clone()
+        trajectories.update(ends, None, index.ring, index.signals, False, n, 70, 3, 2, *index.rule)
+        assert torch.equal(ends, index.ends)
+        assert torch.equal(sums, kept)
+
+
 def test_one_step_at_a_time(backend):
     """CASES 15, 21: hundreds of wraps; the trajectory in progress grows, the oldest one shrinks."""
     steps = 66

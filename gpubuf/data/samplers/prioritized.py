@@ -227,14 +227,11 @@ class PrioritizedSampler(Sampler):
 
     # Priorities
 
-    def on_write(self, positions: Tensor, priority: Tensor | None, touched: Tensor | None = None) -> None:
-        """Give the rows of one write their priority, in one tree update.
-
-        ``touched`` are rows that have become eligible, or no longer are, those of the write among them.
-        """
+    def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
+        """Give the rows of one write their priority, in one tree update."""
         tree = self._tree_made(positions.numel())
         if priority is None:
-            tree.mark(positions, within_buffer=self.max_priority_within_buffer, touched=touched)
+            tree.mark(positions, within_buffer=self.max_priority_within_buffer)
             return
         if positions.device.type != "cpu":
             # These rows are new: a refused priority must not leave them with that of the row before.
@@ -242,8 +239,6 @@ class PrioritizedSampler(Sampler):
             tree.refused.add_(bad.sum())
             priority = torch.where(bad, tree.max_priority.float(), priority)
         tree.update(positions, priority, ring=self.storage.ring.counters)
-        if touched is not None:
-            tree.refresh(touched)
 
     def update_priority(
         self, index: Any, priority: Any, *, storage: TensorStorage | None = None, generation: Tensor | None = None
