@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     line = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure gpubuf beside other libraries, each in its own environment. `make bench` makes those.",
-        epilog="Further options: --quick, --huge, --workload, --library, as in benchmarks/conftest.py. Exit codes: "
+        epilog="Further options: --quick, --huge, --workload, --library, as of `python -m benchmarks.run`. Exit codes: "
         "0 measured; 1 a check of gpubuf's own results failed; 2 the request can't be met.",
         allow_abbrev=False,
     )

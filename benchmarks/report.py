@@ -8,6 +8,7 @@ fails if a page is out of date.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import re
 import statistics
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.measure.elsewhere import ROOT
+from benchmarks.measure.prediction import COLD, WARM, on_device
 from benchmarks.measure.results import Run, Runs, newest_runs
 from benchmarks.studies.in_turn import WORKLOADS as HEADLINES
 from benchmarks.workloads import losses
@@ -39,10 +41,28 @@ def against(ours: float | None, theirs: float | None, missing: str = "") -> str:
     return missing if theirs is None else digits(theirs) + (f" ({theirs / ours:.1f}x)" if ours else "")
 
 
+#: Behind the title of a row, and below a table that has such rows.
+UNSTEADY, SAID = " †", "† The host changed its speed while this row was measured."
+
+
+def steady_title(title: str, probe: dict[str, Any] | None) -> str:
+    """The title of a row, marked where its probes have not agreed. Of older results there are none."""
+    return title if probe is None or probe["agreed"] else f"{title}{UNSTEADY}"
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose first column is text and the others numbers."""
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    shown = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return f"{shown}\n\n{SAID}" if any(row[0].endswith(UNSTEADY) for row in rows) else shown
+
+
+def probes(found: Any) -> list[dict[str, Any]]:
+    """All probes in what a run has found."""
+    if isinstance(found, dict):
+        own = [found["probe"]] if found.get("probe") else [*found.get("probes", {}).values()]
+        return own + [probe for each in found.values() for probe in probes(each)]
+    return [probe for each in found for probe in probes(each)] if isinstance(found, list) else []
 
 
 def described(run: Run) -> str:
@@ -52,9 +72,12 @@ def described(run: Run) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in known if version and name != "gpubuf")
     threads = f"{machine['threads']} thread" + ("s" if machine["threads"] != 1 else "")
     instructions = f" ({machine['instructions']})" if "instructions" in machine else ""
+    tuned = {True: ", by a tuned file", False: ", by the rules"}.get(machine.get("tuned"), "")
+    seen = [probe[when] for probe in probes(run.data) for when in ("before", "after")]
+    probed = f"probes of the host: {digits(min(seen))} to {digits(max(seen))} µs; " if seen else ""
     found = (
         f"{machine['device']['name']}{instructions}, Python {machine['python_version']}, {threads}, load "
-        f"{machine['load_before']:.2f} on {machine['cores']} cores; {versions}; "
+        f"{machine['load_before']:.2f} on {machine['cores']} cores{tuned}; {versions}; {probed}"
         f"{run.data['datetime'][:10]}, [`{run.source}`]({{root}}{run.source})."
     )
     if "gpu_tests" in run.data:
@@ -87,49 +110,60 @@ def comparison(run: Run, workloads: Sequence[str]) -> str:
         took = {library: run.median(name, library) for library in columns}
         micro = {library: None if each is None else each * 1e6 for library, each in took.items()}
         cells = [against(None if who.startswith(OURS) else micro.get(OURS), micro[who]) for who in columns]
-        rows.append([REGISTRY[name].title, *cells])
+        of_row = next(iter(run.of(name).values()))["extra_info"]
+        rows.append([steady_title(REGISTRY[name].title, of_row.get("probe")), *cells])
     return table(["median µs per call", *(TITLES[name] for name in columns)], rows) if rows else f"{OPEN}."
 
 
-def in_turn_rows(run: Run) -> dict[str, list[str]]:
-    """By workload of calls in turn: ours, in a graph where there is one, TorchRL's, and the fastest other library's.
+def our_best(name: str, took: dict[str, Any]) -> float:
+    """Our microseconds: of a whole update by the fastest way that there is, else by the call that a user writes."""
+    ways = [each for who, each in took.items() if who.startswith(OURS) and (who == OURS or name in SAC)]
+    return min(ways)
+
+
+def in_turn_rows(run: Run, where: str = "") -> dict[str, list[str]]:
+    """By workload of calls in turn: its title, our time, TorchRL's, and the fastest other library's.
 
     A peer's ratio is to the calls of ours that alternated with its own.
     """
-    parts: dict[str, dict[str, dict[str, float]]] = run.data["in_turn"]
     rows: dict[str, list[str]] = {}
     for name in HEADLINES:
-        found = {peer: part[name] for peer, part in parts.items() if name in part}
+        found = {peer: part[name] for peer, part in run.in_turn.items() if name in part}
         if not found:
             continue
         ours = found.get("torchrl") or next(iter(found.values()))
-        others = [(each[peer] / each[OURS], peer) for peer, each in found.items() if peer != "torchrl"]
-        row = rows[name] = [digits(ours[OURS]), against(None, ours.get(f"{OURS}-graph"))]
+        others = [(each[peer] / each[OURS], peer) for peer, each in found.items() if peer not in ("torchrl", OURS)]
+        title = steady_title(f"{REGISTRY[name].title}{where}", ours.get("probe"))
+        row = rows[name] = [title, digits(our_best(name, ours))]
         for peer in ("torchrl", min(others, default=(0.0, ""))[1]):
-            each = found.get(peer, {})
-            shown = against(each.get(OURS), each.get(peer))
+            each = found.get(peer)
+            shown = against(our_best(name, each), each.get(peer)) if each else ""
             row.append(f"{shown} {TITLES[peer]}" if shown and peer != "torchrl" else shown)
     return rows
 
 
 def in_turn(run: Run) -> str:
     """docs/performance.md: all of :func:`in_turn_rows`."""
-    rows = [[REGISTRY[name].title, *cells] for name, cells in in_turn_rows(run).items()]
-    return table(["median µs per call, in turn", "gpubuf", "gpubuf, graph", "TorchRL", "fastest other"], rows)
+    return table(["median µs per call, in turn", "gpubuf", "TorchRL", "fastest other"], [*in_turn_rows(run).values()])
 
 
 #: Workloads of calls in turn that README shows.
-SHOWN = ("uniform-sample-256", "extend-256", "prioritized-sample-256", "sample-and-update-256", HEADLINES[-1])
+SHOWN = (
+    *("uniform-sample-256", "extend-256", "prioritized-sample-256", "sample-and-update-256"),
+    *("slices-5M-in-6M-write-and-sample", "SAC-update-256"),
+)
 
 
 def headlines(runs: Runs) -> str:
     """README: calls in turn, Stable-Baselines3's loop with a large buffer, and steps per second of whole programs."""
     rows: list[list[str]] = []
-    for kind in ("in_turn", "in_turn on cuda"):
+    kinds = []
+    for kind in ("in_turn", "cuda"):
         if kind in runs:
             where = "" if kind == "in_turn" else f", {runs[kind].machine['device']['name']}"
-            found = in_turn_rows(runs[kind])
-            rows += [[f"{REGISTRY[n].title}{where}, µs", found[n][0], *found[n][2:]] for n in SHOWN if n in found]
+            found = in_turn_rows(runs[kind], f"{where}, µs")
+            rows += [found[name] for name in SHOWN if name in found]
+            kinds += [kind] if found else []
     if "sb3_loop" in runs:
         loop = list(runs["sb3_loop"].data["sb3_loop"].values())[-1]
         for what in ("sample", "add"):
@@ -144,7 +178,7 @@ def headlines(runs: Runs) -> str:
             if program in speeds:
                 shown = f"{speeds[program]:.0f} ({ours / speeds[program]:.1f}x) {program}"
                 rows.append(["training with SAC, steps per second", f"{ours:.0f}", "", shown])
-    kinds = [kind for kind in ("in_turn", "in_turn on cuda", "sb3_loop", "speed") if kind in runs]
+    kinds += [kind for kind in ("sb3_loop", "speed") if kind in runs]
     sources = ", ".join(f"[{runs[kind].machine['device']['name']}]({{root}}{runs[kind].source})" for kind in kinds)
     return f"{table(['', 'gpubuf', 'TorchRL', 'another'], rows)}\n\nMeasured on: {sources}." if rows else f"{OPEN}."
 
@@ -228,19 +262,40 @@ def speed(run: Run) -> str:
     return table(head, rows)
 
 
+def alone(run: Run) -> str:
+    """docs/training-measured.md: `gpubuf train` by itself, with many environments on the device."""
+    rows = []
+    for each in run.data["alone"]:
+        rates = [f"{each[what]:,.0f}" for what in ("steps_per_second", "updates_per_second")]
+        rows.append([steady_title(f"`{each['program']}`", each["probe"]), *rates])
+    return table(["", "steps per second", "updates per second"], rows)
+
+
 def launches(runs: Runs) -> str:
-    """docs/performance-launches.md: the kernels that every call launches, and what it took on a GPU."""
+    """docs/performance-launches.md: the kernels of every call, what it should take on an H200, and what it took.
+
+    What its launches cost the host, and the bandwidth that a cold call should get, are those that the run has measured.
+    """
     run, measured = runs.get("kernels"), runs.get("calls on cuda")
     if run is None:
         return f"No run of this kind is committed: {OPEN}."
     took = {} if measured is None else {each["call"]: each for each in measured.data["calls"]}
+    speeds = {} if measured is None else measured.machine
+    bandwidth = speeds.get("copy_bytes_per_second", COLD.bandwidth * 1e6) / 1e6
+    caches = {"warm": WARM, "cold": dataclasses.replace(COLD, bandwidth=bandwidth)}
     rows = []
     for each in run.data["kernels"]["launches"]:
         found = took.get(each["call"], {})
-        times = [digits(found[what]) if what in found else OPEN for what in ("warm", "cold")]
-        rows.append([each["call"], str(each["total"]), *times, ", ".join(f"`{name}`" for name in each["kernels"])])
-    shown = table(["call", "launches", "µs, warm", "µs, cold", "kernels"], rows)
-    return "\n\n".join([shown, *(described(each) for each in (measured, run) if each is not None)])
+        cells = [digits(each["total"] * speeds["launch_us"]) if "launch_us" in speeds else OPEN]
+        for what, met in caches.items():
+            cells += [digits(on_device(each["launches"], met)), digits(found[what]) if what in found else OPEN]
+        kernels = ", ".join(f"`{name}`" for name in each["kernels"])
+        rows.append([steady_title(each["call"], found.get("probe")), str(each["total"]), *cells, kernels])
+    times = (f"µs, {what}, {how}" for what in caches for how in ("predicted", "measured"))
+    shown = table(["call", "launches", "µs of the host for them", *times, "kernels"], rows)
+    copied = f"{bandwidth / 1e6:.2f} TB/s" if "copy_bytes_per_second" in speeds else OPEN
+    copies = f"A kernel copies random data at, read and written: {copied}."
+    return "\n\n".join([shown, copies, *(described(each) for each in (measured, run) if each is not None)])
 
 
 WRITERS = {
@@ -273,11 +328,11 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     },
     "headlines": headlines,
     "in_turn": of_run(in_turn, "in_turn"),
-    "in_turn_gpu": of_run(in_turn, "in_turn on cuda"),
     "sb3_loop": of_run(sb3_loop, "sb3_loop"),
     "losses": of_run(contenders, "losses"),
     "training": of_run(pendulum, "learning"),
     "training_gpu": of_run(pendulum, "learning on cuda"),
+    "alone_gpu": of_run(alone, "alone on cuda"),
     "algorithms": of_run(algorithms, "learning"),
     "speed": of_run(speed, "speed"),
     "launches": launches,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
@@ -43,26 +44,33 @@ CUT = 124
 WORKERS = 14
 
 #: pytest loads the plugins that are needed, and none that a machine has beside them: they may not suit this pytest.
-PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin,pytest_benchmark.plugin"}
+PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
 
+#: What users feel first: tested before all else.
+FIRST = ("data/test_slots_gpu.py", "graphs/test_learner_gpu.py")
 ALONE = (
+    *FIRST,
     "train/test_train_gpu.py",
     "tuning/test_tuning_gpu.py",
     "data/test_placement_gpu.py",
     "graphs/test_broken_capture_gpu.py",
 )
+#: Inductor compiles in it, for most of a minute.
+COMPILED = ("graphs/test_graphs_gpu.py", "compiled_steps")
 SANITIZED = ("kernels/test_rows_gpu.py", "kernels/test_sum_tree_gpu.py", "kernels/test_trajectories_gpu.py")
-REPLAY = (
-    *("uniform-sample-*", "prioritized-sample-*", "priority-update-*", "sample-and-update-*", "*extend-256"),
-    "extend-from-the-host-*",
-)
 SAC = ("SAC-*",)
+REPLAY = (*("uniform-sample-*", "prioritized-sample-*", "priority-update-*", "sample-and-update-*", "*extend-*"),)
 SLICES = ("slices-*", "prioritized-slices-*")
 #: Peers that have buffers on a GPU, measured where their packages are.
 PEERS = ("torchrl", "flashbax")
 GPU_CALLS = (sys.executable, "-m", "benchmarks.studies.kernels")
 #: What studies find, in a stage's folder.
-CALLS, IN_TURN = "calls.json", "in_turn.json"
+CALLS, TRAINING = "calls.json", "alone.json"
+#: What ncu measures of a launch: time, bytes of memory, instructions, and warps that are there on average.
+METRICS = (
+    *("gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum", "smsp__inst_executed.sum"),
+    "sm__warps_active.avg.per_cycle_active",
+)
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,7 @@ class Step:
         environment: variables beside those of this process.
         junit: the JUnit file that it writes.
         needs: a program that must be there, or the step is left out.
+        after: a step that must have succeeded, or this one proves nothing and is left out.
     """
 
     name: str
@@ -84,6 +93,7 @@ class Step:
     environment: dict[str, str] = field(default_factory=dict)
     junit: Path | None = None
     needs: str = ""
+    after: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,24 +129,26 @@ class Plan:
     def _first(self) -> list[Step]:
         together = [name for name in gpu_files() if name not in ALONE]
         trained = ["train/test_train_gpu.py", "tuning/test_tuning_gpu.py"]
+        file, compiled = COMPILED
         return [
-            self._tests("tests", together, 150, each=90, workers=WORKERS),
-            self._tests("training-and-tuning", trained, 110, each=90, workers=WORKERS),
-            self._tests("placement", ["data/test_placement_gpu.py"], 40, each=25),
+            self._tests("slots-and-learner", FIRST, 65, each=50, workers=WORKERS),
+            self._tests("tests", together, 115, each=90, workers=WORKERS, more=("-k", f"not {compiled}")),
+            self._tests("training-and-tuning", trained, 75, each=60, workers=WORKERS),
+            self._tests("placement", ["data/test_placement_gpu.py"], 35, each=25),
             # In a process of its own, because it breaks CUDA for the rest of the process.
-            self._tests("broken-capture", ["graphs/test_broken_capture_gpu.py"], 40, each=25),
+            self._tests("broken-capture", ["graphs/test_broken_capture_gpu.py"], 25, each=15),
+            self._tests("compiled", [file], LIMIT, each=100, more=("-k", compiled)),
         ]
 
     def _second(self) -> list[Step]:
         tune = (sys.executable, "-m", "gpubuf", "tune")
         calls = (*GPU_CALLS, self.kind, "--out", str(self.folder / CALLS))
-        peers = [f"--environment={name}" for name in PEERS]
         return [
-            Step("tune", tune, 75),
-            self._benchmarks("replay", 95, REPLAY, *peers),
-            Step("calls", calls, 75),
-            self._benchmarks("SAC", 60, SAC),
-            self._benchmarks("slices", 70, SLICES),
+            Step("tune", tune, 70),
+            self._benchmarks("update", 50, SAC),
+            self._benchmarks("replay", 110, REPLAY),
+            Step("calls", calls, 80),
+            self._benchmarks("slices", LIMIT, SLICES),
         ]
 
     def _third(self) -> list[Step]:
@@ -147,18 +159,34 @@ class Plan:
         def under(tool: str) -> tuple[str, ...]:
             return ("compute-sanitizer", "--tool", tool, "--error-exitcode", "1")
 
-        def sanitized(tool: str, seconds: float) -> Step:
-            # Not in workers, as the sanitizer watches the process that it begins.
-            return self._tests(
-                tool, SANITIZED, seconds, workers=0, before=under(tool), environment=uncached, more=but_captures
-            )
-
         # What finds nothing must be able to find something: a kernel that writes beyond its tensor.
         planted = (sys.executable, "-m", "tests.support.planted_fault", *under("memcheck"))
-        study = (sys.executable, "-m", "benchmarks.studies.in_turn", "calls", "--device", self.kind)
+        fault = Step("planted fault", planted, 40, uncached, needs="compute-sanitizer")
+
+        def sanitized(tool: str, seconds: float) -> Step:
+            # Not in workers, as the sanitizer watches the process that it begins.
+            step = self._tests(
+                tool, SANITIZED, seconds, workers=0, before=under(tool), environment=uncached, more=but_captures
+            )
+            return dataclasses.replace(step, after=fault.name)
+
+        speed = (sys.executable, "-m", "benchmarks.studies.speed", "--device", self.kind, "--alone", "64", "4096")
+        speed += ("--rounds", "1") if self.kind == "cpu" else ()
+        looks = (
+            "ncu",
+            "--clock-control",
+            "none",
+            "--profile-from-start",
+            "off",
+            "--csv",
+            "--metrics",
+            ",".join(METRICS),
+        )
+        into = ("--log-file", str(self.folder / "ncu.csv"))
         return [
-            Step("in turn", (*study, "--parts", *PEERS, "--out", str(self.folder / IN_TURN)), 120),
-            Step("planted fault", planted, 50, uncached, needs="compute-sanitizer"),
+            Step("training", (*speed, "--out", str(self.folder / TRAINING)), 110),
+            Step("ncu", (*looks, *into, *GPU_CALLS, self.kind, "--profiled"), 60, needs="ncu"),
+            fault,
             sanitized("memcheck", 90),
             sanitized("racecheck", LIMIT),
         ]
@@ -188,11 +216,11 @@ class Plan:
         given = {"GPUBUF_TEST_GPU": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", **PLUGINS, **(environment or {})}
         return Step(name, command, seconds, given, junit, before[0] if before else "")
 
-    def _benchmarks(self, name: str, seconds: float, workloads: Sequence[str], *more: str) -> Step:
-        command = benchmark_command(sys.executable, self.results, self.kind, ["gpubuf"])
+    def _benchmarks(self, name: str, seconds: float, workloads: Sequence[str]) -> Step:
+        command = benchmark_command(sys.executable, self.results, self.kind, ["gpubuf", *PEERS])
         options = ["--deadline={deadline}", *(f"--workload={pattern}" for pattern in workloads)]
         options += ["--quick"] if self.kind == "cpu" else []
-        return Step(name, (*command, *options, *more), seconds, PLUGINS)
+        return Step(name, (*command, *options), seconds)
 
 
 def gpu_files() -> list[str]:
@@ -280,11 +308,13 @@ def run_stage(plan: Plan, steps: Sequence[Step], limit: float = LIMIT) -> int:
     plan.folder.mkdir(parents=True, exist_ok=True)
     for path in (plan.results, plan.log):
         path.unlink(missing_ok=True)
-    started, first = time.monotonic(), 0
+    started, first, succeeded = time.monotonic(), 0, set[str]()
     for step in steps:
         left = limit - (time.monotonic() - started)
         absent = step.needs and shutil.which(step.needs) is None
         reason = f"{left:.0f} s were left" if left < LEAST else f"there is no {step.needs}" if absent else ""
+        if not reason and step.after and step.after not in succeeded:
+            reason = f"{step.after} has not succeeded"
         begun, allowed = time.monotonic(), min(step.seconds, left)
         if reason:
             print(f"{step.name}: left out, {reason}", flush=True)
@@ -299,6 +329,8 @@ def run_stage(plan: Plan, steps: Sequence[Step], limit: float = LIMIT) -> int:
         said = keep(plan, step, {"name": step.name, "command": command, "code": code, "seconds": took})
         print(f"{step.name}: exit code {code} after {took} s of {allowed:.0f}{said}", flush=True)
         first = first or code
+        if not code:
+            succeeded.add(step.name)
     return first
 
 
@@ -313,12 +345,14 @@ def keep(plan: Plan, step: Step, entry: dict[str, Any]) -> str:
     data["datetime"] = datetime.datetime.now(datetime.UTC).isoformat()
     data["steps"].append(entry)
     data |= together(data["steps"])
-    write_whole(plan.results, data)
     source = user_folder()
     if step.name == "tune" and source is not None and "machine_info" in data:
         name = f"{slug(data['machine_info']['device']['name'])}.json"
         if (source / name).exists():
             copy(source / name, plan.folder / "tuned" / name)
+            # What comes next is measured by it.
+            data["machine_info"]["tuned"] = True
+    write_whole(plan.results, data)
     return said
 
 
@@ -329,14 +363,14 @@ def copy(source: Path, target: Path) -> Path:
 
 
 def describe_machine(path: Path, kind: str) -> None:
-    """Begin the file of results, after printing what there is about the machine."""
+    """Begin the file of results, and print what else there is about the machine."""
+    write_whole(path, {"machine_info": describe(kind)})
     # Of the machine itself too: what compute-sanitizer and ncu can do depends on what runs the guest.
     runtime = (["uname", "-a"], ["systemd-detect-virt"], ["cat", "/proc/version", "/proc/driver/nvidia/params"])
     ours = ([sys.executable, "-m", *words] for words in (["pip", "list"], ["gpubuf", "info"]))
     for command in (*runtime, ["nvidia-smi"], *ours):
         with contextlib.suppress(OSError):
             subprocess.run(command, cwd=ROOT, check=False)
-    write_whole(path, {"machine_info": describe(kind)})
 
 
 def gather(folders: Sequence[Path], out: Path) -> list[Path]:
@@ -357,13 +391,14 @@ def gather(folders: Sequence[Path], out: Path) -> list[Path]:
     data["steps"] = [{"stage": run.data["stage"], **step} for run in runs for step in run.data["steps"]]
     data |= together(data["steps"])
     data["datetime"] = max(run.data["datetime"] for run in runs)
+    data["machine_info"]["tuned"] = any(run.machine.get("tuned") for run in runs)
     del data["stage"]
     path = out / f"{slug(data['machine_info']['device']['name'])}-{data['datetime'][:10]}.json"
     out.mkdir(parents=True, exist_ok=True)
     write_whole(path, data)
     written = [path]
     for folder in folders:
-        for name in (CALLS, IN_TURN):
+        for name in (CALLS, TRAINING):
             written += [copy(each, out / f"{each.stem}-{path.name}") for each in folder.glob(name)]
         written += [copy(each, out / "tuned" / each.name) for each in folder.glob("tuned/*.json")]
     return written

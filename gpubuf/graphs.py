@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter, itemgetter
+from sys import getrefcount
 from typing import Any, NamedTuple, Never
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, is_non_tensor, is_tensorclass
+from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubuf.data.recording import CaptureError, RecordedOperation, Recording, capture_under_way, recorded, watched
-from gpubuf.data.storage.host_memory import cuda_present
+from gpubuf.data.storage.host_memory import cuda_present, views_of
 from gpubuf.kernels.config import launches_in_graph
+from gpubuf.kernels.rows import arena_offsets
+
+SLOTS = 4
+"""Pieces of memory for results: who keeps more of them gets more."""
 
 Map = Callable[[str, Tensor], Tensor]
 """From the place of a tensor, and the tensor, to its replacement."""
@@ -98,14 +104,14 @@ def describe(value: Any, path: str, out: dict[str, Any], tensors: dict[str, Tens
 
 
 def mapped(value: Any, of_tensor: Map, path: str) -> Any:
-    """``value`` in new containers, with ``of_tensor`` applied to each tensor."""
+    """``value`` in new containers, with ``of_tensor`` applied to each tensor and its place: see :func:`describe`."""
     if isinstance(value, Tensor):
         return of_tensor(path, value)
     if _is_tensordict(value):
         if is_non_tensor(value):
             return value
         if of_tensor is _same:
-            # A fifth of the time, and every replay comes here.
+            # A fifth of the time, and every call of a step that is not captured comes here.
             return value.copy()
 
         def entry(key: Any, tensor: Tensor) -> Tensor:
@@ -125,11 +131,6 @@ def mapped(value: Any, of_tensor: Map, path: str) -> Any:
 
 def _same(path: str, tensor: Tensor) -> Tensor:
     return tensor
-
-
-def fresh(value: Any) -> Any:
-    """``value`` in new containers, with the same tensors."""
-    return value if isinstance(value, Tensor) else mapped(value, _same, "")
 
 
 def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -252,6 +253,91 @@ def checked_results(value: Any) -> Any:
                 "step returns tensors, TensorDicts, tuples, lists or dictionaries of them, or None"
             )
     return mapped(value, _result, "the result")
+
+
+def maker(value: Any, path: str, places: dict[str, int]) -> Callable[[list[Tensor]], Any]:
+    """What makes ``value`` of a list of tensors, in new containers.
+
+    Args:
+        value: what is made, at ``path``; see :func:`describe`.
+        places: which tensor of the list goes where. Others are those of ``value``.
+    """
+    if isinstance(value, Tensor):
+        place = places.get(path)
+        return (lambda tensors: value) if place is None else itemgetter(place)
+    if type(value) not in (TensorDict, dict, list, tuple):
+        return lambda tensors: mapped(value, lambda at, own: tensors[places[at]] if at in places else own, path)
+    entries = enumerate(value) if isinstance(value, list | tuple) else value.items()
+    parts = [(key, maker(part, f"{path}[{key!r}]", places)) for key, part in entries]
+    if type(value) is TensorDict:
+        options, new = (value.batch_size, value.device, value.names if any(value.names) else None), value._new_unsafe
+        return lambda tensors: new({key: make(tensors) for key, make in parts}, *options, nested=False)
+    if type(value) is dict:
+        return lambda tensors: {key: make(tensors) for key, make in parts}
+    return lambda tensors: type(value)([make(tensors) for _, make in parts])
+
+
+class _Slot:
+    """Memory for results, uint8 ``[n_bytes]``, and views of it."""
+
+    def __init__(self, memory: Tensor, tensors: list[Tensor]) -> None:
+        self.memory, self.tensors, self.storage = memory, tensors, memory.untyped_storage()
+        self._n_bytes, self._cdata = memory.nbytes, self.storage._cdata
+        self._users = self._count()
+
+    def _count(self) -> int:
+        """How many hold the memory, tensors as well as variables of Python."""
+        return torch._C._storage_Use_Count(self._cdata) + getrefcount(self.storage)
+
+    def take(self) -> bool:
+        """Have the memory from the allocator anew, if nobody holds it, nor has a view of it as an array."""
+        if self._count() != self._users or not self.storage.resizable():
+            return False
+        self.storage.resize_(0)
+        self.storage.resize_(self._n_bytes)
+        return True
+
+
+class Results:
+    """The results of a graph, which each replay writes anew: they are given out as copies, in one piece of memory.
+
+    That is used again when nobody holds a tensor in it: no variable, nothing that autograd has saved. It goes back to
+    the allocator and is asked for anew, so that it is reused as that of any tensor is: not before the work of other
+    streams that ``record_stream`` has named.
+
+    Args:
+        value: what the step returned, while it is captured. The graph's last launches bring it together.
+        device: of the graph. Tensors elsewhere are constants.
+    """
+
+    def __init__(self, value: Any, device: torch.device) -> None:
+        tensors: dict[str, Tensor] = {}
+        describe(value, "", {}, tensors)
+        self._slots: list[_Slot] = []
+        self._models = {path: each for path, each in tensors.items() if each.device.type == device.type}
+        self._made_of = maker(value, "", {path: place for place, path in enumerate(self._models)})
+        self._offsets, n_bytes = arena_offsets([each.nbytes for each in self._models.values()], 1)
+        self._arena = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+        if self._models:
+            torch._foreach_copy_(self._views(self._arena), list(self._models.values()))
+
+    def _views(self, memory: Tensor) -> list[Tensor]:
+        return views_of(memory, list(self._models.values()), self._offsets)
+
+    def copies(self) -> Any:
+        """They, as the last replay has left them, in new containers. One copy, no host sync."""
+        for slot in self._slots:
+            if slot.take():
+                break
+        else:
+            # What is made in inference mode can't be written to outside of it.
+            with torch.inference_mode(False):
+                memory = torch.empty_like(self._arena)
+                slot = _Slot(memory, self._views(memory))
+            self._slots = [*self._slots[1 - SLOTS :], slot]
+        slot.memory.copy_(self._arena)
+        # Each is a tensor of its own: what is done to it is not done to that of another replay.
+        return self._made_of([*map(attrgetter("data"), slot.tensors)])
 
 
 def devices_of(value: Any) -> set[torch.device]:
@@ -453,8 +539,8 @@ def capture(
       but not other shapes, dtypes or devices. All other arguments are part of the graph and must not change.
     * The step must not change a tensor that it was given. Containers are passed as copies: nobody else sees entries
       that the step adds to a TensorDict. It returns everything that its caller needs.
-    * It returns tensors, or TensorDicts, tuples, lists or dictionaries of them, or None. They have no gradient. A
-      replay returns the same tensors every time, with new values: ``clone()`` those that you keep.
+    * It returns tensors, or TensorDicts, tuples, lists or dictionaries of them, or None. They have no gradient, and no
+      later call changes them.
     * Its work on the host, apart from launches, happens once, at the capture. Only the work of its buffers (``len()``,
       the order of threads and streams) is repeated at each replay. So the step must not read a value of a tensor (that
       would wait for the GPU), branch on one, or draw random numbers on the CPU.
@@ -522,7 +608,8 @@ class Captured:
         Raises:
             ValueError: an argument is not like that of the first call, or the step breaks the rules of
                 :func:`capture`.
-            CaptureError: the step can't be captured; nothing has run. Or a buffer was moved since the capture.
+            CaptureError: the step can't be captured; nothing has run. Or a buffer was moved since the capture, or draws
+                in another way.
         """
         if self._arguments is None:
             return self._first(args, kwargs)
@@ -620,7 +707,10 @@ class Captured:
         side.wait_stream(current)
         try:
             with recorded(recording), capture_under_way(), _captured_into(graph, side), checks, launches_in_graph():
-                results = checked_results(self._step(*given, **named))
+                try:
+                    results = Results(checked_results(self._step(*given, **named)), self._device)
+                finally:
+                    recording.join()
             refuse_host_random(random_state)
             unchanged.check()
         except Exception as error:
@@ -635,7 +725,7 @@ class Captured:
             recording.holds(one.storage, "ring", "rows", "device")
             recording.holds(one.storage.followers, "listeners")
             for sampler in one.storage.followers.samplers:
-                recording.holds(sampler, *sampler.parts)
+                recording.holds(sampler, *sampler.parts, *(sampler.settings or ()))
         self._graph, self._results, self._recording, self._kept = graph, results, recording, checks.kept
 
     # After it
@@ -644,7 +734,7 @@ class Captured:
         assert self._graph is not None
         arguments.fill(args, kwargs)
         self._recording.replay(self._graph.replay)
-        return fresh(self._results)
+        return self._results.copies()
 
     def __repr__(self) -> str:
         name = getattr(self._step, "__qualname__", repr(self._step))

@@ -6,8 +6,10 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any, Protocol, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -16,8 +18,9 @@ from torch import Tensor, nn
 from gpubuf import graphs
 from gpubuf.data.storage.layout import priority_mask_key
 from gpubuf.data.transforms import Compose
+from gpubuf.modules.linear import _hooks_of_all
 from gpubuf.objectives.base import LossModule, _check_updater
-from gpubuf.objectives.explicit import KNOWN, UnknownError, Update, Watch, update_of
+from gpubuf.objectives.explicit import KNOWN, UnknownError, Update, update_of
 from gpubuf.optim import AdamW
 
 
@@ -32,8 +35,10 @@ class Learner:
 
     On a GPU the first calls run it as it is; then it is captured as one CUDA graph, and replayed (see
     :func:`gpubuf.capture`). Whatever a graph would repeat leads to a new one: a mode (``train()``, ``eval()``), a
-    module or parameter that was replaced or frozen, options, keys and value estimator of the loss, transforms and
-    settings of the buffer, other parts of the learner, hyperparameters of an optimiser that keeps them on the host.
+    module or parameter that was replaced or frozen, hooks, flags, fractions and texts among the attributes of modules,
+    options, keys and value estimator of the loss, transforms and settings of the buffer, other parts of the learner,
+    hyperparameters of an optimiser that keeps them on the host. After other changes, as of whole numbers in a module or
+    of what a transform or a value estimator keeps on the host, call :meth:`reset`.
     :class:`gpubuf.optim.AdamW`, buffers and schedules of the loss are read on the device, and need none. An update
     that can't be captured runs eagerly, and a warning says why, once.
 
@@ -74,7 +79,6 @@ class Learner:
     def reset(self) -> None:
         """Drop the graphs: the next calls are those of a new warm-up."""
         self._graphs: dict[Any, graphs.Captured] = {}
-        self._captured_for: Any = None
 
     @property
     def captured(self) -> bool:
@@ -91,8 +95,7 @@ class Learner:
                 policy, as in its paper, and all others at every call.
 
         Returns:
-            The losses, and other scalars that the loss returned, ``[]``, without gradient. A graph writes them into the
-            same tensors at each call: clone those that you keep.
+            The losses, and other scalars that the loss returned, ``[]``, without gradient.
 
         Raises:
             ValueError: there is neither batch nor buffer; a loss is no scalar; or a priority is refused.
@@ -101,14 +104,14 @@ class Learner:
             raise ValueError("a learner without a buffer needs a batch: learner(batch)")
         if not self._capture or self._device.type not in graphs.GRAPH_DEVICES:
             return self._update(batch, policy)[0]
-        state = self._graph_state()
-        if state != self._captured_for:
+        watch = self._new_watch()
+        if watch is not None:
             self.reset()
-            self._captured_for = state
+            self._watch = watch
         losses, written = self._replayed(batch, policy)
         if batch is not None:
             for key, value in written.items():
-                batch.set(key, value.clone())
+                batch.set(key, value)
         return losses
 
     # --- an update ---
@@ -160,15 +163,25 @@ class Learner:
             return None
         if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
             return None
-        if self._watch is None or not self._watch.unchanged():
-            # Set at the end: who is interrupted before does it again.
-            self._watch, self._explicit = None, None
-            watch = Watch(loss, self.optimizer)
+        watch = self._new_watch()
+        if watch is not None:
+            self._explicit = None
             with contextlib.suppress(UnknownError):
                 groups = self.optimizer.param_groups
                 self._explicit = update_of(loss, [each for group in groups for each in group["params"]])
             self._watch = watch
         return self._explicit
+
+    def _new_watch(self) -> Watch | None:
+        """None: nothing has changed since the last update. Else what notices the next change.
+
+        It is to be set when all is done that follows from the change: who is interrupted before does it again.
+        """
+        parts = self.loss, self.optimizer, self.target, self.buffer
+        if self._watch is not None and self._watch.parts == parts and self._watch.unchanged():
+            return None
+        self._watch = None
+        return Watch(*parts)
 
     # --- graphs ---
 
@@ -199,40 +212,95 @@ class Learner:
             self._capture = False
             return self._update(batch, policy)
 
-    def _graph_state(self) -> list[Any]:
-        """All that a graph repeats, and that may change: another one is captured for another state."""
-        loss, optimizer, target, kind = self.loss, self.optimizer, self.target, self._device.type
-        found: list[Any] = [loss, optimizer, target, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]
-        found += self._state_of_draws()
-        found += (getattr(target, name, None) for name in ("eps", "value_network_update_interval"))
-        options = ((name, each) for name, each in getattr(loss, "__dict__", {}).items() if not name.startswith("_"))
-        found += (each for each in options if type(each[1]) in (bool, int, float, str))
-        roots: list[Any] = [loss] if isinstance(loss, nn.Module) else []
-        if isinstance(loss, LossModule):
-            found += (*vars(loss._tensor_keys).values(), loss._mask_keys, getattr(loss, "_value_estimator", None))
-            found += (*map(id, loss._parameters.values()), *map(id, loss._buffers.values()))
-            roots = [each.network for each in loss._networks.every.values()] if loss._networks else roots
-        for part in (part for root in roots for part in root.modules()):
-            # The rate is that of dropout.
-            found += (id(part), part.training, vars(part).get("p"))
-            found += (*map(id, part._parameters.values()), *map(id, part._buffers.values()))
-        for group in optimizer.param_groups:
-            found += ((each.data_ptr(), each.requires_grad) for each in group["params"])
-            if not isinstance(optimizer, AdamW):
-                found += (
-                    id(each) if isinstance(each, Tensor) else each for key, each in group.items() if key != "params"
-                )
-        return found
 
-    def _state_of_draws(self) -> list[Any]:
-        """The buffer, and what its batches depend on."""
-        buffer = self.buffer
-        sampler, transforms = getattr(buffer, "sampler", None), getattr(buffer, "transform", None)
-        found = [buffer, getattr(buffer, "batch_size", None), sampler]
-        if isinstance(transforms, Compose):
-            found += transforms
-        settings = (getattr(sampler, name, None) for name in getattr(sampler, "settings", None) or ())
-        return found + [each for each in settings if not isinstance(each, Tensor)]
+_PLAIN = (bool, int, float, str, type(None))
+_PLACES = ("_modules", "_parameters", "_buffers")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_owned: Callable[[dict[str, Any]], tuple[dict[str, Any], ...]] = itemgetter(*_PLACES, *_HOOKS)
+_params_of = itemgetter("params")
+_learns, _hooks = attrgetter("requires_grad"), attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class Watch:
+    """Notices changes of what an update depends on, by functions that are written in C: it looks at every update.
+
+    That is which parts the update has, with their options, keys, modes and hooks; other attributes of modules that are
+    flags, fractions or texts; where parameters are; the buffer's transforms; autocast. The settings of its sampler are
+    for the capture to know.
+
+    Args:
+        parts: loss, optimiser, target and buffer.
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        loss, optimizer, target, buffer = self.parts = parts
+        known = loss._networks.every.values() if isinstance(loss, LossModule) and loss._networks else ()
+        roots = [each.network for each in known] or [loss]
+        modules = [part for root in roots if isinstance(root, nn.Module) for part in root.modules()]
+        own, drawing = (getattr(each, "__dict__", {}) for each in (loss, getattr(buffer, "parts", buffer)))
+        self._attributes = [own, *map(vars, modules)]
+        named = [(own, name) for name, each in own.items() if type(each) in _PLAIN and name[0] != "_"]
+        for part in self._attributes[1:]:
+            named += [
+                (part, name) for name, each in part.items() if type(each) in (bool, float, str) and name[0] != "_"
+            ]
+        named += [(own, name) for name in ("_mask_keys", "_value_estimator", "_networks")]
+        keys: list[dict[str, Any]] = [vars(own["_tensor_keys"])] if "_tensor_keys" in own else []
+        keys += [vars(target)] if hasattr(target, "__dict__") else []
+        named += [(each, name) for each in keys for name in each if type(each[name]) in (tuple, *_PLAIN)]
+        read = [(each, name) for each in self._attributes for name in ("in_keys", "_in_keys") if name in each]
+        named += read
+        self._keys = [each[name] for each, name in read]
+        named += [(drawing, name) for name in ("batch_size", "_batch_size", "sampler", "transform") if name in drawing]
+        self._named = [*map(itemgetter(0), named)], [*map(itemgetter(1), named)]
+        places = [each for part in self._attributes if "_modules" in part for each in _owned(part)]
+        transforms = getattr(buffer, "transform", None)
+        places += [transforms.steps._modules] if isinstance(transforms, Compose) else []
+        # Most are empty, and have to stay so.
+        self._places, self._empty = [each for each in places if each], [each for each in places if not each]
+        self._empty += cast("Any", _hooks_of_all)
+        self._learning = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        further = [tensor for each in known for tensor in (*each._tensors, *(each._target_tensors or ()))]
+        self._tensors = list(dict.fromkeys((*self._learning, *further)))
+        self._kind = self._learning[0].device.type
+        self._values, self._objects, self._numbers = self._now()
+
+    def _now(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """Values that may be replaced by equal ones, objects that may not, and numbers."""
+        groups = self.parts[1].param_groups
+        values = [*map(dict.get, *self._named)]
+        if not isinstance(self.parts[1], AdamW):
+            values += (value for group in groups for name, value in group.items() if name != "params")
+        parameters = chain.from_iterable(map(_params_of, groups))
+        objects = [*chain.from_iterable(map(dict.values, self._places)), *parameters]
+        numbers = [
+            *map(len, self._attributes),
+            *chain.from_iterable(self._keys),
+            any(self._empty),
+            *map(Tensor.data_ptr, self._tensors),
+            *map(Tensor.stride, self._tensors),
+            *map(_learns, self._learning),
+            *map(any, map(_hooks, self._learning)),
+            torch.is_autocast_enabled(self._kind),
+            torch.get_autocast_dtype(self._kind),
+        ]
+        return values, objects, numbers
+
+    def unchanged(self) -> bool:
+        """Whether everything is as it was."""
+        values, objects, numbers = self._now()
+        if numbers != self._numbers or not _are(objects, self._objects):
+            return False
+        return _are(values, self._values) or all(map(_equal, values, self._values))
+
+
+def _are(some: list[Any], others: list[Any]) -> bool:
+    """Whether these are the very same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and type(one) in (tuple, *_PLAIN) and one == other)
 
 
 def _reset(learner: weakref.ref[Learner], _: torch.optim.Optimizer) -> None:

@@ -15,7 +15,7 @@ import os
 import zlib
 from collections import namedtuple
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from mmap import MAP_PRIVATE, mmap
+from mmap import mmap
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +24,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 
+from gpubuf import system
 from gpubuf.terminal import Advance, show_nothing
 
 Buffer = bytes | memoryview
@@ -35,7 +36,6 @@ _CHECKSUM_BYTES = 4
 _CHUNK_BYTES = 1 << 22
 _LENGTH_BYTES = 8
 _ALIGNMENT = 16
-_NO_RESERVE = 0x4000  # mmap.MAP_NORESERVE, from Python 3.13 on
 
 NAMES = {
     torch.float64: "F64",
@@ -96,7 +96,7 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     target = Path(path)
     pieces = contents(state)
     replace(target, pieces)
-    sync_folder(target.parent)
+    system.sync_folder(target.parent)
 
 
 def replace(target: Path, pieces: Iterable[Buffer]) -> int:
@@ -127,7 +127,7 @@ def create(path: str | os.PathLike[str]) -> BinaryIO:
     Raises:
         FileExistsError: There is something at ``path``.
     """
-    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb")
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | system.OPENING, 0o666), "wb")
 
 
 def contents(state: Mapping[str, Any]) -> Iterator[Buffer]:
@@ -238,7 +238,7 @@ def _open(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tenso
         need(_LENGTH_BYTES < start <= size, f"a header of {start - _LENGTH_BYTES} bytes in a file of {size}")
         header = json.loads(file.read(start - _LENGTH_BYTES).decode())
         # Private, so that the file stays as it is. Linux would refuse to reserve as much as the machine has not.
-        memory = torch.frombuffer(mmap(file.fileno(), size, MAP_PRIVATE | _NO_RESERVE), dtype=torch.uint8)
+        memory = torch.frombuffer(mmap(file.fileno(), size, **system.PRIVATE), dtype=torch.uint8)
     need(isinstance(header, dict), f"the header is a {type(header).__name__}")
     metadata = header.pop("__metadata__", {})
     need(isinstance(metadata, dict), f"the metadata is a {type(metadata).__name__}")
@@ -402,12 +402,3 @@ def _checksum(path: str | os.PathLike[str], advance: Advance) -> int:
             remaining -= n
             advance(n)
     return checksum
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names of new files survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -34,7 +34,7 @@ import contextlib
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from types import NoneType
@@ -68,6 +68,10 @@ KEPT = 1024
 FP_FUSION = True
 """Whether the compiler may round a product and a sum once. Said at every launch: Triton changes its default in 3.10."""
 
+ADDRESSES = 64
+"""Addresses of what launches are given that are kept for each: an allocator gives the same ones again and again."""
+
+_address = Tensor.data_ptr
 _run = JITFunction.run if JITFunction.run.__module__ == JITFunction.__module__ else None
 
 
@@ -311,47 +315,75 @@ def launches_noted(into: list[Call] | None) -> Iterator[None]:
         _noting.calls = outer
 
 
+class Given(NamedTuple):
+    """In the place of an argument of a call: the tensor of that number that a launch is given."""
+
+    number: int
+
+
+def with_arguments(calls: Iterable[Call], replacement: Callable[[Any], Any]) -> list[Call]:
+    """The launches with other arguments, each the ``replacement`` of one."""
+    return [Call(variant, programs, tuple(map(replacement, given))) for variant, programs, given in calls]
+
+
 class Ready:
-    """Launches whose arguments stay, ready to be repeated.
+    """Launches whose arguments stay, but for tensors that each is given, ready to be repeated.
 
     Args:
         calls: the launches, which have run before.
         device: the number of the GPU that they are for; -1: that which is current (tensors are in host memory).
+        given: tensors among the arguments, each in other memory, which are not held: a launch has others in their
+            places, of the same dtypes and on the same device.
     """
 
-    def __init__(self, calls: Sequence[Call], device: int) -> None:
-        self._calls, self._device = calls, device
-        # Of a function of torch there is no stream, and nothing after it.
-        self._direct: list[tuple[Callable[..., Any], int, tuple[Any, ...] | None]] = []
-        # Held: what their handles name; and the hooks of kernels, which may come later.
-        self._compiled: list[Any] = []
-        self._hooks: list[Any] = []
-        for variant, programs, arguments in calls:
-            if isinstance(variant, Torch):
-                self._direct.append((variant.bound(*arguments), 0, None))
-                continue
-            key, values = variant.key(max(device, 0), arguments) if variant.direct else (None, ())
-            if key not in variant.compiled:
-                self._direct = []
-                return
-            launcher, compiled = variant.compiled[key]
-            self._compiled.append(compiled)
-            self._hooks.append(variant.kernel.pre_run_hooks)
-            self._direct.append((launcher.function, programs, launcher.tail(values)))
+    def __init__(self, calls: Sequence[Call], device: int, given: Sequence[Tensor] = ()) -> None:
+        self._device = device
+        places: dict[int, Any] = {each.data_ptr(): Given(number) for number, each in enumerate(given)}
+        self._calls = with_arguments(
+            calls, lambda each: places.get(each.data_ptr(), each) if isinstance(each, Tensor) else each
+        )
+        # The hooks of kernels may come later.
+        self._hooks = [
+            getattr(variant.kernel, "pre_run_hooks", ()) for variant, *_ in calls if type(variant) is Variant
+        ]
+        self._at: dict[tuple[int, ...], list[tuple[Any, ...]]] = {}
 
-    def launch(self) -> None:
+    def launch(self, *given: Tensor) -> None:
         """Launch them, in order, on the current stream."""
-        device = self._device
-        if self._direct and not somebody_watches() and not any(self._hooks):
+        device, addresses = self._device, tuple(map(_address, given))
+        direct = self._at.get(addresses) or self._bound(given, addresses)
+        if direct and not somebody_watches() and not any(self._hooks):
             current = driver.active.get_current_device()
             if device in (current, -1):
                 stream = driver.active.get_current_stream(current)
-                for function, programs, tail in self._direct:
+                for function, programs, tail, _ in direct:
                     function() if tail is None else function(programs, 1, 1, stream, *tail)
                 return
         with torch.cuda.device(device):
-            for variant, programs, arguments in self._calls:
+            for variant, programs, arguments in self._with(given):
                 variant.launch(programs, arguments)
+
+    def _with(self, given: Sequence[Tensor]) -> list[Call]:
+        return with_arguments(self._calls, lambda each: given[each.number] if type(each) is Given else each)
+
+    def _bound(self, given: Sequence[Tensor], addresses: tuple[int, ...]) -> list[tuple[Any, ...]]:
+        """The launches with what is given at these addresses; none: one is not compiled for them."""
+        found: list[tuple[Any, ...]] = []
+        for variant, programs, arguments in self._with(given):
+            if isinstance(variant, Torch):
+                # There is no stream, and nothing after it.
+                found.append((variant.bound(*arguments), 0, None, None))
+                continue
+            key, values = variant.key(max(self._device, 0), arguments) if variant.direct else (None, ())
+            if key not in variant.compiled:
+                return []
+            launcher, compiled = variant.compiled[key]
+            # Held: what the handles of launches name.
+            found.append((launcher.function, programs, launcher.tail(values), compiled))
+        if len(self._at) >= ADDRESSES:
+            self._at.clear()
+        self._at[addresses] = found
+        return found
 
 
 class Launch(NamedTuple):

@@ -1,21 +1,22 @@
 """The clocks that time calls.
 
-On a CPU that is the wall clock around one call. On a GPU a call only queues work: many calls are timed together, on the
+On a CPU that is the wall clock around one call. On a GPU a call only queues work: some calls are timed together, on the
 GPU's own clock, between an event before the first and an event after the last of them.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-#: Approximate length of a round on a GPU, and the most calls in it.
-ROUND_SECONDS, MOST_CALLS = 0.005, 100
+Call = Callable[[], object]
+#: Approximate length of a turn on a GPU, and the most calls in it.
+TURN_SECONDS, MOST_CALLS = 0.002, 32
 
 
 @dataclass(frozen=True)
@@ -24,89 +25,64 @@ class Clock:
 
     Attributes:
         name: ``"wall"`` or ``"events"``.
-        timer: seconds since some moment, once everything queued so far is done.
-        wait: returns once everything queued so far is done; None: nothing is ever queued.
+        seconds: of a call and all that it has queued; it waits for that.
+        queues: whether calls only queue their work, so that several are timed together.
     """
 
     name: str
-    timer: Callable[[], float]
-    wait: Callable[[], None] | None = None
+    seconds: Callable[[Call], float]
+    queues: bool = False
 
 
-class EventTimer:
-    """Seconds on the GPU's clock since the first call, by CUDA events on the current stream. Every call waits.
-
-    Steps between calls are added up: an event tells milliseconds in float32, which is exact over a round and not over
-    hours.
-    """
-
-    def __init__(self) -> None:
-        self.last: Any = None
-        self.seconds = 0.0
-
-    def __repr__(self) -> str:
-        # in files of results
-        return "CUDA events"
-
-    def __call__(self) -> float:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        event.synchronize()
-        if self.last is not None:
-            self.seconds += self.last.elapsed_time(event) / 1e3
-        self.last = event
-        return self.seconds
+def by_wall(call: Call, wait: Call | None = None) -> float:
+    """Seconds of a call, and of ``wait``, which returns once everything queued is done."""
+    start = time.perf_counter()
+    call()
+    if wait is not None:
+        wait()
+    return time.perf_counter() - start
 
 
-#: One for all benchmarks: pytest-benchmark takes a second to find out how exact a timer is.
-EVENTS = EventTimer()
+def by_events(call: Call) -> float:
+    """Seconds of a call on the GPU's clock, by CUDA events on the current stream."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+WALL = Clock("wall", by_wall)
 
 
 def of(filled: Any, device: str) -> Clock:
     """The clock for calls on a filled buffer: CUDA events miss a library that has streams of its own."""
     if device == "cpu":
-        return Clock("wall", time.perf_counter)
+        return WALL
     if getattr(filled, "clock", "events") == "events":
-        return Clock("events", EVENTS, torch.cuda.synchronize)
-    return Clock("wall", time.perf_counter, filled.wait)
+        return Clock("events", by_events, queues=True)
+    return Clock("wall", partial(by_wall, wait=filled.wait), queues=True)
 
 
-def warm_up(call: Callable[[], object], clock: Clock, seconds: float) -> None:
-    """Call for ``seconds``, and at least twice: pytest-benchmark derives the number of rounds from its first call."""
-    until = time.perf_counter() + seconds
-    for calls in itertools.count(1):
-        call()
-        if clock.wait is not None:
-            clock.wait()
-        if calls >= 2 and time.perf_counter() > until:
-            return
-
-
-def runs(call: Callable[[], object], clock: Clock, repeats: int, calls: int = 1) -> list[float]:
-    """Seconds per call, of so many runs of some calls in a row."""
-    found = []
-    for _ in range(repeats):
-        start = clock.timer()
-        for _ in range(calls):
-            call()
-        found.append((clock.timer() - start) / calls)
-    return found
-
-
-def repeated(call: Callable[[], object], clock: Clock) -> tuple[Callable[[], object], int]:
-    """One round to time, and how many (warm) calls it has: one on a CPU, many where calls are queued."""
-    if clock.wait is None:
-        return call, 1
-    start = time.perf_counter()
-    call()
-    clock.wait()
-    took = max(time.perf_counter() - start, 1e-9)
-    calls = max(1, min(MOST_CALLS, int(ROUND_SECONDS / took)))
-    wait = clock.wait
+def several(call: Call, calls: int) -> Call:
+    """So many calls as one."""
 
     def many() -> None:
         for _ in range(calls):
             call()
-        wait()
 
-    return many, calls
+    return many
+
+
+def runs(call: Call, clock: Clock, repeats: int, calls: int = 1) -> list[float]:
+    """Seconds per call, of so many runs of some calls in a row."""
+    return [clock.seconds(several(call, calls)) / calls for _ in range(repeats)]
+
+
+def turn(call: Call, clock: Clock) -> tuple[Call, int]:
+    """What is timed at a time, and how many (warm) calls that are: one on a CPU, several where calls are queued."""
+    if not clock.queues:
+        return call, 1
+    calls = max(1, min(MOST_CALLS, int(TURN_SECONDS / max(clock.seconds(call), 1e-9))))
+    return several(call, calls), calls

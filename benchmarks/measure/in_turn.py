@@ -5,16 +5,19 @@ A call finds in the caches what the others have left there, and a shared machine
 
 from __future__ import annotations
 
+import functools
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Call = Callable[[], object]
-#: By contender: ``"calls"``, the median microseconds of each, and where they are counted ``"operations"``.
+from benchmarks.measure.clocks import WALL, Call, Clock
+from benchmarks.measure.steady import Probe, steady
+
+#: By contender: ``"calls"``, the median microseconds of each; ``"probes"``, what
+#: :func:`~benchmarks.measure.steady.steady` said of each; and where they are counted ``"operations"``.
 Found = dict[str, dict[str, Any]]
 
 #: Rounds before those that count.
@@ -51,26 +54,32 @@ def operations(call: Call) -> int:
     return count.operations
 
 
-def alternating(calls: Mapping[str, Call], rounds: int, wait: Call = lambda: None) -> dict[str, float]:
-    """Median microseconds of calls, each made once a round; ``wait`` returns once a call is done, and is timed."""
+def alternating(
+    calls: Mapping[str, Call], rounds: int, clocks: Mapping[str, Clock] | None = None, warm_up: int = WARM_UP
+) -> dict[str, list[float]]:
+    """Seconds of calls, each made once a round, on the wall clock unless they have others.
+
+    ``warm_up`` rounds, but no more than those that count, go before.
+    """
     took: dict[str, list[float]] = {who: [] for who in calls}
-    for number in range(-min(WARM_UP, rounds), rounds):
+    clocks = dict.fromkeys(calls, WALL) if clocks is None else clocks
+    for number in range(-min(warm_up, rounds), rounds):
         for who, call in calls.items():
-            start = time.perf_counter()
-            call()
-            wait()
+            seconds = clocks[who].seconds(call)
             if number >= 0:
-                took[who].append((time.perf_counter() - start) * 1e6)
-    return {who: statistics.median(times) for who, times in took.items()}
+                took[who].append(seconds)
+    return took
 
 
-def in_turn(contenders: Mapping[str, Contender], rounds: int, wait: Call = lambda: None) -> Found:
+def in_turn(contenders: Mapping[str, Contender], rounds: int, probe: Probe) -> Found:
     """Call by call, the contenders that have it in turn."""
-    found: Found = {who: {"calls": {}} for who in contenders}
+    found: Found = {who: {"calls": {}, "probes": {}} for who in contenders}
     for what in dict.fromkeys(what for made in contenders.values() for what in made.calls):
         calls = {who: made.calls[what] for who, made in contenders.items() if what in made.calls}
-        for who, took in alternating(calls, rounds, wait).items():
-            found[who]["calls"][what] = took
+        took, said = steady(functools.partial(alternating, calls, rounds), probe)
+        for who in calls:
+            found[who]["calls"][what] = statistics.median(took[who]) * 1e6
+            found[who]["probes"][what] = said
     for who, made in contenders.items():
         if made.counted is not None:
             found[who]["operations"] = operations(made.counted)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from gpubuf.info import tuned_files
+
 PACKAGES = (
     *("torch", "triton", "tensordict", "numba", "numpy", "gymnasium"),
     *("torchrl", "cpprb", "flashbax", "jax", "jaxlib", "stable-baselines3"),
@@ -55,10 +57,12 @@ def device_name(kind: str) -> str:
 def describe(kind: str) -> dict[str, Any]:
     """The machine as it is now, for a file of results."""
     # Processors of one name differ in it, and by it in their products of matrices.
-    instructions = {"instructions": torch.backends.cpu.get_cpu_capability()} if kind == "cpu" else {}
+    found: dict[str, Any] = {"instructions": torch.backends.cpu.get_cpu_capability()}
+    if kind != "cpu":
+        found = {"tuned": any(file.state == "yes" for file in tuned_files({device_name(kind)}))}
     return {
         "device": {"kind": kind, "name": device_name(kind)},
-        **instructions,
+        **found,
         "versions": versions(),
         "python_version": platform.python_version(),
         "threads": torch.get_num_threads(),

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.measure.machine import RESULTS, result_path
 
 #: The studies: one of these stands in a file in place of pytest-benchmark's ``benchmarks``.
-SUBJECTS = ("kernels", "calls", "learning", "speed", "writers", "in_turn", "sb3_loop", "losses")
+SUBJECTS = ("kernels", "calls", "learning", "speed", "alone", "writers", "in_turn", "sb3_loop", "losses")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,24 @@ class Run:
         """Seconds per call of one library on one workload, or None."""
         found = self.of(workload).get(library)
         return None if found is None else found["stats"]["median"] / found["extra_info"]["calls"]
+
+    @property
+    def in_turn(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """By peer and workload: µs of it and of ours by library, where calls alternated, and their ``probe`` if known.
+
+        A workload that no peer can do stands under ``gpubuf``.
+        """
+        if "in_turn" in self.data:
+            kept: dict[str, dict[str, dict[str, Any]]] = self.data["in_turn"]
+            return kept
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        for name in self.workloads:
+            extra = self.of(name).get("gpubuf", {}).get("extra_info", {})
+            took: dict[str, Any] = {who: self.median(name, who) for who in extra.get("in_turn", ())}
+            shown = {"probe": extra.get("probe"), **{who: each * 1e6 for who, each in took.items() if each}}
+            for peer in [who for who in took if not who.startswith("gpubuf")] or list(took)[:1]:
+                found.setdefault(peer, {})[name] = shown
+        return found
 
     @property
     def workloads(self) -> list[str]:

@@ -172,7 +172,8 @@ class TorchRLInterface(Library):
 
     def storage(self) -> Any:
         """An empty storage."""
-        return self.storage_class(len(self.source), device=self.device)
+        once = {"share_next": True} if self.source.layout.shared else {}
+        return self.storage_class(len(self.source), device=self.device, **once)
 
     def open(self) -> None:
         self.buffer = self.new_prioritized() if self.prioritized else self.uniform_class(storage=self.storage())

@@ -40,10 +40,12 @@ class Layout:
     Attributes:
         observation: numbers of an observation.
         action: numbers of an action, whose first one is the row's number.
+        shared: the next observation is the observation of the next row, so that it can be stored once.
     """
 
     observation: int
     action: int
+    shared: bool = False
 
     @cached_property
     def row(self) -> dict[str, Tensor]:
@@ -58,12 +60,17 @@ class Layout:
 
 #: Those of MuJoCo's HalfCheetah: 17 + 6 + 17 numbers.
 TRANSITIONS = Layout(17, 6)
+#: The same, as one environment gives them.
+ONCE = Layout(17, 6, shared=True)
 
 
 @lru_cache(maxsize=2)
 def content(layout: Layout, n: int) -> dict[str, Tensor]:
     """``n`` rows, by flat name."""
-    return dict(transitions(n, layout.observation, layout.action).flatten_keys(".").items())
+    rows = transitions(n, layout.observation, layout.action)
+    if layout.shared:
+        rows["next", "observation"][:-1] = rows["observation"][1:]
+    return dict(rows.flatten_keys(".").items())
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Calls of gpubuf and of other libraries in turn: ``python -m benchmarks.studies.in_turn SUBJECT``.
 
-* ``calls``: workloads of the registry, gpubuf and one peer alternating in the peer's environment, a million rows;
+* ``calls``: workloads of the registry, gpubuf and one peer alternating in the peer's environment, a million rows, on a
+  CPU (on a GPU all libraries are in one environment, and ``python -m benchmarks`` itself takes them in turn);
 * ``sb3``: ``add`` and ``sample`` inside Stable-Baselines3's own SAC, with its buffer and with ours;
 * ``losses``: every loss, forward and backward, by hand in plain PyTorch, by gpubuf and by TorchRL.
 
@@ -26,34 +27,32 @@ from benchmarks.measure.elsewhere import found_by, peer_python
 from benchmarks.measure.in_turn import Contender, Found, in_turn
 from benchmarks.measure.machine import add_versions, describe, versions
 from benchmarks.measure.results import write_results
-from benchmarks.peers.libraries import PEERS, UnavailableError
+from benchmarks.measure.steady import probe_of
+from benchmarks.peers.libraries import PEERS
 from benchmarks.workloads import losses
 from benchmarks.workloads.registry import REGISTRY, LastFilled
+from benchmarks.workloads.rows import prepared
 
 #: Workloads that are compared in turn, those that share a buffer in a row, reads first.
 WORKLOADS = (
     *("uniform-sample-256", "uniform-sample-4096", "extend-256", "prioritized-sample-256", "prioritized-sample-4096"),
     *("sample-and-update-256", "priority-update-256", "priority-update-4096", "slices-5M-in-6M-write-and-sample"),
+    "SAC-update-256",
 )
 
 
-def calls(peer: str, device: str, rounds: int) -> dict[str, dict[str, float]]:
-    """By workload and library: median microseconds of gpubuf and one peer. Each call's result is checked first."""
+def calls(peer: str, rounds: int) -> dict[str, dict[str, Any]]:
+    """By workload: median microseconds of gpubuf and one peer, and the ``probe``. Results are checked before."""
     found = {}
-    libraries = ("gpubuf", *(("gpubuf-graph",) if device == "cuda" else ()), peer)
-    filled = {library: LastFilled() for library in libraries}
+    filled: dict[str, LastFilled] = {library: LastFilled() for library in ("gpubuf", peer)}
     for entry in (REGISTRY[name] for name in WORKLOADS):
-        ready: dict[str, Contender] = {}
-        for library in libraries:
-            if library in entry.libraries:
-                try:
-                    call = entry.prepare(filled[library].get(entry, library, device), library, device)
-                    ready[library] = Contender({"": call})
-                except (UnavailableError, AssertionError) as reason:
-                    print(f"{entry.name}, {library}: {reason or 'wrong results'}", file=sys.stderr)
+        ready, reasons = prepared(entry, [who for who in filled if who in entry.libraries], "cpu", filled)
+        for library, reason in reasons.items():
+            print(f"{entry.name}, {library}: {reason}", file=sys.stderr)
         if peer in ready:
-            taken = in_turn(ready, rounds, torch.cuda.synchronize if device == "cuda" else lambda: None)
+            taken = in_turn({who: Contender({"": call}) for who, (call, _) in ready.items()}, rounds, probe_of("cpu"))
             found[entry.name] = {library: each["calls"][""] for library, each in taken.items()}
+            found[entry.name]["probe"] = taken[peer]["probes"][""]
     return found
 
 
@@ -104,13 +103,13 @@ PARTS: dict[str, dict[str, str]] = {
 WRITTEN = {"calls": ("in_turn", 200), "sb3": ("sb3_loop", 3), "losses": ("losses", 15)}
 
 
-def measured(subject: str, part: str, device: str, rounds: int) -> Any:
+def measured(subject: str, part: str, rounds: int) -> Any:
     """One part, in this process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if subject == "calls":
-        return calls(part, device, rounds)
-    return sb3(int(part), rounds) if subject == "sb3" else in_turn(losses.contenders(part), rounds)
+        return calls(part, rounds)
+    return sb3(int(part), rounds) if subject == "sb3" else in_turn(losses.contenders(part), rounds, probe_of("cpu"))
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -120,7 +119,6 @@ def main(given: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("subject", choices=PARTS)
     parser.add_argument("--parts", nargs="+", help="default: all of the subject")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of calls; default: cpu")
     parser.add_argument("--rounds", type=int, help="default: calls 200, losses 15, sb3 3")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<subject>-<device>-<date>.json")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -128,15 +126,15 @@ def main(given: Sequence[str] | None = None) -> None:
     name, rounds = WRITTEN[options.subject]
     rounds = options.rounds or rounds
     if options.one:
-        found = measured(options.subject, options.one, options.device, rounds)
+        found = measured(options.subject, options.one, rounds)
         print(json.dumps({"found": found, "versions": versions()}))
         return
     parts = PARTS[options.subject]
     if unknown := set(options.parts or ()) - parts.keys():
         parser.error(f"{options.subject} has no {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
-    machine, results = {**describe(options.device), "threads": 1}, {}
+    machine, results = {**describe("cpu"), "threads": 1}, {}
     for part in options.parts or parts:
-        words = (options.subject, "--one", part, "--device", options.device, "--rounds", str(rounds))
+        words = (options.subject, "--one", part, "--rounds", str(rounds))
         try:
             told = found_by(
                 peer_python(parts[part]),

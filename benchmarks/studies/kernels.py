@@ -4,16 +4,18 @@
 which executes the PTX for sm_90 on the CPU and counts: the launches of a call, and of each its programs, warp
 instructions, bytes and dependent trips to memory. Tests hold the kernels to these counts.
 
-``python -m benchmarks.studies.kernels cuda`` times the calls in replayed graphs of :data:`REPEATS` calls each, so that
-the host takes no part: once as they are, with all that a call reads in the second level of cache, and once with a
-memset larger than that cache before every call, whose own time is taken off. A stage of ``make gpu`` does this,
-:mod:`benchmarks.stages`.
+``python -m benchmarks.studies.kernels cuda`` times the calls on full buffers, in replayed graphs of :data:`REPEATS`
+calls each, so that the host takes no part: once as they are, with all of it in the second level of cache that fits
+there, and once with a memset larger than that cache before every call, whose own time is taken off. It also measures
+what a launch costs the host, and how fast a kernel copies. With ``--profiled`` it makes some calls once, for ncu. A
+stage of ``make gpu`` does both, :mod:`benchmarks.stages`.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +29,12 @@ from benchmarks.measure import clocks
 from benchmarks.measure.elsewhere import found_by
 from benchmarks.measure.machine import describe
 from benchmarks.measure.results import write_results
+from benchmarks.measure.steady import probe_of, steady
 from benchmarks.peers.sources import transitions
 
 CAPACITY, STORED = 1_000_000, 20_000
+"""Rows of a buffer, and how many are there where launches are counted: those don't depend on it."""
+
 SIZES = {
     "uniform": (256, 4096, 32768),
     "observations once": (256, 4096),
@@ -55,8 +60,8 @@ def episodes(n: int) -> Any:
     return data
 
 
-def filled_buffer(kind: str, device: str = "cpu") -> Any:
-    """A buffer with room for a million transitions, some of them written."""
+def filled_buffer(kind: str, device: str = "cpu", stored: int = STORED) -> Any:
+    """A buffer with room for a million transitions, so many of them written."""
     from gpubuf.data import (
         LazyTensorStorage,
         PrioritizedSampler,
@@ -75,18 +80,20 @@ def filled_buffer(kind: str, device: str = "cpu") -> Any:
     }
     storage = LazyTensorStorage(CAPACITY, device=device, share_next=kind == "observations once")
     buffer = TensorDictReplayBuffer(storage=storage, sampler=samplers[kind]())
-    buffer.extend(episodes(STORED))
+    buffer.extend(episodes(stored))
     if "prioritized" in kind:
-        buffer.update_priority(torch.arange(STORED), torch.rand(STORED) + 0.1)
+        buffer.update_priority(torch.arange(stored), torch.rand(stored) + 0.1)
     return buffer
 
 
-def calls(kind: str, sizes: Sequence[int], device: str = "cpu") -> Iterator[tuple[str, Callable[[], object]]]:
+def calls(
+    kind: str, sizes: Sequence[int], device: str = "cpu", stored: int = STORED
+) -> Iterator[tuple[str, Callable[[], object]]]:
     """The calls of a training step on one kind of buffer, with their names."""
-    buffer = filled_buffer(kind, device)
+    buffer = filled_buffer(kind, device, stored)
     for n in sizes:
         data, index, priority = (
-            each.to(device) for each in (episodes(n), torch.randint(STORED, (n,)), torch.rand(n) + 0.1)
+            each.to(device) for each in (episodes(n), torch.randint(stored, (n,)), torch.rand(n) + 0.1)
         )
         yield f"{kind}: sample, {n}", functools.partial(buffer.sample, n)
         if kind == "uniform":
@@ -96,28 +103,9 @@ def calls(kind: str, sizes: Sequence[int], device: str = "cpu") -> Iterator[tupl
             yield f"{kind}: priority update, {n}", functools.partial(buffer.update_priority, index, priority)
 
 
-def sac_calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
-    """The fused pieces of a SAC loss, without their gradients."""
-    from gpubuf.kernels import sac, tanh_normal, td
-
-    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    q, column, zero = zeros(2, BATCH), zeros(BATCH), zeros()
-    flag = zeros(BATCH, dtype=torch.bool)
-    loc, scale, noise = zeros(BATCH, 6), zeros(BATCH, 6) + 1, zeros(BATCH, 6)
-    return {
-        "tanh-normal sample": lambda: tanh_normal.sample(loc, scale, noise, None, None, -1.0, 1.0, 1),
-        "soft TD target": lambda: td.soft_td_target(q, column, zero, column, flag, zero, None),
-        "TD loss": lambda: td.td_loss(q, column, None, None, 1, 1),
-        "actor loss": lambda: sac.actor_loss(q, column, zero, None, None, 1),
-        "temperature loss": lambda: sac.temperature_loss(zero, column, zero, None, None, 1),
-    }
-
-
 def other_calls(device: str = "cpu") -> Iterator[tuple[str, Callable[[], object]]]:
-    """Statistics of a normalised write, and the pieces of a SAC loss."""
-    from gpubuf.kernels import moments
+    """Statistics of a normalised write, and the fused pieces of a SAC loss, without their gradients."""
+    from gpubuf.kernels import moments, sac, tanh_normal, td
 
     rule = torch.tensor(moments.Rule(1e-8), dtype=torch.float64, device=device)
     for n, elements in ((256, 48), (4096, 48)):
@@ -125,15 +113,22 @@ def other_calls(device: str = "cpu") -> Iterator[tuple[str, Callable[[], object]
         source = torch.randn(n, elements, device=device)
         update = functools.partial(moments.update, state, source, mean, factor, rule, tickets)
         yield f"statistics of {elements} elements, {n}", update
-    for name, call in sac_calls(device).items():
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    q, column, zero = zeros(2, BATCH), zeros(BATCH), zeros()
+    flag = zeros(BATCH, dtype=torch.bool)
+    loc, scale, noise = zeros(BATCH, 6), zeros(BATCH, 6) + 1, zeros(BATCH, 6)
+    pieces: dict[str, Callable[[], object]] = {
+        "tanh-normal sample": lambda: tanh_normal.sample(loc, scale, noise, None, None, -1.0, 1.0, 1),
+        "soft TD target": lambda: td.soft_td_target(q, column, zero, column, flag, zero, None),
+        "TD loss": lambda: td.td_loss(q, column, None, None, 1, 1),
+        "actor loss": lambda: sac.actor_loss(q, column, zero, None, None, 1),
+        "temperature loss": lambda: sac.temperature_loss(zero, column, zero, None, None, 1),
+    }
+    for name, call in pieces.items():
         yield f"{name}, {BATCH}", call
-
-
-def all_calls(device: str = "cpu") -> Iterator[tuple[str, Callable[[], object]]]:
-    """Every call of the study, with its name."""
-    for kind, sizes in SIZES.items():
-        yield from calls(kind, sizes, device)
-    yield from other_calls(device)
 
 
 def counted_in_subprocess(*options: str) -> list[dict[str, Any]]:
@@ -147,7 +142,7 @@ WARM_UP = 5
 REPEATS = 20
 """Calls in a graph."""
 
-REPLAYS, ROUNDS = 5, 5
+REPLAYS, ROUNDS = 10, 5
 FLUSHED = 1 << 28
 """Bytes of the memset: several times the second level of cache."""
 
@@ -166,18 +161,66 @@ def microseconds(call: Callable[[], object], device: str) -> float:
     return statistics.median(clocks.runs(replay, clock, ROUNDS, REPLAYS)) / REPEATS * 1e6
 
 
-def timed(device: str) -> list[dict[str, object]]:
-    """``warm`` and ``cold`` microseconds of every call."""
+COPIED = 1 << 30
+"""Bytes that are copied: many times the second level of cache."""
+
+COPIES = [(programs, block, warps) for programs in (4, 8, 16) for block, warps in ((2048, 4), (4096, 8), (8192, 8))]
+"""Programs per multiprocessor, elements and warps per program of the copies that are tried."""
+
+
+def copy_bandwidth(device: str, n_bytes: int = COPIED, processors: int = 0) -> float:
+    """Bytes a second, read and written, of the fastest copy of random data by a kernel."""
+    from benchmarks.measure._triton import copy_kernel
+    from gpubuf.kernels._launching import launch
+
+    # Of zeros a GPU moves more, or less, than of data.
+    source = torch.randint(-(2**31), 2**31, (n_bytes // 4,), dtype=torch.int32, device=device)
+    target, took = torch.empty_like(source), []
+    processors = processors or torch.cuda.get_device_properties(device).multi_processor_count
+    for programs, block, warps in COPIES:
+        target.zero_()
+        given = (copy_kernel, programs * processors, target, source, source.numel() // block)
+        copy = functools.partial(launch, *given, num_warps=warps, BLOCK=block)
+        took.append(microseconds(copy, device))
+        if not torch.equal(target, source):
+            raise RuntimeError(f"a copy by {programs} programs of {block} elements differs from what it copies")
+    return 2 * n_bytes / min(took) * 1e6
+
+
+PROFILED = (
+    *("uniform: sample, 256", "uniform: extend, 256", "prioritized: sample, 256", "prioritized: priority update, 256"),
+    *("slices: sample, 256", "slices: extend, 256"),
+)
+"""What ncu looks at: the kernels that all others are like."""
+
+
+def profiled(device: str, stored: int) -> None:
+    """Make each of :data:`PROFILED` twice, the second time between the marks that a profiler begins and ends at."""
+    for name, call in itertools.chain(*(calls(kind, (256,), device, stored) for kind in SIZES)):
+        if name in PROFILED:
+            call()
+            with torch.cuda.profiler.profile():
+                call()
+
+
+def timed(device: str, stored: int) -> list[dict[str, object]]:
+    """``warm`` and ``cold`` microseconds of every call, the ``probe`` of the host, and how many rows are ``stored``."""
     memory = torch.empty(FLUSHED if device == "cuda" else 1, dtype=torch.uint8, device=device)
     flush = microseconds(memory.zero_, device)
     found: list[dict[str, Any]] = []
-    for name, call in all_calls(device):
 
-        def flushed(call: Callable[[], object] = call) -> None:
-            memory.zero_()
-            call()
+    def flushed(call: Callable[[], object]) -> None:
+        memory.zero_()
+        call()
 
-        found.append({"call": name, "warm": microseconds(call, device), "cold": microseconds(flushed, device) - flush})
+    def both(call: Callable[[], object]) -> dict[str, float]:
+        cold = microseconds(functools.partial(flushed, call), device) - flush
+        return {"warm": microseconds(call, device), "cold": cold}
+
+    of_buffers = (calls(kind, sizes, device, stored) for kind, sizes in SIZES.items())
+    for name, call in itertools.chain(*of_buffers, other_calls(device)):
+        took, probe = steady(functools.partial(both, call), probe_of(device))
+        found.append({"call": name, **took, "stored": stored, "probe": probe})
         print("{call:44} {warm:7.2f} µs, cold {cold:7.2f} µs".format(**found[-1]), flush=True)
     return found
 
@@ -187,12 +230,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.studies.kernels", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("device", choices=("cuda", "cpu"), nargs="?", help="time the calls there; cpu: a rehearsal")
+    parser.add_argument("--profiled", action="store_true", help="time nothing; make some calls for a profiler")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<kernels or calls>-<device>-<date>.json")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    stored = CAPACITY if options.device == "cuda" else STORED
+    if options.profiled:
+        profiled(options.device, stored)
+        return
     machine = describe(options.device or "cpu")
     if options.device:
-        write_results("calls", timed(options.device), machine, options.out)
+        if options.device == "cuda":
+            machine["launch_us"] = round(probe_of("cuda")(), 3)
+            machine["copy_bytes_per_second"] = round(copy_bandwidth("cuda"))
+        write_results("calls", timed(options.device, stored), machine, options.out)
         return
     launches = counted_in_subprocess()
     for each in launches:

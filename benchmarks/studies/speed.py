@@ -5,6 +5,9 @@ between by the time between. What comes before the first update and after the la
 of 256, two critics and a policy with two hidden layers of 256, and 1,000 random steps before the first update. In a
 round all runs go on at once, half a second each in turn. The median of some rounds counts.
 
+With ``--alone N ...`` it times the trainer of ``gpubuf train --env torch/Pendulum --num-envs N`` instead, by itself, on
+``--device``: many environments that step where networks and buffer are.
+
 CleanRL is no package: ``--cleanrl FILE`` names its ``sac_continuous_action.py``, which runs in the environment of
 Stable-Baselines3 (with ``pip install tyro``). SBX is Stable-Baselines3 in JAX.
 """
@@ -22,11 +25,18 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from benchmarks.measure import clocks
 from benchmarks.measure.elsewhere import ROOT, own_python
 from benchmarks.measure.machine import describe
 from benchmarks.measure.results import write_results
+from benchmarks.measure.steady import probe_of, steady
 from benchmarks.studies.learning import PEER_SCRIPT
+from gpubuf.train.config import TrainConfig
+from gpubuf.train.trainer import Trainer
 
 STARTS = 1_000
 #: Seconds that a program runs before it is the next one's turn.
@@ -82,6 +92,27 @@ def kill(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+#: Updates before those that are timed, which include its captures, and steps of all environments in a round.
+FIRST_UPDATES, STEPS = 64, 20
+
+
+def alone(copies: int, device: str, rounds: int) -> dict[str, Any]:
+    """Steps and updates per second of a trainer with so many environments, once it learns; the median of rounds."""
+    config = TrainConfig(env="torch/Pendulum", num_envs=copies, eval_every=0)
+    trainer = Trainer(config, torch.device(device), lambda record: None)
+    clock = clocks.of(None, device)
+    while trainer.status().updates < FIRST_UPDATES:
+        trainer.advance()
+    before = trainer.status()
+    took, probe = steady(lambda: clocks.runs(trainer.advance, clock, rounds, STEPS), probe_of(device))
+    made = trainer.status().updates - before.updates
+    trainer.close()
+    each = statistics.median(took)
+    updates = made / (rounds * STEPS * probe["tries"])
+    rates = {"steps_per_second": round(copies / each, 3), "updates_per_second": round(updates / each, 3)}
+    return {"program": f"gpubuf train --env torch/Pendulum --num-envs {copies}", "probe": probe, **rates}
+
+
 def programs(env: str, threads: int, script: Path | None, algorithms: bool = False) -> dict[str, list[str]]:
     """The command of every program that is installed; in its words ``{steps}`` and ``{folder}`` stay open."""
     stable, sbx = (str(own_python(peer)) for peer in ("sb3", "sbx"))
@@ -111,12 +142,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     parser.add_argument("--threads", type=int, default=1, help="of every program, on so many cores; default: 1")
     parser.add_argument("--algorithms", action="store_true", help="also gpubuf's other algorithms")
+    parser.add_argument("--alone", type=int, nargs="+", metavar="N", help="time gpubuf train with so many environments")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of --alone; default: cpu")
     parser.add_argument("--cleanrl", type=Path, help="CleanRL's sac_continuous_action.py")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/speed-<device>-<date>.json")
     options = parser.parse_args(arguments)
     if options.many <= options.few:
         parser.error("--many must be more than --few")
-    machine = {**describe("cpu"), "threads": options.threads}
+    torch.set_num_threads(options.threads)
+    machine = describe(options.device if options.alone else "cpu")
+    if options.alone:
+        timed = []
+        for copies in options.alone:
+            timed.append(alone(copies, options.device, options.rounds))
+            write_results("alone", timed, machine, options.out)
+        return
     chosen = programs(options.env, options.threads, options.cleanrl, options.algorithms)
     speeds: dict[str, list[float]] = {name: [] for name in chosen}
     few, many = STARTS + options.few, STARTS + options.many

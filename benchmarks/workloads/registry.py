@@ -1,8 +1,8 @@
-"""Every workload by name, the libraries by title, and the order in which they run."""
+"""Every workload by name, in the order in which they run, and the libraries by title."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 from benchmarks.peers.libraries import LIBRARIES, PEERS, UnavailableError
@@ -24,18 +24,6 @@ REGISTRY: dict[str, Workload] = {
 def environment(library: str) -> str:
     """In which environment a library runs: a peer in its own, all of ours in ``gpubuf``."""
     return library if library in PEERS else "gpubuf"
-
-
-def in_order(
-    workloads: Sequence[Workload], libraries: Callable[[str], bool] = lambda library: True
-) -> list[tuple[str, str]]:
-    """Names of workloads and libraries in the order to run them: those that share a buffer in a row, reads first."""
-    pairs = [(workload, library) for workload in workloads for library in workload.libraries if libraries(library)]
-    places: dict[Hashable, int] = {}
-    for workload, library in pairs:
-        places.setdefault(workload.contents(library), len(places))
-    pairs.sort(key=lambda pair: (places[pair[0].contents(pair[1])], pair[0].turn))
-    return [(workload.name, library) for workload, library in pairs]
 
 
 class LastFilled:

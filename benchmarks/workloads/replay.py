@@ -25,7 +25,7 @@ from benchmarks.peers.libraries import (
     PEERS,
     Library,
 )
-from benchmarks.peers.sources import TRANSITIONS, Layout, Source
+from benchmarks.peers.sources import ONCE, TRANSITIONS, Layout, Source
 from benchmarks.workloads.workload import Workload
 
 CAPACITY = 1_000_000
@@ -219,7 +219,6 @@ class Operation:
         title: for people.
         prepare: checks the library against the oracle, and returns the call to time.
         prioritized: of a prioritized buffer.
-        turn: when, among the operations on one buffer: the more it changes, the later.
         devices: where it is measured.
         graphed: it is also measured as replays of a graph. Others take arguments, which would be copied first.
     """
@@ -227,7 +226,6 @@ class Operation:
     title: str
     prepare: Callable[[Library, int], Callable[[], object]]
     prioritized: bool = False
-    turn: int = 0
     devices: tuple[str, ...] = ("cpu", "cuda")
     graphed: bool = False
 
@@ -239,11 +237,12 @@ class Operation:
 
 UNIFORM_SAMPLE = Operation("uniform sample", sampling, graphed=True)
 PRIORITIZED_SAMPLE = Operation("prioritized sample", sampling, True, graphed=True)
-SAMPLE_AND_UPDATE = Operation("sample and update", stepping, True, turn=1, graphed=True)
-PRIORITY_UPDATE = Operation("priority update", updating, True, turn=2)
-EXTEND = Operation("extend", extending, turn=3)
-HOST_EXTEND = Operation("extend from the host", extending_from_host, turn=3, devices=("cuda",))
-#: With the sizes of the batches that are measured, in the order of the tables.
+SAMPLE_AND_UPDATE = Operation("sample and update", stepping, True, graphed=True)
+PRIORITY_UPDATE = Operation("priority update", updating, True)
+EXTEND = Operation("extend", extending)
+HOST_EXTEND = Operation("extend from the host", extending_from_host, devices=("cuda",))
+#: With the sizes of the batches that are measured, in the order of the tables, and in that of running them: operations
+#: that share a buffer in a row, what writes rows last.
 OPERATIONS = {
     UNIFORM_SAMPLE: (256, 4096, 32768),
     EXTEND: (256,),
@@ -251,7 +250,7 @@ OPERATIONS = {
     PRIORITIZED_SAMPLE: (256, 4096),
     PRIORITY_UPDATE: (256, 4096),
     SAMPLE_AND_UPDATE: (256, 4096),
-    Operation("prioritized extend", extending, True, turn=3): (256,),
+    Operation("prioritized extend", extending, True): (256,),
 }
 
 
@@ -289,11 +288,21 @@ def replay(
     given: dict[str, Any] = {"name": f"{operation.name}-{batch}", "title": f"{operation.title}, {batch}"}
     given |= {"libraries": ("gpubuf", *graphed, *PEERS), "quick": batch <= 256, "devices": operation.devices}
     sizes = {"capacity": capacity, "batch": batch, "row_bytes": layout.row_bytes}
-    return Replay(operation=operation, layout=layout, turn=operation.turn, **{**given, **sizes, **more})
+    return Replay(operation=operation, layout=layout, **{**given, **sizes, **more})
+
+
+def once(operation: Operation, batch: int) -> Any:
+    """The workload on a buffer that stores observations once."""
+    named = {"name": f"{operation.name}-once-{batch}", "title": f"{operation.title}, observations once, {batch}"}
+    ours = ("gpubuf", *(("gpubuf-graph",) if operation.graphed else ()))
+    return replay(operation, batch, layout=ONCE, libraries=ours, **named)
 
 
 #: By name.
 WORKLOADS = {
     workload.name: workload
-    for workload in (replay(operation, batch) for operation, sizes in OPERATIONS.items() for batch in sizes)
+    for workload in (
+        *(replay(operation, batch) for operation, sizes in OPERATIONS.items() for batch in sizes),
+        *(once(*each) for each in ((UNIFORM_SAMPLE, 256), (UNIFORM_SAMPLE, 4096), (EXTEND, 256))),
+    )
 }

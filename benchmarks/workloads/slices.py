@@ -266,34 +266,34 @@ def _wide() -> TensorDict:
     return wide_stream(1_000_000)
 
 
-def _of_size(stored: int, capacity: int, name: str, title: str, operation: Prepare, turn: int) -> Slices:
+def _of_size(stored: int, capacity: int, name: str, title: str, operation: Prepare) -> Slices:
     sizes = f"{short(stored)} in {short(capacity)}"
     return Slices(
         name=f"slices-{sizes.replace(' ', '-')}-{name}",
         title=f"slices, {sizes}: {title}",
         **{"stream": _thin, "capacity": capacity, "stored": stored, "batch": 1024, "slice_len": 4, "row_bytes": 2},
-        **{"operation": operation, "turn": turn, "quick": capacity <= 200_000},
+        **{"operation": operation, "quick": capacity <= 200_000},
     )
 
 
-def _by_priority(name: str, title: str, operation: Prepare, turn: int) -> Slices:
+def _by_priority(name: str, title: str, operation: Prepare) -> Slices:
     return Slices(
         name=f"prioritized-slices-{name}",
         title=f"prioritized slices: {title}",
         **{"stream": _wide, "capacity": 1_000_000, "stored": 1_000_000, "batch": 1024, "slice_len": 8},
-        **{"row_bytes": TRANSITIONS.row_bytes, "operation": operation, "turn": turn, "quick": False},
+        **{"row_bytes": TRANSITIONS.row_bytes, "operation": operation, "quick": False},
         prioritized=True,
     )
 
 
 _SIZES = ((100_000, 120_000), (1_000_000, 1_200_000), (5_000_000, 6_000_000), (100_000_000, 120_000_000))
-_SAMPLE = ("sample", "sample", sampling, 0)
-_WRITE = ("write-and-sample", "write a row and sample", writing_and_sampling, 2)
+_SAMPLE = ("sample", "sample", sampling)
+_WRITE = ("write-and-sample", "write a row and sample", writing_and_sampling)
 #: By name.
 SLICES = {
     workload.name: workload
     for workload in (
         *(_of_size(*size, *operation) for size in _SIZES for operation in (_SAMPLE, _WRITE)),
-        *(_by_priority(*each) for each in (_SAMPLE, ("sample-and-update", "sample and update", stepping, 1), _WRITE)),
+        *(_by_priority(*each) for each in (_SAMPLE, ("sample-and-update", "sample and update", stepping), _WRITE)),
     )
 }

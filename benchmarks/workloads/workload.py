@@ -22,7 +22,6 @@ class Workload:
         batch: rows of a batch.
         row_bytes: bytes of a row.
         quick: part of a quick run.
-        turn: when, among those that share a buffer: the more a call changes, the later.
         devices: where it makes sense.
     """
 
@@ -33,7 +32,6 @@ class Workload:
     batch: int
     row_bytes: int
     quick: bool = True
-    turn: int = 0
     devices: tuple[str, ...] = ("cpu", "cuda")
 
     @property

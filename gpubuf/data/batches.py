@@ -145,11 +145,16 @@ class Batches:
 
         prepared = PreparedBatches(self)
         self._draw, self._forget = prepared.draw, prepared.forget  # type: ignore[method-assign]
+        self.kept_bytes = prepared.kept_bytes  # type: ignore[method-assign]
         batch: Batch = prepared.draw(*request)
         return batch
 
     def _forget(self) -> None:
         """Nothing is prepared."""
+
+    def kept_bytes(self) -> int:
+        """Bytes that are kept for the batches to come."""
+        return 0
 
     def drawn(
         self, n: int, include_info: bool, batches: int | None, whole: bool = True, assembled: bool = True

@@ -140,4 +140,5 @@ def memory(buffer: Assembled) -> MemoryReport:
     kind = placement.kind if storage.allocation.relocatable else DISK
     on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
     index = taken.index + storage.followers.nbytes
-    return MemoryReport(kind, str(placement.device), storage.nbytes, taken.tree, index, counters, on_host)
+    batches, device = parts.batches.kept_bytes(), str(placement.device)
+    return MemoryReport(kind, device, storage.nbytes, taken.tree, index, counters, on_host, batches)

@@ -156,6 +156,7 @@ class Parts:
         if sampler.reader is not reader:
             sampler.read_from(reader)
         self.reader = reader
+        before = vars(self).get("batches")
         self.batches = (Prefetched if self.prefetch and Prefetched.helps(storage, sampler, unit) else Batches)(
             storage,
             reader,
@@ -170,6 +171,8 @@ class Parts:
             unit=unit,
             gate=None if self.intake is None else self.intake.gate,
         )
+        if isinstance(before, Prefetched):
+            before.replaced_by(self.batches)
         self.rows = RowAccess(storage, writer, self.transform, self.collate_fn, self.recipe, self.time_dim)
 
     @property

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 from gpubuf.data.ingress.remote import Link, remote_parts
 from gpubuf.data.operation import Operation
 from gpubuf.data.parts import Assembled, Parts
+from gpubuf.system import at_fork
 
 # What goes to a process that is being spawned: the state of a buffer, and who has that.
 _BYTES, _OWNER = "_bytes", "_owner"
@@ -146,4 +147,4 @@ def _after_fork() -> None:
             _write_to(buffer, os.getppid(), _link_of(buffer))
 
 
-os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+at_fork(before=_before_fork, after_in_child=_after_fork)

@@ -12,6 +12,7 @@ import gc
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -67,6 +68,10 @@ def emptied_unless_done(storages: Sequence[Any]) -> Iterator[None]:
         raise
 
 
+#: Types whose equal values are the same to a graph.
+_PLAIN = frozenset({bool, float, int, str, tuple})
+
+
 class CaptureError(RuntimeError):
     """A step that can't be captured in a CUDA graph, or a graph that no longer fits what it was captured with."""
 
@@ -92,14 +97,18 @@ class Recording:
 
     Attributes:
         operations: those of the buffers that the graph uses.
+        branches: the streams on which work of an operation goes on, in a branch of the graph.
+        kept: memory that replays leave something in for the next one, by its owner.
     """
 
     def __init__(self) -> None:
         self.operations: list[RecordedOperation] = []
+        self.branches: dict[RecordedOperation, torch.cuda.Stream] = {}
+        self.kept: dict[Hashable, Any] = {}
         self._before: dict[Hashable, Callable[[], None]] = {}
         self._after: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
-        self._held: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        self._held: dict[tuple[int, str], tuple[Any, Callable[[Any], Any], Any]] = {}
 
     def before(self, key: Hashable, action: Callable[[], None]) -> None:
         """Do ``action`` before each replay; of several with the same key, the first."""
@@ -112,6 +121,16 @@ class Recording:
     def undo(self, action: Callable[[], None]) -> None:
         """Do ``action`` if the capture is given up: its launches then never run."""
         self._undo.append(action)
+
+    def join(self, *operations: RecordedOperation) -> None:
+        """What comes next on the current stream comes after the branches of these operations; of all if none is given.
+
+        A graph has to end on the stream on which it began.
+        """
+        for one in operations or list(self.branches):
+            branch = self.branches.pop(one, None)
+            if branch is not None:
+                torch.cuda.current_stream(branch.device).wait_stream(branch)
 
     def refuse(self, reason: str) -> None:
         """Raise: the step does what a graph can't repeat.
@@ -127,9 +146,13 @@ class Recording:
             action()
 
     def holds(self, owner: Any, *attributes: str) -> None:
-        """The graph uses the present values of these attributes: refuse replays once they are replaced."""
+        """The graph uses the present values of these attributes: refuse replays once they are replaced.
+
+        ``"a.b"`` is an attribute of an attribute.
+        """
         for name in attributes:
-            self._held.setdefault((id(owner), name), (owner, name, getattr(owner, name)))
+            get = attrgetter(name)
+            self._held.setdefault((id(owner), name), (owner, get, get(owner)))
 
     def replay(self, launch: Callable[[], object]) -> None:
         """Replay by ``launch``: one operation of all the buffers, with its work on the host.
@@ -143,11 +166,15 @@ class Recording:
         action()
 
     def _replay(self, launch: Callable[[], object]) -> None:
-        for owner, name, value in self._held.values():
-            if getattr(owner, name, None) is not value:
+        for owner, get, value in self._held.values():
+            try:
+                now = get(owner)
+            except AttributeError:
+                now = None
+            if now is not value and not (type(now) is type(value) in _PLAIN and now == value):
                 raise CaptureError(
-                    f"a {type(owner).__name__} was moved, freed or given other parts or shares since its step was "
-                    "captured: call reset() on the captured step, and it is captured anew"
+                    f"a {type(owner).__name__} was moved, freed or given other parts, settings or shares since its "
+                    "step was captured: call reset() on the captured step, and it is captured anew"
                 )
         for action in self._before.values():
             action()
@@ -305,3 +332,5 @@ def used(operation: RecordedOperation) -> None:
     operations = current.operations
     if operations is not None and operation not in operations:
         operations.append(operation)
+    if current.recording is not None:
+        current.recording.join(operation)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubuf.data.recording import Recording, recorded, runs_now
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.kernels._launching import Call, Ready, Torch, launches_noted
+from gpubuf.kernels._launching import Call, Ready, Torch, launches_noted, with_arguments
 from gpubuf.kernels._registry import NAMESPACE, on_gpu
 
 MAX_BYTES = 1 << 24
@@ -212,10 +212,15 @@ class _Prepared:
             results.setdefault(id(value), placed(value))
             return [*results].index(id(value))
 
-        self._calls = [Call(variant, programs, tuple(map(placed, given))) for variant, programs, given in calls]
+        self._calls = with_arguments(calls, placed)
         self._form = _Form(batch, number)
         self._results = [*results.values()]
         self.complete = all(isinstance(each, _Place) for each in self._results)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of its slots."""
+        return self.n_bytes * len(self._slots)
 
     def again(self, storage: TensorStorage) -> Any:
         """The batch of one more draw from a storage. None: all slots are in use."""
@@ -262,10 +267,7 @@ class _Slot:
         self.memory = torch.empty(n_bytes, dtype=torch.uint8, device=device).untyped_storage()
         self.cdata = self.memory._cdata
         of_place = functools.cache(lambda place: place.tensor(self.memory))
-        self._calls = [
-            Call(variant, programs, tuple(of_place(each) if isinstance(each, _Place) else each for each in given))
-            for variant, programs, given in calls
-        ]
+        self._calls = with_arguments(calls, lambda each: of_place(each) if isinstance(each, _Place) else each)
         self.tensors = [*map(of_place, results)]
         self.users = _storage_uses(self.cdata) + getrefcount(self.memory)
 
@@ -306,6 +308,10 @@ class PreparedBatches:
     def forget(self) -> None:
         """Let go of all that is prepared."""
         self._known, self._at = {}, (None,)
+
+    def kept_bytes(self) -> int:
+        """Bytes of all slots, also of those whose batch somebody holds."""
+        return sum(each.kept_bytes for each in self._known.values() if type(each) is _Prepared)
 
     def draw(self, *request: Any) -> Any:
         """What :meth:`Batches.drawn` gives for ``request``. Called within an operation."""

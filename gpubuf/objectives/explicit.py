@@ -10,8 +10,9 @@ Shapes: B rows, N nets side by side (one actor, or the critics), A components of
 from __future__ import annotations
 
 import abc
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from inspect import unwrap
 from typing import Any, NamedTuple, cast
 
@@ -40,6 +41,7 @@ _sample, _sample_backward = unwrap(density.sample), unwrap(density.sample_backwa
 _td_loss, _td_loss_backward = unwrap(values.loss), unwrap(values.loss_backward)
 _actor_loss, _actor_loss_backward = unwrap(entropies.actor_loss), unwrap(entropies.actor_loss_backward)
 _temperature_loss = unwrap(entropies.temperature_loss)
+_relu_backward = torch.ops.aten.threshold_backward.grad_input
 
 
 class UnknownError(Exception):
@@ -61,68 +63,89 @@ class Layer(NamedTuple):
     bias: Any
 
 
-def product(x: Tensor, y: Tensor, out: Tensor) -> None:
+Call = Callable[..., object]
+"""Makes a call of ``(function, *arguments, **options)``, or keeps it for later."""
+
+
+def at_once(function: Call, *arguments: Any, **options: Any) -> None:
+    """Makes a call."""
+    function(*arguments, **options)
+
+
+class Calls(list[Callable[[], object]]):
+    """Calls that are prepared once, on the same memory each time."""
+
+    def __call__(self, function: Call, *arguments: Any, **options: Any) -> None:
+        """Keep one."""
+        self.append(functools.partial(function, *arguments, **options))
+
+    def run(self) -> None:
+        """Make them, in order."""
+        for call in self:
+            call()
+
+
+def product(do: Call, x: Tensor, y: Tensor, out: Tensor) -> None:
     """``out = x y`` of matrices."""
     if x.dtype is torch.float32 and worth_onednn(x.shape[0], x.shape[1], y.shape[1]):
-        out.copy_(multiplied(x, y))
+        do(lambda: out.copy_(multiplied(x, y)))
+    elif x.shape[1] == 1:
+        do(torch.mul, x, y, out=out)
     elif out.is_contiguous():
-        torch.mm(x, y, out=out)
+        do(torch.mm, x, y, out=out)
     else:
-        torch.mm(y.T, x.T, out=out.T)
+        do(torch.mm, y.T, x.T, out=out.T)
 
 
-def forward(layers: Sequence[Layer], x: Tensor, outs: Sequence[Tensor]) -> None:
+def forward(do: Call, layers: Sequence[Layer], x: Tensor, outs: Sequence[Tensor]) -> None:
     """A perceptron with ReLU.
 
     Args:
+        do: gets the calls.
         layers: of it.
         x: ``[B, in]``.
         outs: memory for what each layer returns, ``[B, out]``.
     """
     for i, ((weight, bias), out) in enumerate(zip(layers, outs, strict=True)):
-        product(x, weight, out)
+        product(do, x, weight, out)
         if bias is not None:
-            out.add_(bias)
-        x = out.relu_() if i < len(layers) - 1 else out
+            do(out.add_, bias)
+        if i < len(layers) - 1:
+            do(out.relu_)
+        x = out
 
 
 def backward(
+    do: Call,
     layers: Sequence[Layer],
-    x: Tensor | None,
+    x: Tensor,
     outs: Sequence[Tensor],
     grad: Tensor,
     scratch: Tensor,
-    into: Sequence[Layer] | None = None,
-    of_inputs: Tensor | None = None,
+    into: Sequence[Layer],
 ) -> None:
-    """The gradients of :func:`forward`, of the parameters or of the inputs. It overwrites ``outs``.
+    """The gradients of :func:`forward`. It overwrites ``outs``.
 
     Args:
-        layers, x, outs: as they were in the forward; ``x`` is for ``into`` alone.
+        do: gets the calls.
+        layers, x: as they were in the forward.
+        outs: what the layers but the last returned.
         grad: of the result, ``[B, out]``.
         scratch: memory of at least ``B`` times the largest width.
         into: memory for the gradients of ``layers``.
-        of_inputs: memory for the gradients of the last columns of ``x``, ``[B, columns]``.
     """
     for i in range(len(layers) - 1, -1, -1):
-        weight = layers[i].weight
-        if into is not None:
-            of_weight, of_bias = into[i]
-            before = outs[i - 1] if i else x
-            if of_weight is not None:
-                product(before.T, grad, of_weight)  # type: ignore[union-attr]
-            if of_bias is not None:
-                torch.sum(grad, 0, out=of_bias)
+        of_weight, of_bias = into[i]
+        if of_weight is not None:
+            product(do, (outs[i - 1] if i else x).T, grad, of_weight)
+        if of_bias is not None:
+            do(torch.sum, grad, 0, out=of_bias)
         if i:
             out = outs[i - 1]
             unmasked = scratch[: out.numel()].view(out.shape)
-            if weight.shape[1] == 1:
-                torch.mul(grad, weight.T, out=unmasked)
-            else:
-                product(grad, weight.T, unmasked)
-            grad = torch.ops.aten.threshold_backward.grad_input(unmasked, out, 0, grad_input=out)
-    if of_inputs is not None:
-        product(grad, layers[0].weight[-of_inputs.shape[1] :].T, of_inputs)
+            product(do, grad, layers[i].weight.T, unmasked)
+            do(_relu_backward, unmasked, out, 0, grad_input=out)
+            grad = out
 
 
 # --- several of them --------------------------------------------------------------------------------------------------
@@ -186,36 +209,48 @@ class Perceptrons:
         self._widths: list[int] = [weight.shape[1] for weight, _ in self.nets[0]]
         self.like: Tensor = self.nets[0][0].weight
         self.inputs = self.like.shape[0]
-        self._memory, self._rows = memory, -1
+        self._memory, self._prepared = memory, (-1, 0)
 
     @property
     def outputs(self) -> int:
         """Numbers that a net returns for a row."""
         return self._widths[-1]
 
-    def forward(self, x: Tensor, count: int | None = None) -> Tensor:
-        """``[B, in]`` to ``[N, B, out]``, by all nets or the first ones, in new memory."""
-        rows, nets = len(x), self.nets[:count]
-        if rows != self._rows:
-            self._rows, hidden = rows, self._widths[:-1]
-            self._outs = [
-                [self._memory((net, i), rows, width) for i, width in enumerate(hidden)] for net in range(len(self.nets))
-            ]
-            self._scratch = self._memory("scratch", rows * max(hidden, default=0))
-        found = x.new_empty(len(nets), rows, self.outputs)
-        for net, outs, out in zip(nets, self._outs, found.unbind(), strict=False):
-            forward(net, x, [*outs, out])
-        return found
+    def _prepare(self, rows: int, batches: int) -> None:
+        """Take memory for that many batches of rows, and prepare the calls on it."""
+        hidden, count, total = self._widths[:-1], len(self.nets), rows * batches
+        x, self._out = self.like.new_empty(total, self.inputs), self.like.new_empty(count, total, self.outputs)
+        self._inputs = x.split(rows)
+        #: Memory for the gradient of what the first batch results in, ``[N, B, out]``.
+        self.grad = self.like.new_empty(count, rows, self.outputs)
+        self._hidden = [self._memory(i, count, total, width) for i, width in enumerate(hidden)]
+        scratch = self._memory("scratch", total * max(hidden, default=0))
+        self._forward, self._backward = [Calls() for _ in self.nets], Calls()
+        for i, net in enumerate(self.nets):
+            outs = [each[i] for each in self._hidden]
+            forward(self._forward[i], net, x, [*outs, self._out[i]])
+            first = [each[:rows] for each in outs]
+            backward(self._backward, net, self._inputs[0], first, self.grad[i], scratch, self._into[i])
+        self._prepared = rows, batches
 
-    def backward(self, x: Tensor, grad: Tensor) -> None:
-        """Set the gradients of all parameters that learn, by that of what the last :meth:`forward` returned.
+    def forward(self, *batches: Sequence[Tensor], count: int | None = None) -> Tensor:
+        """``[N, B, out]`` by all nets or the first ones, in memory that the next call writes to.
 
         Args:
-            x: the inputs.
-            grad: ``[N, B, out]``.
+            *batches: inputs ``[B, in_i]`` each, which are joined. The results of batches follow each other.
+            count: of the nets.
         """
-        for net, outs, of_net, into in zip(self.nets, self._outs, grad.unbind(), self._into, strict=True):
-            backward(net, x, [*outs, of_net], of_net, self._scratch, into)
+        if (len(batches[0][0]), len(batches)) != self._prepared:
+            self._prepare(len(batches[0][0]), len(batches))
+        for inputs, x in zip(batches, self._inputs, strict=True):
+            torch.cat(inputs, -1, out=x)
+        for calls in self._forward[:count]:
+            calls.run()
+        return self._out[:count]
+
+    def backward(self) -> None:
+        """Set the gradients of all parameters that learn, by :attr:`grad` of the last :meth:`forward`."""
+        self._backward.run()
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
 
@@ -223,21 +258,26 @@ class Perceptrons:
         """The gradient of inputs that all nets share, by those rows of each net whose result has one.
 
         Args:
-            grad: of the results of the last :meth:`forward`, ``[N, B]``, 0 for most nets of a row.
+            grad: of the results of the last :meth:`forward`, of one batch, ``[N, B]``, 0 for most nets of a row.
             columns: which inputs.
             into: memory for their gradient, ``[B, columns]``.
         """
-        into.zero_()
-        for net, outs, of_net in zip(self.nets, self._outs, grad, strict=False):
-            rows = of_net.nonzero().squeeze(-1)
-            kept = [
-                torch.index_select(out, 0, rows, out=self._memory(("kept", i), len(rows), out.shape[1]))
-                for i, out in enumerate(outs)
-            ]
-            of_rows = into.new_empty(len(rows), into.shape[1])
-            layers = [Layer(net[0].weight[columns], None), *net[1:]]
-            backward(layers, None, kept, of_net.index_select(0, rows)[:, None], self._scratch, of_inputs=of_rows)
-            into.index_add_(0, rows, of_rows)
+        # One net after the other: k B + row.
+        flat, sizes = grad.flatten(), grad.count_nonzero(1).tolist()
+        places = flat.nonzero().squeeze(-1)
+        found = flat.index_select(0, places)[:, None]
+        for i in range(len(self._hidden), 0, -1):
+            hidden = self._hidden[i - 1].flatten(0, 1)
+            like = len(places), hidden.shape[1]
+            kept, unmasked = self._memory(("kept", i), *like), self._memory("scratch", *like)
+            torch.index_select(hidden, 0, places, out=kept)
+            for net, each, out in zip(self.nets, found.split(sizes), unmasked.split(sizes), strict=False):
+                product(at_once, each, net[i].weight.T, out)
+            found = _relu_backward(unmasked, kept, 0, grad_input=kept)
+        of_rows = into.new_empty(len(places), into.shape[1])
+        for net, each, out in zip(self.nets, found.split(sizes), of_rows.split(sizes), strict=False):
+            product(at_once, each, net[0].weight[columns].T, out)
+        into.zero_().index_add_(0, places % len(into), of_rows)
 
 
 # --- what is known ----------------------------------------------------------------------------------------------------
@@ -267,10 +307,10 @@ def _actor(loss: Any, core: nn.Module, memory: Memory) -> tuple[Perceptrons, Per
     if type(core) is not MLP or own.online.module is not network:
         raise UnknownError(f"an actor of {type(core).__name__}")
     places = _places(_perceptron(core, PLAIN_LINEAR), own._tensors)
-    target = own._tensors if own._target_tensors is None else own._target_tensors
     # Critics run between the actor's forward and its backward.
     mine = Perceptrons(places, own._tensors, False, True, Memory(own._tensors[0]))
-    return mine, Perceptrons(places, [each.detach() for each in target], False, True, memory)
+    targets = own._target_tensors
+    return mine, mine if targets is None else Perceptrons(places, targets, False, True, memory)
 
 
 def _critics(loss: Any, memory: Memory) -> tuple[Perceptrons, Perceptrons]:
@@ -285,11 +325,10 @@ def _critics(loss: Any, memory: Memory) -> tuple[Perceptrons, Perceptrons]:
             raise UnknownError("critics with other activations")
     else:
         raise UnknownError(f"critics of {type(own.network).__name__}")
-    target = own._tensors if own._target_tensors is None else own._target_tensors
-    both = [Perceptrons(places, each, True, turned, memory) for each in (own._tensors, [t.detach() for t in target])]
-    if both[0].outputs != 1:
+    mine, targets = Perceptrons(places, own._tensors, True, turned, memory), own._target_tensors
+    if mine.outputs != 1:
         raise UnknownError("critics with several values")
-    return both[0], both[1]
+    return mine, mine if targets is None else Perceptrons(places, targets, True, turned, memory)
 
 
 def _modules(loss: Any) -> list[nn.Module]:
@@ -394,13 +433,11 @@ class Update(abc.ABC):
             parameter.grad = None
         return self._gradients(batch, policy)
 
-    def _inputs(self, step: TensorDictBase, action: Tensor | None = None) -> Tensor:
-        """``[B, in]`` of the actor, or of critics with this action."""
+    def _inputs(self, step: TensorDictBase, action: Tensor | None = None) -> list[Tensor]:
+        """Those of the actor, or of critics with this action, ``[B, in_i]``."""
         if action is None:
-            found = [step.get(key) for key in self._states]
-        else:
-            found = [action if key == self._action else step.get(key) for key in self._of_critics]
-        return torch.cat(found, -1) if len(found) > 1 else found[0]
+            return [step.get(key) for key in self._states]
+        return [action if key == self._action else step.get(key) for key in self._of_critics]
 
     @property
     def size(self) -> int:
@@ -437,19 +474,19 @@ class Update(abc.ABC):
         rows = torch.Size([len(action)])
         next_q = self.target_critics.forward(self._inputs(following, action))
         target = self.loss.td_target(next_q, batch, rows, *entropy)
-        x = self._inputs(batch, batch.get(self._action))
-        q = self.critics.forward(x)
+        q = self.critics.forward(self._inputs(batch, batch.get(self._action)))
         weighting, sizes = self._weighting(batch, rows, target=True), q.shape[:2][::-1]
         value, error, norm = _td_loss(q, target, *weighting, *self._code, *sizes)
         grad = _td_loss_backward(self._one, q, target, *weighting, norm, self._code[0], *sizes)
-        self.critics.backward(x, grad.view_as(q))
+        self.critics.grad.copy_(grad.view_as(q))
+        self.critics.backward()
         return value, error
 
     def _learn_actions(
         self, batch: TensorDictBase, action: Tensor, log_prob: Tensor, alpha: Tensor, nets: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(loss of the actor, entropy, gradient of its actions ``[B, A]``, gradient of the log-densities ``[B]``)."""
-        q = self.critics.forward(self._inputs(batch, action), nets)
+        q = self.critics.forward(self._inputs(batch, action), count=nets)
         weighting, last = self._weighting(batch, log_prob.shape), (td.SMALLEST, *q.shape[:2][::-1])
         value, entropy, norm = _actor_loss(q, log_prob, alpha, *weighting, self._code[1], *last)
         of_q, of_log_prob = _actor_loss_backward(self._one, q, alpha, *weighting, norm, *last)
@@ -487,37 +524,41 @@ class SACUpdate(Update):
     def size(self) -> int:
         return super().size // 2
 
-    def _draw(self, actor: Perceptrons, step: TensorDictBase) -> tuple[Any, ...]:
-        """(action, its log-density, inputs of the actor, what :data:`~gpubuf.kernels.tanh_normal.sample` got)."""
-        x = self._inputs(step)
-        loc, raw = actor.forward(x)[0].chunk(2, -1)
-        raw = raw + self._gaussian.shift
+    def _draw(self, actor: Perceptrons, *steps: TensorDictBase) -> list[tuple[Tensor, ...]]:
+        """(action, its log-density, what softplus got, loc, scale, noise) for each step; noise is drawn for the last
+        one first."""
+        loc, raw = actor.forward(*map(self._inputs, steps))[0].chunk(2, -1)
+        loc, raw = loc.contiguous(), raw + self._gaussian.shift
         scale = nn.functional.softplus(raw).add_(self._gaussian.scale_lb)
-        noise = torch.randn(loc.shape, dtype=self.dtype, device=loc.device)
-        given = (loc.contiguous(), scale, noise, *self._bounds[:2])
-        return (*_sample(*given, *self._bounds[2:], *loc.shape), x, raw, given)
+        noise = [torch.randn(len(loc) // len(steps), self.size, dtype=self.dtype, device=loc.device) for _ in steps]
+        drawn = loc, scale, torch.cat(noise[::-1])
+        found = *_sample(*drawn, *self._bounds, *loc.shape), raw, *drawn
+        return list(zip(*(each.chunk(len(steps)) for each in found), strict=True))
 
     def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
         loss, alpha = self.loss, self.loss.alpha
         seen = loss._seen(batch)
         following = next_state(seen)
-        action, log_prob, *_ = self._draw(self.target_actor, following)
+        # One pass through an actor that is its own target.
+        joint = (seen,) if policy and self.target_actor is self.actor else ()
+        *drawn, (action, log_prob, *_) = self._draw(self.target_actor, *joint, following)
         value, error = self._learn_values(seen, following, action, log_prob, alpha)
         losses = {"loss_qvalue": value, "alpha": alpha}
         if policy:
-            losses |= self._learn_policy(seen, alpha)
+            losses |= self._learn_policy(seen, alpha, *(drawn or self._draw(self.actor, seen)))
         loss._set_priority(batch, seen, error)
         return losses
 
-    def _learn_policy(self, seen: TensorDictBase, alpha: Tensor) -> dict[str, Tensor]:
-        loss, actor = self.loss, self.actor
-        action, log_prob, x, raw, given = self._draw(actor, seen)
+    def _learn_policy(self, seen: TensorDictBase, alpha: Tensor, drawn: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        loss, (action, log_prob, raw, *given) = self.loss, drawn
         if not loss._target_entropy_known:
             loss._learn_target_entropy(action, log_prob.shape)
         value, entropy, of_action, of_log_prob = self._learn_actions(seen, action, log_prob, alpha)
-        of_loc, of_scale = _sample_backward(*given, of_action, of_log_prob, *self._bounds[2:], *action.shape)
+        low, high, *values = self._bounds
+        of_loc, of_scale = _sample_backward(*given, low, high, of_action, of_log_prob, *values, *action.shape)
         of_raw = torch.ops.aten.softplus_backward(of_scale, raw, 1, 20)
-        actor.backward(x, torch.cat([of_loc, of_raw], -1)[None])
+        torch.cat([of_loc, of_raw], -1, out=self.actor.grad[0])
+        self.actor.backward()
         weight, mask = self._weighting(seen, log_prob.shape)
         if mask is not None:
             entropy = -reduced(log_prob, None, mask, "mean")
@@ -552,12 +593,12 @@ class TD3Update(Update):
         return {**losses, "loss_qvalue": value}
 
     def _learn_policy(self, seen: TensorDictBase) -> dict[str, Tensor]:
-        x = self._inputs(seen)
-        action = self.actor.forward(x)[0].tanh()
+        action = self.actor.forward(self._inputs(seen))[0].tanh()
         # The loss of soft actor-critic's actor, by the first critic alone and without entropy.
         nothing = action.new_zeros(len(action))
         value, _, of_action, _ = self._learn_actions(seen, action, nothing, nothing.new_zeros(()), 1)
-        self.actor.backward(x, torch.ops.aten.tanh_backward(of_action, action)[None])
+        torch.ops.aten.tanh_backward.grad_input(of_action, action, grad_input=self.actor.grad[0])
+        self.actor.backward()
         return {"loss_actor": value}
 
 
@@ -574,50 +615,3 @@ def update_of(loss: Any, parameters: Iterable[Tensor]) -> Update:
     if kind is None:
         raise UnknownError(f"a {type(loss).__name__}")
     return kind(loss, parameters)
-
-
-class Watch:
-    """Notices changes of what :func:`update_of` depends on: options, keys, modules, hooks, and where parameters are.
-
-    Args:
-        loss: with networks.
-        optimizer: of its parameters.
-    """
-
-    def __init__(self, loss: Any, optimizer: torch.optim.Optimizer) -> None:
-        self._loss, self._optimizer = loss, optimizer
-        parts = [loss, *_modules(loss)]
-        self._places = [each for part in parts[1:] for each in (part._modules, part._parameters, part._buffers)]
-        # Kept, so that no other object gets the identity of one of them.
-        self._kept = [list(each.values()) for each in self._places]
-        self._hooks = [each for part in parts for name, each in vars(part).items() if name in _HOOKS]
-        self._hooks += _hooks_of_all
-        self._attributes = [*map(vars, parts)]
-        self._own = [*loss._actor._tensors, *loss._critics._tensors]
-        self._own += [each for each in (getattr(loss, "log_alpha", None),) if each is not None]
-        targets = (each for net in (loss._actor, loss._critics) for each in net._target_tensors or ())
-        self._tensors = [*self._own, *targets]
-        self._found = self._now()
-
-    def _now(self) -> list[Any]:
-        found: list[Any] = [each for each in vars(self._loss).values() if type(each) in (bool, int, float, str)]
-        found += vars(self._loss._tensor_keys).values()
-        for network in (self._loss.actor_network, self._loss._critics.network):
-            found += network.in_keys
-        for place in self._places:
-            found += map(id, place.values())
-        found += map(bool, self._hooks)
-        found += map(len, self._attributes)
-        found += (*map(Tensor.data_ptr, self._tensors), *map(Tensor.stride, self._tensors))
-        for each in self._own:
-            found += (each.requires_grad, not each._backward_hooks, not each._post_accumulate_grad_hooks)
-        for group in self._optimizer.param_groups:
-            found += map(id, group["params"])
-        return found
-
-    def unchanged(self) -> bool:
-        """Whether everything is as it was."""
-        return self._now() == self._found
-
-
-_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})

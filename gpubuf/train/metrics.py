@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpubuf.system import OPENING
+
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -43,7 +45,7 @@ class JsonLines:
 
 def _unlinked(path: str, flags: int) -> int:
     """Open a file, but refuse a symbolic link in its place."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    return os.open(path, flags | OPENING, 0o666)
 
 
 def check_lines(path: Path, keep: int) -> int:

@@ -301,6 +301,8 @@ class Reading(NamedTuple):
         n_steps: most rows of a window, 1 to ``MAX_STEPS``.
         gamma: discount of a step in sums.
         draws: random numbers of a row.
+        on_host: share of the rows that lie in the host's memory, from which a GPU reads them with few programs. No
+            batch is another one for it.
     """
 
     ends: Tensor | None = None
@@ -310,11 +312,12 @@ class Reading(NamedTuple):
     n_steps: int = 1
     gamma: float = 1.0
     draws: int = 0
+    on_host: float = 0.0
 
 
 _READING = (
     "Tensor? ends=None, Tensor? links=None, Tensor(b!)? noise=None, int envs=1, int n_steps=1, float gamma=1.0,"
-    " int draws=0"
+    " int draws=0, float on_host=0.0"
 )
 
 
@@ -335,11 +338,11 @@ gather = define(
 ``index`` is int64 ``[n]``, contiguous, with values in ``[-capacity, capacity)``; negative ones count from the
 end of the storage. ``generation`` is int64 ``[n]``. ``arena_bytes`` is what :func:`arena_offsets` says. No host sync.
 
-For a table of fields ``reading`` is a :class:`Reading`. A row of the arena has ``elements * size of the batch's dtype``
-bytes. Sums are made in float64, the drawn row first. The codec and normalising compute in float32, or in float64 if
-stored or batch are float64, or if integers are summed; between integers nothing is computed without a codec or
-processing. A number becomes an integer of the batch rounded to the nearest, half to even, and cut to the range (NaN:
-0), and a bool if it is not zero.
+``reading`` is a :class:`Reading`, of which a table of columns takes ``on_host`` alone. Of a table of fields a row of
+the arena has ``elements * size of the batch's dtype`` bytes. Sums are made in float64, the drawn row first. The codec
+and normalising compute in float32, or in float64 if stored or batch are float64, or if integers are summed; between
+integers nothing is computed without a codec or processing. A number becomes an integer of the batch rounded to the
+nearest, half to even, and cut to the range (NaN: 0), and a bool if it is not zero.
 
 Raises:
     IndexError: an index is out of range, or the next observation of a row is lost (CPU). On a GPU such a row reads as

@@ -49,6 +49,10 @@ MAX_COPYING = 8192
 WIDE_KEY = 256
 """Average bytes of a key's row from which elements of 16 bytes are the better guess."""
 
+HOST_BYTES = 1 << 18
+"""Bytes that the programs of a launch read at a time from the host's memory. A bus of 55 GB/s and 1.5 us needs 80 KB on
+their way; a program that looks for its next tile has none. More programs would only take room from other kernels."""
+
 COMPARED_COLUMNS = 32
 """Elements of a row that are compared at a time: few rows per program, so that small writes have several programs."""
 
@@ -85,7 +89,7 @@ def padded_keys(n_keys: int) -> int:
     return max(32, ceil_power(n_keys))
 
 
-def copying_programs(n_keys: int, n: int, n_bytes: int, tile: int) -> int:
+def copying_programs(n_keys: int, n: int, n_bytes: int, tile: int, on_host: float = 0.0) -> int:
     """A guess at the tiles of ``n`` rows of ``n_keys`` keys, ``n_bytes`` bytes together. Any number is correct.
 
     The true number depends on the alignment of every key, which only the device knows. The guess takes elements of 4
@@ -95,10 +99,11 @@ def copying_programs(n_keys: int, n: int, n_bytes: int, tile: int) -> int:
     many find no tile, and end after one look at the table.
 
     Beyond :data:`MAX_COPYING` a program has several tiles. Every multiprocessor is busy then, and its warps hide each
-    other's latency.
+    other's latency. If a share of the rows is ``on_host``, the programs read :data:`HOST_BYTES` at a time from there.
     """
     element = 16 if n_bytes >= WIDE_KEY * n * n_keys else 4
-    return min(n_keys + n_bytes // (element * tile), MAX_COPYING)
+    most = cdiv(HOST_BYTES, int(element * tile * on_host)) if on_host else MAX_COPYING
+    return min(n_keys + n_bytes // (element * tile), most, MAX_COPYING)
 
 
 def check_row_bytes(n_bytes: int, n: int) -> None:
@@ -135,26 +140,26 @@ def _read(
     """Arena, index and generations of a batch of ``given`` rows, or of ``n`` rows that the kernel draws by ``rng``."""
     if not trusted:
         check_storage(table, ring, capacity)
-    how = None if table.shape[1] == ENTRY else Reading(*reading)
-    if how is not None and not trusted:
+    how, plain = Reading(*reading), table.shape[1] == ENTRY
+    if not plain and not trusted:
         check_reading(how, capacity)
     other = rng if given is None else given
     if not trusted or (other is not None and other.get_device() != table.get_device()):
-        check_devices(table, ring, other, *(() if how is None else how[:3]))
+        check_devices(table, ring, other, *(() if plain else how[:3]))
     device, computed = table.device, None
-    if how is not None:
+    if not plain:
         # A window of one step ends there, whatever the flags say.
         ends = how.ends if how.n_steps > 1 else None
         memory = (ends, how.links, how.noise)
-        computed = (*[tensor is not None for tensor in memory], *how[3:])
-    known = prepared_read(device, table.shape[0], n, capacity, arena_bytes, rng is not None, computed)
+        computed = (*[tensor is not None for tensor in memory], *how[3:7])
+    known = prepared_read(device, table.shape[0], n, capacity, arena_bytes, rng is not None, computed, how.on_host)
     arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
     generation = torch.empty(n, dtype=torch.int64, device=device)
     index = torch.empty_like(generation) if given is None else given
     if n == 0:
         return arena, index, generation
     tensors: tuple[Tensor, ...]
-    if how is not None:
+    if not plain:
         tensors = (*[ring if tensor is None else tensor for tensor in (*memory, rng)], index, arena, generation)
     elif rng is not None:
         tensors = (rng, arena, index, generation)
@@ -167,7 +172,7 @@ def _read(
 @remembered
 def prepared_read(
     device: torch.device, n_keys: int, n: int, capacity: int, arena_bytes: int, drawn: bool,
-    computed: tuple[Any, ...] | None,
+    computed: tuple[Any, ...] | None, on_host: float,
 ) -> Launch:  # fmt: skip
     """How a batch of ``n`` rows is launched, which depends on sizes alone.
 
@@ -177,6 +182,7 @@ def prepared_read(
         n, capacity, arena_bytes: as of the operations.
         drawn: the kernel draws the rows.
         computed: of a computed batch whether there are ends, links and noise, and the numbers of its ``Reading``.
+        on_host: as of ``Reading``.
 
     Raises:
         ValueError: a row has more than ``MAX_ROW_BYTES`` bytes.
@@ -197,7 +203,7 @@ def prepared_read(
     if n:
         check_row_bytes(arena_bytes, n)
     row_programs = cdiv(n, tile)
-    programs = row_programs + copying_programs(n_keys, n, arena_bytes, tile)
+    programs = row_programs + copying_programs(n_keys, n, arena_bytes, tile, on_host)
     constants = {**flags, "KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT}
     return Launch(variant_of(kernel, num_warps, None, constants), programs, (*numbers, row_programs))
 

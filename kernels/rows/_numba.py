@@ -73,7 +73,7 @@ def read(
         results = call_in_parts(_copy_batch, before, n, after)
     else:
         how = Reading(*reading)
-        before, after = (*map(_address, how[:3]), *before), (*after, *how[3:])
+        before, after = (*map(_address, how[:3]), *before), (*after, *how[3:7])
         results = call_in_parts(_read_batch, before, n, (*after, True))
         if results[0] == NOT_SIMPLE:
             results = _read_some(table, index, ring, capacity, targets, how, before, after)

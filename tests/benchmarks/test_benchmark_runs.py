@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from benchmarks import __main__ as command
 from benchmarks import run
-from benchmarks.conftest import in_time
 from benchmarks.measure import clocks
 from benchmarks.measure.results import combined
 from benchmarks.peers.libraries import PEERS
 from benchmarks.report import comparison
+from benchmarks.workloads import rows
+from benchmarks.workloads.registry import TITLES
+from benchmarks.workloads.workload import Workload
 from tests.support.benchmark_results import a_full_run, a_run, entry
 
 # Clocks
@@ -29,6 +33,7 @@ class Event:
     """A CUDA event of a GPU whose clock is moved by hand."""
 
     now = 0.0
+    recorded: ClassVar[list[Event]] = []
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -37,9 +42,12 @@ class Event:
 
     def record(self) -> None:
         self.at = Event.now
+        Event.recorded.append(self)
 
     def synchronize(self) -> None:
-        self.done = True
+        """Whatever was recorded before it on the stream is done as well."""
+        for event in Event.recorded[: Event.recorded.index(self) + 1]:
+            event.done = True
 
     def elapsed_time(self, other: Event) -> float:
         assert self.done
@@ -49,7 +57,8 @@ class Event:
 
 def test_calls_on_a_gpu_are_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    clock = clocks.Clock("events", clocks.EventTimer(), lambda: None)
+    clock = clocks.of(None, "cuda")
+    assert (clock.name, clock.queues) == ("events", True)
 
     def call() -> None:
         Event.now += 2.5
@@ -87,8 +96,6 @@ def test_runs_of_several_devices_are_not_mixed():
 
 def test_benchmarks_run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """In two environments, into one file: those that are measured, with all that belongs beside them, and others."""
-    # pytest-benchmark would take the process for one of those that share the tests of this run.
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     other = tmp_path / "python"
     other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     other.chmod(0o755)
@@ -100,9 +107,10 @@ def test_benchmarks_run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
     # In the order of the registry, though reads run before writes.
     assert [found["group"] for found in data["benchmarks"] if found["extra_info"]["library"] == "gpubuf"] == names[::-1]
     found = data["benchmarks"][0]
-    extra = {"library": "gpubuf", "device": "cpu", "calls": 1, "clock": "wall"}
-    extra |= {"row_bytes": 166, "batch": 256, "workload": names[1]}
+    extra = {"library": "gpubuf", "device": "cpu", "calls": 1, "clock": "wall", "in_turn": ["gpubuf"]}
+    extra |= {"row_bytes": 166, "batch": 256, "workload": names[1], "capacity": 1_000_000, "stored": 1_000_000}
     assert extra.items() <= found["extra_info"].items()
+    assert found["extra_info"]["probe"].keys() == {"before", "after", "agreed", "tries"}
     assert found["stats"]["median"] > 0
     assert "data" not in found["stats"]
     skipped = {(skip["workload"], skip["library"]): skip["reason"] for skip in data["skipped"]}
@@ -110,13 +118,58 @@ def test_benchmarks_run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert {library for _, library in skipped} == {"gpubuf-graph", "cpprb"}
     assert data["machine_info"]["environments"]["gpubuf"].items() <= data["machine_info"]["versions"].items()
     shown = capfd.readouterr().out
-    assert re.search(r"1/3 +uniform sample, 256 +gpubuf +[\d.]+ µs", shown)
-    assert re.search(r"3/3 .*gpubuf, graph +not measured: CUDA graphs", shown)
+    assert re.search(r"1/2 +uniform sample, 256 +gpubuf +[\d.]+ µs", shown)
+    assert re.search(r"1/2 .*gpubuf, graph +not measured: CUDA graphs", shown)
+    results = tmp_path / "results.json"
+    results.write_text(json.dumps(data))
+    compared = subprocess.run([sys.executable, "-m", "pytest_benchmark", "compare", str(results)], check=False)
+    assert compared.returncode == 0
+    assert "extend-256[gpubuf]" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(("codes", "expected"), [((0, 5), 0), ((0, 1), 1), ((2, 0), 2)])
+def test_libraries_take_turns_and_one_that_is_wrong_or_fails_has_no_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """On a GPU as well, there with several calls a turn; a peer's wrong result is no failure, and ours is one."""
+    seen: list[str] = []
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Some(Workload):
+        def prepare(self, filled: None, library: str, device: str) -> Any:
+            if library == "cpprb":
+                raise AssertionError("other rows")
+            if library == "torchrl":
+                raise ZeroDivisionError("no rows")
+            return lambda: seen.append(library)
+
+    entry = Some(name="some", title="some", libraries=(*TITLES,), capacity=8, batch=2, row_bytes=4)
+    clock = dataclasses.replace(clocks.WALL, queues=True)
+    monkeypatch.setattr(run, "REGISTRY", {"some": entry})
+    monkeypatch.setattr(clocks, "of", lambda filled, device: clock)
+    monkeypatch.setattr(rows, "probe_of", lambda device: lambda: 1.0)
+    monkeypatch.setattr(rows, "FEWEST", 2)
+    monkeypatch.setattr(rows, "MOST", 2)
+    into = tmp_path / "into.json"
+    asked = ["gpubuf", "gpubuf-graph", "torchrl", "cpprb"]
+    assert run.main(["--into", str(into), *(f"--library={name}" for name in asked)]) == 1
+    data = json.loads(into.read_text())
+    assert [each["extra_info"]["in_turn"] for each in data["benchmarks"]] == [["gpubuf", "gpubuf-graph"]] * 2
+    calls = {each["extra_info"]["library"]: each["extra_info"]["calls"] for each in data["benchmarks"]}
+    assert max(calls.values()) > 1
+    turns = [(who, len([*group])) for who, group in itertools.groupby(seen)]
+    assert turns[-6:] == [*calls.items()] * 3
+    reasons = {skip["library"]: skip["reason"] for skip in data["skipped"]}
+    assert reasons == {"torchrl": "failed: ZeroDivisionError: no rows", "cpprb": "wrong results: other rows"}
+    late = ["--into", str(into), "--library=gpubuf", f"--deadline={time.time() - 1}"]
+    assert run.main(late) == 0
+    assert "the time for this run was over" in capsys.readouterr().out
+    # A file is continued.
+    assert len(json.loads(into.read_text())["benchmarks"]) == 2
+
+
+@pytest.mark.parametrize(("codes", "expected"), [((0, 0), 0), ((0, 1), 1), ((2, 0), 2)])
 def test_a_failure_in_any_environment_is_told(codes: tuple[int, ...], expected: int, monkeypatch: pytest.MonkeyPatch):
-    """5: there are no such benchmarks there. What was never begun left no results."""
+    """What was never begun left no results."""
     left = list(codes)
     monkeypatch.setattr(run, "describe", lambda kind: {})
     monkeypatch.setattr(run, "interpreters", lambda: {Path("a"): ["gpubuf"], Path("b"): ["cpprb"]})
@@ -142,13 +195,6 @@ def test_every_peer_is_pinned_for_make():
     for peer in (*PEERS, *studied):
         files = list((run.ROOT / "benchmarks" / "peers").glob(f"{peer}*.txt"))
         assert any("==" in path.read_text() for path in files), peer
-
-
-def test_nothing_begins_after_the_deadline():
-    in_time(None)
-    in_time(time.time() + 60)
-    with pytest.raises(pytest.skip.Exception, match="the time for this run was over"):
-        in_time(time.time() - 1)
 
 
 # The command

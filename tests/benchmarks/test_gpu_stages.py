@@ -21,6 +21,7 @@ from benchmarks import stages
 from benchmarks.measure.elsewhere import ROOT
 from benchmarks.measure.results import newest_runs
 from benchmarks.stages import Plan, Step
+from benchmarks.studies import kernels
 from benchmarks.workloads.registry import REGISTRY
 from tests.support.benchmark_results import a_run, entry
 from tests.support.planted_fault import main as planted_fault
@@ -48,22 +49,32 @@ def test_a_stage_fits_into_seven_minutes(stage: int):
 
 
 def test_every_test_for_a_gpu_is_run_once():
-    """The large part by many processes; those that look at the whole device, or break it, by themselves."""
+    """The large part by many processes; those that look at the whole device, or break it, by themselves.
+
+    What users feel first comes first, and by itself, with one process, the one test that Inductor compiles in.
+    """
     run: list[str] = []
+    shared = {"slots-and-learner", "tests", "training-and-tuning"}
     for step in planned(1, 3).values():
         if step.junit is None:
             continue
         sanitized = step.name in SANITIZERS
         run += [word for word in step.command if word.startswith("tests/") and not sanitized]
-        workers = stages.WORKERS if step.name in ("tests", "training-and-tuning") else 0 if sanitized else 1
+        workers = stages.WORKERS if step.name in shared else 0 if sanitized else 1
         assert step.command[step.command.index("-n") + 1] == str(workers)
         # A test that hangs ends well before the step does.
         each = [float(word.partition("=")[2]) for word in step.command if word.startswith("faulthandler_timeout=")]
         assert [seconds < step.seconds - stages.GRACE for seconds in each] == [True] * (not sanitized)
         assert f"--junitxml={step.junit}" in step.command
         assert {"GPUBUF_TEST_GPU": "1", **stages.PLUGINS}.items() <= step.environment.items()
-    assert sorted(run) == [f"tests/{name}" for name in stages.gpu_files()]
+    compiled, words = stages.COMPILED
+    assert sorted(run) == sorted(f"tests/{name}" for name in (*stages.gpu_files(), compiled))
     assert len(run) > 12
+    assert run[:2] == ["tests/data/test_slots_gpu.py", "tests/graphs/test_learner_gpu.py"]
+    first = planned(1)
+    for name, chosen in (("tests", f"not {words}"), ("compiled", words)):
+        assert first[name].command[first[name].command.index("-k") + 1] == chosen
+    assert f"def test_{words}(" in (ROOT / "tests" / compiled).read_text()
 
 
 def test_every_workload_is_measured():
@@ -71,9 +82,34 @@ def test_every_workload_is_measured():
     patterns = [word.partition("=")[2] for word in words if word.startswith("--workload=")]
     on_gpu = [name for name, workload in REGISTRY.items() if "cuda" in workload.devices]
     assert not [name for name in on_gpu if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
-    measured = [step.command for step in planned(2, 3).values() if "--benchmark-enable" in step.command]
+    measured = [step.command for step in planned(2, 3).values() if "benchmarks.run" in step.command]
     assert len(measured) == 3
-    assert all({"--deadline={deadline}", "--environment=gpubuf", "--device=cuda"} < set(each) for each in measured)
+    # All libraries in one process, which takes them in turn.
+    everybody = {f"--environment={name}" for name in ("gpubuf", "torchrl", "flashbax")}
+    assert all({"--deadline={deadline}", "--device=cuda"} | everybody < set(each) for each in measured)
+
+
+def test_what_is_measured_is_tuned_before():
+    """The headline among it, which comes first: a wrong rule must not reach it."""
+    assert [*planned(2)] == ["environment", "tune", "update", "replay", "calls", "slices"]
+
+
+def test_ncu_looks_at_six_kernels():
+    """They are those of calls of the study, between the marks of a profiler, at clocks that it leaves alone."""
+    step = planned(3)["ncu"]
+    assert step.needs == "ncu"
+    assert step.command[1:5] == ("--clock-control", "none", "--profile-from-start", "off")
+    assert step.command[-3:] == ("benchmarks.studies.kernels", "cuda", "--profiled")
+    counted = newest_runs()["kernels"].data["kernels"]["launches"]
+    found = [each for each in counted if each["call"] in kernels.PROFILED]
+    assert len(found) == len(kernels.PROFILED) == 6
+    assert len({name for each in found for name in each["kernels"]}) >= 6
+
+
+def test_no_sanitizer_is_run_after_one_that_did_not_see_the_planted_fault():
+    steps = planned(3)
+    assert {steps[name].after for name in SANITIZERS} == {"planted fault"}
+    assert [*steps].index("planted fault") < [*steps].index("memcheck")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +140,7 @@ class Present(PathFinder):
 sys.meta_path[sys.meta_path.index(PathFinder)] = Present
 import pytest, benchmarks.stages
 files = [f"tests/{{name}}" for name in benchmarks.stages.gpu_files()]
-sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "benchmarks", *files]))
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *files]))
 """
     # Plugins of packages that are here, and would not be there, are not looked for.
     environment = {**os.environ, **stages.PLUGINS}
@@ -167,12 +203,16 @@ def test_a_stage_leaves_its_files_at_every_moment(tmp_path: Path, monkeypatch: p
         Step("tests", reporting(junit[0], bad), 60, junit=junit[0]),
         Step("cut", (*CODE, seen), 60, junit=junit[1]),
         Step("absent", (*CODE, ""), 60, needs="surely-no-such-program"),
+        Step("vain", (*CODE, ""), 60, after="tests"),
+        Step("of use", (*CODE, ""), 60, after="cut"),
         Step("tune", (*CODE, "import sys; print(sys.argv[1])", "{deadline}"), 60),
     ]
     assert stages.run_stage(plan, steps) == 1
     found = json.loads(plan.results.read_text())
-    assert [step.get("code") for step in found["steps"]] == [0, 1, 0, None, 0]
+    assert [step.get("code") for step in found["steps"]] == [0, 1, 0, None, None, 0, 0]
     assert found["steps"][3]["left_out"] == "there is no surely-no-such-program"
+    assert found["steps"][4]["left_out"] == "tests has not succeeded"
+    assert found["machine_info"]["tuned"]
     assert found["gpu_tests"] == {"passed": 1, "failed": 1, "skipped": 0, "failures": ["t::bad", "b left no report"]}
     log = plan.log.read_text()
     assert "steps 2" in log
@@ -187,13 +227,14 @@ def test_a_stage_leaves_its_files_at_every_moment(tmp_path: Path, monkeypatch: p
 @pytest.mark.slow
 def test_a_stage_is_rehearsed_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The commands themselves: the machine is described, a benchmark is written down, tests are there and skip."""
-    # pytest-benchmark would take the process for one of those that share the tests of this run.
+    # The process is none of those that share the tests of this run.
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     plan = Plan(1, tmp_path / "out", "cpu")
-    steps = plan.steps()
+    steps = {step.name: step for step in plan.steps()}
     measured = plan._benchmarks("replay", 500, ["extend-256"])
     # However busy this machine is.
-    patient = [dataclasses.replace(step, seconds=1000) for step in (steps[0], steps[-1], measured)]
+    chosen = steps["environment"], steps["broken-capture"], measured
+    patient = [dataclasses.replace(step, seconds=1000) for step in chosen]
     assert stages.run_stage(plan, patient, limit=3000) == 0, plan.log.read_text()[-2000:]
     found = json.loads(plan.results.read_text())
     assert [b["extra_info"]["workload"] for b in found["benchmarks"]] == ["extend-256"]
@@ -221,7 +262,7 @@ def test_stages_become_files_for_the_report(tmp_path: Path):
     a_stage(tmp_path / "a", 3, [entry("priority-update-256", "gpubuf", 1e-6)], [failed])
     gpu = {"device": {"kind": "cuda", "name": "Some GPU"}}
     found = {"datetime": "2026-11-21", "machine_info": gpu, "calls": []}
-    for study in ("calls", "in_turn"):
+    for study in ("calls", "alone"):
         (tmp_path / "b" / f"{study}.json").write_text(json.dumps(found))
     (tmp_path / "b" / "tuned").mkdir()
     (tmp_path / "b" / "tuned" / "some-gpu.json").write_text("{}")
@@ -229,7 +270,7 @@ def test_stages_become_files_for_the_report(tmp_path: Path):
     assert stages.main(["--gather", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(results)]) == 0
     names = {path.relative_to(results).as_posix() for path in results.rglob("*") if path.is_file()}
     name = "some-gpu-2026-11-21"
-    assert names == {f"{name}.json", f"calls-{name}.json", f"in_turn-{name}.json", "tuned/some-gpu.json"}
+    assert names == {f"{name}.json", f"calls-{name}.json", f"alone-{name}.json", "tuned/some-gpu.json"}
     run = newest_runs(results)["cuda"]
     assert run.median("uniform-sample-256", "gpubuf") == pytest.approx(4e-6)
     assert run.data["skipped"] == []
@@ -322,4 +363,4 @@ def test_without_a_gpu_a_stage_says_so(tmp_path: Path, capsys: pytest.CaptureFix
     assert "make gpu PYTHON=python3" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     assert stages.main(["2", "--list"]) == 0
-    assert "tune (75 s)" in capsys.readouterr().out
+    assert "tune (70 s)" in capsys.readouterr().out

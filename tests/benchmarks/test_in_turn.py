@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.measure.in_turn import Contender, in_turn, operations
 from benchmarks.studies import in_turn as study
-from benchmarks.workloads import losses, plain_losses, replay, slices
+from benchmarks.workloads import losses, plain_losses, replay, sac, slices
 from benchmarks.workloads.registry import REGISTRY
 
 
@@ -43,11 +43,15 @@ def test_without_chance_is_over_afterwards():
 def test_calls_alternate():
     seen = []
     call = lambda: torch.zeros(2).add(seen.append("one") or 1)  # noqa: E731
-    found = in_turn({"one": Contender({"a": call}, call), "two": Contender({"a": lambda: seen.append("two")})}, 2)
-    assert seen == ["one", "two"] * 4 + ["one"]
+    contenders = {"one": Contender({"a": call}, call), "two": Contender({"a": lambda: seen.append("two")})}
+    hosts = iter([3.0, 5.1, 5.1])
+    found = in_turn(contenders, 2, lambda: next(hosts))
+    # Measured again, since the host had changed.
+    assert seen == ["one", "two"] * 8 + ["one"]
     assert found["one"]["calls"]["a"] > 0
     assert found["one"]["operations"] == 2
-    assert found["two"].keys() == {"calls"}
+    assert found["two"].keys() == {"calls", "probes"}
+    assert found["two"]["probes"]["a"] == {"before": 5.1, "after": 5.1, "agreed": True, "tries": 2}
 
 
 def test_workloads_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch):
@@ -55,12 +59,14 @@ def test_workloads_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch):
     for name in study.WORKLOADS:
         entry, asked = REGISTRY[name], ("gpubuf",) if name == "extend-256" else ("gpubuf", "again")
         small = {"capacity": 12_000, "stored": 10_000} if name.startswith("slices") else {"capacity": 2_560}
+        monkeypatch.setattr(sac, "STORED", 2_000)
         batch = min(entry.batch, 1024)
         monkeypatch.setitem(REGISTRY, name, replace(entry, **small, libraries=asked, batch=batch))
     monkeypatch.setitem(slices.LIBRARIES, "again", slices.LIBRARIES["gpubuf"])
     monkeypatch.setitem(replay.LIBRARIES, "again", replay.LIBRARIES["gpubuf"])
-    found = study.calls("again", "cpu", 1)
+    found = study.calls("again", 1)
     assert list(found) == [name for name in study.WORKLOADS if name != "extend-256"]
+    assert all(each.pop("probe")["tries"] for each in found.values())
     assert all(each.keys() == {"gpubuf", "again"} and min(each.values()) > 0 for each in found.values())
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import triton
 
 from benchmarks.measure.results import newest_runs
@@ -14,6 +15,7 @@ from gpubuf.kernels.config import tree_fan_out
 from gpubuf.kernels.sum_tree import level_sizes
 from tests.gates.ptx.parse import parse
 from tests.gates.ptx.trips import Trips
+from tests.support.interpreter import triton_on_cpu
 
 
 def committed() -> dict[str, Any]:
@@ -112,6 +114,58 @@ def test_more_instructions_do_not_pass_unnoticed():
     check_counts([call])
     with pytest.raises(AssertionError, match="instructions of rows_sample_kernel in uniform: sample, 256"):
         check_counts([{**call, "launches": [{**launch, "instructions": int(launch["instructions"] * 1.06)}]}])
+
+
+# What a GPU is timed by, here by Triton's interpreter and a clock that is told the times
+
+
+def test_the_bandwidth_is_that_of_the_fastest_kernel_that_copies_random_data(monkeypatch: pytest.MonkeyPatch):
+    times = iter(range(10, 100))
+    seen: list[torch.Tensor] = []
+
+    def microseconds(call: Any, device: str) -> float:
+        call()
+        seen.append(call.args[3])
+        return float(next(times))
+
+    monkeypatch.setattr(kernels, "microseconds", microseconds)
+    n_bytes = 4 * 8192 * 3
+    with triton_on_cpu():
+        assert kernels.copy_bandwidth("cpu", n_bytes, processors=2) == pytest.approx(2 * n_bytes / 10e-6)
+    assert len(seen) == len(kernels.COPIES)
+    # Every byte has any value.
+    assert seen[0].view(torch.uint8).float().mean().item() == pytest.approx(127.5, abs=2)
+    assert kernels.COPIED >= 1 << 30
+    assert all(kernels.COPIED // 4 % block == 0 for _, block, _ in kernels.COPIES)
+    monkeypatch.setattr(kernels, "microseconds", lambda call, device: 1.0)
+    with triton_on_cpu(), pytest.raises(RuntimeError, match="differs from what it copies"):
+        kernels.copy_bandwidth("cpu", n_bytes, processors=2)
+
+
+def test_calls_are_timed_on_full_buffers(monkeypatch: pytest.MonkeyPatch):
+    """Which the result states, beside the probe of the host."""
+    monkeypatch.setattr(kernels, "CAPACITY", 512)
+    monkeypatch.setattr(kernels, "SIZES", dict.fromkeys(kernels.SIZES, (8,)))
+    monkeypatch.setattr(kernels, "other_calls", lambda device: ())
+    monkeypatch.setattr(kernels, "microseconds", lambda call, device: (call(), 1.0)[1])
+    monkeypatch.setattr(kernels, "probe_of", lambda device: lambda: 3.0)
+    assert all(len(kernels.filled_buffer(kind, "cpu", 512)) == 512 for kind in kernels.SIZES)
+    found = kernels.timed("cpu", 512)
+    assert {(each["stored"], each["warm"], each["cold"], each["probe"]["agreed"]) for each in found} == {
+        (512, 1.0, 0.0, True)
+    }
+    assert {each["call"].partition(":")[0] for each in found} == kernels.SIZES.keys()
+
+
+def test_a_profiler_sees_each_call_once(monkeypatch: pytest.MonkeyPatch):
+    """Without the first one, which compiles and allocates."""
+    seen: list[str] = []
+    calls = lambda kind, sizes, *_: [(f"{kind}: sample, 256", lambda: seen.append(kind))]  # noqa: E731
+    monkeypatch.setattr(kernels, "calls", calls)
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: seen.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: seen.append("stop"))
+    kernels.profiled("cuda", 512)
+    assert seen == [word for kind in ("uniform", "prioritized", "slices") for word in (kind, "start", kind, "stop")]
 
 
 PTX = """

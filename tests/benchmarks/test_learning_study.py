@@ -96,6 +96,20 @@ def test_halfcheetah_rises():
     assert all(r["mean_return"] > r["points"][0][1] for r in cheetah)
 
 
+def test_training_alone_is_timed_once_it_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By the trainer of the command: every step of all environments has the updates that are due."""
+    monkeypatch.setattr(speed, "FIRST_UPDATES", 1)
+    monkeypatch.setattr(speed, "STEPS", 2)
+    monkeypatch.setattr(speed, "probe_of", lambda device: lambda: 3.0)
+    out = tmp_path / "alone.json"
+    speed.main(["--alone", "128", "--rounds", "1", "--out", str(out)])
+    (found,) = json.loads(out.read_text())["alone"]
+    assert found["program"] == "gpubuf train --env torch/Pendulum --num-envs 128"
+    assert found["probe"] == {"before": 3.0, "after": 3.0, "agreed": True, "tries": 1}
+    # 16 updates whenever all have stepped.
+    assert found["updates_per_second"] / found["steps_per_second"] == pytest.approx(16 / 128, rel=0.01)
+
+
 def test_speed_is_the_steps_between_two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """Programs that take 5 seconds before they learn, and a hundredth, or a fiftieth, of a second a step then."""
     commands = []

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import report
 from benchmarks.measure.machine import RESULTS
-from benchmarks.measure.results import kind_of, newest_runs, write_results
+from benchmarks.measure.results import Run, kind_of, newest_runs, write_results
 from benchmarks.report import rewritten
-from tests.support.benchmark_results import a_run, block, entry, line, machine, run_of
+from tests.support.benchmark_results import STEADY, UNSTEADY, a_run, block, entry, line, machine, run_of
 
 REPLAY = [entry("uniform-sample-256", "gpubuf", 20e-6), entry("uniform-sample-256", "torchrl", 150e-6)]
 
@@ -73,7 +74,61 @@ def test_headlines_are_of_calls_in_turn_and_of_loops():
     found = block("headlines", runs)
     assert line(found, "uniform sample, 256, µs") == ["50.0", "200 (4.0x)", "120 (2.0x) cpprb"]
     assert line(found, "`sample` in Stable-Baselines3's SAC, µs") == ["20.0", "", "30.0 (1.5x) its own"]
-    assert line(block("in_turn", runs), "uniform sample, 256") == ["50.0", "", "200 (4.0x)", "120 (2.0x) cpprb"]
+    assert line(block("in_turn", runs), "uniform sample, 256") == ["50.0", "200 (4.0x)", "120 (2.0x) cpprb"]
+
+
+def test_headlines_of_a_gpu_are_of_libraries_in_turn():
+    """An update counts as our fastest way has it, also where no peer can do it; older runs don't count."""
+
+    def runs(**more: Any) -> dict[str, Run]:
+        took = {"gpubuf": 20e-6, "gpubuf-graph": 5e-6, "torchrl": 100e-6, "flashbax": 60e-6}
+        rows = [entry("uniform-sample-256", who, each, **more) for who, each in took.items()]
+        if more:
+            more = {**more, "in_turn": ["gpubuf", "gpubuf-graph"]}
+        rows += [entry("SAC-update-256", who, each, **more) for who, each in (("gpubuf", 7e-3), ("gpubuf-graph", 4e-4))]
+        return {"cuda": a_run(rows, kind="cuda")}
+
+    assert "open." in block("headlines", runs())
+    found = block("headlines", runs(in_turn=["gpubuf", "gpubuf-graph", "torchrl", "flashbax"], probe=STEADY))
+    assert line(found, "uniform sample, 256, some cuda, µs") == ["20.0", "100 (5.0x)", "60.0 (3.0x) flashbax"]
+    assert line(found, "SAC update, 256, some cuda, µs") == ["400", "", ""]
+
+
+def test_rows_whose_probes_differ_are_marked():
+    """In every table; a line below says what the mark means. Results from before there were probes have no mark."""
+    footnote = "† The host changed its speed while this row was measured."
+    old, new = ([entry(name, "gpubuf", 2e-5) for name in ("uniform-sample-256", "extend-256")] for _ in range(2))
+    assert "†" not in block("replay", {"cpu": a_run(old)})
+    new[0]["extra_info"]["probe"], new[1]["extra_info"]["probe"] = UNSTEADY, STEADY
+    found = block("replay", {"cpu": a_run(new)})
+    assert line(found, "uniform sample, 256 †") == line(found, "extend, 256") == ["20.0"]
+    assert f"\n\n{footnote}\n\n" in found
+    assert "probes of the host: 3.00 to 5.10 µs; 2026-11-21" in found
+    turns = {"torchrl": {"uniform-sample-256": {"gpubuf": 50.0, "torchrl": 200.0, "probe": UNSTEADY}}}
+    assert line(block("in_turn", {"in_turn": run_of(in_turn=turns)}), "uniform sample, 256 †")[0] == "50.0"
+    trained = {"program": "gpubuf train", "steps_per_second": 12_345.6, "updates_per_second": 1_000.0}
+    alone = run_of("cuda", alone=[{**trained, "probe": UNSTEADY}, {**trained, "program": "b", "probe": STEADY}])
+    found = block("alone_gpu", {"alone on cuda": alone})
+    assert line(found, "`gpubuf train` †") == line(found, "`b`") == ["12,346", "1,000"]
+
+
+def test_calls_on_a_gpu_stand_beside_their_prediction():
+    """A run from before the price of a launch and the bandwidth were measured leaves them open."""
+    counted = {"kernel": "k", "programs": 132, "warps": 4, "instructions": 132, "most_instructions": 1, "trips": 1}
+    moved = {"bytes_loaded": 40_000_000, "bytes_stored": 0}
+    launches = [{"call": "a call", "total": 2, "kernels": {"k": 2}, "launches": [{**counted, **moved}] * 2}]
+    runs = {"kernels": run_of(kernels={"launches": launches})}
+    assert line(block("launches", runs), "a call") == ["2", "open", "22.9", "open", "23.0", "open", "`k`"]
+    runs["calls on cuda"] = run_of("cuda", calls=[{"call": "a call", "warm": 21.0, "cold": 25.0}])
+    found = block("launches", runs)
+    assert line(found, "a call") == ["2", "open", "22.9", "21.0", "23.0", "25.0", "`k`"]
+    assert "read and written: open." in found
+    runs["calls on cuda"].machine.update(launch_us=3.0, copy_bytes_per_second=4_000_000_000_000, tuned=True)
+    runs["calls on cuda"].data["calls"][0]["probe"] = UNSTEADY
+    found = block("launches", runs)
+    assert line(found, "a call †") == ["2", "6.00", "22.9", "21.0", "24.4", "25.0", "`k`"]
+    assert "read and written: 4.00 TB/s." in found
+    assert "by a tuned file" in found
 
 
 # Files

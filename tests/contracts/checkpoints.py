@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpubuf import ReplayBuffer, serialization
+from gpubuf import ReplayBuffer, serialization, system
 from gpubuf.data.checkpoints import files
 from tests.contracts.buffers import BufferContract
 
@@ -215,8 +215,8 @@ def cut_short(patched: pytest.MonkeyPatch, fail_at: int, save: Callable[[], obje
 
     for module, name in ((os, "replace"), (os, "fsync"), (Path, "unlink")):
         counted(module, name)
-    for name in ("write", "sync_folder"):
-        counted(serialization, name)
+    counted(serialization, "write")
+    counted(system, "sync_folder")
     try:
         save()
     except PowerCutError:

@@ -21,7 +21,7 @@ import torch
 from tensordict import TensorDict, tensorclass
 from torch import nn
 
-from gpubuf import serialization
+from gpubuf import serialization, system
 from gpubuf.data.checkpoints import files
 from gpubuf.integrations.torchrl import (
     LazyMemmapStorage,
@@ -418,7 +418,7 @@ def test_a_save_waits_for_another_of_the_same_folder(tmp_path):
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     for exclusive in (True, False):
-        with files.locked(tmp_path, exclusive=exclusive):
+        with system.locked(tmp_path, exclusive=exclusive):
             assert subprocess.run(command, capture_output=True, text=True).stdout == "held\n"
     assert subprocess.run(command, capture_output=True, text=True).stdout == ""
 

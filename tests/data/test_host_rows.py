@@ -81,6 +81,24 @@ def test_text_that_is_written_back_is_whole_and_in_range():
         buffer.update_if_present(torch.tensor([9]), new.exclude("number"), generation=generation)
 
 
+def test_rows_that_are_overwritten_keep_their_text_where_next_observations_are_shared_too():
+    """CASES 54: an interrupt may come between the two changes, each of which has several steps."""
+    number = torch.arange(4.0).view(-1, 1)
+    after = {"observation": number + 1, "done": torch.zeros(4, 1, dtype=torch.bool)}
+    steps = TensorDict({"observation": number, "text": NonTensorStack(*"abcd"), "next": TensorDict(after, [4])}, [4])
+    new = steps[:1].clone()
+    new["observation"], new["text"] = torch.full((1, 1), 7.0), NonTensorStack("new")
+    for place in range(5000):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(8, share_next=True))
+        buffer.extend(steps)
+        interrupt = interrupted(functools.partial(buffer.__setitem__, torch.tensor([1]), new), place)
+        found = buffer[torch.tensor([1])]
+        assert (float(found["observation"]) == 7) == (found.get("text").tolist() == ["new"])
+        assert float(buffer[torch.tensor([0])]["next", "observation"]) == 1
+        if interrupt is None:
+            break
+
+
 class Frames:
     """An array that makes itself when it is asked, as LazyFrames do."""
 

@@ -265,6 +265,7 @@ def test_refused():
         (TypeError, "expected ReplayBuffers, got a TensorDict", lambda: MixedReplayBuffer([one, transitions(3)])),
         (ValueError, "each of them once", lambda: MixedReplayBuffer([one, one])),
         (ValueError, "each of them once", lambda: MixedReplayBuffer([])),
+        (ValueError, "batch_size must be a whole number", lambda: MixedReplayBuffer([one, other], batch_size=0)),
         (ValueError, "shares", lambda: setattr(mixed, "shares", [-1, 2])),
         (RuntimeError, "batch_size must be given", mixed.sample),
         (RuntimeError, "iteration needs", lambda: next(iter(mixed))),

@@ -131,20 +131,21 @@ def loop_of_returns(rewards: Tensor, ends: Tensor, before: Tensor, gamma: float)
     return torch.stack(out), total
 
 
-def test_reward_scale_of_several_environments():
+@pytest.mark.parametrize("envs", [2, 4])
+def test_reward_scale_of_several_environments(envs):
     """Rows [T, E], and rows of a storage of one dimension in which environments take turns."""
     data = TensorDict(
         {
             "next": {
-                "reward": torch.randn(12, 4, 1, generator=generator()),
-                "terminated": torch.rand(12, 4, 1, generator=generator(1)) < 0.2,
+                "reward": torch.randn(12, envs, 1, generator=generator()),
+                "terminated": torch.rand(12, envs, 1, generator=generator(1)) < 0.2,
             }
         },
-        [12, 4],
+        [12, envs],
     )
-    two, one = RewardScale(0.9), RewardScale(0.9, envs=4)
+    two, one = RewardScale(0.9), RewardScale(0.9, envs=envs)
     a, b = Pipeline((), [two]), Pipeline((), [one])
-    a.bind(RowLayout(data, 2).leaves, 4, CPU)
+    a.bind(RowLayout(data, 2).leaves, envs, CPU)
     b.bind(RowLayout(data, 2).leaves, 1, CPU)
     for part in data.split(5):
         a.on_write(part, 2)
@@ -153,12 +154,12 @@ def test_reward_scale_of_several_environments():
     returns, _ = loop_of_returns(
         data["next", "reward"].double(),
         data["next", "terminated"].squeeze(-1),
-        torch.zeros(4, 1, dtype=torch.float64),
+        torch.zeros(envs, 1, dtype=torch.float64),
         0.9,
     )
     close(two.var(), returns.flatten(0, 1).var(0, correction=0))
-    with pytest.raises(ValueError, match="4 environments, but 6 rows"):
-        b.check_write(data.reshape(-1)[:6], 1)
+    with pytest.raises(ValueError, match=f"{envs} environments, but 7 rows"):
+        b.check_write(data.reshape(-1)[:7], 1)
 
 
 def test_a_reward_that_is_not_finite_counts_as_zero():

@@ -5,6 +5,8 @@ CASES 85: what somebody holds of a batch is never written over.
 
 import gc
 import json
+import math
+import pickle
 import random
 import subprocess
 import sys
@@ -17,7 +19,20 @@ import torch
 from tensordict import TensorDict
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gpubuf.data import LazyTensorStorage, RandomSampler, SliceSampler, TensorDictReplayBuffer, slots
+from gpubuf.data import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    SliceSampler,
+    SumTree,
+    TensorDictReplayBuffer,
+    slots,
+)
+from gpubuf.data.storage.placement import readable
+from gpubuf.kernels import config
+from gpubuf.kernels._launching import Variant
+from gpubuf.kernels.config import UpdateConfig
+from tests.support.placements import Machine
 from tests.support.slots_setup import CAPACITY, SAMPLERS, buffer_of, prepared, rows, same
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -28,9 +43,9 @@ def _no_garbage(monkeypatch):
     """Triton's interpreter leaves a cycle of references behind, which holds the memory of what was launched."""
     launch = slots.Ready.launch
 
-    def launched(self):
+    def launched(self, *given):
         gc.disable()
-        launch(self)
+        launch(self, *given)
         gc.enable()
         gc.collect(0)
 
@@ -77,6 +92,23 @@ def test_repeated_batches_are_those_of_the_general_way(kind, monkeypatch):
         used += len(prepared(ours))
     assert used > 10
     assert not prepared(general)
+
+
+def test_batches_ahead_are_repeated_too(monkeypatch):
+    """Pinned rows with prefetch: one launch each, in the order of those that come without it, held or not."""
+    Machine().install(monkeypatch, work_on_cpu=True)
+    ahead, plain = (buffer_of(batch_size=8, device="pinned", prefetch=depth) for depth in (1, None))
+    kept = []
+    for i in range(12):
+        found, expected = ahead.sample(), plain.sample()
+        assert same(found, expected)
+        if i % 4 == 0:
+            kept.append((found, expected.clone()))
+        if i == 5:
+            with pytest.warns(UserWarning, match="batch_size=4"):
+                assert same(ahead.sample(4), plain.sample(4))
+    assert prepared(ahead)
+    assert all(same(*pair) for pair in kept)
 
 
 def hold_leaf(batch):
@@ -184,6 +216,22 @@ def test_who_keeps_all_batches_has_all_of_them():
     kept = [buffer.sample(8) for _ in range(slots.SLOTS + 4)]
     general.parts.batches.reader.launches = False
     assert all(same(batch, general.sample(8)) for batch in kept)
+
+
+def test_slots_are_part_of_the_buffers_memory():
+    buffer = buffer_of()
+    buffer.sample(8)
+    before = buffer.memory()
+    assert before.batches == 0
+    held = [buffer.sample(8) for _ in range(slots.SLOTS + 2)]
+    report, (one,) = buffer.memory(), prepared(buffer)
+    assert report.batches == report.total - before.total == one.n_bytes * slots.SLOTS
+    assert one.n_bytes > sum(tensor.nbytes for tensor in held[0].values(True, True))
+    assert str(report) == f"{before}\nbatches   {readable(report.batches)} on cpu"
+    buffer.free()
+    assert buffer.memory().total == 0
+    buffer.extend(rows(40))
+    assert buffer.memory().batches == 0
 
 
 def test_a_batch_that_nobody_holds_gives_its_memory_to_the_next():
@@ -435,14 +483,14 @@ def test_an_interrupted_draw_leaves_nothing_half_prepared(monkeypatch):
         assert same(batch, general.sample(8))
 
 
-def test_calls_of_python_per_batch_on_a_gpu():
+def test_calls_of_python_per_batch_and_update_on_a_gpu():
     """Counted over Triton's own launcher and a driver whose launches do nothing."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.host_time", "--count"]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert all(calls <= 12 for name, calls in found.items() if name.endswith("sample")), found
+    assert all(calls <= 12 for name, calls in found.items() if name.endswith(("sample", "update"))), found
     assert found["uniform extend 256"] <= 32, found
 
 
@@ -508,3 +556,101 @@ def test_a_write_of_another_form_is_refused_as_ever(change):
     with pytest.raises(ValueError, match=r"observation|done"):
         buffer.extend(change(rows(8)))
     assert len(buffer) == 152
+
+
+PRIORITIES = [
+    lambda n: torch.rand(n),
+    lambda n: torch.rand(n, dtype=torch.float64) * 1e-60,
+    lambda n: torch.rand(n, 2)[:, 0],
+    lambda n: torch.rand(2, n).requires_grad_()[1],
+    lambda n: torch.randint(0, 9, (n,)),
+    lambda n: torch.tensor([math.nan, -1.0, math.inf, 3.0]).repeat(n)[:n],
+    lambda n: 0.5,
+    lambda n: torch.rand(n).tolist(),
+    lambda n: torch._neg_view(-torch.rand(n)),
+    lambda n: torch.rand(n + 1)[1:],
+    lambda n: torch.nn.Parameter(torch.rand(n)),
+]
+INDICES = [
+    lambda index: index,
+    lambda index: index.flip(0)[:1].expand_as(index),
+    lambda index: torch.where(index % 2 == 0, index, -1),
+    lambda index: index.int(),
+    lambda index: index.repeat_interleave(2, 0)[::2],
+    lambda index: torch._neg_view(-index),
+]
+
+
+@pytest.mark.parametrize("shape", [(CAPACITY,), (32, 8)])
+def test_updates_that_came_before_are_those_of_the_general_way(shape):
+    """Of several sizes, dtypes and strides; duplicates, rows that are gone, and priorities that are refused."""
+    ours, general = (
+        TensorDictReplayBuffer(
+            storage=LazyTensorStorage(CAPACITY, ndim=len(shape)), sampler=PrioritizedSampler(CAPACITY, 0.6, 0.4)
+        )
+        for _ in range(2)
+    )
+    for buffer in (ours, general):
+        buffer.extend(rows(128).reshape(*shape[1:], -1))
+    general.sampler.tree._repeated = None
+    chance, repeated = random.Random(7), 0
+    for number in range(60):
+        n = chance.choice([8, 16, 33])
+        index = torch.randint(0, 128, (n,))
+        index = index if len(shape) == 1 else torch.stack([index // 8, index % 8], -1)
+        index, priority = chance.choice(INDICES)(index), chance.choice(PRIORITIES)(n)
+        # Those of another round of the ring are gone.
+        generation = chance.choice([None, ours.storage.ring.generations(torch.arange(n)) - number % 2])
+        if number % 20 == 19:
+            for buffer in (ours, general):
+                buffer.extend(rows(64, 1000 * number).reshape(*shape[1:], -1))
+        alpha = chance.random()
+        for buffer in (ours, general):
+            if number % 12 == 11:
+                buffer.sampler.tree.set_alpha(alpha)
+            buffer.update_priority(index, priority, generation=generation)
+        mine, other = ours.sampler.tree, general.sampler.tree
+        for name in ("leaves", "nodes", "scalars"):
+            assert torch.equal(getattr(mine, name), getattr(other, name)), (number, name)
+        repeated += any(mine._repeated.values())
+    assert repeated > 50
+    assert mine.refused > 0
+
+
+def test_an_update_whose_index_was_its_generation_is_not_that_of_others():
+    """Of one tensor nobody can say which of two arguments it was."""
+    tree, other = (SumTree(CAPACITY) for _ in range(2))
+    other._repeated = None
+    same_index = torch.ones(4, dtype=torch.int64)
+    for index, generation in ((same_index, same_index), (torch.arange(4), torch.ones(4, dtype=torch.int64))) * 2:
+        for each in (tree, other):
+            each.update(index, torch.arange(4.0), generation=generation)
+        assert torch.equal(tree.leaves, other.leaves)
+
+
+def test_updates_are_launched_as_they_are_configured_now(monkeypatch):
+    """An update is tuned so."""
+    tree, launched, launch = SumTree(CAPACITY), [], Variant.launch
+    monkeypatch.setattr(Variant, "launch", lambda self, *call: (launched.append(self.num_warps), launch(self, *call)))
+    for num_warps in (4, 4, 2):
+        launched.clear()
+        with config.using(sum_tree_update=UpdateConfig(True, 64, 8, num_warps)):
+            for _ in range(3):
+                tree.update(torch.arange(8), torch.rand(8))
+        assert set(launched) == {num_warps}
+
+
+def test_what_repeats_updates_holds_no_batch_and_is_not_copied():
+    buffer = buffer_of("prioritized")
+    for _ in range(4):
+        batch = buffer.sample(8)
+        batch["td_error"] = torch.rand(8)
+        buffer.update_tensordict_priority(batch)
+        held = weakref.ref(batch["td_error"])
+        del batch
+        assert held() is None
+    tree = buffer.sampler.tree
+    assert any(tree._repeated.values())
+    copy = pickle.loads(pickle.dumps(tree))
+    copy.update(torch.arange(8), torch.rand(8))
+    assert not torch.equal(copy.leaves, tree.leaves)

@@ -35,6 +35,20 @@ def test_repeated_batches_are_those_of_the_cpu(kind):
         assert same(buffer.sample(8).cpu(), on_cpu.sample(8))
 
 
+@pytest.mark.parametrize("n", [8, 200, 2000])
+def test_repeated_updates_are_those_of_the_cpu(n):
+    """At new addresses each, some of which have another alignment."""
+    on_cpu = buffer_of("prioritized")
+    buffer = on_gpu("prioritized")
+    for number in range(8):
+        index = torch.randint(0, 120, (n,))
+        priority = torch.rand(n + 1)[number % 2 :][:n]
+        on_cpu.update_priority(index, priority)
+        buffer.update_priority(index.cuda(), torch.cat([priority[:1], priority]).cuda()[1:])
+        torch.testing.assert_close(buffer.sampler.tree.leaves[:120].cpu(), on_cpu.sampler.tree.leaves[:120])
+    assert any(buffer.sampler.tree._repeated.values()) == (n <= 1024)
+
+
 def test_memory_that_another_stream_still_reads_is_not_written_over():
     """As the allocator keeps it for any tensor that was told of by ``record_stream``."""
     buffer, side = on_gpu(), torch.cuda.Stream()

@@ -6,6 +6,7 @@ prints one line of JSON: what came of each check, by name.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from typing import Any
@@ -173,6 +174,7 @@ def fallbacks(watch: Watch) -> dict[str, Any]:
     triton.JITFunction.run = own
     found["replaced run"] = heard[-1]
     found["after all"] = by_triton()
+    found["given"] = given(watch)
     _launching.KEPT, kept = 4, variant_of(scale_kernel, 4, None, {"block": 64, "limit": 8.0}).compiled
     for n in range(100, 110):
         by_triton(n=n)
@@ -183,6 +185,30 @@ def fallbacks(watch: Watch) -> dict[str, Any]:
         pass
 
     found["subclass"] = [by_triton(x.as_subclass(Subclass), y) for _ in range(2)]
+    return found
+
+
+def given(watch: Watch) -> dict[str, Any]:
+    """Of launches that are given a tensor: how many are not those of the general way, or go by Triton's path."""
+    calls: list[_launching.Call] = []
+    kept, memory = torch.rand(64), torch.rand(256)
+    with _launching.launches_noted(calls):
+        launch(scale_kernel, 1, kept, kept, 32, 2.0, block=64, limit=8.0)
+        launch(scale_kernel, 2, memory, kept, 32, 2.0, block=64, limit=8.0)
+    ready, found = _launching.Ready(calls, -1, [memory]), {"differing": 0, "by Triton": 0}
+    for start in (0, 16, 17, 0, 33, 16, 17):
+        tensor = memory[start : start + 64]
+        expected = []
+        for variant, programs, (x, *others) in calls:
+            x = tensor if x is memory else x
+            expected += watch.of(functools.partial(variant.launch, programs, (x, *others)))[0]
+        direct, by_triton = watch.of(functools.partial(ready.launch, tensor))
+        found["differing"] += direct != expected
+        found["by Triton"] += by_triton
+    addresses = _launching.ADDRESSES
+    for _ in range(2 * addresses):
+        ready.launch(torch.rand(64))
+    found["kept"] = len(ready._at) <= addresses
     return found
 
 

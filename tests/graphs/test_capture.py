@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -141,15 +142,106 @@ class TestArguments:
                 run()
 
 
-def test_replays_return_the_same_tensors_in_new_containers(machine):
-    counter = torch.zeros(2)
-    step = capture(lambda: TensorDict({"count": counter.add_(1) * 1}, [2]), warmup=1)
-    warm, first, second = step(), step(), step()
-    assert warm["count"].tolist() == [1.0, 1.0]
-    assert first["count"] is second["count"]
-    assert second["count"].tolist() == [3.0, 3.0]
-    second["mine"] = torch.ones(2)
-    assert list(step().keys()) == ["count"]
+def counting() -> Callable[[], TensorDict]:
+    """A captured step that counts its calls in results of several dtypes and shapes."""
+    counter = torch.zeros(3)
+
+    def step() -> TensorDict:
+        counter.add_(1)
+        whole = {"odd": counter.long() % 2 == 1, "n": {"sum": counter.double().sum(), "none": counter[:0]}}
+        return TensorDict({"count": counter * 1, **whole}, [])
+
+    return capture(step, warmup=1)
+
+
+class Saves(torch.autograd.Function):
+    """Keeps a result for the backward pass, as any operation of a network does."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, kept: Tensor) -> Tensor:
+        ctx.save_for_backward(kept)
+        return weight * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (kept,) = ctx.saved_tensors
+        return grads[0] * kept, None
+
+
+def kept_by_autograd(found: TensorDict) -> Callable[[], Tensor]:
+    weight = torch.ones(3, requires_grad=True)
+    out = Saves.apply(weight, found["count"])
+    return lambda: torch.autograd.grad(out.sum(), weight)[0]
+
+
+def kept_by_a_thread(found: TensorDict) -> Callable[[], Tensor]:
+    kept: list[Tensor] = []
+    thread = threading.Thread(target=lambda: kept.append(found["count"]))
+    thread.start()
+    thread.join()
+    return lambda: kept[0]
+
+
+def kept_by_memory(found: TensorDict) -> Callable[[], Tensor]:
+    memory, start = found["count"].untyped_storage(), found["count"].storage_offset()
+    return lambda: torch.empty(0).set_(memory, start, (3,))
+
+
+def kept_as(view: Callable[[Tensor], Any]) -> Callable[[TensorDict], Callable[[], Any]]:
+    def keep(found: TensorDict) -> Callable[[], Any]:
+        kept = view(found["count"])
+        return lambda: torch.as_tensor(kept)
+
+    return keep
+
+
+KEPT: dict[str, Callable[[TensorDict], Callable[[], Any]]] = {
+    "the results": lambda found: lambda: found["count"],
+    "a tensor": kept_as(lambda count: count),
+    "a view": kept_as(lambda count: count.view(1, 3)[0]),
+    "an array": kept_as(lambda count: count.numpy()),
+    "an array of a view": kept_as(lambda count: count[0:].numpy()),
+    "a capsule": kept_as(torch.from_dlpack),
+    "its memory": kept_by_memory,
+    "what autograd saves": kept_by_autograd,
+    "a thread's": kept_by_a_thread,
+}
+
+
+@pytest.mark.parametrize("what", KEPT)
+@pytest.mark.parametrize("of", [1, 2, 3])
+def test_what_is_kept_of_results_is_not_written_over(what, of, machine):
+    """CASES 85: each result, or every second or third one; the memory of the others is used again."""
+    step, kept, places = counting(), [], set()
+    step()
+    for number in range(2, 20):
+        found = step()
+        places.add(found["count"].untyped_storage()._cdata)
+        if number % of == 0:
+            kept.append((number, KEPT[what](found)))
+        del found
+    for number, value in kept:
+        assert value().tolist() == [float(number)] * 3
+    assert len(places) <= len(kept) + 1 + (of > 1)
+
+
+def test_results_are_those_of_the_step(machine):
+    """Other dtypes, nested ones, empty ones; new containers and tensors each time, but the memory of those let go."""
+    step, places = counting(), set()
+    step()
+    for number in range(2, 8):
+        found = step()
+        assert found["count"].tolist() == [float(number)] * 3
+        assert found["odd"].tolist() == [number % 2 == 1] * 3
+        assert found["n", "sum"] == 3.0 * number
+        assert found["n", "none"].shape == (0,)
+        places.add(found["count"].untyped_storage()._cdata)
+        found["count"].add_(100)
+        found["count"].resize_(0)
+        found["mine"] = torch.ones(2)
+        del found
+    assert len(places) == 1
+    assert list(step().keys()) == ["count", "odd", "n"]
 
 
 def test_arguments_of_the_constructor():
@@ -467,3 +559,33 @@ def test_a_capture_that_is_refused_needs_no_repair(machine):
         step(torch.ones(1))
     assert machine.log.count("capture on side") == 1
     assert not machine.invalidated
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("prioritized", lambda sampler: setattr(sampler, "stratified", True)),
+        ("prioritized", lambda sampler: sampler.tree.restrict(torch.full((1,), -1))),
+        ("slices", lambda sampler: setattr(sampler, "slice_len", 2)),
+    ],
+)
+def test_a_draw_by_other_settings_is_not_that_of_the_capture(name, change, machine):
+    """The replay is refused, and nothing has run; settings of the same values change nothing."""
+    world = World(name)
+    sampler = world.buffer.sampler
+    step = capture(world.buffer.sample, warmup=1, device="cpu")
+    for _ in range(3):
+        step()
+    for setting in (each for each in sampler.settings if "." not in each):
+        value = getattr(sampler, setting)
+        setattr(sampler, setting, value[:1] + value[1:] if type(value) is tuple else value)
+    step()
+    change(sampler)
+    state = [value for _, value in world.state()]
+    with pytest.raises(CaptureError, match=r"settings.*call reset\(\)"):
+        step()
+    assert all(torch.equal(a, b) for a, (_, b) in zip(state, world.state(), strict=True))
+    step.reset()
+    for _ in range(3):
+        step()
+    assert step.captured

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf import CaptureError, capture
-from tests.support.graph_worlds import CAPACITY, WORLDS, World, differences, run
+from tests.support.graph_worlds import CAPACITY, SAMPLERS, WORLDS, Pinned, World, differences, run
 from tests.support.waiting import no_waiting
 
 pytestmark = [
@@ -70,6 +70,22 @@ def test_replays_on_the_stream_of_other_work():
                 index = world.buffer.extend(world.data(100 + number))
                 world.buffer.update_priority(index, 2.0)
             torch.cuda.current_stream().wait_stream(other)
+        results.append(found)
+    assert not differences(results[1], results[0])
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_branch_gathers_the_batch_ahead(sampler):
+    """Of rows in pinned memory, with prefetch: the batches of an eager loop, and none that is read too early."""
+    results = []
+    for graphs in (False, True):
+        world = Pinned(sampler, device="cuda")
+        step = capture(world.step) if graphs else world.step
+        found = []
+        for number in range(CALLS):
+            index, batch = step(world.data(number))
+            found.append((index.clone(), batch.clone()))
+        assert not graphs or step.captured
         results.append(found)
     assert not differences(results[1], results[0])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -105,6 +107,44 @@ def test_what_else_a_graph_repeats(change, machine: RecordedCuda):
     assert sum(entry.startswith("capture") for entry in machine.log) == 4
 
 
+def _norm(world: World) -> Any:
+    return next(part for part in world.loss._critics.network.modules() if hasattr(part, "eps"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda world: setattr(_norm(world), "eps", 0.5),
+        lambda world: _norm(world).register_forward_hook(lambda module, given, out: 2 * out),
+        lambda world: _norm(world).weight.register_hook(lambda gradient: 2 * gradient),
+        lambda world: setattr(world.buffer.parts, "batch_size", 8),
+    ],
+)
+def test_numbers_and_hooks_of_modules_take_effect(change, machine: RecordedCuda):
+    """CASES 84: that of a layer's normalisation, of a module and of a parameter; and the size of batches."""
+    states = []
+    for capture in (False, True):
+        torch.manual_seed(0)
+        critic = make_sac_critic(OBSERVATION, ACTION, (8,), norm="layer", **DOUBLE)
+        loss = SACLoss(make_sac_actor(OBSERVATION, ACTION, (8,), **DOUBLE), critic, target_entropy=-1.0)
+        world = World(loss=loss, capture=capture)
+        states.append(changed(world, change))
+    assert world.learner.captured
+    due, found = states
+    assert not [name for name in due if not torch.equal(found[name], due[name])]
+    assert sum(entry.startswith("capture") for entry in machine.log) == 4
+
+
+def test_what_is_replaced_by_the_same_needs_no_other_graph(machine: RecordedCuda):
+    """A number that is computed anew before each update."""
+    world = World()
+    for number in range(10):
+        world.loss.own_number = float(str(0.5))
+        world.run(1)
+        assert world.learner.captured == (number > 2)
+    assert sum(entry.startswith("capture") for entry in machine.log) == 1
+
+
 def test_given_batches(machine: RecordedCuda):
     """A graph for each form; priorities go into the batch, in memory of their own."""
     worlds = [World(capture=False), World()]
@@ -122,6 +162,18 @@ def test_given_batches(machine: RecordedCuda):
     assert not [name for name in due if not torch.equal(state[name], due[name])]
     assert all(map(torch.equal, written, priorities))
     assert sum(entry.startswith("capture") for entry in machine.log) == 2
+
+
+def test_losses_are_kept(machine: RecordedCuda):
+    """CASES 85: those of each update stay what they were."""
+    worlds = World(capture=False), World()
+    torch.manual_seed(2)
+    due = [worlds[0].learner() for _ in range(8)]
+    torch.manual_seed(2)
+    found = [worlds[1].learner() for _ in range(8)]
+    assert worlds[1].learner.captured
+    for one, other in zip(found, due, strict=True):
+        assert not [name for name in other.keys() if not torch.equal(one[name], other[name])]
 
 
 def test_a_refused_capture_is_said_once(machine: RecordedCuda):

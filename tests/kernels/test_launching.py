@@ -138,6 +138,11 @@ def fallbacks():
     return launched("fallbacks")
 
 
+def test_launches_that_are_given_a_tensor_are_those_of_the_general_way(fallbacks):
+    """At addresses that came before and others, some of which have another alignment."""
+    assert fallbacks["given"] == {"differing": 0, "by Triton": 0, "kept": True}
+
+
 @pytest.mark.parametrize(
     "name", ["misaligned", "dtype", "one", "not divisible", "integer factor", "bool factor", "warps", "constexpr"]
 )

@@ -475,7 +475,7 @@ def filled(capacity: int = 12) -> Store:
 def gather_with(store: Store, **changed: object) -> object:
     arguments = {"table": store.table, "ring": store.ring, "index": torch.tensor([0, 1]), "capacity": store.capacity}
     arguments["arena_bytes"] = store.arena_bytes(2)
-    arguments |= zip(rows.Reading._fields, store.reading(3), strict=True)
+    arguments |= rows.Reading(*store.reading(3))._asdict()
     return rows.gather(*{**arguments, **changed}.values())
 
 
@@ -667,6 +667,10 @@ def test_grids(n):
     programs = _launch.copying_programs(4, n, n_bytes, tile)
     assert min(tiles, _launch.MAX_COPYING) - 2 <= programs <= 1.05 * tiles + 4
     assert [_launch.padded_keys(n) for n in (0, 1, 32, 33, 500)] == [32, 32, 32, 64, 512]
+    # What so many programs read at a time keeps the bus to the host busy, and leaves a GPU to other kernels.
+    assert _launch.copying_programs(4, n, n_bytes, tile, 1.0) <= 256
+    assert _launch.copying_programs(4, 256, 2**24, 1024) == 1028
+    assert [_launch.copying_programs(4, 256, 2**24, 1024, share) for share in (1.0, 0.5, 0.01)] == [16, 32, 1028]
     device = torch.device("cpu")
     for tile, warps in (
         *(tiles(n_bytes, device) for tiles in (_launch.batch_tile, _launch.write_tile)),

@@ -8,10 +8,14 @@ from benchmarks.measure.results import Run
 from benchmarks.report import rewritten
 from benchmarks.workloads.registry import REGISTRY
 
+#: What a row says whose probes have agreed, and one whose probes have not.
+STEADY = {"before": 3.0, "after": 3.1, "agreed": True, "tries": 1}
+UNSTEADY = {"before": 3.0, "after": 5.1, "agreed": False, "tries": 4}
 
-def entry(workload: str, library: str, seconds: float) -> dict[str, Any]:
+
+def entry(workload: str, library: str, seconds: float, **more: Any) -> dict[str, Any]:
     """What ten calls of so many seconds each give, with a tenth of that as spread, and the half as minimum."""
-    extra: dict[str, Any] = {"workload": workload, "library": library, "calls": 10}
+    extra: dict[str, Any] = {"workload": workload, "library": library, "calls": 10, **more}
     return {"extra_info": extra, "stats": {"median": 10 * seconds, "iqr": seconds, "min": 5 * seconds}}
 
 

@@ -7,7 +7,7 @@ data) then goes wrong as it does in a CUDA graph. As on a GPU, what is captured 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -37,6 +37,37 @@ class Call(NamedTuple):
     args: Any
     kwargs: dict[str, Any]
     results: list[Tensor]  # those whose memory the operation allocated
+    stream: Any = None
+
+
+class Wait(NamedTuple):
+    stream: Any
+    other: Any
+
+
+def ordered(entries: Iterable[Call | Wait], main: Any, late: bool) -> list[Call]:
+    """The calls in an order in which a GPU may run them: those of other streams as early or late as waits let them.
+
+    Raises:
+        RuntimeError: ``main`` does not wait for all of them.
+    """
+    number, begun = 0, dict[Any, int]()
+    waiting: dict[Any, list[tuple[int, int, Call]]] = {}
+    found: list[tuple[int, int, Call]] = []
+    for entry in entries:
+        if isinstance(entry, Call):
+            if entry.stream is main:
+                number += 1
+                found.append((number, 0, entry))
+            else:
+                waiting.setdefault(entry.stream, []).append((begun[entry.stream], 1, entry))
+        elif entry.stream is main:
+            found += [(number if late else early, 1, call) for early, _, call in waiting.pop(entry.other, [])]
+        else:
+            begun[entry.stream] = number
+    if waiting:
+        raise RuntimeError("capturing stream has unjoined work")
+    return [call for _, _, call in sorted(found, key=lambda each: each[:2])]
 
 
 def _written(operation: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
@@ -64,11 +95,16 @@ class GraphRecorder(TorchDispatchMode):
 
     Args:
         memory: tensors that operations reach by address (a storage's rows), which the capture must leave as they were.
+        current: gives the stream of the next call.
+
+    Attributes:
+        entries: calls, and waits of streams for others.
     """
 
-    def __init__(self, memory: list[Tensor] | None = None) -> None:
+    def __init__(self, memory: list[Tensor] | None = None, current: Callable[[], Any] = lambda: None) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.entries: list[Call | Wait] = []
+        self._current = current
         self._before = [(tensor, tensor.clone()) for tensor in memory or []]
         self._random = torch.get_rng_state()
 
@@ -87,9 +123,16 @@ class GraphRecorder(TorchDispatchMode):
         args = tuple(_as_called(argument) for argument in args)
         out = func(*args, **kwargs)
         results = _made(func, out)
-        if (written or results) and not name.startswith("aten::empty"):
-            self.calls.append(Call(func, args, kwargs, results))
+        if name.startswith("aten::empty"):
+            # The step runs, unlike on a GPU, and may read what only a replay has written.
+            out.zero_()
+        elif written or results:
+            self.entries.append(Call(func, args, kwargs, results, self._current()))
         return out
+
+    @property
+    def calls(self) -> list[Call]:
+        return [entry for entry in self.entries if isinstance(entry, Call)]
 
     def undo(self) -> None:
         """Leave everything as it was before the capture."""
@@ -100,10 +143,10 @@ class GraphRecorder(TorchDispatchMode):
         torch.set_rng_state(self._random)
 
     @torch.no_grad()
-    def replay(self) -> None:
+    def replay(self, calls: list[Call] | None = None) -> None:
         # What an operation does on the host (counting rows, in compiled code) is not part of a CUDA graph: it is lost.
         with recording.recorded(recording.Recording()):
-            for operation, args, kwargs, results in self.calls:
+            for operation, args, kwargs, results, _ in self.calls if calls is None else calls:
                 made = _made(operation, operation(*args, **kwargs))
                 for result, value in zip(results, made, strict=True):
                     assert result.shape == value.shape, f"{operation.name()} has another shape than at the capture"
@@ -111,9 +154,9 @@ class GraphRecorder(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def recorded(memory: list[Tensor] | None = None) -> Iterator[GraphRecorder]:
+def recorded(memory: list[Tensor] | None = None, current: Callable[[], Any] = lambda: None) -> Iterator[GraphRecorder]:
     """Record a step without running it, as ``torch.cuda.graph`` does."""
-    recorder = GraphRecorder(memory)
+    recorder = GraphRecorder(memory, current)
     try:
         with recorder:
             yield recorder
@@ -124,11 +167,13 @@ def recorded(memory: list[Tensor] | None = None) -> Iterator[GraphRecorder]:
 class _Stream:
     """A stream that notes what it waited for."""
 
-    def __init__(self, device: Any = None, name: str = "side", log: list[str] | None = None) -> None:
-        self.device, self.name, self._log = torch.device("cpu"), name, log if log is not None else []
+    def __init__(self, machine: RecordedCuda, name: str = "side") -> None:
+        self.device, self.name, self._machine = torch.device("cpu"), name, machine
 
     def wait_stream(self, other: _Stream) -> None:
-        self._log.append(f"{self.name} waits for {other.name}")
+        self._machine.log.append(f"{self.name} waits for {other.name}")
+        if self._machine.recorder is not None:
+            self._machine.recorder.entries.append(Wait(self, other))
 
 
 class RecordedCuda:
@@ -139,14 +184,17 @@ class RecordedCuda:
         memory: of what a capture must leave alone although it is reached by address.
         capture_error_modes: how strict each capture was to be about other threads.
         invalidated: whether the capture under way could not be ended.
+        late: whether replays run branches as late as they may, rather than as early.
+        recorder: of the capture under way.
     """
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.memory: list[Tensor] = []
         self.capture_error_modes: list[str] = []
-        self.invalidated = False
-        self._current = _Stream(name="main", log=self.log)
+        self.invalidated = self.late = False
+        self.recorder: GraphRecorder | None = None
+        self._current = _Stream(self, "main")
 
     def _end_allocation(self, device: int | None, pool: object) -> None:
         if not self.invalidated:
@@ -159,18 +207,23 @@ class RecordedCuda:
 
         class Graph:
             recorder: GraphRecorder | None = None
+            orders: dict[bool, list[Call]]
 
             def replay(self) -> None:
                 machine.log.append("replay")
                 assert self.recorder is not None, "nothing was captured"
-                self.recorder.replay()
+                self.recorder.replay(self.orders[machine.late])
 
         @contextlib.contextmanager
         def graph(into: Graph, *, stream: _Stream, pool: object = None, capture_error_mode: str = "") -> Iterator[None]:
             machine.log.append(f"capture on {stream.name}")
             machine.capture_error_modes.append(capture_error_mode)
-            with recorded(machine.memory) as into.recorder:
-                yield
+            with recorded(machine.memory, lambda: machine._current) as machine.recorder:
+                try:
+                    yield
+                finally:
+                    into.recorder, machine.recorder = machine.recorder, None
+            into.orders = {late: ordered(into.recorder.entries, stream, late) for late in (False, True)}
 
         @contextlib.contextmanager
         def on(stream: _Stream) -> Iterator[None]:
@@ -183,7 +236,7 @@ class RecordedCuda:
         replacements: dict[str, Callable[..., Any]] = {
             "CUDAGraph": Graph,
             "graph": graph,
-            "Stream": lambda device=None: _Stream(device, log=machine.log),
+            "Stream": lambda device=None: _Stream(machine),
             "stream": on,
             "graph_pool_handle": lambda: (0, 1),
             "current_stream": lambda device=None: machine._current,

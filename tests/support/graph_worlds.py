@@ -48,6 +48,8 @@ class World:
         learn: how the targets are updated; None: the step only writes, draws, and sets priorities.
         n_steps: steps of a transition.
         storage: further options of the storage.
+        rows: where the rows are; None: on the device.
+        prefetch: as of the buffer.
     """
 
     sampler: str
@@ -56,15 +58,17 @@ class World:
     learn: str | None = None
     n_steps: int = 1
     storage: Mapping[str, Any] = field(default_factory=dict)
+    rows: str | None = None
+    prefetch: int | None = None
     buffer: TensorDictReplayBuffer = field(init=False)
     loss: SACLoss | None = None
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
-        storage = LazyTensorStorage(CAPACITY, device=self.device, ndim=1 if self.envs == 1 else 2, **self.storage)
-        self.buffer = TensorDictReplayBuffer(
-            storage=storage, sampler=SAMPLERS[self.sampler](), batch_size=BATCH, n_steps=self.n_steps
-        )
+        rows = self.rows or self.device
+        storage = LazyTensorStorage(CAPACITY, device=rows, ndim=1 if self.envs == 1 else 2, **self.storage)
+        sampler, options = SAMPLERS[self.sampler](), {"n_steps": self.n_steps, "prefetch": self.prefetch}
+        self.buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=BATCH, **options)
         # Not float64: compiled code leaves changes in place of such a number on the CPU out (PyTorch 2.13).
         self.beta = torch.full((), 0.4, dtype=torch.float32, device=self.device)
         if self.learn is not None:
@@ -142,6 +146,25 @@ class World:
             for name, tensor in self.loss.state_dict().items():
                 if isinstance(tensor, Tensor):
                     yield name, tensor.clone()
+
+
+class Pinned(World):
+    """Rows in pinned memory, of which each step draws before it does anything else."""
+
+    def __init__(self, sampler: str, draws: int = 1, **options: Any) -> None:
+        super().__init__(sampler, rows="pinned", **{"prefetch": 1, **options})
+        self.draws = draws
+
+    def step(self, data: TensorDict) -> tuple[Tensor, TensorDict]:
+        """Draw, learn, set priorities, and write."""
+        batches = []
+        for _ in range(self.draws):
+            batch = self.buffer.sample()
+            batch["td_error"] = batch["observation"].abs().sum(-1, keepdim=True)
+            self.buffer.update_tensordict_priority(batch)
+            batches.append(batch)
+        self._anneal()
+        return self.buffer.extend(data), torch.stack(batches)
 
 
 #: Rows whose batches are computed: in fewer bytes than they are written, and drawn in others.

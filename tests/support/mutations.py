@@ -96,7 +96,10 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "tests/data/test_row_order.py",
         ),
     ),
-    "checkpoints": (("gpubuf/data/checkpoints/*.py",), ("tests/data/test_checkpoint*.py",)),
+    "checkpoints": (
+        ("gpubuf/data/checkpoints/*.py",),
+        ("tests/data/test_checkpoint*.py", "tests/data/test_shard_checkpoints.py"),
+    ),
     "losses": (("gpubuf/objectives/*.py",), ("tests/objectives/test_*.py",)),
     "kernels of losses": (
         (

@@ -30,8 +30,9 @@ def rows(n, start=0):
     return TensorDict({"observation": steps + torch.zeros(3), "next": coming}, [n])
 
 
-def buffer_of(kind="uniform", seed=3, **options):
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=SAMPLERS[kind](), **options)
+def buffer_of(kind="uniform", seed=3, device="cpu", **options):
+    storage = LazyTensorStorage(CAPACITY, device=device)
+    buffer = TensorDictReplayBuffer(storage=storage, sampler=SAMPLERS[kind](), **options)
     buffer.set_rng(torch.Generator().manual_seed(seed))
     buffer.extend(rows(120))
     return buffer
@@ -39,7 +40,8 @@ def buffer_of(kind="uniform", seed=3, **options):
 
 def prepared(buffer):
     """What is prepared for the buffer's batches."""
-    known = getattr(buffer.parts.batches._draw.__self__, "_known", {})
+    batches = buffer.parts.batches
+    known = getattr(getattr(batches, "_plain", batches)._draw.__self__, "_known", {})
     return [each for each in known.values() if isinstance(each, slots._Prepared)]
 
 

@@ -8,12 +8,10 @@ is there names files that are whole. It can name files of its own folder only.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import json
 import os
 import re
-import select
 import stat
 import zlib
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from typing import Any
 
 import torch
 
-from gpubuf import serialization
+from gpubuf import serialization, system
 from gpubuf.data.operation import Operation, together
 from gpubuf.data.pinning import copied, tensors_of
 from gpubuf.terminal import progress_bar
@@ -71,26 +69,6 @@ def need(condition: bool, what: str) -> None:
         raise DamagedError(what)
 
 
-def locked(folder: Path, *, exclusive: bool) -> select.epoll:
-    """For a `with` around one save of a folder (``exclusive``), or around any number of loads at a time.
-
-    A killed process lets go of it, and so does an interrupted call: its end is that of an object of C's, which owns a
-    descriptor, and closes it there or when it is freed.
-    """
-    holder = select.epoll()
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.dup2(descriptor, holder.fileno(), inheritable=False)
-        finally:
-            os.close(descriptor)
-        fcntl.flock(holder, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
-        return holder
-    except BaseException:
-        holder.close()
-        raise
-
-
 # Writing
 
 
@@ -132,7 +110,7 @@ def write(
         total = sum(tensor.nbytes for tensor in tensors_of(state))
         with progress_bar("saving", total, progress, least=BAR_BYTES) as advance:
             size, checksum = serialization.write(folder / name, serialization.contents(state), advance)
-        serialization.sync_folder(folder)
+        system.sync_folder(folder)
         return File(name, size, checksum)
 
     def begun() -> Callable[[], File]:
@@ -150,7 +128,7 @@ def commit(folder: Path, manifest: Manifest) -> None:
     content = asdict(manifest)
     text = json.dumps({"format": _FORMAT, "version": _VERSION, "checksum": _checksum(content), "content": content})
     serialization.replace(folder / MANIFEST, [text.encode()])
-    serialization.sync_folder(folder)
+    system.sync_folder(folder)
     named = {file.name for file in manifest.files}
     for entry in folder.iterdir():
         # Files of other names are not ours, nor is a folder of such a name.

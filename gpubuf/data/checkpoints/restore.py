@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpubuf import system
 from gpubuf.data.checkpoints import files
 from gpubuf.data.checkpoints.files import need
 from gpubuf.data.checkpoints.save import Checkpointed
@@ -71,7 +72,7 @@ def load(
 def read(path: str | os.PathLike[str], of: str, *, progress: bool | None = None) -> dict[str, Any]:
     """The state that :func:`gpubuf.data.checkpoints.save.save_state` wrote. Raises as :func:`load` for the files."""
     folder = existing(path)
-    with files.locked(folder, exclusive=False):
+    with system.locked(folder, exclusive=False):
         return files.read(folder, files.read_manifest(folder, of).files[0], progress)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from gpubuf import system
 from gpubuf.data.checkpoints import files
 from gpubuf.data.operation import Operation
 from gpubuf.data.parts import Assembled
@@ -76,7 +77,7 @@ def save_state(
         raise TypeError(f"save() takes no {', '.join(gone)}: each save writes everything, to one file")
     folder, save_id = Path(path), secrets.token_hex(8)
     folder.mkdir(parents=True, exist_ok=True)
-    with files.locked(folder, exclusive=True):
+    with system.locked(folder, exclusive=True):
         files.check_replaceable(folder, of)
         file = files.write(folder, save_id, operations, state_now, progress)
         files.commit(folder, files.Manifest(of, (file,)))

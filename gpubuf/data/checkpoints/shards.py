@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpubuf import serialization
+from gpubuf import serialization, system
 from gpubuf.data.checkpoints import files, restore
 from gpubuf.data.checkpoints import save as of_one
 from gpubuf.data.checkpoints.files import need
@@ -135,7 +135,7 @@ def save_shards(
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
         vote.cast()
-    with files.locked(folder, exclusive=True) if rank == 0 else nullcontext():
+    with system.locked(folder, exclusive=True) if rank == 0 else nullcontext():
         with _Vote(process_group) as vote:
             if rank == 0:
                 files.check_replaceable(folder, files.RANKS)
@@ -196,7 +196,7 @@ def _load_shards(
     rank, ranks = (0, 1) if process_group is None else (process_group.rank(), process_group.size())
     with _Vote(process_group) as vote:
         folder = existing(path)
-        with files.locked(folder, exclusive=False):
+        with system.locked(folder, exclusive=False):
             shards = files.read_manifest(folder, files.RANKS).files
             if len(shards) < ranks:
                 raise ValueError(

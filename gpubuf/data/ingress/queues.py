@@ -15,7 +15,6 @@ the last process that has it, however that ends.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import itertools
 import json
@@ -37,6 +36,7 @@ from torch import Tensor
 from gpubuf.data.ingress.options import MOST_STEPS
 from gpubuf.data.storage.containers import numpy_dtype
 from gpubuf.data.storage.layout import Leaf, RowLayout
+from gpubuf.system import lock
 
 #: Counters are 64-bit integers. Those that different processes store are in different cache lines.
 _LINE = 8
@@ -173,6 +173,8 @@ class Queues:
         if handle is None:
             if not hasattr(os, "memfd_create"):
                 raise NotImplementedError("writers in other processes need Linux (memfd_create)")
+            import fcntl
+
             handle = os.memfd_create("gpubuf-writers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(handle, n_bytes)
             # Who reads memory that another process has cut off is killed.
@@ -342,7 +344,7 @@ class Queues:
         """
         handle = os.open(f"/proc/self/fd/{self._handle}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            lock(handle)
             yield
         finally:
             os.close(handle)

@@ -13,7 +13,7 @@ from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.priorities import check_beta, exponent, priority_vectors, vector
 from gpubuf.data.storage.placement import device_name
 from gpubuf.kernels import config, rows, sum_tree
-from gpubuf.kernels._registry import demand_int64, is_lazy, without_dispatch
+from gpubuf.kernels._registry import demand_int64, is_lazy, launches_kernels, without_dispatch
 from gpubuf.kernels.sum_tree import (
     ALPHA,
     BETA,
@@ -76,6 +76,15 @@ _mark = without_dispatch(sum_tree.mark, trusted=True, given=("index",))
 _draw = without_dispatch(sum_tree.draw, trusted=True)
 _refresh = without_dispatch(sum_tree.refresh, trusted=True, given=("index",))
 
+_KINDS = 16
+"""Updates of other sizes, and with or without generations, whose launches are kept."""
+
+# Another object when launches may be configured in another way.
+_choices = config.remembered(object)
+_PLAIN = {Tensor}
+_compiling = torch.compiler.is_compiling
+_modes, _functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+
 _SCALARS, _RING = 5, 4  # elements of `scalars` and of the ring for standalone use
 
 
@@ -135,6 +144,8 @@ class SumTree:
         self.scalars[ALPHA].fill_(self._alpha)
         self.scalars[EPS].fill_(self._eps)
         self.set_beta(beta)
+        # On a GPU, what repeats the launch of an update, by all of the update but its vectors.
+        self._repeated: dict[tuple[Any, ...], Any] | None = {} if launches_kernels(self.leaves) else None
         # For standalone use: a ring in which every row is valid, and was written once.
         self._full_ring = rows.new_ring(device)
         self._full_ring[: rows.SIZE + 1].fill_(self.capacity)
@@ -201,6 +212,10 @@ class SumTree:
         fan_out = config.tree_fan_out(capacity, device_type, device_name(device_type))
         leaves = -(-capacity // fan_out) * fan_out
         return 4 * leaves + 3 * 8 * sum(sum_tree.level_sizes(capacity, fan_out)) + 8 * (_SCALARS + _RING)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without launches, whose arguments are this tree's."""
+        return {**vars(self), "_repeated": None if self._repeated is None else {}}
 
     def to(self, device: torch.device) -> SumTree:
         """This tree if it is there, else a copy with the fan-out that suits the device, without :attr:`eligible`."""
@@ -269,12 +284,43 @@ class SumTree:
             ring = self._full_ring
         elif ring.dtype is not torch.int64 or ring.dim() != 1 or ring.numel() != _RING or not ring.is_contiguous():
             demand_int64("ring", ring, (_RING,))
-        _update(
+        update = _update if self._repeated is None else self._repeat
+        update(
             self.leaves, self.nodes, self.scalars, self.eligible, self.capacity, self.fan_out,
             ring, index, priority, generation,
         )  # fmt: skip
         if self._may_be_clamped:
             self._look_at_weights()
+
+    def _repeat(self, *arguments: Any) -> None:
+        """:func:`_update`, by the launch of one before that differed in the last three arguments alone."""
+        own, given = arguments[:-3], arguments[-3:] if arguments[-1] is not None else arguments[-3:-1]
+        lazy = True in map(Tensor.is_neg, given) or True in map(Tensor._is_zerotensor, given)
+        if lazy or {*map(type, given)} != _PLAIN or config.in_graph() or _compiling() or _modes() or _functions():
+            _update(*arguments)
+            return
+        assert self._repeated is not None
+        key = (given[0].numel(), len(given), _choices(), *map(id, own))
+        ready = self._repeated.get(key)
+        if ready:
+            ready.launch(*given)
+        elif ready is None:
+            if len(self._repeated) >= _KINDS:
+                self._repeated.clear()
+            self._repeated[key] = self._noted(arguments, given)
+        else:
+            _update(*arguments)
+
+    def _noted(self, arguments: tuple[Any, ...], given: tuple[Tensor, ...]) -> Any:
+        """:func:`_update`, and what repeats its launch; False: it takes several, with memory between them."""
+        # Imports Triton.
+        from gpubuf.kernels._launching import Call, Ready, launches_noted
+
+        calls: list[Call] = []
+        with launches_noted(calls):
+            _update(*arguments)
+        apart = len({*map(Tensor.data_ptr, given)}) == len(given)
+        return len(calls) == 1 and apart and Ready(calls, self.leaves.get_device(), given)
 
     def mark(self, index: Tensor, within_buffer: bool = False, touched: Tensor | None = None) -> None:
         """Give rows the weight of new ones: that of the running maximum of the priorities. No host sync.

@@ -263,9 +263,9 @@ def _packed(sources: list[torch.Tensor], device: torch.device) -> list[torch.Ten
     offsets, n_bytes = arena_offsets([t.nbytes for t in sources], 1)
     arena = staging(n_bytes)
     with torch.no_grad():
-        torch._foreach_copy_(_views(arena, sources, offsets), sources)
+        torch._foreach_copy_(views_of(arena, sources, offsets), sources)
     # PyTorch notes the copy, and does not give the arena's memory out again before it is done.
-    return _views(arena.to(device, non_blocking=True), sources, offsets)
+    return views_of(arena.to(device, non_blocking=True), sources, offsets)
 
 
 class KeptMemory:
@@ -281,12 +281,12 @@ class KeptMemory:
     def __init__(self, sources: list[torch.Tensor], device: torch.device) -> None:
         offsets, n_bytes = arena_offsets([t.nbytes for t in sources], 1)
         self._arena = torch.empty(n_bytes, dtype=torch.uint8, device=device)
-        self._arrived = _views(self._arena, sources, offsets)
+        self._arrived = views_of(self._arena, sources, offsets)
         # What is copied from, the next one first: memory, views into it, and the event after its last copy.
         self._slots: deque[tuple[torch.Tensor, list[torch.Tensor], Any]] = deque()
         for _ in range(_SLOTS):
             memory = staging(n_bytes)
-            self._slots.append((memory, _views(memory, sources, offsets), torch.cuda.Event()))
+            self._slots.append((memory, views_of(memory, sources, offsets), torch.cuda.Event()))
 
     def copied(self, sources: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """A batch on the GPU, until the next call; None: the GPU is so late that all pinned memory is to be read."""
@@ -327,7 +327,7 @@ def _kept_for(sources: list[torch.Tensor], device: torch.device) -> KeptMemory:
     return found
 
 
-def _views(arena: torch.Tensor, sources: list[torch.Tensor], offsets: list[int]) -> list[torch.Tensor]:
+def views_of(arena: torch.Tensor, sources: list[torch.Tensor], offsets: list[int]) -> list[torch.Tensor]:
     """Contiguous views of an arena, uint8 ``[n_bytes]``, shaped as the sources."""
     return [
         arena[offset : offset + t.nbytes].view(t.dtype).view(t.shape)

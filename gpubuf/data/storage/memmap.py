@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import math
 import mmap
 import os
-import resource
 import shutil
 import tempfile
 import weakref
@@ -19,6 +17,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
+from gpubuf import system
 from gpubuf.data.arguments import Missing, warn, warn_of_no_effect
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.allocation import Allocation
@@ -44,11 +43,6 @@ LARGE_ROW = 256
 PATIENCE = 100
 """Batches whose pages are requested after one that had to wait for the disk."""
 
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
-_WILLNEED = mmap.MADV_WILLNEED
-
-
 _ON_CPU = Placement("cpu", torch.device("cpu"))
 _UNMAPPED = cast("Counters", Missing(NOT_INITIALIZED))
 
@@ -70,6 +64,7 @@ class MappedFiles(Allocation):
     relocatable = False
 
     def __init__(self, max_size: int, ndim: int, folder: Path | None, existsok: bool, auto_cleanup: bool) -> None:
+        system.need_posix("memory-mapped rows")
         super().__init__(max_size, "cpu", ndim)
         self.folder, self._existsok, self._auto_cleanup = folder, existsok, auto_cleanup
         self.mapped = _UNMAPPED
@@ -361,7 +356,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         Args:
             index: int64 ``[n]``, flat positions on the CPU.
         """
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        faults = system.slow_page_faults()
         if faults != self._faults:
             self._faults, self._patience = faults, PATIENCE
         if self._patience == 0:
@@ -371,7 +366,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             if leaf.row_bytes >= LARGE_ROW:
                 for start in (address + index * stride).tolist():
                     page = start // mmap.PAGESIZE * mmap.PAGESIZE
-                    _madvise(page, start + leaf.row_bytes - page, _WILLNEED)
+                    system.read_ahead(page, start + leaf.row_bytes - page)
 
     # What can be killed
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import math
@@ -33,6 +32,7 @@ from gpubuf.data.arguments import warn
 from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.layout import Key, Node, RowLayout
 from gpubuf.kernels import rows
+from gpubuf.system import OPENING, lock
 
 logger = logging.getLogger("gpubuf")
 
@@ -102,7 +102,7 @@ def open_file(path: Path, flags: int, root: Path | None = None) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
     try:
         # Not blocking: to open a pipe does not wait for its other end.
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        descriptor = os.open(path, flags | OPENING | os.O_NONBLOCK, 0o666)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except OSError as error:
@@ -387,7 +387,7 @@ class Counters:
     def _lock(self) -> bool:
         """Hold the file for as long as this object is there; False: another one holds it."""
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._descriptor, wait=False)
         except BlockingIOError:
             return False
         return True
@@ -504,7 +504,7 @@ def new_folder() -> tuple[Path, int]:
     folder = Path(tempfile.mkdtemp(prefix=TEMPORARY))
     unlocked = folder / f"{LOCK_FILE}.tmp"
     descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    lock(descriptor)
     # Only now: another process may be looking for folders that nobody holds.
     os.rename(unlocked, folder / LOCK_FILE)
     return folder, descriptor
@@ -522,9 +522,9 @@ def _sweep(folder: Path) -> None:
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         return
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | OPENING)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(descriptor, wait=False)
         for level, _, names in os.walk(folder, topdown=False):
             for name in names:
                 if is_own(name) and name != LOCK_FILE:

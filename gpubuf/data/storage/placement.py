@@ -99,6 +99,10 @@ class Placement:
         """Whether rows are in pinned host memory, all or some: another device than this one works on them."""
         return self.kind in (PINNED, SPLIT)
 
+    def on_host(self, steps: int) -> float:
+        """The share of so many steps that is in pinned host memory."""
+        return 1 - self.near_steps / steps if self.rows_on_host else 0.0
+
     def same_place(self, other: Placement) -> bool:
         """Whether everything lies where another placement has it."""
         return (self.kind, self.device, self.near_steps) == (other.kind, other.device, other.near_steps)
@@ -124,6 +128,7 @@ class MemoryReport:
         index: of the trajectory index, of eligible starts, of the order of an epoch.
         counters: of the ring's counters, the table of addresses and the random state.
         rows_on_host: of those rows of ``"split"`` that are in pinned host memory; they are part of ``rows``.
+        batches: of the slots on a GPU that batches are made in, with those that somebody holds.
     """
 
     placement: str | None
@@ -133,11 +138,12 @@ class MemoryReport:
     index: int
     counters: int
     rows_on_host: int = 0
+    batches: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.rows + self.tree + self.index + self.counters
+        return self.rows + self.tree + self.index + self.counters + self.batches
 
     def __str__(self) -> str:
         if self.placement is None:
@@ -148,8 +154,8 @@ class MemoryReport:
             rows = f"({readable(near)} on {self.device}, {readable(self.rows_on_host)} in pinned host memory)"
         lines = [f"rows      {readable(self.rows)} {rows}"]
         lines += [
-            f"{name:<9} {readable(n_bytes)} on {self.device}"
-            for name, n_bytes in (("tree", self.tree), ("index", self.index), ("counters", self.counters))
+            f"{name:<9} {readable(getattr(self, name))} on {self.device}"
+            for name in ("tree", "index", "counters", *(["batches"] if self.batches else []))
         ]
         return "\n".join(lines)
 

@@ -50,12 +50,15 @@ class Plans:
         rows.way = sharing or self.written
         row_bytes = [leaf.row_bytes for leaf in schema.stored.leaves]
         table = address_table(rows.columns, row_bytes, rows.envs, rows.device)
+        on_host = rows.placement.on_host(rows.shape[0])
+        how = Reading(on_host=on_host) if on_host else None
         # Without options it makes batches, too, which have the containers that were written.
-        self.stored.set(schema.stored if self._computed else schema.batch, table, rows.ring, rows.capacity)
+        layout = schema.stored if self._computed else schema.batch
+        self.stored.set(layout, table, rows.ring, rows.capacity, reading=how)
         if not self._computed:
             return
         links = () if sharing is None else sharing.of_plans
-        reading = Reading(links=None if sharing is None else sharing.links, envs=rows.envs)
+        reading = Reading(links=None if sharing is None else sharing.links, envs=rows.envs, on_host=on_host)
         for plan, layout in {self.written: schema.written, self.batch: schema.batch}.items():
             plan.set(layout, field_table(rows.fields(layout), rows.device), rows.ring, rows.capacity, links, reading)
         if sharing is not None:
@@ -207,7 +210,10 @@ class Readers:
             field_table(recipe.fields(rows.schema, rows.fields(rows.schema.batch)), rows.device),
             rows.ring,
             rows.capacity,
-            reading=Reading(bits, links, noise, rows.envs, recipe.n_steps, recipe.gamma, draws),
+            reading=Reading(
+                *(bits, links, noise, rows.envs, recipe.n_steps, recipe.gamma, draws),
+                on_host=rows.placement.on_host(rows.shape[0]),
+            ),
         )
 
     def forget(self) -> None:

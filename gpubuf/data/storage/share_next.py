@@ -63,28 +63,31 @@ class Again:
     """What an interrupted change of several steps leaves to the next operation: it is made again, as a whole."""
 
     def __init__(self) -> None:
-        self._change: Callable[[], Any] | None = None
+        # A change may be a step of the one before it.
+        self._changes: list[Callable[[], Any]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Again, ()
 
     def make(self, change: Callable[[], Any], again: Callable[[], Any] | None = None) -> Any:
         """What ``change`` returns. An interrupt of it leaves ``again``, or the change itself, to :meth:`redo`."""
-        self._change = again or change
+        outer = len(self._changes)
+        self._changes.append(again or change)
         try:
             found = change()
         except Exception:
-            self._change = None
+            del self._changes[outer:]
             raise
-        self._change = None
+        del self._changes[outer:]
         return found
 
     def redo(self) -> None:
-        """Make a change again that was interrupted. One that there was no room for is undone."""
-        if self._change is not None:
+        """Make the changes again that were interrupted, the inner ones first. One without room for it is undone."""
+        while self._changes:
+            outer = len(self._changes) - 1
             with contextlib.suppress(NoRoomError):
-                self._change()
-            self._change = None
+                self._changes[outer]()
+            del self._changes[outer:]
 
 
 class Sharing:
