@@ -328,7 +328,8 @@ def run_trajectories(record: Recorder) -> None:
         eligible = ints(trajectories.eligible_words(steps * envs))
         for flag in variants:
             shape, rule = (steps, envs, fan_out), (4, 1, 0, 0, flag)
-            record.run(trajectories.update, ends, sums, ring, ints(1, rows.ENTRY), flag, n, *shape, *rule)
+            for weights in (sums, None):
+                record.run(trajectories.update, ends, weights, ring, ints(1, rows.ENTRY), flag, n, *shape, *rule)
             record.run(trajectories.resum, ends, sums, ring, *shape, *rule)
             record.run(trajectories.update_eligible, eligible, ends, ring, n, 3, flag, steps, envs)
 
