@@ -41,28 +41,37 @@ def against(ours: float | None, theirs: float | None, missing: str = "") -> str:
     return missing if theirs is None else digits(theirs) + (f" ({theirs / ours:.1f}x)" if ours else "")
 
 
-#: Behind the title of a row, and below a table that has such rows.
-UNSTEADY, SAID = " †", "† The host changed its speed while this row was measured."
+#: Marks behind the title of a row, and what stands below a table that has such rows.
+MARKS = {
+    "†": "The host changed its speed while this row was measured.",
+    "‡": "The host was slower, all the while, than at its best in this run.",
+}
+#: How many times slower than at its best a host must be to be in another state.
+SLOWER = 1.3
 
 
-def steady_title(title: str, probe: dict[str, Any] | None) -> str:
-    """The title of a row, marked where its probes have not agreed. Of older results there are none."""
-    return title if probe is None or probe["agreed"] else f"{title}{UNSTEADY}"
+def steady_title(title: str, probe: dict[str, Any] | None, run: Run) -> str:
+    """The title of a row, marked where its probes have not agreed, or show a slow host. Of older results none does."""
+    if probe is None:
+        return title
+    slow = min(probe["before"], probe["after"]) > SLOWER * min(probes(run.data))
+    return f"{title} †" if not probe["agreed"] else f"{title} ‡" if slow else title
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose first column is text and the others numbers."""
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
     shown = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"{shown}\n\n{SAID}" if any(row[0].endswith(UNSTEADY) for row in rows) else shown
+    marked = [f"{mark} {said}" for mark, said in MARKS.items() if any(row[0].endswith(mark) for row in rows)]
+    return "\n\n".join([shown, *marked])
 
 
-def probes(found: Any) -> list[dict[str, Any]]:
-    """All probes in what a run has found."""
+def probes(found: Any) -> list[float]:
+    """The microseconds of all probes in what a run has found."""
     if isinstance(found, dict):
-        own = [found["probe"]] if found.get("probe") else [*found.get("probes", {}).values()]
-        return own + [probe for each in found.values() for probe in probes(each)]
-    return [probe for each in found for probe in probes(each)] if isinstance(found, list) else []
+        own = [found["before"], found["after"]] if "agreed" in found else []
+        return own + [took for each in found.values() for took in probes(each)]
+    return [took for each in found for took in probes(each)] if isinstance(found, list) else []
 
 
 def described(run: Run) -> str:
@@ -73,7 +82,7 @@ def described(run: Run) -> str:
     threads = f"{machine['threads']} thread" + ("s" if machine["threads"] != 1 else "")
     instructions = f" ({machine['instructions']})" if "instructions" in machine else ""
     tuned = {True: ", by a tuned file", False: ", by the rules"}.get(machine.get("tuned"), "")
-    seen = [probe[when] for probe in probes(run.data) for when in ("before", "after")]
+    seen = probes(run.data)
     probed = f"probes of the host: {digits(min(seen))} to {digits(max(seen))} µs; " if seen else ""
     found = (
         f"{machine['device']['name']}{instructions}, Python {machine['python_version']}, {threads}, load "
@@ -111,7 +120,7 @@ def comparison(run: Run, workloads: Sequence[str]) -> str:
         micro = {library: None if each is None else each * 1e6 for library, each in took.items()}
         cells = [against(None if who.startswith(OURS) else micro.get(OURS), micro[who]) for who in columns]
         of_row = next(iter(run.of(name).values()))["extra_info"]
-        rows.append([steady_title(REGISTRY[name].title, of_row.get("probe")), *cells])
+        rows.append([steady_title(REGISTRY[name].title, of_row.get("probe"), run), *cells])
     return table(["median µs per call", *(TITLES[name] for name in columns)], rows) if rows else f"{OPEN}."
 
 
@@ -133,7 +142,7 @@ def in_turn_rows(run: Run, where: str = "") -> dict[str, list[str]]:
             continue
         ours = found.get("torchrl") or next(iter(found.values()))
         others = [(each[peer] / each[OURS], peer) for peer, each in found.items() if peer not in ("torchrl", OURS)]
-        title = steady_title(f"{REGISTRY[name].title}{where}", ours.get("probe"))
+        title = steady_title(f"{REGISTRY[name].title}{where}", ours.get("probe"), run)
         row = rows[name] = [title, digits(our_best(name, ours))]
         for peer in ("torchrl", min(others, default=(0.0, ""))[1]):
             each = found.get(peer)
@@ -267,7 +276,7 @@ def alone(run: Run) -> str:
     rows = []
     for each in run.data["alone"]:
         rates = [f"{each[what]:,.0f}" for what in ("steps_per_second", "updates_per_second")]
-        rows.append([steady_title(f"`{each['program']}`", each["probe"]), *rates])
+        rows.append([steady_title(f"`{each['program']}`", each["probe"], run), *rates])
     return table(["", "steps per second", "updates per second"], rows)
 
 
@@ -290,7 +299,8 @@ def launches(runs: Runs) -> str:
         for what, met in caches.items():
             cells += [digits(on_device(each["launches"], met)), digits(found[what]) if what in found else OPEN]
         kernels = ", ".join(f"`{name}`" for name in each["kernels"])
-        rows.append([steady_title(each["call"], found.get("probe")), str(each["total"]), *cells, kernels])
+        title = steady_title(each["call"], found.get("probe"), measured or run)
+        rows.append([title, str(each["total"]), *cells, kernels])
     times = (f"µs, {what}, {how}" for what in caches for how in ("predicted", "measured"))
     shown = table(["call", "launches", "µs of the host for them", *times, "kernels"], rows)
     copied = f"{bandwidth / 1e6:.2f} TB/s" if "copy_bytes_per_second" in speeds else OPEN

@@ -391,7 +391,7 @@ def gather(folders: Sequence[Path], out: Path) -> list[Path]:
     data["steps"] = [{"stage": run.data["stage"], **step} for run in runs for step in run.data["steps"]]
     data |= together(data["steps"])
     data["datetime"] = max(run.data["datetime"] for run in runs)
-    data["machine_info"]["tuned"] = any(run.machine.get("tuned") for run in runs)
+    data["machine_info"] |= {"tuned": True} if any(run.machine.get("tuned") for run in runs) else {}
     del data["stage"]
     path = out / f"{slug(data['machine_info']['device']['name'])}-{data['datetime'][:10]}.json"
     out.mkdir(parents=True, exist_ok=True)

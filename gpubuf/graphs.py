@@ -267,7 +267,7 @@ def maker(value: Any, path: str, places: dict[str, int]) -> Callable[[list[Tenso
         return (lambda tensors: value) if place is None else itemgetter(place)
     if type(value) not in (TensorDict, dict, list, tuple):
         return lambda tensors: mapped(value, lambda at, own: tensors[places[at]] if at in places else own, path)
-    entries = enumerate(value) if isinstance(value, list | tuple) else value.items()
+    entries: Iterable[tuple[Any, Any]] = enumerate(value) if isinstance(value, list | tuple) else value.items()
     parts = [(key, maker(part, f"{path}[{key!r}]", places)) for key, part in entries]
     if type(value) is TensorDict:
         options, new = (value.batch_size, value.device, value.names if any(value.names) else None), value._new_unsafe

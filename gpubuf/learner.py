@@ -151,7 +151,9 @@ class Learner:
             raise ValueError(f"a learner minimises scalars called 'loss_*', got {dict(found.items()).keys()}")
         self.optimizer.zero_grad(set_to_none=True)
         # The losses share no parameters, so their sum gives each parameter the gradient of its own loss.
-        sum(minimised[1:], minimised[0]).backward()
+        # By this thread: another one, which PyTorch has for each GPU, waits for Python at every function of ours.
+        with torch.autograd.set_multithreading_enabled(False):
+            sum(minimised[1:], minimised[0]).backward()
         return TensorDict({name: value.detach() for name, value in losses.items()}, batch_size=[])
 
     def _known(self) -> Update | None:
@@ -256,10 +258,11 @@ class Watch:
         places = [each for part in self._attributes if "_modules" in part for each in _owned(part)]
         transforms = getattr(buffer, "transform", None)
         places += [transforms.steps._modules] if isinstance(transforms, Compose) else []
+        self._learning = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        places += [each for tensor in self._learning for each in _hooks(tensor) if each]
         # Most are empty, and have to stay so.
         self._places, self._empty = [each for each in places if each], [each for each in places if not each]
         self._empty += cast("Any", _hooks_of_all)
-        self._learning = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         further = [tensor for each in known for tensor in (*each._tensors, *(each._target_tensors or ()))]
         self._tensors = list(dict.fromkeys((*self._learning, *further)))
         self._kind = self._learning[0].device.type

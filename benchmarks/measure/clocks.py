@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,22 +23,18 @@ class Clock:
     """How a call is timed.
 
     Attributes:
-        name: ``"wall"`` or ``"events"``.
+        name: ``"wall"``, or ``"events"`` for calls that only queue their work, so that several are timed together.
         seconds: of a call and all that it has queued; it waits for that.
-        queues: whether calls only queue their work, so that several are timed together.
     """
 
     name: str
     seconds: Callable[[Call], float]
-    queues: bool = False
 
 
-def by_wall(call: Call, wait: Call | None = None) -> float:
-    """Seconds of a call, and of ``wait``, which returns once everything queued is done."""
+def by_wall(call: Call) -> float:
+    """Seconds of a call that returns once its work is done."""
     start = time.perf_counter()
     call()
-    if wait is not None:
-        wait()
     return time.perf_counter() - start
 
 
@@ -57,12 +52,10 @@ WALL = Clock("wall", by_wall)
 
 
 def of(filled: Any, device: str) -> Clock:
-    """The clock for calls on a filled buffer: CUDA events miss a library that has streams of its own."""
-    if device == "cpu":
-        return WALL
-    if getattr(filled, "clock", "events") == "events":
-        return Clock("events", by_events, queues=True)
-    return Clock("wall", partial(by_wall, wait=filled.wait), queues=True)
+    """The clock for calls on a filled buffer: events miss a library with streams of its own, whose calls wait."""
+    if device != "cpu" and getattr(filled, "clock", "events") == "events":
+        return Clock("events", by_events)
+    return WALL
 
 
 def several(call: Call, calls: int) -> Call:
@@ -82,7 +75,7 @@ def runs(call: Call, clock: Clock, repeats: int, calls: int = 1) -> list[float]:
 
 def turn(call: Call, clock: Clock) -> tuple[Call, int]:
     """What is timed at a time, and how many (warm) calls that are: one on a CPU, several where calls are queued."""
-    if not clock.queues:
+    if clock.name == "wall":
         return call, 1
     calls = max(1, min(MOST_CALLS, int(TURN_SECONDS / max(clock.seconds(call), 1e-9))))
     return several(call, calls), calls

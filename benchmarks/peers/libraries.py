@@ -147,11 +147,6 @@ class Library(ABC):
         """Call often enough that nothing happens any more that happens only the first few times."""
         call()
 
-    def wait(self) -> None:
-        """Wait for what calls have only queued."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
     @property
     def clock(self) -> str:
         """Its clock: CUDA's ``"events"`` if its calls go to PyTorch's stream, else the ``"wall"`` clock."""

@@ -23,7 +23,8 @@ from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDict
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from benchmarks.measure.in_turn import Call, Contender
+from benchmarks.measure.clocks import Call
+from benchmarks.measure.in_turn import Contender
 from benchmarks.peers.libraries import UnavailableError, needing
 from benchmarks.workloads import plain_losses as plain
 from benchmarks.workloads.plain_losses import ACTION, OBSERVATION, PlainLoss, make_batch

@@ -58,8 +58,7 @@ def row(entry: Workload, ready: Mapping[str, tuple[Call, Clock]], device: str, s
     found = []
     for library, times in took.items():
         stats = Stats()
-        for each in times:
-            stats.update(each)
+        stats.data = times
         extra = {
             "workload": entry.name,
             "library": library,

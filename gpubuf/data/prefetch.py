@@ -70,6 +70,15 @@ class _Line:
     in_use: bool = True
 
 
+class _Kept(NamedTuple):
+    """What a graph has of the batch ahead: the stream that makes it, and it with the memory that it is in."""
+
+    include_info: bool
+    side: torch.cuda.Stream
+    batch: Batch
+    memory: list[Tensor]
+
+
 def _like(batch: Batch, memory: Callable[[Tensor], Tensor]) -> tuple[Batch, list[Tensor]]:
     """A batch in other memory, and that: what ``memory`` makes of the vectors that a batch lies in."""
     vectors: dict[int, Tensor] = {}
@@ -159,6 +168,9 @@ class Prefetched(Batches):
     def _forget(self) -> None:
         self._plain._forget()
 
+    def kept_bytes(self) -> int:
+        return self._plain.kept_bytes()
+
     def _put_back(self) -> None:
         ahead, self.line.ahead = self.line.ahead, None
         if ahead is not None:
@@ -172,15 +184,12 @@ class Prefetched(Batches):
         # Within a caller's operation the streams would be out of order.
         if notes is None and batch_size in (None, self.batch_size) and batches is None and not self.operation.held:
             device = self.operation.gpu()
+            if device is not None and self._side is None:
+                self._side = torch.cuda.Stream(device)
             # Operations are ordered: that of the side stream comes after all before it, and the next one after it.
-            with nullcontext() if device is None else torch.cuda.stream(self._beside(device)):
+            with nullcontext() if self._side is None else torch.cuda.stream(self._side):
                 self.operation.run(self._make, self.batch_size, include_info)
         return batch
-
-    def _beside(self, device: torch.device) -> torch.cuda.Stream:
-        if self._side is None:
-            self._side = torch.cuda.Stream(device)
-        return self._side
 
     def drawn(
         self, n: int, include_info: bool, batches: int | None, whole: bool = True, assembled: bool = True
@@ -189,7 +198,8 @@ class Prefetched(Batches):
         if notes is not None:
             if isinstance(self.storage, LazyMemmapStorage):
                 notes.refuse(_WHY)
-            if not usual or notes.kept.get(self.line, (include_info,))[0] is not include_info:
+            known = notes.kept.get(self.line)
+            if not usual or (known is not None and known.include_info is not include_info):
                 notes.refuse(_KIND)
             return self._captured(notes, n, include_info)
         if capturing():
@@ -200,7 +210,7 @@ class Prefetched(Batches):
             batch = self._fresh(n, include_info, batches, whole, assembled)
         return batch
 
-    _draw = drawn  # type: ignore[assignment]
+    _draw = drawn
 
     def _fresh(self, *request: Any) -> Batch:
         """A batch that is drawn now."""
@@ -232,24 +242,25 @@ class Prefetched(Batches):
         A replay that finds none, for there was none or it was thrown away, draws one first.
         """
         device = self.storage.device
-        main, side = torch.cuda.current_stream(device), self._beside(device)
+        main = torch.cuda.current_stream(device)
+        known = notes.kept.get(self.line)
+        # Not that of eager batches: other threads may make some meanwhile.
+        side = torch.cuda.Stream(device) if known is None else known.side
         side.wait_stream(main)
         with torch.cuda.stream(side):
             before, made = self._before(), self._plain.drawn(n, include_info, None)
         before.drawn()
-        if self.line not in notes.kept:
-            kept, memory = _like(made, torch.empty_like)
-            notes.kept[self.line] = include_info, kept, memory
+        if known is None:
+            known = notes.kept[self.line] = _Kept(include_info, side, *_like(made, torch.empty_like))
             notes.holds(self.line, "in_use")
-            notes.before(self.line, functools.partial(self._bring, kept, n, include_info))
-        _, kept, memory = notes.kept[self.line]
-        batch, _ = _like(kept, torch.clone)
+            notes.before(self.line, functools.partial(self._bring, known.batch, n, include_info))
+        batch, _ = _like(known.batch, torch.clone)
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            for to, vector in zip(memory, _like(made, lambda vector: vector)[1], strict=True):
+            for to, vector in zip(known.memory, _like(made, lambda vector: vector)[1], strict=True):
                 to.copy_(vector)
         notes.branches[self.operation] = side
-        notes.after(functools.partial(setattr, self.line, "ahead", _Ahead(include_info, before, kept, of_graph=True)))
+        notes.after(functools.partial(setattr, self.line, "ahead", _Ahead(include_info, before, known.batch, True)))
         return batch
 
     def _bring(self, kept: Batch, n: int, include_info: bool) -> None:

@@ -263,7 +263,8 @@ class _Slot:
     """
 
     def __init__(self, n_bytes: int, device: torch.device, calls: list[Call], results: list[_Place]) -> None:
-        self._n_bytes, self._address = n_bytes, 0
+        self._n_bytes = n_bytes
+        self._ready: dict[int, Ready] = {}
         self.memory = torch.empty(n_bytes, dtype=torch.uint8, device=device).untyped_storage()
         self.cdata = self.memory._cdata
         of_place = functools.cache(lambda place: place.tensor(self.memory))
@@ -277,10 +278,13 @@ class _Slot:
         memory.resize_(0)
         memory.resize_(self._n_bytes)
         address = memory.data_ptr()
-        if address != self._address:
-            self._ready = Ready(self._calls, self.tensors[0].get_device())
-            self._address = address
-        self._ready.launch()
+        ready = self._ready.get(address)
+        if ready is None:
+            # Where two streams take turns, so do a few addresses.
+            if len(self._ready) == SLOTS:
+                self._ready.clear()
+            ready = self._ready[address] = Ready(self._calls, self.tensors[0].get_device())
+        ready.launch()
 
 
 class PreparedBatches:

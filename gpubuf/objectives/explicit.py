@@ -26,7 +26,7 @@ from gpubuf.kernels.sac import _cpu as entropies
 from gpubuf.kernels.tanh_normal import _cpu as density
 from gpubuf.kernels.td import _cpu as values
 from gpubuf.modules.fast_call import hooked, is_plain
-from gpubuf.modules.linear import PLAIN_LINEAR, EnsembleLinear, _hooks_of_all, multiplied, worth_onednn
+from gpubuf.modules.linear import ONEDNN_WORK, PLAIN_LINEAR, EnsembleLinear, _hooks_of_all, multiplied, worth_onednn
 from gpubuf.modules.mlp import MLP
 from gpubuf.modules.sac import GaussianParameters, TanhNormalActor, TanhNormalHead
 from gpubuf.modules.tanh_normal import TanhNormal
@@ -38,7 +38,6 @@ from gpubuf.objectives.td3 import TD3Loss
 
 # The formulas of the operations, without their checks and conversions.
 _sample, _sample_backward = unwrap(density.sample), unwrap(density.sample_backward)
-_td_loss, _td_loss_backward = unwrap(values.loss), unwrap(values.loss_backward)
 _actor_loss, _actor_loss_backward = unwrap(entropies.actor_loss), unwrap(entropies.actor_loss_backward)
 _temperature_loss = unwrap(entropies.temperature_loss)
 _relu_backward = torch.ops.aten.threshold_backward.grad_input
@@ -107,9 +106,13 @@ def forward(do: Call, layers: Sequence[Layer], x: Tensor, outs: Sequence[Tensor]
         outs: memory for what each layer returns, ``[B, out]``.
     """
     for i, ((weight, bias), out) in enumerate(zip(layers, outs, strict=True)):
-        product(do, x, weight, out)
-        if bias is not None:
-            do(out.add_, bias)
+        if bias is not None and x.numel() * weight.shape[1] < ONEDNN_WORK:
+            do(torch.addmm, bias, x, weight, out=out)
+        else:
+            # What starts from the bias reads a large result once more.
+            product(do, x, weight, out)
+            if bias is not None:
+                do(out.add_, bias)
         if i < len(layers) - 1:
             do(out.relu_)
         x = out
@@ -471,16 +474,22 @@ class Update(abc.ABC):
             action: in them.
             entropy: log-densities of the actions, and the temperature.
         """
-        rows = torch.Size([len(action)])
+        count, (code, reduction) = len(action), self._code
+        rows = torch.Size([count])
         next_q = self.target_critics.forward(self._inputs(following, action))
         target = self.loss.td_target(next_q, batch, rows, *entropy)
         q = self.critics.forward(self._inputs(batch, batch.get(self._action)))
-        weighting, sizes = self._weighting(batch, rows, target=True), q.shape[:2][::-1]
-        value, error, norm = _td_loss(q, target, *weighting, *self._code, *sizes)
-        grad = _td_loss_backward(self._one, q, target, *weighting, norm, self._code[0], *sizes)
-        self.critics.grad.copy_(grad.view_as(q))
+        weight, mask = self._weighting(batch, rows, target=True)
+        difference = q.squeeze(-1) - target.view(count)
+        far = difference.abs()
+        value, norm = values.reduced(values.distances(difference, far, code).sum(0), weight, mask, reduction)
+        slope = values.slopes(difference, code)
+        if mask is not None:
+            slope = slope.where(mask.view(count), 0)
+        factor = values.factors(self._one, norm, count, weight, mask)
+        torch.mul(slope, factor, out=self.critics.grad.squeeze(-1))
         self.critics.backward()
-        return value, error
+        return value, far.amax(0)
 
     def _learn_actions(
         self, batch: TensorDictBase, action: Tensor, log_prob: Tensor, alpha: Tensor, nets: int | None = None

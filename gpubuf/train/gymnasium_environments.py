@@ -1,20 +1,19 @@
 """Gymnasium environments behind the interface of the training loop.
 
 `make` checks that an environment can be trained on, and says why if not. `GymnasiumEnvironments` steps several copies
-together, with actions in [-1, 1]. It keeps the last observation of an episode, which Gymnasium's automatic reset
-replaces by the first one of the next. `EpisodeRecorder` makes an open episode resumable.
+together, with actions in [-1, 1]. It keeps the last observation of an episode, which Gymnasium's vector environments
+replace by the first one of the next. `EpisodeRecorder` makes an open episode resumable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.spaces import Box, Discrete
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -168,12 +167,10 @@ class GymnasiumEnvironments(Environments):
 
     def __init__(self, name: str, num_envs: int, seed: int | Sequence[int]) -> None:
         self._name = name
-        make_each = [lambda: EpisodeRecorder(make(name))] * num_envs
-        self._vector = SyncVectorEnv(make_each, autoreset_mode=AutoresetMode.SAME_STEP)
-        self._recorders = cast(list[EpisodeRecorder], self._vector.envs)
-        space = self._vector.single_action_space
+        self._recorders = [EpisodeRecorder(make(name)) for _ in range(num_envs)]
+        space = self._recorders[0].action_space
         self.num_envs = num_envs
-        self.observation_size = int(np.prod(self._vector.single_observation_space.shape or (1,)))
+        self.observation_size = int(np.prod(self._recorders[0].observation_space.shape or (1,)))
         if isinstance(space, Discrete):
             self.discrete, self.action_size, self._first = True, int(space.n), int(space.start)
             low, high = np.asarray(space.start), np.asarray(space.start + space.n - 1)
@@ -188,10 +185,10 @@ class GymnasiumEnvironments(Environments):
         self._seeds = [int(word) for word in np.random.SeedSequence(seed).generate_state(num_envs)]
 
     def reset(self) -> Tensor:
-        observation, _ = self._vector.reset(seed=list(self._seeds))
+        each = zip(self._recorders, self._seeds, strict=True)
+        flat = self._flat([recorder.reset(seed=seed)[0] for recorder, seed in each])
         self.take_episodes(True)
-        flat = self._flat(observation)
-        self._check(("observation", flat))
+        self._check("observation", flat)
         return torch.from_numpy(flat)
 
     def step(self, action: Tensor) -> Steps:
@@ -207,23 +204,20 @@ class GymnasiumEnvironments(Environments):
             raise
 
     def _step(self, actions: NDArray[Any]) -> Steps:
-        observation, reward, terminated, truncated, info = self._vector.step(self._stretched(actions))
-        flat = self._flat(observation)
-        next_observation = flat
-        if "final_obs" in info:
-            next_observation = flat.copy()
-            for i in np.flatnonzero(info["_final_obs"]):
-                next_observation[i] = np.asarray(info["final_obs"][i], dtype=np.float32).reshape(-1)
+        found = [each.step(action) for each, action in zip(self._recorders, self._stretched(actions), strict=True)]
+        observations, rewards, terminated, truncated, _ = zip(*found, strict=True)
+        next_observation = observation = self._flat(observations)
         with np.errstate(over="ignore"):
-            rewards = reward.astype(np.float32)[:, None]
-        self._check(("observation", next_observation), ("observation", flat), ("reward", rewards))
-        return Steps(
-            next_observation=torch.from_numpy(next_observation),
-            observation=torch.from_numpy(flat),
-            reward=torch.from_numpy(rewards),
-            terminated=torch.from_numpy(terminated[:, None].copy()),
-            truncated=torch.from_numpy(truncated[:, None].copy()),
-        )
+            reward = np.array(rewards, np.float32)[:, None]
+        self._check("observation", next_observation)
+        self._check("reward", reward)
+        flags = np.array((terminated, truncated), bool)[..., None]
+        if flags.any():
+            observation = next_observation.copy()
+            for i in np.flatnonzero(flags.any(0)):
+                observation[i] = self._flat([self._recorders[i].reset()[0]])
+            self._check("observation", observation)
+        return Steps(*map(torch.from_numpy, (next_observation, observation, reward, *flags)))
 
     def take_episodes(self, due: bool) -> list[dict[str, Any]]:
         """A record of every episode that has ended since the last call, in the order of the environments."""
@@ -239,17 +233,18 @@ class GymnasiumEnvironments(Environments):
         scaled = self._centre + self._scale * action.reshape(self.num_envs, *self._action_shape)
         return np.asarray(scaled, self._action_dtype)
 
-    def _check(self, *found: tuple[str, NDArray[Any]]) -> None:
-        for what, values in found:
-            for i in np.flatnonzero(~np.isfinite(values).all(1)):
-                raise NotFiniteError(
-                    f"the {what} of {self._name} is NaN or infinite, as float32: {values[i].tolist()}, in copy {i} of "
-                    f"{self.num_envs}. Nothing of this step was stored"
-                )
+    def _check(self, what: str, values: NDArray[Any]) -> None:
+        finite = np.isfinite(values)
+        if not finite.all():
+            i = int(finite.all(1).argmin())
+            raise NotFiniteError(
+                f"the {what} of {self._name} is NaN or infinite, as float32: {values[i].tolist()}, in copy {i} of "
+                f"{self.num_envs}. Nothing of this step was stored"
+            )
 
-    def _flat(self, observation: NDArray[Any]) -> NDArray[np.float32]:
+    def _flat(self, observations: Sequence[Any]) -> NDArray[np.float32]:
         with np.errstate(over="ignore"):
-            return observation.reshape(self.num_envs, -1).astype(np.float32)
+            return np.array(observations).reshape(len(observations), -1).astype(np.float32)
 
     def state(self) -> dict[str, Any]:
         return {"episodes": [recorder.state() for recorder in self._recorders]}
@@ -263,7 +258,8 @@ class GymnasiumEnvironments(Environments):
             self._recorders[i].reset()
         # Of an episode that ended when it was played again.
         self.take_episodes(True)
-        return torch.from_numpy(self._flat(np.stack([recorder.observation for recorder in self._recorders]))), lost
+        return torch.from_numpy(self._flat([recorder.observation for recorder in self._recorders])), lost
 
     def close(self) -> None:
-        self._vector.close()
+        for recorder in self._recorders:
+            recorder.close()

@@ -27,6 +27,12 @@ def philox_uniform_f64(seed, counter):
 
 
 @triton.jit
+def low_half(ticket_ptr):
+    """Where the lower 32 bits of an int64 are, as all programs have no more: each holds its ticket to its end."""
+    return ticket_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
 def take_ticket(ticket_ptr):
     """The number of programs that took a ticket before this one, in the first lane of a block that is else undefined.
 
@@ -38,7 +44,7 @@ def take_ticket(ticket_ptr):
     tl.debug_barrier()
     # A block, as a scalar would be handed to all warps: only one waits for the atomic, where its result is used.
     lane = tl.arange(0, 128)
-    return tl.atomic_add(ticket_ptr + lane * 0, 1, mask=lane == 0, sem="release")
+    return tl.atomic_add(low_half(ticket_ptr) + lane * 0, 1, mask=lane == 0, sem="release")
 
 
 @triton.jit
@@ -47,7 +53,7 @@ def is_last(ticket_ptr, ticket):
     lane = tl.arange(0, 128)
     last = (lane == 0) & (ticket == tl.num_programs(0) - 1)
     # The tickets are one chain of atomics: to acquire its end puts every program's reads before what follows.
-    tl.atomic_xchg(ticket_ptr + lane * 0, lane.to(tl.int64) * 0, mask=last, sem="acquire")
+    tl.atomic_xchg(low_half(ticket_ptr) + lane * 0, lane * 0, mask=last, sem="acquire")
     return last
 
 

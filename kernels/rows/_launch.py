@@ -66,21 +66,14 @@ def copy_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
     return config.tile, config.num_warps
 
 
-def batch_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
-    """As :func:`copy_tile`, of a computed batch: two elements per thread at most."""
+def batch_tile(n_bytes: int, device: torch.device, one_each: bool = False) -> tuple[int, int]:
+    """As :func:`copy_tile`, of a computed batch: two elements per thread at most, or one.
+
+    Of a batch with next observations aside or random processing, and of a write of fields, it is one: or else registers
+    spill on some GPUs.
+    """
     tile, num_warps = copy_tile(n_bytes, device)
-    return min(tile, 64 * num_warps), num_warps
-
-
-def write_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
-    """As :func:`batch_tile`, of a write of fields: one element a thread, or else registers spill on some GPUs."""
-    tile, num_warps = batch_tile(n_bytes, device)
-    return tile, 2 * num_warps
-
-
-def sample_tile(n_bytes: int, device: torch.device, links: bool, noise: bool) -> tuple[int, int]:
-    """As :func:`batch_tile`, of a sample, which draws rows besides. With all there is, one element a thread."""
-    return write_tile(n_bytes, device) if links or noise else batch_tile(n_bytes, device)
+    return min(tile, 64 * num_warps), num_warps * (2 if one_each else 1)
 
 
 @functools.lru_cache(maxsize=256)
@@ -188,6 +181,7 @@ def prepared_read(
         ValueError: a row has more than ``MAX_ROW_BYTES`` bytes.
     """
     flags: dict[str, bool] = {}
+    registers = None
     if computed is None:
         kernel = rows_sample_kernel if drawn else rows_gather_kernel
         tile, num_warps = copy_tile(arena_bytes, device)
@@ -195,9 +189,9 @@ def prepared_read(
     else:
         has_ends, has_links, has_noise, envs, n_steps, gamma, draws = computed
         kernel = rows_compute_kernel
-        tile, num_warps = (
-            sample_tile(arena_bytes, device, has_links, has_noise) if drawn else batch_tile(arena_bytes, device)
-        )
+        tile, num_warps = batch_tile(arena_bytes, device, has_links or has_noise)
+        # Unless it is told that they are there, a compiler of today spills some for more programs side by side.
+        registers = all_registers(num_warps) if has_links or has_noise else None
         numbers = (n_keys, n, capacity // envs, envs, n_steps, float_bits(gamma), draws)
         flags = {"HAS_ENDS": has_ends, "HAS_LINKS": has_links, "HAS_NOISE": has_noise, "SAMPLE": drawn}
     if n:
@@ -205,7 +199,7 @@ def prepared_read(
     row_programs = cdiv(n, tile)
     programs = row_programs + copying_programs(n_keys, n, arena_bytes, tile, on_host)
     constants = {**flags, "KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT}
-    return Launch(variant_of(kernel, num_warps, None, constants), programs, (*numbers, row_programs))
+    return Launch(variant_of(kernel, num_warps, registers, constants), programs, (*numbers, row_programs))
 
 
 # Writing
@@ -251,7 +245,7 @@ def parts_of(table: Tensor, sources: Sequence[Tensor], n: int) -> list[Part]:
         addresses = encode_arguments([source.rows.data_ptr() for source in some] or [0])
         strides = encode_arguments([source.stride for source in some] or [0])
         n_bytes = n * sum(source.row_bytes for source in some)
-        tile = copy_tile(n_bytes, table.device) if plain else write_tile(n_bytes, table.device)
+        tile = copy_tile(n_bytes, table.device) if plain else batch_tile(n_bytes, table.device, one_each=True)
         entries = table[start : start + MAX_SOURCES] if len(some) < len(rows) else table
         parts.append(Part(entries, some, addresses, strides, n_bytes, *tile))
     return parts

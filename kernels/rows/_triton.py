@@ -607,7 +607,8 @@ def make_tiles(
     n, _draws = batch
     _newest, steps, envs, _n_steps = window
     tiles, sizes, lanes = load_batch_tiles(fields_ptr, n_keys, n, KEYS, TILE)
-    for tile in range(begin, tl.sum(tiles, 0), programs):
+    # A batch in a GPU's memory has fewer tiles than an int32 counts.
+    for tile in range(begin.to(tl.int32), tl.sum(tiles, 0).to(tl.int32), programs):
         key, number, offset = find_tile(tiles, sizes, lanes, tile, ALIGNMENT)
         entry_ptr = fields_ptr + key * FIELD
         kind = tl.load(entry_ptr + KIND)

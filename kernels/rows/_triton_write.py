@@ -536,33 +536,30 @@ def rows_aside_kernel(
         begin = start - quotient(start, capacity) * capacity
         # This step is there as long as the write leaves it, and then nothing was skipped.
         has_before = (size >= envs) & (n < capacity)
-        for tile in range(program, tl.sum(found[0], 0), tl.num_programs(0)):
-            key, elements = find_write_tile(keys, found, tile, 0, False, TILE, ALIGNMENT)
-            entry_ptr, _memory, _source, _stride = key
-            as_stored, unit, _words, _first_row, _first_word, passes = elements
-            shift = tl.where(as_stored, unit, item_shift(tl.load(entry_ptr + STORED)).to(tl.int32))
-            for part in range(0, passes):
-                row, column = elements_of(elements, part, TILE)
+    for tile in range(program, tl.sum(found[0], 0), tl.num_programs(0)):
+        key, elements = find_write_tile(keys, found, tile, 0, False, TILE, ALIGNMENT)
+        entry_ptr, _memory, given, _source_stride = key
+        as_stored, unit, _words, _first_row, _first_word, passes = elements
+        side_stride = tl.load(entry_ptr + SIDE_STRIDE)
+        entries = tl.load(entry_ptr + ENTRIES) - side_stride
+        pending = tl.load(entry_ptr + PENDING)
+        for part in range(0, passes):
+            row, column = elements_of(elements, part, TILE)
+            if not RELINK:
                 env = row - (kept - envs)
                 before = begin - envs + env
                 before = tl.where(before < 0, before + capacity, before)
                 there = ((env >= 0) & (env < envs)) & has_before
                 link = tl.load(links_ptr + before, mask=there, other=0).to(tl.int64)
-                side_stride = tl.load(entry_ptr + SIDE_STRIDE)
+                shift = tl.where(as_stored, unit, item_shift(tl.load(entry_ptr + STORED)).to(tl.int32))
                 byte = column.to(tl.int64) << shift
-                waiting = tl.load(entry_ptr + PENDING) + env * side_stride + byte
-                target = tl.load(entry_ptr + ENTRIES) + (link - 1) * side_stride + byte
+                waiting = pending + env * side_stride + byte
+                target = entries + link * side_stride + byte
                 if as_stored:
                     copy_elements(waiting, target, shift, link > 0, link > 0)
                 else:
                     store_bits(target, load_bits(waiting, shift, unit, link > 0), shift, unit, link > 0)
-        # No barrier: below each lane writes the pending elements that it has just read itself.
-    for tile in range(program, tl.sum(found[0], 0), tl.num_programs(0)):
-        key, elements = find_write_tile(keys, found, tile, 0, False, TILE, ALIGNMENT)
-        entry_ptr, _memory, given, _source_stride = key
-        _as_stored, _shift, _words, _first_row, _first_word, passes = elements
-        for part in range(0, passes):
-            row, column = elements_of(elements, part, TILE)
+            # No barrier: below each lane writes the pending elements that it has just read itself.
             if RELINK:
                 position, _number, source, there, newest = load_candidates(
                     written, size, index_ptr, winner_ptr, row, n, skipped, capacity, envs, RELINK
@@ -576,11 +573,8 @@ def rows_aside_kernel(
                 newest = env >= 0
                 there = row < kept
             link = tl.load(links_ptr + position, mask=there & ~newest, other=0).to(tl.int64)
-            side_stride = tl.load(entry_ptr + SIDE_STRIDE)
-            aside = tl.load(entry_ptr + ENTRIES) + (link - 1) * side_stride
-            waiting = tl.load(entry_ptr + PENDING) + env * side_stride
             chosen = (there & (newest | (link > 0))) & (given != 0)
-            target = tl.where(newest, waiting, aside)
+            target = tl.where(newest, pending + env * side_stride, entries + link * side_stride)
             put_elements(key, elements, ring_ptr, source, column, target, chosen, chosen & newest, False)
     if not RELINK:
         advance_ring(ring_ptr, ticket, written, size, advance, capacity)

@@ -97,6 +97,21 @@ def soft_lambda_return(
     return out
 
 
+def distances(d: Tensor, far: Tensor, loss_function: int) -> Tensor:
+    """The losses of differences ``d``, whose absolute values are ``far``."""
+    if loss_function == L1:
+        return far
+    return d.square() if loss_function == L2 else torch.where(far < 1, 0.5 * d.square(), far - 0.5)
+
+
+def slopes(d: Tensor, loss_function: int) -> Tensor:
+    """The derivatives of :func:`distances`; it overwrites ``d``."""
+    if loss_function == L1:
+        # A NaN stays one.
+        return torch.where(d.isnan(), d, d.sign())
+    return d.mul_(2) if loss_function == L2 else d.clamp_(-1, 1)
+
+
 @plain(td.td_loss)
 def loss(
     q: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, loss_function: int, reduction: int, n: int,
@@ -104,13 +119,7 @@ def loss(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     d = q.view(nets, n) - target.view(n)
     far = d.abs()
-    if loss_function == L1:
-        each = far
-    elif loss_function == L2:
-        each = d.square()
-    else:
-        each = torch.where(far < 1, 0.5 * d.square(), far - 0.5)
-    value, norm = reduced(each.sum(0), weight, mask, reduction)
+    value, norm = reduced(distances(d, far, loss_function).sum(0), weight, mask, reduction)
     return value, far.amax(0), norm
 
 
@@ -119,13 +128,6 @@ def loss_backward(
     grad: Tensor, q: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, norm: Tensor,
     loss_function: int, n: int, nets: int,
 ) -> Tensor:  # fmt: skip
-    d = q.view(nets, n) - target.view(n)
-    if loss_function == L1:
-        # A NaN stays one.
-        d = torch.where(d.isnan(), d, d.sign())
-    elif loss_function == L2:
-        d *= 2
-    else:
-        d.clamp_(-1, 1)
+    d = slopes(q.view(nets, n) - target.view(n), loss_function)
     d *= factors(grad, norm, n, weight, mask)
     return d if mask is None else d.where(mask.view(n), 0)

@@ -58,7 +58,7 @@ class Event:
 def test_calls_on_a_gpu_are_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     clock = clocks.of(None, "cuda")
-    assert (clock.name, clock.queues) == ("events", True)
+    assert clock.name == "events"
 
     def call() -> None:
         Event.now += 2.5
@@ -143,7 +143,7 @@ def test_libraries_take_turns_and_one_that_is_wrong_or_fails_has_no_time(
             return lambda: seen.append(library)
 
     entry = Some(name="some", title="some", libraries=(*TITLES,), capacity=8, batch=2, row_bytes=4)
-    clock = dataclasses.replace(clocks.WALL, queues=True)
+    clock = dataclasses.replace(clocks.WALL, name="events")
     monkeypatch.setattr(run, "REGISTRY", {"some": entry})
     monkeypatch.setattr(clocks, "of", lambda filled, device: clock)
     monkeypatch.setattr(rows, "probe_of", lambda device: lambda: 1.0)

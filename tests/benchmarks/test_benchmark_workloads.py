@@ -21,6 +21,7 @@ from benchmarks.workloads.registry import REGISTRY, TITLES, environment
 from benchmarks.workloads.replay import POOL, PRIORITIZED_SAMPLE, SAMPLE_AND_UPDATE, UNIFORM_SAMPLE, Replay, replay
 from benchmarks.workloads.slices import EPISODE, SLICES, SliceBuffer, thin_stream, wide_stream
 from gpubuf.data.storage import host_memory
+from gpubuf.optim import AdamW
 
 CAPACITY = 2_560
 
@@ -139,8 +140,13 @@ def test_losses_and_whole_updates_are_checked(name: str, monkeypatch: pytest.Mon
     wrong = replace(loss, options={**loss.options, "alpha_init": 0.5})
     faults = [partial(pytest.MonkeyPatch.setitem, dic=losses.WORKLOADS, name="sac", value=wrong)]
     if "update" in name:
-        parts = (gpubuf.SoftUpdate, "step"), (gpubuf.TensorDictPrioritizedReplayBuffer, "update_tensordict_priority")
-        faults = [partial(pytest.MonkeyPatch.setattr, target=kind, name=n, value=lambda *_: None) for kind, n in parts]
+        step, buffer = AdamW.step, gpubuf.TensorDictPrioritizedReplayBuffer
+        parts: list[tuple[type, str, Any]] = [
+            (AdamW, "step", lambda self, **_: step(self, targets=False)),
+            (AdamW, "step", lambda *_, **__: None),
+            (buffer, "update_tensordict_priority", lambda *_: None),
+        ]
+        faults = [partial(pytest.MonkeyPatch.setattr, target=kind, name=n, value=value) for kind, n, value in parts]
     for fault in faults:
         with monkeypatch.context() as patched:
             fault(patched)

@@ -12,7 +12,7 @@ from benchmarks import report
 from benchmarks.measure.machine import RESULTS
 from benchmarks.measure.results import Run, kind_of, newest_runs, write_results
 from benchmarks.report import rewritten
-from tests.support.benchmark_results import STEADY, UNSTEADY, a_run, block, entry, line, machine, run_of
+from tests.support.benchmark_results import SLOW, STEADY, UNSTEADY, a_run, block, entry, line, machine, run_of
 
 REPLAY = [entry("uniform-sample-256", "gpubuf", 20e-6), entry("uniform-sample-256", "torchrl", 150e-6)]
 
@@ -94,16 +94,21 @@ def test_headlines_of_a_gpu_are_of_libraries_in_turn():
     assert line(found, "SAC update, 256, some cuda, µs") == ["400", "", ""]
 
 
-def test_rows_whose_probes_differ_are_marked():
-    """In every table; a line below says what the mark means. Results from before there were probes have no mark."""
-    footnote = "† The host changed its speed while this row was measured."
-    old, new = ([entry(name, "gpubuf", 2e-5) for name in ("uniform-sample-256", "extend-256")] for _ in range(2))
-    assert "†" not in block("replay", {"cpu": a_run(old)})
-    new[0]["extra_info"]["probe"], new[1]["extra_info"]["probe"] = UNSTEADY, STEADY
+def test_rows_whose_probes_differ_or_show_a_slow_host_are_marked():
+    """In every table; a line below says what a mark means. Results from before there were probes have no mark."""
+    names = ("uniform-sample-256", "extend-256", "priority-update-256")
+    old, new = ([entry(name, "gpubuf", 2e-5) for name in names] for _ in range(2))
+    assert not {"†", "‡"} & set(block("replay", {"cpu": a_run(old)}))
+    for each, probe in zip(new, (UNSTEADY, STEADY, SLOW), strict=True):
+        each["extra_info"]["probe"] = probe
     found = block("replay", {"cpu": a_run(new)})
     assert line(found, "uniform sample, 256 †") == line(found, "extend, 256") == ["20.0"]
-    assert f"\n\n{footnote}\n\n" in found
+    assert line(found, "priority update, 256 ‡") == ["20.0"]
+    assert "\n\n† The host changed its speed while this row was measured.\n\n‡ The host was slower, " in found
     assert "probes of the host: 3.00 to 5.10 µs; 2026-11-21" in found
+    # Slow is measured by the run itself: a host that was so all the time has no better state to show.
+    alike = block("replay", {"cpu": a_run(new[2:])})
+    assert line(alike, "priority update, 256") == ["20.0"]
     turns = {"torchrl": {"uniform-sample-256": {"gpubuf": 50.0, "torchrl": 200.0, "probe": UNSTEADY}}}
     assert line(block("in_turn", {"in_turn": run_of(in_turn=turns)}), "uniform sample, 256 †")[0] == "50.0"
     trained = {"program": "gpubuf train", "steps_per_second": 12_345.6, "updates_per_second": 1_000.0}

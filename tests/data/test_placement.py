@@ -5,6 +5,7 @@ Moving and freeing a buffer while it is in use.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import threading
@@ -372,7 +373,7 @@ def test_records_are_released_one_by_one(machine, monkeypatch):
     buffer = twin("uniform", device="pinned")
     write(buffer, 30, 0)
     of_keys = [t.nbytes for t in buffer.storage.columns.parts]
-    sizes = [sum(of_keys[key] for key in record) for record in records(buffer.storage.layout.leaves)]
+    sizes = [sum(of_keys[key] for key in record) for record in records(buffer.storage.layout.leaves, on_host=True)]
     assert len(sizes) < len(of_keys)
     assert sum(machine.pinned.values()) == sum(sizes)
     allocate, left = column.new_record, []
@@ -385,6 +386,46 @@ def test_records_are_released_one_by_one(machine, monkeypatch):
     buffer.to("cpu")
     assert left == [sum(sizes[key:]) for key in range(len(sizes))]
     assert machine.pinned == {}
+
+
+def control_rows(n: int, start: int = 0) -> TensorDict:
+    """Keys of 68, 24, 68, 4 and 1 bytes, of 64 and of 5 (both alone), told apart by their values."""
+    row = torch.arange(start, start + n)[:, None]
+    coming = {"observation": row + torch.arange(17) / 64 + 0.5, "reward": row.float(), "done": row % 7 == 6}
+    wide = {"aligned": (row + torch.arange(16)).float(), "bytes": (row + torch.arange(5)).byte()}
+    now = {"observation": row + torch.arange(17) / 64, "action": -row - torch.arange(6) / 8}
+    return TensorDict({**now, **wide, "next": {**coming, "terminated": row % 7 == 5}}, [n])
+
+
+def test_short_rows_on_the_host_share_a_record(machine):
+    """A row then lies in fewer sectors that cross the bus; what fills them, or has small elements, lies alone."""
+    buffers = [TensorDictReplayBuffer(storage=LazyTensorStorage(30, device=where)) for where in ("pinned", "cpu")]
+    for buffer in buffers:
+        buffer.extend(control_rows(20))
+        buffer.extend(control_rows(20, 20))
+    names = [leaf.name for leaf in buffers[0].storage.layout.leaves]
+    shared, alone = ([sorted(names[i] for i in each.keys) for each in b.storage.columns.records] for b in buffers)
+    assert sorted(map(len, shared)) == [1, 1, 2, 4]
+    assert sorted(map(len, alone)) == [1, 1, 1, 1, 1, 1, 2]
+    assert buffers[0].memory().rows == buffers[1].memory().rows == 30 * (68 + 24 + 68 + 4 + 2 + 64 + 5)
+    index = torch.arange(30)
+    assert same(buffers[0][index], buffers[1][index])
+    buffers[0][3:5] = buffers[1][3:5] = control_rows(2, 90)
+    assert same(buffers[0][index], buffers[1][index])
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_copies_of_rows_in_other_records(machine, later):
+    """Rows that moved to the host, or got a key later, lie in other records than new memory there has."""
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(30))
+    buffer.extend(control_rows(20))
+    if later:
+        buffer.extend(control_rows(5, 20).set("flag", torch.ones(5, 1, dtype=torch.bool)))
+    buffer.to("pinned")
+    copied, index = copy.deepcopy(buffer), torch.arange(len(buffer))
+    assert same(copied[index], buffer[index])
+    copied.extend(copied[index[:3]])
+    assert len(copied) == len(buffer) + 3
 
 
 def test_progress(machine, capsys):

@@ -175,9 +175,13 @@ def test_a_batch_ahead_is_tied_to_its_consumer(monkeypatch):
         return RandomSampler.draw(buffer.sampler, n)
 
     used = SimpleNamespace(
-        is_cuda=True, device=DEVICE, record_stream=lambda stream: log.append(f"used on {stream.name}")
+        is_cuda=True,
+        device=DEVICE,
+        record_stream=lambda stream: log.append(f"used on {stream.name}"),
+        untyped_storage=lambda: SimpleNamespace(_cdata=1),
     )
-    monkeypatch.setattr(prefetch, "tensors_of", lambda data: [used])
+    # Two tensors in one memory, of which the allocator is told once.
+    monkeypatch.setattr(prefetch, "tensors_of", lambda data: [used, used])
     monkeypatch.setattr(own, "_step", step)
     monkeypatch.setattr(own, "gpu", lambda: DEVICE)
     monkeypatch.setattr(buffer.sampler, "draw", draw)

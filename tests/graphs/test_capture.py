@@ -28,7 +28,8 @@ from gpubuf import (
     TensorDictReplayBuffer,
     capture,
 )
-from tests.support.graph_recorder import RecordedCuda
+from gpubuf.graphs import Results
+from tests.support.graph_recorder import RecordedCuda, recorded
 from tests.support.graph_worlds import World
 from tests.support.transitions import transitions
 
@@ -242,6 +243,19 @@ def test_results_are_those_of_the_step(machine):
         del found
     assert len(places) == 1
     assert list(step().keys()) == ["count", "odd", "n"]
+
+
+def test_results_are_given_out_by_one_copy():
+    """Whatever their number: each operation of PyTorch is a launch, or memory, or time of the host."""
+    value = TensorDict({str(i): torch.full((), float(i)) for i in range(8)}, []), [torch.arange(5)], None
+    results = Results(value, torch.device("cpu"))
+    results.copies()
+    with recorded() as recorder:
+        found = results.copies()
+        assert float(found[0]["7"]) == 7.0
+        assert found[1][0].tolist() == list(range(5))
+    assert [call.operation.name() for call in recorder.calls if "copy" in call.operation.name()] == ["aten::copy_"]
+    assert not [call for call in recorder.calls if "clone" in call.operation.name()]
 
 
 def test_arguments_of_the_constructor():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from gpubuf import Learner, SACLoss, SoftUpdate
 from gpubuf.modules import make_sac_actor, make_sac_critic
 from tests.support.graph_recorder import RecordedCuda
+from tests.support.host_time import count_calls
 from tests.support.learners import (
     ACTION,
     BATCH,
@@ -116,7 +118,7 @@ def _norm(world: World) -> Any:
     [
         lambda world: setattr(_norm(world), "eps", 0.5),
         lambda world: _norm(world).register_forward_hook(lambda module, given, out: 2 * out),
-        lambda world: _norm(world).weight.register_hook(lambda gradient: 2 * gradient),
+        lambda world: next(world.loss.actor_network.parameters()).register_hook(lambda gradient: 2 * gradient),
         lambda world: setattr(world.buffer.parts, "batch_size", 8),
     ],
 )
@@ -133,6 +135,27 @@ def test_numbers_and_hooks_of_modules_take_effect(change, machine: RecordedCuda)
     due, found = states
     assert not [name for name in due if not torch.equal(found[name], due[name])]
     assert sum(entry.startswith("capture") for entry in machine.log) == 4
+
+
+def test_a_second_hook_of_a_parameter_takes_effect(machine: RecordedCuda):
+    def hooked(world: World) -> None:
+        next(world.loss.actor_network.parameters()).register_hook(lambda gradient: 2 * gradient)
+
+    world = World()
+    for number in range(8):
+        if number in (0, 4):
+            hooked(world)
+        world.run(1)
+        assert world.learner.captured == (number in (3, 7))
+
+
+def test_calls_of_python_per_replay(machine: RecordedCuda):
+    """Each costs some 100 ns, and what else is looked at is so by functions written in C."""
+    world = World()
+    world.run(5)
+    (step,) = world.learner._graphs.values()
+    step._graph = SimpleNamespace(replay=lambda: None)
+    assert count_calls(world.learner) <= 35
 
 
 def test_what_is_replaced_by_the_same_needs_no_other_graph(machine: RecordedCuda):

@@ -16,7 +16,7 @@ from gpubuf.kernels import _threads, config, philox, rows
 from gpubuf.kernels._registry import Backend
 from gpubuf.kernels.config import RowsConfig
 from gpubuf.kernels.rows import DRAWN, LAST, MAX_PAD, NEXT, STEPS, SUM, _launch
-from gpubuf.kernels.rows._triton_tiles import quotient, rows_and_columns, unit_shift
+from gpubuf.kernels.rows._triton_tiles import quotient, rows_and_columns, unit_shift, wide_quotient
 from tests.contracts import first_quick, on_both
 from tests.contracts.rows import (
     COPIED,
@@ -30,6 +30,7 @@ from tests.contracts.rows import (
     expected_batch,
 )
 from tests.gates.aot.recorder import Recorder
+from tests.support.planting import planted
 
 read = Backend("gpubuf.kernels.rows._cpu").read
 
@@ -672,10 +673,7 @@ def test_grids(n):
     assert _launch.copying_programs(4, 256, 2**24, 1024) == 1028
     assert [_launch.copying_programs(4, 256, 2**24, 1024, share) for share in (1.0, 0.5, 0.01)] == [16, 32, 1028]
     device = torch.device("cpu")
-    for tile, warps in (
-        *(tiles(n_bytes, device) for tiles in (_launch.batch_tile, _launch.write_tile)),
-        *(_launch.sample_tile(n_bytes, device, links, noise=False) for links in (False, True)),
-    ):
+    for tile, warps in (_launch.batch_tile(n_bytes, device, one_each) for one_each in (False, True)):
         # More would not fit the registers of some GPUs.
         assert 1 <= tile // (32 * warps) <= 2
 
@@ -766,6 +764,45 @@ def test_quotients_of_any_width():
     assert torch.equal(out[:, 0], a // b)
     widest = [next(shift for shift in (4, 3, 2, 1, 0) if number % (1 << shift) == 0) for number, _ in pairs]
     assert out[:, 1].tolist() == widest
+
+
+@triton.jit
+def wide_quotients_kernel(out_ptr, a_ptr, b_ptr, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(out_ptr + i, wide_quotient(tl.load(a_ptr + i), tl.load(b_ptr + i)))
+
+
+def assert_wide_quotients() -> None:
+    """Of multiples of divisors and their neighbours, up to the largest: divisors near powers of two, and any others."""
+    n, generator = 2**20, seeded(0)
+    near = torch.tensor([2**k + d for k in range(1, 62) for d in (-1, 0, 1)]).repeat(n // 2 // 183 + 1)
+    any_size = 2.0 ** (62 * torch.rand(n // 2, generator=generator, dtype=torch.float64))
+    b = torch.cat((near[: n // 2], any_size.long()))
+    times = 2.0 ** (torch.rand(n, generator=generator, dtype=torch.float64) * (62 - b.double().log2()))
+    a = (times.long() * b + torch.randint(-1, 2, (n,), generator=generator)).clamp_(0, 2**62)
+    a[-1], b[-1] = 389375312866539, 21167020
+    a[::64] = 2**62
+    out = torch.empty(n, dtype=torch.int64)
+    wide_quotients_kernel[(1,)](out, a, b, n=n)
+    wrong = (out != a // b).nonzero()[:, 0]
+    assert not len(wrong), f"{len(wrong)} wrong: {[(int(a[i]), int(b[i]), int(out[i])) for i in wrong[-3:]]}"
+
+
+WIDE_QUOTIENT = ("rows._triton_tiles:wide_quotient", "(1 - 2**-20) / ")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("ulp", [0.0, 2.5, -2.5])
+def test_wide_quotients(ulp):
+    """Also where the division of a GPU is so far off."""
+    with planted(*WIDE_QUOTIENT, f"{(1 - 2**-20) * (1 + ulp * 2**-23)} / "):
+        assert_wide_quotients()
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_quotient_that_is_one_too_large_is_noticed():
+    with planted(*WIDE_QUOTIENT, "1.0 / "), pytest.raises(AssertionError, match="389375312866539, 21167020"):
+        assert_wide_quotients()
 
 
 # Threads

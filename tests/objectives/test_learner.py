@@ -404,6 +404,26 @@ def test_a_loss_must_be_a_number():
             Learner(loss, torch.optim.SGD([weight], 0.1))(TensorDict({}, [1]))
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_autograd_runs_in_the_calling_thread(enabled):
+    """What users say of it is as they left it, also after an error."""
+    weight, seen = nn.Parameter(torch.ones(2)), []
+
+    def note(grad: Tensor) -> None:
+        seen.append(torch._C._is_multithreading_enabled())
+        if len(seen) == 2:
+            raise ZeroDivisionError
+
+    weight.register_hook(note)
+    learner = Learner(lambda batch: {"loss_a": weight.sum()}, torch.optim.SGD([weight], 0.1))
+    with torch.autograd.set_multithreading_enabled(enabled):
+        learner(TensorDict({}, [1]))
+        with pytest.raises(ZeroDivisionError):
+            learner(TensorDict({}, [1]))
+        assert torch._C._is_multithreading_enabled() is enabled
+    assert seen == [False, False]
+
+
 def test_any_function_may_be_the_loss():
     weight = nn.Parameter(torch.ones(2))
     learner = Learner(lambda batch: {"loss_a": weight.sum(), "rows": weight}, torch.optim.SGD([weight], 0.1))

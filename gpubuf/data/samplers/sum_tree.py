@@ -295,8 +295,8 @@ class SumTree:
     def _repeat(self, *arguments: Any) -> None:
         """:func:`_update`, by the launch of one before that differed in the last three arguments alone."""
         own, given = arguments[:-3], arguments[-3:] if arguments[-1] is not None else arguments[-3:-1]
-        lazy = True in map(Tensor.is_neg, given) or True in map(Tensor._is_zerotensor, given)
-        if lazy or {*map(type, given)} != _PLAIN or config.in_graph() or _compiling() or _modes() or _functions():
+        unfit = _compiling() or _modes() or _functions() or config.in_graph() or {*map(type, given)} != _PLAIN
+        if unfit or True in map(Tensor.is_neg, given) or True in map(Tensor._is_zerotensor, given):
             _update(*arguments)
             return
         assert self._repeated is not None

@@ -178,7 +178,8 @@ class Columns(Sequence[Column]):
     @classmethod
     def new(cls, leaves: Sequence[Leaf], shape: tuple[int, ...], placement: Placement) -> Columns:
         """Uninitialised memory for a storage of ``shape``: small keys share records."""
-        found = [(keys, new_record([leaves[key] for key in keys], shape, placement)) for keys in records(leaves)]
+        shared = records(leaves, placement.rows_on_host)
+        found = [(keys, new_record([leaves[key] for key in keys], shape, placement)) for keys in shared]
         return cls(map(Record._make, found), leaves)
 
     @classmethod
@@ -297,19 +298,30 @@ class RowAddresses:
         return tensors
 
 
-SMALL = 16
-"""Bytes of a row up to which a key is small."""
+SMALL, SMALL_ON_BUS = 16, 128
+"""Bytes of a row up to which a key is small; and up to which it is where a bus brings it to the GPU."""
+
+_SECTOR = 32
 
 
-def records(leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
+def _shares(leaf: Leaf, on_host: bool) -> bool:
+    """Whether a key shares a record: the pieces of a row then lie in fewer sectors.
+
+    Rows that fill sectors gain nothing, and elements of less than 4 bytes would be copied one by one.
+    """
+    straddles = on_host and leaf.row_bytes % _SECTOR > 0 and leaf.dtype.itemsize >= 4
+    return 0 < leaf.row_bytes <= (SMALL_ON_BUS if straddles else SMALL)
+
+
+def records(leaves: Sequence[Leaf], on_host: bool = False) -> list[tuple[int, ...]]:
     """The keys of each record, by their positions in ``leaves``; a key that shares no record is alone in one.
 
-    Each is as wide as its keys together: of one dtype, they need no padding.
+    Each is as wide as its keys together: of one dtype, they need no padding. ``on_host``: a GPU reads them over a bus.
     """
     found: list[list[int]] = []
     of_dtype: dict[object, list[int]] = {}
     for position, leaf in enumerate(leaves):
-        small = 0 < leaf.row_bytes <= SMALL
+        small = _shares(leaf, on_host)
         if small and leaf.dtype in of_dtype:
             of_dtype[leaf.dtype].append(position)
             continue

@@ -87,9 +87,10 @@ class Rows:
 
     def renew(self, columns: Columns) -> None:
         """Copy the rows into other memory of their placement."""
-        for record, copied in zip(columns.records, self.columns.records, strict=True):
-            for start, part in copied.memory.pieces():
-                record.memory.write(start, part)
+        # By columns: rows that were moved, or got later keys, have other records than new memory has.
+        for column, copied in zip(columns, self.columns, strict=True):
+            for start, part in copied.pieces():
+                column.write(start, part)
         self.columns = columns
         if self.sharing is not None:
             self.sharing.renew(self.placement)

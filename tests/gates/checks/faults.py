@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from triton.compiler.errors import CompilationError
-from triton.runtime.jit import JITFunction
 
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
@@ -30,6 +27,7 @@ from tests.gates.ttir.machine import MemoryFaultError
 from tests.gates.ttir.report import Report
 from tests.support.interpreter import triton_on_cpu
 from tests.support.optim_setup import Form, Step
+from tests.support.planting import planted
 
 KERNELS = Path(__file__).parents[3] / "kernels"
 BARRIER = "tl.debug_barrier()"
@@ -126,31 +124,6 @@ def found() -> Iterator[Callable[[], set[str]]]:
     EXECUTOR.report = report = Report()
     with EXECUTOR.installed(), triton_on_cpu():
         yield lambda: {finding.kind for finding in unexplained(report.ordered(), declarations(KERNELS))}
-
-
-def replace_source(function: JITFunction, source: str) -> None:
-    """All functions that call this one are other ones then."""
-    function._unsafe_update_src(source)
-    for name, module in [*sys.modules.items()]:
-        if name.startswith("gpubuf.kernels."):
-            for each in vars(module).values():
-                if isinstance(each, JITFunction):
-                    each.hash = None
-
-
-@contextlib.contextmanager
-def planted(function: str, before: str, after: str, number: int = 0) -> Iterator[None]:
-    """Replace an occurrence of some text in the source of ``module:function``, below gpubuf.kernels."""
-    module, _, name = function.partition(":")
-    jitted = getattr(importlib.import_module(f"gpubuf.kernels.{module}"), name)
-    source = jitted.src
-    parts = source.split(before)
-    assert len(parts) > number + 1, f"plant another fault: {function} has no {before!r} any more"
-    replace_source(jitted, before.join(parts[: number + 1]) + after + before.join(parts[number + 1 :]))
-    try:
-        yield
-    finally:
-        replace_source(jitted, source)
 
 
 def run(*scenarios: Callable[[], None], until: Callable[[], bool] = lambda: False) -> None:
