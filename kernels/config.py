@@ -518,9 +518,9 @@ def index_draw(fan_out: int, n: int, slice_len: int, device_name: str | None = N
 
 @remembered
 def index_slices(n: int, slice_len: int) -> SliceConfig:
-    """Launch configuration of ``n`` slices from given rows: a warp for up to 32, and up to 512 elements of output."""
+    """Launch configuration of ``n`` slices from given rows: a warp for up to 32, and up to 256 elements of output."""
     block_steps = min(64, ceil_power(max(slice_len, 8)))
-    return SliceConfig(block_slices=min(32, 512 // block_steps), block_steps=block_steps, num_warps=1)
+    return SliceConfig(block_slices=min(32, 256 // block_steps), block_steps=block_steps, num_warps=1)
 
 
 @_choice("tanh_normal_sample")

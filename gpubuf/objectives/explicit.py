@@ -236,7 +236,7 @@ class Perceptrons:
             backward(self._backward, net, self._inputs[0], first, self.grad[i], scratch, self._into[i])
         self._prepared = rows, batches
 
-    def forward(self, *batches: Sequence[Tensor], count: int | None = None) -> Tensor:
+    def forward(self, *batches: list[Tensor], count: int | None = None) -> Tensor:
         """``[N, B, out]`` by all nets or the first ones, in memory that the next call writes to.
 
         Args:

@@ -50,15 +50,15 @@ def adamw(
     for rule, part in zip(hyper.tolist(), parts, strict=False):
         chosen = [each for each in part.optimised if grads[each[0]] is not None]
         if chosen:
-            places, own, first, second, count = zip(*chosen, strict=True)
-            given: Sequence[Any] = [grads[i] for i in places]
+            places, own, first, second, count = (list(each) for each in zip(*chosen, strict=True))
+            given: list[Any] = [grads[i] for i in places]
             # Of bfloat16 parameters in float32, as their moments are.
             real, short = first[0].dtype, own
             if real is not own[0].dtype:
                 own, given = ([each.to(real) for each in tensors] for tensors in (own, given))
             if norm is not None:
                 clip = (rule[MAX_NORM] / (norm.reshape(()).double() + 1e-6)).clamp_(max=1)
-                given = torch._foreach_mul(given, clip.to(real))
+                given = list(torch._foreach_mul(given, clip.to(real)))
             torch._fused_adamw_(
                 own, given, first, second, [], count, lr=rule[LR], beta1=rule[BETA1], beta2=rule[BETA2],
                 weight_decay=rule[WEIGHT_DECAY], eps=rule[EPS], amsgrad=False, maximize=False,
@@ -69,7 +69,8 @@ def adamw(
                 torch._foreach_copy_(short, own)
         moving = [each for i, *each in part.followed if averages[i]]
         if moving:
-            torch._foreach_lerp_(*zip(*moving, strict=True), rule[TAU])
+            followers, sources = zip(*moving, strict=True)
+            torch._foreach_lerp_(followers, sources, rule[TAU])
 
 
 class _Part(NamedTuple):

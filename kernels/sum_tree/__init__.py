@@ -64,7 +64,8 @@ On a CPU every operation is one compiled call. On a GPU a *small* batch (up to 1
 is one launch of one program, with a barrier between the levels. For a larger one every wide level has a launch of its
 own; the narrow levels at the top share one. The one program of a mark or a refresh looks whether the rows lie in one
 run of the ring, as those of a write do. Then it recomputes the nodes above that run and no others. That of an update of
-fewer rows than level 2 has nodes reads minima and maxima of level 1 only where one of them has changed.
+fewer rows than level 2 has nodes reads minima and maxima of level 1 only where one of them has changed. Up to a fan-out
+of 32 one program computes the root from the nodes below it before these are in memory.
 
 =======  =============================  =========================================  ===================================
 name     launches on a GPU              reads                                      writes
@@ -74,8 +75,8 @@ build    one for each wide level, one   leaves, eligible                        
 refresh  small: 1. Else as build        index; the children of all nodes above it  the nodes above the rows
 update   small: 1. Else claim, then     index, priority, generation, ring,         leaves of the rows, nodes above,
          as refresh                     scalars; as refresh                        MAX_PRIORITY, REFUSED
-mark     small: 1. Else mark, then      index, scalars, the root; as refresh       leaves of the rows, nodes above
-         as refresh
+mark     small: 1. Else mark, then      index, touched, scalars, the root; as      leaves of the rows, nodes above
+         as refresh                     refresh
 draw     1                              rng, BETA, the root; F children a level    index, weight, OFFSET of rng
 =======  =============================  =========================================  ===================================
 
@@ -215,16 +216,17 @@ IndexError on CPU and is refused on a GPU. No host sync.
 
 mark = define(
     "sum_tree_mark(Tensor(a!) leaves, Tensor(b!) nodes, Tensor scalars, Tensor? eligible, int capacity, int fan_out,"
-    " Tensor index, bool within_buffer) -> ()",
+    " Tensor index, bool within_buffer, Tensor? touched=None) -> ()",
     __name__,
     fake=lambda *_: None,
 )
-"""``mark(*tree, index, within_buffer)``: give rows ``index`` (int64 ``[B]``) the weight of a new row.
+"""``mark(*tree, index, within_buffer, touched=None)``: give rows ``index`` (int64 ``[B]``) the weight of a new row.
 
 That is ``(p + eps) ** alpha`` with p the running maximum, or 1.0 while no priority has been given; with
 ``within_buffer`` it is the largest weight of an eligible row, as it is (it was transformed when it came), or that of
 p = 1.0 where no eligible row has a weight. -1 is ignored, duplicates are harmless. Neither the running maximum nor any
-other row changes. No host sync.
+other row changes. With ``touched`` (int64 ``[M]``), rows whose bits of ``eligible`` have changed and all rows of
+``index`` among them, it also does what :data:`refresh` does for them, in the same launches. No host sync.
 """
 
 

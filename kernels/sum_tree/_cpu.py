@@ -122,21 +122,22 @@ def update(
 
 def mark(
     leaves: Tensor, nodes: Tensor, scalars: Tensor, eligible: Tensor | None, capacity: int, fan_out: int,
-    index: Tensor, within_buffer: bool,
+    index: Tensor, within_buffer: bool, touched: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See :data:`gpubuf.kernels.sum_tree.mark`."""
     check_tree(leaves, nodes, scalars, eligible, capacity, fan_out)
-    check_index(index)
-    _check_range(index, capacity)
+    for given in (index, index if touched is None else touched):
+        check_index(given)
+        _check_range(given, capacity)
     largest = nodes.view(3, -1)[MAXIMUM, -1]
     if within_buffer and largest > 0:
         weight = largest.float()
     else:
         given = scalars[MAX_PRIORITY]
         weight = _weight_of(torch.ones_like(given) if within_buffer or given < 0 else given, scalars)
-    rows = index[index >= 0]
-    leaves[rows] = weight
-    _refresh(leaves, nodes, eligible, capacity, fan_out, torch.unique(rows // fan_out))
+    leaves[index[index >= 0]] = weight
+    rows = index if touched is None else touched
+    _refresh(leaves, nodes, eligible, capacity, fan_out, torch.unique(rows[rows >= 0] // fan_out))
 
 
 def draw(

@@ -138,29 +138,31 @@ def update(
 
 def mark(
     leaves: Tensor, nodes: Tensor, scalars: Tensor, eligible: Tensor | None, capacity: int, fan_out: int,
-    index: Tensor, within_buffer: bool, *, trusted: bool = False,
+    index: Tensor, within_buffer: bool, touched: Tensor | None = None, *, trusted: bool = False,
 ) -> None:  # fmt: skip
     """See :data:`gpubuf.kernels.sum_tree.mark`."""
+    refreshed = index if touched is None else touched
     if not trusted:
         check_tree(leaves, nodes, scalars, eligible, capacity, fan_out)
         check_index(index)
-        check_devices(leaves, nodes, scalars, index, eligible)
-    n, limited = index.numel(), eligible is not None
-    if n == 0:
+        check_index(refreshed)
+        check_devices(leaves, nodes, scalars, index, eligible, touched)
+    n, n_touched, limited = index.numel(), refreshed.numel(), eligible is not None
+    if n_touched == 0:
         return
     _, n_nodes, depth = tree_shape(capacity, fan_out)
     chosen, small = _planned(
-        kernels.sum_tree_mark_small_kernel, fan_out, n, leaves.device,
-        HAS_ELIGIBLE=limited, WITHIN_BUFFER=within_buffer,
+        kernels.sum_tree_mark_small_kernel, fan_out, n_touched, leaves.device,
+        HAS_ELIGIBLE=limited, WITHIN_BUFFER=within_buffer, HAS_TOUCHED=touched is not None,
     )  # fmt: skip
     if small is not None:
-        tensors = leaves, nodes, eligible if limited else index, scalars
-        small.launch(1, (*tensors, index, n, capacity, n_nodes, depth))
+        tensors = leaves, nodes, eligible if limited else index, scalars, index, refreshed
+        small.launch(1, (*tensors, n, n_touched, capacity, n_nodes, depth))
         return
     block = chosen.block_entries
     how = {"WITHIN_BUFFER": within_buffer, "BLOCK_ENTRIES": block, "num_warps": chosen.num_warps}
     launch(kernels.sum_tree_mark_kernel, cdiv(n, block), leaves, nodes, scalars, index, n, capacity, n_nodes, **how)
-    _refresh(Tree(leaves, nodes, scalars, eligible, capacity, fan_out), index, n, chosen)
+    _refresh(Tree(leaves, nodes, scalars, eligible, capacity, fan_out), refreshed, n_touched, chosen)
 
 
 def draw(

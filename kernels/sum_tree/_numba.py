@@ -72,17 +72,19 @@ def update(
 
 def mark(
     leaves: Tensor, nodes: Tensor, scalars: Tensor, eligible: Tensor | None, capacity: int, fan_out: int,
-    index: Tensor, within_buffer: bool, *, trusted: bool = False,
+    index: Tensor, within_buffer: bool, touched: Tensor | None = None, *, trusted: bool = False,
 ) -> None:  # fmt: skip
     """See :data:`gpubuf.kernels.sum_tree.mark`."""
     if fan_out != CPU_FAN_OUT:
-        return _cpu.mark(leaves, nodes, scalars, eligible, capacity, fan_out, index, within_buffer)
+        return _cpu.mark(leaves, nodes, scalars, eligible, capacity, fan_out, index, within_buffer, touched)
     if not trusted:
         check_tree(leaves, nodes, scalars, eligible, capacity, fan_out)
         check_index(index)
     tree = _tree(leaves, nodes, eligible, capacity)
     if not _mark(*tree, scalars.data_ptr(), index.data_ptr(), index.numel(), within_buffer):
         _cpu.mark(leaves, nodes, scalars, eligible, capacity, fan_out, index, within_buffer)
+    if touched is not None:
+        refresh(leaves, nodes, scalars, eligible, capacity, fan_out, touched, trusted=trusted)
 
 
 def draw(

@@ -74,26 +74,42 @@ def in_level(run, level_shift, count):
 
 
 @triton.jit
+def _load_rows(rows, i):
+    """The rows of entries ``i``, and those of the entries right before them; -1 of an entry that does not exist."""
+    index_ptr, n = rows
+    row = tl.load(index_ptr + i, mask=i < n, other=-1)
+    return row, tl.load(index_ptr + i - 1, mask=(i < n) & (i > 0), other=-1)
+
+
+@triton.jit
+def _own_nodes(pair, capacity, level_shift):
+    """The node above the first of two rows, else 0, and whether that has to be recomputed.
+
+    An entry leaves a node to the entry right before it if that has the same one. If entries farther apart have the same
+    node, all of them recompute it, to the same bits.
+    """
+    row, row_before = pair
+    node = tl.where((row >= 0) & (row < capacity), row >> level_shift, -1)
+    node_before = tl.where((row_before >= 0) & (row_before < capacity), row_before >> level_shift, -1)
+    needed = (node >= 0) & (node != node_before)
+    return tl.where(needed, node, 0), needed
+
+
+@triton.jit
 def _nodes_above(rows, i, capacity, level_shift, count, within):
     """The node that entry ``i`` has to recompute in a level of ``count`` nodes, else 0, and whether it has to.
 
-    If there are no more nodes ``within`` than entries, all are recomputed, and ``i`` counts them. Otherwise an entry
-    leaves a node to the entry right before it if that has the same one. If entries farther apart have the same node,
-    all of them recompute it, to the same bits.
+    If there are no more nodes ``within`` than entries, all are recomputed, and ``i`` counts them.
     """
-    index_ptr, n = rows
     start, length = within
-    if length <= n:
+    if length <= rows[1]:
         node = start + i.to(tl.int64)
         node = tl.where(node < count, node, node - count)
         needed = i < length
+        node = tl.where(needed, node, 0)
     else:
-        row = tl.load(index_ptr + i, mask=i < n, other=-1)
-        row_before = tl.load(index_ptr + i - 1, mask=(i < n) & (i > 0), other=-1)
-        node = tl.where((row >= 0) & (row < capacity), row >> level_shift, -1)
-        node_before = tl.where((row_before >= 0) & (row_before < capacity), row_before >> level_shift, -1)
-        needed = (node >= 0) & (node != node_before)
-    return tl.where(needed, node, 0), needed
+        node, needed = _own_nodes(_load_rows(rows, i), capacity, level_shift)
+    return node, needed
 
 
 @triton.jit
@@ -147,32 +163,52 @@ def stage_resolve(leaves_ptr, i, row, claims, weight):
 
 @triton.jit
 def stage_mark(leaves_ptr, rows, weight, i, capacity):
-    """Give rows one weight; a row named twice gets it twice."""
+    """Give rows one weight; a row named twice gets it twice. Returns the rows."""
     index_ptr, n = rows
     row = tl.load(index_ptr + i, mask=i < n, other=-1)
     tl.store(leaves_ptr + row, weight, mask=(row >= 0) & (row < capacity))
+    return row
 
 
 @triton.jit
-def run_of(rows, capacity, BLOCK_ENTRIES: tl.constexpr):
-    """The run of the first and the last of the rows if all lie between these, as after a write; else the whole ring."""
+def ends_of(rows):
+    """The first and the last of the rows."""
     index_ptr, n = rows
-    first = tl.load(index_ptr)
-    last = tl.load(index_ptr + n - 1)
-    length = tl.where(last < first, last - first + capacity, last - first)
-    outside = ((first < 0) | (first >= capacity) | (last < 0) | (last >= capacity)).to(tl.int32)
-    for start in range(0, n, BLOCK_ENTRIES):
-        i = start + tl.arange(0, BLOCK_ENTRIES)
-        row = tl.load(index_ptr + i, mask=i < n, other=-1)
-        place = tl.where(row < first, row - first + capacity, row - first)
-        beyond = (row >= 0) & (row < capacity) & (place > length)
-        outside = tl.maximum(outside, tl.max(beyond.to(tl.int32), axis=0))
-    return tl.where(outside == 0, first, 0), tl.where(outside == 0, last, capacity - 1)
+    return tl.load(index_ptr), tl.load(index_ptr + n - 1)
 
 
 @triton.jit
-def stage_refresh_leaves(leaves, nodes, rows, i, within, weight_ptr, SHIFT: tl.constexpr):
-    """Recompute level-1 nodes from their leaves.
+def run_of(rows, ends, capacity, leaves_ptr, weight, BLOCK_ENTRIES: tl.constexpr):
+    """The run of the first and the last of the rows if all lie between these, as after a write; else the whole ring.
+
+    Marks the rows on the way, unless ``leaves_ptr`` is None.
+    """
+    index_ptr, n = rows
+    first, last = ends
+    length = tl.where(last < first, last - first + capacity, last - first)
+    lane = tl.arange(0, BLOCK_ENTRIES).to(tl.int64)
+    outside = (lane < 0).to(tl.int32)
+    for start in range(0, n, BLOCK_ENTRIES):
+        i = start + lane
+        if leaves_ptr is not None:
+            row = stage_mark(leaves_ptr, rows, weight, i, capacity)
+        else:
+            row = tl.load(index_ptr + i, mask=i < n, other=-1)
+        place = tl.where(row < first, row - first + capacity, row - first)
+        outside |= ((row >= 0) & (row < capacity) & (place > length)).to(tl.int32)
+    inside = (tl.max(outside, axis=0) == 0) & (first >= 0) & (first < capacity) & (last >= 0) & (last < capacity)
+    return tl.where(inside, first, 0), tl.where(inside, last, capacity - 1)
+
+
+@triton.jit
+def _extremes(nodes_ptr, n_nodes, node):
+    """Addresses [R, 2] of the minima and maxima of nodes: side by side, they are one access, not two."""
+    return nodes_ptr + node[:, None] + n_nodes * (tl.arange(0, 2) + MINIMUM)[None, :]
+
+
+@triton.jit
+def stage_refresh_leaves(leaves, nodes, node, needed, weight_ptr, SHIFT: tl.constexpr):
+    """Recompute level-1 nodes from their leaves, those that are ``needed``.
 
     With ``weight_ptr`` leaves may hold tags, and the weights of the entries replace them. Two programs may have the
     same node, so that one reads a leaf while the other stores it. It then finds the tag or the weight that the tag
@@ -183,15 +219,10 @@ def stage_refresh_leaves(leaves, nodes, rows, i, within, weight_ptr, SHIFT: tl.c
     leaves_ptr, eligible_ptr = leaves
     nodes_ptr, n_nodes, capacity = nodes
     columns: tl.constexpr = columns_of(SHIFT)
-    node, needed = _nodes_above(rows, i, capacity, SHIFT, level_up(capacity, SHIFT), within)
     first = (node << SHIFT)[:, None] + tl.arange(0, 1 << columns)[None, :]
     if eligible_ptr is not None and SHIFT <= 6:
         # One word has the bits of a whole node.
         word = tl.load(eligible_ptr + ((node << SHIFT) >> 6))[:, None]
-    lowest_ptr, highest_ptr = nodes_ptr + n_nodes * MINIMUM + node, nodes_ptr + n_nodes * MAXIMUM + node
-    # Of entries with one node, those that read what another has stored find no change. That one does.
-    # TTIR barrier (sum_tree_update_small_kernel): so it does not matter which.
-    low_before, high_before = tl.load(lowest_ptr), tl.load(highest_ptr)
     # All parts are asked for before the first is waited for: a store would hold up the loads after it.
     weights = ()  # type: tl.tuple
     for part in tl.static_range(1 << (SHIFT - columns)):
@@ -202,6 +233,10 @@ def stage_refresh_leaves(leaves, nodes, rows, i, within, weight_ptr, SHIFT: tl.c
             weights += (tl.load(leaves_ptr + leaf, mask=needed[:, None], other=0.0),)
         else:
             weights += (tl.load(leaves_ptr + leaf),)
+    extremes_ptr = _extremes(nodes_ptr, n_nodes, node)
+    # Of entries with one node, those that read what another has stored find no change. That one does.
+    # TTIR barrier (sum_tree_update_small_kernel): so it does not matter which.
+    low_before, high_before = tl.split(tl.load(extremes_ptr))
     if weight_ptr is not None:
         tagged = weights
         weights = ()
@@ -229,8 +264,7 @@ def stage_refresh_leaves(leaves, nodes, rows, i, within, weight_ptr, SHIFT: tl.c
             largest = tl.maximum(largest, weight)
     low, high = tl.min(least, axis=1).to(tl.float64), tl.max(largest, axis=1).to(tl.float64)
     tl.store(nodes_ptr + n_nodes * SUM + node, add_halves(total, columns), mask=needed)
-    tl.store(lowest_ptr, low, mask=needed)
-    tl.store(highest_ptr, high, mask=needed)
+    tl.store(extremes_ptr, tl.join(low, high), mask=needed[:, None])
     return needed & (low != low_before), needed & (high != high_before)
 
 
@@ -239,6 +273,7 @@ def _recompute(nodes, node, needed, changed, below, count, SHIFT: tl.constexpr):
     """Recompute nodes of a level of ``count`` nodes, from the level that starts ``below``.
 
     ``changed`` says of which the minimum, and of which the maximum, is recomputed too; None: of all that are needed.
+    Returns (sum, minimum, maximum) of each.
     """
     nodes_ptr, n_nodes, _ = nodes
     if changed is not None:
@@ -266,13 +301,16 @@ def _recompute(nodes, node, needed, changed, below, count, SHIFT: tl.constexpr):
             total += weight
             least = tl.minimum(least, low)
             largest = tl.maximum(largest, high)
-    target = nodes_ptr + below + (count << SHIFT) + node
-    tl.store(target + n_nodes * SUM, add_halves(total, columns), mask=needed)
+    target = below + (count << SHIFT) + node
+    total = add_halves(total, columns)
+    tl.store(nodes_ptr + target + n_nodes * SUM, total, mask=needed)
     # Weights of leaves, in float64.
     least = tl.min(least.to(tl.float32), axis=1)
     largest = tl.max(largest.to(tl.float32), axis=1)
-    tl.store(target + n_nodes * MINIMUM, least.to(tl.float64), mask=needed if changed is None else lower)
-    tl.store(target + n_nodes * MAXIMUM, largest.to(tl.float64), mask=needed if changed is None else higher)
+    extremes = tl.join(least, largest).to(tl.float64)
+    chosen = needed[:, None] if changed is None else tl.join(lower, higher)
+    tl.store(_extremes(nodes_ptr, n_nodes, target), extremes, mask=chosen)
+    return total, least, largest
 
 
 @triton.jit
@@ -283,12 +321,50 @@ def stage_refresh(nodes, rows, i, level, below, count, within, SHIFT: tl.constex
 
 
 @triton.jit
+def add_children(x, SHIFT: tl.constexpr):
+    """Sum of ``x`` [1 << SHIFT], in the order in which a node is the sum of its children.
+
+    By sums of two numbers and zeros, which are the same in any order. What needs its numbers in one thread, as
+    ``add_halves`` does, would make the compiler compute them anew in every thread.
+    """
+    columns: tl.constexpr = columns_of(SHIFT)
+    parts: tl.constexpr = 1 << (SHIFT - columns)
+    x = tl.reshape(x, (parts, 1 << columns))
+    part = tl.arange(0, parts)[:, None]
+    total = tl.sum(tl.where(part < 2, x, 0.0), axis=0)
+    for other in tl.static_range(2, parts):
+        total += tl.sum(tl.where(part == other, x, 0.0), axis=0)
+    for _ in tl.static_range(columns - 1):
+        total = tl.sum(tl.reshape(total, (2, total.shape[0] // 2)), axis=0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def top_two_levels(nodes, below, count, within, SHIFT: tl.constexpr):
+    """The root, and those ``within`` the ``count`` nodes under it, from the level that starts ``below``.
+
+    All of these are computed from that level, so that the root waits for no memory.
+    """
+    nodes_ptr, n_nodes, _ = nodes
+    child = tl.arange(0, 1 << SHIFT).to(tl.int64)
+    some = child < count
+    start, length = within
+    needed = some & (tl.where(child < start, child - start + count, child - start) < length)
+    weight, low, high = _recompute(nodes, tl.where(some, child, 0), needed, None, below, count, SHIFT)
+    tl.store(nodes_ptr + root(n_nodes, SUM), add_children(tl.where(some, weight, 0.0), SHIFT))
+    tl.store(nodes_ptr + root(n_nodes, MINIMUM), tl.min(tl.where(some, low, float("inf")), axis=0).to(tl.float64))
+    tl.store(nodes_ptr + root(n_nodes, MAXIMUM), tl.max(tl.where(some, high, 0.0), axis=0).to(tl.float64))
+
+
+@triton.jit
 def levels_above(nodes, rows, run, lowest, depth, SHIFT: tl.constexpr, BLOCK_NODES: tl.constexpr):
     """All levels from ``lowest`` (2 or more) up, by one program."""
     few = tl.arange(0, few_nodes(SHIFT, BLOCK_NODES))
     block = tl.arange(0, BLOCK_NODES)
     below = level_start(nodes[2], lowest - 1, SHIFT)
-    for level in range(lowest, depth + 1):
+    # A wide node takes more registers than the two levels may have.
+    narrow: tl.constexpr = SHIFT <= 5
+    for level in range(lowest, depth - 1 if narrow and lowest < depth else depth + 1):
         # The level below is complete.
         tl.debug_barrier()
         count = level_count(nodes[2], level, SHIFT)
@@ -300,6 +376,10 @@ def levels_above(nodes, rows, run, lowest, depth, SHIFT: tl.constexpr, BLOCK_NOD
             for begin in range(0, due, BLOCK_NODES):
                 stage_refresh(nodes, rows, begin + block, level, below, count, within, SHIFT)
         below += count << SHIFT
+    if narrow and lowest < depth:
+        tl.debug_barrier()
+        count = level_count(nodes[2], depth - 1, SHIFT)
+        top_two_levels(nodes, below, count, in_level(run, (depth - 1) * SHIFT, count), SHIFT)
 
 
 @triton.jit
@@ -310,29 +390,31 @@ def first_level(leaves, nodes, rows, run, SHIFT: tl.constexpr, BLOCK_NODES: tl.c
     within = in_level(run, SHIFT, level_up(nodes[2], SHIFT))
     due = tl.minimum(within[1], rows[1])
     tl.debug_barrier()
+    count = level_up(nodes[2], SHIFT)
     if due <= few.shape[0]:
-        stage_refresh_leaves(leaves, nodes, rows, few, within, None, SHIFT)
+        node, needed = _nodes_above(rows, few, nodes[2], SHIFT, count, within)
+        stage_refresh_leaves(leaves, nodes, node, needed, None, SHIFT)
     else:
         for begin in range(0, due, BLOCK_NODES):
-            stage_refresh_leaves(leaves, nodes, rows, begin + block, within, None, SHIFT)
+            node, needed = _nodes_above(rows, begin + block, nodes[2], SHIFT, count, within)
+            stage_refresh_leaves(leaves, nodes, node, needed, None, SHIFT)
 
 
 @triton.jit
-def first_two_levels(leaves, nodes, rows, SHIFT: tl.constexpr, BLOCK_NODES: tl.constexpr):
-    """Levels 1 and 2 above up to BLOCK_NODES rows, fewer than level 2 has nodes, by one program.
+def first_two_levels(leaves, nodes, pair, SHIFT: tl.constexpr):
+    """Levels 1 and 2 above the first rows of ``pair``, fewer than level 2 has nodes, by one program.
 
     It knows of which nodes of level 1 the minimum or the maximum has changed, and reads those of the others' brothers
     not at all: two thirds of what level 2 is made of.
     """
-    index_ptr, n = rows
     capacity = nodes[2]
-    i = tl.arange(0, BLOCK_NODES)
-    count = level_up(capacity, SHIFT)
-    changed = stage_refresh_leaves(leaves, nodes, rows, i, (0, count), None, SHIFT)
+    node, needed = _own_nodes(pair, capacity, SHIFT)
+    changed = stage_refresh_leaves(leaves, nodes, node, needed, None, SHIFT)
     tl.debug_barrier()
-    row = tl.load(index_ptr + i, mask=i < n, other=-1)
+    row = pair[0]
     needed = (row >= 0) & (row < capacity)
     node = tl.where(needed, row >> (2 * SHIFT), 0)
+    count = level_up(capacity, SHIFT)
     _recompute(nodes, node, needed, changed, level_start(capacity, 1, SHIFT), level_up(count, SHIFT), SHIFT)
 
 
@@ -407,8 +489,9 @@ def sum_tree_refresh_leaves_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
     leaves = (leaves_ptr, eligible_ptr if HAS_ELIGIBLE else None)
     nodes = (nodes_ptr, n_nodes.to(tl.int64), capacity.to(tl.int64))
-    within = (0, level_up(nodes[2], SHIFT))
-    stage_refresh_leaves(leaves, nodes, (index_ptr, n), i, within, weight_ptr if HAS_TAGS else None, SHIFT)
+    count = level_up(nodes[2], SHIFT)
+    node, needed = _nodes_above((index_ptr, n), i, nodes[2], SHIFT, count, (0, count))
+    stage_refresh_leaves(leaves, nodes, node, needed, weight_ptr if HAS_TAGS else None, SHIFT)
 
 
 @jit_for_any_size("index_ptr")
@@ -472,6 +555,9 @@ def sum_tree_update_small_kernel(
     leaves = (leaves_ptr, eligible_ptr if HAS_ELIGIBLE else None)
     nodes = (nodes_ptr, n_nodes.to(tl.int64), capacity.to(tl.int64))
     entries = (index_ptr, priority_ptr, generation_ptr if HAS_GENERATION else None, n)
+    rows = (index_ptr, n)
+    # Asked for together with all else that follows from nothing.
+    pair = _load_rows(rows, tl.arange(0, BLOCK_NODES))
     lane = tl.arange(0, BLOCK_ENTRIES).to(tl.int64)
     for start in range(0, n, BLOCK_ENTRIES):
         i = start + lane
@@ -480,30 +566,32 @@ def sum_tree_update_small_kernel(
         tl.debug_barrier()
         stage_resolve(leaves_ptr, i, row, claims, weight)
         tl.debug_barrier()
-    rows = (index_ptr, n)
     run = (0, nodes[2] - 1)
     level = 2
     if (n <= BLOCK_NODES) & (level_count(nodes[2], 2, SHIFT) > n):
-        first_two_levels(leaves, nodes, rows, SHIFT, BLOCK_NODES)
+        first_two_levels(leaves, nodes, pair, SHIFT)
         level = 3
     else:
         first_level(leaves, nodes, rows, run, SHIFT, BLOCK_NODES)
     levels_above(nodes, rows, run, level, depth, SHIFT, BLOCK_NODES)
 
 
-@jit_for_any_size("index_ptr")
+@jit_for_any_size("index_ptr", "touched_ptr")
 def sum_tree_mark_small_kernel(
     leaves_ptr,
     nodes_ptr,
     eligible_ptr,
     scalars_ptr,
     index_ptr,
+    touched_ptr,  # int64 [n_touched], the rows to refresh, those of the index among them; not read without HAS_TOUCHED
     n,
+    n_touched,
     capacity,
     n_nodes,
     depth,  # inner levels
     HAS_ELIGIBLE: tl.constexpr,
     WITHIN_BUFFER: tl.constexpr,
+    HAS_TOUCHED: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_ENTRIES: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
@@ -511,12 +599,14 @@ def sum_tree_mark_small_kernel(
     """A whole mark by one program. Grid: (1,)."""
     leaves = (leaves_ptr, eligible_ptr if HAS_ELIGIBLE else None)
     nodes = (nodes_ptr, n_nodes.to(tl.int64), capacity.to(tl.int64))
-    rows = (index_ptr, n)
+    rows = (touched_ptr, n_touched) if HAS_TOUCHED else (index_ptr, n)
+    ends = ends_of(rows)
     weight = new_weight(nodes_ptr, scalars_ptr, nodes[1], WITHIN_BUFFER)
-    lane = tl.arange(0, BLOCK_ENTRIES).to(tl.int64)
-    for start in range(0, n, BLOCK_ENTRIES):
-        stage_mark(leaves_ptr, rows, weight, start + lane, nodes[2])
-    run = run_of(rows, nodes[2], BLOCK_ENTRIES)
+    if HAS_TOUCHED:
+        lane = tl.arange(0, BLOCK_ENTRIES).to(tl.int64)
+        for start in range(0, n, BLOCK_ENTRIES):
+            stage_mark(leaves_ptr, (index_ptr, n), weight, start + lane, nodes[2])
+    run = run_of(rows, ends, nodes[2], None if HAS_TOUCHED else leaves_ptr, weight, BLOCK_ENTRIES)
     first_level(leaves, nodes, rows, run, SHIFT, BLOCK_NODES)
     levels_above(nodes, rows, run, 2, depth, SHIFT, BLOCK_NODES)
 
@@ -540,6 +630,6 @@ def sum_tree_refresh_small_kernel(
     leaves = (leaves_ptr, eligible_ptr if HAS_ELIGIBLE else None)
     nodes = (nodes_ptr, n_nodes.to(tl.int64), capacity.to(tl.int64))
     rows = (index_ptr, n)
-    run = run_of(rows, nodes[2], BLOCK_ENTRIES)
+    run = run_of(rows, ends_of(rows), nodes[2], None, None, BLOCK_ENTRIES)
     first_level(leaves, nodes, rows, run, SHIFT, BLOCK_NODES)
     levels_above(nodes, rows, run, 2, depth, SHIFT, BLOCK_NODES)

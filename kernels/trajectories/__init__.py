@@ -129,7 +129,7 @@ def new_index(steps: int, envs: int, fan_out: int, device: torch.device | str) -
 
 
 update = define(
-    "trajectories_update(Tensor(a!) ends, Tensor(b!) sums, Tensor(c!) ring, Tensor signals, bool by_id, int n,"
+    "trajectories_update(Tensor(a!) ends, Tensor(b!)? sums, Tensor(c!) ring, Tensor signals, bool by_id, int n,"
     " int steps, int envs, int fan_out, int slice_len, int min_len, int before, int after, bool by_transition) -> ()",
     __name__,
     fake=lambda *_: None,
@@ -139,7 +139,8 @@ update = define(
 Call it when the rows are in the storage and the ring has moved on. It reads the signals of those steps and recomputes
 their words, the word of the previous virtual end, and the word of the first end after the cursor, whose trajectory may
 have lost its head. With ``n >= steps`` it rebuilds the index from all steps in the ring, whatever it held before; bits
-of other steps become zero. O(n log N), no host sync.
+of other steps become zero. Without ``sums``, for who reads ``ends`` alone, there are no weights. O(n log N), no host
+sync.
 """
 
 

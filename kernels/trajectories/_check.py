@@ -50,8 +50,13 @@ def check_ends(ends: Tensor, ring: Tensor, steps: int, envs: int) -> None:
         demand_int64("ring", ring, (4,))
 
 
-def check_index(ends: Tensor, sums: Tensor, ring: Tensor, steps: int, envs: int, fan_out: int, *rule: int) -> None:
+def check_index(
+    ends: Tensor, sums: Tensor | None, ring: Tensor, steps: int, envs: int, fan_out: int, *rule: int
+) -> None:
     """Raise TypeError or ValueError unless ``ends``, ``sums`` and ``ring`` belong to a ring of that shape and rule."""
+    if sums is None:
+        check_ends(ends, ring, steps, envs)
+        return
     n_ends, n_sums = index_shape(steps, envs, fan_out)
     # As in check_ends.
     fits = ends.dtype is sums.dtype is ring.dtype is torch.int64 and ends.numel() == n_ends

@@ -165,14 +165,15 @@ def _read_flags(ring: _Ring, signals: Tensor, by_id: bool, n: int) -> None:
     ring.store(flags)
 
 
-def update(ends: Tensor, sums: Tensor, ring: Tensor, signals: Tensor, by_id: bool, n: int, *index: int) -> None:
+def update(ends: Tensor, sums: Tensor | None, ring: Tensor, signals: Tensor, by_id: bool, n: int, *index: int) -> None:
     """See :data:`gpubuf.kernels.trajectories.update`."""
     check_index(ends, sums, ring, *index)
     check_signals(signals, by_id, n)
     steps, envs, fan_out, *rule = index
     view = _Ring(ends, ring, steps, envs)
     _read_flags(view, signals, by_id, n)
-    _sum_up(sums, view, fan_out, _rule(rule))
+    if sums is not None:
+        _sum_up(sums, view, fan_out, _rule(rule))
 
 
 def prepared_ends(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ from gpubuf.kernels.trajectories._check import (
     check_slice_len,
 )
 
-TOP_ENTRIES = 512
-"""A level of sums with no more entries than this is left to the one program that also does the levels above."""
+TOP_NODES = 512
+"""A level of sums with no more nodes than this is left to the one program that also does the levels above."""
 
 UPDATE_REGISTERS = 128
 """Of a thread of the program that does all stages: it uses 72 to 118, and would spill some of fewer."""
@@ -57,10 +57,9 @@ class Shape(NamedTuple):
     root: int
     shift: int
 
-    def entries(self, level: int, run: int, n_others: int) -> int:
-        """Nodes to recompute on a level of ``sums``, as ``sums_entries`` of the kernels counts them."""
-        shift = level * self.shift
-        return min(-(-self.words // (1 << shift)), ((run - 1) >> shift) + 3 + n_others)
+    def nodes(self, level: int) -> int:
+        """Nodes of a level of ``sums``."""
+        return -(-self.words // (1 << (level * self.shift)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -83,44 +82,22 @@ def run_bounds(n: int, slots: tuple[int, ...]) -> list[int]:
     return bounds
 
 
-def run_bytes(n: int, steps: int, slots: tuple[int, ...]) -> list[int]:
-    """For every level of ``ends``, in how many bytes of an environment the bits of ``n`` steps can lie."""
-    if n >= steps:
-        return [8 * count for count in slots]
-    bounds = []
-    for positions, count in zip((n, *run_bounds(n - 1, slots)), (steps, *slots[:-1]), strict=False):
-        bounds.append(min(positions, (positions + 13) // 8 + 1, -(-count // 8)))
-    return bounds
+def run_bytes(n: int, steps: int) -> int:
+    """In how many bytes of an environment the end flags of ``n`` steps can lie."""
+    return 8 * -(-steps // 64) if n >= steps else min(n, (n + 13) // 8 + 1, -(-steps // 8))
 
 
-class Run(NamedTuple):
-    """What an update recomputes: the words of the steps that were written, and some others.
-
-    Attributes:
-        n: steps.
-        words: of an environment, at most, in which these steps lie.
-        others: words beside these, one for each environment; not read if there are none.
-        n_others: how many.
-    """
-
-    n: int
-    words: int
-    others: Tensor
-    n_others: int
-
-
-def _launch_sums(sums: Tensor, ring: Tensor, run: Run, shape: Shape, chosen: IndexConfig) -> None:
-    """Recompute the sums above the weights: a launch for each wide level, one for all the others."""
+def _launch_sums(sums: Tensor, shape: Shape, chosen: IndexConfig) -> None:
+    """Recompute all sums above the weights: a launch for each wide level, one for all the others."""
     how = {"SHIFT": shape.shift, "BLOCK_NODES": chosen.block_nodes, "num_warps": SUMS_WARPS}
-    words, level = run.words * shape.envs, 1
-    before, after = (sums, ring, run.others, run.n, words, run.n_others), (shape.words, shape.steps, shape.envs)
-    while level < shape.depth and (entries := shape.entries(level, words, run.n_others)) > TOP_ENTRIES:
-        launch(writers.trajectories_sums_kernel, cdiv(entries, chosen.block_nodes), *before, level, *after, **how)
+    level = 1
+    while level < shape.depth and (nodes := shape.nodes(level)) > TOP_NODES:
+        launch(writers.trajectories_sums_kernel, cdiv(nodes, chosen.block_nodes), sums, level, shape.words, **how)
         level += 1
-    launch(writers.trajectories_top_kernel, 1, *before, level, shape.depth, *after, **how)
+    launch(writers.trajectories_top_kernel, 1, sums, level, shape.depth, shape.words, **how)
 
 
-def update(ends: Tensor, sums: Tensor, ring: Tensor, signals: Tensor, by_id: bool, n: int, *index: int) -> None:
+def update(ends: Tensor, sums: Tensor | None, ring: Tensor, signals: Tensor, by_id: bool, n: int, *index: int) -> None:
     """See :data:`gpubuf.kernels.trajectories.update`."""
     check_index(ends, sums, ring, *index)
     steps, envs, fan_out, *rule = index
@@ -131,43 +108,45 @@ def update(ends: Tensor, sums: Tensor, ring: Tensor, signals: Tensor, by_id: boo
     n = min(n, steps)
     shape = shape_of(steps, envs, fan_out)
     words = run_bounds(n, shape.slots)[0]
-    # If all words are in the run there are no others, and `ring` stands for their list.
-    run = Run(n, words, ring, 0)
-    if n < steps:
-        run = Run(n, words, torch.empty(envs, dtype=torch.int64, device=ends.device), envs)
     chosen = config.index_update(fan_out, n, words, envs, by_id, device_name(ends.device))
-    span = config.index_span(n, by_id)
+    how = {"BY_ID": by_id, "SPAN": config.index_span(n, by_id)}
     if chosen.block_envs:
-        single = envs <= chosen.block_envs
-        tensors, counts = (ends, sums, ring, signals, run.others), (n_signals, n, words, run.n_others)
-        sizes = (shape.words, shape.depth, steps, envs, len(shape.slots), *rule[:4])
-        how = {"BY_ID": by_id, "BY_TRANSITION": rule[4], "SUMS": single, "SPAN": span, "SHIFT": shape.shift}
-        for name in ("block_envs", "block_bytes", "block_weights", "block_nodes"):
+        sizes = (n_signals, n, words, shape.depth, steps, envs, *rule[:4])
+        programs = cdiv(envs, chosen.block_envs)
+        how |= {"LEVELS": len(shape.slots), "HAS_SUMS": sums is not None, "BY_TRANSITION": rule[4]}
+        how |= {"TOGETHER": programs > 1, "SHIFT": shape.shift}
+        for name in ("block_envs", "block_bytes", "block_weights"):
             how[name.upper()] = getattr(chosen, name)
         how.update(num_warps=chosen.num_warps, maxnreg=UPDATE_REGISTERS)
-        programs = cdiv(envs, chosen.block_envs)
-        launch(writers.trajectories_update_envs_kernel, programs, *tensors, *counts, *sizes, **how)
-        if not single:
-            _launch_sums(sums, ring, run, shape, chosen)
+        tensors = ends, ends if sums is None else sums, ring, signals
+        launch(writers.trajectories_update_envs_kernel, programs, *tensors, *sizes, **how)
+        if n == steps and sums is not None:
+            _launch_sums(sums, shape, chosen)
         return
-    block: dict[str, Any] = {"BLOCK_BYTES": chosen.block_bytes, "num_warps": chosen.num_warps}
-    lowest, *above = [cdiv(count * envs, chosen.block_bytes) for count in run_bytes(n + by_id, steps, shape.slots)]
-    arguments = (ends, ring, signals, n_signals, n, steps, envs)
-    launch(writers.trajectories_bits_kernel, lowest, *arguments, BY_ID=by_id, SPAN=span, **block)
-    for level, grid in enumerate(above, 1):
-        launch(writers.trajectories_bits_above_kernel, grid, ends, ring, n, level, steps, envs, BY_ID=by_id, **block)
-    _launch_weights(ends, sums, ring, run, rule, shape, chosen)
+    block, how = chosen.block_bytes, {**how, "num_warps": chosen.num_warps}
+    programs = cdiv(run_bytes(n + by_id, steps) * envs, block)
+    sizes = (n_signals, n, steps, envs)
+    launch(writers.trajectories_bits_kernel, programs, ends, ring, signals, *sizes, **how, BLOCK_BYTES=block)
+    del how["SPAN"]
+    for level, count in enumerate(run_bounds(n, shape.slots)[:-1], 1):
+        programs = cdiv((64 * shape.slots[level] if n == steps else count) * envs, block)
+        sizes = (n, level, steps, envs)
+        launch(writers.trajectories_bits_above_kernel, programs, ends, ring, *sizes, **how, BLOCK_WORDS=block)
+    if sums is not None:
+        _launch_weights(ends, sums, ring, n, words, rule, shape, chosen)
 
 
 def _launch_weights(
-    ends: Tensor, sums: Tensor, ring: Tensor, run: Run, rule: Sequence[int], shape: Shape, chosen: IndexConfig
+    ends: Tensor, sums: Tensor, ring: Tensor, n: int, words: int, rule: Sequence[int], shape: Shape, chosen: IndexConfig
 ) -> None:
-    """Recompute weights, and the sums above them."""
-    how = {"BY_TRANSITION": rule[4], "BLOCK_WEIGHTS": chosen.block_weights, "num_warps": chosen.num_warps}
-    counts, sizes = (run.n, run.words, run.n_others), (shape.steps, shape.envs, len(shape.slots), *rule[:4])
-    programs = cdiv(run.words * shape.envs + run.n_others, chosen.block_weights)
-    launch(writers.trajectories_weights_kernel, programs, ends, sums, ring, run.others, *counts, *sizes, **how)
-    _launch_sums(sums, ring, run, shape, chosen)
+    """Recompute the weights of the newest ``n`` steps, in ``words`` words, and the sums above them."""
+    how = {"LEVELS": len(shape.slots), "BY_TRANSITION": rule[4], "SHIFT": shape.shift}
+    how.update(BLOCK_WEIGHTS=chosen.block_weights, num_warps=chosen.num_warps)
+    sizes = (n, words, shape.depth, shape.steps, shape.envs, *rule[:4])
+    programs = cdiv((words + (n < shape.steps)) * shape.envs, chosen.block_weights)
+    launch(writers.trajectories_weights_kernel, programs, ends, sums, ring, *sizes, **how)
+    if n == shape.steps:
+        _launch_sums(sums, shape, chosen)
 
 
 def resum(ends: Tensor, sums: Tensor, ring: Tensor, *index: int) -> None:
@@ -178,8 +157,7 @@ def resum(ends: Tensor, sums: Tensor, ring: Tensor, *index: int) -> None:
     shape = shape_of(steps, envs, fan_out)
     words = shape.slots[0]
     chosen = config.index_update(fan_out, steps, words, envs, False, device_name(ends.device))
-    # The run is everything.
-    _launch_weights(ends, sums, ring, Run(steps, words, ring, 0), rule, shape, chosen)
+    _launch_weights(ends, sums, ring, steps, words, rule, shape, chosen)
 
 
 def draw(ends: Tensor, sums: Tensor, ring: Tensor, rng: Tensor, rank: Tensor | None, n: int, *index: int) -> Slices:
@@ -194,8 +172,9 @@ def draw(ends: Tensor, sums: Tensor, ring: Tensor, rng: Tensor, rank: Tensor | N
     shape = shape_of(steps, envs, fan_out)
     chosen = config.index_draw(fan_out, n, rule[0], device_name(ends.device))
     tensors = (ends, sums, ring, rng, ring if rank is None else rank, *outputs)
-    sizes = (n, shape.words, shape.root, shape.depth, steps, envs, len(shape.slots), *rule)
-    how = {"HAS_RANK": rank is not None, "BY_TRANSITION": by_transition, "SHIFT": shape.shift, **_blocks(chosen)}
+    sizes = (n, shape.words, shape.root, shape.depth, steps, envs, *rule)
+    how = {"LEVELS": len(shape.slots), "HAS_RANK": rank is not None, "BY_TRANSITION": by_transition}
+    how |= {"SHIFT": shape.shift, **_blocks(chosen)}
     launch(readers.trajectories_draw_kernel, cdiv(n, chosen.block_slices), *tensors, *sizes, **how)
     return outputs
 
@@ -213,9 +192,9 @@ def slices(ends: Tensor, ring: Tensor, start: Tensor, slice_len: int, steps: int
     outputs = new_slices(ends, n, slice_len)
     if n:
         chosen = config.index_slices(n, slice_len)
-        sizes = (n, slice_len, steps, envs, len(bit_levels(steps, envs)))
+        sizes, how = (n, slice_len, steps, envs), {"LEVELS": len(bit_levels(steps, envs)), **_blocks(chosen)}
         tensors, programs = (ends, ring, start, *outputs), cdiv(n, chosen.block_slices)
-        launch(readers.trajectories_slices_kernel, programs, *tensors, *sizes, **_blocks(chosen))
+        launch(readers.trajectories_slices_kernel, programs, *tensors, *sizes, **how)
     return outputs
 
 
@@ -229,13 +208,13 @@ def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Te
     check_devices(ends, ring, row)
     out = torch.empty((3, n), dtype=torch.int64, device=ends.device)
     if n:
-        arguments = (ends, ring, row, out, n, steps, envs, len(bit_levels(steps, envs)))
-        how = {"BLOCK_ROWS": BLOCK_ROWS, "maxnreg": all_registers(4)}
+        arguments = (ends, ring, row, out, n, steps, envs)
+        how = {"LEVELS": len(bit_levels(steps, envs)), "BLOCK_ROWS": BLOCK_ROWS, "maxnreg": all_registers(4)}
         launch(readers.trajectories_bounds_kernel, cdiv(n, BLOCK_ROWS), *arguments, **how)
     return out
 
 
-ELIGIBLE_WORDS = 8
+ELIGIBLE_WORDS = 2
 """Words of the bitmap of eligible starts that a program computes, 64 searches each."""
 
 
@@ -250,7 +229,7 @@ def update_eligible(
     rows = torch.empty(n_rows, dtype=torch.int64, device=eligible.device)
     # Partial at both ends, and before the seam.
     run = min((n_rows - 1) // 64 + 3, eligible_words(steps * envs))
-    sizes = (n_rows, n_rows // envs, need, run, steps, envs, len(bit_levels(steps, envs)))
-    how, programs = {"STARTS_TOO": starts_too, "BLOCK_WORDS": ELIGIBLE_WORDS}, cdiv(run, ELIGIBLE_WORDS)
+    sizes, programs = (n_rows, n_rows // envs, need, run, steps, envs), cdiv(run, ELIGIBLE_WORDS)
+    how = {"LEVELS": len(bit_levels(steps, envs)), "STARTS_TOO": starts_too, "BLOCK_WORDS": ELIGIBLE_WORDS}
     launch(writers.trajectories_update_eligible_kernel, programs, eligible, ends, ring, rows, *sizes, **how)
     return rows

@@ -35,10 +35,13 @@ _weigh_again = named("trajectories._numba_update.weigh_again")
 _addresses = functools.partial(map, Tensor.data_ptr)
 
 
-def update(ends: Tensor, sums: Tensor, ring: Tensor, signals: Tensor, by_id: bool, n: int, *index: int) -> None:
+def update(ends: Tensor, sums: Tensor | None, ring: Tensor, signals: Tensor, by_id: bool, n: int, *index: int) -> None:
     """See :data:`gpubuf.kernels.trajectories.update`."""
     check_index(ends, sums, ring, *index)
     n_keys = check_signals(signals, by_id, n)
+    if sums is None:
+        _update_ends_alone(*_addresses((ends, ring, signals)), n_keys, by_id, n, *index[:2])
+        return
     run = _update_index if n < index[0] else _rebuild_index
     run(ends.data_ptr(), sums.data_ptr(), ring.data_ptr(), signals.data_ptr(), n_keys, by_id, n, *index)
 

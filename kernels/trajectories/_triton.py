@@ -9,7 +9,7 @@ Arguments that all kernels share:
 * ``ends_ptr``: int64 [sum of the bit levels], the end flags and their summaries;
 * ``sums_ptr``: int64 [root + 1], the weights of the words and the sums above them, fan-out F = 1 << SHIFT;
 * ``ring_ptr``: int64 [4] = (written, size, ticket, faults), in rows;
-* ``steps``, ``envs``, ``levels``: T, E, and the number of levels of ``ends``.
+* ``steps``, ``envs``, ``LEVELS``: T, E, and the number of levels of ``ends``.
 """
 
 import triton
@@ -98,9 +98,10 @@ def scaled(uniform, count):
 @triton.jit
 def load_ring(ring_ptr, steps, envs):
     """(cursor, steps in the ring, oldest step)."""
-    written = tl.load(ring_ptr + WRITTEN) // envs
-    filled = tl.minimum(tl.load(ring_ptr + SIZE) // envs, steps)
-    cursor = written % steps
+    written = tl.load(ring_ptr + WRITTEN)
+    size = tl.load(ring_ptr + SIZE)
+    filled = tl.minimum(size // envs, steps)
+    cursor = written // envs % steps
     return cursor, filled, tl.where(filled < steps, 0, cursor)
 
 
@@ -113,60 +114,69 @@ def load_word(ends_ptr, slot, env, active, filled, oldest, steps, envs):
 
 
 @triton.jit
-def nearest_end(ends_ptr, step, env, active, steps, envs, levels, forward):
+def nearest_end(ends_ptr, step, env, active, steps, envs, forward, LEVELS: tl.constexpr):
     """The first end flag at ``step`` or after it (``forward``), or at it or before it, going round the ring.
 
-    ``step`` int64 [R], -1 .. T - 1. Returns its step, -1 where the environment has none. One walk does the seam as
-    well: the last level is one word for each environment, and what is not in it to one side of ``step`` is to the
-    other side.
+    ``step`` int64 [R], -1 .. T - 1. Returns its step, -1 where the environment has none, and its word. One walk does
+    the seam as well: the last level is one word for each environment, and what is not in it to one side of ``step`` is
+    to the other side.
     """
-    start = steps * 0
-    words = steps
-    at = step
-    height = (step * 0).to(tl.int32) + levels
-    searching = active
     # The bits on the way from the lowest one of a word, and what makes them those of the other way.
     side_bits = tl.where(forward, -1, -2).to(tl.int64)
     flip = tl.where(forward, 0, -1).to(tl.int64)
     way = tl.where(forward, 1, -1).to(tl.int64)
-    for level in range(levels):
+    # The way up follows from the step alone, as far as it goes: no load waits for another.
+    start = steps * 0
+    words = steps
+    at = step
+    path = ()  # type: tl.tuple
+    for level in tl.static_range(LEVELS):
         words = (words + 63) >> 6
-        top = level == levels - 1
         slot = at >> 6
         # Next to the first or the last word there is none; but the word of the last level is always read.
-        read = tl.where(top, 0, slot)
-        inside = searching & (read >= 0) & (read < words)
-        word = tl.load(ends_ptr + start + read * envs + env, mask=inside, other=0)
-        side = tl.where(read == slot, word & ((side_bits << (at & 63)) ^ flip), 0)
-        side = tl.where(top & (side == 0), word, side)
-        hit = searching & (side != 0)
-        at = tl.where(hit, (read << 6) + nearest_bit(side, forward), tl.where(searching, slot + way, at))
-        height = tl.where(hit, level, height)
-        searching = searching & ~hit
+        read = slot * 0 if level == LEVELS - 1 else slot
+        inside = active & (read >= 0) & (read < words)
+        path += ((tl.load(ends_ptr + start + read * envs + env, mask=inside, other=0), at),)
+        at = slot + way
         start += words * envs
-    found = active & ~searching
+    side = step * 0
+    height = (step * 0).to(tl.int32)
+    for level in tl.static_range(LEVELS):
+        word, place = path[level]
+        slot = place >> 6
+        here = word & ((side_bits << (place & 63)) ^ flip)
+        if level == LEVELS - 1:
+            here = tl.where(slot == 0, here, 0)
+            here = tl.where(here == 0, word, here)
+            slot = slot * 0
+        hit = (side == 0) & (here != 0)
+        at = tl.where(hit, slot << 6, at)
+        height = tl.where(hit, level, height)
+        side = tl.where(side == 0, here, side)
+    found = side != 0
+    at += nearest_bit(side, forward)
+    end_word = path[0][0]
     start -= envs
-    for down in range(1, levels):
-        level = levels - 1 - down
-        start -= words_of(steps, level) * envs
-        descends = found & (height > level)
-        word = tl.load(ends_ptr + start + at * envs + env, mask=descends, other=0)
-        at = tl.where(descends, (at << 6) + nearest_bit(word, forward), at)
-    return tl.where(found, at, -1)
+    for down in tl.static_range(1, LEVELS):
+        start -= words_of(steps, LEVELS - 1 - down) * envs
+        descends = found & (height >= LEVELS - down)
+        end_word = tl.load(ends_ptr + start + at * envs + env, mask=descends, other=0)
+        at = tl.where(descends, (at << 6) + nearest_bit(end_word, forward), at)
+    return tl.where(found, at, -1), tl.where(height == 0, path[0][0], end_word)
 
 
 @triton.jit
-def last_age(ends_ptr, step, env, age, active, filled, oldest, steps, envs, levels):
+def last_age(ends_ptr, step, env, age, active, filled, oldest, steps, envs, LEVELS: tl.constexpr):
     """Age of the last step of the trajectory that ``step``, of that age, is in."""
-    end = nearest_end(ends_ptr, step, env, active, steps, envs, levels, True)
+    end, _ = nearest_end(ends_ptr, step, env, active, steps, envs, True, LEVELS)
     found = age_of(end, oldest, steps)
     return tl.where((end >= 0) & (found >= age) & (found < filled), found, filled - 1)
 
 
 @triton.jit
-def first_age(ends_ptr, step, env, age, active, oldest, steps, envs, levels):
+def first_age(ends_ptr, step, env, age, active, oldest, steps, envs, LEVELS: tl.constexpr):
     """Age of the first step of the trajectory that ``step``, of that age, is in."""
-    end = nearest_end(ends_ptr, step - 1, env, active, steps, envs, levels, False)
+    end, _ = nearest_end(ends_ptr, step - 1, env, active, steps, envs, False, LEVELS)
     found = age_of(end, oldest, steps)
     return tl.where((end >= 0) & (found < age), found + 1, 0)
 
@@ -183,9 +193,9 @@ def next_in_word(rest, slot, first, oldest, steps):
 
 
 @triton.jit
-def first_of_word(ends_ptr, slot, env, active, oldest, steps, envs, levels):
+def first_of_word(ends_ptr, slot, env, active, oldest, steps, envs, LEVELS: tl.constexpr):
     """Age of the first step of the trajectory that ends first in a word: what :func:`next_in_word` begins with."""
-    end = nearest_end(ends_ptr, (slot << 6) - 1, env, active, steps, envs, levels, False)
+    end, _ = nearest_end(ends_ptr, (slot << 6) - 1, env, active, steps, envs, False, LEVELS)
     return tl.where(end < 0, 0, age_of(end, oldest, steps) + 1)
 
 
@@ -236,11 +246,11 @@ def trajectories_draw_kernel(
     depth,  # levels above the weights
     steps,
     envs,
-    levels,
     slice_len,
     min_len,
     before,
     after,
+    LEVELS: tl.constexpr,
     HAS_RANK: tl.constexpr,
     BY_TRANSITION: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -288,7 +298,7 @@ def trajectories_draw_kernel(
     slot = node // envs
     env = node - slot * envs
     rest = load_word(ends_ptr, slot, env, eligible, filled, oldest, steps, envs)
-    first = first_of_word(ends_ptr, slot, env, rest != 0, oldest, steps, envs, levels)
+    first = first_of_word(ends_ptr, slot, env, rest != 0, oldest, steps, envs, LEVELS)
     begin = i * 0
     length = i * 0
     # Every turn takes one end from each word. The number of turns is reduced once, before the loop: a reduction that is
@@ -328,7 +338,7 @@ def trajectories_slices_kernel(
     slice_len,
     steps,
     envs,
-    levels,
+    LEVELS: tl.constexpr,
     BLOCK_SLICES: tl.constexpr,
     BLOCK_STEPS: tl.constexpr,
 ):
@@ -340,7 +350,7 @@ def trajectories_slices_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK_SLICES + tl.arange(0, BLOCK_SLICES)
     row = tl.load(start_ptr + i, mask=i < n, other=-1)
     step, env, age, stored = locate(row, i < n, filled, oldest, steps, envs)
-    last = last_age(ends_ptr, step, env, age, stored, filled, oldest, steps, envs, levels)
+    last = last_age(ends_ptr, step, env, age, stored, filled, oldest, steps, envs, LEVELS)
     length = tl.where(stored, tl.minimum(last - age + 1, slice_len), 0)
     slices = (index_ptr, length_ptr, last_ptr)
     store_slices(slices, i, n, age, length, env, slice_len, oldest, steps, envs, BLOCK_STEPS)
@@ -355,7 +365,7 @@ def trajectories_bounds_kernel(
     n,
     steps,
     envs,
-    levels,
+    LEVELS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
     """The trajectory of each row; (NO_ROW, NO_ROW, 0) of one that is not stored. Grid: (cdiv(n, BLOCK_ROWS),)."""
@@ -366,8 +376,8 @@ def trajectories_bounds_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row = tl.load(row_ptr + i, mask=i < n, other=-1)
     step, env, age, stored = locate(row, i < n, filled, oldest, steps, envs)
-    first = first_age(ends_ptr, step, env, age, stored, oldest, steps, envs, levels)
-    last = last_age(ends_ptr, step, env, age, stored, filled, oldest, steps, envs, levels)
+    first = first_age(ends_ptr, step, env, age, stored, oldest, steps, envs, LEVELS)
+    last = last_age(ends_ptr, step, env, age, stored, filled, oldest, steps, envs, LEVELS)
     first_row = step_of(first, oldest, steps) * envs + env
     last_row = step_of(last, oldest, steps) * envs + env
     tl.store(bounds_ptr + i, tl.where(stored, first_row, NO_ROW), mask=i < n)

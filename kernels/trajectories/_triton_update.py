@@ -1,9 +1,9 @@
 """The trajectory index on the GPU: the kernels that change it, and the bitmap of eligible starts.
 
 A write changes a *run* of steps, cyclic like the ring, and therefore a run of words on every level of ``ends``. A lane
-is a pair of a number ``j`` in the run and an environment. It has a byte of a level of ``ends``, or a weight: a whole
-byte in one thread takes no exchange between threads. It follows from what is below it and from its own bits outside the
-run, and so do sums: if two lanes have the same one, they store the same value in any order.
+is a pair of a number ``j`` in the run and an environment. It has a byte of end flags, a word of the run, or a weight: a
+whole byte in one thread takes no exchange between threads. Bits above, and sums, are changed by atomics that are right
+in any order, so that nobody reads what others change before the next barrier.
 
 A helper whose name starts with ``stage`` does the work of one launch on one block. If an environment has few words, one
 program does all stages of its environments, with a barrier between. Otherwise every stage is a launch of its own.
@@ -11,10 +11,9 @@ program does all stages of its environments, with a barrier between. Otherwise e
 Arguments that all kernels share are those of :mod:`gpubuf.kernels.trajectories._triton`, and
 
 * ``signals_ptr``: int64 [n_signals, 5], entries of a table of :mod:`gpubuf.kernels.rows`;
-* ``others_ptr``: int64 [E], scratch: the word of the first end after the cursor of every environment, or -1;
 * ``n``: steps written; ``run_words``: words of one environment that they can lie in, a bound.
-* in helpers, ``ring``: (cursor, filled, oldest); ``lane``: (number in the run, environment, whether it is one);
-  ``shape``: (steps, envs, levels); ``run`` of sums: (others_ptr, its first word, its words, how many others).
+* in helpers, ``signals``: (signals_ptr, n_signals, the first one); ``ring``: (cursor, filled, oldest);
+  ``lane``: (number in the run, environment, whether it is one).
 """
 
 import triton
@@ -24,8 +23,6 @@ from gpubuf.kernels._launching import jit_for_any_size
 from gpubuf.kernels.rows._triton_tiles import (
     ENTRY,
     ROW_BYTES,
-    ROW_STRIDE,
-    column_address,
     load_column,
     row_address,
 )
@@ -113,32 +110,40 @@ def _changes(here, behind, pitch, left, wanted, DTYPE: tl.constexpr, SPAN: tl.co
     """Bits: which values, ``pitch`` bytes apart, differ from the next; ``left`` of them come before that ``behind``."""
     pointer: tl.constexpr = tl.pointer_type(DTYPE)
     needed = wanted | (wanted << 1)
-    value = tl.load(here.to(pointer), mask=(wanted & 1) != 0, other=0)
-    found = wanted * 0
+    values = (tl.load(here.to(pointer), mask=(wanted & 1) != 0, other=0),)  # type: tl.tuple
     for i in tl.static_range(SPAN):
         following = behind if i + 1 == SPAN else tl.where(i + 1 < left, here + (i + 1) * pitch, behind)
-        next_value = tl.load(following.to(pointer), mask=(needed & (2 << i)) != 0, other=0)
-        found |= (value != next_value).to(tl.int32) << i
-        value = next_value
+        values += (tl.load(following.to(pointer), mask=(needed & (2 << i)) != 0, other=0),)
+    found = wanted * 0
+    for i in tl.static_range(SPAN):
+        found |= (values[i] != values[i + 1]).to(tl.int32) << i
     return found
 
 
 @triton.jit
-def _load_flags(signals_ptr, n_signals, step, env, wanted, steps, envs, BY_ID: tl.constexpr, SPAN: tl.constexpr):
+def load_signal(signals_ptr, k, n_signals):
+    """(device_rows, split, host_rows, stride, row_bytes) of signal ``k``, or of the last one."""
+    entry_ptr = signals_ptr + tl.minimum(k, n_signals - 1) * ENTRY
+    device_rows, split, host_rows, stride = load_column(entry_ptr)
+    return device_rows, split, host_rows, stride, tl.load(entry_ptr + ROW_BYTES)
+
+
+@triton.jit
+def _load_flags(signals, step, env, wanted, steps, envs, BY_ID: tl.constexpr, SPAN: tl.constexpr):
     """Bits: whether trajectories end at the ``wanted`` ones of SPAN steps, which share a byte.
 
     With BY_ID the first of the signals is an identifier, and is compared.
     """
+    signals_ptr, n_signals, signal = signals
+    device_rows, split, host_rows, stride, row_bytes = signal
     row = step * envs + env
     flags = wanted * 0
     if BY_ID:
-        memory = load_column(signals_ptr)
-        row_bytes = tl.load(signals_ptr + ROW_BYTES)
-        device_rows, _split, host_rows, stride = memory
-        here = row_address(row, *memory)
+        here = row_address(row, device_rows, split, host_rows, stride)
         # After the last step of a ring comes the first.
         left = tl.minimum(steps - step, SPAN)
-        behind = row_address(tl.where(step + left < steps, row + left * envs, env), *memory)
+        behind = tl.where(step + left < steps, row + left * envs, env)
+        behind = row_address(behind, device_rows, split, host_rows, stride)
         # Identifiers are words as a rule, and flags single bytes.
         if ((device_rows | host_rows | row_bytes | stride) & 7) == 0:
             for byte in range(0, row_bytes, 8):
@@ -146,26 +151,30 @@ def _load_flags(signals_ptr, n_signals, step, env, wanted, steps, envs, BY_ID: t
         else:
             for byte in range(0, row_bytes):
                 flags |= _changes(here + byte, behind + byte, envs * stride, left, wanted, tl.uint8, SPAN)
+        device_rows, split, host_rows, stride, row_bytes = load_signal(signals_ptr, 1, n_signals)
     for k in range(1 if BY_ID else 0, n_signals):
-        entry_ptr = signals_ptr + k * ENTRY
-        pitch = envs * tl.load(entry_ptr + ROW_STRIDE)
+        pitch = envs * stride
         # Memories change at a multiple of 64 steps: the others of the byte lie in the one of the first.
-        address = column_address(entry_ptr, row)
-        for byte in range(0, tl.load(entry_ptr + ROW_BYTES)):
+        address = row_address(row, device_rows, split, host_rows, stride)
+        n_bytes = row_bytes
+        # The flags of one signal and the place of the next are under way together.
+        device_rows, split, host_rows, stride, row_bytes = load_signal(signals_ptr, k + 1, n_signals)
+        for byte in range(0, n_bytes):
+            values = ()  # type: tl.tuple
             for i in tl.static_range(SPAN):
                 at = (address + byte + i * pitch).to(tl.pointer_type(tl.uint8))
-                value = tl.load(at, mask=(wanted & (1 << i)) != 0, other=0)
-                flags |= (value != 0).to(tl.int32) << i
+                values += (tl.load(at, mask=(wanted & (1 << i)) != 0, other=0),)
+            for i in tl.static_range(SPAN):
+                flags |= (values[i] != 0).to(tl.int32) << i
     return flags & wanted
 
 
 @triton.jit
-def _kept_bits(ends_ptr, word, byte, touched, active, rebuild):
-    """(where a byte of words lies, those of its bits that stay, whether to store it): a rebuild keeps none."""
+def _byte_before(ends_ptr, word, byte, touched, active, rebuild):
+    """(where a byte of words lies, what it is, whether to store it); if none of its bits stay it counts as zero."""
     target = (ends_ptr + word).to(tl.pointer_type(tl.uint8)) + (byte & 7)
     active = active & (rebuild | (touched != 0))
-    old = tl.load(target, mask=active & ~rebuild & (touched != 255), other=0)
-    return target, old & ~touched, active
+    return target, tl.load(target, mask=active & ~rebuild & (touched != 255), other=0), active
 
 
 @triton.jit
@@ -178,7 +187,7 @@ def run_of_bits(cursor, n, steps, BY_ID: tl.constexpr):
 
 
 @triton.jit
-def stage_bits(ends_ptr, signals_ptr, n_signals, ring, n, lane, steps, envs, BY_ID: tl.constexpr, SPAN: tl.constexpr):
+def stage_bits(ends_ptr, signals, ring, n, lane, steps, envs, BY_ID: tl.constexpr, SPAN: tl.constexpr):
     """Bytes of the run on level 0: the flags of the steps written."""
     cursor, filled, _oldest = ring
     j, env, active = lane
@@ -186,7 +195,7 @@ def stage_bits(ends_ptr, signals_ptr, n_signals, ring, n, lane, steps, envs, BY_
     first, last = run_of_bits(cursor, n, steps, BY_ID)
     byte, touched, active = byte_of_run(j, active, first, last, steps, filled, rebuild)
     # Before the flags, so that it takes no round trip of its own.
-    target, kept, stored = _kept_bits(ends_ptr, (byte >> 3) * envs + env, byte, touched, active, rebuild)
+    target, before, stored = _byte_before(ends_ptr, (byte >> 3) * envs + env, byte, touched, active, rebuild)
     wanted = touched
     if BY_ID:
         # The newest step is followed by none.
@@ -196,42 +205,54 @@ def stage_bits(ends_ptr, signals_ptr, n_signals, ring, n, lane, steps, envs, BY_
         # Of one step written a single flag is read.
         newest = wrapped(cursor - 1, steps)
         one = (wanted != 0).to(tl.int32)
-        flags = _load_flags(signals_ptr, n_signals, newest, env, one, steps, envs, BY_ID, SPAN)
+        flags = _load_flags(signals, newest, env, one, steps, envs, BY_ID, SPAN)
         flags = tl.where(flags != 0, wanted, 0)
     else:
-        flags = _load_flags(signals_ptr, n_signals, byte << 3, env, wanted, steps, envs, BY_ID, SPAN)
-    tl.store(target, (kept | flags).to(tl.uint8), mask=stored)
+        flags = _load_flags(signals, byte << 3, env, wanted, steps, envs, BY_ID, SPAN)
+    tl.store(target, (before & ~touched | flags).to(tl.uint8), mask=stored)
 
 
 @triton.jit
-def stage_bits_above(ends_ptr, below, first, last, positions, rebuild, lane, envs):
-    """Bytes of the run on a level from 1 up: which of the words of the run below are not zero.
+def run_of_words(first, last, positions, rebuild):
+    """(first, last, number, of how many) of the words of an environment that hold a run of ``positions`` below.
 
-    That level starts ``below`` and has ``positions`` words for each environment, of which the run has ``first ..
-    last``.
+    A rebuild also clears the bits of the last word above them that stand for no word.
+    """
+    first, last, count = run_above(first, last, positions)
+    padded = (positions + 63) >> 6 << 6
+    return first, last, tl.where(rebuild, padded, count), tl.where(rebuild, padded, positions)
+
+
+@triton.jit
+def stage_bits_above(ends_ptr, below, first, positions, padded, lane, envs):
+    """Bits of the run on a level from 1 up: which of the words of the run below are not zero.
+
+    That level starts ``below`` and has ``positions`` words for each environment, of which ``first`` is the run's first.
+    A bit belongs to one lane: atomics leave the same word in any order, and nobody waits for one.
     """
     j, env, active = lane
-    byte, touched, active = byte_of_run(j, active, first, last, positions, positions, rebuild)
-    word = below + (positions + (byte >> 3)) * envs + env
-    target, kept, stored = _kept_bits(ends_ptr, word, byte, touched, active, rebuild)
-    child_ptr = ends_ptr + below + (byte << 3) * envs + env
-    some = touched * 0
-    for i in tl.static_range(8):
-        child = tl.load(child_ptr + i * envs, mask=(touched & (1 << i)) != 0, other=0)
-        some |= (child != 0).to(tl.int32) << i
-    tl.store(target, (kept | some).to(tl.uint8), mask=stored)
+    position = wrapped(first + j, padded)
+    child = tl.load(ends_ptr + below + position * envs + env, mask=active & (position < positions), other=0)
+    word_ptr = ends_ptr + below + (positions + (position >> 6)) * envs + env
+    tl.atomic_or(word_ptr, bit(position), mask=active & (child != 0), sem="relaxed")
+    tl.atomic_and(word_ptr, ~bit(position), mask=active & (child == 0), sem="relaxed")
 
 
 @triton.jit
-def stage_weights(memory, ring, n, lane, run_words, shape, rule, BY_TRANSITION: tl.constexpr):
-    """Weights of the words of the run, those of the trajectories that end in them.
+def stage_weights(
+    memory, ring, n, lane, run_words, shape, rule, TOGETHER: tl.constexpr, BY_TRANSITION: tl.constexpr,
+    LEVELS: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Weights of the words of the run, those of the trajectories that end in them, and the sums above them.
 
-    Number ``run_words`` is the word of the first end after the cursor, if that is not in the run.
+    Number ``run_words`` is the word of the first end after the cursor, if that is not in the run. A lane has a word of
+    its own, by whose change of weight it changes the sums: numbers are whole, so that they are right in any order, and
+    no level waits for another. TOGETHER: lanes change the root as one. A rebuild leaves the sums to others.
     """
-    ends_ptr, sums_ptr, others_ptr = memory
+    ends_ptr, sums_ptr = memory
     cursor, filled, oldest = ring
     j, env, active = lane
-    steps, envs, levels = shape
+    steps, envs, depth = shape
     words = words_of(steps, 0)
     first, last = run_of_steps(cursor, n + 1, steps)
     head, _, count = run_above(first, last, words)
@@ -240,14 +261,14 @@ def stage_weights(memory, ring, n, lane, run_words, shape, rule, BY_TRANSITION: 
     # Before the ring is full nothing has lost its head, and after a rebuild every word is in the run.
     beheaded = active & (j == run_words) & (filled == steps) & (n < steps)
     start = tl.where(beheaded, oldest, (slot << 6) - 1)
-    end = nearest_end(ends_ptr, start, env, beheaded | (rest != 0), steps, envs, levels, beheaded)
+    end, end_word = nearest_end(ends_ptr, start, env, beheaded | (rest != 0), steps, envs, beheaded, LEVELS)
     # Without an end after it, it ends in the word of the newest step.
     beheaded = beheaded & (end >= 0) & (wrapped((end >> 6) - head, words) >= count)
     slot = tl.where(beheaded, end >> 6, slot)
-    other = slot * envs + env
-    tl.store(others_ptr + env, tl.where(beheaded, other, -1), mask=active & (j == run_words))
     stored = beheaded | (active & (j < run_words) & (j < count))
-    rest = tl.where(beheaded, tl.load(ends_ptr + other, mask=beheaded, other=0), rest)
+    node = slot * envs + env
+    before = tl.load(sums_ptr + node, mask=stored & (n < steps), other=0)
+    rest = tl.where(beheaded, end_word, rest)
     # No trajectory reaches back beyond the oldest step, which an age that no step has says.
     first = tl.where(beheaded, steps, tl.where(end < 0, 0, age_of(end, oldest, steps) + 1))
     weight = rest * 0
@@ -258,74 +279,32 @@ def stage_weights(memory, ring, n, lane, run_words, shape, rule, BY_TRANSITION: 
         weight += tl.where(rest != 0, own, 0)
         first = age + 1
         rest = tl.where(rest != 0, others, 0)
-    tl.store(sums_ptr + other, weight, mask=stored)
+    tl.store(sums_ptr + node, weight, mask=stored)
+    if n < steps:
+        change = tl.where(stored, weight - before, 0)
+        nodes = words * envs
+        level_ptr = sums_ptr
+        for _ in range(1, depth if TOGETHER else depth + 1):
+            nodes = nodes_of(nodes, 1, SHIFT)
+            level_ptr += nodes << SHIFT
+            node = node >> SHIFT
+            tl.atomic_add(level_ptr + node, change, mask=change != 0, sem="relaxed")
+        if TOGETHER:
+            level_ptr += nodes_of(nodes, 1, SHIFT) << SHIFT
+            tl.atomic_add(level_ptr, tl.sum(change, 0), sem="relaxed")
 
 
 @triton.jit
-def sums_entries(run, n_others, words, level, SHIFT: tl.constexpr):
-    """(nodes of a level, entries of the run, entries in all, whether these are simply all nodes).
-
-    ``run`` bounds the words of the run of all environments, which lie side by side.
-    """
-    count = nodes_of(words, level, SHIFT)
-    # Partial at both ends, and at the seam.
-    listed = ((run - 1) >> (level * SHIFT)) + 3
-    return count, listed, tl.minimum(count, listed + n_others), count <= listed + n_others
-
-
-@triton.jit
-def first_word(cursor, n, steps, envs):
-    """The first word of the run on level 0, all environments counted."""
-    first, _ = run_of_steps(cursor, n + 1, steps)
-    return (first >> 6) * envs
-
-
-@triton.jit
-def stage_sums(sums_ptr, run, i, level, below, words, SHIFT: tl.constexpr):
-    """Entries ``i`` of a level of sums, from the level that starts ``below``."""
-    others_ptr, begin, run_words, n_others = run
+def stage_sums(sums_ptr, node, below, count, words, SHIFT: tl.constexpr):
+    """Nodes of a level of sums that has ``count``, from the level that starts ``below`` and has ``words`` of them."""
     fan_out: tl.constexpr = 1 << SHIFT
-    count, listed, entries, dense = sums_entries(run_words, n_others, words, level, SHIFT)
-    node = wrapped((begin >> (level * SHIFT)) + tl.minimum(i, listed - 1), count)
-    from_others = (i >= listed) & (i < entries) & (dense == 0)
-    other = tl.load(others_ptr + i - listed, mask=from_others, other=0)
-    # An entry leaves a node to the entry right before it if that has the same one.
-    other_before = tl.load(others_ptr + i - listed - 1, mask=from_others & (i > listed), other=-1)
-    shift = level * SHIFT
-    node = tl.where(from_others, other >> shift, node)
-    node = tl.where(dense, i, node)
-    repeated = from_others & ((other < 0) | (other_before >> shift == other >> shift))
-    stored = ((i < entries) & ~repeated)[:, None]
+    stored = node < count
     child = (node << SHIFT)[:, None] + tl.arange(0, fan_out)[None, :]
-    real = child < nodes_of(words, level - 1, SHIFT)
-    weight = tl.load(sums_ptr + below + child, mask=stored & real, other=0)
-    # The padding of the level below is zero whatever was there, for a rebuild.
-    tl.store(sums_ptr + below + child, weight * 0, mask=stored & ~real)
-    tl.store(sums_ptr + below + (count << SHIFT) + node, tl.sum(weight, axis=1), mask=(i < entries) & ~repeated)
-
-
-@triton.jit
-def sums_start(words, level, SHIFT: tl.constexpr):
-    """Position of ``level`` in ``sums``."""
-    start = words * 0
-    for lower in range(0, level):
-        start += nodes_of(words, lower + 1, SHIFT) << SHIFT
-    return start
-
-
-@triton.jit
-def all_sums(sums_ptr, run, first_level, depth, words, SHIFT: tl.constexpr, BLOCK_NODES: tl.constexpr):
-    """All levels from ``first_level`` up, by one program."""
-    _others_ptr, _begin, run_words, n_others = run
-    block = tl.arange(0, BLOCK_NODES).to(tl.int64)
-    below = sums_start(words, first_level - 1, SHIFT)
-    for level in range(first_level, depth + 1):
-        # The level below is complete.
-        tl.debug_barrier()
-        count, _, entries, _ = sums_entries(run_words, n_others, words, level, SHIFT)
-        for start in range(0, entries, BLOCK_NODES):
-            stage_sums(sums_ptr, run, start + block, level, below, words, SHIFT)
-        below += count << SHIFT
+    real = child < words
+    weight = tl.load(sums_ptr + below + child, mask=stored[:, None] & real, other=0)
+    # The padding of the level below is zero whatever was there.
+    tl.store(sums_ptr + below + child, weight * 0, mask=stored[:, None] & ~real)
+    tl.store(sums_ptr + below + (count << SHIFT) + node, tl.sum(weight, axis=1), mask=stored)
 
 
 # Kernels
@@ -346,75 +325,67 @@ def lane_of(i, run, envs, ENVS: tl.constexpr):
 @jit_for_any_size()
 def trajectories_update_envs_kernel(
     ends_ptr,
-    sums_ptr,
+    sums_ptr,  # not read without HAS_SUMS
     ring_ptr,
     signals_ptr,
-    others_ptr,
     n_signals,
     n,
     run_words,
-    n_others,  # E; 0 for a rebuild
-    words,  # of level 0, all environments
     depth,  # levels of sums above the weights
     steps,
     envs,
-    levels,
     slice_len,
     min_len,
     before,
     after,
     BY_ID: tl.constexpr,
-    BY_TRANSITION: tl.constexpr,
-    SUMS: tl.constexpr,
     SPAN: tl.constexpr,
+    LEVELS: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    BY_TRANSITION: tl.constexpr,
+    TOGETHER: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_ENVS: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
     BLOCK_WEIGHTS: tl.constexpr,
-    BLOCK_NODES: tl.constexpr,
 ):
-    """Bits and weights of BLOCK_ENVS environments by one program; with SUMS, which needs a grid of one, all else too.
+    """Bits of BLOCK_ENVS environments by one program, with HAS_SUMS weights and sums too; those not of a rebuild.
 
     Grid: (cdiv(envs, BLOCK_ENVS),).
     """
     n = n.to(tl.int64)
     steps = steps.to(tl.int64)
     envs = envs.to(tl.int64)
-    words = words.to(tl.int64)
     run_words = run_words.to(tl.int64)
     slice_len = slice_len.to(tl.int64)
+    signals = (signals_ptr, n_signals, load_signal(signals_ptr, 0, n_signals))
     ring = load_ring(ring_ptr, steps, envs)
     block = tl.arange(0, BLOCK_BYTES)
     first, last = run_of_bits(ring[0], n, steps, BY_ID)
     _, count, _ = run_of_bytes(first, last, steps, n >= steps)
     for start in range(0, count.to(tl.int32) * BLOCK_ENVS, BLOCK_BYTES):
         lane = lane_of(start + block, count, envs, BLOCK_ENVS)
-        stage_bits(ends_ptr, signals_ptr, n_signals, ring, n, lane, steps, envs, BY_ID, SPAN)
-    # The level below is complete. The ring is read again: over the flags there are no registers to hold it.
+        stage_bits(ends_ptr, signals, ring, n, lane, steps, envs, BY_ID, SPAN)
+    # The level below is complete.
     tl.debug_barrier()
-    ring = load_ring(ring_ptr, steps, envs)
-    first, last = run_of_bits(ring[0], n, steps, BY_ID)
     below = steps * 0
     positions = steps
-    for _ in range(1, levels):
+    for _ in tl.static_range(1, LEVELS):
         positions = (positions + 63) >> 6
-        first, last, _ = run_above(first, last, positions)
-        _, count, _ = run_of_bytes(first, last, positions, n >= steps)
+        first, last, count, padded = run_of_words(first, last, positions, n >= steps)
         for start in range(0, count.to(tl.int32) * BLOCK_ENVS, BLOCK_BYTES):
             lane = lane_of(start + block, count, envs, BLOCK_ENVS)
-            stage_bits_above(ends_ptr, below, first, last, positions, n >= steps, lane, envs)
+            stage_bits_above(ends_ptr, below, first, positions, padded, lane, envs)
         below += positions * envs
         tl.debug_barrier()
-    block = tl.arange(0, BLOCK_WEIGHTS)
-    memory = (ends_ptr, sums_ptr, others_ptr)
-    rule = (slice_len, min_len, before, after)
-    run = run_words + (n_others > 0).to(tl.int64)
-    for start in range(0, run.to(tl.int32) * BLOCK_ENVS, BLOCK_WEIGHTS):
-        lane = lane_of(start + block, run, envs, BLOCK_ENVS)
-        stage_weights(memory, ring, n, lane, run_words, (steps, envs, levels), rule, BY_TRANSITION)
-    if SUMS:
-        runs = (others_ptr, first_word(ring[0], n, steps, envs), run_words * envs, n_others)
-        all_sums(sums_ptr, runs, 1, depth, words, SHIFT, BLOCK_NODES)
+    if HAS_SUMS:
+        block = tl.arange(0, BLOCK_WEIGHTS)
+        memory, shape = (ends_ptr, sums_ptr), (steps, envs, depth)
+        rule = (slice_len, min_len, before, after)
+        run = run_words + (n < steps).to(tl.int64)
+        for start in range(0, run.to(tl.int32) * BLOCK_ENVS, BLOCK_WEIGHTS):
+            lane = lane_of(start + block, run, envs, BLOCK_ENVS)
+            stage_weights(memory, ring, n, lane, run_words, shape, rule, TOGETHER, BY_TRANSITION, LEVELS, SHIFT)
 
 
 @jit_for_any_size()
@@ -426,31 +397,32 @@ def trajectories_bits_kernel(
     n = n.to(tl.int64)
     steps = steps.to(tl.int64)
     envs = envs.to(tl.int64)
+    signals = (signals_ptr, n_signals, load_signal(signals_ptr, 0, n_signals))
     ring = load_ring(ring_ptr, steps, envs)
     i = tl.program_id(0).to(tl.int64) * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)
     j = i // envs
-    stage_bits(ends_ptr, signals_ptr, n_signals, ring, n, (j, i - j * envs, j >= 0), steps, envs, BY_ID, SPAN)
+    stage_bits(ends_ptr, signals, ring, n, (j, i - j * envs, j >= 0), steps, envs, BY_ID, SPAN)
 
 
 @jit_for_any_size()
 def trajectories_bits_above_kernel(
-    ends_ptr, ring_ptr, n, level, steps, envs, BY_ID: tl.constexpr, BLOCK_BYTES: tl.constexpr
+    ends_ptr, ring_ptr, n, level, steps, envs, BY_ID: tl.constexpr, BLOCK_WORDS: tl.constexpr
 ):
-    """The next launches: the summaries on ``level``, from 1 up. Grid: (cdiv(bytes of the run, BLOCK_BYTES),)."""
+    """The next launches: the summaries on ``level``, from 1 up. Grid: (cdiv(words of the run, BLOCK_WORDS),)."""
     n = n.to(tl.int64)
     steps = steps.to(tl.int64)
     envs = envs.to(tl.int64)
     cursor, _, _ = load_ring(ring_ptr, steps, envs)
     first, last = run_of_bits(cursor, n, steps, BY_ID)
-    first, last, _ = run_above(first, last, words_of(steps, 0))
     below = steps * 0
-    for lower in range(1, level):
-        below += words_of(steps, lower - 1) * envs
+    for lower in range(0, level - 1):
+        below += words_of(steps, lower) * envs
         first, last, _ = run_above(first, last, words_of(steps, lower))
-    i = tl.program_id(0).to(tl.int64) * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)
+    positions = words_of(steps, level - 1)
+    first, _, count, padded = run_of_words(first, last, positions, n >= steps)
+    i = tl.program_id(0).to(tl.int64) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
     j = i // envs
-    lane = (j, i - j * envs, j >= 0)
-    stage_bits_above(ends_ptr, below, first, last, words_of(steps, level - 1), n >= steps, lane, envs)
+    stage_bits_above(ends_ptr, below, first, positions, padded, (j, i - j * envs, j < count), envs)
 
 
 @jit_for_any_size()
@@ -458,83 +430,76 @@ def trajectories_weights_kernel(
     ends_ptr,
     sums_ptr,
     ring_ptr,
-    others_ptr,
     n,
     run_words,
-    n_others,  # E; 0 where all words are in the run
+    depth,  # levels of sums above the weights
     steps,
     envs,
-    levels,
     slice_len,
     min_len,
     before,
     after,
+    LEVELS: tl.constexpr,
     BY_TRANSITION: tl.constexpr,
+    SHIFT: tl.constexpr,
     BLOCK_WEIGHTS: tl.constexpr,
 ):
-    """The weights, when all bits are there. Grid: (cdiv(run_words * envs + n_others, BLOCK_WEIGHTS),)."""
+    """The weights, when all bits are there, and unless all words are in the run the sums.
+
+    Grid: (cdiv(words of the run, and one more unless that has all, of all environments, BLOCK_WEIGHTS),).
+    """
+    n = n.to(tl.int64)
     steps = steps.to(tl.int64)
     envs = envs.to(tl.int64)
     run_words = run_words.to(tl.int64)
     ring = load_ring(ring_ptr, steps, envs)
     i = tl.program_id(0).to(tl.int64) * BLOCK_WEIGHTS + tl.arange(0, BLOCK_WEIGHTS)
     j = i // envs
-    lane = (j, i - j * envs, i < run_words * envs + n_others)
-    memory = (ends_ptr, sums_ptr, others_ptr)
+    lane = (j, i - j * envs, j < run_words + (n < steps).to(tl.int64))
+    memory, shape = (ends_ptr, sums_ptr), (steps, envs, depth)
     rule = (slice_len.to(tl.int64), min_len, before, after)
-    stage_weights(memory, ring, n.to(tl.int64), lane, run_words, (steps, envs, levels), rule, BY_TRANSITION)
+    stage_weights(memory, ring, n, lane, run_words, shape, rule, True, BY_TRANSITION, LEVELS, SHIFT)
 
 
 @jit_for_any_size()
 def trajectories_sums_kernel(
     sums_ptr,
-    ring_ptr,
-    others_ptr,
-    n,
-    run,  # words in the run, all environments
-    n_others,
     level,
     words,  # of level 0, all environments
-    steps,
-    envs,
     SHIFT: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
-    """A wide level of sums. Grid: (cdiv(entries, BLOCK_NODES),), entries as ``sums_entries`` has them."""
+    """A wide level of sums, all of it. Grid: (cdiv(nodes, BLOCK_NODES),)."""
     words = words.to(tl.int64)
-    i = tl.program_id(0).to(tl.int64) * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
-    steps = steps.to(tl.int64)
-    envs = envs.to(tl.int64)
-    cursor, _, _ = load_ring(ring_ptr, steps, envs)
-    begin = first_word(cursor, n.to(tl.int64), steps, envs)
-    below = sums_start(words, level - 1, SHIFT)
-    stage_sums(sums_ptr, (others_ptr, begin, run.to(tl.int64), n_others), i, level, below, words, SHIFT)
+    node = tl.program_id(0).to(tl.int64) * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
+    below = words * 0
+    for lower in range(1, level):
+        below += nodes_of(words, lower, SHIFT) << SHIFT
+    stage_sums(sums_ptr, node, below, nodes_of(words, level, SHIFT), nodes_of(words, level - 1, SHIFT), SHIFT)
 
 
 @jit_for_any_size()
 def trajectories_top_kernel(
     sums_ptr,
-    ring_ptr,
-    others_ptr,
-    n,
-    run,  # words in the run, all environments
-    n_others,
     first_level,
     depth,
     words,  # of level 0, all environments
-    steps,
-    envs,
     SHIFT: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
     """The narrow levels of sums, from ``first_level`` up to the root. Grid: (1,)."""
-    steps = steps.to(tl.int64)
-    envs = envs.to(tl.int64)
-    cursor, _, _ = load_ring(ring_ptr, steps, envs)
-    begin = first_word(cursor, n.to(tl.int64), steps, envs)
     words = words.to(tl.int64)
-    runs = (others_ptr, begin, run.to(tl.int64), n_others)
-    all_sums(sums_ptr, runs, first_level, depth, words, SHIFT, BLOCK_NODES)
+    block = tl.arange(0, BLOCK_NODES).to(tl.int64)
+    below = words * 0
+    for lower in range(1, first_level):
+        below += nodes_of(words, lower, SHIFT) << SHIFT
+    for level in range(first_level, depth + 1):
+        count = nodes_of(words, level, SHIFT)
+        for start in range(0, count, BLOCK_NODES):
+            stage_sums(sums_ptr, start + block, below, count, nodes_of(words, level - 1, SHIFT), SHIFT)
+        below += count << SHIFT
+        # The level is complete.
+        tl.debug_barrier()
 
 
 @jit_for_any_size()
@@ -549,7 +514,7 @@ def trajectories_update_eligible_kernel(
     run,  # words of ``eligible`` that hold these rows, a bound
     steps,
     envs,
-    levels,
+    LEVELS: tl.constexpr,
     STARTS_TOO: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):
@@ -574,7 +539,7 @@ def trajectories_update_eligible_kernel(
     word = wrapped((begin >> 6) + number, words)
     row = (word << 6) + (i & 63)
     step, env, age, stored = locate(row, number < run, filled, oldest, steps, envs)
-    last = last_age(ends_ptr, step, env, age, stored, filled, oldest, steps, envs, levels)
+    last = last_age(ends_ptr, step, env, age, stored, filled, oldest, steps, envs, LEVELS)
     eligible = last - age + 1 >= need
     if STARTS_TOO:
         step_before = wrapped(step - 1, steps)

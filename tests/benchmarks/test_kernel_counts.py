@@ -32,10 +32,24 @@ MOST = {
     "prioritized: sample": 2,
     "slices: sample": 2,
     "prioritized slices: sample": 3,
-    "prioritized: priority update": 4,
-    "prioritized slices: priority update": 4,
+    "prioritized: priority update": 1,
+    "prioritized slices: priority update": 1,
     "uniform: extend": 1,
-    **{f"{kind}: extend": 5 for kind in kernels.SIZES if kind != "uniform"},
+    "observations once: extend": 5,
+    "prioritized: extend": 2,
+    "slices: extend": 2,
+    "prioritized slices: extend": 4,
+}
+
+#: Trips to memory, one after the other, of all launches of a call with 256 rows, at most.
+MOST_TRIPS = {
+    "prioritized: priority update": 5,
+    "prioritized slices: priority update": 6,
+    "prioritized: extend": 9,
+    "slices: extend": 18,
+    "prioritized slices: extend": 23,
+    "slices: sample": 16,
+    "prioritized slices: sample": 16,
 }
 
 
@@ -85,6 +99,13 @@ def test_the_committed_counts_of_large_batches_are_those_of_the_kernels():
     found = kernels.counted_in_subprocess()
     assert [each["call"] for each in found] == [each["call"] for each in committed()["launches"]]
     check_counts(found)
+
+
+def test_trips_of_small_batches():
+    """Of what is committed, as the launches: what does not depend on one another is asked for together."""
+    launches = {each["call"]: each["launches"] for each in committed()["launches"]}
+    for call, most in MOST_TRIPS.items():
+        assert sum(launch["trips"] for launch in launches[f"{call}, 256"]) <= most, call
 
 
 def test_more_instructions_do_not_pass_unnoticed():

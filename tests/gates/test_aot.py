@@ -1,4 +1,4 @@
-"""Every kernel compiles to machine code for four targets, within the register file of NVIDIA's, aligned or not."""
+"""Every kernel compiles to machine code for eight targets, within the register file of NVIDIA's, aligned or not."""
 
 import ast
 import importlib
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import gpubuf.kernels
-from tests.gates.aot.compiler import GATES, TARGETS, Compiled, compile_in_subprocess, demanding
+from tests.gates.aot.compiler import GATES, OTHERS, TARGETS, Compiled, compile_in_subprocess, demanding
 from tests.gates.aot.operations import all_specs, specs_of
 
 triton = pytest.importorskip("triton")
@@ -93,7 +93,7 @@ def check(results: list[Compiled], target: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm_100"])
+@pytest.mark.parametrize("target", [target for target in (*TARGETS, *OTHERS) if target != "sm_100"])
 def test_every_kernel_compiles(target: str):
     """The most demanding spec of each. What fits sm_90 fits sm_100, as a rule, which has its turn at night."""
     results = compile_in_subprocess(target, most=1)

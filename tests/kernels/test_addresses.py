@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -276,7 +277,7 @@ def test_drawn_rows(backend, capacity, stratified):
     assert weight.tolist() == [1.0] * n
 
 
-# Of 600 million rows no node has brothers missing: one more would be the first of the next level.
+# Of 600 million rows the lowest levels are full: a node behind their last one is the first of the next level.
 @pytest.mark.parametrize(("capacity", "single"), [(600_000_000, True), (LARGE, True), (LARGE, False)])
 def test_new_priorities(backend, capacity, single):
     """Updated and marked; a row that was overwritten meanwhile, and one behind the last, are not."""
@@ -364,6 +365,8 @@ def test_written_trajectories(backend, block_envs):
         step, env = divmod(row, ENVS)
         assert index.ends[step // 64 * ENVS + env].item() >> step % 64 & 1 == (row in index.final)
     assert index.sums[-1] == len(index.final)
+    words = Counter(row // ENVS // 64 * ENVS + row % ENVS for row in index.final)
+    assert {word: index.sums[word].item() for word in words} == words
     with triton_on_cpu(False):
         index.assert_bounds()
 
@@ -430,11 +433,12 @@ FAULTS: list[tuple[str, str, str, tuple[Any, ...]]] = [
     (f"{NODES}:stage_claim", "(row >= capacity)", "(row > capacity)", (test_new_priorities, LARGE, True)),
     (f"{NODES}:stage_mark", "leaves_ptr + row", f"leaves_ptr + row{INT32}", (test_new_priorities, LARGE, True)),
     (f"{NODES}:stage_mark", "row < capacity", "row <= capacity", (test_new_priorities, LARGE, True)),
-    (f"{NODES}:_nodes_above", "row < capacity", "row <= capacity", (test_new_priorities, 600_000_000, True)),
+    (f"{NODES}:_own_nodes", "row < capacity", "row <= capacity", (test_new_priorities, 600_000_000, True)),
     (f"{NODES}:_recompute", "n_nodes * MAXIMUM", f"(n_nodes * MAXIMUM){INT32}", (test_new_priorities, LARGE, True)),
-    (f"{UPDATE}:_kept_bits", "ends_ptr + word", f"ends_ptr + word{INT32}", (test_written_trajectories, 4)),
+    (f"{UPDATE}:_byte_before", "ends_ptr + word", f"ends_ptr + word{INT32}", (test_written_trajectories, 4)),
     (f"{UPDATE}:_load_flags", "step * envs + env", f"(step * envs + env){INT32}", (test_written_trajectories, 4)),
-    (f"{UPDATE}:stage_weights", "sums_ptr + other", f"sums_ptr + other{INT32}", (test_written_trajectories, 0)),
+    (f"{UPDATE}:stage_weights", "node, weight", f"node{INT32}, weight", (test_written_trajectories, 0)),
+    (f"{UPDATE}:stage_bits", "(byte >> 3) * envs", f"(byte >> 3){INT32} * envs{INT32}", (test_written_trajectories, 4)),
     (f"{SEARCH}:nearest_end", "read * envs + env", f"(read * envs + env){INT32}", (test_slices,)),
     (f"{SEARCH}:scaled", "((uniform *", f"((uniform{FLOAT32} *", (test_slices,)),
     (f"{SEARCH}:locate", "row < steps * envs", "row <= steps * envs", (test_slices,)),

@@ -159,7 +159,7 @@ RULES: dict[Any, dict[tuple[Any, ...], Any]] = {
     config.index_span: {(1, False): 1, (1, True): 8, (2, False): 8},
     # Issue 23: four slices a program made eight warps for 32 slices, each of more than three times the work.
     config.index_draw: {(2, 4096, 1): (1, 8, 1), (2, 4097, 1): (16, 8, 1), (512, 4097, 65): (1, 64, 2)},
-    config.index_slices: {(1, 1): (32, 8, 1), (1, 9): (32, 16, 1), (1, 65): (8, 64, 1)},
+    config.index_slices: {(1, 1): (32, 8, 1), (1, 9): (16, 16, 1), (1, 65): (4, 64, 1)},
     config.tanh_normal_sample: {(0, 1): (1, 1), (0, 4000): (4096, 8), (2, 1000): (1024, 4)},
     config.tanh_normal_backward: {(1,): (512, 4)},
     config.loss_rows: {(0,): (32, 1), (65,): (128, 2), (10**6,): (1024, 16)},

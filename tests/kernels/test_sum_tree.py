@@ -290,6 +290,23 @@ def test_a_run_touches_only_the_nodes_above_it(rows):
         assert (tree.nodes[:, others] == 0.25).all()
 
 
+@pytest.mark.parametrize("single", [True, False])
+def test_a_mark_refreshes_rows_whose_eligibility_has_changed(backend, single):
+    """What two operations would do, by one program and by several."""
+    bits = torch.full((sum_tree.eligible_words(5000),), -1, dtype=torch.int64)
+    tree = SumTree(5000, fan_out=16)
+    tree.update(torch.arange(5000), random_priorities(5000, 0))
+    tree.restrict(bits)
+    bits[:3], bits[-1] = 0, 0
+    touched = torch.cat([torch.arange(4990, 5000), torch.arange(180)])
+    with config.using(sum_tree_update=UpdateConfig(single, 64, 16, 4)):
+        tree.mark(touched[5:90], touched=touched)
+    found = tree.nodes.clone()
+    tree.rebuild()
+    assert found.equal(tree.nodes)
+    assert (tree.leaves[touched[5:90]] == tree.max_priority.float()).all()
+
+
 def test_no_drift(backend):
     """CASES 1: after priorities fall by 1e5 the root still equals the sum of the leaves to 1e-12 relative."""
     tree = SumTree(200, fan_out=4)

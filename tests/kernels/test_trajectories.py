@@ -17,7 +17,7 @@ from gpubuf.kernels import config, philox, rows, trajectories
 from gpubuf.kernels._registry import Backend
 from gpubuf.kernels.trajectories import Rule, _launch
 from gpubuf.kernels.trajectories._triton import nodes_of, words_of
-from gpubuf.kernels.trajectories._triton_update import run_above, run_of_bytes, run_of_steps
+from gpubuf.kernels.trajectories._triton_update import run_above, run_of_bytes, run_of_steps, run_of_words
 from tests.contracts import on_both
 from tests.contracts.trajectories import Index
 from tests.kernels.reference import trajectories as reference
@@ -117,6 +117,22 @@ def test_ends_alone_are_those_of_an_update(steps, envs, by_id):
     prepared_ends(ends, index.ring, index.signals, by_id, steps, steps, envs)()
     index.update(steps)
     assert torch.equal(ends, index.ends), "a rebuild"
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("path", [0, 2])
+def test_ends_without_sums(monkeypatch, backend, path):
+    """Whoever reads the ends alone leaves the sums out: the ends are the same, by one launch and by several."""
+    rule = config.index_update
+    monkeypatch.setattr(config, "index_update", lambda *args: dataclasses.replace(rule(*args), block_envs=path))
+    index = Index(70, 3, fan_out=2, seed=3)
+    ends, sums = torch.zeros_like(index.ends), index.sums
+    for n in (69, 1, 30, 70):
+        index.write(n, chance=0.1)
+        kept = sums.clone()
+        trajectories.update(ends, None, index.ring, index.signals, False, n, 70, 3, 2, *index.rule)
+        assert torch.equal(ends, index.ends)
+        assert torch.equal(sums, kept)
 
 
 def test_one_step_at_a_time(backend):
@@ -232,21 +248,27 @@ def test_flags_beside_identifiers(backend):
 
 @triton.jit
 def runs_kernel(cursor_ptr, n, words_ptr, run_ptr, steps, levels, BLOCK: tl.constexpr):  # noqa: N803
-    """Per cursor and level: (first, last, number) of the run's words, (first, number, of how many) of its bytes."""
+    """Per cursor and level: (first, last, number) of the run's words, (number, of how many) for the level above.
+
+    Before them (first, number, of how many) of its bytes.
+    """
     i = tl.arange(0, BLOCK)
     first, last = run_of_steps(tl.load(cursor_ptr + i), n, steps)
-    positions = first * 0 + steps
+    head, n_bytes, parts = run_of_bytes(first, last, steps, n >= steps)
+    at = run_ptr + i * 5
+    tl.store(at, head)
+    tl.store(at + 1, n_bytes)
+    tl.store(at + 2, parts)
     for level in range(levels):
-        head, n_bytes, parts = run_of_bytes(first, last, positions, n >= steps)
-        positions = words_of(steps, level) + first * 0
-        first, last, count = run_above(first, last, positions)
-        at = run_ptr + (level * BLOCK + i) * 6
+        positions = words_of(steps, level)
+        _, _, count = run_above(first, last, positions)
+        first, last, summed, padded = run_of_words(first, last, positions, n >= steps)
+        at += BLOCK * 5
         tl.store(at, first)
         tl.store(at + 1, last)
         tl.store(at + 2, count)
-        tl.store(at + 3, head)
-        tl.store(at + 4, n_bytes)
-        tl.store(at + 5, parts)
+        tl.store(at + 3, summed)
+        tl.store(at + 4, padded)
 
 
 @triton.jit(do_not_specialize=["n_words", "levels"])
@@ -267,21 +289,24 @@ def test_a_run_of_steps_lies_in_no_more_words_and_bytes_than_the_grids_have(step
     block = triton.next_power_of_2(len(cursors))
     cursor = torch.tensor(cursors + [0] * (block - len(cursors)))
     for n in sorted({1, 2, 3, 63, 64, 65, 66, 128, 4096, steps - 1, steps - 2, steps} & set(range(1, steps + 1))):
-        run = torch.empty(len(slots), block, 6, dtype=torch.int64)
+        run = torch.zeros(len(slots) + 1, block, 5, dtype=torch.int64)
         # as the kernels do: with the step before the newest n
         runs_kernel[(1,)](cursor, n + 1, cursor, run, steps, len(slots), BLOCK=block)
-        bounds, byte_bounds = _launch.run_bounds(n, tuple(slots)), _launch.run_bytes(n + 1, steps, tuple(slots))
+        bounds, byte_bound = _launch.run_bounds(n, tuple(slots)), _launch.run_bytes(n + 1, steps)
         for i, at in enumerate(cursors):
             places = {(at - 1 - back) % steps for back in range(min(n + 1, steps))}
+            head, n_bytes, parts, *_ = run[0, i].tolist()
+            held = {(head + j) % parts for j in range(n_bytes)}
+            assert held == (set(range(8 * slots[0])) if n + 1 >= steps else {place // 8 for place in places})
+            assert len(held) == n_bytes <= byte_bound <= 8 * slots[0]
             for level, count in enumerate(slots):
-                first, last, number, head, n_bytes, parts = run[level, i].tolist()
-                held = {(head + j) % parts for j in range(n_bytes)}
-                assert held == (set(range(8 * count)) if n + 1 >= steps else {place // 8 for place in places})
-                assert len(held) == n_bytes <= byte_bounds[level] <= 8 * count
+                first, last, number, summed, padded = run[level + 1, i].tolist()
                 places = {place // 64 for place in places}
                 assert {(first + j) % count for j in range(number)} == places
                 assert (first + number - 1) % count == last
                 assert len(places) <= bounds[level] <= count
+                rebuilt = -(-count // 64) * 64
+                assert (summed, padded) == ((rebuilt, rebuilt) if n + 1 >= steps else (number, count))
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -296,7 +321,7 @@ def test_sizes_agree_with_the_kernels(steps, envs, fan_out):
     sizes_kernel[(1,)](found, shape.words, shape.depth + 1, SHIFT=shape.shift)
     for level, (words, nodes) in enumerate(found.tolist()):
         assert words == -(-shape.words // 64**level)
-        assert nodes == shape.entries(level, shape.words, 0)
+        assert nodes == shape.nodes(level)
         assert level == shape.depth or -(-nodes // fan_out) * fan_out == sizes[level]
 
 
@@ -313,7 +338,7 @@ def test_every_path(monkeypatch, path, by_id):
     """CASES 15, 19: the launches of large writes on a small index, every level of sums a launch of its own."""
     rule = config.index_update
     monkeypatch.setattr(config, "index_update", lambda *args: dataclasses.replace(rule(*args), **PATHS[path]))
-    monkeypatch.setattr(_launch, "TOP_ENTRIES", 1)
+    monkeypatch.setattr(_launch, "TOP_NODES", 1)
     with triton_on_cpu():
         index = Index(70, 3, Rule(4, before=1, by_transition=True), by_id=by_id, fan_out=2, seed=4)
         for n in (69, 1, 70):

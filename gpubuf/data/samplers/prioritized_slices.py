@@ -163,8 +163,12 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         if not self._need:
             self._restrict(trajectories, self._steps_needed(self.slice_len) if self.slice_len else 1)
         touched = trajectories.update_eligible(self._eligible, n, self._need, not self.strict_length)
-        PrioritizedSampler.on_write(self, positions, priority)
-        self._tree_made().refresh(touched)
+        if priority is None:
+            tree = self._tree_made(positions.numel())
+            tree.mark(positions, within_buffer=self.max_priority_within_buffer, touched=touched)
+        else:
+            PrioritizedSampler.on_write(self, positions, priority)
+            self._tree_made().refresh(touched)
 
     def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
         """Rows were written elsewhere: index all of them anew, and give these the priority of new ones. O(capacity)."""

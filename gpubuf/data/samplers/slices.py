@@ -241,8 +241,9 @@ class SliceSampler(Sampler):
         """The index of the storage's trajectories; made at the first use, with all rows that are there by then."""
         if not self._index:
             at_replays().refuse("the first write or sample makes the index: do it before")
-            storage = self.storage
-            self._index = TrajectoryIndex(storage, self._signal(storage), self._rule(self.slice_len or 1))
+            storage, rule = self.storage, self._rule(self.slice_len or 1)
+            # Who draws by priority asks for the ends alone.
+            self._index = TrajectoryIndex(storage, self._signal(storage), rule, not self.has_priorities)
         return self._index
 
     def _signal(self, storage: TensorStorage) -> Signal:

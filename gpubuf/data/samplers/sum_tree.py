@@ -324,18 +324,22 @@ class SumTree:
         apart = len({*addresses}) == len(addresses)
         return len(calls) == 1 and apart and Ready(calls, self.leaves.get_device(), given)
 
-    def mark(self, index: Tensor, within_buffer: bool = False) -> None:
+    def mark(self, index: Tensor, within_buffer: bool = False, touched: Tensor | None = None) -> None:
         """Give rows the weight of new ones: that of the running maximum of the priorities. No host sync.
 
         Args:
             index: rows, any integer dtype, any shape; -1 is ignored.
             within_buffer: use the largest weight of an eligible row instead of the maximum ever given.
+            touched: int64 ``[M]``, on the tree's device: rows to :meth:`refresh` as well, all of ``index`` among them.
 
         Raises:
             IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU ignores it).
         """
         index = vector(index, torch.int64, self.leaves)
-        _mark(self.leaves, self.nodes, self.scalars, self.eligible, self.capacity, self.fan_out, index, within_buffer)
+        _mark(
+            self.leaves, self.nodes, self.scalars, self.eligible, self.capacity, self.fan_out,
+            index, within_buffer, touched,
+        )  # fmt: skip
         if self._may_be_clamped:
             self._look_at_weights()
 

@@ -146,13 +146,14 @@ class TrajectoryIndex(EndBits):
         storage: an initialised storage. Rows that it already has are indexed.
         signal: tells where trajectories end.
         rule: which slices may be drawn; may be changed by :meth:`use`.
+        weighted: whether anybody draws by the rule. If not, :attr:`total` is not kept up to date.
 
     Attributes:
         rule: which slices may be drawn now.
     """
 
-    def __init__(self, storage: TensorStorage, signal: Signal, rule: Rule | None = None) -> None:
-        super().__init__(signal, storage.ring, storage.shape, storage.rows.table, storage.marks)
+    def __init__(self, storage: TensorStorage, signal: Signal, rule: Rule | None = None, weighted: bool = True) -> None:
+        super().__init__(signal, storage.ring, storage.shape, storage.rows.table, storage.marks, weighted)
         self.storage = storage
         self._assume(rule or self.rule)
         if len(storage):
@@ -185,7 +186,7 @@ class TrajectoryIndex(EndBits):
     def to(self, device: torch.device) -> TrajectoryIndex:
         """This index, which reads the signal where it is now; on another device one that is made anew."""
         if self.ends.device != device:
-            return TrajectoryIndex(self.storage, self.signal.to(device), self.rule)
+            return TrajectoryIndex(self.storage, self.signal.to(device), self.rule, self.weighted)
         self.readdress(self.storage.rows.table)
         return self
 

@@ -179,15 +179,18 @@ class EndBits:
 
     Attributes:
         ends: the bitmap, int64.
-        sums: weights of its words, and their sums.
+        sums: weights of its words, and their sums; as they were made, unless :attr:`weighted`.
+        weighted: whether writes keep them up to date.
         signal: as given.
         table: where the signal is read, and marks, if there are any. It changes in place: captured graphs read it.
         steps: steps of the ring, the first dimension of the storage.
         envs: environments, the product of its other dimensions.
     """
 
-    def __init__(self, signal: Signal, ring: Ring, shape: Sequence[int], table: Tensor, marks: Marks) -> None:
-        self.signal = signal
+    def __init__(
+        self, signal: Signal, ring: Ring, shape: Sequence[int], table: Tensor, marks: Marks, weighted: bool = False
+    ) -> None:
+        self.signal, self.weighted = signal, weighted
         self._ring, self._marks, self._reads_marks = ring, marks, marks.kept
         self.steps, self.envs = shape[0], math.prod(shape[1:])
         device = table.device
@@ -246,7 +249,8 @@ class EndBits:
 
     def _update(self, n: int) -> None:
         """Index the newest ``n`` steps, and sum the weights by the rule."""
-        _update(self.ends, self.sums, *self._written(n), *self._shape_and_rule)
+        sums = self.sums if self.weighted else None
+        _update(self.ends, sums, *self._written(n), *self._shape_and_rule)
 
     def _written(self, n: int) -> tuple[Any, ...]:
         marks = self._marks

@@ -35,6 +35,9 @@ from tests.gates.aot.spec import AotSpec
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
+OTHERS = ("sm_89", "sm_120", "gfx1100", "gfx1201")
+"""GPUs for work stations. The most demanding spec of each kernel is compiled for them."""
+
 UNALIGNED = ":unaligned"
 
 GATES = (*TARGETS, f"sm_90{UNALIGNED}")
@@ -77,7 +80,7 @@ def compile_in_subprocess(target: str, specs: str = "all", most: int = 0) -> lis
     """Compile specs in a process that is free of the interpreter.
 
     Args:
-        target: one of :data:`GATES`, or another one by such a name.
+        target: one of :data:`GATES` or :data:`OTHERS`, or another one by such a name.
         specs: as the option ``--specs``.
         most: as the option ``--most``.
     """

@@ -300,6 +300,7 @@ def run_sum_tree(record: Recorder) -> None:
                 record.run(sum_tree.refresh, *tree, index)
                 record.run(sum_tree.update, *tree, ring, index, floats(n), index if flag else None)
                 record.run(sum_tree.mark, *tree, index, flag)
+                record.run(sum_tree.mark, *tree, index, flag, index)
             for n in (256, 4096):
                 record.run(sum_tree.draw, *tree, rng, n, flag)
             record.run(sum_tree.build, *tree)
@@ -327,7 +328,8 @@ def run_trajectories(record: Recorder) -> None:
         eligible = ints(trajectories.eligible_words(steps * envs))
         for flag in variants:
             shape, rule = (steps, envs, fan_out), (4, 1, 0, 0, flag)
-            record.run(trajectories.update, ends, sums, ring, ints(1, rows.ENTRY), flag, n, *shape, *rule)
+            for weights in (sums, None):
+                record.run(trajectories.update, ends, weights, ring, ints(1, rows.ENTRY), flag, n, *shape, *rule)
             record.run(trajectories.resum, ends, sums, ring, *shape, *rule)
             record.run(trajectories.update_eligible, eligible, ends, ring, n, 3, flag, steps, envs)
 

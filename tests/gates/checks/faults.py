@@ -66,7 +66,7 @@ def tree_used() -> None:
 
 def index_used() -> None:
     index = Index(200, 3, Rule(4, before=1, by_transition=True), fan_out=2)
-    for n in (70, 199, 1, 30):
+    for n in (70, 199, 1, 30, 200):
         index.write(n)
     index.draw(philox.new_state(1, "cpu"), 9)
 
@@ -181,7 +181,7 @@ FAULTS = {
     ),
     "no mask": Fault("trajectories._triton:store_slices", ", mask=i < n)", ")", "out-of-bounds", index_used),
     "offset of a level": Fault(
-        "sum_tree._triton_update:_recompute", "tl.multiple_of(below, 1 << columns)", "below + 4",
+        "sum_tree._triton_update:_recompute", "tl.multiple_of(below, 1 << columns)", "below + 8",
         "out-of-bounds", tree_used,
     ),
     "words of any address": Fault(
@@ -191,14 +191,14 @@ FAULTS = {
         "rows._triton_write:rows_write_kernel", "mask & valid & winner", "mask & valid", "duplicate", rows_written
     ),
     "scratch left out": Fault(
-        "trajectories._triton_update:stage_weights", "mask=active & (j == run_words)", "mask=active & (j > run_words)",
-        "uninitialised", index_of_three_levels,
+        "sum_tree._triton_update:sum_tree_claim_kernel", "mask=claims)", "mask=claims & (i > 0))",
+        "uninitialised", tree_used,
     ),
     "name that is not carried": Fault(
         "trajectories._triton_update:trajectories_bits_above_kernel",
-        "below = steps * 0\n    for lower in range(1, level):\n        below += words_of(steps, lower - 1) * envs",
-        "start = steps * 0\n    below = start\n    for lower in range(1, level):\n        below = start\n"
-        "        start += words_of(steps, lower - 1) * envs",
+        "below = steps * 0\n    for lower in range(0, level - 1):\n        below += words_of(steps, lower) * envs",
+        "start = steps * 0\n    below = start\n    for lower in range(0, level - 1):\n        below = start\n"
+        "        start += words_of(steps, lower) * envs",
         "alias", index_of_three_levels,
     ),
     "everyone's partial sum": Fault(
