@@ -157,6 +157,37 @@ def test_numbers_and_hooks_of_modules_take_effect(change, machine: RecordedCuda)
     assert sum(entry.startswith("capture") for entry in machine.log) == 4
 
 
+class Encoded(SACLoss):
+    """A loss of a user, with a module of its own."""
+
+    def __init__(self) -> None:
+        actor = make_sac_actor(OBSERVATION, ACTION, (8,), **DOUBLE)
+        super().__init__(actor, make_sac_critic(OBSERVATION, ACTION, (8,), **DOUBLE), target_entropy=-1.0)
+        self.encoder = nn.Sequential(nn.Linear(OBSERVATION, OBSERVATION, **DOUBLE), nn.Dropout(0.5))
+
+    def forward(self, batch: Any) -> Any:
+        with torch.no_grad():
+            batch["observation"] = self.encoder(batch["observation"])
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda encoder: encoder.eval(), lambda encoder: encoder.__setitem__(0, nn.Identity())]
+)
+def test_modules_of_a_users_loss_take_effect(change, machine: RecordedCuda):
+    states = []
+    for capture in (False, True):
+        torch.manual_seed(1)
+        world = World(loss=Encoded(), capture=capture)
+        world.run(6)
+        change(world.loss.encoder)
+        world.run(6)
+        states.append(world.state())
+    assert world.learner.captured
+    due, found = states
+    assert not [name for name in due if not torch.equal(found[name], due[name])]
+
+
 def test_a_second_hook_of_a_parameter_takes_effect(machine: RecordedCuda):
     def hooked(world: World) -> None:
         next(world.loss.actor_network.parameters()).register_hook(lambda gradient: 2 * gradient)
