@@ -40,9 +40,9 @@ class Learner:
     options, keys and value estimator of the loss, transforms and settings of the buffer, other parts of the learner,
     hyperparameters of an optimiser that keeps them on the host. After other changes, as of whole numbers in a module or
     of what a transform or a value estimator keeps on the host, call :meth:`reset`; also after changes of the modules of
-    a loss that is a function, which doesn't say what they are. :class:`gpubuf.optim.AdamW`, buffers and schedules of the
-    loss are read on the device, and need none. An update that can't be captured runs eagerly, and a warning says why,
-    once.
+    a loss that is a function, which doesn't say what they are. :class:`gpubuf.optim.AdamW`, buffers and schedules of
+    the loss are read on the device, and need none. An update that can't be captured runs eagerly, and a warning says
+    why, once.
 
     On a CPU, :class:`~gpubuf.objectives.SACLoss` and :class:`~gpubuf.objectives.TD3Loss` of plain perceptrons (see
     :mod:`gpubuf.modules`) have their gradients written out, without autograd: the same up to rounding, and faster. They

@@ -481,8 +481,8 @@ class AdamW(torch.optim.Optimizer):
             )
         if self.max_grad_norm is not None and not clips:
             raise CaptureError(
-                "an optimiser clips its gradients, and did not when its step was captured: call reset() on the captured "
-                "step, and it is captured anew"
+                "an optimiser clips its gradients, and did not when its step was captured: call reset() on the "
+                "captured step, and it is captured anew"
             )
         self._hyper.send(self.param_groups, self.max_grad_norm)
 
