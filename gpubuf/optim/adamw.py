@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -58,6 +59,15 @@ class Hyperparameters:
                     if new is not None and new != old:
                         self.values[row, column].fill_(new)
                 self._sent[row] = found
+
+    def on_device(self, groups: Sequence[dict[str, Any]]) -> list[Tensor | None]:
+        """The tensors that :meth:`copy_tensors` reads, None in the places of others."""
+        found: list[Tensor | None] = []
+        for group in groups:
+            lr, tau = group["lr"], group["tau"]
+            found.append(lr if isinstance(lr, Tensor) and lr.device == self._device else None)
+            found.append(tau if isinstance(tau, Tensor) and tau.device == self._device else None)
+        return found
 
     def copy_tensors(self, groups: Sequence[dict[str, Any]]) -> None:
         """Copy those that are tensors on the device; a graph has these copies."""
@@ -459,7 +469,8 @@ class AdamW(torch.optim.Optimizer):
         recording = current.recording
         if recording is not None:
             recording.holds(self, "_buckets")
-            recording.before(self, functools.partial(self._before_replay, self.max_grad_norm is not None))
+            read = self._hyper.on_device(self.param_groups)
+            recording.before(self, functools.partial(self._before_replay, self.max_grad_norm is not None, read))
         elif not capturing():
             self._hyper.send(self.param_groups, self.max_grad_norm)
         self._hyper.copy_tensors(self.param_groups)
@@ -473,7 +484,7 @@ class AdamW(torch.optim.Optimizer):
         if targets and self._copied[0]:
             torch._foreach_copy_(*self._copied)
 
-    def _before_replay(self, clips: bool) -> None:
+    def _before_replay(self, clips: bool, read: list[Tensor | None]) -> None:
         if self._buckets is None or not self._watch.unchanged(self.state):
             raise CaptureError(
                 "a parameter, a target or the state of an optimiser was moved or replaced since its step was "
@@ -483,6 +494,11 @@ class AdamW(torch.optim.Optimizer):
             raise CaptureError(
                 "an optimiser clips its gradients, and did not when its step was captured: call reset() on the "
                 "captured step, and it is captured anew"
+            )
+        if not all(map(is_, self._hyper.on_device(self.param_groups), read)):
+            raise CaptureError(
+                "a learning rate or tau on the device was replaced since its step was captured: change the tensor in "
+                "place, or call reset() on the captured step, and it is captured anew"
             )
         self._hyper.send(self.param_groups, self.max_grad_norm)
 

@@ -63,7 +63,14 @@ def another_group(world: World) -> None:
     world.optimizer.add_param_group({"params": [last], "lr": 0.1})
 
 
-@pytest.mark.parametrize(("ours", "change"), [(True, clipping), (True, another_group), (False, another_group)])
+def a_rate_on_the_device(world: World) -> None:
+    world.optimizer.param_groups[0]["lr"] = torch.tensor(0.05)
+
+
+OF_OPTIMISERS = [(True, clipping), (True, another_group), (False, another_group), (True, a_rate_on_the_device)]
+
+
+@pytest.mark.parametrize(("ours", "change"), OF_OPTIMISERS)
 def test_what_an_optimiser_does_takes_effect(ours, change, machine: RecordedCuda):
     due = changed(World(ours=ours, capture=False, fused=not ours), change)
     world = World(ours=ours, fused=not ours)
@@ -71,6 +78,22 @@ def test_what_an_optimiser_does_takes_effect(ours, change, machine: RecordedCuda
     assert not [name for name in due if not torch.equal(found[name], due[name])]
     assert world.learner.captured
     assert sum(entry.startswith("capture") for entry in machine.log) == 4
+
+
+@pytest.mark.parametrize("rate", [lambda lr: lr * 10, float])
+def test_a_rate_on_the_device_may_be_replaced(rate, machine: RecordedCuda):
+    def change(world: World) -> None:
+        (group,) = world.optimizer.param_groups
+        group["lr"] = rate(group["lr"])
+
+    states = []
+    for capture in (False, True):
+        world = World(capture=capture)
+        a_rate_on_the_device(world)
+        states.append(changed(world, change))
+    due, found = states
+    assert not [name for name in due if not torch.equal(found[name], due[name])]
+    assert world.learner.captured
 
 
 @pytest.mark.parametrize("capture", [True, False])
