@@ -293,6 +293,7 @@ class Watch:
         parameters = chain.from_iterable(map(_params_of, groups))
         objects = [*chain.from_iterable(map(dict.values, self._places)), *parameters]
         numbers = [
+            len(groups),
             *map(len, self._attributes),
             *chain.from_iterable(self._keys),
             any(self._empty),

@@ -80,6 +80,15 @@ def test_what_an_optimiser_does_takes_effect(ours, change, machine: RecordedCuda
     assert sum(entry.startswith("capture") for entry in machine.log) == 4
 
 
+def test_another_group_before_the_capture(machine: RecordedCuda):
+    """The optimiser makes its tables anew, which is part of a warm-up."""
+    world = World()
+    world.run(3)
+    another_group(world)
+    world.run(8)
+    assert world.learner.captured
+
+
 @pytest.mark.parametrize("rate", [lambda lr: lr * 10, float])
 def test_a_rate_on_the_device_may_be_replaced(rate, machine: RecordedCuda):
     def change(world: World) -> None:
