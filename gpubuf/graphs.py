@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Never
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -78,6 +78,8 @@ def _is_tensordict(value: Any) -> bool:
 
 def _inside(value: Any) -> list[tuple[Any, Any]] | None:
     """The parts of a container by key, in an order that does not depend on how it was filled; None for no container."""
+    if isinstance(value, LazyStackedTensorDict):
+        return list(enumerate(value.tensordicts))
     if _is_tensordict(value) and not is_non_tensor(value):
         return sorted(value.items())
     if isinstance(value, dict):
@@ -107,6 +109,9 @@ def mapped(value: Any, of_tensor: Map, path: str) -> Any:
     """``value`` in new containers, with ``of_tensor`` applied to each tensor and its place: see :func:`describe`."""
     if isinstance(value, Tensor):
         return of_tensor(path, value)
+    if isinstance(value, LazyStackedTensorDict):
+        stacked = [mapped(part, of_tensor, f"{path}[{i}]") for i, part in enumerate(value.tensordicts)]
+        return LazyStackedTensorDict(*stacked, stack_dim=value.stack_dim)
     if _is_tensordict(value):
         if is_non_tensor(value):
             return value

@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 
 from gpubuf import graphs
@@ -38,9 +39,10 @@ class Learner:
     module or parameter that was replaced or frozen, hooks, flags, fractions and texts among the attributes of modules,
     options, keys and value estimator of the loss, transforms and settings of the buffer, other parts of the learner,
     hyperparameters of an optimiser that keeps them on the host. After other changes, as of whole numbers in a module or
-    of what a transform or a value estimator keeps on the host, call :meth:`reset`.
-    :class:`gpubuf.optim.AdamW`, buffers and schedules of the loss are read on the device, and need none. An update
-    that can't be captured runs eagerly, and a warning says why, once.
+    of what a transform or a value estimator keeps on the host, call :meth:`reset`; also after changes of the modules of
+    a loss that is a function, which doesn't say what they are. :class:`gpubuf.optim.AdamW`, buffers and schedules of
+    the loss are read on the device, and need none. An update that can't be captured runs eagerly, and a warning says
+    why, once.
 
     On a CPU, :class:`~gpubuf.objectives.SACLoss` and :class:`~gpubuf.objectives.TD3Loss` of plain perceptrons (see
     :mod:`gpubuf.modules`) have their gradients written out, without autograd: the same up to rounding, and faster. They
@@ -69,12 +71,23 @@ class Learner:
         if isinstance(loss, LossModule):
             _check_updater(loss, None)
         self._capture = capture
+        self._begin()
+
+    def _begin(self) -> None:
         self._explicit: Update | None = None
         self._watch: Watch | None = None
-        if not isinstance(optimizer, AdamW):
+        if not isinstance(self.optimizer, AdamW):
             # Another optimiser loads its state into new tensors.
-            optimizer.register_load_state_dict_post_hook(functools.partial(_reset, weakref.ref(self)))
+            self.optimizer.register_load_state_dict_post_hook(functools.partial(_reset, weakref.ref(self)))
         self.reset()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The parts of the learner: all else is bound to their memory, and a copy makes its own."""
+        return {name: vars(self)[name] for name in ("loss", "optimizer", "buffer", "target", "_capture")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
 
     def reset(self) -> None:
         """Drop the graphs: the next calls are those of a new warm-up."""
@@ -237,7 +250,10 @@ class Watch:
     def __init__(self, *parts: Any) -> None:
         loss, optimizer, target, buffer = self.parts = parts
         known = loss._networks.every.values() if isinstance(loss, LossModule) and loss._networks else ()
-        roots = [each.network for each in known] or [loss]
+        roots: list[Any] = [each.network for each in known] or [loss]
+        # What a loss of the user's own has besides.
+        added = [name for name, each in loss._modules.items() if type(each) is not TensorDictParams] if known else []
+        roots += [loss._modules[name] for name in added if name != "_value_estimator"]
         modules = [part for root in roots if isinstance(root, nn.Module) for part in root.modules()]
         own, drawing = (getattr(each, "__dict__", {}) for each in (loss, getattr(buffer, "parts", buffer)))
         self._attributes = [own, *map(vars, modules)]
@@ -277,6 +293,7 @@ class Watch:
         parameters = chain.from_iterable(map(_params_of, groups))
         objects = [*chain.from_iterable(map(dict.values, self._places)), *parameters]
         numbers = [
+            len(groups),
             *map(len, self._attributes),
             *chain.from_iterable(self._keys),
             any(self._empty),
@@ -294,7 +311,9 @@ class Watch:
         values, objects, numbers = self._now()
         if numbers != self._numbers or not _are(objects, self._objects):
             return False
-        return _are(values, self._values) or all(map(_equal, values, self._values))
+        if len(values) != len(self._values):
+            return False
+        return all(map(is_, values, self._values)) or all(map(_equal, values, self._values))
 
 
 def _are(some: list[Any], others: list[Any]) -> bool:

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -59,6 +60,15 @@ class Hyperparameters:
                         self.values[row, column].fill_(new)
                 self._sent[row] = found
 
+    def on_device(self, groups: Sequence[dict[str, Any]]) -> list[Tensor | None]:
+        """The tensors that :meth:`copy_tensors` reads, None in the places of others."""
+        found: list[Tensor | None] = []
+        for group in groups:
+            lr, tau = group["lr"], group["tau"]
+            found.append(lr if isinstance(lr, Tensor) and lr.device == self._device else None)
+            found.append(tau if isinstance(tau, Tensor) and tau.device == self._device else None)
+        return found
+
     def copy_tensors(self, groups: Sequence[dict[str, Any]]) -> None:
         """Copy those that are tensors on the device; a graph has these copies."""
         for row, sent in enumerate(self._sent):
@@ -97,7 +107,7 @@ class Watch:
         self._params = params
         self._loss = source if isinstance(source, LossModule) else None
         self._look_up(pairs)
-        self._addresses = self._now()
+        self._places = self._now()
         self.watch_state(state)
 
     def watch_state(self, state: dict[Tensor, Any]) -> None:
@@ -106,17 +116,21 @@ class Watch:
 
     def _look_up(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._tensors = [*self._params, *(tensor for pair in pairs for tensor in pair)]
+        # Others have one layout.
+        self._matrices = [tensor for tensor in self._tensors if tensor.ndim > 1]
         self._version = None if self._loss is None else self._loss.links_version
 
-    def _now(self) -> list[int]:
-        return [] if self._fake else list(map(Tensor.data_ptr, self._tensors))
+    def _now(self) -> list[Any]:
+        if self._fake:
+            return []
+        return [*map(Tensor.data_ptr, self._tensors), *map(Tensor.stride, self._matrices)]
 
     def unchanged(self, state: dict[Tensor, Any]) -> bool:
         """Whether all tensors are where they were, and the optimiser has the same state."""
         if self._loss is not None and self._loss.links_version != self._version:
             # Loading a state looks the tensors up again, and finds the same ones.
             self._look_up(self._loss.target_pairs())
-        return self._now() == self._addresses and state is self._state and len(state) == self._states
+        return self._now() == self._places and state is self._state and len(state) == self._states
 
 
 @dataclass
@@ -455,7 +469,8 @@ class AdamW(torch.optim.Optimizer):
         recording = current.recording
         if recording is not None:
             recording.holds(self, "_buckets")
-            recording.before(self, self._before_replay)
+            read = self._hyper.on_device(self.param_groups)
+            recording.before(self, functools.partial(self._before_replay, self.max_grad_norm is not None, read))
         elif not capturing():
             self._hyper.send(self.param_groups, self.max_grad_norm)
         self._hyper.copy_tensors(self.param_groups)
@@ -469,11 +484,21 @@ class AdamW(torch.optim.Optimizer):
         if targets and self._copied[0]:
             torch._foreach_copy_(*self._copied)
 
-    def _before_replay(self) -> None:
+    def _before_replay(self, clips: bool, read: list[Tensor | None]) -> None:
         if self._buckets is None or not self._watch.unchanged(self.state):
             raise CaptureError(
                 "a parameter, a target or the state of an optimiser was moved or replaced since its step was "
                 "captured: call reset() on the captured step, and it is captured anew"
+            )
+        if self.max_grad_norm is not None and not clips:
+            raise CaptureError(
+                "an optimiser clips its gradients, and did not when its step was captured: call reset() on the "
+                "captured step, and it is captured anew"
+            )
+        if not all(map(is_, self._hyper.on_device(self.param_groups), read)):
+            raise CaptureError(
+                "a learning rate or tau on the device was replaced since its step was captured: change the tensor in "
+                "place, or call reset() on the captured step, and it is captured anew"
             )
         self._hyper.send(self.param_groups, self.max_grad_norm)
 

@@ -628,6 +628,19 @@ def test_an_update_whose_index_was_its_generation_is_not_that_of_others():
         assert torch.equal(tree.leaves, other.leaves)
 
 
+def test_an_update_by_the_trees_own_weights_is_not_that_of_others():
+    """Their place is that of the leaves, which the launch writes to."""
+    tree, other = (SumTree(CAPACITY) for _ in range(2))
+    other._repeated = None
+    index, given = torch.arange(8), torch.full((8,), 3.0)
+    for own in (True, False, True, False):
+        for each in (tree, other):
+            each.update(index, each.leaves[:8] if own else given)
+        assert torch.equal(tree.leaves, other.leaves)
+        given = torch.rand(8)
+        index = index.flip(0)
+
+
 def test_updates_are_launched_as_they_are_configured_now(monkeypatch):
     """An update is tuned so."""
     tree, launched, launch = SumTree(CAPACITY), [], Variant.launch

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tensordict import TensorDict, tensorclass
+from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 from torch import Tensor
 
 from gpubuf import (
@@ -243,6 +243,32 @@ def test_results_are_those_of_the_step(machine):
         del found
     assert len(places) == 1
     assert list(step().keys()) == ["count", "odd", "n"]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_lazy_stacks_as_results_and_arguments(inside, machine):
+    """Of parts whose shapes differ too, which nothing can stack."""
+    counter = torch.zeros(2)
+
+    def parts(number: float) -> Any:
+        each = [TensorDict({"n": counter + number, "ragged": torch.full((2, i + 1), number)}, [2]) for i in range(2)]
+        stack = LazyStackedTensorDict(*each, stack_dim=1)
+        return {"in": stack} if inside else stack
+
+    def step(given: Any) -> Any:
+        counter.add_(1)
+        return given, parts(0.0)
+
+    run_step = capture(step, warmup=1)
+    kept = [run_step(parts(10.0 * number)) for number in range(1, 5)]
+    assert run_step.captured
+    for number, found in enumerate(kept, 1):
+        given, made = (each["in"] if inside else each for each in found)
+        assert isinstance(made, LazyStackedTensorDict)
+        assert given.batch_size == made.batch_size == (2, 2)
+        assert made[0, 1]["n"] == number
+        assert given[0, 1]["n"] == 10 * number + number - 1
+        assert given[1, 1]["ragged"].tolist() == [10.0 * number] * 2
 
 
 def test_results_are_given_out_by_one_copy():

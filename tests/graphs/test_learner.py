@@ -53,6 +53,58 @@ def test_changes_of_another_optimiser(change, machine: RecordedCuda):
     assert sum(entry.startswith("capture") for entry in machine.log) == (2 if change == "nothing" else 4)
 
 
+def clipping(world: World) -> None:
+    world.optimizer.max_grad_norm = 0.01
+
+
+def another_group(world: World) -> None:
+    """The last parameter, which stays the last one."""
+    last = world.optimizer.param_groups[0]["params"].pop()
+    world.optimizer.add_param_group({"params": [last], "lr": 0.1})
+
+
+def a_rate_on_the_device(world: World) -> None:
+    world.optimizer.param_groups[0]["lr"] = torch.tensor(0.05)
+
+
+OF_OPTIMISERS = [(True, clipping), (True, another_group), (False, another_group), (True, a_rate_on_the_device)]
+
+
+@pytest.mark.parametrize(("ours", "change"), OF_OPTIMISERS)
+def test_what_an_optimiser_does_takes_effect(ours, change, machine: RecordedCuda):
+    due = changed(World(ours=ours, capture=False, fused=not ours), change)
+    world = World(ours=ours, fused=not ours)
+    found = changed(world, change)
+    assert not [name for name in due if not torch.equal(found[name], due[name])]
+    assert world.learner.captured
+    assert sum(entry.startswith("capture") for entry in machine.log) == 4
+
+
+def test_another_group_before_the_capture(machine: RecordedCuda):
+    """The optimiser makes its tables anew, which is part of a warm-up."""
+    world = World()
+    world.run(3)
+    another_group(world)
+    world.run(8)
+    assert world.learner.captured
+
+
+@pytest.mark.parametrize("rate", [lambda lr: lr * 10, float])
+def test_a_rate_on_the_device_may_be_replaced(rate, machine: RecordedCuda):
+    def change(world: World) -> None:
+        (group,) = world.optimizer.param_groups
+        group["lr"] = rate(group["lr"])
+
+    states = []
+    for capture in (False, True):
+        world = World(capture=capture)
+        a_rate_on_the_device(world)
+        states.append(changed(world, change))
+    due, found = states
+    assert not [name for name in due if not torch.equal(found[name], due[name])]
+    assert world.learner.captured
+
+
 @pytest.mark.parametrize("capture", [True, False])
 def test_modes_take_effect(capture, machine: RecordedCuda):
     """CASES 84: dropout ends at ``eval()``, and begins again at ``train()``."""
@@ -135,6 +187,37 @@ def test_numbers_and_hooks_of_modules_take_effect(change, machine: RecordedCuda)
     due, found = states
     assert not [name for name in due if not torch.equal(found[name], due[name])]
     assert sum(entry.startswith("capture") for entry in machine.log) == 4
+
+
+class Encoded(SACLoss):
+    """A loss of a user, with a module of its own."""
+
+    def __init__(self) -> None:
+        actor = make_sac_actor(OBSERVATION, ACTION, (8,), **DOUBLE)
+        super().__init__(actor, make_sac_critic(OBSERVATION, ACTION, (8,), **DOUBLE), target_entropy=-1.0)
+        self.encoder = nn.Sequential(nn.Linear(OBSERVATION, OBSERVATION, **DOUBLE), nn.Dropout(0.5))
+
+    def forward(self, batch: Any) -> Any:
+        with torch.no_grad():
+            batch["observation"] = self.encoder(batch["observation"])
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda encoder: encoder.eval(), lambda encoder: encoder.__setitem__(0, nn.Identity())]
+)
+def test_modules_of_a_users_loss_take_effect(change, machine: RecordedCuda):
+    states = []
+    for capture in (False, True):
+        torch.manual_seed(1)
+        world = World(loss=Encoded(), capture=capture)
+        world.run(6)
+        change(world.loss.encoder)
+        world.run(6)
+        states.append(world.state())
+    assert world.learner.captured
+    due, found = states
+    assert not [name for name in due if not torch.equal(found[name], due[name])]
 
 
 def test_a_second_hook_of_a_parameter_takes_effect(machine: RecordedCuda):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import random
 from typing import Any
 
@@ -375,6 +377,29 @@ def test_a_state_dict_is_a_users():
     plain = torch.optim.AdamW(learning(world.loss).values(), 1e-2)
     plain.load_state_dict(world.optimizer.state_dict())
     assert world.loss.actor_network[0].module[0][0].weight is first_weight(world.loss)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda learner: pickle.loads(pickle.dumps(learner))])
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_copy_goes_on_by_itself(ours, copied):
+    """After updates too, whose prepared calls are on the memory of the original."""
+    world, due = World(ours=ours), World(ours=ours)
+    for each in (world, due):
+        torch.manual_seed(0)
+        each.run(3)
+    original, world.learner = world.learner, copied(world.learner)
+    before = world.state()
+    world.loss, world.optimizer, world.buffer = (
+        getattr(world.learner, name) for name in ("loss", "optimizer", "buffer")
+    )
+    for each in (world, due):
+        torch.manual_seed(1)
+        each.run(3)
+    found, expected = world.state(), due.state()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    world.loss, world.optimizer, world.buffer = original.loss, original.optimizer, original.buffer
+    after = world.state()
+    assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 # --- calls ---

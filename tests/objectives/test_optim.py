@@ -305,6 +305,24 @@ def test_moved_parameters_are_found():
     assert float(optimizer.state[net[0].weight]["step"]) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_that_was_transposed_in_its_memory_is_found(dtype):
+    """At the address that it had, and of the shape that it had."""
+    initial = torch.randn(3, 3, dtype=dtype)
+    optimizers = []
+    for _ in range(2):
+        weight = nn.Parameter(initial.clone())
+        optimizers.append((weight, AdamW([weight], lr=0.1)))
+    for number in range(4):
+        for i, (weight, optimizer) in enumerate(optimizers):
+            if number == 2:
+                weight.data = weight.data.t() if i else weight.data.t().contiguous()
+            weight.grad = torch.full((3, 3), 0.5, dtype=dtype).triu(number - 2)
+            optimizer.step()
+    (one, _), (other, _) = optimizers
+    assert torch.equal(one, other)
+
+
 # Errors
 
 

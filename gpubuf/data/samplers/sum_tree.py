@@ -319,7 +319,9 @@ class SumTree:
         calls: list[Call] = []
         with launches_noted(calls):
             _update(*arguments)
-        apart = len({*map(Tensor.data_ptr, given)}) == len(given)
+        # What is given is known by its address among the arguments.
+        addresses = [each.data_ptr() for each in arguments if isinstance(each, Tensor)]
+        apart = len({*addresses}) == len(addresses)
         return len(calls) == 1 and apart and Ready(calls, self.leaves.get_device(), given)
 
     def mark(self, index: Tensor, within_buffer: bool = False, touched: Tensor | None = None) -> None:
