@@ -238,8 +238,8 @@ class Weights:
             leaves[row // self.fan_out * self.fan_out :][: self.fan_out] = 1
             for level, start, node in self.above(row):
                 first, size = node // self.fan_out * self.fan_out, self.sizes[level - 1]
-                # Levels with fewer nodes than an update has entries are recomputed as a whole.
-                for brother in range(size) if size <= 64 else range(first, first + self.fan_out):
+                # Short levels are recomputed as a whole, or all between the first and the last row of a mark.
+                for brother in range(size) if size <= 128 else range(first, first + self.fan_out):
                     nodes[:, start + brother] = torch.tensor(self.expected(level, brother), dtype=torch.float64)
         leaves[capacity:] = 0
 
