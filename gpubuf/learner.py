@@ -17,6 +17,7 @@ from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 
 from gpubuf import graphs
+from gpubuf.data.recording import is_same
 from gpubuf.data.storage.layout import priority_mask_key
 from gpubuf.data.transforms import Compose
 from gpubuf.modules.linear import _hooks_of_all
@@ -313,16 +314,13 @@ class Watch:
             return False
         if len(values) != len(self._values):
             return False
-        return all(map(is_, values, self._values)) or all(map(_equal, values, self._values))
+        # Most are the same objects: no call of ours for each.
+        return all(map(is_, values, self._values)) or all(map(is_same, values, self._values))
 
 
 def _are(some: list[Any], others: list[Any]) -> bool:
     """Whether these are the very same objects."""
     return len(some) == len(others) and all(map(is_, some, others))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and type(one) in (tuple, *_PLAIN) and one == other)
 
 
 def _reset(learner: weakref.ref[Learner], _: torch.optim.Optimizer) -> None:

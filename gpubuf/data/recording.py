@@ -68,8 +68,12 @@ def emptied_unless_done(storages: Sequence[Any]) -> Iterator[None]:
         raise
 
 
-#: Types whose equal values are the same to a graph.
 _PLAIN = frozenset({bool, float, int, str, tuple})
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values are the same to a graph: one object, or equal numbers, texts or tuples."""
+    return one is other or (type(one) is type(other) in _PLAIN and one == other)
 
 
 class CaptureError(RuntimeError):
@@ -171,7 +175,8 @@ class Recording:
                 now = get(owner)
             except AttributeError:
                 now = None
-            if now is not value and not (type(now) is type(value) in _PLAIN and now == value):
+            # Past a call for most: every replay comes here.
+            if now is not value and not is_same(now, value):
                 raise CaptureError(
                     f"a {type(owner).__name__} was moved, freed or given other parts, settings or shares since its "
                     "step was captured: call reset() on the captured step, and it is captured anew"
