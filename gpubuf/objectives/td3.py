@@ -14,6 +14,7 @@ from torch import Tensor
 from gpubuf.modules.fast_call import entries, entry, is_plain
 from gpubuf.objectives.base import LossModule
 from gpubuf.objectives.batch import next_state, reduced
+from gpubuf.objectives.networks import without_gradients
 from gpubuf.objectives.options import CriticNetworks, LossOptions, leaf_of
 
 
@@ -231,7 +232,7 @@ class TD3Loss(LossModule):
         weight, mask = self.row_weights(tensordict, shape)
         return reduced(-q[0], weight, mask, self.reduction), q.detach()
 
-    @torch.no_grad()
+    @without_gradients()
     def _target(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """(values of the next states, targets of the critics), both S. No gradient."""
         state = next_state(tensordict)
