@@ -53,7 +53,7 @@ help:
 	@echo "make report  write the figures of benchmarks/results/ into README.md and the pages of docs/;"
 	@echo "             FROM='folders' of make gpu are brought there first"
 	@echo "make docs    build the documentation site into site/; warnings are errors"
-	@echo "make dist    build sdist and wheel into dist/, and check them"
+	@echo "make dist    build sdist and wheels into dist/, on Linux on x86-64 also that with machine code, and check them"
 	@echo "make clean   remove environments, caches and build products"
 
 train: $(VENV)/.train
@@ -105,10 +105,18 @@ docs: $(DOCS)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet $(ARGS)
 	@echo "open site/index.html"
 
-dist: $(RELEASE)/.ready
-	rm -rf dist
+# The kernels are compiled by Numba in the environment of the tests. auditwheel finds out the tag that is true: it looks
+# for patchelf on the PATH. The recipe is for conda-forge, which builds from the sdist.
+dist: $(VENV)/.test $(RELEASE)/.ready
+	rm -rf dist build
 	$(RELEASE)/bin/python -m build
+ifeq ($(shell uname -sm),Linux x86_64)
+	GPUBUF_MACHINE_CODE=1 $(VENV)/bin/python -m build --no-isolation --wheel --outdir build/wheel
+	PATH="$(CURDIR)/$(RELEASE)/bin:$$PATH" $(RELEASE)/bin/python -m auditwheel repair --wheel-dir dist build/wheel/*.whl
+endif
 	$(RELEASE)/bin/python -m twine check --strict dist/*
+	GPUBUF_DIST=dist $(VENV)/bin/python -m pytest -n 0 -m 'not network' tests/test_packaging.py $(ARGS)
+	$(VENV)/bin/python release/recipe.py > build/recipe.yaml
 
 clean:
 	rm -rf $(VENV) $(COMPAT) $(NEWEST) $(NEWEST)-peers $(DOCS) $(RELEASE) $(PEERS) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage
@@ -151,7 +159,7 @@ $(DOCS)/.ready: $(DOCS)/.created docs/requirements.txt constraints.txt
 	@touch $@
 
 $(RELEASE)/.ready: $(RELEASE)/.created constraints.txt
-	$(RELEASE)/bin/python -m pip install -q build twine
+	$(RELEASE)/bin/python -m pip install -q build twine auditwheel patchelf
 	@touch $@
 
 # A peer's environment holds what the peer needs beside ours, and sees the rest there, so that all are measured on one

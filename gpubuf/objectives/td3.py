@@ -235,10 +235,14 @@ class TD3Loss(LossModule):
 
     def _target(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """(values of the next states, targets of the critics), both S."""
+        next_q, shape = self._next_values(tensordict)
+        return next_q.amin(0).reshape(shape), self.td_target(next_q, tensordict, shape)
+
+    def _next_values(self, tensordict: TensorDictBase) -> tuple[Tensor, torch.Size]:
+        """(what the target critics say of the smoothed next actions, S)."""
         state = next_state(tensordict)
         action = self._actor.target.run(state, self._action, state)
         noise = torch.randn_like(action).mul_(self.policy_noise).clamp_(-self.noise_clip, self.noise_clip)
         state.set(self.tensor_keys.action, (action + noise).clamp(self.min_action, self.max_action))
         shape = action.shape[:-1]
-        next_q = self._checked(self._critics.target(state, self.tensor_keys.state_action_value), shape)
-        return next_q.amin(0).reshape(shape), self.td_target(next_q, tensordict, shape)
+        return self._checked(self._critics.target(state, self.tensor_keys.state_action_value), shape), shape
