@@ -20,6 +20,9 @@ from gpubuf.data.storage.storage import TensorStorage
 
 STRATEGIES = ("future", "final", "episode")
 RELABELLED = "relabelled"
+
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Dtypes of the same bits."""
 _TERMINATED: Key = ("next", "terminated")
 _TRUNCATED: Key = ("next", "truncated")
 _DONE: Key = ("next", "done")
@@ -202,7 +205,10 @@ def _replace(data: Data, info: dict[Any, Tensor], key: Key, mask: Tensor, new: T
             f"{name!r} of the batch has the shape {tuple(old.shape)}, the function gave {tuple(new.shape)}"
         )
     new = new.detach().reshape(old.shape).to(old.dtype)
-    replaced = torch.where(mask.view(*mask.shape, *[1] * (old.dim() - mask.dim())), new, old)
+    # PyTorch before 2.9 chooses among no unsigned numbers.
+    bits = SIGNED.get(old.dtype, old.dtype)
+    chosen = mask.view(*mask.shape, *[1] * (old.dim() - mask.dim()))
+    replaced = torch.where(chosen, new.view(bits), old.view(bits)).view(old.dtype)
     data.set(name, replaced)
     if name in info:
         info[name] = replaced

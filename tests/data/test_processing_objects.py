@@ -39,9 +39,9 @@ def test_images_of_any_dtype_are_shifted(backend, dtype):
 def shifted(image: torch.Tensor, down: int, right: int) -> torch.Tensor:
     """An image of which each pixel comes from so far down and to the right, or from the border."""
     height, width = image.shape
-    rows = (torch.arange(height) + down).clamp(0, height - 1)
-    columns = (torch.arange(width) + right).clamp(0, width - 1)
-    return image[rows][:, columns]
+    rows = [min(max(y + down, 0), height - 1) for y in range(height)]
+    columns = [min(max(x + right, 0), width - 1) for x in range(width)]
+    return torch.stack([image[y, x] for y in rows for x in columns]).view(height, width)
 
 
 # Transforms

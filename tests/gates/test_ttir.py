@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.6", reason="the gates follow the launches of Triton 3.6 and later")
 
 from tests.gates.ptx.launch import ORDERS
 from tests.gates.ttir.declared import declarations, stale, unexplained

@@ -115,7 +115,9 @@ def stored_as(values: Tensor, dtype: torch.dtype, name: str, ring: Tensor | None
         out, lost = _integers(values, dtype)
     if host_can_read(values):
         if bool(lost.any()):
-            raise ValueError(f"key {name} holds {dtype}, which has no room for {values[lost][0].item()!r}")
+            # Not `values[lost]`: PyTorch before 2.9 has no such index of uint64.
+            first = values.flatten()[int(lost.flatten().int().argmax())].item()
+            raise ValueError(f"key {name} holds {dtype}, which has no room for {first!r}")
     elif ring is not None:
         ring[FAULTS].add_(lost.reshape(lost.shape[0] if lost.dim() else 1, -1).any(1).sum().to(ring.device))
     return out

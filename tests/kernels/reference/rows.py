@@ -86,9 +86,11 @@ def discounted(key: Key, rows: list[int], gamma: float) -> Tensor:
 
 
 def shifted(elements: Tensor, field: Field, down: int, right: int) -> Tensor:
-    y = (torch.arange(field.height) + down).clamp(0, field.height - 1)
-    x = (torch.arange(field.width) + right).clamp(0, field.width - 1)
-    return elements.view(-1, field.height, field.width)[:, y][:, :, x].reshape(-1)
+    image = elements.view(-1, field.height, field.width)
+    rows = [min(max(y + down, 0), field.height - 1) for y in range(field.height)]
+    columns = [min(max(x + right, 0), field.width - 1) for x in range(field.width)]
+    # Pixel by pixel: PyTorch before 2.9 has no index of some dtypes.
+    return torch.stack([image[:, y, x] for y in rows for x in columns], 1).reshape(-1)
 
 
 def computed(key: Key, stored: Tensor, summed: Tensor, shift: tuple[int, int]) -> Tensor:

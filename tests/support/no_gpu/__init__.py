@@ -53,6 +53,7 @@ def _build() -> Path:
     source = Path(__file__).with_name("cuda.c")
     command = ["cc", "-O2", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", str(source), "-o", str(library)]
     subprocess.run(command, check=True)
+    library.with_suffix("").symlink_to(library.name)  # Triton before 3.6 links against this name.
     return library
 
 
