@@ -234,6 +234,8 @@ class ReplayBuffer:
         """
         if update_priority is not None:
             raise NotImplementedError("update_priority is for TensorDictReplayBuffer, whose batches carry priorities")
+        if type(data) is TensorDict and (index := self.parts.writes.prepared(data)) is not None:
+            return index
         return self.parts.write(data, None)
 
     @writing
