@@ -15,7 +15,7 @@ COMPAT := .compat
 NEWEST := .newest
 DOCS := .docs
 RELEASE := .release
-# What the benchmarks measure with: BASE=.newest takes the versions that pip installs today.
+# What the benchmarks and `make smoke` run with: BASE=.newest takes the versions that pip installs today.
 BASE := $(VENV)
 PEERS := $(if $(filter $(NEWEST),$(BASE)),$(NEWEST)-peers,.peers)
 export PEERS
@@ -33,14 +33,16 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test compat newest torchrl ray bench gpu report docs dist clean
+.PHONY: help train test compat newest smoke torchrl ray bench gpu report docs dist clean
 
 help:
 	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --prioritized --seed 1 ...'"
 	@echo "make test    ruff, mypy and the tests; ARGS go to pytest; with SLOW=1 also the tests marked slow,"
 	@echo "             with SLOW=nightly every test"
-	@echo "make compat  the tests on the oldest torch, triton and tensordict supported (downloads gigabytes); ARGS and SLOW as above"
+	@echo "make compat  the tests on the oldest torch, triton, tensordict and numba supported (downloads gigabytes);"
+	@echo "             ARGS and SLOW as above"
 	@echo "make newest  the same on the newest ones, those that pip installs today"
+	@echo "make smoke   a minute's work with what is installed: buffers, training, mapped files; BASE=.compat or .newest"
 	@echo "make torchrl run programs and losses on TorchRL and on gpubuf, and compare what they give"
 	@echo "make ray     the tests of buffers in actors of Ray"
 	@echo "make bench   all benchmarks beside TorchRL, cpprb and flashbax, each in its environment;"
@@ -68,6 +70,9 @@ compat: $(COMPAT)/.test
 
 newest: $(NEWEST)/.test
 	$(NEWEST)/bin/python -m pytest $(SELECTED)
+
+smoke: $(BASE)/.test
+	cd "$$(mktemp -d)" && '$(CURDIR)/$(BASE)/bin/python' '$(CURDIR)/tests/support/smoke.py' mapped
 
 torchrl: $(PEERS)/torchrl/.ready
 	$(PEERS)/torchrl/bin/python -m pytest -n 0 tests/contracts/test_torchrl.py tests/objectives/test_torchrl_losses.py \
