@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from gpubuf import modules
-from gpubuf.data import LazyTensorStorage, Normalize, RewardScale, TensorDictReplayBuffer
+from gpubuf.data import LazyTensorStorage, Normalize, ReplayBuffer, RewardScale
 from gpubuf.data.storage.layout import Key, Leaf
 from gpubuf.data.transforms import Compose
 from gpubuf.integrations.rsl_rl.losses import CategoricalTD3Loss
@@ -31,6 +31,13 @@ _LEAST_DEVIATION, _LARGEST_RETURN = 0.01, 5.0
 
 # An algorithm learns on one GPU, by a CUDA graph there.
 _ALONE = {"multi_gpu": None, "torch_compile_mode": None}
+
+
+class Ring(ReplayBuffer):
+    """A buffer for a learner whose rows are drawn uniformly, and multiplied by :class:`Symmetry`."""
+
+    def update_tensordict_priority(self, batch: Any) -> None:
+        """Nothing: rows have no priorities."""
 
 
 class OffPolicy:
@@ -275,14 +282,14 @@ class OffPolicy:
             self.policy.mean.copy_(torch.cat([self.normalize.mean(key) for key in keys]))
             self.policy.factor.copy_(torch.cat([self.normalize.factor(key) for key in keys]))
 
-    def _make_buffer(self, env: Any) -> TensorDictReplayBuffer:
+    def _make_buffer(self, env: Any) -> Ring:
         own = self.own
         process, transforms = [[] if each is None else [each] for each in (self.normalize, self.reward_scale)]
         if own.symmetry_cfg is not None:
             # Its function knows observations as the environments give them.
             symmetry = Symmetry(env, own.symmetry_cfg, self.policy.action_scale)
             process, transforms = [], [symmetry, *process, *transforms]
-        return TensorDictReplayBuffer(
+        return Ring(
             storage=LazyTensorStorage(own.buffer_steps * self.num_envs, device=self.device, ndim=2, **self._storage),
             batch_size=own.batch_size,
             dim_extend=0,
