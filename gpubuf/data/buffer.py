@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from gpubuf.data import moving, passing
+from gpubuf.data import datasets, moving, passing
 from gpubuf.data.check import Report, check
 from gpubuf.data.checkpoints import restore, shards
 from gpubuf.data.hindsight import Hindsight
@@ -527,6 +527,11 @@ class ReplayBuffer:
         if n is None:
             raise RuntimeError("batch_size must be given to can_sample() or to the constructor")
         return self.parts.sampler.can_sample(self.parts.storage, n)
+
+    # Data sets
+
+    as_dataset = datasets.as_dataset
+    export = datasets.export
 
     # Memory
 
