@@ -112,4 +112,4 @@ def _values(name: str, array: Any, n: int) -> Any:
         shape.append(len(array) // math.prod(shape))
     if kinds.is_string(array.type) or kinds.is_large_string(array.type):
         return NonTensorStack(*array.to_pylist())
-    return torch.tensor(array.to_numpy(zero_copy_only=False)).reshape(shape)
+    return torch.tensor(array.to_numpy(zero_copy_only=False), device="cpu").reshape(shape)
