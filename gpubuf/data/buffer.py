@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf.data import moving, passing
@@ -80,6 +81,8 @@ class ReplayBuffer:
     priority_key: str | tuple[str, ...] = ()
     #: Whether iteration puts the info of a sample into it.
     _samples_have_info = False
+    #: Types of batches whose entries are the keys of rows.
+    _entries_are_keys: tuple[type, ...] = (TensorDict,)
 
     def __init__(
         self,
@@ -242,7 +245,9 @@ class ReplayBuffer:
             dimensions. No host sync.
         """
         cursor = self.parts.storage.cursor
-        data = self.parts.writes.as_tensors(data)
+        if type(data) in self._entries_are_keys and self.parts.writes.prepared(data, one_row=True) is not None:
+            return cursor
+        data = self._row_of(data)
         row = self.parts.storage.as_batch(data, self.dim_extend)
         try:
             index = self.extend(row)
@@ -252,6 +257,10 @@ class ReplayBuffer:
         if self.parts.storage.ndim > 1 or not index.numel():
             return index
         return cursor if self.parts.writer.in_order else self.parts.writer.added(index)
+
+    def _row_of(self, data: Any) -> Data:
+        """One row as it is stored, without a batch dimension."""
+        return self.parts.writes.as_tensors(data)
 
     @property
     def column_keys(self) -> list[Any]:
