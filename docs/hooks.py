@@ -297,6 +297,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     boost = next((boost for place, boost in SEARCH if fnmatch(path, place)), None)
     if boost is not None:
         page.meta["search"] = {"boost": boost}
+    if path.startswith("examples/"):
+        # These have one heading, and lines of 120 characters.
+        page.meta["hide"] = ["toc"]
     if path == "cases.md":
         markdown = with_tests(markdown, repository)
     return with_reference(markdown)

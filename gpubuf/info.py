@@ -22,7 +22,8 @@ from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.placement import readable
 from gpubuf.kernels import _tuned
-from gpubuf.kernels._registry import numba_installed
+from gpubuf.kernels._jit import dispatcher_of, machine_code
+from gpubuf.kernels._registry import compiled
 from gpubuf.kernels.config import SPACES
 from gpubuf.terminal import aligned
 
@@ -159,7 +160,7 @@ def info() -> Info:
         ),
         # The launcher is a piece of C that Triton compiles then, against Python's headers.
         needs=(_check("a C compiler", _find_compiler), _check("Python.h", _find_header)),
-        caches={"CPU": _of(_numba_cache), "Triton": _of(_triton_cache)},
+        caches={"CPU": _of(_cpu_kernels), "Triton": _of(_triton_cache)},
     )
 
 
@@ -272,10 +273,11 @@ def _of(where: Callable[[], str]) -> str:
         return f"unknown ({type(error).__name__}: {error})".partition("\n")[0]
 
 
-def _numba_cache() -> str:
-    if not numba_installed():
+def _cpu_kernels() -> str:
+    if (code := machine_code()) is not None:
+        return str(code.__file__)
+    if not compiled():
         return "none: Numba is not installed, so that plain PyTorch does the CPU's work, which is slower"
-    from gpubuf.kernels._jit import dispatcher_of
     from gpubuf.kernels.philox._numba_kernels import uniform
 
     return str(dispatcher_of(uniform.function, cached=True)._cache.cache_path)

@@ -188,7 +188,12 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``[*batch, in_features] -> [*batch, out_features]``."""
         small = not input.is_cpu or input.ndim < 2 or input.numel() * self.out_features < ONEDNN_WORK
-        if small or not worth_onednn(input.numel() // self.in_features, self.in_features, self.out_features):
+        # A trace has tensors for sizes.
+        if (
+            torch._C._get_tracing_state()
+            or small
+            or not worth_onednn(input.numel() // self.in_features, self.in_features, self.out_features)
+        ):
             return functional.linear(input, self.weight, self.bias)
         out = linear_product(flat_rows(input), self.weight.t(), self.bias)
         return out if input.ndim == 2 else out.reshape(*input.shape[:-1], -1)

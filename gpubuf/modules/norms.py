@@ -30,8 +30,10 @@ _transforms = torch._C._functorch.maybe_current_level
 
 
 def _takes_torch(x: Tensor) -> bool:
-    """Whether PyTorch's operations are due: a compiler fuses them itself; vmap and other transforms know no others."""
-    return torch.compiler.is_compiling() or _transforms() is not None or not (x.is_cpu or x.is_cuda)
+    """Whether PyTorch's operations are due: a compiler fuses them itself; transforms and traces know no others."""
+    if torch.compiler.is_compiling() or _transforms() is not None or torch._C._get_tracing_state() is not None:
+        return True
+    return not (x.is_cpu or x.is_cuda)
 
 
 class _Norm(nn.Module):

@@ -14,6 +14,7 @@ from torch import Tensor
 from gpubuf.modules.fast_call import entries, entry, is_plain
 from gpubuf.objectives.base import LossModule
 from gpubuf.objectives.batch import next_state, reduced
+from gpubuf.objectives.networks import without_gradients
 from gpubuf.objectives.options import CriticNetworks, LossOptions, leaf_of
 
 
@@ -231,13 +232,17 @@ class TD3Loss(LossModule):
         weight, mask = self.row_weights(tensordict, shape)
         return reduced(-q[0], weight, mask, self.reduction), q.detach()
 
-    @torch.no_grad()
+    @without_gradients()
     def _target(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """(values of the next states, targets of the critics), both S. No gradient."""
+        next_q, shape = self._next_values(tensordict)
+        return next_q.amin(0).reshape(shape), self.td_target(next_q, tensordict, shape)
+
+    def _next_values(self, tensordict: TensorDictBase) -> tuple[Tensor, torch.Size]:
+        """(what the target critics say of the smoothed next actions, S)."""
         state = next_state(tensordict)
         action = self._actor.target.run(state, self._action, state)
         noise = torch.randn_like(action).mul_(self.policy_noise).clamp_(-self.noise_clip, self.noise_clip)
         state.set(self.tensor_keys.action, (action + noise).clamp(self.min_action, self.max_action))
         shape = action.shape[:-1]
-        next_q = self._checked(self._critics.target(state, self.tensor_keys.state_action_value), shape)
-        return next_q.amin(0).reshape(shape), self.td_target(next_q, tensordict, shape)
+        return self._checked(self._critics.target(state, self.tensor_keys.state_action_value), shape), shape

@@ -47,9 +47,15 @@ def _for_batch(vector: Tensor, x: Tensor) -> Tensor:
 
 def composed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: int, activation: int) -> Tensor:
     """y of :data:`norm_activation`, made of PyTorch's operations: differentiable as often as you like, and in vmap."""
-    normalize = functional.layer_norm if norm == LAYER else functional.rms_norm
     computed = x.to(torch.promote_types(x.dtype, computing_dtype(x)))
-    y = normalize(computed, x.shape[-1:], eps=eps) * _for_batch(weight, x).to(computed.dtype)
+    if norm == LAYER:
+        normal = functional.layer_norm(computed, x.shape[-1:], eps=eps)
+    elif torch.jit.is_tracing():
+        # The ONNX exporter of traces has no rms_norm.
+        normal = computed * (computed.square().mean(-1, keepdim=True) + eps).rsqrt()
+    else:
+        normal = functional.rms_norm(computed, x.shape[-1:], eps=eps)
+    y = normal * _for_batch(weight, x).to(computed.dtype)
     if bias is not None:
         y = y + _for_batch(bias, x).to(computed.dtype)
     return activated(y, activation).to(x.dtype)
